@@ -1,0 +1,121 @@
+"""The one module that knows which JAX is installed, and how its programs are written down.
+
+JAX's public API is the same on every version that jdist supports. The parameters of its equations are not: the proof
+(`jdist.proof`) reads equations through the functions below, and nothing else in jdist looks inside one.
+"""
+
+import functools
+import os
+import sysconfig
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+Jaxpr = core.Jaxpr
+Equation = core.JaxprEqn
+Literal = core.Literal
+
+# Equations that run their only sub-program once, on their own operands, and give back its results.
+CALLS = {
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "jit": "jaxpr",
+    "remat2": "jaxpr",
+    "shard_map": "jaxpr",
+}
+
+
+class Frame(NamedTuple):
+    """A place in source code.
+
+    Attributes:
+        file: Path of the file.
+        line: Line number, from 1.
+        function: Name of the function that the line is in.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        here = os.getcwd() + os.sep
+        return f"{self.file.removeprefix(here)}:{self.line}"
+
+
+def open_jaxpr(program: Any) -> Jaxpr:
+    """The jaxpr of a program that may or may not be closed over constants."""
+    return getattr(program, "jaxpr", program)
+
+
+def call_target(equation: Equation) -> Jaxpr | None:
+    """The program that `equation` calls once with its own operands, or None if it is no such call."""
+    key = CALLS.get(equation.primitive.name)
+    if key is None or key not in equation.params:
+        return None
+    target = open_jaxpr(equation.params[key])
+    fits = len(target.invars) == len(equation.invars) and len(target.outvars) == len(equation.outvars)
+    return target if fits else None
+
+
+def named_axes(value: Any, axes: frozenset[str]) -> frozenset[str]:
+    """Which of `axes` an equation's parameter names, itself or anywhere in the programs that it holds."""
+    if type(value) is str:
+        return axes & {value}
+    if type(value) in (tuple, list, frozenset):
+        return frozenset().union(*(named_axes(part, axes) for part in value))
+    if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+        inner = (part for equation in open_jaxpr(value).eqns for part in equation.params.values())
+        return frozenset().union(*(named_axes(part, axes) for part in inner))
+    return frozenset()
+
+
+def scan_counts(equation: Equation) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are its carry."""
+    if "num_carry" in equation.params:  # jax < 0.12
+        return equation.params["num_consts"], equation.params["num_carry"]
+    consts, carry, _ = equation.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def taints(effect: Any) -> bool:
+    """Whether an equation with this effect may give each replica another value.
+
+    Axis names are read from an equation's parameters, because not every collective has the effect, and printing gives
+    no value. What is left (callbacks with side effects, mutable references, infeeds) may.
+    """
+    return type(effect).__name__ not in ("DebugEffect", "NamedAxisEffect")
+
+
+def user_frame(equation: Equation) -> Frame | None:
+    """The line of the user's own code that made `equation`: the innermost that is in no library below the user.
+
+    None if jdist made it by itself, to bring an argument to the replicas.
+    """
+    traceback = equation.source_info.traceback
+    frames = [Frame(f.file_name, f.line_num, f.function_name) for f in traceback.frames] if traceback else []
+    outside_jax = [frame for frame in frames if not _absolute(frame.file).startswith(_folders("jax", "jaxlib"))]
+    if not outside_jax or _absolute(outside_jax[0].file) == _PLACING:
+        return None
+    own = (frame for frame in outside_jax if not _in_library(_absolute(frame.file)))
+    return next(own, outside_jax[0])
+
+
+def _in_library(file: str) -> bool:
+    in_standard = file.startswith(sysconfig.get_paths()["stdlib"]) and "site-packages" not in file
+    return in_standard or file.startswith(_folders("flax", "optax", "chex")) or file.startswith(_JDIST)
+
+
+@functools.cache
+def _folders(*packages: str) -> tuple[str, ...]:
+    # The folders beside jax: a package that is not imported need not be imported for this.
+    site = os.path.dirname(os.path.dirname(_absolute(jax.__file__)))
+    return tuple(os.path.join(site, name) + os.sep for name in packages)
+
+
+_absolute = functools.cache(os.path.abspath)
+_JDIST = os.path.dirname(_absolute(__file__)) + os.sep
+_PLACING = os.path.join(_JDIST, "values.py")

@@ -1,0 +1,1 @@
+"""Data: which replica gets which example, and in which order."""

@@ -1,0 +1,96 @@
+"""Which devices: from what the user names to a mesh with one axis, `"replica"`."""
+
+import re
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+REPLICA_AXIS = "replica"
+
+
+def replica_mesh(devices: Sequence[jax.Device | str] | None = None) -> Mesh:
+    """A mesh of one replica a device.
+
+    Args:
+        devices: Devices, or their names (`"cpu:0"`: platform, then the index among this process's devices of that
+            platform). All local devices by default. Devices of other processes may be among them.
+
+    Returns:
+        A mesh with the single axis `"replica"`, in the order of `devices`.
+
+    Raises:
+        ValueError: The list is empty, has duplicates, mixes platforms or names a device that is not here.
+        TypeError: An entry is neither a device nor a name.
+
+    Example:
+        >>> dict(replica_mesh(["cpu:0", "cpu:1"]).shape)
+        {'replica': 2}
+    """
+    if isinstance(devices, (str, jax.Device)):
+        raise TypeError(f"`devices` is a list of devices, got {devices!r}; write [{str(devices)!r}].")
+    chosen = jax.local_devices() if devices is None else [find_device(device) for device in devices]
+    _check(chosen)
+    # Not `jax.make_mesh`: it defaults to explicit axes, and may reorder the devices.
+    return Mesh(np.array(chosen), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def find_device(device: jax.Device | str) -> jax.Device:
+    """The device of that name: `"gpu:1"` is the second GPU of this process, `"gpu"` its first.
+
+    Raises:
+        ValueError: There is no such device here; the message lists those there are.
+        TypeError: `device` is neither a device nor a name.
+    """
+    if isinstance(device, jax.Device):
+        return device
+    if not isinstance(device, str):
+        raise TypeError(f"A device is a `jax.Device` or a name such as 'cpu:0', got {device!r}.")
+    match = re.fullmatch(r"([a-z]+)(?::(\d+))?", device.lower())
+    there = _local_devices(match[1]) if match else []
+    index = int(match[2] or 0) if match else 0
+    if index < len(there):
+        return there[index]
+    known = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(jax.local_devices()))
+    raise ValueError(
+        f"There is no device {device!r}. This process has {known}. To have more CPU devices, call "
+        '`jax.config.update("jax_num_cpu_devices", n)` before the first use of JAX.'
+    )
+
+
+def mirrored_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of a value that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def per_replica_sharding(mesh: Mesh) -> NamedSharding:
+    """The sharding of `[replica, ...]` arrays: one row a replica."""
+    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+
+def local_replicas(mesh: Mesh) -> dict[int, jax.Device]:
+    """The replicas whose device this process can reach: number to device, in the order of the numbers."""
+    here = jax.process_index()
+    return {i: device for i, device in enumerate(mesh.devices.flat) if device.process_index == here}
+
+
+def _local_devices(platform: str) -> list[jax.Device]:
+    try:
+        return jax.local_devices(backend=platform)
+    except RuntimeError:  # JAX knows no such platform, or it has no devices
+        return []
+
+
+def _check(devices: list[jax.Device]) -> None:
+    if not devices:
+        raise ValueError("`devices` is empty. Name at least one device, or leave it out to take all local ones.")
+    twice = sorted({str(device) for device in devices if devices.count(device) > 1})
+    if twice:
+        raise ValueError(f"`devices` has duplicates: {', '.join(twice)}. A device holds one replica; name it once.")
+    platforms = sorted({device.platform for device in devices})
+    if len(platforms) > 1:
+        raise ValueError(
+            f"`devices` mixes the platforms {' and '.join(platforms)}; one program cannot span them. "
+            "Take the devices of one platform."
+        )

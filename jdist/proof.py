@@ -1,0 +1,281 @@
+"""What is known of a value before the program runs: whether every replica has the same.
+
+The proof is an abstract interpretation of the traced replica function. For each value it keeps, a mesh axis each, why
+the value may differ between the replicas along that axis; a value with no reason to differ along any is *mirrored*.
+
+* Inputs start as what their placement says, constants as mirrored, and an equation's results join its operands.
+* A collective that hands every replica the same value (`psum`, `pmax`, `pmin`, `all_gather`) takes its axes away.
+* Any other equation that names an axis (`axis_index`, `ppermute`, `psum_scatter`, `all_to_all`, and whatever JAX adds)
+  puts that axis in, and so does an effect that is not known to be harmless.
+* `scan` and `while` are followed to a fixed point over their carry, `cond` joins its branches, and a predicate that
+  differs reaches everything that it decides. Calls are followed. A primitive that is not known joins.
+
+So it never calls a value mirrored that can differ, given that the devices compute alike and a `pure_callback` is pure.
+A collective below a predicate that differs along the collective's own axis would wait for ever: it is refused.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from jdist import _compat
+from jdist._compat import Equation, Jaxpr, Literal
+from jdist.errors import DivergentCollectiveError, RepeatedSumWarning
+
+SUM_SCOPE = "jdist.all_reduce_sum"  # the name scope of a sum that the user asked for
+
+_AGREEING = frozenset(("psum", "pmax", "pmin", "all_gather", "all_gather_invariant", "pbroadcast"))
+_LOCAL = frozenset(("axis_index",))  # name an axis, and wait for nobody
+
+
+class Input(NamedTuple):
+    """An input of a replica function.
+
+    Attributes:
+        name: What its author calls it: `batch['image']`.
+        axes: The mesh axes along which it may differ; none for a mirrored input.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+
+
+class Cause(NamedTuple):
+    """Why a value may differ between replicas: where that came from, through the shortest chain.
+
+    Attributes:
+        site: The input of the program, or the equation, that made the difference or passed it on.
+        parent: The cause of the operand that it came through; None where the difference begins.
+        depth: How many causes come before this one.
+    """
+
+    site: "Input | Equation"
+    parent: "Cause | None" = None
+    depth: int = 0
+
+    def chain(self) -> list["Cause"]:
+        """From where the difference begins to this cause."""
+        links, link = [], self
+        while link is not None:
+            links.append(link)
+            link = link.parent
+        return links[::-1]
+
+
+Knowledge: TypeAlias = dict[str, Cause]  # mesh axis -> why the value may differ along it; empty: mirrored
+MIRRORED: Knowledge = {}
+
+
+def prove(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> list[Knowledge]:
+    """What is known of each output of `program`, the body of a `shard_map`.
+
+    Args:
+        program: The traced replica function.
+        inputs: For each input, its name and the axes along which it may differ.
+        axes: The mesh axes that replicas lie along.
+
+    Returns:
+        For each output, the axes along which it may differ and why; `{}` is proved mirrored.
+
+    Raises:
+        DivergentCollectiveError: Some replicas may reach a collective that others do not.
+
+    Warns:
+        RepeatedSumWarning: `all_reduce("sum", x)` of an `x` that is mirrored already.
+
+    Source:
+        P. Cousot and R. Cousot, "Abstract interpretation: a unified lattice model for static analysis of programs",
+        POPL 1977. The lattice here has one bit an axis.
+    """
+    flow = _Flow(frozenset(axes))
+    outputs = flow.follow(program, [{axis: Cause(one) for axis in one.axes} for one in inputs], MIRRORED)
+    flow.warn()
+    return outputs
+
+
+def explain(cause: Cause) -> str:
+    """The chain of causes in words, a line for each place in the user's code."""
+    lines: list[str] = []
+    last_place = None
+    for link in cause.chain():
+        if isinstance(link.site, Input):
+            lines.append(f"{link.site.name}, which holds one value a replica")
+            continue
+        place = _compat.user_frame(link.site)
+        if place is not None and place != last_place:
+            lines.append(f"{link.site.primitive.name} at {place} in {place.function}")
+            last_place = place
+    if len(lines) > 8:
+        lines[5:-2] = [f"... {len(lines) - 7} places more ..."]
+    return "\n    -> ".join(lines)
+
+
+def way_out(cause: Cause) -> str:
+    """What to do about a value that differs for this reason and should not."""
+    start = cause.chain()[0].site
+    kind = "input" if isinstance(start, Input) else start.primitive.name
+    return _WAYS_OUT.get(kind, _WAYS_OUT["input"])
+
+
+_WAYS_OUT = {
+    "input": "Reduce what is computed from it over the replicas before it is stored: gradients with "
+    '`jdist.all_reduce("mean", grads)` ahead of the optimizer, statistics and metrics likewise.',
+    "axis_index": "Each replica has its own number, and its own `replica_key`: use them within the step, and store "
+    "what does not depend on them (the key that was folded, not the folded one), or all-reduce the result.",
+    "io_callback": "Every replica calls back by itself and may get another answer: make the value on the host and "
+    "pass it in.",
+    "get": "jdist does not follow what is written to a mutable reference (`jax.Ref`): return the value instead.",
+}
+
+
+class _Flow:
+    """One walk over a program: knowledge flows from operands to results."""
+
+    def __init__(self, axes: frozenset[str]):
+        self._axes = axes
+        # The last look at an equation is the one at the fixed point, so a later look replaces an earlier.
+        self._sums: dict[int, tuple[Equation, bool]] = {}
+
+    def follow(self, program: Jaxpr, inputs: Sequence[Knowledge], control: Knowledge) -> list[Knowledge]:
+        """The knowledge of the program's outputs; `control` says why replicas may not all be running it."""
+        known = {var: value for var, value in zip(program.invars, inputs, strict=True) if value}
+
+        def look(atoms: Sequence[Any]) -> list[Knowledge]:
+            return [MIRRORED if isinstance(atom, Literal) else known.get(atom, MIRRORED) for atom in atoms]
+
+        for equation in program.eqns:
+            rule = _RULES.get(equation.primitive.name, _Flow._other)
+            results = rule(self, equation, look(equation.invars), control)
+            known.update((var, value) for var, value in zip(equation.outvars, results, strict=True) if value)
+        return look(program.outvars)
+
+    def warn(self) -> None:
+        """Says which sums add up the same value again and again."""
+        for equation, repeated in self._sums.values():
+            place = _compat.user_frame(equation) if repeated else None
+            if place:
+                warnings.warn_explicit(_REPEATED_SUM, RepeatedSumWarning, place.file, place.line)
+
+    def _other(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+        result = _join(equation, operands)
+        named = self._named_axes(equation)
+        if named and equation.primitive.name not in _LOCAL:
+            self._check_all_arrive(equation, named, control)
+        if any(map(_compat.taints, equation.effects)):
+            named = self._axes
+        if named:
+            result = {axis: Cause(equation) for axis in named} | result
+        return [result] * len(equation.outvars)
+
+    def _agree(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+        if equation.params.get("axis_index_groups") is not None:
+            return self._other(equation, operands, control)
+        named = self._named_axes(equation)
+        self._check_all_arrive(equation, named, control)
+        if equation.primitive.name == "psum" and named and not isinstance(equation.invars[0], Literal):
+            repeated = not any(operands) and str(equation.source_info.name_stack).endswith(SUM_SCOPE)
+            self._sums[id(equation)] = equation, repeated
+        return [_passed_on(equation, {a: c for a, c in value.items() if a not in named}) for value in operands]
+
+    def _each(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+        return [_passed_on(equation, value) for value in operands]
+
+    def _call(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+        target = _compat.call_target(equation)
+        return self.follow(target, operands, control) if target else self._other(equation, operands, control)
+
+    def _cond(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+        predicate = _passed_on(equation, operands[0])
+        branches = [_compat.open_jaxpr(branch) for branch in equation.params["branches"]]
+        results = [self.follow(branch, operands[1:], predicate | control) for branch in branches]
+        return [_nearest(predicate, *alternatives) for alternatives in zip(*results, strict=True)]
+
+    def _while(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+        test, body = (_compat.open_jaxpr(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
+        first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+        test_consts, body_consts = operands[:first], operands[first : first + second]
+
+        def turn(carry: list[Knowledge]) -> list[Knowledge]:
+            (predicate,) = self.follow(test, test_consts + carry, control)
+            predicate = _passed_on(equation, predicate)
+            if predicate:  # from the second turn on, not every replica asks
+                self.follow(test, test_consts + carry, predicate | control)
+            after = self.follow(body, body_consts + carry, predicate | control)
+            return [_nearest(predicate, value) for value in after]
+
+        return _fixed_point(turn, operands[first + second :])
+
+    def _scan(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+        body = _compat.open_jaxpr(equation.params["jaxpr"])
+        num_consts, num_carry = _compat.scan_counts(equation)
+        consts, start, slices = (
+            operands[:num_consts],
+            operands[num_consts : num_consts + num_carry],
+            operands[num_consts + num_carry :],
+        )
+        ys: list[Knowledge] = []
+
+        def turn(carry: list[Knowledge]) -> list[Knowledge]:
+            after = self.follow(body, consts + carry + slices, control)
+            ys[:] = after[num_carry:]
+            return after[:num_carry]
+
+        return _fixed_point(turn, start) + ys
+
+    def _named_axes(self, equation: Equation) -> frozenset[str]:
+        # Under whatever key they stand: a collective that this module has never met names its axes too.
+        return frozenset().union(*(_compat.named_axes(value, self._axes) for value in equation.params.values()))
+
+    def _check_all_arrive(self, equation: Equation, named: frozenset[str], control: Knowledge) -> None:
+        divided = next((control[axis] for axis in named if axis in control), None)
+        if divided is not None:
+            place = _compat.user_frame(equation)
+            raise DivergentCollectiveError(
+                f"{equation.primitive.name} at {place} waits for every replica, and stands where some may not come: "
+                f"the predicate above it is not the same on all of them.\n  It differs because of\n    {explain(divided)}"
+                "\n  Make the predicate agree (`jdist.all_reduce` it), or move the collective out of the branch or loop."
+            )
+
+
+_Rule: TypeAlias = Callable[[_Flow, Equation, list[Knowledge], Knowledge], list[Knowledge]]
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(_AGREEING, _Flow._agree),
+    **dict.fromkeys(_compat.CALLS, _Flow._call),
+    "optimization_barrier": _Flow._each,
+    "cond": _Flow._cond,
+    "while": _Flow._while,
+    "scan": _Flow._scan,
+}
+
+
+def _fixed_point(turn: Callable[[list[Knowledge]], list[Knowledge]], carry: list[Knowledge]) -> list[Knowledge]:
+    """The knowledge of a loop's carry after any number of turns; it only grows, so this ends."""
+    while True:
+        joined = [_nearest(old, new) for old, new in zip(carry, turn(carry), strict=True)]
+        if all(old.keys() == new.keys() for old, new in zip(carry, joined, strict=True)):
+            return joined
+        carry = joined
+
+
+_REPEATED_SUM = (
+    "all_reduce(SUM) of a value that is the same on every replica multiplies it by the number of replicas. If it was "
+    "reduced before, drop this sum; if the product is meant, multiply by `jdist.num_replicas()`."
+)
+
+
+def _nearest(*values: Knowledge) -> Knowledge:
+    """All the axes of `values`, each with the cause that is nearest to where the difference began."""
+    found: Knowledge = {}
+    for value in values:
+        for axis, cause in value.items():
+            if axis not in found or cause.depth < found[axis].depth:
+                found[axis] = cause
+    return found
+
+
+def _passed_on(equation: Equation, value: Knowledge) -> Knowledge:
+    return {axis: Cause(equation, cause, cause.depth + 1) for axis, cause in value.items()} if value else MIRRORED
+
+
+def _join(equation: Equation, operands: list[Knowledge]) -> Knowledge:
+    return _passed_on(equation, _nearest(*operands)) if any(operands) else MIRRORED

@@ -1,0 +1,216 @@
+"""The one transform: a function of one replica becomes a program over the mesh.
+
+`replicated(body, ...)` runs while `jax.jit` traces around it, and does everything that jdist does to a function:
+
+1. take the wrappers off the arguments, and say how each lies on the mesh;
+2. trace `body` once, inside a `shard_map` (`check_vma=False`: gradients are local until they are reduced);
+3. prove which results are mirrored, and refuse a state that is not;
+4. trace the `shard_map` for good, with the results' placements; the inner `jax.jit` makes this second look free.
+
+What it leaves behind is the program that one would write by hand, so a call costs what a call of that costs.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jdist import _compat, proof
+from jdist._tree import PyTree, argument_names, named_leaves, spec
+from jdist.context import ReplicaContext, entered
+from jdist.errors import NotMirroredError
+from jdist.proof import Knowledge
+from jdist.values import DistributedValues, PerReplica, is_distributed
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """What tracing proved about the results of a replica function.
+
+    Attributes:
+        mirrored: The results that are the same on every replica, whatever the inputs: their names.
+        per_replica: The results of which each replica has its own.
+    """
+
+    mirrored: tuple[str, ...]
+    per_replica: tuple[str, ...]
+
+    def __str__(self) -> str:
+        total = len(self.mirrored) + len(self.per_replica)
+        others = f"; one value a replica: {', '.join(self.per_replica)}" if self.per_replica else ""
+        return f"{len(self.mirrored)} of {total} results are the same on every replica{others}"
+
+
+class Call(NamedTuple):
+    """A function and what it is called with, as its author names it.
+
+    Attributes:
+        fn: The user's function.
+        args: Its positional arguments, wrappers and all.
+        kwargs: Its arguments by name.
+    """
+
+    fn: Callable[..., Any]
+    args: Sequence[PyTree]
+    kwargs: Mapping[str, PyTree]
+
+
+def replicated(
+    call: Call, body: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, strategy: Any
+) -> tuple[tuple[PyTree, PyTree], Proof]:
+    """Runs `body` once a replica, on the arguments of `call` as one replica sees them.
+
+    Args:
+        call: Where the arguments and their names come from.
+        body: Called like `call.fn`; returns a pair. What is not wrapped in its first part, the state, has to be mirrored.
+        mesh: The devices; its axes are the replica axes.
+        strategy: What the replica context says of itself.
+
+    Returns:
+        The pair as the host sees it, and what was proved. In the second part, what is not proved mirrored is `PerReplica`.
+
+    Raises:
+        NotMirroredError: A leaf of the state is not proved mirrored.
+        ValueError: A `PerReplica` among the arguments does not fit the mesh.
+    """
+    axes = mesh.axis_names
+    placed, treedef = jax.tree.flatten((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
+    names = _item_names(call)
+    _check_rows(placed, names, mesh)
+    in_specs = tuple(_spec(item, axes) for item in placed)
+    results = _Results()
+
+    @jax.jit
+    def one_replica(*items: PyTree) -> list[PyTree]:
+        args, kwargs = treedef.unflatten(items)
+        with entered(ReplicaContext(axes, mesh.size, strategy)):
+            return results.taken_apart(body(*args, **kwargs))
+
+    def enter_and_run(*blocks: PyTree) -> list[PyTree]:
+        pairs = zip(placed, blocks, strict=True)
+        return one_replica(*(item.enter(block) if is_distributed(item) else block for item, block in pairs))
+
+    def over_mesh(fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
+        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    blocks = [item.tree if is_distributed(item) else item for item in placed]
+    traced = jax.make_jaxpr(over_mesh(enter_and_run, PartitionSpec()))(*blocks)
+    known = proof.prove(_shard_map_body(traced), _inputs(placed, names, axes), axes)
+    placements = results.place(known)
+
+    def run_and_leave(*blocks: PyTree) -> list[PyTree]:
+        pairs = zip(placements, enter_and_run(*blocks), strict=True)
+        return [placement.leave(value) if placement else value for placement, value in pairs]
+
+    out_specs = [placement.spec(axes) if placement else PartitionSpec() for placement in placements]
+    values = over_mesh(run_and_leave, out_specs)(*blocks)
+    return results.put_together(placements, values), results.proof(placements)
+
+
+class _Results:
+    """What one replica returned: noted while it is traced, read when its results are placed on the mesh."""
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []  # wrappers as returned; None for a plain leaf
+        self._names: list[str] = []
+        self._num_state = 0
+        self._treedef: Any = None
+
+    def taken_apart(self, pair: tuple[PyTree, PyTree]) -> list[PyTree]:
+        items, self._treedef = jax.tree.flatten(pair, is_leaf=is_distributed)
+        self._items = [item if is_distributed(item) else None for item in items]
+        state, output = pair
+        self._names = [*_names_of_items("state", state), *_names_of_items("output", output)]
+        self._num_state = len(jax.tree.leaves(state, is_leaf=is_distributed))
+        return [item.tree if is_distributed(item) else item for item in items]
+
+    def place(self, known: list[Knowledge]) -> list[type[DistributedValues] | None]:
+        """How each result lies on the mesh: in its wrapper; else whole where it is proved mirrored."""
+        left = iter(known)
+        placements: list[type[DistributedValues] | None] = []
+        refused: list[tuple[str, Knowledge]] = []
+        for number, (item, name) in enumerate(zip(self._items, self._names, strict=True)):
+            knowledge = [next(left) for _ in jax.tree.leaves(item.tree)] if item is not None else [next(left)]
+            if item is not None:
+                placements.append(type(item))
+            elif not knowledge[0]:
+                placements.append(None)
+            else:
+                placements.append(PerReplica)
+                if number < self._num_state:
+                    refused.append((name, knowledge[0]))
+        if refused:
+            raise NotMirroredError(_refusal(refused, self._num_state))
+        return placements
+
+    def put_together(self, placements: Sequence[Any], values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
+        wrapped = [
+            dataclasses.replace(item, tree=value) if item is not None else placement(value) if placement else value
+            for item, placement, value in zip(self._items, placements, values, strict=True)
+        ]
+        return self._treedef.unflatten(wrapped)
+
+    def proof(self, placements: Sequence[Any]) -> Proof:
+        pairs = list(zip(self._names, placements, strict=True))
+        return Proof(
+            mirrored=tuple(name for name, placement in pairs if placement is None),
+            per_replica=tuple(name for name, placement in pairs if placement is not None),
+        )
+
+
+def _refusal(refused: Sequence[tuple[str, Knowledge]], num_state: int) -> str:
+    (name, knowledge), *others = refused
+    cause = min(knowledge.values(), key=lambda cause: cause.depth)
+    more = ", ".join(other for other, _ in others[:3]) + (", ..." if len(others) > 3 else "")
+    also = f" (and so are {len(others)} more of {num_state}: {more})" if others else ""
+    return (
+        f"{name} is not proved to be the same on every replica{also}.\n"
+        f"  It may differ because of\n    {proof.explain(cause)}\n"
+        f"  {proof.way_out(cause)}\n"
+        "  If each replica is meant to keep its own, wrap it where the state is made: `jdist.PerReplica(x)`."
+    )
+
+
+def _spec(item: Any, axes: tuple[str, ...]) -> PartitionSpec:
+    return item.spec(axes) if is_distributed(item) else PartitionSpec()
+
+
+def _shard_map_body(traced: Any) -> _compat.Jaxpr:
+    (equation,) = traced.jaxpr.eqns
+    return _compat.open_jaxpr(equation.params["jaxpr"])
+
+
+def _item_names(call: Call) -> list[str]:
+    names = argument_names(call.fn, call.args, call.kwargs)
+    values = [*call.args, *call.kwargs.values()]
+    return [name for root, value in zip(names, values, strict=True) for name in _names_of_items(root, value)]
+
+
+def _names_of_items(root: str, tree: PyTree) -> list[str]:
+    items, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_distributed)
+    return [root + jax.tree_util.keystr(path) for path, _ in items]
+
+
+def _inputs(placed: Sequence[Any], names: Sequence[str], axes: tuple[str, ...]) -> list[proof.Input]:
+    inputs: list[proof.Input] = []
+    for item, name in zip(placed, names, strict=True):
+        if is_distributed(item):
+            inputs += [proof.Input(leaf_name, axes) for leaf_name, _ in named_leaves(name, item.tree)]
+        else:
+            inputs.append(proof.Input(name, ()))
+    return inputs
+
+
+def _check_rows(placed: Sequence[Any], names: Sequence[str], mesh: Mesh) -> None:
+    for item, name in zip(placed, names, strict=True):
+        if not isinstance(item, PerReplica):
+            continue
+        for leaf_name, leaf in named_leaves(name, item.tree):
+            if leaf.ndim == 0 or leaf.shape[0] != mesh.size:
+                raise ValueError(
+                    f"{leaf_name} is a PerReplica of {spec(leaf)}, for {leaf.shape[0] if leaf.ndim else 'no'} replicas; "
+                    f"this strategy has {mesh.size}. A PerReplica belongs to the strategy that made it: distribute the "
+                    "data with this one, or read the other's with `.values`."
+                )

@@ -1,0 +1,348 @@
+"""What every strategy does: run a function of one replica on its devices, and ask what the replicas hold."""
+
+import abc
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jdist import reductions
+from jdist._identity import IdentityCache
+from jdist._tree import PyTree
+from jdist.collectives import ReduceOp
+from jdist.context import CrossReplicaContext, current, entered, in_replica_function
+from jdist.data.dataset import DistributedDataset, num_examples
+from jdist.data.order import Order, Remainder
+from jdist.mesh import local_replicas
+from jdist.replicate import Call, replicated
+from jdist.state import kept_in_place, settled, split_result
+from jdist.strategies.program import Program
+from jdist.values import PerReplica, mirror, stack_local
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """Which replica a value is for, in `Strategy.distribute_values_from_function`.
+
+    Attributes:
+        replica_id_in_sync_group: The number of the replica, from 0 up.
+        num_replicas_in_sync: How many there are.
+    """
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
+
+
+class Strategy(abc.ABC):
+    """Where a step runs: one replica a device of a mesh, all running the same function on their own part of the data.
+
+    A replica function is ordinary JAX code. Its arguments are what one replica sees: a `PerReplica` argument is that
+    replica's own value, anything else is the same on all. What it says to the other replicas it says with
+    `jdist.all_reduce` and its kin.
+
+    Immutable, but for the compiled functions that it remembers.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+        self._runs: IdentityCache[Program] = IdentityCache()
+        self._inits: IdentityCache[Program] = IdentityCache()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({[str(device) for device in self._mesh.devices.flat]})"
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices, in the order of the replicas."""
+        return self._mesh
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas compute together."""
+        return self._mesh.size
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Makes this the strategy that `jdist.get_strategy()` returns. Nothing else depends on it.
+
+        Raises:
+            RuntimeError: Another strategy's scope is around, or a replica function is running.
+        """
+        self._require_host("scope")
+        other = current().strategy
+        if other is not None and other is not self:
+            raise RuntimeError(f"The scope of {self!r} is inside the scope of {other!r}. Leave that one first.")
+        with entered(CrossReplicaContext(self)):
+            yield
+
+    def run(
+        self, fn: Callable[..., PyTree], args: Sequence[PyTree] = (), kwargs: Mapping[str, PyTree] | None = None
+    ) -> PyTree:
+        """Calls `fn` once a replica and gives back what it returned.
+
+        The function is traced and compiled at the first call with arguments of these shapes, and found again by its
+        identity: define it once, outside the loop. What was compiled for a function that is gone is gone too.
+
+        Args:
+            fn: A replica function.
+            args: Its positional arguments: trees of `PerReplica`, arrays and numbers.
+            kwargs: Its arguments by name.
+
+        Returns:
+            What `fn` returned. A leaf that is proved to be the same on every replica is a plain array `[...]`, every other
+            a `PerReplica` of `[replica, ...]`.
+
+        Raises:
+            TypeError: `fn` is no function, or `args` no tuple.
+            ValueError: An argument lies on the devices of another strategy.
+            DivergentCollectiveError: Some replicas may reach a collective that others do not.
+            RuntimeError: Called within a replica function.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def spread(x):
+            ...     mine = x * jdist.replica_id()
+            ...     return {"mine": mine, "all": jdist.all_reduce("sum", mine)}
+            >>> strategy.run(spread, (10,))
+            {'all': Array(10, dtype=int32), 'mine': PerReplica(int32[2])}
+        """
+        if not isinstance(args, (tuple, list)):
+            raise TypeError(f"`args` is a tuple of arguments, got {type(args).__name__}: write `run(fn, (value,))`.")
+        _, outputs = self._runs.get(fn, self._run_program)(tuple(args), dict(kwargs or {}))
+        return outputs
+
+    def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+        """A state, created on the devices by a replica function: no leaf is ever whole on the host, or on one device first.
+
+        Args:
+            fn: Makes the state from `args`. Each leaf has to be the same on every replica, unless `fn` wraps it, as in
+                `jdist.PerReplica(jdist.replica_key(key))`.
+            args: What `fn` takes: trees of arrays and numbers.
+
+        Returns:
+            The state: plain arrays that every device holds, and the wrappers that `fn` chose.
+
+        Raises:
+            NotMirroredError: A leaf that is not wrapped may differ between the replicas.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> state = strategy.init(lambda key: {"w": jax.random.normal(key, (3,))}, jax.random.key(0))
+            >>> len(state["w"].sharding.device_set)
+            2
+        """
+        state, _ = self._inits.get(fn, self._init_program)(*mirror(args, self._mesh))
+        return state
+
+    def step(self, fn: Callable[..., tuple[PyTree, PyTree]]) -> Program:
+        """Makes a training step of `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
+
+        At the first call the step is traced once. A state leaf that is a plain array has to be proved the same on every
+        replica after the step, whatever the inputs; a leaf in a wrapper goes back into it. Then it is compiled, and a
+        call costs what a call of `jax.jit(jax.shard_map(...))` written by hand costs. The state's memory is given to the
+        new state (it is *donated*): go on with what the step returns.
+
+        Args:
+            fn: The step of one replica.
+
+        Returns:
+            The step for all of them, called like `fn`; `proof` of it says what was proved, `__wrapped__` is `fn`. Outputs
+            are as `run` gives them.
+
+        Raises:
+            TypeError: `fn` is no function. When called: `fn` returned no pair, or changes a structure, shape or dtype.
+            NotMirroredError: When called: a leaf of the new state may differ between the replicas.
+            ValueError: When called: the state was donated before, or lies on other devices.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> @strategy.step
+            ... def descend(w, x):
+            ...     loss, grad = jax.value_and_grad(lambda w: (w * x) ** 2)(w)
+            ...     return w - 0.1 * jdist.all_reduce("mean", grad), jdist.all_reduce("mean", loss)
+            >>> w = strategy.init(lambda: jax.numpy.float32(1.0))
+            >>> x = strategy.distribute_values_from_function(lambda c: 1.0 + c.replica_id_in_sync_group)
+            >>> w, loss = descend(w, x)
+            >>> float(w), float(loss)
+            (0.5, 2.5)
+            >>> print(descend.proof)
+            2 of 2 results are the same on every replica
+        """
+        _require_function(fn)
+
+        def whole(state: PyTree, *inputs: PyTree) -> Any:
+            def body(before: PyTree, *seen: PyTree) -> tuple[PyTree, PyTree]:
+                after, outputs = split_result(fn(before, *seen))
+                return kept_in_place(state, before, after), outputs
+
+            return replicated(Call(fn, (state, *inputs), {}), body, self._mesh, self)
+
+        program = Program(whole, _name(fn), self._mesh, donate=(0,))
+        functools.update_wrapper(program, fn)
+        return program
+
+    def reduce(self, op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None) -> PyTree:
+        """One value of what all replicas hold.
+
+        Args:
+            op: `"sum"`, `"mean"`, `"max"` or `"min"`. The mean of integers is a float.
+            value: A tree of what `run` returned: `PerReplica`, or arrays that every replica holds (each counts). The mean,
+                greatest and least of a host value is itself.
+            axis: None to reduce over the replicas, element by element. A dimension of one replica's value, or several, to
+                reduce over these as well.
+
+        Returns:
+            The same tree of plain arrays, held by every replica.
+
+        Raises:
+            ValueError: There is no such operation or dimension, or a host value is to be summed.
+            TypeError: A leaf is boolean, or a random key.
+            RuntimeError: Called within a replica function.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> rows = strategy.distribute_values_from_function(lambda c: [1.0, 2.0 + c.replica_id_in_sync_group])
+            >>> [float(x) for x in strategy.reduce("sum", rows, axis=None)]
+            [2.0, 5.0]
+        """
+        self._require_host("reduce", "`jdist.all_reduce`")
+        dims = () if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
+        return reductions.reduce(ReduceOp.of(op), value, dims, self._mesh)
+
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """What all replicas hold, joined along a dimension.
+
+        Args:
+            value: A tree of what `run` returned, leaves `[..., n, ...]` a replica. A host value is given back unchanged.
+            axis: The dimension to join along, from 0 up.
+
+        Returns:
+            The same tree of plain arrays `[..., replica * n, ...]`, held by every replica.
+
+        Raises:
+            ValueError: A leaf has no such dimension.
+            RuntimeError: Called within a replica function.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> ids = strategy.run(lambda: jdist.replica_id()[None])
+            >>> strategy.gather(ids, axis=0).tolist()
+            [0, 1]
+        """
+        self._require_host("gather", "`jdist.all_gather`")
+        return reductions.gather(value, axis, self._mesh)
+
+    def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """What each replica of this process holds, one tree a replica; `(value,)` of a host value.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> [int(i) for i in strategy.local_results(strategy.run(jdist.replica_id))]
+            [0, 1]
+        """
+        return reductions.local_results(value, self._mesh)
+
+    def put(self, tree: PyTree) -> PyTree:
+        """`tree` on the strategy's devices: plain leaves on every one, wrapped leaves as their wrapper says.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> len(strategy.put(1.0).sharding.device_set)
+            2
+        """
+        return mirror(tree, self._mesh)
+
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
+        """A value for each replica, made on the host.
+
+        Args:
+            fn: Called once for each replica of this process; all values have the same structure, shapes and dtypes.
+
+        Returns:
+            `PerReplica` of the values, leaves `[replica, ...]`.
+
+        Raises:
+            ValueError: The values are not alike; the message names the leaf.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.distribute_values_from_function(lambda c: {"id": c.replica_id_in_sync_group})
+            PerReplica({'id': int32[2]})
+        """
+        count = self.num_replicas_in_sync
+        return stack_local([fn(ValueContext(i, count)) for i in local_replicas(self._mesh)], self._mesh)
+
+    def distribute_dataset(
+        self,
+        source: PyTree,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epochs: int = 1,
+        remainder: Remainder = "drop",
+    ) -> DistributedDataset:
+        """Batches of examples, one part a replica, on the devices before the step asks for them.
+
+        Args:
+            source: A tree of arrays in host memory, `[example, ...]` each. On several processes each one has them all.
+            batch_size: Examples in a batch of all replicas together; the number of replicas divides it.
+            shuffle: Whether each epoch has an order of its own, a function of `seed` and epoch alone: the global batches
+                are the same for any number of replicas and processes.
+            seed: A whole number.
+            epochs: How often to go through the examples.
+            remainder: What becomes of the examples that do not fill a batch at the end of an epoch. `"drop"` leaves them
+                out, and says once how many. `"pad"` keeps them: elements are then `(batch, weights)`, with weight 1 for an
+                example and 0 for a row that only fills up.
+
+        Returns:
+            An iterable of `PerReplica` batches with leaves `[replica, batch / replica, ...]`, or of pairs of two.
+
+        Raises:
+            ValueError: The arrays differ in length or are empty, or the batch cannot be split.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> for batch, weights in strategy.distribute_dataset(np.arange(3), batch_size=2, remainder="pad"):
+            ...     print(batch.tree.tolist(), weights.tree.tolist())
+            [[0], [1]] [[1.0], [1.0]]
+            [[2], [2]] [[1.0], [0.0]]
+        """
+        order = Order(num_examples(source), batch_size, shuffle, seed, remainder)
+        return DistributedDataset(source, order, epochs, self._mesh)
+
+    def _run_program(self, fn: Callable[[], Callable[..., PyTree]]) -> Program:
+        """The program of a function that `run` was given, known by a reference that does not keep it alive."""
+        _require_function(fn())
+
+        def whole(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
+            call = Call(fn(), args, kwargs)
+            return replicated(call, lambda *a, **k: ((), call.fn(*a, **k)), self._mesh, self)
+
+        return Program(whole, _name(fn()), self._mesh)
+
+    def _init_program(self, fn: Callable[[], Callable[..., PyTree]]) -> Program:
+        _require_function(fn())
+
+        def whole(*args: PyTree) -> Any:
+            call = Call(fn(), args, {})
+            return replicated(call, lambda *a: (settled(call.fn(*a)), ()), self._mesh, self)
+
+        return Program(whole, _name(fn()), self._mesh)
+
+    def _require_host(self, word: str, instead: str = "") -> None:
+        if in_replica_function():
+            way = f"use {instead} there." if instead else "enter it around the call that runs the function."
+            raise RuntimeError(f"`strategy.{word}` is called by the host program, not in a replica function: {way}")
+
+
+def _require_function(fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"A function is needed, got {type(fn).__name__}.")
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)

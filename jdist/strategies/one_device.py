@@ -1,0 +1,30 @@
+"""`OneDeviceStrategy`: the same program on one device."""
+
+from typing import final
+
+import jax
+
+from jdist.mesh import replica_mesh
+from jdist.strategies.base import Strategy
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """One replica on one device.
+
+    Collectives are the identity here, and everything else is as it is on many devices: what `run` returns has the same
+    form, and a step that would not stay in step on two replicas is refused on one.
+
+    Args:
+        device: The device, or its name, as `"cpu:0"`.
+
+    Raises:
+        ValueError: There is no such device.
+
+    Example:
+        >>> jdist.OneDeviceStrategy("cpu:0").num_replicas_in_sync
+        1
+    """
+
+    def __init__(self, device: jax.Device | str):
+        super().__init__(replica_mesh([device]))
