@@ -7,6 +7,7 @@ JAX's public API is the same on every version that jdist supports. The parameter
 import functools
 import os
 import sysconfig
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -61,16 +62,18 @@ def call_target(equation: Equation) -> Jaxpr | None:
     return target if fits else None
 
 
-def named_axes(value: Any, axes: frozenset[str]) -> frozenset[str]:
-    """Which of `axes` an equation's parameter names, itself or anywhere in the programs that it holds."""
-    if type(value) is str:
-        return axes & {value}
-    if type(value) in (tuple, list, frozenset):
-        return frozenset().union(*(named_axes(part, axes) for part in value))
-    if isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-        inner = (part for equation in open_jaxpr(value).eqns for part in equation.params.values())
-        return frozenset().union(*(named_axes(part, axes) for part in inner))
-    return frozenset()
+def named_axes(values: Iterable[Any], axes: frozenset[str]) -> frozenset[str]:
+    """Which of `axes` an equation's parameters name, themselves or anywhere in the programs that they hold."""
+    found: frozenset[str] = frozenset()
+    for value in values:
+        if type(value) is str:
+            found |= axes & {value}
+        elif type(value) in (tuple, list, frozenset):
+            found |= named_axes(value, axes)
+        elif isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
+            for equation in open_jaxpr(value).eqns:
+                found |= named_axes(equation.params.values(), axes)
+    return found
 
 
 def scan_counts(equation: Equation) -> tuple[int, int]:

@@ -10,10 +10,12 @@ the value may differ between the replicas along that axis; a value with no reaso
 * `scan` and `while` are followed to a fixed point over their carry, `cond` joins its branches, and a predicate that
   differs reaches everything that it decides. Calls are followed. A primitive that is not known joins.
 
-So it never calls a value mirrored that can differ, given that the devices compute alike and a `pure_callback` is pure.
+So it never calls a value mirrored that can differ, given that the devices compute alike, that a `pure_callback` is pure,
+and that the memory of `jnp.empty` is written before it is read.
 A collective below a predicate that differs along the collective's own axis would wait for ever: it is refused.
 """
 
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -26,6 +28,7 @@ SUM_SCOPE = "jdist.all_reduce_sum"  # the name scope of a sum that the user aske
 
 _AGREEING = frozenset(("psum", "pmax", "pmin", "all_gather", "all_gather_invariant", "pbroadcast"))
 _LOCAL = frozenset(("axis_index",))  # name an axis, and wait for nobody
+_OWN = frozenset(("rng_uniform", "infeed"))  # every device has its own generator and its own feed
 
 
 class Input(NamedTuple):
@@ -95,16 +98,17 @@ def prove(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> lis
 
 def explain(cause: Cause) -> str:
     """The chain of causes in words, a line for each place in the user's code."""
-    lines: list[str] = []
-    last_place = None
-    for link in cause.chain():
-        if isinstance(link.site, Input):
-            lines.append(f"{link.site.name}, which holds one value a replica")
-            continue
-        place = _compat.user_frame(link.site)
-        if place is not None and place != last_place:
-            lines.append(f"{link.site.primitive.name} at {place} in {place.function}")
-            last_place = place
+    start, *links = [link.site for link in cause.chain()]
+    if not isinstance(start, Input):
+        links.insert(0, start)
+    made = [
+        (equation.primitive.name, _compat.user_frame(equation)) for equation in links if isinstance(equation, Equation)
+    ]
+    lines = [f"{start.name}, which holds one value a replica"] if isinstance(start, Input) else []
+    for place, group in itertools.groupby((each for each in made if each[1] is not None), key=lambda each: each[1]):
+        names = list(dict.fromkeys(name for name, _ in group))
+        steps = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
+        lines.append(f"{steps} at {place} in {place.function}")
     if len(lines) > 8:
         lines[5:-2] = [f"... {len(lines) - 7} places more ..."]
     return "\n    -> ".join(lines)
@@ -124,7 +128,8 @@ _WAYS_OUT = {
     "what does not depend on them (the key that was folded, not the folded one), or all-reduce the result.",
     "io_callback": "Every replica calls back by itself and may get another answer: make the value on the host and "
     "pass it in.",
-    "get": "jdist does not follow what is written to a mutable reference (`jax.Ref`): return the value instead.",
+    "rng_uniform": "Every device has a generator of its own: draw from a key (`jax.random`).",
+    "new_ref": "jdist does not follow what is written to a mutable reference (`jax.Ref`): return the value instead.",
 }
 
 
@@ -146,7 +151,9 @@ class _Flow:
         for equation in program.eqns:
             rule = _RULES.get(equation.primitive.name, _Flow._other)
             results = rule(self, equation, look(equation.invars), control)
-            known.update((var, value) for var, value in zip(equation.outvars, results, strict=True) if value)
+            for var, value in zip(equation.outvars, results, strict=True):
+                if value:
+                    known[var] = value
         return look(program.outvars)
 
     def warn(self) -> None:
@@ -154,14 +161,14 @@ class _Flow:
         for equation, repeated in self._sums.values():
             place = _compat.user_frame(equation) if repeated else None
             if place:
-                warnings.warn_explicit(_REPEATED_SUM, RepeatedSumWarning, place.file, place.line)
+                warnings.warn_explicit(_REPEATED_SUM, RepeatedSumWarning, place.file, place.line, registry=_warned)
 
     def _other(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
         result = _join(equation, operands)
         named = self._named_axes(equation)
         if named and equation.primitive.name not in _LOCAL:
             self._check_all_arrive(equation, named, control)
-        if any(map(_compat.taints, equation.effects)):
+        if equation.primitive.name in _OWN or (equation.effects and any(map(_compat.taints, equation.effects))):
             named = self._axes
         if named:
             result = {axis: Cause(equation) for axis in named} | result
@@ -224,7 +231,7 @@ class _Flow:
 
     def _named_axes(self, equation: Equation) -> frozenset[str]:
         # Under whatever key they stand: a collective that this module has never met names its axes too.
-        return frozenset().union(*(_compat.named_axes(value, self._axes) for value in equation.params.values()))
+        return _compat.named_axes(equation.params.values(), self._axes)
 
     def _check_all_arrive(self, equation: Equation, named: frozenset[str], control: Knowledge) -> None:
         divided = next((control[axis] for axis in named if axis in control), None)
@@ -257,6 +264,7 @@ def _fixed_point(turn: Callable[[list[Knowledge]], list[Knowledge]], carry: list
         carry = joined
 
 
+_warned: dict[str | tuple[str, type[Warning], int], int] = {}  # once a line, where warnings are shown once
 _REPEATED_SUM = (
     "all_reduce(SUM) of a value that is the same on every replica multiplies it by the number of replicas. If it was "
     "reduced before, drop this sum; if the product is meant, multiply by `jdist.num_replicas()`."

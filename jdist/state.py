@@ -13,7 +13,7 @@ from jdist.values import is_distributed
 
 def settled(state: PyTree) -> PyTree:
     """`state` with array leaves of a definite dtype: a Python number would let the next step change it."""
-    return jax.tree.map(lambda leaf: _strong(jnp.asarray(leaf)), state)
+    return jax.tree.map(_strong, state)
 
 
 def split_result(result: Any) -> tuple[PyTree, PyTree]:
@@ -42,19 +42,15 @@ def kept_in_place(placed: PyTree, before: PyTree, after: PyTree) -> PyTree:
     Raises:
         TypeError: `after` has another structure, or a leaf of another shape or dtype; the message names it.
     """
-    old, new = named_leaves("state", before), named_leaves("state", after)
-    for name, leaf in jax.tree_util.tree_flatten_with_path(after, is_leaf=is_distributed)[0]:
-        if is_distributed(leaf):
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise TypeError(_structure_change(before, after))
+    for number, (was, now) in enumerate(zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)):
+        old, new = jax.typeof(was), jax.typeof(now)
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            name, _ = named_leaves("state", before)[number]
             raise TypeError(
-                f"state{jax.tree_util.keystr(name)} was returned as {type(leaf).__name__}: inside a replica function "
-                "values are plain. Return the array; the strategy puts it back into its wrapper."
-            )
-    _check_structure(before, after)
-    for (name, was), (_, now) in zip(old, new, strict=True):
-        if spec(jnp.asarray(was)) != spec(jnp.asarray(now)):
-            raise TypeError(
-                f"The step changes {name} from {spec(was)} to {spec(now)}. A state keeps its shapes and dtypes, or every "
-                "step would be another program: cast the new value (`.astype`), or begin with this shape."
+                f"The step changes {name} from {spec(was)} to {spec(now)}. A state keeps its shapes and dtypes, or "
+                "every step would be another program: cast the new value (`.astype`), or begin with this shape."
             )
     items, treedef = jax.tree.flatten(placed, is_leaf=is_distributed)
     parts = jax.tree.structure(placed, is_leaf=is_distributed).flatten_up_to(settled(after))
@@ -65,18 +61,22 @@ def kept_in_place(placed: PyTree, before: PyTree, after: PyTree) -> PyTree:
     return treedef.unflatten(wrapped)
 
 
-def _check_structure(before: PyTree, after: PyTree) -> None:
-    if jax.tree.structure(before) == jax.tree.structure(after):
-        return
+def _structure_change(before: PyTree, after: PyTree) -> str:
+    for path, node in jax.tree_util.tree_flatten_with_path(after, is_leaf=is_distributed)[0]:
+        if is_distributed(node):
+            return (
+                f"The step returned state{jax.tree_util.keystr(path)} as {type(node).__name__}: inside a replica function "
+                "values are plain. Return the array; the strategy puts it back into its wrapper."
+            )
     old, new = (dict(named_leaves("state", tree)) for tree in (before, after))
     gone, added = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
     changes = [f"{', '.join(names[:4])} {verb}" for names, verb in ((gone, "is gone"), (added, "is new")) if names]
     what = "; ".join(changes) or f"{jax.tree.structure(before)} became {jax.tree.structure(after)}"
-    raise TypeError(
+    return (
         f"The step changes the structure of the state: {what}. A state keeps its structure: begin with every leaf that "
         "it will have, and return what is not state among the outputs."
     )
 
 
-def _strong(x: jax.Array) -> jax.Array:
-    return lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x
+def _strong(leaf: Any) -> jax.Array:
+    return lax.convert_element_type(leaf, jax.typeof(leaf).dtype) if jax.typeof(leaf).weak_type else jnp.asarray(leaf)

@@ -77,6 +77,9 @@ class Program:
         return self._proofs[0]
 
     def _wait_for(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        leaves = jax.tree.leaves(args)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            return self._compiled(*args)
         if self._donates:
             # jax 0.10 ends the process with a segmentation fault when a donated array comes again.
             _check_not_donated(args[0])

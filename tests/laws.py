@@ -1,0 +1,32 @@
+"""What the tests share: the table of strategies that every law holds for, and how bits are compared."""
+
+import jax
+import numpy as np
+
+import jdist
+
+STRATEGIES = {
+    "one_device": lambda: jdist.OneDeviceStrategy("cpu:0"),
+    "mirrored_1": lambda: jdist.MirroredStrategy(["cpu:3"]),
+    "mirrored_2": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mirrored_3": lambda: jdist.MirroredStrategy(["cpu:5", "cpu:1", "cpu:2"]),
+    "mirrored_8": lambda: jdist.MirroredStrategy(),
+}
+
+
+def rows(strategy, *shape, seed=0):
+    """Random numbers, `PerReplica` of float32 `[replica, *shape]`, another row on each replica."""
+    values = np.random.default_rng(seed).normal(size=(strategy.num_replicas_in_sync, *shape)).astype(np.float32)
+    return strategy.put(jdist.PerReplica(values))
+
+
+def copies(array):
+    """The bytes of each device's copy of a mirrored array."""
+    return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
+
+
+def assert_in_step(tree):
+    """Every device holds the same bits of every leaf."""
+    for leaf in jax.tree.leaves(tree):
+        leaf = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        assert len(set(copies(leaf))) == 1
