@@ -1,7 +1,7 @@
-"""Random replica functions: what the proof has to be right about.
+"""Random replica functions, for the proof to be wrong about.
 
-A program is a tuple of steps. A step names an operation of `OPERATIONS`, the values it takes and the programs that
-it runs as branches, loop bodies or called functions. Every value is a float32 vector of `SIZE` numbers within [-1, 1].
+A program is a tuple of steps. A step names one of `OPERATIONS`, the values that it takes, and the programs that it runs
+as branches, as loop bodies or as functions. Every value is a float32 vector of `SIZE` numbers in (-1, 1).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,16 @@ class Step(NamedTuple):
 
     Attributes:
         name: A key of `OPERATIONS`.
-        operands: For each operand, where it stands among the values so far: -1 is the newest. Wraps around.
-        blocks: The programs that the operation runs. They see all values so far, and then their own arguments.
+        operands: Where each operand stands among the values so far: -1 is the newest. Wraps around.
+        blocks: The programs that the operation runs. They see the values so far, and then their own arguments.
     """
 
     name: str
     operands: tuple[int, ...]
     blocks: tuple["Program", ...] = ()
+
+    def __repr__(self):
+        return f"Step{tuple(self)}"
 
 
 Program = tuple[Step, ...]
@@ -39,22 +42,24 @@ class Operation(NamedTuple):
     """What a step does.
 
     Attributes:
-        apply: Takes the operands, then the blocks as functions of vectors; gives a vector or a tuple of them.
+        apply: From the operands, and then the blocks as functions of vectors, to a vector or a tuple of them.
         operands: How many values it takes.
         blocks: How many programs it runs.
-        smooth: Whether reverse-mode differentiation can pass through it.
-        sealed: Whether its blocks see their own arguments only, because JAX forbids such functions to close over values.
+        smooth: Whether a gradient can be taken of it.
+        smooth_blocks: Whether its blocks have to be smooth.
+        sealed: Whether its blocks see their own arguments only: JAX forbids these functions to close over values.
     """
 
     apply: Callable[..., Any]
     operands: int
     blocks: int = 0
     smooth: bool = True
+    smooth_blocks: bool = False
     sealed: bool = False
 
 
 def evaluate(program: Program, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The values that the steps of `program` make, one after the other, from `values` and those before."""
+    """The values that the steps of `program` make one after the other, each from `values` and those made before."""
     values = list(values)
     start = len(values)
     for step in program:
@@ -63,27 +68,28 @@ def evaluate(program: Program, values: Sequence[jax.Array]) -> list[jax.Array]:
         seen = () if operation.sealed else tuple(values)
         blocks = [lambda *own, block=block, seen=seen: evaluate(block, seen + own)[-1] for block in step.blocks]
         made = operation.apply(*operands, *blocks)
-        # The sine keeps numbers bounded and, unlike a clip, keeps different numbers different.
+        # Keeps the numbers small, and different numbers different.
         values += [jax.nn.soft_sign(value) for value in (made if isinstance(made, tuple) else (made,))]
     return values[start:]
 
 
 def replica_function(program: Program) -> Callable[..., Any]:
-    """The replica function that returns what `program` makes, plainly and once more in a `PerReplica`.
+    """The replica function that returns what `program` makes: plainly, and again with each replica's own in view.
 
-    It takes a vector and a random key, the same on every replica, and a vector of each replica's own.
+    It takes a vector and a random key that are the same on every replica, and a vector that is not. The values that
+    the program begins with are, from -1 back: the same vector, the replica's own, its number, and noise from the key.
     """
 
-    def replica(mirrored: jax.Array, key: jax.Array, own: jax.Array) -> tuple[list[jax.Array], jdist.PerReplica]:
-        start = [jnp.full(SIZE, jdist.replica_id(), jnp.float32), own, jax.random.normal(key, SIZE), mirrored]
-        values = evaluate(program, start)
+    def replica(same: jax.Array, key: jax.Array, own: jax.Array) -> tuple[list[jax.Array], jdist.PerReplica]:
+        number = jnp.full(SIZE, jdist.replica_id(), jnp.float32)
+        values = evaluate(program, [jax.random.normal(key, SIZE), number, own, same])
         return values, jdist.PerReplica(values)
 
     return replica
 
 
 def programs(depth: int = 3, steps: int = 5, smooth: bool = False) -> st.SearchStrategy[Program]:
-    """Programs of up to `steps` steps that nest up to `depth` programs; `smooth` ones have a gradient."""
+    """Programs of up to `steps` steps, with programs in them `depth` deep; of smooth ones a gradient can be taken."""
     return st.lists(_steps(depth, smooth), min_size=1, max_size=steps).map(tuple)
 
 
@@ -99,7 +105,7 @@ def _steps(depth: int, smooth: bool) -> st.SearchStrategy[Step]:
 def _step(name: str, depth: int, smooth: bool) -> st.SearchStrategy[Step]:
     operation = OPERATIONS[name]
     operands = st.tuples(*[st.integers(-6, -1)] * operation.operands)
-    blocks = st.tuples(*[programs(depth - 1, 2, smooth or name == "grad")] * operation.blocks)
+    blocks = st.tuples(*[programs(depth - 1, 2, smooth or operation.smooth_blocks)] * operation.blocks)
     return st.builds(Step, st.just(name), operands, blocks)
 
 
@@ -128,10 +134,6 @@ def _groups() -> list[list[int]]:
 def _noise(x: jax.Array, own: bool) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(0), lax.bitcast_convert_type(x, jnp.uint32)[0])
     return jax.random.normal(jdist.replica_key(key) if own else key, SIZE)
-
-
-def _solve(x, block):
-    return lax.custom_linear_solve(lambda y: y, x, lambda _, b: block(b))
 
 
 def _write(x, y):
@@ -173,20 +175,21 @@ def _while(a, b, c, test, block):
     return tuple(carry)
 
 
-def _grad(x, block):
-    return jax.grad(lambda x: block(x).sum())(x)
+def _value_and_slope(fn, x):
+    value, pull_back = jax.vjp(fn, x)
+    return value, *pull_back(jnp.ones_like(x))
 
 
 def _custom_jvp(x, block, slope):
     fn = jax.custom_jvp(block)
     fn.defjvp(lambda xs, tangents: (block(*xs), slope(*xs) * tangents[0]))
-    return fn(x), _grad(x, fn)
+    return _value_and_slope(fn, x)
 
 
 def _custom_vjp(x, block, slope):
     fn = jax.custom_vjp(block)
     fn.defvjp(lambda x: (block(x), x), lambda x, cotangent: (slope(x) * cotangent,))
-    return fn(x), _grad(x, fn)
+    return _value_and_slope(fn, x)
 
 
 def _rows_and_replicas(x, y):
@@ -194,8 +197,8 @@ def _rows_and_replicas(x, y):
 
 
 OPERATIONS = {
-    # elementwise, and within one vector
-    "cos": Operation(jnp.cos, 1),
+    # within one replica
+    "tanh": Operation(jnp.tanh, 1),
     "sort": Operation(jnp.sort, 1),
     "one": Operation(jnp.ones_like, 1),
     "add": Operation(jnp.add, 2),
@@ -236,8 +239,14 @@ OPERATIONS = {
     "jit": Operation(lambda x, block: jax.jit(block)(x), 1, blocks=1),
     "checkpoint": Operation(lambda x, block: jax.checkpoint(block)(x), 1, blocks=1),
     "vmap": Operation(lambda x, y, block: jax.vmap(block)(jnp.stack([x, y])).sum(0), 2, blocks=1),
-    "grad": Operation(_grad, 1, blocks=1),
+    "grad": Operation(lambda x, block: jax.grad(lambda x: block(x).sum())(x), 1, blocks=1, smooth_blocks=True),
     "custom_jvp": Operation(_custom_jvp, 1, blocks=2, sealed=True),
     "custom_vjp": Operation(_custom_vjp, 1, blocks=2, sealed=True),
-    "solve": Operation(_solve, 1, blocks=1, smooth=False),
+    "solve": Operation(
+        lambda x, block: lax.custom_linear_solve(lambda y: y, x, lambda _, b: block(b)),
+        1,
+        blocks=1,
+        smooth=False,
+        smooth_blocks=True,
+    ),
 }

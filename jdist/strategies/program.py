@@ -77,16 +77,16 @@ class Program:
         return self._proofs[0]
 
     def _wait_for(self, *args: PyTree) -> tuple[PyTree, PyTree]:
-        leaves = jax.tree.leaves(args)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-            return self._compiled(*args)
         if self._donates:
             # jax 0.10 ends the process with a segmentation fault when a donated array comes again.
             _check_not_donated(args[0])
         state, outputs = self._compiled(*args)
         # All arrays of one execution are ready together, so one of them stands for all.
         leaves = jax.tree.leaves(outputs) or jax.tree.leaves(state)
-        leaves[0].block_until_ready() if leaves else jax.effects_barrier()
+        if not leaves:
+            jax.effects_barrier()
+        elif not isinstance(leaves[0], jax.core.Tracer):
+            leaves[0].block_until_ready()
         return state, outputs
 
     def _check_places(self, args: tuple[PyTree, ...]) -> None:
@@ -105,10 +105,13 @@ class Program:
 
 
 def _check_not_donated(state: PyTree) -> None:
-    for leaf in jax.tree.leaves(state):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            name = next(name for name, spent in named_leaves("state", state) if spent is leaf)
-            raise ValueError(
-                f"{name} was given to a step before, which used its memory for the new state. Go on with the state that "
-                "the step returned: `state, outputs = step(state, batch)`."
-            )
+    try:
+        spent = [leaf.is_deleted() for leaf in jax.tree.leaves(state)]
+    except (AttributeError, jax.errors.ConcretizationTypeError):  # a number, or a tracer: nothing was donated
+        return
+    if any(spent):
+        name, _ = named_leaves("state", state)[spent.index(True)]
+        raise ValueError(
+            f"{name} was given to a step before, which used its memory for the new state. Go on with the state that "
+            "the step returned: `state, outputs = step(state, batch)`."
+        )

@@ -1,0 +1,26 @@
+"""What `import jdist` costs beside `import jax, optax`, each in a fresh process.
+
+python benchmarks/import_time.py [--quick] [--json]
+"""
+
+import subprocess
+import sys
+
+import sidebyside
+
+IMPORTS = {"jdist": "import jdist", "import jax, optax": "import jax, optax"}
+
+
+def main():
+    args = sidebyside.parser("The time of an import, in a fresh process.").parse_args()
+    sidebyside.versions(args.json)
+
+    def fresh(line):
+        return lambda: sidebyside.seconds(lambda: subprocess.run([sys.executable, "-c", line], check=True))
+
+    taken = sidebyside.rounds({name: fresh(line) for name, line in IMPORTS.items()}, 5 if args.quick else 21)
+    sidebyside.report("import", taken, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""What jdist's step costs beside the same step written by hand, in four ways.
+
+    python benchmarks/step_overhead.py [--quick] [--json] [--devices 4]
+
+Cases: `tiny` (a step of a few microseconds, so that what is left is the call), `mlp` and `transformer` (a block with its
+loss and AdamW). Peers: `shard_map` (`jax.jit(jax.shard_map(...))`), `jit` (`jax.jit` over `NamedSharding`s) and `pmap`. `run`
+is `strategy.run` against the same `shard_map`. The state is donated by all of them; on the CPU all wait for each step.
+"""
+
+import functools
+
+import jax
+
+import sidebyside
+
+options = sidebyside.parser("Steps of jdist beside steps written by hand.")
+options.add_argument("--devices", type=int, default=0, help="all accelerators by default, else 4 CPU devices")
+options.add_argument("--case", choices=["tiny", "mlp", "transformer"], help="only this one")
+args = options.parse_args()
+jax.config.update("jax_num_cpu_devices", args.devices or 4)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import linen as nn  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
+
+import jdist  # noqa: E402
+
+DEVICES = jax.devices()[: args.devices or None]
+ON_CPU = DEVICES[0].platform == "cpu"
+MESH = Mesh(np.array(DEVICES), ("replica",), axis_types=(AxisType.Auto,))
+ROWS, WHOLE = NamedSharding(MESH, PartitionSpec("replica")), NamedSharding(MESH, PartitionSpec())
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4)(y, y)
+        x = x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))))
+        return nn.Dense(10)(x.mean(axis=1))
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for width in (512, 512):
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(10)(x)
+
+
+def tiny(mean):
+    def step(state, batch):
+        grad = mean(jnp.mean(batch[0]))
+        return state - 0.1 * grad, grad
+
+    return jnp.zeros(()), step, (np.ones((8 * len(DEVICES), 4), np.float32),)
+
+
+def trained(model, batch, mean):
+    optimizer = optax.adamw(1e-3)
+    params = model.init(jax.random.key(0), batch[0][:1])
+
+    def step(state, batch):
+        def loss_fn(params):
+            logits = model.apply(params, batch[0])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+        params, opt_state = state
+        loss, grads = mean(jax.value_and_grad(loss_fn)(params))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    return (params, optimizer.init(params)), step, batch
+
+
+def labelled(*shape):
+    random = np.random.default_rng(0)
+    return random.normal(size=shape).astype(np.float32), random.integers(0, 10, shape[0]).astype(np.int32)
+
+
+CASES = {
+    "tiny": (200, tiny),
+    "mlp": (10, functools.partial(trained, MLP(), labelled(256 * len(DEVICES), 256))),
+    "transformer": (5, functools.partial(trained, Block(), labelled(8 * len(DEVICES), 64, 128))),
+}
+
+
+def split(batch):
+    return jax.tree.map(lambda x: x.reshape(len(DEVICES), -1, *x.shape[1:]), batch)
+
+
+def loop(step, state, batch, steps):
+    """A function that runs `steps` steps and gives their seconds; the state lives on between its calls."""
+    kept = [state]
+
+    def work():
+        state = kept[0]
+        for _ in range(steps):
+            state, loss = step(state, batch)
+            if ON_CPU:
+                loss.block_until_ready()
+        jax.block_until_ready(state)
+        kept[0] = state
+
+    return lambda: sidebyside.seconds(work)
+
+
+def over_shard_map(step, donate=(0,)):
+    rows, whole = PartitionSpec("replica"), PartitionSpec()
+    body = jax.shard_map(step, mesh=MESH, in_specs=(whole, rows), out_specs=whole, check_vma=False)
+    return jax.jit(body, donate_argnums=donate)
+
+
+def candidates(make, steps):
+    strategy = jdist.MirroredStrategy(DEVICES)
+    by_hand = lambda tree: lax.pmean(tree, "replica")
+    state, step, batch = make(functools.partial(jdist.all_reduce, "mean"))
+    _, step_by_hand, _ = make(by_hand)
+    _, step_global, _ = make(lambda tree: tree)
+    whole = lambda: jax.device_put(jax.tree.map(jnp.copy, state), WHOLE)
+    repeated = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(DEVICES), *x.shape)), state)
+    compiled = {
+        "jdist": (strategy.step(step), whole(), jdist.PerReplica(jax.device_put(split(batch), ROWS))),
+        "shard_map": (over_shard_map(step_by_hand), whole(), jax.device_put(batch, ROWS)),
+        "jit": (jax.jit(step_global, donate_argnums=0), whole(), jax.device_put(batch, ROWS)),
+        "pmap": (
+            jax.pmap(step_by_hand, "replica", devices=DEVICES, donate_argnums=0),
+            jax.device_put(repeated, ROWS),
+            jax.device_put(split(batch), ROWS),
+        ),
+    }
+    return {name: loop(*parts, steps) for name, parts in compiled.items()}
+
+
+def run_candidates(make, steps):
+    strategy = jdist.MirroredStrategy(DEVICES)
+    state, step, batch = make(functools.partial(jdist.all_reduce, "mean"))
+    _, step_by_hand, _ = make(lambda tree: lax.pmean(tree, "replica"))
+    run = lambda state, batch: strategy.run(step, (state, batch))
+    placed = jdist.PerReplica(jax.device_put(split(batch), ROWS))
+    return {
+        "jdist": loop(run, jax.device_put(state, WHOLE), placed, steps),
+        "shard_map": loop(
+            over_shard_map(step_by_hand, ()), jax.device_put(state, WHOLE), jax.device_put(batch, ROWS), steps
+        ),
+    }
+
+
+def main():
+    sidebyside.versions(args.json)
+    count = 7 if args.quick else 41
+    for name, (steps, make) in CASES.items():
+        if args.case in (None, name):
+            case = f"{name}, {len(DEVICES)} devices"
+            sidebyside.report(f"step, {case}", sidebyside.rounds(candidates(make, steps), count), args.json, steps)
+            sidebyside.report(f"run, {case}", sidebyside.rounds(run_candidates(make, steps), count), args.json, steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The sessions: `nox` runs the tests on both Pythons, the lint and the types; `nox -s docs` and others by name."""
+
+import nox
+
+nox.options.default_venv_backend = "venv"
+nox.options.error_on_missing_interpreters = False  # skipped with a message, even where CI is set
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["tests", "lint", "types"]
+
+PYTHONS = ["3.11", "3.12"]  # the oldest JAX that jdist supports, and the newest
+CONSTRAINTS = ("-c", "constraints.txt")
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """All tests but the slow ones."""
+    session.install(*CONSTRAINTS, "-e", ".[test]")
+    session.run("python", "-m", "pytest", "-m", "not slow", *session.posargs)
+
+
+@nox.session(python=PYTHONS)
+def slow(session: nox.Session) -> None:
+    """The slow tests."""
+    session.install(*CONSTRAINTS, "-e", ".[test]")
+    session.run("python", "-m", "pytest", "-m", "slow", *session.posargs)
+
+
+@nox.session(python="3.11")
+def lint(session: nox.Session) -> None:
+    """Style, unused code, import order, docstrings."""
+    session.install(*CONSTRAINTS, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session(python="3.11")
+def types(session: nox.Session) -> None:
+    """The annotations of the package."""
+    session.install(*CONSTRAINTS, "-e", ".", "pyright[nodejs]")
+    session.run("pyright")
+
+
+@nox.session(python="3.11")
+def docs(session: nox.Session) -> None:
+    """The documents, as pages; a warning is an error."""
+    session.install(*CONSTRAINTS, "-e", ".[docs]")
+    session.run("sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html")
+
+
+@nox.session(python="3.11")
+def benchmarks(session: nox.Session) -> None:
+    """Every benchmark, quickly; give other options after `--`."""
+    session.install(*CONSTRAINTS, "-e", ".")
+    for name in ("import_time", "trace_time", "step_overhead"):
+        session.run("python", f"benchmarks/{name}.py", *(session.posargs or ["--quick"]))

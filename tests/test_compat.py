@@ -1,0 +1,112 @@
+"""The equations of the installed JAX, as the proof reads them."""
+
+import inspect
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.sharding import PartitionSpec
+
+from jdist import _compat
+from jdist.mesh import replica_mesh
+
+AXES = frozenset({"replica"})
+
+
+def _equations(fn, *args):
+    return jax.make_jaxpr(fn)(*args).jaxpr.eqns
+
+
+def _inside_mesh(fn):
+    """The equations of `fn` as one replica of two runs it."""
+    mesh, whole = replica_mesh(["cpu:0", "cpu:1"]), PartitionSpec()
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    (equation,) = _equations(mapped, jnp.ones(4))
+    return _compat.open_jaxpr(equation.params["jaxpr"]).eqns
+
+
+def test_frame_in_the_working_folder_is_written_from_there():
+    assert str(_compat.Frame(os.path.join(os.getcwd(), "a", "b.py"), 3, "f")) == os.path.join("a", "b.py") + ":3"
+    assert str(_compat.Frame("/elsewhere/b.py", 3, "f")) == "/elsewhere/b.py:3"
+
+
+def test_open_jaxpr_of_closed_and_open_program_is_the_same():
+    closed = jax.make_jaxpr(jnp.sin)(1.0)
+    assert _compat.open_jaxpr(closed) is closed.jaxpr
+    assert _compat.open_jaxpr(closed.jaxpr) is closed.jaxpr
+
+
+def test_scan_counts_are_constants_and_carry():
+    constant = jnp.arange(3.0)
+    turn = lambda carry, x: ((carry[0] + constant.sum() * x, carry[1] + 1), x)
+    (scan,) = [e for e in _equations(lambda xs: lax.scan(turn, (0.0, 1), xs), jnp.ones(5)) if e.primitive.name == "scan"]
+    consts, carry = _compat.scan_counts(scan)
+    assert carry == 2
+    assert consts + carry + 1 == len(scan.invars)
+
+
+CALLS = {
+    "jit": (jax.jit(lambda x: x + 1), True),
+    "checkpoint": (jax.checkpoint(lambda x: jnp.sin(x)), True),
+    "custom_jvp": (jax.nn.relu, True),
+    "linear_solve": (lambda x: lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: b / 2), False),
+    "sine": (jnp.sin, False),
+}
+
+
+@pytest.mark.parametrize("fn, is_call", CALLS.values(), ids=CALLS)
+def test_call_target_of_equation_takes_its_operands_and_gives_its_results(fn, is_call):
+    equation = _equations(fn, 1.0)[-1]
+    target = _compat.call_target(equation)
+    assert (target is not None) == is_call
+    if target is not None:
+        assert len(target.invars) == len(equation.invars)
+        assert len(target.outvars) == len(equation.outvars)
+
+
+NAMED = {
+    "sum": (lambda x: lax.psum(x, "replica"), AXES),
+    "sum_in_a_scan": (lambda x: lax.scan(lambda c, _: (lax.psum(c, "replica"), None), x, None, length=2)[0], AXES),
+    "sum_in_a_branch": (lambda x: lax.cond(True, lambda: lax.pmax(x, "replica"), lambda: x), AXES),
+    "number": (lambda x: x * lax.axis_index("replica"), AXES),
+    "none": (lambda x: jnp.sin(x), frozenset()),
+}
+
+
+@pytest.mark.parametrize("fn, axes", NAMED.values(), ids=NAMED)
+def test_named_axes_of_equation_are_found_wherever_they_stand(fn, axes):
+    found = [_compat.named_axes(equation.params.values(), AXES) for equation in _inside_mesh(fn)]
+    assert frozenset().union(*found) == axes
+
+
+EFFECTS = {
+    "print": (lambda x: jax.debug.print("{}", x), False),
+    "callback": (lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct((), np.float32), x), True),
+    "ordered_callback": (lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct((), np.float32), x, ordered=True), True),
+}
+
+
+@pytest.mark.parametrize("fn, taints", EFFECTS.values(), ids=EFFECTS)
+def test_effect_taints_unless_it_gives_no_value(fn, taints):
+    effects = set().union(*(equation.effects for equation in _equations(fn, 1.0)))
+    assert effects
+    assert any(map(_compat.taints, effects)) == taints
+
+
+LINES = {
+    "jax": lambda x: jnp.linalg.norm(x),
+    "library": lambda x: optax.huber_loss(x),
+    "own": lambda x: x * 2,
+}
+
+
+@pytest.mark.parametrize("fn", LINES.values(), ids=LINES)
+def test_user_frame_of_equation_is_the_line_that_called_the_library(fn):
+    _, first = inspect.getsourcelines(fn)
+    frames = {_compat.user_frame(equation) for equation in _equations(fn, jnp.ones(3))}
+    assert {(frame.file, frame.line) for frame in frames} == {(__file__, first)}
