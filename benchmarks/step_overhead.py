@@ -19,14 +19,14 @@ options.add_argument("--case", choices=["tiny", "mlp", "transformer"], help="onl
 args = options.parse_args()
 jax.config.update("jax_num_cpu_devices", args.devices or 4)
 
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from flax import linen as nn  # noqa: E402
-from jax import lax  # noqa: E402
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import jdist  # noqa: E402
+import jdist
 
 DEVICES = jax.devices()[: args.devices or None]
 ON_CPU = DEVICES[0].platform == "cpu"

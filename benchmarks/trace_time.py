@@ -19,13 +19,13 @@ import sidebyside
 
 jax.config.update("jax_num_cpu_devices", 4)
 
-import jax.numpy as jnp  # noqa: E402
-import optax  # noqa: E402
-from flax import linen as nn  # noqa: E402
-from jax.sharding import PartitionSpec  # noqa: E402
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax.sharding import PartitionSpec
 
-import jdist  # noqa: E402
-from jdist.context import ReplicaContext, entered  # noqa: E402
+import jdist
+from jdist.context import ReplicaContext, entered
 
 
 class Transformer(nn.Module):

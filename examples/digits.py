@@ -129,7 +129,9 @@ def main():
     console = Console(highlight=False, soft_wrap=True)
     digits = load_digits()
     images = (digits.images / 16).astype(np.float32)[..., None]
-    arrays = train_test_split(images, digits.target.astype(np.int32), test_size=0.2, random_state=0, stratify=digits.target)
+    arrays = train_test_split(
+        images, digits.target.astype(np.int32), test_size=0.2, random_state=0, stratify=digits.target
+    )
     train_data, test_data = (arrays[0], arrays[2]), (arrays[1], arrays[3])
 
     devices = jax.devices()[: args.replicas]

@@ -119,6 +119,10 @@ def _folders(*packages: str) -> tuple[str, ...]:
     return tuple(os.path.join(site, name) + os.sep for name in packages)
 
 
-_absolute = functools.cache(os.path.abspath)
+@functools.cache
+def _absolute(file: str) -> str:
+    return os.path.abspath(file)
+
+
 _JDIST = os.path.dirname(_absolute(__file__)) + os.sep
 _PLACING = os.path.join(_JDIST, "values.py")

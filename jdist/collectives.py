@@ -56,7 +56,7 @@ def reducible(op: ReduceOp, tree: PyTree) -> PyTree:
             raise TypeError(
                 f"{name} is a random key ({spec(leaf)}): keys cannot be reduced. Reduce what is drawn from it."
             )
-        if dtype == bool:
+        if dtype.kind == "b":
             raise TypeError(
                 f"{name} is boolean ({spec(leaf)}), and {op.name} of booleans has no one meaning. Cast it: "
                 "`x.astype(jnp.int32)` and SUM counts, MAX is any, MIN is all."

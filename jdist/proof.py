@@ -101,12 +101,14 @@ def explain(cause: Cause) -> str:
     start, *links = [link.site for link in cause.chain()]
     if not isinstance(start, Input):
         links.insert(0, start)
-    made = [
-        (equation.primitive.name, _compat.user_frame(equation)) for equation in links if isinstance(equation, Equation)
+    places = [
+        (place, equation.primitive.name)
+        for equation in links
+        if isinstance(equation, Equation) and (place := _compat.user_frame(equation))
     ]
     lines = [f"{start.name}, which holds one value a replica"] if isinstance(start, Input) else []
-    for place, group in itertools.groupby((each for each in made if each[1] is not None), key=lambda each: each[1]):
-        names = list(dict.fromkeys(name for name, _ in group))
+    for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
+        names = list(dict.fromkeys(name for _, name in group))
         steps = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
         lines.append(f"{steps} at {place} in {place.function}")
     if len(lines) > 8:
@@ -239,8 +241,9 @@ class _Flow:
             place = _compat.user_frame(equation)
             raise DivergentCollectiveError(
                 f"{equation.primitive.name} at {place} waits for every replica, and stands where some may not come: "
-                f"the predicate above it is not the same on all of them.\n  It differs because of\n    {explain(divided)}"
-                "\n  Make the predicate agree (`jdist.all_reduce` it), or move the collective out of the branch or loop."
+                "the predicate above it is not the same on all of them.\n"
+                f"  It may differ because of\n    {explain(divided)}\n"
+                "  Make the predicate agree (`jdist.all_reduce` it), or move the collective out of the branch or loop."
             )
 
 

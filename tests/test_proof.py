@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import jdist
+
 from laws import STRATEGIES, assert_in_step, rows
 
 RIGHT, WRONG, HANGS, WARNS = {}, {}, {}, {}

@@ -1,6 +1,5 @@
 """What every strategy does: run a function of one replica on its devices, and ask what the replicas hold."""
 
-import abc
 import contextlib
 import dataclasses
 import functools
@@ -36,7 +35,7 @@ class ValueContext:
     num_replicas_in_sync: int
 
 
-class Strategy(abc.ABC):
+class Strategy:
     """Where a step runs: one replica a device of a mesh, all running the same function on their own part of the data.
 
     A replica function is ordinary JAX code. Its arguments are what one replica sees: a `PerReplica` argument is that

@@ -9,9 +9,9 @@ A call of a program is a call of `jax.jit`, with two things around it:
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
+from jax import core
 from jax.sharding import Mesh
 
 from jdist._tree import PyTree, named_leaves
@@ -85,7 +85,7 @@ class Program:
         leaves = jax.tree.leaves(outputs) or jax.tree.leaves(state)
         if not leaves:
             jax.effects_barrier()
-        elif not isinstance(leaves[0], jax.core.Tracer):
+        elif not isinstance(leaves[0], core.Tracer):
             leaves[0].block_until_ready()
         return state, outputs
 

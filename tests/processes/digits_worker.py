@@ -13,10 +13,10 @@ address, count, number, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 if count > 1:
     jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
 
-from digits import count_right, make_state, make_step  # noqa: E402
-from sklearn.datasets import load_digits  # noqa: E402
+from digits import count_right, make_state, make_step
+from sklearn.datasets import load_digits
 
-import jdist  # noqa: E402
+import jdist
 
 digits = load_digits()
 data = (digits.images / 16).astype(np.float32)[:100, ..., None], digits.target.astype(np.int32)[:100]
