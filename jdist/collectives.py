@@ -44,29 +44,23 @@ class ReduceOp(enum.Enum):
         raise ValueError(f"{op!r} is not a reduction; take one of {', '.join(repr(name) for name in cls.__members__)}.")
 
 
-def reducible(op: ReduceOp, tree: PyTree) -> PyTree:
-    """`tree` with array leaves, each of a dtype that has the reduction `op`.
-
-    Raises:
-        TypeError: A leaf is a key, or a boolean to be added up; the message names it.
-    """
-    for name, leaf in named_leaves("value", tree):
-        dtype = jnp.asarray(leaf).dtype
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            raise TypeError(
-                f"{name} is a random key ({spec(leaf)}): keys cannot be reduced. Reduce what is drawn from it."
-            )
-        if dtype.kind == "b":
-            raise TypeError(
-                f"{name} is boolean ({spec(leaf)}), and {op.name} of booleans has no one meaning. Cast it: "
-                "`x.astype(jnp.int32)` and SUM counts, MAX is any, MIN is all."
-            )
-    return jax.tree.map(jnp.asarray, tree)
+def check_reducible(op: ReduceOp, name: str, leaf: Any) -> None:
+    """Raises TypeError if `leaf` is of a dtype that has no reduction `op`: a key, or a boolean."""
+    dtype = jax.typeof(leaf).dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{name} is a random key ({spec(leaf)}): keys cannot be reduced. Reduce what is drawn from it.")
+    if dtype == jnp.bool_:
+        raise TypeError(
+            f"{name} is boolean ({spec(leaf)}), and {op.name} of booleans has no one meaning. Cast it: "
+            "`x.astype(jnp.int32)` and SUM counts, MAX is any, MIN is all."
+        )
 
 
 def all_reduce(op: ReduceOp, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
     """The leaves of `tree`, `[...]`, reduced over the replicas element by element; every replica gets the result."""
-    return jax.tree.map(lambda x: _REDUCTIONS[op](x, axes), reducible(op, tree))
+    for name, leaf in named_leaves("value", tree):
+        check_reducible(op, name, leaf)
+    return jax.tree.map(lambda x: _REDUCTIONS[op](jnp.asarray(x), axes), tree)
 
 
 def all_gather(tree: PyTree, axis: int, axes: tuple[str, ...]) -> PyTree:

@@ -5,7 +5,7 @@ array the same value on all. Anything else (a Python or numpy number, an array e
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,12 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.collectives import ReduceOp, check_dim, reducible
+from jdist.collectives import ReduceOp, check_dim, check_reducible
+from jdist.flight import is_bounded, land
 from jdist.mesh import mirrored_sharding
-from jdist.values import PerReplica, is_distributed
+from jdist.values import PerReplica, check_place, is_distributed
+
+_OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
 
 
 def reduce(op: ReduceOp, value: PyTree, dims: tuple[int, ...], mesh: Mesh) -> PyTree:
@@ -29,24 +32,32 @@ def reduce(op: ReduceOp, value: PyTree, dims: tuple[int, ...], mesh: Mesh) -> Py
         mesh: The replicas.
 
     Returns:
-        The same tree of mirrored arrays.
+        The same tree of mirrored arrays; of a host value, a host value.
 
     Raises:
         ValueError: There is no such dimension, or a host value has no such reduction.
         TypeError: A leaf's dtype has no such reduction.
     """
 
-    def one(node: Any) -> Any:
-        if not _is_held(node, mesh):
-            return _reduce_host(op, node, mesh)
-        held = _rows(node, mesh)
-        for name, leaf in named_leaves("value", reducible(op, held)):
-            for dim in dims:
-                check_dim(name, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), dim)
+    def held(name: str, rows: jax.Array) -> jax.Array:
+        check_reducible(op, name, rows)
+        _check_dims(name, rows, dims)
         over = (0, *(dim + 1 for dim in dims))
-        return jax.tree.map(lambda x: _reduce_rows(x, op, over, mirrored_sharding(mesh)), held)
+        return _reduce_rows(rows, op, over, mirrored_sharding(mesh))
 
-    return jax.tree.map(one, value, is_leaf=is_distributed)
+    def host(name: str, value: Any) -> Any:
+        check_reducible(op, name, value)
+        if op is ReduceOp.SUM and mesh.size > 1:
+            raise ValueError(
+                f"{name} is {spec(value)}, a host value, held by none of the {mesh.size} replicas, so it has no SUM over "
+                "them. Sum what `strategy.run` returned, or say what you mean: `value * strategy.num_replicas_in_sync`."
+            )
+        for dim in dims:
+            check_dim(name, value, dim)
+        # The mean, greatest and least over the replicas of one value is the value.
+        return _OPERATIONS[op](jnp.asarray(value), axis=dims) if dims else value
+
+    return _map_leaves(held, host, value, mesh)
 
 
 def gather(value: PyTree, dim: int, mesh: Mesh) -> PyTree:
@@ -59,15 +70,11 @@ def gather(value: PyTree, dim: int, mesh: Mesh) -> PyTree:
         ValueError: A leaf has no such dimension.
     """
 
-    def one(node: Any) -> Any:
-        if not _is_held(node, mesh):
-            return node
-        held = _rows(node, mesh)
-        for name, leaf in named_leaves("value", held):
-            check_dim(name, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), dim)
-        return jax.tree.map(lambda x: _join_rows(x, dim, mirrored_sharding(mesh)), held)
+    def held(name: str, rows: jax.Array) -> jax.Array:
+        _check_dims(name, rows, (dim,))
+        return _join_rows(rows, dim, mirrored_sharding(mesh))
 
-    return jax.tree.map(one, value, is_leaf=is_distributed)
+    return _map_leaves(held, lambda name, value: value, value, mesh)
 
 
 def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
@@ -85,9 +92,31 @@ def _is_held(node: Any, mesh: Mesh) -> bool:
     return isinstance(node, jax.Array) and node.sharding.device_set == set(mesh.devices.flat)
 
 
-def _rows(node: Any, mesh: Mesh) -> PyTree:
-    """`[replica, ...]` leaves."""
-    return node.tree if isinstance(node, PerReplica) else _repeat(node, mesh.size)
+def _map_leaves(
+    held: Callable[[str, jax.Array], Any], host: Callable[[str, Any], Any], value: PyTree, mesh: Mesh
+) -> PyTree:
+    """`held` of the name and the `[replica, ...]` rows of each leaf that the replicas hold, `host` of each other."""
+
+    def rows_of(name: str, rows: jax.Array) -> Any:
+        check_place(name, rows, mesh)
+        result = held(name, rows)
+        if is_bounded(mesh):
+            land(result)
+        return result
+
+    def one(name: str, node: Any) -> Any:
+        if isinstance(node, PerReplica):
+            results = [rows_of(*leaf) for leaf in named_leaves(name, node.tree)]
+            return jax.tree.unflatten(jax.tree.structure(node.tree), results)
+        return rows_of(name, _repeat(node, mesh.size)) if _is_held(node, mesh) else host(name, node)
+
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_distributed)
+    return treedef.unflatten([one("value" + jax.tree_util.keystr(path), node) for path, node in nodes])
+
+
+def _check_dims(name: str, rows: jax.Array, dims: tuple[int, ...]) -> None:
+    for dim in dims:
+        check_dim(name, jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), dim)
 
 
 def _local(node: Any, mesh: Mesh) -> Sequence[PyTree]:
@@ -100,16 +129,6 @@ def _local(node: Any, mesh: Mesh) -> Sequence[PyTree]:
     return [shard.data for shard in sorted(node.addressable_shards, key=lambda shard: order[shard.device])]
 
 
-def _reduce_host(op: ReduceOp, value: Any, mesh: Mesh) -> Any:
-    # The mean, greatest and least of equal values is the value. A sum depends on how many there are.
-    if op is not ReduceOp.SUM or mesh.size == 1:
-        return value
-    raise ValueError(
-        f"{spec(value)} is a host value, held by none of the {mesh.size} replicas, so it has no SUM over them. Sum what "
-        "`strategy.run` returned, or say what you mean: `value * strategy.num_replicas_in_sync`."
-    )
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _repeat(x: jax.Array, times: int) -> jax.Array:
     return jnp.broadcast_to(x[None], (times, *x.shape))
@@ -117,8 +136,7 @@ def _repeat(x: jax.Array, times: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _reduce_rows(x: jax.Array, op: ReduceOp, dims: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    reduction = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}[op]
-    return lax.with_sharding_constraint(reduction(x, axis=dims), sharding)
+    return lax.with_sharding_constraint(_OPERATIONS[op](x, axis=dims), sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -137,6 +137,17 @@ def unwrapped(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda node: node.tree if is_distributed(node) else node, tree, is_leaf=is_distributed)
 
 
+def check_place(name: str, array: jax.Array, mesh: Mesh) -> None:
+    """Raises ValueError if `array` does not lie on the devices of `mesh`."""
+    if array.sharding.device_set != set(mesh.devices.flat):
+        there = ", ".join(sorted(map(str, array.sharding.device_set)))
+        here = ", ".join(map(str, mesh.devices.flat))
+        raise ValueError(
+            f"{name} lies on {there}, and this strategy on {here}. If another strategy made it, let this one make it; if "
+            "it is a plain array, hand it in as a numpy array, or place it with `strategy.put`."
+        )
+
+
 def mirror(tree: PyTree, mesh: Mesh) -> PyTree:
     """`tree` with every plain leaf on all devices of `mesh`, and every wrapper as its class says.
 

@@ -1,11 +1,7 @@
 """Programs: replica functions compiled for a mesh, and how they are called.
 
-A call of a program is a call of `jax.jit`, with two things around it:
-
-* A failure that JAX reports in terms of buffers and devices is said again in terms of the caller's values.
-* On the CPU backend with several devices, one call is in flight at a time. XLA's CPU collectives wait for each other on
-  a thread pool as large as the machine; with several steps in flight they can wait for ever, and XLA then ends the
-  process. Waiting for each step costs what waiting for it by hand costs. On GPU and TPU calls stay asynchronous.
+A call of a program is a call of `jax.jit`. Around it, a failure that JAX reports in terms of buffers and devices is said
+again in terms of the caller's values, and on the CPU the call is waited for (`jdist.flight`).
 """
 
 from collections.abc import Callable
@@ -16,7 +12,9 @@ from jax.sharding import Mesh
 
 from jdist._tree import PyTree, named_leaves
 from jdist.context import in_replica_function
+from jdist.flight import is_bounded, land
 from jdist.replicate import Proof
+from jdist.values import check_place
 
 
 class Program:
@@ -50,7 +48,7 @@ class Program:
         self._mesh = mesh
         self._donates = bool(donate)
         self._compiled = jax.jit(traced, donate_argnums=donate)
-        self._call = self._wait_for if mesh.devices.flat[0].platform == "cpu" and mesh.size > 1 else self._compiled
+        self._call = self._call_and_land if is_bounded(mesh) else self._compiled
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         """`(state, outputs)` of the replica function, as the host sees them."""
@@ -76,39 +74,30 @@ class Program:
             raise RuntimeError("Nothing is proved yet: a step is traced when it is called for the first time.")
         return self._proofs[0]
 
-    def _wait_for(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+    def _call_and_land(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         if self._donates:
             # jax 0.10 ends the process with a segmentation fault when a donated array comes again.
             _check_not_donated(args[0])
         state, outputs = self._compiled(*args)
-        # All arrays of one execution are ready together, so one of them stands for all.
-        leaves = jax.tree.leaves(outputs) or jax.tree.leaves(state)
-        if not leaves:
-            jax.effects_barrier()
-        elif not isinstance(leaves[0], core.Tracer):
-            leaves[0].block_until_ready()
+        land(outputs if jax.tree.leaves(outputs) else state)
         return state, outputs
 
     def _check_places(self, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError if what went wrong is that an array is spent, or lies on other devices."""
         if self._donates:
             _check_not_donated(args[0])
-        ours = set(self._mesh.devices.flat)
         for name, leaf in named_leaves("arguments", args):
-            if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != ours:
-                there = ", ".join(sorted(map(str, leaf.sharding.device_set)))
-                here = ", ".join(map(str, self._mesh.devices.flat))
-                raise ValueError(
-                    f"{name} lies on {there}, and this strategy on {here}. If another strategy made it, let this one "
-                    "make it; if it is a plain array, hand it in as a numpy array, or place it with `strategy.put`."
-                )
+            if isinstance(leaf, jax.Array) and leaf.committed:
+                check_place(name, leaf, self._mesh)
 
 
 def _check_not_donated(state: PyTree) -> None:
+    leaves = jax.tree.leaves(state)
     try:
-        spent = [leaf.is_deleted() for leaf in jax.tree.leaves(state)]
-    except (AttributeError, jax.errors.ConcretizationTypeError):  # a number, or a tracer: nothing was donated
-        return
+        spent = [leaf.is_deleted() for leaf in leaves]
+    except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers: these are not donated
+        arrays = [isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer) for leaf in leaves]
+        spent = [is_array and leaf.is_deleted() for is_array, leaf in zip(arrays, leaves, strict=True)]
     if any(spent):
         name, _ = named_leaves("state", state)[spent.index(True)]
         raise ValueError(
