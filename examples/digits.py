@@ -15,10 +15,14 @@ import numpy as np
 import optax
 from flax import linen as nn
 from rich.console import Console
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 
 import jdist
+
+try:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+except ModuleNotFoundError:
+    raise SystemExit('The digits come with scikit-learn: python -m pip install -e ".[examples]"') from None
 
 
 class CNN(nn.Module):

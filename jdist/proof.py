@@ -134,6 +134,12 @@ _WAYS_OUT = {
     "new_ref": "jdist does not follow what is written to a mutable reference (`jax.Ref`): return the value instead.",
 }
 
+_REPEATED_SUM = (
+    "all_reduce(SUM) of a value that is the same on every replica multiplies it by the number of replicas. If it was "
+    "reduced before, drop this sum; if the product is meant, multiply by `jdist.num_replicas()`."
+)
+_warned: dict[str | tuple[str, type[Warning], int], int] = {}  # once a line, where warnings are shown once
+
 
 class _Flow:
     """One walk over a program: knowledge flows from operands to results."""
@@ -265,13 +271,6 @@ def _fixed_point(turn: Callable[[list[Knowledge]], list[Knowledge]], carry: list
         if all(old.keys() == new.keys() for old, new in zip(carry, joined, strict=True)):
             return joined
         carry = joined
-
-
-_warned: dict[str | tuple[str, type[Warning], int], int] = {}  # once a line, where warnings are shown once
-_REPEATED_SUM = (
-    "all_reduce(SUM) of a value that is the same on every replica multiplies it by the number of replicas. If it was "
-    "reduced before, drop this sum; if the product is meant, multiply by `jdist.num_replicas()`."
-)
 
 
 def _nearest(*values: Knowledge) -> Knowledge:
