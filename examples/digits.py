@@ -110,7 +110,7 @@ def parse_arguments():
     )
     parser.add_argument("--replicas", type=int, help="devices to use; all accelerators by default, else 8 CPU devices")
     parser.add_argument("--epochs", type=int, default=20, help="times to go through the training images")
-    parser.add_argument("--batch-size", type=int, default=208, help="images in a step of all replicas together")
+    parser.add_argument("--batch-size", type=int, default=128, help="images in a step of all replicas together")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the images")
     args = parser.parse_args()
     for name in ("replicas", "epochs", "batch_size"):

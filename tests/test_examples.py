@@ -14,6 +14,7 @@ DIGITS = pathlib.Path(__file__).parent.parent / "examples" / "digits.py"
 def _digits(*arguments):
     # Without the devices that the tests force: the example asks for its own.
     environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    environment["COLUMNS"] = "200"  # no line is broken
     command = [sys.executable, DIGITS, *arguments]
     return subprocess.run(command, env=environment, text=True, capture_output=True, timeout=240)
 
