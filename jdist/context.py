@@ -186,7 +186,8 @@ def replica_key(key: jax.Array) -> jax.Array:
         >>> float(a) == float(b)
         False
     """
-    return jax.random.fold_in(key, replica_id())
+    context = _replica("replica_key", "jax.random.split")
+    return jax.random.fold_in(key, context.replica_id_in_sync_group)
 
 
 def _replica(word: str, instead: str) -> ReplicaContext:

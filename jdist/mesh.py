@@ -1,7 +1,7 @@
 """Which devices: from what the user names to a mesh with one axis, `"replica"`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -28,8 +28,9 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None) -> Mesh:
         >>> dict(replica_mesh(["cpu:0", "cpu:1"]).shape)
         {'replica': 2}
     """
-    if isinstance(devices, (str, jax.Device)):
-        raise TypeError(f"`devices` is a list of devices, got {devices!r}; write [{str(devices)!r}].")
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+        instead = f"[{str(devices)!r}]" if isinstance(devices, (str, jax.Device)) else "`jax.devices()[:n]`"
+        raise TypeError(f"`devices` is a list of devices, got {devices!r}; write {instead}.")
     chosen = jax.local_devices() if devices is None else [find_device(device) for device in devices]
     _check(chosen)
     # Not `jax.make_mesh`: it defaults to explicit axes, and may reorder the devices.

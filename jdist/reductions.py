@@ -17,7 +17,7 @@ from jdist._tree import PyTree, named_leaves, spec
 from jdist.collectives import ReduceOp, check_dim, check_reducible
 from jdist.flight import is_bounded, land
 from jdist.mesh import mirrored_sharding
-from jdist.values import PerReplica, check_place, is_distributed
+from jdist.values import PerReplica, check_place, check_rows, is_distributed
 
 _OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
 
@@ -98,7 +98,8 @@ def _map_leaves(
     """`held` of the name and the `[replica, ...]` rows of each leaf that the replicas hold, `host` of each other."""
 
     def rows_of(name: str, rows: jax.Array) -> Any:
-        check_place(name, rows, mesh)
+        if isinstance(rows, jax.Array):
+            check_place(name, rows, mesh)
         result = held(name, rows)
         if is_bounded(mesh):
             land(result)
@@ -106,6 +107,7 @@ def _map_leaves(
 
     def one(name: str, node: Any) -> Any:
         if isinstance(node, PerReplica):
+            check_rows(name, node, mesh)
             results = [rows_of(*leaf) for leaf in named_leaves(name, node.tree)]
             return jax.tree.unflatten(jax.tree.structure(node.tree), results)
         return rows_of(name, _repeat(node, mesh.size)) if _is_held(node, mesh) else host(name, node)

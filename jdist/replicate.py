@@ -18,11 +18,11 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist import _compat, proof
-from jdist._tree import PyTree, argument_names, named_leaves, spec
+from jdist._tree import PyTree, argument_names, named_leaves
 from jdist.context import ReplicaContext, entered
 from jdist.errors import NotMirroredError
 from jdist.proof import Knowledge
-from jdist.values import DistributedValues, PerReplica, is_distributed
+from jdist.values import DistributedValues, PerReplica, check_rows, is_distributed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +56,18 @@ class Call(NamedTuple):
     args: Sequence[PyTree]
     kwargs: Mapping[str, PyTree]
 
+    def item_names(self) -> list[str]:
+        """The name of each item of the arguments: a leaf, or a wrapper as a whole."""
+        return [name for root, value in self._named() for name in _names_of_items(root, value)]
+
+    def leaves(self) -> list[tuple[str, Any]]:
+        """Every leaf of the arguments with its name."""
+        return [leaf for root, value in self._named() for leaf in named_leaves(root, value)]
+
+    def _named(self) -> list[tuple[str, PyTree]]:
+        values = [*self.args, *self.kwargs.values()]
+        return list(zip(argument_names(self.fn, self.args, self.kwargs), values, strict=True))
+
 
 def replicated(
     call: Call, body: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, strategy: Any
@@ -77,8 +89,9 @@ def replicated(
     """
     axes = mesh.axis_names
     placed, treedef = jax.tree.flatten((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
-    names = _item_names(call)
-    _check_rows(placed, names, mesh)
+    names = call.item_names()
+    for item, name in zip(placed, names, strict=True):
+        check_rows(name, item, mesh)
     in_specs = tuple(_spec(item, axes) for item in placed)
     results = _Results()
 
@@ -182,12 +195,6 @@ def _shard_map_body(traced: Any) -> _compat.Jaxpr:
     return _compat.open_jaxpr(equation.params["jaxpr"])
 
 
-def _item_names(call: Call) -> list[str]:
-    names = argument_names(call.fn, call.args, call.kwargs)
-    values = [*call.args, *call.kwargs.values()]
-    return [name for root, value in zip(names, values, strict=True) for name in _names_of_items(root, value)]
-
-
 def _names_of_items(root: str, tree: PyTree) -> list[str]:
     items, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_distributed)
     return [root + jax.tree_util.keystr(path) for path, _ in items]
@@ -201,16 +208,3 @@ def _inputs(placed: Sequence[Any], names: Sequence[str], axes: tuple[str, ...]) 
         else:
             inputs.append(proof.Input(name, ()))
     return inputs
-
-
-def _check_rows(placed: Sequence[Any], names: Sequence[str], mesh: Mesh) -> None:
-    for item, name in zip(placed, names, strict=True):
-        if not isinstance(item, PerReplica):
-            continue
-        for leaf_name, leaf in named_leaves(name, item.tree):
-            if leaf.ndim == 0 or leaf.shape[0] != mesh.size:
-                raise ValueError(
-                    f"{leaf_name} is a PerReplica of {spec(leaf)}, for {leaf.shape[0] if leaf.ndim else 'no'} replicas; "
-                    f"this strategy has {mesh.size}. A PerReplica belongs to the strategy that made it: distribute the "
-                    "data with this one, or read the other's with `.values`."
-                )

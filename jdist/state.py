@@ -24,7 +24,7 @@ def split_result(result: Any) -> tuple[PyTree, PyTree]:
     """
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else spec(result)
     raise TypeError(
         f"A step returns a pair `(state, outputs)`, and this one returned {got}. A step with nothing to report "
         "returns `(state, None)`."

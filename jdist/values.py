@@ -14,7 +14,7 @@ Wrappers stand anywhere in a tree: in arguments, in the state of a step, in what
 import abc
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,8 +35,6 @@ class DistributedValues(abc.ABC):
     __slots__ = ()
 
     tree: PyTree
-    # numpy's own operators give way to the ones below, which say what to do.
-    __array_ufunc__: ClassVar[None] = None
 
     @staticmethod
     @abc.abstractmethod
@@ -115,7 +113,7 @@ class PerReplica(DistributedValues):
     def values(self) -> tuple[PyTree, ...]:
         """One tree a replica of this process, in the order of the replicas; leaves `[...]`, each on its own device."""
         leaves, treedef = jax.tree.flatten(self.tree)
-        rows = [[_first(shard.data) for shard in sorted(leaf.addressable_shards, key=_row)] for leaf in leaves]
+        rows = [_rows(leaf) for leaf in leaves]
         return tuple(treedef.unflatten(row) for row in zip(*rows, strict=True))
 
     def read(self) -> PyTree:
@@ -124,7 +122,8 @@ class PerReplica(DistributedValues):
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "PerReplica":
         """`PerReplica` of `fn` of each replica's tree, computed where the values are."""
-        return PerReplica(jax.jit(jax.vmap(fn))(self.tree))
+        place = jax.tree.leaves(self.tree)[0].sharding
+        return PerReplica(jax.jit(jax.vmap(fn), out_shardings=place)(self.tree))
 
 
 def is_distributed(node: object) -> bool:
@@ -137,11 +136,28 @@ def unwrapped(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda node: node.tree if is_distributed(node) else node, tree, is_leaf=is_distributed)
 
 
+def check_rows(name: str, value: Any, mesh: Mesh) -> None:
+    """Raises ValueError if `value` is a `PerReplica` that has not one row for each replica of `mesh`."""
+    for leaf_name, leaf in named_leaves(name, value.tree) if isinstance(value, PerReplica) else ():
+        shape = np.shape(leaf)
+        if not shape or shape[0] != mesh.size:
+            raise ValueError(
+                f"{leaf_name} is a PerReplica of {spec(leaf)}, for {shape[0] if shape else 'no'} replicas; this strategy "
+                f"has {mesh.size}. A PerReplica belongs to the strategy that made it: distribute the data with this one, "
+                "or read the other's with `.values`."
+            )
+
+
 def check_place(name: str, array: jax.Array, mesh: Mesh) -> None:
-    """Raises ValueError if `array` does not lie on the devices of `mesh`."""
-    if array.sharding.device_set != set(mesh.devices.flat):
-        there = ", ".join(sorted(map(str, array.sharding.device_set)))
-        here = ", ".join(map(str, mesh.devices.flat))
+    """Raises ValueError if `array` does not lie on the devices of `mesh`, in their order."""
+    ours = list(mesh.devices.flat)
+    theirs = sorted(array.sharding.device_set, key=lambda device: device.id)
+    if isinstance(array.sharding, NamedSharding):
+        theirs = list(array.sharding.mesh.devices.flat)
+    elif set(theirs) == set(ours):
+        theirs = ours
+    if theirs != ours:
+        there, here = (", ".join(map(str, devices)) for devices in (theirs, ours))
         raise ValueError(
             f"{name} lies on {there}, and this strategy on {here}. If another strategy made it, let this one make it; if "
             "it is a plain array, hand it in as a numpy array, or place it with `strategy.put`."
@@ -154,13 +170,14 @@ def mirror(tree: PyTree, mesh: Mesh) -> PyTree:
     On several processes each of them has to hand in the same values.
     """
 
-    def place(node: Any) -> Any:
+    def place(path: Any, node: Any) -> Any:
         if not is_distributed(node):
             return _place(node, mirrored_sharding(mesh))
+        check_rows("value" + jax.tree_util.keystr(path), node, mesh)
         sharding = NamedSharding(mesh, node.spec(mesh.axis_names))
         return dataclasses.replace(node, tree=jax.tree.map(lambda x: _place(x, sharding), node.tree))
 
-    return jax.tree.map(place, tree, is_leaf=is_distributed)
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_distributed)
 
 
 def stack_local(trees: Sequence[PyTree], mesh: Mesh) -> PerReplica:
@@ -170,16 +187,12 @@ def stack_local(trees: Sequence[PyTree], mesh: Mesh) -> PerReplica:
         ValueError: The trees differ in structure, or a leaf in shape or dtype; the message names replica and leaf.
     """
     devices = list(local_replicas(mesh).values())
-    like = named_leaves("value", trees[0])
-    for number, tree in enumerate(trees):
-        got = named_leaves("value", tree)
-        for (name, a), (other, b) in zip(like, got, strict=False):
-            if (name, spec(jax.numpy.asarray(a))) != (other, spec(jax.numpy.asarray(b))):
-                raise ValueError(
-                    f"{name} is {spec(a)} on replica 0, {other} is {spec(b)} on replica {number}. {_ALIKE}"
-                )
-        if len(like) != len(got):
-            raise ValueError(f"Replica 0 has {len(like)} leaves, replica {number} has {len(got)}. {_ALIKE}")
+    for number, tree in zip(local_replicas(mesh), trees, strict=True):
+        if difference := _difference(trees[0], tree):
+            raise ValueError(
+                f"The value of replica {number} {difference} of replica {min(local_replicas(mesh))}. Give every replica a "
+                "value of the same structure, shapes and dtypes."
+            )
 
     def stack(*leaves: Any) -> jax.Array:
         placed = [jax.device_put(jax.numpy.asarray(x)[None], d) for x, d in zip(leaves, devices, strict=True)]
@@ -190,20 +203,25 @@ def stack_local(trees: Sequence[PyTree], mesh: Mesh) -> PerReplica:
 
 
 def _place(x: Any, sharding: NamedSharding) -> jax.Array:
-    if not isinstance(x, jax.Array):
-        x = np.asarray(x)  # no dtype of its own that may change, as a Python number would have
-    if sharding.is_fully_addressable:
-        return jax.device_put(x, sharding)
+    """A copy of `x` that lies as `sharding` says: a step takes over the memory of its state, and `x` is the caller's."""
+    if isinstance(x, jax.Array) and (sharding.is_fully_addressable or not x.is_fully_addressable):
+        return jax.device_put(x.copy(), sharding)
     if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = _place(np.asarray(jax.random.key_data(x)), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return jax.device_put(x, sharding)
-    host = np.asarray(x)
+    host = np.array(x)  # no dtype of its own that may change, as a Python number would have
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-_ALIKE = "Give every replica a value of the same structure, shapes and dtypes."
+def _difference(like: PyTree, tree: PyTree) -> str | None:
+    if jax.tree.structure(like) != jax.tree.structure(tree):
+        return f"has the structure {jax.tree.structure(tree)}, and not the {jax.tree.structure(like)}"
+    for (name, a), (_, b) in zip(named_leaves("value", like), named_leaves("value", tree), strict=True):
+        if spec(jax.numpy.asarray(a)) != spec(jax.numpy.asarray(b)):
+            return f"has {spec(jax.numpy.asarray(b))} for {name}, and not the {spec(jax.numpy.asarray(a))}"
+    return None
 
 
 class _Spec:
@@ -216,16 +234,15 @@ class _Spec:
         return self._spec
 
 
-def _row(shard: jax.Shard) -> int:
-    return shard.index[0].start or 0
-
-
-def _first(block: jax.Array) -> jax.Array:
-    return block.reshape(block.shape[1:])
+def _rows(leaf: Any) -> list[Any]:
+    if not isinstance(leaf, jax.Array):  # made by hand, and on no device yet
+        return list(leaf)
+    shards = sorted(leaf.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [shard.data.reshape(shard.data.shape[1:]) for shard in shards]
 
 
 def _refuse(sign: str) -> Callable[..., Any]:
-    def refuse(self: DistributedValues, *_: Any) -> Any:
+    def refuse(self: DistributedValues, *_: Any, **__: Any) -> Any:
         raise TypeError(
             f"`{sign}` on a {self!r}: it holds one value a replica, and arithmetic is for plain arrays. Compute inside a "
             "replica function (`strategy.run(fn, (value,))`), make one value of it (`strategy.reduce`, "
@@ -236,11 +253,12 @@ def _refuse(sign: str) -> Callable[..., Any]:
 
 
 for _sign, _names in {
-    "+": "add radd", "-": "sub rsub neg", "*": "mul rmul", "/": "truediv rtruediv", "//": "floordiv rfloordiv",
-    "%": "mod rmod", "**": "pow rpow", "@": "matmul rmatmul", "<": "lt", "<=": "le", ">": "gt", ">=": "ge",
+    "+": "add radd pos", "-": "sub rsub neg", "*": "mul rmul", "/": "truediv rtruediv", "//": "floordiv rfloordiv",
+    "%": "mod rmod", "divmod": "divmod rdivmod", "<<": "lshift rlshift", ">>": "rshift rrshift", "**": "pow rpow",
+    "@": "matmul rmatmul", "<": "lt", "<=": "le", ">": "gt", ">=": "ge",
     "&": "and rand", "|": "or ror", "^": "xor rxor", "~": "invert", "abs": "abs", "[]": "getitem", "len": "len",
     "iter": "iter", "bool": "bool", "int": "int index", "float": "float", "complex": "complex",
-    "numpy.asarray": "array", "jax.numpy": "jax_array",
+    "numpy": "array array_ufunc", "jax.numpy": "jax_array",
 }.items():  # fmt: skip
     for _name in _names.split():
         setattr(DistributedValues, f"__{_name}__", _refuse(_sign))

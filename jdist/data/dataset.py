@@ -3,6 +3,7 @@
 import collections
 import itertools
 import logging
+import numbers
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ class DistributedDataset:
 
     def __init__(self, arrays: PyTree, order: Order, epochs: int, mesh: Mesh):
         _check(arrays, order, epochs, mesh)
-        self._arrays = arrays
+        self._arrays = jax.tree.map(np.asarray, arrays)
         self._order = order
         self._epochs = epochs
         self._mesh = mesh
@@ -109,14 +110,14 @@ def _check(arrays: PyTree, order: Order, epochs: int, mesh: Mesh) -> None:
     size, replicas = order.batch_size, mesh.size
     if size < 1 or size % replicas:
         down, up = size // replicas * replicas, (size // replicas + 1) * replicas
-        near = f"{down} or {up}" if down > 0 else str(up)
+        near = f"{down} or {up}" if down > 0 else str(max(up, replicas))
         raise ValueError(
             f"A batch of {size} examples cannot be split over {replicas} replicas ({size % replicas} left over). "
             f"`batch_size` counts the examples of all replicas together: take {near}."
         )
     if order.remainder not in ("drop", "pad"):
         raise ValueError(f'`remainder` is "drop" or "pad", got {order.remainder!r}.')
-    if not 0 <= order.seed < 2**64:
+    if not isinstance(order.seed, numbers.Integral) or not 0 <= order.seed < 2**64:
         raise ValueError(f"`seed` is a whole number from 0 to 2**64 - 1, got {order.seed}.")
     if epochs < 1:
         raise ValueError(f"`epochs` is at least 1, got {epochs}.")

@@ -172,15 +172,18 @@ class Strategy:
         """
         _require_function(fn)
 
-        def whole(state: PyTree, *inputs: PyTree) -> Any:
+        def call(state: PyTree, *inputs: PyTree) -> Call:
+            return Call(fn, (state, *inputs), {})
+
+        def trace(call: Call) -> Any:
             def body(before: PyTree, *seen: PyTree) -> tuple[PyTree, PyTree]:
                 after, outputs = split_result(fn(before, *seen))
-                return kept_in_place(state, before, after), outputs
+                return kept_in_place(call.args[0], before, after), outputs
 
-            return replicated(Call(fn, (state, *inputs), {}), body, self._mesh, self)
+            return replicated(call, body, self._mesh, self)
 
-        program = Program(whole, _name(fn), self._mesh, donate=(0,))
-        functools.update_wrapper(program, fn)
+        program = Program(call, trace, _name(fn), self._mesh, donates=True)
+        functools.update_wrapper(program, fn, updated=())
         return program
 
     def reduce(self, op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None) -> PyTree:
@@ -317,20 +320,18 @@ class Strategy:
         """The program of a function that `run` was given, known by a reference that does not keep it alive."""
         _require_function(fn())
 
-        def whole(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
-            call = Call(fn(), args, kwargs)
+        def trace(call: Call) -> Any:
             return replicated(call, lambda *a, **k: ((), call.fn(*a, **k)), self._mesh, self)
 
-        return Program(whole, _name(fn()), self._mesh)
+        return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _name(fn()), self._mesh)
 
     def _init_program(self, fn: Callable[[], Callable[..., PyTree]]) -> Program:
         _require_function(fn())
 
-        def whole(*args: PyTree) -> Any:
-            call = Call(fn(), args, {})
+        def trace(call: Call) -> Any:
             return replicated(call, lambda *a: (settled(call.fn(*a)), ()), self._mesh, self)
 
-        return Program(whole, _name(fn()), self._mesh)
+        return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), self._mesh)
 
     def _require_host(self, word: str, instead: str = "") -> None:
         if in_replica_function():

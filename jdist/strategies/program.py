@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jdist._tree import PyTree, named_leaves
 from jdist.context import in_replica_function
 from jdist.flight import is_bounded, land
-from jdist.replicate import Proof
+from jdist.replicate import Call, Proof
 from jdist.values import check_place
 
 
@@ -23,32 +23,35 @@ class Program:
     Mutable: JAX's cache of compiled programs is inside, and the proof of the last one that was traced.
 
     Args:
-        whole: What `jax.jit` traces: gives the pair `(state, outputs)` and its proof.
+        call: From the arguments of the program to the call of the user's function that they make.
+        trace: What `jax.jit` traces of it: gives the pair `(state, outputs)` and its proof.
         name: What profiles call it.
         mesh: The devices.
-        donate: The positions of the arguments whose memory the results take over.
+        donates: Whether the first argument is a state, whose memory the new state takes over.
     """
 
     def __init__(
         self,
-        whole: Callable[..., tuple[tuple[PyTree, PyTree], Proof]],
+        call: Callable[..., Call],
+        trace: Callable[[Call], tuple[tuple[PyTree, PyTree], Proof]],
         name: str,
         mesh: Mesh,
-        donate: tuple[int, ...] = (),
+        donates: bool = False,
     ):
         proofs: list[Proof] = []
 
         def traced(*args: PyTree) -> tuple[PyTree, PyTree]:
-            pair, proof = whole(*args)
+            pair, proof = trace(call(*args))
             proofs[:] = [proof]
             return pair
 
         traced.__name__ = name
         self._proofs = proofs
+        self._call_of = call
         self._mesh = mesh
-        self._donates = bool(donate)
-        self._compiled = jax.jit(traced, donate_argnums=donate)
-        self._call = self._call_and_land if is_bounded(mesh) else self._compiled
+        self._donates = donates
+        self._compiled = jax.jit(traced, donate_argnums=(0,) if donates else ())
+        self._launch = self._launch_and_land if is_bounded(mesh) else self._compiled
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         """`(state, outputs)` of the replica function, as the host sees them."""
@@ -58,9 +61,9 @@ class Program:
                 "directly: in a replica function the values are one replica's plain arrays."
             )
         try:
-            return self._call(*args)
+            return self._launch(*args)
         except (ValueError, RuntimeError):
-            self._check_places(args)
+            self._check_arguments(args)
             raise
 
     @property
@@ -74,33 +77,56 @@ class Program:
             raise RuntimeError("Nothing is proved yet: a step is traced when it is called for the first time.")
         return self._proofs[0]
 
-    def _call_and_land(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+    def _launch_and_land(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         if self._donates:
-            # jax 0.10 ends the process with a segmentation fault when a donated array comes again.
-            _check_not_donated(args[0])
+            # jax 0.10 ends the process with a segmentation fault when memory is given twice.
+            self._check_memory(args)
         state, outputs = self._compiled(*args)
         land(outputs if jax.tree.leaves(outputs) else state)
         return state, outputs
 
-    def _check_places(self, args: tuple[PyTree, ...]) -> None:
+    def _check_memory(self, args: tuple[PyTree, ...]) -> None:
+        """Raises ValueError if the memory of the state was given away before, or would be given away twice."""
+        leaves = jax.tree.leaves(args)
+        try:
+            fresh = len({id(leaf) for leaf in leaves}) == len(leaves) and not any([x.is_deleted() for x in leaves])
+        except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers
+            fresh = False
+        if not fresh:
+            _check_state(args[0], args[1:])
+
+    def _check_arguments(self, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError if what went wrong is that an array is spent, or lies on other devices."""
-        if self._donates:
-            _check_not_donated(args[0])
-        for name, leaf in named_leaves("arguments", args):
-            if isinstance(leaf, jax.Array) and leaf.committed:
+        if self._donates and args:
+            _check_state(args[0], args[1:])
+        for name, leaf in self._call_of(*args).leaves():
+            if _is_array(leaf) and leaf.committed:
                 check_place(name, leaf, self._mesh)
 
 
-def _check_not_donated(state: PyTree) -> None:
-    leaves = jax.tree.leaves(state)
-    try:
-        spent = [leaf.is_deleted() for leaf in leaves]
-    except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers: these are not donated
-        arrays = [isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer) for leaf in leaves]
-        spent = [is_array and leaf.is_deleted() for is_array, leaf in zip(arrays, leaves, strict=True)]
-    if any(spent):
-        name, _ = named_leaves("state", state)[spent.index(True)]
-        raise ValueError(
-            f"{name} was given to a step before, which used its memory for the new state. Go on with the state that "
-            "the step returned: `state, outputs = step(state, batch)`."
-        )
+def _check_state(state: PyTree, inputs: tuple[PyTree, ...]) -> None:
+    names: dict[int, str] = {}
+    for name, leaf in named_leaves("state", state):
+        if not _is_array(leaf):
+            continue
+        if leaf.is_deleted():
+            raise ValueError(
+                f"{name} was given to a step before, which used its memory for the new state. Go on with the state that "
+                "the step returned: `state, outputs = step(state, batch)`."
+            )
+        if id(leaf) in names:
+            raise ValueError(f"{name} is the same array as {names[id(leaf)]}, and {_GIVEN_ONCE}")
+        names[id(leaf)] = name
+    for name, leaf in named_leaves("inputs", inputs):
+        if id(leaf) in names:
+            raise ValueError(f"{names[id(leaf)]} is also among the inputs, as {name}, and {_GIVEN_ONCE}")
+
+
+_GIVEN_ONCE = (
+    "a step takes over the memory of each leaf of its state. Give this one memory of its own: `jnp.copy(x)`, or build the "
+    "state with `strategy.init` or `strategy.put`."
+)
+
+
+def _is_array(leaf: object) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer)
