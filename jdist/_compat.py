@@ -7,7 +7,7 @@ JAX's public API is the same on every version that jdist supports. The parameter
 import functools
 import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -62,18 +62,49 @@ def call_target(equation: Equation) -> Jaxpr | None:
     return target if fits else None
 
 
-def named_axes(values: Iterable[Any], axes: frozenset[str]) -> frozenset[str]:
-    """Which of `axes` an equation's parameters name, themselves or anywhere in the programs that they hold."""
-    found: frozenset[str] = frozenset()
+def named_axes(equation: Equation, axes: frozenset[str]) -> frozenset[str]:
+    """Which of `axes` stand in the parameters of an equation, under whatever key."""
+    # Most parameters are numbers, types and shapes: look into those that are names, or may hold some.
+    suspects = [value for value in _parameters(equation) if isinstance(value, (str, *_CONTAINERS))]
+    return axes.intersection(value for value in _flat(suspects) if type(value) is str) if suspects else frozenset()
+
+
+def programs(equation: Equation) -> list[Jaxpr]:
+    """The programs that an equation holds in its parameters, under whatever key."""
+    held = [value for value in _parameters(equation) if isinstance(value, (*_PROGRAMS, *_CONTAINERS))]
+    return [open_jaxpr(value) for value in _flat(held) if isinstance(value, _PROGRAMS)] if held else []
+
+
+def equations_inside(equation: Equation) -> Iterator[Equation]:
+    """All equations of the programs that an equation holds, and of those that these hold."""
+    for program in programs(equation):
+        for inner in program.eqns:
+            yield inner
+            yield from equations_inside(inner)
+
+
+def is_opaque(equation: Equation) -> bool:
+    """Whether an equation stands for Python code that is only run when it is lowered."""
+    return equation.primitive.name.startswith("call_hi_primitive") and not programs(equation)
+
+
+def _parameters(equation: Equation) -> Iterable[Any]:
+    values = equation.params.values()
+    if "_prim" in equation.params:  # jax 0.12: a primitive of higher order keeps its parameters to itself
+        return [*values, *equation.params["_prim"].params.values()]
+    return values
+
+
+_PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
+_CONTAINERS = (tuple, list, frozenset, dict)
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
-        if type(value) is str:
-            found |= axes & {value}
-        elif type(value) in (tuple, list, frozenset):
-            found |= named_axes(value, axes)
-        elif isinstance(value, (core.Jaxpr, core.ClosedJaxpr)):
-            for equation in open_jaxpr(value).eqns:
-                found |= named_axes(equation.params.values(), axes)
-    return found
+        if isinstance(value, _CONTAINERS):
+            yield from _flat(value.values() if isinstance(value, dict) else value)
+        else:
+            yield value
 
 
 def scan_counts(equation: Equation) -> tuple[int, int]:

@@ -172,20 +172,22 @@ class _Flow:
                 warnings.warn_explicit(_REPEATED_SUM, RepeatedSumWarning, place.file, place.line, registry=_warned)
 
     def _other(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
-        result = _join(equation, operands)
-        named = self._named_axes(equation)
-        if named and equation.primitive.name not in _LOCAL:
-            self._check_all_arrive(equation, named, control)
-        if equation.primitive.name in _OWN or (equation.effects and any(map(_compat.taints, equation.effects))):
-            named = self._axes
-        if named:
-            result = {axis: Cause(equation) for axis in named} | result
+        parts = [equation, *_compat.equations_inside(equation)]
+        waited_for = [_compat.named_axes(part, self._axes) for part in parts if part.primitive.name not in _LOCAL]
+        self._check_all_arrive(equation, frozenset().union(*waited_for), control)
+        differs = {axis for part in parts for axis in _compat.named_axes(part, self._axes)}
+        if any(map(_has_its_own, parts)) or any(map(_compat.taints, equation.effects)):
+            differs = self._axes
+        result = dict.fromkeys(differs, Cause(equation)) | _join(equation, operands)
+        # How the programs inside are called is not known, only that nothing can differ there for another reason.
+        for program in _compat.programs(equation):
+            self.follow(program, [result] * len(program.invars), control)
         return [result] * len(equation.outvars)
 
     def _agree(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
         if equation.params.get("axis_index_groups") is not None:
             return self._other(equation, operands, control)
-        named = self._named_axes(equation)
+        named = _compat.named_axes(equation, self._axes)
         self._check_all_arrive(equation, named, control)
         if equation.primitive.name == "psum" and named and not isinstance(equation.invars[0], Literal):
             repeated = not any(operands) and str(equation.source_info.name_stack).endswith(SUM_SCOPE)
@@ -237,10 +239,6 @@ class _Flow:
 
         return _fixed_point(turn, start) + ys
 
-    def _named_axes(self, equation: Equation) -> frozenset[str]:
-        # Under whatever key they stand: a collective that this module has never met names its axes too.
-        return _compat.named_axes(equation.params.values(), self._axes)
-
     def _check_all_arrive(self, equation: Equation, named: frozenset[str], control: Knowledge) -> None:
         divided = next((control[axis] for axis in named if axis in control), None)
         if divided is not None:
@@ -271,6 +269,10 @@ def _fixed_point(turn: Callable[[list[Knowledge]], list[Knowledge]], carry: list
         if all(old.keys() == new.keys() for old, new in zip(carry, joined, strict=True)):
             return joined
         carry = joined
+
+
+def _has_its_own(equation: Equation) -> bool:
+    return equation.primitive.name in _OWN or _compat.is_opaque(equation)
 
 
 def _nearest(*values: Knowledge) -> Knowledge:

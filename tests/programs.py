@@ -76,13 +76,13 @@ def evaluate(program: Program, values: Sequence[jax.Array]) -> list[jax.Array]:
 def replica_function(program: Program) -> Callable[..., Any]:
     """The replica function that returns what `program` makes: plainly, and again with each replica's own in view.
 
-    It takes a vector and a random key that are the same on every replica, and a vector that is not. The values that
-    the program begins with are, from -1 back: the same vector, the replica's own, its number, and noise from the key.
+    It takes a vector and a random key that are the same on every replica, and a vector that is not. The values that the
+    program begins with are, from -1 back: the same vector, the replica's own, a constant, its number, noise from the key.
     """
 
     def replica(same: jax.Array, key: jax.Array, own: jax.Array) -> tuple[list[jax.Array], jdist.PerReplica]:
         number = jnp.full(SIZE, jdist.replica_id(), jnp.float32)
-        values = evaluate(program, [jax.random.normal(key, SIZE), number, own, same])
+        values = evaluate(program, [jax.random.normal(key, SIZE), number, jnp.linspace(-1, 1, SIZE), own, same])
         return values, jdist.PerReplica(values)
 
     return replica
@@ -94,12 +94,10 @@ def programs(depth: int = 3, steps: int = 5, smooth: bool = False) -> st.SearchS
 
 
 def _steps(depth: int, smooth: bool) -> st.SearchStrategy[Step]:
-    names = [
-        name
-        for name, operation in OPERATIONS.items()
-        if (depth or not operation.blocks) and (operation.smooth or not smooth)
-    ]
-    return st.sampled_from(names).flatmap(lambda name: _step(name, depth, smooth))
+    # Few collectives: most below a predicate that differs are refused. And where they abound, all is mirrored.
+    kinds = [_WITHIN] * 3 + [_ACROSS] + ([_FLOW] * 2 + [_FUNCTIONS] if depth else [])
+    names = [[name for name in kind if OPERATIONS[name].smooth or not smooth] for kind in kinds]
+    return st.one_of(*map(st.sampled_from, names)).flatmap(lambda name: _step(name, depth, smooth))
 
 
 def _step(name: str, depth: int, smooth: bool) -> st.SearchStrategy[Step]:
@@ -192,12 +190,16 @@ def _custom_vjp(x, block, slope):
     return _value_and_slope(fn, x)
 
 
+def _solve(x, block):
+    # Not the block alone: JAX cannot vmap a solution that does not depend on the right side.
+    return lax.custom_linear_solve(lambda y: y, x, lambda _, b: b + block(b))
+
+
 def _rows_and_replicas(x, y):
     return jax.vmap(lambda row: lax.psum(row, ("row", AXIS)), axis_name="row")(jnp.stack([x, y])).sum(0)
 
 
-OPERATIONS = {
-    # within one replica
+_WITHIN = {
     "tanh": Operation(jnp.tanh, 1),
     "sort": Operation(jnp.sort, 1),
     "one": Operation(jnp.ones_like, 1),
@@ -211,7 +213,8 @@ OPERATIONS = {
     "own_noise": Operation(lambda x: _noise(x, own=True), 1),
     "barrier": Operation(lambda x, y: lax.optimization_barrier((x, y)), 2),
     "write": Operation(_write, 2, smooth=False),
-    # across replicas
+}
+_ACROSS = {
     "psum": Operation(lambda x: lax.psum(x, AXIS), 1),
     "pmean": Operation(lambda x: lax.pmean(x, AXIS), 1),
     "pmax": Operation(lambda x: lax.pmax(x, AXIS), 1, smooth=False),
@@ -228,25 +231,22 @@ OPERATIONS = {
     "all_to_all": Operation(lambda x: lax.all_to_all(_replicas(x), AXIS, 0, 0).sum(0), 1),
     "group_sum": Operation(lambda x: lax.psum(x, AXIS, axis_index_groups=_groups()), 1),
     "group_gather": Operation(lambda x: lax.all_gather(x, AXIS, axis_index_groups=_groups()).sum(0), 1),
-    # control flow
+}
+_FLOW = {
     "cond": Operation(_cond, 2, blocks=2),
     "switch": Operation(_switch, 2, blocks=3),
     "scan": Operation(_scan, 4, blocks=1),
     "fori": Operation(_fori, 3, blocks=1),
     "fori_to": Operation(_fori_to, 4, blocks=1, smooth=False),
     "while": Operation(_while, 3, blocks=2, smooth=False),
-    # functions of functions
+}
+_FUNCTIONS = {
     "jit": Operation(lambda x, block: jax.jit(block)(x), 1, blocks=1),
     "checkpoint": Operation(lambda x, block: jax.checkpoint(block)(x), 1, blocks=1),
     "vmap": Operation(lambda x, y, block: jax.vmap(block)(jnp.stack([x, y])).sum(0), 2, blocks=1),
     "grad": Operation(lambda x, block: jax.grad(lambda x: block(x).sum())(x), 1, blocks=1, smooth_blocks=True),
     "custom_jvp": Operation(_custom_jvp, 1, blocks=2, sealed=True),
     "custom_vjp": Operation(_custom_vjp, 1, blocks=2, sealed=True),
-    "solve": Operation(
-        lambda x, block: lax.custom_linear_solve(lambda y: y, x, lambda _, b: block(b)),
-        1,
-        blocks=1,
-        smooth=False,
-        smooth_blocks=True,
-    ),
+    "solve": Operation(_solve, 1, blocks=1, smooth=False, smooth_blocks=True),
 }
+OPERATIONS = _WITHIN | _ACROSS | _FLOW | _FUNCTIONS

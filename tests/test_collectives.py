@@ -9,10 +9,10 @@ from jax import lax
 
 import jdist
 from jdist import ReduceOp
+
 from laws import STRATEGIES, rows
 
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
-SUMS = r"value\['{}'\]"
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -31,7 +31,9 @@ def test_reduction_is_found_by_its_name_in_any_case(name):
 
 
 @pytest.mark.parametrize("op", ["avg", "", 3, None], ids=str)
-@pytest.mark.parametrize("ask", [jdist.all_reduce, lambda op, x: jdist.OneDeviceStrategy("cpu:0").reduce(op, x, axis=None)])
+@pytest.mark.parametrize(
+    "ask", [jdist.all_reduce, lambda op, x: jdist.OneDeviceStrategy("cpu:0").reduce(op, x, axis=None)]
+)
 def test_reduction_that_there_is_none_of_is_refused(op, ask):
     with pytest.raises(ValueError, match=r"is not a reduction; take one of 'SUM', 'MEAN', 'MAX', 'MIN'"):
         ask(op, 1.0)
@@ -48,9 +50,11 @@ def test_all_reduce_is_the_reduction_of_the_rows_on_every_replica(dtype, strateg
     reduce_all = lambda tree: {op: jdist.all_reduce(op, tree)["x"] for op in NUMPY}
     found = strategy.run(reduce_all, ({"x": jdist.PerReplica(values)},))
     for op, reduction in NUMPY.items():
-        expected = reduction(values.astype(np.float64), axis=0)
+        expected = reduction(np.asarray(values, np.float64), axis=0)
         assert found[op].dtype == (jnp.float32 if (op, dtype) == ("mean", "int32") else dtype)
-        np.testing.assert_allclose(found[op].astype(np.float64), expected, rtol=1e-2 if dtype == "bfloat16" else 1e-6)
+        np.testing.assert_allclose(
+            np.asarray(found[op], np.float64), expected, rtol=1e-2 if dtype == "bfloat16" else 1e-6
+        )
         assert found[op].sharding.is_fully_replicated
 
 
@@ -119,7 +123,11 @@ def test_gradient_through_a_mean_is_the_replicas_own(strategy):
 
 
 WITHOUT_MEANING = {
-    "sum_of_booleans": ("sum", True, r"value\['x'\] is boolean \(bool\[\]\), and SUM of booleans .*`x.astype\(jnp.int32\)`"),
+    "sum_of_booleans": (
+        "sum",
+        np.True_,
+        r"value\['x'\] is boolean \(bool\[\]\), and SUM of booleans .*`x.astype\(jnp.int32\)`",
+    ),
     "max_of_booleans": ("max", np.array([True]), r"value\['x'\] is boolean \(bool\[1\]\).*MAX is any, MIN is all"),
     "mean_of_keys": ("mean", jax.random.key(0), r"value\['x'\] is a random key \(key<fry>\[\]\).*Reduce what is drawn"),
 }

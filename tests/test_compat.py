@@ -44,7 +44,9 @@ def test_open_jaxpr_of_closed_and_open_program_is_the_same():
 def test_scan_counts_are_constants_and_carry():
     constant = jnp.arange(3.0)
     turn = lambda carry, x: ((carry[0] + constant.sum() * x, carry[1] + 1), x)
-    (scan,) = [e for e in _equations(lambda xs: lax.scan(turn, (0.0, 1), xs), jnp.ones(5)) if e.primitive.name == "scan"]
+    (scan,) = [
+        e for e in _equations(lambda xs: lax.scan(turn, (0.0, 1), xs), jnp.ones(5)) if e.primitive.name == "scan"
+    ]
     consts, carry = _compat.scan_counts(scan)
     assert carry == 2
     assert consts + carry + 1 == len(scan.invars)
@@ -69,25 +71,38 @@ def test_call_target_of_equation_takes_its_operands_and_gives_its_results(fn, is
         assert len(target.outvars) == len(equation.outvars)
 
 
-NAMED = {
-    "sum": (lambda x: lax.psum(x, "replica"), AXES),
-    "sum_in_a_scan": (lambda x: lax.scan(lambda c, _: (lax.psum(c, "replica"), None), x, None, length=2)[0], AXES),
-    "sum_in_a_branch": (lambda x: lax.cond(True, lambda: lax.pmax(x, "replica"), lambda: x), AXES),
-    "number": (lambda x: x * lax.axis_index("replica"), AXES),
-    "none": (lambda x: jnp.sin(x), frozenset()),
+NONE = frozenset()
+NAMED = {  # what the equations name themselves, and what those inside them name
+    "sum": (lambda x: lax.psum(x, "replica"), AXES, NONE),
+    "sum_in_a_scan": (lambda x: lax.scan(lambda c, _: (lax.psum(c, "replica"), None), x, None, 2)[0], NONE, AXES),
+    "sum_in_a_branch": (lambda x: lax.cond(x[0] > 0, lambda: lax.pmax(x, "replica"), lambda: x), NONE, AXES),
+    "sum_in_a_scan_in_a_branch": (
+        lambda x: lax.cond(
+            x[0] > 0, lambda: lax.scan(lambda c, _: (lax.psum(c, "replica"), None), x, None, 2)[0], lambda: x
+        ),
+        NONE,
+        AXES,
+    ),
+    "number": (lambda x: x * lax.axis_index("replica"), AXES, NONE),
+    "none": (lambda x: jax.jit(jnp.sin)(x), NONE, NONE),
 }
 
 
-@pytest.mark.parametrize("fn, axes", NAMED.values(), ids=NAMED)
-def test_named_axes_of_equation_are_found_wherever_they_stand(fn, axes):
-    found = [_compat.named_axes(equation.params.values(), AXES) for equation in _inside_mesh(fn)]
-    assert frozenset().union(*found) == axes
+@pytest.mark.parametrize("fn, own, inner", NAMED.values(), ids=NAMED)
+def test_named_axes_of_equation_are_found_wherever_they_stand(fn, own, inner):
+    equations = _inside_mesh(fn)
+    inside = [part for equation in equations for part in _compat.equations_inside(equation)]
+    for parts, expected in ((equations, own), (inside, inner)):
+        assert NONE.union(*(_compat.named_axes(part, AXES) for part in parts)) == expected
 
 
 EFFECTS = {
     "print": (lambda x: jax.debug.print("{}", x), False),
     "callback": (lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct((), np.float32), x), True),
-    "ordered_callback": (lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct((), np.float32), x, ordered=True), True),
+    "ordered_callback": (
+        lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct((), np.float32), x, ordered=True),
+        True,
+    ),
 }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jdist
+
 from laws import STRATEGIES, rows
 
 
@@ -52,7 +53,7 @@ def test_context_in_replica_function_knows_the_others(strategy):
 def test_context_in_scope_is_none(two):
     with two.scope():
         assert jdist.get_replica_context() is None
-        assert two.run(lambda x: (jdist.num_replicas() * x), (1,)) == 2
+        assert two.run(lambda x: jdist.num_replicas() * x, (1,)) == 2
         assert jdist.get_replica_context() is None
     assert jdist.get_replica_context() is not None
 
@@ -62,14 +63,16 @@ WORDS = {
     "all_gather": (lambda: jdist.all_gather(np.ones(1), 0), "strategy.gather"),
     "replica_id": (jdist.replica_id, "strategy.num_replicas_in_sync"),
     "num_replicas": (jdist.num_replicas, "strategy.num_replicas_in_sync"),
-    "replica_key": (lambda: jdist.replica_key(jax.random.key(0)), "strategy"),
+    "replica_key": (lambda: jdist.replica_key(jax.random.key(0)), "jax.random.split"),
 }
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_word_of_replicas_said_by_the_host_in_scope_is_refused(word, two):
     ask, instead = WORDS[word]
-    says = rf"`jdist\.{word}` is a word of replica functions.*`strategy\.run` or `strategy\.step` runs, or use `{instead}"
+    says = (
+        rf"`jdist\.{word}` is a word of replica functions.*`strategy\.run` or `strategy\.step` runs, or use `{instead}"
+    )
     with two.scope(), pytest.raises(RuntimeError, match=says):
         ask()
     ask()  # outside there is one replica

@@ -43,15 +43,15 @@ def _made(cache, fn):
     return cache.get(fn, lambda ref: [ref])
 
 
-MODEL = Model()
+MODEL, SLOTTED, PARTIAL = Model(), Slotted(), functools.partial(function)
 FOUND = {
     "function": lambda: function,
     "bound_method": lambda: MODEL.step,
     "method_of_class": lambda: Model.step,
     "callable_object": lambda: MODEL,
     "builtin": lambda: len,
-    "partial": lambda kept=functools.partial(function): kept,
-    "object_that_takes_no_weak_reference": lambda kept=Slotted(): kept,
+    "partial": lambda: PARTIAL,
+    "object_that_takes_no_weak_reference": lambda: SLOTTED,
 }
 
 
@@ -83,7 +83,7 @@ def test_cache_asked_for_other_function_makes_another(make):
 
 
 FORGOTTEN = {
-    "function": lambda: (lambda x: x),
+    "function": lambda: lambda x: x,
     "partial": lambda: functools.partial(function),
     "callable_object": Model,
 }

@@ -20,9 +20,17 @@ ACCEPTED = {
 
 REFUSED = {
     "empty": ([], ValueError, r"`devices` is empty\. Name at least one device, or leave it out"),
-    "duplicate": (["cpu:1", "cpu:0", "cpu:1"], ValueError, r"has duplicates: cpu:1\. A device holds one replica; name it once"),
+    "duplicate": (
+        ["cpu:1", "cpu:0", "cpu:1"],
+        ValueError,
+        r"has duplicates: cpu:1\. A device holds one replica; name it once",
+    ),
     "same_by_name_and_index": (["cpu", "cpu:0"], ValueError, r"has duplicates: .*name it once"),
-    "index_too_high": (["cpu:8"], ValueError, r"no device 'cpu:8'\. This process has cpu:0, .*cpu:7\..*num_cpu_devices"),
+    "index_too_high": (
+        ["cpu:8"],
+        ValueError,
+        r"no device 'cpu:8'\. This process has cpu:0, .*cpu:7\..*num_cpu_devices",
+    ),
     "unknown_platform": (["abacus:0"], ValueError, r"no device 'abacus:0'\. This process has cpu:0"),
     "no_name_at_all": (["0"], ValueError, r"no device '0'\. This process has cpu:0"),
     "negative_index": (["cpu:-1"], ValueError, r"no device 'cpu:-1'\. This process has cpu:0"),

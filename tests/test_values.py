@@ -2,6 +2,7 @@
 
 import dataclasses
 import operator
+import re
 
 import chex
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import jdist
 from jdist import values
+
 from laws import STRATEGIES, assert_in_step, rows
 
 
@@ -45,7 +47,6 @@ BINARY = {
     ">>": operator.rshift,
     "divmod": divmod,
 }
-MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}  # what Python asks of the right operand
 IN_PLACE = {"+": operator.iadd, "-": operator.isub, "*": operator.imul, "/": operator.itruediv, "|": operator.ior}
 UNARY = {
     "-": operator.neg,
@@ -91,22 +92,21 @@ JAX = {
 @pytest.mark.parametrize("sign", BINARY)
 @pytest.mark.parametrize("other", [2, np.float32(2), np.ones(3)], ids=["number", "numpy_scalar", "numpy_array"])
 def test_operator_on_per_replica_is_refused_from_both_sides(sign, other, two):
-    with pytest.raises(TypeError, match=f"`{_literal(sign)}`" + WAY_OUT):
+    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + WAY_OUT):
         BINARY[sign](rows(two, 3), other)
-    reflected = MIRRORED.get(sign, sign) if not isinstance(other, np.ndarray) else sign
-    with pytest.raises(TypeError, match=f"(`{_literal(reflected)}`|`numpy.*`)" + WAY_OUT):
+    with pytest.raises(TypeError, match=WAY_OUT):  # Python and numpy may ask for it under another name
         BINARY[sign](other, rows(two, 3))
 
 
 @pytest.mark.parametrize("sign", IN_PLACE)
 def test_operator_in_place_on_per_replica_is_refused(sign, two):
-    with pytest.raises(TypeError, match=f"`{_literal(sign)}`" + WAY_OUT):
+    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + WAY_OUT):
         IN_PLACE[sign](rows(two, 3), 1)
 
 
 @pytest.mark.parametrize("sign", UNARY)
 def test_operator_of_per_replica_alone_is_refused(sign, two):
-    with pytest.raises(TypeError, match=f"`{_literal(sign)}`" + WAY_OUT):
+    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + WAY_OUT):
         UNARY[sign](rows(two, 3))
 
 
@@ -120,10 +120,6 @@ def test_numpy_function_of_per_replica_is_refused_with_the_way_out(fn, two):
 def test_jax_function_of_per_replica_is_refused_with_the_way_out(fn, two):
     with pytest.raises(TypeError, match="`jax.numpy`" + WAY_OUT):
         fn(rows(two, 3))
-
-
-def _literal(sign):
-    return "".join("\\" + letter if not letter.isalnum() else letter for letter in sign)
 
 
 REPRS = {
@@ -206,7 +202,7 @@ def test_put_of_plain_leaves_is_the_same_on_every_device(strategy):
     for leaf in jax.tree.leaves(placed):
         assert leaf.sharding.device_set == set(strategy.mesh.devices.flat)
         assert leaf.sharding.is_fully_replicated
-        assert not leaf.weak_type
+        assert not jax.typeof(leaf).weak_type
     chex.assert_trees_all_equal(
         [placed["a"], placed["n"], jax.random.key_data(placed["key"]), placed["none"]],
         [tree["a"], np.int32(3), jax.random.key_data(tree["key"]), None],
@@ -224,7 +220,7 @@ def test_put_of_what_was_put_is_the_same(strategy):
     once = strategy.put({"own": rows(strategy, 2), "all": np.arange(3)})
     again = strategy.put(once)
     chex.assert_trees_all_equal(again, once)
-    assert jax.tree.map(lambda x: x.sharding, again) == jax.tree.map(lambda x: x.sharding, once)
+    assert [x.sharding for x in jax.tree.leaves(again)] == [x.sharding for x in jax.tree.leaves(once)]
 
 
 PUT_REFUSED = {
@@ -258,19 +254,32 @@ def test_values_from_function_may_be_keys(strategy):
         np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(number)))
 
 
+ALIKE = r"Give every replica a value of the same structure, shapes and dtypes"
 UNLIKE = {
     "shape": (
-        lambda i: {"a": np.ones(i + 1)},
-        r"value\['a'\] is float64\[1\] on replica 0, .*float64\[2\] on replica 1\. Give every replica",
+        lambda i: {"a": np.ones(i + 1, np.float32)},
+        rf"replica 1 has float32\[2\] for value\['a'\], and not the float32\[1\] of replica 0\. {ALIKE}",
     ),
     "dtype": (
         lambda i: {"a": [np.int32(1), np.float32(1)][i]},
-        r"value\['a'\] is int32\[\] on replica 0, .*float32\[\] on replica 1\. .*same structure, shapes and dtypes",
+        rf"replica 1 has float32\[\] for value\['a'\], and not the int32\[\] of replica 0\. {ALIKE}",
     ),
-    "more_leaves": (lambda i: {"a": 1, "b": 2} if i else {"a": 1}, r"Replica 0 has 1 leaves, replica 1 has 2\. Give every"),
-    "other_leaf": (lambda i: {"b": 1} if i else {"a": 1}, r"value\['a'\] is .* replica 0, value\['b'\] .* replica 1\. Give"),
-    "other_container": (lambda i: (1,) if i else [1], r"replica 1.*Give every replica a value of the same structure"),
-    "none_for_a_leaf": (lambda i: {"a": 1, "b": None} if i else {"a": 1}, r"replica 1.*Give every replica a value of"),
+    "more_leaves": (
+        lambda i: {"a": 1, "b": 2} if i else {"a": 1},
+        rf"replica 1 has the structure .*'b'.*, and not the .*'a'.* of replica 0\. {ALIKE}",
+    ),
+    "other_leaf": (
+        lambda i: {"b": 1} if i else {"a": 1},
+        rf"replica 1 has .*'b'.* not the .*'a'.* replica 0\. {ALIKE}",
+    ),
+    "other_container": (
+        lambda i: (1,) if i else [1],
+        rf"replica 1 has .*\(\*,\).* not the .*\[\*\].* replica 0\. {ALIKE}",
+    ),
+    "none_for_a_leaf": (
+        lambda i: {"a": 1, "b": None} if i else {"a": 1},
+        rf"replica 1 has .*None.* replica 0\. {ALIKE}",
+    ),
 }
 
 

@@ -1,0 +1,197 @@
+"""Batches: every example where and when it should be, the same for any number of replicas."""
+
+import logging
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES
+
+REPLICAS = {name: make() for name, make in STRATEGIES.items()}
+every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+ORDERED = [(shuffle, remainder) for shuffle in (False, True) for remainder in ("drop", "pad")]
+BATCH = 24  # every number of replicas divides it
+EXAMPLES = 60  # and none of these two divides the other
+
+
+@pytest.fixture
+def two():
+    return REPLICAS["mirrored_2"]
+
+
+def _source(count=EXAMPLES):
+    numbers = np.arange(count)
+    image = np.random.default_rng(0).normal(size=(count, 2, 3)).astype(np.float32)
+    return {"number": numbers, "pair": (image, {"flag": numbers % 2 == 0, "none": None})}
+
+
+def _global(element):
+    """The global batch of an element as the source had it, and its weights, on the host."""
+    batch, weights = element if isinstance(element, tuple) else (element, jdist.PerReplica(None))
+    return jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), (batch.tree, weights.tree))
+
+
+def _numbers(dataset):
+    """The numbers of the examples that count, a list a batch."""
+    batches = []
+    for element in dataset:
+        batch, weights = _global(element)
+        keep = slice(None) if weights is None else weights > 0
+        batches.append(batch["number"][keep].tolist())
+    return batches
+
+
+@every_strategy
+@pytest.mark.parametrize("shuffle, remainder", ORDERED)
+def test_global_batches_are_the_same_for_any_number_of_replicas(shuffle, remainder, strategy):
+    options = dict(shuffle=shuffle, seed=5, epochs=2, remainder=remainder)
+    found = strategy.distribute_dataset(_source(), BATCH, **options)
+    expected = REPLICAS["one_device"].distribute_dataset(_source(), BATCH, **options)
+    assert len(found) == len(expected) == len(list(found))
+    for ours, theirs in zip(found, expected, strict=True):
+        chex.assert_trees_all_equal(_global(ours), _global(theirs))
+
+
+@every_strategy
+@pytest.mark.parametrize("shuffle, remainder", ORDERED)
+def test_rows_of_a_batch_belong_together_and_lie_on_their_replica(shuffle, remainder, strategy):
+    n, source = strategy.num_replicas_in_sync, _source()
+    for element in strategy.distribute_dataset(source, BATCH, shuffle=shuffle, remainder=remainder):
+        batch, weights = element if remainder == "pad" else (element, None)
+        rows = _global(element)[0]["number"]
+        chex.assert_trees_all_equal(
+            batch.tree, jax.tree.map(lambda x, i=rows: x[i].reshape(n, BATCH // n, *x.shape[1:]), source)
+        )
+        for part, device in zip(batch.values, strategy.mesh.devices.flat, strict=True):
+            assert part["number"].devices() == {device}
+        if weights is not None:
+            assert isinstance(weights, jdist.PerReplica)
+            assert (weights.tree.shape, weights.tree.dtype) == ((n, BATCH // n), np.float32)
+
+
+@every_strategy
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_epoch_with_pad_has_each_example_once_and_weights_count_them(shuffle, strategy):
+    dataset = strategy.distribute_dataset(_source(), BATCH, shuffle=shuffle, remainder="pad")
+    assert sorted(sum(_numbers(dataset), [])) == list(range(EXAMPLES))
+    weights = [np.asarray(weights.tree).ravel() for _, weights in dataset]
+    assert [w.sum() for w in weights] == [24, 24, 12]
+    assert all(set(w) <= {0.0, 1.0} and (np.diff(w) <= 0).all() for w in weights)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_epoch_with_drop_has_each_example_at_most_once(shuffle, two):
+    (first, second) = _numbers(two.distribute_dataset(_source(), BATCH, shuffle=shuffle))
+    assert len(first) == len(second) == BATCH
+    assert len({*first, *second}) == 2 * BATCH
+
+
+def test_epochs_with_shuffle_have_orders_of_their_own(two):
+    def epochs(**options):
+        batches = _numbers(two.distribute_dataset(_source(48), BATCH, epochs=2, **options))
+        return [tuple(batches[0] + batches[1]), tuple(batches[2] + batches[3])]
+
+    seeded = [*epochs(shuffle=True, seed=0), *epochs(shuffle=True, seed=1)]
+    assert len(set(seeded)) == 4
+    assert all(sorted(epoch) == list(range(48)) for epoch in seeded)
+    assert epochs(shuffle=True, seed=1) == seeded[2:]
+    assert epochs(shuffle=False, seed=1) == [tuple(range(48))] * 2
+
+
+def test_dataset_iterated_again_begins_anew(two):
+    dataset = two.distribute_dataset(_source(), BATCH, shuffle=True, epochs=2)
+    iterator = iter(dataset)
+    next(iterator)
+    first, second = _numbers(dataset), _numbers(dataset)
+    assert first == second
+    assert _numbers(iterator) == first[1:]
+
+
+def test_dataset_of_one_array_gives_arrays(two):
+    (batch,) = two.distribute_dataset(np.arange(4, dtype=np.int32), 4)
+    np.testing.assert_array_equal(batch.tree, [[0, 1], [2, 3]])
+
+
+def test_dataset_smaller_than_a_batch_is_padded(two):
+    ((batch, weights),) = two.distribute_dataset(np.arange(3), 8, remainder="pad")
+    np.testing.assert_array_equal(batch.tree, [[0, 1, 2, 0], [0, 0, 0, 0]])  # the first example fills up
+    np.testing.assert_array_equal(weights.tree, [[1, 1, 1, 0], [0, 0, 0, 0]])
+
+
+@every_strategy
+def test_dataset_of_jax_arrays_is_that_of_their_values(strategy):
+    expected = strategy.distribute_dataset(np.arange(48.0, dtype=np.float32), BATCH, shuffle=True)
+    found = strategy.distribute_dataset(jnp.arange(48.0), BATCH, shuffle=True)
+    for ours, theirs in zip(found, expected, strict=True):
+        chex.assert_trees_all_equal(ours.tree, theirs.tree)
+
+
+def test_dataset_that_drops_rows_says_once_how_many(two, caplog):
+    with caplog.at_level(logging.WARNING, logger="jdist"):
+        dataset = two.distribute_dataset(_source(), BATCH, epochs=3)
+        for _ in range(2):
+            _numbers(dataset)
+    (message,) = caplog.messages
+    assert "leaves out 12 of 60 examples an epoch, which do not fill a batch of 24" in message
+    assert 'remainder="pad" keeps them' in message
+
+
+@pytest.mark.parametrize("count, remainder", [(48, "drop"), (60, "pad")])
+def test_dataset_that_drops_nothing_says_nothing(count, remainder, two, caplog):
+    with caplog.at_level(logging.DEBUG, logger="jdist"):
+        _numbers(two.distribute_dataset(_source(count), BATCH, remainder=remainder))
+    assert caplog.messages == []
+
+
+NO_ARRAY = r"an array with one row an example is needed"
+REFUSED = {
+    "batch_between": (
+        dict(batch_size=5),
+        r"batch of 5 examples cannot be split over 2 replicas \(1 left over\).*take 4 or 6",
+    ),
+    "batch_below": (
+        dict(batch_size=1),
+        r"batch of 1 examples cannot be split over 2 replicas \(1 left over\).*take 2\.",
+    ),
+    "batch_of_nothing": (dict(batch_size=0), r"batch of 0 examples cannot be split over 2 replicas.*take 2\."),
+    "batch_negative": (dict(batch_size=-2), r"batch of -2 examples cannot be split over 2 replicas.*take 2\."),
+    "no_full_batch": (
+        dict(batch_size=14),
+        r"12 examples do not fill one batch of 14.*smaller `batch_size`, or remainder=\"pad\"",
+    ),
+    "remainder": (dict(remainder="keep"), r"`remainder` is \"drop\" or \"pad\", got 'keep'"),
+    "seed_negative": (dict(seed=-1), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got -1"),
+    "seed_too_large": (dict(seed=2**64), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got 18446744073709551616"),
+    "seed_with_a_fraction": (dict(seed=1.5), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got 1\.5"),
+    "no_epoch": (dict(epochs=0), r"`epochs` is at least 1, got 0"),
+    "lengths": (
+        dict(source={"x": np.zeros(12), "y": np.zeros((9, 2))}),
+        r"source\['x'\] has 12 rows and source\['y'\] has 9: row i of each array has to belong to example i",
+    ),
+    "no_arrays": (
+        dict(source={}),
+        r"data source has no arrays\. Pass an array, or a tree of arrays with one row an example",
+    ),
+    "none": (dict(source=None), r"data source has no arrays\. Pass an array"),
+    "scalar": (dict(source={"x": np.zeros(12), "y": np.float32(0)}), rf"source\['y'\] is float32\[\]: {NO_ARRAY}"),
+    "python_numbers": (dict(source=[1, 2, 3, 4]), rf"source\[0\] is 1: {NO_ARRAY}"),
+    "empty": (dict(source={"x": np.zeros((0, 3))}), r"source\['x'\] has no rows: there is nothing to distribute"),
+}
+
+
+@pytest.mark.parametrize("options, says", REFUSED.values(), ids=REFUSED)
+def test_dataset_that_cannot_be_distributed_is_refused(options, says, two):
+    with pytest.raises(ValueError, match=says):
+        two.distribute_dataset(**{"source": np.zeros(12), "batch_size": 4, **options})
+
+
+def test_dataset_of_batch_below_the_number_of_replicas_is_refused_with_the_least():
+    with pytest.raises(
+        ValueError, match=r"batch of 7 examples cannot be split over 8 replicas \(7 left over\).*take 8\."
+    ):
+        REPLICAS["mirrored_8"].distribute_dataset(np.zeros(12), 7)

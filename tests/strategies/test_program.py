@@ -1,0 +1,358 @@
+"""Programs: how often they are traced and compiled, what they do with their arguments, that a loop of them lives."""
+
+import os
+import re
+import subprocess
+import sys
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES, copies, rows
+
+COMPILE = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    return STRATEGIES[request.param]()
+
+
+@pytest.fixture
+def two():
+    return STRATEGIES["mirrored_2"]()
+
+
+@pytest.fixture
+def compiled():
+    """Fills with one entry a compilation by XLA."""
+    seen = []
+
+    def listen(event, seconds, **_):
+        if event == COMPILE:
+            seen.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+# --- once a signature
+
+
+def test_step_is_traced_and_compiled_once_a_signature(strategy, compiled):
+    traced = []
+
+    def descend(state, batch):
+        traced.append(batch)
+        gradient = jax.grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * jdist.all_reduce("mean", gradient), "n": state["n"] + 1}, batch["y"].sum()
+
+    state = strategy.init(lambda: {"w": jnp.zeros(4), "n": 0})
+    source = {"x": np.ones((240, 4), np.float32), "y": np.ones(240, np.float32)}
+    batches, larger = strategy.distribute_dataset(source, 48), strategy.distribute_dataset(source, 120)
+    step = strategy.step(descend)
+    compiled.clear()
+    for batch in batches:
+        state, _ = step(state, batch)
+    assert (len(batches), len(traced), len(compiled)) == (5, 1, 1)
+    for batch in larger:
+        state, _ = step(state, batch)
+    assert (len(traced), len(compiled)) == (2, 2)
+    assert int(state["n"]) == 7
+
+
+def test_step_that_returns_python_numbers_is_traced_and_compiled_once(strategy, compiled):
+    traced = []
+
+    def count(state):
+        traced.append(state)
+        return {"n": 1, "rate": 0.5}, None
+
+    step, state = strategy.step(count), strategy.init(lambda: {"n": 0, "rate": 0.1})
+    compiled.clear()
+    for _ in range(3):
+        state, _ = step(state)
+    assert (len(traced), len(compiled)) == (1, 1)
+    assert (int(state["n"]), float(state["rate"])) == (1, 0.5)
+
+
+def test_run_is_traced_and_compiled_once_a_signature(strategy, compiled):
+    traced = []
+
+    def predict(w, batch):
+        traced.append(batch)
+        return {"own": batch @ w, "all": jdist.all_reduce("sum", batch.sum())}
+
+    w = strategy.init(lambda: jnp.ones(4))
+    batches = list(strategy.distribute_dataset(np.ones((120, 4), np.float32), 24))
+    compiled.clear()
+    for batch in batches:
+        strategy.run(predict, (w, batch))
+    assert (len(batches), len(traced), len(compiled)) == (5, 1, 1)
+    for batch in strategy.distribute_dataset(np.ones((96, 4), np.float32), 48):
+        strategy.run(predict, (w, batch))
+    assert (len(traced), len(compiled)) == (2, 2)
+
+
+def test_init_of_same_function_is_traced_and_compiled_once(strategy, compiled):
+    traced = []
+
+    def make(key):
+        traced.append(key)
+        return {"w": jax.random.normal(key, (3,)), "own": jdist.PerReplica(jdist.replica_key(key))}
+
+    keys = [jax.random.key(seed) for seed in range(3)]
+    strategy.put(keys)  # what placing may compile is no matter here
+    compiled.clear()
+    for key in keys:
+        strategy.init(make, key)
+    assert (len(traced), len(compiled)) == (1, 1)
+
+
+def test_steady_steps_move_nothing_between_host_and_devices_unasked(strategy):
+    step = strategy.step(lambda state, batch: (state + jdist.all_reduce("mean", batch.sum(0)), batch.sum()))
+    state = strategy.init(lambda: jnp.zeros(4))
+    batches = iter(strategy.distribute_dataset(np.ones((96, 4), np.float32), 24))
+    state, _ = step(state, next(batches))
+    with jax.transfer_guard("disallow"):
+        for _ in range(3):
+            state, _ = step(state, next(batches))
+        with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
+            step(state, np.ones((24, 4), np.float32))  # the guard is on
+    np.testing.assert_array_equal(state, 4 * 24 / strategy.num_replicas_in_sync)
+
+
+# --- a loop that nobody blocks
+
+
+def _turn(state, share):
+    rolled = state["turn"] @ state["w"]
+    return {
+        **state,
+        "w": jdist.all_reduce("sum", share * rolled),
+        "n": state["n"] + jdist.all_reduce("sum", share),
+    }, None
+
+
+def _loop(replicas, steps):
+    """Each step rolls the rows of `w` by one, a share of it on each replica; all is exact in float32."""
+    strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+    w = np.random.default_rng(0).integers(-99, 99, size=(64, 64)).astype(np.float32)
+    roll = np.roll(np.eye(64, dtype=np.float32), 1, axis=0)
+    state = strategy.put({"w": w, "turn": roll, "n": np.float32(0)})
+    shares = (2 * np.arange(replicas, dtype=np.float32) + 1) / replicas**2
+    share = strategy.put(jdist.PerReplica(shares))
+    step = strategy.step(_turn)
+    for _ in range(steps):
+        state, _ = step(state, share)
+    np.testing.assert_array_equal(state["w"], np.roll(w, steps, axis=0))
+    assert float(state["n"]) == steps
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_loop_of_unblocked_steps_ends_with_the_right_value(replicas):
+    _loop(replicas, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+def test_long_loop_of_unblocked_steps_ends_with_the_right_value(replicas):
+    _loop(replicas, 2000)
+
+
+@pytest.mark.parametrize("replicas", [2, 8])
+def test_loop_of_unblocked_runs_ends_with_the_right_value(replicas):
+    strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+    total = lambda w, x: jdist.all_reduce("sum", jdist.all_reduce("max", w @ w)[0, 0] + x)
+    w, x = strategy.put(np.eye(64, dtype=np.float32)), strategy.put(jdist.PerReplica(np.zeros(replicas, np.float32)))
+    results = [strategy.run(total, (w, x)) for _ in range(100)]
+    assert set(map(float, results)) == {float(replicas)}
+
+
+# --- what a step does with its state
+
+
+def _double(state):
+    return jax.tree.map(lambda x: x * 2, state), None
+
+
+def test_step_takes_over_the_memory_of_its_state_and_of_nothing_else(strategy):
+    state = strategy.put({"w": np.ones((64, 64), np.float32), "own": rows(strategy, 64)})
+    x = strategy.put(np.ones((64, 64), np.float32))
+    new, _ = strategy.step(lambda state, x: ({"w": state["w"] + x, "own": state["own"]}, None))(state, x)
+    assert state["w"].is_deleted()
+    assert state["own"].tree.is_deleted()
+    np.testing.assert_array_equal(new["w"], 1 + np.asarray(x))
+
+
+SPENT = {
+    "plain": lambda s: s.put({"w": np.ones(3)}),
+    "wrapped": lambda s: {"w": jdist.PerReplica({"x": rows(s, 3).tree})},
+}
+
+
+@pytest.mark.parametrize("make", SPENT.values(), ids=SPENT)
+@pytest.mark.parametrize("again", ["same_step", "another_step"])
+def test_step_given_a_spent_state_says_what_to_go_on_with(make, again, strategy):
+    step, state = strategy.step(_double), make(strategy)
+    fresh, _ = step(state)
+    if again == "another_step":
+        step = strategy.step(lambda state: (state, None))
+    says = (
+        r"state.*\['w'\].* was given to a step before.*Go on with the state that the step returned: `state, outputs ="
+    )
+    with pytest.raises(ValueError, match=says):
+        step(state)
+    step(fresh)
+
+
+def test_outputs_stay_when_the_state_moves_on(strategy):
+    def advance(state):
+        doubled = state["w"] * 2
+        return {"w": doubled, "same": state["same"]}, {"w": doubled, "before": state["w"], "same": state["same"]}
+
+    step, state, seen = strategy.step(advance), strategy.put({"w": np.float32(1), "same": np.arange(3)}), []
+    for _ in range(4):
+        state, outputs = step(state)
+        seen.append(outputs)
+    assert [(float(o["before"]), float(o["w"])) for o in seen] == [(1, 2), (2, 4), (4, 8), (8, 16)]
+    for outputs in seen:
+        np.testing.assert_array_equal(outputs["same"], np.arange(3))
+
+
+def test_state_made_with_one_value_in_two_places_may_be_stepped(strategy):
+    """As weights and their moving average begin."""
+    state = strategy.init(lambda: (lambda w: {"w": w, "average": w})(jnp.ones(64)))
+    advance = lambda s: ({"w": s["w"] * 2, "average": (s["w"] + s["average"]) / 2}, None)
+    for _ in range(2):
+        state, _ = strategy.step(advance)(state)
+    chex.assert_trees_all_equal(state, {"w": np.full(64, 4, np.float32), "average": np.full(64, 1.5, np.float32)})
+
+
+def test_state_refused_by_the_proof_is_still_there(strategy):
+    state = strategy.put(np.ones(3, np.float32))
+    with pytest.raises(jdist.NotMirroredError):
+        strategy.step(lambda state, x: (state + x, None))(state, rows(strategy, 3))
+    np.testing.assert_array_equal(state, 1)
+
+
+OTHER_DEVICES = {
+    "more": (lambda: STRATEGIES["mirrored_8"]().put({"w": np.ones(3)}), r"cpu:0, cpu:1, .*cpu:7"),
+    "others": (lambda: jdist.MirroredStrategy(["cpu:2", "cpu:3"]).put({"w": np.ones(3)}), r"cpu:2, cpu:3"),
+    "same_in_other_order": (lambda: jdist.MirroredStrategy(["cpu:1", "cpu:0"]).put({"w": np.ones(3)}), r"cpu:1, cpu:0"),
+    "one": (lambda: {"w": jax.device_put(np.ones(3), jax.devices()[1])}, r"cpu:1"),
+}
+
+
+@pytest.mark.parametrize("make, there", OTHER_DEVICES.values(), ids=OTHER_DEVICES)
+def test_step_given_a_state_on_other_devices_says_where_it_lies(make, there, two):
+    says = rf"state\['w'\] lies on {there}, and this strategy on cpu:0, cpu:1\..*`strategy\.put`"
+    with pytest.raises(ValueError, match=says):
+        two.step(_double)(make())
+
+
+def test_step_called_without_a_state_is_refused(strategy):
+    with pytest.raises(TypeError, match="state"):
+        strategy.step(_double)()
+
+
+# Where the same memory comes twice, jax 0.10 ends the process: each of these has one of its own.
+PRELUDE = """
+import warnings; warnings.simplefilter("error")
+import numpy as np, jax.numpy as jnp, jdist
+strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+step = strategy.step(lambda state, x: ({"w": state["w"] * 2 + x, "average": state["average"]}, None))
+mine, zero = jnp.ones(4096), strategy.put(np.zeros(4096, np.float32))
+def attempt(state, x):
+    try:
+        state, _ = step(state, x)
+        print("value", float(state["w"][7]), float(state["average"][7]), flush=True)
+    except Exception as error:
+        print(type(error).__name__, error, flush=True)
+"""
+TWICE = {
+    "array_put_in_two_places": ('attempt(strategy.put({"w": mine, "average": mine}), zero)', r"value 2\.0 1\.0"),
+    "placed_array_in_two_places": (
+        'placed = strategy.put(mine); attempt({"w": placed, "average": placed}, zero)',
+        r"ValueError state\['w'\] is the same array as state\['average'\], and .*memory of its own: `jnp\.copy\(x\)`",
+    ),
+    "state_that_is_also_an_input": (
+        'placed = strategy.put({"w": mine, "average": np.ones(4096, np.float32)}); attempt(placed, placed["w"])',
+        r"ValueError state\['w'\] is also among the inputs, as .*memory of its own: `jnp\.copy\(x\)`",
+    ),
+}
+
+
+@pytest.mark.parametrize("code, outcome", TWICE.values(), ids=TWICE)
+def test_step_given_the_same_memory_twice_does_not_end_the_process(code, outcome):
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code], env=dict(os.environ), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert re.match(outcome, done.stdout), done.stdout
+
+
+# --- under JAX's own transformations
+
+
+def _descend(state, x):
+    return {"w": state["w"] + jdist.all_reduce("sum", x), "n": state["n"] + 1}, x.sum()
+
+
+def test_step_under_jit_is_the_step(strategy):
+    step, x = strategy.step(_descend), rows(strategy, 3)
+    make = lambda: strategy.put({"w": np.ones(3, np.float32), "n": 0})
+    twice = jax.jit(lambda state, x: step(step(state, x)[0], x))
+    kept = make()
+    found = twice(kept, x)
+    expected = step(step(make(), x)[0], x)
+    chex.assert_trees_all_close(found, expected, rtol=1e-6)
+    assert isinstance(found[1], jdist.PerReplica)
+    assert not kept["w"].is_deleted()  # whoever wrote the outer jit says what is donated
+    assert len(set(copies(found[0]["w"]))) == 1
+
+
+def test_step_under_eval_shape_has_the_shapes_and_the_proof(strategy):
+    step, n = strategy.step(_descend), strategy.num_replicas_in_sync
+    state = {"w": jax.ShapeDtypeStruct((3,), np.float32), "n": jax.ShapeDtypeStruct((), np.int32)}
+    found, output = jax.eval_shape(step, state, jdist.PerReplica(jax.ShapeDtypeStruct((n, 3), np.float32)))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == {"w": ((3,), np.float32), "n": ((), np.int32)}
+    assert output.tree.shape == (n,)
+    assert step.proof.per_replica == ("output",)
+
+
+def test_run_under_jit_is_the_run(strategy):
+    predict, x = (lambda x: {"own": x * 2, "all": jdist.all_reduce("max", x)}), rows(strategy, 3)
+    chex.assert_trees_all_close(jax.jit(lambda x: strategy.run(predict, (x,)))(x), strategy.run(predict, (x,)))
+
+
+def test_run_under_grad_is_the_gradient(two):
+    x = rows(two, 3)
+    loss = lambda w: two.run(lambda w, x: jdist.all_reduce("mean", jnp.sum(w * x)), (w, x))
+    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(3)), np.mean(x.tree, 0), rtol=1e-6)
+
+
+TRANSFORMS = {"eval_shape": jax.eval_shape, "jit": lambda fn, *args: jax.jit(fn)(*args)}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_step_refused_under_a_transformation_says_why(transform, strategy):
+    step = strategy.step(lambda state, x: ({"w": state["w"] + x}, None))
+    with pytest.raises(jdist.NotMirroredError, match=r"state\['w'\] is not proved"):
+        transform(step, strategy.put({"w": np.ones(3, np.float32)}), rows(strategy, 3))
+
+
+def test_proof_asked_before_the_first_call_is_refused(two):
+    step = two.step(_double)
+    with pytest.raises(
+        RuntimeError, match=r"Nothing is proved yet: a step is traced when it is called for the first time"
+    ):
+        _ = step.proof
+    step(two.put(1.0))
+    assert step.proof.mirrored == ("state",)

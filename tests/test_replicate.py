@@ -1,0 +1,195 @@
+"""The transform: what one replica sees of its arguments, and how its results leave."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES, assert_in_step, rows
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    return STRATEGIES[request.param]()
+
+
+@pytest.fixture(scope="module")
+def two():
+    return STRATEGIES["mirrored_2"]()
+
+
+def nested(tree, scale=1.0):
+    """Of a tree with a part of each replica's own and a part that all share."""
+    own, (shared, none) = tree["own"], tree["shared"]
+    assert none is None
+    return {"own": own["x"] * shared + own["n"], "pair": (own["x"].sum(), shared * scale), "none": None}
+
+
+# What `run` is given, with `own(i)` for what only replica i has; numpy calculates with the same function.
+CALLS = {
+    "per_replica": (lambda own: ((own(2, 3),), {}), lambda x: x * 2 + 1),
+    "scalar_a_replica": (lambda own: ((own(),), {}), lambda x: x * 2),
+    "mirrored": (lambda own: ((own(3), np.arange(3, dtype=np.float32)), {}), lambda x, w: {"wx": w * x, "w": w * 2}),
+    "only_mirrored": (lambda own: ((np.arange(4, dtype=np.int32),), {}), lambda w: w[::-1] + 1),
+    "by_name": (lambda own: ((own(3),), {"b": own(), "a": 3}), lambda x, a, b: x * a + b),
+    "python_numbers": (lambda own: ((own(2), 2, 0.5, True), {}), lambda x, n, f, b: (x * n + f, b)),
+    "nested": (
+        lambda own: (({"own": {"x": own(3), "n": own()}, "shared": (np.float32(3), None)},), {"scale": 2.0}),
+        nested,
+    ),
+    "none_leaves": (lambda own: (({"x": own(2), "none": None}, None), {}), lambda tree, none: {**tree, "also": none}),
+    "nothing": (lambda own: ((), {}), lambda: np.arange(3, dtype=np.int32)),
+    "many_kinds": (
+        lambda own: ((own(2, dtype=jnp.bfloat16), own(2, dtype=np.int32), own(2, dtype=np.bool_)), {}),
+        lambda half, whole, flags: (half, whole * 2, flags),
+    ),
+}
+
+
+class _Own(tuple):
+    """Rows of a `PerReplica` argument, before it is made."""
+
+
+def _own(strategy):
+    generator = np.random.default_rng(3)
+
+    def own(*shape, dtype=np.float32):
+        values = generator.normal(size=(strategy.num_replicas_in_sync, *shape)) * 9
+        return _Own(np.asarray(values, dtype))
+
+    return own
+
+
+def _is_own(node):
+    return isinstance(node, _Own)
+
+
+def _map_own(fn, tree):
+    return jax.tree.map(lambda node: fn(node) if _is_own(node) else node, tree, is_leaf=_is_own)
+
+
+@pytest.mark.parametrize("arguments, fn", CALLS.values(), ids=CALLS)
+def test_run_is_the_function_of_each_replicas_arguments(arguments, fn, strategy):
+    args, kwargs = given = arguments(_own(strategy))
+    placed = _map_own(lambda rows: strategy.put(jdist.PerReplica(np.stack(rows))), given)
+    result = strategy.run(lambda *args, **kwargs: fn(*args, **kwargs), *placed)
+    found = strategy.local_results(result)
+    assert len(found) == strategy.num_replicas_in_sync
+    for number, one in enumerate(found):
+        args, kwargs = _map_own(lambda rows, i=number: rows[i], given)
+        chex.assert_trees_all_close(one, fn(*args, **kwargs), rtol=1e-6)
+
+
+def test_run_of_host_rows_in_a_wrapper_is_the_function_of_each_row(strategy):
+    values = np.arange(strategy.num_replicas_in_sync * 2.0, dtype=np.float32).reshape(-1, 2)
+    found = strategy.run(lambda x: -x, (jdist.PerReplica(values),))
+    np.testing.assert_array_equal(found.tree, -values)
+
+
+def test_run_with_typed_keys_gives_and_takes_them(strategy):
+    n = strategy.num_replicas_in_sync
+    own = strategy.put(jdist.PerReplica(jax.random.split(jax.random.key(0), n)))
+    split = lambda own, shared: (jax.random.split(own)[0], jax.random.fold_in(shared, 1), jax.random.bits(own))
+    mine, ours, bits = strategy.run(split, (own, jax.random.key(9)))
+    assert jnp.issubdtype(mine.tree.dtype, jax.dtypes.prng_key)
+    for number, key in enumerate(own.values):
+        expected = split(key, jax.random.key(9))
+        np.testing.assert_array_equal(jax.random.key_data(mine.values[number]), jax.random.key_data(expected[0]))
+        assert bits.values[number] == expected[2]
+    np.testing.assert_array_equal(jax.random.key_data(ours), jax.random.key_data(expected[1]))
+
+
+def test_results_leave_plain_where_mirrored_and_wrapped_where_not(strategy):
+    def results(x, w):
+        return {"own": x * w, "all": jdist.all_reduce("sum", x), "constant": jnp.ones(2), "kept": jdist.PerReplica(w)}
+
+    found = strategy.run(results, (rows(strategy, 2), np.ones(2, np.float32)))
+    assert {name: isinstance(value, jdist.PerReplica) for name, value in found.items()} == {
+        "own": True, "all": False, "constant": False, "kept": True,
+    }  # fmt: skip
+    n = strategy.num_replicas_in_sync
+    assert found["own"].tree.shape == found["kept"].tree.shape == (n, 2)
+    assert found["own"].tree.sharding.shard_shape((n, 2)) == (1, 2)
+    assert_in_step((found["all"], found["constant"]))
+
+
+def test_wrapper_of_a_tree_leaves_with_its_tree(strategy):
+    found = strategy.run(lambda x: jdist.PerReplica({"x": x, "pair": (x, None)}), (rows(strategy, 2),))
+    assert jax.tree.structure(found) == jax.tree.structure(jdist.PerReplica({"x": 0, "pair": (0, None)}))
+    assert len(found.values) == strategy.num_replicas_in_sync
+
+
+def test_proof_says_which_results_are_mirrored(two):
+    def results(state, x):
+        return {"w": jdist.all_reduce("mean", x), "own": state["own"]}, {"x": x, "n": 1}
+
+    step = two.step(results)
+    state = two.put({"w": np.zeros(2, np.float32), "own": jdist.PerReplica(np.zeros(2, np.float32))})
+    step(state, rows(two, 2))
+    assert step.proof == jdist.Proof(
+        mirrored=("state['w']", "output['n']"), per_replica=("state['own']", "output['x']")
+    )
+    said = "2 of 4 results are the same on every replica; one value a replica: state['own'], output['x']"
+    assert str(step.proof) == said
+
+
+OTHER_PLACES = {
+    "per_replica_of_more": (lambda: rows(STRATEGIES["mirrored_3"](), 2), "has 2", "on cpu:0, cpu:1"),
+    "per_replica_of_fewer": (lambda: rows(STRATEGIES["mirrored_1"](), 2), "has 2", "on cpu:0, cpu:1"),
+    "per_replica_of_others": (lambda: rows(jdist.MirroredStrategy(["cpu:2", "cpu:3"]), 2), "on cpu:0, cpu:1"),
+    "per_replica_of_the_same_in_other_order": (
+        lambda: rows(jdist.MirroredStrategy(["cpu:1", "cpu:0"]), 2),
+        "on cpu:0, cpu:1",
+    ),
+    "mirrored_on_more": (lambda: STRATEGIES["mirrored_8"]().put(np.ones(2)), "on cpu:0, cpu:1"),
+    "on_one_device": (lambda: jax.device_put(np.ones(2), jax.devices()[1]), "on cpu:0, cpu:1"),
+}
+
+
+@pytest.mark.parametrize("make, ours", [(m, w) for m, *w in OTHER_PLACES.values()], ids=OTHER_PLACES)
+@pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by_name"])
+def test_run_with_argument_of_another_strategy_is_refused_by_its_name(make, ours, by_name, two):
+    def predict(batch, weight):
+        return batch["image"]
+
+    batch, weight = {"image": make()}, np.ones(2)
+    arguments = ((), {"batch": batch, "weight": weight}) if by_name else ((batch, weight),)
+    says = rf"batch\['image'\].*this strategy ({'|'.join(map(re.escape, ours))})"
+    with pytest.raises(ValueError, match=says):
+        two.run(predict, *arguments)
+
+
+@pytest.mark.parametrize("make", [value[0] for value in OTHER_PLACES.values()], ids=OTHER_PLACES)
+def test_step_with_batch_of_another_strategy_is_refused_and_keeps_the_state(make, two):
+    step = two.step(lambda state, batch: (state, batch["image"]))
+    state = two.put(np.ones(3))
+    with pytest.raises(ValueError, match=r"batch\['image'\].*this strategy"):
+        step(state, {"image": make()})
+    np.testing.assert_array_equal(state, 1)
+    step(state, {"image": rows(two, 2)})
+
+
+WRONG_ROWS = {
+    "more": (np.ones((3, 2), np.float32), r"x is a PerReplica of float32\[3,2\], for 3 replicas; this strategy has 2"),
+    "scalar": (np.float32(1), r"x is a PerReplica of float32\[\], for no replicas; this strategy has 2"),
+    "one_leaf": (
+        {"a": np.ones((2, 1)), "b": np.ones(1, np.int32)},
+        r"x.*\['b'\] is a PerReplica of int32\[1\], for 1 replicas; .*belongs to the strategy that made it",
+    ),
+}
+
+
+@pytest.mark.parametrize("tree, says", WRONG_ROWS.values(), ids=WRONG_ROWS)
+def test_run_with_wrong_number_of_host_rows_is_refused(tree, says, two):
+    with pytest.raises(ValueError, match=says):
+        two.run(lambda x: x, (jdist.PerReplica(tree),))
+
+
+def test_results_of_nothing_are_nothing(strategy):
+    assert strategy.run(lambda: None) is None
+    assert strategy.run(lambda x: ((), {}), (1.0,)) == ((), {})
