@@ -7,7 +7,7 @@ JAX's public API is the same on every version that jdist supports. The parameter
 import functools
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -62,49 +62,47 @@ def call_target(equation: Equation) -> Jaxpr | None:
     return target if fits else None
 
 
-def named_axes(equation: Equation, axes: frozenset[str]) -> frozenset[str]:
-    """Which of `axes` stand in the parameters of an equation, under whatever key."""
-    # Most parameters are numbers, types and shapes: look into those that are names, or may hold some.
-    suspects = [value for value in _parameters(equation) if isinstance(value, (str, *_CONTAINERS))]
-    return axes.intersection(value for value in _flat(suspects) if type(value) is str) if suspects else frozenset()
+class Contents(NamedTuple):
+    """What the parameters of an equation say, under whatever key, that may matter beyond its operands.
+
+    Attributes:
+        names: The strings; the axes of a collective are among them.
+        programs: The programs that it holds, in order.
+        opaque: Whether it stands for Python code that only runs when it is lowered.
+    """
+
+    names: frozenset[str]
+    programs: tuple[Jaxpr, ...]
+    opaque: bool
 
 
-def programs(equation: Equation) -> list[Jaxpr]:
-    """The programs that an equation holds in its parameters, under whatever key."""
-    held = [value for value in _parameters(equation) if isinstance(value, (*_PROGRAMS, *_CONTAINERS))]
-    return [open_jaxpr(value) for value in _flat(held) if isinstance(value, _PROGRAMS)] if held else []
+def contents(equation: Equation) -> Contents:
+    """What the parameters of `equation` hold."""
+    params = equation.params
+    higher_order = params.get("_prim")  # jax 0.12: a primitive that keeps its parameters to itself
+    found = _collect(higher_order.params.values() if higher_order else params.values(), [])
+    if not found and not higher_order:
+        return _NOTHING
+    programs = tuple(open_jaxpr(value) for value in found if type(value) is not str)
+    names = frozenset(value for value in found if type(value) is str)
+    return Contents(names, programs, opaque=bool(higher_order) and not programs)
 
 
-def equations_inside(equation: Equation) -> Iterator[Equation]:
-    """All equations of the programs that an equation holds, and of those that these hold."""
-    for program in programs(equation):
-        for inner in program.eqns:
-            yield inner
-            yield from equations_inside(inner)
-
-
-def is_opaque(equation: Equation) -> bool:
-    """Whether an equation stands for Python code that is only run when it is lowered."""
-    return equation.primitive.name.startswith("call_hi_primitive") and not programs(equation)
-
-
-def _parameters(equation: Equation) -> Iterable[Any]:
-    values = equation.params.values()
-    if "_prim" in equation.params:  # jax 0.12: a primitive of higher order keeps its parameters to itself
-        return [*values, *equation.params["_prim"].params.values()]
-    return values
-
-
-_PROGRAMS = (core.Jaxpr, core.ClosedJaxpr)
-_CONTAINERS = (tuple, list, frozenset, dict)
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
+def _collect(values: Iterable[Any], found: list[Any]) -> list[Any]:
     for value in values:
-        if isinstance(value, _CONTAINERS):
-            yield from _flat(value.values() if isinstance(value, dict) else value)
-        else:
-            yield value
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, (tuple, list, frozenset)):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
+        elif isinstance(value, (str, core.Jaxpr, core.ClosedJaxpr)):
+            found.append(value)
+    return found
+
+
+_NOTHING = Contents(frozenset(), (), False)
+_PLAIN = frozenset((int, bool, float, type(None)))  # most parameters, and no more to see in them
 
 
 def scan_counts(equation: Equation) -> tuple[int, int]:

@@ -17,7 +17,7 @@ A collective below a predicate that differs along the collective's own axis woul
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from jdist import _compat
@@ -172,22 +172,30 @@ class _Flow:
                 warnings.warn_explicit(_REPEATED_SUM, RepeatedSumWarning, place.file, place.line, registry=_warned)
 
     def _other(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
-        parts = [equation, *_compat.equations_inside(equation)]
-        waited_for = [_compat.named_axes(part, self._axes) for part in parts if part.primitive.name not in _LOCAL]
-        self._check_all_arrive(equation, frozenset().union(*waited_for), control)
-        differs = {axis for part in parts for axis in _compat.named_axes(part, self._axes)}
-        if any(map(_has_its_own, parts)) or any(map(_compat.taints, equation.effects)):
-            differs = self._axes
-        result = dict.fromkeys(differs, Cause(equation)) | _join(equation, operands)
-        # How the programs inside are called is not known, only that nothing can differ there for another reason.
-        for program in _compat.programs(equation):
-            self.follow(program, [result] * len(program.invars), control)
+        result = _join(equation, operands)
+        held = _compat.contents(equation)
+        if held.names or held.programs or held.opaque or equation.effects or equation.primitive.name in _OWN:
+            result = self._beyond_operands(equation, held, control) | result
+            # How it calls the programs that it holds is not known, only that nothing differs there for another reason.
+            for program in held.programs:
+                self.follow(program, [result] * len(program.invars), control)
         return [result] * len(equation.outvars)
+
+    def _beyond_operands(self, equation: Equation, held: _compat.Contents, control: Knowledge) -> Knowledge:
+        """Along which axes results may differ for a reason that is no operand: something here, or in a program within."""
+        parts = list(_with_all_inside(equation, held))
+        waits = [inner.names for part, inner in parts if part.primitive.name not in _LOCAL]
+        self._check_all_arrive(equation, self._axes & frozenset().union(*waits), control)
+        own = any(part.primitive.name in _OWN or inner.opaque for part, inner in parts)
+        if own or any(map(_compat.taints, equation.effects)):
+            return dict.fromkeys(self._axes, Cause(equation))
+        named = frozenset().union(*(inner.names for _, inner in parts))
+        return dict.fromkeys(self._axes & named, Cause(equation))
 
     def _agree(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
         if equation.params.get("axis_index_groups") is not None:
             return self._other(equation, operands, control)
-        named = _compat.named_axes(equation, self._axes)
+        named = self._axes & _compat.contents(equation).names
         self._check_all_arrive(equation, named, control)
         if equation.primitive.name == "psum" and named and not isinstance(equation.invars[0], Literal):
             repeated = not any(operands) and str(equation.source_info.name_stack).endswith(SUM_SCOPE)
@@ -271,8 +279,11 @@ def _fixed_point(turn: Callable[[list[Knowledge]], list[Knowledge]], carry: list
         carry = joined
 
 
-def _has_its_own(equation: Equation) -> bool:
-    return equation.primitive.name in _OWN or _compat.is_opaque(equation)
+def _with_all_inside(equation: Equation, held: _compat.Contents) -> Iterator[tuple[Equation, _compat.Contents]]:
+    yield equation, held
+    for program in held.programs:
+        for inner in program.eqns:
+            yield from _with_all_inside(inner, _compat.contents(inner))
 
 
 def _nearest(*values: Knowledge) -> Knowledge:

@@ -89,11 +89,18 @@ NAMED = {  # what the equations name themselves, and what those inside them name
 
 
 @pytest.mark.parametrize("fn, own, inner", NAMED.values(), ids=NAMED)
-def test_named_axes_of_equation_are_found_wherever_they_stand(fn, own, inner):
+def test_contents_of_equation_are_names_and_programs_wherever_they_stand(fn, own, inner):
     equations = _inside_mesh(fn)
-    inside = [part for equation in equations for part in _compat.equations_inside(equation)]
+    inside = [part for equation in equations for part in _inside(equation)]
     for parts, expected in ((equations, own), (inside, inner)):
-        assert NONE.union(*(_compat.named_axes(part, AXES) for part in parts)) == expected
+        assert AXES & NONE.union(*(_compat.contents(part).names for part in parts)) == expected
+
+
+def _inside(equation):
+    for program in _compat.contents(equation).programs:
+        for part in program.eqns:
+            yield part
+            yield from _inside(part)
 
 
 EFFECTS = {
