@@ -17,6 +17,10 @@ Jaxpr = core.Jaxpr
 Equation = core.JaxprEqn
 Literal = core.Literal
 
+# Over several CPU devices this JAX ends the process, by a segmentation fault, where it should refuse memory that was given
+# away before, or that is given away twice in one call.
+CRASHES_ON_DONATED_MEMORY = jax.__version_info__ < (0, 11)
+
 # Equations that run their only sub-program once, on their own operands, and give back its results.
 CALLS = {
     "closed_call": "call_jaxpr",

@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec
 from jdist import _compat
 from jdist.mesh import replica_mesh
 
-AXES = frozenset({"replica"})
-
 
 def _equations(fn, *args):
     return jax.make_jaxpr(fn)(*args).jaxpr.eqns
@@ -71,36 +69,32 @@ def test_call_target_of_equation_takes_its_operands_and_gives_its_results(fn, is
         assert len(target.outvars) == len(equation.outvars)
 
 
-NONE = frozenset()
-NAMED = {  # what the equations name themselves, and what those inside them name
-    "sum": (lambda x: lax.psum(x, "replica"), AXES, NONE),
-    "sum_in_a_scan": (lambda x: lax.scan(lambda c, _: (lax.psum(c, "replica"), None), x, None, 2)[0], NONE, AXES),
-    "sum_in_a_branch": (lambda x: lax.cond(x[0] > 0, lambda: lax.pmax(x, "replica"), lambda: x), NONE, AXES),
-    "sum_in_a_scan_in_a_branch": (
-        lambda x: lax.cond(
-            x[0] > 0, lambda: lax.scan(lambda c, _: (lax.psum(c, "replica"), None), x, None, 2)[0], lambda: x
-        ),
-        NONE,
-        AXES,
-    ),
-    "number": (lambda x: x * lax.axis_index("replica"), AXES, NONE),
-    "none": (lambda x: jax.jit(jnp.sin)(x), NONE, NONE),
+def _scanned_sum(x):
+    return lax.scan(lambda carry, _: (lax.psum(carry, "replica"), None), x, None, length=2)[0]
+
+
+NAMES = {  # what is named by the equations, and by the programs that they hold
+    "sum": (lambda x: lax.psum(x, "replica"), True, False),
+    "sum_in_a_scan": (_scanned_sum, False, True),
+    "sum_in_a_branch": (lambda x: lax.cond(x[0] > 0, lambda: lax.pmax(x, "replica"), lambda: x), False, True),
+    "sum_in_a_scan_in_a_branch": (lambda x: lax.cond(x[0] > 0, lambda: _scanned_sum(x), lambda: x), False, True),
+    "number": (lambda x: x * lax.axis_index("replica"), True, False),
+    "none": (lambda x: jax.jit(jnp.sin)(x), False, False),
 }
 
 
-@pytest.mark.parametrize("fn, own, inner", NAMED.values(), ids=NAMED)
-def test_contents_of_equation_are_names_and_programs_wherever_they_stand(fn, own, inner):
+def _held(equations):
+    """The equations of all programs that `equations` hold, and that these hold."""
+    inner = [each for equation in equations for program in _compat.contents(equation).programs for each in program.eqns]
+    return inner + _held(inner) if inner else []
+
+
+@pytest.mark.parametrize("fn, own, inside", NAMES.values(), ids=NAMES)
+def test_contents_of_equation_are_its_names_and_its_programs(fn, own, inside):
     equations = _inside_mesh(fn)
-    inside = [part for equation in equations for part in _inside(equation)]
-    for parts, expected in ((equations, own), (inside, inner)):
-        assert AXES & NONE.union(*(_compat.contents(part).names for part in parts)) == expected
-
-
-def _inside(equation):
-    for program in _compat.contents(equation).programs:
-        for part in program.eqns:
-            yield part
-            yield from _inside(part)
+    assert any("replica" in _compat.contents(equation).names for equation in equations) == own
+    assert any("replica" in _compat.contents(equation).names for equation in _held(equations)) == inside
+    assert not any(_compat.contents(equation).opaque for equation in equations)
 
 
 EFFECTS = {

@@ -4,17 +4,21 @@ A call of a program is a call of `jax.jit`. Around it, a failure that JAX report
 again in terms of the caller's values, and on the CPU the call is waited for (`jdist.flight`).
 """
 
+import operator
 from collections.abc import Callable
 
 import jax
 from jax import core
 from jax.sharding import Mesh
 
+from jdist import _compat
 from jdist._tree import PyTree, named_leaves
 from jdist.context import in_replica_function
 from jdist.flight import is_bounded, land
 from jdist.replicate import Call, Proof
 from jdist.values import check_place
+
+_IS_DELETED = operator.methodcaller("is_deleted")
 
 
 class Program:
@@ -78,8 +82,7 @@ class Program:
         return self._proofs[0]
 
     def _launch_and_land(self, *args: PyTree) -> tuple[PyTree, PyTree]:
-        if self._donates:
-            # jax 0.10 ends the process with a segmentation fault when memory is given twice.
+        if self._donates and _compat.CRASHES_ON_DONATED_MEMORY:
             self._check_memory(args)
         state, outputs = self._compiled(*args)
         land(outputs if jax.tree.leaves(outputs) else state)
@@ -89,7 +92,7 @@ class Program:
         """Raises ValueError if the memory of the state was given away before, or would be given away twice."""
         leaves = jax.tree.leaves(args)
         try:
-            fresh = len({id(leaf) for leaf in leaves}) == len(leaves) and not any([x.is_deleted() for x in leaves])
+            fresh = len(set(map(id, leaves))) == len(leaves) and not any(map(_IS_DELETED, leaves))
         except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers
             fresh = False
         if not fresh:
