@@ -332,6 +332,19 @@ def test_run_under_jit_is_the_run(strategy):
     chex.assert_trees_all_close(jax.jit(lambda x: strategy.run(predict, (x,)))(x), strategy.run(predict, (x,)))
 
 
+QUESTIONS = {
+    "reduce": lambda s, x: s.reduce("mean", x, axis=0),
+    "gather": lambda s, x: s.gather(x, axis=0),
+    "map": lambda s, x: x.map(lambda row: row * 2).tree,
+}
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
+def test_question_about_per_replica_under_jit_is_answered_the_same(ask, two):
+    x = rows(two, 3)
+    chex.assert_trees_all_close(jax.jit(lambda x: ask(two, x))(x), ask(two, x), rtol=1e-6)
+
+
 def test_run_under_grad_is_the_gradient(two):
     x = rows(two, 3)
     loss = lambda w: two.run(lambda w, x: jdist.all_reduce("mean", jnp.sum(w * x)), (w, x))
