@@ -5,6 +5,7 @@ Importing jdist starts no backend and imports no optional package.
 
 from jdist.collectives import ReduceOp as ReduceOp
 from jdist.context import ReplicaContext as ReplicaContext
+from jdist.context import ValueContext as ValueContext
 from jdist.context import all_gather as all_gather
 from jdist.context import all_reduce as all_reduce
 from jdist.context import get_replica_context as get_replica_context
@@ -17,7 +18,6 @@ from jdist.errors import NotMirroredError as NotMirroredError
 from jdist.errors import RepeatedSumWarning as RepeatedSumWarning
 from jdist.replicate import Proof as Proof
 from jdist.strategies.base import Strategy as Strategy
-from jdist.strategies.base import ValueContext as ValueContext
 from jdist.strategies.current import get_strategy as get_strategy
 from jdist.strategies.current import has_strategy as has_strategy
 from jdist.strategies.mirrored import MirroredStrategy as MirroredStrategy

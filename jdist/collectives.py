@@ -13,6 +13,7 @@ from jax import lax
 
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.proof import SUM_SCOPE
+from jdist.values import is_distributed
 
 
 class ReduceOp(enum.Enum):
@@ -58,6 +59,7 @@ def check_reducible(op: ReduceOp, name: str, leaf: Any) -> None:
 
 def all_reduce(op: ReduceOp, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
     """The leaves of `tree`, `[...]`, reduced over the replicas element by element; every replica gets the result."""
+    _check_plain(tree)
     for name, leaf in named_leaves("value", tree):
         check_reducible(op, name, leaf)
     return jax.tree.map(lambda x: _REDUCTIONS[op](jnp.asarray(x), axes), tree)
@@ -69,11 +71,21 @@ def all_gather(tree: PyTree, axis: int, axes: tuple[str, ...]) -> PyTree:
     Raises:
         ValueError: A leaf has no such dimension; the message names it.
     """
+    _check_plain(tree)
     for name, leaf in named_leaves("value", tree):
         check_dim(name, leaf, axis)
     if not axes:
         return jax.tree.map(jnp.asarray, tree)
     return jax.tree.map(lambda x: lax.all_gather(x, axes, axis=axis, tiled=True), tree)
+
+
+def _check_plain(tree: PyTree) -> None:
+    for node in jax.tree.leaves(tree, is_leaf=is_distributed):
+        if is_distributed(node):
+            raise TypeError(
+                f"{node!r} is for the host program, and collectives take one replica's plain arrays. Hand it to a replica "
+                "function (`strategy.run(fn, (value,))`), or use `strategy.reduce` or `strategy.gather`."
+            )
 
 
 def check_dim(name: str, leaf: Any, dim: int) -> None:

@@ -56,6 +56,19 @@ class CrossReplicaContext:
     strategy: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class ValueContext:
+    """Which replica a value is for, in `Strategy.distribute_values_from_function`.
+
+    Attributes:
+        replica_id_in_sync_group: The number of the replica, from 0 up.
+        num_replicas_in_sync: How many there are.
+    """
+
+    replica_id_in_sync_group: int
+    num_replicas_in_sync: int
+
+
 _OUTSIDE = ReplicaContext()
 _context: ContextVar[ReplicaContext | CrossReplicaContext] = ContextVar("jdist_context", default=_OUTSIDE)
 

@@ -5,6 +5,7 @@ array the same value on all. Anything else (a Python or numpy number, an array e
 """
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,22 @@ from jdist._tree import PyTree, named_leaves, spec
 from jdist.collectives import ReduceOp, check_dim, check_reducible
 from jdist.flight import is_bounded, land
 from jdist.mesh import mirrored_sharding
-from jdist.values import PerReplica, check_place, check_rows, is_distributed
+from jdist.values import PerReplica, check_place, check_rows, is_distributed, is_placed
 
 _OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
+
+
+def dims_of(axis: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The dimensions that an `axis` argument names.
+
+    Raises:
+        TypeError: It is no whole number, nor some.
+        ValueError: It names one twice.
+    """
+    dims = () if axis is None else tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
+    if len(set(dims)) < len(dims):
+        raise ValueError(f"`axis` names a dimension twice: {dims}. Name each once.")
+    return dims
 
 
 def reduce(op: ReduceOp, value: PyTree, dims: tuple[int, ...], mesh: Mesh) -> PyTree:
@@ -82,6 +96,9 @@ def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
     nodes, treedef = jax.tree.flatten(value, is_leaf=is_distributed)
     if not any(_is_held(node, mesh) for node in nodes):
         return (value,)
+    for name, leaf in named_leaves("value", [node.tree for node in nodes if is_distributed(node)]):
+        if is_placed(leaf):
+            check_place(name, leaf, mesh)
     columns = [_local(node, mesh) for node in nodes]
     return tuple(treedef.unflatten(row) for row in zip(*columns, strict=True))
 
@@ -98,7 +115,7 @@ def _map_leaves(
     """`held` of the name and the `[replica, ...]` rows of each leaf that the replicas hold, `host` of each other."""
 
     def rows_of(name: str, rows: jax.Array) -> Any:
-        if isinstance(rows, jax.Array):
+        if is_placed(rows):
             check_place(name, rows, mesh)
         result = held(name, rows)
         if is_bounded(mesh):

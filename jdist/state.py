@@ -70,7 +70,8 @@ def _structure_change(before: PyTree, after: PyTree) -> str:
             )
     old, new = (dict(named_leaves("state", tree)) for tree in (before, after))
     gone, added = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
-    changes = [f"{', '.join(names[:4])} {verb}" for names, verb in ((gone, "is gone"), (added, "is new")) if names]
+    kinds = ((gone, "gone"), (added, "new"))
+    changes = [f"{', '.join(names[:4])} {'is' if len(names) == 1 else 'are'} {kind}" for names, kind in kinds if names]
     what = "; ".join(changes) or f"{jax.tree.structure(before)} became {jax.tree.structure(after)}"
     return (
         f"The step changes the structure of the state: {what}. A state keeps its structure: begin with every leaf that "

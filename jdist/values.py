@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._tree import PyTree, named_leaves, spec
@@ -122,13 +122,19 @@ class PerReplica(DistributedValues):
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "PerReplica":
         """`PerReplica` of `fn` of each replica's tree, computed where the values are."""
-        place = jax.tree.leaves(self.tree)[0].sharding
+        first = jax.tree.leaves(self.tree)[0]
+        place = first.sharding if is_placed(first) else None
         return PerReplica(jax.jit(jax.vmap(fn), out_shardings=place)(self.tree))
 
 
 def is_distributed(node: object) -> bool:
     """Whether `node` is a wrapper; what `jax.tree` functions take as `is_leaf`."""
     return isinstance(node, DistributedValues)
+
+
+def is_placed(leaf: object) -> bool:
+    """Whether `leaf` is an array on devices, and not a host value or a tracer."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer)
 
 
 def unwrapped(tree: PyTree) -> PyTree:
@@ -153,7 +159,7 @@ def check_place(name: str, array: jax.Array, mesh: Mesh) -> None:
     ours = list(mesh.devices.flat)
     theirs = sorted(array.sharding.device_set, key=lambda device: device.id)
     if isinstance(array.sharding, NamedSharding):
-        theirs = list(array.sharding.mesh.devices.flat)
+        theirs = list(array.sharding.mesh.devices.flat)  # pyright: ignore[reportOptionalMemberAccess]
     elif set(theirs) == set(ours):
         theirs = ours
     if theirs != ours:

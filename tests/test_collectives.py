@@ -148,3 +148,12 @@ def test_all_gather_along_no_dimension_is_refused_by_name(axis, strategy):
         strategy.run(lambda x: jdist.all_gather({"x": x}, axis), (np.ones(3, np.float32),))
     with pytest.raises(ValueError, match=says):
         jdist.all_gather({"x": jnp.ones(3)}, axis)
+
+
+@pytest.mark.parametrize("ask", [lambda x: jdist.all_reduce("sum", x), lambda x: jdist.all_gather({"a": x}, 0)])
+def test_collective_of_a_wrapper_on_the_host_is_refused(ask):
+    value = rows(STRATEGIES["mirrored_2"](), 3)
+    with pytest.raises(
+        TypeError, match=r"PerReplica\(float32\[2,3\]\) is for the host .*`strategy\.run.*`strategy\.gather`"
+    ):
+        ask(value)

@@ -5,9 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-import zoo
 
 import jdist
+
+import zoo
 
 PROGRAMS = [zoo.program(model, optimizer) for model in zoo.MODELS for optimizer in zoo.OPTIMIZERS]
 PROGRAMS += [

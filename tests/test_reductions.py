@@ -222,3 +222,29 @@ def test_question_of_the_host_asked_in_a_replica_function_is_refused(word, two):
     says = rf"`strategy\.{word}` is called by the host program, not in a replica function: use {instead} there"
     with pytest.raises(RuntimeError, match=says):
         two.run(lambda x: ask(two, x), (np.ones(2),))
+
+
+@pytest.mark.parametrize("axis", [np.int64(0), (0,), [0]], ids=str)
+def test_reduce_over_a_dimension_takes_any_whole_number(axis):
+    strategy = STRATEGIES["mirrored_2"]()
+    value = rows(strategy, 3)
+    np.testing.assert_allclose(strategy.reduce("mean", value, axis=axis), np.mean(value.tree), rtol=1e-6)
+
+
+def test_reduce_over_a_dimension_named_twice_is_refused():
+    strategy = STRATEGIES["mirrored_2"]()
+    with pytest.raises(ValueError, match=r"`axis` names a dimension twice: \(0, 0\)\. Name each once"):
+        strategy.reduce("mean", rows(strategy, 3), axis=(0, 0))
+
+
+@pytest.mark.parametrize("axis", ["ab", 0.5], ids=str)
+def test_reduce_over_what_is_no_number_is_refused(axis):
+    strategy = STRATEGIES["mirrored_2"]()
+    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+        strategy.reduce("mean", rows(strategy, 3), axis=axis)
+
+
+def test_local_results_of_a_value_of_another_strategy_are_refused():
+    value = rows(STRATEGIES["mirrored_3"](), 2)
+    with pytest.raises(ValueError, match=r"lies on cpu:5, cpu:1, cpu:2, and this strategy on cpu:0, cpu:1"):
+        STRATEGIES["mirrored_2"]().local_results({"x": value})

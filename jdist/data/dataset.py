@@ -94,6 +94,8 @@ def num_examples(arrays: PyTree) -> int:
     for name, leaf in leaves:
         if not hasattr(leaf, "shape") or len(leaf.shape) == 0:
             raise ValueError(f"{name} is {spec(leaf)}: an array with one row an example is needed.")
+        if leaf.dtype.kind in "OSUM":
+            raise ValueError(f"{name} is {spec(leaf)}, which no device holds. Turn it into numbers first.")
     (first_name, first), *others = leaves
     for name, leaf in others:
         if len(leaf) != len(first):
@@ -108,6 +110,9 @@ def num_examples(arrays: PyTree) -> int:
 
 def _check(arrays: PyTree, order: Order, epochs: int, mesh: Mesh) -> None:
     size, replicas = order.batch_size, mesh.size
+    for name, value in (("batch_size", size), ("epochs", epochs), ("seed", order.seed)):
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            raise ValueError(f"`{name}` is a whole number, got {value!r}.")
     if size < 1 or size % replicas:
         down, up = size // replicas * replicas, (size // replicas + 1) * replicas
         near = f"{down} or {up}" if down > 0 else str(max(up, replicas))
@@ -117,7 +122,7 @@ def _check(arrays: PyTree, order: Order, epochs: int, mesh: Mesh) -> None:
         )
     if order.remainder not in ("drop", "pad"):
         raise ValueError(f'`remainder` is "drop" or "pad", got {order.remainder!r}.')
-    if not isinstance(order.seed, numbers.Integral) or not 0 <= order.seed < 2**64:
+    if not 0 <= order.seed < 2**64:
         raise ValueError(f"`seed` is a whole number from 0 to 2**64 - 1, got {order.seed}.")
     if epochs < 1:
         raise ValueError(f"`epochs` is at least 1, got {epochs}.")

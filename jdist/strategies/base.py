@@ -1,8 +1,8 @@
 """What every strategy does: run a function of one replica on its devices, and ask what the replicas hold."""
 
 import contextlib
-import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +12,7 @@ from jdist import reductions
 from jdist._identity import IdentityCache
 from jdist._tree import PyTree
 from jdist.collectives import ReduceOp
-from jdist.context import CrossReplicaContext, current, entered, in_replica_function
+from jdist.context import CrossReplicaContext, ValueContext, current, entered, in_replica_function
 from jdist.data.dataset import DistributedDataset, num_examples
 from jdist.data.order import Order, Remainder
 from jdist.mesh import local_replicas
@@ -20,19 +20,6 @@ from jdist.replicate import Call, replicated
 from jdist.state import kept_in_place, settled, split_result
 from jdist.strategies.program import Program
 from jdist.values import PerReplica, mirror, stack_local
-
-
-@dataclasses.dataclass(frozen=True)
-class ValueContext:
-    """Which replica a value is for, in `Strategy.distribute_values_from_function`.
-
-    Attributes:
-        replica_id_in_sync_group: The number of the replica, from 0 up.
-        num_replicas_in_sync: How many there are.
-    """
-
-    replica_id_in_sync_group: int
-    num_replicas_in_sync: int
 
 
 class Strategy:
@@ -70,7 +57,7 @@ class Strategy:
         Raises:
             RuntimeError: Another strategy's scope is around, or a replica function is running.
         """
-        self._require_host("scope")
+        self._require_host("scope", "enter it around the call that runs the function")
         other = current().strategy
         if other is not None and other is not self:
             raise RuntimeError(f"The scope of {self!r} is inside the scope of {other!r}. Leave that one first.")
@@ -148,8 +135,8 @@ class Strategy:
             fn: The step of one replica.
 
         Returns:
-            The step for all of them, called like `fn`; `proof` of it says what was proved, `__wrapped__` is `fn`. Outputs
-            are as `run` gives them.
+            The step for all of them, called like `fn` with arguments by position; its `proof` says what was proved, and
+            `__wrapped__` is `fn`. Outputs are as `run` gives them.
 
         Raises:
             TypeError: `fn` is no function. When called: `fn` returned no pair, or changes a structure, shape or dtype.
@@ -210,9 +197,8 @@ class Strategy:
             >>> [float(x) for x in strategy.reduce("sum", rows, axis=None)]
             [2.0, 5.0]
         """
-        self._require_host("reduce", "`jdist.all_reduce`")
-        dims = () if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
-        return reductions.reduce(ReduceOp.of(op), value, dims, self._mesh)
+        self._require_host("reduce", "use `jdist.all_reduce` there")
+        return reductions.reduce(ReduceOp.of(op), value, reductions.dims_of(axis), self._mesh)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """What all replicas hold, joined along a dimension.
@@ -234,8 +220,8 @@ class Strategy:
             >>> strategy.gather(ids, axis=0).tolist()
             [0, 1]
         """
-        self._require_host("gather", "`jdist.all_gather`")
-        return reductions.gather(value, axis, self._mesh)
+        self._require_host("gather", "use `jdist.all_gather` there")
+        return reductions.gather(value, operator.index(axis), self._mesh)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """What each replica of this process holds, one tree a replica; `(value,)` of a host value.
@@ -245,6 +231,7 @@ class Strategy:
             >>> [int(i) for i in strategy.local_results(strategy.run(jdist.replica_id))]
             [0, 1]
         """
+        self._require_host("local_results")
         return reductions.local_results(value, self._mesh)
 
     def put(self, tree: PyTree) -> PyTree:
@@ -255,6 +242,7 @@ class Strategy:
             >>> len(strategy.put(1.0).sharding.device_set)
             2
         """
+        self._require_host("put")
         return mirror(tree, self._mesh)
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
@@ -274,6 +262,7 @@ class Strategy:
             >>> strategy.distribute_values_from_function(lambda c: {"id": c.replica_id_in_sync_group})
             PerReplica({'id': int32[2]})
         """
+        self._require_host("distribute_values_from_function")
         count = self.num_replicas_in_sync
         return stack_local([fn(ValueContext(i, count)) for i in local_replicas(self._mesh)], self._mesh)
 
@@ -333,10 +322,11 @@ class Strategy:
 
         return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), self._mesh)
 
-    def _require_host(self, word: str, instead: str = "") -> None:
+    def _require_host(self, word: str, instead: str = "call it before, and hand in what it gives") -> None:
         if in_replica_function():
-            way = f"use {instead} there." if instead else "enter it around the call that runs the function."
-            raise RuntimeError(f"`strategy.{word}` is called by the host program, not in a replica function: {way}")
+            raise RuntimeError(
+                f"`strategy.{word}` is called by the host program, not in a replica function: {instead}."
+            )
 
 
 def _require_function(fn: Any) -> None:

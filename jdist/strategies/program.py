@@ -8,15 +8,14 @@ import operator
 from collections.abc import Callable
 
 import jax
-from jax import core
 from jax.sharding import Mesh
 
 from jdist import _compat
-from jdist._tree import PyTree, named_leaves
+from jdist._tree import PyTree, named_leaves, spec
 from jdist.context import in_replica_function
 from jdist.flight import is_bounded, land
 from jdist.replicate import Call, Proof
-from jdist.values import check_place
+from jdist.values import check_place, is_placed
 
 _IS_DELETED = operator.methodcaller("is_deleted")
 
@@ -103,14 +102,18 @@ class Program:
         if self._donates and args:
             _check_state(args[0], args[1:])
         for name, leaf in self._call_of(*args).leaves():
-            if _is_array(leaf) and leaf.committed:
+            if is_placed(leaf) and leaf.is_deleted():
+                raise ValueError(
+                    f"{name} is {spec(leaf)} no longer: its memory was given to a step, or freed by `delete`."
+                )
+            if is_placed(leaf) and leaf.committed:
                 check_place(name, leaf, self._mesh)
 
 
 def _check_state(state: PyTree, inputs: tuple[PyTree, ...]) -> None:
     names: dict[int, str] = {}
     for name, leaf in named_leaves("state", state):
-        if not _is_array(leaf):
+        if not is_placed(leaf):
             continue
         if leaf.is_deleted():
             raise ValueError(
@@ -129,7 +132,3 @@ _GIVEN_ONCE = (
     "a step takes over the memory of each leaf of its state. Give this one memory of its own: `jnp.copy(x)`, or build the "
     "state with `strategy.init` or `strategy.put`."
 )
-
-
-def _is_array(leaf: object) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer)

@@ -167,7 +167,7 @@ REFUSED = {
     "remainder": (dict(remainder="keep"), r"`remainder` is \"drop\" or \"pad\", got 'keep'"),
     "seed_negative": (dict(seed=-1), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got -1"),
     "seed_too_large": (dict(seed=2**64), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got 18446744073709551616"),
-    "seed_with_a_fraction": (dict(seed=1.5), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got 1\.5"),
+    "seed_with_a_fraction": (dict(seed=1.5), r"`seed` is a whole number, got 1\.5"),
     "no_epoch": (dict(epochs=0), r"`epochs` is at least 1, got 0"),
     "lengths": (
         dict(source={"x": np.zeros(12), "y": np.zeros((9, 2))}),
@@ -195,3 +195,22 @@ def test_dataset_of_batch_below_the_number_of_replicas_is_refused_with_the_least
         ValueError, match=r"batch of 7 examples cannot be split over 8 replicas \(7 left over\).*take 8\."
     ):
         REPLICAS["mirrored_8"].distribute_dataset(np.zeros(12), 7)
+
+
+WRONG_KINDS = {
+    "batch_size_with_a_fraction": ({"batch_size": 4.0}, r"`batch_size` is a whole number, got 4\.0"),
+    "batch_size_that_is_a_flag": ({"batch_size": True}, r"`batch_size` is a whole number, got True"),
+    "epochs_with_a_fraction": ({"epochs": 1.5}, r"`epochs` is a whole number, got 1\.5"),
+}
+
+
+@pytest.mark.parametrize("options, says", WRONG_KINDS.values(), ids=WRONG_KINDS)
+def test_dataset_given_what_is_no_whole_number_is_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        STRATEGIES["mirrored_2"]().distribute_dataset(np.arange(8), **{"batch_size": 4, **options})
+
+
+def test_dataset_of_strings_is_refused_by_its_name():
+    source = {"text": np.array(["a", "b"]), "label": np.arange(2)}
+    with pytest.raises(ValueError, match=r"source\['text'\] is <U1\[2\], which no device holds\. Turn it into numbers"):
+        STRATEGIES["mirrored_2"]().distribute_dataset(source, 2)

@@ -319,3 +319,25 @@ def test_memory_of_run_does_not_grow_with_the_functions_it_has_seen(two):
     before, after = resident
     assert len(two._runs) == 0
     assert after < before * 1.1 + 2**24
+
+
+HOST_WORDS = {
+    "put": lambda s: s.put(1.0),
+    "local_results": lambda s: s.local_results(1.0),
+    "distribute_values_from_function": lambda s: s.distribute_values_from_function(lambda c: 1.0),
+}
+
+
+@pytest.mark.parametrize("word", HOST_WORDS)
+def test_word_of_the_host_said_in_a_replica_function_is_refused(word, two):
+    with pytest.raises(
+        RuntimeError, match=rf"`strategy\.{word}` is called by the host .*: call it before, and hand in"
+    ):
+        two.run(lambda: HOST_WORDS[word](two))
+
+
+def test_spent_array_among_the_inputs_is_named(two):
+    spent = two.put(np.ones(3, np.float32))
+    spent.delete()
+    with pytest.raises(ValueError, match=r"x\['a'\] is float32\[3\] no longer: its memory was given to a step"):
+        two.run(lambda x: x, ({"a": spent},))
