@@ -56,6 +56,12 @@ def open_jaxpr(program: Any) -> Jaxpr:
     return getattr(program, "jaxpr", program)
 
 
+def shard_map_body(program: Jaxpr) -> Jaxpr:
+    """The program of one replica, in a program that is one `shard_map`."""
+    (equation,) = (equation for equation in program.eqns if equation.primitive.name == "shard_map")
+    return open_jaxpr(equation.params["jaxpr"])
+
+
 def call_target(equation: Equation) -> Jaxpr | None:
     """The program that `equation` calls once with its own operands, or None if it is no such call."""
     key = CALLS.get(equation.primitive.name)

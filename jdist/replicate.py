@@ -110,7 +110,11 @@ def replicated(
 
     blocks = [item.tree if is_distributed(item) else item for item in placed]
     traced = jax.make_jaxpr(over_mesh(enter_and_run, PartitionSpec()))(*blocks)
-    known = proof.prove(_shard_map_body(traced), _inputs(placed, names, axes), axes)
+    program = _compat.shard_map_body(traced.jaxpr)
+    inputs = _inputs(placed, names, axes)
+    # What `body` closes over of a `jax.jit` around this comes first, and is whole on every device.
+    captured = [proof.Input("a captured value", ())] * (len(program.invars) - len(inputs))
+    known = proof.prove(program, captured + inputs, axes)
     placements = results.place(known)
 
     def run_and_leave(*blocks: PyTree) -> list[PyTree]:
@@ -188,11 +192,6 @@ def _refusal(refused: Sequence[tuple[str, Knowledge]], num_state: int) -> str:
 
 def _spec(item: Any, axes: tuple[str, ...]) -> PartitionSpec:
     return item.spec(axes) if is_distributed(item) else PartitionSpec()
-
-
-def _shard_map_body(traced: Any) -> _compat.Jaxpr:
-    (equation,) = traced.jaxpr.eqns
-    return _compat.open_jaxpr(equation.params["jaxpr"])
 
 
 def _names_of_items(root: str, tree: PyTree) -> list[str]:

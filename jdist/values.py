@@ -137,11 +137,6 @@ def is_placed(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer)
 
 
-def unwrapped(tree: PyTree) -> PyTree:
-    """`tree` with the content of each wrapper in its place."""
-    return jax.tree.map(lambda node: node.tree if is_distributed(node) else node, tree, is_leaf=is_distributed)
-
-
 def check_rows(name: str, value: Any, mesh: Mesh) -> None:
     """Raises ValueError if `value` is a `PerReplica` that has not one row for each replica of `mesh`."""
     for leaf_name, leaf in named_leaves(name, value.tree) if isinstance(value, PerReplica) else ():

@@ -193,3 +193,26 @@ def test_run_with_wrong_number_of_host_rows_is_refused(tree, says, two):
 def test_results_of_nothing_are_nothing(strategy):
     assert strategy.run(lambda: None) is None
     assert strategy.run(lambda x: ((), {}), (1.0,)) == ((), {})
+
+
+def test_run_of_function_that_closes_over_a_traced_value_knows_it_to_be_mirrored():
+    strategy = STRATEGIES["mirrored_2"]()
+    x = rows(strategy, 3)
+
+    @jax.jit
+    def outer(factor):
+        return strategy.run(lambda x: (x * factor, factor + 1), (x,))
+
+    product, more = outer(jnp.float32(3))
+    np.testing.assert_allclose(product.tree, np.asarray(x.tree) * 3, rtol=1e-6)
+    assert isinstance(product, jdist.PerReplica)
+    assert more == 4
+
+
+def test_run_of_function_that_closes_over_arrays_is_the_function():
+    strategy = STRATEGIES["mirrored_2"]()
+    here, numpy, key = jnp.arange(3.0), np.float32([1, 2, 3]), jax.random.key(0)
+    other = jax.device_put(numpy, jax.devices()[1])
+    drawn, total = strategy.run(lambda: (jax.random.normal(key), here + numpy + other))
+    np.testing.assert_allclose(total, here + 2 * numpy)
+    np.testing.assert_allclose(drawn, jax.random.normal(key), rtol=1e-6)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist import values
 
 from laws import STRATEGIES, assert_in_step, rows
 
@@ -187,12 +186,6 @@ def test_per_replica_is_a_frozen_tree(two):
     doubled = jax.tree.map(lambda x: x * 2, {"x": value})["x"]
     assert isinstance(doubled, jdist.PerReplica)
     np.testing.assert_array_equal(doubled.tree, 2 * np.asarray(value.tree))
-
-
-def test_unwrapped_tree_has_content_in_place_of_wrappers():
-    assert values.unwrapped({"a": jdist.PerReplica([1, 2]), "b": 3}) == {"a": [1, 2], "b": 3}
-    assert values.is_distributed(jdist.PerReplica(1))
-    assert not values.is_distributed(1)
 
 
 def test_put_of_plain_leaves_is_the_same_on_every_device(strategy):
