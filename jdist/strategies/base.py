@@ -1,10 +1,8 @@
 """What every strategy does: run a function of one replica on its devices, and ask what the replicas hold."""
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -16,9 +14,7 @@ from jdist.context import CrossReplicaContext, ValueContext, current, entered, i
 from jdist.data.dataset import DistributedDataset, num_examples
 from jdist.data.order import Order, Remainder
 from jdist.mesh import local_replicas
-from jdist.replicate import Call, replicated
-from jdist.state import kept_in_place, settled, split_result
-from jdist.strategies.program import Program
+from jdist.strategies.program import Program, init_program, run_program, step_program
 from jdist.values import PerReplica, mirror, stack_local
 
 
@@ -57,7 +53,7 @@ class Strategy:
         Raises:
             RuntimeError: Another strategy's scope is around, or a replica function is running.
         """
-        self._require_host("scope", "enter it around the call that runs the function")
+        _require_host("scope", "enter it around the call that runs the function")
         other = current().strategy
         if other is not None and other is not self:
             raise RuntimeError(f"The scope of {self!r} is inside the scope of {other!r}. Leave that one first.")
@@ -97,7 +93,8 @@ class Strategy:
         """
         if not isinstance(args, (tuple, list)):
             raise TypeError(f"`args` is a tuple of arguments, got {type(args).__name__}: write `run(fn, (value,))`.")
-        _, outputs = self._runs.get(fn, self._run_program)(tuple(args), dict(kwargs or {}))
+        program = self._runs.get(fn, lambda reference: run_program(reference, self._mesh, self))
+        _, outputs = program(tuple(args), dict(kwargs or {}))
         return outputs
 
     def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
@@ -120,7 +117,8 @@ class Strategy:
             >>> len(state["w"].sharding.device_set)
             2
         """
-        state, _ = self._inits.get(fn, self._init_program)(*mirror(args, self._mesh))
+        program = self._inits.get(fn, lambda reference: init_program(reference, self._mesh, self))
+        state, _ = program(*mirror(args, self._mesh))
         return state
 
     def step(self, fn: Callable[..., tuple[PyTree, PyTree]]) -> Program:
@@ -157,21 +155,7 @@ class Strategy:
             >>> print(descend.proof)
             2 of 2 results are the same on every replica
         """
-        _require_function(fn)
-
-        def call(state: PyTree, *inputs: PyTree) -> Call:
-            return Call(fn, (state, *inputs), {})
-
-        def trace(call: Call) -> Any:
-            def body(before: PyTree, *seen: PyTree) -> tuple[PyTree, PyTree]:
-                after, outputs = split_result(fn(before, *seen))
-                return kept_in_place(call.args[0], before, after), outputs
-
-            return replicated(call, body, self._mesh, self)
-
-        program = Program(call, trace, _name(fn), self._mesh, donates=True)
-        functools.update_wrapper(program, fn, updated=())
-        return program
+        return step_program(fn, self._mesh, self)
 
     def reduce(self, op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None) -> PyTree:
         """One value of what all replicas hold.
@@ -197,7 +181,7 @@ class Strategy:
             >>> [float(x) for x in strategy.reduce("sum", rows, axis=None)]
             [2.0, 5.0]
         """
-        self._require_host("reduce", "use `jdist.all_reduce` there")
+        _require_host("reduce", "use `jdist.all_reduce` there")
         return reductions.reduce(ReduceOp.of(op), value, reductions.dims_of(axis), self._mesh)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -220,7 +204,7 @@ class Strategy:
             >>> strategy.gather(ids, axis=0).tolist()
             [0, 1]
         """
-        self._require_host("gather", "use `jdist.all_gather` there")
+        _require_host("gather", "use `jdist.all_gather` there")
         return reductions.gather(value, operator.index(axis), self._mesh)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
@@ -231,7 +215,7 @@ class Strategy:
             >>> [int(i) for i in strategy.local_results(strategy.run(jdist.replica_id))]
             [0, 1]
         """
-        self._require_host("local_results")
+        _require_host("local_results")
         return reductions.local_results(value, self._mesh)
 
     def put(self, tree: PyTree) -> PyTree:
@@ -242,7 +226,7 @@ class Strategy:
             >>> len(strategy.put(1.0).sharding.device_set)
             2
         """
-        self._require_host("put")
+        _require_host("put")
         return mirror(tree, self._mesh)
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
@@ -262,7 +246,7 @@ class Strategy:
             >>> strategy.distribute_values_from_function(lambda c: {"id": c.replica_id_in_sync_group})
             PerReplica({'id': int32[2]})
         """
-        self._require_host("distribute_values_from_function")
+        _require_host("distribute_values_from_function")
         count = self.num_replicas_in_sync
         return stack_local([fn(ValueContext(i, count)) for i in local_replicas(self._mesh)], self._mesh)
 
@@ -305,34 +289,7 @@ class Strategy:
         order = Order(num_examples(source), batch_size, shuffle, seed, remainder)
         return DistributedDataset(source, order, epochs, self._mesh)
 
-    def _run_program(self, fn: Callable[[], Callable[..., PyTree]]) -> Program:
-        """The program of a function that `run` was given, known by a reference that does not keep it alive."""
-        _require_function(fn())
 
-        def trace(call: Call) -> Any:
-            return replicated(call, lambda *a, **k: ((), call.fn(*a, **k)), self._mesh, self)
-
-        return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _name(fn()), self._mesh)
-
-    def _init_program(self, fn: Callable[[], Callable[..., PyTree]]) -> Program:
-        _require_function(fn())
-
-        def trace(call: Call) -> Any:
-            return replicated(call, lambda *a: (settled(call.fn(*a)), ()), self._mesh, self)
-
-        return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), self._mesh)
-
-    def _require_host(self, word: str, instead: str = "call it before, and hand in what it gives") -> None:
-        if in_replica_function():
-            raise RuntimeError(
-                f"`strategy.{word}` is called by the host program, not in a replica function: {instead}."
-            )
-
-
-def _require_function(fn: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"A function is needed, got {type(fn).__name__}.")
-
-
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
+def _require_host(word: str, instead: str = "call it before, and hand in what it gives") -> None:
+    if in_replica_function():
+        raise RuntimeError(f"`strategy.{word}` is called by the host program, not in a replica function: {instead}.")

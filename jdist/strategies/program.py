@@ -4,8 +4,10 @@ A call of a program is a call of `jax.jit`. Around it, a failure that JAX report
 again in terms of the caller's values, and on the CPU the call is waited for (`jdist.flight`).
 """
 
+import functools
 import operator
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import Mesh
@@ -14,8 +16,11 @@ from jdist import _compat
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.context import in_replica_function
 from jdist.flight import is_bounded, land
-from jdist.replicate import Call, Proof
+from jdist.replicate import Call, Proof, replicated
+from jdist.state import kept_in_place, settled, split_result
 from jdist.values import check_place, is_placed
+
+Traced: TypeAlias = tuple[tuple[PyTree, PyTree], Proof]  # state and outputs, and what was proved of them
 
 _IS_DELETED = operator.methodcaller("is_deleted")
 
@@ -36,7 +41,7 @@ class Program:
     def __init__(
         self,
         call: Callable[..., Call],
-        trace: Callable[[Call], tuple[tuple[PyTree, PyTree], Proof]],
+        trace: Callable[[Call], Traced],
         name: str,
         mesh: Mesh,
         donates: bool = False,
@@ -132,3 +137,51 @@ _GIVEN_ONCE = (
     "a step takes over the memory of each leaf of its state. Give this one memory of its own: `jnp.copy(x)`, or build the "
     "state with `strategy.init` or `strategy.put`."
 )
+
+
+def run_program(fn: Callable[[], Callable[..., PyTree]], mesh: Mesh, strategy: Any) -> Program:
+    """What `Strategy.run` calls: from positional and named arguments to the outputs of `fn()`, which it does not keep alive."""
+    _require_function(fn())
+
+    def trace(call: Call) -> Traced:
+        return replicated(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), mesh, strategy)
+
+    return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _name(fn()), mesh)
+
+
+def init_program(fn: Callable[[], Callable[..., PyTree]], mesh: Mesh, strategy: Any) -> Program:
+    """What `Strategy.init` calls: from its arguments to the state that `fn()` makes."""
+    _require_function(fn())
+
+    def trace(call: Call) -> Traced:
+        return replicated(call, lambda *args: (settled(call.fn(*args)), ()), mesh, strategy)
+
+    return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), mesh)
+
+
+def step_program(fn: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, strategy: Any) -> Program:
+    """What `Strategy.step` returns: from state and inputs to new state and outputs."""
+    _require_function(fn)
+
+    def trace(call: Call) -> Traced:
+        def body(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
+            after, outputs = split_result(fn(before, *inputs))
+            return kept_in_place(call.args[0], before, after), outputs
+
+        return replicated(call, body, mesh, strategy)
+
+    def call(state: PyTree, *inputs: PyTree) -> Call:
+        return Call(fn, (state, *inputs), {})
+
+    program = Program(call, trace, _name(fn), mesh, donates=True)
+    functools.update_wrapper(program, fn, updated=())
+    return program
+
+
+def _require_function(fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"A function is needed, got {type(fn).__name__}.")
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
