@@ -18,9 +18,9 @@ def is_bounded(mesh: Mesh) -> bool:
 
 
 def land(results: PyTree) -> None:
-    """Waits for the call that gave `results`, all of one execution: they are ready together, so one stands for all."""
+    """Waits for the call that gave `results`, all of one execution: they are ready together, so the last stands for all."""
     leaves = jax.tree.leaves(results)
     if not leaves:
         jax.effects_barrier()
-    elif not isinstance(leaves[0], core.Tracer):
-        leaves[0].block_until_ready()
+    elif not isinstance(leaves[-1], core.Tracer):
+        leaves[-1].block_until_ready()

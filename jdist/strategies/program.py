@@ -88,9 +88,9 @@ class Program:
     def _launch_and_land(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         if self._donates and _compat.CRASHES_ON_DONATED_MEMORY:
             self._check_memory(args)
-        state, outputs = self._compiled(*args)
-        land(outputs if jax.tree.leaves(outputs) else state)
-        return state, outputs
+        pair = self._compiled(*args)
+        land(pair)
+        return pair
 
     def _check_memory(self, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError if the memory of the state was given away before, or would be given away twice."""
