@@ -26,7 +26,7 @@ from jdist.errors import DivergentCollectiveError, RepeatedSumWarning
 
 SUM_SCOPE = "jdist.all_reduce_sum"  # the name scope of a sum that the user asked for
 
-_AGREEING = frozenset(("psum", "pmax", "pmin", "all_gather", "all_gather_invariant", "pbroadcast"))
+_AGREEING = frozenset(("psum", "pmax", "pmin", "all_gather", "all_gather_invariant"))
 _LOCAL = frozenset(("axis_index",))  # name an axis, and wait for nobody
 _OWN = frozenset(("rng_uniform", "infeed"))  # every device has its own generator and its own feed
 
