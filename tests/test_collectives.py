@@ -15,16 +15,6 @@ from laws import STRATEGIES, rows
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    return STRATEGIES[request.param]()
-
-
-@pytest.fixture(scope="module")
-def two():
-    return STRATEGIES["mirrored_2"]()
-
-
 @pytest.mark.parametrize("name", ["mean", "MEAN", "Mean", ReduceOp.MEAN])
 def test_reduction_is_found_by_its_name_in_any_case(name):
     assert ReduceOp.of(name) is ReduceOp.MEAN

@@ -14,16 +14,6 @@ import jdist
 from laws import STRATEGIES, rows
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    return STRATEGIES[request.param]()
-
-
-@pytest.fixture(scope="module")
-def two():
-    return STRATEGIES["mirrored_2"]()
-
-
 def test_context_outside_any_strategy_is_of_one_replica():
     context = jdist.get_replica_context()
     assert (context.num_replicas_in_sync, context.strategy, context.axes) == (1, None, ())

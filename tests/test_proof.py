@@ -464,11 +464,6 @@ def sum_in_a_loop_whose_carry_differs_from_the_second_turn_on(state, x):
 # --- the verdicts
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    return STRATEGIES[request.param]()
-
-
 @pytest.mark.parametrize("step", RIGHT.values(), ids=RIGHT)
 def test_right_program_runs_and_stays_in_step(step, strategy):
     state = strategy.init(make_state, jax.random.key(0))

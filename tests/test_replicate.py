@@ -13,16 +13,6 @@ import jdist
 from laws import STRATEGIES, assert_in_step, rows
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    return STRATEGIES[request.param]()
-
-
-@pytest.fixture(scope="module")
-def two():
-    return STRATEGIES["mirrored_2"]()
-
-
 def nested(tree, scale=1.0):
     """Of a tree with a part of each replica's own and a part that all share."""
     own, (shared, none) = tree["own"], tree["shared"]

@@ -11,17 +11,7 @@ import pytest
 import jdist
 from jdist import state as states
 
-from laws import STRATEGIES, assert_in_step, rows
-
-
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    return STRATEGIES[request.param]()
-
-
-@pytest.fixture(scope="module")
-def two():
-    return STRATEGIES["mirrored_2"]()
+from laws import assert_in_step, rows
 
 
 @jax.tree_util.register_dataclass

@@ -12,18 +12,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, rows
-
-
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    return STRATEGIES[request.param]()
-
-
-@pytest.fixture(scope="module")
-def two():
-    return STRATEGIES["mirrored_2"]()
-
+from laws import assert_in_step, rows
 
 WAY_OUT = r" on a PerReplica\(float32\[2,3\]\): it holds one value a replica.*`strategy\.run.*`\.values`"
 BINARY = {

@@ -57,9 +57,7 @@ class DistributedDataset:
 
     def _batches(self) -> Iterator[Any]:
         for epoch in range(self._epochs):
-            order = self._order.epoch(epoch)
-            for start in range(0, self._order.batches * self._order.batch_size, self._order.batch_size):
-                yield self._place(order[start : start + self._order.batch_size])
+            yield from map(self._place, self._order.epoch_batches(epoch))
 
     def _place(self, rows: np.ndarray) -> Any:
         size = self._order.batch_size

@@ -1,6 +1,7 @@
 """Which examples make which batch: pure arithmetic, the same on every process and for any number of devices."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ class Order:
 
     Example:
         >>> order = Order(5, 2, shuffle=False, seed=0, remainder="pad")
-        >>> [order.batch(0, i).tolist() for i in range(order.batches)]
+        >>> [batch.tolist() for batch in order.epoch_batches(0)]
         [[0, 1], [2, 3], [4]]
     """
 
@@ -50,7 +51,8 @@ class Order:
         bits = np.random.Philox(key=np.array([self.seed, epoch], np.uint64)).random_raw(self.num_examples)
         return np.argsort(bits, kind="stable")
 
-    def batch(self, epoch: int, number: int) -> np.ndarray:
-        """The numbers of the examples in one batch, `[batch]`, fewer in a partial one."""
-        start = number * self.batch_size
-        return self.epoch(epoch)[start : start + self.batch_size]
+    def epoch_batches(self, epoch: int) -> Iterator[np.ndarray]:
+        """The numbers of the examples in each batch of this epoch, `[batch]`; fewer in a partial one."""
+        order = self.epoch(epoch)
+        for start in range(0, self.batches * self.batch_size, self.batch_size):
+            yield order[start : start + self.batch_size]

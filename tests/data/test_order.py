@@ -19,7 +19,7 @@ orders = st.builds(
 
 
 def _epoch(order, epoch):
-    return [order.batch(epoch, number).tolist() for number in range(order.batches)]
+    return [batch.tolist() for batch in order.epoch_batches(epoch)]
 
 
 @few

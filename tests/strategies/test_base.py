@@ -16,16 +16,6 @@ import jdist
 from laws import STRATEGIES, assert_in_step, rows
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    return STRATEGIES[request.param]()
-
-
-@pytest.fixture
-def two():
-    return STRATEGIES["mirrored_2"]()
-
-
 def test_strategy_says_what_it_is():
     strategy = STRATEGIES["mirrored_3"]()
     assert repr(strategy) == "MirroredStrategy(['cpu:5', 'cpu:1', 'cpu:2'])"

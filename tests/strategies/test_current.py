@@ -5,13 +5,6 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES
-
-
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    return STRATEGIES[request.param]()
-
 
 def test_strategy_outside_any_scope_is_one_replica_on_the_default_device():
     assert not jdist.has_strategy()

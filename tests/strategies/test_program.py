@@ -18,16 +18,6 @@ from laws import STRATEGIES, copies, rows
 COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
-@pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    return STRATEGIES[request.param]()
-
-
-@pytest.fixture
-def two():
-    return STRATEGIES["mirrored_2"]()
-
-
 @pytest.fixture
 def compiled():
     """Fills with one entry a compilation by XLA."""
