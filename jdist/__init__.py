@@ -3,26 +3,47 @@
 Importing jdist starts no backend and imports no optional package.
 """
 
-from jdist.collectives import ReduceOp as ReduceOp
+from jdist import metrics as metrics
 from jdist.context import ReplicaContext as ReplicaContext
 from jdist.context import ValueContext as ValueContext
 from jdist.context import all_gather as all_gather
 from jdist.context import all_reduce as all_reduce
-from jdist.context import get_replica_context as get_replica_context
+from jdist.context import broadcast as broadcast
+from jdist.context import in_cross_replica_context as in_cross_replica_context
 from jdist.context import num_replicas as num_replicas
 from jdist.context import replica_id as replica_id
-from jdist.context import replica_key as replica_key
+from jdist.cross_device_ops import AllReduce as AllReduce
+from jdist.cross_device_ops import CommunicationOptions as CommunicationOptions
+from jdist.cross_device_ops import CrossDeviceOps as CrossDeviceOps
+from jdist.cross_device_ops import HierarchicalAllReduce as HierarchicalAllReduce
+from jdist.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from jdist.data.dataset import DistributedDataset as DistributedDataset
 from jdist.errors import DivergentCollectiveError as DivergentCollectiveError
 from jdist.errors import NotMirroredError as NotMirroredError
 from jdist.errors import RepeatedSumWarning as RepeatedSumWarning
+from jdist.losses import compute_average_loss as compute_average_loss
+from jdist.losses import mean as mean
+from jdist.losses import scale_regularization_loss as scale_regularization_loss
+from jdist.randomness import example_key as example_key
+from jdist.randomness import replica_key as replica_key
+from jdist.reduce_op import ReduceOp as ReduceOp
 from jdist.replicate import Proof as Proof
 from jdist.strategies.base import Strategy as Strategy
+from jdist.strategies.current import get_replica_context as get_replica_context
 from jdist.strategies.current import get_strategy as get_strategy
 from jdist.strategies.current import has_strategy as has_strategy
+from jdist.strategies.current import set_strategy as set_strategy
 from jdist.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from jdist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
-from jdist.values import DistributedValues as DistributedValues
-from jdist.values import PerReplica as PerReplica
+from jdist.values.aggregation import VariableAggregation as VariableAggregation
+from jdist.values.aggregation import VariableSynchronization as VariableSynchronization
+from jdist.values.base import DistributedValues as DistributedValues
+from jdist.values.mirrored import Mirrored as Mirrored
+from jdist.values.per_replica import PerReplica as PerReplica
+from jdist.values.row_slices import RowSlices as RowSlices
+from jdist.values.sharded import Sharded as Sharded
+from jdist.values.sync_on_read import SyncOnRead as SyncOnRead
+from jdist.variables import trainable as trainable
+from jdist.variables import variable as variable
 
 __version__ = "0.1.0"

@@ -140,7 +140,7 @@ def user_frame(equation: Equation) -> Frame | None:
     traceback = equation.source_info.traceback
     frames = [Frame(f.file_name, f.line_num, f.function_name) for f in traceback.frames] if traceback else []
     outside_jax = [frame for frame in frames if not _absolute(frame.file).startswith(_folders("jax", "jaxlib"))]
-    if not outside_jax or _absolute(outside_jax[0].file) == _PLACING:
+    if not outside_jax or _absolute(outside_jax[0].file).startswith(_PLACING):
         return None
     own = (frame for frame in outside_jax if not _in_library(_absolute(frame.file)))
     return next(own, outside_jax[0])
@@ -164,4 +164,4 @@ def _absolute(file: str) -> str:
 
 
 _JDIST = os.path.dirname(_absolute(__file__)) + os.sep
-_PLACING = os.path.join(_JDIST, "values.py")
+_PLACING = os.path.join(_JDIST, "values") + os.sep

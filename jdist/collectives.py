@@ -4,79 +4,96 @@ With no axes there is one replica, and each of these is the identity. `jdist.con
 function that is being traced; that is where the public words are.
 """
 
-import enum
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from jdist import cross_device_ops
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.proof import SUM_SCOPE
-from jdist.values import is_distributed
+from jdist.cross_device_ops import Axes, CommunicationOptions, CrossDeviceOps
+from jdist.proof import SUM_MARK
+from jdist.reduce_op import ReduceOp, check_reducible
+from jdist.values.base import is_distributed
+from jdist.values.row_slices import RowSlices, is_sparse
 
 
-class ReduceOp(enum.Enum):
-    """How the values of the replicas become one.
+def all_reduce(op: ReduceOp, tree: PyTree, axes: Axes, ops: CrossDeviceOps, options: CommunicationOptions) -> PyTree:
+    """The leaves of `tree`, `[...]`, reduced over the replicas element by element; every replica gets the result.
 
-    Wherever one is asked for, its name does as well, in any case: `"mean"`.
-
-    Example:
-        >>> ReduceOp.of("Sum")
-        <ReduceOp.SUM: 'SUM'>
+    `RowSlices` stay `RowSlices`: of the rows of all replicas, or of the whole table where that is less to send.
     """
-
-    SUM = "SUM"
-    MEAN = "MEAN"
-    MAX = "MAX"
-    MIN = "MIN"
-
-    @classmethod
-    def of(cls, op: "ReduceOp | str") -> "ReduceOp":
-        """The operation of that name.
-
-        Raises:
-            ValueError: There is none.
-        """
-        if isinstance(op, cls):
-            return op
-        if isinstance(op, str) and op.upper() in cls.__members__:
-            return cls[op.upper()]
-        raise ValueError(f"{op!r} is not a reduction; take one of {', '.join(repr(name) for name in cls.__members__)}.")
-
-
-def check_reducible(op: ReduceOp, name: str, leaf: Any) -> None:
-    """Raises TypeError if `leaf` is of a dtype that has no reduction `op`: a key, or a boolean."""
-    dtype = jax.typeof(leaf).dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise TypeError(f"{name} is a random key ({spec(leaf)}): keys cannot be reduced. Reduce what is drawn from it.")
-    if dtype == jnp.bool_:
-        raise TypeError(
-            f"{name} is boolean ({spec(leaf)}), and {op.name} of booleans has no one meaning. Cast it: "
-            "`x.astype(jnp.int32)` and SUM counts, MAX is any, MIN is all."
-        )
-
-
-def all_reduce(op: ReduceOp, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """The leaves of `tree`, `[...]`, reduced over the replicas element by element; every replica gets the result."""
     _check_plain(tree)
-    for name, leaf in named_leaves("value", tree):
-        check_reducible(op, name, leaf)
-    return jax.tree.map(lambda x: _REDUCTIONS[op](jnp.asarray(x), axes), tree)
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
+    named = [("value" + jax.tree_util.keystr(path), node) for path, node in nodes]
+    for name, node in named:
+        check_reducible(op, name, node.rows if is_sparse(node) else node)
+    dense = [_to_send(op, name, node, axes) for name, node in named]
+    sums = [jnp.asarray(node) for node in dense if not is_sparse(node)]
+    if axes:
+        sums = [checkpoint_name(x, SUM_MARK) for x in sums] if op is ReduceOp.SUM else sums
+        sums = cross_device_ops.all_reduce(_ADDED.get(op, op), sums, axes, ops, options)
+    left = iter([_divided(op, x, axes) for x in sums])
+    return treedef.unflatten(
+        [
+            _joined(op, given, axes) if is_sparse(sent) else _like(given, next(left))
+            for (_, given), sent in zip(named, dense, strict=True)
+        ]
+    )
 
 
-def all_gather(tree: PyTree, axis: int, axes: tuple[str, ...]) -> PyTree:
+def all_gather(tree: PyTree, axis: int, axes: Axes) -> PyTree:
     """The leaves of all replicas joined along dimension `axis`: `[..., n, ...]` gives `[..., replica * n, ...]`.
 
     Raises:
         ValueError: A leaf has no such dimension; the message names it.
+        TypeError: `RowSlices` are to be gathered.
     """
     _check_plain(tree)
+    check_no_slices("all_gather", tree)
     for name, leaf in named_leaves("value", tree):
         check_dim(name, leaf, axis)
     if not axes:
         return jax.tree.map(jnp.asarray, tree)
     return jax.tree.map(lambda x: lax.all_gather(x, axes, axis=axis, tiled=True), tree)
+
+
+def broadcast(tree: PyTree, axes: Axes, ops: CrossDeviceOps, options: CommunicationOptions) -> PyTree:
+    """What replica 0 holds, handed to every replica, in leaves `[...]` of any dtype."""
+    _check_plain(tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    if not axes:
+        return treedef.unflatten(leaves)
+    first = lax.axis_index(axes) == 0
+    # A sum with nothing else in it: bits of booleans and keys travel as integers.
+    alone = [jnp.where(first, bits, jnp.zeros_like(bits)) for bits in map(_bits, leaves)]
+    sums = cross_device_ops.all_reduce(ReduceOp.SUM, alone, axes, ops, options)
+    return treedef.unflatten([_of_bits(x, leaf) for x, leaf in zip(sums, leaves, strict=True)])
+
+
+def stacked(tree: PyTree, axes: Axes) -> PyTree:
+    """The leaves of all replicas one after the other, `[...]` to `[replica, ...]`, handed to every replica."""
+    gather = (lambda x: lax.all_gather(x, axes)) if axes else (lambda x: x[None])
+    return jax.tree.map(lambda x: gather(jnp.asarray(x)), tree)
+
+
+def check_no_slices(word: str, tree: PyTree) -> None:
+    """Raises TypeError if there are `RowSlices` in `tree`."""
+    if any(map(is_sparse, jax.tree.leaves(tree, is_leaf=is_sparse))):
+        raise TypeError(
+            f"`{word}` of RowSlices: to be joined, a table is whole (`value.dense()`), and its rows and indices are "
+            "arrays like others (`value.rows`, `value.indices`)."
+        )
+
+
+def check_dim(name: str, leaf: Any, dim: int) -> None:
+    """Raises ValueError if `leaf` has no dimension `dim`, counted from 0."""
+    if not 0 <= dim < jnp.ndim(leaf):
+        raise ValueError(f"{name} is {spec(leaf)}: it has no dimension {dim}. Take `axis` from 0 up, below the rank.")
 
 
 def _check_plain(tree: PyTree) -> None:
@@ -88,28 +105,59 @@ def _check_plain(tree: PyTree) -> None:
             )
 
 
-def check_dim(name: str, leaf: Any, dim: int) -> None:
-    """Raises ValueError if `leaf` has no dimension `dim`, counted from 0."""
-    if not 0 <= dim < jnp.ndim(leaf):
-        raise ValueError(f"{name} is {spec(leaf)}: it has no dimension {dim}. Take `axis` from 0 up, below the rank.")
-
-
-def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    with jax.named_scope(SUM_SCOPE):
-        return lax.psum(x, axes) if axes else x
-
-
-def _mean(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _divided(op: ReduceOp, total: jax.Array, axes: Axes) -> jax.Array:
+    if op is not ReduceOp.MEAN:
+        return total
+    count = _num_replicas(axes)
     # With no axes too, so that an integer's mean is a float under every strategy.
-    return lax.pmean(x, axes) if axes else x / 1 if jnp.issubdtype(x.dtype, jnp.integer) else x
+    return total / count if axes or jnp.issubdtype(total.dtype, jnp.integer) else total
 
 
-def _max(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return lax.pmax(x, axes) if axes else x
+def _num_replicas(axes: Axes) -> int:
+    return math.prod(map(lax.axis_size, axes))
 
 
-def _min(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return lax.pmin(x, axes) if axes else x
+def _to_send(op: ReduceOp, name: str, node: Any, axes: Axes) -> Any:
+    """What is reduced for `node`: itself, or the table that `RowSlices` stand for where that is less to send."""
+    if not is_sparse(node):
+        return node
+    node.check(name)
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise TypeError(
+            f"{name} is RowSlices, and its {op.name} over the replicas would be one over the zeros between the rows too. "
+            "SUM and MEAN have a meaning; for others take `value.dense()`."
+        )
+    return node.dense() if _dense_is_less(node, axes) else node
 
 
-_REDUCTIONS = {ReduceOp.SUM: _sum, ReduceOp.MEAN: _mean, ReduceOp.MAX: _max, ReduceOp.MIN: _min}
+def _dense_is_less(slices: RowSlices, axes: Axes) -> bool:
+    """Whether a ring sends less for an all-reduce of the table (twice each number) than for a gather of all rows."""
+    rows, indices = jnp.asarray(slices.rows), jnp.asarray(slices.indices)
+    row = math.prod(rows.shape[1:]) * rows.dtype.itemsize
+    joined = _num_replicas(axes) * len(rows) * (row + indices.dtype.itemsize)
+    return bool(axes) and joined > 2 * slices.num_rows * row
+
+
+def _joined(op: ReduceOp, slices: RowSlices, axes: Axes) -> RowSlices:
+    rows = _divided(op, jnp.asarray(slices.rows), axes)
+    rows, indices = all_gather((rows, jnp.asarray(slices.indices)), 0, axes)
+    return RowSlices(rows, indices, slices.num_rows)
+
+
+def _like(given: Any, total: jax.Array) -> Any:
+    return RowSlices(total, jnp.arange(given.num_rows), given.num_rows) if is_sparse(given) else total
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(x)
+    return x.astype(jnp.uint8) if x.dtype == jnp.bool_ else x
+
+
+def _of_bits(bits: jax.Array, like: jax.Array) -> jax.Array:
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))
+    return bits.astype(like.dtype)
+
+
+_ADDED = {ReduceOp.MEAN: ReduceOp.SUM}

@@ -8,9 +8,9 @@ speaks for all replicas, there is no replica to ask.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,10 @@ from jax import lax
 
 from jdist import collectives
 from jdist._tree import PyTree
-from jdist.collectives import ReduceOp
+from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
+from jdist.reduce_op import ReduceOp
+from jdist.values.base import is_distributed
+from jdist.values.per_replica import PerReplica
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,32 +31,88 @@ class ReplicaContext:
     Attributes:
         axes: The mesh axes that the replicas lie along; none outside any strategy.
         num_replicas_in_sync: How many replicas compute together.
-        strategy: The strategy that runs them; None outside any.
+        strategy: The strategy that runs them.
+        cross_device_ops: How their values are added up.
+        communication_options: Which of them travel together.
     """
 
     axes: tuple[str, ...] = ()
     num_replicas_in_sync: int = 1
     strategy: Any = None
+    cross_device_ops: CrossDeviceOps = AllReduce()
+    communication_options: CommunicationOptions = CommunicationOptions()
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
         """The number of this replica, an int32 scalar from 0 up; per-replica."""
         return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
-    def all_reduce(self, op: ReduceOp | str, tree: PyTree) -> PyTree:
+    def all_reduce(self, op: ReduceOp | str, tree: PyTree, options: CommunicationOptions | None = None) -> PyTree:
         """See `jdist.all_reduce`."""
-        return collectives.all_reduce(ReduceOp.of(op), tree, self.axes)
+        options = options or self.communication_options
+        return collectives.all_reduce(ReduceOp.of(op), tree, self.axes, self.cross_device_ops, options)
 
     def all_gather(self, tree: PyTree, axis: int) -> PyTree:
         """See `jdist.all_gather`."""
         return collectives.all_gather(tree, axis, self.axes)
 
+    def broadcast(self, tree: PyTree) -> PyTree:
+        """See `jdist.broadcast`."""
+        return collectives.broadcast(tree, self.axes, self.cross_device_ops, self.communication_options)
+
+    def merge_call(
+        self,
+        fn: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> PyTree:
+        """Calls `fn` once for all replicas, as the host program would, and gives each its part of the result.
+
+        It brings the values of all replicas to each of them, which costs more than a reduction: where `fn` reduces,
+        `jdist.all_reduce` does it for less. Works in `scan`, `cond` and `while_loop`.
+
+        Args:
+            fn: Called as `fn(strategy, *args, **kwargs)` in the cross-replica context; every array among its arguments is a
+                `PerReplica` with leaves `[replica, ...]`.
+            args: One replica's values.
+            kwargs: One replica's values by name.
+
+        Returns:
+            What `fn` returned: of a `PerReplica`, this replica's own value; anything else as it is, the same on all.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def total(strategy, value):
+            ...     return strategy.reduce("sum", value, axis=None)
+            >>> float(strategy.run(lambda: jdist.get_replica_context().merge_call(total, (jdist.replica_id(),))))
+            1.0
+        """
+        given = jax.tree.map(PerReplica, collectives.stacked((tuple(args), dict(kwargs or {})), self.axes))
+        with entered(CrossReplicaContext(self.strategy, merging=True)):
+            result = fn(self.strategy, *given[0], **given[1])
+        return jax.tree.map(self._own_part, result, is_leaf=is_distributed)
+
+    def _own_part(self, node: Any) -> Any:
+        if not is_distributed(node):
+            return node
+        if node.agrees:
+            return node.read()
+        mine = self.replica_id_in_sync_group
+        rows = node.rows(self.num_replicas_in_sync)
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, mine, keepdims=False), rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class CrossReplicaContext:
-    """Inside `strategy.scope()`: the host program, which speaks for all replicas of `strategy`."""
+    """The host program within `strategy.scope()`, or the function of a `merge_call`: it speaks for all replicas.
+
+    Attributes:
+        strategy: Whose replicas.
+        merging: Whether it is a `merge_call`, within a replica function.
+    """
 
     strategy: Any
+    merging: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +129,13 @@ class ValueContext:
 
 
 _OUTSIDE = ReplicaContext()
-_context: ContextVar[ReplicaContext | CrossReplicaContext] = ContextVar("jdist_context", default=_OUTSIDE)
+_Context: TypeAlias = ReplicaContext | CrossReplicaContext
+_context: ContextVar[_Context | None] = ContextVar("jdist_context", default=None)
+_outermost: list[_Context] = [_OUTSIDE]  # of all threads and tasks
 
 
 @contextlib.contextmanager
-def entered(context: ReplicaContext | CrossReplicaContext) -> Iterator[None]:
+def entered(context: _Context) -> Iterator[None]:
     """Makes `context` the current one of this thread or task, and restores the former one whatever happens."""
     token = _context.set(context)
     try:
@@ -83,36 +144,50 @@ def entered(context: ReplicaContext | CrossReplicaContext) -> Iterator[None]:
         _context.reset(token)
 
 
-def current() -> ReplicaContext | CrossReplicaContext:
+def set_outermost(context: CrossReplicaContext | None) -> None:
+    """What is current wherever nothing is entered; None for the default, one replica.
+
+    Raises:
+        RuntimeError: Something is entered.
+    """
+    if _context.get() is not None:
+        raise RuntimeError(
+            "`set_strategy` is called inside a `strategy.scope()` or a replica function. Leave it first."
+        )
+    _outermost[0] = context or _OUTSIDE
+
+
+def current() -> _Context:
     """The context of this thread or task."""
-    return _context.get()
+    return _context.get() or _outermost[0]
 
 
 def in_replica_function() -> bool:
     """Whether a strategy is tracing a replica function around this call."""
     context = _context.get()
-    return context is not _OUTSIDE and isinstance(context, ReplicaContext)
+    return context.merging if isinstance(context, CrossReplicaContext) else context is not None
 
 
-def get_replica_context() -> ReplicaContext | None:
-    """What this replica knows of the others; None in `strategy.scope()`, where no replica is asking.
+def in_cross_replica_context() -> bool:
+    """Whether the host program speaks for all replicas here: in `strategy.scope()`, and in a `merge_call`.
 
     Example:
-        >>> jdist.get_replica_context().num_replicas_in_sync
-        1
+        >>> jdist.in_cross_replica_context()
+        False
     """
-    context = _context.get()
-    return context if isinstance(context, ReplicaContext) else None
+    return isinstance(current(), CrossReplicaContext)
 
 
-def all_reduce(op: ReduceOp | str, tree: PyTree) -> PyTree:
+def all_reduce(op: ReduceOp | str, tree: PyTree, options: CommunicationOptions | None = None) -> PyTree:
     """The value of all replicas together, handed to each.
 
-    Differentiable, and at home in `scan`, `cond` and `while_loop`. The mean of integers is a float.
+    Differentiable, and at home in `scan`, `cond` and `while_loop`. The mean of integers is a float. The gradient is the same
+    reduction of the incoming gradients. Reduce everything in one call: small leaves then travel together.
 
     Args:
         op: `"sum"`, `"mean"`, `"max"` or `"min"`.
-        tree: A tree whose leaves are `[...]` on each replica.
+        tree: A tree whose leaves are `[...]` on each replica, or `RowSlices`.
+        options: Which leaves travel together, if not as the strategy says.
 
     Returns:
         The same tree, reduced element by element; mirrored.
@@ -129,7 +204,7 @@ def all_reduce(op: ReduceOp | str, tree: PyTree) -> PyTree:
         >>> jdist.all_reduce("sum", 3.0).item()  # outside any strategy there is one replica
         3.0
     """
-    return _replica("all_reduce", "strategy.reduce").all_reduce(op, tree)
+    return replica_context("all_reduce", "strategy.reduce").all_reduce(op, tree, options)
 
 
 def all_gather(tree: PyTree, axis: int) -> PyTree:
@@ -151,7 +226,27 @@ def all_gather(tree: PyTree, axis: int) -> PyTree:
         >>> strategy.run(lambda: jdist.all_gather(jdist.replica_id()[None], axis=0)).tolist()
         [0, 1]
     """
-    return _replica("all_gather", "strategy.gather").all_gather(tree, axis)
+    return replica_context("all_gather", "strategy.gather").all_gather(tree, axis)
+
+
+def broadcast(tree: PyTree) -> PyTree:
+    """What replica 0 holds, handed to every replica.
+
+    Args:
+        tree: A tree of arrays `[...]` of any dtype, the same shapes on all replicas.
+
+    Returns:
+        The same tree; mirrored.
+
+    Raises:
+        RuntimeError: Called from the host program within `strategy.scope()`.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> int(strategy.run(lambda: jdist.broadcast(7 + jdist.replica_id())))
+        7
+    """
+    return replica_context("broadcast", "strategy.put").broadcast(tree)
 
 
 def replica_id() -> jax.Array:
@@ -165,7 +260,7 @@ def replica_id() -> jax.Array:
         >>> [int(i) for i in strategy.run(jdist.replica_id).values]
         [0, 1]
     """
-    return _replica("replica_id", "strategy.num_replicas_in_sync").replica_id_in_sync_group
+    return replica_context("replica_id", "strategy.num_replicas_in_sync").replica_id_in_sync_group
 
 
 def num_replicas() -> int:
@@ -178,34 +273,17 @@ def num_replicas() -> int:
         >>> jdist.num_replicas()
         1
     """
-    return _replica("num_replicas", "strategy.num_replicas_in_sync").num_replicas_in_sync
+    return replica_context("num_replicas", "strategy.num_replicas_in_sync").num_replicas_in_sync
 
 
-def replica_key(key: jax.Array) -> jax.Array:
-    """A random key of this replica's own, made of one that all share: `fold_in(key, replica_id())`.
-
-    What is drawn from it differs per replica, so store `key` in the state and not what this returns.
-
-    Args:
-        key: A key, typed or raw.
+def replica_context(word: str, instead: str) -> ReplicaContext:
+    """The replica that is asking.
 
     Raises:
-        RuntimeError: Called from the host program within `strategy.scope()`.
-
-    Example:
-        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> draw = lambda key: jax.random.uniform(jdist.replica_key(key))
-        >>> a, b = strategy.run(draw, (jax.random.key(0),)).values
-        >>> float(a) == float(b)
-        False
+        RuntimeError: It is the host program, which should take `instead`.
     """
-    context = _replica("replica_key", "jax.random.split")
-    return jax.random.fold_in(key, context.replica_id_in_sync_group)
-
-
-def _replica(word: str, instead: str) -> ReplicaContext:
-    context = get_replica_context()
-    if context is None:
+    context = current()
+    if not isinstance(context, ReplicaContext):
         raise RuntimeError(
             f"`jdist.{word}` is a word of replica functions, and within `strategy.scope()` the host program speaks for "
             f"all replicas. Call it in a function that `strategy.run` or `strategy.step` runs, or use `{instead}` here."

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 REPLICA_AXIS = "replica"
+GROUP_AXIS = "group"
 
 
 def replica_mesh(devices: Sequence[jax.Device | str] | None = None) -> Mesh:
@@ -35,6 +36,18 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None) -> Mesh:
     _check(chosen)
     # Not `jax.make_mesh`: it defaults to explicit axes, and may reorder the devices.
     return Mesh(np.array(chosen), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def grouped(mesh: Mesh, group_size: int) -> Mesh:
+    """The same replicas in groups of neighbours: a mesh of the axes `"group"` and `"replica"`.
+
+    Raises:
+        ValueError: The replicas do not make groups of that size.
+    """
+    if group_size < 1 or mesh.size % group_size:
+        raise ValueError(f"{mesh.size} replicas do not make groups of {group_size}: take a divisor of {mesh.size}.")
+    axes = (GROUP_AXIS, REPLICA_AXIS)
+    return Mesh(mesh.devices.reshape(-1, group_size), axes, axis_types=(AxisType.Auto,) * 2)
 
 
 def find_device(device: jax.Device | str) -> jax.Device:

@@ -24,7 +24,7 @@ from jdist import _compat
 from jdist._compat import Equation, Jaxpr, Literal
 from jdist.errors import DivergentCollectiveError, RepeatedSumWarning
 
-SUM_SCOPE = "jdist.all_reduce_sum"  # the name scope of a sum that the user asked for
+SUM_MARK = "jdist.all_reduce_sum"  # names what the user asked to be summed, before it is packed with others
 
 _AGREEING = frozenset(("psum", "pmax", "pmin", "all_gather", "all_gather_invariant"))
 _LOCAL = frozenset(("axis_index",))  # name an axis, and wait for nobody
@@ -197,10 +197,13 @@ class _Flow:
             return self._other(equation, operands, control)
         named = self._axes & _compat.contents(equation).names
         self._check_all_arrive(equation, named, control)
-        if equation.primitive.name == "psum" and named and not isinstance(equation.invars[0], Literal):
-            repeated = not any(operands) and str(equation.source_info.name_stack).endswith(SUM_SCOPE)
-            self._sums[id(equation)] = equation, repeated
         return [_passed_on(equation, {a: c for a, c in value.items() if a not in named}) for value in operands]
+
+    def _name(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+        if equation.params["name"] == SUM_MARK:
+            constant = isinstance(equation.invars[0], Literal)
+            self._sums[id(equation)] = equation, not any(operands) and not constant
+        return operands
 
     def _each(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
         return [_passed_on(equation, value) for value in operands]
@@ -263,6 +266,7 @@ _Rule: TypeAlias = Callable[[_Flow, Equation, list[Knowledge], Knowledge], list[
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(_AGREEING, _Flow._agree),
     **dict.fromkeys(_compat.CALLS, _Flow._call),
+    "name": _Flow._name,
     "optimization_barrier": _Flow._each,
     "cond": _Flow._cond,
     "while": _Flow._while,

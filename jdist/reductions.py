@@ -1,29 +1,35 @@
 """What the replicas hold, asked from the host program.
 
-An array on the strategy's devices is held by every replica, once each: a `PerReplica` one row a replica, a mirrored
-array the same value on all. Anything else (a Python or numpy number, an array elsewhere) is held by none.
+An array on the strategy's devices is held by every replica, once each: a wrapped one as its wrapper says, a mirrored array
+the same value on all. Anything else (a Python or numpy number, an array elsewhere) is held by none.
 """
 
-import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax import core
+from jax.sharding import Mesh
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.collectives import ReduceOp, check_dim, check_reducible
+from jdist.collectives import check_dim, check_no_slices
+from jdist.context import in_replica_function
 from jdist.flight import is_bounded, land
 from jdist.mesh import mirrored_sharding
-from jdist.values import PerReplica, check_place, check_rows, is_distributed, is_placed
+from jdist.reduce_op import ReduceOp, check_reducible
+from jdist.values.arrays import Shape, Shapes, is_placed, join_rows, reduce_rows
+from jdist.values.base import is_distributed
+from jdist.values.mirrored import Mirrored
+from jdist.values.per_replica import PerReplica
+from jdist.values.place import check_fit, check_place
+from jdist.values.row_slices import RowSlices, is_sparse
 
 _OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
 
 
-def dims_of(axis: int | Sequence[int] | None) -> tuple[int, ...]:
+def dims_of(axis: int | Sequence[int] | None) -> Shape:
     """The dimensions that an `axis` argument names.
 
     Raises:
@@ -36,12 +42,12 @@ def dims_of(axis: int | Sequence[int] | None) -> tuple[int, ...]:
     return dims
 
 
-def reduce(op: ReduceOp, value: PyTree, dims: tuple[int, ...], mesh: Mesh) -> PyTree:
+def reduce(op: ReduceOp, value: PyTree, dims: Shape, mesh: Mesh) -> PyTree:
     """One value of what all replicas hold, reduced over the replicas and over `dims` of each one's value.
 
     Args:
         op: The reduction. A mean is over elements, so no replica counts more than its rows.
-        value: A tree of `PerReplica`, mirrored arrays and host values.
+        value: A tree of wrapped values, mirrored arrays, `RowSlices` and host values.
         dims: Dimensions of one replica's value, from 0 up.
         mesh: The replicas.
 
@@ -49,15 +55,14 @@ def reduce(op: ReduceOp, value: PyTree, dims: tuple[int, ...], mesh: Mesh) -> Py
         The same tree of mirrored arrays; of a host value, a host value.
 
     Raises:
-        ValueError: There is no such dimension, or a host value has no such reduction.
+        ValueError: There is no such dimension, the replicas' shapes do not fit, or a host value has no such reduction.
         TypeError: A leaf's dtype has no such reduction.
     """
 
-    def held(name: str, rows: jax.Array) -> jax.Array:
+    def held(name: str, rows: jax.Array, shapes: Shapes | None) -> jax.Array:
         check_reducible(op, name, rows)
         _check_dims(name, rows, dims)
-        over = (0, *(dim + 1 for dim in dims))
-        return _reduce_rows(rows, op, over, mirrored_sharding(mesh))
+        return reduce_rows(op, name, rows, shapes, dims, _everywhere(rows, mesh))
 
     def host(name: str, value: Any) -> Any:
         check_reducible(op, name, value)
@@ -71,7 +76,16 @@ def reduce(op: ReduceOp, value: PyTree, dims: tuple[int, ...], mesh: Mesh) -> Py
         # The mean, greatest and least over the replicas of one value is the value.
         return _OPERATIONS[op](jnp.asarray(value), axis=dims) if dims else value
 
-    return _map_leaves(held, host, value, mesh)
+    def sparse(name: str, slices: RowSlices) -> RowSlices:
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN) or dims:
+            raise TypeError(
+                f"{name} is RowSlices, of which there is a SUM and a MEAN over the replicas, element by element. For others "
+                "take the table: `value.dense()`, in the replica function."
+            )
+        rows, indices = gather((slices.rows, slices.indices), 0, mesh)
+        return RowSlices(rows / mesh.size if op is ReduceOp.MEAN else rows, indices, slices.num_rows)
+
+    return _map_leaves(held, host, sparse, value, mesh)
 
 
 def gather(value: PyTree, dim: int, mesh: Mesh) -> PyTree:
@@ -81,14 +95,15 @@ def gather(value: PyTree, dim: int, mesh: Mesh) -> PyTree:
         The same tree of mirrored arrays; host values unchanged.
 
     Raises:
-        ValueError: A leaf has no such dimension.
+        ValueError: A leaf has no such dimension, or the replicas' shapes differ along another.
     """
+    check_no_slices("gather", value)
 
-    def held(name: str, rows: jax.Array) -> jax.Array:
+    def held(name: str, rows: jax.Array, shapes: Shapes | None) -> jax.Array:
         _check_dims(name, rows, (dim,))
-        return _join_rows(rows, dim, mirrored_sharding(mesh))
+        return join_rows(name, rows, shapes, dim, _everywhere(rows, mesh))
 
-    return _map_leaves(held, lambda name, value: value, value, mesh)
+    return _map_leaves(held, lambda name, value: value, lambda name, value: value, value, mesh)
 
 
 def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
@@ -106,59 +121,66 @@ def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
 def _is_held(node: Any, mesh: Mesh) -> bool:
     if is_distributed(node):
         return True
+    if isinstance(node, core.Tracer):  # in the function of a `merge_call`, every replica has it
+        return in_replica_function()
     return isinstance(node, jax.Array) and node.sharding.device_set == set(mesh.devices.flat)
 
 
 def _map_leaves(
-    held: Callable[[str, jax.Array], Any], host: Callable[[str, Any], Any], value: PyTree, mesh: Mesh
+    held: Callable[[str, jax.Array, Shapes | None], Any],
+    host: Callable[[str, Any], Any],
+    sparse: Callable[[str, RowSlices], Any],
+    value: PyTree,
+    mesh: Mesh,
 ) -> PyTree:
-    """`held` of the name and the `[replica, ...]` rows of each leaf that the replicas hold, `host` of each other."""
+    """`held` of the name, the rows and the true shapes of each leaf that the replicas hold, `host` of each other leaf."""
 
-    def rows_of(name: str, rows: jax.Array) -> Any:
+    def rows_of(name: str, rows: jax.Array, shapes: Shapes | None) -> Any:
         if is_placed(rows):
             check_place(name, rows, mesh)
-        result = held(name, rows)
+        result = held(name, rows, shapes)
         if is_bounded(mesh):
             land(result)
         return result
 
     def one(name: str, node: Any) -> Any:
-        if isinstance(node, PerReplica):
-            check_rows(name, node, mesh)
-            results = [rows_of(*leaf) for leaf in named_leaves(name, node.tree)]
-            return jax.tree.unflatten(jax.tree.structure(node.tree), results)
-        return rows_of(name, _repeat(node, mesh.size)) if _is_held(node, mesh) else host(name, node)
+        if is_sparse(node):
+            return sparse(name, node)
+        if not _is_held(node, mesh):
+            return host(name, node)
+        wrapper = node if is_distributed(node) else Mirrored(node)
+        check_fit(name, wrapper, mesh)
+        results = [rows_of(*leaf) for leaf in _rows(name, wrapper, mesh)]
+        return jax.tree.unflatten(jax.tree.structure(wrapper.tree), results)
 
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_distributed)
+    def is_whole(node: Any) -> bool:
+        return is_distributed(node) or is_sparse(node)
+
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_whole)
     return treedef.unflatten([one("value" + jax.tree_util.keystr(path), node) for path, node in nodes])
 
 
-def _check_dims(name: str, rows: jax.Array, dims: tuple[int, ...]) -> None:
+def _rows(name: str, wrapper: Any, mesh: Mesh) -> Iterator[tuple[str, jax.Array, Shapes | None]]:
+    leaves = named_leaves(name, wrapper.rows(mesh.size))
+    shapes = wrapper.leaf_shapes() if isinstance(wrapper, PerReplica) else (None,) * len(leaves)
+    return ((leaf_name, leaf, own) for (leaf_name, leaf), own in zip(leaves, shapes, strict=True))
+
+
+def _everywhere(rows: jax.Array, mesh: Mesh) -> Any:
+    """Where a result lies: on every device, and nowhere yet if it is traced."""
+    return None if isinstance(rows, core.Tracer) else mirrored_sharding(mesh)
+
+
+def _check_dims(name: str, rows: jax.Array, dims: Shape) -> None:
     for dim in dims:
         check_dim(name, jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), dim)
 
 
 def _local(node: Any, mesh: Mesh) -> Sequence[PyTree]:
-    if isinstance(node, PerReplica):
+    if is_distributed(node):
         return node.values
     count = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
-    if not _is_held(node, mesh):
+    if not _is_held(node, mesh) or isinstance(node, core.Tracer):
         return [node] * count
     order = {device: i for i, device in enumerate(mesh.devices.flat)}
     return [shard.data for shard in sorted(node.addressable_shards, key=lambda shard: order[shard.device])]
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _repeat(x: jax.Array, times: int) -> jax.Array:
-    return jnp.broadcast_to(x[None], (times, *x.shape))
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _reduce_rows(x: jax.Array, op: ReduceOp, dims: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    return lax.with_sharding_constraint(_OPERATIONS[op](x, axis=dims), sharding)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _join_rows(x: jax.Array, dim: int, sharding: NamedSharding) -> jax.Array:
-    shape = (*x.shape[1 : dim + 1], x.shape[0] * x.shape[dim + 1], *x.shape[dim + 2 :])
-    return lax.with_sharding_constraint(jnp.moveaxis(x, 0, dim).reshape(shape), sharding)

@@ -22,7 +22,9 @@ from jdist._tree import PyTree, argument_names, named_leaves
 from jdist.context import ReplicaContext, entered
 from jdist.errors import NotMirroredError
 from jdist.proof import Knowledge
-from jdist.values import DistributedValues, PerReplica, check_rows, is_distributed
+from jdist.values.base import DistributedValues, is_distributed
+from jdist.values.per_replica import PerReplica
+from jdist.values.place import check_fit, check_one_shape, check_single
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,35 +72,36 @@ class Call(NamedTuple):
 
 
 def replicated(
-    call: Call, body: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, strategy: Any
+    call: Call, body: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, context: ReplicaContext
 ) -> tuple[tuple[PyTree, PyTree], Proof]:
     """Runs `body` once a replica, on the arguments of `call` as one replica sees them.
 
     Args:
         call: Where the arguments and their names come from.
-        body: Called like `call.fn`; returns a pair. What is not wrapped in its first part, the state, has to be mirrored.
+        body: Called like `call.fn`; returns a pair. What is plain in its first part, the state, has to be mirrored.
         mesh: The devices; its axes are the replica axes.
-        strategy: What the replica context says of itself.
+        context: What each replica knows of the others.
 
     Returns:
         The pair as the host sees it, and what was proved. In the second part, what is not proved mirrored is `PerReplica`.
 
     Raises:
         NotMirroredError: A leaf of the state is not proved mirrored.
-        ValueError: A `PerReplica` among the arguments does not fit the mesh.
+        ValueError: A wrapper among the arguments does not fit the mesh.
     """
     axes = mesh.axis_names
     placed, treedef = jax.tree.flatten((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
     names = call.item_names()
     for item, name in zip(placed, names, strict=True):
-        check_rows(name, item, mesh)
+        check_fit(name, item, mesh)
+        check_one_shape(name, item)
     in_specs = tuple(_spec(item, axes) for item in placed)
     results = _Results()
 
     @jax.jit
     def one_replica(*items: PyTree) -> list[PyTree]:
         args, kwargs = treedef.unflatten(items)
-        with entered(ReplicaContext(axes, mesh.size, strategy)):
+        with entered(context):
             return results.taken_apart(body(*args, **kwargs))
 
     def enter_and_run(*blocks: PyTree) -> list[PyTree]:
@@ -141,6 +144,8 @@ class _Results:
         state, output = pair
         self._names = [*_names_of_items("state", state), *_names_of_items("output", output)]
         self._num_state = len(jax.tree.leaves(state, is_leaf=is_distributed))
+        for item, name in zip(items, self._names, strict=True):
+            check_single(name, item)
         return [item.tree if is_distributed(item) else item for item in items]
 
     def place(self, known: list[Knowledge]) -> list[type[DistributedValues] | None]:
@@ -149,22 +154,18 @@ class _Results:
         placements: list[type[DistributedValues] | None] = []
         refused: list[tuple[str, Knowledge]] = []
         for number, (item, name) in enumerate(zip(self._items, self._names, strict=True)):
-            knowledge = [next(left) for _ in jax.tree.leaves(item.tree)] if item is not None else [next(left)]
-            if item is not None:
-                placements.append(type(item))
-            elif not knowledge[0]:
-                placements.append(None)
-            else:
-                placements.append(PerReplica)
-                if number < self._num_state:
-                    refused.append((name, knowledge[0]))
+            found = [next(left) for _ in jax.tree.leaves(item.tree)] if item is not None else [next(left)]
+            differs = next(filter(None, found), None)
+            placements.append(type(item) if item is not None else PerReplica if differs else None)
+            if differs and (item.agrees if item is not None else number < self._num_state):
+                refused.append((name, differs))
         if refused:
             raise NotMirroredError(_refusal(refused, self._num_state))
         return placements
 
     def put_together(self, placements: Sequence[Any], values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         wrapped = [
-            dataclasses.replace(item, tree=value) if item is not None else placement(value) if placement else value
+            item.with_tree(value) if item is not None else placement(value) if placement else value
             for item, placement, value in zip(self._items, placements, values, strict=True)
         ]
         return self._treedef.unflatten(wrapped)
@@ -172,8 +173,8 @@ class _Results:
     def proof(self, placements: Sequence[Any]) -> Proof:
         pairs = list(zip(self._names, placements, strict=True))
         return Proof(
-            mirrored=tuple(name for name, placement in pairs if placement is None),
-            per_replica=tuple(name for name, placement in pairs if placement is not None),
+            mirrored=tuple(name for name, placement in pairs if placement is None or placement.agrees),
+            per_replica=tuple(name for name, placement in pairs if placement and not placement.agrees),
         )
 
 
@@ -186,7 +187,8 @@ def _refusal(refused: Sequence[tuple[str, Knowledge]], num_state: int) -> str:
         f"{name} is not proved to be the same on every replica{also}.\n"
         f"  It may differ because of\n    {proof.explain(cause)}\n"
         f"  {proof.way_out(cause)}\n"
-        "  If each replica is meant to keep its own, wrap it where the state is made: `jdist.PerReplica(x)`."
+        "  If each replica is meant to keep its own, wrap it where the state is made: `jdist.PerReplica(x)`; if its writes "
+        "are meant to agree by themselves, `jdist.Mirrored(x, aggregation)`."
     )
 
 
@@ -203,7 +205,8 @@ def _inputs(placed: Sequence[Any], names: Sequence[str], axes: tuple[str, ...]) 
     inputs: list[proof.Input] = []
     for item, name in zip(placed, names, strict=True):
         if is_distributed(item):
-            inputs += [proof.Input(leaf_name, axes) for leaf_name, _ in named_leaves(name, item.tree)]
+            differing = () if item.agrees else axes
+            inputs += [proof.Input(leaf_name, differing) for leaf_name, _ in named_leaves(name, item.tree)]
         else:
             inputs.append(proof.Input(name, ()))
     return inputs

@@ -236,11 +236,11 @@ def test_values_from_function_may_be_keys(strategy):
         np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(number)))
 
 
-ALIKE = r"Give every replica a value of the same structure, shapes and dtypes"
+ALIKE = r"Give every replica a value of the same structure, ranks and dtypes"
 UNLIKE = {
-    "shape": (
-        lambda i: {"a": np.ones(i + 1, np.float32)},
-        rf"replica 1 has float32\[2\] for value\['a'\], and not the float32\[1\] of replica 0\. {ALIKE}",
+    "rank": (
+        lambda i: {"a": np.ones([1] * (i + 1), np.float32)},
+        rf"replica 1 has float32\[1,1\] for value\['a'\], and not the float32\[1\] of replica 0\. {ALIKE}",
     ),
     "dtype": (
         lambda i: {"a": [np.int32(1), np.float32(1)][i]},

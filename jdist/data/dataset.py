@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.data.order import Order
 from jdist.mesh import local_replicas, per_replica_sharding
-from jdist.values import PerReplica
+from jdist.values.per_replica import PerReplica
 
 _log = logging.getLogger("jdist")
 _AHEAD = 2  # one batch that the step takes, and one on its way

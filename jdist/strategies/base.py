@@ -3,19 +3,22 @@
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import Mesh
 
 from jdist import reductions
 from jdist._identity import IdentityCache
 from jdist._tree import PyTree
-from jdist.collectives import ReduceOp
-from jdist.context import CrossReplicaContext, ValueContext, current, entered, in_replica_function
+from jdist.context import CrossReplicaContext, ReplicaContext, ValueContext, current, entered, in_replica_function
+from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist.data.dataset import DistributedDataset, num_examples
 from jdist.data.order import Order, Remainder
 from jdist.mesh import local_replicas
+from jdist.reduce_op import ReduceOp
 from jdist.strategies.program import Program, init_program, run_program, step_program
-from jdist.values import PerReplica, mirror, stack_local
+from jdist.values.per_replica import PerReplica
+from jdist.values.place import put, put_rows
 
 
 class Strategy:
@@ -28,8 +31,16 @@ class Strategy:
     Immutable, but for the compiled functions that it remembers.
     """
 
-    def __init__(self, mesh: Mesh):
-        self._mesh = mesh
+    def __init__(
+        self,
+        mesh: Mesh,
+        cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
+    ):
+        ops = _of_kind("cross_device_ops", cross_device_ops, CrossDeviceOps, AllReduce)
+        options = _of_kind("communication_options", communication_options, CommunicationOptions, CommunicationOptions)
+        self._mesh = mesh = ops.arranged(mesh)
+        self._context = ReplicaContext(mesh.axis_names, mesh.size, self, ops.resolved(mesh), options.resolved(mesh))
         self._runs: IdentityCache[Program] = IdentityCache()
         self._inits: IdentityCache[Program] = IdentityCache()
 
@@ -54,9 +65,9 @@ class Strategy:
             RuntimeError: Another strategy's scope is around, or a replica function is running.
         """
         _require_host("scope", "enter it around the call that runs the function")
-        other = current().strategy
-        if other is not None and other is not self:
-            raise RuntimeError(f"The scope of {self!r} is inside the scope of {other!r}. Leave that one first.")
+        here = current()
+        if here.strategy is not None and here.strategy is not self:
+            raise RuntimeError(f"The scope of {self!r} is inside the scope of {here.strategy!r}. Leave that one first.")
         with entered(CrossReplicaContext(self)):
             yield
 
@@ -93,7 +104,7 @@ class Strategy:
         """
         if not isinstance(args, (tuple, list)):
             raise TypeError(f"`args` is a tuple of arguments, got {type(args).__name__}: write `run(fn, (value,))`.")
-        program = self._runs.get(fn, lambda reference: run_program(reference, self._mesh, self))
+        program = self._runs.get(fn, lambda reference: run_program(reference, self._mesh, self._context))
         _, outputs = program(tuple(args), dict(kwargs or {}))
         return outputs
 
@@ -117,8 +128,8 @@ class Strategy:
             >>> len(state["w"].sharding.device_set)
             2
         """
-        program = self._inits.get(fn, lambda reference: init_program(reference, self._mesh, self))
-        state, _ = program(*mirror(args, self._mesh))
+        program = self._inits.get(fn, lambda reference: init_program(reference, self._mesh, self._context))
+        state, _ = program(*put(args, self._mesh))
         return state
 
     def step(self, fn: Callable[..., tuple[PyTree, PyTree]]) -> Program:
@@ -155,7 +166,7 @@ class Strategy:
             >>> print(descend.proof)
             2 of 2 results are the same on every replica
         """
-        return step_program(fn, self._mesh, self)
+        return step_program(fn, self._mesh, self._context)
 
     def reduce(self, op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None) -> PyTree:
         """One value of what all replicas hold.
@@ -227,16 +238,17 @@ class Strategy:
             2
         """
         _require_host("put")
-        return mirror(tree, self._mesh)
+        return put(tree, self._mesh)
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
         """A value for each replica, made on the host.
 
         Args:
-            fn: Called once for each replica of this process; all values have the same structure, shapes and dtypes.
+            fn: Called once for each replica of this process; all values have the same structure, ranks and dtypes.
 
         Returns:
-            `PerReplica` of the values, leaves `[replica, ...]`.
+            `PerReplica` of the values, leaves `[replica, ...]`. Where their shapes differ it remembers them, see
+            `PerReplica.padded`.
 
         Raises:
             ValueError: The values are not alike; the message names the leaf.
@@ -248,7 +260,7 @@ class Strategy:
         """
         _require_host("distribute_values_from_function")
         count = self.num_replicas_in_sync
-        return stack_local([fn(ValueContext(i, count)) for i in local_replicas(self._mesh)], self._mesh)
+        return put_rows([fn(ValueContext(i, count)) for i in local_replicas(self._mesh)], self._mesh)
 
     def distribute_dataset(
         self,
@@ -290,6 +302,14 @@ class Strategy:
         return DistributedDataset(source, order, epochs, self._mesh)
 
 
+def _of_kind(name: str, value: Any, kind: type, default: Callable[[], Any]) -> Any:
+    if value is None:
+        return default()
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}` is a {kind.__name__}, such as `jdist.{default.__name__}()`, got {value!r}.")  # pyright: ignore
+    return value
+
+
 def _require_host(word: str, instead: str = "call it before, and hand in what it gives") -> None:
-    if in_replica_function():
+    if isinstance(current(), ReplicaContext) and in_replica_function():
         raise RuntimeError(f"`strategy.{word}` is called by the host program, not in a replica function: {instead}.")

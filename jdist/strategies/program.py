@@ -14,11 +14,12 @@ from jax.sharding import Mesh
 
 from jdist import _compat
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.context import in_replica_function
+from jdist.context import ReplicaContext, in_replica_function
 from jdist.flight import is_bounded, land
 from jdist.replicate import Call, Proof, replicated
 from jdist.state import kept_in_place, settled, split_result
-from jdist.values import check_place, is_placed
+from jdist.values.arrays import is_placed
+from jdist.values.place import check_place
 
 Traced: TypeAlias = tuple[tuple[PyTree, PyTree], Proof]  # state and outputs, and what was proved of them
 
@@ -139,27 +140,27 @@ _GIVEN_ONCE = (
 )
 
 
-def run_program(fn: Callable[[], Callable[..., PyTree]], mesh: Mesh, strategy: Any) -> Program:
+def run_program(fn: Callable[[], Callable[..., PyTree]], mesh: Mesh, context: ReplicaContext) -> Program:
     """What `Strategy.run` calls: from positional and named arguments to the outputs of `fn()`, which it does not keep alive."""
     _require_function(fn())
 
     def trace(call: Call) -> Traced:
-        return replicated(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), mesh, strategy)
+        return replicated(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), mesh, context)
 
     return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _name(fn()), mesh)
 
 
-def init_program(fn: Callable[[], Callable[..., PyTree]], mesh: Mesh, strategy: Any) -> Program:
+def init_program(fn: Callable[[], Callable[..., PyTree]], mesh: Mesh, context: ReplicaContext) -> Program:
     """What `Strategy.init` calls: from its arguments to the state that `fn()` makes."""
     _require_function(fn())
 
     def trace(call: Call) -> Traced:
-        return replicated(call, lambda *args: (settled(call.fn(*args)), ()), mesh, strategy)
+        return replicated(call, lambda *args: (settled(call.fn(*args)), ()), mesh, context)
 
     return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), mesh)
 
 
-def step_program(fn: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, strategy: Any) -> Program:
+def step_program(fn: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, context: ReplicaContext) -> Program:
     """What `Strategy.step` returns: from state and inputs to new state and outputs."""
     _require_function(fn)
 
@@ -168,7 +169,7 @@ def step_program(fn: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, strategy:
             after, outputs = split_result(fn(before, *inputs))
             return kept_in_place(call.args[0], before, after), outputs
 
-        return replicated(call, body, mesh, strategy)
+        return replicated(call, body, mesh, context)
 
     def call(state: PyTree, *inputs: PyTree) -> Call:
         return Call(fn, (state, *inputs), {})

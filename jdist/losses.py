@@ -1,0 +1,135 @@
+"""Averages over the batches of all replicas, for losses and metrics.
+
+A batch that is split over replicas has one mean: that of all its examples. The mean of the replicas' means is another
+wherever they hold different numbers of examples, and where padding counts as one.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._tree import PyTree, named_leaves, spec
+from jdist.collectives import check_no_slices
+from jdist.context import replica_context
+from jdist.reduce_op import ReduceOp, check_reducible
+
+
+def mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...] | None = None) -> PyTree:
+    """The weighted mean over the examples of all replicas together; the same on each.
+
+    As a loss, its gradient is right after `jdist.all_reduce("mean", grads)`: it is then the gradient of the mean over the
+    whole batch on one device, however the batch is split and wherever padding lies.
+
+    Args:
+        values: `[batch, ...]`, one value an example or several; or a tree of these.
+        weights: `[batch]`, or as many dimensions of `values` as it has from the left. 0 leaves an example out, whatever its
+            value, NaN included. 1 each by default.
+        axis: The dimensions to average over, besides the replicas; all by default.
+
+    Returns:
+        float32 at least, `[]`, or the dimensions that are not averaged over. 0 if all weights are 0.
+
+    Raises:
+        ValueError: `weights` does not fit `values`, or there is no such dimension.
+        TypeError: A leaf is boolean or a random key.
+        RuntimeError: Called from the host program within `strategy.scope()`.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> uneven = strategy.distribute_values_from_function(lambda c: np.arange(1.0, 4 - 2 * c.replica_id_in_sync_group))
+        >>> uneven  # 1, 2, 3 and 1
+        PerReplica(float32[3] | float32[1])
+        >>> float(strategy.run(jdist.mean, uneven.padded()))
+        1.75
+    """
+    context = replica_context("mean", "strategy.reduce")
+    check_no_slices("mean", values)
+    sums = [weighted_sums(name, leaf, weights, axis) for name, leaf in named_leaves("values", values)]
+    # In one call, so that they travel together; both divided by the number of replicas, which is gone from their ratio.
+    means = [total / jnp.where(weight == 0, 1, weight) for total, weight in context.all_reduce(ReduceOp.MEAN, sums)]
+    return jax.tree.unflatten(jax.tree.structure(values), means)
+
+
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> jax.Array:
+    """This replica's share of the average loss: its sum, divided by the size of the global batch.
+
+    The shares of all replicas add up to the average, so reduce losses and gradients by SUM. `jdist.mean` counts the examples
+    by itself, and knows of padding.
+
+    Args:
+        per_example_loss: `[batch, ...]`.
+        sample_weight: `[batch]`, or as many dimensions as it has from the left.
+        global_batch_size: Examples on all replicas together; by default this replica's times the number of replicas.
+
+    Returns:
+        A scalar, one value a replica.
+
+    Raises:
+        ValueError: `global_batch_size` is not positive, or there is no dimension to count examples in.
+        RuntimeError: Called from the host program within `strategy.scope()`.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> share = strategy.run(jdist.compute_average_loss, (np.float32([1, 2, 3]),))
+        >>> float(strategy.reduce("sum", share, axis=None))
+        2.0
+    """
+    context = replica_context("compute_average_loss", "strategy.reduce")
+    loss = jnp.asarray(per_example_loss)
+    if global_batch_size is None:
+        if not loss.ndim:
+            raise ValueError(
+                f"`per_example_loss` is {spec(loss)}: it has no examples to count. Give `global_batch_size`."
+            )
+        global_batch_size = loss.shape[0] * context.num_replicas_in_sync
+    if isinstance(global_batch_size, int) and global_batch_size < 1:
+        raise ValueError(f"`global_batch_size` has to be positive, got {global_batch_size}.")
+    weighted = loss if sample_weight is None else loss * beside(jnp.asarray(sample_weight), loss, "per_example_loss")
+    return jnp.sum(weighted) / global_batch_size
+
+
+def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
+    """This replica's share of a loss that all have whole: its sum, divided by the number of replicas.
+
+    To be added to what `compute_average_loss` gives, and reduced by SUM with it.
+
+    Raises:
+        RuntimeError: Called from the host program within `strategy.scope()`.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> float(strategy.run(jdist.scale_regularization_loss, (np.float32([1, 2]),)))
+        1.5
+    """
+    context = replica_context("scale_regularization_loss", "strategy.num_replicas_in_sync")
+    return jnp.sum(jnp.asarray(regularization_loss)) / context.num_replicas_in_sync
+
+
+def weighted_sums(
+    name: str, leaf: Any, weights: Any, axis: int | tuple[int, ...] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """On this replica: the weighted sum of a leaf's values, and the sum of the weights of as many of them."""
+    check_reducible(ReduceOp.MEAN, name, leaf)
+    values = jnp.asarray(leaf)
+    values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
+    ones = jnp.ones(values.shape, values.real.dtype)
+    if weights is None:
+        return jnp.sum(values, axis=axis), jnp.sum(ones, axis=axis)
+    weight = ones * beside(jnp.asarray(weights), values, name)
+    # Not weight * value alone: 0 leaves out what is not finite too.
+    return jnp.sum(jnp.where(weight == 0, 0, values * weight), axis=axis), jnp.sum(weight, axis=axis)
+
+
+def beside(weights: Any, values: jax.Array, name: str) -> jax.Array:
+    """`weights` with dimensions of 1 on the right, up to the rank of `values`.
+
+    Raises:
+        ValueError: Its dimensions are not the first ones of `values`; the message calls these `name`.
+    """
+    if weights.ndim > values.ndim or weights.shape != values.shape[: weights.ndim]:
+        raise ValueError(
+            f"weights {spec(weights)} do not stand beside {name} {spec(values)}: their dimensions are the first ones of the "
+            "values, as [batch] for [batch, ...]."
+        )
+    return jnp.asarray(weights).reshape(weights.shape + (1,) * (values.ndim - weights.ndim))

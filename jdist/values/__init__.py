@@ -1,0 +1,1 @@
+"""Values that live on many devices: one common type, a placement a class."""

@@ -1,0 +1,82 @@
+"""When the replicas' writes to a value become one value, and how."""
+
+import enum
+import operator
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jdist.mesh import mirrored_sharding
+from jdist.reduce_op import ReduceOp, check_reducible
+from jdist.values.arrays import is_placed, mesh_of, reduce_rows
+
+
+class VariableSynchronization(enum.Enum):
+    """When the replicas' writes to a value become one.
+
+    Wherever one is asked for, its name does as well, in any case.
+
+    Attributes:
+        AUTO: Never: the value has to be proved the same on every replica. A plain array.
+        NONE: Never: each replica has a value of its own. `PerReplica`.
+        ON_WRITE: When it is written. `Mirrored`.
+        ON_READ: When the host program reads it. `SyncOnRead`.
+    """
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+
+class VariableAggregation(enum.Enum):
+    """How the replicas' writes to a value become one.
+
+    Wherever one is asked for, its name does as well, in any case.
+
+    Attributes:
+        NONE: They do not: where they have to agree, they have to be proved to.
+        SUM: Their sum.
+        MEAN: Their mean.
+        ONLY_FIRST_REPLICA: What replica 0 wrote, on all.
+    """
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+_Choice = TypeVar("_Choice", VariableSynchronization, VariableAggregation)
+
+
+def choice(kind: type[_Choice], value: "_Choice | str") -> _Choice:
+    """The member of that name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.upper() in kind.__members__:
+        return kind[value.upper()]
+    mode = "synchronization" if kind is VariableSynchronization else "aggregation"
+    raise ValueError(f"Invalid variable {mode} mode: {value!r}; take one of {', '.join(map(repr, kind.__members__))}.")
+
+
+def aggregated(aggregation: VariableAggregation, name: str, rows: jax.Array) -> jax.Array:
+    """One value of the replicas' rows `[replica, ...]`, on the devices where these lie."""
+    sharding = (
+        mirrored_sharding(mesh_of(rows)) if is_placed(rows) and isinstance(rows.sharding, NamedSharding) else None
+    )
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        return _first(rows, sharding)
+    op = ReduceOp.of(aggregation.name)
+    check_reducible(op, name, rows)
+    return reduce_rows(op, name, jnp.asarray(rows), None, (), sharding)
+
+
+def _first(rows: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    return jax.jit(operator.itemgetter(0), out_shardings=sharding)(rows)

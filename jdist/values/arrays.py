@@ -1,0 +1,164 @@
+"""Arrays on the devices of a mesh: how they get there, and what the host makes of one row a replica.
+
+*Rows* are `[replica, ...]` arrays, split on their first dimension. Where the replicas hold arrays of different shapes, each
+row is filled up with zeros to the largest, and `shapes` says what each one's true shape is.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core, lax
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from jdist.mesh import local_replicas
+from jdist.reduce_op import ReduceOp
+
+Shape: TypeAlias = tuple[int, ...]
+Shapes: TypeAlias = tuple[Shape, ...]  # a shape a replica
+
+_REDUCTIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.sum, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
+
+
+def is_placed(leaf: object) -> bool:
+    """Whether `leaf` is an array on devices, and not a host value or a tracer."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer)
+
+
+def mesh_of(leaf: jax.Array) -> Mesh:
+    """The devices of an array that a strategy placed, in the order of the replicas."""
+    assert isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, Mesh)
+    return leaf.sharding.mesh
+
+
+def place(x: Any, sharding: Sharding) -> jax.Array:
+    """A copy of `x` that lies as `sharding` says: a step takes over the memory of its state, and `x` is the caller's."""
+    if isinstance(x, core.Tracer):
+        return x
+    if isinstance(x, jax.Array) and (sharding.is_fully_addressable or not x.is_fully_addressable):
+        return jax.device_put(x.copy(), sharding)
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = place(np.asarray(jax.random.key_data(x)), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    host = np.array(x)  # no dtype of its own that may change, as a Python number would have
+    if sharding.is_fully_addressable:
+        return jax.device_put(host, sharding)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def local_parts(x: Any) -> list[Any]:
+    """The parts of an array split on its first dimension that this process holds, in order: `[n / replica, ...]` each."""
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [shard.data for shard in shards]
+
+
+def local_copies(x: jax.Array) -> list[jax.Array]:
+    """The copies of a mirrored array that this process holds, in the order of the replicas."""
+    copies = {shard.device: shard.data for shard in x.addressable_shards}
+    return [copies[device] for device in local_replicas(mesh_of(x)).values()]
+
+
+def local_rows(x: Any, shapes: Shapes | None = None) -> list[Any]:
+    """The rows that this process holds, in the order of the replicas, each `[...]` of its true shape."""
+    if not is_placed(x):  # made by hand, or traced: every row is here
+        return list(x) if shapes is None else [x[i][_box(shape)] for i, shape in enumerate(shapes)]
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    found = [shard.data.reshape(shard.data.shape[1:]) for shard in shards]
+    if shapes is None:
+        return found
+    true = (shapes[shard.index[0].start or 0] for shard in shards)
+    return [row[_box(shape)] for row, shape in zip(found, true, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def repeat(x: jax.Array, times: int, sharding: Sharding | None) -> jax.Array:
+    """Rows of the same `x` for each of `times` replicas."""
+    return _laid(jnp.broadcast_to(x[None], (times, *x.shape)), sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def split_sum(x: jax.Array, times: int, sharding: Sharding | None) -> jax.Array:
+    """Rows that add up to `x`: the same share each, the first ones with one more of what does not divide."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        return _laid(jnp.broadcast_to((x / times).astype(x.dtype)[None], (times, *x.shape)), sharding)
+    number = jnp.arange(times, dtype=x.dtype).reshape((times,) + (1,) * x.ndim)
+    return _laid(x // times + (number < x % times), sharding)
+
+
+def reduce_rows(
+    op: ReduceOp, name: str, x: jax.Array, shapes: Shapes | None, dims: Shape, sharding: Sharding | None
+) -> jax.Array:
+    """`[replica, ...]` to `[...]`: reduced over the replicas, and over `dims` of each one's value.
+
+    A mean is over elements, so that no replica counts for more than it holds. A replica that holds none of them counts
+    for nothing.
+
+    Raises:
+        ValueError: The shapes do not fit together, or there is nothing to take the mean, greatest or least of.
+    """
+    true = shapes or (x.shape[1:],) * x.shape[0]
+    left = {tuple(size for dim, size in enumerate(shape) if dim not in dims) for shape in true}
+    if len(left) > 1:
+        raise ValueError(
+            f"{name} has the shapes {_listed(true)} on the replicas, which differ beyond the dimensions {list(dims)} that are "
+            f"reduced. Reduce over those that differ too, as in `axis=0`, or join the values: `strategy.gather`."
+        )
+    count = sum(math.prod(shape[dim] for dim in dims) for shape in true)
+    if not count and op is not ReduceOp.SUM:
+        raise ValueError(f"{name} is empty on every replica, and nothing has no {op.name}.")
+    return _reduce(x, op, shapes, dims, count, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _reduce(
+    x: jax.Array, op: ReduceOp, shapes: Shapes | None, dims: Shape, count: int, sharding: Sharding | None
+) -> jax.Array:
+    over = (0, *(dim + 1 for dim in dims))
+    if op is ReduceOp.MEAN and shapes is None:
+        return _laid(jnp.mean(x, axis=over), sharding)
+    if shapes is None:
+        return _laid(_REDUCTIONS[op](x, axis=over), sharding)
+    # Rows with no element have no greatest one; what is left of the others has one shape.
+    full = [x[i][_box(shape)] for i, shape in enumerate(shapes) if all(shape[dim] for dim in dims)]
+    if not full:
+        return _laid(jnp.zeros([size for dim, size in enumerate(shapes[0]) if dim not in dims], x.dtype), sharding)
+    total = _REDUCTIONS[op](jnp.stack([_REDUCTIONS[op](row, axis=dims) for row in full]), axis=0)
+    return _laid(total / count if op is ReduceOp.MEAN else total, sharding)
+
+
+def join_rows(name: str, x: jax.Array, shapes: Shapes | None, dim: int, sharding: Sharding | None) -> jax.Array:
+    """The rows one after the other along `dim`: `[replica, ..., n, ...]` to `[..., replica * n, ...]`.
+
+    Raises:
+        ValueError: The rows differ along another dimension.
+    """
+    if shapes is not None and len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1:
+        raise ValueError(
+            f"{name} has the shapes {_listed(shapes)} on the replicas, and what is joined along dimension {dim} has the same "
+            "sizes along all others. Join along the one that differs, or make the others alike."
+        )
+    return _join(x, shapes, dim, sharding)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _join(x: jax.Array, shapes: Shapes | None, dim: int, sharding: Sharding | None) -> jax.Array:
+    if shapes is not None:
+        return _laid(jnp.concatenate([x[i][_box(shape)] for i, shape in enumerate(shapes)], axis=dim), sharding)
+    shape = (*x.shape[1 : dim + 1], x.shape[0] * x.shape[dim + 1], *x.shape[dim + 2 :])
+    return _laid(jnp.moveaxis(x, 0, dim).reshape(shape), sharding)
+
+
+def _laid(x: jax.Array, sharding: Sharding | None) -> jax.Array:
+    return x if sharding is None else lax.with_sharding_constraint(x, sharding)
+
+
+def _box(shape: Shape) -> tuple[slice, ...]:
+    return tuple(slice(size) for size in shape)
+
+
+def _listed(shapes: Sequence[Shape]) -> str:
+    return ", ".join(str(list(shape)) for shape in dict.fromkeys(shapes))

@@ -1,0 +1,98 @@
+"""`Mirrored`: the same value on every replica."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jdist._tree import PyTree
+from jdist.values.aggregation import VariableAggregation, aggregated, choice
+from jdist.values.arrays import is_placed, local_copies, place, repeat
+from jdist.values.base import DistributedValues, fitted
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Mirrored(DistributedValues):
+    """The same value on every replica, and how writes agree on it.
+
+    In the state of a step, what the replicas return for it is aggregated before it is stored. A leaf that is returned as
+    it came is not written.
+
+    Attributes:
+        tree: A tree of arrays `[...]`, held by every device.
+        aggregation: What becomes of the replicas' writes. Under NONE they have to be proved to be the same, as for a plain
+            array.
+        trainable: Whether an optimizer may change it; see `jdist.trainable`.
+
+    Raises:
+        TypeError: While tracing: the mean of integers is to be stored as integers.
+        ValueError: While tracing: a host number is written, of which the replicas have no sum.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> state = strategy.init(lambda: jdist.Mirrored(np.float32(0), "mean"))
+        >>> count = strategy.step(lambda state: (state + jdist.replica_id(), None))
+        >>> state, _ = count(state)
+        >>> state
+        Mirrored(float32[], MEAN)
+        >>> float(state.read())
+        0.5
+    """
+
+    agrees = True
+    tree: PyTree
+    aggregation: VariableAggregation = dataclasses.field(default=VariableAggregation.NONE, metadata={"static": True})
+    trainable: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "aggregation", choice(VariableAggregation, self.aggregation))
+
+    @staticmethod
+    def spec(axes: tuple[str, ...]) -> PartitionSpec:
+        """Whole on every device."""
+        return PartitionSpec()
+
+    @staticmethod
+    def check(name: str, leaf: Any, num_replicas: int) -> None:
+        """Any array fits any number of replicas."""
+
+    def rows(self, num_replicas: int) -> PyTree:
+        """The value once for each replica."""
+        return jax.tree.map(lambda x: repeat(jnp.asarray(x), num_replicas, None), self.tree)
+
+    @property
+    def values(self) -> tuple[PyTree, ...]:
+        """One tree a replica of this process, each on its own device."""
+        leaves, treedef = jax.tree.flatten(self.tree)
+        if not leaves or not all(map(is_placed, leaves)):
+            return (self.tree,)
+        return tuple(treedef.unflatten(copies) for copies in zip(*map(local_copies, leaves), strict=True))
+
+    def read(self) -> PyTree:
+        """The arrays."""
+        return self.tree
+
+    def map(self, fn: Callable[[PyTree], PyTree]) -> "Mirrored":
+        """`fn` of the tree, on every device."""
+        first = jax.tree.leaves(self.tree)[0]
+        place = first.sharding if is_placed(first) else None
+        return self.with_tree(jax.jit(fn, out_shardings=place)(self.tree))
+
+    def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
+        """One value for all, or the aggregation of each replica's own."""
+        if own and self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{name} is the same on every replica, and got one value a replica with no aggregation to make one of them. "
+                "Reduce them first (`strategy.reduce`), or make it `Mirrored(tree, aggregation)`."
+            )
+        value = aggregated(self.aggregation, name, value) if own else value
+        return place(fitted(name, value, leaf.shape, leaf.dtype), leaf.sharding)
+
+    def _notes(self) -> list[str]:
+        named = [] if self.aggregation is VariableAggregation.NONE else [self.aggregation.name]
+        return named if self.trainable else [*named, "trainable=False"]

@@ -1,0 +1,143 @@
+"""How trees come to lie on a mesh, and whether they do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jdist._tree import PyTree, named_leaves, spec
+from jdist.mesh import local_replicas, mirrored_sharding, per_replica_sharding
+from jdist.values.arrays import Shape, Shapes, place, repeat
+from jdist.values.base import DistributedValues, is_distributed
+from jdist.values.per_replica import PerReplica
+
+
+def check_fit(name: str, node: Any, mesh: Mesh) -> None:
+    """Raises ValueError if `node` is a wrapper that does not fit the replicas of `mesh`."""
+    check_single(name, node)
+    for leaf_name, leaf in named_leaves(name, node.tree) if is_distributed(node) else ():
+        node.check(leaf_name, leaf, mesh.size)
+
+
+def check_single(name: str, node: Any) -> None:
+    """Raises TypeError if `node` is a wrapper with another inside."""
+    for inner in jax.tree.leaves(node.tree, is_leaf=is_distributed) if is_distributed(node) else ():
+        if is_distributed(inner):
+            raise TypeError(
+                f"{name} is a {type(node).__name__} around {inner!r}: a value has one placement. Take one off."
+            )
+
+
+def check_one_shape(name: str, node: Any) -> None:
+    """Raises ValueError if the replicas hold values of different shapes, which no one program can run on."""
+    if isinstance(node, PerReplica) and node.shapes is not None:
+        raise ValueError(
+            f"{name} is {node!r}: the replicas hold values of different shapes, and a replica function has one. Fill them up "
+            "and carry weights: `value, weights = value.padded()`; `jdist.mean(values, weights)` and metrics take them."
+        )
+
+
+def check_place(name: str, array: jax.Array, mesh: Mesh) -> None:
+    """Raises ValueError if `array` does not lie on the devices of `mesh`, in their order."""
+    ours = list(mesh.devices.flat)
+    theirs = sorted(array.sharding.device_set, key=lambda device: device.id)
+    if isinstance(array.sharding, NamedSharding):
+        theirs = list(array.sharding.mesh.devices.flat)  # pyright: ignore[reportOptionalMemberAccess]
+    elif set(theirs) == set(ours):
+        theirs = ours
+    if theirs != ours:
+        there, here = (", ".join(map(str, devices)) for devices in (theirs, ours))
+        raise ValueError(
+            f"{name} lies on {there}, and this strategy on {here}. If another strategy made it, let this one make it; if "
+            "it is a plain array, hand it in as a numpy array, or place it with `strategy.put`."
+        )
+
+
+def put(tree: PyTree, mesh: Mesh) -> PyTree:
+    """`tree` with every plain leaf on all devices of `mesh`, and every wrapper as its class says.
+
+    On several processes each of them has to hand in the same values.
+    """
+
+    def one(path: Any, node: Any) -> Any:
+        if not is_distributed(node):
+            return place(node, mirrored_sharding(mesh))
+        check_fit("value" + jax.tree_util.keystr(path), node, mesh)
+        sharding = NamedSharding(mesh, node.spec(mesh.axis_names))
+        return node.with_tree(jax.tree.map(lambda x: place(x, sharding), node.tree))
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_distributed)
+
+
+def put_on_each(node: PyTree, mesh: Mesh) -> PyTree:
+    """A value as a replica function would write it, the same on every replica, on the devices of `mesh`."""
+    if not isinstance(node, DistributedValues) or node.agrees:
+        return put(node, mesh)
+    rows = per_replica_sharding(mesh)
+    whole = jax.tree.map(lambda x: repeat(place(x, mirrored_sharding(mesh)), mesh.size, rows), node.tree)
+    return node.with_tree(whole)
+
+
+def put_rows(trees: Sequence[PyTree], mesh: Mesh) -> PerReplica:
+    """`PerReplica` of one tree for each replica of this process, each put directly on its own device.
+
+    Raises:
+        ValueError: The trees differ in structure, or a leaf in rank or dtype; the message names replica and leaf.
+    """
+    replicas = local_replicas(mesh)
+    for number, tree in zip(replicas, trees, strict=True):
+        if difference := _difference(trees[0], tree):
+            raise ValueError(
+                f"The value of replica {number} {difference} of replica {min(replicas)}. Give every replica a value of the "
+                "same structure, ranks and dtypes."
+            )
+    columns = [_Column(column, mesh) for column in zip(*map(jax.tree.leaves, trees), strict=True)]
+    rows = jax.tree.unflatten(jax.tree.structure(trees[0]), [column.rows for column in columns])
+    even = all(len(set(column.shapes)) == 1 for column in columns)
+    return PerReplica(rows, None if even else tuple(column.shapes for column in columns))
+
+
+class _Column:
+    """One leaf of all replicas: the arrays of this process, made rows over the mesh."""
+
+    def __init__(self, leaves: Sequence[Any], mesh: Mesh):
+        arrays = [jnp.asarray(leaf) for leaf in leaves]
+        self._mesh = mesh
+        self.shapes = self._everywhere([array.shape for array in arrays])
+        whole = tuple(map(max, zip(*self.shapes, strict=True)))
+        self.rows = self._put([_filled_up(array, whole) for array in arrays])
+
+    def _put(self, arrays: Sequence[Any]) -> jax.Array:
+        devices = local_replicas(self._mesh).values()
+        placed = [jax.device_put(array[None], device) for array, device in zip(arrays, devices, strict=True)]
+        shape = (self._mesh.size, *placed[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, per_replica_sharding(self._mesh), placed)
+
+    def _everywhere(self, shapes: list[Shape]) -> Shapes:
+        """The shapes of all replicas, of those here; every process gets the same."""
+        if len(local_replicas(self._mesh)) == self._mesh.size:
+            return tuple(shapes)
+        rows = self._put([np.asarray(shape, np.int32) for shape in shapes])
+        known = jax.jit(jnp.copy, out_shardings=mirrored_sharding(self._mesh))(rows)
+        return tuple(map(tuple, np.asarray(known).tolist()))
+
+
+def _filled_up(array: jax.Array, shape: Shape) -> jax.Array:
+    if array.shape == shape:
+        return array
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise ValueError("Random keys cannot be filled up to one shape: give every replica as many.")
+    return jnp.pad(array, [(0, size - own) for size, own in zip(shape, array.shape, strict=True)])
+
+
+def _difference(like: PyTree, tree: PyTree) -> str | None:
+    if jax.tree.structure(like) != jax.tree.structure(tree):
+        return f"has the structure {jax.tree.structure(tree)}, and not the {jax.tree.structure(like)}"
+    for (name, a), (_, b) in zip(named_leaves("value", like), named_leaves("value", tree), strict=True):
+        a, b = jnp.asarray(a), jnp.asarray(b)
+        if (a.ndim, a.dtype) != (b.ndim, b.dtype):
+            return f"has {spec(b)} for {name}, and not the {spec(a)}"
+    return None

@@ -1,0 +1,113 @@
+"""`SyncOnRead`: one partial value a replica, aggregated when it is read."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, final
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jdist._tree import PyTree
+from jdist.mesh import mirrored_sharding
+from jdist.reduce_op import ReduceOp, check_reducible
+from jdist.values.aggregation import VariableAggregation, aggregated, choice
+from jdist.values.arrays import mesh_of, place, split_sum
+from jdist.values.base import DistributedValues, fitted, is_distributed
+from jdist.values.per_replica import PerReplica, check_rows, incoming_rows, map_rows
+
+
+@final
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class SyncOnRead(DistributedValues):
+    """One partial value a replica, aggregated when it is read.
+
+    Writing costs no communication, so this is the place for metrics and batch statistics, and for parameters that drift
+    between synchronisations. Within a replica function there is that replica's own partial value; `read` aggregates.
+
+    Attributes:
+        tree: On the host, a tree of `[replica, ...]` arrays, sharded on the first dimension; in a replica function, as
+            where `Strategy.init` makes it, that replica's own `[...]`.
+        aggregation: How `read` makes one value of them.
+        trainable: Whether an optimizer may change it; see `jdist.trainable`.
+
+    Raises:
+        ValueError: There is no aggregation, so that it could not be read. `PerReplica` needs none.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> state = strategy.init(lambda: jdist.SyncOnRead(np.float32(0), "sum"))
+        >>> count = strategy.step(lambda seen: (seen + 10 + jdist.replica_id(), None))
+        >>> state, _ = count(state)
+        >>> state, [float(x) for x in state.values], float(state.read())
+        (SyncOnRead(float32[2], SUM), [10.0, 11.0], 21.0)
+        >>> [float(x) for x in state.assign(5.0).values]
+        [2.5, 2.5]
+    """
+
+    tree: PyTree
+    aggregation: VariableAggregation = dataclasses.field(metadata={"static": True})
+    trainable: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "aggregation", choice(VariableAggregation, self.aggregation))
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                "A SyncOnRead with aggregation NONE could not be read. Say SUM, MEAN or ONLY_FIRST_REPLICA, or keep one value "
+                "a replica: `jdist.PerReplica`."
+            )
+
+    @staticmethod
+    def spec(axes: tuple[str, ...]) -> PartitionSpec:
+        """The first dimension is split over the replica axes."""
+        return PartitionSpec(axes)
+
+    @staticmethod
+    def check(name: str, leaf: Any, num_replicas: int) -> None:
+        """Raises ValueError if `leaf` has not one row for each replica."""
+        check_rows(SyncOnRead, name, leaf, num_replicas)
+
+    enter = staticmethod(PerReplica.enter)
+    leave = staticmethod(PerReplica.leave)
+
+    def rows(self, num_replicas: int) -> PyTree:
+        """The leaves as they lie."""
+        return self.tree
+
+    @property
+    def values(self) -> tuple[PyTree, ...]:
+        """One partial tree a replica of this process; leaves `[...]`, each on its own device."""
+        return PerReplica(self.tree).values
+
+    def read(self) -> PyTree:
+        """The partial values, aggregated: leaves `[...]`, held by every replica.
+
+        Raises:
+            TypeError: A leaf has no such aggregation.
+        """
+        leaves, treedef = jax.tree.flatten(self.tree)
+        return treedef.unflatten([aggregated(self.aggregation, "value", leaf) for leaf in leaves])
+
+    def map(self, fn: Callable[[PyTree], PyTree]) -> "SyncOnRead":
+        """The same placement of `fn` of each replica's partial tree."""
+        return self.with_tree(map_rows(fn, self.tree))
+
+    def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
+        """To each its own; or what reads as `value`: equal shares of a sum (integers keep their remainder), else itself."""
+        if own or self.aggregation is not VariableAggregation.SUM:
+            return incoming_rows(name, leaf, value, own)
+        check_reducible(ReduceOp.SUM, name, leaf)
+        value = place(fitted(name, value, leaf.shape[1:], leaf.dtype), mirrored_sharding(mesh_of(leaf)))
+        return split_sum(value, leaf.shape[0], leaf.sharding)
+
+    def check_addition(self, word: str, value: PyTree) -> None:
+        """Raises ValueError if the value is read as a sum, and there is one `value` for all replicas."""
+        shared = not is_distributed(value) or value.agrees
+        if shared and self.aggregation is VariableAggregation.SUM:
+            raise ValueError(
+                f"`{word}` of one value to {self!r}: is it meant for each replica, or once for their sum? Say which: "
+                f"`value.assign(value.read() + x)`, or `value.{word}(PerReplica(rows))`."
+            )
+
+    def _notes(self) -> list[str]:
+        return [self.aggregation.name, "trainable=True"] if self.trainable else [self.aggregation.name]

@@ -1,0 +1,100 @@
+"""`variable`: where a value is put that the replicas write, and which of a state's values an optimizer may change."""
+
+from typing import Any
+
+import jax
+
+from jdist._tree import PyTree
+from jdist.context import ReplicaContext, current, in_replica_function
+from jdist.strategies.current import get_strategy
+from jdist.values.aggregation import VariableAggregation, VariableSynchronization, choice
+from jdist.values.base import is_distributed
+from jdist.values.mirrored import Mirrored
+from jdist.values.per_replica import PerReplica
+from jdist.values.place import put_on_each
+from jdist.values.sharded import Sharded
+from jdist.values.sync_on_read import SyncOnRead
+
+
+def variable(
+    value: Any,
+    synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+    aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    trainable: bool | None = None,
+) -> PyTree:
+    """A value that is written, in the place that says when and how the replicas' writes become one.
+
+    | `synchronization` | gives | a write in the replica function | a read on the host |
+    |---|---|---|---|
+    | `AUTO` | a plain array | has to be proved the same on all | the array |
+    | `ON_WRITE` | `Mirrored` | is aggregated | the array |
+    | `ON_READ` | `SyncOnRead` | stays local | aggregates |
+    | `NONE` | `PerReplica` | stays local | one value a replica |
+
+    An aggregation with `AUTO` is aggregated when written, as `ON_WRITE`.
+
+    Args:
+        value: What every replica begins with: a tree of arrays and numbers `[...]`.
+        synchronization: When writes become one value.
+        aggregation: How they do.
+        trainable: Whether an optimizer may change it; by default unless it is `ON_READ` or `NONE`. See `jdist.trainable`.
+
+    Returns:
+        In a replica function, as in `strategy.init`, this replica's own; on the host, the value on the devices of the
+        strategy in force.
+
+    Raises:
+        ValueError: There is no such choice, or the choices contradict each other.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     seen = jdist.variable(0.0, synchronization="on_read", aggregation="sum")
+        >>> seen
+        SyncOnRead(float32[2], SUM)
+    """
+    wrapped = _wrapped(
+        value, choice(VariableSynchronization, synchronization), choice(VariableAggregation, aggregation), trainable
+    )
+    if isinstance(current(), ReplicaContext) and in_replica_function():
+        return wrapped
+    return put_on_each(wrapped, get_strategy().mesh)
+
+
+def trainable(state: PyTree) -> PyTree:
+    """Which leaves of a state an optimizer may change: a mask for `optax.masked`.
+
+    Plain arrays, `Mirrored` and `Sharded` values are trainable unless they say otherwise, a `SyncOnRead` only if it says so,
+    and what each replica keeps for itself (`PerReplica`) is not.
+
+    Returns:
+        A tree of booleans like the state as a replica function sees it, without wrappers.
+
+    Example:
+        >>> jdist.trainable({"w": np.zeros(3), "seen": jdist.SyncOnRead(np.zeros(2), "sum")})
+        {'seen': False, 'w': True}
+    """
+
+    def one(node: Any) -> PyTree:
+        if not is_distributed(node):
+            return True
+        flag = getattr(node, "trainable", isinstance(node, Sharded))
+        return jax.tree.map(lambda _: flag, node.tree)
+
+    return jax.tree.map(one, state, is_leaf=is_distributed)
+
+
+def _wrapped(
+    value: PyTree, synchronization: VariableSynchronization, aggregation: VariableAggregation, trainable: bool | None
+) -> PyTree:
+    if synchronization is VariableSynchronization.NONE:
+        if trainable:
+            raise ValueError(
+                "A value that is never synchronised is not trainable. Parameters that each replica trains by itself are read "
+                'together in the end: `synchronization="on_read", trainable=True`.'
+            )
+        return PerReplica(value)
+    if synchronization is VariableSynchronization.ON_READ:
+        return SyncOnRead(value, aggregation, bool(trainable))
+    plain = synchronization is VariableSynchronization.AUTO and aggregation is VariableAggregation.NONE
+    return value if plain and trainable in (None, True) else Mirrored(value, aggregation, trainable in (None, True))
