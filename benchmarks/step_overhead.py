@@ -4,10 +4,12 @@
 
 Cases: `tiny` (a step of a few microseconds, so that what is left is the call), `mlp` and `transformer` (a block with its
 loss and AdamW). Peers: `shard_map` (`jax.jit(jax.shard_map(...))`), `jit` (`jax.jit` over `NamedSharding`s) and `pmap`. `run`
-is `strategy.run` against the same `shard_map`. The state is donated by all of them; on the CPU all wait for each step.
+is `strategy.run` against the same `shard_map`. The state is donated by all of them; on the CPU all wait for each step, and
+jdist is told to use the collectives of its peers, each leaf alone: what it does by itself is measured by `train_step.py`.
 """
 
 import functools
+import sys
 
 import jax
 
@@ -114,8 +116,13 @@ def over_shard_map(step, donate=(0,)):
     return jax.jit(body, donate_argnums=donate)
 
 
+def strategy_like_by_hand():
+    alone = jdist.AllReduce(bytes_to_scatter=sys.maxsize), jdist.CommunicationOptions(bytes_per_pack=0)
+    return jdist.MirroredStrategy(DEVICES, *alone)
+
+
 def candidates(make, steps):
-    strategy = jdist.MirroredStrategy(DEVICES)
+    strategy = strategy_like_by_hand()
     by_hand = lambda tree: lax.pmean(tree, "replica")
     state, step, batch = make(functools.partial(jdist.all_reduce, "mean"))
     _, step_by_hand, _ = make(by_hand)
@@ -136,7 +143,7 @@ def candidates(make, steps):
 
 
 def run_candidates(make, steps):
-    strategy = jdist.MirroredStrategy(DEVICES)
+    strategy = strategy_like_by_hand()
     state, step, batch = make(functools.partial(jdist.all_reduce, "mean"))
     _, step_by_hand, _ = make(lambda tree: lax.pmean(tree, "replica"))
     run = lambda state, batch: strategy.run(step, (state, batch))
