@@ -33,6 +33,9 @@ def all_reduce(op: ReduceOp, tree: PyTree, axes: Axes, ops: CrossDeviceOps, opti
         check_reducible(op, name, node.rows if is_sparse(node) else node)
     dense = [_to_send(op, name, node, axes) for name, node in named]
     sums = [jnp.asarray(node) for node in dense if not is_sparse(node)]
+    if op is ReduceOp.MEAN:
+        # A sum of integers could overflow; without replicas too, so that their mean is a float under every strategy.
+        sums = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x for x in sums]
     if axes:
         sums = [checkpoint_name(x, SUM_MARK) for x in sums] if op is ReduceOp.SUM else sums
         sums = cross_device_ops.all_reduce(_ADDED.get(op, op), sums, axes, ops, options)
@@ -56,9 +59,7 @@ def all_gather(tree: PyTree, axis: int, axes: Axes) -> PyTree:
     check_no_slices("all_gather", tree)
     for name, leaf in named_leaves("value", tree):
         check_dim(name, leaf, axis)
-    if not axes:
-        return jax.tree.map(jnp.asarray, tree)
-    return jax.tree.map(lambda x: lax.all_gather(x, axes, axis=axis, tiled=True), tree)
+    return jax.tree.map(lambda x: _gathered(jnp.asarray(x), axis, axes), tree)
 
 
 def broadcast(tree: PyTree, axes: Axes, ops: CrossDeviceOps, options: CommunicationOptions) -> PyTree:
@@ -77,8 +78,7 @@ def broadcast(tree: PyTree, axes: Axes, ops: CrossDeviceOps, options: Communicat
 
 def stacked(tree: PyTree, axes: Axes) -> PyTree:
     """The leaves of all replicas one after the other, `[...]` to `[replica, ...]`, handed to every replica."""
-    gather = (lambda x: lax.all_gather(x, axes)) if axes else (lambda x: x[None])
-    return jax.tree.map(lambda x: gather(jnp.asarray(x)), tree)
+    return jax.tree.map(lambda x: _gathered(jnp.asarray(x)[None], 0, axes), tree)
 
 
 def check_no_slices(word: str, tree: PyTree) -> None:
@@ -96,6 +96,12 @@ def check_dim(name: str, leaf: Any, dim: int) -> None:
         raise ValueError(f"{name} is {spec(leaf)}: it has no dimension {dim}. Take `axis` from 0 up, below the rank.")
 
 
+def _gathered(x: jax.Array, axis: int, axes: Axes) -> jax.Array:
+    if not x.shape[axis]:  # XLA gathers nothing along an empty dimension, and what has no elements agrees
+        return jnp.zeros(x.shape, x.dtype)
+    return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
+
+
 def _check_plain(tree: PyTree) -> None:
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         if is_distributed(node):
@@ -108,9 +114,7 @@ def _check_plain(tree: PyTree) -> None:
 def _divided(op: ReduceOp, total: jax.Array, axes: Axes) -> jax.Array:
     if op is not ReduceOp.MEAN:
         return total
-    count = _num_replicas(axes)
-    # With no axes too, so that an integer's mean is a float under every strategy.
-    return total / count if axes or jnp.issubdtype(total.dtype, jnp.integer) else total
+    return total / _num_replicas(axes) if axes else total
 
 
 def _num_replicas(axes: Axes) -> int:

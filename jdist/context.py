@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdist import collectives
-from jdist._tree import PyTree
+from jdist._tree import PyTree, named_leaves
 from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist.reduce_op import ReduceOp
 from jdist.values.base import is_distributed
@@ -49,7 +49,8 @@ class ReplicaContext:
 
     def all_reduce(self, op: ReduceOp | str, tree: PyTree, options: CommunicationOptions | None = None) -> PyTree:
         """See `jdist.all_reduce`."""
-        options = options or self.communication_options
+        if options is None or options.bytes_per_pack is None:
+            options = self.communication_options
         return collectives.all_reduce(ReduceOp.of(op), tree, self.axes, self.cross_device_ops, options)
 
     def all_gather(self, tree: PyTree, axis: int) -> PyTree:
@@ -80,6 +81,10 @@ class ReplicaContext:
         Returns:
             What `fn` returned: of a `PerReplica`, this replica's own value; anything else as it is, the same on all.
 
+        Raises:
+            TypeError: `args` is no tuple.
+            ValueError: `fn` returned a `PerReplica` that has not one row for each replica.
+
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
             >>> def total(strategy, value):
@@ -87,6 +92,10 @@ class ReplicaContext:
             >>> float(strategy.run(lambda: jdist.get_replica_context().merge_call(total, (jdist.replica_id(),))))
             1.0
         """
+        if not isinstance(args, (tuple, list)):
+            raise TypeError(
+                f"`args` is a tuple of arguments, got {type(args).__name__}: write `merge_call(fn, (value,))`."
+            )
         given = jax.tree.map(PerReplica, collectives.stacked((tuple(args), dict(kwargs or {})), self.axes))
         with entered(CrossReplicaContext(self.strategy, merging=True)):
             result = fn(self.strategy, *given[0], **given[1])
@@ -95,6 +104,8 @@ class ReplicaContext:
     def _own_part(self, node: Any) -> Any:
         if not is_distributed(node):
             return node
+        for name, leaf in named_leaves("the result of merge_call", node.tree):
+            node.check(name, leaf, self.num_replicas_in_sync)
         if node.agrees:
             return node.read()
         mine = self.replica_id_in_sync_group
@@ -181,8 +192,9 @@ def in_cross_replica_context() -> bool:
 def all_reduce(op: ReduceOp | str, tree: PyTree, options: CommunicationOptions | None = None) -> PyTree:
     """The value of all replicas together, handed to each.
 
-    Differentiable, and at home in `scan`, `cond` and `while_loop`. The mean of integers is a float. The gradient is the same
-    reduction of the incoming gradients. Reduce everything in one call: small leaves then travel together.
+    At home in `scan`, `cond` and `while_loop`. SUM and MEAN are differentiable: the gradient is the same reduction of the
+    incoming gradients. The mean of integers is a float. MAX and MIN take NaN as the backend does: XLA's CPU collectives
+    drop it. Reduce everything in one call: small leaves then travel together.
 
     Args:
         op: `"sum"`, `"mean"`, `"max"` or `"min"`.

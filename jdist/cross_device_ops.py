@@ -217,6 +217,8 @@ def _in_one_process(mesh: Mesh) -> bool:
 
 
 def _check_bytes(name: str, value: int | None) -> None:
+    if not isinstance(value, int | None):
+        raise TypeError(f"`{name}` is a whole number of bytes, or None, got {value!r}.")
     if value is not None and value < 0:
         raise ValueError(f"`{name}` has to be >= 0, got {value}. It is a number of bytes; None leaves it to jdist.")
 

@@ -5,19 +5,19 @@ the same value on all. Anything else (a Python or numpy number, an array elsewhe
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import core
 from jax.sharding import Mesh
 
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.collectives import check_dim, check_no_slices
 from jdist.context import in_replica_function
-from jdist.flight import is_bounded, land
-from jdist.mesh import mirrored_sharding
+from jdist.mesh import local_replicas, mirrored_sharding
 from jdist.reduce_op import ReduceOp, check_reducible
 from jdist.values.arrays import Shape, Shapes, is_placed, join_rows, reduce_rows
 from jdist.values.base import is_distributed
@@ -60,8 +60,10 @@ def reduce(op: ReduceOp, value: PyTree, dims: Shape, mesh: Mesh) -> PyTree:
     """
 
     def held(name: str, rows: jax.Array, shapes: Shapes | None) -> jax.Array:
-        check_reducible(op, name, rows)
-        _check_dims(name, rows, dims)
+        own = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+        check_reducible(op, name, own)
+        for dim in dims:
+            check_dim(name, own, dim)
         return reduce_rows(op, name, rows, shapes, dims, _everywhere(rows, mesh))
 
     def host(name: str, value: Any) -> Any:
@@ -73,15 +75,21 @@ def reduce(op: ReduceOp, value: PyTree, dims: Shape, mesh: Mesh) -> PyTree:
             )
         for dim in dims:
             check_dim(name, value, dim)
+        if op is not ReduceOp.SUM and dims and not np.size(value):
+            raise ValueError(f"{name} is {spec(value)}, empty, and nothing has no {op.name}.")
         # The mean, greatest and least over the replicas of one value is the value.
         return _OPERATIONS[op](jnp.asarray(value), axis=dims) if dims else value
 
     def sparse(name: str, slices: RowSlices) -> RowSlices:
+        check_reducible(op, name, slices.rows.tree if is_distributed(slices.rows) else slices.rows)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN) or dims:
             raise TypeError(
                 f"{name} is RowSlices, of which there is a SUM and a MEAN over the replicas, element by element. For others "
                 "take the table: `value.dense()`, in the replica function."
             )
+        if not _is_held(slices.rows, mesh):
+            host(name, slices.rows)
+            return slices
         rows, indices = gather((slices.rows, slices.indices), 0, mesh)
         return RowSlices(rows / mesh.size if op is ReduceOp.MEAN else rows, indices, slices.num_rows)
 
@@ -100,7 +108,7 @@ def gather(value: PyTree, dim: int, mesh: Mesh) -> PyTree:
     check_no_slices("gather", value)
 
     def held(name: str, rows: jax.Array, shapes: Shapes | None) -> jax.Array:
-        _check_dims(name, rows, (dim,))
+        check_dim(name, jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), dim)
         return join_rows(name, rows, shapes, dim, _everywhere(rows, mesh))
 
     return _map_leaves(held, lambda name, value: value, lambda name, value: value, value, mesh)
@@ -135,14 +143,6 @@ def _map_leaves(
 ) -> PyTree:
     """`held` of the name, the rows and the true shapes of each leaf that the replicas hold, `host` of each other leaf."""
 
-    def rows_of(name: str, rows: jax.Array, shapes: Shapes | None) -> Any:
-        if is_placed(rows):
-            check_place(name, rows, mesh)
-        result = held(name, rows, shapes)
-        if is_bounded(mesh):
-            land(result)
-        return result
-
     def one(name: str, node: Any) -> Any:
         if is_sparse(node):
             return sparse(name, node)
@@ -150,20 +150,25 @@ def _map_leaves(
             return host(name, node)
         wrapper = node if is_distributed(node) else Mirrored(node)
         check_fit(name, wrapper, mesh)
-        results = [rows_of(*leaf) for leaf in _rows(name, wrapper, mesh)]
-        return jax.tree.unflatten(jax.tree.structure(wrapper.tree), results)
+        rows = wrapper.rows(mesh.size)
+        if is_placed(rows):
+            check_place(name, rows, mesh)
+        return held(name, rows, wrapper.leaf_shapes()[0] if isinstance(wrapper, PerReplica) else None)
 
-    def is_whole(node: Any) -> bool:
-        return is_distributed(node) or is_sparse(node)
-
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_whole)
+    value = jax.tree.map(_leaf_by_leaf, value, is_leaf=is_distributed)
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: is_distributed(x) or is_sparse(x))
     return treedef.unflatten([one("value" + jax.tree_util.keystr(path), node) for path, node in nodes])
 
 
-def _rows(name: str, wrapper: Any, mesh: Mesh) -> Iterator[tuple[str, jax.Array, Shapes | None]]:
-    leaves = named_leaves(name, wrapper.rows(mesh.size))
-    shapes = wrapper.leaf_shapes() if isinstance(wrapper, PerReplica) else (None,) * len(leaves)
-    return ((leaf_name, leaf, own) for (leaf_name, leaf), own in zip(leaves, shapes, strict=True))
+def _leaf_by_leaf(node: Any) -> PyTree:
+    """The tree of a wrapper with each leaf in a wrapper of its own, so that `RowSlices` within are seen."""
+    if not is_distributed(node):
+        return node
+    if not isinstance(node, PerReplica) or node.shapes is None:
+        return jax.tree.map(node.with_tree, node.tree)
+    leaves, treedef = jax.tree.flatten(node.tree)
+    pairs = zip(leaves, node.shapes, strict=True)
+    return treedef.unflatten([PerReplica(leaf, (shapes,)) for leaf, shapes in pairs])
 
 
 def _everywhere(rows: jax.Array, mesh: Mesh) -> Any:
@@ -171,15 +176,10 @@ def _everywhere(rows: jax.Array, mesh: Mesh) -> Any:
     return None if isinstance(rows, core.Tracer) else mirrored_sharding(mesh)
 
 
-def _check_dims(name: str, rows: jax.Array, dims: Shape) -> None:
-    for dim in dims:
-        check_dim(name, jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), dim)
-
-
 def _local(node: Any, mesh: Mesh) -> Sequence[PyTree]:
+    count = len(local_replicas(mesh))
     if is_distributed(node):
-        return node.values
-    count = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+        return node.values if jax.tree.leaves(node.tree) else [node.tree] * count
     if not _is_held(node, mesh) or isinstance(node, core.Tracer):
         return [node] * count
     order = {device: i for i, device in enumerate(mesh.devices.flat)}

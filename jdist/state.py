@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import lax
 
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.context import all_reduce, broadcast
-from jdist.reduce_op import ReduceOp
+from jdist.reduce_op import ReduceOp, check_reducible
 from jdist.values.aggregation import VariableAggregation
 from jdist.values.base import is_distributed
 from jdist.values.mirrored import Mirrored
@@ -57,56 +57,31 @@ def kept_in_place(placed: PyTree, before: PyTree, after: PyTree) -> PyTree:
                 f"The step changes {name} from {spec(was)} to {spec(now)}. A state keeps its shapes and dtypes, or "
                 "every step would be another program: cast the new value (`.astype`), or begin with this shape."
             )
-    items, treedef = jax.tree_util.tree_flatten_with_path(placed, is_leaf=is_distributed)
-    structure = jax.tree.structure(placed, is_leaf=is_distributed)
-    olds, news = structure.flatten_up_to(before), structure.flatten_up_to(after)
-    writes = [
-        _Write("state" + jax.tree_util.keystr(path), item.aggregation, number, new)
-        for number, ((path, item), old, new) in enumerate(zip(items, olds, news, strict=True))
-        if isinstance(item, Mirrored) and _is_written(old, new)
+    items, treedef = jax.tree.flatten(placed, is_leaf=is_distributed)
+    parts = jax.tree.structure(placed, is_leaf=is_distributed).flatten_up_to(settled(_agreed(items, before, after)))
+    wrapped = [item.with_tree(part) if is_distributed(item) else part for item, part in zip(items, parts, strict=True)]
+    return treedef.unflatten(wrapped)
+
+
+def _agreed(items: Sequence[Any], before: PyTree, after: PyTree) -> PyTree:
+    """`after` with the writes to `Mirrored` values aggregated, by one collective for all of a kind."""
+    counts = [len(jax.tree.leaves(item)) for item in items]
+    aggregations = [
+        item.aggregation if isinstance(item, Mirrored) else VariableAggregation.NONE
+        for item, count in zip(items, counts, strict=True)
+        for _ in range(count)
     ]
-    for number, value in _agreed(writes):
-        news[number] = value
-    return treedef.unflatten(
-        [
-            item.with_tree(settled(new)) if is_distributed(item) else settled(new)
-            for (_, item), new in zip(items, news, strict=True)
-        ]
-    )
-
-
-class _Write(NamedTuple):
-    """What the replicas wrote to one `Mirrored` value of the state.
-
-    Attributes:
-        name: The value's name.
-        aggregation: How the writes become one.
-        number: Which item of the state it is.
-        tree: What this replica wrote.
-    """
-
-    name: str
-    aggregation: VariableAggregation
-    number: int
-    tree: PyTree
-
-
-def _is_written(old: PyTree, new: PyTree) -> bool:
-    # A leaf that is handed on is the same object, and a sum of it would multiply what nobody wrote.
-    return any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
-
-
-def _agreed(writes: Sequence[_Write]) -> list[tuple[int, PyTree]]:
-    """The writes, each aggregated as its value says, with one collective for all of a kind."""
-    for write in writes:
-        for name, leaf in named_leaves(write.name, write.tree):
-            _check_write(write.aggregation, name, leaf)
-    agreed: list[tuple[int, PyTree]] = []
+    names = [name for name, _ in named_leaves("state", before)]
+    olds, (news, treedef) = jax.tree.leaves(before), jax.tree.flatten(after)
     for aggregation, collective in _AGGREGATIONS.items():
-        group = [write for write in writes if write.aggregation is aggregation]
-        if group:
-            agreed += zip([write.number for write in group], collective([write.tree for write in group]), strict=True)
-    return agreed
+        # A leaf that is handed on is the same object: nobody wrote it, and a sum would multiply it.
+        written = [i for i, kind in enumerate(aggregations) if kind is aggregation and news[i] is not olds[i]]
+        for i in written:
+            _check_write(aggregation, names[i], news[i])
+        if written:
+            for i, value in zip(written, collective([news[i] for i in written]), strict=True):
+                news[i] = value
+    return treedef.unflatten(news)
 
 
 _AGGREGATIONS = {
@@ -117,10 +92,12 @@ _AGGREGATIONS = {
 
 
 def _check_write(aggregation: VariableAggregation, name: str, leaf: Any) -> None:
+    if aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+        check_reducible(ReduceOp.of(aggregation.name), name, leaf)
     if aggregation is VariableAggregation.SUM and not isinstance(leaf, jax.Array):
         raise ValueError(
-            f"{name} is read as the sum of what the replicas write, and they wrote {spec(leaf)}, a host value that none of "
-            "them holds. Write an array (`jnp.asarray`) for its sum over the replicas, or aggregate by MEAN."
+            f"{name} becomes the sum of what the replicas write, and they wrote {spec(leaf)}, a host value that none of them "
+            "holds. Write an array (`jnp.asarray`) for its sum over the replicas, or aggregate by MEAN."
         )
     if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact):
         raise TypeError(

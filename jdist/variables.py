@@ -45,6 +45,8 @@ def variable(
 
     Raises:
         ValueError: There is no such choice, or the choices contradict each other.
+        TypeError: `value` is a wrapped value, or `RowSlices` that would be aggregated.
+        RuntimeError: Called in a `merge_call`.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -58,6 +60,8 @@ def variable(
     )
     if isinstance(current(), ReplicaContext) and in_replica_function():
         return wrapped
+    if in_replica_function():
+        raise RuntimeError("`jdist.variable` is called in a `merge_call`. Make the value before, in `strategy.init`.")
     return put_on_each(wrapped, get_strategy().mesh)
 
 

@@ -10,7 +10,7 @@ from jax import lax
 import jdist
 from jdist import ReduceOp
 
-from laws import STRATEGIES, rows
+from laws import STRATEGIES, assert_in_step, rows
 
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 
@@ -140,10 +140,185 @@ def test_all_gather_along_no_dimension_is_refused_by_name(axis, strategy):
         jdist.all_gather({"x": jnp.ones(3)}, axis)
 
 
-@pytest.mark.parametrize("ask", [lambda x: jdist.all_reduce("sum", x), lambda x: jdist.all_gather({"a": x}, 0)])
+@pytest.mark.parametrize(
+    "ask", [lambda x: jdist.all_reduce("sum", x), lambda x: jdist.all_gather({"a": x}, 0), jdist.broadcast]
+)
 def test_collective_of_a_wrapper_on_the_host_is_refused(ask):
     value = rows(STRATEGIES["mirrored_2"](), 3)
     with pytest.raises(
         TypeError, match=r"PerReplica\(float32\[2,3\]\) is for the host .*`strategy\.run.*`strategy\.gather`"
     ):
         ask(value)
+
+
+BROADCAST = {
+    "float32": np.float32([1.5, -2, np.nan, np.inf]),
+    "bfloat16": np.array([1.5, -2], jnp.bfloat16),
+    "int8": np.int8([-128, 127]),
+    "uint32": np.uint32([2**32 - 1, 0]),
+    "complex64": np.complex64([1 - 2j]),
+    "bool": np.array([True, False]),
+    "scalar": np.float32(3),
+    "empty": np.zeros((0, 2), np.float32),
+}
+
+
+def test_broadcast_hands_every_replica_what_the_first_holds(strategy):
+    n = strategy.num_replicas_in_sync
+    other = lambda x: ~x if x.dtype == np.bool_ else np.full_like(x, 1)
+    own = {name: np.stack([x] + [other(x)] * (n - 1)) for name, x in BROADCAST.items()}
+    found = strategy.run(lambda tree: jdist.broadcast({**tree, "none": None}), (jdist.PerReplica(own),))
+    assert found.pop("none") is None
+    chex.assert_trees_all_equal(found, BROADCAST)
+    chex.assert_trees_all_equal_shapes_and_dtypes(found, jax.tree.map(jnp.asarray, BROADCAST))
+    assert_in_step(found)
+
+
+KEYS = {"typed": jax.random.key, "raw": jax.random.PRNGKey, "rbg": lambda seed: jax.random.key(seed, impl="rbg")}
+
+
+@pytest.mark.parametrize("make", KEYS.values(), ids=KEYS)
+def test_broadcast_of_keys_is_the_first_replicas_key(make, strategy):
+    found = strategy.run(lambda key: jdist.broadcast(jdist.replica_key(key)), (make(3),))
+    expected = jax.random.fold_in(make(3), 0)
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(expected))
+    assert_in_step(found)
+
+
+GROUPED = {
+    "groups_of_1": jdist.HierarchicalAllReduce(1),
+    "groups_of_2": jdist.HierarchicalAllReduce(2),
+    "groups_of_4": jdist.HierarchicalAllReduce(4),
+    "one_device": jdist.ReductionToOneDevice(),
+    "scattered": jdist.AllReduce(0),
+}
+
+
+@pytest.mark.parametrize("ops", GROUPED.values(), ids=GROUPED)
+def test_words_mean_the_same_whichever_way_the_strategy_adds(ops):
+    strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(4)], ops)
+    x = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    words = lambda x: (
+        jdist.broadcast((x, x > 5)),
+        jdist.all_gather(x, 0),
+        jdist.all_reduce("sum", _slices(x, 20)).dense(),
+    )
+    first, joined, table = strategy.run(words, (jdist.PerReplica(x),))
+    chex.assert_trees_all_equal(first, (x[0], x[0] > 5))
+    np.testing.assert_array_equal(joined, x.reshape(-1))
+    np.testing.assert_array_equal(table, _whole(x, 20))
+    assert_in_step((first, joined, table))
+
+
+def test_broadcast_outside_any_strategy_is_the_value():
+    chex.assert_trees_all_equal(jdist.broadcast({"x": 3.0, "none": None}), {"x": np.float32(3), "none": None})
+
+
+def test_broadcast_makes_a_leaf_fit_for_the_state(two):
+    step = two.step(lambda w, x: (w + jdist.broadcast(x), None))
+    state, _ = step(two.put(np.zeros(3, np.float32)), rows(two, 3))
+    np.testing.assert_array_equal(state, rows(two, 3).tree[0])
+
+
+def _slices(x, num_rows):
+    """This replica's row of a table, twice: once at its own number and once at the first."""
+    return jdist.RowSlices(jnp.stack([x, 2 * x]), jnp.stack([jdist.replica_id(), 0 * jdist.replica_id()]), num_rows)
+
+
+def _whole(x, num_rows):
+    table = np.zeros((num_rows, *x.shape[1:]), x.dtype)
+    for number, row in enumerate(x):
+        table[number] += row
+        table[0] += 2 * row
+    return table
+
+
+TABLES = {"small": 8, "large": 60}
+
+
+@pytest.mark.parametrize("num_rows", TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_all_reduce_of_row_slices_stands_for_the_reduced_table(op, num_rows, strategy):
+    n = strategy.num_replicas_in_sync
+    x = rows(strategy, 3)
+    reduced = strategy.run(lambda x: jdist.all_reduce(op, {"e": _slices(x, num_rows), "b": x.sum()}), (x,))
+    own = np.asarray(x.tree)
+    expected = _whole(own, num_rows) / (n if op == "mean" else 1)
+    assert isinstance(reduced["e"], jdist.RowSlices)
+    assert reduced["e"].num_rows == num_rows
+    assert_in_step(reduced)
+    np.testing.assert_allclose(reduced["e"].dense(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(reduced["b"], own.sum() / (n if op == "mean" else 1), rtol=1e-4, atol=1e-5)
+
+
+SENT = {"rows_are_less": (50, [0, 1, 0, 1]), "rows_are_still_less": (3, [0, 1, 0, 1]), "table_is_less": (2, [0, 1])}
+
+
+@pytest.mark.parametrize("num_rows, indices", SENT.values(), ids=SENT)
+def test_all_reduce_of_row_slices_sends_what_is_less(num_rows, indices, two):
+    make = lambda: jdist.RowSlices(jdist.replica_id() + jnp.ones((2, 100)), jnp.arange(2), num_rows)
+    reduced = two.run(lambda: jdist.all_reduce("sum", make()))
+    assert reduced.rows.shape == (len(indices), 100)
+    assert reduced.indices.tolist() == indices
+    np.testing.assert_array_equal(reduced.dense()[:2], np.full((2, 100), 3))
+    assert not np.any(reduced.dense()[2:])
+
+
+def test_all_reduce_of_no_row_slices_is_an_empty_table(strategy):
+    none = lambda: jdist.RowSlices(jnp.ones((0, 2)) * jdist.replica_id(), jnp.zeros(0, jnp.int32), 4)
+    reduced = strategy.run(lambda: jdist.all_reduce("mean", none()))
+    np.testing.assert_array_equal(reduced.dense(), np.zeros((4, 2)))
+
+
+def test_all_gather_of_empty_leaves_is_empty(strategy):
+    n = strategy.num_replicas_in_sync
+    found = strategy.run(lambda x: (jdist.all_gather(x, 0), jdist.all_gather(x, 1)), (rows(strategy, 0, 2),))
+    assert [leaf.shape for leaf in found] == [(0, 2), (0, 2 * n)]
+
+
+def test_all_reduce_of_row_slices_outside_any_strategy_is_themselves():
+    slices = jdist.RowSlices(np.float32([[1, 2]]), np.int32([3]), 5)
+    found = jdist.all_reduce("mean", slices)
+    chex.assert_trees_all_equal(found, slices)
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_greatest_of_row_slices_is_refused_with_the_way_out(op, strategy):
+    says = rf"value\['e'\] is RowSlices, and its {op.upper()} over the replicas .*for others take `value\.dense\(\)`"
+    ask = lambda: jdist.all_reduce(op, {"e": _slices(jnp.ones(3), 9)})
+    with pytest.raises(TypeError, match=says):
+        strategy.run(ask)
+    with pytest.raises(TypeError, match=says):
+        ask()
+
+
+def test_gather_of_row_slices_is_refused_with_the_way_out(strategy):
+    says = r"`all_gather` of RowSlices: .*`value\.dense\(\)`.*`value\.rows`, `value\.indices`"
+    ask = lambda: jdist.all_gather({"e": _slices(jnp.ones(3), 9)}, 0)
+    with pytest.raises(TypeError, match=says):
+        strategy.run(ask)
+    with pytest.raises(TypeError, match=says):
+        ask()
+
+
+def test_row_slices_without_a_reduction_are_refused_by_name(two):
+    slices = jdist.RowSlices(np.array([[True]]), np.int32([0]), 4)
+    with pytest.raises(TypeError, match=r"value\['e'\] is boolean \(bool\[1,1\]\), and SUM of booleans"):
+        two.run(lambda: jdist.all_reduce("sum", {"e": slices}))
+
+
+def test_mirrored_leaf_that_is_summed_among_others_is_warned_of(strategy):
+    x = rows(strategy, 3)
+    pack = jdist.CommunicationOptions(2**40)
+    with pytest.warns(
+        jdist.RepeatedSumWarning, match=r"the same on every replica multiplies it by the number of replicas"
+    ):
+        strategy.run(lambda w, x: jdist.all_reduce("sum", {"w": w, "x": x}, pack), (np.ones(3, np.float32), x))
+
+
+def test_constant_that_is_summed_among_others_is_a_count_and_not_warned_of(strategy):
+    x = rows(strategy, 3)
+    pack = jdist.CommunicationOptions(2**40)
+    found = strategy.run(lambda x: jdist.all_reduce("sum", {"n": 1.0, "x": x}, pack), (x,))
+    assert float(found["n"]) == strategy.num_replicas_in_sync

@@ -1,5 +1,6 @@
 """Who is asking: a replica, the host program in a scope, or nobody's program outside any strategy."""
 
+import asyncio
 import contextvars
 import threading
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jdist
 
@@ -51,6 +53,7 @@ def test_context_in_scope_is_none(two):
 WORDS = {
     "all_reduce": (lambda: jdist.all_reduce("sum", 1.0), "strategy.reduce"),
     "all_gather": (lambda: jdist.all_gather(np.ones(1), 0), "strategy.gather"),
+    "broadcast": (lambda: jdist.broadcast(1.0), "strategy.put"),
     "replica_id": (jdist.replica_id, "strategy.num_replicas_in_sync"),
     "num_replicas": (jdist.num_replicas, "strategy.num_replicas_in_sync"),
     "replica_key": (lambda: jdist.replica_key(jax.random.key(0)), "jax.random.split"),
@@ -104,6 +107,8 @@ def all_words(x, key):
         "mean": jdist.all_reduce("mean", jnp.int32(3)),
         "max": jdist.all_reduce(jdist.ReduceOp.MAX, {"x": x, "none": None}),
         "gathered": jdist.all_gather(x, 0),
+        "first": jdist.broadcast({"x": x, "none": None}),
+        "merged": jdist.get_replica_context().merge_call(lambda strategy, x: strategy.reduce("sum", x, axis=0), (x,)),
         "count": x * jdist.num_replicas() + jdist.replica_id(),
         "noise": noise,
     }
@@ -119,15 +124,368 @@ def test_function_called_outside_any_strategy_gives_what_one_replica_sees(name):
     chex.assert_trees_all_close(seen, alone, rtol=1e-6)
 
 
-def test_replica_key_differs_per_replica_and_is_the_folded_key(strategy):
-    key = jax.random.key(7)
-    draws = strategy.run(lambda key: jax.random.bits(jdist.replica_key(key)), (key,))
-    expected = [jax.random.bits(jax.random.fold_in(key, i)) for i in range(strategy.num_replicas_in_sync)]
-    np.testing.assert_array_equal(strategy.gather(strategy.run(lambda x: x[None], (draws,)), 0), expected)
-    assert len(set(map(int, expected))) == strategy.num_replicas_in_sync
+def _where():
+    """Who is asking here: whether it is the host, a replica, and under which strategy."""
+    return jdist.in_cross_replica_context(), jdist.get_replica_context() is not None, jdist.get_strategy()
 
 
-def test_replica_key_of_raw_key_is_raw(two):
-    raw = jax.random.PRNGKey(7)
-    found = two.run(jdist.replica_key, (raw,))
-    np.testing.assert_array_equal(found.tree, [jax.random.fold_in(raw, i) for i in range(2)])
+def test_cross_replica_context_is_in_scope_and_in_merge_call_and_nowhere_else(strategy):
+    seen = {}
+
+    def replica_function():
+        seen["replica"] = _where()
+        jdist.get_replica_context().merge_call(lambda strategy: seen.setdefault("merge", _where()) and None)
+        seen["replica_again"] = _where()
+        lax.cond(jdist.num_replicas() > 0, lambda: seen.setdefault("cond", _where())[0] + 0, lambda: 0)
+
+    outside = _where()
+    with strategy.scope():
+        seen["scope"] = _where()
+        strategy.run(replica_function)
+        strategy.distribute_values_from_function(lambda c: seen.setdefault("values", _where())[0])
+    assert outside[:2] == (False, True)
+    assert seen == {
+        "scope": (True, False, strategy),
+        "replica": (False, True, strategy),
+        "merge": (True, False, strategy),
+        "replica_again": (False, True, strategy),
+        "cond": (False, True, strategy),
+        "values": (True, False, strategy),
+    }
+    assert _where() == outside
+
+
+@pytest.fixture
+def outermost():
+    """Sets the strategy of the whole program, and sets it back."""
+    yield jdist.set_strategy
+    jdist.set_strategy(None)
+
+
+def test_strategy_that_is_set_is_in_force_in_all_threads_until_it_is_reset(strategy, outermost):
+    seen = {}
+    look = lambda name: seen.setdefault(name, (_where(), jdist.has_strategy()))
+    outermost(strategy)
+    look("here")
+    for target, name in ((look, "thread"), (lambda name: contextvars.Context().run(look, name), "empty")):
+        thread = threading.Thread(target=target, args=(name,))
+        thread.start()
+        thread.join()
+    asyncio.run(asyncio.to_thread(look, "task"))
+    assert seen == dict.fromkeys(["here", "thread", "empty", "task"], ((True, False, strategy), True))
+    outermost(None)
+    assert not jdist.has_strategy()
+    assert not jdist.in_cross_replica_context()
+    assert jdist.get_replica_context().num_replicas_in_sync == 1
+
+
+def test_strategy_that_is_set_gives_way_to_a_replica_function_and_to_the_next(two, outermost):
+    outermost(two)
+    assert two.run(lambda: jdist.in_cross_replica_context() + 0) == 0
+    with two.scope():
+        assert jdist.get_strategy() is two
+    other = STRATEGIES["mirrored_1"]()
+    outermost(other)
+    assert jdist.get_strategy() is other
+    outermost(None)
+    outermost(None)
+    assert not jdist.has_strategy()
+
+
+def test_words_of_replicas_are_refused_to_the_host_of_a_strategy_that_is_set(two, outermost):
+    outermost(two)
+    with pytest.raises(RuntimeError, match=r"`jdist\.all_reduce` is a word of replica functions.*`strategy\.reduce`"):
+        jdist.all_reduce("sum", 1.0)
+
+
+def test_strategy_is_not_set_in_a_scope_nor_a_replica_function(two, outermost):
+    says = r"`set_strategy` is called inside a `strategy\.scope\(\)` or a replica function\. Leave it first"
+    for strategy in (two, None):
+        with two.scope(), pytest.raises(RuntimeError, match=says):
+            outermost(strategy)
+        with pytest.raises(RuntimeError, match=says):
+            two.run(lambda strategy=strategy: outermost(strategy))
+        with pytest.raises(RuntimeError, match=says):
+            two.run(lambda: jdist.get_replica_context().merge_call(outermost))
+    assert not jdist.has_strategy()
+
+
+@pytest.mark.parametrize("bad", [1, "mirrored", jdist.MirroredStrategy, {}], ids=str)
+def test_what_is_no_strategy_is_not_set(bad, outermost):
+    with pytest.raises(TypeError, match=r"A strategy is needed, or None, got (int|str|type|ABCMeta|dict)\."):
+        outermost(bad)
+    assert not jdist.has_strategy()
+
+
+def test_tasks_have_each_their_own_scope_at_the_same_time():
+    strategies = [make() for make in STRATEGIES.values()]
+
+    async def work(strategy, entered, everyone):
+        with strategy.scope():
+            entered.append(strategy)
+            if len(entered) == len(strategies):
+                everyone.set()
+            await everyone.wait()
+            found = jdist.get_strategy(), int(strategy.run(lambda: jdist.all_reduce("sum", jdist.replica_id() * 0 + 1)))
+            await asyncio.sleep(0)
+            assert jdist.get_strategy() is strategy
+        return found
+
+    async def main():
+        entered, everyone = [], asyncio.Event()
+        return await asyncio.gather(*(work(strategy, entered, everyone) for strategy in strategies))
+
+    assert asyncio.run(main()) == [(strategy, strategy.num_replicas_in_sync) for strategy in strategies]
+    assert not jdist.has_strategy()
+
+
+def test_threads_have_each_their_own_scope_at_the_same_time():
+    strategies = [STRATEGIES[name]() for name in ("mirrored_1", "mirrored_2", "mirrored_3")]
+    together = threading.Barrier(len(strategies), timeout=60)
+    found = {}
+
+    def work(number, strategy):
+        with strategy.scope():
+            together.wait()
+            inside = jdist.get_strategy()
+            together.wait()
+        found[number] = inside, jdist.has_strategy()
+
+    threads = [threading.Thread(target=work, args=pair) for pair in enumerate(strategies)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {number: (strategy, False) for number, strategy in enumerate(strategies)}
+
+
+def test_scope_is_restored_after_exceptions_one_by_one(two):
+    with two.scope():
+        with pytest.raises(KeyError, match="mine"), two.scope():
+            raise KeyError("mine")
+        assert _where() == (True, False, two)
+        with pytest.raises(ZeroDivisionError):
+            two.run(lambda: 1 // 0)
+        assert _where() == (True, False, two)
+    assert not jdist.has_strategy()
+
+
+def _merge(fn, *args, **kwargs):
+    return jdist.get_replica_context().merge_call(fn, args, kwargs)
+
+
+def test_merge_call_sees_the_values_of_all_replicas(strategy):
+    n = strategy.num_replicas_in_sync
+    seen = []
+
+    def look(given, value, tree, *, scale):
+        seen.append((given, _where(), len(value.values), [type(x) for x in (value, tree["a"], scale)], tree["none"]))
+        seen.append((value.tree.shape, tree["a"].tree.shape, scale.tree.shape))
+
+    x = rows(strategy, 3)
+    strategy.run(lambda x: _merge(look, x, {"a": jdist.replica_id(), "none": None}, scale=2.0), (x,))
+    assert seen == [
+        (strategy, (True, False, strategy), n, [jdist.PerReplica] * 3, None),
+        ((n, 3), (n,), (n,)),
+    ]
+
+
+def ask_the_strategy(strategy, x, *, ids):
+    return {
+        "sum": strategy.reduce("sum", x, axis=None),
+        "mean": strategy.reduce("mean", {"x": x, "none": None}, axis=0),
+        "joined": strategy.gather(ids, axis=0),
+        "own": x,
+        "mapped": x.map(lambda row: row * 2),
+        "last": strategy.local_results(x)[-1],
+        "values": tuple(x.values)[0],
+        "again": strategy.reduce("sum", strategy.reduce("max", x, axis=None), axis=None),
+        "number": 3,
+        "none": None,
+    }
+
+
+def _asked(x, i):
+    n = len(x)
+    return {
+        "sum": x.sum(0),
+        "mean": {"x": x.mean(), "none": None},
+        "joined": np.arange(n, dtype=np.int32),
+        "own": x[i],
+        "mapped": x[i] * 2,
+        "last": x[-1],
+        "values": x[0],
+        "again": n * x.max(0),
+        "number": np.int32(3),
+        "none": None,
+    }
+
+
+def merge_alone(x):
+    return _merge(ask_the_strategy, x, ids=jdist.replica_id()[None])
+
+
+def merge_in_scan(x):
+    _, found = lax.scan(lambda carry, _: (carry, merge_alone(x)), 0, None, length=2)
+    return jax.tree.map(lambda leaf: leaf[1], found)
+
+
+def merge_in_cond(x):
+    return lax.cond(jdist.num_replicas() > 0, merge_alone, merge_alone, x)
+
+
+def merge_in_while(x):
+    start = jax.tree.map(jnp.zeros_like, merge_alone(x))
+    return lax.while_loop(lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, merge_alone(x)), (0, start))[1]
+
+
+MERGES = {fn.__name__: fn for fn in (merge_alone, merge_in_scan, merge_in_cond, merge_in_while)}
+
+
+@pytest.mark.parametrize("fn", MERGES.values(), ids=MERGES)
+def test_merge_call_gives_each_replica_its_part_of_what_the_host_would_say(fn, strategy):
+    x = rows(strategy, 3)
+    found = strategy.run(fn, (x,))
+    for number, one in enumerate(strategy.local_results(found)):
+        chex.assert_trees_all_close(one, _asked(np.asarray(x.tree), number), rtol=1e-5, atol=1e-6)
+    for name, leaf in found.items():
+        assert isinstance(leaf, jdist.PerReplica) == (name in ("own", "mapped"))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_merge_call_on_a_mesh_of_groups_is_as_on_one_of_replicas(groups):
+    strategy = jdist.MirroredStrategy(cross_device_ops=jdist.HierarchicalAllReduce(groups))
+    x = rows(strategy, 3)
+    for number, one in enumerate(strategy.local_results(strategy.run(merge_alone, (x,)))):
+        chex.assert_trees_all_close(one, _asked(np.asarray(x.tree), number), rtol=1e-5, atol=1e-6)
+
+
+def test_merge_call_outside_any_strategy_is_of_one_replica():
+    found = merge_alone(np.float32([1, 2, 3]))
+    chex.assert_trees_all_close(found, _asked(np.float32([[1, 2, 3]]), 0))
+    assert not jdist.in_cross_replica_context()
+
+
+def test_merge_call_of_nothing_gives_nothing(strategy):
+    assert strategy.run(lambda: (_merge(lambda strategy: None), _merge(lambda strategy: {}))) == (None, {})
+    assert strategy.run(
+        lambda: jdist.get_replica_context().merge_call(lambda strategy, *args, **kwargs: (args, kwargs))
+    ) == (
+        (),
+        {},
+    )
+
+
+PARTS = {
+    "per_replica": (lambda n: jdist.PerReplica({"x": jnp.arange(n)}), lambda n, i: {"x": np.int32(i)}),
+    "sync_on_read": (lambda n: jdist.SyncOnRead(jnp.arange(n), "sum"), lambda n, i: np.int32(i)),
+    "sharded": (lambda n: jdist.Sharded(jnp.arange(2 * n)), lambda n, i: np.int32([2 * i, 2 * i + 1])),
+    "mirrored": (lambda n: jdist.Mirrored((jnp.arange(3), None)), lambda n, i: (np.arange(3, dtype=np.int32), None)),
+}
+
+
+@pytest.mark.parametrize("make, part", PARTS.values(), ids=PARTS)
+def test_merge_call_gives_each_replica_its_part_of_every_wrapper(make, part, strategy):
+    n = strategy.num_replicas_in_sync
+    found = strategy.run(lambda: _merge(lambda strategy: make(n)))
+    for number, one in enumerate(strategy.local_results(found)):
+        chex.assert_trees_all_equal(one, part(n, number))
+
+
+UNFIT = {
+    "more_rows": (
+        lambda: jdist.PerReplica(jnp.arange(3)),
+        r"a PerReplica of int32\[3\], for 3 replicas; this strategy has 2",
+    ),
+    "one_row": (
+        lambda: jdist.PerReplica({"x": jnp.arange(1)}),
+        r"\['x'\] is a PerReplica of int32\[1\], for 1 replicas",
+    ),
+    "odd_parts": (
+        lambda: jdist.Sharded(jnp.arange(3)),
+        r"is Sharded, of int32\[3\], .*cannot be split into 2 equal parts",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, says", UNFIT.values(), ids=UNFIT)
+def test_merge_call_that_returns_what_does_not_fit_the_replicas_is_refused(make, says, two):
+    with pytest.raises(ValueError, match=says):
+        two.run(lambda: _merge(lambda strategy: make()))
+
+
+def test_merge_call_takes_keys_booleans_and_empty_leaves(strategy):
+    n = strategy.num_replicas_in_sync
+    own = {"key": jax.random.split(jax.random.key(1), n), "odd": np.arange(n) % 2 == 1, "empty": np.zeros((n, 0, 2))}
+    found = strategy.run(lambda tree: _merge(lambda strategy, tree: tree, tree), (jdist.PerReplica(own),))
+    for name, leaf in found.items():
+        plain = jax.random.key_data if name == "key" else np.asarray
+        value = leaf.tree if isinstance(leaf, jdist.PerReplica) else jnp.stack([leaf] * n)
+        np.testing.assert_array_equal(plain(value), plain(own[name]))
+
+
+def test_merge_call_proves_what_the_host_reduced_and_nothing_else(strategy):
+    step = strategy.step(lambda w, x: (w + _merge(lambda strategy, x: strategy.reduce("mean", x, axis=None), x), None))
+    x = rows(strategy, 2)
+    state, _ = step(strategy.put(np.zeros(2, np.float32)), x)
+    np.testing.assert_allclose(state, np.asarray(x.tree).mean(0), rtol=1e-5)
+    own = strategy.step(lambda w, x: (w + _merge(lambda strategy, x: x, x), None))
+    with pytest.raises(jdist.NotMirroredError, match="state is not proved to be the same on every"):
+        own(strategy.put(np.zeros(2, np.float32)), x)
+
+
+def test_merge_call_is_differentiated_through(strategy):
+    n = strategy.num_replicas_in_sync
+    mean = lambda strategy, x: strategy.reduce("mean", x, axis=None)
+    gradient = lambda x: jax.grad(lambda x: _merge(mean, x * x))(x)
+    plain = lambda x: jax.grad(lambda x: jdist.all_reduce("mean", x * x))(x)
+    x = rows(strategy)
+    found, expected = (np.asarray(strategy.run(fn, (x,)).tree) for fn in (gradient, plain))
+    assert found.shape == (n,)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_exception_in_merge_call_goes_through_and_restores_the_context(strategy):
+    def fail(strategy):
+        raise KeyError("mine")
+
+    def catch():
+        with pytest.raises(KeyError, match="mine"):
+            _merge(fail)
+        assert jdist.get_replica_context().strategy is strategy
+        return jdist.replica_id()
+
+    assert len(strategy.run(catch).values) == strategy.num_replicas_in_sync
+    with pytest.raises(KeyError, match="mine"):
+        strategy.run(lambda: _merge(fail))
+    assert not jdist.in_cross_replica_context()
+
+
+INSIDE = {
+    "run": lambda strategy: strategy.run(lambda: 1),
+    "init": lambda strategy: strategy.init(lambda: 1),
+    "step": lambda strategy: strategy.step(lambda state: (state, None))(1.0),
+}
+
+
+@pytest.mark.parametrize("ask", INSIDE.values(), ids=INSIDE)
+def test_program_inside_merge_call_is_refused(ask, strategy):
+    says = (
+        r"A strategy runs a function inside a function that a strategy is already running\. Call the inner one directly"
+    )
+    with pytest.raises(RuntimeError, match=says):
+        strategy.run(lambda: _merge(ask))
+
+
+@pytest.mark.parametrize("word", ["all_reduce", "all_gather", "replica_id", "num_replicas", "replica_key", "broadcast"])
+def test_word_of_replicas_inside_merge_call_is_refused(word, two):
+    ask = WORDS[word][0]
+    with pytest.raises(RuntimeError, match=rf"`jdist\.{word}` is a word of replica functions"):
+        two.run(lambda: _merge(lambda strategy: ask()))
+
+
+def test_merge_call_that_only_some_replicas_reach_is_refused(two):
+    sums = lambda strategy, x: strategy.reduce("sum", x, axis=None)
+    some = lambda x: lax.cond(jdist.replica_id() > 0, lambda: _merge(sums, x), lambda: x)
+    with pytest.raises(jdist.DivergentCollectiveError):
+        two.run(some, (1.0,))

@@ -248,3 +248,361 @@ def test_local_results_of_a_value_of_another_strategy_are_refused():
     value = rows(STRATEGIES["mirrored_3"](), 2)
     with pytest.raises(ValueError, match=r"lies on cpu:5, cpu:1, cpu:2, and this strategy on cpu:0, cpu:1"):
         STRATEGIES["mirrored_2"]().local_results({"x": value})
+
+
+JUDGES = {name: CACHED[name] for name in ("mirrored_1", "mirrored_2", "mirrored_3", "mirrored_8")}
+judged = pytest.mark.parametrize("strategy", JUDGES.values(), ids=JUDGES)
+
+
+def _uneven(strategy, counts, *trailing, dtype="int32", seed=0):
+    """Whole numbers, `counts[i]` rows on replica i: the parts, and the value."""
+    rng = np.random.default_rng(seed)
+    counts = (counts * strategy.num_replicas_in_sync)[: strategy.num_replicas_in_sync]
+    parts = [rng.integers(-9, 9, size=(count, *trailing)).astype(jnp.dtype(dtype)) for count in counts]
+    return parts, strategy.distribute_values_from_function(lambda c: parts[c.replica_id_in_sync_group])
+
+
+COUNTS = {
+    "uneven": ([3, 1, 4], "float32"),
+    "some_empty": ([0, 2, 0], "int8"),
+    "one_each_but_one": ([1, 1, 2], "bfloat16"),
+    "last_empty": ([2, 0], "int32"),
+    "none": ([0], "int8"),
+}
+
+
+@judged
+@pytest.mark.parametrize("counts, dtype", COUNTS.values(), ids=COUNTS)
+def test_reduce_over_uneven_rows_is_that_of_all_rows_together(counts, dtype, strategy):
+    parts, value = _uneven(strategy, counts, 2, dtype=dtype)
+    whole = np.concatenate(parts).astype(np.float64)
+    asked = [("sum", 0), ("max", 0), ("min", 0), ("mean", 0), ("mean", (0, 1))]
+    for op, axis in asked if len(whole) else asked[:1]:
+        found = strategy.reduce(op, value, axis=axis)
+        np.testing.assert_allclose(np.asarray(found, np.float64), NUMPY[op](whole, axis=axis), rtol=1e-2)
+        assert jnp.issubdtype(found.dtype, jnp.floating) == (op == "mean" or dtype in ("float32", "bfloat16"))
+        assert_in_step(found)
+
+
+@judged
+@pytest.mark.parametrize("counts, dtype", COUNTS.values(), ids=COUNTS)
+def test_gather_of_uneven_rows_is_the_rows_joined_in_order(counts, dtype, strategy):
+    parts, value = _uneven(strategy, counts, 2, dtype=dtype)
+    found = strategy.gather(value, axis=0)
+    np.testing.assert_array_equal(np.asarray(found), np.concatenate(parts))
+    assert found.dtype == dtype
+    assert_in_step(found)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "complex64", "uint8", "float16"])
+def test_gather_of_uneven_rows_takes_any_numbers_and_booleans(dtype, two):
+    parts, value = _uneven(two, [1, 2], 2, dtype=dtype)
+    found = two.gather(value, axis=0)
+    np.testing.assert_array_equal(np.asarray(found), np.concatenate(parts))
+    assert found.dtype == dtype
+
+
+@few
+@hypothesis.given(st.lists(st.integers(0, 4), min_size=3, max_size=3), st.sampled_from(list(NUMPY)), st.integers(0, 9))
+def test_reduce_and_gather_of_any_rows_are_those_of_all_together(counts, op, seed):
+    strategy = CACHED["mirrored_3"]
+    parts, value = _uneven(strategy, counts, 2, seed=seed)
+    whole = np.concatenate(parts)
+    np.testing.assert_array_equal(strategy.gather(value, axis=0), whole)
+    if len(whole) or op == "sum":
+        np.testing.assert_allclose(strategy.reduce(op, value, axis=0), NUMPY[op](whole, axis=0), rtol=1e-5)
+    else:
+        with pytest.raises(ValueError, match=rf"value is empty on every replica, and nothing has no {op.upper()}"):
+            strategy.reduce(op, value, axis=0)
+
+
+@judged
+def test_reduce_over_a_trailing_dimension_that_is_uneven_keeps_the_rows(strategy):
+    n = strategy.num_replicas_in_sync
+    parts = [np.random.default_rng(i).integers(-9, 9, size=(2, 1 + i % 3)) for i in range(n)]
+    value = strategy.distribute_values_from_function(lambda c: {"x": parts[c.replica_id_in_sync_group]})
+    whole = np.concatenate(parts, axis=1)
+    for op, reduction in NUMPY.items():
+        np.testing.assert_allclose(strategy.reduce(op, value, axis=1)["x"], reduction(whole, axis=1), rtol=1e-6)
+        np.testing.assert_allclose(strategy.reduce(op, value, axis=(1, 0))["x"], reduction(whole), rtol=1e-6)
+    np.testing.assert_array_equal(strategy.gather(value, axis=1)["x"], whole)
+
+
+@judged
+def test_questions_about_a_nest_of_uneven_leaves_are_answered_leaf_by_leaf(strategy):
+    n = strategy.num_replicas_in_sync
+    make = lambda i: {"a": np.arange(i % 3 + 1) + 10 * i, "b": (np.full((2, 2), i, np.float32), None), "c": []}
+    parts = [make(i) for i in range(n)]
+    value = {
+        "own": strategy.distribute_values_from_function(lambda c: parts[c.replica_id_in_sync_group]),
+        "host": np.ones(2),
+    }
+    joined = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+    chex.assert_trees_all_equal(strategy.gather(value, axis=0), {"own": joined, "host": np.ones(2)})
+    chex.assert_trees_all_close(
+        strategy.reduce("mean", value, axis=0),
+        {"own": jax.tree.map(lambda x: x.mean(0).astype(np.float32), joined), "host": np.float32(1)},
+        rtol=1e-6,
+    )
+    found = strategy.local_results(value)
+    assert len(found) == n
+    for one, part, device in zip(found, parts, strategy.mesh.devices.flat, strict=True):
+        chex.assert_trees_all_equal(one, {"own": part, "host": np.ones(2)})
+        assert {device} == set().union(*(leaf.devices() for leaf in jax.tree.leaves(one["own"])))
+
+
+def test_greatest_of_uneven_negative_rows_is_not_what_fills_them_up(two):
+    value = two.distribute_values_from_function(lambda c: -1 - np.arange(1 + 2 * c.replica_id_in_sync_group))
+    assert [int(two.reduce(op, value, axis=0)) for op in ("max", "min", "sum")] == [-1, -3, -7]
+    assert float(two.reduce("mean", value, axis=0)) == -7 / 4
+
+
+def test_mean_of_uneven_rows_counts_elements_and_not_replicas(two):
+    value = two.distribute_values_from_function(
+        lambda c: np.float32([1, 1, 1, 5][3 * c.replica_id_in_sync_group :][:3])
+    )
+    assert float(two.reduce("mean", value, axis=0)) == 2
+
+
+UNEVEN_REFUSED = {
+    "reduce_over_nothing": (
+        lambda s, x: s.reduce("sum", x, axis=None),
+        r"value\['x'\] has the shapes \[1, 2\], \[2, 2\] on the replicas, which differ beyond the dimensions \[\].*`axis=0`",
+    ),
+    "reduce_over_another": (
+        lambda s, x: s.reduce("max", x, axis=1),
+        r"differ beyond the dimensions \[1\].*`strategy\.gather`",
+    ),
+    "reduce_over_none_there": (
+        lambda s, x: s.reduce("sum", x, axis=2),
+        r"value\['x'\] is int.*: it has no dimension 2",
+    ),
+    "gather_along_another": (
+        lambda s, x: s.gather(x, axis=1),
+        r"value\['x'\] has the shapes \[1, 2\], \[2, 2\].*joined along dimension 1 has the same sizes along all others",
+    ),
+}
+
+
+@pytest.mark.parametrize("ask, says", UNEVEN_REFUSED.values(), ids=UNEVEN_REFUSED)
+def test_question_that_uneven_rows_do_not_fit_is_refused_with_their_shapes(ask, says, two):
+    _, value = _uneven(two, [1, 2], 2)
+    with pytest.raises(ValueError, match=says):
+        ask(two, {"x": value})
+
+
+@pytest.mark.parametrize("op", ["mean", "max", "min"])
+@pytest.mark.parametrize("counts", [[0, 0], [0]], ids=["uneven_in_another", "even"])
+def test_reduce_of_nothing_is_refused(op, counts, two):
+    width = lambda i: 1 + i if len(counts) == 2 else 1
+    value = two.distribute_values_from_function(lambda c: np.ones((0, width(c.replica_id_in_sync_group)), np.float32))
+    with pytest.raises(ValueError, match=rf"value is empty on every replica, and nothing has no {op.upper()}"):
+        two.reduce(op, value, axis=(0, 1))
+    assert float(two.reduce("sum", value, axis=(0, 1))) == 0
+
+
+def _wrapped(strategy, x):
+    """`x` `[replica, 2]` in each wrapper that can hold it, with the rows that each replica then holds."""
+    return {
+        "per_replica": (jdist.PerReplica(x), x),
+        "sync_on_read": (jdist.SyncOnRead(x, "mean"), x),
+        "sharded": (jdist.Sharded(x.ravel()), x),
+        "mirrored": (jdist.Mirrored(x[0], "sum"), np.tile(x[0], (len(x), 1))),
+        "plain": (x[0], np.tile(x[0], (len(x), 1))),
+    }
+
+
+@every_strategy
+@pytest.mark.parametrize("kind", ["per_replica", "sync_on_read", "sharded", "mirrored", "plain"])
+def test_questions_about_a_wrapper_are_about_what_each_replica_holds(kind, strategy):
+    n = strategy.num_replicas_in_sync
+    value, whole = _wrapped(strategy, np.random.default_rng(1).integers(-9, 9, (n, 2)).astype(np.float32))[kind]
+    value = strategy.put({"x": value, "none": None})
+    for op, reduction in NUMPY.items():
+        np.testing.assert_allclose(strategy.reduce(op, value, axis=None)["x"], reduction(whole, axis=0), rtol=1e-6)
+        np.testing.assert_allclose(strategy.reduce(op, value, axis=0)["x"], reduction(whole), rtol=1e-6)
+    joined = strategy.gather(value, axis=0)
+    np.testing.assert_array_equal(joined["x"], whole.ravel())
+    assert_in_step(joined)
+    found = strategy.local_results(value)
+    for one, row, device in zip(found, whole, strategy.mesh.devices.flat, strict=True):
+        chex.assert_trees_all_equal(one, {"x": row, "none": None})
+        assert one["x"].devices() == {device}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_reduce_of_numbers_of_a_kind_is_of_that_kind(op, dtype, two):
+    parts = np.asarray([[1, 2, 4], [8, 16, 32]], jnp.dtype(dtype))
+    even = two.reduce(op, jdist.PerReplica(parts), axis=None)
+    assert even.dtype == dtype
+    np.testing.assert_allclose(np.asarray(even, complex), NUMPY[op](parts.astype(complex), axis=0))
+    uneven = two.distribute_values_from_function(
+        lambda c: parts[c.replica_id_in_sync_group, c.replica_id_in_sync_group :]
+    )
+    found = two.reduce(op, uneven, axis=0)
+    assert found.dtype == dtype
+    whole = np.concatenate([parts[0], parts[1, 1:]]).astype(complex)
+    np.testing.assert_allclose(np.asarray(found, complex), NUMPY[op](whole), rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
+@pytest.mark.parametrize("more", [0, 1], ids=["even", "uneven"])
+def test_reduce_of_integers_keeps_their_kind_but_for_a_mean_that_does_not_wrap(more, dtype, two):
+    count = lambda c: 2 + more * c.replica_id_in_sync_group
+    small = two.distribute_values_from_function(lambda c: np.full(count(c), 7, dtype))
+    large = two.distribute_values_from_function(lambda c: np.full(count(c), 100, dtype))
+    found = [two.reduce("sum", small, axis=0), two.reduce("max", large, axis=0), two.reduce("min", large, axis=0)]
+    assert [int(x) for x in found] == [7 * (4 + more), 100, 100]
+    assert {str(x.dtype) for x in found} == {dtype}
+    mean = two.reduce("mean", large, axis=0)
+    assert (float(mean), mean.dtype) == (100, np.float32)
+
+
+NO_SUCH = {
+    "booleans": (
+        lambda i: np.ones(i + 1, bool),
+        "sum",
+        r"value\['x'\] is boolean \(bool\[.*\]\), and SUM of booleans has no",
+    ),
+    "complex_max": (
+        lambda i: np.ones(i + 1, np.complex64),
+        "max",
+        r"value\['x'\] is complex .* have no MAX\. Reduce `abs\(x\)`",
+    ),
+    "complex_min": (lambda i: np.ones(2, np.complex64), "min", r"value\['x'\] is complex \(complex64\[.*have no MIN"),
+    "keys": (
+        lambda i: jax.random.split(jax.random.key(i)),
+        "sum",
+        r"value\['x'\] is a random key .*Reduce what is drawn",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, op, says", NO_SUCH.values(), ids=NO_SUCH)
+def test_reduce_without_meaning_of_what_the_replicas_hold_is_refused_by_name(make, op, says, two):
+    value = {"x": two.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))}
+    with pytest.raises(TypeError, match=says):
+        two.reduce(op, value, axis=0)
+
+
+def test_gather_of_keys_is_the_keys_in_order(strategy):
+    keys = jax.random.split(jax.random.key(4), 2 * strategy.num_replicas_in_sync)
+    value = strategy.put(jdist.PerReplica(keys.reshape(-1, 2)))
+    np.testing.assert_array_equal(jax.random.key_data(strategy.gather(value, axis=0)), jax.random.key_data(keys))
+
+
+def _slices(i):
+    """Rows that replica i has of a table of 5, and where."""
+    rng = np.random.default_rng(i)
+    return rng.integers(-9, 9, size=(2, 3)).astype(np.float32), rng.integers(0, 5, size=2).astype(np.int32)
+
+
+@every_strategy
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_reduce_of_slices_is_that_of_the_tables_that_they_stand_for(op, strategy):
+    n = strategy.num_replicas_in_sync
+    rows, indices = (np.stack(parts) for parts in zip(*map(_slices, range(n)), strict=True))
+    own = strategy.put(jdist.RowSlices(jdist.PerReplica(rows), jdist.PerReplica(indices), 5))
+    found = strategy.reduce(op, {"x": own, "y": jdist.PerReplica(rows)}, axis=None)
+    tables = [jdist.RowSlices(*_slices(i), 5).dense() for i in range(n)]
+    np.testing.assert_allclose(found["x"].dense(), NUMPY[op](np.stack(tables), axis=0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found["y"], NUMPY[op](rows, axis=0), rtol=1e-5, atol=1e-6)
+    assert_in_step(found)
+
+
+@judged
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_reduce_of_uneven_slices_is_that_of_the_tables_that_they_stand_for(op, strategy):
+    n = strategy.num_replicas_in_sync
+    parts = [tuple(x[: i % 3] for x in _slices(i)) for i in range(n)]
+    rows, indices = (
+        strategy.distribute_values_from_function(lambda c, k=k: parts[c.replica_id_in_sync_group][k]) for k in (0, 1)
+    )
+    found = strategy.reduce(op, jdist.RowSlices(rows, indices, 5), axis=None)
+    tables = [jdist.RowSlices(*part, 5).dense() for part in parts]
+    np.testing.assert_allclose(found.dense(), NUMPY[op](np.stack(tables), axis=0), rtol=1e-5, atol=1e-6)
+
+
+@every_strategy
+def test_reduce_of_slices_that_run_returned_is_what_the_replicas_would_agree_on(strategy):
+    def make(x):
+        own = jdist.RowSlices(x, jdist.replica_id()[None] % 4, 4)
+        return own, jdist.all_reduce("sum", own).dense()
+
+    own, agreed = strategy.run(make, (rows(strategy, 1, 3),))
+    np.testing.assert_allclose(strategy.reduce("sum", own, axis=None).dense(), agreed, rtol=1e-5, atol=1e-6)
+
+
+@judged
+def test_reduce_of_slices_in_a_wrapper_is_that_of_slices_of_wrappers(strategy):
+    n = strategy.num_replicas_in_sync
+    parts = [jdist.RowSlices(*(x[: 1 + i % 2] for x in _slices(i)), 5) for i in range(n)]
+    value = strategy.distribute_values_from_function(lambda c: {"x": parts[c.replica_id_in_sync_group]})
+    found = strategy.reduce("sum", value, axis=None)["x"]
+    np.testing.assert_allclose(found.dense(), np.sum([part.dense() for part in parts], axis=0), rtol=1e-6)
+
+
+def test_mean_of_slices_of_the_host_is_as_if_every_replica_held_them(two):
+    found = two.reduce("mean", {"x": jdist.RowSlices(*_slices(0), 5)}, axis=None)["x"]
+    np.testing.assert_array_equal(found.dense(), jdist.RowSlices(*_slices(0), 5).dense())
+
+
+def test_sum_of_slices_of_the_host_is_refused_by_name(two):
+    with pytest.raises(ValueError, match=r"value\['x'\].*a host value, held by none of the 2 replicas"):
+        two.reduce("sum", {"x": jdist.RowSlices(*_slices(0), 5)}, axis=None)
+
+
+def test_reduce_of_slices_that_all_hold_counts_them_once_a_replica(two):
+    same = two.put(jdist.RowSlices(*_slices(0), 5))
+    table = jdist.RowSlices(*_slices(0), 5).dense()
+    np.testing.assert_allclose(two.reduce("sum", same, axis=None).dense(), 2 * table)
+    np.testing.assert_allclose(two.reduce("mean", same, axis=None).dense(), table)
+
+
+SLICES_REFUSED = {
+    "max": (
+        lambda s, x: s.reduce("max", x, axis=None),
+        r"value\['x'\] is RowSlices, of which there is a SUM and a MEAN",
+    ),
+    "axis": (
+        lambda s, x: s.reduce("sum", x, axis=0),
+        r"value\['x'\] is RowSlices.*`value\.dense\(\)`, in the replica function",
+    ),
+    "gather": (lambda s, x: s.gather(x, axis=0), r"`gather` of RowSlices.*`value\.dense\(\)`.*`value\.rows`"),
+}
+
+
+@pytest.mark.parametrize("ask, says", SLICES_REFUSED.values(), ids=SLICES_REFUSED)
+def test_question_that_slices_have_no_answer_to_is_refused(ask, says, two):
+    with pytest.raises(TypeError, match=says):
+        ask(two, {"x": two.put(jdist.RowSlices(*_slices(0), 5))})
+
+
+def test_sum_of_slices_of_booleans_is_refused_by_name(two):
+    value = {"x": two.put(jdist.RowSlices(np.ones((1, 2), bool), np.int32([2]), 4))}
+    with pytest.raises(TypeError, match=r"value\['x'\] is boolean .*`x\.astype\(jnp\.int32\)`"):
+        two.reduce("sum", value, axis=None)
+
+
+@every_strategy
+@pytest.mark.parametrize("wrapper", [jdist.PerReplica, jdist.Mirrored, jdist.Sharded], ids=lambda kind: kind.__name__)
+def test_questions_about_a_wrapper_of_no_leaves_are_answered(wrapper, strategy):
+    value = {"own": rows(strategy, 2), "empty": wrapper({"a": None})}
+    assert strategy.reduce("sum", value, axis=0)["empty"] == {"a": None}
+    assert strategy.gather(value, axis=0)["empty"] == {"a": None}
+    found = strategy.local_results(value)
+    assert [one["empty"] for one in found] == [{"a": None}] * strategy.num_replicas_in_sync
+
+
+def test_questions_over_groups_of_replicas_are_answered_in_the_order_of_the_replicas():
+    ops = jdist.HierarchicalAllReduce(group_size=2)
+    strategy = jdist.MirroredStrategy(["cpu:3", "cpu:1", "cpu:0", "cpu:2"], cross_device_ops=ops)
+    parts, value = _uneven(strategy, [2, 0, 1, 3], 2)
+    whole = np.concatenate(parts)
+    np.testing.assert_array_equal(strategy.gather(value, axis=0), whole)
+    for op, reduction in NUMPY.items():
+        np.testing.assert_allclose(strategy.reduce(op, value, axis=0), reduction(whole, axis=0), rtol=1e-6)
+    for kind, (wrapper, held) in _wrapped(strategy, np.arange(8.0, dtype=np.float32).reshape(4, 2)).items():
+        np.testing.assert_array_equal(strategy.gather(strategy.put(wrapper), axis=0), held.ravel(), err_msg=kind)
+        np.testing.assert_array_equal(np.stack(strategy.local_results(strategy.put(wrapper))), held, err_msg=kind)

@@ -59,7 +59,9 @@ class Strategy:
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """Makes this the strategy that `jdist.get_strategy()` returns. Nothing else depends on it.
+        """Makes this the strategy that `jdist.get_strategy()` returns, and that `jdist.variable` places values for.
+
+        No other call depends on it: what a strategy runs and holds is said by its methods.
 
         Raises:
             RuntimeError: Another strategy's scope is around, or a replica function is running.
@@ -81,7 +83,8 @@ class Strategy:
 
         Args:
             fn: A replica function.
-            args: Its positional arguments: trees of `PerReplica`, arrays and numbers.
+            args: Its positional arguments: trees of `PerReplica`, arrays and numbers. On several processes each one hands in
+                the same numbers.
             kwargs: Its arguments by name.
 
         Returns:
@@ -173,17 +176,18 @@ class Strategy:
 
         Args:
             op: `"sum"`, `"mean"`, `"max"` or `"min"`. The mean of integers is a float.
-            value: A tree of what `run` returned: `PerReplica`, or arrays that every replica holds (each counts). The mean,
-                greatest and least of a host value is itself.
+            value: A tree of what `run` returned: wrapped values, or arrays that every replica holds (each counts), or
+                `RowSlices`. The mean, greatest and least of a host value is itself.
             axis: None to reduce over the replicas, element by element. A dimension of one replica's value, or several, to
-                reduce over these as well.
+                reduce over these as well; a mean is then over all elements, however many each replica has.
 
         Returns:
             The same tree of plain arrays, held by every replica.
 
         Raises:
-            ValueError: There is no such operation or dimension, or a host value is to be summed.
-            TypeError: A leaf is boolean, or a random key.
+            ValueError: There is no such operation or dimension, the replicas' shapes differ beyond `axis`, all are empty, or
+                a host value is to be summed.
+            TypeError: A leaf is boolean, a random key, or complex where an order is asked for.
             RuntimeError: Called within a replica function.
 
         Example:
@@ -199,14 +203,16 @@ class Strategy:
         """What all replicas hold, joined along a dimension.
 
         Args:
-            value: A tree of what `run` returned, leaves `[..., n, ...]` a replica. A host value is given back unchanged.
+            value: A tree of what `run` returned, leaves `[..., n, ...]` a replica, where `n` may differ. A host value is given
+                back unchanged.
             axis: The dimension to join along, from 0 up.
 
         Returns:
-            The same tree of plain arrays `[..., replica * n, ...]`, held by every replica.
+            The same tree of plain arrays `[..., sum of n, ...]`, held by every replica.
 
         Raises:
-            ValueError: A leaf has no such dimension.
+            ValueError: A leaf has no such dimension, or the replicas' shapes differ along another.
+            TypeError: There are `RowSlices` in it.
             RuntimeError: Called within a replica function.
 
         Example:
@@ -231,6 +237,9 @@ class Strategy:
 
     def put(self, tree: PyTree) -> PyTree:
         """`tree` on the strategy's devices: plain leaves on every one, wrapped leaves as their wrapper says.
+
+        Raises:
+            ValueError: A wrapper does not fit the replicas; or, on several processes, they hand in different values.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -1,7 +1,6 @@
 """When the replicas' writes to a value become one value, and how."""
 
 import enum
-import operator
 from typing import TypeVar
 
 import jax
@@ -10,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from jdist.mesh import mirrored_sharding
 from jdist.reduce_op import ReduceOp, check_reducible
-from jdist.values.arrays import is_placed, mesh_of, reduce_rows
+from jdist.values.arrays import first_row, is_placed, mesh_of, reduce_rows
 
 
 class VariableSynchronization(enum.Enum):
@@ -72,11 +71,7 @@ def aggregated(aggregation: VariableAggregation, name: str, rows: jax.Array) -> 
         mirrored_sharding(mesh_of(rows)) if is_placed(rows) and isinstance(rows.sharding, NamedSharding) else None
     )
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
-        return _first(rows, sharding)
+        return first_row(rows, sharding)
     op = ReduceOp.of(aggregation.name)
     check_reducible(op, name, rows)
     return reduce_rows(op, name, jnp.asarray(rows), None, (), sharding)
-
-
-def _first(rows: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-    return jax.jit(operator.itemgetter(0), out_shardings=sharding)(rows)

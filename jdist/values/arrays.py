@@ -15,18 +15,26 @@ import numpy as np
 from jax import core, lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from jdist._tree import spec
+from jdist.flight import is_bounded, land
 from jdist.mesh import local_replicas
 from jdist.reduce_op import ReduceOp
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = tuple[Shape, ...]  # a shape a replica
 
-_REDUCTIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.sum, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
+_OPERATIONS = {ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
 
 
 def is_placed(leaf: object) -> bool:
     """Whether `leaf` is an array on devices, and not a host value or a tracer."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer)
+
+
+def check_array(name: str, leaf: Any) -> None:
+    """Raises TypeError if `leaf` is no number or array of numbers."""
+    if not isinstance(leaf, jax.Array) and np.asarray(leaf).dtype.kind in "USOmM":
+        raise TypeError(f"{name} is {spec(leaf)}: devices hold numbers, booleans and random keys. Keep it on the host.")
 
 
 def mesh_of(leaf: jax.Array) -> Mesh:
@@ -110,24 +118,30 @@ def reduce_rows(
     count = sum(math.prod(shape[dim] for dim in dims) for shape in true)
     if not count and op is not ReduceOp.SUM:
         raise ValueError(f"{name} is empty on every replica, and nothing has no {op.name}.")
-    return _reduce(x, op, shapes, dims, count, sharding)
+    return _landed(_reduce(x, op, shapes, dims, count, sharding), sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
 def _reduce(
     x: jax.Array, op: ReduceOp, shapes: Shapes | None, dims: Shape, count: int, sharding: Sharding | None
 ) -> jax.Array:
-    over = (0, *(dim + 1 for dim in dims))
-    if op is ReduceOp.MEAN and shapes is None:
-        return _laid(jnp.mean(x, axis=over), sharding)
+    wide = (
+        jnp.promote_types(x.dtype, jnp.float32) if op is ReduceOp.MEAN or jnp.issubdtype(x.dtype, jnp.inexact) else None
+    )
+    reduction = _OPERATIONS.get(op) or functools.partial(
+        jnp.sum, dtype=wide
+    )  # small integers become int32, as in numpy
     if shapes is None:
-        return _laid(_REDUCTIONS[op](x, axis=over), sharding)
-    # Rows with no element have no greatest one; what is left of the others has one shape.
-    full = [x[i][_box(shape)] for i, shape in enumerate(shapes) if all(shape[dim] for dim in dims)]
-    if not full:
-        return _laid(jnp.zeros([size for dim, size in enumerate(shapes[0]) if dim not in dims], x.dtype), sharding)
-    total = _REDUCTIONS[op](jnp.stack([_REDUCTIONS[op](row, axis=dims) for row in full]), axis=0)
-    return _laid(total / count if op is ReduceOp.MEAN else total, sharding)
+        total = reduction(x, axis=(0, *(dim + 1 for dim in dims)))
+    else:
+        # Rows with no element have no greatest one; what is left of the others has one shape.
+        full = [
+            x[i][_box(shape)] for i, shape in enumerate(shapes) if op is ReduceOp.SUM or all(shape[dim] for dim in dims)
+        ]
+        total = reduction(jnp.stack([reduction(row, axis=dims) for row in full]), axis=0)
+    if op is ReduceOp.MEAN:
+        total = total / count
+    return _laid(total.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else total, sharding)
 
 
 def join_rows(name: str, x: jax.Array, shapes: Shapes | None, dim: int, sharding: Sharding | None) -> jax.Array:
@@ -141,7 +155,17 @@ def join_rows(name: str, x: jax.Array, shapes: Shapes | None, dim: int, sharding
             f"{name} has the shapes {_listed(shapes)} on the replicas, and what is joined along dimension {dim} has the same "
             "sizes along all others. Join along the one that differs, or make the others alike."
         )
-    return _join(x, shapes, dim, sharding)
+    return _landed(_join(x, shapes, dim, sharding), sharding)
+
+
+def first_row(x: jax.Array, sharding: Sharding | None) -> jax.Array:
+    """`[replica, ...]` to `[...]`: what replica 0 holds."""
+    return _landed(_first(x, sharding), sharding)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first(x: jax.Array, sharding: Sharding | None) -> jax.Array:
+    return _laid(x[0], sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -154,6 +178,12 @@ def _join(x: jax.Array, shapes: Shapes | None, dim: int, sharding: Sharding | No
 
 def _laid(x: jax.Array, sharding: Sharding | None) -> jax.Array:
     return x if sharding is None else lax.with_sharding_constraint(x, sharding)
+
+
+def _landed(x: jax.Array, sharding: Sharding | None) -> jax.Array:
+    if isinstance(sharding, NamedSharding) and is_bounded(sharding.mesh):  # pyright: ignore[reportArgumentType]
+        land(x)
+    return x
 
 
 def _box(shape: Shape) -> tuple[slice, ...]:

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.values.arrays import is_placed, mesh_of
+from jdist.values.arrays import check_array, is_placed, mesh_of
 
 
 class DistributedValues(abc.ABC):
@@ -37,6 +37,7 @@ class DistributedValues(abc.ABC):
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a `jax.Array`
 
     agrees: ClassVar[bool] = False  # whether every replica sees the same
+    stacked: ClassVar[bool] = False  # whether the host sees `[replica, ...]`
     tree: PyTree
 
     @staticmethod
@@ -80,6 +81,10 @@ class DistributedValues(abc.ABC):
     def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """`value`, meant for `leaf` of this tree, laid out as `leaf` is; `own`: it holds one row a replica."""
 
+    def given(self, to_rows: bool) -> tuple[PyTree, bool]:
+        """What another value is assigned from this one, and whether that is one row a replica; `to_rows`: if it has rows."""
+        return self.read(), False
+
     def assign(self, value: PyTree) -> Self:
         """A new value in the same place: what the host program writes.
 
@@ -111,9 +116,16 @@ class DistributedValues(abc.ABC):
 
     def _incoming(self, word: str, value: PyTree) -> PyTree:
         leaves = [(f"`{word}`: {name}", _placed(name, leaf)) for name, leaf in named_leaves("value", self.tree)]
-        own = isinstance(value, DistributedValues) and not value.agrees
+        if any(getattr(node, "shapes", None) for node in (self, value)):
+            raise ValueError(
+                f"`{word}` to {self!r} of {value!r}: values of different shapes on the replicas are not assigned. Make a new "
+                "one: `strategy.distribute_values_from_function`."
+            )
+        own = False
         if isinstance(value, DistributedValues):
-            value = value.rows(_num_replicas(leaves)) if own else value.read()
+            for name, leaf in named_leaves(f"`{word}`: the new value", value.tree):
+                value.check(name, leaf, mesh_of(leaves[0][1]).size)
+            value, own = value.given(self.stacked)
         if jax.tree.structure(value) != jax.tree.structure(self.tree):
             raise ValueError(
                 f"`{word}` got a value of the structure {jax.tree.structure(value)} for {self!r}. Give a tree like the "
@@ -159,12 +171,15 @@ def fitted(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         ValueError: It has another shape.
         TypeError: It is of a kind that this dtype cannot hold.
     """
+    check_array(name, value)
     if np.shape(value) != shape:
         raise ValueError(f"{name} has the shape {list(shape)} and cannot become a value of {list(np.shape(value))}.")
     if jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.issubdtype(jax.dtypes.result_type(value), jax.dtypes.prng_key):
         keeps = jax.dtypes.result_type(value) == dtype
+    elif jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(jax.dtypes.result_type(value), jnp.integer):
+        keeps = _is_in_range(np.asarray(value), jnp.iinfo(dtype))
     else:
-        keeps = jnp.can_cast(jax.dtypes.result_type(value), dtype, "same_kind") or _is_whole_number(value, dtype)
+        keeps = jnp.can_cast(jax.dtypes.result_type(value), dtype, "same_kind")
     if not keeps:
         raise TypeError(
             f"{name} is {dtype} and cannot hold {spec(value)} without loss. Cast the value first: `x.astype({str(dtype)!r})`."
@@ -172,12 +187,8 @@ def fitted(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     return value if jnp.issubdtype(dtype, jax.dtypes.prng_key) else _cast(value, dtype)
 
 
-def _is_whole_number(value: Any, dtype: Any) -> bool:
-    return (
-        isinstance(value, int)
-        and jnp.issubdtype(dtype, jnp.integer)
-        and jnp.iinfo(dtype).min <= value <= jnp.iinfo(dtype).max
-    )
+def _is_in_range(numbers: np.ndarray, limits: Any) -> bool:
+    return not numbers.size or bool(limits.min <= numbers.min() and numbers.max() <= limits.max)
 
 
 def _cast(value: Any, dtype: Any) -> Any:
@@ -190,10 +201,6 @@ def _placed(name: str, leaf: Any) -> jax.Array:
     raise ValueError(
         f"{name} is {spec(leaf)}, and on no strategy's devices yet. Place it first: `strategy.put(value)`."
     )
-
-
-def _num_replicas(leaves: list[tuple[str, jax.Array]]) -> int:
-    return mesh_of(leaves[0][1]).size if leaves else 1
 
 
 def _refuse(sign: str) -> Callable[..., Any]:

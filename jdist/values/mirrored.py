@@ -50,7 +50,8 @@ class Mirrored(DistributedValues):
     trainable: bool = dataclasses.field(default=True, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "aggregation", choice(VariableAggregation, self.aggregation))
+        if not isinstance(self.aggregation, VariableAggregation):
+            object.__setattr__(self, "aggregation", choice(VariableAggregation, self.aggregation))
 
     @staticmethod
     def spec(axes: tuple[str, ...]) -> PartitionSpec:
@@ -79,9 +80,9 @@ class Mirrored(DistributedValues):
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "Mirrored":
         """`fn` of the tree, on every device."""
-        first = jax.tree.leaves(self.tree)[0]
-        place = first.sharding if is_placed(first) else None
-        return self.with_tree(jax.jit(fn, out_shardings=place)(self.tree))
+        leaves = jax.tree.leaves(self.tree)
+        where = leaves[0].sharding if leaves and is_placed(leaves[0]) else None
+        return self.with_tree(jax.jit(fn, out_shardings=where)(self.tree))
 
     def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """One value for all, or the aggregation of each replica's own."""

@@ -42,6 +42,7 @@ class PerReplica(DistributedValues):
         TypeError: `+` on a PerReplica(int32[2]): it holds one value a replica, ...
     """
 
+    stacked = True
     tree: PyTree
     shapes: tuple[Shapes, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -133,6 +134,10 @@ class PerReplica(DistributedValues):
         """The same for every replica, or to each its own."""
         return incoming_rows(name, leaf, value, own)
 
+    def given(self, to_rows: bool) -> tuple[PyTree, bool]:
+        """The rows."""
+        return self.tree, True
+
     def leaf_shapes(self) -> tuple[Shapes | None, ...]:
         """For each leaf the true shape on each replica; None if every row is whole."""
         return self.shapes or (None,) * len(jax.tree.leaves(self.tree))
@@ -161,8 +166,10 @@ def check_rows(kind: type, name: str, leaf: Any, num_replicas: int) -> None:
 
 def map_rows(fn: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
     """`fn` of each row, computed where the rows are."""
-    first = jax.tree.leaves(rows)[0]
-    return jax.jit(jax.vmap(fn), out_shardings=first.sharding if is_placed(first) else None)(rows)
+    leaves = jax.tree.leaves(rows)
+    if not leaves:
+        return fn(rows)
+    return jax.jit(jax.vmap(fn), out_shardings=leaves[0].sharding if is_placed(leaves[0]) else None)(rows)
 
 
 def incoming_rows(name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:

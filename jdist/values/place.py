@@ -1,5 +1,6 @@
 """How trees come to lie on a mesh, and whether they do."""
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.mesh import local_replicas, mirrored_sharding, per_replica_sharding
-from jdist.values.arrays import Shape, Shapes, place, repeat
+from jdist.values.aggregation import VariableAggregation
+from jdist.values.arrays import Shape, Shapes, check_array, place, repeat
 from jdist.values.base import DistributedValues, is_distributed
 from jdist.values.per_replica import PerReplica
+from jdist.values.row_slices import is_sparse
+
+_NONE = VariableAggregation.NONE
 
 
 def check_fit(name: str, node: Any, mesh: Mesh) -> None:
@@ -23,11 +28,18 @@ def check_fit(name: str, node: Any, mesh: Mesh) -> None:
 
 
 def check_single(name: str, node: Any) -> None:
-    """Raises TypeError if `node` is a wrapper with another inside."""
-    for inner in jax.tree.leaves(node.tree, is_leaf=is_distributed) if is_distributed(node) else ():
+    """Raises TypeError if `node` is a wrapper with another inside, or one that would add up the indices of rows."""
+    if not is_distributed(node):
+        return
+    for inner in jax.tree.leaves(node.tree, is_leaf=lambda x: is_distributed(x) or is_sparse(x)):
         if is_distributed(inner):
             raise TypeError(
                 f"{name} is a {type(node).__name__} around {inner!r}: a value has one placement. Take one off."
+            )
+        if is_sparse(inner) and getattr(node, "aggregation", _NONE) is not _NONE:
+            raise TypeError(
+                f"{name} is a {type(node).__name__} of RowSlices, and its aggregation would add up their indices too. Keep "
+                "the table: `value.dense()`."
             )
 
 
@@ -59,8 +71,10 @@ def check_place(name: str, array: jax.Array, mesh: Mesh) -> None:
 def put(tree: PyTree, mesh: Mesh) -> PyTree:
     """`tree` with every plain leaf on all devices of `mesh`, and every wrapper as its class says.
 
-    On several processes each of them has to hand in the same values.
+    Raises:
+        ValueError: A wrapper does not fit the mesh; or the processes hand in different values.
     """
+    _check_same([(name, spec(leaf), leaf) for name, leaf in named_leaves("value", tree)], mesh)
 
     def one(path: Any, node: Any) -> Any:
         if not is_distributed(node):
@@ -74,6 +88,7 @@ def put(tree: PyTree, mesh: Mesh) -> PyTree:
 
 def put_on_each(node: PyTree, mesh: Mesh) -> PyTree:
     """A value as a replica function would write it, the same on every replica, on the devices of `mesh`."""
+    check_single("value", node)
     if not isinstance(node, DistributedValues) or node.agrees:
         return put(node, mesh)
     rows = per_replica_sharding(mesh)
@@ -88,12 +103,18 @@ def put_rows(trees: Sequence[PyTree], mesh: Mesh) -> PerReplica:
         ValueError: The trees differ in structure, or a leaf in rank or dtype; the message names replica and leaf.
     """
     replicas = local_replicas(mesh)
+    for name, leaf in named_leaves("value", list(trees)):
+        check_array(name, leaf)
+    if any(map(is_distributed, jax.tree.leaves(list(trees), is_leaf=is_distributed))):
+        raise TypeError("A value for one replica is plain: return the arrays that `PerReplica` is made of.")
     for number, tree in zip(replicas, trees, strict=True):
         if difference := _difference(trees[0], tree):
             raise ValueError(
                 f"The value of replica {number} {difference} of replica {min(replicas)}. Give every replica a value of the "
                 "same structure, ranks and dtypes."
             )
+    kinds = [(name, _kind(leaf), None) for name, leaf in named_leaves("value", trees[0])]
+    _check_same(kinds, mesh)
     columns = [_Column(column, mesh) for column in zip(*map(jax.tree.leaves, trees), strict=True)]
     rows = jax.tree.unflatten(jax.tree.structure(trees[0]), [column.rows for column in columns])
     even = all(len(set(column.shapes)) == 1 for column in columns)
@@ -105,24 +126,58 @@ class _Column:
 
     def __init__(self, leaves: Sequence[Any], mesh: Mesh):
         arrays = [jnp.asarray(leaf) for leaf in leaves]
-        self._mesh = mesh
-        self.shapes = self._everywhere([array.shape for array in arrays])
+        known = _exchanged([np.asarray(array.shape, np.int32) for array in arrays], mesh)
+        self.shapes: Shapes = tuple(tuple(map(int, shape)) for shape in known)
         whole = tuple(map(max, zip(*self.shapes, strict=True)))
-        self.rows = self._put([_filled_up(array, whole) for array in arrays])
+        self.rows = _put_each([_filled_up(array, whole) for array in arrays], mesh)
 
-    def _put(self, arrays: Sequence[Any]) -> jax.Array:
-        devices = local_replicas(self._mesh).values()
-        placed = [jax.device_put(array[None], device) for array, device in zip(arrays, devices, strict=True)]
-        shape = (self._mesh.size, *placed[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, per_replica_sharding(self._mesh), placed)
 
-    def _everywhere(self, shapes: list[Shape]) -> Shapes:
-        """The shapes of all replicas, of those here; every process gets the same."""
-        if len(local_replicas(self._mesh)) == self._mesh.size:
-            return tuple(shapes)
-        rows = self._put([np.asarray(shape, np.int32) for shape in shapes])
-        known = jax.jit(jnp.copy, out_shardings=mirrored_sharding(self._mesh))(rows)
-        return tuple(map(tuple, np.asarray(known).tolist()))
+def _put_each(arrays: Sequence[Any], mesh: Mesh) -> jax.Array:
+    """Rows of one array for each replica of this process."""
+    devices = local_replicas(mesh).values()
+    placed = [jax.device_put(array[None], device) for array, device in zip(arrays, devices, strict=True)]
+    shape = (mesh.size, *placed[0].shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, per_replica_sharding(mesh), placed)
+
+
+def _exchanged(arrays: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
+    """The arrays of all replicas, of those of this process; the same on every process."""
+    if len(arrays) == mesh.size:
+        return arrays
+    return list(np.asarray(jax.jit(jnp.copy, out_shardings=mirrored_sharding(mesh))(_put_each(arrays, mesh))))
+
+
+def _check_same(leaves: Sequence[tuple[str, str, Any]], mesh: Mesh) -> None:
+    """Raises ValueError, on every process, if the processes hand in different names, kinds or values."""
+    here = len(local_replicas(mesh))
+    if here == mesh.size:
+        return
+    kinds = zlib.crc32(repr([(name, kind) for name, kind, _ in leaves]).encode())
+    if len({int(kind) for kind in _exchanged([np.uint32(kinds)] * here, mesh)}) > 1:
+        listed = ", ".join(f"{name} {kind}" for name, kind, _ in leaves)
+        raise ValueError(
+            f"The processes hand in values of different structure or kind; this one has {listed}. Make them alike."
+        )
+    sums = np.array([zlib.crc32(_bytes(leaf)) for _, _, leaf in leaves], np.uint32)
+    for (name, kind, _), numbers in zip(leaves, zip(*_exchanged([sums] * here, mesh), strict=True), strict=True):
+        if len(set(map(int, numbers))) > 1:
+            raise ValueError(
+                f"{name} ({kind}) differs between the processes, and is to be the same on every replica. Compute it alike on "
+                "all (the same seed), or hand it in as a `PerReplica`."
+            )
+
+
+def _bytes(leaf: Any) -> bytes:
+    """What tells host values apart; an array that several processes hold is not looked into."""
+    if leaf is None or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
+        return b""
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+def _kind(leaf: Any) -> str:
+    return f"{jnp.asarray(leaf).dtype} of rank {jnp.ndim(leaf)}"
 
 
 def _filled_up(array: jax.Array, shape: Shape) -> jax.Array:
@@ -137,7 +192,6 @@ def _difference(like: PyTree, tree: PyTree) -> str | None:
     if jax.tree.structure(like) != jax.tree.structure(tree):
         return f"has the structure {jax.tree.structure(tree)}, and not the {jax.tree.structure(like)}"
     for (name, a), (_, b) in zip(named_leaves("value", like), named_leaves("value", tree), strict=True):
-        a, b = jnp.asarray(a), jnp.asarray(b)
-        if (a.ndim, a.dtype) != (b.ndim, b.dtype):
-            return f"has {spec(b)} for {name}, and not the {spec(a)}"
+        if _kind(a) != _kind(b):
+            return f"has {spec(jnp.asarray(b))} for {name}, and not the {spec(jnp.asarray(a))}"
     return None

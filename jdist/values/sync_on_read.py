@@ -45,12 +45,14 @@ class SyncOnRead(DistributedValues):
         [2.5, 2.5]
     """
 
+    stacked = True
     tree: PyTree
     aggregation: VariableAggregation = dataclasses.field(metadata={"static": True})
     trainable: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "aggregation", choice(VariableAggregation, self.aggregation))
+        if not isinstance(self.aggregation, VariableAggregation):
+            object.__setattr__(self, "aggregation", choice(VariableAggregation, self.aggregation))
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
                 "A SyncOnRead with aggregation NONE could not be read. Say SUM, MEAN or ONLY_FIRST_REPLICA, or keep one value "
@@ -99,6 +101,10 @@ class SyncOnRead(DistributedValues):
         check_reducible(ReduceOp.SUM, name, leaf)
         value = place(fitted(name, value, leaf.shape[1:], leaf.dtype), mirrored_sharding(mesh_of(leaf)))
         return split_sum(value, leaf.shape[0], leaf.sharding)
+
+    def given(self, to_rows: bool) -> tuple[PyTree, bool]:
+        """The partial values to what has rows, and what they read as to anything else."""
+        return (self.tree, True) if to_rows else (self.read(), False)
 
     def check_addition(self, word: str, value: PyTree) -> None:
         """Raises ValueError if the value is read as a sum, and there is one `value` for all replicas."""

@@ -1,0 +1,81 @@
+"""One process of several that ask what tf.distribute was asked; writes what it was answered.
+
+python parity_worker.py COORDINATOR COUNT NUMBER FOLDER
+"""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+address, count, number, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
+jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
+
+import jdist
+
+
+def refusal(kind, ask):
+    try:
+        ask()
+    except kind as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def here(array):
+    """This process's copies of a mirrored array, one below the other."""
+    return np.stack([np.asarray(shard.data) for shard in array.addressable_shards])
+
+
+every = jdist.MirroredStrategy(jax.devices())
+firsts = [next(d for d in jax.devices() if d.process_index == process) for process in range(count)]
+strategy = jdist.MirroredStrategy(firsts)
+
+uneven = strategy.distribute_values_from_function(lambda _: np.float32([[1, 2, 3], [4]][number]))
+wide = strategy.distribute_values_from_function(lambda _: np.ones((1, number + 1), np.float32))
+initial = strategy.distribute_values_from_function(lambda _: np.float32([5, 15][number]))
+one = strategy.put(1.0)
+results = {
+    "sum_of_placed": here(strategy.reduce("sum", one, axis=None)),
+    "sum_of_list": np.stack([here(x) for x in strategy.reduce("sum", [one, one], axis=None)]),
+    "sum_of_host": refusal(ValueError, lambda: strategy.reduce("sum", 1.0, axis=None)),
+    "uneven": repr(uneven),
+    "mean_of_uneven": here(strategy.reduce("mean", uneven, axis=0)),
+    "sum_of_uneven": here(strategy.reduce("sum", uneven, axis=0)),
+    "uneven_by_element": refusal(ValueError, lambda: strategy.reduce("sum", uneven, axis=None)),
+    "gathered": here(strategy.gather(uneven, axis=0)),
+    "mismatch": refusal(ValueError, lambda: strategy.gather(wide, axis=0)),
+    "after_mismatch": here(strategy.run(lambda: jdist.all_reduce("sum", jdist.replica_id() + 1))),
+    "new_after_mismatch": here(
+        jdist.MirroredStrategy(firsts).run(lambda: jdist.all_reduce("sum", jdist.replica_id() + 1))
+    ),
+    "wide_gathered": here(strategy.gather(wide, axis=1)),
+    "init_own": refusal(jdist.NotMirroredError, lambda: strategy.init(lambda: 5.0 + 10 * jdist.replica_id())),
+    "init_broadcast": here(strategy.init(lambda: jdist.broadcast(5.0 + 10 * jdist.replica_id()))),
+    "init_broadcast_value": here(strategy.init(jdist.broadcast, initial)),
+}
+
+write = lambda state: ((jdist.replica_id() + 1).astype(state.dtype), None)
+for name, where in {"firsts": strategy, "every": every}.items():
+    state, _ = where.step(write)(where.init(lambda: jdist.Mirrored(jnp.float32(0), "only_first_replica")))
+    results[f"first_replica_{name}"] = here(state.read())
+
+lengths = every.distribute_values_from_function(lambda c: np.arange(c.replica_id_in_sync_group, dtype=np.float32))
+results["mean_of_four"] = here(every.reduce("mean", lengths, axis=0))
+results["gathered_of_four"] = here(every.gather(lengths, axis=0))
+
+groups = jdist.MirroredStrategy(jax.devices(), cross_device_ops=jdist.HierarchicalAllReduce())
+results["groups"] = list(groups.mesh.shape.items())
+numbers = lambda shape: (1 + jnp.arange(np.prod(shape, dtype=int)).reshape(shape)) * (jdist.replica_id() + 1)
+for kind, where in {"all_reduce": every, "hierarchical": groups}.items():
+    reduced = where.run(
+        lambda: jdist.all_reduce("sum", {"odd": numbers((5, 1)), "none": numbers((0, 2)), "one": numbers(())})
+    )
+    for leaf, total in reduced.items():
+        results[f"{kind}_{leaf}"] = here(total)
+np.savez(folder / f"{number}.npz", **results)
+
+# The process that holds the coordinator leaves last.
+jax.distributed.shutdown()

@@ -1,0 +1,306 @@
+"""How the replicas' values are added up: every algorithm and every packing says the same, in as few collectives."""
+
+import itertools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jdist
+from jdist import AllReduce, CommunicationOptions, HierarchicalAllReduce, ReductionToOneDevice
+
+from laws import assert_in_step, rows
+
+NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
+ALGORITHMS = {
+    "all_reduce": (AllReduce(), (1, 8)),
+    "scattered": (AllReduce(bytes_to_scatter=0), (1, 3)),
+    "scattered_from_16": (AllReduce(bytes_to_scatter=16), (2,)),
+    "one_device": (ReductionToOneDevice(), (1, 3)),
+    "groups_of_1": (HierarchicalAllReduce(1), (1, 2)),
+    "groups_of_2": (HierarchicalAllReduce(2), (2, 8)),
+    "groups_of_3": (HierarchicalAllReduce(3), (3,)),
+    "groups_of_4": (HierarchicalAllReduce(4), (8,)),
+    "groups_of_8": (HierarchicalAllReduce(8), (8,)),
+    "groups_of_a_process": (HierarchicalAllReduce(), (3,)),
+}
+WAYS = {f"{name}-{n}": (ops, n) for name, (ops, counts) in ALGORITHMS.items() for n in counts}
+every_way = pytest.mark.parametrize("ops, count", WAYS.values(), ids=WAYS)
+PACKS = (0, 24, 2**40)
+
+
+def _strategy(count, ops=None, bytes_per_pack=None):
+    return jdist.MirroredStrategy([f"cpu:{i}" for i in range(count)], ops, CommunicationOptions(bytes_per_pack))
+
+
+def _tree(count):
+    """Leaves of many dtypes and shapes, another on each replica; whole numbers, so that every order adds up to the same."""
+    random = np.random.default_rng(count)
+    draw = lambda dtype, *shape: random.integers(1, 9, size=(count, *shape)).astype(jnp.dtype(dtype))
+    return {
+        "w": draw("float32", 3, 5),
+        "b": [draw("float32", 5), draw("float32"), None],
+        "empty": draw("float32", 0, 2),
+        "half": draw("bfloat16", 2, 2),
+        "count": (draw("int32"), draw("uint8", 3)),
+    }
+
+
+def _reduced(tree):
+    found = {op: jdist.all_reduce(op, tree) for op in NUMPY}
+    for number, bytes_per_pack in enumerate(PACKS):
+        found[f"sum{number}"] = jdist.all_reduce("sum", tree, CommunicationOptions(bytes_per_pack))
+    return found
+
+
+@every_way
+def test_every_algorithm_and_packing_gives_what_numpy_gives_to_all_replicas(ops, count):
+    tree = _tree(count)
+    found = _strategy(count, ops).run(_reduced, (jdist.PerReplica(tree),))
+    assert_in_step(found)
+    for name, reduced in found.items():
+        reduction = NUMPY[re.match("[a-z]+", name)[0]]
+        expected = jax.tree.map(lambda x, reduction=reduction: reduction(x.astype(np.float64), axis=0), tree)
+        as_doubles = jax.tree.map(lambda x: np.asarray(x, np.float64), reduced)
+        chex.assert_trees_all_close(as_doubles, expected, rtol=1e-2 if name == "mean" else 0)
+        for leaf, given in zip(jax.tree.leaves(reduced), jax.tree.leaves(tree), strict=True):
+            counts = name == "mean" and np.issubdtype(given.dtype, np.integer)
+            assert (isinstance(leaf, jax.Array), leaf.dtype) == (True, jnp.float32 if counts else given.dtype)
+
+
+@every_way
+def test_complex_numbers_are_added_by_every_algorithm(ops, count):
+    x = np.stack([np.complex64([1 + 2j, -i * 1j, i]) for i in range(count)])
+    total, mean = _strategy(count, ops).run(
+        lambda x: (jdist.all_reduce("sum", x), jdist.all_reduce("mean", x)), (jdist.PerReplica(x),)
+    )
+    np.testing.assert_allclose(total, x.sum(0), rtol=1e-6)
+    np.testing.assert_allclose(mean, x.mean(0), rtol=1e-6)
+
+
+def _same_bits(strategy, x, reduce_all):
+    found = strategy.run(reduce_all, (x,))
+    assert_in_step(found)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
+
+
+def test_reduction_to_one_device_adds_in_the_order_of_the_replicas():
+    x = rows(_strategy(8), 5, seed=3)
+    (found,) = _same_bits(_strategy(8, ReductionToOneDevice()), x, lambda x: jdist.all_reduce("sum", x))
+    total = np.zeros(5, np.float32)
+    for own in np.asarray(x.tree):
+        total = total + own
+    np.testing.assert_array_equal(found, total)
+
+
+@every_way
+def test_step_is_proved_mirrored_whichever_way_is_taken(ops, count):
+    strategy = _strategy(count, ops)
+    step = strategy.step(lambda w, x: (w - jdist.all_reduce("mean", x), jdist.all_reduce("max", x)))
+    w, greatest = step(strategy.put(np.zeros(3, np.float32)), rows(strategy, 3))
+    assert step.proof.per_replica == ()
+    np.testing.assert_allclose(w, -np.asarray(rows(strategy, 3).tree).mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(greatest, np.asarray(rows(strategy, 3).tree).max(0))
+
+
+@every_way
+def test_gradient_through_every_algorithm_is_that_of_a_psum(ops, count):
+    strategy = _strategy(count, ops, 2**40)
+    x = jdist.PerReplica(jax.tree.map(lambda x: x.astype(np.float32), _tree(count)))
+
+    def loss(reduce_all, tree):
+        sums = reduce_all(tree)
+        return sum(
+            jnp.sum(jnp.sin(total) * own) for total, own in zip(*map(jax.tree.leaves, (sums, tree)), strict=True)
+        )
+
+    axes = strategy.mesh.axis_names
+    ours = strategy.run(lambda tree: jax.grad(loss, 1)(lambda tree: jdist.all_reduce("sum", tree), tree), (x,))
+    plain = strategy.run(lambda tree: jax.grad(loss, 1)(lambda tree: lax.psum(tree, axes), tree), (x,))
+    for a, b in zip(strategy.local_results(ours), strategy.local_results(plain), strict=True):
+        chex.assert_trees_all_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ops", [AllReduce(0), ReductionToOneDevice(), HierarchicalAllReduce(2)], ids=repr)
+def test_every_algorithm_is_at_home_in_control_flow(ops):
+    strategy = _strategy(2, ops, 2**40)
+    total = lambda x: jdist.all_reduce("sum", {"a": x, "b": x.sum()})
+
+    def flow(x):
+        scanned = lax.scan(lambda c, y: (c, total(y)), 0, jnp.stack([x, 2 * x]))[1]
+        chosen = lax.cond(jdist.num_replicas() > 1, lambda: total(x), lambda: total(3 * x))
+        return scanned, chosen, jax.vmap(total)(jnp.stack([x, 2 * x]))
+
+    x = rows(strategy, 3)
+    whole = np.asarray(x.tree).sum(0)
+    one = lambda k: {"a": k * whole, "b": k * whole.sum()}
+    both = jax.tree.map(lambda *leaves: np.stack(leaves), one(1), one(2))
+    chex.assert_trees_all_close(strategy.run(flow, (x,)), (both, one(1), both), rtol=1e-4, atol=1e-5)
+
+
+def _collectives(strategy, fn, *args):
+    """How often each collective stands in what `fn` is traced to."""
+    traced = str(jax.make_jaxpr(lambda *args: strategy.run(fn, args))(*args))
+    found = re.findall(r"= (psum|pmax|pmin|reduce_scatter|all_gather|ppermute)\w*\[", traced)
+    return {name: found.count(name) for name in found}
+
+
+def _leaves(*sizes, dtype=np.float32):
+    return [np.ones((2, size), dtype) for size in sizes]
+
+
+PACKED = {
+    "default": (None, _leaves(1, 2, 1000), {"psum": 1}),
+    "none": (0, _leaves(1, 2, 1000), {"psum": 3}),
+    "all": (2**40, _leaves(1, 2, 1000), {"psum": 1}),
+    "smaller_than_64": (64, _leaves(1, 15, 16, 1000), {"psum": 3}),
+    "one_leaf": (2**40, _leaves(4), {"psum": 1}),
+    "each_dtype": (64, [*_leaves(1, 2), *_leaves(3, 4, dtype=np.int32), *_leaves(1, dtype=np.uint8)], {"psum": 3}),
+    "one_byte": (1, [*_leaves(0, 0), *_leaves(1)], {"psum": 2}),
+    "nothing": (2**40, [], {}),
+}
+
+
+@pytest.mark.parametrize("bytes_per_pack, leaves, expected", PACKED.values(), ids=PACKED)
+def test_small_leaves_travel_together_and_large_ones_alone(bytes_per_pack, leaves, expected):
+    x = jdist.PerReplica(leaves)
+    everything = lambda op: lambda tree: jdist.all_reduce(op, tree)
+    strategy = _strategy(2, bytes_per_pack=bytes_per_pack)
+    assert _collectives(strategy, everything("sum"), x) == expected
+    assert _collectives(strategy, everything("max"), x) == ({"pmax": expected["psum"]} if expected else {})
+
+
+def test_options_of_a_call_come_before_those_of_the_strategy():
+    x = jdist.PerReplica(_leaves(1, 2, 3))
+    counts = itertools.product((0, 2**40), repeat=2)
+    for of_strategy, of_call in counts:
+        call = lambda tree, of_call=of_call: jdist.all_reduce("sum", tree, CommunicationOptions(of_call))
+        assert _collectives(_strategy(2, bytes_per_pack=of_strategy), call, x) == {"psum": 1 if of_call else 3}
+
+
+def test_nothing_is_packed_on_one_replica():
+    x = jdist.PerReplica([leaf[:1] for leaf in _leaves(1, 2, 3)])
+    for strategy in (_strategy(1), jdist.OneDeviceStrategy("cpu:0")):
+        assert _collectives(strategy, lambda tree: jdist.all_reduce("sum", tree), x) == {"psum": 3}
+
+
+ONE_PACK = {
+    "scattered": (AllReduce(0), {"reduce_scatter": 1, "all_gather": 1}),
+    "not_scattered": (AllReduce(2**40), {"psum": 1}),
+    "one_device": (ReductionToOneDevice(), {"all_gather": 1}),
+    "groups": (HierarchicalAllReduce(1), {"reduce_scatter": 1, "psum": 1, "all_gather": 1}),
+}
+
+
+@pytest.mark.parametrize("ops, expected", ONE_PACK.values(), ids=ONE_PACK)
+def test_pack_is_reduced_once_by_every_algorithm(ops, expected):
+    x = jdist.PerReplica(_leaves(1, 2, 3))
+    found = _collectives(_strategy(2, ops, 2**40), lambda tree: jdist.all_reduce("sum", tree), x)
+    assert found == expected
+
+
+def test_sums_from_a_size_on_are_scattered_and_nothing_else():
+    x = jdist.PerReplica(_leaves(3, 4, 0))
+    reduce_all = lambda op: lambda tree: jdist.all_reduce(op, tree)
+    strategy = _strategy(2, AllReduce(16), 0)
+    assert _collectives(strategy, reduce_all("sum"), x) == {"psum": 2, "reduce_scatter": 1, "all_gather": 1}
+    assert _collectives(strategy, reduce_all("max"), x) == {"pmax": 3}
+
+
+def test_what_is_left_to_jdist_is_decided_by_the_strategy():
+    resolve = lambda count: (
+        AllReduce().resolved(_strategy(count).mesh),
+        CommunicationOptions().resolved(_strategy(count).mesh),
+    )
+    assert resolve(1) == (AllReduce(None), CommunicationOptions(0))
+    assert resolve(2) == (AllReduce(2 * 2**20), CommunicationOptions(128 * 2**10))
+    mesh = _strategy(2).mesh
+    assert AllReduce(5).resolved(mesh) == AllReduce(5)
+    assert CommunicationOptions(0).resolved(mesh) == CommunicationOptions(0)
+    assert ReductionToOneDevice().resolved(mesh) == ReductionToOneDevice()
+
+
+def test_groups_are_neighbours_on_a_mesh_of_two_axes():
+    strategy = _strategy(6, HierarchicalAllReduce(3))
+    assert dict(strategy.mesh.shape) == {"group": 2, "replica": 3}
+    assert [device.id for device in strategy.mesh.devices.flat] == list(range(6))
+    assert dict(_strategy(3, HierarchicalAllReduce()).mesh.shape) == {"group": 1, "replica": 3}
+    ids = strategy.run(lambda: (jdist.replica_id(), jdist.num_replicas() + 0, lax.axis_index("group")))
+    np.testing.assert_array_equal(ids[0].tree, np.arange(6))
+    assert int(ids[1]) == 6
+    np.testing.assert_array_equal(ids[2].tree, [0, 0, 0, 1, 1, 1])
+
+
+def test_replica_context_says_how_values_are_added_up():
+    strategy = _strategy(2, ReductionToOneDevice(), 7)
+    seen = []
+    strategy.run(lambda: seen.append(jdist.get_replica_context()))
+    assert seen[0].cross_device_ops == ReductionToOneDevice()
+    assert seen[0].communication_options == CommunicationOptions(7)
+
+
+class Doubling(jdist.CrossDeviceOps):
+    """An algorithm of somebody else's."""
+
+    def reduce(self, op, x, axes):
+        assert op is not jdist.ReduceOp.MEAN
+        return {jdist.ReduceOp.SUM: lax.psum, jdist.ReduceOp.MAX: lax.pmax}[op](2 * x, axes)
+
+
+def test_algorithm_of_ones_own_is_used_for_every_reduction():
+    strategy = _strategy(2, Doubling())
+    found = strategy.run(lambda x: [jdist.all_reduce(op, x) for op in ("sum", "mean", "max")], (rows(strategy, 3),))
+    x = np.asarray(rows(strategy, 3).tree)
+    chex.assert_trees_all_close(found, [2 * x.sum(0), 2 * x.mean(0), 2 * x.max(0)], rtol=1e-5)
+
+
+NEGATIVE = {
+    "pack": (
+        lambda: CommunicationOptions(-1),
+        r"`bytes_per_pack` has to be >= 0, got -1\. It is a number of bytes; None",
+    ),
+    "scatter": (
+        lambda: AllReduce(-5),
+        r"`bytes_to_scatter` has to be >= 0, got -5\. It is a number of bytes; None leaves",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, says", NEGATIVE.values(), ids=NEGATIVE)
+def test_negative_number_of_bytes_is_refused(make, says):
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+@pytest.mark.parametrize("size", [-1, 0, 3, 5, 16])
+def test_groups_that_do_not_divide_the_replicas_are_refused(size):
+    says = rf"8 replicas do not make groups of {size}: take a divisor of 8\."
+    with pytest.raises(ValueError, match=says):
+        jdist.MirroredStrategy(cross_device_ops=HierarchicalAllReduce(size))
+
+
+OTHER_KINDS = {
+    "algorithm": (
+        lambda: jdist.MirroredStrategy(None, CommunicationOptions()),
+        r"`cross_device_ops` is a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got CommunicationOptions\(",
+    ),
+    "class": (
+        lambda: jdist.MirroredStrategy(None, AllReduce),
+        r"`cross_device_ops` is a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got <class",
+    ),
+    "options": (
+        lambda: jdist.MirroredStrategy(communication_options=AllReduce()),
+        r"`communication_options` is a CommunicationOptions, such as `jdist\.CommunicationOptions\(\)`, got AllReduce\(",
+    ),
+    "number": (lambda: jdist.MirroredStrategy(communication_options=64), r"`communication_options` is a .*, got 64\."),
+}
+
+
+@pytest.mark.parametrize("make, says", OTHER_KINDS.values(), ids=OTHER_KINDS)
+def test_options_of_another_kind_are_refused(make, says):
+    with pytest.raises(TypeError, match=says):
+        make()

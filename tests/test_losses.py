@@ -1,0 +1,364 @@
+"""Averages over the batches of all replicas, with numpy in float64 as the judge."""
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES
+
+WIDTH = 12
+SPLITS = {n: jdist.MirroredStrategy([f"cpu:{i}" for i in range(n)]) for n in (1, 2, 3, 4)}
+GROUPS = jdist.MirroredStrategy(
+    [f"cpu:{i}" for i in range(4)], cross_device_ops=jdist.HierarchicalAllReduce(group_size=2)
+)
+some = hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
+
+
+def mean_and_gradient(w, x, y, weights):
+    value, grad = jax.value_and_grad(lambda w: jdist.mean(jnp.square(x @ w - y), weights))(w)
+    return value, jdist.all_reduce("mean", grad)
+
+
+def share_and_gradient(w, x, y, weights, size):
+    share = lambda w: jdist.compute_average_loss(jnp.square(x @ w - y), weights, size)
+    return jdist.all_reduce("sum", jax.value_and_grad(share)(w))
+
+
+def weighted_loss_and_gradient(w, x, y, weights):
+    """The reference: the weighted mean over the whole batch, by hand."""
+    error = x.astype(np.float64) @ w - y
+    total = weights.astype(np.float64).sum()
+    return weights @ np.square(error) / total, 2 * (weights * error) @ x / total
+
+
+@st.composite
+def batches(draw):
+    """Up to 12 examples with weights, not all of them 0, and where each replica's part of them ends."""
+    size, seed = draw(st.integers(1, WIDTH)), draw(st.integers(0, 999))
+    weights = draw(st.lists(st.sampled_from([0, 0.25, 1, 1, 3.5]), min_size=size, max_size=size).filter(any))
+    ends = draw(st.lists(st.integers(0, size), min_size=3, max_size=3).map(sorted))
+    rng = np.random.default_rng(seed)
+    x, y, w = (rng.normal(size=shape).astype(np.float32) for shape in ((size, 3), (size,), (3,)))
+    return w, x, y, np.float32(weights), ends
+
+
+def _split(n, ends, *arrays):
+    """Each replica's examples, filled up with rows of 9; the last array, the weights, with 0."""
+    ends = [0, *ends[: n - 1], len(arrays[0])]
+    found = []
+    for number, array in enumerate(arrays):
+        rows = np.full((n, WIDTH, *array.shape[1:]), 0 if number == len(arrays) - 1 else 9, np.float32)
+        for i in range(n):
+            part = array[ends[i] : ends[i + 1]]
+            rows[i, : len(part)] = part
+        found.append(jdist.PerReplica(rows))
+    return found
+
+
+@pytest.mark.parametrize("n", SPLITS)
+@some
+@hypothesis.given(batches())
+def test_mean_and_its_gradient_are_those_of_the_whole_batch_however_it_is_split(n, case):
+    w, x, y, weights, ends = case
+    found = SPLITS[n].run(mean_and_gradient, (w, *_split(n, ends, x, y, weights)))
+    chex.assert_trees_all_close(found, weighted_loss_and_gradient(w, x, y, weights), rtol=1e-4, atol=1e-5)
+    assert all(leaf.sharding.is_fully_replicated for leaf in found)
+
+
+def test_mean_over_groups_of_replicas_is_that_of_the_whole_batch():
+    rng = np.random.default_rng(0)
+    w, x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((3,), (10, 3), (10,)))
+    weights = np.float32([1, 0, 2, 1, 1, 1, 0.5, 1, 0, 1])
+    found = GROUPS.run(mean_and_gradient, (w, *_split(4, [1, 1, 9], x, y, weights)))
+    chex.assert_trees_all_close(found, weighted_loss_and_gradient(w, x, y, weights), rtol=1e-5)
+
+
+def test_mean_outside_any_strategy_is_the_plain_weighted_mean():
+    rng = np.random.default_rng(1)
+    w, x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((3,), (6, 3), (6,)))
+    weights = np.float32([1, 0, 2, 1, 1, 0.5])
+    found = mean_and_gradient(w, x, y, weights)
+    chex.assert_trees_all_close(found, weighted_loss_and_gradient(w, x, y, weights), rtol=1e-5)
+
+
+def test_mean_without_weights_is_that_of_all_values(strategy):
+    whole = np.random.default_rng(2).normal(size=(strategy.num_replicas_in_sync, 4, 2)).astype(np.float32)
+    np.testing.assert_allclose(strategy.run(jdist.mean, (jdist.PerReplica(whole),)), whole.mean(), rtol=1e-5)
+
+
+def test_mean_of_uneven_values_counts_each_row_once(strategy):
+    parts = [np.arange(i % 3, dtype=np.float32) + i for i in range(1, strategy.num_replicas_in_sync + 1)]
+    uneven = strategy.distribute_values_from_function(lambda c: (parts[c.replica_id_in_sync_group],))
+    (value,), weights = (part.tree for part in uneven.padded())
+    found = strategy.run(jdist.mean, (jdist.PerReplica(value), jdist.PerReplica(weights)))
+    np.testing.assert_allclose(found, np.concatenate(parts).mean(), rtol=1e-6)
+
+
+def test_mean_of_tree_is_the_mean_of_each_leaf_and_none_stays(strategy):
+    n = strategy.num_replicas_in_sync
+    one = np.random.default_rng(3).normal(size=(n, 2)).astype(np.float32)
+    tokens = np.random.default_rng(4).normal(size=(n, 2, 3)).astype(np.float32)
+    weights = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
+    values = {"one": one, "tokens": tokens, "none": None}
+    found = strategy.run(jdist.mean, (jdist.PerReplica(values), jdist.PerReplica(weights)))
+    expected = {
+        "one": np.average(one, weights=weights),
+        "tokens": np.average(tokens, weights=np.repeat(weights[..., None], 3, -1)),
+        "none": None,
+    }
+    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+
+
+AXES = {
+    "features_stay": (0, (1,), (3, 2)),
+    "pixels_and_batch": ((0, 1), (1, 2), (2,)),
+    "none_over_replicas_alone": ((), (), (2, 3, 2)),
+    "last": (2, (3,), (2, 3)),
+}
+
+
+@pytest.mark.parametrize("axis, over, left", AXES.values(), ids=AXES)
+def test_mean_over_axis_keeps_the_other_dimensions(axis, over, left, strategy):
+    n = strategy.num_replicas_in_sync
+    values = np.random.default_rng(5).normal(size=(n, 2, 3, 2)).astype(np.float32)
+    weights = np.arange(1, 2 * n + 1, dtype=np.float32).reshape(n, 2)
+    average = lambda values, weights: jdist.mean(values, weights, axis=axis)
+    found = strategy.run(average, (jdist.PerReplica(values), jdist.PerReplica(weights)))
+    whole = np.broadcast_to(weights[:, :, None, None], values.shape)
+    np.testing.assert_allclose(found, np.average(values, axis=(0, *over), weights=whole), rtol=1e-4, atol=1e-6)
+    assert found.shape == left
+
+
+WEIGHTS = {
+    "of_examples": (np.float32([2, 0]), (2 * (1 + 2 + 3)) / 6),
+    "of_tokens": (np.float32([[1, 1, 0], [0, 0, 1]]), (1 + 2 + 6) / 3),
+    "of_none": (np.float32(3), 3.5),
+    "integers": (np.array([1, 3]), (6 + 3 * 15) / 12),
+    "booleans": (np.array([False, True]), 5),
+}
+
+
+@pytest.mark.parametrize("weights, expected", WEIGHTS.values(), ids=WEIGHTS)
+def test_mean_takes_weights_of_the_first_dimensions(weights, expected, two):
+    values = np.float32([[1, 2, 3], [4, 5, 6]])
+    assert float(two.run(jdist.mean, (values, weights))) == pytest.approx(expected)
+    assert float(jdist.mean(values, weights)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_mean_leaves_out_a_row_of_weight_zero_that_is_not_finite(bad, two):
+    values = jdist.PerReplica(np.float32([[1, bad], [3, 5]]))
+    weights = jdist.PerReplica(np.float32([[1, 0], [1, 1]]))
+    average = lambda values, weights: jax.value_and_grad(jdist.mean)(values, weights)
+    value, gradient = two.run(average, (values, weights))
+    assert float(value) == 3
+    np.testing.assert_allclose(gradient.tree, np.float32([[1, 0], [1, 1]]) * 2 / 3, rtol=1e-6)
+
+
+def test_mean_counts_a_true_row_that_is_not_finite(two):
+    values = jdist.PerReplica(np.float32([[1, np.nan], [3, 5]]))
+    assert np.isnan(two.run(jdist.mean, (values,)))
+
+
+def test_mean_of_no_weight_is_zero_and_its_gradient_too(strategy):
+    n = strategy.num_replicas_in_sync
+    nothing = jdist.PerReplica(np.zeros((n, 2), np.float32))
+    average = lambda values, weights: jax.value_and_grad(jdist.mean)(values, weights)
+    value, gradient = strategy.run(average, (jdist.PerReplica(np.ones((n, 2), np.float32)), nothing))
+    assert float(value) == 0
+    np.testing.assert_array_equal(gradient.tree, np.zeros((n, 2)))
+
+
+def test_mean_of_no_rows_is_zero_for_each_feature(two):
+    average = lambda values: jdist.mean(values, axis=0)
+    np.testing.assert_array_equal(two.run(average, (jdist.PerReplica(np.zeros((2, 0, 3), np.float32)),)), np.zeros(3))
+
+
+DTYPES = {
+    "bfloat16": jnp.float32,
+    "float16": jnp.float32,
+    "float32": jnp.float32,
+    "int8": jnp.float32,
+    "uint8": jnp.float32,
+    "int32": jnp.float32,
+    "complex64": jnp.complex64,
+}
+
+
+@pytest.mark.parametrize("dtype, expected", DTYPES.items(), ids=DTYPES)
+def test_mean_is_float32_at_least(dtype, expected, two):
+    values = jdist.PerReplica(jnp.asarray([[100, 101], [102, 104]], dtype))
+    found = two.run(jdist.mean, (values,))
+    assert found.dtype == expected
+    np.testing.assert_allclose(found, np.mean(np.asarray(values.tree, expected)), rtol=1e-6)
+
+
+def test_mean_of_complex_values_is_weighted_in_both_parts(two):
+    values = jdist.PerReplica(np.complex64([[1 + 2j, 9], [3j, 9j]]))
+    found = two.run(jdist.mean, (values, np.float32([1, 0])))
+    np.testing.assert_allclose(found, 0.5 + 2.5j)
+
+
+@pytest.mark.parametrize("weights", [None, np.ones(3, np.float32), np.float32([1, 0, 2])], ids=str)
+def test_mean_of_what_is_the_same_on_every_replica_is_that_without_a_warning(weights, strategy):
+    values = np.float32([1, 2, 6])
+    found = strategy.run(jdist.mean, (values, weights))
+    assert float(found) == pytest.approx(np.average(values, weights=weights))
+
+
+def test_mean_in_scan_is_the_same_as_outside(strategy):
+    whole = np.random.default_rng(6).normal(size=(strategy.num_replicas_in_sync, 5, 2)).astype(np.float32)
+    turn = lambda total, x: (total + jdist.mean(x), jdist.mean(x, axis=0))
+    total, means = strategy.run(lambda xs: jax.lax.scan(turn, 0.0, xs), (jdist.PerReplica(whole[:, :, None]),))
+    np.testing.assert_allclose(total, whole.mean((0, 2)).sum(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(means, whole.mean(0), rtol=1e-5, atol=1e-6)
+
+
+MEAN_REFUSED = {
+    "weights_of_other_length": (
+        {"x": np.ones((2, 3), np.float32)},
+        np.ones(3, np.float32),
+        None,
+        ValueError,
+        r"weights float32\[3\] do not stand beside values\['x'\] float32\[2,3\]: their dimensions are the first ones",
+    ),
+    "weights_of_more_dimensions": (
+        np.ones(2, np.float32),
+        np.ones((2, 1), np.float32),
+        None,
+        ValueError,
+        r"weights float32\[2,1\] do not stand beside values float32\[2\]",
+    ),
+    "booleans": (
+        [np.array([True])],
+        None,
+        None,
+        TypeError,
+        r"values\[0\] is boolean \(bool\[1\]\), and MEAN of booleans .*`x\.astype\(jnp\.int32\)`",
+    ),
+    "keys": ({"k": jax.random.key(0)}, None, None, TypeError, r"values\['k'\] is a random key \(key<fry>\[\]\)"),
+    "slices": (
+        jdist.RowSlices(np.ones((1, 2), np.float32), np.array([0]), 3),
+        None,
+        None,
+        TypeError,
+        r"`mean` of RowSlices.*`value\.dense\(\)`.*`value\.rows`",
+    ),
+    "axis": (np.ones(2, np.float32), None, 1, ValueError, r"axis 1 is out of bounds for array of dimension 1"),
+}
+
+
+@pytest.mark.parametrize("values, weights, axis, error, says", MEAN_REFUSED.values(), ids=MEAN_REFUSED)
+def test_mean_of_what_has_none_is_refused_by_name(values, weights, axis, error, says, two):
+    with pytest.raises(error, match=says):
+        jdist.mean(values, weights, axis)
+    with pytest.raises(error, match=says):
+        two.run(lambda values, weights: jdist.mean(values, weights, axis), (values, weights))
+
+
+@pytest.mark.parametrize("n", SPLITS)
+@some
+@hypothesis.given(batches())
+def test_average_loss_summed_over_replicas_is_the_weighted_sum_by_the_size_given(n, case):
+    w, x, y, weights, ends = case
+    size = len(x)
+    found = SPLITS[n].run(share_and_gradient, (w, *_split(n, ends, x, y, weights), np.float32(size)))
+    expected = jax.tree.map(lambda z: z * weights.sum() / size, weighted_loss_and_gradient(w, x, y, weights))
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_average_loss_counts_the_batches_of_all_replicas_by_default(strategy):
+    n = strategy.num_replicas_in_sync
+    losses = np.random.default_rng(7).normal(size=(n, 3)).astype(np.float32)
+    shares = strategy.run(jdist.compute_average_loss, (jdist.PerReplica(losses),))
+    np.testing.assert_allclose(shares.tree, losses.sum(1) / (3 * n), rtol=1e-5)
+    np.testing.assert_allclose(strategy.reduce("sum", shares, axis=None), losses.mean(), rtol=1e-5, atol=1e-7)
+
+
+TF_LOSSES = {
+    "plain": (np.float32([1, 2, 3]), None, None, 1.0),
+    "with_size": (np.float32([1, 2, 3]), None, 12, 0.5),
+    "with_weights": (np.float32([1, 2, 3]), np.float32([1, 0, 3]), None, 10 / 6),
+    "with_both": (np.float32([1, 2, 3]), np.float32([1, 0, 3]), 4, 2.5),
+    "scalar_with_size": (np.float32(6), None, 3, 2.0),
+    "tokens_with_example_weights": (np.float32([[1, 2], [3, 4]]), np.float32([1, 2]), None, 17 / 4),
+    "tokens_with_token_weights": (np.float32([[1, 2], [3, 4]]), np.float32([[1, 0], [0, 1]]), None, 5 / 4),
+}
+
+
+@pytest.mark.parametrize("loss, weights, size, expected", TF_LOSSES.values(), ids=TF_LOSSES)
+def test_average_loss_is_that_of_tensorflow(loss, weights, size, expected, two):
+    share = lambda loss, weights: jdist.compute_average_loss(loss, weights, size)
+    assert float(two.run(share, (loss, weights))) == pytest.approx(expected)
+    alone = expected if size else 2 * expected
+    assert float(share(loss, weights)) == pytest.approx(alone)
+
+
+AVERAGE_REFUSED = {
+    "zero": ((np.ones(2, np.float32), None, 0), r"`global_batch_size` has to be positive, got 0"),
+    "negative": ((np.ones(2, np.float32), None, -3), r"`global_batch_size` has to be positive, got -3"),
+    "scalar": (
+        (np.float32(1),),
+        r"`per_example_loss` is float32\[\]: it has no examples to count\. Give `global_batch",
+    ),
+    "weights": (
+        (np.ones((2, 3), np.float32), np.ones(3, np.float32)),
+        r"weights float32\[3\] do not stand beside per_example_loss float32\[2,3\].*as \[batch\] for \[batch, \.\.\.\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("args, says", AVERAGE_REFUSED.values(), ids=AVERAGE_REFUSED)
+def test_average_loss_of_no_batch_is_refused(args, says, two):
+    with pytest.raises(ValueError, match=says):
+        jdist.compute_average_loss(*args)
+    with pytest.raises(ValueError, match=says):
+        two.run(lambda: jdist.compute_average_loss(*args))
+
+
+@pytest.mark.parametrize("loss", [np.float32(6), np.float32([1, 2, 3]), np.float32([[1], [5]])], ids=np.shape)
+def test_regularization_loss_summed_over_replicas_is_its_sum(loss, strategy):
+    total = lambda loss: jdist.all_reduce("sum", jdist.scale_regularization_loss(loss) + 0 * jdist.replica_id())
+    assert float(strategy.run(total, (loss,))) == pytest.approx(6)
+    assert float(jdist.scale_regularization_loss(loss)) == 6
+
+
+def test_loss_of_shares_trains_as_one_device_does(strategy):
+    n = strategy.num_replicas_in_sync
+    rng = np.random.default_rng(8)
+    x, y = rng.normal(size=(n, 2, 3)).astype(np.float32), rng.normal(size=(n, 2)).astype(np.float32)
+
+    def descend(w, x, y):
+        def share(w):
+            average = jdist.compute_average_loss(jnp.square(x @ w - y))
+            return average + jdist.scale_regularization_loss(0.1 * jnp.square(w))
+
+        return w - 0.1 * jdist.all_reduce("sum", jax.grad(share)(w)), None
+
+    found, _ = strategy.step(descend)(strategy.put(np.ones(3, np.float32)), jdist.PerReplica(x), jdist.PerReplica(y))
+    whole, _ = descend(np.ones(3, np.float32), x.reshape(-1, 3), y.ravel())
+    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+
+
+IN_SCOPE = {
+    "mean": (lambda: jdist.mean(np.ones(2, np.float32)), r"strategy\.reduce"),
+    "compute_average_loss": (lambda: jdist.compute_average_loss(np.ones(2, np.float32)), r"strategy\.reduce"),
+    "scale_regularization_loss": (lambda: jdist.scale_regularization_loss(1.0), r"strategy\.num_replicas_in_sync"),
+}
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored_2"])
+@pytest.mark.parametrize("word", IN_SCOPE)
+def test_average_asked_by_the_host_in_scope_is_refused(word, name):
+    ask, instead = IN_SCOPE[word]
+    with (
+        STRATEGIES[name]().scope(),
+        pytest.raises(RuntimeError, match=rf"`jdist\.{word}` is a word of replica.*`{instead}`"),
+    ):
+        ask()

@@ -1,0 +1,155 @@
+"""Random keys: one for all replicas, one for each, one for each example."""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES, assert_in_step
+
+KEYS = {
+    "typed": lambda: jax.random.key(7),
+    "raw": lambda: jax.random.PRNGKey(7),
+    "of_another_kind": lambda: jax.random.key(7, impl="rbg"),
+}
+every_key = pytest.mark.parametrize("make", KEYS.values(), ids=KEYS)
+
+
+def bits(key):
+    return np.asarray(jax.random.key_data(key))
+
+
+def test_replica_key_differs_per_replica_and_is_the_folded_key(strategy):
+    key = jax.random.key(7)
+    found = strategy.run(lambda key: jax.random.key_data(jdist.replica_key(key)), (key,))
+    n = strategy.num_replicas_in_sync
+    np.testing.assert_array_equal(found.tree, [bits(jax.random.fold_in(key, i)) for i in range(n)])
+    assert len({row.tobytes() for row in np.asarray(found.tree)}) == n
+
+
+@every_key
+def test_replica_key_is_of_the_kind_that_was_given(make, two):
+    key = make()
+    own = two.run(jdist.replica_key, (key,))
+    assert isinstance(own, jdist.PerReplica)
+    for number, mine in enumerate(own.values):
+        assert (mine.shape, mine.dtype) == (key.shape, key.dtype)
+        np.testing.assert_array_equal(bits(mine), bits(jax.random.fold_in(key, number)))
+
+
+def test_replica_key_outside_any_strategy_is_that_of_replica_zero():
+    key = jax.random.key(3)
+    np.testing.assert_array_equal(bits(jdist.replica_key(key)), bits(jax.random.fold_in(key, 0)))
+
+
+def test_replica_key_over_groups_of_replicas_is_each_one_once():
+    ops = jdist.HierarchicalAllReduce(group_size=2)
+    strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(4)], cross_device_ops=ops)
+    key = jax.random.key(3)
+    found = strategy.run(jdist.replica_key, (key,))
+    np.testing.assert_array_equal(bits(found.tree), [bits(jax.random.fold_in(key, i)) for i in range(4)])
+
+
+def test_key_of_all_replicas_stays_mirrored_while_each_draws_its_own(two):
+    def draw(state, x):
+        key, now = jax.random.split(state["key"])
+        noise = jax.random.normal(jdist.replica_key(now), x.shape)
+        total = state["total"] + jdist.all_reduce("mean", noise + x)
+        return {"key": key, "total": total}, noise
+
+    step = two.step(draw)
+    state = two.init(lambda key: {"key": key, "total": jnp.zeros(2)}, jax.random.key(5))
+    x = jdist.PerReplica(np.ones((2, 2), np.float32))
+    key = jax.random.key(5)
+    for _ in range(2):
+        state, noise = step(state, x)
+        key, now = jax.random.split(key)
+        expected = [jax.random.normal(jax.random.fold_in(now, i), 2) for i in range(2)]
+        np.testing.assert_allclose(noise.tree, expected, rtol=1e-6)
+    assert set(step.proof.mirrored) == {"state['key']", "state['total']"}
+    np.testing.assert_array_equal(bits(state["key"]), bits(key))
+    assert_in_step(state)
+
+
+def test_replica_key_that_is_stored_is_refused_with_the_way_out(strategy):
+    step = strategy.step(lambda state: ({"key": jdist.replica_key(state["key"])}, None))
+    with pytest.raises(jdist.NotMirroredError, match=r"(?s)state\['key'\].*store .*the key that was folded"):
+        step(strategy.put({"key": jax.random.key(0)}))
+
+
+INDICES = {
+    "scalar": np.int32(4),
+    "python_number": 4,
+    "row": np.arange(5),
+    "table": np.arange(6).reshape(2, 3)[::-1],
+    "cube": np.arange(4).reshape(2, 1, 2),
+    "none": np.zeros((0, 2), np.int32),
+    "bytes": np.uint8([0, 255]),
+    "repeated": np.array([3, 3]),
+}
+
+
+@every_key
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_example_keys_are_those_folded_one_by_one(index, make):
+    key = make()
+    found = jdist.example_key(key, index)
+    assert (found.shape, found.dtype) == ((*np.shape(index), *key.shape), key.dtype)
+    expected = [bits(jax.random.fold_in(key, int(i))) for i in np.ravel(index)]
+    np.testing.assert_array_equal(bits(found), np.reshape(np.asarray(expected, np.uint32), bits(found).shape))
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored_3"])
+def test_example_keys_of_a_batch_in_a_replica_function_are_those_of_the_whole(name):
+    strategy = STRATEGIES[name]()
+    n = strategy.num_replicas_in_sync
+    key = jax.random.key(1)
+    own = lambda key: jax.random.key_data(jdist.example_key(key, jdist.replica_id() * 3 + jnp.arange(3)))
+    found = strategy.run(own, (key,))
+    np.testing.assert_array_equal(np.concatenate(found.tree), bits(jdist.example_key(key, np.arange(3 * n))))
+
+
+NOT_NUMBERS = {
+    "floats": (np.float32([0, 1]), r"float32\[2\]"),
+    "float": (0.5, r"0\.5"),
+    "booleans": (np.array([True]), r"bool\[1\]"),
+}
+
+
+@pytest.mark.parametrize("index, said", NOT_NUMBERS.values(), ids=NOT_NUMBERS)
+def test_example_key_of_what_numbers_nothing_is_refused(index, said):
+    with pytest.raises(TypeError, match=rf"`index` numbers examples, in integers, got {said}"):
+        jdist.example_key(jax.random.key(0), index)
+
+
+class Dropped(nn.Module):
+    """Two layers of dropout, for one example."""
+
+    @nn.compact
+    def __call__(self, x):
+        hidden = nn.Dropout(0.25, deterministic=False)(x)
+        return hidden, nn.Dropout(0.5, deterministic=False)(jnp.ones(32))
+
+
+def test_dropout_of_each_example_is_the_same_on_any_number_of_replicas():
+    model, key = Dropped(), jax.random.key(9)
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+    index = np.random.default_rng(1).permutation(16)
+
+    def drop(key, x, index):
+        one = lambda x, key: model.apply({}, x, rngs={"dropout": key})
+        return jax.vmap(one)(x, jdist.example_key(key, index))
+
+    found = []
+    for name in ("one_device", "mirrored_2", "mirrored_8"):
+        strategy = STRATEGIES[name]()
+        split = [jdist.PerReplica(a.reshape(strategy.num_replicas_in_sync, -1, *a.shape[1:])) for a in (x, index)]
+        found.append([np.concatenate(rows.tree) for rows in strategy.run(drop, (key, *split))])
+    chex.assert_trees_all_equal(*found)
+    _, masks = found[0]
+    assert len({row.tobytes() for row in masks}) == 16
+    np.testing.assert_array_equal(np.unique(masks), [0, 2])

@@ -1,0 +1,248 @@
+"""`variable` and `trainable`: where a value is put that the replicas write, and what an optimizer may change of a state."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import VariableAggregation, VariableSynchronization
+
+from laws import assert_in_step
+
+AGGREGATIONS = ("none", "sum", "mean", "only_first_replica")
+VALUE = {"w": np.float32([1, 2]), "n": (np.float32(3), None)}
+
+
+def _expected():
+    """What each combination that has a meaning gives: synchronization, aggregation and trainable, to the kind and its notes."""
+    table = {}
+    for aggregation, trainable in itertools.product(AGGREGATIONS, (None, False, True)):
+        name = VariableAggregation[aggregation.upper()]
+        mirrored = (jdist.Mirrored, name, trainable is not False)
+        table["on_write", aggregation, trainable] = mirrored
+        plain = aggregation == "none" and trainable is not False
+        table["auto", aggregation, trainable] = None if plain else mirrored
+        if aggregation != "none":
+            table["on_read", aggregation, trainable] = (jdist.SyncOnRead, name, trainable is True)
+        elif not trainable:
+            table["none", aggregation, trainable] = (jdist.PerReplica,)
+    return table
+
+
+EXPECTED = _expected()
+every_choice = pytest.mark.parametrize(
+    "choice, kind", EXPECTED.items(), ids=[f"{sync}-{how}-{trainable}" for sync, how, trainable in EXPECTED]
+)
+
+
+def _said(value):
+    """The kind of a variable, and what it says beyond its tree."""
+    if not isinstance(value, jdist.DistributedValues):
+        return None
+    return (type(value), *(getattr(value, name) for name in ("aggregation", "trainable") if hasattr(value, name)))
+
+
+@every_choice
+def test_variable_in_scope_is_placed_as_its_choice_says(choice, kind, two):
+    synchronization, aggregation, trainable = choice
+    with two.scope():
+        made = jdist.variable(VALUE, synchronization, aggregation, trainable)
+    assert _said(made) == kind
+    for value, device in zip(two.local_results(made), two.mesh.devices.flat, strict=True):
+        chex.assert_trees_all_equal(value, VALUE)
+        assert {device} == set().union(*(leaf.devices() for leaf in jax.tree.leaves(value)))
+
+
+@every_choice
+def test_variable_in_init_is_what_it_is_in_scope(choice, kind, two):
+    synchronization, aggregation, trainable = choice
+    make = lambda: jdist.variable(VALUE, synchronization, aggregation, trainable)
+    state = two.init(lambda: {"v": make()})
+    with two.scope():
+        expected = make()
+    assert jax.tree.structure(state["v"]) == jax.tree.structure(expected)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state["v"], expected)
+    chex.assert_trees_all_equal(two.local_results(state["v"]), two.local_results(expected))
+    for a, b in zip(jax.tree.leaves(state["v"]), jax.tree.leaves(expected), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+SYNCHRONIZATIONS = {
+    "auto": ("none", type(None)),
+    "on_write": ("none", jdist.Mirrored),
+    "on_read": ("sum", jdist.SyncOnRead),
+    "none": ("none", jdist.PerReplica),
+}
+
+
+@pytest.mark.parametrize("name", SYNCHRONIZATIONS)
+def test_variable_takes_names_in_any_case_and_members(name, strategy):
+    aggregation, kind = SYNCHRONIZATIONS[name]
+    member = VariableSynchronization[name.upper()]
+    for synchronization in (name, name.upper(), name.title(), member):
+        for how in (aggregation, aggregation.upper(), VariableAggregation[aggregation.upper()]):
+            with strategy.scope():
+                made = jdist.variable(1.0, synchronization=synchronization, aggregation=how)
+            assert type(made) is kind or kind is type(None) and isinstance(made, jax.Array)
+
+
+def test_variable_by_default_is_a_plain_array_on_every_replica(strategy):
+    with strategy.scope():
+        made = jdist.variable(VALUE)
+    chex.assert_trees_all_equal(made, VALUE)
+    assert_in_step(made)
+    assert made["w"].sharding.device_set == set(strategy.mesh.devices.flat)
+
+
+def test_variable_outside_any_strategy_is_on_the_default_device():
+    made = jdist.variable(1.0, "on_read", "sum")
+    assert made.tree.devices() == {jax.local_devices()[0]}
+    assert float(made.read()) == 1
+
+
+def test_variable_that_is_read_as_a_sum_begins_with_the_value_on_each_replica(strategy):
+    with strategy.scope():
+        seen = jdist.variable(np.int32(2), "on_read", "sum")
+    assert int(seen.read()) == 2 * strategy.num_replicas_in_sync
+
+
+def test_variable_may_differ_between_replicas_where_it_is_kept_apart(strategy):
+    def make():
+        mine = jdist.replica_id()
+        return {"own": jdist.variable(mine, "none"), "part": jdist.variable(mine, "on_read", "sum")}
+
+    n = strategy.num_replicas_in_sync
+    state = strategy.init(make)
+    np.testing.assert_array_equal(state["own"].tree, np.arange(n))
+    assert int(state["part"].read()) == n * (n - 1) // 2
+    with pytest.raises(jdist.NotMirroredError, match=r"state is not proved to be the same on every replica"):
+        strategy.init(lambda: jdist.variable(jdist.replica_id(), "on_write", "sum"))
+
+
+LEAVES = {
+    "key": jax.random.key(3),
+    "bool": np.True_,
+    "bfloat16": jnp.bfloat16(1.5),
+    "complex": np.complex64(1j),
+    "empty": np.zeros((0, 2), np.float32),
+    "number": 3,
+    "nothing": None,
+    "tree_of_nothing": {},
+}
+
+
+@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
+@pytest.mark.parametrize(
+    "choice", [("auto", "none"), ("on_write", "mean"), ("on_read", "sum"), ("none", "none")], ids=str
+)
+def test_variable_may_hold_any_leaf(leaf, choice, two):
+    with two.scope():
+        made = jdist.variable({"x": leaf}, *choice)
+    tree = made.tree if isinstance(made, jdist.DistributedValues) else made
+    assert jax.tree.structure(tree) == jax.tree.structure({"x": leaf})
+    assert [x.dtype for x in jax.tree.leaves(tree)] == [jnp.asarray(x).dtype for x in jax.tree.leaves(leaf)]
+
+
+BAD = {
+    "synchronization": (
+        ("sometimes",),
+        r"Invalid variable synchronization mode: 'sometimes'; take one of 'AUTO', 'NONE', 'ON_WRITE', 'ON_READ'\.",
+    ),
+    "synchronization_number": ((3,), r"Invalid variable synchronization mode: 3; take one of"),
+    "synchronization_of_other_kind": ((VariableAggregation.NONE,), r"Invalid variable synchronization mode: <Variable"),
+    "aggregation": (
+        ("auto", "max"),
+        r"Invalid variable aggregation mode: 'max'; take one of 'NONE', 'SUM', 'MEAN', 'ONLY_FIRST_REPLICA'\.",
+    ),
+    "aggregation_nothing": (("auto", None), r"Invalid variable aggregation mode: None; take one of"),
+    "unreadable": (
+        ("on_read",),
+        r"aggregation NONE could not be read\. Say SUM, MEAN or ONLY_FIRST_REPLICA, or keep one",
+    ),
+    "trained_apart": (
+        ("none", "none", True),
+        r"never synchronised is not trainable\..*`synchronization=\"on_read\", trainable=True`",
+    ),
+}
+
+
+@pytest.mark.parametrize("choice, says", BAD.values(), ids=BAD)
+def test_choice_that_there_is_none_of_or_contradicts_itself_is_refused_everywhere(choice, says, two):
+    with pytest.raises(ValueError, match=says):
+        jdist.variable(1.0, *choice)
+    with pytest.raises(ValueError, match=says), two.scope():
+        jdist.variable(1.0, *choice)
+    with pytest.raises(ValueError, match=says):
+        two.init(lambda: jdist.variable(1.0, *choice))
+
+
+def test_variables_in_a_step_are_written_as_they_say(strategy):
+    n = strategy.num_replicas_in_sync
+    ids = np.arange(n)
+
+    def make():
+        return {
+            "sum": jdist.variable(0.0, "on_write", "sum"),
+            "auto_mean": jdist.variable(0.0, aggregation="mean"),
+            "read": jdist.variable(0.0, "on_read", "sum"),
+            "own": jdist.variable(0.0, "none"),
+        }
+
+    state, _ = strategy.step(lambda state: (jax.tree.map(lambda x: x + jdist.replica_id(), state), None))(
+        strategy.init(make)
+    )
+    assert float(state["sum"].read()) == ids.sum()
+    assert float(state["auto_mean"].read()) == ids.mean()
+    assert float(state["read"].read()) == ids.sum()
+    np.testing.assert_array_equal(state["own"].read(), ids)
+
+
+def _state():
+    return {
+        "plain": np.float32([1, 1]),
+        "mirrored": jdist.Mirrored({"a": np.float32(1), "b": None}),
+        "frozen": jdist.Mirrored(np.float32(1), trainable=False),
+        "split": jdist.Sharded(np.ones(2, np.float32)),
+        "read": jdist.SyncOnRead({"a": np.ones(2, np.float32)}, "sum"),
+        "drifting": jdist.SyncOnRead(np.ones(2, np.float32), "mean", trainable=True),
+        "own": jdist.PerReplica([np.ones(2, np.float32)]),
+        "none": None,
+    }
+
+
+MASK = {
+    "plain": True,
+    "mirrored": {"a": True, "b": None},
+    "frozen": False,
+    "split": True,
+    "read": {"a": False},
+    "drifting": True,
+    "own": [False],
+    "none": None,
+}
+
+
+def test_trainable_is_a_tree_of_booleans_like_the_state_of_one_replica(two):
+    assert jdist.trainable(_state()) == MASK
+    assert jdist.trainable(two.put(_state())) == MASK
+    assert jdist.trainable(()) == ()
+
+
+def test_trainable_masks_what_an_optimizer_changes(two):
+    placed = two.put(_state())
+    optimizer = optax.masked(optax.sgd(1.0), jdist.trainable(placed))
+    frozen = optax.masked(optax.set_to_zero(), jax.tree.map(lambda flag: not flag, jdist.trainable(placed)))
+    both = optax.chain(optimizer, frozen)
+
+    def train(state):
+        updates, _ = both.update(jax.tree.map(jnp.ones_like, state), both.init(state), state)
+        return optax.apply_updates(state, updates), None
+
+    new, _ = two.step(train)(placed)
+    moved = jax.tree.map(lambda x: bool((np.asarray(x) == 0).all()), {k: getattr(v, "tree", v) for k, v in new.items()})
+    assert moved == MASK

@@ -1,0 +1,80 @@
+"""When and how writes become one value: the choices by name, and the aggregation of rows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist.values import aggregation as aggregations
+
+CHOICES = [jdist.VariableSynchronization, jdist.VariableAggregation]
+
+
+@pytest.mark.parametrize("member", [member for kind in CHOICES for member in kind], ids=str)
+def test_choice_is_found_by_its_name_in_any_case(member):
+    kind = type(member)
+    for name in (member, member.name, member.name.lower(), member.name.title(), member.value):
+        assert aggregations.choice(kind, name) is member
+
+
+BAD = {
+    "unknown": (
+        jdist.VariableSynchronization,
+        "on_writ",
+        r"Invalid variable synchronization mode: 'on_writ'; take one of 'AU",
+    ),
+    "empty": (
+        jdist.VariableAggregation,
+        "",
+        r"Invalid variable aggregation mode: ''; take one of 'NONE', 'SUM', 'MEAN', 'ONL",
+    ),
+    "number": (jdist.VariableAggregation, 1, r"Invalid variable aggregation mode: 1; take one of"),
+    "nothing": (jdist.VariableSynchronization, None, r"Invalid variable synchronization mode: None; take one of"),
+    "other_kind": (
+        jdist.VariableAggregation,
+        jdist.VariableSynchronization.NONE,
+        r"Invalid variable aggregation mode: <VariableSynchronization\.NONE.*; take one of",
+    ),
+    "spaces": (jdist.VariableAggregation, " sum", r"Invalid variable aggregation mode: ' sum'; take one of"),
+    "unhashable": (jdist.VariableAggregation, [], r"Invalid variable aggregation mode: \[\]; take one of"),
+}
+
+
+@pytest.mark.parametrize("kind, name, says", BAD.values(), ids=BAD)
+def test_choice_that_there_is_none_of_is_refused_with_all_there_are(kind, name, says):
+    with pytest.raises(ValueError, match=says):
+        aggregations.choice(kind, name)
+
+
+ADDED = {jdist.VariableAggregation.SUM: np.sum, jdist.VariableAggregation.MEAN: np.mean}
+NUMPY = {**ADDED, jdist.VariableAggregation.ONLY_FIRST_REPLICA: lambda x, axis: x[0]}
+
+
+@pytest.mark.parametrize("how", NUMPY, ids=str)
+def test_aggregated_rows_lie_on_every_device_of_theirs(how, strategy):
+    rows = np.random.default_rng(0).normal(size=(strategy.num_replicas_in_sync, 2, 3)).astype(np.float32)
+    placed = strategy.put(jdist.PerReplica(rows)).tree
+    found = aggregations.aggregated(how, "value", placed)
+    np.testing.assert_allclose(found, NUMPY[how](rows, axis=0), rtol=1e-5, atol=1e-6)
+    assert found.sharding.device_set == set(strategy.mesh.devices.flat)
+    assert found.sharding.is_fully_replicated
+    for elsewhere in (rows, jnp.asarray(rows)):
+        np.testing.assert_allclose(aggregations.aggregated(how, "value", elsewhere), found, rtol=1e-5, atol=1e-6)
+    traced = jax.jit(lambda x: aggregations.aggregated(how, "value", x))(rows)
+    np.testing.assert_allclose(traced, found, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("leaf", [np.ones(2, bool), jax.random.split(jax.random.key(0))], ids=["bools", "keys"])
+@pytest.mark.parametrize("how", ADDED, ids=str)
+def test_rows_that_have_no_such_aggregation_are_refused_by_name(how, leaf):
+    with pytest.raises(TypeError, match=r"state\['x'\] is (boolean|a random key) \("):
+        aggregations.aggregated(how, "state['x']", leaf)
+
+
+@pytest.mark.parametrize("leaf", [np.array([False, True]), jax.random.split(jax.random.key(0))], ids=["bools", "keys"])
+def test_first_of_rows_may_be_of_any_dtype(leaf, two):
+    plain = jax.random.key_data if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray
+    for rows in (leaf, jnp.asarray(leaf), two.put(jdist.PerReplica(leaf)).tree):
+        found = aggregations.aggregated(jdist.VariableAggregation.ONLY_FIRST_REPLICA, "value", rows)
+        np.testing.assert_array_equal(plain(found), plain(leaf)[0])

@@ -1,0 +1,172 @@
+"""Arrays on a mesh: copies, parts, rows, and what the host makes of one row a replica."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist.mesh import mirrored_sharding, per_replica_sharding
+from jdist.reduce_op import ReduceOp
+from jdist.values import arrays
+
+from laws import STRATEGIES
+
+
+@pytest.fixture
+def mesh(strategy):
+    return strategy.mesh
+
+
+def test_array_is_placed_unless_it_is_on_the_host_or_traced():
+    assert arrays.is_placed(jnp.ones(2))
+    assert arrays.is_placed(jax.random.key(0))
+    assert not any(map(arrays.is_placed, (np.ones(2), 1.0, None)))
+    seen = []
+    jax.eval_shape(lambda x: seen.append(arrays.is_placed(x)), 1.0)
+    assert seen == [False]
+
+
+PLACED = {
+    "numpy": np.arange(3),
+    "double": np.arange(3.0),
+    "number": 3,
+    "bool": True,
+    "jax": jnp.arange(3),
+    "bfloat16": jnp.ones(3, jnp.bfloat16),
+    "key": jax.random.key(3),
+    "raw_key": jax.random.PRNGKey(3),
+    "empty": np.zeros((0, 2), np.float32),
+}
+
+
+@pytest.mark.parametrize("x", PLACED.values(), ids=PLACED)
+def test_placed_array_is_a_copy_of_definite_dtype(x, two):
+    mesh = two.mesh
+    found = arrays.place(x, mirrored_sharding(mesh))
+    assert found is not x
+    assert not jax.typeof(found).weak_type
+    assert found.sharding == mirrored_sharding(mesh)
+    assert found.dtype == jnp.asarray(x).dtype
+    plain = jax.random.key_data if jnp.issubdtype(found.dtype, jax.dtypes.prng_key) else np.asarray
+    np.testing.assert_array_equal(plain(found), plain(x))
+
+
+def test_placed_array_has_memory_of_its_own(mesh):
+    x = jax.device_put(jnp.arange(3.0), mirrored_sharding(mesh))
+    arrays.place(x, mirrored_sharding(mesh)).delete()
+    assert not x.is_deleted()
+
+
+def test_copies_parts_and_rows_are_in_the_order_of_the_replicas():
+    mesh = jdist.MirroredStrategy(["cpu:5", "cpu:1", "cpu:2"]).mesh
+    ids = np.arange(6).reshape(3, 2)
+    rows = arrays.place(ids, per_replica_sharding(mesh))
+    copies = arrays.local_copies(arrays.place(ids, mirrored_sharding(mesh)))
+    for found, expected in (
+        (arrays.local_rows(rows), ids),
+        (arrays.local_parts(rows), ids[:, None]),
+        (copies, [ids] * 3),
+    ):
+        np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+        assert [x.devices() for x in found] == [{device} for device in mesh.devices.flat]
+
+
+def test_rows_have_their_true_shapes(mesh):
+    n = mesh.size
+    x = np.random.default_rng(0).normal(size=(n, 3, 2)).astype(np.float32)
+    shapes = tuple((i % 4, 1 + i % 2) for i in range(n))
+    for rows in (x, arrays.place(x, per_replica_sharding(mesh))):
+        for own, whole, shape in zip(arrays.local_rows(rows, shapes), x, shapes, strict=True):
+            np.testing.assert_array_equal(own, whole[: shape[0], : shape[1]])
+
+
+def test_repeat_is_a_row_of_the_same_for_each(mesh):
+    found = arrays.repeat(arrays.place(np.arange(3), mirrored_sharding(mesh)), mesh.size, per_replica_sharding(mesh))
+    np.testing.assert_array_equal(found, [np.arange(3)] * mesh.size)
+    assert found.sharding.is_equivalent_to(per_replica_sharding(mesh), 2)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 8])
+def test_split_sum_of_integers_adds_up_exactly(times):
+    for x in (np.int32([-9, -1, 0, 1, 7, 64]), np.int8([-128, 127]), np.uint8([255, 3])):
+        rows = np.asarray(arrays.split_sum(jnp.asarray(x), times, None))
+        assert rows.dtype == x.dtype
+        np.testing.assert_array_equal(rows.astype(np.int64).sum(0), x)
+
+
+UNEVEN = ((2, 3), (0, 3), (1, 3))
+NUMPY = {ReduceOp.SUM: np.sum, ReduceOp.MEAN: np.mean, ReduceOp.MAX: np.max, ReduceOp.MIN: np.min}
+
+
+def _filled(shapes):
+    """Random rows of these shapes, filled up to the largest with numbers that nothing may see."""
+    whole = tuple(map(max, zip(*shapes, strict=True)))
+    own = [np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)]
+    filled = np.full((len(shapes), *whole), 1e6, np.float32)
+    for row, values in zip(filled, own, strict=True):
+        row[tuple(map(slice, values.shape))] = values
+    return jnp.asarray(filled), own
+
+
+@pytest.mark.parametrize("op", NUMPY, ids=str)
+def test_reduction_of_rows_of_different_lengths_is_over_what_is_true(op):
+    x, own = _filled(UNEVEN)
+    joined = np.concatenate(own)
+    found = arrays.reduce_rows(op, "value", x, UNEVEN, (0,), None)
+    np.testing.assert_allclose(found, NUMPY[op](joined, axis=0), rtol=1e-5)
+    found = arrays.reduce_rows(op, "value", x, UNEVEN, (0, 1), None)
+    np.testing.assert_allclose(found, NUMPY[op](joined), rtol=1e-5)
+
+
+@pytest.mark.parametrize("op", NUMPY, ids=str)
+@pytest.mark.parametrize("dims", [(), (1,), (0, 1)], ids=str)
+def test_reduction_of_rows_of_one_shape_is_that_of_numpy(op, dims):
+    x = np.random.default_rng(0).normal(size=(3, 2, 4)).astype(np.float32)
+    found = arrays.reduce_rows(op, "value", jnp.asarray(x), None, dims, None)
+    np.testing.assert_allclose(found, NUMPY[op](x, axis=(0, *(dim + 1 for dim in dims))), rtol=1e-5)
+
+
+def test_reduction_of_nothing_is_refused_unless_it_is_a_sum():
+    empty, shapes = jnp.zeros((2, 0, 3)), ((0, 3), (0, 3))
+    for given in (None, shapes):
+        np.testing.assert_array_equal(arrays.reduce_rows(ReduceOp.SUM, "value", empty, given, (0,), None), np.zeros(3))
+        for op in (ReduceOp.MEAN, ReduceOp.MAX, ReduceOp.MIN):
+            with pytest.raises(ValueError, match=rf"value\['x'\] is empty on every replica.*no {op.name}"):
+                arrays.reduce_rows(op, "value['x']", empty, given, (0,), None)
+
+
+def test_reduction_that_leaves_different_shapes_is_refused():
+    x, _ = _filled(UNEVEN)
+    for dims in ((), (1,)):
+        says = (
+            r"value\['x'\] has the shapes \[2, 3\], \[0, 3\], \[1, 3\] on the replicas, which differ beyond the "
+            rf"dimensions \[{1 if dims else ''}\] .*as in `axis=0`, or join the values: `strategy\.gather`"
+        )
+        with pytest.raises(ValueError, match=says):
+            arrays.reduce_rows(ReduceOp.SUM, "value['x']", x, UNEVEN, dims, None)
+
+
+@pytest.mark.parametrize("dim, shapes", [(0, UNEVEN), (1, ((2, 1), (2, 3), (2, 0))), (0, None), (1, None)], ids=str)
+def test_joined_rows_are_those_of_numpy(dim, shapes):
+    x, own = _filled(shapes or ((2, 3),) * 3)
+    found = arrays.join_rows("value", x, shapes, dim, None)
+    np.testing.assert_array_equal(found, np.concatenate(own, axis=dim))
+
+
+def test_rows_that_differ_along_another_dimension_are_not_joined():
+    x, _ = _filled(UNEVEN)
+    says = r"value has the shapes \[2, 3\], \[0, 3\], \[1, 3\] .* along dimension 1 .*Join along the one that differs"
+    with pytest.raises(ValueError, match=says):
+        arrays.join_rows("value", x, UNEVEN, 1, None)
+
+
+def test_reduction_and_join_lie_where_they_are_asked_to():
+    mesh = STRATEGIES["mirrored_3"]().mesh
+    x = arrays.place(_filled(UNEVEN)[0], per_replica_sharding(mesh))
+    everywhere = mirrored_sharding(mesh)
+    for shapes, op in itertools.product((UNEVEN, None), (ReduceOp.MEAN, ReduceOp.MAX)):
+        assert arrays.reduce_rows(op, "value", x, shapes, (0,), everywhere).sharding.is_equivalent_to(everywhere, 1)
+        assert arrays.join_rows("value", x, shapes, 0, everywhere).sharding.is_equivalent_to(everywhere, 2)

@@ -1,0 +1,225 @@
+"""`PerReplica`: one value a replica, of one shape or of several."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES, rows
+
+
+def test_repr_of_tree_of_keys_and_nothing_says_specs():
+    tree = {"a": np.zeros(2, np.int32), "b": None, "key": jax.random.split(jax.random.key(0))}
+    assert repr(jdist.PerReplica(tree)) == "PerReplica({'a': int32[2], 'b': None, 'key': key<fry>[2]})"
+
+
+def test_values_of_per_replica_are_rows_on_their_own_devices(strategy):
+    n = strategy.num_replicas_in_sync
+    tree = {"a": np.arange(n * 2).reshape(n, 2), "b": (np.arange(n), None)}
+    parts = strategy.put(jdist.PerReplica(tree)).values
+    assert len(parts) == n
+    for number, (part, device) in enumerate(zip(parts, strategy.mesh.devices.flat, strict=True)):
+        chex.assert_trees_all_equal(part, jax.tree.map(lambda x, i=number: x[i], tree))
+        assert {device} == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
+
+
+def test_values_of_per_replica_keys_are_keys(strategy):
+    keys = jax.random.split(jax.random.key(3), strategy.num_replicas_in_sync)
+    for mine, key in zip(strategy.put(jdist.PerReplica(keys)).values, keys, strict=True):
+        assert mine.dtype == key.dtype
+        np.testing.assert_array_equal(jax.random.key_data(mine), jax.random.key_data(key))
+
+
+def test_values_of_rows_that_lie_nowhere_are_the_rows():
+    value = jdist.PerReplica({"a": np.arange(6).reshape(2, 3)})
+    chex.assert_trees_all_equal(value.values, ({"a": np.arange(3)}, {"a": np.arange(3, 6)}))
+
+
+def test_read_of_per_replica_is_the_stacked_tree(strategy):
+    value = rows(strategy, 2)
+    np.testing.assert_array_equal(value.read(), np.stack(value.values))
+
+
+MAPS = {
+    "elementwise": (lambda x: x * 2 + 1, lambda x: x * 2 + 1),
+    "reduction": (lambda x: x.sum(0), lambda x: x.sum(0)),
+    "other_structure": (lambda x: {"max": x.max(), "same": x}, lambda x: {"max": x.max(), "same": x}),
+    "constant": (lambda x: jnp.zeros(3), lambda x: np.zeros(3, np.float32)),
+}
+
+
+@pytest.mark.parametrize("fn, expected", MAPS.values(), ids=MAPS)
+def test_map_of_per_replica_is_the_function_of_each_row_where_it_lies(fn, expected, strategy):
+    value = rows(strategy, 4)
+    mapped = value.map(fn)
+    assert isinstance(mapped, jdist.PerReplica)
+    for before, after in zip(value.values, mapped.values, strict=True):
+        chex.assert_trees_all_close(after, expected(np.asarray(before)), rtol=1e-6)
+        assert all(leaf.devices() == before.devices() for leaf in jax.tree.leaves(after))
+
+
+DTYPES = ["float32", "bfloat16", "int32", "uint8", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_assign_of_one_value_gives_it_to_every_replica(dtype):
+    strategy, n = STRATEGIES["mirrored_3"](), 3
+    value = strategy.put(jdist.PerReplica({"x": np.zeros((n, 2), jnp.dtype(dtype))}))
+    new = np.arange(1, 3).astype(jnp.dtype(dtype))
+    for assigned in (value.assign({"x": new}), value.assign(strategy.put(jdist.Mirrored({"x": new})))):
+        np.testing.assert_array_equal(assigned.tree["x"], np.broadcast_to(new, (n, 2)))
+        assert assigned.tree["x"].sharding.is_equivalent_to(value.tree["x"].sharding, 2)
+    added = assigned.assign_add({"x": new}).assign_sub({"x": new}).assign_add({"x": new})
+    np.testing.assert_array_equal(added.tree["x"], np.broadcast_to(new + new, (n, 2)))
+    assert added.tree["x"].dtype == jnp.dtype(dtype)
+
+
+def test_assign_of_per_replica_gives_each_its_own(strategy):
+    value, other = rows(strategy, 2), rows(strategy, 2, seed=1)
+    np.testing.assert_array_equal(value.assign(other).tree, other.tree)
+    np.testing.assert_array_equal(value.assign_add(other).tree, np.asarray(value.tree) + np.asarray(other.tree))
+    np.testing.assert_array_equal(value.assign_sub(other).tree, np.asarray(value.tree) - np.asarray(other.tree))
+
+
+def test_assign_of_keys_gives_each_its_own(strategy):
+    keys = [jax.random.split(jax.random.key(seed), strategy.num_replicas_in_sync) for seed in (1, 2)]
+    found = strategy.put(jdist.PerReplica(keys[0])).assign(jdist.PerReplica(keys[1]))
+    np.testing.assert_array_equal(jax.random.key_data(found.tree), jax.random.key_data(keys[1]))
+
+
+def test_assign_of_rows_for_another_number_of_replicas_is_refused(two):
+    with pytest.raises(
+        ValueError, match=r"`assign`: value has the shape \[2,? ?3\] and cannot become a value of \[3, 3\]"
+    ):
+        rows(two, 3).assign(jdist.PerReplica(np.ones((3, 3), np.float32)))
+
+
+def _uneven(strategy, *shape, dtype=np.float32):
+    """Replica `i` of `n` holds `n - i` rows of the number `i + 1`."""
+    n = strategy.num_replicas_in_sync
+    return strategy.distribute_values_from_function(
+        lambda c: np.full((n - c.replica_id_in_sync_group, *shape), c.replica_id_in_sync_group + 1, dtype)
+    )
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "bool"])
+def test_values_of_different_shapes_are_each_replicas_own(dtype):
+    strategy, n = STRATEGIES["mirrored_3"](), 3
+    value = _uneven(strategy, 2, dtype=jnp.dtype(dtype))
+    for number, (own, device) in enumerate(zip(value.values, strategy.mesh.devices.flat, strict=True)):
+        assert own.devices() == {device}
+        assert own.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(own, np.full((n - number, 2), number + 1).astype(own.dtype))
+    chex.assert_trees_all_equal(strategy.local_results(value), value.values)
+    chex.assert_trees_all_equal(strategy.put(value).values, value.values)
+
+
+def test_values_of_different_shapes_may_be_empty_or_differ_in_any_dimension(two):
+    shapes = [(0, 3), (2, 1)]
+    value = two.distribute_values_from_function(lambda c: np.ones(shapes[c.replica_id_in_sync_group], np.int32))
+    assert [own.shape for own in value.values] == shapes
+    assert repr(value) == "PerReplica(int32[0,3] | int32[2,1])"
+
+
+def test_repr_of_different_shapes_says_each_replicas():
+    value = _uneven(STRATEGIES["mirrored_3"](), 2)
+    assert repr(value) == "PerReplica(float32[3,2] | float32[2,2] | float32[1,2])"
+
+
+def test_leaf_of_one_shape_stays_one_beside_a_leaf_of_several(two):
+    value = two.distribute_values_from_function(
+        lambda c: {"x": np.ones(1 + c.replica_id_in_sync_group), "id": c.replica_id_in_sync_group, "none": None}
+    )
+    chex.assert_trees_all_equal(
+        value.values,
+        ({"x": np.ones(1, np.float32), "id": 0, "none": None}, {"x": np.ones(2, np.float32), "id": 1, "none": None}),
+    )
+    assert [[x.shape for x in jax.tree.leaves(own)] for own in value.values] == [[(), (1,)], [(), (2,)]]
+
+
+def test_values_of_one_shape_know_no_others(strategy):
+    assert strategy.distribute_values_from_function(lambda c: np.ones(3)).shapes is None
+
+
+def test_padded_is_filled_up_with_zeros_and_weighted(strategy):
+    n = strategy.num_replicas_in_sync
+    value, weights = _uneven(strategy, 2).padded()
+    true = np.arange(n)[None] < n - np.arange(n)[:, None]
+    np.testing.assert_array_equal(weights.tree, true.astype(np.float32))
+    np.testing.assert_array_equal(value.tree, true[..., None] * np.arange(1, n + 1)[:, None, None] * np.ones((1, 1, 2)))
+    assert value.shapes is weights.shapes is None
+    assert weights.tree.sharding.is_equivalent_to(value.tree.sharding, 2)
+
+
+def test_padded_goes_through_run_and_weighs_every_row_once(strategy):
+    n = strategy.num_replicas_in_sync
+    value, weights = _uneven(strategy).padded()
+    found = strategy.run(jdist.mean, (value, weights))
+    every = np.concatenate([np.full(n - i, i + 1) for i in range(n)])
+    np.testing.assert_allclose(found, every.mean(), rtol=1e-6)
+
+
+def test_padded_of_a_tree_has_one_weight_a_row(two):
+    value = two.distribute_values_from_function(
+        lambda c: {"x": np.ones((2 - c.replica_id_in_sync_group, 3)), "y": np.ones(2 - c.replica_id_in_sync_group, int)}
+    )
+    padded, weights = value.padded()
+    assert jax.tree.map(jnp.shape, padded.tree) == {"x": (2, 2, 3), "y": (2, 2)}
+    np.testing.assert_array_equal(weights.tree, [[1, 1], [1, 0]])
+
+
+def test_padded_of_one_shape_weighs_all_rows(strategy):
+    value = rows(strategy, 2, 3)
+    padded, weights = value.padded()
+    np.testing.assert_array_equal(padded.tree, value.tree)
+    np.testing.assert_array_equal(weights.tree, np.ones((strategy.num_replicas_in_sync, 2)))
+
+
+NOT_PADDED = {
+    "scalar_beside_rows": lambda i: {"x": np.ones(1 + i), "id": i},
+    "other_counts": lambda i: {"x": np.ones(1 + i), "y": np.ones(2 - i)},
+    "other_dimension": lambda i: np.ones((2, 1 + i)),
+}
+
+
+@pytest.mark.parametrize("make", NOT_PADDED.values(), ids=NOT_PADDED)
+def test_padded_of_what_differs_in_more_than_its_rows_is_refused(make, two):
+    value = two.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))
+    says = r"PerReplica\(.* \| .*\) cannot be padded by rows: its leaves differ.*Pad each replica's value to one shape where"
+    with pytest.raises(ValueError, match=says):
+        value.padded()
+
+
+SHAPES = r"PerReplica\(float32\[2\] \| float32\[1\]\)"
+
+
+def test_read_and_map_of_different_shapes_are_refused(two):
+    says = SHAPES + r" has no one shape\. Take `\.values`, or `\.padded\(\)`, or join them: `strategy\.gather`"
+    with pytest.raises(ValueError, match=says):
+        _uneven(two).read()
+    with pytest.raises(ValueError, match=says):
+        _uneven(two).map(lambda x: x)
+
+
+def test_different_shapes_are_refused_by_programs_with_the_way_out(two):
+    says = rf"\['x'\] is {SHAPES}: .* different shapes.*`value, weights = value\.padded\(\)`; `jdist\.mean\(values, weights"
+    batch = {"x": _uneven(two)}
+    with pytest.raises(ValueError, match="batch" + says):
+        two.run(lambda batch: batch, (batch,))
+    with pytest.raises(ValueError, match="batch" + says):
+        two.step(lambda state, batch: (state, None))(two.put(1.0), batch)
+    with pytest.raises(ValueError, match="state" + says):
+        two.step(lambda state: (state, None))(batch)
+
+
+def test_shapes_go_through_tree_functions_and_cannot_be_set(two):
+    value = _uneven(two)
+    doubled = jax.tree.map(lambda x: x * 2, value)
+    chex.assert_trees_all_equal(doubled.values, (np.float32([2, 2]), np.float32([4])))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        value.shapes = None

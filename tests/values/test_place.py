@@ -1,0 +1,190 @@
+"""How values come to lie on a mesh."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES, assert_in_step, rows
+
+
+def test_put_of_plain_leaves_is_the_same_on_every_device(strategy):
+    tree = {"a": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": 3, "key": jax.random.key(1), "none": None}
+    placed = strategy.put(tree)
+    assert_in_step(placed)
+    for leaf in jax.tree.leaves(placed):
+        assert leaf.sharding.device_set == set(strategy.mesh.devices.flat)
+        assert leaf.sharding.is_fully_replicated
+        assert not jax.typeof(leaf).weak_type
+    chex.assert_trees_all_equal(
+        [placed["a"], placed["n"], jax.random.key_data(placed["key"]), placed["none"]],
+        [tree["a"], np.int32(3), jax.random.key_data(tree["key"]), None],
+    )
+
+
+def test_put_of_wrapped_leaves_lies_as_each_wrapper_says(strategy):
+    n = strategy.num_replicas_in_sync
+    x = np.arange(n * 4).reshape(2 * n, 2)
+    placed = strategy.put(
+        {
+            "own": jdist.PerReplica(x.reshape(n, 2, 2)),
+            "read": jdist.SyncOnRead(x.reshape(n, 2, 2), "sum"),
+            "split": jdist.Sharded(x),
+            "all": jdist.Mirrored(x),
+            "plain": x,
+        }
+    )
+    parts = {name: leaf.tree if name != "plain" else leaf for name, leaf in placed.items()}
+    shapes = {name: leaf.sharding.shard_shape(leaf.shape) for name, leaf in parts.items()}
+    assert shapes == {"own": (1, 2, 2), "read": (1, 2, 2), "split": (2, 2), "all": (2 * n, 2), "plain": (2 * n, 2)}
+
+
+def test_put_of_what_was_put_is_the_same(strategy):
+    n = strategy.num_replicas_in_sync
+    once = strategy.put(
+        {
+            "own": rows(strategy, 2),
+            "all": np.arange(3),
+            "m": jdist.Mirrored(np.arange(3), "sum"),
+            "s": jdist.Sharded(np.arange(n)),
+            "r": jdist.SyncOnRead(np.ones(n), "mean"),
+        }
+    )
+    again = strategy.put(once)
+    assert jax.tree.structure(again) == jax.tree.structure(once)
+    chex.assert_trees_all_equal(again, once)
+    assert [x.sharding for x in jax.tree.leaves(again)] == [x.sharding for x in jax.tree.leaves(once)]
+
+
+PUT_REFUSED = {
+    "other_number": (
+        lambda x: jdist.PerReplica(x),
+        np.ones((3, 2), np.float32),
+        r"value\['x'\] is a PerReplica of float32\[3,2\], for 3 replicas; this strategy has 2\. .*read the other's with `\.val",
+    ),
+    "no_rows": (
+        lambda x: jdist.PerReplica(x),
+        np.float32(1),
+        r"is a PerReplica of float32\[\], for no replicas; this strategy has 2",
+    ),
+    "partial_values": (
+        lambda x: jdist.SyncOnRead(x, "sum"),
+        np.ones(3, np.int32),
+        r"value\['x'\] is a SyncOnRead of int32\[3\], for 3 replicas; this strategy has 2\. A SyncOnRead belongs",
+    ),
+    "odd_parts": (
+        lambda x: jdist.Sharded(x),
+        np.ones((3, 2), np.float32),
+        r"value\['x'\] is Sharded, of float32\[3,2\], .*cannot be split into 2 equal parts\. Pad it to a multiple, or leave it",
+    ),
+    "no_parts": (lambda x: jdist.Sharded(x), np.float32(1), r"Sharded, of float32\[\], .*cannot be split into 2 equal"),
+    "named_leaf": (
+        lambda x: jdist.Sharded({"a": [x]}),
+        np.ones(1, np.int32),
+        r"value\['x'\]\['a'\]\[0\] is Sharded, of int32\[1\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap, leaf, says", PUT_REFUSED.values(), ids=PUT_REFUSED)
+def test_wrapper_that_does_not_fit_the_replicas_is_refused_wherever_it_is_handed_in(wrap, leaf, says, two):
+    with pytest.raises(ValueError, match=says):
+        two.put({"x": wrap(leaf)})
+    with pytest.raises(ValueError, match=says):
+        two.run(lambda value: value, ({"x": wrap(leaf)},))
+    with pytest.raises(ValueError, match=says):
+        two.reduce("mean", {"x": wrap(leaf)}, axis=None)
+
+
+def test_wrapper_of_another_strategy_is_refused_by_its_devices(two):
+    other = jdist.MirroredStrategy(["cpu:1", "cpu:2"])
+    for value in (jdist.Mirrored(np.ones(2)), jdist.Sharded(np.ones(2)), jdist.SyncOnRead(np.ones(2), "sum")):
+        with pytest.raises(ValueError, match=r"(?i)x(\.tree)? lies on .*cpu.*1, .*2, and this strategy on .*0, .*1\."):
+            two.run(lambda x: x, (other.put(value),))
+
+
+def test_values_from_function_are_those_of_each_replica(strategy):
+    n = strategy.num_replicas_in_sync
+    made = strategy.distribute_values_from_function(
+        lambda c: {"id": c.replica_id_in_sync_group, "x": np.full(2, c.num_replicas_in_sync, np.float32), "none": None}
+    )
+    assert isinstance(made, jdist.PerReplica)
+    chex.assert_trees_all_equal(
+        made.tree, {"id": np.arange(n, dtype=np.int32), "x": np.full((n, 2), n, np.float32), "none": None}
+    )
+    for value, device in zip(made.values, strategy.mesh.devices.flat, strict=True):
+        assert value["x"].devices() == {device}
+
+
+def test_values_from_function_may_be_keys(strategy):
+    made = strategy.distribute_values_from_function(lambda c: jax.random.key(c.replica_id_in_sync_group))
+    for number, key in enumerate(made.values):
+        np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(number)))
+
+
+def test_values_from_function_may_be_nothing(strategy):
+    made = strategy.distribute_values_from_function(lambda c: {"none": None, "list": []})
+    assert (made.tree, made.shapes) == ({"none": None, "list": []}, None)
+
+
+def test_keys_of_different_shapes_are_refused(two):
+    with pytest.raises(ValueError, match=r"Random keys cannot be filled up to one shape: give every replica as many"):
+        two.distribute_values_from_function(
+            lambda c: jax.random.split(jax.random.key(0), 1 + c.replica_id_in_sync_group)
+        )
+
+
+ALIKE = r"Give every replica a value of the same structure, ranks and dtypes"
+UNLIKE = {
+    "rank": (
+        lambda i: {"a": np.ones([1] * (i + 1), np.float32)},
+        rf"replica 1 has float32\[1,1\] for value\['a'\], and not the float32\[1\] of replica 0\. {ALIKE}",
+    ),
+    "dtype": (
+        lambda i: {"a": [np.int32(1), np.float32(1)][i]},
+        rf"replica 1 has float32\[\] for value\['a'\], and not the int32\[\] of replica 0\. {ALIKE}",
+    ),
+    "more_leaves": (
+        lambda i: {"a": 1, "b": 2} if i else {"a": 1},
+        rf"replica 1 has the structure .*'b'.*, and not the .*'a'.* of replica 0\. {ALIKE}",
+    ),
+    "other_leaf": (
+        lambda i: {"b": 1} if i else {"a": 1},
+        rf"replica 1 has .*'b'.* not the .*'a'.* replica 0\. {ALIKE}",
+    ),
+    "other_container": (
+        lambda i: (1,) if i else [1],
+        rf"replica 1 has .*\(\*,\).* not the .*\[\*\].* replica 0\. {ALIKE}",
+    ),
+    "none_for_a_leaf": (
+        lambda i: {"a": 1, "b": None} if i else {"a": 1},
+        rf"replica 1 has .*None.* replica 0\. {ALIKE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, says", UNLIKE.values(), ids=UNLIKE)
+def test_values_from_function_that_differ_in_kind_are_refused(make, says, two):
+    with pytest.raises(ValueError, match=says):
+        two.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))
+
+
+GROUPED = {size: jdist.HierarchicalAllReduce(size) for size in (1, 2, 4, 8)}
+
+
+@pytest.mark.parametrize("ops", GROUPED.values(), ids=GROUPED)
+def test_values_on_a_mesh_of_groups_lie_as_on_one_of_replicas(ops):
+    grouped, flat = jdist.MirroredStrategy(cross_device_ops=ops), STRATEGIES["mirrored_8"]()
+    tree = {
+        "own": jdist.PerReplica(np.arange(8)),
+        "split": jdist.Sharded(np.arange(16)),
+        "all": jdist.Mirrored(np.arange(2)),
+        "read": jdist.SyncOnRead(np.arange(8), "sum"),
+    }
+    for name, value in grouped.put(tree).items():
+        expected = flat.put(tree)[name]
+        chex.assert_trees_all_equal(value.values, expected.values)
+        chex.assert_trees_all_equal(value.read(), expected.read())
+        assert [leaf.devices() for leaf in value.values] == [leaf.devices() for leaf in expected.values]

@@ -1,0 +1,149 @@
+"""`RowSlices`: a table of which only some rows are not zero, with numpy as the judge."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+
+def _dense(rows, indices, num_rows):
+    table = np.zeros((num_rows, *np.shape(rows)[1:]), np.asarray(rows).dtype)
+    np.add.at(table, np.asarray(indices), np.asarray(rows))
+    return table
+
+
+CASES = {
+    "apart": (np.float32([[1, 2], [3, 4]]), np.int32([2, 0]), 3),
+    "twice": (np.float32([[1, 2], [3, 4]]), np.int32([1, 1]), 3),
+    "all_rows": (np.float32([[1], [2], [3]]), np.int32([2, 1, 0]), 3),
+    "no_rows": (np.zeros((0, 2), np.float32), np.zeros(0, np.int32), 3),
+    "empty_table": (np.zeros((0, 2), np.float32), np.zeros(0, np.int32), 0),
+    "flat": (np.float32([1, 2]), np.int32([0, 0]), 2),
+    "deep": (np.arange(12, dtype=np.float32).reshape(2, 3, 2), np.int32([1, 3]), 4),
+    "narrow_rows": (np.zeros((2, 0), np.float32), np.int32([1, 3]), 4),
+    "integers": (np.int32([[1], [-2]]), np.int32([0, 0]), 2),
+    "bfloat16": (np.ones((2, 2), jnp.bfloat16), np.int32([0, 1]), 2),
+    "complex64": (np.complex64([[1j], [2]]), np.int32([0, 0]), 2),
+    "small_indices": (np.float32([[1], [2]]), np.uint8([1, 0]), 2),
+}
+
+
+@pytest.mark.parametrize("rows, indices, num_rows", CASES.values(), ids=CASES)
+def test_dense_is_the_table_with_every_row_added(rows, indices, num_rows):
+    for slices in (
+        jdist.RowSlices(rows, indices, num_rows),
+        jdist.RowSlices(jnp.asarray(rows), jnp.asarray(indices), num_rows),
+    ):
+        for found in (slices.dense(), jax.jit(jdist.RowSlices.dense)(slices)):
+            np.testing.assert_array_equal(found, _dense(rows, indices, num_rows))
+            assert found.dtype == rows.dtype
+
+
+@pytest.mark.parametrize("rows, indices, num_rows", CASES.values(), ids=CASES)
+def test_add_to_is_the_table_and_the_rows(rows, indices, num_rows):
+    shape = (num_rows, *rows.shape[1:])
+    table = np.arange(np.prod(shape)).reshape(shape).astype(rows.dtype)
+    found = jdist.RowSlices(rows, indices, num_rows).add_to(table)
+    np.testing.assert_array_equal(found, table + _dense(rows, indices, num_rows))
+
+
+def test_gradient_with_respect_to_the_rows_is_that_of_the_table_at_them():
+    indices = jnp.int32([2, 0, 2])
+    weights = jnp.arange(8.0).reshape(4, 2)
+    total = lambda rows: (jdist.RowSlices(rows, indices, 4).dense() * weights).sum()
+    np.testing.assert_array_equal(jax.grad(total)(jnp.ones((3, 2))), weights[indices])
+
+
+def test_row_slices_are_a_frozen_tree_that_keeps_its_number_of_rows():
+    slices = jdist.RowSlices(np.ones((1, 2), np.float32), np.int32([3]), 4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        slices.num_rows = 1
+    doubled = jax.tree.map(lambda x: x * 2, {"x": slices})["x"]
+    assert (doubled.num_rows, doubled.indices.tolist(), doubled.rows.tolist()) == (4, [6], [[2, 2]])
+    assert len(jax.tree.leaves(slices)) == 2
+
+
+def test_row_slices_go_through_run_as_one_replicas_own(strategy):
+    n = strategy.num_replicas_in_sync
+    made = strategy.run(lambda: jdist.RowSlices(jnp.ones((1, 2)), jdist.replica_id()[None], 9))
+    assert (made.num_rows, np.shape(made.rows)) == (9, (1, 2))
+    assert isinstance(made.indices, jdist.PerReplica)
+    total = strategy.reduce("sum", made, axis=None)
+    np.testing.assert_array_equal(total.dense(), _dense(np.ones((n, 2), np.float32), np.arange(n), 9))
+    mean = strategy.reduce("mean", made, axis=None)
+    np.testing.assert_allclose(mean.dense(), np.asarray(total.dense()) / n, rtol=1e-6)
+    chex.assert_trees_all_equal(
+        [part.indices.tolist() for part in strategy.local_results(made)], [[i] for i in range(n)]
+    )
+
+
+NOT_OF_TABLE = {
+    "rows": ((3, 2), r"float32\[3,2\]"),
+    "columns": ((4, 3), r"float32\[4,3\]"),
+    "rank": ((4,), r"float32\[4\]"),
+    "scalar": ((), r"float32\[\]"),
+}
+
+
+@pytest.mark.parametrize("shape, said", NOT_OF_TABLE.values(), ids=NOT_OF_TABLE)
+def test_rows_of_another_table_are_refused(shape, said):
+    slices = jdist.RowSlices(np.ones((1, 2), np.float32), np.int32([0]), 4)
+    with pytest.raises(ValueError, match=rf"A table of {said} has no place for 4 rows of \[2\]: these are RowSlices"):
+        slices.add_to(np.zeros(shape, np.float32))
+
+
+BAD = {
+    "fewer_indices": (
+        np.ones((2, 3), np.float32),
+        np.int32([0]),
+        ValueError,
+        r"is RowSlices with rows float32\[2,3\] and indices int32\[1\]: there is one index a row",
+    ),
+    "indices_of_rank_two": (
+        np.ones((2, 3), np.float32),
+        np.int32([[0], [1]]),
+        ValueError,
+        r".*indices int32\[2,1\]: there",
+    ),
+    "scalar_index": (
+        np.ones((1, 3), np.float32),
+        np.int32(0),
+        ValueError,
+        r".*indices int32\[\]: there is one index a row",
+    ),
+    "scalar_rows": (
+        np.float32(1),
+        np.int32([0]),
+        ValueError,
+        r".*rows float32\[\] and indices int32\[1\]: there is one",
+    ),
+    "float_indices": (
+        np.ones((1, 3), np.float32),
+        np.float32([0]),
+        TypeError,
+        r"is RowSlices with indices of float32\[1\]: rows are counted in integers",
+    ),
+    "bool_indices": (
+        np.ones((1, 3), np.float32),
+        np.array([True]),
+        TypeError,
+        r".*indices of bool\[1\]: rows are counted",
+    ),
+}
+
+
+@pytest.mark.parametrize("rows, indices, error, says", BAD.values(), ids=BAD)
+def test_rows_without_an_index_each_are_refused_by_name(rows, indices, error, says):
+    slices = jdist.RowSlices(rows, indices, 4)
+    with pytest.raises(error, match=r"grads\['e'\] " + says):
+        slices.check("grads['e']")
+    with pytest.raises(error, match=r"value\['e'\] " + says):
+        jdist.all_reduce("sum", {"e": slices})
+    if np.ndim(rows):
+        with pytest.raises(error, match=r"value " + says):
+            slices.dense()

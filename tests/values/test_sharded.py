@@ -1,0 +1,146 @@
+"""`Sharded`: one value, split over the replicas."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES, rows
+
+
+def _table(strategy, columns=2):
+    n = strategy.num_replicas_in_sync
+    return np.arange(2.0 * n * columns, dtype=np.float32).reshape(2 * n, columns)
+
+
+def test_values_are_the_parts_in_order_on_their_own_devices(strategy):
+    n, x = strategy.num_replicas_in_sync, _table(strategy)
+    parts = strategy.put(jdist.Sharded({"x": x, "ids": np.arange(n), "none": None})).values
+    assert len(parts) == n
+    np.testing.assert_array_equal(np.concatenate([part["x"] for part in parts]), x)
+    for number, (part, device) in enumerate(zip(parts, strategy.mesh.devices.flat, strict=True)):
+        assert part["ids"].tolist() == [number]
+        assert {device} == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
+
+
+def test_read_is_the_whole_array(strategy):
+    value = strategy.put(jdist.Sharded(_table(strategy)))
+    assert value.read() is value.tree
+    np.testing.assert_array_equal(value.read(), _table(strategy))
+
+
+def test_values_of_what_lies_nowhere_are_refused():
+    says = r"Sharded\(float32\[4\]\) is not split over any devices yet\. Place it first: `strategy\.put\(value\)`"
+    with pytest.raises(ValueError, match=says):
+        _ = jdist.Sharded(np.ones(4, np.float32)).values
+
+
+def test_map_is_the_function_of_each_part(strategy):
+    value = strategy.put(jdist.Sharded(_table(strategy)))
+    mapped = value.map(lambda part: {"sum": part.sum(0, keepdims=True), "twice": jnp.concatenate([part, part])})
+    for before, after in zip(value.values, mapped.values, strict=True):
+        np.testing.assert_array_equal(after["sum"], np.sum(before, 0, keepdims=True))
+        np.testing.assert_array_equal(after["twice"], np.concatenate([before, before]))
+        assert after["sum"].devices() == before.devices()
+
+
+DTYPES = {
+    "float32": np.float32,
+    "bfloat16": jnp.bfloat16,
+    "int32": np.int32,
+    "uint8": np.uint8,
+    "complex64": np.complex64,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_assign_of_the_whole_value_splits_it(dtype):
+    strategy = STRATEGIES["mirrored_3"]()
+    x = _table(strategy).astype(dtype)
+    value = strategy.put(jdist.Sharded({"x": np.zeros_like(x)}))
+    found = value.assign({"x": x})
+    np.testing.assert_array_equal(found.read()["x"], x)
+    assert found.tree["x"].sharding.is_equivalent_to(value.tree["x"].sharding, 2)
+    np.testing.assert_array_equal(found.assign_add({"x": x}).read()["x"], x + x)
+    np.testing.assert_array_equal(found.assign_sub({"x": x}).read()["x"], x - x)
+    np.testing.assert_array_equal(value.assign(strategy.put(jdist.Mirrored({"x": x}))).read()["x"], x)
+    np.testing.assert_array_equal(value.assign(found).read()["x"], x)
+
+
+def test_assign_of_one_value_a_replica_is_its_part(strategy):
+    value = strategy.put(jdist.Sharded(_table(strategy)))
+    parts = rows(strategy, 2, 2)
+    expected = np.concatenate(np.asarray(parts.tree))
+    np.testing.assert_array_equal(value.assign(parts).read(), expected)
+    np.testing.assert_allclose(value.assign_add(parts).read(), _table(strategy) + expected)
+    chex.assert_trees_all_equal(value.assign(parts).values, parts.values)
+
+
+def test_assign_of_parts_of_another_shape_is_refused(two):
+    value = two.put(jdist.Sharded(_table(two)))
+    with pytest.raises(
+        ValueError, match=r"`assign`: value has the shape \[4, 2\] and cannot become a value of \[2, 2\]"
+    ):
+        value.assign(rows(two, 1, 2))
+    with pytest.raises(
+        ValueError, match=r"`assign_add`: value has the shape \[4, 2\] and cannot become a value of \[2\]"
+    ):
+        value.assign_add(np.ones(2, np.float32))
+
+
+def test_sharded_keys_are_split_and_assigned(strategy):
+    keys = [jax.random.split(jax.random.key(seed), 2 * strategy.num_replicas_in_sync) for seed in (1, 2)]
+    value = strategy.put(jdist.Sharded(keys[0]))
+    assert [part.shape for part in value.values] == [(2,)] * strategy.num_replicas_in_sync
+    np.testing.assert_array_equal(jax.random.key_data(value.assign(keys[1]).read()), jax.random.key_data(keys[1]))
+
+
+def test_sharded_enters_a_replica_function_as_its_part_and_stays_split_in_a_step(strategy):
+    n, x = strategy.num_replicas_in_sync, _table(strategy)
+    seen = []
+
+    def double(table):
+        seen.append(table.shape)
+        return table * 2, jdist.all_gather(table, 0)
+
+    value = strategy.put(jdist.Sharded(x))
+    where = value.tree.sharding
+    table, whole = strategy.step(double)(value)
+    assert seen == [(2, 2)]
+    assert isinstance(table, jdist.Sharded)
+    assert table.tree.sharding.is_equivalent_to(where, 2)
+    np.testing.assert_array_equal(table.read(), x * 2)
+    np.testing.assert_array_equal(whole, x)
+    assert len(table.values) == n
+
+
+def test_init_makes_each_part_where_it_lies(strategy):
+    n = strategy.num_replicas_in_sync
+    made = strategy.init(lambda: jdist.Sharded(jdist.replica_id() * 10 + jnp.arange(2)))
+    np.testing.assert_array_equal(made.read(), [10 * i + j for i in range(n) for j in range(2)])
+    assert made.tree.sharding.shard_shape(made.tree.shape) == (2,)
+
+
+def test_part_without_a_dimension_is_refused(strategy):
+    with pytest.raises(
+        ValueError, match=r"value\['x'\] of a Sharded is int32\[\]: a replica's part .* has a first dimension"
+    ):
+        strategy.init(lambda: jdist.Sharded({"x": jdist.replica_id()}))
+
+
+def test_reduce_and_gather_of_sharded_are_of_the_parts(strategy):
+    x = _table(strategy)
+    n, value = strategy.num_replicas_in_sync, strategy.put(jdist.Sharded(x))
+    np.testing.assert_allclose(strategy.reduce("sum", value, axis=None), x.reshape(n, 2, 2).sum(0))
+    np.testing.assert_allclose(strategy.reduce("max", value, axis=0), x.max(0))
+    np.testing.assert_array_equal(strategy.gather(value, axis=0), x)
+    chex.assert_trees_all_equal(strategy.local_results(value), value.values)
+
+
+def test_sharded_of_no_rows_is_no_rows_on_every_replica(strategy):
+    value = strategy.put(jdist.Sharded(np.ones((0, 3), np.float32)))
+    assert [part.shape for part in value.values] == [(0, 3)] * strategy.num_replicas_in_sync
+    assert value.assign(np.ones((0, 3), np.float32)).read().shape == (0, 3)

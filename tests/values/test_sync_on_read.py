@@ -1,0 +1,184 @@
+"""`SyncOnRead`: one partial value a replica, and what the host reads and writes of it."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES, assert_in_step, rows
+
+NUMPY = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x, axis: x[0]}
+
+
+def test_values_are_partial_and_on_their_own_devices(strategy):
+    n = strategy.num_replicas_in_sync
+    tree = {"a": np.arange(n * 2).reshape(n, 2), "b": (np.arange(n), None)}
+    parts = strategy.put(jdist.SyncOnRead(tree, "sum")).values
+    assert len(parts) == n
+    for number, (part, device) in enumerate(zip(parts, strategy.mesh.devices.flat, strict=True)):
+        chex.assert_trees_all_equal(part, jax.tree.map(lambda x, i=number: x[i], tree))
+        assert {device} == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
+
+
+@pytest.mark.parametrize("aggregation", NUMPY)
+def test_read_is_aggregated_and_held_by_every_replica(aggregation, strategy):
+    partial = np.asarray(rows(strategy, 3).tree)
+    found = strategy.put(jdist.SyncOnRead({"x": partial, "none": None}, aggregation)).read()
+    np.testing.assert_allclose(found["x"], NUMPY[aggregation](partial, axis=0), rtol=1e-5, atol=1e-6)
+    assert found["none"] is None
+    assert found["x"].sharding.device_set == set(strategy.mesh.devices.flat)
+    assert_in_step(found)
+
+
+def test_read_of_what_lies_nowhere_is_aggregated():
+    assert float(jdist.SyncOnRead(np.float32([1, 2]), "sum").read()) == 3
+    assert float(jdist.SyncOnRead(jnp.float32([1, 2]), "mean").read()) == 1.5
+
+
+READS = {
+    "int32_sum": (np.int32([1, -4]), "sum", -3, "int32"),
+    "int32_mean": (np.int32([1, -4]), "mean", -1.5, "float32"),
+    "bfloat16_sum": (np.array([1.5, 2], jnp.bfloat16), "sum", 3.5, "bfloat16"),
+    "bfloat16_mean": (np.array([1.5, 2.5], jnp.bfloat16), "mean", 2, "bfloat16"),
+    "complex64_sum": (np.complex64([1 + 1j, 2]), "sum", 3 + 1j, "complex64"),
+    "complex64_mean": (np.complex64([1 + 1j, 2]), "mean", 1.5 + 0.5j, "complex64"),
+    "bool_first": (np.array([True, False]), "only_first_replica", True, "bool"),
+    "int32_first": (np.int32([3, 4]), "only_first_replica", 3, "int32"),
+    "uint8_sum": (np.uint8([1, 200]), "sum", 201, "uint32"),
+}
+
+
+@pytest.mark.parametrize("partial, aggregation, expected, dtype", READS.values(), ids=READS)
+def test_read_of_every_dtype_has_the_dtype_of_the_reduction(partial, aggregation, expected, dtype, two):
+    value = two.put(jdist.SyncOnRead(partial, aggregation))
+    assert (complex(value.read()), value.read().dtype) == (expected, dtype)
+    assert value.read().sharding.device_set == set(two.mesh.devices.flat)
+
+
+UNREADABLE = {
+    "sum_of_bools": (
+        np.array([True, False]),
+        "sum",
+        r"is boolean \(bool\[2\]\), and SUM of booleans.*astype\(jnp\.int32",
+    ),
+    "mean_of_bools": (np.array([True, False]), "mean", r"is boolean \(bool\[2\]\), and MEAN of booleans"),
+    "sum_of_keys": (
+        jax.random.split(jax.random.key(0)),
+        "sum",
+        r"is a random key \(key<fry>\[2\]\): keys cannot be reduced",
+    ),
+}
+
+
+@pytest.mark.parametrize("partial, aggregation, says", UNREADABLE.values(), ids=UNREADABLE)
+def test_read_and_assign_of_leaf_without_that_aggregation_is_refused(partial, aggregation, says, two):
+    value = two.put(jdist.SyncOnRead(partial, aggregation))
+    with pytest.raises(TypeError, match=says):
+        value.read()
+
+
+def test_map_is_the_function_of_each_partial_value(strategy):
+    value = strategy.put(jdist.SyncOnRead(rows(strategy, 3).tree, "mean", trainable=True))
+    mapped = value.map(lambda x: {"sum": x.sum()})
+    assert (mapped.aggregation, mapped.trainable) == (jdist.VariableAggregation.MEAN, True)
+    for before, after in zip(value.values, mapped.values, strict=True):
+        np.testing.assert_allclose(after["sum"], np.sum(before), rtol=1e-5)
+        assert after["sum"].devices() == before.devices()
+
+
+@pytest.mark.parametrize("x", [[6.0, -9.0, 0.25], [0.1, -1e30, np.inf]], ids=["exact", "rounded"])
+def test_assign_to_a_sum_gives_equal_shares(x, strategy):
+    n = strategy.num_replicas_in_sync
+    value = strategy.put(jdist.SyncOnRead(rows(strategy, 3).tree, "sum"))
+    found = value.assign(np.float32(x))
+    for own in found.values:
+        np.testing.assert_array_equal(own, np.float32(x) / n)
+    np.testing.assert_allclose(found.read(), np.float32(x), rtol=1e-6)
+
+
+INTEGERS = {
+    "int32": np.int32([0, 1, -1, 7, -7, 2**31 - 1, -(2**31)]),
+    "int8": np.int8([0, 1, -1, 127, -128]),
+    "uint8": np.uint8([0, 1, 7, 255]),
+    "uint32": np.uint32([0, 9, 2**32 - 1]),
+}
+
+
+@pytest.mark.parametrize("x", INTEGERS.values(), ids=INTEGERS)
+def test_assign_to_a_sum_of_integers_keeps_the_remainder_on_the_first_replicas(x):
+    strategy, n = STRATEGIES["mirrored_3"](), 3
+    found = strategy.put(jdist.SyncOnRead(np.zeros((n, *x.shape), x.dtype), "sum")).assign(x)
+    shares = np.stack(found.values).astype(np.int64)
+    assert found.tree.dtype == x.dtype
+    np.testing.assert_array_equal(shares.sum(0), x.astype(np.int64))
+    np.testing.assert_array_equal(shares, -np.sort(-shares, axis=0))
+    assert (shares.max(0) - shares.min(0)).max() <= 1
+
+
+EXACT = {
+    "bfloat16": np.array([8, -4], jnp.bfloat16),
+    "float16": np.float16([8, -4]),
+    "complex64": np.complex64([8 + 4j, -16j]),
+}
+
+
+@pytest.mark.parametrize("x", EXACT.values(), ids=EXACT)
+def test_assign_to_a_sum_of_any_inexact_dtype_is_read_back(x, two):
+    found = two.put(jdist.SyncOnRead(np.zeros((2, 2), x.dtype), "sum")).assign(x)
+    assert found.read().dtype == x.dtype
+    np.testing.assert_array_equal(found.read(), x)
+    np.testing.assert_array_equal(found.values[0], found.values[1])
+
+
+def test_assign_to_a_mean_gives_it_to_every_replica(strategy):
+    value = strategy.put(jdist.SyncOnRead(rows(strategy, 2).tree, "mean"))
+    found = value.assign(np.float32([1, 3]))
+    for own in found.values:
+        np.testing.assert_array_equal(own, [1, 3])
+    np.testing.assert_allclose(found.assign_add(np.float32([1, 1])).read(), [2, 4])
+    np.testing.assert_allclose(found.assign_sub(np.float32([1, 1])).read(), [0, 2])
+
+
+def test_assign_of_keys_gives_every_replica_the_key(two):
+    keys = two.put(jdist.SyncOnRead(jax.random.split(jax.random.key(0)), "only_first_replica"))
+    assert keys.assign(jax.random.key(7)).read() == jax.random.key(7)
+    for own in keys.assign(jax.random.key(7)).values:
+        np.testing.assert_array_equal(jax.random.key_data(own), jax.random.key_data(jax.random.key(7)))
+
+
+@pytest.mark.parametrize("aggregation", NUMPY)
+def test_assign_of_one_value_a_replica_gives_each_its_own(aggregation, strategy):
+    value = strategy.put(jdist.SyncOnRead(rows(strategy, 2).tree, aggregation))
+    other = rows(strategy, 2, seed=1)
+    np.testing.assert_array_equal(value.assign(other).tree, other.tree)
+    np.testing.assert_array_equal(value.assign_add(other).tree, np.asarray(value.tree) + np.asarray(other.tree))
+    np.testing.assert_array_equal(value.assign_sub(other).tree, np.asarray(value.tree) - np.asarray(other.tree))
+    np.testing.assert_array_equal(value.assign(value.assign(other)).tree, other.tree)
+
+
+@pytest.mark.parametrize("word", ["assign_add", "assign_sub"])
+def test_addition_of_one_value_to_a_sum_is_refused_because_it_could_mean_two_things(word, two):
+    value = two.put(jdist.SyncOnRead(np.float32([1, 2]), "sum"))
+    says = rf"`{word}` of one value to SyncOnRead\(float32\[2\], SUM\): .*`value\.assign\(.*`value\.{word}\(PerReplica\(rows"
+    for one in (1.0, two.put(1.0), two.put(jdist.Mirrored(1.0))):
+        with pytest.raises(ValueError, match=says):
+            getattr(value, word)(one)
+
+
+@pytest.mark.parametrize("none", ["none", jdist.VariableAggregation.NONE], ids=str)
+def test_partial_values_that_could_not_be_read_are_refused(none):
+    says = r"SyncOnRead with aggregation NONE could not be read\. Say SUM, MEAN or ONLY_FIRST_REPLICA, or .*`jdist\.PerReplica"
+    with pytest.raises(ValueError, match=says):
+        jdist.SyncOnRead(np.ones(2), none)
+
+
+def test_partial_value_enters_a_replica_function_as_its_own(strategy):
+    n = strategy.num_replicas_in_sync
+    value = strategy.put(jdist.SyncOnRead(np.arange(n), "sum"))
+    mine, total = strategy.run(lambda x: (x, jdist.all_reduce("sum", x)), (value,))
+    assert isinstance(mine, jdist.PerReplica)
+    np.testing.assert_array_equal(mine.tree, np.arange(n))
+    assert int(total) == int(value.read()) == n * (n - 1) // 2

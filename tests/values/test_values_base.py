@@ -1,0 +1,360 @@
+"""What every wrapper has in common: no arithmetic, a frozen tree, a repr without contents, and how it is assigned to."""
+
+import copy
+import dataclasses
+import operator
+import pickle
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
+WRAPPERS = {
+    "PerReplica": lambda: jdist.PerReplica(X),
+    "Mirrored": lambda: jdist.Mirrored(X, "mean", trainable=False),
+    "SyncOnRead": lambda: jdist.SyncOnRead(X, "sum", trainable=True),
+    "Sharded": lambda: jdist.Sharded(X),
+}
+every_wrapper = pytest.mark.parametrize("make", WRAPPERS.values(), ids=WRAPPERS)
+
+BINARY = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "**": operator.pow,
+    "@": operator.matmul,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "&": operator.and_,
+    "|": operator.or_,
+    "^": operator.xor,
+    "<<": operator.lshift,
+    ">>": operator.rshift,
+    "divmod": divmod,
+}
+IN_PLACE = {"+": operator.iadd, "-": operator.isub, "*": operator.imul, "/": operator.itruediv, "|": operator.ior}
+UNARY = {
+    "-": operator.neg,
+    "+": operator.pos,
+    "~": operator.invert,
+    "abs": abs,
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "len": len,
+    "iter": iter,
+    "[]": lambda x: x[0],
+}
+NUMPY = {
+    "asarray": np.asarray,
+    "array": np.array,
+    "array_of_dtype": lambda x: np.asarray(x, np.float64),
+    "sum": np.sum,
+    "mean": np.mean,
+    "sin": np.sin,
+    "add": lambda x: np.add(1, x),
+    "stack": lambda x: np.stack([x, x]),
+    "concatenate": lambda x: np.concatenate([x, x]),
+    "array_plus": lambda x: np.ones(3) + x,
+    "scalar_times": lambda x: np.float32(2) * x,
+    "array_at": lambda x: np.ones(3) @ x,
+    "where": lambda x: np.where(x, 1, 2),
+}
+JAX = {
+    "asarray": jnp.asarray,
+    "array": jnp.array,
+    "sum": jnp.sum,
+    "sin": jnp.sin,
+    "add": lambda x: jnp.add(1, x),
+    "stack": lambda x: jnp.stack([x, x]),
+    "array_plus": lambda x: jnp.ones(3) + x,
+    "array_at": lambda x: jnp.ones(3) @ x,
+    "where": lambda x: jnp.where(x, 1, 2),
+}
+
+
+def _way_out(value):
+    return rf" on a {re.escape(repr(value))}: .*`strategy\.run.*`\.values`"
+
+
+@every_wrapper
+@pytest.mark.parametrize("sign", BINARY)
+@pytest.mark.parametrize("other", [2, np.float32(2), np.ones(3)], ids=["number", "numpy_scalar", "numpy_array"])
+def test_operator_on_a_wrapper_is_refused_from_both_sides(sign, other, make):
+    value = make()
+    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _way_out(value)):
+        BINARY[sign](value, other)
+    with pytest.raises(TypeError, match=_way_out(value)):  # Python and numpy may ask for it under another name
+        BINARY[sign](other, value)
+
+
+@every_wrapper
+@pytest.mark.parametrize("sign", IN_PLACE)
+def test_operator_in_place_on_a_wrapper_is_refused(sign, make):
+    value = make()
+    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _way_out(value)):
+        IN_PLACE[sign](value, 1)
+
+
+@every_wrapper
+@pytest.mark.parametrize("sign", UNARY)
+def test_operator_of_a_wrapper_alone_is_refused(sign, make):
+    value = make()
+    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _way_out(value)):
+        UNARY[sign](value)
+
+
+@every_wrapper
+@pytest.mark.parametrize("fn", NUMPY.values(), ids=NUMPY)
+def test_numpy_function_of_a_wrapper_is_refused_with_the_way_out(fn, make):
+    value = make()
+    with pytest.raises(TypeError, match=_way_out(value)):
+        fn(value)
+
+
+@every_wrapper
+@pytest.mark.parametrize("fn", JAX.values(), ids=JAX)
+def test_jax_function_of_a_wrapper_is_refused_with_the_way_out(fn, make):
+    value = make()
+    with pytest.raises(TypeError, match="`jax.numpy`" + _way_out(value)):
+        fn(value)
+
+
+@every_wrapper
+def test_wrapper_has_no_hash_and_no_field_that_can_be_set(make):
+    value = make()
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(value)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        value.tree = 1
+
+
+def _fields(value):
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.name != "tree"}
+
+
+COPIES = {
+    "tree_map": lambda value: jax.tree.map(lambda x: x, value),
+    "flatten": lambda value: jax.tree.unflatten(jax.tree.structure(value), jax.tree.leaves(value)),
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "jit": jax.jit(lambda value: value),
+}
+
+
+@every_wrapper
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_wrapper_goes_through_copies_with_all_that_it_says(copied, make):
+    value = make()
+    found = copied(value)
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+    assert _fields(found) == _fields(value)
+    np.testing.assert_array_equal(found.tree, X)
+
+
+@every_wrapper
+def test_deepcopy_of_a_placed_wrapper_lies_where_it_lay(make, two):
+    value = two.put(make())
+    found = copy.deepcopy(value)
+    assert found.tree.sharding == value.tree.sharding
+    chex.assert_trees_all_equal(found.values, value.values)
+
+
+@every_wrapper
+def test_tree_map_of_a_wrapper_keeps_the_placement(make, two):
+    value = two.put(make())
+    doubled = jax.tree.map(lambda x: x * 2, {"x": value})["x"]
+    assert _fields(doubled) == _fields(value)
+    np.testing.assert_array_equal(doubled.tree, X * 2)
+    assert doubled.tree.sharding.is_equivalent_to(value.tree.sharding, 2)
+
+
+REPRS = {
+    "per_replica": (lambda x: jdist.PerReplica(x), "PerReplica(float32[2,3])"),
+    "mirrored": (lambda x: jdist.Mirrored(x), "Mirrored(float32[2,3])"),
+    "mirrored_mean": (lambda x: jdist.Mirrored(x, "Mean"), "Mirrored(float32[2,3], MEAN)"),
+    "mirrored_frozen": (lambda x: jdist.Mirrored(x, trainable=False), "Mirrored(float32[2,3], trainable=False)"),
+    "mirrored_all": (lambda x: jdist.Mirrored(x, "sum", False), "Mirrored(float32[2,3], SUM, trainable=False)"),
+    "sync_on_read": (lambda x: jdist.SyncOnRead(x, "sum"), "SyncOnRead(float32[2,3], SUM)"),
+    "sync_trainable": (lambda x: jdist.SyncOnRead(x, "mean", True), "SyncOnRead(float32[2,3], MEAN, trainable=True)"),
+    "sharded": (lambda x: jdist.Sharded(x), "Sharded(float32[2,3])"),
+    "tree": (lambda x: jdist.Mirrored({"a": x, "b": None}, "sum"), "Mirrored({'a': float32[2,3], 'b': None}, SUM)"),
+    "key": (lambda x: jdist.Mirrored(jax.random.key(0)), "Mirrored(key<fry>[])"),
+    "number": (lambda x: jdist.Mirrored(1.5), "Mirrored(1.5)"),
+    "nothing": (lambda x: jdist.Sharded({}), "Sharded({})"),
+}
+
+
+@pytest.mark.parametrize("make, said", REPRS.values(), ids=REPRS)
+def test_repr_of_a_wrapper_says_specs_and_no_contents(make, said):
+    assert repr(make(X)) == said
+    traced = []
+    jax.eval_shape(lambda x: traced.append(repr(make(x))), X)
+    assert traced == [said]
+
+
+NESTED = {
+    "mirrored": (
+        lambda: jdist.Mirrored({"a": jdist.PerReplica(X)}),
+        r"is a Mirrored around PerReplica\(float32\[2,3\]\): a value has one placement\. Take one off",
+    ),
+    "sharded": (lambda: jdist.Sharded(jdist.Mirrored(X)), r"is a Sharded around Mirrored\(float32\[2,3\]\): .*one off"),
+    "per_replica": (lambda: jdist.PerReplica([jdist.Sharded(X)]), r"is a PerReplica around Sharded.*Take one off"),
+    "sync_on_read": (
+        lambda: jdist.SyncOnRead(jdist.SyncOnRead(X, "sum"), "sum"),
+        r"is a SyncOnRead around SyncOnRead\(float32\[2,3\], SUM\): .*Take one off",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, says", NESTED.values(), ids=NESTED)
+def test_wrapper_inside_a_wrapper_is_refused_wherever_it_is_handed_in(make, says, two):
+    with pytest.raises(TypeError, match=r"value\['x'\] " + says):
+        two.put({"x": make()})
+    with pytest.raises(TypeError, match=r"x " + says):
+        two.run(lambda x: x, (make(),))
+    with pytest.raises(TypeError, match=r"state\['x'\] " + says):
+        two.step(lambda state: (state, None))({"x": make()})
+    with pytest.raises(TypeError, match=r"state\['x'\] " + says):
+        two.init(lambda: {"x": make()})
+
+
+@every_wrapper
+def test_assigned_value_keeps_kind_place_and_dtype(make, strategy):
+    n = strategy.num_replicas_in_sync
+    value = dataclasses.replace(make(), tree=np.arange(n * 3.0, dtype=np.float32).reshape(n, 3))
+    value = strategy.put(value)
+    row = np.ones(np.shape(value.tree) if isinstance(value, (jdist.Mirrored, jdist.Sharded)) else 3, np.float64)
+    found = value.assign(row * 2)
+    assert _fields(found) == _fields(value)
+    assert (found.tree.dtype, found.tree.shape) == (value.tree.dtype, value.tree.shape)
+    assert found.tree.sharding.is_equivalent_to(value.tree.sharding, 2)
+    np.testing.assert_allclose(value.tree, np.arange(n * 3).reshape(n, 3))
+
+
+@every_wrapper
+def test_assign_of_its_own_values_changes_nothing(make, two):
+    value = two.put(make())
+    own = value if not isinstance(value, jdist.Mirrored) else two.put(jdist.Mirrored(X))
+    chex.assert_trees_all_equal(value.assign(own), value)
+
+
+@every_wrapper
+@pytest.mark.parametrize("word", ["assign", "assign_add", "assign_sub"])
+def test_assign_to_what_lies_nowhere_is_refused(word, make):
+    says = r"value is float32\[2,3\], and on no strategy's devices yet\. Place it first: `strategy\.put"
+    for value in (make(), jax.tree.map(jnp.asarray, make())):
+        with pytest.raises(ValueError, match=says):
+            getattr(value, word)(jdist.PerReplica(X))
+
+
+ASSIGN_REFUSED = {
+    "shape": (
+        lambda row: np.ones(5, np.float32),
+        ValueError,
+        r"`assign`: value\['a'\] has the shape \[.*3\] and cannot become a value of \[5\]",
+    ),
+    "scalar": (lambda row: 1.0, ValueError, r"`assign`: value\['a'\] has the shape .* cannot become a value of \[\]"),
+    "list": (
+        lambda row: row.tolist(),
+        ValueError,
+        r"`assign` got a value of the structure .* for .*\(\{'a': float32\[2,3\]\}.*Give a tree like the one that it repl",
+    ),
+    "complex": (
+        lambda row: row * 1j,
+        TypeError,
+        r"value\['a'\] is float32 and cannot hold complex\w+\[.*\] without loss.*`x\.astype\('float32'\)`",
+    ),
+    "key": (
+        lambda row: jax.random.split(jax.random.key(0), row.shape),
+        TypeError,
+        r"value\['a'\] is float32 and cannot hold key<fry>",
+    ),
+}
+
+
+@every_wrapper
+@pytest.mark.parametrize("change, error, says", ASSIGN_REFUSED.values(), ids=ASSIGN_REFUSED)
+def test_assign_of_what_does_not_fit_is_refused_by_name(change, error, says, make, two):
+    value = make()
+    value = two.put(dataclasses.replace(value, tree={"a": value.tree}))
+    row = X if isinstance(value, (jdist.Mirrored, jdist.Sharded)) else X[0]
+    with pytest.raises(error, match=says):
+        value.assign({"a": change(row)})
+
+
+def test_assign_of_another_structure_is_refused(two):
+    value = two.put(jdist.Mirrored({"a": X, "b": X}))
+    with pytest.raises(
+        ValueError, match=r"`assign_add` got a value of the structure .*'a': \*\}.*Give a tree like the"
+    ):
+        value.assign_add({"a": X})
+    with pytest.raises(ValueError, match=r"`assign` got a value of the structure .*'b': None\}.*Give a tree like the"):
+        value.assign({"a": X, "b": None})
+    with pytest.raises(ValueError, match=r"`assign_sub` got a value of the structure .*Give a tree like the"):
+        value.assign_sub(two.put(jdist.PerReplica(X)))
+
+
+WHOLE = {
+    "uint8": (np.uint8, 255, 256),
+    "uint8_negative": (np.uint8, 0, -1),
+}
+
+
+@pytest.mark.parametrize("dtype, fits, beyond", WHOLE.values(), ids=WHOLE)
+def test_assign_of_python_number_fits_as_far_as_the_dtype_goes(dtype, fits, beyond, two):
+    value = two.put(jdist.Mirrored(dtype(0)))
+    found = value.assign(fits)
+    assert (int(found.read()), found.read().dtype) == (fits, dtype)
+    with pytest.raises(TypeError, match=rf"is {np.dtype(dtype)} and cannot hold {beyond} without loss"):
+        value.assign(beyond)
+    with pytest.raises(TypeError, match=rf"is {np.dtype(dtype)} and cannot hold 1\.5 without loss"):
+        value.assign(1.5)
+
+
+HELD = {
+    "float_of_int": (np.float32(0), 3),
+    "float_of_double": (np.float32(0), np.float64(0.5)),
+    "float_of_bool": (np.float32(0), True),
+    "bfloat16": (jnp.bfloat16(0), 1.5),
+    "bfloat16_of_float": (jnp.bfloat16(0), np.float32(1.5)),
+    "complex_of_float": (np.complex64(0), 2.5),
+    "complex": (np.complex64(0), 1 - 2j),
+    "bool": (np.False_, True),
+    "int": (np.int32(0), np.int64(7)),
+}
+
+
+@pytest.mark.parametrize("old, new", HELD.values(), ids=HELD)
+def test_assign_casts_where_nothing_is_lost(old, new, two):
+    found = two.put(jdist.Mirrored(old)).assign(new).read()
+    assert found.dtype == old.dtype
+    assert complex(found) == complex(new)
+
+
+def test_assign_of_keys_takes_keys_of_the_same_kind(two):
+    value = two.put(jdist.Mirrored(jax.random.key(0)))
+    found = value.assign(jax.random.key(5)).read()
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(jax.random.key(5)))
+    for other in (1.0, np.uint32(1), jax.random.key(5, impl="rbg")):
+        with pytest.raises(TypeError, match=r"`assign`: value is key<fry> and cannot hold"):
+            value.assign(other)
+
+
+def test_assign_to_nothing_is_nothing(two):
+    for value in (jdist.Mirrored({}), jdist.PerReplica({}), jdist.Sharded({}), jdist.SyncOnRead({}, "mean")):
+        found = two.put(value).assign({})
+        assert (type(found), found.tree) == (type(value), {})
