@@ -1,6 +1,5 @@
 """How trees come to lie on a mesh, and whether they do."""
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from jdist.values.aggregation import VariableAggregation
 from jdist.values.arrays import Shape, Shapes, check_array, place, repeat
 from jdist.values.base import DistributedValues, is_distributed
 from jdist.values.per_replica import PerReplica
+from jdist.values.processes import check_same, exchanged, put_each
 from jdist.values.row_slices import is_sparse
 
 _NONE = VariableAggregation.NONE
@@ -74,7 +74,7 @@ def put(tree: PyTree, mesh: Mesh) -> PyTree:
     Raises:
         ValueError: A wrapper does not fit the mesh; or the processes hand in different values.
     """
-    _check_same([(name, spec(leaf), leaf) for name, leaf in named_leaves("value", tree)], mesh)
+    check_same([(name, spec(leaf), leaf) for name, leaf in named_leaves("value", tree)], mesh)
 
     def one(path: Any, node: Any) -> Any:
         if not is_distributed(node):
@@ -102,19 +102,12 @@ def put_rows(trees: Sequence[PyTree], mesh: Mesh) -> PerReplica:
     Raises:
         ValueError: The trees differ in structure, or a leaf in rank or dtype; the message names replica and leaf.
     """
-    replicas = local_replicas(mesh)
-    for name, leaf in named_leaves("value", list(trees)):
-        check_array(name, leaf)
-    if any(map(is_distributed, jax.tree.leaves(list(trees), is_leaf=is_distributed))):
-        raise TypeError("A value for one replica is plain: return the arrays that `PerReplica` is made of.")
-    for number, tree in zip(replicas, trees, strict=True):
-        if difference := _difference(trees[0], tree):
-            raise ValueError(
-                f"The value of replica {number} {difference} of replica {min(replicas)}. Give every replica a value of the "
-                "same structure, ranks and dtypes."
-            )
-    kinds = [(name, _kind(leaf), None) for name, leaf in named_leaves("value", trees[0])]
-    _check_same(kinds, mesh)
+    problem = _problem(trees, list(local_replicas(mesh)))
+    # All processes compare before one of them raises, or the others would wait for it.
+    kinds = [] if problem else [(name, _kind(leaf), None) for name, leaf in named_leaves("value", trees[0])]
+    check_same([(str(problem), "", None)] if problem else kinds, mesh)
+    if problem:
+        raise problem
     columns = [_Column(column, mesh) for column in zip(*map(jax.tree.leaves, trees), strict=True)]
     rows = jax.tree.unflatten(jax.tree.structure(trees[0]), [column.rows for column in columns])
     even = all(len(set(column.shapes)) == 1 for column in columns)
@@ -126,54 +119,10 @@ class _Column:
 
     def __init__(self, leaves: Sequence[Any], mesh: Mesh):
         arrays = [jnp.asarray(leaf) for leaf in leaves]
-        known = _exchanged([np.asarray(array.shape, np.int32) for array in arrays], mesh)
+        known = exchanged([np.asarray(array.shape, np.int32) for array in arrays], mesh)
         self.shapes: Shapes = tuple(tuple(map(int, shape)) for shape in known)
         whole = tuple(map(max, zip(*self.shapes, strict=True)))
-        self.rows = _put_each([_filled_up(array, whole) for array in arrays], mesh)
-
-
-def _put_each(arrays: Sequence[Any], mesh: Mesh) -> jax.Array:
-    """Rows of one array for each replica of this process."""
-    devices = local_replicas(mesh).values()
-    placed = [jax.device_put(array[None], device) for array, device in zip(arrays, devices, strict=True)]
-    shape = (mesh.size, *placed[0].shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, per_replica_sharding(mesh), placed)
-
-
-def _exchanged(arrays: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
-    """The arrays of all replicas, of those of this process; the same on every process."""
-    if len(arrays) == mesh.size:
-        return arrays
-    return list(np.asarray(jax.jit(jnp.copy, out_shardings=mirrored_sharding(mesh))(_put_each(arrays, mesh))))
-
-
-def _check_same(leaves: Sequence[tuple[str, str, Any]], mesh: Mesh) -> None:
-    """Raises ValueError, on every process, if the processes hand in different names, kinds or values."""
-    here = len(local_replicas(mesh))
-    if here == mesh.size:
-        return
-    kinds = zlib.crc32(repr([(name, kind) for name, kind, _ in leaves]).encode())
-    if len({int(kind) for kind in _exchanged([np.uint32(kinds)] * here, mesh)}) > 1:
-        listed = ", ".join(f"{name} {kind}" for name, kind, _ in leaves)
-        raise ValueError(
-            f"The processes hand in values of different structure or kind; this one has {listed}. Make them alike."
-        )
-    sums = np.array([zlib.crc32(_bytes(leaf)) for _, _, leaf in leaves], np.uint32)
-    for (name, kind, _), numbers in zip(leaves, zip(*_exchanged([sums] * here, mesh), strict=True), strict=True):
-        if len(set(map(int, numbers))) > 1:
-            raise ValueError(
-                f"{name} ({kind}) differs between the processes, and is to be the same on every replica. Compute it alike on "
-                "all (the same seed), or hand it in as a `PerReplica`."
-            )
-
-
-def _bytes(leaf: Any) -> bytes:
-    """What tells host values apart; an array that several processes hold is not looked into."""
-    if leaf is None or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable):
-        return b""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
-    return np.asarray(leaf).tobytes()
+        self.rows = put_each([_filled_up(array, whole) for array in arrays], mesh)
 
 
 def _kind(leaf: Any) -> str:
@@ -186,6 +135,25 @@ def _filled_up(array: jax.Array, shape: Shape) -> jax.Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise ValueError("Random keys cannot be filled up to one shape: give every replica as many.")
     return jnp.pad(array, [(0, size - own) for size, own in zip(shape, array.shape, strict=True)])
+
+
+def _problem(trees: Sequence[PyTree], replicas: Sequence[int]) -> Exception | None:
+    """What is wrong with values that are to be one row a replica."""
+    for node in jax.tree.leaves(list(trees), is_leaf=is_distributed):
+        if is_distributed(node):
+            return TypeError(f"A value for one replica is plain, got {node!r}. Return the arrays that it is made of.")
+    try:
+        for name, leaf in named_leaves("value", list(trees)):
+            check_array(name, leaf)
+    except TypeError as error:
+        return error
+    for number, tree in zip(replicas, trees, strict=True):
+        if difference := _difference(trees[0], tree):
+            return ValueError(
+                f"The value of replica {number} {difference} of replica {min(replicas)}. Give every replica a value of the "
+                "same structure, ranks and dtypes."
+            )
+    return None
 
 
 def _difference(like: PyTree, tree: PyTree) -> str | None:

@@ -95,9 +95,9 @@ def test_assign_of_booleans_and_keys_a_replica_may_be_the_first(leaf, two):
     assert bool(found == leaf[0])
 
 
-def test_assign_of_partial_values_is_aggregated_as_this_one_says(two):
+def test_assign_of_partial_values_is_what_they_are_read_as(two):
     partial = two.put(jdist.SyncOnRead(np.float32([1, 3]), "sum"))
-    assert float(two.put(jdist.Mirrored(np.float32(0), "mean")).assign(partial).read()) == 2
+    assert float(two.put(jdist.Mirrored(np.float32(0), "mean")).assign(partial).read()) == 4
 
 
 def test_assign_of_one_value_a_replica_without_aggregation_is_refused(two):

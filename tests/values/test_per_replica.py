@@ -94,9 +94,21 @@ def test_assign_of_keys_gives_each_its_own(strategy):
 
 def test_assign_of_rows_for_another_number_of_replicas_is_refused(two):
     with pytest.raises(
-        ValueError, match=r"`assign`: value has the shape \[2,? ?3\] and cannot become a value of \[3, 3\]"
+        ValueError, match=r"`assign`: .* is a PerReplica of float32\[3,3\], for 3 replicas; this .* has 2"
     ):
         rows(two, 3).assign(jdist.PerReplica(np.ones((3, 3), np.float32)))
+
+
+def test_assign_where_the_replicas_hold_different_shapes_is_refused(two):
+    value, other = _uneven(two), _uneven(two)
+    says = rf"`{{}}` to {SHAPES} of .*: values of different shapes .* `strategy\.distribute_values_from_function`"
+    for word, new in (("assign", other), ("assign", np.ones(2, np.float32)), ("assign_add", np.ones(2, np.float32))):
+        with pytest.raises(ValueError, match=says.format(word)):
+            getattr(value, word)(new)
+    with pytest.raises(
+        ValueError, match=rf"`assign` to Mirrored\(float32\[2\], SUM\) of {SHAPES}: values of different"
+    ):
+        two.put(jdist.Mirrored(np.ones(2, np.float32), "sum")).assign(other)
 
 
 def _uneven(strategy, *shape, dtype=np.float32):

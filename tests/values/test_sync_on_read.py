@@ -47,7 +47,7 @@ READS = {
     "complex64_mean": (np.complex64([1 + 1j, 2]), "mean", 1.5 + 0.5j, "complex64"),
     "bool_first": (np.array([True, False]), "only_first_replica", True, "bool"),
     "int32_first": (np.int32([3, 4]), "only_first_replica", 3, "int32"),
-    "uint8_sum": (np.uint8([1, 200]), "sum", 201, "uint32"),
+    "uint8_sum": (np.uint8([1, 200]), "sum", 201, "uint8"),
 }
 
 
