@@ -341,7 +341,7 @@ def merge_in_cond(x):
 
 def merge_in_while(x):
     turn = lambda carry: (carry[0] + 1, _merge(ask_little, x))
-    return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, {"sum": 0 * x, "own": 0 * x, "none": None}))[1]
+    return lax.while_loop(lambda carry: carry[0] < 2, turn, (0, {"sum": jnp.zeros(3), "own": 0 * x, "none": None}))[1]
 
 
 MERGES = {fn.__name__: fn for fn in (merge_alone, merge_in_scan, merge_in_cond, merge_in_while)}

@@ -55,6 +55,24 @@ results = {
     "init_own": refusal(jdist.NotMirroredError, lambda: strategy.init(lambda: 5.0 + 10 * jdist.replica_id())),
     "init_broadcast": here(strategy.init(lambda: jdist.broadcast(5.0 + 10 * jdist.replica_id()))),
     "init_broadcast_value": here(strategy.init(jdist.broadcast, initial)),
+    "put_own": refusal(ValueError, lambda: strategy.put({"a": 1.0, "b": 5.0 + 10 * number * np.ones(2)})),
+    "init_with_own": refusal(ValueError, lambda: strategy.init(lambda x: x, np.float32(number))),
+    "put_of_another_kind": refusal(ValueError, lambda: strategy.put([np.float32(1), np.int32(1)][number])),
+    "values_of_another_dtype": refusal(
+        ValueError, lambda: strategy.distribute_values_from_function(lambda _: [np.float32(1), np.int32(1)][number])
+    ),
+    "values_of_another_rank": refusal(
+        ValueError, lambda: strategy.distribute_values_from_function(lambda _: np.ones([1] * number))
+    ),
+    "values_of_another_structure": refusal(
+        ValueError, lambda: strategy.distribute_values_from_function(lambda _: {"ab"[number]: 1.0})
+    ),
+    # Only the second process can see what is wrong with its own two; the first has to be told.
+    "values_wrong_on_one": refusal(
+        ValueError, lambda: every.distribute_values_from_function(lambda c: [0, 0, 0, 0.5][c.replica_id_in_sync_group])
+    ),
+    "put_key": here(jax.random.key_data(strategy.put(jax.random.key(3)))),
+    "after_refusals": here(strategy.put(np.arange(2))),
 }
 
 write = lambda state: ((jdist.replica_id() + 1).astype(state.dtype), None)

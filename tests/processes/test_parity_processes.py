@@ -54,6 +54,27 @@ def test_va38_initial_value_of_each_process_is_refused_and_broadcast_is_that_of_
     assert got["init_broadcast"].tolist() == got["init_broadcast_value"].tolist() == [5.0]
 
 
+def test_va38_host_values_that_differ_between_processes_are_refused_on_all(got):
+    differs = "differs between the processes, and is to be the same on every replica. Compute it alike on all"
+    assert f"value['b'] (float64[2]) {differs}" in str(got["put_own"])
+    assert differs in str(got["init_with_own"])
+    assert got["after_refusals"].tolist() == [[0, 1]]
+    assert got["put_key"].tolist() == [[0, 3]]
+
+
+@pytest.mark.parametrize(
+    "what", ["put_of_another_kind", *(f"values_of_another_{x}" for x in ("dtype", "rank", "structure"))]
+)
+def test_values_of_other_kinds_on_each_process_are_refused_on_all(got, what):
+    assert "The processes hand in values of different structure or kind; this one has" in str(got[what])
+
+
+def test_problem_that_one_process_sees_is_raised_on_all(got):
+    assert "The processes hand in values of different structure or kind; this one has" in str(
+        got["values_wrong_on_one"]
+    )
+
+
 def test_va40_write_of_the_first_replica_arrives_on_both_processes(got):
     assert got["first_replica_firsts"].tolist() == [1.0]
     assert got["first_replica_every"].tolist() == [1.0, 1.0]

@@ -47,7 +47,6 @@ READS = {
     "complex64_mean": (np.complex64([1 + 1j, 2]), "mean", 1.5 + 0.5j, "complex64"),
     "bool_first": (np.array([True, False]), "only_first_replica", True, "bool"),
     "int32_first": (np.int32([3, 4]), "only_first_replica", 3, "int32"),
-    "uint8_sum": (np.uint8([1, 200]), "sum", 201, "uint8"),
 }
 
 
@@ -68,7 +67,7 @@ UNREADABLE = {
     "sum_of_keys": (
         jax.random.split(jax.random.key(0)),
         "sum",
-        r"is a random key \(key<fry>\[2\]\): keys cannot be reduced",
+        r"value is .*key<fry>\[2\]",
     ),
 }
 
