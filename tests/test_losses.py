@@ -242,7 +242,6 @@ MEAN_REFUSED = {
         TypeError,
         r"values\[0\] is boolean \(bool\[1\]\), and MEAN of booleans .*`x\.astype\(jnp\.int32\)`",
     ),
-    "keys": ({"k": jax.random.key(0)}, None, None, TypeError, r"values\['k'\] is a random key \(key<fry>\[\]\)"),
     "slices": (
         jdist.RowSlices(np.ones((1, 2), np.float32), np.array([0]), 3),
         None,

@@ -446,17 +446,13 @@ def test_reduce_of_numbers_of_a_kind_is_of_that_kind(op, dtype, two):
     np.testing.assert_allclose(np.asarray(found, complex), NUMPY[op](whole), rtol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
+@pytest.mark.parametrize("dtype, wide", [("int8", "int32"), ("uint8", "uint32"), ("int32", "int32")])
 @pytest.mark.parametrize("more", [0, 1], ids=["even", "uneven"])
-def test_reduce_of_integers_keeps_their_kind_but_for_a_mean_that_does_not_wrap(more, dtype, two):
-    count = lambda c: 2 + more * c.replica_id_in_sync_group
-    small = two.distribute_values_from_function(lambda c: np.full(count(c), 7, dtype))
-    large = two.distribute_values_from_function(lambda c: np.full(count(c), 100, dtype))
-    found = [two.reduce("sum", small, axis=0), two.reduce("max", large, axis=0), two.reduce("min", large, axis=0)]
-    assert [int(x) for x in found] == [7 * (4 + more), 100, 100]
-    assert {str(x.dtype) for x in found} == {dtype}
-    mean = two.reduce("mean", large, axis=0)
-    assert (float(mean), mean.dtype) == (100, np.float32)
+def test_sum_and_mean_of_small_integers_do_not_wrap(more, dtype, wide, two):
+    value = two.distribute_values_from_function(lambda c: np.full(2 + more * c.replica_id_in_sync_group, 100, dtype))
+    found = {op: two.reduce(op, value, axis=0) for op in NUMPY}
+    expected = {"sum": (100 * (4 + more), wide), "mean": (100, "float32"), "max": (100, dtype), "min": (100, dtype)}
+    assert {op: (float(x), str(x.dtype)) for op, x in found.items()} == expected
 
 
 NO_SUCH = {

@@ -14,6 +14,7 @@ Wrappers stand anywhere in a tree: in arguments, in the state of a step, in what
 
 import abc
 import dataclasses
+import enum
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -136,12 +137,11 @@ class DistributedValues(abc.ABC):
         return jax.tree.unflatten(jax.tree.structure(self.tree), new)
 
     def __repr__(self) -> str:
-        notes = [str(note) for note in self._notes()]
-        return f"{type(self).__name__}({', '.join([repr(jax.tree.map(Text.of, self.tree)), *notes])})"
-
-    def _notes(self) -> list[str]:
-        """What a repr says beyond the leaves."""
-        return []
+        _, *options = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
+        said = [
+            _said(option.name, value) for option in options if (value := getattr(self, option.name)) != option.default
+        ]
+        return f"{type(self).__name__}({', '.join([repr(jax.tree.map(Text.of, self.tree)), *said])})"
 
 
 class Text:
@@ -157,6 +157,10 @@ class Text:
 
     def __repr__(self) -> str:
         return self._text
+
+
+def _said(name: str, value: Any) -> str:
+    return value.name if isinstance(value, enum.Enum) else f"{name}={value!r}"
 
 
 def is_distributed(node: object) -> bool:

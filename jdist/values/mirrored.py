@@ -93,7 +93,3 @@ class Mirrored(DistributedValues):
             )
         value = aggregated(self.aggregation, name, value) if own else value
         return place(fitted(name, value, leaf.shape, leaf.dtype), leaf.sharding)
-
-    def _notes(self) -> list[str]:
-        named = [] if self.aggregation is VariableAggregation.NONE else [self.aggregation.name]
-        return named if self.trainable else [*named, "trainable=False"]

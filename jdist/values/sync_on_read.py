@@ -114,6 +114,3 @@ class SyncOnRead(DistributedValues):
                 f"`{word}` of one value to {self!r}: is it meant for each replica, or once for their sum? Say which: "
                 f"`value.assign(value.read() + x)`, or `value.{word}(PerReplica(rows))`."
             )
-
-    def _notes(self) -> list[str]:
-        return [self.aggregation.name, "trainable=True"] if self.trainable else [self.aggregation.name]
