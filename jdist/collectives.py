@@ -5,11 +5,13 @@ function that is being traced; that is where the public words are.
 """
 
 import math
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import core, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jdist import cross_device_ops
@@ -17,6 +19,7 @@ from jdist._tree import PyTree, named_leaves, spec
 from jdist.cross_device_ops import Axes, CommunicationOptions, CrossDeviceOps
 from jdist.proof import SUM_MARK
 from jdist.reduce_op import ReduceOp, check_reducible
+from jdist.values.arrays import Shape
 from jdist.values.base import is_distributed
 from jdist.values.row_slices import RowSlices, is_sparse
 
@@ -26,18 +29,14 @@ def all_reduce(op: ReduceOp, tree: PyTree, axes: Axes, ops: CrossDeviceOps, opti
 
     `RowSlices` stay `RowSlices`: of the rows of all replicas, or of the whole table where that is less to send.
     """
-    _check_plain(tree)
+    check_plain(tree)
     nodes, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sparse)
     named = [("value" + jax.tree_util.keystr(path), node) for path, node in nodes]
     for name, node in named:
         check_reducible(op, name, node.rows if is_sparse(node) else node)
     dense = [_to_send(op, name, node, axes) for name, node in named]
-    sums = [jnp.asarray(node) for node in dense if not is_sparse(node)]
-    if op is ReduceOp.MEAN:
-        # A sum of integers could overflow; without replicas too, so that their mean is a float under every strategy.
-        sums = [x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x for x in sums]
+    sums = [_marked(op, node) for node in dense if not is_sparse(node)]
     if axes:
-        sums = [checkpoint_name(x, SUM_MARK) for x in sums] if op is ReduceOp.SUM else sums
         sums = cross_device_ops.all_reduce(_ADDED.get(op, op), sums, axes, ops, options)
     left = iter([_divided(op, x, axes) for x in sums])
     return treedef.unflatten(
@@ -55,7 +54,7 @@ def all_gather(tree: PyTree, axis: int, axes: Axes) -> PyTree:
         ValueError: A leaf has no such dimension; the message names it.
         TypeError: `RowSlices` are to be gathered.
     """
-    _check_plain(tree)
+    check_plain(tree)
     check_no_slices("all_gather", tree)
     for name, leaf in named_leaves("value", tree):
         check_dim(name, leaf, axis)
@@ -64,7 +63,7 @@ def all_gather(tree: PyTree, axis: int, axes: Axes) -> PyTree:
 
 def broadcast(tree: PyTree, axes: Axes, ops: CrossDeviceOps, options: CommunicationOptions) -> PyTree:
     """What replica 0 holds, handed to every replica, in leaves `[...]` of any dtype."""
-    _check_plain(tree)
+    check_plain(tree)
     leaves, treedef = jax.tree.flatten(tree)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     if not axes:
@@ -90,6 +89,19 @@ def check_no_slices(word: str, tree: PyTree) -> None:
         )
 
 
+def dims_of(axis: int | Sequence[int] | None) -> Shape:
+    """The dimensions that an `axis` argument names.
+
+    Raises:
+        TypeError: It is no whole number, nor some.
+        ValueError: It names one twice.
+    """
+    dims = () if axis is None else tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
+    if len(set(dims)) < len(dims):
+        raise ValueError(f"`axis` names a dimension twice: {dims}. Name each once.")
+    return dims
+
+
 def check_dim(name: str, leaf: Any, dim: int) -> None:
     """Raises ValueError if `leaf` has no dimension `dim`, counted from 0."""
     if not 0 <= dim < jnp.ndim(leaf):
@@ -102,7 +114,8 @@ def _gathered(x: jax.Array, axis: int, axes: Axes) -> jax.Array:
     return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
 
 
-def _check_plain(tree: PyTree) -> None:
+def check_plain(tree: PyTree) -> None:
+    """Raises TypeError if there are wrapped values in `tree`."""
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         if is_distributed(node):
             raise TypeError(
@@ -111,10 +124,20 @@ def _check_plain(tree: PyTree) -> None:
             )
 
 
+def _marked(op: ReduceOp, leaf: Any) -> jax.Array:
+    """`leaf` as it is sent; a sum that the user asks for is named, but for numbers that were there before tracing: counts."""
+    if op is ReduceOp.SUM and isinstance(leaf, core.Tracer):
+        return checkpoint_name(leaf, SUM_MARK)
+    return _summable(op, jnp.asarray(leaf))
+
+
+def _summable(op: ReduceOp, x: jax.Array) -> jax.Array:
+    """Integers of which a mean is asked as floats, under every strategy: their sum could overflow."""
+    return x.astype(jnp.float32) if op is ReduceOp.MEAN and jnp.issubdtype(x.dtype, jnp.integer) else x
+
+
 def _divided(op: ReduceOp, total: jax.Array, axes: Axes) -> jax.Array:
-    if op is not ReduceOp.MEAN:
-        return total
-    return total / _num_replicas(axes) if axes else total
+    return total / _num_replicas(axes) if op is ReduceOp.MEAN and axes else total
 
 
 def _num_replicas(axes: Axes) -> int:
@@ -143,7 +166,7 @@ def _dense_is_less(slices: RowSlices, axes: Axes) -> bool:
 
 
 def _joined(op: ReduceOp, slices: RowSlices, axes: Axes) -> RowSlices:
-    rows = _divided(op, jnp.asarray(slices.rows), axes)
+    rows = _divided(op, _summable(op, jnp.asarray(slices.rows)), axes)
     rows, indices = all_gather((rows, jnp.asarray(slices.indices)), 0, axes)
     return RowSlices(rows, indices, slices.num_rows)
 

@@ -22,6 +22,7 @@ from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceO
 from jdist.reduce_op import ReduceOp
 from jdist.values.base import is_distributed
 from jdist.values.per_replica import PerReplica
+from jdist.values.place import check_one_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,8 @@ class ReplicaContext:
 
     def all_reduce(self, op: ReduceOp | str, tree: PyTree, options: CommunicationOptions | None = None) -> PyTree:
         """See `jdist.all_reduce`."""
+        if not isinstance(options, CommunicationOptions | None):
+            raise TypeError(f"`options` are `jdist.CommunicationOptions(bytes_per_pack)`, got {options!r}.")
         if options is None or options.bytes_per_pack is None:
             options = self.communication_options
         return collectives.all_reduce(ReduceOp.of(op), tree, self.axes, self.cross_device_ops, options)
@@ -106,6 +109,7 @@ class ReplicaContext:
             return node
         for name, leaf in named_leaves("the result of merge_call", node.tree):
             node.check(name, leaf, self.num_replicas_in_sync)
+        check_one_shape("the result of merge_call", node)
         if node.agrees:
             return node.read()
         mine = self.replica_id_in_sync_group

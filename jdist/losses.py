@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.collectives import check_no_slices
+from jdist.collectives import check_dim, check_no_slices, check_plain, dims_of
 from jdist.context import replica_context
 from jdist.reduce_op import ReduceOp, check_reducible
 
@@ -24,8 +25,9 @@ def mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...] | None
     Args:
         values: `[batch, ...]`, one value an example or several; or a tree of these.
         weights: `[batch]`, or as many dimensions of `values` as it has from the left. 0 leaves an example out, whatever its
-            value, NaN included. 1 each by default.
-        axis: The dimensions to average over, besides the replicas; all by default.
+            value, NaN included; of its gradient it leaves out what is finite, so give padding no infinite slope. 1 each by
+            default.
+        axis: The dimensions to average over, from 0 up, besides the replicas; all by default.
 
     Returns:
         float32 at least, `[]`, or the dimensions that are not averaged over. 0 if all weights are 0.
@@ -44,6 +46,7 @@ def mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...] | None
         1.75
     """
     context = replica_context("mean", "strategy.reduce")
+    check_plain((values, weights))
     check_no_slices("mean", values)
     sums = [weighted_sums(name, leaf, weights, axis) for name, leaf in named_leaves("values", values)]
     # In one call, so that they travel together; both divided by the number of replicas, which is gone from their ratio.
@@ -76,15 +79,18 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         2.0
     """
     context = replica_context("compute_average_loss", "strategy.reduce")
+    check_plain((per_example_loss, sample_weight))
+    check_reducible(ReduceOp.MEAN, "per_example_loss", per_example_loss)
     loss = jnp.asarray(per_example_loss)
     if global_batch_size is None:
-        if not loss.ndim:
+        if not loss.ndim or not loss.size:
             raise ValueError(
-                f"`per_example_loss` is {spec(loss)}: it has no examples to count. Give `global_batch_size`."
+                f"`per_example_loss` is {spec(loss)}, without examples to count. Give `global_batch_size`."
             )
-        global_batch_size = loss.shape[0] * context.num_replicas_in_sync
-    if isinstance(global_batch_size, int) and global_batch_size < 1:
-        raise ValueError(f"`global_batch_size` has to be positive, got {global_batch_size}.")
+        global_batch_size = len(loss) * context.num_replicas_in_sync
+    whole = isinstance(global_batch_size, (int, np.integer))
+    if not isinstance(global_batch_size, jax.Array) and not (whole and global_batch_size > 0):
+        raise ValueError(f"`global_batch_size` is a positive number of examples, got {global_batch_size!r}.")
     weighted = loss if sample_weight is None else loss * beside(jnp.asarray(sample_weight), loss, "per_example_loss")
     return jnp.sum(weighted) / global_batch_size
 
@@ -103,6 +109,8 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
         1.5
     """
     context = replica_context("scale_regularization_loss", "strategy.num_replicas_in_sync")
+    check_plain(regularization_loss)
+    check_reducible(ReduceOp.MEAN, "regularization_loss", regularization_loss)
     return jnp.sum(jnp.asarray(regularization_loss)) / context.num_replicas_in_sync
 
 
@@ -112,6 +120,8 @@ def weighted_sums(
     """On this replica: the weighted sum of a leaf's values, and the sum of the weights of as many of them."""
     check_reducible(ReduceOp.MEAN, name, leaf)
     values = jnp.asarray(leaf)
+    for dim in dims_of(axis):
+        check_dim(name, values, dim)
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     ones = jnp.ones(values.shape, values.real.dtype)
     if weights is None:
@@ -126,7 +136,10 @@ def beside(weights: Any, values: jax.Array, name: str) -> jax.Array:
 
     Raises:
         ValueError: Its dimensions are not the first ones of `values`; the message calls these `name`.
+        TypeError: They are no numbers.
     """
+    if jnp.issubdtype(weights.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"weights are random keys, {spec(weights)}: weigh with numbers.")
     if weights.ndim > values.ndim or weights.shape != values.shape[: weights.ndim]:
         raise ValueError(
             f"weights {spec(weights)} do not stand beside {name} {spec(values)}: their dimensions are the first ones of the "

@@ -11,10 +11,12 @@ are exact up to 2**24 examples, and right to seven digits beyond.
 
 import abc
 import dataclasses
+import operator
 from typing import Any, Self, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist._tree import spec
 from jdist.losses import beside, weighted_sums
@@ -31,12 +33,20 @@ class Metric(abc.ABC):
         """The value over all examples so far."""
 
     def merge(self, other: Self) -> Self:
-        """The metric of the examples of both."""
-        return jax.tree.map(jnp.add, self, other)
+        """The metric of the examples of both.
+
+        Raises:
+            ValueError: They are of different kinds or sizes.
+        """
+        sizes, others = (jax.tree.map(np.shape, metric) for metric in (self, other))
+        if sizes != others:
+            raise ValueError(f"{sizes} and {others} do not merge: a metric does with others of its kind and size.")
+        return jax.tree.map(operator.add, self, other)
 
 
 def _zero() -> Any:
-    return dataclasses.field(default_factory=lambda: jnp.zeros((), jnp.float32))
+    # A numpy number, as counts without weights are: a sum over replicas of what is known before tracing is no mistake.
+    return dataclasses.field(default=np.float32(0))
 
 
 @final
@@ -53,7 +63,7 @@ class Sum(Metric):
         3.0
     """
 
-    total: jax.Array = _zero()
+    total: Any = _zero()
 
     def update(self, values: Any, *, weights: Any = None) -> "Sum":
         """This sum with `values` `[batch, ...]`."""
@@ -62,7 +72,7 @@ class Sum(Metric):
 
     def compute(self) -> jax.Array:
         """The sum, `[]`."""
-        return self.total
+        return jnp.asarray(self.total)
 
 
 @final
@@ -82,8 +92,8 @@ class Mean(Metric):
         3.5
     """
 
-    total: jax.Array = _zero()
-    weight: jax.Array = _zero()
+    total: Any = _zero()
+    weight: Any = _zero()
 
     def update(self, values: Any, *, weights: Any = None) -> "Mean":
         """This mean with `values` `[batch, ...]`."""
@@ -114,8 +124,8 @@ class Accuracy(Metric):
 
     def update(self, logits: Any, labels: Any, *, weights: Any = None) -> "Accuracy":
         """This metric with `logits` `[batch, ..., class]` and integer `labels` `[batch, ...]`."""
-        _check_labels(logits, labels)
-        right = jnp.argmax(jnp.asarray(logits), axis=-1) == jnp.asarray(labels)
+        logits, labels = _logits_and_labels(logits, labels)
+        right = jnp.argmax(logits, axis=-1) == labels
         return Accuracy(self.correct.update(right, weights=weights))
 
     def compute(self) -> jax.Array:
@@ -146,13 +156,11 @@ class TopKAccuracy(Metric):
 
     def update(self, logits: Any, labels: Any, *, weights: Any = None) -> "TopKAccuracy":
         """This metric with `logits` `[batch, ..., class]` and integer `labels` `[batch, ...]`."""
-        _check_labels(logits, labels)
-        if not 1 <= self.k <= jnp.shape(logits)[-1]:
-            raise ValueError(
-                f"There are no {self.k} greatest of {jnp.shape(logits)[-1]} classes: `k` is from 1 up to that."
-            )
-        _, best = jax.lax.top_k(jnp.asarray(logits), self.k)
-        right = jnp.any(best == jnp.asarray(labels)[..., None], axis=-1)
+        logits, labels = _logits_and_labels(logits, labels)
+        if not 1 <= self.k <= logits.shape[-1]:
+            raise ValueError(f"There are no {self.k} greatest of {logits.shape[-1]} classes: `k` is from 1 up to that.")
+        _, best = jax.lax.top_k(logits, self.k)
+        right = jnp.any(best == labels[..., None], axis=-1)
         return dataclasses.replace(self, correct=self.correct.update(right, weights=weights))
 
     def compute(self) -> jax.Array:
@@ -231,16 +239,14 @@ class ConfusionMatrix(Metric):
 
     @classmethod
     def empty(cls, num_classes: int) -> "ConfusionMatrix":
-        """Of no examples."""
+        """Of no examples; ValueError if there are no classes."""
+        if num_classes < 1:
+            raise ValueError(f"There are {num_classes} classes: one at least is counted.")
         return cls(jnp.zeros((num_classes, num_classes), jnp.float32))
 
     def update(self, predictions: Any, labels: Any, *, weights: Any = None) -> "ConfusionMatrix":
-        """This metric with the classes that were predicted and that are right, `[batch, ...]` integers both.
-
-        A class that there is not, such as -1 for "unknown", is left out.
-        """
-        _check_classes(predictions, labels)
-        predictions, labels = jnp.asarray(predictions), jnp.asarray(labels)
+        """This metric with predicted and right classes, integers `[batch, ...]`; -1 or another that is none is left out."""
+        predictions, labels = _classes(predictions, labels)
         size = len(self.counts)
         known = (labels >= 0) & (labels < size) & (predictions >= 0) & (predictions < size)
         weight = 1.0 if weights is None else beside(jnp.asarray(weights).astype(jnp.float32), labels, "labels")
@@ -295,31 +301,48 @@ class F1(Metric):
         return self.confusion.f1().mean()
 
 
-def _sums(values: Any, weights: Any) -> tuple[jax.Array, jax.Array]:
-    return weighted_sums("values", jnp.asarray(values).astype(jnp.float32), weights)
+def _sums(values: Any, weights: Any) -> tuple[Any, Any]:
+    """The weighted sum of `values`, and the sum of weights: without weights a count, a number before tracing."""
+    values = _floats("values", values)
+    total, weight = weighted_sums("values", values, weights)
+    return total, np.float32(values.size) if weights is None else weight
 
 
-def _ratio(a: jax.Array, b: jax.Array) -> jax.Array:
-    return a / jnp.where(b == 0, 1, b)
+def _floats(name: str, values: Any) -> jax.Array:
+    is_key = isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jax.dtypes.prng_key)
+    if is_key or np.iscomplexobj(values):
+        raise TypeError(f"{name} is {spec(values)}: metrics add up real numbers.")
+    # On the host first: an int64 that JAX would cut to 32 bits is a float32 here.
+    return jnp.asarray(values if isinstance(values, jax.Array) else np.asarray(values, np.float32)).astype(jnp.float32)
+
+
+def _ratio(a: Any, b: Any) -> jax.Array:
+    return jnp.asarray(a / jnp.where(b == 0, 1, b))
 
 
 def _difference(predictions: Any, targets: Any) -> jax.Array:
-    if jnp.shape(predictions) != jnp.shape(targets):
+    predictions, targets = _floats("predictions", predictions), _floats("targets", targets)
+    if predictions.shape != targets.shape:
         raise ValueError(f"predictions {spec(predictions)} and targets {spec(targets)} have different shapes.")
-    return jnp.asarray(predictions).astype(jnp.float32) - jnp.asarray(targets).astype(jnp.float32)
+    return predictions - targets
 
 
-def _check_labels(logits: Any, labels: Any) -> None:
-    if jnp.shape(logits)[:-1] != jnp.shape(labels) or not jnp.ndim(logits):
+def _logits_and_labels(logits: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    logits, labels = jnp.asarray(logits), jnp.asarray(labels)
+    fits = logits.ndim > 0 and logits.shape[:-1] == labels.shape and logits.shape[-1] > 0
+    if not fits or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
-            f"logits {spec(logits)} need labels [batch, ...] without their last dimension, got {spec(labels)}."
+            f"logits {spec(logits)} are [batch, ..., class] and need integer labels [batch, ...], got {spec(labels)}."
         )
+    return logits, labels
 
 
-def _check_classes(predictions: Any, labels: Any) -> None:
-    integers = all(jnp.issubdtype(jnp.asarray(x).dtype, jnp.integer) for x in (predictions, labels))
-    if jnp.shape(predictions) != jnp.shape(labels) or not integers:
+def _classes(predictions: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    predictions, labels = jnp.asarray(predictions), jnp.asarray(labels)
+    integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (predictions, labels))
+    if predictions.shape != labels.shape or not integers:
         raise ValueError(
             f"predictions {spec(predictions)} and labels {spec(labels)} are classes, integers of one shape. Of logits, take "
             "`logits.argmax(-1)`."
         )
+    return predictions.astype(jnp.int32), labels.astype(jnp.int32)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist._tree import spec
 from jdist.context import replica_context
@@ -45,16 +46,27 @@ def example_key(key: jax.Array, index: jax.Array) -> jax.Array:
 
     Raises:
         TypeError: `index` is not of integers.
+        ValueError: A number has more than 32 bits.
 
     Example:
         >>> keys = jdist.example_key(jax.random.key(0), np.arange(4))
         >>> jax.vmap(lambda key: jax.random.uniform(key, (3,)))(keys).shape
         (4, 3)
     """
-    numbers = jnp.asarray(index)
+    numbers = index if isinstance(index, jax.Array) else jnp.asarray(_in_32_bits(np.asarray(index)))
     if not jnp.issubdtype(numbers.dtype, jnp.integer):
         raise TypeError(f"`index` numbers examples, in integers, got {spec(index)}.")
     fold = jax.random.fold_in
     for _ in numbers.shape:
         fold = jax.vmap(fold, in_axes=(None, 0))
     return fold(key, numbers)
+
+
+def _in_32_bits(numbers: np.ndarray) -> np.ndarray:
+    if numbers.dtype.kind not in "iu" or not numbers.size:
+        return numbers
+    if numbers.min() < -(2**31) or numbers.max() >= 2**32:
+        raise ValueError(
+            f"`index` goes up to {numbers.max()}, and keys are told apart by 32 bits. Take it modulo 2**32."
+        )
+    return numbers.astype(np.uint32)

@@ -42,10 +42,10 @@ class ReduceOp(enum.Enum):
 def check_reducible(op: ReduceOp, name: str, leaf: Any) -> None:
     """Raises TypeError if `leaf` is of a dtype that has no reduction `op`: a key, a boolean, the order of complex numbers."""
     dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
-    if getattr(dtype, "kind", "") in "USOmM":
-        raise TypeError(f"{name} is {spec(leaf)}, no number or array of numbers: it has no {op.name}.")
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(f"{name} is a random key ({spec(leaf)}): keys cannot be reduced. Reduce what is drawn from it.")
+    if getattr(dtype, "kind", "") in "USOmM":
+        raise TypeError(f"{name} is {spec(leaf)}, no number or array of numbers: it has no {op.name}.")
     if dtype == jnp.bool_:
         raise TypeError(
             f"{name} is boolean ({spec(leaf)}), and {op.name} of booleans has no one meaning. Cast it: "

@@ -4,7 +4,6 @@ An array on the strategy's devices is held by every replica, once each: a wrappe
 the same value on all. Anything else (a Python or numpy number, an array elsewhere) is held by none.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,19 +26,6 @@ from jdist.values.place import check_fit, check_place
 from jdist.values.row_slices import RowSlices, is_sparse
 
 _OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
-
-
-def dims_of(axis: int | Sequence[int] | None) -> Shape:
-    """The dimensions that an `axis` argument names.
-
-    Raises:
-        TypeError: It is no whole number, nor some.
-        ValueError: It names one twice.
-    """
-    dims = () if axis is None else tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
-    if len(set(dims)) < len(dims):
-        raise ValueError(f"`axis` names a dimension twice: {dims}. Name each once.")
-    return dims
 
 
 def reduce(op: ReduceOp, value: PyTree, dims: Shape, mesh: Mesh) -> PyTree:
@@ -77,6 +63,8 @@ def reduce(op: ReduceOp, value: PyTree, dims: Shape, mesh: Mesh) -> PyTree:
             check_dim(name, value, dim)
         if op is not ReduceOp.SUM and dims and not np.size(value):
             raise ValueError(f"{name} is {spec(value)}, empty, and nothing has no {op.name}.")
+        if op is ReduceOp.MEAN and np.asarray(value).dtype.kind in "iu":
+            value = np.asarray(value).astype(np.float32)[()]
         # The mean, greatest and least over the replicas of one value is the value.
         return _OPERATIONS[op](jnp.asarray(value), axis=dims) if dims else value
 
@@ -90,6 +78,7 @@ def reduce(op: ReduceOp, value: PyTree, dims: Shape, mesh: Mesh) -> PyTree:
         if not _is_held(slices.rows, mesh):
             host(name, slices.rows)
             return slices
+        _check_slices(name, slices, mesh)
         rows, indices = gather((slices.rows, slices.indices), 0, mesh)
         return RowSlices(rows / mesh.size if op is ReduceOp.MEAN else rows, indices, slices.num_rows)
 
@@ -171,6 +160,32 @@ def _leaf_by_leaf(node: Any) -> PyTree:
     return treedef.unflatten([PerReplica(leaf, (shapes,)) for leaf, shapes in pairs])
 
 
+def _check_slices(name: str, slices: RowSlices, mesh: Mesh) -> None:
+    """Raises if the indices do not lie beside the rows, one each, on every replica."""
+    rows, indices = (_own_shapes(node, mesh) for node in (slices.rows, slices.indices))
+    if [shape[:1] for shape in rows] != indices:
+        raise ValueError(
+            f"{name} is RowSlices with rows {rows[0]} and indices {indices[:1]}: on each replica there is one index a row. "
+            "Place both: `strategy.put(value)`."
+        )
+    numbers = slices.indices.tree if is_distributed(slices.indices) else slices.indices
+    if not jnp.issubdtype(numbers.dtype, jnp.integer):
+        raise TypeError(f"{name} is RowSlices with indices of {spec(numbers)}: rows are counted in integers.")
+
+
+def _rows_of(node: Any, mesh: Mesh) -> Any:
+    return (node if is_distributed(node) else Mirrored(node)).rows(mesh.size)
+
+
+def _own_shapes(node: Any, mesh: Mesh) -> list[Shape]:
+    """The shape that each replica holds; none of a host value."""
+    if not _is_held(node, mesh):
+        return []
+    if isinstance(node, PerReplica) and node.shapes:
+        return list(node.shapes[0])
+    return [np.shape(_rows_of(node, mesh))[1:]] * mesh.size
+
+
 def _everywhere(rows: jax.Array, mesh: Mesh) -> Any:
     """Where a result lies: on every device, and nowhere yet if it is traced."""
     return None if isinstance(rows, core.Tracer) else mirrored_sharding(mesh)
@@ -179,7 +194,10 @@ def _everywhere(rows: jax.Array, mesh: Mesh) -> Any:
 def _local(node: Any, mesh: Mesh) -> Sequence[PyTree]:
     count = len(local_replicas(mesh))
     if is_distributed(node):
-        return node.values if jax.tree.leaves(node.tree) else [node.tree] * count
+        leaves = jax.tree.leaves(node.tree)
+        # What has no leaves, or is on no device yet, is the same for all.
+        alike = not leaves or (isinstance(node, Mirrored) and not all(map(is_placed, leaves)))
+        return [node.tree] * count if alike else node.values
     if not _is_held(node, mesh) or isinstance(node, core.Tracer):
         return [node] * count
     order = {device: i for i, device in enumerate(mesh.devices.flat)}

@@ -495,3 +495,55 @@ def test_merge_call_that_only_some_replicas_reach_is_refused(two):
     some = lambda x: lax.cond(jdist.replica_id() > 0, lambda: _merge(sums, x), lambda: x)
     with pytest.raises(jdist.DivergentCollectiveError):
         two.run(some, (1.0,))
+
+
+def test_merge_call_of_a_scalar_key_gives_each_its_own(two):
+    own = lambda: jdist.replica_key(jax.random.key(0))
+    handed = lambda: jax.random.key_data(jdist.get_replica_context().merge_call(lambda _, key: key, (own(),)))
+    expected = two.run(lambda: jax.random.key_data(own()))
+    np.testing.assert_array_equal(two.run(handed).tree, expected.tree)
+
+
+UNFIT = {
+    "other_rows": (
+        lambda s: jdist.PerReplica(np.arange(3)),
+        r"the result of merge_call is a PerReplica of int\d+\[3\], for 3",
+    ),
+    "uneven": (
+        lambda s: s.distribute_values_from_function(lambda c: np.ones(2 - c.replica_id_in_sync_group)),
+        r"the result of merge_call is PerReplica\(float\d+\[2\] \| float\d+\[1\]\): the replicas hold values of",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, says", UNFIT.values(), ids=UNFIT)
+def test_merge_call_that_gives_what_does_not_fit_the_replicas_is_refused(make, says, two):
+    value = make(two)
+    with pytest.raises(ValueError, match=says):
+        two.run(lambda: jdist.get_replica_context().merge_call(lambda _: value))
+
+
+def test_merge_call_of_arguments_that_are_no_tuple_is_refused(two):
+    with pytest.raises(
+        TypeError, match=r"`args` is a tuple of arguments, got float: write `merge_call\(fn, \(value,\)\)`"
+    ):
+        two.run(lambda: jdist.get_replica_context().merge_call(lambda s, x: x, 1.0))
+
+
+def test_run_in_a_scope_within_merge_call_is_refused(two):
+    def fn(strategy):
+        with strategy.scope():
+            return strategy.run(jdist.replica_id)
+
+    with pytest.raises(RuntimeError, match="runs a function inside a function"):
+        two.run(lambda: jdist.get_replica_context().merge_call(fn))
+
+
+def test_variable_within_merge_call_is_refused(two):
+    with pytest.raises(RuntimeError, match=r"`jdist\.variable` is called in a `merge_call`\. Make the value before"):
+        two.run(lambda: jdist.get_replica_context().merge_call(lambda _: jdist.variable(1.0)))
+
+
+def test_options_of_another_kind_are_refused():
+    with pytest.raises(TypeError, match=r"`options` are `jdist\.CommunicationOptions\(bytes_per_pack\)`, got 3"):
+        jdist.all_reduce("sum", 1.0, options=3)

@@ -221,6 +221,15 @@ def test_mean_in_scan_is_the_same_as_outside(strategy):
 
 
 MEAN_REFUSED = {
+    "keys": (jax.random.key(0), None, None, TypeError, r"values is a random key .*Reduce what is drawn from it"),
+    "key_weights": (
+        np.ones((), np.float32),
+        jax.random.key(0),
+        None,
+        TypeError,
+        r"weights are random keys, key<fry>\[\]",
+    ),
+    "negative_axis": (np.ones(2, np.float32), None, -1, ValueError, r"it has no dimension -1"),
     "weights_of_other_length": (
         {"x": np.ones((2, 3), np.float32)},
         np.ones(3, np.float32),
@@ -249,7 +258,13 @@ MEAN_REFUSED = {
         TypeError,
         r"`mean` of RowSlices.*`value\.dense\(\)`.*`value\.rows`",
     ),
-    "axis": (np.ones(2, np.float32), None, 1, ValueError, r"axis 1 is out of bounds for array of dimension 1"),
+    "axis": (
+        np.ones(2, np.float32),
+        None,
+        1,
+        ValueError,
+        r"values is float32\[2\]: it has no dimension 1\. Take `axis` from 0 up",
+    ),
 }
 
 
@@ -300,11 +315,11 @@ def test_average_loss_is_that_of_tensorflow(loss, weights, size, expected, two):
 
 
 AVERAGE_REFUSED = {
-    "zero": ((np.ones(2, np.float32), None, 0), r"`global_batch_size` has to be positive, got 0"),
-    "negative": ((np.ones(2, np.float32), None, -3), r"`global_batch_size` has to be positive, got -3"),
+    "zero": ((np.ones(2, np.float32), None, 0), r"`global_batch_size` is a positive number of examples, got 0"),
+    "negative": ((np.ones(2, np.float32), None, -3), r"`global_batch_size` is a positive number of examples, got -3"),
     "scalar": (
         (np.float32(1),),
-        r"`per_example_loss` is float32\[\]: it has no examples to count\. Give `global_batch",
+        r"`per_example_loss` is float32\[\], without examples to count\. Give `global_batch",
     ),
     "weights": (
         (np.ones((2, 3), np.float32), np.ones(3, np.float32)),
@@ -361,3 +376,21 @@ def test_average_asked_by_the_host_in_scope_is_refused(word, name):
         pytest.raises(RuntimeError, match=rf"`jdist\.{word}` is a word of replica.*`{instead}`"),
     ):
         ask()
+
+
+@pytest.mark.parametrize("size", [np.int64(0), 2.5, "many"])
+def test_average_loss_of_a_batch_size_that_counts_nothing_is_refused(size):
+    with pytest.raises(ValueError, match="`global_batch_size` is a positive number of examples"):
+        jdist.compute_average_loss(np.ones(3, np.float32), global_batch_size=size)
+
+
+@pytest.mark.parametrize("word", [jdist.compute_average_loss, jdist.scale_regularization_loss, jdist.mean])
+def test_loss_of_a_wrapped_value_is_refused_with_the_way_out(word, two):
+    with pytest.raises(TypeError, match=r"PerReplica\(float32\[2,3\]\) is for the host program.*`strategy\.run"):
+        word(two.put(jdist.PerReplica(np.ones((2, 3), np.float32))))
+
+
+@pytest.mark.parametrize("word", [jdist.compute_average_loss, jdist.scale_regularization_loss])
+def test_loss_that_is_a_key_is_refused_by_name(word):
+    with pytest.raises(TypeError, match="loss is a random key"):
+        word(jax.random.key(0))

@@ -354,13 +354,22 @@ def test_weights_of_examples_count_for_each_of_their_tokens():
 
 FOUR, TWO = np.zeros((4, 3), np.float32), np.zeros(2, np.int32)
 UPDATE_REFUSED = {
-    "labels": (lambda: metrics.Accuracy().update(FOUR, TWO), r"logits float32\[4,3\] need labels.*, got int32\[2\]"),
+    "labels": (
+        lambda: metrics.Accuracy().update(FOUR, TWO),
+        r"logits float32\[4,3\] are .* need integer labels .*, got int32\[2\]",
+    ),
     "one_hot": (
         lambda: metrics.Accuracy().update(FOUR, FOUR),
-        r"labels \[batch, \.\.\.\] without their last dimension",
+        r"need integer labels \[batch, \.\.\.\]",
     ),
-    "no_logits": (lambda: metrics.Accuracy().update(np.float32(1), np.int32(1)), r"logits float32\[\] need labels"),
-    "top_k_labels": (lambda: metrics.TopKAccuracy(1).update(FOUR, TWO), r"logits float32\[4,3\] need labels"),
+    "no_logits": (
+        lambda: metrics.Accuracy().update(np.float32(1), np.int32(1)),
+        r"logits float32\[\] are .* need integer labels",
+    ),
+    "top_k_labels": (
+        lambda: metrics.TopKAccuracy(1).update(FOUR, TWO),
+        r"logits float32\[4,3\] are .* need integer labels",
+    ),
     "top_0": (
         lambda: metrics.TopKAccuracy(0).update(FOUR, np.zeros(4, np.int32)),
         r"There are no 0 greatest of 3 classes: `k` is from 1 up to that",
@@ -406,10 +415,48 @@ def test_update_with_a_wrapper_on_the_host_is_refused(two):
 
 @pytest.mark.parametrize("other", [metrics.Sum(), metrics.TopKAccuracy(1)], ids=["class", "k"])
 def test_merge_with_another_metric_is_refused(other):
-    with pytest.raises(ValueError, match=r"metrics\.TopKAccuracy"):
+    with pytest.raises(ValueError, match="TopKAccuracy.* do not merge: a metric does with others of its kind and size"):
         metrics.TopKAccuracy(2).merge(other)
 
 
 def test_metric_is_frozen():
     with pytest.raises(AttributeError, match="total"):
         metrics.Sum().total = jnp.float32(1)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.int64])
+def test_classes_of_small_integers_are_counted(dtype):
+    classes = np.array([1, np.iinfo(np.int8).max], dtype)
+    assert metrics.ConfusionMatrix.empty(300).update(classes, classes).compute().sum() == 2
+
+
+def test_sum_over_replicas_of_a_metric_without_weights_is_no_repeated_sum(two):
+    values = two.put(jdist.PerReplica(np.arange(6, dtype=np.float32).reshape(2, 3)))
+    metric = two.run(lambda x: jdist.all_reduce("sum", metrics.Mean().update(x)), (values,))
+    assert float(metric.compute()) == 2.5
+
+
+def test_counts_beyond_32_bits_are_added_on_the_host():
+    np.testing.assert_allclose(metrics.Sum().update(np.array([2**31 + 512])).compute(), 2.0**31 + 512)
+
+
+@pytest.mark.parametrize("values", [np.complex64([1j]), jax.random.key(0)], ids=["complex", "key"])
+def test_values_that_are_no_real_numbers_are_refused(values):
+    with pytest.raises(TypeError, match="values is .* metrics add up real numbers"):
+        metrics.Mean().update(values)
+
+
+def test_lists_are_values_like_arrays():
+    assert float(metrics.Accuracy().update([[0.0, 1.0]], [1]).compute()) == 1.0
+    assert float(metrics.MeanSquaredError().update([0.0, 1.0], [1, 1]).compute()) == 0.5
+
+
+@pytest.mark.parametrize("make", [metrics.ConfusionMatrix.empty, metrics.F1.empty])
+def test_metric_of_no_classes_is_refused(make):
+    with pytest.raises(ValueError, match="There are 0 classes: one at least is counted"):
+        make(0)
+
+
+def test_matrices_of_different_sizes_do_not_merge():
+    with pytest.raises(ValueError, match=r"\(1, 1\).* and .*\(3, 3\).* do not merge"):
+        metrics.ConfusionMatrix.empty(1).merge(metrics.ConfusionMatrix.empty(3))

@@ -13,6 +13,7 @@ from jax import lax
 
 import jdist
 from jdist import _compat, proof
+from jdist.context import ReplicaContext
 from jdist.replicate import Call, replicated
 
 from programs import AXIS, SIZE, Step, programs, replica_function
@@ -54,7 +55,8 @@ def _traced(replica, *args):
     """What `replica` returns as the host sees it, with shapes for arrays: the whole proof, and nothing is run."""
     strategy = _strategy(4)
     call = Call(replica, args, {})
-    run = lambda: replicated(call, lambda *a: ((), replica(*a)), strategy.mesh, strategy)[0][1]
+    context = ReplicaContext(strategy.mesh.axis_names, strategy.mesh.size, strategy)
+    run = lambda: replicated(call, lambda *a: ((), replica(*a)), strategy.mesh, context)[0][1]
     return jax.eval_shape(run)
 
 

@@ -153,3 +153,9 @@ def test_dropout_of_each_example_is_the_same_on_any_number_of_replicas():
     _, masks = found[0]
     assert len({row.tobytes() for row in masks}) == 16
     np.testing.assert_array_equal(np.unique(masks), [0, 2])
+
+
+@pytest.mark.parametrize("index", [np.array([2**40]), np.uint64([2**32 + 1, 1]), 2**40, -(2**31) - 1])
+def test_example_key_of_more_than_32_bits_is_refused(index):
+    with pytest.raises(ValueError, match=r"keys are told apart by 32 bits\. Take it modulo"):
+        jdist.example_key(jax.random.key(0), index)

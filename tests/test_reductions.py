@@ -456,6 +456,7 @@ def test_sum_and_mean_of_small_integers_do_not_wrap(more, dtype, wide, two):
 
 
 NO_SUCH = {
+    "keys": (lambda i: jax.random.key(i), "mean", r"value\['x'\] is a random key .*Reduce what is drawn from it"),
     "booleans": (
         lambda i: np.ones(i + 1, bool),
         "sum",
@@ -467,11 +468,6 @@ NO_SUCH = {
         r"value\['x'\] is complex .* have no MAX\. Reduce `abs\(x\)`",
     ),
     "complex_min": (lambda i: np.ones(2, np.complex64), "min", r"value\['x'\] is complex \(complex64\[.*have no MIN"),
-    "keys": (
-        lambda i: jax.random.split(jax.random.key(i)),
-        "sum",
-        r"value\['x'\] is a random key .*Reduce what is drawn",
-    ),
 }
 
 
@@ -602,3 +598,40 @@ def test_questions_over_groups_of_replicas_are_answered_in_the_order_of_the_repl
     for kind, (wrapper, held) in _wrapped(strategy, np.arange(8.0, dtype=np.float32).reshape(4, 2)).items():
         np.testing.assert_array_equal(strategy.gather(strategy.put(wrapper), axis=0), held.ravel(), err_msg=kind)
         np.testing.assert_array_equal(np.stack(strategy.local_results(strategy.put(wrapper))), held, err_msg=kind)
+
+
+UNFIT = {
+    "fewer_indices": lambda two, rows: jdist.RowSlices(rows, two.put(jdist.PerReplica(np.zeros((2, 2), np.int32))), 4),
+    "host_indices": lambda two, rows: jdist.RowSlices(rows, np.array([2]), 4),
+}
+
+
+@pytest.mark.parametrize("make", UNFIT.values(), ids=UNFIT)
+def test_reduce_of_row_slices_without_an_index_a_row_is_refused(make, two):
+    rows = two.put(jdist.PerReplica(np.ones((2, 1, 2), np.float32)))
+    with pytest.raises(
+        ValueError, match=r"value is RowSlices .* there is one index a row\. Place both: `strategy\.put"
+    ):
+        two.reduce("sum", make(two, rows), axis=None)
+
+
+def test_reduce_of_row_slices_with_indices_that_are_no_integers_is_refused(two):
+    slices = two.put(jdist.RowSlices(np.ones((1, 2), np.float32), np.float32([2]), 4))
+    with pytest.raises(TypeError, match=r"indices of float32\[1\]: rows are counted in integers"):
+        two.reduce("sum", slices, axis=None)
+
+
+def test_local_results_with_a_mirrored_value_that_is_not_placed_repeats_it(two):
+    own = two.put(jdist.PerReplica(np.arange(2)))
+    first, second = two.local_results({"a": jdist.Mirrored(np.ones(2)), "b": own})
+    assert (first["a"].tolist(), int(first["b"])) == (second["a"].tolist(), int(second["b"]) - 1) == ([1.0, 1.0], 0)
+
+
+def test_reduce_of_a_sharded_value_without_columns_is_empty(two):
+    value = two.put(jdist.Sharded(np.ones((4, 0), np.float32)))
+    assert two.reduce("sum", value, axis=0).shape == (0,)
+
+
+def test_mean_of_a_host_integer_is_a_float(two):
+    assert two.reduce("mean", {"a": 3, "b": np.int8([1, 2])}, axis=None)["b"].dtype == np.float32
+    assert isinstance(two.reduce("mean", 3, axis=None), np.float32)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jdist import reductions
 from jdist._identity import IdentityCache
 from jdist._tree import PyTree
+from jdist.collectives import dims_of
 from jdist.context import CrossReplicaContext, ReplicaContext, ValueContext, current, entered, in_replica_function
 from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist.data.dataset import DistributedDataset, num_examples
@@ -69,8 +70,11 @@ class Strategy:
         _require_host("scope", "enter it around the call that runs the function")
         here = current()
         if here.strategy is not None and here.strategy is not self:
-            raise RuntimeError(f"The scope of {self!r} is inside the scope of {here.strategy!r}. Leave that one first.")
-        with entered(CrossReplicaContext(self)):
+            raise RuntimeError(
+                f"The scope of {self!r} is inside the scope of {here.strategy!r}. Leave that one first (`set_strategy(None)`, "
+                "if `set_strategy` entered it)."
+            )
+        with entered(CrossReplicaContext(self, merging=in_replica_function())):
             yield
 
     def run(
@@ -197,7 +201,7 @@ class Strategy:
             [2.0, 5.0]
         """
         _require_host("reduce", "use `jdist.all_reduce` there")
-        return reductions.reduce(ReduceOp.of(op), value, reductions.dims_of(axis), self._mesh)
+        return reductions.reduce(ReduceOp.of(op), value, dims_of(axis), self._mesh)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """What all replicas hold, joined along a dimension.

@@ -166,7 +166,8 @@ def step_program(fn: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, context: 
 
     def trace(call: Call) -> Traced:
         def body(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
-            after, outputs = split_result(fn(before, *inputs))
+            # Containers of its own, so that what `fn` changes in place is seen as a change.
+            after, outputs = split_result(fn(jax.tree.map(lambda x: x, before), *inputs))
             return kept_in_place(call.args[0], before, after), outputs
 
         return replicated(call, body, mesh, context)

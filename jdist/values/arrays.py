@@ -31,6 +31,11 @@ def is_placed(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer)
 
 
+def is_on_mesh(leaf: object) -> bool:
+    """Whether `leaf` is an array that a strategy placed."""
+    return is_placed(leaf) and isinstance(leaf.sharding, NamedSharding)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def check_array(name: str, leaf: Any) -> None:
     """Raises TypeError if `leaf` is no number or array of numbers."""
     if not isinstance(leaf, jax.Array) and np.asarray(leaf).dtype.kind in "USOmM":
@@ -72,7 +77,7 @@ def local_copies(x: jax.Array) -> list[jax.Array]:
 
 def local_rows(x: Any, shapes: Shapes | None = None) -> list[Any]:
     """The rows that this process holds, in the order of the replicas, each `[...]` of its true shape."""
-    if not is_placed(x):  # made by hand, or traced: every row is here
+    if not is_on_mesh(x):  # made by hand, or traced: every row is here
         return list(x) if shapes is None else [x[i][_box(shape)] for i, shape in enumerate(shapes)]
     shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
     found = [shard.data.reshape(shard.data.shape[1:]) for shard in shards]

@@ -116,7 +116,7 @@ class DistributedValues(abc.ABC):
         return dataclasses.replace(self, tree=tree)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
 
     def _incoming(self, word: str, value: PyTree) -> PyTree:
-        leaves = [(f"`{word}`: {name}", _placed(name, leaf)) for name, leaf in named_leaves("value", self.tree)]
+        leaves = [(name, _placed(name, leaf)) for name, leaf in named_leaves(f"`{word}`: value", self.tree)]
         if any(getattr(node, "shapes", None) for node in (self, value)):
             raise ValueError(
                 f"`{word}` to {self!r} of {value!r}: values of different shapes on the replicas are not assigned. Make a new "
@@ -186,7 +186,7 @@ def fitted(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         keeps = jnp.can_cast(jax.dtypes.result_type(value), dtype, "same_kind")
     if not keeps:
         raise TypeError(
-            f"{name} is {dtype} and cannot hold {spec(value)} without loss. Cast the value first: `x.astype({str(dtype)!r})`."
+            f"{name} is {dtype} and cannot hold {spec(value)} without loss. Cast it first, if that is meant."
         )
     return value if jnp.issubdtype(dtype, jax.dtypes.prng_key) else _cast(value, dtype)
 
@@ -210,7 +210,7 @@ def _placed(name: str, leaf: Any) -> jax.Array:
 def _refuse(sign: str) -> Callable[..., Any]:
     def refuse(self: DistributedValues, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            f"`{sign}` on a {self!r}: it holds one value a replica, and arithmetic is for plain arrays. Compute inside a "
+            f"`{sign}` on a {self!r}: it lies on many devices, and arithmetic is for plain arrays. Compute inside a "
             "replica function (`strategy.run(fn, (value,))`), make one value of it (`.read()`, `strategy.reduce`, "
             "`strategy.gather`), or take the values apart (`.values`, `.map(fn)`)."
         )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -39,7 +40,7 @@ class PerReplica(DistributedValues):
         [0, 1]
         >>> ids + 1
         Traceback (most recent call last):
-        TypeError: `+` on a PerReplica(int32[2]): it holds one value a replica, ...
+        TypeError: `+` on a PerReplica(int32[2]): it lies on many devices, ...
     """
 
     stacked = True
@@ -128,7 +129,7 @@ class PerReplica(DistributedValues):
         weights = (np.arange(width)[None] < np.asarray(counts)[:, None]).astype(np.float32)
         if is_placed(leaves[0]):
             weights = place(weights, per_replica_sharding(mesh_of(leaves[0])))
-        return PerReplica(self.tree), PerReplica(weights)
+        return PerReplica(jax.tree.map(lambda x: _zero_where(x, weights), self.tree)), PerReplica(weights)
 
     def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """The same for every replica, or to each its own."""
@@ -151,6 +152,13 @@ class PerReplica(DistributedValues):
             for leaf, shapes in zip(leaves, self.shapes, strict=True)
         ]
         return f"PerReplica({treedef.unflatten(texts)!r})"
+
+
+@jax.jit
+def _zero_where(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """`rows` with zeros where the weight is 0: they are no longer there once a function was mapped over them."""
+    keep = weights.reshape(weights.shape + (1,) * (rows.ndim - weights.ndim)) != 0
+    return jnp.where(keep, rows, jnp.zeros((), rows.dtype))
 
 
 def check_rows(kind: type, name: str, leaf: Any, num_replicas: int) -> None:

@@ -6,6 +6,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import core
 
 from jdist._tree import spec
 
@@ -46,22 +47,35 @@ class RowSlices:
             ValueError: They are no rows of such a table.
         """
         self.check("value")
-        if np.shape(table) != (self.num_rows, *np.shape(self.rows)[1:]):
+        table, rows = jnp.asarray(table), jnp.asarray(self.rows)
+        if table.shape != (self.num_rows, *rows.shape[1:]):
             raise ValueError(
-                f"A table of {spec(table)} has no place for {self.num_rows} rows of {list(np.shape(self.rows)[1:])}: "
-                f"these are {self}."
+                f"A table of {spec(table)} has no place for rows of {spec(rows)} of a table of {self.num_rows} rows. Give the "
+                "table that they were taken from."
             )
-        return jnp.asarray(table).at[self.indices].add(self.rows)
+        if not jnp.can_cast(rows.dtype, table.dtype, "same_kind"):
+            raise TypeError(
+                f"A table of {spec(table)} cannot hold rows of {spec(rows)} without loss. Cast the rows first."
+            )
+        return table.at[jnp.asarray(self.indices)].add(rows.astype(table.dtype))
 
     def check(self, name: str) -> None:
-        """Raises ValueError if there are not as many indices as rows; TypeError if they are no integers."""
-        rows, indices = np.shape(self.rows), np.shape(self.indices)
-        if not rows or indices != rows[:1]:
+        """Raises ValueError if there is not one index a row, or one is of no row; TypeError if they are no integers."""
+        rows, indices = jnp.asarray(self.rows), jnp.asarray(self.indices)
+        if not rows.ndim or indices.shape != rows.shape[:1]:
             raise ValueError(
-                f"{name} is RowSlices with rows {spec(self.rows)} and indices {spec(self.indices)}: there is one index a row."
+                f"{name} is RowSlices with rows {spec(rows)} and indices {spec(indices)}: there is one index a row."
             )
-        if not jnp.issubdtype(jnp.asarray(self.indices).dtype, jnp.integer):
-            raise TypeError(f"{name} is RowSlices with indices of {spec(self.indices)}: rows are counted in integers.")
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise TypeError(f"{name} is RowSlices with indices of {spec(indices)}: rows are counted in integers.")
+        if isinstance(indices, core.Tracer) or not indices.size or not indices.is_fully_addressable:
+            return
+        least, greatest = int(indices.min()), int(indices.max())
+        if least < 0 or greatest >= self.num_rows:
+            raise ValueError(
+                f"{name} is RowSlices of a table of {self.num_rows} rows, with indices from {least} to {greatest}: they are "
+                f"from 0 to {self.num_rows - 1}."
+            )
 
 
 def is_sparse(node: object) -> bool:

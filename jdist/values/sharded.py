@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.values.arrays import is_placed, local_parts, place
+from jdist.values.arrays import is_on_mesh, local_parts, place
 from jdist.values.base import DistributedValues, fitted
 
 
@@ -64,7 +64,7 @@ class Sharded(DistributedValues):
 
     def rows(self, num_replicas: int) -> PyTree:
         """Each replica's part, `[replica, n / replica, ...]`."""
-        return jax.tree.map(lambda x: x.reshape(num_replicas, -1, *x.shape[1:]), self.tree)
+        return jax.tree.map(lambda x: x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:]), self.tree)
 
     @property
     def values(self) -> tuple[PyTree, ...]:
@@ -73,9 +73,7 @@ class Sharded(DistributedValues):
         Raises:
             ValueError: It lies on no strategy's devices yet.
         """
-        leaves, treedef = jax.tree.flatten(self.tree)
-        if not all(map(is_placed, leaves)):
-            raise ValueError(f"{self!r} is not split over any devices yet. Place it first: `strategy.put(value)`.")
+        leaves, treedef = jax.tree.flatten(self._placed())
         return tuple(treedef.unflatten(parts) for parts in zip(*map(local_parts, leaves), strict=True))
 
     def read(self) -> PyTree:
@@ -83,12 +81,22 @@ class Sharded(DistributedValues):
         return self.tree
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "Sharded":
-        """The same placement of `fn` of each replica's part."""
-        place = jax.tree.leaves(self.tree)[0].sharding
-        over_mesh = jax.shard_map(fn, mesh=place.mesh, in_specs=place.spec, out_specs=place.spec, check_vma=False)
+        """The same placement of `fn` of each replica's part.
+
+        Raises:
+            ValueError: It lies on no strategy's devices yet.
+        """
+        where = jax.tree.leaves(self._placed())[0].sharding
+        over_mesh = jax.shard_map(fn, mesh=where.mesh, in_specs=where.spec, out_specs=where.spec, check_vma=False)
         return Sharded(jax.jit(over_mesh)(self.tree))
 
     def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """The whole value, or each replica's part as a row."""
-        value = jnp.reshape(value, (-1, *np.shape(value)[2:])) if own else value
+        if own:  # [replica, n / replica, ...]
+            value = jnp.reshape(value, (np.shape(value)[0] * np.shape(value)[1], *np.shape(value)[2:]))
         return place(fitted(name, value, leaf.shape, leaf.dtype), leaf.sharding)
+
+    def _placed(self) -> PyTree:
+        if not all(map(is_on_mesh, jax.tree.leaves(self.tree))):
+            raise ValueError(f"{self!r} is not split over any devices yet. Place it first: `strategy.put(value)`.")
+        return self.tree

@@ -31,7 +31,7 @@ def test_row_has_a_test_or_an_explanation(row):
 
 
 def test_tests_and_explanations_are_of_rows_that_there_are():
-    assert (TESTED | EXPLAINED) <= ROWS.keys()
+    assert not (TESTED | EXPLAINED) - ROWS.keys()
 
 
 @pytest.mark.parametrize("name", (HERE / "api.txt").read_text().split())

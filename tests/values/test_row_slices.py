@@ -93,7 +93,7 @@ NOT_OF_TABLE = {
 @pytest.mark.parametrize("shape, said", NOT_OF_TABLE.values(), ids=NOT_OF_TABLE)
 def test_rows_of_another_table_are_refused(shape, said):
     slices = jdist.RowSlices(np.ones((1, 2), np.float32), np.int32([0]), 4)
-    with pytest.raises(ValueError, match=rf"A table of {said} has no place for 4 rows of \[2\]: these are RowSlices"):
+    with pytest.raises(ValueError, match=rf"A table of {said} has no place for rows of .* of a table of 4 rows"):
         slices.add_to(np.zeros(shape, np.float32))
 
 

@@ -276,7 +276,7 @@ ASSIGN_REFUSED = {
     "complex": (
         lambda row: row * 1j,
         TypeError,
-        r"value\['a'\] is float32 and cannot hold complex\w+\[.*\] without loss.*`x\.astype\('float32'\)`",
+        r"value\['a'\] is float32 and cannot hold complex\w+\[.*\] without loss\. Cast it first",
     ),
     "key": (
         lambda row: jax.random.split(jax.random.key(0), row.shape),
