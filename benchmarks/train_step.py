@@ -2,8 +2,10 @@
 
     python benchmarks/train_step.py [--quick] [--json] [--devices 4] [--case mlp]
 
-Cases: `mlp` (two layers), `cnn` (the digits example's) and `transformer` (4 blocks of width 256), each with its loss and
-AdamW. All begin with the same state; the losses of the first steps are checked to be equal. On the CPU all wait for each step.
+Cases: `mlp` (two layers), `deep` (ten layers of width 64, with SGD: all that is left is many small leaves), `cnn` (the digits
+example's) and `transformer` (4 blocks of width 256); AdamW but for `deep`. `alone` is the step by hand without any reduction:
+what no reduction can be faster than, but no training. The others begin with the same state, and the losses of their first
+steps are checked to be equal. On the CPU all wait for each step.
 """
 
 import functools
@@ -14,7 +16,7 @@ import sidebyside
 
 options = sidebyside.parser("Training steps of jdist beside steps written by hand.")
 options.add_argument("--devices", type=int, default=0, help="all accelerators by default, else 4 CPU devices")
-options.add_argument("--case", choices=["mlp", "cnn", "transformer"], help="only this one")
+options.add_argument("--case", choices=["mlp", "deep", "cnn", "transformer"], help="only this one")
 args = options.parse_args()
 jax.config.update("jax_num_cpu_devices", args.devices or 4)
 
@@ -31,13 +33,16 @@ DEVICES = jax.devices()[: args.devices or None]
 ON_CPU = DEVICES[0].platform == "cpu"
 MESH = Mesh(np.array(DEVICES), ("replica",), axis_types=(AxisType.Auto,))
 ROWS, WHOLE = NamedSharding(MESH, PartitionSpec("replica")), NamedSharding(MESH, PartitionSpec())
-OPTIMIZER = optax.adamw(1e-3)
 
 
 class MLP(nn.Module):
+    widths: tuple[int, ...]
+
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(10)(nn.relu(nn.Dense(128)(x)))
+        for width in self.widths:
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(10)(x)
 
 
 class CNN(nn.Module):
@@ -66,38 +71,39 @@ def labelled(shape, kind=np.float32):
 
 
 CASES = {
-    "mlp": (50, MLP(), labelled((64, 64))),
-    "cnn": (10, CNN(), labelled((64, 8, 8, 1))),
-    "transformer": (2, Transformer(), labelled((16, 32), np.int32)),
+    "mlp": (50, MLP((128,)), optax.adamw(1e-3), labelled((64, 64))),
+    "deep": (50, MLP((64,) * 9), optax.sgd(1e-2), labelled((64, 64))),
+    "cnn": (10, CNN(), optax.adamw(1e-3), labelled((64, 8, 8, 1))),
+    "transformer": (2, Transformer(), optax.adamw(1e-3), labelled((16, 32), np.int32)),
 }
 
 
-def train_step(model, mean, state, batch):
+def train_step(model, optimizer, mean, state, batch):
     def loss_fn(params):
         logits = model.apply(params, batch[0])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
     params, opt_state = state
     loss, grads = mean(jax.value_and_grad(loss_fn)(params))
-    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
     return (optax.apply_updates(params, updates), opt_state), loss
 
 
-def candidates(model, batch):
+def candidates(model, optimizer, batch):
     params = model.init(jax.random.key(0), batch[0][:1])
-    state = (params, OPTIMIZER.init(params))
+    state = (params, optimizer.init(params))
     whole = lambda: jax.device_put(jax.tree.map(jnp.copy, state), WHOLE)
-    make = lambda mean: functools.partial(train_step, model, mean)
+    make = lambda mean: functools.partial(train_step, model, optimizer, mean)
     strategy = jdist.MirroredStrategy(DEVICES)
     (split,) = strategy.distribute_dataset(batch, len(batch[1]))
-    body = make(lambda tree: lax.pmean(tree, "replica"))
-    rows, all_of_it = PartitionSpec("replica"), PartitionSpec()
-    body = jax.shard_map(body, mesh=MESH, in_specs=(all_of_it, rows), out_specs=all_of_it, check_vma=False)
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("replica")), "out_specs": PartitionSpec()}
+    over_mesh = lambda mean: jax.jit(jax.shard_map(make(mean), mesh=MESH, **specs, check_vma=False), donate_argnums=0)
     placed = jax.device_put(batch, ROWS)
     return {
         "jdist": (strategy.step(make(functools.partial(jdist.all_reduce, "mean"))), strategy.put(state), split),
-        "shard_map": (jax.jit(body, donate_argnums=0), whole(), placed),
+        "shard_map": (over_mesh(lambda tree: lax.pmean(tree, "replica")), whole(), placed),
         "jit": (jax.jit(make(lambda tree: tree), donate_argnums=0), whole(), placed),
+        "alone": (over_mesh(lambda tree: tree), whole(), placed),
     }
 
 
@@ -120,10 +126,10 @@ class Loop:
 
 def main():
     sidebyside.versions(args.json)
-    for name, (steps, model, batch) in CASES.items():
+    for name, (steps, *case) in CASES.items():
         if args.case in (None, name):
-            loops = {peer: Loop(*parts) for peer, parts in candidates(model, batch).items()}
-            first, *others = (np.array(one.losses(5)) for one in loops.values())
+            loops = {peer: Loop(*parts) for peer, parts in candidates(*case).items()}
+            first, *others = (np.array(one.losses(5)) for peer, one in loops.items() if peer != "alone")
             for other in others:
                 np.testing.assert_allclose(first, other, rtol=1e-4)
             work = {peer: functools.partial(one.losses, steps) for peer, one in loops.items()}
