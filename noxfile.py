@@ -15,7 +15,7 @@ CONSTRAINTS = ("-c", "constraints.txt")
 def tests(session: nox.Session) -> None:
     """All tests but the slow ones."""
     session.install(*CONSTRAINTS, "-e", ".[test]")
-    session.run("python", "-m", "pytest", "-m", "not slow", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow", *session.posargs)
 
 
 @nox.session(python=PYTHONS)

@@ -45,7 +45,9 @@ def kept_in_place(placed: PyTree, before: PyTree, after: PyTree) -> PyTree:
         after: What the replica function returned for it.
 
     Raises:
-        TypeError: `after` has another structure, or a leaf of another shape or dtype; the message names it.
+        TypeError: `after` has another structure, or a leaf of another shape or dtype, or one that cannot be aggregated; the
+            message names it.
+        ValueError: A host number is to be summed over the replicas.
     """
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise TypeError(_structure_change(before, after))

@@ -24,14 +24,12 @@ def variable(
 ) -> PyTree:
     """A value that is written, in the place that says when and how the replicas' writes become one.
 
-    | `synchronization` | gives | a write in the replica function | a read on the host |
-    |---|---|---|---|
-    | `AUTO` | a plain array | has to be proved the same on all | the array |
-    | `ON_WRITE` | `Mirrored` | is aggregated | the array |
-    | `ON_READ` | `SyncOnRead` | stays local | aggregates |
-    | `NONE` | `PerReplica` | stays local | one value a replica |
+    * `AUTO`: a plain array. What the replicas write has to be proved the same on all.
+    * `ON_WRITE`: `Mirrored`. What they write is aggregated at once.
+    * `ON_READ`: `SyncOnRead`. What they write stays with each, and is aggregated when the host program reads it.
+    * `NONE`: `PerReplica`. What they write stays with each, and the host program reads one value a replica.
 
-    An aggregation with `AUTO` is aggregated when written, as `ON_WRITE`.
+    `AUTO` with an aggregation is `ON_WRITE`. `NONE` needs none.
 
     Args:
         value: What every replica begins with: a tree of arrays and numbers `[...]`.
