@@ -178,12 +178,13 @@ def fitted(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     check_array(name, value)
     if np.shape(value) != shape:
         raise ValueError(f"{name} has the shape {list(shape)} and cannot become a value of {list(np.shape(value))}.")
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key) or jnp.issubdtype(jax.dtypes.result_type(value), jax.dtypes.prng_key):
-        keeps = jax.dtypes.result_type(value) == dtype
-    elif jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(jax.dtypes.result_type(value), jnp.integer):
+    given = jax.dtypes.result_type(value)
+    if given == dtype or any(jnp.issubdtype(kind, jax.dtypes.prng_key) for kind in (given, dtype)):
+        keeps = given == dtype
+    elif jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(given, jnp.integer):
         keeps = _is_in_range(np.asarray(value), jnp.iinfo(dtype))
     else:
-        keeps = jnp.can_cast(jax.dtypes.result_type(value), dtype, "same_kind")
+        keeps = jnp.can_cast(given, dtype, "same_kind")
     if not keeps:
         raise TypeError(
             f"{name} is {dtype} and cannot hold {spec(value)} without loss. Cast it first, if that is meant."
