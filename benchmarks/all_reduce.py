@@ -23,7 +23,7 @@ jax.config.update("jax_num_cpu_devices", max(args.devices or [8]))
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
 
@@ -55,7 +55,7 @@ ALGORITHMS = {
 
 
 def by_hand(tree, count):
-    mesh = Mesh(np.array(DEVICES[:count]), ("replica",), axis_types=(AxisType.Auto,))
+    mesh = sidebyside.mesh_of(DEVICES[:count])
     rows = PartitionSpec("replica")
 
     def step(tree):

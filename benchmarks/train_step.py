@@ -25,13 +25,13 @@ import numpy as np
 import optax
 from flax import linen as nn
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
 
 DEVICES = jax.devices()[: args.devices or None]
 ON_CPU = DEVICES[0].platform == "cpu"
-MESH = Mesh(np.array(DEVICES), ("replica",), axis_types=(AxisType.Auto,))
+MESH = sidebyside.mesh_of(DEVICES)
 ROWS, WHOLE = NamedSharding(MESH, PartitionSpec("replica")), NamedSharding(MESH, PartitionSpec())
 
 

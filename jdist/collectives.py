@@ -11,12 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import core, lax
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jdist import cross_device_ops
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.cross_device_ops import Axes, CommunicationOptions, CrossDeviceOps
+from jdist.cross_device_ops import Axes, CommunicationOptions, CrossDeviceOps, num_replicas
 from jdist.proof import SUM_MARK
 from jdist.reduce_op import ReduceOp, check_reducible
 from jdist.values.arrays import Shape
@@ -125,8 +125,8 @@ def check_plain(tree: PyTree) -> None:
 
 
 def _marked(op: ReduceOp, leaf: Any) -> jax.Array:
-    """`leaf` as it is sent; a sum that the user asks for is named, but for numbers that were there before tracing: counts."""
-    if op is ReduceOp.SUM and isinstance(leaf, core.Tracer):
+    """`leaf` as it is sent; a sum that the user asks for is named, but for host numbers: counts, the same on all on purpose."""
+    if op is ReduceOp.SUM and isinstance(leaf, jax.Array):
         return checkpoint_name(leaf, SUM_MARK)
     return _summable(op, jnp.asarray(leaf))
 
@@ -137,11 +137,7 @@ def _summable(op: ReduceOp, x: jax.Array) -> jax.Array:
 
 
 def _divided(op: ReduceOp, total: jax.Array, axes: Axes) -> jax.Array:
-    return total / _num_replicas(axes) if op is ReduceOp.MEAN and axes else total
-
-
-def _num_replicas(axes: Axes) -> int:
-    return math.prod(map(lax.axis_size, axes))
+    return total / num_replicas(axes) if op is ReduceOp.MEAN and axes else total
 
 
 def _to_send(op: ReduceOp, name: str, node: Any, axes: Axes) -> Any:
@@ -161,7 +157,7 @@ def _dense_is_less(slices: RowSlices, axes: Axes) -> bool:
     """Whether a ring sends less for an all-reduce of the table (twice each number) than for a gather of all rows."""
     rows, indices = jnp.asarray(slices.rows), jnp.asarray(slices.indices)
     row = math.prod(rows.shape[1:]) * rows.dtype.itemsize
-    joined = _num_replicas(axes) * len(rows) * (row + indices.dtype.itemsize)
+    joined = num_replicas(axes) * len(rows) * (row + indices.dtype.itemsize)
     return bool(axes) and joined > 2 * slices.num_rows * row
 
 

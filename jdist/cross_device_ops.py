@@ -82,8 +82,8 @@ class AllReduce(CrossDeviceOps):
     Attributes:
         bytes_to_scatter: Sums from this size on are reduce-scattered and gathered, which adds each number up on one
             replica only, if the replicas can split them evenly: filling up costs more than is gained. None is what was
-            measured to be best for the devices: 2 MiB on one process's CPU devices, where it takes half the time of an
-            all-reduce; elsewhere XLA's all-reduce does so by itself.
+            measured to be best for the devices: 2 MiB on one process's CPU devices, where it is faster than an all-reduce
+            (`benchmarks/all_reduce.py`); elsewhere XLA's all-reduce does so by itself.
 
     Raises:
         ValueError: A number of bytes is negative.
@@ -106,7 +106,7 @@ class AllReduce(CrossDeviceOps):
     def reduce(self, op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
         """See `CrossDeviceOps.reduce`."""
         least = self.bytes_to_scatter
-        splits = x.size and x.size % math.prod(map(lax.axis_size, axes)) == 0
+        splits = x.size and x.size % num_replicas(axes) == 0
         if op is ReduceOp.SUM and least is not None and splits and x.nbytes >= least:
             return _in_parts(x, axes, lambda part: part)
         return _COLLECTIVES[op](x, axes)
@@ -153,8 +153,8 @@ class HierarchicalAllReduce(CrossDeviceOps):
         ValueError: Groups of that size cannot be formed.
 
     Source:
-        X. Jia et al., "Highly scalable deep learning training system with mixed-precision", arXiv:1807.11205, section
-        3.3: hierarchical all-reduce.
+        X. Jia et al., "Highly scalable deep learning training system with mixed-precision", arXiv:1807.11205: hierarchical
+        all-reduce.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(cross_device_ops=HierarchicalAllReduce(group_size=4))
@@ -205,9 +205,14 @@ def _pack(leaves: Sequence[jax.Array], fn: Callable[[jax.Array], jax.Array]) -> 
 
 def _in_parts(x: jax.Array, axes: Axes, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """The sum of `x` over `axes`, made part by part: each replica adds up one, applies `fn`, and hands it to the others."""
-    flat = jnp.pad(x.ravel(), (0, -x.size % math.prod(map(lax.axis_size, axes))))
+    flat = jnp.pad(x.ravel(), (0, -x.size % num_replicas(axes)))
     part = fn(lax.psum_scatter(flat, axes, tiled=True))
     return lax.all_gather(part, axes, tiled=True)[: x.size].reshape(x.shape)
+
+
+def num_replicas(axes: Axes) -> int:
+    """How many replicas lie along `axes`, known while tracing."""
+    return math.prod(map(lax.axis_size, axes))
 
 
 def _on_cpu(mesh: Mesh) -> bool:

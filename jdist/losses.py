@@ -49,8 +49,14 @@ def mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...] | None
     check_plain((values, weights))
     check_no_slices("mean", values)
     sums = [weighted_sums(name, leaf, weights, axis) for name, leaf in named_leaves("values", values)]
-    # In one call, so that they travel together; both divided by the number of replicas, which is gone from their ratio.
-    means = [total / jnp.where(weight == 0, 1, weight) for total, weight in context.all_reduce(ReduceOp.MEAN, sums)]
+    totals, counts = [total for total, _ in sums], [count for _, count in sums]
+    # Both are divided by the number of replicas, which is gone from their ratio. A count without weights is known, and the
+    # same on all.
+    if weights is None:
+        totals = context.all_reduce(ReduceOp.MEAN, totals)
+    else:
+        totals, counts = context.all_reduce(ReduceOp.MEAN, (totals, counts))
+    means = [total / jnp.where(count == 0, 1, count) for total, count in zip(totals, counts, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(values), means)
 
 
@@ -116,17 +122,20 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
 
 def weighted_sums(
     name: str, leaf: Any, weights: Any, axis: int | tuple[int, ...] | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """On this replica: the weighted sum of a leaf's values, and the sum of the weights of as many of them."""
+) -> tuple[jax.Array, Any]:
+    """On this replica: the weighted sum of a leaf's values, and the sum of the weights of as many of them.
+
+    Without weights the second is a count, a number that is known before tracing.
+    """
     check_reducible(ReduceOp.MEAN, name, leaf)
     values = jnp.asarray(leaf)
     for dim in dims_of(axis):
         check_dim(name, values, dim)
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
-    ones = jnp.ones(values.shape, values.real.dtype)
     if weights is None:
-        return jnp.sum(values, axis=axis), jnp.sum(ones, axis=axis)
-    weight = ones * beside(jnp.asarray(weights), values, name)
+        total = jnp.sum(values, axis=axis)
+        return total, np.float32(values.size // max(total.size, 1))
+    weight = jnp.ones(values.shape, values.real.dtype) * beside(jnp.asarray(weights), values, name)
     # Not weight * value alone: 0 leaves out what is not finite too.
     return jnp.sum(jnp.where(weight == 0, 0, values * weight), axis=axis), jnp.sum(weight, axis=axis)
 

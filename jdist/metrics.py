@@ -67,7 +67,7 @@ class Sum(Metric):
 
     def update(self, values: Any, *, weights: Any = None) -> "Sum":
         """This sum with `values` `[batch, ...]`."""
-        total, _ = _sums(values, weights)
+        total, _ = weighted_sums("values", _floats("values", values), weights)
         return Sum(self.total + total)
 
     def compute(self) -> jax.Array:
@@ -97,7 +97,7 @@ class Mean(Metric):
 
     def update(self, values: Any, *, weights: Any = None) -> "Mean":
         """This mean with `values` `[batch, ...]`."""
-        total, weight = _sums(values, weights)
+        total, weight = weighted_sums("values", _floats("values", values), weights)
         return Mean(self.total + total, self.weight + weight)
 
     def compute(self) -> jax.Array:
@@ -299,13 +299,6 @@ class F1(Metric):
     def compute(self) -> jax.Array:
         """The mean of the classes' F1, `[]`."""
         return self.confusion.f1().mean()
-
-
-def _sums(values: Any, weights: Any) -> tuple[Any, Any]:
-    """The weighted sum of `values`, and the sum of weights: without weights a count, a number before tracing."""
-    values = _floats("values", values)
-    total, weight = weighted_sums("values", values, weights)
-    return total, np.float32(values.size) if weights is None else weight
 
 
 def _floats(name: str, values: Any) -> jax.Array:

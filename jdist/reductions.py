@@ -137,7 +137,7 @@ def _map_leaves(
             return sparse(name, node)
         if not _is_held(node, mesh):
             return host(name, node)
-        wrapper = node if is_distributed(node) else Mirrored(node)
+        wrapper = _wrapped(node)
         check_fit(name, wrapper, mesh)
         rows = wrapper.rows(mesh.size)
         if is_placed(rows):
@@ -173,8 +173,8 @@ def _check_slices(name: str, slices: RowSlices, mesh: Mesh) -> None:
         raise TypeError(f"{name} is RowSlices with indices of {spec(numbers)}: rows are counted in integers.")
 
 
-def _rows_of(node: Any, mesh: Mesh) -> Any:
-    return (node if is_distributed(node) else Mirrored(node)).rows(mesh.size)
+def _wrapped(node: Any) -> Any:
+    return node if is_distributed(node) else Mirrored(node)
 
 
 def _own_shapes(node: Any, mesh: Mesh) -> list[Shape]:
@@ -183,7 +183,7 @@ def _own_shapes(node: Any, mesh: Mesh) -> list[Shape]:
         return []
     if isinstance(node, PerReplica) and node.shapes:
         return list(node.shapes[0])
-    return [np.shape(_rows_of(node, mesh))[1:]] * mesh.size
+    return [jax.eval_shape(lambda: _wrapped(node).rows(mesh.size)).shape[1:]] * mesh.size
 
 
 def _everywhere(rows: jax.Array, mesh: Mesh) -> Any:

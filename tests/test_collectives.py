@@ -322,3 +322,9 @@ def test_constant_that_is_summed_among_others_is_a_count_and_not_warned_of(strat
     pack = jdist.CommunicationOptions(2**40)
     found = strategy.run(lambda x: jdist.all_reduce("sum", {"n": 1.0, "x": x}, pack), (x,))
     assert float(found["n"]) == strategy.num_replicas_in_sync
+
+
+def test_sum_of_a_captured_array_is_a_repeated_sum(two):
+    captured = jnp.arange(3.0)
+    with pytest.warns(jdist.RepeatedSumWarning):
+        two.run(lambda: jdist.all_reduce("sum", captured))

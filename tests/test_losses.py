@@ -394,3 +394,11 @@ def test_loss_of_a_wrapped_value_is_refused_with_the_way_out(word, two):
 def test_loss_that_is_a_key_is_refused_by_name(word):
     with pytest.raises(TypeError, match="loss is a random key"):
         word(jax.random.key(0))
+
+
+def test_mean_without_weights_sends_its_sum_and_no_count(two):
+    values = two.put(jdist.PerReplica(np.arange(6, dtype=np.float32).reshape(2, 3)))
+    program = str(jax.make_jaxpr(lambda x: two.run(jdist.mean, (x,)))(values))
+    sent = [line for line in program.splitlines() if "psum" in line]
+    assert len(sent) == 1
+    assert "f32[] = psum" in sent[0]

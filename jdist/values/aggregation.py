@@ -5,11 +5,10 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from jdist.mesh import mirrored_sharding
 from jdist.reduce_op import ReduceOp, check_reducible
-from jdist.values.arrays import first_row, is_placed, mesh_of, reduce_rows
+from jdist.values.arrays import first_row, is_on_mesh, mesh_of, reduce_rows
 
 
 class VariableSynchronization(enum.Enum):
@@ -67,9 +66,7 @@ def choice(kind: type[_Choice], value: "_Choice | str") -> _Choice:
 
 def aggregated(aggregation: VariableAggregation, name: str, rows: jax.Array) -> jax.Array:
     """One value of the replicas' rows `[replica, ...]`, on the devices where these lie."""
-    sharding = (
-        mirrored_sharding(mesh_of(rows)) if is_placed(rows) and isinstance(rows.sharding, NamedSharding) else None
-    )
+    sharding = mirrored_sharding(mesh_of(rows)) if is_on_mesh(rows) else None
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return first_row(rows, sharding)
     op = ReduceOp.of(aggregation.name)

@@ -65,8 +65,7 @@ def place(x: Any, sharding: Sharding) -> jax.Array:
 
 def local_parts(x: Any) -> list[Any]:
     """The parts of an array split on its first dimension that this process holds, in order: `[n / replica, ...]` each."""
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    return [shard.data for shard in shards]
+    return [shard.data for shard in _in_order(x)]
 
 
 def local_copies(x: jax.Array) -> list[jax.Array]:
@@ -77,14 +76,11 @@ def local_copies(x: jax.Array) -> list[jax.Array]:
 
 def local_rows(x: Any, shapes: Shapes | None = None) -> list[Any]:
     """The rows that this process holds, in the order of the replicas, each `[...]` of its true shape."""
-    if not is_on_mesh(x):  # made by hand, or traced: every row is here
-        return list(x) if shapes is None else [x[i][_box(shape)] for i, shape in enumerate(shapes)]
-    shards = sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-    found = [shard.data.reshape(shard.data.shape[1:]) for shard in shards]
-    if shapes is None:
-        return found
-    true = (shapes[shard.index[0].start or 0] for shard in shards)
-    return [row[_box(shape)] for row, shape in zip(found, true, strict=True)]
+    if is_on_mesh(x):
+        rows = [(shard.index[0].start or 0, shard.data.reshape(shard.data.shape[1:])) for shard in _in_order(x)]
+    else:  # made by hand, or traced: every row is here
+        rows = list(enumerate(x))
+    return [row if shapes is None else row[_box(shapes[number])] for number, row in rows]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -130,23 +126,20 @@ def reduce_rows(
 def _reduce(
     x: jax.Array, op: ReduceOp, shapes: Shapes | None, dims: Shape, count: int, sharding: Sharding | None
 ) -> jax.Array:
-    wide = (
-        jnp.promote_types(x.dtype, jnp.float32) if op is ReduceOp.MEAN or jnp.issubdtype(x.dtype, jnp.inexact) else None
-    )
-    reduction = _OPERATIONS.get(op) or functools.partial(
-        jnp.sum, dtype=wide
-    )  # small integers become int32, as in numpy
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    # 16-bit floats are added up as float32, and so are integers for their mean; a sum of small ones is int32, as in numpy.
+    wide = jnp.promote_types(x.dtype, jnp.float32) if inexact or op is ReduceOp.MEAN else None
+    reduction = _OPERATIONS.get(op) or functools.partial(jnp.sum, dtype=wide)
     if shapes is None:
         total = reduction(x, axis=(0, *(dim + 1 for dim in dims)))
     else:
         # Rows with no element have no greatest one; what is left of the others has one shape.
-        full = [
-            x[i][_box(shape)] for i, shape in enumerate(shapes) if op is ReduceOp.SUM or all(shape[dim] for dim in dims)
-        ]
+        used = [i for i, shape in enumerate(shapes) if op is ReduceOp.SUM or all(shape[dim] for dim in dims)]
+        full = [x[i][_box(shapes[i])] for i in used]
         total = reduction(jnp.stack([reduction(row, axis=dims) for row in full]), axis=0)
     if op is ReduceOp.MEAN:
         total = total / count
-    return _laid(total.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else total, sharding)
+    return _laid(total.astype(x.dtype) if inexact else total, sharding)
 
 
 def join_rows(name: str, x: jax.Array, shapes: Shapes | None, dim: int, sharding: Sharding | None) -> jax.Array:
@@ -168,17 +161,17 @@ def first_row(x: jax.Array, sharding: Sharding | None) -> jax.Array:
     return _landed(_first(x, sharding), sharding)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _first(x: jax.Array, sharding: Sharding | None) -> jax.Array:
-    return _laid(x[0], sharding)
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _join(x: jax.Array, shapes: Shapes | None, dim: int, sharding: Sharding | None) -> jax.Array:
     if shapes is not None:
         return _laid(jnp.concatenate([x[i][_box(shape)] for i, shape in enumerate(shapes)], axis=dim), sharding)
     shape = (*x.shape[1 : dim + 1], x.shape[0] * x.shape[dim + 1], *x.shape[dim + 2 :])
     return _laid(jnp.moveaxis(x, 0, dim).reshape(shape), sharding)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _first(x: jax.Array, sharding: Sharding | None) -> jax.Array:
+    return _laid(x[0], sharding)
 
 
 def _laid(x: jax.Array, sharding: Sharding | None) -> jax.Array:
@@ -189,6 +182,10 @@ def _landed(x: jax.Array, sharding: Sharding | None) -> jax.Array:
     if isinstance(sharding, NamedSharding) and is_bounded(sharding.mesh):  # pyright: ignore[reportArgumentType]
         land(x)
     return x
+
+
+def _in_order(x: jax.Array) -> list[Any]:
+    return sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
 
 def _box(shape: Shape) -> tuple[slice, ...]:

@@ -21,10 +21,10 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.values.arrays import check_array, is_placed, mesh_of
+from jdist.values.arrays import check_array, is_on_mesh, mesh_of
 
 
 class DistributedValues(abc.ABC):
@@ -201,7 +201,7 @@ def _cast(value: Any, dtype: Any) -> Any:
 
 
 def _placed(name: str, leaf: Any) -> jax.Array:
-    if is_placed(leaf) and isinstance(leaf.sharding, NamedSharding):
+    if is_on_mesh(leaf):
         return leaf
     raise ValueError(
         f"{name} is {spec(leaf)}, and on no strategy's devices yet. Place it first: `strategy.put(value)`."
