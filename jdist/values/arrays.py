@@ -63,24 +63,20 @@ def place(x: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def local_parts(x: Any) -> list[Any]:
-    """The parts of an array split on its first dimension that this process holds, in order: `[n / replica, ...]` each."""
-    return [shard.data for shard in _in_order(x)]
-
-
-def local_copies(x: jax.Array) -> list[jax.Array]:
-    """The copies of a mirrored array that this process holds, in the order of the replicas."""
-    copies = {shard.device: shard.data for shard in x.addressable_shards}
-    return [copies[device] for device in local_replicas(mesh_of(x)).values()]
+def local_shards(x: jax.Array) -> list[jax.Array]:
+    """What each device of this process holds of an array on a mesh, in the order of the replicas."""
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    return [held[device] for device in local_replicas(mesh_of(x)).values()]
 
 
 def local_rows(x: Any, shapes: Shapes | None = None) -> list[Any]:
     """The rows that this process holds, in the order of the replicas, each `[...]` of its true shape."""
     if is_on_mesh(x):
-        rows = [(shard.index[0].start or 0, shard.data.reshape(shard.data.shape[1:])) for shard in _in_order(x)]
+        numbers = local_replicas(mesh_of(x))
+        rows = [shard.reshape(shard.shape[1:]) for shard in local_shards(x)]
     else:  # made by hand, or traced: every row is here
-        rows = list(enumerate(x))
-    return [row if shapes is None else row[_box(shapes[number])] for number, row in rows]
+        numbers, rows = range(len(x)), list(x)
+    return rows if shapes is None else [row[_box(shapes[i])] for i, row in zip(numbers, rows, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -182,10 +178,6 @@ def _landed(x: jax.Array, sharding: Sharding | None) -> jax.Array:
     if isinstance(sharding, NamedSharding) and is_bounded(sharding.mesh):  # pyright: ignore[reportArgumentType]
         land(x)
     return x
-
-
-def _in_order(x: jax.Array) -> list[Any]:
-    return sorted(x.addressable_shards, key=lambda shard: shard.index[0].start or 0)
 
 
 def _box(shape: Shape) -> tuple[slice, ...]:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree
 from jdist.values.aggregation import VariableAggregation, aggregated, choice
-from jdist.values.arrays import is_on_mesh, is_placed, local_copies, place, repeat
+from jdist.values.arrays import is_on_mesh, is_placed, local_shards, place, repeat
 from jdist.values.base import DistributedValues, fitted
 
 
@@ -72,7 +72,7 @@ class Mirrored(DistributedValues):
         leaves, treedef = jax.tree.flatten(self.tree)
         if not leaves or not all(map(is_on_mesh, leaves)):
             return (self.tree,)
-        return tuple(treedef.unflatten(copies) for copies in zip(*map(local_copies, leaves), strict=True))
+        return tuple(treedef.unflatten(copies) for copies in zip(*map(local_shards, leaves), strict=True))
 
     def read(self) -> PyTree:
         """The arrays."""

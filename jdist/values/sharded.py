@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.values.arrays import is_on_mesh, local_parts, place
+from jdist.values.arrays import is_on_mesh, local_shards, place
 from jdist.values.base import DistributedValues, fitted
 
 
@@ -74,7 +74,7 @@ class Sharded(DistributedValues):
             ValueError: It lies on no strategy's devices yet.
         """
         leaves, treedef = jax.tree.flatten(self._placed())
-        return tuple(treedef.unflatten(parts) for parts in zip(*map(local_parts, leaves), strict=True))
+        return tuple(treedef.unflatten(parts) for parts in zip(*map(local_shards, leaves), strict=True))
 
     def read(self) -> PyTree:
         """The whole arrays."""

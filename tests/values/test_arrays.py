@@ -64,10 +64,10 @@ def test_copies_parts_and_rows_are_in_the_order_of_the_replicas():
     mesh = jdist.MirroredStrategy(["cpu:5", "cpu:1", "cpu:2"]).mesh
     ids = np.arange(6).reshape(3, 2)
     rows = arrays.place(ids, per_replica_sharding(mesh))
-    copies = arrays.local_copies(arrays.place(ids, mirrored_sharding(mesh)))
+    copies = arrays.local_shards(arrays.place(ids, mirrored_sharding(mesh)))
     for found, expected in (
         (arrays.local_rows(rows), ids),
-        (arrays.local_parts(rows), ids[:, None]),
+        (arrays.local_shards(rows), ids[:, None]),
         (copies, [ids] * 3),
     ):
         np.testing.assert_array_equal(np.stack(found), np.stack(expected))
