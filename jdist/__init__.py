@@ -3,6 +3,7 @@
 Importing jdist starts no backend and imports no optional package.
 """
 
+from jdist import data as data
 from jdist import metrics as metrics
 from jdist.context import ReplicaContext as ReplicaContext
 from jdist.context import ValueContext as ValueContext
@@ -18,6 +19,9 @@ from jdist.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jdist.cross_device_ops import HierarchicalAllReduce as HierarchicalAllReduce
 from jdist.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
 from jdist.data.dataset import DistributedDataset as DistributedDataset
+from jdist.data.dataset import DistributedIterator as DistributedIterator
+from jdist.data.sharding import AutoShardPolicy as AutoShardPolicy
+from jdist.data.sharding import InputContext as InputContext
 from jdist.errors import DivergentCollectiveError as DivergentCollectiveError
 from jdist.errors import NotMirroredError as NotMirroredError
 from jdist.errors import RepeatedSumWarning as RepeatedSumWarning

@@ -165,3 +165,14 @@ def _absolute(file: str) -> str:
 
 _JDIST = os.path.dirname(_absolute(__file__)) + os.sep
 _PLACING = os.path.join(_JDIST, "values") + os.sep
+
+
+def shared_store() -> Any:
+    """Keys and values that all processes which joined through `jax.distributed.initialize` can read and write.
+
+    It has `key_value_set(key, text)`, `blocking_key_value_get(key, milliseconds)`, which raises if there is no such key after
+    that time, and `key_value_delete(key)`. No device takes part, so any thread may use it.
+    """
+    from jax._src import distributed  # no public name for it
+
+    return distributed.global_state.client

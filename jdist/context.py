@@ -305,3 +305,9 @@ def replica_context(word: str, instead: str) -> ReplicaContext:
             f"all replicas. Call it in a function that `strategy.run` or `strategy.step` runs, or use `{instead}` here."
         )
     return context
+
+
+def require_host(word: str, instead: str = "call it before, and hand in what it gives") -> None:
+    """Raises RuntimeError if a replica function is running: `word` is a method of strategies for the host program."""
+    if isinstance(current(), ReplicaContext) and in_replica_function():
+        raise RuntimeError(f"`strategy.{word}` is called by the host program, not in a replica function: {instead}.")

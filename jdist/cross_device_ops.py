@@ -232,3 +232,12 @@ def _check_bytes(name: str, value: int | None) -> None:
 
 _COLLECTIVES = {ReduceOp.SUM: lax.psum, ReduceOp.MAX: lax.pmax, ReduceOp.MIN: lax.pmin}
 _PAIRS = {ReduceOp.SUM: jnp.add, ReduceOp.MAX: jnp.maximum, ReduceOp.MIN: jnp.minimum}
+
+
+def of_kind(name: str, value: Any, kind: type, default: Callable[[], Any]) -> Any:
+    """The option `value`, or its default for None; raises TypeError if it is of another kind."""
+    if value is None:
+        return default()
+    if not isinstance(value, kind):
+        raise TypeError(f"`{name}` is a {kind.__name__}, such as `jdist.{default.__name__}()`, got {value!r}.")  # pyright: ignore
+    return value

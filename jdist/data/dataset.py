@@ -1,23 +1,21 @@
 """Batches on the devices, ahead of the step that takes them."""
 
-import collections
-import itertools
-import logging
-import numbers
-from collections.abc import Iterator
-from typing import Any
+import functools
+import time
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from jdist._tree import PyTree, named_leaves, spec
-from jdist.data.order import Order
-from jdist.mesh import local_replicas, per_replica_sharding
+from jdist._tree import PyTree
+from jdist.data.ahead import Inline, Threaded
+from jdist.data.batches import Position, Reading, batches
+from jdist.data.sharding import Share, share_of
+from jdist.data.sources import Arrays, Stream
+from jdist.data.timing import Stats
+from jdist.mesh import per_replica_sharding
 from jdist.values.per_replica import PerReplica
-
-_log = logging.getLogger("jdist")
-_AHEAD = 2  # one batch that the step takes, and one on its way
 
 
 class DistributedDataset:
@@ -25,107 +23,181 @@ class DistributedDataset:
 
     A batch is `PerReplica`, leaves `[replica, batch / replica, ...]`; the replicas hold consecutive rows of the global
     batch. With `remainder="pad"` an element is `(batch, weights)`: weights `[replica, batch / replica]`, float32, are 1
-    for an example and 0 for a row that fills the last batch up.
+    for an example and 0 for a row that only fills up.
     """
 
-    def __init__(self, arrays: PyTree, order: Order, epochs: int, mesh: Mesh):
-        _check(arrays, order, epochs, mesh)
-        self._arrays = jax.tree.map(np.asarray, arrays)
-        self._order = order
-        self._epochs = epochs
-        self._mesh = mesh
-        if order.left_out:
-            _log.warning(
-                "distribute_dataset leaves out %d of %d examples an epoch, which do not fill a batch of %d. "
-                'remainder="pad" keeps them.',
-                order.left_out,
-                order.num_examples,
-                order.batch_size,
-            )
+    def __init__(self, reading: Reading, shards: int, mesh: Mesh, prefetch: int):
+        self._reading, self._shards, self._mesh, self._prefetch = reading, shards, mesh, prefetch
+        self._share = share_of(mesh)
 
     def __len__(self) -> int:
-        """How many batches there are, all epochs together."""
-        return self._order.batches * self._epochs
+        """How many batches there are, all epochs together.
 
-    def __iter__(self) -> Iterator[Any]:
-        # `device_put` returns before the data has arrived, so to be ahead is to have asked.
-        ahead: collections.deque[Any] = collections.deque()
-        for batch in itertools.chain(self._batches(), itertools.repeat(None, _AHEAD - 1)):
-            ahead.append(batch)
-            if len(ahead) == _AHEAD and (ready := ahead.popleft()) is not None:
-                yield ready
+        Raises:
+            TypeError: It is not known before they are read, or they have no end.
+        """
+        reading, examples = self._reading, self._num_examples
+        if examples is None or reading.batch_size is None:
+            raise TypeError("How many batches there are is not known before they are read.")
+        if reading.epochs is None:
+            raise TypeError("With epochs=None there is no last batch.")
+        whole, left = divmod(examples, reading.batch_size)
+        return (whole + (left > 0 and reading.remainder == "pad")) * reading.epochs
 
-    def _batches(self) -> Iterator[Any]:
-        for epoch in range(self._epochs):
-            yield from map(self._place, self._order.epoch_batches(epoch))
+    def __iter__(self) -> "DistributedIterator":
+        return DistributedIterator(self)
 
-    def _place(self, rows: np.ndarray) -> Any:
-        size = self._order.batch_size
-        # A row that fills up repeats the first example: its values are harmless, its weight is zero.
-        filled = np.concatenate([rows, np.full(size - len(rows), rows[0])]) if len(rows) < size else rows
-        parts = filled.reshape(self._mesh.size, -1)
-        mine = list(local_replicas(self._mesh))
-        local = jax.tree.map(lambda array: np.take(array, parts[mine], axis=0), self._arrays)
-        if self._order.remainder == "drop":
-            return PerReplica(self._transfer(local))
-        weights = (np.arange(size) < len(rows)).astype(np.float32).reshape(parts.shape)[mine]
-        batch, weights = self._transfer((local, weights))
-        return PerReplica(batch), PerReplica(weights)
+    @property
+    def _num_examples(self) -> int | None:
+        source = self._reading.supply(0, 1)
+        return None if isinstance(source, Stream) or not self._reading.counted else len(source)
 
-    def _transfer(self, local: PyTree) -> PyTree:
-        """`[local replica, ...]` numpy arrays to `[replica, ...]` arrays on the devices."""
-        sharding = per_replica_sharding(self._mesh)
-        if sharding.is_fully_addressable:
-            return jax.device_put(local, sharding)
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), local)
+    def _identity(self) -> dict[str, Any]:
+        """What has to be the same where a position is taken and where it is used."""
+        names = ("shuffle", "seed", "remainder", "own")
+        return {"examples": self._num_examples, **{name: getattr(self._reading, name) for name in names}}
+
+    def _begin(self) -> Position:
+        return Position(0, 0, self._reading.batch_size, self._shards)
+
+    def _ahead(self, position: Position) -> "Inline[_Sent] | Threaded[_Sent]":
+        make = functools.partial(_sent, self._reading, self._share, self._mesh, position)
+        # Arrays in memory are at hand, and a transfer goes on by itself: a thread would only cost.
+        at_hand = self._reading.counted and isinstance(self._reading.supply(0, 1), Arrays)
+        return (Inline if at_hand or self._prefetch == 0 else Threaded)(make, self._prefetch)
 
 
-def num_examples(arrays: PyTree) -> int:
-    """How many examples the arrays hold.
+class DistributedIterator:
+    """The batches of a `DistributedDataset`, one after the other, and the position among them.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> dataset = strategy.distribute_dataset(np.arange(6), batch_size=2)
+        >>> first, second = iter(dataset), iter(dataset)
+        >>> next(first).tree.tolist()
+        [[0], [1]]
+        >>> second.set_state(first.get_state())
+        >>> next(second).tree.tolist()
+        [[2], [3]]
+    """
+
+    def __init__(self, dataset: DistributedDataset):
+        self._dataset = dataset
+        self._position = dataset._begin()
+        self._ahead: Inline[_Sent] | Threaded[_Sent] | None = None
+        self._closed = False
+        self._given: float | None = None  # when the last batch was
+        self.stats = Stats()
+
+    def __iter__(self) -> "DistributedIterator":
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: There is none, or the iterator is closed.
+            ValueError: The source gives something that cannot be distributed; the message names the batch and the leaf.
+            RuntimeError: Another process could not read its data.
+        """
+        if self._closed:
+            raise StopIteration
+        if self._ahead is None:
+            self._ahead = self._dataset._ahead(self._position)
+        asked = time.perf_counter()
+        stalled = not self._ahead.ready()
+        sent = self._ahead.take()
+        now = time.perf_counter()
+        self.stats = self.stats.after(now - asked, self._given and asked - self._given, stalled, sent.examples)
+        self._position, self._given = sent.after, now
+        return sent.element
+
+    def get_state(self) -> dict[str, Any]:
+        """The position behind the batches that were taken, as a small JSON-able dict; what is read ahead does not count.
+
+        Every process gives the same.
+        """
+        return {**self._position._asdict(), **self._dataset._identity()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a position that an iterator of the same data gave, over any number of devices and processes.
+
+        A stream that has no `get_state` of its own is read again up to there.
+
+        Raises:
+            ValueError: It is no position, or one of other data, or of another order or batch size.
+        """
+        position = _position(state, self._dataset)
+        self.close()
+        self._closed, self._position, self._given = False, position, None
+
+    def close(self) -> None:
+        """Stops reading ahead; there are no more batches then. Leaving the loop and forgetting the iterator does it too."""
+        self._closed = True
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+
+def stats(iterator: DistributedIterator) -> Stats:
+    """What the loop over `iterator` has waited for so far.
+
+    Example:
+        >>> strategy = jdist.OneDeviceStrategy("cpu:0")
+        >>> batches = iter(strategy.distribute_dataset(np.arange(6), batch_size=2))
+        >>> for batch in batches:
+        ...     pass
+        >>> jdist.data.stats(batches).batches, jdist.data.stats(batches).examples
+        (3, 6)
+    """
+    return iterator.stats
+
+
+class _Sent(NamedTuple):
+    element: Any
+    examples: int
+    after: Position
+
+
+def _sent(
+    reading: Reading, share: Share, mesh: Mesh, position: Position, stopped: Callable[[], bool]
+) -> Generator[_Sent]:
+    """The elements that the loop gets, on their way to the devices: `device_put` returns before they have arrived."""
+    for batch in batches(reading, share, position, stopped):
+        if reading.remainder == "pad":
+            rows, weights = _transfer((batch.rows, batch.weights), mesh)
+            yield _Sent((PerReplica(rows), PerReplica(weights)), batch.examples, batch.after)
+        else:
+            yield _Sent(PerReplica(_transfer(batch.rows, mesh)), batch.examples, batch.after)
+
+
+def _transfer(local: PyTree, mesh: Mesh) -> PyTree:
+    """`[local replica, ...]` numpy arrays to `[replica, ...]` arrays on the devices."""
+    sharding = per_replica_sharding(mesh)
+    if sharding.is_fully_addressable:
+        return jax.device_put(local, sharding)
+    whole = lambda x: jax.make_array_from_process_local_data(sharding, x, (mesh.size, *x.shape[1:]))
+    return jax.tree.map(whole, local)
+
+
+def _position(state: Mapping[str, Any], dataset: DistributedDataset) -> Position:
+    """The position that `state` says.
 
     Raises:
-        ValueError: They have none, or differ in their first dimension; the message names the leaves.
+        ValueError: It is none, or does not fit the data set.
     """
-    leaves = named_leaves("source", arrays)
-    if not leaves:
-        raise ValueError("The data source has no arrays. Pass an array, or a tree of arrays with one row an example.")
-    for name, leaf in leaves:
-        if not hasattr(leaf, "shape") or len(leaf.shape) == 0:
-            raise ValueError(f"{name} is {spec(leaf)}: an array with one row an example is needed.")
-        if leaf.dtype.kind in "OSUM":
-            raise ValueError(f"{name} is {spec(leaf)}, which no device holds. Turn it into numbers first.")
-    (first_name, first), *others = leaves
-    for name, leaf in others:
-        if len(leaf) != len(first):
+    expected = dataset._identity()
+    if not isinstance(state, Mapping) or not {*Position._fields, *expected} <= state.keys():
+        raise ValueError(f"{state!r} is no position: take what `get_state()` of an iterator over batches gave.")
+    position = Position(*(state[name] for name in Position._fields))
+    if dataset._reading.batch_size is not None:
+        expected["batch_size"] = dataset._reading.batch_size
+    if not dataset._reading.in_files:  # otherwise the position says how many parts the files are read in
+        expected["shards"] = dataset._shards
+    for name, value in expected.items():
+        if state[name] != value:
             raise ValueError(
-                f"{first_name} has {len(first)} rows and {name} has {len(leaf)}: row i of each array has to belong to "
-                "example i."
+                f"The position was taken with {name}={state[name]!r}, and this data set has {name}={value!r}. Make it alike, "
+                "or begin anew: what comes next would be other examples."
             )
-    if len(first) == 0:
-        raise ValueError(f"{first_name} has no rows: there is nothing to distribute.")
-    return len(first)
-
-
-def _check(arrays: PyTree, order: Order, epochs: int, mesh: Mesh) -> None:
-    size, replicas = order.batch_size, mesh.size
-    for name, value in (("batch_size", size), ("epochs", epochs), ("seed", order.seed)):
-        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-            raise ValueError(f"`{name}` is a whole number, got {value!r}.")
-    if size < 1 or size % replicas:
-        down, up = size // replicas * replicas, (size // replicas + 1) * replicas
-        near = f"{down} or {up}" if down > 0 else str(max(up, replicas))
-        raise ValueError(
-            f"A batch of {size} examples cannot be split over {replicas} replicas ({size % replicas} left over). "
-            f"`batch_size` counts the examples of all replicas together: take {near}."
-        )
-    if order.remainder not in ("drop", "pad"):
-        raise ValueError(f'`remainder` is "drop" or "pad", got {order.remainder!r}.')
-    if not 0 <= order.seed < 2**64:
-        raise ValueError(f"`seed` is a whole number from 0 to 2**64 - 1, got {order.seed}.")
-    if epochs < 1:
-        raise ValueError(f"`epochs` is at least 1, got {epochs}.")
-    if order.batches == 0:
-        raise ValueError(
-            f'{order.num_examples} examples do not fill one batch of {size}, and remainder="drop" leaves out what does '
-            'not. Take a smaller `batch_size`, or remainder="pad".'
-        )
+    return position

@@ -11,10 +11,20 @@ from jdist import reductions
 from jdist._identity import IdentityCache
 from jdist._tree import PyTree
 from jdist.collectives import dims_of
-from jdist.context import CrossReplicaContext, ReplicaContext, ValueContext, current, entered, in_replica_function
-from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
-from jdist.data.dataset import DistributedDataset, num_examples
-from jdist.data.order import Order, Remainder
+from jdist.context import (
+    CrossReplicaContext,
+    ReplicaContext,
+    ValueContext,
+    current,
+    entered,
+    in_replica_function,
+    require_host,
+)
+from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps, of_kind
+from jdist.data.batches import Remainder
+from jdist.data.dataset import DistributedDataset
+from jdist.data.distribute import from_function, from_source
+from jdist.data.sharding import AutoShardPolicy, InputContext
 from jdist.mesh import local_replicas
 from jdist.reduce_op import ReduceOp
 from jdist.strategies.program import Program, init_program, run_program, step_program
@@ -38,8 +48,8 @@ class Strategy:
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
     ):
-        ops = _of_kind("cross_device_ops", cross_device_ops, CrossDeviceOps, AllReduce)
-        options = _of_kind("communication_options", communication_options, CommunicationOptions, CommunicationOptions)
+        ops = of_kind("cross_device_ops", cross_device_ops, CrossDeviceOps, AllReduce)
+        options = of_kind("communication_options", communication_options, CommunicationOptions, CommunicationOptions)
         self._mesh = mesh = ops.arranged(mesh)
         self._context = ReplicaContext(mesh.axis_names, mesh.size, self, ops.resolved(mesh), options.resolved(mesh))
         self._runs: IdentityCache[Program] = IdentityCache()
@@ -62,12 +72,10 @@ class Strategy:
     def scope(self) -> Iterator[None]:
         """Makes this the strategy that `jdist.get_strategy()` returns, and that `jdist.variable` places values for.
 
-        No other call depends on it: what a strategy runs and holds is said by its methods.
-
         Raises:
             RuntimeError: Another strategy's scope is around, or a replica function is running.
         """
-        _require_host("scope", "enter it around the call that runs the function")
+        require_host("scope", "enter it around the call that runs the function")
         here = current()
         if here.strategy is not None and here.strategy is not self:
             raise RuntimeError(
@@ -122,9 +130,6 @@ class Strategy:
             fn: Makes the state from `args`. Each leaf has to be the same on every replica, unless `fn` wraps it, as in
                 `jdist.PerReplica(jdist.replica_key(key))`.
             args: What `fn` takes: trees of arrays and numbers.
-
-        Returns:
-            The state: plain arrays that every device holds, and the wrappers that `fn` chose.
 
         Raises:
             NotMirroredError: A leaf that is not wrapped may differ between the replicas.
@@ -189,8 +194,7 @@ class Strategy:
             The same tree of plain arrays, held by every replica.
 
         Raises:
-            ValueError: There is no such operation or dimension, the replicas' shapes differ beyond `axis`, all are empty, or
-                a host value is to be summed.
+            ValueError: No such operation or dimension, shapes that differ beyond `axis`, all empty, or a sum of a host value.
             TypeError: A leaf is boolean, a random key, or complex where an order is asked for.
             RuntimeError: Called within a replica function.
 
@@ -200,7 +204,7 @@ class Strategy:
             >>> [float(x) for x in strategy.reduce("sum", rows, axis=None)]
             [2.0, 5.0]
         """
-        _require_host("reduce", "use `jdist.all_reduce` there")
+        require_host("reduce", "use `jdist.all_reduce` there")
         return reductions.reduce(ReduceOp.of(op), value, dims_of(axis), self._mesh)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
@@ -225,7 +229,7 @@ class Strategy:
             >>> strategy.gather(ids, axis=0).tolist()
             [0, 1]
         """
-        _require_host("gather", "use `jdist.all_gather` there")
+        require_host("gather", "use `jdist.all_gather` there")
         return reductions.gather(value, operator.index(axis), self._mesh)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
@@ -236,7 +240,7 @@ class Strategy:
             >>> [int(i) for i in strategy.local_results(strategy.run(jdist.replica_id))]
             [0, 1]
         """
-        _require_host("local_results")
+        require_host("local_results")
         return reductions.local_results(value, self._mesh)
 
     def put(self, tree: PyTree) -> PyTree:
@@ -250,7 +254,7 @@ class Strategy:
             >>> len(strategy.put(1.0).sharding.device_set)
             2
         """
-        _require_host("put")
+        require_host("put")
         return put(tree, self._mesh)
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
@@ -271,38 +275,44 @@ class Strategy:
             >>> strategy.distribute_values_from_function(lambda c: {"id": c.replica_id_in_sync_group})
             PerReplica({'id': int32[2]})
         """
-        _require_host("distribute_values_from_function")
+        require_host("distribute_values_from_function")
         count = self.num_replicas_in_sync
         return put_rows([fn(ValueContext(i, count)) for i in local_replicas(self._mesh)], self._mesh)
 
     def distribute_dataset(
         self,
-        source: PyTree,
-        batch_size: int,
+        source: Any,
+        batch_size: int | None,
         *,
         shuffle: bool = False,
         seed: int = 0,
-        epochs: int = 1,
+        epochs: int | None = 1,
         remainder: Remainder = "drop",
+        auto_shard: AutoShardPolicy | str = "auto",
+        prefetch: int = 2,
     ) -> DistributedDataset:
         """Batches of examples, one part a replica, on the devices before the step asks for them.
 
         Args:
-            source: A tree of arrays in host memory, `[example, ...]` each. On several processes each one has them all.
-            batch_size: Examples in a batch of all replicas together; the number of replicas divides it.
-            shuffle: Whether each epoch has an order of its own, a function of `seed` and epoch alone: the global batches
-                are the same for any number of replicas and processes.
+            source: A tree of arrays `[example, ...]`; a sequence or an iterable of examples; a dataset of grain, TensorFlow,
+                torch or Hugging Face; `jdist.data.Files`; or a function from the step, 0, 1, ..., to its batch.
+            batch_size: Examples in a batch of all replicas together, which divide it. None: the source gives such batches.
+            shuffle: Whether each epoch has an order of its own, a function of `seed` and epoch alone. For examples that are
+                found by their numbers, as in arrays; a stream shuffles itself.
             seed: A whole number.
-            epochs: How often to go through the examples.
+            epochs: How often to go through the examples; None for ever.
             remainder: What becomes of the examples that do not fill a batch at the end of an epoch. `"drop"` leaves them
                 out, and says once how many. `"pad"` keeps them: elements are then `(batch, weights)`, with weight 1 for an
-                example and 0 for a row that only fills up.
+                example and 0 for a row that only fills up. `"error"` refuses them.
+            auto_shard: Who reads what, where there are several processes, see `AutoShardPolicy`.
+            prefetch: How many batches to read and send ahead. 0, for debugging, gives the same ones from the loop's thread.
 
         Returns:
-            An iterable of `PerReplica` batches with leaves `[replica, batch / replica, ...]`, or of pairs of two.
+            `PerReplica` batches with leaves `[replica, batch / replica, ...]`, or pairs of two. The global batches are the same
+            for any number of replicas and processes.
 
         Raises:
-            ValueError: The arrays differ in length or are empty, or the batch cannot be split.
+            ValueError: There is no such source, it cannot be shuffled or shared out so, or the batch cannot be split.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -311,18 +321,30 @@ class Strategy:
             [[0], [1]] [[1.0], [1.0]]
             [[2], [2]] [[1.0], [0.0]]
         """
-        order = Order(num_examples(source), batch_size, shuffle, seed, remainder)
-        return DistributedDataset(source, order, epochs, self._mesh)
+        return from_source(source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, self._mesh)
 
+    def distribute_datasets_from_function(
+        self,
+        fn: Callable[[InputContext], Any],
+        *,
+        epochs: int | None = 1,
+        remainder: Remainder = "drop",
+        prefetch: int = 2,
+    ) -> DistributedDataset:
+        """Batches from an input pipeline of each process's own; they end on all processes at once.
 
-def _of_kind(name: str, value: Any, kind: type, default: Callable[[], Any]) -> Any:
-    if value is None:
-        return default()
-    if not isinstance(value, kind):
-        raise TypeError(f"`{name}` is a {kind.__name__}, such as `jdist.{default.__name__}()`, got {value!r}.")  # pyright: ignore
-    return value
+        Args:
+            fn: Called once on each process. Gives its replicas' batches, one after the other: a step takes one for each.
+            epochs: As in `distribute_dataset`.
+            remainder: As there; a step where a replica lacks rows is a partial batch.
+            prefetch: As there.
 
-
-def _require_host(word: str, instead: str = "call it before, and hand in what it gives") -> None:
-    if isinstance(current(), ReplicaContext) and in_replica_function():
-        raise RuntimeError(f"`strategy.{word}` is called by the host program, not in a replica function: {instead}.")
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def batches(context):
+            ...     size = context.get_per_replica_batch_size(4)
+            ...     return (np.arange(i, i + size) for i in range(0, 8, size))
+            >>> [batch.tree.tolist() for batch in strategy.distribute_datasets_from_function(batches)]
+            [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        """
+        return from_function(fn, epochs, remainder, prefetch, self._mesh)

@@ -164,11 +164,11 @@ REFUSED = {
         dict(batch_size=14),
         r"12 examples do not fill one batch of 14.*smaller `batch_size`, or remainder=\"pad\"",
     ),
-    "remainder": (dict(remainder="keep"), r"`remainder` is \"drop\" or \"pad\", got 'keep'"),
+    "remainder": (dict(remainder="keep"), r"`remainder` is \"drop\", \"pad\" or \"error\", got 'keep'"),
     "seed_negative": (dict(seed=-1), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got -1"),
     "seed_too_large": (dict(seed=2**64), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got 18446744073709551616"),
     "seed_with_a_fraction": (dict(seed=1.5), r"`seed` is a whole number, got 1\.5"),
-    "no_epoch": (dict(epochs=0), r"`epochs` is at least 1, got 0"),
+    "no_epoch": (dict(epochs=0), r"`epochs` is at least 1, or None for no end, got 0"),
     "lengths": (
         dict(source={"x": np.zeros(12), "y": np.zeros((9, 2))}),
         r"source\['x'\] has 12 rows and source\['y'\] has 9: row i of each array has to belong to example i",
@@ -180,7 +180,7 @@ REFUSED = {
     "none": (dict(source=None), r"data source has no arrays\. Pass an array"),
     "scalar": (dict(source={"x": np.zeros(12), "y": np.float32(0)}), rf"source\['y'\] is float32\[\]: {NO_ARRAY}"),
     "python_numbers": (dict(source=[1, 2, 3, 4]), rf"source\[0\] is 1: {NO_ARRAY}"),
-    "empty": (dict(source={"x": np.zeros((0, 3))}), r"source\['x'\] has no rows: there is nothing to distribute"),
+    "empty": (dict(source={"x": np.zeros((0, 3))}), r"The source is empty: there is nothing to distribute"),
 }
 
 

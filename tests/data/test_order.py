@@ -2,7 +2,6 @@
 
 import hypothesis
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 
 from jdist.data.order import Order
@@ -11,51 +10,39 @@ few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, data
 orders = st.builds(
     Order,
     num_examples=st.integers(1, 50),
-    batch_size=st.integers(1, 20),
     shuffle=st.booleans(),
     seed=st.integers(0, 2**64 - 1),
-    remainder=st.sampled_from(["drop", "pad"]),
+    shard=st.integers(0, 3),
 )
-
-
-def _epoch(order, epoch):
-    return [batch.tolist() for batch in order.epoch_batches(epoch)]
+epochs, sizes = st.integers(0, 5), st.integers(1, 20)
 
 
 @few
-@hypothesis.given(orders, st.integers(0, 5))
+@hypothesis.given(orders, epochs)
 def test_epoch_is_a_permutation_of_all_examples(order, epoch):
     assert sorted(order.epoch(epoch)) == list(range(order.num_examples))
 
 
 @few
-@hypothesis.given(orders, st.integers(0, 5))
-def test_batches_of_an_epoch_are_its_order_cut_up(order, epoch):
-    batches = _epoch(order, epoch)
-    assert sum(batches, []) == order.epoch(epoch)[: order.num_examples - order.left_out].tolist()
-    full = batches[:-1] if order.remainder == "pad" else batches
-    assert all(len(batch) == order.batch_size for batch in full)
-    assert order.left_out < order.batch_size
-    assert order.remainder == "drop" or order.left_out == 0
-
-
-@few
-@hypothesis.given(orders, st.integers(0, 5), st.integers(1, 20))
-def test_order_of_examples_does_not_depend_on_the_batch_size(order, epoch, other):
-    cut_otherwise = Order(order.num_examples, other, order.shuffle, order.seed, order.remainder)
-    np.testing.assert_array_equal(order.epoch(epoch), cut_otherwise.epoch(epoch))
+@hypothesis.given(orders, epochs, sizes, st.integers(0, 3))
+def test_batches_of_an_epoch_are_its_order_cut_up(order, epoch, size, first):
+    batches = [batch.tolist() for batch in order.batches(epoch, size, first)]
+    assert sum(batches, []) == order.epoch(epoch)[first * size :].tolist()
+    assert all(len(batch) == size for batch in batches[:-1])
 
 
 def test_order_without_shuffle_is_that_of_the_source():
-    assert _epoch(Order(5, 2, shuffle=False, seed=3, remainder="pad"), 7) == [[0, 1], [2, 3], [4]]
-    assert _epoch(Order(5, 2, shuffle=False, seed=3, remainder="drop"), 7) == [[0, 1], [2, 3]]
+    assert [batch.tolist() for batch in Order(5, shuffle=False, seed=3).batches(7, 2)] == [[0, 1], [2, 3], [4]]
 
 
-def test_order_with_shuffle_changes_with_epoch_and_seed():
-    order = lambda seed, epoch: tuple(Order(50, 5, shuffle=True, seed=seed, remainder="drop").epoch(epoch))
-    found = [order(seed, epoch) for seed in (0, 1, 2**64 - 1) for epoch in range(3)]
-    assert len(set(found)) == len(found)
-    assert order(1, 1) == found[4]
+def test_order_with_shuffle_changes_with_epoch_seed_and_shard():
+    order = lambda *of: tuple(Order(50, True, of[0], of[2]).epoch(of[1]))
+    found = {
+        of: order(*of)
+        for of in [(seed, epoch, shard) for seed in (0, 1, 2**64 - 1) for epoch in (0, 1) for shard in (0, 1)]
+    }
+    assert len(set(found.values())) == len(found)
+    assert order(1, 1, 1) == found[1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -68,4 +55,4 @@ def test_order_with_shuffle_changes_with_epoch_and_seed():
     ],
 )
 def test_order_of_seed_and_epoch_is_the_same_in_every_version(seed, epoch, expected):
-    assert Order(8, 4, shuffle=True, seed=seed, remainder="drop").epoch(epoch).tolist() == expected
+    assert Order(8, shuffle=True, seed=seed).epoch(epoch).tolist() == expected

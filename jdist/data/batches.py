@@ -1,0 +1,255 @@
+"""Global batches, as the rows of them that this process holds: which come next, and what the last one of an epoch is.
+
+Nothing here knows devices or threads, so any share of any number of processes can be had anywhere.
+"""
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+
+from jdist._tree import PyTree
+from jdist.data.agreement import Agreement, Alone
+from jdist.data.feeds import Block, Feed, NumberedFeed, StreamFeed
+from jdist.data.order import Order
+from jdist.data.rows import difference, kind, narrowed, wide_floats
+from jdist.data.sharding import Part, Share, check_split
+from jdist.data.sources import Arrays, Indexed, Stream
+
+Remainder: TypeAlias = Literal["drop", "pad", "error"]
+_log = logging.getLogger("jdist")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """How a source is read.
+
+    Attributes:
+        supply: The source, or that part of it which is one of several shards: from the shard and how many there are.
+        batch_size: Examples in a global batch; None if the source's batches say it.
+        shuffle: Whether examples that have numbers come in another order in each epoch.
+        seed: What that order depends on.
+        epochs: How often the source is gone through; None for ever.
+        remainder: What becomes of a batch that is not full.
+        own: Whether each process has a source of its own, for its replicas only.
+        counted: Whether it was known before how many examples there are, and said what is left out.
+        in_files: Whether the source is files that all processes have, which can be read in any number of parts.
+        replica_batches: Whether an element of the source is the batch of one replica.
+        warn: Says something once.
+    """
+
+    supply: Callable[[int, int], Indexed | Stream]
+    batch_size: int | None
+    shuffle: bool
+    seed: int
+    epochs: int | None
+    remainder: Remainder
+    own: bool = False
+    counted: bool = False
+    in_files: bool = False
+    replica_batches: bool = False
+    warn: Callable[[str], None] = _log.warning
+
+
+class Position(NamedTuple):
+    """Between two batches.
+
+    Attributes:
+        epoch: Of the batch that comes next.
+        batch: Its number in the epoch.
+        batch_size: Examples in a global batch, once it is known.
+        shards: How many parts of the data make a batch together.
+        source: Where the source said that it was, if it can.
+    """
+
+    epoch: int
+    batch: int
+    batch_size: int | None
+    shards: int
+    source: Any = None
+
+
+class Batch(NamedTuple):
+    """What a process holds of a global batch.
+
+    Attributes:
+        rows: Leaves `[local replica, row, ...]`.
+        weights: `[local replica, row]`: 1 for an example, 0 for a row that fills up.
+        examples: How many examples all processes hold of it.
+        after: The position behind it.
+    """
+
+    rows: PyTree
+    weights: np.ndarray
+    examples: int
+    after: Position
+
+
+def batches(reading: Reading, share: Share, start: Position, stopped: Callable[[], bool] = bool) -> Iterator[Batch]:
+    """All batches from `start` on.
+
+    Args:
+        reading: What is read, and how.
+        share: What this process holds of it.
+        start: Where to begin.
+        stopped: Says whether to give up waiting for other processes.
+    """
+    return _Reader(reading, share, start, stopped).read()
+
+
+class _Reader:
+    def __init__(self, reading: Reading, share: Share, start: Position, stopped: Callable[[], bool]):
+        self._reading, self._share, self._start = reading, share, start
+        self._size = start.batch_size
+        self._like: PyTree = None
+        self._kind: str | None = None
+        self._left_out = 0
+        self._keeps_64_bits = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+        # Arrays that are in memory on every process cannot fail on one of them.
+        in_step = share.num_pipelines == 1 or (not reading.own and isinstance(reading.supply(0, 1), Arrays))
+        self._agreement = Alone() if in_step else Agreement(share.pipeline, share.num_pipelines, stopped)
+
+    def read(self) -> Iterator[Batch]:
+        """The batches of one epoch after the other."""
+        start = self._start
+        epochs = (
+            itertools.count(start.epoch) if self._reading.epochs is None else range(start.epoch, self._reading.epochs)
+        )
+        for epoch in epochs:
+            begin = start if epoch == start.epoch else Position(epoch, 0, self._size, start.shards)
+            before, found = self._left_out, False
+            for batch in self._epoch(begin):
+                found = True
+                yield batch
+            if not found and begin.batch == 0:
+                raise ValueError(_nothing(epoch, self._left_out - before, self._size))
+            if epoch == start.epoch and self._left_out and not self._reading.counted:
+                self._reading.warn(
+                    f"distribute_dataset left out {self._left_out} examples of the first epoch, which did not fill a batch of "
+                    f'{self._size}. remainder="pad" keeps them.'
+                )
+
+    def _epoch(self, begin: Position) -> Iterator[Batch]:
+        feeds: dict[int, Feed] = {}
+        try:
+            self._agreement.told(lambda: self._open(feeds, begin))
+            parts = self._parts(self._size or 0, begin.shards)
+            for number in itertools.count(begin.batch):
+                where = f" in batch {number} of epoch {begin.epoch}"
+                blocks, rows = self._agreement.told(lambda where=where: self._read(parts, feeds, where))
+                mine = {
+                    part.shard: int(np.count_nonzero(block.valid)) for part, block in zip(parts, blocks, strict=True)
+                }
+                counts = self._agreement.counts(mine, self._kind, where)
+                examples, full = sum(counts), sum(counts) == self._size
+                if examples == 0:
+                    return
+                if number == 0 and 0 in counts:
+                    raise ValueError(
+                        f"Part {counts.index(0)} of the {len(counts)} that the data are read in has no examples. Give each "
+                        'process some, or read it all on each: `auto_shard="data"`.'
+                    )
+                if not full and self._reading.remainder == "error":
+                    raise ValueError(
+                        f'There are {examples} of {self._size} examples{where}, and remainder="error" allows only full '
+                        'batches: "drop" leaves the others out, "pad" fills them up.'
+                    )
+                if not full and self._reading.remainder == "drop":
+                    self._left_out += examples
+                    if 0 in counts:  # a shard is at its end, and no batch will be full again
+                        return
+                    continue
+                whole = [
+                    self._checked(block.rows(), where) if given is None else given
+                    for block, given in zip(blocks, rows, strict=True)
+                ]
+                valid = np.concatenate([block.valid[part.rows] for part, block in zip(parts, blocks, strict=True)])
+                yield Batch(
+                    self._per_replica(
+                        whole[0] if len(whole) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *whole)
+                    ),
+                    self._per_replica(valid.astype(np.float32)),
+                    examples,
+                    Position(
+                        begin.epoch,
+                        number + 1,
+                        self._size,
+                        begin.shards,
+                        feeds[0].state() if begin.shards == 1 else None,
+                    ),
+                )
+        finally:
+            for feed in feeds.values():
+                feed.close()
+
+    def _open(self, feeds: dict[int, Feed], begin: Position) -> None:
+        """Puts into `feeds` the shards that this process reads, at `begin`; and finds out how large a batch is."""
+        pieces = len(self._share.replicas) if self._reading.replica_batches else 1
+        for part in self._parts(self._size or self._share.num_replicas * begin.shards, begin.shards):
+            source = self._reading.supply(part.shard, begin.shards)
+            if isinstance(source, Stream):
+                first = begin.batch * (pieces if source.batches else part.size)
+                feed = StreamFeed(source, begin.epoch, first, pieces, begin.source)
+                if self._size is None:
+                    self._size = self._size_of(
+                        source.batch_size or feed.rows_of_first(" in the first batch"), begin.shards
+                    )
+            else:
+                numbers = Order(len(source), self._reading.shuffle, self._reading.seed, part.shard).epoch(begin.epoch)
+                feed = NumberedFeed(source, numbers, begin.batch * part.size)
+            feeds[part.shard] = feed
+
+    def _size_of(self, rows: int, shards: int) -> int:
+        """How many examples a global batch has where an element of the source has `rows`."""
+        if rows == 0:
+            raise ValueError(_nothing(0, 0, None))
+        if self._reading.replica_batches:
+            return rows * self._share.num_replicas
+        split = len(self._share.replicas) if self._reading.own else self._share.num_replicas
+        if self._reading.remainder == "pad":
+            rows = -(-rows // split) * split
+        check_split(rows, split)
+        return rows // split * self._share.num_replicas if self._reading.own else rows * shards
+
+    def _parts(self, size: int, shards: int) -> list[Part]:
+        return self._share.own(size) if self._reading.own else self._share.common(size, shards)
+
+    def _read(self, parts: list[Part], feeds: dict[int, Feed], where: str) -> tuple[list[Block], list[PyTree]]:
+        """A block of each shard, and its rows where it has any examples."""
+        blocks = [feeds[part.shard].read(part, where) for part in parts]
+        return blocks, [self._checked(block.rows(), where) if block.valid.any() else None for block in blocks]
+
+    def _checked(self, rows: PyTree, where: str) -> PyTree:
+        """`rows`, in the dtypes that devices hold, if they are like those before."""
+        if self._like is None:
+            self._like = jax.tree.map(lambda x: np.empty((0, *x.shape[1:]), x.dtype), rows)
+            self._kind = f"batches of {self._size} examples of {kind(rows)}"
+            if not self._keeps_64_bits and (wide := wide_floats(rows)):
+                self._reading.warn(
+                    f"{', '.join(wide)}: JAX keeps 32 bits of each number, and the others are cut off. Hand in float32, or let "
+                    'JAX keep 64 bits: `jax.config.update("jax_enable_x64", True)`.'
+                )
+        elif told := difference(self._like, rows):
+            raise ValueError(f"The source gives {told}{where}. Give all batches the same structure, dtypes and shapes.")
+        return rows if self._keeps_64_bits else narrowed(rows)
+
+    def _per_replica(self, rows: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.reshape(len(self._share.replicas), -1, *x.shape[1:]), rows)
+
+
+def _nothing(epoch: int, left_out: int, size: int | None) -> str:
+    if left_out:
+        return (
+            f'{left_out} examples do not fill one batch of {size}, and remainder="drop" leaves out what does not. Take a '
+            'smaller `batch_size`, or remainder="pad".'
+        )
+    if epoch:
+        return (
+            f"The source gave no examples in epoch {epoch}, and some in the one before. Hand in one whose `__iter__` starts at "
+            "the beginning each time."
+        )
+    return "The source is empty: there is nothing to distribute."

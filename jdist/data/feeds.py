@@ -1,0 +1,170 @@
+"""One shard of the data, a block of rows a batch."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jdist._tree import PyTree
+from jdist.data.rows import as_rows, num_rows, stacked
+from jdist.data.sharding import Part
+from jdist.data.sources import Indexed, Stream
+
+
+class Block(NamedTuple):
+    """What one shard has for one batch.
+
+    Attributes:
+        valid: Which of its rows are examples, `[row]`; the others only fill up.
+        rows: Makes the rows that this process holds, leaves `[row, ...]`.
+    """
+
+    valid: np.ndarray
+    rows: Callable[[], PyTree]
+
+
+class Feed(Protocol):
+    """The blocks of a shard in one epoch, one after the other."""
+
+    def read(self, part: Part, where: str) -> Block:
+        """The next block. After the last one all are without examples."""
+        ...
+
+    def state(self) -> Any:
+        """Where the source is, if it can say so, as JSON-able data."""
+        ...
+
+    def close(self) -> None:
+        """Lets the source go."""
+        ...
+
+
+class NumberedFeed:
+    """Blocks of examples found by their numbers.
+
+    Args:
+        source: The examples.
+        numbers: Their numbers, in the order of this epoch.
+        first: How many of them to leave out.
+    """
+
+    def __init__(self, source: Indexed, numbers: np.ndarray, first: int):
+        self._source, self._numbers, self._next = source, numbers, first
+
+    def read(self, part: Part, where: str) -> Block:
+        """The next block."""
+        numbers = self._numbers[self._next : self._next + part.size]
+        self._next += part.size
+        # A row that fills up repeats the first example: its values are harmless, its weight is zero.
+        first = (numbers if len(numbers) else self._numbers)[:1]
+        missing = part.size - len(numbers)
+        filled = np.concatenate([numbers, np.repeat(first, missing)]) if missing else numbers
+        return Block(np.arange(part.size) < len(numbers), lambda: self._source.take(filled[part.rows], where))
+
+    def state(self) -> Any:
+        """None: the number of the batch says it all."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class StreamFeed:
+    """Blocks of what a stream gives: of its examples, or of its batches.
+
+    Args:
+        source: The stream.
+        epoch: Which epoch.
+        first: How many elements of it to leave out.
+        pieces: How many of the stream's batches make a block; each fills its own part of the block.
+        state: Where the source said that it was then, instead of leaving out.
+    """
+
+    def __init__(self, source: Stream, epoch: int, first: int, pieces: int = 1, state: Any = None):
+        self._source, self._epoch, self._pieces = source, epoch, pieces
+        self._iterator = source.start(epoch, first if state is None else 0)
+        if state is not None:
+            set_state(self._iterator, state)
+        self._elements = self._iterator
+        self._example: PyTree = None  # an element to fill up with
+
+    def rows_of_first(self, where: str) -> int:
+        """How many rows the batch has that comes next; 0 if none does."""
+        ahead = list(itertools.islice(self._elements, 1))
+        self._elements = itertools.chain(ahead, self._elements)
+        return num_rows(as_rows(ahead[0], where)) if ahead else 0
+
+    def read(self, part: Part, where: str) -> Block:
+        """The next block."""
+        return self._of_batches(part, where) if self._source.batches else self._of_examples(part, where)
+
+    def state(self) -> Any:
+        """What the iterator says of itself."""
+        return get_state(self._iterator)
+
+    def close(self) -> None:
+        """Closes the iterator, if it can be closed."""
+        if hasattr(self._iterator, "close"):
+            self._iterator.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _of_examples(self, part: Part, where: str) -> Block:
+        examples = list(itertools.islice(self._elements, part.size))
+        missing = part.size - len(examples)
+        self._example = examples[0] if examples else self._example
+
+        def rows() -> PyTree:
+            filled = examples + [self._filler()] * missing if missing else examples
+            return stacked([filled[row] for row in part.rows], where)
+
+        return Block(np.arange(part.size) < len(examples), rows)
+
+    def _of_batches(self, part: Part, where: str) -> Block:
+        size = part.size // self._pieces
+        batches = [as_rows(batch, where) for batch in itertools.islice(self._elements, self._pieces)]
+        counts = [num_rows(batch) for batch in batches]
+        for count in counts:
+            if not 0 < count <= size:
+                raise ValueError(
+                    f"The source gives a batch of {count} rows{where}, where batches of {size} rows are expected. Only a "
+                    "partial batch may have fewer, and at least one."
+                )
+        self._example = batches[0] if batches else self._example
+        missing = self._pieces - len(batches)
+
+        def rows() -> PyTree:
+            whole = [_filled(batch, size) for batch in batches + [self._filler()] * missing]
+            if len(whole) == 1 and len(part.rows) == size:
+                return jax.tree.map(np.array, whole[0]) if self._source.lends else whole[0]
+            return jax.tree.map(lambda *pieces: np.concatenate(pieces)[part.rows], *whole)
+
+        return Block(np.concatenate([np.arange(size) < count for count in counts + [0] * missing]), rows)
+
+    def _filler(self) -> PyTree:
+        if self._example is None:  # begun behind the end of this shard
+            first = next(self._source.start(self._epoch, 0))
+            self._example = as_rows(first) if self._source.batches else first
+        return self._example
+
+
+def get_state(iterator: Iterator[Any]) -> Any:
+    """The position of an iterator that has one, as JSON-able data, or None."""
+    if not (hasattr(iterator, "get_state") and hasattr(iterator, "set_state")):
+        return None
+    state = iterator.get_state()  # pyright: ignore[reportAttributeAccessIssue]
+    return {"text": state.decode()} if isinstance(state, bytes) else {"value": state}
+
+
+def set_state(iterator: Iterator[Any], state: Any) -> None:
+    """Brings an iterator to where `get_state` said that it was."""
+    given = state["text"].encode() if "text" in state else state["value"]
+    iterator.set_state(given)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _filled(rows: PyTree, size: int) -> PyTree:
+    def one(array: np.ndarray) -> np.ndarray:
+        missing = size - len(array)
+        return np.concatenate([array, np.repeat(array[:1], missing, axis=0)]) if missing else array
+
+    return jax.tree.map(one, rows)
