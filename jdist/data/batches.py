@@ -78,13 +78,13 @@ class Batch(NamedTuple):
 
     Attributes:
         rows: Leaves `[local replica, row, ...]`.
-        weights: `[local replica, row]`: 1 for an example, 0 for a row that fills up.
+        weights: `[local replica, row]`: 1 for an example, 0 for a row that fills up; None unless batches are padded.
         examples: How many examples all processes hold of it.
         after: The position behind it.
     """
 
     rows: PyTree
-    weights: np.ndarray
+    weights: np.ndarray | None
     examples: int
     after: Position
 
@@ -141,11 +141,9 @@ class _Reader:
             for number in itertools.count(begin.batch):
                 where = f" in batch {number} of epoch {begin.epoch}"
                 blocks, rows = self._agreement.told(lambda where=where: self._read(parts, feeds, where))
-                mine = {
-                    part.shard: int(np.count_nonzero(block.valid)) for part, block in zip(parts, blocks, strict=True)
-                }
+                mine = {part.shard: block.examples for part, block in zip(parts, blocks, strict=True)}
                 counts = self._agreement.counts(mine, self._kind, where)
-                examples, full = sum(counts), sum(counts) == self._size
+                examples = sum(counts)
                 if examples == 0:
                     return
                 if number == 0 and 0 in counts:
@@ -153,35 +151,19 @@ class _Reader:
                         f"Part {counts.index(0)} of the {len(counts)} that the data are read in has no examples. Give each "
                         'process some, or read it all on each: `auto_shard="data"`.'
                     )
-                if not full and self._reading.remainder == "error":
+                if examples != self._size and self._reading.remainder == "error":
                     raise ValueError(
                         f'There are {examples} of {self._size} examples{where}, and remainder="error" allows only full '
                         'batches: "drop" leaves the others out, "pad" fills them up.'
                     )
-                if not full and self._reading.remainder == "drop":
+                if examples != self._size and self._reading.remainder == "drop":
                     self._left_out += examples
                     if 0 in counts:  # a shard is at its end, and no batch will be full again
                         return
                     continue
-                whole = [
-                    self._checked(block.rows(), where) if given is None else given
-                    for block, given in zip(blocks, rows, strict=True)
-                ]
-                valid = np.concatenate([block.valid[part.rows] for part, block in zip(parts, blocks, strict=True)])
-                yield Batch(
-                    self._per_replica(
-                        whole[0] if len(whole) == 1 else jax.tree.map(lambda *x: np.concatenate(x), *whole)
-                    ),
-                    self._per_replica(valid.astype(np.float32)),
-                    examples,
-                    Position(
-                        begin.epoch,
-                        number + 1,
-                        self._size,
-                        begin.shards,
-                        feeds[0].state() if begin.shards == 1 else None,
-                    ),
-                )
+                source = feeds[0].state() if begin.shards == 1 else None
+                after = Position(begin.epoch, number + 1, self._size, begin.shards, source)
+                yield Batch(self._joined(blocks, rows, where), self._weights(parts, blocks), examples, after)
         finally:
             for feed in feeds.values():
                 feed.close()
@@ -221,7 +203,7 @@ class _Reader:
     def _read(self, parts: list[Part], feeds: dict[int, Feed], where: str) -> tuple[list[Block], list[PyTree]]:
         """A block of each shard, and its rows where it has any examples."""
         blocks = [feeds[part.shard].read(part, where) for part in parts]
-        return blocks, [self._checked(block.rows(), where) if block.valid.any() else None for block in blocks]
+        return blocks, [self._checked(block.rows(), where) if block.examples else None for block in blocks]
 
     def _checked(self, rows: PyTree, where: str) -> PyTree:
         """`rows`, in the dtypes that devices hold, if they are like those before."""
@@ -237,8 +219,22 @@ class _Reader:
             raise ValueError(f"The source gives {told}{where}. Give all batches the same structure, dtypes and shapes.")
         return rows if self._keeps_64_bits else narrowed(rows)
 
-    def _per_replica(self, rows: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x.reshape(len(self._share.replicas), -1, *x.shape[1:]), rows)
+    def _joined(self, blocks: list[Block], rows: list[PyTree], where: str) -> PyTree:
+        """All rows of this process, one shard after the other, by replica."""
+        given = [self._checked(b.rows(), where) if r is None else r for b, r in zip(blocks, rows, strict=True)]
+        columns = zip(*map(jax.tree.leaves, given), strict=True)
+        whole = [column[0] if len(column) == 1 else np.concatenate(column) for column in columns]
+        return jax.tree.unflatten(jax.tree.structure(given[0]), [self._per_replica(array) for array in whole])
+
+    def _weights(self, parts: list[Part], blocks: list[Block]) -> np.ndarray | None:
+        if self._reading.remainder != "pad":
+            return None
+        valid = [block.valid()[part.rows] for part, block in zip(parts, blocks, strict=True)]
+        return self._per_replica(np.concatenate(valid).astype(np.float32))
+
+    def _per_replica(self, array: np.ndarray) -> np.ndarray:
+        replicas = len(self._share.replicas)
+        return array.reshape(replicas, len(array) // replicas, *array.shape[1:])
 
 
 def _nothing(epoch: int, left_out: int, size: int | None) -> str:

@@ -17,12 +17,14 @@ class Block(NamedTuple):
     """What one shard has for one batch.
 
     Attributes:
-        valid: Which of its rows are examples, `[row]`; the others only fill up.
+        examples: How many of its rows are examples; the others only fill up.
         rows: Makes the rows that this process holds, leaves `[row, ...]`.
+        valid: Says which of all the rows are examples, `[row]`.
     """
 
-    valid: np.ndarray
+    examples: int
     rows: Callable[[], PyTree]
+    valid: Callable[[], np.ndarray]
 
 
 class Feed(Protocol):
@@ -61,7 +63,8 @@ class NumberedFeed:
         first = (numbers if len(numbers) else self._numbers)[:1]
         missing = part.size - len(numbers)
         filled = np.concatenate([numbers, np.repeat(first, missing)]) if missing else numbers
-        return Block(np.arange(part.size) < len(numbers), lambda: self._source.take(filled[part.rows], where))
+        rows = lambda: self._source.take(filled[part.rows], where)
+        return Block(len(numbers), rows, lambda: np.arange(part.size) < len(numbers))
 
     def state(self) -> Any:
         """None: the number of the batch says it all."""
@@ -118,7 +121,7 @@ class StreamFeed:
             filled = examples + [self._filler()] * missing if missing else examples
             return stacked([filled[row] for row in part.rows], where)
 
-        return Block(np.arange(part.size) < len(examples), rows)
+        return Block(len(examples), rows, lambda: np.arange(part.size) < len(examples))
 
     def _of_batches(self, part: Part, where: str) -> Block:
         size = part.size // self._pieces
@@ -139,7 +142,8 @@ class StreamFeed:
                 return jax.tree.map(np.array, whole[0]) if self._source.lends else whole[0]
             return jax.tree.map(lambda *pieces: np.concatenate(pieces)[part.rows], *whole)
 
-        return Block(np.concatenate([np.arange(size) < count for count in counts + [0] * missing]), rows)
+        each = counts + [0] * missing
+        return Block(sum(counts), rows, lambda: np.concatenate([np.arange(size) < count for count in each]))
 
     def _filler(self) -> PyTree:
         if self._example is None:  # begun behind the end of this shard

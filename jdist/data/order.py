@@ -31,10 +31,9 @@ class Order:
         """The numbers of all examples in the order of this epoch, `[example]`."""
         if not self.shuffle:
             return np.arange(self.num_examples)
-        # Raw bits, because numpy promises that they never change; its `permutation` may from version to version.
         key, counter = np.array([self.seed, epoch], np.uint64), np.array([0, 0, 0, self.shard], np.uint64)
-        bits = np.random.Philox(key=key, counter=counter).random_raw(self.num_examples)
-        return np.argsort(bits, kind="stable")
+        # Of numpy's generators only the legacy one promises that what it gives never changes.
+        return np.random.RandomState(np.random.Philox(key=key, counter=counter)).permutation(self.num_examples)
 
     def batches(self, epoch: int, size: int, first: int = 0) -> Iterator[np.ndarray]:
         """The numbers of the examples in each batch of this epoch, `[batch]`, from the `first`; fewer in a partial one."""

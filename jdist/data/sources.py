@@ -14,7 +14,7 @@ import numpy as np
 
 from jdist._tree import PyTree, spec
 from jdist.data.order import Order
-from jdist.data.rows import as_rows, check_range, num_rows, stacked
+from jdist.data.rows import as_rows, check_range, stacked
 
 _ENDLESS = 2**40  # a `grain.MapDataset` that repeats for ever says that it has `sys.maxsize` examples
 
@@ -57,15 +57,16 @@ class Arrays:
 
     def __init__(self, tree: PyTree):
         _refuse_list_of_examples(tree)
-        self._tree = as_rows(tree)
-        check_range(self._tree)  # here, because another process may hold the rows that do not fit
+        arrays = as_rows(tree)
+        check_range(arrays)  # here, because another process may hold the rows that do not fit
+        self._arrays, self._treedef = jax.tree.flatten(arrays)
 
     def __len__(self) -> int:
-        return num_rows(self._tree)
+        return len(self._arrays[0])
 
     def take(self, numbers: np.ndarray, where: str) -> PyTree:
         """These rows."""
-        return jax.tree.map(lambda array: np.take(array, numbers, axis=0), self._tree)
+        return self._treedef.unflatten([array.take(numbers, axis=0) for array in self._arrays])
 
 
 class Examples:

@@ -1,6 +1,7 @@
 """What a loop waits for."""
 
 import dataclasses
+import time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Stats:
     @property
     def waiting_fraction(self) -> float:
         """Which part of the time went by waiting; 0 before there were two."""
-        return self.waiting / (self.waiting + self.working) if self.waiting else 0.0
+        spent = self.waiting + self.working
+        return self.waiting / spent if spent else 0.0
 
     @property
     def rows_per_second(self) -> float:
@@ -39,11 +41,34 @@ class Stats:
         spent = self.waiting + self.working
         return self.examples / spent if spent else 0.0
 
-    def after(self, waited: float, worked: float | None, stalled: bool, examples: int) -> "Stats":
-        """With one more batch; `worked` is None for the first."""
-        counted = dataclasses.replace(self, batches=self.batches + 1, examples=self.examples + examples)
-        if worked is None:
-            return dataclasses.replace(counted, startup=waited)
-        return dataclasses.replace(
-            counted, waiting=self.waiting + waited, working=self.working + worked, stalled=self.stalled + stalled
-        )
+
+class Clock:
+    """Measures a loop, from when it asks for a batch to when it has it."""
+
+    def __init__(self) -> None:
+        self._batches = self._examples = self._stalled = 0
+        self._startup = self._waiting = self._working = 0.0
+        self._asked = 0.0
+        self._had: float | None = None
+
+    def ask(self) -> None:
+        """The loop asks for a batch."""
+        self._asked = time.perf_counter()
+
+    def have(self, examples: int, stalled: bool) -> None:
+        """It has one."""
+        now = time.perf_counter()
+        self._batches += 1
+        self._examples += examples
+        if self._had is None:
+            self._startup += now - self._asked
+        else:
+            self._waiting += now - self._asked
+            self._working += self._asked - self._had
+            self._stalled += stalled
+        self._had = now
+
+    def stats(self) -> Stats:
+        """What was measured so far."""
+        times = self._startup, self._waiting, self._working
+        return Stats(self._batches, self._examples, *times, self._stalled)

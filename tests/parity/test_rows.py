@@ -15,7 +15,7 @@ GUIDE = (HERE.parent.parent / "docs/from_tf_distribute.md").read_text()
 
 
 def _rows_with_a_test():
-    for path in HERE.glob("test_*.py"):
+    for path in [*HERE.glob("test_*.py"), *(HERE.parent / "processes").glob("test_*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 yield from (word.upper() for word in node.name.split("_") if re.fullmatch(r"[a-z]{2}\d+", word))

@@ -1,0 +1,134 @@
+"""Batches on the devices, as jdist brings them there, beside what one writes by hand and what other libraries do.
+
+    python benchmarks/input.py [--quick] [--json] [--devices 4] [--case arrays]
+
+The data are 60,000 images of 28 x 28 bytes and their labels, in batches of 256. Cases: `arrays` (shuffled arrays in memory;
+by hand: index with numpy, one `device_put`), against tf.data with `experimental_distribute_dataset` and torch's `DataLoader`
+with a `device_put` too, where they are installed; `grain` (a `grain` pipeline that jdist takes over, against the same
+pipeline iterated and placed by hand); `step` (arrays, and a step on each batch). Each work ends when its last batch has
+arrived.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow greets on standard error
+
+import jax
+
+import sidebyside
+
+options = sidebyside.parser("Input of jdist beside input by hand and by other libraries.")
+options.add_argument("--devices", type=int, default=0, help="all accelerators by default, else 4 CPU devices")
+options.add_argument("--case", choices=["arrays", "grain", "step"], help="only this one")
+args = options.parse_args()
+jax.config.update("jax_num_cpu_devices", args.devices or 4)
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jdist
+
+DEVICES = jax.devices()[: args.devices or None]
+ROWS = NamedSharding(sidebyside.mesh_of(DEVICES), PartitionSpec("replica"))
+BATCH = 256
+IMAGES = np.random.default_rng(0).integers(0, 256, (60_000, 28, 28)).astype(np.uint8)
+LABELS = np.arange(60_000, dtype=np.int32) % 10
+STEPS = len(IMAGES) // BATCH
+strategy = jdist.MirroredStrategy(DEVICES)
+
+
+def arrived(batches):
+    """Takes every batch, and waits for the last."""
+    *_, (count, last) = enumerate(batches, 1)
+    jax.block_until_ready(last)
+    assert count == STEPS, count
+
+
+def by_hand():
+    order = np.random.default_rng(1).permutation(len(IMAGES))
+    for start in range(0, STEPS * BATCH, BATCH):
+        numbers = order[start : start + BATCH]
+        yield jax.device_put((IMAGES[numbers], LABELS[numbers]), ROWS)
+
+
+def with_torch(loader):
+    for images, labels in loader:
+        yield jax.device_put((images.numpy(), labels.numpy()), ROWS)
+
+
+def with_tensorflow(tf, count):
+    """A strategy of as many CPU devices, and its distributed data set."""
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
+    theirs = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])
+    source = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).shuffle(len(IMAGES)).batch(BATCH, drop_remainder=True)
+    return theirs.experimental_distribute_dataset(source.prefetch(tf.data.AUTOTUNE))
+
+
+def installed(case, name):
+    found = importlib.util.find_spec(name) is not None
+    if not found:
+        line = f"{case}: {name} is not installed, its row is skipped"
+        print(json.dumps({"skipped": line}) if args.json else line, flush=True)
+    return found
+
+
+def arrays():
+    ours = strategy.distribute_dataset((IMAGES, LABELS), BATCH, shuffle=True)
+    work = {"jdist": lambda: arrived(ours), "numpy, device_put": lambda: arrived(by_hand())}
+    if installed("arrays", "torch"):
+        import torch
+
+        data = torch.utils.data.TensorDataset(torch.from_numpy(IMAGES), torch.from_numpy(LABELS))
+        loader = torch.utils.data.DataLoader(data, BATCH, shuffle=True, drop_last=True)
+        work["torch DataLoader"] = lambda: arrived(with_torch(loader))
+    if installed("arrays", "tensorflow"):
+        import tensorflow as tf
+
+        theirs = with_tensorflow(tf, len(DEVICES))
+        work["tf.distribute"] = lambda: arrived_in_tensorflow(theirs)
+    return work
+
+
+def arrived_in_tensorflow(batches):
+    *_, (count, last) = enumerate(batches, 1)
+    [part.numpy() for part in last[1].values]
+    assert count == STEPS, count
+
+
+def grain():
+    import grain
+
+    pipeline = grain.MapDataset.source(list(zip(IMAGES, LABELS, strict=True))).shuffle(seed=1)
+    pipeline = pipeline.batch(BATCH, drop_remainder=True).to_iter_dataset(grain.ReadOptions(num_threads=0))
+    placed = lambda: (jax.device_put(batch, ROWS) for batch in pipeline)
+    ours = strategy.distribute_dataset(pipeline, None)
+    return {"jdist": lambda: arrived(ours), "grain, device_put": lambda: arrived(placed())}
+
+
+def step():
+    weights = jax.device_put(jnp.ones((784, 64)), NamedSharding(ROWS.mesh, PartitionSpec()))
+    hidden = lambda images, weights: jnp.tanh(images.reshape(-1, 784) / 255 @ weights).sum()
+    inside, outside = (jax.jit(jax.vmap(hidden, (0, None))), jax.jit(hidden))
+    ours = strategy.distribute_dataset((IMAGES, LABELS), BATCH, shuffle=True)
+    return {
+        "jdist": lambda: arrived(inside(batch.tree[0], weights).block_until_ready() for batch in ours),
+        "numpy, device_put": lambda: arrived(outside(batch[0], weights).block_until_ready() for batch in by_hand()),
+    }
+
+
+def main():
+    sidebyside.versions(args.json)
+    for case in (arrays, grain, step):
+        if args.case in (None, case.__name__):
+            timed = {peer: functools.partial(sidebyside.seconds, work) for peer, work in case().items()}
+            taken = sidebyside.rounds(timed, 3 if args.quick or case is grain else 15)
+            sidebyside.report(f"{case.__name__}, {len(DEVICES)} devices", taken, args.json, STEPS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,503 @@
+"""Global batches at the pure level: the shares of any number of processes and replicas, put together in one process."""
+
+import functools
+import itertools
+import json
+import math
+import re
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+from jdist.data.batches import Position, Reading, batches
+from jdist.data.files import Files
+from jdist.data.sharding import Share
+from jdist.data.sources import source_of
+
+few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
+START = Position(0, 0, None, 1)
+
+
+def _arrays(count):
+    numbers = np.arange(count, dtype=np.int32)
+    image = np.random.default_rng(1).normal(size=(count, 2, 3)).astype(np.float32)
+    return {"number": numbers, "pair": (image, {"odd": numbers % 2 == 1, "none": None})}
+
+
+def _example(tree, i):
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+class _Stream:
+    """Examples, or batches of `rows`, one after the other, anew for each epoch."""
+
+    def __init__(self, count, rows=None):
+        self.count, self.rows = count, rows
+
+    def __iter__(self):
+        tree = _arrays(self.count)
+        if self.rows is None:
+            return (_example(tree, i) for i in range(self.count))
+        return (_example(tree, slice(i, i + self.rows)) for i in range(0, self.count, self.rows))
+
+
+class _Placed:
+    """A stream whose iterators say where they are, and are refused if they are read again from the beginning."""
+
+    def __init__(self, count, live=False):
+        self.count, self.live, self.begun = count, live, []
+
+    def __iter__(self):
+        return _PlacedIterator(self)
+
+
+class _PlacedIterator:
+    def __init__(self, source):
+        self._source, self._tree, self._at = source, _arrays(source.count), {"next": 0}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        i = self._at["next"]
+        if i == self._source.count:
+            raise StopIteration
+        self._source.begun.append(i)
+        self._at["next"] = i + 1
+        return _example(self._tree, i)
+
+    def get_state(self):
+        return self._at if self._source.live else dict(self._at)
+
+    def set_state(self, state):
+        self._at = dict(state)
+
+
+def _reading(source, batch_size, **options):
+    options = {"shuffle": False, "seed": 3, "epochs": 1, "remainder": "pad", "counted": True, **options}
+    found = source_of(source, batch_size is None, options["shuffle"], options["seed"])
+    return Reading(lambda *_: found, batch_size, **options)
+
+
+def _files(counts, batch_size, **options):
+    """Files with so many examples each; the examples of all of them are numbered through."""
+    options = {"shuffle": False, "seed": 3, "epochs": 1, "remainder": "pad", "in_files": True, **options}
+    edges = [0, *itertools.accumulate(counts)]
+    tree = _arrays(edges[-1])
+    files = Files(list(range(len(counts))), lambda i: _example(tree, slice(edges[i], edges[i + 1])))
+    return Reading(functools.partial(files.stream, False, options["shuffle"], options["seed"]), batch_size, **options)
+
+
+def _alone(replicas):
+    return [Share(tuple(range(replicas)), replicas)]
+
+
+def _together(reading, shares, start=START):
+    """The batches of all shares put together: `(global rows, weights, examples, position behind)` each."""
+    start = start._replace(batch_size=start.batch_size or reading.batch_size)
+    found = []
+    for parts in zip(*(batches(reading, share, start) for share in shares), strict=True):
+        order = np.argsort(np.concatenate([share.replicas for share in shares]))
+        whole = lambda *x, order=order: np.concatenate(x)[order].reshape(-1, *x[0].shape[2:])
+        for part, share in zip(parts, shares, strict=True):
+            assert {len(x) for x in jax.tree.leaves((part.rows, part.weights))} == {len(share.replicas)}
+        ((examples, after),) = {(part.examples, repr(part.after)) for part in parts}
+        assert after == repr(parts[0].after)
+        rows = jax.tree.map(whole, *(part.rows for part in parts))
+        assert {part.weights is None for part in parts} == {reading.remainder != "pad"}
+        weights = np.ones(examples) if reading.remainder != "pad" else whole(*(part.weights for part in parts))
+        found.append((rows, weights, examples, parts[0].after))
+    return found
+
+
+def _counted(found):
+    """The numbers of the examples that count, a list a batch."""
+    return [rows["number"][weights > 0].tolist() for rows, weights, *_ in found]
+
+
+def _same(ours, theirs):
+    assert len(ours) == len(theirs)
+    for (rows, *rest), (other_rows, *other_rest) in zip(ours, theirs, strict=True):
+        chex.assert_trees_all_equal(rows, other_rows, strict=True)
+        chex.assert_trees_all_equal(rest[0], other_rest[0], strict=True)
+        assert rest[1:] == other_rest[1:]
+
+
+def _unweighted(batch):
+    rows, weights, *rest = batch
+    return rows, weights.astype(np.float32), *rest
+
+
+def _json(position):
+    return Position(**json.loads(json.dumps(position._asdict())))
+
+
+@st.composite
+def layouts(draw, replicas=(1, 2, 3, 4, 8), processes=(1, 2, 4)):
+    """The shares of processes that hold any of the replicas each: blocks, interleaved, unequal numbers."""
+    n = draw(st.sampled_from(replicas))
+    owner = draw(st.lists(st.integers(0, draw(st.sampled_from(processes)) - 1), min_size=n, max_size=n))
+    used = sorted(set(owner))
+    return [
+        Share(tuple(i for i in range(n) if owner[i] == process), n, number, len(used))
+        for number, process in enumerate(used)
+    ]
+
+
+@st.composite
+def layouts_and_batch(draw):
+    """Two layouts, and the size of a batch that both can split."""
+    one, two = draw(layouts()), draw(layouts())
+    return one, two, math.lcm(one[0].num_replicas, two[0].num_replicas) * draw(st.integers(1, 3))
+
+
+counts, seeds, remainders = st.integers(1, 70), st.integers(0, 2**64 - 1), st.sampled_from(["pad", "drop"])
+epochs = st.integers(1, 3)
+
+
+@few
+@hypothesis.given(layouts_and_batch(), counts, st.booleans(), seeds, remainders, epochs)
+def test_global_batches_are_the_same_bits_for_any_replicas_and_processes(
+    layouts, count, shuffle, seed, remainder, epochs
+):
+    one, two, size = layouts
+    hypothesis.assume(remainder == "pad" or count >= size)
+    options = dict(shuffle=shuffle, seed=seed, remainder=remainder, epochs=epochs)
+    reading = _reading(_arrays(count), size, **options)
+    expected = _together(reading, _alone(1))
+    _same(_together(reading, one), expected)
+    _same(_together(reading, two), expected)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_global_batches_are_the_same_bits_for_every_layout_of_the_issue(replicas, processes, interleaved, shuffle):
+    processes = min(processes, replicas)
+    owner = np.arange(replicas) % processes if interleaved else np.arange(replicas) * processes // replicas
+    shares = [Share(tuple(np.flatnonzero(owner == p).tolist()), replicas, p, processes) for p in range(processes)]
+    reading = _reading(_arrays(61), 24, shuffle=shuffle, epochs=2)
+    _same(_together(reading, shares), _together(reading, _alone(1)))
+
+
+@few
+@hypothesis.given(layouts(), st.integers(1, 3), counts, st.booleans(), seeds, epochs)
+def test_batches_of_arrays_with_pad_have_each_example_once_an_epoch_and_weights_count_them(
+    shares, each, count, shuffle, seed, epochs
+):
+    size = shares[0].num_replicas * each
+    found = _together(_reading(_arrays(count), size, shuffle=shuffle, seed=seed, epochs=epochs), shares)
+    assert len(found) == epochs * math.ceil(count / size)
+    for epoch in range(epochs):
+        mine = [batch for batch in found if batch[3].epoch == epoch]
+        assert sum(weights.sum() for _, weights, *_ in mine) == sum(batch[2] for batch in mine) == count
+        assert sorted(sum(_counted(mine), [])) == list(range(count))
+        assert shuffle or sum(_counted(mine), []) == list(range(count))
+    for rows, weights, examples, _ in found:
+        assert (weights.dtype, weights.shape) == (np.float32, (size,))
+        assert weights.tolist() == [1.0] * examples + [0.0] * (size - examples)
+        chex.assert_trees_all_equal(rows, jax.tree.map(lambda x, i=rows["number"]: x[i], _arrays(count)))
+
+
+@few
+@hypothesis.given(layouts(), st.integers(1, 3), counts, st.booleans(), seeds)
+def test_batches_with_drop_are_the_full_ones_of_those_with_pad(shares, each, count, shuffle, seed):
+    size = shares[0].num_replicas * each
+    hypothesis.assume(count >= size)
+    dropped = _together(_reading(_arrays(count), size, shuffle=shuffle, seed=seed, remainder="drop"), shares)
+    padded = _together(_reading(_arrays(count), size, shuffle=shuffle, seed=seed), shares)
+    assert len(dropped) == count // size
+    assert all(weights.all() and examples == size for _, weights, examples, _ in dropped)
+    _same([_unweighted(batch) for batch in dropped], [_unweighted(batch) for batch in padded[: count // size]])
+
+
+@few
+@hypothesis.given(layouts(), st.integers(1, 3), counts)
+def test_batches_with_error_give_the_full_ones_and_then_say_how_many_are_left(shares, each, count):
+    size = shares[0].num_replicas * each
+    reading = _reading(_arrays(count), size, remainder="error")
+    if count % size == 0:
+        return _same(_together(reading, shares), _together(_reading(_arrays(count), size, remainder="drop"), shares))
+    says = rf"There are {count % size} of {size} examples in batch {count // size} of epoch 0, and remainder=\"error\""
+    for share in shares:
+        iterator = batches(reading, share, START._replace(batch_size=size))
+        full = list(itertools.islice(iterator, count // size))
+        assert [batch.examples for batch in full] == [size] * (count // size)
+        with pytest.raises(ValueError, match=says):
+            next(iterator)
+
+
+@few
+@hypothesis.given(layouts(), counts)
+def test_batches_of_fewer_examples_than_one_batch_with_drop_are_refused(shares, left):
+    size = shares[0].num_replicas * 8
+    count = (left - 1) % (size - 1) + 1
+    with pytest.raises(ValueError, match=rf"{count} examples do not fill one batch of {size}, and remainder=\"drop\""):
+        _together(_reading(_arrays(count), size, remainder="drop"), shares)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_batches_of_fewer_examples_than_replicas_have_each_once(count, processes):
+    shares = [Share(tuple(range(p, 8, processes)), 8, p, processes) for p in range(processes)]
+    ((rows, weights, examples, _),) = _together(_reading(_arrays(count), 8), shares)
+    assert rows["number"].tolist() == list(range(count)) + [0] * (8 - count)
+    assert weights.tolist() == [1.0] * count + [0.0] * (8 - count)
+    assert examples == count
+
+
+def test_rows_that_fill_up_repeat_the_first_example_of_their_batch():
+    shares = [Share((1,), 2, 0, 2), Share((0,), 2, 1, 2)]
+    _, (rows, *_) = _together(_reading(_arrays(9), 6, shuffle=True), shares)
+    assert rows["number"].tolist() == rows["number"][:3].tolist() + [rows["number"][0]] * 3
+
+
+SOURCES = {
+    "arrays": lambda count, size, **options: _reading(_arrays(count), size, **options),
+    "examples": lambda count, size, **options: _reading(_Stream(count), size, counted=False, **options),
+    "batches": lambda count, size, **options: _reading(_Stream(count, size), None, counted=False, **options),
+    "placed": lambda count, size, **options: _reading(_Placed(count), size, counted=False, **options),
+}
+
+
+def _views(shares):
+    """The shares, each as that of a process that has nobody to agree with: a whole source says the same to all."""
+    return [Share(share.replicas, share.num_replicas) for share in shares]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@hypothesis.settings(few, max_examples=25)
+@hypothesis.given(layouts_and_batch(), counts, remainders)
+def test_whole_source_of_any_kind_gives_every_layout_the_same_batches(kind, layouts, count, remainder):
+    one, two, size = layouts
+    hypothesis.assume(count >= size)  # the first batch of a stream says how many rows one has
+    reading = SOURCES[kind](count, size, remainder=remainder, epochs=2, warn=lambda said: None)
+    expected = _together(_reading(_arrays(count), size, remainder=remainder, epochs=2), _alone(1))
+    for shares in (one, two):
+        found = _together(reading, _views(shares))
+        assert _counted(found) == _counted(expected)
+        assert [batch[1].tolist() for batch in found] == [batch[1].tolist() for batch in expected]
+        full = [(rows, other) for (rows, w, *_), (other, *_) in zip(found, expected, strict=True) if w.all()]
+        for rows, other in full:
+            chex.assert_trees_all_equal(rows, other, strict=True)
+
+
+@few
+@hypothesis.given(layouts_and_batch(), counts, st.booleans(), seeds, remainders, epochs, st.data())
+def test_batches_of_arrays_resumed_at_any_position_on_any_layout_continue_exactly(
+    layouts, count, shuffle, seed, remainder, epochs, data
+):
+    one, two, size = layouts
+    hypothesis.assume(remainder == "pad" or count >= size)
+    reading = _reading(_arrays(count), size, shuffle=shuffle, seed=seed, remainder=remainder, epochs=epochs)
+    whole = _together(reading, one)
+    cut = data.draw(st.integers(0, len(whole)))
+    after = whole[cut - 1][3] if cut else START._replace(batch_size=size)
+    _same(_together(reading, two, _json(after)), whole[cut:])
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_batches_of_any_source_resumed_at_every_position_continue_exactly(kind):
+    reading = SOURCES[kind](27, 6, epochs=2)
+    whole = _together(reading, _alone(2))
+    assert len(whole) == 10
+    positions = [START, *(batch[3] for batch in whole)]
+    for number, position in enumerate(positions):
+        for shares in (_alone(1), _alone(3), [Share((1, 2), 3), Share((0,), 3)]):
+            found = _together(reading, shares, _json(position))
+            # What fills up behind the end is another example where the source is not read from the beginning.
+            assert _counted(found) == _counted(whole[number:])
+            assert [batch[2:] for batch in found] == [batch[2:] for batch in whole[number:]]
+            assert [batch[1].tolist() for batch in found] == [batch[1].tolist() for batch in whole[number:]]
+
+
+def test_function_of_the_step_resumed_is_called_with_the_steps_that_come():
+    steps = []
+
+    def source(step):
+        steps.append(step)
+        return {"number": np.arange(step * 4, step * 4 + 4, dtype=np.int32)}
+
+    reading = _reading(source, None, epochs=None, counted=False)
+    first = list(itertools.islice(batches(reading, Share((0, 1), 2), START), 3))
+    assert steps == [0, 1, 2]
+    resumed = next(batches(reading, Share((0,), 1), _json(first[-1].after)))
+    assert steps == [0, 1, 2, 3]
+    assert resumed.rows["number"].tolist() == [[12, 13, 14, 15]]
+
+
+def test_stream_that_says_where_it_is_is_not_read_from_the_beginning_again():
+    source = _Placed(20)
+    reading = _reading(source, 4, counted=False)
+    position = list(itertools.islice(batches(reading, Share((0,), 1), START._replace(batch_size=4)), 2))[-1].after
+    source.begun.clear()
+    assert sum(_counted(_together(reading, _alone(2), _json(position))), []) == list(range(8, 20))
+    assert source.begun == list(range(8, 20))
+
+
+def test_position_of_a_stream_whose_state_changes_in_place_stays_what_it_was():
+    reading = _reading(_Placed(20, live=True), 4, counted=False)
+    found = _together(reading, _alone(1))  # as if all were read ahead
+    for number, (*_, after) in enumerate(found):
+        resumed = _together(_reading(_Placed(20), 4, counted=False), _alone(1), after)
+        assert _counted(resumed) == _counted(found[number + 1 :])
+
+
+@few
+@hypothesis.given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.integers(1, 2),
+    st.booleans(),
+    seeds,
+    epochs,
+)
+def test_files_read_in_parts_have_each_example_once_and_weights_count_them(
+    sizes, shards, replicas, each, shuffle, seed, epochs
+):
+    shards, size = min(shards, len(sizes)), 24 * each
+    reading = _files(sizes, size, shuffle=shuffle, seed=seed, epochs=epochs)
+    found = _together(reading, _alone(replicas), START._replace(shards=shards))
+    _same(found, _together(reading, _alone(1), START._replace(shards=shards)))
+    for epoch in range(epochs):
+        mine = [batch for batch in found if batch[3].epoch == epoch]
+        assert sorted(sum(_counted(mine), [])) == list(range(sum(sizes)))
+        assert sum(weights.sum() for _, weights, *_ in mine) == sum(sizes)
+
+
+@few
+@hypothesis.given(
+    st.lists(st.integers(1, 12), min_size=2, max_size=6), st.integers(1, 4), st.booleans(), seeds, st.data()
+)
+def test_files_in_parts_resumed_on_another_number_of_replicas_continue_exactly(sizes, shards, shuffle, seed, data):
+    shards = min(shards, len(sizes))
+    reading = _files(sizes, 12, shuffle=shuffle, seed=seed, epochs=2)
+    start = START._replace(shards=shards, batch_size=12)
+    whole = _together(reading, _alone(3), start)
+    cut = data.draw(st.integers(0, len(whole)))
+    found = _together(reading, _alone(4), _json(whole[cut - 1][3] if cut else start))
+    assert _counted(found) == _counted(whole[cut:])
+    assert [batch[1].tolist() for batch in found] == [batch[1].tolist() for batch in whole[cut:]]
+    assert [batch[2:] for batch in found] == [batch[2:] for batch in whole[cut:]]
+
+
+def test_files_in_parts_take_the_files_in_turn():
+    found = _together(_files([4, 4, 4, 4], 4, epochs=1), _alone(2), START._replace(shards=2))
+    # Part 0 has files 0 and 2, part 1 has files 1 and 3; each gives its half of a batch.
+    assert _counted(found) == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+
+
+def test_part_of_the_files_without_any_example_is_refused_with_its_number():
+    with pytest.raises(ValueError, match=r"Part 1 of the 2 that the data are read in has no examples.*\"data\""):
+        _together(_files([4, 0, 4], 4), _alone(2), START._replace(shards=2))
+
+
+def test_files_of_unequal_length_that_drop_examples_tell_no_smaller_number_than_is_left_out():
+    said = []
+    reading = _files([100, 4], 8, remainder="drop", warn=said.append)
+    found = _together(reading, _alone(2), START._replace(shards=2))
+    assert sum(batch[2] for batch in found) == 8
+    (message,) = said
+    assert "left out 96 examples" in message or re.search(r"at least \d+", message), message
+
+
+def test_stream_that_drops_examples_says_how_many_in_its_first_epoch():
+    said = []
+    found = _together(_reading(_Stream(11), 4, remainder="drop", counted=False, epochs=3, warn=said.append), _alone(2))
+    assert len(found) == 6
+    (message,) = said
+    assert "left out 3 examples of the first epoch, which did not fill a batch of 4" in message
+
+
+def test_stream_of_batches_that_one_replica_split_resumed_where_they_cannot_be_split_is_refused():
+    reading = _reading(_Stream(18, 6), None, remainder="drop", counted=False)
+    first = next(batches(reading, Share((0, 1), 2), START))
+    with pytest.raises(ValueError, match=r"batch of 6 examples cannot be split over 4 replicas \(2 left over\)"):
+        next(batches(reading, Share((0, 1, 2, 3), 4), _json(first.after)))
+
+
+@pytest.mark.parametrize("before, now", [(1, 2), (1, 4), (2, 4), (4, 1), (3, 2), (4, 8)])
+def test_stream_of_batches_with_pad_resumed_on_other_replicas_has_every_example_of_the_rest(before, now):
+    reading = _reading(_Stream(15, 5), None, counted=False)
+    first = next(batches(reading, Share(tuple(range(before)), before), START))
+    rest = _together(reading, _alone(now), _json(first.after))
+    assert _counted(rest) == [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
+
+
+def test_source_shorter_in_a_later_epoch_ends_it_earlier():
+    lengths = iter([8, 4])
+
+    class Shrinking:
+        def __iter__(self):
+            return iter(_Stream(next(lengths)))
+
+    found = _together(_reading(Shrinking(), 4, counted=False, epochs=2), _alone(2))
+    assert [(batch[3].epoch, batch[3].batch) for batch in found] == [(0, 1), (0, 2), (1, 1)]
+
+
+def test_source_without_examples_in_a_later_epoch_is_refused_with_the_epoch():
+    lengths = iter([4, 0])
+
+    class Emptied:
+        def __iter__(self):
+            return iter(_Stream(next(lengths)))
+
+    with pytest.raises(ValueError, match=r"no examples in epoch 1, and some in the one before.*`__iter__`"):
+        _together(_reading(Emptied(), 4, counted=False, epochs=2), _alone(2))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_examples_from_one_buffer_that_the_source_writes_again_are_those_that_it_gave(replicas):
+    class Buffer:
+        def __iter__(self):
+            buffer = np.zeros(2, np.float32)
+            for i in range(12):
+                buffer[:] = i
+                yield {"x": buffer, "number": i}
+
+    found = _together(_reading(Buffer(), 6, counted=False), _alone(replicas))
+    for rows, *_ in found:
+        np.testing.assert_array_equal(rows["x"][:, 0], rows["number"])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_batches_from_one_buffer_that_the_source_writes_again_are_those_that_it_gave(replicas):
+    class Buffer:
+        def __iter__(self):
+            buffer = np.zeros(6, np.float32)
+            for i in range(4):
+                buffer[:] = i
+                yield buffer
+
+    found = _together(_reading(Buffer(), None, counted=False), _alone(replicas))
+    assert [rows.tolist() for rows, *_ in found] == [[float(i)] * 6 for i in range(4)]
+
+
+def test_batches_of_each_replica_from_one_buffer_are_those_that_the_source_gave():
+    class Buffer:
+        def __iter__(self):
+            buffer = np.zeros(2, np.float32)
+            for i in range(6):
+                buffer[:] = i
+                yield buffer
+
+    reading = _reading(Buffer(), None, counted=False, own=True, replica_batches=True)
+    assert [rows.tolist() for rows, *_ in _together(reading, _alone(3))] == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
+
+
+@few
+@hypothesis.given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 20), st.booleans())
+def test_batches_of_each_replica_weigh_as_many_as_the_source_has(replicas, rows, count, whole):
+    hypothesis.assume(count >= rows)
+    count = count // rows * rows if whole else count
+    reading = _reading(_Stream(count, rows), None, counted=False, own=True, replica_batches=True)
+    found = _together(reading, _alone(replicas))
+    assert sum(weights.sum() for _, weights, *_ in found) == count
+    assert sum(_counted(found), []) == list(range(count))
+    assert {len(weights) for _, weights, *_ in found} == {replicas * rows}

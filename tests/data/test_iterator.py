@@ -1,0 +1,763 @@
+"""The iterator of a data set: its position, its thread, and how it ends."""
+
+import gc
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES
+
+few = hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
+REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
+every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+SIZE, COUNT = 6, 27
+PATIENCE = 30  # seconds, until what has to happen is said not to
+
+
+@pytest.fixture
+def two():
+    return REPLICAS["mirrored_2"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    _no_threads()
+
+
+def _threads():
+    return [thread for thread in threading.enumerate() if thread.name == "jdist input"]
+
+
+def _no_threads():
+    gc.collect()
+    end = time.monotonic() + PATIENCE
+    while _threads() and time.monotonic() < end:
+        time.sleep(0.005)
+    assert _threads() == []
+
+
+class _Source:
+    """Examples anew for each epoch, which counts how many it gave, and how many iterators ended."""
+
+    def __init__(self, count=COUNT, fails_at=None, error=None):
+        self.count, self.fails_at, self.error = count, fails_at, error
+        self.given, self.ended = 0, 0
+
+    def __iter__(self):
+        return self._examples_of_this_source()
+
+    def _examples_of_this_source(self):
+        try:
+            for i in range(self.count):
+                if i == self.fails_at:
+                    raise self.error
+                self.given += 1
+                yield {"number": np.int32(i), "x": np.full(2, i, np.float32)}
+        finally:
+            self.ended += 1
+
+
+def _arrays(count=COUNT):
+    return {"number": np.arange(count, dtype=np.int32), "x": np.arange(count, dtype=np.float32)[:, None] * np.ones(2)}
+
+
+class _Batches:
+    """Batches with a partial one at the end."""
+
+    def __iter__(self):
+        return (jax.tree.map(lambda x, i=i: x[i : i + SIZE], _arrays()) for i in range(0, COUNT, SIZE))
+
+
+SOURCES = {
+    "arrays": lambda: (_arrays(), SIZE),
+    "stream": lambda: (_Source(), SIZE),
+    "batches": lambda: (_Batches(), None),
+    "files": lambda: (jdist.data.Files([0, 9, 18], lambda i: jax.tree.map(lambda x: x[i : i + 9], _arrays())), SIZE),
+}
+every_source = pytest.mark.parametrize("kind", SOURCES)
+
+
+def _dataset(strategy, kind, **options):
+    source, size = SOURCES[kind]()
+    return strategy.distribute_dataset(source, size, **{"remainder": "pad", **options})
+
+
+def _numbers(elements):
+    """The numbers of the examples that count, a list a batch."""
+    found = []
+    for element in elements:
+        batch, weights = element if isinstance(element, tuple) else (element, None)
+        numbers = np.asarray(batch.tree["number"]).ravel()
+        found.append(numbers[slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0].tolist())
+    return found
+
+
+def _epoch(count=COUNT):
+    return [list(range(i, min(i + SIZE, count))) for i in range(0, count, SIZE)]
+
+
+def _through_json(state):
+    again = json.loads(json.dumps(state))
+    assert again == state
+    return again
+
+
+# Position
+
+
+@every_source
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_position_taken_anywhere_is_gone_on_from_exactly_on_any_number_of_replicas(kind, prefetch):
+    iterator = iter(_dataset(REPLICAS["mirrored_2"], kind, epochs=2, prefetch=prefetch))
+    states = [iterator.get_state()]
+    for _ in range(10):
+        next(iterator)
+        states.append(iterator.get_state())  # while more batches are read ahead
+    assert next(iterator, None) is None
+    assert iterator.get_state() == states[-1]
+    for strategy, (taken, state) in itertools.product(REPLICAS.values(), enumerate(states)):
+        resumed = iter(_dataset(strategy, kind, epochs=2, prefetch=prefetch))
+        resumed.set_state(_through_json(state))
+        assert resumed.get_state() == state
+        assert _numbers(resumed) == (_epoch() * 2)[taken:]
+
+
+@few
+@hypothesis.given(
+    st.sampled_from(list(REPLICAS)),
+    st.sampled_from(list(REPLICAS)),
+    st.integers(1, 40),
+    st.integers(0, 2**64 - 1),
+    st.sampled_from(["drop", "pad"]),
+    st.integers(0, 3),
+    st.data(),
+)
+def test_position_of_shuffled_arrays_is_gone_on_from_exactly_on_any_replicas(
+    one, other, count, seed, remainder, prefetch, data
+):
+    hypothesis.assume(remainder == "pad" or count >= SIZE)
+    options = dict(shuffle=True, seed=seed, epochs=3, remainder=remainder, prefetch=prefetch)
+    whole = _numbers(REPLICAS[one].distribute_dataset(_arrays(count), SIZE, **options))
+    taken = data.draw(st.integers(0, len(whole)))
+    first = iter(REPLICAS[one].distribute_dataset(_arrays(count), SIZE, **options))
+    assert _numbers(itertools.islice(first, taken)) == whole[:taken]
+    second = iter(REPLICAS[other].distribute_dataset(_arrays(count), SIZE, **options))
+    second.set_state(_through_json(first.get_state()))
+    assert _numbers(second) == whole[taken:]
+    assert _numbers(first) == whole[taken:]
+
+
+@every_source
+def test_position_set_goes_back_and_forth_in_one_iterator(kind, two):
+    iterator = iter(_dataset(two, kind))
+    start = iterator.get_state()
+    next(iterator)
+    second = iterator.get_state()
+    assert _numbers(iterator) == _epoch()[1:]
+    iterator.set_state(second)
+    assert _numbers([next(iterator)]) == _epoch()[1:2]
+    iterator.set_state(start)
+    assert _numbers(iterator) == _epoch()
+    iterator.set_state(second)
+    assert _numbers(iterator) == _epoch()[1:]
+
+
+@every_source
+def test_position_behind_the_last_batch_has_no_more_and_in_more_epochs_the_next(kind, two):
+    iterator = iter(_dataset(two, kind))
+    assert _numbers(iterator) == _epoch()
+    resumed = iter(_dataset(two, kind))
+    resumed.set_state(iterator.get_state())
+    assert _numbers(resumed) == []
+    longer = iter(_dataset(two, kind, epochs=2))
+    longer.set_state(iterator.get_state())
+    assert _numbers(longer) == _epoch()
+
+
+def test_position_in_an_endless_data_set_is_gone_on_from(two):
+    iterator = iter(_dataset(two, "stream", epochs=None))
+    assert _numbers(itertools.islice(iterator, 12)) == (_epoch() * 3)[:12]
+    resumed = iter(_dataset(REPLICAS["mirrored_3"], "stream", epochs=None))
+    resumed.set_state(iterator.get_state())
+    assert _numbers(itertools.islice(resumed, 4)) == (_epoch() * 4)[12:16]
+    iterator.close()
+    resumed.close()
+
+
+def test_position_is_small_and_holds_only_what_was_taken(two):
+    iterator = iter(two.distribute_dataset(_arrays(), SIZE, shuffle=True, seed=4, remainder="pad"))
+    next(iterator)
+    state = iterator.get_state()
+    assert {"epoch": 0, "batch": 1, "batch_size": SIZE, "examples": COUNT, "shuffle": True, "seed": 4}.items() <= (
+        state.items()
+    )
+    assert len(json.dumps(state)) < 300
+    state["batch"] = 99  # a copy
+    assert iterator.get_state()["batch"] == 1
+
+
+def test_position_of_whole_numbers_from_numpy_is_json(two):
+    dataset = two.distribute_dataset(
+        _arrays(), np.int64(SIZE), seed=np.uint64(3), epochs=np.int32(2), prefetch=np.int16(1), shuffle=np.bool_(True)
+    )
+    iterator = iter(dataset)
+    next(iterator)
+    resumed = iter(two.distribute_dataset(_arrays(), SIZE, seed=3, epochs=2, shuffle=True))
+    resumed.set_state(_through_json(iterator.get_state()))
+    assert _numbers(resumed) == _numbers(iterator)
+
+
+def test_position_on_replicas_that_cannot_split_the_batches_of_a_stream_is_refused():
+    batches = type("Fives", (), {"__iter__": lambda self: (np.arange(4 * i, 4 * i + 4) for i in range(3))})()
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(batches, None))
+    next(iterator)
+    state = iterator.get_state()
+    iterator.close()
+    with pytest.raises(ValueError, match=r"batch of 4 examples cannot be split over 3 replicas \(1 left over\)"):
+        resumed = iter(REPLICAS["mirrored_3"].distribute_dataset(batches, None))
+        resumed.set_state(state)
+        next(resumed)
+
+
+DATA = dict(shuffle=True, seed=1, remainder="pad")
+WRONG = {
+    "none": (lambda state: None, "None is no position: take what `get_state"),
+    "text": (json.dumps, "is no position"),
+    "list": (lambda state: list(state), "is no position"),
+    "number": (lambda state: 3, "3 is no position"),
+    "empty": (lambda state: {}, r"\{\} is no position"),
+    **{
+        f"without_{name}": (
+            lambda state, name=name: {key: state[key] for key in state if key != name},
+            "is no position: take what `get_state",
+        )
+        for name in ("epoch", "batch", "batch_size", "shards", "source", "examples", "shuffle", "seed", "remainder")
+    },
+}
+
+
+@pytest.mark.parametrize("wrong, says", WRONG.values(), ids=WRONG)
+def test_position_that_is_none_is_refused_and_the_iterator_goes_on(wrong, says, two):
+    iterator = iter(two.distribute_dataset(_arrays(), SIZE, **DATA))
+    expected = _numbers(two.distribute_dataset(_arrays(), SIZE, **DATA))
+    next(iterator)
+    with pytest.raises(ValueError, match=says):
+        iterator.set_state(wrong(iterator.get_state()))
+    assert _numbers(iterator) == expected[1:]
+
+
+VALUES = {
+    "epoch_negative": ("epoch", -1),
+    "batch_negative": ("batch", -1),
+    "epoch_text": ("epoch", "0"),
+    "batch_none": ("batch", None),
+    "batch_with_a_fraction": ("batch", 1.5),
+}
+
+
+@pytest.mark.parametrize("name, value", VALUES.values(), ids=VALUES)
+def test_position_with_a_value_that_none_has_is_refused_by_its_name(name, value, two):
+    iterator = iter(two.distribute_dataset(_arrays(), SIZE, **DATA))
+    with pytest.raises(ValueError, match=name):
+        iterator.set_state({**iterator.get_state(), name: value})
+
+
+OTHER = {
+    "seed": (dict(seed=2), "with seed=1, and this data set has seed=2"),
+    "shuffle": (dict(shuffle=False), "with shuffle=True, and this data set has shuffle=False"),
+    "remainder": (dict(remainder="drop"), "with remainder='pad', and this data set has remainder='drop'"),
+    "batch_size": (dict(batch_size=12), "with batch_size=6, and this data set has batch_size=12"),
+    "examples": (dict(source=_arrays(28)), "with examples=27, and this data set has examples=28"),
+    "kind": (dict(source=_Source(), shuffle=False), "with examples=27, and this data set has examples=None"),
+}
+
+
+@pytest.mark.parametrize("options, says", OTHER.values(), ids=OTHER)
+def test_position_of_other_data_or_order_is_refused_with_both(options, says, two):
+    options = {"source": _arrays(), "batch_size": SIZE, **DATA, **options}
+    iterator = iter(two.distribute_dataset(**options))
+    expected = _numbers(two.distribute_dataset(**options))
+    state = iter(two.distribute_dataset(_arrays(), SIZE, **DATA)).get_state()
+    with pytest.raises(ValueError, match=f"The position was taken {says}.*other examples"):
+        iterator.set_state(state)
+    assert _numbers(iterator) == expected
+
+
+def test_position_of_a_function_of_the_context_is_gone_on_from(two):
+    make = lambda context: _Batches()
+    whole = _numbers(two.distribute_datasets_from_function(make, remainder="pad"))
+    assert sum(whole, []) == list(range(COUNT))
+    iterator = iter(two.distribute_datasets_from_function(make, remainder="pad"))
+    next(iterator)
+    resumed = iter(two.distribute_datasets_from_function(make, remainder="pad"))
+    resumed.set_state(_through_json(iterator.get_state()))
+    assert _numbers(resumed) == _numbers(iterator) == whole[1:]
+
+
+def test_position_of_a_grain_dataset_with_batches_read_ahead_is_gone_on_from(two):
+    grain = pytest.importorskip("grain")
+    source = lambda: grain.MapDataset.source(np.arange(24, dtype=np.int32)).shuffle(seed=3).to_iter_dataset()
+    expected = [batch.tree.tolist() for batch in two.distribute_dataset(source(), 4)]
+    assert sorted(np.ravel(expected)) == list(range(24))
+    iterator = iter(two.distribute_dataset(source(), 4, prefetch=3))
+    for taken in range(1, 6):
+        next(iterator)
+        resumed = iter(two.distribute_dataset(source(), 4))
+        resumed.set_state(_through_json(iterator.get_state()))
+        assert [batch.tree.tolist() for batch in resumed] == expected[taken:]
+    iterator.close()
+
+
+# The number of batches
+
+
+@every_strategy
+@pytest.mark.parametrize("remainder, batches", [("pad", 5), ("drop", 4)])
+def test_length_is_the_number_of_batches_of_all_epochs(remainder, batches, strategy):
+    dataset = strategy.distribute_dataset(_arrays(), SIZE, epochs=3, remainder=remainder)
+    assert len(dataset) == batches * 3 == len(list(dataset))
+
+
+def test_length_of_an_endless_data_set_is_refused(two):
+    with pytest.raises(TypeError, match="With epochs=None there is no last batch"):
+        len(two.distribute_dataset(_arrays(), SIZE, epochs=None))
+
+
+@pytest.mark.parametrize("kind", ["stream", "batches", "files"])
+def test_length_of_what_has_to_be_read_to_be_counted_is_refused(kind, two):
+    dataset = _dataset(two, kind)
+    with pytest.raises(TypeError, match="not known before they are read"):
+        len(dataset)
+    assert len(list(dataset)) == 5  # a list asks for the length as well
+
+
+def test_data_set_without_end_gives_epoch_after_epoch(two):
+    iterator = iter(two.distribute_dataset(_arrays(12), SIZE, epochs=None))
+    assert _numbers(itertools.islice(iterator, 7)) == (_epoch(12) * 4)[:7]
+    iterator.close()
+
+
+@every_source
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_iterator_at_its_end_stays_there(kind, prefetch, two):
+    iterator = iter(_dataset(two, kind, prefetch=prefetch))
+    assert iter(iterator) is iterator
+    assert len(list(iterator)) == 5
+    assert [next(iterator, None) for _ in range(3)] == [None] * 3
+
+
+@every_source
+def test_data_set_has_iterators_that_do_not_know_each_other(kind, two):
+    dataset = _dataset(two, kind)
+    pairs = [_numbers(pair) for pair in zip(dataset, dataset, strict=True)]
+    assert pairs == [[batch, batch] for batch in _epoch()]
+    assert _numbers(dataset) == _epoch()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_generator_gone_through_again_is_refused(prefetch, two):
+    dataset = two.distribute_dataset((np.int32(i) for i in range(12)), SIZE, prefetch=prefetch)
+    assert [batch.tree.ravel().tolist() for batch in dataset] == _epoch(12)
+    with pytest.raises(ValueError, match="generator, which can be gone through once, and was"):
+        next(iter(dataset))
+
+
+# Reading ahead
+
+
+@every_source
+@every_strategy
+def test_batches_are_the_same_however_far_ahead_they_are_read(kind, strategy):
+    expected = list(_dataset(strategy, kind, prefetch=0, epochs=2))
+    for prefetch in (1, 2, 5, 100):
+        found = list(_dataset(strategy, kind, prefetch=prefetch, epochs=2))
+        for ours, theirs in zip(found, expected, strict=True):
+            chex.assert_trees_all_equal([x.tree for x in ours], [x.tree for x in theirs], strict=True)
+
+
+@pytest.mark.parametrize("kind, prefetch", [("arrays", 2), *((kind, 0) for kind in SOURCES)])
+def test_batches_of_arrays_or_not_read_ahead_need_no_thread(kind, prefetch, two):
+    iterator = iter(_dataset(two, kind, prefetch=prefetch))
+    next(iterator)
+    assert _threads() == []
+    iterator.close()
+
+
+def test_source_is_not_touched_before_the_first_batch_is_asked_for(two):
+    source = _Source()
+    iterator = iter(two.distribute_dataset(source, SIZE))
+    iterator.get_state()
+    assert (source.given, _threads()) == (0, [])
+    iterator.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+def test_source_is_read_so_many_batches_ahead_and_no_more(prefetch, two):
+    class Counted:
+        given = 0
+        late = threading.Event()
+
+        def __call__(self, step):
+            Counted.given += 1
+            if step > taken + prefetch:  # the batch that was taken last is number `taken`
+                Counted.late.set()
+            return {"number": np.arange(SIZE, dtype=np.int32) + SIZE * step}
+
+    source, taken = Counted(), 0
+    iterator = iter(two.distribute_dataset(source, None, epochs=None, prefetch=prefetch))
+    for number in range(12):
+        taken = number
+        next(iterator)
+        end = time.monotonic() + PATIENCE
+        while source.given < number + 1 + prefetch and time.monotonic() < end:
+            time.sleep(0.001)
+        assert source.given == number + 1 + prefetch  # so far ahead
+    time.sleep(0.05)
+    assert source.given == 12 + prefetch
+    assert not Counted.late.is_set()  # and never further
+    iterator.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_from_one_buffer_of_the_source_do_not_change_when_it_is_written_again(prefetch, two):
+    buffer = np.zeros((SIZE, 64), np.float32)
+
+    def source(step):
+        buffer[:] = step
+        return buffer
+
+    iterator = iter(two.distribute_dataset(source, None, epochs=None, prefetch=prefetch))
+    batches = list(itertools.islice(iterator, 8))
+    iterator.close()
+    buffer[:] = -1
+    assert [set(np.asarray(batch.tree).ravel().tolist()) for batch in batches] == [{float(i)} for i in range(8)]
+
+
+def test_replica_batches_from_one_buffer_of_the_source_do_not_change_when_it_is_written_again(two):
+    def batches(context):
+        buffer = np.zeros(2, np.float32)
+        for i in range(8):
+            buffer[:] = i
+            yield buffer
+
+    found = [batch.tree.tolist() for batch in two.distribute_datasets_from_function(batches)]
+    assert found == [[[i, i], [i + 1, i + 1]] for i in range(0, 8, 2)]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "stream"])
+def test_batches_are_sent_where_transfers_that_nobody_asked_for_are_forbidden(kind, two):
+    with jax.transfer_guard("disallow"):
+        batches = list(_dataset(two, kind))
+    assert _numbers(batches) == _epoch()
+
+
+@every_source
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_width_of_numbers_is_that_of_the_loop(kind, prefetch, keeps, two):
+    source, size = SOURCES[kind]()
+    wide = {"number": np.arange(COUNT), "x": np.arange(COUNT) / 3}
+    if kind == "arrays":
+        source = wide
+    elif kind == "files":
+        source = jdist.data.Files([0], lambda i: wide)
+    else:
+        cut = (lambda i: i) if kind == "stream" else (lambda i: slice(i, i + SIZE))
+        step = 1 if kind == "stream" else SIZE
+        source = type(
+            "Wide", (), {"__iter__": lambda self: (jax.tree.map(lambda x: x[cut(i)], wide) for i in range(0, 24, step))}
+        )()
+    with jax.enable_x64(keeps):
+        (batch, _), *_ = iterator = iter(two.distribute_dataset(source, size, remainder="pad", prefetch=prefetch))
+    assert (batch.tree["number"].dtype, batch.tree["x"].dtype) == (
+        (np.int64, np.float64) if keeps else (np.int32, np.float32)
+    )
+    iterator = None  # noqa: F841
+    np.testing.assert_array_equal(np.asarray(batch.tree["x"]).ravel(), wide["x"][:SIZE].astype(batch.tree["x"].dtype))
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("kind", ["arrays", "stream"])
+def test_training_loop_over_batches_is_traced_once(kind, remainder, two):
+    traces = []
+
+    @two.step
+    def step(total, element):
+        traces.append(None)
+        batch, weights = element if remainder == "pad" else (element, jnp.ones(SIZE // 2))
+        return total + jdist.all_reduce("sum", (batch["number"] * weights).sum()), None
+
+    total, epochs = two.put(jnp.zeros(())), 3
+    for element in _dataset(two, kind, epochs=epochs, remainder=remainder):
+        total, _ = step(total, element)
+    assert len(traces) == 1
+    assert float(total) == epochs * sum(range(COUNT if remainder == "pad" else 24))
+
+
+# The end
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_closed_iterator_has_no_more_batches_and_neither_thread_nor_open_source(taken, prefetch, two):
+    source = _Source()
+    iterator = iter(two.distribute_dataset(source, SIZE, epochs=None, prefetch=prefetch))
+    for _ in range(taken):
+        next(iterator)
+    state = iterator.get_state()
+    iterator.close()
+    assert _threads() == []
+    assert source.ended == (taken > 0)
+    assert [next(iterator, None) for _ in range(2)] == [None, None]
+    assert iterator.get_state() == state
+    iterator.close()
+    iterator.set_state(state)  # which opens it again
+    assert _numbers([next(iterator)]) == _epoch(24)[taken : taken + 1]
+    iterator.close()
+    assert _threads() == []
+
+
+def test_closed_iterator_has_closed_the_generator(two):
+    ended = []
+
+    def examples():
+        try:
+            for i in itertools.count():
+                yield np.int32(i)
+        finally:
+            ended.append(threading.current_thread().name)
+
+    iterator = iter(two.distribute_dataset(examples(), SIZE))
+    next(iterator)
+    assert ended == []
+    iterator.close()
+    assert ended == ["jdist input"]
+
+
+def test_iterator_closed_while_another_thread_waits_for_a_batch_lets_it_go(two):
+    asked, release, found = threading.Event(), threading.Event(), []
+
+    def source(step):
+        asked.set()
+        release.wait(PATIENCE)
+        return np.arange(SIZE)
+
+    iterator = iter(two.distribute_dataset(source, None, epochs=None))
+    loop = threading.Thread(target=lambda: found.extend(iterator), daemon=True)
+    loop.start()
+    assert asked.wait(PATIENCE)
+    closing = threading.Thread(target=iterator.close, daemon=True)
+    closing.start()
+    release.set()
+    closing.join(PATIENCE)
+    loop.join(PATIENCE)
+    assert not (closing.is_alive() or loop.is_alive())
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_loop_left_early_ends_the_thread_and_the_source(prefetch, two):
+    source = _Source()
+    for _ in two.distribute_dataset(source, SIZE, epochs=None, prefetch=prefetch):
+        break
+    _no_threads()
+    assert source.ended == 1
+
+
+def test_loop_left_by_an_error_ends_the_thread_and_the_source(two):
+    source = _Source()
+
+    def train():
+        for _ in two.distribute_dataset(source, SIZE, epochs=None):
+            raise ArithmeticError("the step")
+
+    with pytest.raises(ArithmeticError):
+        train()
+    _no_threads()
+    assert source.ended == 1
+
+
+def test_iterator_forgotten_within_a_cycle_ends_its_thread(two):
+    holder = {}
+    holder["self"] = holder
+    holder["iterator"] = iter(two.distribute_dataset(_Source(), SIZE, epochs=None))
+    next(holder["iterator"])
+    assert len(_threads()) == 1
+    del holder
+    _no_threads()
+
+
+def test_exhausted_iterator_that_is_kept_has_no_thread(two):
+    iterator = iter(two.distribute_dataset(_Source(24), SIZE))
+    assert _numbers(iterator) == _epoch(24)
+    _no_threads()
+    assert next(iterator, None) is None
+
+
+def test_many_iterators_left_early_leave_no_thread(two):
+    dataset = two.distribute_dataset(_Source(), SIZE, epochs=None)
+    for _ in range(30):
+        next(iter(dataset))
+    _no_threads()
+
+
+# Errors
+
+
+class _SourceError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 50])
+@pytest.mark.parametrize("error", [_SourceError("at 20"), OSError(5, "disk"), KeyError("x"), SystemExit(3)])
+def test_error_in_the_source_comes_after_the_batches_before_it_with_its_own_traceback(error, prefetch, two):
+    iterator = iter(two.distribute_dataset(_Source(fails_at=20, error=error), SIZE, prefetch=prefetch))
+    assert _numbers(itertools.islice(iterator, 3)) == _epoch()[:3]
+    with pytest.raises(type(error)) as caught:
+        next(iterator)
+    assert caught.value is error
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[-1] == "_examples_of_this_source"
+    assert next(iterator, None) is None
+    _no_threads()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_error_in_a_function_of_the_step_comes_at_its_step_and_can_be_tried_again(prefetch, two):
+    broken = [True]
+
+    def read_the_step(step):
+        if step == 2 and broken[0]:
+            raise _SourceError(f"step {step}")
+        return {"number": np.arange(step * SIZE, (step + 1) * SIZE, dtype=np.int32)}
+
+    iterator = iter(two.distribute_dataset(read_the_step, None, epochs=None, prefetch=prefetch))
+    assert _numbers([next(iterator), next(iterator)]) == _epoch()[:2]
+    with pytest.raises(_SourceError, match="step 2") as caught:
+        next(iterator)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "read_the_step"
+    assert iterator.get_state()["batch"] == 2
+    broken[0] = False
+    iterator.set_state(iterator.get_state())
+    assert _numbers([next(iterator)]) == _epoch()[2:3]
+    iterator.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batch_of_another_shape_is_refused_at_its_number_with_the_leaf(prefetch, two):
+    def source(step):
+        return {"x": np.zeros((SIZE, 3 if step < 2 else 4), np.float32)}
+
+    iterator = iter(two.distribute_dataset(source, None, epochs=None, prefetch=prefetch))
+    next(iterator), next(iterator)
+    says = r"source\['x'\] as float32\[4\] a row, and not float32\[3\] in batch 2 of epoch 0"
+    with pytest.raises(ValueError, match=says):
+        next(iterator)
+
+
+def test_step_that_fails_does_not_end_the_iterator(two):
+    iterator = iter(two.distribute_dataset(_Source(), SIZE))
+    with pytest.raises(ArithmeticError):
+        for _ in iterator:
+            raise ArithmeticError("the step")
+    assert _numbers(iterator) == _epoch()[1:4]
+
+
+def test_loop_interrupted_while_it_waits_goes_on_without_a_batch_lost(two):
+    asked, release = threading.Event(), threading.Event()
+
+    def source(step):
+        if step == 2:
+            assert asked.wait(PATIENCE)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert release.wait(PATIENCE)
+        return {"number": np.arange(step * SIZE, (step + 1) * SIZE, dtype=np.int32)}
+
+    iterator = iter(two.distribute_dataset(source, None, epochs=None))
+    assert _numbers([next(iterator), next(iterator)]) == _epoch()[:2]
+    with pytest.raises(KeyboardInterrupt):
+        asked.set()
+        next(iterator)
+    assert iterator.get_state()["batch"] == 2
+    release.set()
+    assert _numbers([next(iterator)]) == _epoch()[2:3]
+    iterator.close()
+
+
+def test_loop_interrupted_in_the_source_without_a_thread_can_be_gone_on_with(two):
+    interrupted = []
+
+    def source(step):
+        if step == 2 and not interrupted:
+            interrupted.append(step)
+            raise KeyboardInterrupt
+        return {"number": np.arange(step * SIZE, (step + 1) * SIZE, dtype=np.int32)}
+
+    iterator = iter(two.distribute_dataset(source, None, epochs=None, prefetch=0))
+    assert _numbers([next(iterator), next(iterator)]) == _epoch()[:2]
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    iterator.set_state(iterator.get_state())
+    assert _numbers([next(iterator)]) == _epoch()[2:3]
+
+
+def test_stats_of_what_is_no_iterator_is_refused_with_the_way_out(two):
+    dataset = two.distribute_dataset(_arrays(), SIZE)
+    with pytest.raises(TypeError, match="iter"):
+        jdist.data.stats(dataset)
+
+
+# The end of the process
+
+PROGRAMS = {
+    "held": "held = iter(distribute(Source(), 4, epochs=None)); next(held)",
+    "exhausted": "held = iter(distribute(Source(), 4)); list(held)",
+    "many_held": "held = [iter(distribute(Source(), 4, epochs=None)) for _ in range(8)]; [next(x) for x in held]",
+    "in_a_loop": "for _ in distribute(Source(), 4, epochs=None): break",
+    "without_thread": "held = iter(distribute(Source(), 4, epochs=None, prefetch=0)); next(held)",
+    "source_asleep": "held = iter(distribute(Asleep(), 4, epochs=None)); next(held)",
+    "many_asleep": "held = [iter(distribute(Asleep(), 4, epochs=None)) for _ in range(12)]; [next(x) for x in held]",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_process_with_an_iterator_that_is_not_at_its_end_goes_away_in_silence(program):
+    text = """
+        import time
+        import numpy as np
+        import jdist
+
+        class Source:
+            def __iter__(self):
+                return (np.full(8, i, np.float32) for i in range(1000))
+
+        class Asleep:
+            def __iter__(self):
+                yield from [np.zeros(8, np.float32)] * 6
+                while True:
+                    time.sleep(0.01)
+
+        distribute = jdist.MirroredStrategy(["cpu:0", "cpu:1"]).distribute_dataset
+    """
+    text = textwrap.dedent(text) + program + "\nprint('end', flush=True)"
+    command = [sys.executable, "-c", text]
+    # Threads that will never hear of it get 2 seconds, however many they are.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

@@ -1,0 +1,654 @@
+"""What a step is fed from: every kind of source gives what it holds exactly once, in order, from any position."""
+
+import itertools
+import json
+
+import grain
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+from laws import STRATEGIES
+
+few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
+REPLICAS = {name: make() for name, make in STRATEGIES.items()}
+every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+BATCH = 24  # every number of replicas divides it
+COUNT = 60  # leaves 12 over
+
+
+@pytest.fixture
+def one():
+    return REPLICAS["one_device"]
+
+
+@pytest.fixture
+def two():
+    return REPLICAS["mirrored_2"]
+
+
+class Sequence:
+    """Examples found by their numbers; every leaf of example i holds i and nothing else."""
+
+    def __init__(self, count=COUNT):
+        self._count = count
+
+    def __len__(self):
+        return self._count
+
+    def __repr__(self):  # by which grain's DataLoader knows a source again
+        return f"Sequence({self._count})"
+
+    def __getitem__(self, number):
+        if not 0 <= number < self._count:
+            raise IndexError(number)
+        return {"number": np.int32(number), "row": [np.full(2, number, np.float32), {"none": None}]}
+
+
+class Again:
+    """Goes through what `make` gives, each time from the beginning."""
+
+    def __init__(self, make):
+        self._make = make
+
+    def __iter__(self):
+        return iter(self._make())
+
+
+def _examples(count=COUNT):
+    return (Sequence(count)[i] for i in range(count))
+
+
+def _cut(count=COUNT, size=BATCH):
+    return (np.arange(i, min(i + size, count), dtype=np.int32) for i in range(0, count, size))
+
+
+def _arrays(count=COUNT):
+    numbers = np.arange(count)
+    return {
+        "number": numbers,
+        "pair": (np.repeat(numbers[:, None], 3, 1).astype(np.float32), [None, numbers.astype("u1")]),
+    }
+
+
+def _map(count=COUNT):
+    return grain.MapDataset.source(Sequence(count))
+
+
+def _loader(count=COUNT, batched=False):
+    return grain.DataLoader(
+        data_source=Sequence(count),
+        sampler=grain.samplers.SequentialSampler(num_records=count, shard_options=grain.sharding.NoSharding()),
+        operations=[grain.transforms.Batch(batch_size=BATCH)] if batched else [],
+        worker_count=0,
+    )
+
+
+NUMBERED = {
+    "array": lambda count: np.arange(count, dtype=np.int16),
+    "nest": _arrays,
+    "jax_arrays": lambda count: jax.tree.map(jnp.asarray, _arrays(count)),
+    "range": range,
+    "sequence": Sequence,
+    "grain_map": _map,
+}
+STREAMS = {
+    "generator": _examples,
+    "iterator": lambda count: iter(Sequence(count)),
+    "iterable": lambda count: Again(lambda: _examples(count)),
+    "grain_iter": lambda count: _map(count).to_iter_dataset(),
+    "grain_loader": _loader,
+    "files": lambda count: jdist.data.Files([0, 1], lambda part: _part(count, part)),
+}
+BATCHES = {
+    "iterable_of_batches": lambda count: Again(lambda: _cut(count)),
+    "generator_of_batches": _cut,
+    "grain_map_of_batches": lambda count: _map(count).batch(BATCH),
+    "grain_iter_of_batches": lambda count: _map(count).to_iter_dataset().batch(BATCH),
+    "grain_loader_of_batches": lambda count: _loader(count, batched=True),
+}
+ENDLESS = {
+    "grain_repeated": (lambda: _map(BATCH).repeat(), BATCH),
+    "grain_repeated_batches": (lambda: _map(BATCH).repeat().batch(BATCH), None),
+    "function": (lambda: lambda step: np.arange(BATCH, dtype=np.int32), None),
+    "function_with_batch_size": (lambda: lambda step: {"x": np.arange(BATCH, dtype=np.int32)}, BATCH),
+}
+KINDS = {
+    **{name: (make, BATCH) for name, make in {**NUMBERED, **STREAMS}.items()},
+    **{name: (make, None) for name, make in BATCHES.items()},
+}
+ONCE = ("generator", "iterator", "generator_of_batches")  # can be gone through once
+AGAIN = {name: kind for name, kind in KINDS.items() if name not in ONCE}
+
+
+def _part(count, part):
+    edge = count // 3 + 1
+    return (Sequence(count)[i] for i in (range(edge) if part == 0 else range(edge, count)))
+
+
+def _table(kinds):
+    return pytest.mark.parametrize("make, batch_size", kinds.values(), ids=kinds)
+
+
+def _numbers(elements):
+    """The numbers of the examples that count, a list a batch; every leaf has to say the same number."""
+    found = []
+    for element in elements:
+        batch, weights = element if isinstance(element, tuple) else (element, None)
+        leaves = [np.asarray(x).reshape(BATCH, -1) for x in jax.tree.leaves(batch.tree)]
+        for leaf in leaves:
+            np.testing.assert_array_equal(leaf, np.broadcast_to(leaves[0][:, :1], leaf.shape))
+        keep = slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0
+        found.append(leaves[0][keep, 0].tolist())
+    return found
+
+
+def _expected(count, remainder):
+    whole = [list(range(i, min(i + BATCH, count))) for i in range(0, count, BATCH)]
+    return whole if remainder == "pad" else [batch for batch in whole if len(batch) == BATCH]
+
+
+@every_strategy
+@pytest.mark.parametrize("remainder, count", [("drop", COUNT), ("pad", COUNT), ("error", 48)])
+@_table(KINDS)
+def test_source_gives_what_it_holds_once_and_in_order(make, batch_size, remainder, count, strategy):
+    dataset = strategy.distribute_dataset(make(count), batch_size, remainder=remainder)
+    assert _numbers(dataset) == _expected(count, remainder)
+
+
+@every_strategy
+@_table(ENDLESS)
+def test_source_without_end_goes_on(make, batch_size, strategy):
+    dataset = strategy.distribute_dataset(make(), batch_size)
+    iterator = iter(dataset)
+    assert _numbers(itertools.islice(iterator, 5)) == [list(range(BATCH))] * 5
+    iterator.close()
+    with pytest.raises(TypeError, match="How many batches there are is not known"):
+        len(dataset)
+
+
+@_table(KINDS)
+def test_source_with_error_refuses_a_partial_batch(make, batch_size, two):
+    says = r"60 examples leave 12 over in batches of 24|There are 12 of 24 examples in batch 2 of epoch 0"
+    with pytest.raises(ValueError, match=rf"({says}).*remainder=\"error\" allows only full batches"):
+        list(two.distribute_dataset(make(COUNT), batch_size, remainder="error"))
+
+
+@_table(AGAIN)
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_source_is_gone_through_once_an_epoch(make, batch_size, remainder, two):
+    dataset = two.distribute_dataset(make(COUNT), batch_size, epochs=3, remainder=remainder)
+    assert _numbers(dataset) == _expected(COUNT, remainder) * 3
+
+
+@_table(AGAIN)
+def test_source_with_epochs_without_end_goes_on(make, batch_size, two):
+    iterator = iter(two.distribute_dataset(make(COUNT), batch_size, epochs=None, remainder="pad"))
+    assert _numbers(itertools.islice(iterator, 8)) == (_expected(COUNT, "pad") * 3)[:8]
+    iterator.close()
+
+
+@_table(AGAIN)
+def test_source_begins_anew_with_each_loop(make, batch_size, two):
+    dataset = two.distribute_dataset(make(COUNT), batch_size)
+    next(iter(dataset))
+    assert _numbers(dataset) == _numbers(dataset) == _expected(COUNT, "drop")
+
+
+@_table({name: KINDS[name] for name in ONCE})
+@pytest.mark.parametrize("epochs", [2, None])
+def test_iterator_for_several_epochs_is_refused(epochs, make, batch_size, two):
+    with pytest.raises(
+        ValueError, match=rf"The source is a \w+, which can be gone through once, and epochs={epochs}\. .*`__iter__`"
+    ):
+        two.distribute_dataset(make(COUNT), batch_size, epochs=epochs)
+
+
+@_table({name: KINDS[name] for name in ONCE})
+def test_iterator_in_a_second_loop_is_refused(make, batch_size, two):
+    dataset = two.distribute_dataset(make(COUNT), batch_size)
+    assert len(_numbers(dataset)) == 2
+    with pytest.raises(ValueError, match=r"The source is a \w+, which can be gone through once, and was\."):
+        next(iter(dataset))
+
+
+def test_iterable_that_goes_on_where_it_was_is_refused_in_epoch_1(two):
+    left = iter(Sequence(BATCH))
+    dataset = two.distribute_dataset(Again(lambda: left), BATCH, epochs=2)
+    iterator = iter(dataset)
+    next(iterator)
+    with pytest.raises(ValueError, match=r"The source gave no examples in epoch 1, and some in the one before\."):
+        next(iterator)
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_iterator_that_begins_again_behind_its_end_is_not_asked_again(remainder, one):
+    class Rewinding:
+        """As many hand-written iterators do."""
+
+        def __init__(self):
+            self._next, self._asked = 0, 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self._asked += 1
+            assert self._asked < 10 * BATCH, "this goes on for ever"
+            if self._next == BATCH + 6:
+                self._next = 0
+                raise StopIteration
+            self._next += 1
+            return np.int32(self._next - 1)
+
+    dataset = one.distribute_dataset(Rewinding(), BATCH, remainder=remainder)
+    assert _numbers(dataset) == _expected(BATCH + 6, remainder)
+
+
+@pytest.mark.parametrize("make", NUMBERED.values(), ids=NUMBERED)
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_shuffle_of_what_has_numbers_is_one_order_for_all_kinds(remainder, make, two):
+    options = dict(shuffle=True, seed=3, epochs=2, remainder=remainder)
+    found = _numbers(two.distribute_dataset(make(COUNT), BATCH, **options))
+    assert found == _numbers(two.distribute_dataset(np.arange(COUNT), BATCH, **options))
+    assert found[: len(found) // 2] != found[len(found) // 2 :]
+    if remainder == "pad":
+        assert sorted(sum(found, [])) == sorted([*range(COUNT)] * 2)
+
+
+def test_shuffle_of_numbered_batches_is_one_of_the_batches(two):
+    dataset = two.distribute_dataset(_map(10 * BATCH).batch(BATCH), None, shuffle=True, epochs=2)
+    found = _numbers(dataset)
+    whole = [list(range(i, i + BATCH)) for i in range(0, 10 * BATCH, BATCH)]
+    assert sorted(found[:10]) == sorted(found[10:]) == whole
+    assert len({str(whole), str(found[:10]), str(found[10:])}) == 3
+
+
+UNSHUFFLED = {
+    **{name: kind for name, kind in KINDS.items() if name in {*STREAMS, *BATCHES} - {"files", "grain_map_of_batches"}},
+    **{name: (lambda _, make=make: make(), batch_size) for name, (make, batch_size) in ENDLESS.items()},
+}
+
+
+@_table(UNSHUFFLED)
+def test_shuffle_of_a_stream_is_refused(make, batch_size, two):
+    with pytest.raises(
+        ValueError, match=r"The source .*shuffle=True needs examples that can be found by their numbers"
+    ):
+        two.distribute_dataset(make(COUNT), batch_size, shuffle=True)
+
+
+def test_shuffle_of_files_that_are_streams_is_refused_with_the_path(two):
+    dataset = two.distribute_dataset(STREAMS["files"](COUNT), BATCH, shuffle=True)
+    with pytest.raises(ValueError, match="gives one element after the other, and shuffle=True needs") as told:
+        next(iter(dataset))
+    assert told.value.__notes__[0] in ("while reading 0", "while reading 1")
+
+
+def _buffer(*shape):
+    """Memory that JAX takes over as it is, instead of a copy."""
+    raw = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + 4 * int(np.prod(shape))].view(np.int32).reshape(shape)
+
+
+class LentByNumber:
+    def __init__(self):
+        self._buffer = _buffer(16)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        self._buffer[:] = number
+        return {"x": self._buffer}
+
+
+def _lent_examples():
+    sequence = LentByNumber()
+    return Again(lambda: map(sequence.__getitem__, range(8)))
+
+
+def _lent_batches(count=4):
+    rows = _buffer(2, 16)
+    for i in range(count):
+        rows[:] = np.arange(2 * i, 2 * i + 2)[:, None]
+        yield {"x": rows}
+
+
+def _lent_by_step():
+    rows = _buffer(2, 16)
+
+    def batch(step):
+        rows[:] = np.arange(2 * step, 2 * step + 2)[:, None]
+        return {"x": rows}
+
+    return batch
+
+
+LENT = {
+    "sequence": (LentByNumber, 2),
+    "grain_map": (lambda: grain.MapDataset.source(LentByNumber()), 2),
+    "grain_repeated": (lambda: grain.MapDataset.source(LentByNumber()).repeat(), 2),
+    "iterable": (_lent_examples, 2),
+    "batches": (lambda: Again(_lent_batches), None),
+    "function": (_lent_by_step, None),
+    "files": (lambda: jdist.data.Files(["a"], lambda _: _lent_examples()), 2),
+    "files_by_number": (lambda: jdist.data.Files(["a"], lambda _: LentByNumber()), 2),
+    "files_of_batches": (lambda: jdist.data.Files(["a"], lambda _: Again(_lent_batches)), None),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("replicas", ["one_device", "mirrored_2"])
+@pytest.mark.parametrize("make, batch_size", LENT.values(), ids=LENT)
+def test_buffer_that_the_source_writes_again_changes_no_batch(make, batch_size, replicas, prefetch):
+    iterator = iter(REPLICAS[replicas].distribute_dataset(make(), batch_size, prefetch=prefetch))
+    batches = list(itertools.islice(iterator, 4))
+    iterator.close()
+    found = np.stack([np.asarray(batch.tree["x"]).reshape(2, 16) for batch in batches])
+    np.testing.assert_array_equal(found, np.broadcast_to(np.arange(8).reshape(4, 2, 1), (4, 2, 16)))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("replicas", ["one_device", "mirrored_2", "mirrored_3"])
+def test_buffer_that_a_pipeline_writes_again_changes_no_batch(replicas, prefetch):
+    strategy = REPLICAS[replicas]
+    n = strategy.num_replicas_in_sync
+    dataset = strategy.distribute_datasets_from_function(
+        lambda _: Again(lambda: _lent_batches(2 * n)), prefetch=prefetch
+    )
+    found = np.stack([np.asarray(batch.tree["x"]) for batch in list(dataset)])
+    np.testing.assert_array_equal(found, np.broadcast_to(np.arange(4 * n).reshape(2, n, 2, 1), (2, n, 2, 16)))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_array_that_the_user_writes_changes_no_batch_that_was_given(prefetch, one):
+    rows = _buffer(4, 16)
+    iterator = iter(one.distribute_dataset(rows, 2, prefetch=prefetch))
+    first = next(iterator)
+    rows[:] = 7
+    np.testing.assert_array_equal(first.tree, np.zeros((1, 2, 16)))
+
+
+POSITIONED = {
+    **{name: (make, size, 1 if name in ONCE else 2, name in NUMBERED) for name, (make, size) in KINDS.items()},
+    "grain_map_of_shuffled_batches": (BATCHES["grain_map_of_batches"], None, 2, True),
+    **{name: (lambda _, make=make: make(), size, 1, False) for name, (make, size) in ENDLESS.items()},
+}
+
+
+@pytest.mark.parametrize("goes_on", ["one_device", "mirrored_2", "mirrored_3", "mirrored_8"])
+@pytest.mark.parametrize("make, batch_size, epochs, shuffle", POSITIONED.values(), ids=POSITIONED)
+def test_position_resumes_at_every_batch_on_any_number_of_replicas(make, batch_size, epochs, shuffle, goes_on, two):
+    options = dict(shuffle=shuffle, epochs=epochs, remainder="pad", seed=2)
+
+    def iterator(strategy):
+        return iter(strategy.distribute_dataset(make(COUNT), batch_size, **options))
+
+    source, states, found = iterator(two), [], []
+    states.append(json.dumps(source.get_state()))
+    for element in itertools.islice(source, 6):
+        found += _numbers([element])
+        states.append(json.dumps(source.get_state()))
+    source.close()
+    for taken, state in enumerate(states):
+        resumed = iterator(REPLICAS[goes_on])
+        resumed.set_state(json.loads(state))
+        assert json.dumps(resumed.get_state()) == state
+        assert _numbers(itertools.islice(resumed, len(found) - taken)) == found[taken:]
+        resumed.close()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_position_of_a_grain_source_is_its_own_and_nothing_is_read_again(batched, two):
+    asked = []
+
+    class Asked(Sequence):
+        def __getitem__(self, number):
+            asked.append(number)
+            return super().__getitem__(number)
+
+    def iterator():
+        source = grain.MapDataset.source(Asked(4 * BATCH)).to_iter_dataset(grain.ReadOptions(1, 1))
+        return iter(two.distribute_dataset(source.batch(BATCH) if batched else source, None if batched else BATCH))
+
+    first = iterator()
+    next(first), next(first)
+    state = json.loads(json.dumps(first.get_state()))
+    first.close()
+    resumed = iterator()
+    resumed.set_state(state)
+    asked.clear()
+    assert _numbers(resumed) == [list(range(2 * BATCH, 3 * BATCH)), list(range(3 * BATCH, 4 * BATCH))]
+    assert min(asked) == 2 * BATCH
+    assert len(asked) == len(set(asked))
+
+
+class Stateful:
+    """An iterator that hands out the very dict that it counts in."""
+
+    def __init__(self):
+        self._at = {"next": 0}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self._at["next"] == COUNT:
+            raise StopIteration
+        self._at["next"] += 1
+        return np.int32(self._at["next"] - 1)
+
+    def get_state(self):
+        return self._at
+
+    def set_state(self, state):
+        self._at = state
+
+
+class StatefulInBytes(Stateful):
+    def get_state(self):
+        return bytes([255, self._at["next"]])  # no text
+
+    def set_state(self, state):
+        self._at = {"next": state[1]}
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
+@pytest.mark.parametrize("kind", [Stateful, StatefulInBytes])
+def test_position_of_a_source_is_that_behind_the_batches_taken(kind, prefetch, one):
+    def iterator():
+        return iter(one.distribute_dataset(Again(kind), BATCH, prefetch=prefetch, remainder="pad"))
+
+    first = iterator()
+    assert _numbers([next(first)]) == [list(range(BATCH))]
+    state = json.dumps(first.get_state())
+    for _ in range(2):  # which going on from it does not change
+        resumed = iterator()
+        resumed.set_state(json.loads(state))
+        assert _numbers(resumed) == _expected(COUNT, "pad")[1:]
+    assert json.dumps(first.get_state()) == state
+
+
+def test_position_set_twice_from_one_dict_is_the_same(one):
+    def iterator():
+        return iter(one.distribute_dataset(Again(Stateful), BATCH, remainder="pad"))
+
+    first = iterator()
+    next(first)
+    state = first.get_state()
+    for _ in range(2):
+        resumed = iterator()
+        resumed.set_state(state)
+        assert _numbers(resumed) == _expected(COUNT, "pad")[1:]
+
+
+@pytest.mark.parametrize("remainder", ["drop", "error"])
+def test_position_of_batches_that_the_replicas_cannot_split_is_refused(remainder):
+    def iterator(replicas):
+        source = Again(lambda: _cut(18, 6))
+        return iter(REPLICAS[replicas].distribute_dataset(source, None, remainder=remainder))
+
+    first = iterator("mirrored_2")
+    next(first)
+    resumed = iterator("mirrored_8")
+    with pytest.raises(ValueError, match=r"batch of 6 examples cannot be split over 8 replicas \(6 left over\)"):
+        resumed.set_state(first.get_state())
+        next(resumed)
+
+
+def test_position_of_padded_batches_goes_on_with_every_row_on_more_replicas():
+    def iterator(replicas):
+        return iter(REPLICAS[replicas].distribute_dataset(Again(lambda: _cut(20, 5)), None, remainder="pad"))
+
+    def rows(elements):
+        return sum((np.asarray(b.tree)[np.asarray(w.tree) > 0].tolist() for b, w in elements), [])
+
+    first = iterator("mirrored_2")
+    assert rows([next(first)]) == [0, 1, 2, 3, 4]
+    resumed = iterator("mirrored_8")
+    resumed.set_state(first.get_state())
+    assert rows(resumed) == list(range(5, 20))
+
+
+def test_function_that_gives_small_batches_is_refused_instead_of_asked_for_ever(two):
+    def batch(step):
+        assert step < 100, "this goes on for ever"
+        return np.zeros((6, 2), np.float32)
+
+    with pytest.raises(ValueError, match=r"\b6\b.*\b8\b"):
+        next(iter(two.distribute_dataset(batch, 8)))
+
+
+def test_function_that_gives_a_larger_batch_is_refused_with_its_number(two):
+    dataset = two.distribute_dataset(lambda step: np.zeros((4 if step < 2 else 6, 2), np.float32), 4)
+    with pytest.raises(
+        ValueError, match=r"a batch of 6 rows in batch 2 of epoch 0, where batches of 4 rows are expected"
+    ):
+        list(dataset)
+
+
+def test_function_of_the_step_is_asked_for_each_step_once(two):
+    steps = []
+
+    def batch(step):
+        steps.append(step)
+        return np.full((2, 3), step, np.float32)
+
+    iterator = iter(two.distribute_dataset(batch, None, prefetch=0))
+    assert [next(iterator).tree[0, 0, 0].item() for _ in range(4)] == [0, 1, 2, 3]
+    assert steps == [0, 1, 2, 3]
+    state = iterator.get_state()
+    steps.clear()
+    iterator.set_state(state)
+    next(iterator)
+    assert steps == [4]
+
+
+def test_first_batch_of_the_source_says_how_large_batches_are(two):
+    dataset = two.distribute_dataset(Again(lambda: _cut(10, 4)), None)
+    assert [batch.tree.tolist() for batch in dataset] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+def test_first_batch_of_the_source_that_cannot_be_split_is_refused(two):
+    with pytest.raises(ValueError, match=r"batch of 5 examples cannot be split over 2 replicas \(1 left over\)"):
+        next(iter(two.distribute_dataset(Again(lambda: _cut(10, 5)), None)))
+
+
+@few
+@hypothesis.given(
+    count=st.integers(1, 40),
+    each=st.integers(1, 5),
+    replicas=st.sampled_from(["one_device", "mirrored_2", "mirrored_3"]),
+    kind=st.sampled_from(["array", "sequence", "iterable", "batches"]),
+    prefetch=st.integers(0, 3),
+    taken=st.integers(0, 10),
+    goes_on=st.sampled_from(["one_device", "mirrored_2", "mirrored_3"]),
+)
+def test_padded_epoch_holds_each_example_once_for_any_sizes(count, each, replicas, kind, prefetch, taken, goes_on):
+    size = 6 * each if replicas != goes_on else each * REPLICAS[replicas].num_replicas_in_sync
+
+    def iterator(name):
+        make, batch_size = {
+            "array": (lambda: np.arange(count), size),
+            "sequence": (lambda: range(count), size),
+            "iterable": (lambda: Again(lambda: iter(range(count))), size),
+            "batches": (lambda: Again(lambda: _cut(count, size)), None),
+        }[kind]
+        strategy = REPLICAS[name]
+        return iter(strategy.distribute_dataset(make(), batch_size, remainder="pad", prefetch=prefetch))
+
+    def rows(elements):
+        found = []
+        for batch, weights in elements:
+            weights = np.asarray(weights.tree).ravel()
+            assert set(weights) <= {0.0, 1.0}
+            found += np.asarray(batch.tree).ravel()[weights > 0].tolist()
+        return found
+
+    first = iterator(replicas)
+    before = rows(itertools.islice(first, taken))
+    state = json.loads(json.dumps(first.get_state()))
+    first.close()
+    then = iterator(goes_on)
+    then.set_state(state)
+    assert before + rows(then) == list(range(count))
+
+
+NO_SOURCE = {
+    "number": (5, r"The source is int, from which no examples can be had\. Pass arrays"),
+    "object": (object(), r"The source is object, from which no examples can be had"),
+    "text": ("train.npy", r"The source is 'train\.npy'\. To read files, say how: `jdist\.data\.Files\(paths, read\)`"),
+    "list_of_dicts": (
+        [{"x": np.zeros(2)}, {"x": np.zeros(2)}],
+        r"The source is a list of 2 parts that look alike: .*`grain\.MapDataset\.source\(examples\)`",
+    ),
+    "list_of_numbers": ([{"x": 1}, {"x": 2}], r"source\[0\]\['x'\] is 1: an array with one row an example is needed"),
+    "list_of_nothing": ([], r"The data source has no arrays\."),
+    "range_of_nothing": (range(0), r"The source is empty: there is nothing to distribute"),
+    "sequence_of_nothing": (Sequence(0), r"The source is empty: there is nothing to distribute"),
+}
+
+
+@pytest.mark.parametrize("source, says", NO_SOURCE.values(), ids=NO_SOURCE)
+def test_what_is_no_source_is_refused(source, says, two):
+    with pytest.raises(ValueError, match=says):
+        two.distribute_dataset(source, 2, remainder="pad")
+
+
+def test_archive_of_arrays_is_refused_by_its_kind(tmp_path, two):
+    np.savez(tmp_path / "all.npz", x=np.zeros(8), y=np.ones(8))
+    with np.load(tmp_path / "all.npz") as archive, pytest.raises(ValueError, match="The source is .*NpzFile"):
+        next(iter(two.distribute_dataset(archive, 2)))
+
+
+def test_arrays_without_batch_size_are_refused(two):
+    with pytest.raises(ValueError, match=r"Arrays have to be cut into batches: .*`batch_size=64`"):
+        two.distribute_dataset(np.zeros(8), None)
+
+
+EMPTY = {
+    "generator": (lambda: _examples(0), 2),
+    "iterable": (lambda: Again(lambda: []), 2),
+    "batches": (lambda: Again(lambda: []), None),
+    "batches_of_nothing": (lambda: Again(lambda: [np.zeros((0, 2))]), None),
+    "grain_iter": (lambda: _map(4).filter(lambda _: False).to_iter_dataset(), 2),
+}
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad", "error"])
+@pytest.mark.parametrize("make, batch_size", EMPTY.values(), ids=EMPTY)
+def test_stream_of_nothing_is_refused(make, batch_size, remainder, two):
+    with pytest.raises(ValueError, match=r"The source is empty: there is nothing to distribute\."):
+        next(iter(two.distribute_dataset(make(), batch_size, remainder=remainder)))
+
+
+def test_stream_below_a_batch_is_refused_with_drop(two):
+    with pytest.raises(ValueError, match=r"3 examples do not fill one batch of 4, .*smaller `batch_size`"):
+        list(two.distribute_dataset(_examples(3), 4))
