@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pathlib
 import pkgutil
+import runpy
 
 import jax
 import numpy as np
@@ -40,6 +41,11 @@ def test_example_runs_and_prints_what_it_says(test):
     result = doctest.DocTestRunner(optionflags=FLAGS).run(test)
     assert result.failed == 0
     assert result.attempted > 0
+
+
+def test_pictures_are_what_the_code_draws():
+    drawing = runpy.run_path(str(ROOT / "docs/pictures.py"))
+    assert (ROOT / "docs/who_reads.svg").read_text() == drawing["who_reads"]()
 
 
 def _public():

@@ -7,14 +7,24 @@ waits.
 
 import itertools
 import json
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+
+from jax.sharding import Mesh
 
 from jdist._compat import shared_store
 
 _PATIENCE = 200  # milliseconds between two looks at whether to go on waiting
-_conversations = itertools.count()  # every process runs the same program, and so counts alike
+_numbers: dict[tuple[int, ...], Iterator[int]] = {}  # of the conversations that these processes have had
+_read: list[str] = []  # keys that nobody waits for any more
 T = TypeVar("T")
+
+
+def conversation(mesh: Mesh) -> str:
+    """A name for a new conversation of the processes of `mesh`. Each runs the same program, and so counts alike."""
+    among = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+    return f"jdist/input/{zlib.crc32(repr(among).encode())}/{next(_numbers.setdefault(among, itertools.count()))}"
 
 
 class Alone:
@@ -28,21 +38,26 @@ class Alone:
         """How many examples each shard has."""
         return list(mine.values())
 
+    def leave(self) -> None:
+        """Nobody waits."""
+
 
 class Agreement:
     """One conversation of the processes that feed a strategy, a round a batch.
 
     Args:
+        name: That of the conversation.
         pipeline: The number of this process among them.
         num_pipelines: How many they are.
         stopped: Says whether to give up.
     """
 
-    def __init__(self, pipeline: int, num_pipelines: int, stopped: Callable[[], bool]):
-        self._pipeline, self._num_pipelines, self._stopped = pipeline, num_pipelines, stopped
+    def __init__(self, name: str, pipeline: int, num_pipelines: int, stopped: Callable[[], bool] = bool):
+        self._name, self._pipeline, self._num_pipelines, self._stopped = name, pipeline, num_pipelines, stopped
         self._store = shared_store()
-        self._name = f"jdist/input/{next(_conversations)}"
-        self._round = 0
+        self._heard_rounds = self._said_rounds = 0
+        # Who speaks in this conversation has left those that this process left before.
+        self._stale, _read[:] = list(_read), []
 
     def told(self, work: Callable[[], T]) -> T:
         """What `work` gives; if it fails, the other processes hear of it in this round."""
@@ -51,6 +66,10 @@ class Agreement:
         except Exception as error:
             self._say({"error": f"{type(error).__name__}: {error}"})
             raise
+
+    def same(self, what: str) -> None:
+        """Raises ValueError, on all, if the processes do not all say the same in this round; RuntimeError if one failed."""
+        self._compared([message["what"] for message in self._round({"what": what})])
 
     def counts(self, mine: dict[int, int], kind: str | None, where: str) -> list[int]:
         """How many examples each shard has in this batch, shard by shard, the same on every process.
@@ -62,25 +81,12 @@ class Agreement:
 
         Raises:
             RuntimeError: Another process failed.
-            ValueError: The processes do not have the same, or not of the same kind.
+            ValueError: The processes do not have the same, or not of the same kind, or are at different batches.
             InterruptedError: It was given up.
         """
-        own = {"counts": list(mine.items()), "kind": kind}
-        self._say(own)
-        said = [own if i == self._pipeline else json.loads(self._heard(i)) for i in range(self._num_pipelines)]
-        if self._round > 0:  # whoever has spoken in this round has heard the one before
-            self._store.key_value_delete(self._key(self._round - 1, self._pipeline))
-        self._round += 1
-        for process, message in enumerate(said):
-            if "error" in message:
-                raise RuntimeError(f"Input pipeline {process} could not read its data{where}: {message['error']}")
-        kinds = {message["kind"]: process for process, message in enumerate(said) if message["kind"] is not None}
-        if len(kinds) > 1:
-            (one, a), (other, b), *_ = kinds.items()
-            raise ValueError(
-                f"Input pipeline {a} gives {one}, and {b} gives {other}{where}. Make their sources give the "
-                "same structure, dtypes and shapes."
-            )
+        said = self._round({"counts": list(mine.items()), "kind": kind, "where": where}, where)
+        self._compared([f"the rows{message['where']}" for message in said])
+        self._compared([message["kind"] and f"{message['kind']}{where}" for message in said])
         counts: dict[int, int] = {}
         for shard, count in itertools.chain.from_iterable(message["counts"] for message in said):
             if counts.setdefault(shard, count) != count:
@@ -90,16 +96,43 @@ class Agreement:
                 )
         return [counts[shard] for shard in sorted(counts)]
 
+    def leave(self) -> None:
+        """Nothing more is said: others that go on are told so, and do not wait."""
+        self._say({"error": "it was closed there, and not here"})
+        _read.extend(self._key(number, self._pipeline) for number in range(self._said_rounds)[-3:])
+
+    def _round(self, message: dict[str, Any], where: str = "") -> list[dict[str, Any]]:
+        """What every process says in this round, in their order."""
+        self._say(message)
+        said = [message if i == self._pipeline else json.loads(self._heard(i)) for i in range(self._num_pipelines)]
+        if self._heard_rounds > 0:  # who has spoken in this round has heard the one before
+            self._stale.append(self._key(self._heard_rounds - 1, self._pipeline))
+        while self._stale:
+            self._store.key_value_delete(self._stale.pop())
+        self._heard_rounds += 1
+        for process, heard in enumerate(said):
+            if "error" in heard:
+                raise RuntimeError(f"Input pipeline {process} could not read its data{where}: {heard['error']}")
+        return said
+
+    @staticmethod
+    def _compared(said: Sequence[str | None]) -> None:
+        kinds = {what: process for process, what in enumerate(said) if what is not None}
+        if len(kinds) > 1:
+            (one, a), (other, b), *_ = kinds.items()
+            raise ValueError(f"Input pipeline {a} has {one}, and {b} has {other}. Make them alike on all processes.")
+
     def _key(self, number: int, pipeline: int) -> str:
         return f"{self._name}/{number}/{pipeline}"
 
     def _say(self, message: dict[str, Any]) -> None:
-        self._store.key_value_set(self._key(self._round, self._pipeline), json.dumps(message))
+        self._store.key_value_set(self._key(self._said_rounds, self._pipeline), json.dumps(message))
+        self._said_rounds += 1
 
     def _heard(self, pipeline: int) -> str:
         while not self._stopped():
             try:
-                return self._store.blocking_key_value_get(self._key(self._round, pipeline), _PATIENCE)
+                return self._store.blocking_key_value_get(self._key(self._heard_rounds, pipeline), _PATIENCE)
             except RuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise

@@ -3,15 +3,20 @@
 import atexit
 import collections
 import contextlib
+import functools
+import logging
 import queue
 import threading
-import weakref
+import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 
 T = TypeVar("T")
+_PATIENCE = 5  # seconds to wait for a source that is to be left
+_LOOK = 0.5  # seconds after which a loop that waits sees that it was interrupted
+_log = logging.getLogger("jdist")
 Maker: TypeAlias = Callable[[Callable[[], bool]], Generator[T]]  # makes the items, given what says whether to stop
 
 
@@ -22,7 +27,7 @@ class Inline(Generic[T]):
         self._items = make(lambda: False)
         self._depth = depth
         self._made: collections.deque[T] = collections.deque()
-        self._error: Exception | None = None
+        self._end: Exception | None = None  # what comes after the last item: StopIteration, or an error first
 
     def ready(self) -> bool:
         """Whether an item can be had at once."""
@@ -34,23 +39,22 @@ class Inline(Generic[T]):
         Raises:
             StopIteration: There is none.
         """
-        if not self._made and self._error:
-            error, self._error = self._error, None
-            raise error
-        item = self._made.popleft() if self._made else next(self._items)
         try:
-            while len(self._made) < self._depth:
+            while self._end is None and len(self._made) <= self._depth:
                 self._made.append(next(self._items))
-        except StopIteration:
-            pass
-        except Exception as error:  # comes after what was made before it
-            self._error = error
-        return item
+        except Exception as error:
+            self._end = error
+        if self._made:
+            return self._made.popleft()
+        end, self._end = self._end, StopIteration()
+        assert end is not None
+        raise end
 
     def close(self) -> None:
         """Lets go of what makes the items, and of those that were made."""
-        self._items.close()
+        self._end = StopIteration()
         self._made.clear()
+        self._items.close()
 
 
 class Threaded(Generic[T]):
@@ -60,14 +64,17 @@ class Threaded(Generic[T]):
     """
 
     def __init__(self, make: Maker[T], depth: int):
-        self._slots = threading.Semaphore(depth)
+        # A simple queue, because what `__del__` does may come in the middle of anything: it can be put to even then.
+        self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(depth):
+            self._slots.put(None)
         self._made: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
         self._stop = threading.Event()
         # What a thread sees of JAX's settings is its own.
         keeps_64_bits = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         work = (make, self._slots, self._made, self._stop, keeps_64_bits)
         self._thread = threading.Thread(target=_work, args=work, name="jdist input", daemon=True)
-        _running.add(self)
+        _running[self._thread] = functools.partial(_ask_to_stop, self._stop, self._slots)
         self._thread.start()
 
     def ready(self) -> bool:
@@ -80,8 +87,11 @@ class Threaded(Generic[T]):
         Raises:
             StopIteration: There is none.
         """
-        give = self._made.get()
-        self._slots.release()
+        give = None
+        while give is None:
+            with contextlib.suppress(queue.Empty):
+                give = self._made.get(timeout=_LOOK)
+        self._slots.put(None)
         try:
             return give()
         except BaseException:
@@ -89,35 +99,42 @@ class Threaded(Generic[T]):
             raise
 
     def close(self) -> None:
-        """Ends the thread, and waits until it has made the item that it is at."""
-        self.stop()
-        self._thread.join()
+        """Ends the thread, and waits until it has made the item that it is at; but not for ever."""
+        self.stop(wait=_PATIENCE)
+        if self._thread.is_alive():
+            _log.warning("The source has not answered for %d s. The thread that reads it ends when it does.", _PATIENCE)
         self._made = queue.SimpleQueue()
         self._made.put(_end)
 
     def stop(self, wait: float = 0) -> None:
         """Asks the thread to end, and waits so many seconds for it."""
-        self._stop.set()
-        self._slots.release()
+        _ask_to_stop(self._stop, self._slots)
         if wait:
             self._thread.join(wait)
 
     __del__ = stop
 
 
+def _ask_to_stop(stop: threading.Event, slots: queue.SimpleQueue[None]) -> None:
+    stop.set()
+    slots.put(None)
+
+
 def _work(
     make: Maker[Any],
-    slots: threading.Semaphore,
+    slots: queue.SimpleQueue[None],
     made: queue.SimpleQueue[Callable[[], Any]],
     stop: threading.Event,
     keeps_64_bits: bool,
 ) -> None:
     try:
         with jax.enable_x64(keeps_64_bits), contextlib.closing(make(stop.is_set)) as items:  # pyright: ignore
-            while slots.acquire() and not stop.is_set():
+            while slots.get() is None and not stop.is_set():
                 made.put(_giving(next(items)))
     except BaseException as error:
         made.put(_raising(error))
+    finally:
+        _running.pop(threading.current_thread(), None)
 
 
 def _giving(item: T) -> Callable[[], T]:
@@ -132,11 +149,14 @@ def _raising(error: BaseException) -> Callable[[], Any]:
 
 
 _end = _raising(StopIteration())
-_running: weakref.WeakSet[Threaded[Any]] = weakref.WeakSet()
+_running: dict[threading.Thread, Callable[[], None]] = {}  # and how to ask each to stop
 
 
 @atexit.register
 def _stop_all() -> None:
-    """A thread that is still in JAX when Python goes away takes the process with it."""
-    for threaded in list(_running):
-        threaded.stop(wait=2)
+    """A thread that is still in JAX when Python goes away takes the process with it. One that waits for its source does not."""
+    deadline = time.monotonic() + _PATIENCE
+    for stop in list(_running.values()):
+        stop()
+    for thread in list(_running):
+        thread.join(max(0, deadline - time.monotonic()))

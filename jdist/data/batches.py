@@ -15,6 +15,7 @@ import numpy as np
 from jdist._tree import PyTree
 from jdist.data.agreement import Agreement, Alone
 from jdist.data.feeds import Block, Feed, NumberedFeed, StreamFeed
+from jdist.data.files import Files
 from jdist.data.order import Order
 from jdist.data.rows import difference, kind, narrowed, wide_floats
 from jdist.data.sharding import Part, Share, check_split
@@ -29,30 +30,38 @@ class Reading:
     """How a source is read.
 
     Attributes:
-        supply: The source, or that part of it which is one of several shards: from the shard and how many there are.
+        source: Where the examples come from.
         batch_size: Examples in a global batch; None if the source's batches say it.
         shuffle: Whether examples that have numbers come in another order in each epoch.
         seed: What that order depends on.
         epochs: How often the source is gone through; None for ever.
         remainder: What becomes of a batch that is not full.
         own: Whether each process has a source of its own, for its replicas only.
-        counted: Whether it was known before how many examples there are, and said what is left out.
-        in_files: Whether the source is files that all processes have, which can be read in any number of parts.
         replica_batches: Whether an element of the source is the batch of one replica.
         warn: Says something once.
     """
 
-    supply: Callable[[int, int], Indexed | Stream]
+    source: Indexed | Stream | Files
     batch_size: int | None
     shuffle: bool
     seed: int
     epochs: int | None
     remainder: Remainder
     own: bool = False
-    counted: bool = False
-    in_files: bool = False
     replica_batches: bool = False
     warn: Callable[[str], None] = _log.warning
+
+    def part(self, shard: int, shards: int) -> Indexed | Stream:
+        """What is in one of so many shards."""
+        if not isinstance(self.source, Files):
+            return self.source
+        which = (0, 1) if self.own else (shard, shards)
+        return self.source.stream(self.batch_size is None, self.shuffle, self.seed, *which)
+
+    def num_examples(self, share: Share) -> int | None:
+        """How many there are in an epoch, if that is known before they are read."""
+        apart = self.own and share.num_pipelines > 1
+        return None if apart or isinstance(self.source, (Stream, Files)) else len(self.source)
 
 
 class Position(NamedTuple):
@@ -89,29 +98,43 @@ class Batch(NamedTuple):
     after: Position
 
 
-def batches(reading: Reading, share: Share, start: Position, stopped: Callable[[], bool] = bool) -> Iterator[Batch]:
+def batches(
+    reading: Reading, share: Share, start: Position, name: str = "", stopped: Callable[[], bool] = bool
+) -> Iterator[Batch]:
     """All batches from `start` on.
 
     Args:
         reading: What is read, and how.
         share: What this process holds of it.
         start: Where to begin.
-        stopped: Says whether to give up waiting for other processes.
+        name: That of the conversation with the other processes, if there are any.
+        stopped: Says whether to give up waiting for them.
     """
-    return _Reader(reading, share, start, stopped).read()
+    alone = share.num_pipelines == 1 or in_memory_on_all(reading, share)
+    agreement = Alone() if alone else Agreement(name, share.pipeline, share.num_pipelines, stopped)
+    try:
+        yield from _Reader(reading, share, start, agreement).read()
+    finally:
+        agreement.leave()
+
+
+def in_memory_on_all(reading: Reading, share: Share) -> bool:
+    """Whether every process has the same arrays in memory, which cannot fail on one of them."""
+    return isinstance(reading.source, Arrays) and (share.num_pipelines == 1 or not reading.own)
 
 
 class _Reader:
-    def __init__(self, reading: Reading, share: Share, start: Position, stopped: Callable[[], bool]):
+    def __init__(self, reading: Reading, share: Share, start: Position, agreement: Alone | Agreement):
         self._reading, self._share, self._start = reading, share, start
         self._size = start.batch_size
+        if self._size and reading.batch_size is None:  # counted when there may have been another number of replicas
+            self._size = self._split(self._size, share.num_replicas)
         self._like: PyTree = None
         self._kind: str | None = None
         self._left_out = 0
+        self._short: list[int] = []  # how many examples each shard had in the first batch left out
         self._keeps_64_bits = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-        # Arrays that are in memory on every process cannot fail on one of them.
-        in_step = share.num_pipelines == 1 or (not reading.own and isinstance(reading.supply(0, 1), Arrays))
-        self._agreement = Alone() if in_step else Agreement(share.pipeline, share.num_pipelines, stopped)
+        self._agreement = agreement
 
     def read(self) -> Iterator[Batch]:
         """The batches of one epoch after the other."""
@@ -126,11 +149,12 @@ class _Reader:
                 found = True
                 yield batch
             if not found and begin.batch == 0:
-                raise ValueError(_nothing(epoch, self._left_out - before, self._size))
-            if epoch == start.epoch and self._left_out and not self._reading.counted:
+                raise ValueError(_nothing(epoch, self._left_out - before, self._size, self._short))
+            if epoch == start.epoch and self._left_out and self._reading.num_examples(self._share) is None:
+                least = "at least " if len(self._short) > 1 else ""
                 self._reading.warn(
-                    f"distribute_dataset left out {self._left_out} examples of the first epoch, which did not fill a batch of "
-                    f'{self._size}. remainder="pad" keeps them.'
+                    f"distribute_dataset left out {least}{self._left_out} examples of the first epoch, which did not fill a "
+                    f'batch of {self._size}. remainder="pad" keeps them.'
                 )
 
     def _epoch(self, begin: Position) -> Iterator[Batch]:
@@ -158,6 +182,7 @@ class _Reader:
                     )
                 if examples != self._size and self._reading.remainder == "drop":
                     self._left_out += examples
+                    self._short = self._short or counts
                     if 0 in counts:  # a shard is at its end, and no batch will be full again
                         return
                     continue
@@ -172,7 +197,7 @@ class _Reader:
         """Puts into `feeds` the shards that this process reads, at `begin`; and finds out how large a batch is."""
         pieces = len(self._share.replicas) if self._reading.replica_batches else 1
         for part in self._parts(self._size or self._share.num_replicas * begin.shards, begin.shards):
-            source = self._reading.supply(part.shard, begin.shards)
+            source = self._reading.part(part.shard, begin.shards)
             if isinstance(source, Stream):
                 first = begin.batch * (pieces if source.batches else part.size)
                 feed = StreamFeed(source, begin.epoch, first, pieces, begin.source)
@@ -188,14 +213,20 @@ class _Reader:
     def _size_of(self, rows: int, shards: int) -> int:
         """How many examples a global batch has where an element of the source has `rows`."""
         if rows == 0:
-            raise ValueError(_nothing(0, 0, None))
+            raise ValueError(_nothing(0, 0, None, []))
         if self._reading.replica_batches:
             return rows * self._share.num_replicas
-        split = len(self._share.replicas) if self._reading.own else self._share.num_replicas
+        if self._reading.own:
+            here = len(self._share.replicas)
+            return self._split(rows, here) // here * self._share.num_replicas
+        return self._split(rows * shards, self._share.num_replicas)
+
+    def _split(self, rows: int, replicas: int) -> int:
+        """`rows`, or if batches are padded the next number that can be split over so many replicas."""
         if self._reading.remainder == "pad":
-            rows = -(-rows // split) * split
-        check_split(rows, split)
-        return rows // split * self._share.num_replicas if self._reading.own else rows * shards
+            return -(-rows // replicas) * replicas
+        check_split(rows, replicas)
+        return rows
 
     def _parts(self, size: int, shards: int) -> list[Part]:
         return self._share.own(size) if self._reading.own else self._share.common(size, shards)
@@ -237,7 +268,13 @@ class _Reader:
         return array.reshape(replicas, len(array) // replicas, *array.shape[1:])
 
 
-def _nothing(epoch: int, left_out: int, size: int | None) -> str:
+def _nothing(epoch: int, left_out: int, size: int | None, short: list[int]) -> str:
+    if left_out and len(short) > 1:
+        return (
+            f"Part {short.index(min(short))} of the {len(short)} that the data are read in has only {min(short)} examples, "
+            f'which do not fill its part of a batch of {size}, and remainder="drop" leaves out what does not. Take a smaller '
+            '`batch_size`, or remainder="pad".'
+        )
     if left_out:
         return (
             f'{left_out} examples do not fill one batch of {size}, and remainder="drop" leaves out what does not. Take a '

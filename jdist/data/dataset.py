@@ -8,10 +8,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jdist.data.agreement import Agreement, conversation
 from jdist.data.ahead import Inline, Threaded
-from jdist.data.batches import Position, Reading, batches
+from jdist.data.batches import Position, Reading, batches, in_memory_on_all
+from jdist.data.files import Files
 from jdist.data.sharding import Share, share_of
-from jdist.data.sources import Arrays, Stream
+from jdist.data.sources import Stream
 from jdist.data.timing import Clock, Stats
 from jdist.mesh import per_replica_sharding
 from jdist.values.per_replica import PerReplica
@@ -35,7 +37,7 @@ class DistributedDataset:
         Raises:
             TypeError: It is not known before they are read, or they have no end.
         """
-        reading, examples = self._reading, self._num_examples
+        reading, examples = self._reading, self._reading.num_examples(self._share)
         if examples is None or reading.batch_size is None:
             raise TypeError("How many batches there are is not known before they are read.")
         if reading.epochs is None:
@@ -46,24 +48,30 @@ class DistributedDataset:
     def __iter__(self) -> "DistributedIterator":
         return DistributedIterator(self)
 
-    @property
-    def _num_examples(self) -> int | None:
-        source = self._reading.supply(0, 1)
-        return None if isinstance(source, Stream) or not self._reading.counted else len(source)
-
     def _identity(self) -> dict[str, Any]:
         """What has to be the same where a position is taken and where it is used."""
-        names = ("shuffle", "seed", "remainder", "own")
-        return {"examples": self._num_examples, **{name: getattr(self._reading, name) for name in names}}
+        identity = {name: getattr(self._reading, name) for name in ("shuffle", "seed", "remainder", "own")}
+        replicas = self._share.num_replicas if self._reading.replica_batches else None
+        return {"examples": self._reading.num_examples(self._share), "replicas": replicas, **identity}
 
     def _begin(self) -> Position:
         return Position(0, 0, self._reading.batch_size, self._shards)
 
     def _ahead(self, position: Position) -> "Inline[_Sent] | Threaded[_Sent]":
-        make = functools.partial(_sent, self._reading, self._share, self._mesh, position)
-        # Arrays in memory are at hand, and a transfer goes on by itself: a thread would only cost.
-        at_hand = self._reading.counted and isinstance(self._reading.supply(0, 1), Arrays)
-        return (Inline if at_hand or self._prefetch == 0 else Threaded)(make, self._prefetch)
+        # Named here and not by the thread, so that the order is the same on every process.
+        name = conversation(self._mesh)
+        make = functools.partial(_sent, self._reading, self._share, self._mesh, position, name)
+        if not in_memory_on_all(self._reading, self._share):
+            return (Threaded if self._prefetch else Inline)(make, self._prefetch)
+        # Arrays in memory are at hand, and a transfer goes on by itself: a thread would only cost. Nor can they fail on one
+        # process only, so that after this nothing is left to agree on.
+        if self._share.num_pipelines > 1:
+            agreement = Agreement(name, self._share.pipeline, self._share.num_pipelines)
+            try:
+                agreement.same(f"the position {position}")
+            finally:
+                agreement.leave()
+        return Inline(make, self._prefetch)
 
 
 class DistributedIterator:
@@ -104,7 +112,14 @@ class DistributedIterator:
         if self._ahead is None:
             self._ahead = self._dataset._ahead(self._position)
         stalled = not self._ahead.ready()
-        sent = self._ahead.take()
+        try:
+            sent = self._ahead.take()
+        except KeyboardInterrupt:
+            if isinstance(
+                self._ahead, Inline
+            ):  # what was interrupted is at its end; the next call begins anew where this one was
+                self._ahead = None
+            raise
         self._clock.have(sent.examples, stalled)
         self._position = sent.after
         return sent.element
@@ -127,6 +142,7 @@ class DistributedIterator:
         position = _position(state, self._dataset)
         self.close()
         self._closed, self._position = False, position
+        self._clock.pause()
 
     def close(self) -> None:
         """Stops reading ahead; there are no more batches then. Leaving the loop and forgetting the iterator does it too."""
@@ -139,6 +155,9 @@ class DistributedIterator:
 def stats(iterator: DistributedIterator) -> Stats:
     """What the loop over `iterator` has waited for so far.
 
+    Raises:
+        TypeError: It is no iterator over batches.
+
     Example:
         >>> strategy = jdist.OneDeviceStrategy("cpu:0")
         >>> batches = iter(strategy.distribute_dataset(np.arange(6), batch_size=2))
@@ -147,6 +166,8 @@ def stats(iterator: DistributedIterator) -> Stats:
         >>> jdist.data.stats(batches).batches, jdist.data.stats(batches).examples
         (3, 6)
     """
+    if not isinstance(iterator, DistributedIterator):
+        raise TypeError(f"Stats are those of one loop: of `iterator = iter(dataset)`, got {type(iterator).__name__}.")
     return iterator._clock.stats()
 
 
@@ -157,7 +178,7 @@ class _Sent(NamedTuple):
 
 
 def _sent(
-    reading: Reading, share: Share, mesh: Mesh, position: Position, stopped: Callable[[], bool]
+    reading: Reading, share: Share, mesh: Mesh, position: Position, name: str, stopped: Callable[[], bool]
 ) -> Generator[_Sent]:
     """The elements that the loop gets, on their way to the devices: they are given before they have arrived."""
     sharding = per_replica_sharding(mesh)
@@ -172,8 +193,10 @@ def _sent(
 
         return jax.make_array_from_callback((mesh.size, *local.shape[1:]), sharding, row)
 
-    for batch in batches(reading, share, position, stopped):
-        with jax.transfer_guard_host_to_device("allow"):  # what a guard is to find are the transfers that nobody asked for
+    for batch in batches(reading, share, position, name, stopped):
+        with jax.transfer_guard_host_to_device(
+            "allow"
+        ):  # what a guard is to find are the transfers that nobody asked for
             rows = PerReplica(jax.tree.map(send, batch.rows))
             element = rows if batch.weights is None else (rows, PerReplica(send(batch.weights)))
         yield _Sent(element, batch.examples, batch.after)
@@ -185,13 +208,14 @@ def _position(state: Mapping[str, Any], dataset: DistributedDataset) -> Position
     Raises:
         ValueError: It is none, or does not fit the data set.
     """
-    expected = dataset._identity()
+    reading, expected = dataset._reading, dataset._identity()
     if not isinstance(state, Mapping) or not {*Position._fields, *expected} <= state.keys():
         raise ValueError(f"{state!r} is no position: take what `get_state()` of an iterator over batches gave.")
-    position = Position(*(state[name] for name in Position._fields))
-    if dataset._reading.batch_size is not None:
-        expected["batch_size"] = dataset._reading.batch_size
-    if not dataset._reading.in_files:  # otherwise the position says how many parts the files are read in
+    if reading.batch_size is not None:
+        expected["batch_size"] = reading.batch_size
+    if (
+        not isinstance(reading.source, Files) or reading.own
+    ):  # of files, the position says in how many parts they are read
         expected["shards"] = dataset._shards
     for name, value in expected.items():
         if state[name] != value:
@@ -199,4 +223,20 @@ def _position(state: Mapping[str, Any], dataset: DistributedDataset) -> Position
                 f"The position was taken with {name}={state[name]!r}, and this data set has {name}={value!r}. Make it alike, "
                 "or begin anew: what comes next would be other examples."
             )
+    position = Position(*(state[name] for name in Position._fields))
+    for name in ("epoch", "batch", "shards"):
+        least, value = name == "shards", state[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"The position has {name}={value!r}, which is no whole number from {int(least)} up.")
+    examples = expected["examples"]
+    if examples is not None and position.batch * (position.batch_size or 0) >= examples + (position.batch_size or 0):
+        raise ValueError(
+            f"The position has batch={position.batch}, and an epoch of {examples} examples has not as many."
+        )
+    if isinstance(reading.source, Stream) and not reading.source.repeats and position.batch > 0:
+        raise ValueError(
+            "The source shuffles in another order each time, so there is no going on in the middle of an epoch. Give it a "
+            "sampler whose order is a function of the epoch (`set_epoch`), or shuffle here: hand in its dataset, with "
+            "`shuffle=True`."
+        )
     return position

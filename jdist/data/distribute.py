@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jdist.data.agreement import Agreement, conversation
 from jdist.data.batches import Reading, Remainder
-from jdist.data.dataset import DistributedDataset
+from jdist.data.dataset import DistributedDataset, DistributedIterator
 from jdist.data.files import Files
+from jdist.data.libraries import source_of
 from jdist.data.rows import kind
 from jdist.data.sharding import AutoShardPolicy, InputContext, Share, check_split, share_of
-from jdist.data.sources import Arrays, Indexed, Stream, source_of
-from jdist.values.processes import check_same
+from jdist.data.sources import Arrays, Stream
 
 _log = logging.getLogger("jdist")
 
@@ -32,46 +33,67 @@ def from_source(
     mesh: Mesh,
 ) -> DistributedDataset:
     """The batches of `source`; the arguments are those of `Strategy.distribute_dataset`."""
-    _check_options(batch_size, seed, epochs, remainder, prefetch)
-    if batch_size is not None:
-        check_split(batch_size, mesh.size)
     share = share_of(mesh)
-    policy = _policy(AutoShardPolicy.of(auto_shard), source, share.num_pipelines)
-    if policy is AutoShardPolicy.HINT:
-        source = _sharded(source, share)
-    own = policy in (AutoShardPolicy.OFF, AutoShardPolicy.HINT)
-    shards = share.num_pipelines if own or policy is AutoShardPolicy.FILE else 1
-    if isinstance(source, Files):
-        files = functools.partial(source.stream, batch_size is None, shuffle, seed)
-        supply, counted = (lambda shard, shards: files(0, 1)) if own else files, False
-        said = f"the files {', '.join(map(str, source.paths))}"
-    else:
-        found = source_of(source, batch_size is None, shuffle, seed)
-        supply, counted = (
-            (lambda shard, shards: found),
-            not isinstance(found, Stream) and not (own and share.num_pipelines > 1),
-        )
-        said = _check_found(found, source, batch_size, epochs, remainder, share, own)
-    said += f", {policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}"
-    check_same([("The data set", said, None)], mesh)
-    common_files = isinstance(source, Files) and not own
-    reading = Reading(supply, batch_size, shuffle, seed, epochs, remainder, own, counted, common_files, warn=_once())
-    return DistributedDataset(reading, shards, mesh, prefetch)
+
+    def make() -> tuple[DistributedDataset, str]:
+        _check_options(batch_size, seed, epochs, remainder, prefetch)
+        if batch_size is not None:
+            check_split(batch_size, mesh.size)
+        if isinstance(source, (DistributedDataset, DistributedIterator)):
+            raise ValueError(f"The source is a {type(source).__name__} already. Hand in what that was made from.")
+        policy = _policy(AutoShardPolicy.of(auto_shard), source, share.num_pipelines)
+        given = _sharded(source, share) if policy is AutoShardPolicy.HINT else source
+        own = policy in (AutoShardPolicy.OFF, AutoShardPolicy.HINT)
+        found = given if isinstance(given, Files) else source_of(given, batch_size is None, shuffle, seed)
+        size = None if batch_size is None else int(batch_size)  # an integer of numpy is no JSON
+        reading = Reading(found, size, bool(shuffle), int(seed), epochs, remainder, own, warn=_once())
+        _check_batches(reading, share, given)
+        shards = share.num_pipelines if own or policy is AutoShardPolicy.FILE else 1
+        options = f"{policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}"
+        return DistributedDataset(reading, shards, mesh, prefetch), f"{_described(reading, share)}, {options}"
+
+    return _on_all(make, share, mesh)
 
 
 def from_function(
     fn: Callable[[InputContext], Any], epochs: int | None, remainder: Remainder, prefetch: int, mesh: Mesh
 ) -> DistributedDataset:
     """The batches of what `fn` makes; the arguments are those of `Strategy.distribute_datasets_from_function`."""
-    _check_options(None, 0, epochs, remainder, prefetch)
     share = share_of(mesh)
-    made = fn(InputContext(share.num_pipelines, share.pipeline, share.num_replicas))
-    _check_once(made, epochs)
-    source = source_of(made, True, False, 0)
-    reading = Reading(
-        lambda *_: source, None, False, 0, epochs, remainder, own=True, replica_batches=True, warn=_once()
-    )
-    return DistributedDataset(reading, share.num_pipelines, mesh, prefetch)
+
+    def make() -> tuple[DistributedDataset, str]:
+        _check_options(None, 0, epochs, remainder, prefetch)
+        made = fn(InputContext(share.num_pipelines, share.pipeline, share.num_replicas))
+        _check_once(made, epochs)
+        source = source_of(made, True, False, 0)
+        reading = Reading(source, None, False, 0, epochs, remainder, own=True, replica_batches=True, warn=_once())
+        return DistributedDataset(reading, share.num_pipelines, mesh, prefetch), f"{epochs=}, {remainder=}"
+
+    return _on_all(make, share, mesh)
+
+
+def _on_all(make: Callable[[], tuple[DistributedDataset, str]], share: Share, mesh: Mesh) -> DistributedDataset:
+    """A data set on every process, or an error on every one: what cannot be on one of them, and what is not alike."""
+    if share.num_pipelines == 1:
+        return make()[0]
+    agreement = Agreement(conversation(mesh), share.pipeline, share.num_pipelines)
+    try:
+        dataset, said = agreement.told(make)
+        agreement.same(f"a data set of {said}")
+        return dataset
+    finally:
+        agreement.leave()
+
+
+def _described(reading: Reading, share: Share) -> str:
+    """What has to be alike on all processes, beyond the options."""
+    if reading.own:
+        return "its own examples"
+    if isinstance(reading.source, Files):
+        return f"the files {', '.join(map(str, reading.source.paths))}"
+    if isinstance(reading.source, Arrays):
+        return f"{len(reading.source)} examples of {kind(reading.source.take(np.zeros(1, int), ''))}"
+    return f"{reading.num_examples(share)} examples"
 
 
 def _once() -> Callable[[str], None]:
@@ -111,52 +133,37 @@ def _sharded(source: Any, share: Share) -> Any:
     return source.shard(num_shards=share.num_pipelines, index=share.pipeline)
 
 
-def _check_found(
-    found: Indexed | Stream,
-    source: Any,
-    batch_size: int | None,
-    epochs: int | None,
-    remainder: Remainder,
-    share: Share,
-    own: bool,
-) -> str:
-    """Raises ValueError if `found` has no batches as they are asked for. Says what has to be alike on all processes."""
-    if isinstance(found, Stream):
-        _check_once(source, epochs)
-        here = batch_size if batch_size is None or not own else batch_size // share.num_replicas * len(share.replicas)
-        if here and found.batch_size not in (None, here):
+def _check_batches(reading: Reading, share: Share, source: Any) -> None:
+    """Raises ValueError if the source has no batches as they are asked for; says what is left out."""
+    _check_once(source, reading.epochs)
+    size, count = reading.batch_size, reading.num_examples(share)
+    if isinstance(reading.source, Stream) and reading.source.batch_size and size:
+        here = size // share.num_replicas * len(share.replicas) if reading.own else size
+        if reading.source.batch_size != here:
             raise ValueError(
-                f"The source makes batches of {found.batch_size} examples, and {here} are asked for. Let it make those, or "
-                "leave it to the source: `batch_size=None`."
+                f"The source makes batches of {reading.source.batch_size} examples, and {here} are asked for. Let it make "
+                "those, or leave it to the source: `batch_size=None`."
             )
-        return "a stream"
-    count = len(found)
+    if count is None or size is None:
+        return
     if count == 0:
         raise ValueError("The source is empty: there is nothing to distribute.")
-    assert batch_size is not None
-    left = count % batch_size
-    apart = own and share.num_pipelines > 1
-    if apart:
-        return "own examples"
-    if left and remainder == "error":
+    left = count % size
+    if left and reading.remainder == "error":
         raise ValueError(
-            f'{count} examples leave {left} over in batches of {batch_size}, and remainder="error" allows only full batches: '
+            f'{count} examples leave {left} over in batches of {size}, and remainder="error" allows only full batches: '
             '"drop" leaves them out, "pad" fills the last batch up.'
         )
-    if count < batch_size and remainder == "drop":
+    if count < size and reading.remainder == "drop":
         raise ValueError(
-            f'{count} examples do not fill one batch of {batch_size}, and remainder="drop" leaves out what does not. Take a '
+            f'{count} examples do not fill one batch of {size}, and remainder="drop" leaves out what does not. Take a '
             'smaller `batch_size`, or remainder="pad".'
         )
-    if left and remainder == "drop":
-        _log.warning(
-            "distribute_dataset leaves out %d of %d examples an epoch, which do not fill a batch of %d. "
-            'remainder="pad" keeps them.',
-            left,
-            count,
-            batch_size,
+    if left and reading.remainder == "drop":
+        reading.warn(
+            f"distribute_dataset leaves out {left} of {count} examples an epoch, which do not fill a batch of {size}. "
+            'remainder="pad" keeps them.'
         )
-    return f"{count} examples of {kind(found.take(np.zeros(1, int), '')) if isinstance(found, Arrays) else 'any kind'}"
 
 
 def _check_once(source: Any, epochs: int | None) -> None:

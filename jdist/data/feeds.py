@@ -1,6 +1,7 @@
 """One shard of the data, a block of rows a batch."""
 
-import itertools
+import base64
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 
 from jdist._tree import PyTree
-from jdist.data.rows import as_rows, num_rows, stacked
+from jdist.data.rows import Stack, as_rows, difference, kept, num_rows
 from jdist.data.sharding import Part
 from jdist.data.sources import Indexed, Stream
 
@@ -87,17 +88,17 @@ class StreamFeed:
 
     def __init__(self, source: Stream, epoch: int, first: int, pieces: int = 1, state: Any = None):
         self._source, self._epoch, self._pieces = source, epoch, pieces
-        self._iterator = source.start(epoch, first if state is None else 0)
+        self._elements = source.start(epoch, first if state is None else 0)
         if state is not None:
-            set_state(self._iterator, state)
-        self._elements = self._iterator
+            set_state(self._elements, state)
+        self._peeked: list[PyTree] = []
+        self._ended = False
         self._example: PyTree = None  # an element to fill up with
 
     def rows_of_first(self, where: str) -> int:
         """How many rows the batch has that comes next; 0 if none does."""
-        ahead = list(itertools.islice(self._elements, 1))
-        self._elements = itertools.chain(ahead, self._elements)
-        return num_rows(as_rows(ahead[0], where)) if ahead else 0
+        self._peeked = [self._batch(element, where) for element in self._next(1)]
+        return num_rows(self._peeked[0]) if self._peeked else 0
 
     def read(self, part: Part, where: str) -> Block:
         """The next block."""
@@ -105,33 +106,52 @@ class StreamFeed:
 
     def state(self) -> Any:
         """What the iterator says of itself."""
-        return get_state(self._iterator)
+        return get_state(self._elements)
 
     def close(self) -> None:
         """Closes the iterator, if it can be closed."""
-        if hasattr(self._iterator, "close"):
-            self._iterator.close()  # pyright: ignore[reportAttributeAccessIssue]
+        if hasattr(self._elements, "close"):
+            self._elements.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _next(self, count: int) -> Iterator[PyTree]:
+        """The next elements. One that has ended is not asked again: it might begin anew."""
+        while count and not self._ended:
+            try:
+                element = next(self._elements)
+            except StopIteration:
+                self._ended = True
+                return
+            yield element
+            count -= 1
 
     def _of_examples(self, part: Part, where: str) -> Block:
-        examples = list(itertools.islice(self._elements, part.size))
-        missing = part.size - len(examples)
-        self._example = examples[0] if examples else self._example
+        wanted = np.zeros(part.size, bool)
+        wanted[part.rows] = True
+        stack, count = Stack(where), 0
+        for example in self._next(part.size):
+            if count == 0:
+                self._example = kept(example, where)
+            if wanted[count]:
+                stack.add(example)
+            count += 1
 
         def rows() -> PyTree:
-            filled = examples + [self._filler()] * missing if missing else examples
-            return stacked([filled[row] for row in part.rows], where)
+            for _ in range(len(part.rows) - len(stack)):
+                stack.add(self._filler())
+            return stack.rows()
 
-        return Block(len(examples), rows, lambda: np.arange(part.size) < len(examples))
+        return Block(count, rows, lambda: np.arange(part.size) < count)
 
     def _of_batches(self, part: Part, where: str) -> Block:
         size = part.size // self._pieces
-        batches = [as_rows(batch, where) for batch in itertools.islice(self._elements, self._pieces)]
+        read = (self._batch(element, where) for element in self._next(self._pieces - len(self._peeked)))
+        batches, self._peeked = [*self._peeked, *read], []
         counts = [num_rows(batch) for batch in batches]
         for count in counts:
-            if not 0 < count <= size:
+            if not 0 < count <= size or (self._source.endless and count < size):
                 raise ValueError(
-                    f"The source gives a batch of {count} rows{where}, where batches of {size} rows are expected. Only a "
-                    "partial batch may have fewer, and at least one."
+                    f"The source gives a batch of {count} rows{where}, where batches of {size} rows are expected. Only the "
+                    "last ones of an epoch may have fewer, and at least one."
                 )
         self._example = batches[0] if batches else self._example
         missing = self._pieces - len(batches)
@@ -139,16 +159,24 @@ class StreamFeed:
         def rows() -> PyTree:
             whole = [_filled(batch, size) for batch in batches + [self._filler()] * missing]
             if len(whole) == 1 and len(part.rows) == size:
-                return jax.tree.map(np.array, whole[0]) if self._source.lends else whole[0]
+                return whole[0]
+            if told := next(filter(None, (difference(whole[0], piece) for piece in whole)), None):
+                raise ValueError(
+                    f"The source gives {told}{where}. Give all batches the same structure, dtypes and shapes."
+                )
             return jax.tree.map(lambda *pieces: np.concatenate(pieces)[part.rows], *whole)
 
         each = counts + [0] * missing
         return Block(sum(counts), rows, lambda: np.concatenate([np.arange(size) < count for count in each]))
 
+    def _batch(self, element: PyTree, where: str) -> PyTree:
+        rows = as_rows(element, where)
+        return jax.tree.map(np.array, rows) if self._source.lends else rows
+
     def _filler(self) -> PyTree:
         if self._example is None:  # begun behind the end of this shard
             first = next(self._source.start(self._epoch, 0))
-            self._example = as_rows(first) if self._source.batches else first
+            self._example = as_rows(first) if self._source.batches else kept(first)
         return self._example
 
 
@@ -157,12 +185,14 @@ def get_state(iterator: Iterator[Any]) -> Any:
     if not (hasattr(iterator, "get_state") and hasattr(iterator, "set_state")):
         return None
     state = iterator.get_state()  # pyright: ignore[reportAttributeAccessIssue]
-    return {"text": state.decode()} if isinstance(state, bytes) else {"value": state}
+    if isinstance(state, bytes):
+        return {"base64": base64.b64encode(state).decode()}
+    return {"value": copy.deepcopy(state)}  # which the source may go on to change
 
 
 def set_state(iterator: Iterator[Any], state: Any) -> None:
     """Brings an iterator to where `get_state` said that it was."""
-    given = state["text"].encode() if "text" in state else state["value"]
+    given = base64.b64decode(state["base64"]) if "base64" in state else copy.deepcopy(state["value"])
     iterator.set_state(given)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -2,14 +2,15 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jdist.data.libraries import source_of
 from jdist.data.order import Order
-from jdist.data.sources import Indexed, Stream, source_of
+from jdist.data.sources import Indexed, Stream
 
 _CHUNK = 256  # examples that are taken from a file at once
 
@@ -43,7 +44,7 @@ class Files:
     read: Callable[[Any], Any]
 
     def __post_init__(self) -> None:
-        if isinstance(self.paths, (str, os.PathLike)):
+        if isinstance(self.paths, (str, bytes, os.PathLike)) or not isinstance(self.paths, Iterable):
             raise TypeError(f"`paths` is a list of paths, got {self.paths!r}: write `[{str(self.paths)!r}]`.")
         if not callable(self.read):
             raise TypeError(f"`read` is a function from a path to the examples in that file, got {self.read!r}.")
@@ -73,7 +74,7 @@ class Files:
                     error.add_note(f"while reading {self.paths[number]}")
                     raise
 
-        return Stream(start, batches)
+        return Stream(start, batches, lends=True)
 
 
 def _in_order(source: Indexed, numbers: np.ndarray) -> Iterator[Any]:

@@ -1,11 +1,12 @@
 """What a source gives, as arrays with one row an example that a device can hold; what is no such array is refused here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import keystr
 
 from jdist._tree import PyTree, named_leaves, spec
 
@@ -18,24 +19,25 @@ _NARROW = {
 }
 
 
+_LIST = "A list of examples is given as `grain.MapDataset.source(examples)`"
+
+
 def as_rows(tree: PyTree, where: str = "") -> PyTree:
     """A tree of things that are arrays, as numpy arrays `[row, ...]` that agree in how many rows they have.
 
     Raises:
         ValueError: There are no arrays, one has no rows or no numbers, or they differ in length; the message names the leaf.
     """
-    leaves = named_leaves("source", tree)
+    leaves = named_leaves("source", tree) if not isinstance(tree, Iterator) else [("source", tree)]
     if not leaves:
         raise ValueError(
             f"The data source has no arrays{where}. Pass an array, or a tree of arrays with one row an example."
         )
-    arrays = [_numbers(name, leaf, where) for name, leaf in leaves]
+    arrays = [as_numbers(name, leaf, where) for name, leaf in leaves]
     for (name, leaf), array in zip(leaves, arrays, strict=True):
         if array.ndim == 0 or not hasattr(leaf, "__array__"):
-            raise ValueError(
-                f"{name} is {spec(leaf)}{where}: an array with one row an example is needed. A list of examples is given as "
-                "`grain.MapDataset.source(examples)`."
-            )
+            instead = "If it is an example and no batch, say how many make one: `batch_size=64`" if where else _LIST
+            raise ValueError(f"{name} is {spec(leaf)}{where}: an array with one row an example is needed. {instead}.")
         if len(array) != len(arrays[0]):
             raise ValueError(
                 f"{leaves[0][0]} has {len(arrays[0])} rows and {name} has {len(array)}{where}: row i of each array has to "
@@ -49,61 +51,127 @@ def num_rows(tree: PyTree) -> int:
     return len(jax.tree.leaves(tree)[0])
 
 
-def stacked(examples: Sequence[PyTree], where: str = "") -> PyTree:
-    """One row for each example, leaves `[example, ...]`.
+class Stack:
+    """Examples that become the rows of a batch. They are copied as they come: a source may write into what it gave before.
+
+    Args:
+        where: Which batch, in words.
+    """
+
+    def __init__(self, where: str = ""):
+        self._where = where
+        self._treedef: Any = None
+        self._names: list[str] = []
+        self._columns: list[list[Any]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, example: PyTree) -> None:
+        """One more row.
+
+        Raises:
+            ValueError: The example has no arrays, or another structure than those before.
+        """
+        leaves, treedef = jax.tree.flatten(example)
+        if self._treedef is None:
+            if not leaves:
+                raise ValueError(f"An example of the source has no arrays{self._where}, it is {example!r}.")
+            self._treedef = treedef
+            self._names = [name for name, _ in named_leaves("source", example)]
+            self._columns = [[] for _ in leaves]
+        if treedef != self._treedef:
+            raise ValueError(
+                f"Example {self._count} has the structure {treedef}{self._where}, and the first one {self._treedef}. Give "
+                "every example the same one."
+            )
+        for name, column, leaf in zip(self._names, self._columns, leaves, strict=True):
+            column.append(leaf if isinstance(leaf, _SCALARS) else _copy(name, leaf, self._where))
+        self._count += 1
+
+    def rows(self) -> PyTree:
+        """All of them, leaves `[example, ...]`.
+
+        Raises:
+            ValueError: A leaf differs in shape or dtype between them, or has no numbers.
+        """
+        columns = zip(self._names, self._columns, strict=True)
+        return self._treedef.unflatten([_column(name, column, self._where) for name, column in columns])
+
+
+def kept(example: PyTree, where: str = "") -> PyTree:
+    """An example that stays as it is, whatever its source writes into what it gave.
 
     Raises:
-        ValueError: The examples differ in structure, or in a leaf's shape; or a leaf has no numbers.
+        ValueError: A leaf is no array of numbers.
     """
-    treedef = jax.tree.structure(examples[0])
-    if treedef.num_leaves == 0:
-        raise ValueError(f"An example of the source has no arrays{where}, it is {examples[0]!r}.")
-    columns: list[list[Any]] = []
-    for number, example in enumerate(examples):
-        leaves, structure = jax.tree.flatten(example)
-        if structure != treedef:
-            raise ValueError(
-                f"Example {number} has the structure {structure}{where}, and the first one {treedef}. Give every example the "
-                "same one."
-            )
-        columns.append(leaves)
-    names = [name for name, _ in named_leaves("source", examples[0])]
-    arrays = [_column(name, column, where) for name, column in zip(names, zip(*columns, strict=True), strict=True)]
-    return jax.tree.unflatten(treedef, arrays)
+    one = lambda path, leaf: leaf if isinstance(leaf, _SCALARS) else _copy(f"source{keystr(path)}", leaf, where)
+    return jax.tree_util.tree_map_with_path(one, example)
+
+
+_SCALARS = (bool, int, float, complex, np.generic)
+
+
+def _copy(name: str, leaf: Any, where: str) -> np.ndarray:
+    return leaf.copy() if type(leaf) is np.ndarray else np.array(as_numbers(name, leaf, where))
 
 
 def _column(name: str, column: Sequence[Any], where: str) -> np.ndarray:
-    shapes = [np.shape(leaf) for leaf in column]
-    for number, shape in enumerate(shapes):
-        if shape != shapes[0]:
+    like = column[0]
+    as_numbers(name, like, where)
+    kinds = {leaf.dtype for leaf in column if hasattr(leaf, "dtype")}
+    for number, leaf in enumerate(column):
+        if np.shape(leaf) != np.shape(like):
             raise ValueError(
-                f"{name} has the shape {list(shape)} in example {number}{where}, and {list(shapes[0])} in the first one. Make "
-                "the examples of one shape in the source: pad what is shorter, cut what is longer."
+                f"{name} has the shape {list(np.shape(leaf))} in example {number}{where}, and {list(np.shape(like))} in the "
+                "first one. Make the examples of one shape in the source: pad what is shorter, cut what is longer."
             )
-    array = _numbers(name, np.stack([np.asarray(leaf) for leaf in column]), where)
+        if len(kinds) > 1 and getattr(leaf, "dtype", None) != getattr(like, "dtype", None):
+            raise ValueError(
+                f"{name} is {spec(leaf)} in example {number}{where}, and {spec(like)} in the first one. Give every example the "
+                "same dtype."
+            )
+    array = as_numbers(name, np.stack(column), where)
     # A Python number has no width that it could lose.
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if type(column[0]) is float else array
+    plain = array.dtype.kind in "fc" and not kinds
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if plain else array
 
 
-def _numbers(name: str, leaf: Any, where: str) -> np.ndarray:
+def as_numbers(name: str, leaf: Any, where: str) -> np.ndarray:
+    """A numpy array of a dtype that devices have.
+
+    Raises:
+        ValueError: `leaf` is no such array; the message begins with its name.
+    """
+    if isinstance(leaf, (Iterator, np.ma.MaskedArray)):
+        instead = "Fill what is masked" if isinstance(leaf, np.ma.MaskedArray) else "Hand in what it comes from, called"
+        raise ValueError(f"{name} is a {type(leaf).__name__}{where}, and no array of numbers. {instead}.")
     try:
         array = np.asarray(leaf)
+        array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     except (
         TypeError,
         ValueError,
         RuntimeError,
-    ) as error:  # no array, ragged, a random key, on another process, needs gradients
+    ) as error:  # ragged, a random key, on another process, with gradients, ...
         raise ValueError(f"{name} is {type(leaf).__name__}{where}, which is no numpy array: {error}") from error
     if array.dtype == object:
         raise ValueError(
             f"{name} is {spec(array)}{where}, rows of different length or no numbers. Pad the rows to one length, or turn "
             "what they hold into numbers."
         )
-    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
+    if not _on_devices(array.dtype):
         raise ValueError(
             f"{name} is {spec(array)}{where}, which no device holds. Turn it into numbers first, or leave it out."
         )
     return array
+
+
+def _on_devices(dtype: np.dtype) -> bool:
+    if dtype.kind in "mM" or dtype.char in "gG":  # durations, dates, and floats of more than 64 bits
+        return False
+    return bool(jnp.issubdtype(dtype, jnp.number)) or dtype == np.bool_
 
 
 def wide_floats(tree: PyTree) -> list[str]:

@@ -15,6 +15,7 @@ class Stats:
         waiting: Seconds that it has waited for the others.
         working: Seconds between having a batch and asking for the next: the steps.
         stalled: How many batches were not ready when they were asked for, the first one not counted.
+        first: How many examples were in the first batch, which no step came before.
     """
 
     batches: int = 0
@@ -23,6 +24,7 @@ class Stats:
     waiting: float = 0.0
     working: float = 0.0
     stalled: int = 0
+    first: int = 0
 
     @property
     def stalled_fraction(self) -> float:
@@ -37,16 +39,16 @@ class Stats:
 
     @property
     def rows_per_second(self) -> float:
-        """How many examples a second it has taken, the time until the first batch not counted; 0 before there were two."""
+        """How many examples a second it has taken since it had the first batch; 0 before there were two."""
         spent = self.waiting + self.working
-        return self.examples / spent if spent else 0.0
+        return (self.examples - self.first) / spent if spent else 0.0
 
 
 class Clock:
     """Measures a loop, from when it asks for a batch to when it has it."""
 
     def __init__(self) -> None:
-        self._batches = self._examples = self._stalled = 0
+        self._batches = self._examples = self._stalled = self._first = 0
         self._startup = self._waiting = self._working = 0.0
         self._asked = 0.0
         self._had: float | None = None
@@ -62,13 +64,18 @@ class Clock:
         self._examples += examples
         if self._had is None:
             self._startup += now - self._asked
+            self._first += examples
         else:
             self._waiting += now - self._asked
             self._working += self._asked - self._had
             self._stalled += stalled
         self._had = now
 
+    def pause(self) -> None:
+        """What comes next is not a step after the last batch."""
+        self._had = None
+
     def stats(self) -> Stats:
         """What was measured so far."""
         times = self._startup, self._waiting, self._working
-        return Stats(self._batches, self._examples, *times, self._stalled)
+        return Stats(self._batches, self._examples, *times, self._stalled, self._first)

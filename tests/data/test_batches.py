@@ -1,6 +1,5 @@
 """Global batches at the pure level: the shares of any number of processes and replicas, put together in one process."""
 
-import functools
 import itertools
 import json
 import math
@@ -15,8 +14,8 @@ import pytest
 
 from jdist.data.batches import Position, Reading, batches
 from jdist.data.files import Files
+from jdist.data.libraries import source_of
 from jdist.data.sharding import Share
-from jdist.data.sources import source_of
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 START = Position(0, 0, None, 1)
@@ -78,18 +77,18 @@ class _PlacedIterator:
 
 
 def _reading(source, batch_size, **options):
-    options = {"shuffle": False, "seed": 3, "epochs": 1, "remainder": "pad", "counted": True, **options}
+    options = {"shuffle": False, "seed": 3, "epochs": 1, "remainder": "pad", **options}
     found = source_of(source, batch_size is None, options["shuffle"], options["seed"])
-    return Reading(lambda *_: found, batch_size, **options)
+    return Reading(found, batch_size, **options)
 
 
 def _files(counts, batch_size, **options):
     """Files with so many examples each; the examples of all of them are numbered through."""
-    options = {"shuffle": False, "seed": 3, "epochs": 1, "remainder": "pad", "in_files": True, **options}
+    options = {"shuffle": False, "seed": 3, "epochs": 1, "remainder": "pad", **options}
     edges = [0, *itertools.accumulate(counts)]
     tree = _arrays(edges[-1])
     files = Files(list(range(len(counts))), lambda i: _example(tree, slice(edges[i], edges[i + 1])))
-    return Reading(functools.partial(files.stream, False, options["shuffle"], options["seed"]), batch_size, **options)
+    return Reading(files, batch_size, **options)
 
 
 def _alone(replicas):
@@ -259,9 +258,9 @@ def test_rows_that_fill_up_repeat_the_first_example_of_their_batch():
 
 SOURCES = {
     "arrays": lambda count, size, **options: _reading(_arrays(count), size, **options),
-    "examples": lambda count, size, **options: _reading(_Stream(count), size, counted=False, **options),
-    "batches": lambda count, size, **options: _reading(_Stream(count, size), None, counted=False, **options),
-    "placed": lambda count, size, **options: _reading(_Placed(count), size, counted=False, **options),
+    "examples": lambda count, size, **options: _reading(_Stream(count), size, **options),
+    "batches": lambda count, size, **options: _reading(_Stream(count, size), None, **options),
+    "placed": lambda count, size, **options: _reading(_Placed(count), size, **options),
 }
 
 
@@ -323,7 +322,7 @@ def test_function_of_the_step_resumed_is_called_with_the_steps_that_come():
         steps.append(step)
         return {"number": np.arange(step * 4, step * 4 + 4, dtype=np.int32)}
 
-    reading = _reading(source, None, epochs=None, counted=False)
+    reading = _reading(source, None, epochs=None)
     first = list(itertools.islice(batches(reading, Share((0, 1), 2), START), 3))
     assert steps == [0, 1, 2]
     resumed = next(batches(reading, Share((0,), 1), _json(first[-1].after)))
@@ -333,7 +332,7 @@ def test_function_of_the_step_resumed_is_called_with_the_steps_that_come():
 
 def test_stream_that_says_where_it_is_is_not_read_from_the_beginning_again():
     source = _Placed(20)
-    reading = _reading(source, 4, counted=False)
+    reading = _reading(source, 4)
     position = list(itertools.islice(batches(reading, Share((0,), 1), START._replace(batch_size=4)), 2))[-1].after
     source.begun.clear()
     assert sum(_counted(_together(reading, _alone(2), _json(position))), []) == list(range(8, 20))
@@ -341,10 +340,10 @@ def test_stream_that_says_where_it_is_is_not_read_from_the_beginning_again():
 
 
 def test_position_of_a_stream_whose_state_changes_in_place_stays_what_it_was():
-    reading = _reading(_Placed(20, live=True), 4, counted=False)
+    reading = _reading(_Placed(20, live=True), 4)
     found = _together(reading, _alone(1))  # as if all were read ahead
     for number, (*_, after) in enumerate(found):
-        resumed = _together(_reading(_Placed(20), 4, counted=False), _alone(1), after)
+        resumed = _together(_reading(_Placed(20), 4), _alone(1), after)
         assert _counted(resumed) == _counted(found[number + 1 :])
 
 
@@ -409,14 +408,14 @@ def test_files_of_unequal_length_that_drop_examples_tell_no_smaller_number_than_
 
 def test_stream_that_drops_examples_says_how_many_in_its_first_epoch():
     said = []
-    found = _together(_reading(_Stream(11), 4, remainder="drop", counted=False, epochs=3, warn=said.append), _alone(2))
+    found = _together(_reading(_Stream(11), 4, remainder="drop", epochs=3, warn=said.append), _alone(2))
     assert len(found) == 6
     (message,) = said
     assert "left out 3 examples of the first epoch, which did not fill a batch of 4" in message
 
 
 def test_stream_of_batches_that_one_replica_split_resumed_where_they_cannot_be_split_is_refused():
-    reading = _reading(_Stream(18, 6), None, remainder="drop", counted=False)
+    reading = _reading(_Stream(18, 6), None, remainder="drop")
     first = next(batches(reading, Share((0, 1), 2), START))
     with pytest.raises(ValueError, match=r"batch of 6 examples cannot be split over 4 replicas \(2 left over\)"):
         next(batches(reading, Share((0, 1, 2, 3), 4), _json(first.after)))
@@ -424,7 +423,7 @@ def test_stream_of_batches_that_one_replica_split_resumed_where_they_cannot_be_s
 
 @pytest.mark.parametrize("before, now", [(1, 2), (1, 4), (2, 4), (4, 1), (3, 2), (4, 8)])
 def test_stream_of_batches_with_pad_resumed_on_other_replicas_has_every_example_of_the_rest(before, now):
-    reading = _reading(_Stream(15, 5), None, counted=False)
+    reading = _reading(_Stream(15, 5), None)
     first = next(batches(reading, Share(tuple(range(before)), before), START))
     rest = _together(reading, _alone(now), _json(first.after))
     assert _counted(rest) == [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
@@ -437,7 +436,7 @@ def test_source_shorter_in_a_later_epoch_ends_it_earlier():
         def __iter__(self):
             return iter(_Stream(next(lengths)))
 
-    found = _together(_reading(Shrinking(), 4, counted=False, epochs=2), _alone(2))
+    found = _together(_reading(Shrinking(), 4, epochs=2), _alone(2))
     assert [(batch[3].epoch, batch[3].batch) for batch in found] == [(0, 1), (0, 2), (1, 1)]
 
 
@@ -449,7 +448,7 @@ def test_source_without_examples_in_a_later_epoch_is_refused_with_the_epoch():
             return iter(_Stream(next(lengths)))
 
     with pytest.raises(ValueError, match=r"no examples in epoch 1, and some in the one before.*`__iter__`"):
-        _together(_reading(Emptied(), 4, counted=False, epochs=2), _alone(2))
+        _together(_reading(Emptied(), 4, epochs=2), _alone(2))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -461,7 +460,7 @@ def test_examples_from_one_buffer_that_the_source_writes_again_are_those_that_it
                 buffer[:] = i
                 yield {"x": buffer, "number": i}
 
-    found = _together(_reading(Buffer(), 6, counted=False), _alone(replicas))
+    found = _together(_reading(Buffer(), 6), _alone(replicas))
     for rows, *_ in found:
         np.testing.assert_array_equal(rows["x"][:, 0], rows["number"])
 
@@ -475,7 +474,7 @@ def test_batches_from_one_buffer_that_the_source_writes_again_are_those_that_it_
                 buffer[:] = i
                 yield buffer
 
-    found = _together(_reading(Buffer(), None, counted=False), _alone(replicas))
+    found = _together(_reading(Buffer(), None), _alone(replicas))
     assert [rows.tolist() for rows, *_ in found] == [[float(i)] * 6 for i in range(4)]
 
 
@@ -487,7 +486,7 @@ def test_batches_of_each_replica_from_one_buffer_are_those_that_the_source_gave(
                 buffer[:] = i
                 yield buffer
 
-    reading = _reading(Buffer(), None, counted=False, own=True, replica_batches=True)
+    reading = _reading(Buffer(), None, own=True, replica_batches=True)
     assert [rows.tolist() for rows, *_ in _together(reading, _alone(3))] == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
 
 
@@ -496,7 +495,7 @@ def test_batches_of_each_replica_from_one_buffer_are_those_that_the_source_gave(
 def test_batches_of_each_replica_weigh_as_many_as_the_source_has(replicas, rows, count, whole):
     hypothesis.assume(count >= rows)
     count = count // rows * rows if whole else count
-    reading = _reading(_Stream(count, rows), None, counted=False, own=True, replica_batches=True)
+    reading = _reading(_Stream(count, rows), None, own=True, replica_batches=True)
     found = _together(reading, _alone(replicas))
     assert sum(weights.sum() for _, weights, *_ in found) == count
     assert sum(_counted(found), []) == list(range(count))

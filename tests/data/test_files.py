@@ -1,0 +1,399 @@
+"""Examples in files: which file is read when, and what is said when one cannot be."""
+
+import itertools
+import json
+import pathlib
+import traceback
+
+import grain
+import numpy as np
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+import jdist
+from jdist.data import Files
+
+from laws import STRATEGIES
+
+REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2", "mirrored_3")}
+every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+COUNTS = [5, 0, 7, 1, 300, 12]  # examples a file: none, fewer than a batch, more than are taken from a file at once
+EDGES = np.cumsum([0, *COUNTS]).tolist()
+BATCH = 30
+ALL = list(range(sum(COUNTS)))
+
+
+@pytest.fixture
+def one():
+    return REPLICAS["one_device"]
+
+
+@pytest.fixture
+def two():
+    return REPLICAS["mirrored_2"]
+
+
+def _save_npy(path, numbers):
+    np.save(path, np.array(numbers, np.int32))
+
+
+def _save_text(path, numbers):
+    path.write_text("".join(f"{number}\n" for number in numbers))
+
+
+def _save_records(path, numbers):
+    writer = ArrayRecordWriter(str(path), "group_size:1")
+    for number in numbers:
+        writer.write(int(number).to_bytes(4, "little"))
+    writer.close()
+
+
+def _read_text(path):
+    with open(path) as lines:
+        for line in lines:
+            yield np.int32(line)
+
+
+class Lines:
+    """A text file from the beginning each time."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __iter__(self):
+        return _read_text(self._path)
+
+
+def _decoded(record):
+    return np.frombuffer(record, "<i4")[0]
+
+
+def _records(path):
+    return grain.MapDataset.source(grain.sources.ArrayRecordDataSource(str(path))).map(_decoded)
+
+
+READERS = {
+    "npy": (_save_npy, np.load),
+    "npy_mapped": (_save_npy, lambda path: np.load(path, mmap_mode="r")),
+    "text": (_save_text, _read_text),
+    "text_again": (_save_text, Lines),
+    "list_of_text": (_save_text, lambda path: Numbers(list(_read_text(path)))),
+    "records": (_save_records, _records),
+    "records_as_stream": (_save_records, lambda path: _records(path).to_iter_dataset()),
+}
+BY_NUMBER = {name: READERS[name] for name in ("npy", "npy_mapped", "list_of_text", "records")}
+every_reader = pytest.mark.parametrize("save, read", READERS.values(), ids=READERS)
+every_reader_by_number = pytest.mark.parametrize("save, read", BY_NUMBER.values(), ids=BY_NUMBER)
+
+
+class Numbers:
+    def __init__(self, numbers):
+        self._numbers = numbers
+
+    def __len__(self):
+        return len(self._numbers)
+
+    def __getitem__(self, number):
+        return self._numbers[number]
+
+
+def _files(folder, save, read, counts=COUNTS):
+    """Files that hold 0, 1, 2, ... one after the other."""
+    paths, start = [], 0
+    for i, count in enumerate(counts):
+        path = folder / f"part-{i}"
+        path = path.with_suffix(".npy") if save is _save_npy else path
+        save(path, range(start, start + count))
+        paths.append(path)
+        start += count
+    return Files(paths, read)
+
+
+def _numbers(elements):
+    found = []
+    for element in elements:
+        batch, weights = element if isinstance(element, tuple) else (element, None)
+        keep = slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0
+        found.append(np.asarray(batch.tree).ravel()[keep].tolist())
+    return found
+
+
+def _file_of(number):
+    return next(i for i, edge in enumerate(EDGES[1:]) if number < edge)
+
+
+@every_strategy
+@every_reader
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_files_give_what_they_hold_once_and_in_order(save, read, remainder, strategy, tmp_path):
+    dataset = strategy.distribute_dataset(_files(tmp_path, save, read), BATCH, epochs=2, remainder=remainder)
+    cut = [ALL[i : i + BATCH] for i in range(0, len(ALL), BATCH)]
+    assert len(cut[-1]) < BATCH
+    assert _numbers(dataset) == (cut if remainder == "pad" else cut[:-1]) * 2
+
+
+@every_reader_by_number
+def test_shuffled_files_come_whole_in_another_order_each_epoch(save, read, two, tmp_path):
+    files = _files(tmp_path, save, read)
+    batches = _numbers(two.distribute_dataset(files, BATCH, shuffle=True, epochs=2, remainder="pad"))
+    first, second = sum(batches[: len(batches) // 2], []), sum(batches[len(batches) // 2 :], [])
+    assert sorted(first) == sorted(second) == ALL
+    assert first != second
+    orders = []
+    for epoch in (first, second):
+        runs = [list(run) for _, run in itertools.groupby(epoch, _file_of)]
+        assert len(runs) == 5  # examples of a file stay together
+        assert all(run != sorted(run) for run in runs if len(run) > 5)
+        orders.append([_file_of(run[0]) for run in runs])
+    assert orders[0] != orders[1]
+    assert orders[0] != sorted(orders[0]) or orders[1] != sorted(orders[1])
+
+
+def test_shuffled_files_have_one_order_for_any_number_of_replicas_and_each_seed_another(tmp_path):
+    files = _files(tmp_path, _save_npy, np.load)
+
+    def order(name, seed):
+        dataset = REPLICAS[name].distribute_dataset(files, BATCH, shuffle=True, seed=seed, remainder="pad")
+        return str(_numbers(dataset))
+
+    assert len({order(name, 1) for name in REPLICAS}) == 1
+    assert len({order("one_device", seed) for seed in range(5)}) == 5
+
+
+def test_shuffled_rows_of_files_of_one_length_are_not_in_one_order(two, tmp_path):
+    files = _files(tmp_path, _save_npy, np.load, [20] * 4)
+    (found,) = _numbers(two.distribute_dataset(files, 80, shuffle=True))
+    within = {tuple(number % 20 for number in found[i : i + 20]) for i in range(0, 80, 20)}
+    assert len(within) == 4
+
+
+POSITIONED = {
+    **{name: (*reader, False) for name, reader in READERS.items()},
+    **{f"{name}_shuffled": (*reader, True) for name, reader in BY_NUMBER.items()},
+}
+
+
+@pytest.mark.parametrize("goes_on", REPLICAS)
+@pytest.mark.parametrize("save, read, shuffle", POSITIONED.values(), ids=POSITIONED)
+def test_position_goes_on_within_files_at_every_batch(save, read, shuffle, goes_on, two, tmp_path):
+    files = _files(tmp_path, save, read, [5, 0, 7, 1, 12])
+    options = dict(batch_size=6, shuffle=shuffle, epochs=2, remainder="pad")
+    iterator = iter(two.distribute_dataset(files, **options))
+    states, found = [json.dumps(iterator.get_state())], []
+    for element in iterator:
+        found += _numbers([element])
+        states.append(json.dumps(iterator.get_state()))
+    assert sorted(sum(found, [])) == sorted([*range(25)] * 2)
+    for taken, state in enumerate(states):
+        resumed = iter(REPLICAS[goes_on].distribute_dataset(files, **options))
+        resumed.set_state(json.loads(state))
+        assert _numbers(resumed) == found[taken:]
+
+
+def test_each_file_is_opened_once_an_epoch_and_in_its_turn(one, tmp_path):
+    opened = []
+
+    def read(path):
+        opened.append(path.name)
+        return np.load(path)
+
+    iterator = iter(one.distribute_dataset(_files(tmp_path, _save_npy, read), BATCH, epochs=2, prefetch=0))
+    next(iterator)
+    assert opened == [f"part-{i}.npy" for i in range(5)]  # and not the last one
+    _numbers(iterator)
+    assert opened == [f"part-{i}.npy" for i in range(6)] * 2
+
+
+def test_files_are_closed_when_the_loop_ends_early(one, tmp_path):
+    closed = []
+
+    def read(path):
+        try:
+            yield from _read_text(path)
+        finally:
+            closed.append(path.name)
+
+    iterator = iter(one.distribute_dataset(_files(tmp_path, _save_text, read), BATCH))
+    next(iterator)
+    iterator.close()
+    assert closed == [f"part-{i}" for i in range(5)]
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_batches_in_files_go_on_across_files(remainder, two, tmp_path):
+    def read(path):
+        rows = np.load(path)
+        return (rows[i : i + 4] for i in range(0, len(rows), 4))
+
+    files = _files(tmp_path, _save_npy, read, [8, 0, 4, 6])
+    dataset = two.distribute_dataset(files, None, epochs=2, remainder=remainder)
+    whole = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17]]
+    assert _numbers(dataset) == (whole if remainder == "pad" else whole[:-1]) * 2
+
+
+def test_batches_in_files_that_have_numbers_are_shuffled_whole(two, tmp_path):
+    files = _files(tmp_path, _save_records, lambda path: _records(path).batch(4), [24, 24])
+    found = _numbers(two.distribute_dataset(files, None, shuffle=True, seed=1))
+    assert found != sorted(found)
+    assert sorted(found) == [list(range(i, i + 4)) for i in range(0, 48, 4)]
+
+
+def test_trees_in_files_keep_their_structure(two, tmp_path):
+    def read(path):
+        rows = np.load(path)
+        return {"x": rows, "pair": (np.stack([rows, -rows], axis=1), [None])}
+
+    (batch,) = two.distribute_dataset(_files(tmp_path, _save_npy, read, [3, 1]), 4)
+    np.testing.assert_array_equal(batch.tree["x"], [[0, 1], [2, 3]])
+    np.testing.assert_array_equal(batch.tree["pair"][0], [[[0, 0], [1, -1]], [[2, -2], [3, -3]]])
+    assert batch.tree["pair"][1] == [None]
+
+
+# What cannot be read.
+
+
+class Broken(Exception):
+    pass
+
+
+def _breaks_at_once(path):
+    if path.name == "part-2":
+        raise Broken("no header")
+    return _read_text(path)
+
+
+def _breaks_later(path):
+    for number in _read_text(path):
+        if number == 9:
+            raise Broken("bad line")
+        yield number
+
+
+class _BreaksByNumber:
+    def __init__(self, path):
+        self._numbers = list(_read_text(path))
+
+    def __len__(self):
+        return len(self._numbers)
+
+    def __getitem__(self, number):
+        if self._numbers[number] == 9:
+            raise Broken("bad row")
+        return self._numbers[number]
+
+
+BROKEN = {
+    "_breaks_at_once": (_breaks_at_once, "no header", 2),
+    "_breaks_later": (_breaks_later, "bad line", 4),
+    "_BreaksByNumber": (_BreaksByNumber, "bad row", 2),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("read, says, whole", BROKEN.values(), ids=BROKEN)
+def test_error_of_the_reader_has_its_traceback_and_the_path(read, says, whole, prefetch, two, tmp_path):
+    files = _files(tmp_path, _save_text, read)
+    given = []
+    with pytest.raises(Broken, match=f"^{says}") as told:
+        given.extend(_numbers([batch])[0] for batch in two.distribute_dataset(files, 2, prefetch=prefetch))
+    assert given == [[2 * i, 2 * i + 1] for i in range(whole)]  # what was read before it
+    assert told.value.__notes__ == [f"while reading {tmp_path / 'part-2'}"]
+    functions = [frame.name for frame in traceback.extract_tb(told.value.__traceback__)]
+    assert functions[-1] in (read.__name__, "__getitem__")
+    assert pathlib.Path(traceback.extract_tb(told.value.__traceback__)[-1].filename).name == "test_files.py"
+
+
+def test_file_that_is_missing_is_named(two, tmp_path):
+    files = Files([tmp_path / "no.npy"], np.load)
+    with pytest.raises(FileNotFoundError, match=r"no\.npy") as told:
+        next(iter(two.distribute_dataset(files, 2)))
+    assert told.value.__notes__ == [f"while reading {tmp_path / 'no.npy'}"]
+
+
+NO_EXAMPLES = {
+    "nothing": (lambda path: None, r"The data source has no arrays"),
+    "number": (lambda path: 5, r"The source is int, from which no examples can be had"),
+    "text": (lambda path: "1 2 3", r"The source is '1 2 3'"),
+    "lengths": (lambda path: (np.zeros(3), np.zeros(4)), r"source\[0\] has 3 rows and source\[1\] has 4"),
+    "words": (lambda path: np.array(["a", "b"]), r"source is <U1\[2\], which no device holds"),
+    "objects": (lambda path: np.array([[1], [1, 2]], object), r"source is object\[2\], rows of different length"),
+    "too_large": (lambda path: np.array([2**40]), r"source holds 1099511627776, which int32 does not"),
+}
+
+
+@pytest.mark.parametrize("read, says", NO_EXAMPLES.values(), ids=NO_EXAMPLES)
+def test_file_without_examples_is_refused_with_the_path(read, says, two):
+    with pytest.raises(ValueError, match=says) as told:
+        next(iter(two.distribute_dataset(Files(["here"], read), 2)))
+    assert told.value.__notes__ == ["while reading here"]
+
+
+def test_file_of_arrays_without_batch_size_is_refused_with_the_path(two):
+    with pytest.raises(ValueError, match=r"Arrays have to be cut into batches") as told:
+        next(iter(two.distribute_dataset(Files(["here"], lambda path: np.zeros(4)), None)))
+    assert told.value.__notes__ == ["while reading here"]
+
+
+def test_files_of_nothing_are_refused(two, tmp_path):
+    for remainder in ("drop", "pad", "error"):
+        dataset = two.distribute_dataset(_files(tmp_path, _save_npy, np.load, [0, 0]), 2, remainder=remainder)
+        with pytest.raises(ValueError, match=r"The source is empty: there is nothing to distribute\."):
+            next(iter(dataset))
+
+
+def test_files_that_differ_are_refused_with_leaf_and_batch(two):
+    sizes = {"a": 3, "b": 3, "c": 4}
+    dataset = two.distribute_dataset(Files(list(sizes), lambda path: {"x": np.zeros((4, sizes[path]))}), 4)
+    with pytest.raises(
+        ValueError, match=r"source\['x'\] as float64\[4\] a row, and not float64\[3\] in batch 2 of epoch 0"
+    ):
+        list(dataset)
+    dataset = two.distribute_dataset(Files(list(sizes), lambda path: {"x": np.zeros((4, sizes[path]))}), 6)
+    with pytest.raises(
+        ValueError,
+        match=r"source\['x'\] has the shape \[4\] in example 2 in batch 1 of epoch 0, and \[3\] in the first",
+    ):
+        list(dataset)
+
+
+def test_files_without_paths_are_refused():
+    for paths in ([], (), iter([])):
+        with pytest.raises(ValueError, match=r"`paths` is empty: there is no file to read"):
+            Files(paths, np.load)
+
+
+@pytest.mark.parametrize("path", ["a.npy", pathlib.Path("a.npy")])
+def test_single_path_is_refused_with_the_way_out(path):
+    with pytest.raises(TypeError, match=r"`paths` is a list of paths, got .*a\.npy.*: write `\['a\.npy'\]`"):
+        Files(path, np.load)
+
+
+@pytest.mark.parametrize("paths", [5, None, b"a.npy"])
+def test_what_is_no_list_of_paths_is_refused(paths):
+    with pytest.raises(TypeError, match=r"`paths` is a list of paths, got "):
+        Files(paths, np.load)
+
+
+@pytest.mark.parametrize("read", [None, "npy", 5])
+def test_reader_that_is_no_function_is_refused(read):
+    with pytest.raises(TypeError, match=r"`read` is a function from a path to the examples in that file, got "):
+        Files(["a"], read)
+
+
+def test_paths_may_come_from_anything_and_are_kept(tmp_path, two):
+    _save_npy(tmp_path / "0.npy", range(4))
+    files = Files(tmp_path.glob("*.npy"), np.load)
+    assert files.paths == (tmp_path / "0.npy",)
+    for _ in range(2):
+        assert _numbers(two.distribute_dataset(files, 4)) == [[0, 1, 2, 3]]
+
+
+def test_how_many_batches_files_have_is_not_known(two, tmp_path):
+    with pytest.raises(TypeError, match="How many batches there are is not known before they are read"):
+        len(two.distribute_dataset(_files(tmp_path, _save_npy, np.load), BATCH))
+
+
+def test_files_under_a_policy_are_read_whole_by_a_single_process(two, tmp_path):
+    files = _files(tmp_path, _save_npy, np.load, [4, 4])
+    for policy in ("auto", "FILE", "data", "off", jdist.data.AutoShardPolicy.FILE):
+        assert _numbers(two.distribute_dataset(files, 4, auto_shard=policy)) == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -1,0 +1,557 @@
+"""Data sets of other libraries: what each holds comes once, in its order, and no library is imported for it."""
+
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import jax
+import numpy as np
+import pytest
+
+from laws import STRATEGIES
+
+REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2", "mirrored_3")}
+every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+COUNT, BATCH = 16, 6
+CUT = [list(range(i, min(i + BATCH, COUNT))) for i in range(0, COUNT, BATCH)]
+
+
+@pytest.fixture
+def one():
+    return REPLICAS["one_device"]
+
+
+@pytest.fixture
+def two():
+    return REPLICAS["mirrored_2"]
+
+
+@pytest.fixture
+def torch():
+    return _imported("torch")
+
+
+@pytest.fixture
+def tensorflow():
+    return _imported("tensorflow")
+
+
+@pytest.fixture
+def datasets():
+    found = _imported("datasets")
+    found.disable_progress_bars()
+    return found
+
+
+def _imported(name):
+    with warnings.catch_warnings(action="ignore"):  # what it says of itself
+        return pytest.importorskip(name)
+
+
+def _numbers(elements):
+    """The numbers of the examples that count, a list a batch; every leaf has to say the same number."""
+    found = []
+    for element in elements:
+        batch, weights = element if isinstance(element, tuple) else (element, None)
+        leaves = [np.asarray(x).reshape(x.shape[0] * x.shape[1], -1) for x in jax.tree.leaves(batch.tree)]
+        for leaf in leaves:
+            np.testing.assert_array_equal(leaf, np.broadcast_to(leaves[0][:, :1], leaf.shape))
+        keep = slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0
+        found.append(leaves[0][keep, 0].tolist())
+    return found
+
+
+def _expected(remainder):
+    return CUT if remainder == "pad" else CUT[:-1]
+
+
+def _leaf(dataset):
+    """The dtype and the values of the single leaf of the first batch."""
+    (leaf,) = jax.tree.leaves(next(iter(dataset)).tree)
+    return leaf.dtype, np.asarray(leaf).reshape(-1, *leaf.shape[2:]).tolist()
+
+
+def _assert_resumes_at_every_batch(make, **options):
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(make(), remainder="pad", **options))
+    states, found = [json.dumps(iterator.get_state())], []
+    for element in iterator:
+        found += _numbers([element])
+        states.append(json.dumps(iterator.get_state()))
+    for (taken, state), strategy in itertools.product(enumerate(states), REPLICAS.values()):
+        resumed = iter(strategy.distribute_dataset(make(), remainder="pad", **options))
+        resumed.set_state(json.loads(state))
+        assert _numbers(resumed) == found[taken:]
+    return found
+
+
+def test_jdist_imports_no_library_that_data_may_come_from():
+    program = """
+        import sys
+        import numpy as np
+        import jdist
+
+        strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        sources = [
+            (np.arange(8), 4), (range(8), 4), ((i for i in range(8)), 4), (iter([np.arange(4)]), None),
+            (lambda step: np.arange(4), None), (jdist.data.Files(["a"], lambda path: np.arange(8)), 4),
+        ]
+        for source, batch_size in sources:
+            iterator = iter(strategy.distribute_dataset(source, batch_size))
+            assert next(iterator).tree.shape == (2, 2)
+            iterator.close()
+        try:
+            strategy.distribute_dataset(object(), 4)
+        except ValueError as error:
+            assert "a dataset of grain, TensorFlow, torch or Hugging Face" in str(error)
+        else:
+            raise AssertionError
+        libraries = {"tensorflow", "torch", "datasets", "grain"}
+        print(sorted(libraries & {name.split(".")[0] for name in sys.modules}))
+    """
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+# torch
+
+
+def _mapped(torch, count=COUNT):
+    class Mapped(torch.utils.data.Dataset):
+        def __len__(self):
+            return count
+
+        def __getitem__(self, number):
+            return {"x": torch.full((2,), float(number)), "y": number}
+
+    return Mapped()
+
+
+def _stream(torch, count=COUNT, sized=False):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(count))
+
+    class Sized(Stream):
+        def __len__(self):
+            return count
+
+    return Sized() if sized else Stream()
+
+
+class EpochSampler:
+    """Another order each epoch, as `DistributedSampler` has, which needs more than torch to be made."""
+
+    def __init__(self, count=COUNT):
+        self._count, self._epoch, self.epochs = count, 0, []
+
+    def set_epoch(self, epoch):
+        self._epoch = epoch
+        self.epochs.append(epoch)
+
+    def __len__(self):
+        return self._count
+
+    def __iter__(self):
+        return iter(np.random.default_rng(self._epoch).permutation(self._count).tolist())
+
+
+TORCH = {
+    "tensor": (lambda t: t.arange(COUNT), BATCH),
+    "tensors": (lambda t: {"x": t.arange(COUNT), "y": t.arange(COUNT).float()}, BATCH),
+    "tensor_dataset": (lambda t: t.utils.data.TensorDataset(t.arange(COUNT), t.arange(COUNT)), BATCH),
+    "map_style": (_mapped, BATCH),
+    "subset": (lambda t: t.utils.data.Subset(_mapped(t, 40), range(COUNT)), BATCH),
+    "iterable": (_stream, BATCH),
+    "iterable_with_length": (lambda t: _stream(t, sized=True), BATCH),
+    "loader": (lambda t: t.utils.data.DataLoader(_mapped(t), BATCH), None),
+    "loader_of_that_size": (lambda t: t.utils.data.DataLoader(_mapped(t), BATCH), BATCH),
+    "loader_of_pairs": (lambda t: t.utils.data.DataLoader(_pairs(t), BATCH), None),
+    "loader_of_a_stream": (lambda t: t.utils.data.DataLoader(_stream(t), BATCH), None),
+    "loader_of_examples": (lambda t: t.utils.data.DataLoader(_mapped(t), None), BATCH),
+    "loader_of_a_stream_of_examples": (lambda t: t.utils.data.DataLoader(_stream(t), None), BATCH),
+    "loader_of_batches": (lambda t: t.utils.data.DataLoader(list(t.arange(COUNT).split(BATCH)), None), None),
+    "loader_with_batch_sampler": (
+        lambda t: t.utils.data.DataLoader(_mapped(t), batch_sampler=[range(COUNT)[i : i + BATCH] for i in (0, 6, 12)]),
+        None,
+    ),
+}
+
+
+def _pairs(torch):
+    return torch.utils.data.TensorDataset(torch.arange(COUNT), torch.arange(COUNT)[:, None].float())
+
+
+@every_strategy
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("make, batch_size", TORCH.values(), ids=TORCH)
+def test_torch_source_gives_what_it_holds_once_an_epoch(make, batch_size, remainder, strategy, torch):
+    dataset = strategy.distribute_dataset(make(torch), batch_size, epochs=2, remainder=remainder)
+    assert _numbers(dataset) == _expected(remainder) * 2
+
+
+@pytest.mark.parametrize("make, batch_size", TORCH.values(), ids=TORCH)
+def test_torch_source_resumes_at_every_batch(make, batch_size, torch):
+    assert _assert_resumes_at_every_batch(lambda: make(torch), batch_size=batch_size, epochs=2) == CUT * 2
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_torch_dataset_of_examples_is_shuffled_like_any_other(remainder, torch, two):
+    options = dict(batch_size=BATCH, shuffle=True, seed=4, epochs=2, remainder=remainder)
+    expected = _numbers(two.distribute_dataset(np.arange(COUNT), **options))
+    assert _numbers(two.distribute_dataset(_mapped(torch), **options)) == expected
+
+
+def test_torch_loader_is_not_shuffled_from_outside(torch, two):
+    with pytest.raises(
+        ValueError, match=r"The source is a DataLoader, and shuffle=True needs .* Shuffle in the source"
+    ):
+        two.distribute_dataset(torch.utils.data.DataLoader(_mapped(torch), BATCH), None, shuffle=True)
+    for sized in (False, True):
+        with pytest.raises(ValueError, match=r"shuffle=True needs examples that can be found by their numbers"):
+            two.distribute_dataset(_stream(torch, sized=sized), BATCH, shuffle=True)
+
+
+SAMPLED = {
+    "sampler": lambda t, sampler: t.utils.data.DataLoader(_mapped(t), BATCH, sampler=sampler),
+    "batch_sampler": lambda t, sampler: t.utils.data.DataLoader(
+        _mapped(t), batch_sampler=t.utils.data.BatchSampler(sampler, BATCH, False)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SAMPLED.values(), ids=SAMPLED)
+def test_torch_sampler_hears_the_epoch_and_goes_on_in_its_order(make, torch, two):
+    sampler = EpochSampler()
+    found = _numbers(two.distribute_dataset(make(torch, sampler), None, epochs=3, remainder="pad"))
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert sum(found[3 * epoch : 3 * epoch + 3], []) == list(sampler)
+    again = _assert_resumes_at_every_batch(lambda: make(torch, EpochSampler()), batch_size=None, epochs=3)
+    assert again == found
+
+
+def test_torch_loader_that_shuffles_in_an_order_of_its_own_is_not_resumed(torch, two):
+    def iterator():
+        loader = torch.utils.data.DataLoader(_mapped(torch), BATCH, shuffle=True)
+        return iter(two.distribute_dataset(loader, None, remainder="pad"))
+
+    first = iterator()
+    next(first)
+    with pytest.raises(ValueError, match="shuffle"):  # the rest of another order has repeats and gaps
+        iterator().set_state(first.get_state())
+
+
+def test_torch_distributed_sampler_hears_the_epoch(torch, two):
+    def epochs():
+        sampler = torch.utils.data.DistributedSampler(_mapped(torch), num_replicas=1, rank=0, shuffle=True)
+        loader = torch.utils.data.DataLoader(_mapped(torch), BATCH, sampler=sampler)
+        found = _numbers(two.distribute_dataset(loader, None, epochs=2, remainder="pad"))
+        return sum(found[:3], []), sum(found[3:], [])
+
+    first, second = epochs()
+    assert sorted(first) == sorted(second) == list(range(COUNT))
+    assert first != second
+
+
+def test_torch_loader_of_another_batch_size_is_refused_with_both(torch, two):
+    loader = torch.utils.data.DataLoader(_mapped(torch), 4)
+    with pytest.raises(
+        ValueError, match=r"The source makes batches of 4 examples, and 6 are asked for\. .*`batch_size=None`"
+    ):
+        two.distribute_dataset(loader, 6)
+
+
+def test_torch_loader_of_a_batch_that_cannot_be_split_is_refused(torch, two):
+    loader = torch.utils.data.DataLoader(_mapped(torch), 5)
+    with pytest.raises(ValueError, match=r"batch of 5 examples cannot be split over 2 replicas \(1 left over\)"):
+        next(iter(two.distribute_dataset(loader, None)))
+
+
+def test_torch_loader_of_less_than_a_batch_is_padded(torch, two):
+    loader = torch.utils.data.DataLoader(_mapped(torch, 3), 8)
+    ((batch, weights),) = two.distribute_dataset(loader, None, remainder="pad")
+    assert np.asarray(batch.tree["y"]).ravel().tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+    assert np.asarray(weights.tree).ravel().tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("whole", [False, True])
+def test_torch_stream_that_writes_its_buffer_again_changes_no_batch(whole, prefetch, torch, one):
+    class Lending(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            raw = np.zeros(4 * 2 * 16 + 64, np.uint8)
+            start = -raw.ctypes.data % 64
+            rows = raw[start : start + 4 * 2 * 16].view(np.int32).reshape(2, 16)
+            for i in range(4):
+                rows[:] = np.arange(2 * i, 2 * i + 2)[:, None]
+                yield from [rows] if whole else rows
+
+    loader = torch.utils.data.DataLoader(Lending(), batch_size=None)
+    batches = list(one.distribute_dataset(loader, None if whole else 1, prefetch=prefetch))
+    found = np.concatenate([np.asarray(batch.tree)[0] for batch in batches])
+    np.testing.assert_array_equal(found, np.broadcast_to(np.arange(8)[:, None], (8, 16)))
+
+
+DTYPES = ["uint8", "int16", "int32", "float16", "float32", "bool", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_dtype_is_kept(dtype, torch, two):
+    tensor = torch.tensor([0, 1, 1, 0]).to(getattr(torch, dtype))
+    sources = [
+        (tensor, 4),
+        (torch.utils.data.TensorDataset(tensor), 4),
+        (torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tensor), 4), None),
+    ]
+    for source, batch_size in sources:
+        assert _leaf(two.distribute_dataset(source, batch_size)) == (dtype, [0, 1, 1, 0])
+
+
+def test_torch_tensor_that_needs_gradients_or_has_no_numpy_dtype_is_refused_by_name(torch, two):
+    for tensor, why in ((torch.zeros(4, requires_grad=True), "requires grad"), (torch.zeros(4).bfloat16(), "BFloat16")):
+        with pytest.raises(ValueError, match=rf"source\['x'\] is Tensor, which is no numpy array: .*{why}"):
+            two.distribute_dataset({"x": tensor}, 4)
+        examples = [{"x": row} for row in tensor]
+        with pytest.raises(ValueError, match=rf"source\['x'\] is Tensor in batch 0 of epoch 0, .*{why}"):
+            next(iter(two.distribute_dataset(iter(examples), 4)))
+
+
+def test_torch_error_in_an_example_surfaces_with_its_own_traceback(torch, two):
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, number):
+            if number == 5:
+                raise OSError("disk is gone")
+            return number
+
+    for source, batch_size in ((Broken(), 4), (torch.utils.data.DataLoader(Broken(), 4), None)):
+        iterator = iter(two.distribute_dataset(source, batch_size))
+        assert _numbers([next(iterator)]) == [[0, 1, 2, 3]]
+        with pytest.raises(OSError, match="disk is gone") as told:
+            next(iterator)
+        assert told.traceback[-1].name == "__getitem__"
+
+
+# TensorFlow
+
+
+def _tensors(tf, count=COUNT):
+    return tf.data.Dataset.range(count).map(lambda n: {"x": tf.fill([2], tf.cast(n, tf.float32)), "y": (n, n)})
+
+
+TENSORFLOW = {
+    "examples": (_tensors, BATCH),
+    "slices": (
+        lambda tf: tf.data.Dataset.from_tensor_slices((np.arange(COUNT), np.arange(COUNT, dtype=np.uint8))),
+        BATCH,
+    ),
+    "batches": (lambda tf: _tensors(tf).batch(BATCH), None),
+    "prefetched": (lambda tf: _tensors(tf).batch(BATCH).prefetch(2), None),
+    "tensor": (lambda tf: tf.range(COUNT), BATCH),
+    "tensors": (lambda tf: {"x": tf.range(COUNT), "y": [tf.range(COUNT)]}, BATCH),
+}
+
+
+@every_strategy
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("make, batch_size", TENSORFLOW.values(), ids=TENSORFLOW)
+def test_tensorflow_source_gives_what_it_holds_once_an_epoch(make, batch_size, remainder, strategy, tensorflow):
+    dataset = strategy.distribute_dataset(make(tensorflow), batch_size, epochs=2, remainder=remainder)
+    assert _numbers(dataset) == _expected(remainder) * 2
+
+
+@pytest.mark.parametrize("make, batch_size", TENSORFLOW.values(), ids=TENSORFLOW)
+def test_tensorflow_source_resumes_at_every_batch(make, batch_size, tensorflow):
+    assert _assert_resumes_at_every_batch(lambda: make(tensorflow), batch_size=batch_size, epochs=2) == CUT * 2
+
+
+def test_tensorflow_dataset_without_end_goes_on(tensorflow, two):
+    iterator = iter(two.distribute_dataset(_tensors(tensorflow, BATCH).repeat().batch(BATCH), None))
+    assert _numbers(itertools.islice(iterator, 5)) == [list(range(BATCH))] * 5
+    iterator.close()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "bfloat16"])
+def test_tensorflow_dtype_is_kept(dtype, tensorflow, two):
+    tensor = tensorflow.cast([0, 1, 1, 0], getattr(tensorflow, dtype))
+    dataset = tensorflow.data.Dataset.from_tensor_slices(tensor)
+    for source, batch_size in ((tensor, 4), (dataset, 4), (dataset.batch(4), None)):
+        assert _leaf(two.distribute_dataset(source, batch_size)) == (dtype, [0, 1, 1, 0])
+
+
+def test_tensorflow_dataset_is_not_shuffled_from_outside(tensorflow, two):
+    with pytest.raises(
+        ValueError, match=r"one element after the other, and shuffle=True needs .*Shuffle in the source"
+    ):
+        two.distribute_dataset(_tensors(tensorflow), BATCH, shuffle=True)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_tensorflow_dataset_of_strings_is_refused_by_name(batched, tensorflow, two):
+    dataset = tensorflow.data.Dataset.from_tensor_slices({"s": ["a", "bc"], "x": [1, 2]})
+    with pytest.raises(
+        ValueError, match=r"source\['s'\] is (\|S\d|object)\[2?\] in (batch 0 of epoch 0|the first batch)"
+    ):
+        next(iter(two.distribute_dataset(dataset.batch(2) if batched else dataset, None if batched else 2)))
+
+
+def test_tensorflow_dataset_of_ragged_rows_is_refused_by_name(tensorflow, two):
+    ragged = tensorflow.data.Dataset.from_tensor_slices({"r": tensorflow.ragged.constant([[1], [1, 2]])})
+    with pytest.raises(ValueError, match=r"source(\['r'\])? .*batch"):
+        next(iter(two.distribute_dataset(ragged, 2)))
+    with pytest.raises(ValueError, match=r"source\['r'\].* in the first batch"):
+        next(iter(two.distribute_dataset(ragged.batch(2), None)))
+
+
+def test_tensorflow_error_surfaces_as_it_is(tensorflow, two):
+    def check(number):
+        tensorflow.debugging.assert_less(number, tensorflow.constant(5, tensorflow.int64), "too far")
+        return number
+
+    iterator = iter(two.distribute_dataset(tensorflow.data.Dataset.range(8).map(check), 4))
+    assert _numbers([next(iterator)]) == [[0, 1, 2, 3]]
+    with pytest.raises(tensorflow.errors.InvalidArgumentError, match="too far"):
+        next(iterator)
+
+
+# Hugging Face
+
+
+def _table(datasets, count=COUNT):
+    numbers = np.arange(count)
+    return datasets.Dataset.from_dict({"n": numbers, "x": np.repeat(numbers[:, None], 2, 1).astype(np.float32)})
+
+
+HUGGING_FACE = {
+    "dataset": (_table, BATCH),
+    "dataset_with_numpy": (lambda d: _table(d).with_format("numpy"), BATCH),
+    "dataset_with_columns": (lambda d: _table(d).with_format("numpy", columns=["x"]), BATCH),
+    "dataset_selected": (lambda d: _table(d, 40).select(range(COUNT)), BATCH),
+    "column": (lambda d: _table(d)["n"], BATCH),
+    "dataset_of_batches": (lambda d: _table(d).batch(BATCH), None),
+    "stream": (lambda d: _table(d).to_iterable_dataset(), BATCH),
+    "stream_of_shards": (lambda d: _table(d).to_iterable_dataset(num_shards=2), BATCH),
+    "stream_of_batches": (lambda d: _table(d).to_iterable_dataset().batch(BATCH), None),
+    "stream_from_a_generator": (lambda d: d.IterableDataset.from_generator(_rows), BATCH),
+}
+
+
+def _rows():
+    return ({"n": i, "x": [i, i]} for i in range(COUNT))
+
+
+@every_strategy
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+@pytest.mark.parametrize("make, batch_size", HUGGING_FACE.values(), ids=HUGGING_FACE)
+def test_hugging_face_source_gives_what_it_holds_once_an_epoch(make, batch_size, remainder, strategy, datasets):
+    dataset = strategy.distribute_dataset(make(datasets), batch_size, epochs=2, remainder=remainder)
+    assert _numbers(dataset) == _expected(remainder) * 2
+
+
+@pytest.mark.parametrize("make, batch_size", HUGGING_FACE.values(), ids=HUGGING_FACE)
+def test_hugging_face_source_resumes_at_every_batch(make, batch_size, datasets):
+    assert _assert_resumes_at_every_batch(lambda: make(datasets), batch_size=batch_size, epochs=2) == CUT * 2
+
+
+def test_hugging_face_dataset_is_shuffled_like_any_other(datasets, two):
+    options = dict(batch_size=BATCH, shuffle=True, seed=4, epochs=2, remainder="pad")
+    expected = _numbers(two.distribute_dataset(np.arange(COUNT), **options))
+    assert _numbers(two.distribute_dataset(_table(datasets), **options)) == expected
+
+
+def test_hugging_face_stream_shuffles_itself_anew_each_epoch(datasets, two):
+    def make():
+        return _table(datasets).to_iterable_dataset().shuffle(seed=0, buffer_size=8)
+
+    found = _assert_resumes_at_every_batch(make, batch_size=BATCH, epochs=2)
+    first, second = sum(found[:3], []), sum(found[3:], [])
+    assert sorted(first) == sorted(second) == list(range(COUNT))
+    assert first != second
+    with pytest.raises(
+        ValueError, match=r"one element after the other, and shuffle=True needs .*Shuffle in the source"
+    ):
+        two.distribute_dataset(make(), BATCH, shuffle=True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "uint32", "float16", "float32", "bool"])
+def test_hugging_face_dtype_of_a_column_is_kept(dtype, stream, datasets, two):
+    features = datasets.Features({"x": datasets.Value(dtype)})
+    dataset = datasets.Dataset.from_dict({"x": [0, 1, 1, 0]}, features=features)
+    source = dataset.to_iterable_dataset() if stream else dataset
+    assert _leaf(two.distribute_dataset(source, 4)) == (dtype, [0, 1, 1, 0])
+
+
+def test_hugging_face_images_keep_their_bytes(datasets, two):
+    features = datasets.Features({"image": datasets.Array2D((2, 2), "uint8")})
+    images = np.arange(16, dtype=np.uint8).reshape(4, 2, 2)
+    dataset = datasets.Dataset.from_dict({"image": images}, features=features)
+    assert _leaf(two.distribute_dataset(dataset, 4)) == ("uint8", images.tolist())
+
+
+def test_hugging_face_float64_is_said_once_and_kept_where_jax_keeps_it(datasets, two, caplog):
+    table = datasets.Dataset.from_dict({"x": (np.arange(4) / 3).tolist()})
+    with caplog.at_level(logging.WARNING, logger="jdist"):
+        dataset = two.distribute_dataset(table, 4)
+        assert _leaf(dataset)[0] == np.float32
+        _leaf(dataset)
+    (message,) = caplog.messages
+    assert message.startswith("source['x'] (float64[4]): JAX keeps 32 bits of each number")
+    with jax.enable_x64(True):
+        assert _leaf(two.distribute_dataset(table, 4)) == (np.float64, (np.arange(4) / 3).tolist())
+
+
+def test_hugging_face_whole_number_that_does_not_fit_is_refused_with_its_value(datasets, two):
+    features = datasets.Features({"id": datasets.Value("uint64")})
+    table = datasets.Dataset.from_dict({"id": np.array([1, 2**40 + 5], np.uint64)}, features=features)
+    for source in (table, table.to_iterable_dataset()):
+        with pytest.raises(ValueError, match=rf"source\['id'\] holds {2**40 + 5}, which uint32 does not"):
+            next(iter(two.distribute_dataset(source, 2)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hugging_face_column_of_strings_is_refused_by_name(stream, datasets, two):
+    table = datasets.Dataset.from_dict({"x": [1, 2], "text": ["a", "bc"]})
+    source = table.to_iterable_dataset() if stream else table
+    with pytest.raises(
+        ValueError,
+        match=r"source\['text'\] is <U\d(\[2\]|\[\]) in batch 0 of epoch 0, which no device holds\. .*leave it out",
+    ):
+        next(iter(two.distribute_dataset(source, 2)))
+    assert _numbers(two.distribute_dataset(source.remove_columns("text"), 2)) == [[1, 2]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hugging_face_column_of_ragged_lists_is_refused_by_name(stream, datasets, two):
+    table = datasets.Dataset.from_dict({"ids": [[1, 2], [3, 4], [5], [6, 7]]})
+    source = table.to_iterable_dataset() if stream else table
+    says = r"source\['ids'\] (is object\[2\]|has the shape \[2\] in example 1) in batch 1 of epoch 0, .*[Pp]ad"
+    with pytest.raises(ValueError, match=says):
+        list(two.distribute_dataset(source, 2))
+
+
+def test_hugging_face_splits_are_refused_by_their_kind(datasets, two):
+    splits = datasets.DatasetDict({"train": _table(datasets), "test": _table(datasets)})
+    for batch_size in (2, BATCH):
+        with pytest.raises(ValueError, match="The source is .*DatasetDict"):
+            next(iter(two.distribute_dataset(splits, batch_size)))
+
+
+def test_hugging_face_dataset_keeps_its_own_format(datasets, two):
+    table = _table(datasets)
+    next(iter(two.distribute_dataset(table, BATCH)))
+    assert table.format["type"] is None
+    assert isinstance(table[0]["n"], int)

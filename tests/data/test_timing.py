@@ -1,0 +1,212 @@
+"""What a loop over batches waited for."""
+
+import dataclasses
+import json
+import threading
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+import jdist
+from jdist.data import Stats
+
+from laws import STRATEGIES
+
+few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
+REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
+every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+PATIENCE = 30  # seconds, until what has to happen is said not to
+times = st.floats(0, 1e6)
+
+
+class _Stream:
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(np.arange(self.count, dtype=np.int32))
+
+
+SOURCES = {"arrays": lambda count: np.arange(count, dtype=np.int32), "stream": _Stream}
+
+
+@every_strategy
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("remainder, batches, examples", [("pad", 6, 40), ("drop", 6, 36)])
+def test_stats_count_batches_and_examples_and_not_what_fills_up(kind, prefetch, remainder, batches, examples, strategy):
+    options = dict(remainder=remainder, epochs=2, prefetch=prefetch)
+    count, size = (20, 6) if remainder == "drop" else (20, 12)
+    iterator = iter(strategy.distribute_dataset(SOURCES[kind](count), size, **options))
+    counted = [jdist.data.stats(iterator).examples]
+    for element in iterator:
+        rows = sum(np.asarray(element[1].tree).ravel() > 0) if remainder == "pad" else size
+        counted.append(counted[-1] + rows)
+        assert jdist.data.stats(iterator).examples == counted[-1]
+        assert jdist.data.stats(iterator).batches == len(counted) - 1
+    stats = jdist.data.stats(iterator)
+    assert (stats.batches, stats.examples) == (batches - 2 * (remainder == "pad"), examples)
+
+
+def test_stats_of_an_iterator_that_gave_nothing_are_zero():
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(np.arange(8), 4))
+    assert jdist.data.stats(iterator) == Stats() == Stats(0, 0, 0.0, 0.0, 0.0, 0)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_stats_of_one_batch_have_a_start_and_no_rates(kind, prefetch):
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(SOURCES[kind](8), 4, prefetch=prefetch))
+    next(iterator)
+    stats = jdist.data.stats(iterator)
+    assert stats.startup > 0
+    assert dataclasses.replace(stats, startup=0) == Stats(batches=1, examples=4, first=4)
+    assert (stats.stalled_fraction, stats.waiting_fraction, stats.rows_per_second) == (0, 0, 0)
+    iterator.close()
+
+
+def test_stats_are_a_value_that_later_batches_do_not_change():
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(np.arange(12), 4))
+    next(iterator)
+    first = jdist.data.stats(iterator)
+    copy = dataclasses.replace(first)
+    list(iterator)
+    assert first == copy
+    assert jdist.data.stats(iterator).batches == 3
+
+
+def test_stats_of_two_iterators_are_their_own():
+    dataset = REPLICAS["mirrored_2"].distribute_dataset(np.arange(12), 4)
+    one, other = iter(dataset), iter(dataset)
+    list(one)
+    assert (jdist.data.stats(one).batches, jdist.data.stats(other).batches) == (3, 0)
+
+
+def test_stats_do_not_count_a_batch_that_never_came():
+    def source(step):
+        if step == 2:
+            raise OSError("disk")
+        return np.arange(4)
+
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(source, None, epochs=None))
+    next(iterator), next(iterator)
+    before = jdist.data.stats(iterator)
+    with pytest.raises(OSError):
+        next(iterator)
+    assert next(iterator, None) is None
+    assert jdist.data.stats(iterator) == before
+
+
+class _Held:
+    """A source that waits to be let go before each of its batches."""
+
+    def __init__(self):
+        self.asked, self.go = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, step):
+        self.asked.release()
+        assert self.go.acquire(timeout=PATIENCE)
+        return np.arange(4)
+
+
+def test_stats_count_a_step_as_stalled_where_its_batch_was_not_ready():
+    source = _Held()
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(source, None, epochs=None, prefetch=1))
+    source.go.release()
+    next(iterator)  # the first one is waited for, and does not count
+    for number in range(4):
+        # The thread is held in the source until this thread is told to let go, a moment after it asked for the batch.
+        asked = threading.Event()
+        letting_go = threading.Thread(target=lambda asked=asked: (asked.wait(PATIENCE), source.go.release()))
+        letting_go.start()
+        ready = iterator._ahead.ready
+        iterator._ahead.ready = lambda ready=ready, asked=asked: (ready(), asked.set())[0]
+        next(iterator)
+        letting_go.join(PATIENCE)
+        iterator._ahead.ready = ready
+        stats = jdist.data.stats(iterator)
+        assert (stats.batches, stats.stalled) == (number + 2, number + 1)
+    assert stats.stalled_fraction == 1
+    assert stats.waiting > 0
+    assert 0 < stats.waiting_fraction <= 1
+    for _ in range(8):
+        source.go.release()
+    iterator.close()
+
+
+def test_stats_count_no_step_as_stalled_where_the_source_is_ahead():
+    reached, given = threading.Event(), []
+
+    def source(step):
+        given.append(step)
+        if step == 9:  # all before it lie ready
+            reached.set()
+        return np.arange(4)
+
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(source, None, epochs=None, prefetch=12))
+    next(iterator)
+    assert reached.wait(PATIENCE)
+    for _ in range(8):
+        next(iterator)
+    stats = jdist.data.stats(iterator)
+    assert (stats.batches, stats.stalled, stats.stalled_fraction) == (9, 0, 0)
+    iterator.close()
+
+
+def test_stats_of_arrays_in_memory_are_never_stalled():
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(np.arange(40), 4))
+    list(iterator)
+    assert (jdist.data.stats(iterator).batches, jdist.data.stats(iterator).stalled) == (10, 0)
+
+
+def test_stats_without_reading_ahead_are_stalled_at_every_step():
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(_Stream(40), 4, prefetch=0))
+    list(iterator)
+    stats = jdist.data.stats(iterator)
+    assert (stats.stalled, stats.stalled_fraction) == (9, 1)
+    assert stats.waiting > 0
+
+
+def test_stats_after_a_position_was_set_go_on_and_do_not_count_what_was_between():
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(_Stream(40), 4))
+    start = iterator.get_state()
+    next(iterator), next(iterator)
+    before = jdist.data.stats(iterator)
+    iterator.set_state(start)
+    assert jdist.data.stats(iterator) == before
+    list(iterator)
+    assert (jdist.data.stats(iterator).batches, jdist.data.stats(iterator).examples) == (12, 48)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_rows_a_second_are_those_of_the_steps_whose_time_was_taken(kind):
+    iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(SOURCES[kind](16), 4))
+    list(iterator)
+    stats = jdist.data.stats(iterator)
+    # From having the first of 4 batches to having the last one 3 steps went by: 12 examples, and not 16.
+    assert stats.rows_per_second * (stats.waiting + stats.working) == pytest.approx(12)
+
+
+@few
+@hypothesis.given(st.integers(2, 1000), st.integers(0, 10**6), times, times, times, st.integers(0, 1000))
+def test_fractions_lie_between_none_and_all(batches, examples, startup, waiting, working, stalled):
+    stats = Stats(batches, examples, startup, waiting, working, min(stalled, batches - 1))
+    assert 0 <= stats.stalled_fraction <= 1
+    assert 0 <= stats.waiting_fraction <= 1
+    assert stats.rows_per_second >= 0
+    assert stats.stalled_fraction == min(stalled, batches - 1) / (batches - 1)
+    hypothesis.assume(waiting + working > 1e-3)
+    assert stats.waiting_fraction == pytest.approx(waiting / (waiting + working))
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_stats_are_json_as_a_dict(kind):
+    iterator = iter(REPLICAS["mirrored_3"].distribute_dataset(SOURCES[kind](20), 6, remainder="pad"))
+    list(iterator)
+    stats = jdist.data.stats(iterator)
+    fields = json.loads(json.dumps(dataclasses.asdict(stats)))
+    assert {"batches", "examples", "startup", "waiting", "working", "stalled"} <= set(fields)
+    assert Stats(**fields) == stats
+    json.dumps([stats.stalled_fraction, stats.waiting_fraction, stats.rows_per_second])
