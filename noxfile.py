@@ -41,6 +41,13 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def libraries(session: nox.Session) -> None:
+    """Data from the libraries that are not needed otherwise, the real ones."""
+    session.install(*CONSTRAINTS, "-e", ".[test]", "datasets", "tensorflow-cpu", "torch")
+    session.run("python", "-m", "pytest", "tests/data/test_libraries.py", *session.posargs)
+
+
+@nox.session(python="3.11")
 def docs(session: nox.Session) -> None:
     """The documents, as pages; a warning is an error."""
     session.install(*CONSTRAINTS, "-e", ".[docs]")
@@ -51,5 +58,5 @@ def docs(session: nox.Session) -> None:
 def benchmarks(session: nox.Session) -> None:
     """Every benchmark, quickly; give other options after `--`."""
     session.install(*CONSTRAINTS, "-e", ".")
-    for name in ("import_time", "trace_time", "step_overhead", "all_reduce", "train_step"):
+    for name in ("import_time", "trace_time", "step_overhead", "all_reduce", "train_step", "input"):
         session.run("python", f"benchmarks/{name}.py", *(session.posargs or ["--quick"]))

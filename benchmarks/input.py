@@ -126,7 +126,7 @@ def main():
     for case in (arrays, grain, step):
         if args.case in (None, case.__name__):
             timed = {peer: functools.partial(sidebyside.seconds, work) for peer, work in case().items()}
-            taken = sidebyside.rounds(timed, 3 if args.quick or case is grain else 15)
+            taken = sidebyside.rounds(timed, 3 if args.quick else 9 if case is grain else 21)
             sidebyside.report(f"{case.__name__}, {len(DEVICES)} devices", taken, args.json, STEPS)
 
 

@@ -58,20 +58,21 @@ class DistributedDataset:
         return Position(0, 0, self._reading.batch_size, self._shards)
 
     def _ahead(self, position: Position) -> "Inline[_Sent] | Threaded[_Sent]":
+        reading, share = self._reading, self._share
         # Named here and not by the thread, so that the order is the same on every process.
         name = conversation(self._mesh)
-        make = functools.partial(_sent, self._reading, self._share, self._mesh, position, name)
-        if not in_memory_on_all(self._reading, self._share):
-            return (Threaded if self._prefetch else Inline)(make, self._prefetch)
-        # Arrays in memory are at hand, and a transfer goes on by itself: a thread would only cost. Nor can they fail on one
-        # process only, so that after this nothing is left to agree on.
-        if self._share.num_pipelines > 1:
-            agreement = Agreement(name, self._share.pipeline, self._share.num_pipelines)
+        make = functools.partial(_sent, reading, share, self._mesh, position, name)
+        in_memory = in_memory_on_all(reading, share)
+        if in_memory and share.num_pipelines > 1:
+            agreement = Agreement(name, share.pipeline, share.num_pipelines)
             try:
                 agreement.same(f"the position {position}")
             finally:
                 agreement.leave()
-        return Inline(make, self._prefetch)
+        # Where the examples are at hand, a thread would only cost: a transfer goes on by itself. To agree, one has to wait.
+        reads_ahead = isinstance(reading.source, Stream) and reading.source.reads_ahead and share.num_pipelines == 1
+        at_hand = in_memory or reads_ahead or self._prefetch == 0
+        return (Inline if at_hand else Threaded)(make, self._prefetch)
 
 
 class DistributedIterator:

@@ -65,7 +65,8 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
         source = source.with_format("numpy")
     if isinstance(source, Iterable):
         _refuse_shuffle(shuffle, "gives one element after the other")
-        return Stream(restarted(source), batches, lends=True)
+        reads_ahead = _is(source, "grain", "IterDataset") or _is(source, "grain", "DataLoader")
+        return Stream(restarted(source), batches, lends=True, reads_ahead=reads_ahead)
     if callable(source):
         _refuse_shuffle(shuffle, "is a function of the step")
         start = lambda epoch, first: map(source, itertools.count(first))

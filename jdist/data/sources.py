@@ -36,6 +36,7 @@ class Stream:
         lends: Whether the source may write into a batch that it gave before.
         endless: Whether it has no end, and so no partial batch.
         repeats: Whether an epoch that is begun again comes in the same order.
+        reads_ahead: Whether the source has threads or processes of its own that read ahead.
     """
 
     start: Callable[[int, int], Iterator[Any]]
@@ -44,6 +45,7 @@ class Stream:
     lends: bool = False
     endless: bool = False
     repeats: bool = True
+    reads_ahead: bool = False
 
 
 class Arrays:
