@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._choice import choice
 from jdist._tree import spec
 
 
@@ -32,11 +33,7 @@ class ReduceOp(enum.Enum):
         Raises:
             ValueError: There is none.
         """
-        if isinstance(op, cls):
-            return op
-        if isinstance(op, str) and op.upper() in cls.__members__:
-            return cls[op.upper()]
-        raise ValueError(f"{op!r} is not a reduction; take one of {', '.join(repr(name) for name in cls.__members__)}.")
+        return choice(cls, op, f"{op!r} is not a reduction")
 
 
 def check_reducible(op: ReduceOp, name: str, leaf: Any) -> None:

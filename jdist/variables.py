@@ -7,7 +7,7 @@ import jax
 from jdist._tree import PyTree
 from jdist.context import ReplicaContext, current, in_replica_function
 from jdist.strategies.current import get_strategy
-from jdist.values.aggregation import VariableAggregation, VariableSynchronization, choice
+from jdist.values.aggregation import VariableAggregation, VariableSynchronization
 from jdist.values.base import is_distributed
 from jdist.values.mirrored import Mirrored
 from jdist.values.per_replica import PerReplica
@@ -54,7 +54,7 @@ def variable(
         SyncOnRead(float32[2], SUM)
     """
     wrapped = _wrapped(
-        value, choice(VariableSynchronization, synchronization), choice(VariableAggregation, aggregation), trainable
+        value, VariableSynchronization.of(synchronization), VariableAggregation.of(aggregation), trainable
     )
     if isinstance(current(), ReplicaContext) and in_replica_function():
         return wrapped

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jdist._choice import choice
 from jdist.mesh import local_replicas
 
 
@@ -35,13 +36,7 @@ class AutoShardPolicy(enum.Enum):
         Raises:
             ValueError: There is none.
         """
-        if isinstance(policy, cls):
-            return policy
-        if isinstance(policy, str) and policy.upper() in cls.__members__:
-            return cls[policy.upper()]
-        raise ValueError(
-            f"{policy!r} is no way to shard; take one of {', '.join(repr(name) for name in cls.__members__)}."
-        )
+        return choice(cls, policy, f"{policy!r} is no way to shard")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """When the replicas' writes to a value become one value, and how."""
 
 import enum
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jdist._choice import choice
 from jdist.mesh import mirrored_sharding
 from jdist.reduce_op import ReduceOp, check_reducible
 from jdist.values.arrays import first_row, is_on_mesh, mesh_of, reduce_rows
@@ -28,6 +28,15 @@ class VariableSynchronization(enum.Enum):
     ON_WRITE = "ON_WRITE"
     ON_READ = "ON_READ"
 
+    @classmethod
+    def of(cls, synchronization: "VariableSynchronization | str") -> "VariableSynchronization":
+        """The synchronization of that name.
+
+        Raises:
+            ValueError: There is none.
+        """
+        return choice(cls, synchronization, f"Invalid variable synchronization mode: {synchronization!r}")
+
 
 class VariableAggregation(enum.Enum):
     """How the replicas' writes to a value become one.
@@ -46,22 +55,14 @@ class VariableAggregation(enum.Enum):
     MEAN = "MEAN"
     ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
 
+    @classmethod
+    def of(cls, aggregation: "VariableAggregation | str") -> "VariableAggregation":
+        """The aggregation of that name.
 
-_Choice = TypeVar("_Choice", VariableSynchronization, VariableAggregation)
-
-
-def choice(kind: type[_Choice], value: "_Choice | str") -> _Choice:
-    """The member of that name.
-
-    Raises:
-        ValueError: There is none.
-    """
-    if isinstance(value, kind):
-        return value
-    if isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
-    mode = "synchronization" if kind is VariableSynchronization else "aggregation"
-    raise ValueError(f"Invalid variable {mode} mode: {value!r}; take one of {', '.join(map(repr, kind.__members__))}.")
+        Raises:
+            ValueError: There is none.
+        """
+        return choice(cls, aggregation, f"Invalid variable aggregation mode: {aggregation!r}")
 
 
 def aggregated(aggregation: VariableAggregation, name: str, rows: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree
-from jdist.values.aggregation import VariableAggregation, aggregated, choice
+from jdist.values.aggregation import VariableAggregation, aggregated
 from jdist.values.arrays import is_on_mesh, is_placed, local_shards, place, repeat
 from jdist.values.base import DistributedValues, fitted
 
@@ -51,7 +51,7 @@ class Mirrored(DistributedValues):
 
     def __post_init__(self) -> None:
         if not isinstance(self.aggregation, VariableAggregation):
-            object.__setattr__(self, "aggregation", choice(VariableAggregation, self.aggregation))
+            object.__setattr__(self, "aggregation", VariableAggregation.of(self.aggregation))
 
     @staticmethod
     def spec(axes: tuple[str, ...]) -> PartitionSpec:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jdist._tree import PyTree
 from jdist.mesh import mirrored_sharding
 from jdist.reduce_op import ReduceOp, check_reducible
-from jdist.values.aggregation import VariableAggregation, aggregated, choice
+from jdist.values.aggregation import VariableAggregation, aggregated
 from jdist.values.arrays import mesh_of, place, split_sum
 from jdist.values.base import DistributedValues, fitted, is_distributed
 from jdist.values.per_replica import PerReplica, check_rows, incoming_rows, map_rows
@@ -52,7 +52,7 @@ class SyncOnRead(DistributedValues):
 
     def __post_init__(self) -> None:
         if not isinstance(self.aggregation, VariableAggregation):
-            object.__setattr__(self, "aggregation", choice(VariableAggregation, self.aggregation))
+            object.__setattr__(self, "aggregation", VariableAggregation.of(self.aggregation))
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
                 "A SyncOnRead with aggregation NONE could not be read. Say SUM, MEAN or ONLY_FIRST_REPLICA, or keep one value "

@@ -15,7 +15,7 @@ CHOICES = [jdist.VariableSynchronization, jdist.VariableAggregation]
 def test_choice_is_found_by_its_name_in_any_case(member):
     kind = type(member)
     for name in (member, member.name, member.name.lower(), member.name.title(), member.value):
-        assert aggregations.choice(kind, name) is member
+        assert kind.of(name) is member
 
 
 BAD = {
@@ -44,7 +44,7 @@ BAD = {
 @pytest.mark.parametrize("kind, name, says", BAD.values(), ids=BAD)
 def test_choice_that_there_is_none_of_is_refused_with_all_there_are(kind, name, says):
     with pytest.raises(ValueError, match=says):
-        aggregations.choice(kind, name)
+        kind.of(name)
 
 
 ADDED = {jdist.VariableAggregation.SUM: np.sum, jdist.VariableAggregation.MEAN: np.mean}
