@@ -124,10 +124,13 @@ def in_memory_on_all(reading: Reading, share: Share) -> bool:
 
 
 class _Reader:
+    """One process on its way through the source."""
+
     def __init__(self, reading: Reading, share: Share, start: Position, agreement: Alone | Agreement):
         self._reading, self._share, self._start = reading, share, start
         self._size = start.batch_size
-        if self._size and reading.batch_size is None:  # counted when there may have been another number of replicas
+        # Counted when there may have been another number of replicas.
+        if self._size and reading.batch_size is None:
             self._size = self._split(self._size, share.num_replicas)
         self._like: PyTree = None
         self._kind: str | None = None

@@ -57,6 +57,40 @@ class DistributedDataset:
     def _begin(self) -> Position:
         return Position(0, 0, self._reading.batch_size, self._shards)
 
+    def _position(self, state: Mapping[str, Any]) -> Position:
+        """The position that `state` says.
+
+        Raises:
+            ValueError: It is none, or does not fit this data set.
+        """
+        reading, expected = self._reading, self._identity()
+        if not isinstance(state, Mapping) or not {*Position._fields, *expected} <= state.keys():
+            raise ValueError(f"{state!r} is no position: take what `get_state()` of an iterator over batches gave.")
+        if reading.batch_size is not None:
+            expected["batch_size"] = reading.batch_size
+        if reading.own or not isinstance(reading.source, Files):  # of files, it says in how many parts they are read
+            expected["shards"] = self._shards
+        for name, value in expected.items():
+            if state[name] != value:
+                raise ValueError(
+                    f"The position was taken with {name}={state[name]!r}, and this data set has {name}={value!r}. Make it "
+                    "alike, or begin anew: what comes next would be other examples."
+                )
+        most = expected["examples"] and -(-expected["examples"] // state["batch_size"])
+        for name, least, greatest in (("epoch", 0, None), ("batch", 0, most), ("shards", 1, None)):
+            value = state[name]
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or value < least or (greatest is not None and value > greatest):
+                upto = "up" if greatest is None else f"to {greatest}"
+                raise ValueError(f"The position has {name}={value!r}, which is no whole number from {least} {upto}.")
+        if isinstance(reading.source, Stream) and not reading.source.repeats and state["batch"] > 0:
+            raise ValueError(
+                "The source shuffles in another order each time, so there is no going on in the middle of an epoch. Give it a "
+                "sampler whose order is a function of the epoch (`set_epoch`), or shuffle here: hand in its dataset, with "
+                "`shuffle=True`."
+            )
+        return Position(*(state[name] for name in Position._fields))
+
     def _ahead(self, position: Position) -> "Inline[_Sent] | Threaded[_Sent]":
         reading, share = self._reading, self._share
         # Named here and not by the thread, so that the order is the same on every process.
@@ -116,10 +150,8 @@ class DistributedIterator:
         try:
             sent = self._ahead.take()
         except KeyboardInterrupt:
-            if isinstance(
-                self._ahead, Inline
-            ):  # what was interrupted is at its end; the next call begins anew where this one was
-                self._ahead = None
+            # What was interrupted is at its end. The next call begins anew where this one was.
+            self._ahead = None if isinstance(self._ahead, Inline) else self._ahead
             raise
         self._clock.have(sent.examples, stalled)
         self._position = sent.after
@@ -140,7 +172,7 @@ class DistributedIterator:
         Raises:
             ValueError: It is no position, or one of other data, or of another order or batch size.
         """
-        position = _position(state, self._dataset)
+        position = self._dataset._position(state)
         self.close()
         self._closed, self._position = False, position
         self._clock.pause()
@@ -195,49 +227,8 @@ def _sent(
         return jax.make_array_from_callback((mesh.size, *local.shape[1:]), sharding, row)
 
     for batch in batches(reading, share, position, name, stopped):
-        with jax.transfer_guard_host_to_device(
-            "allow"
-        ):  # what a guard is to find are the transfers that nobody asked for
+        # What a guard is to find are transfers that nobody asked for.
+        with jax.transfer_guard_host_to_device("allow"):
             rows = PerReplica(jax.tree.map(send, batch.rows))
             element = rows if batch.weights is None else (rows, PerReplica(send(batch.weights)))
         yield _Sent(element, batch.examples, batch.after)
-
-
-def _position(state: Mapping[str, Any], dataset: DistributedDataset) -> Position:
-    """The position that `state` says.
-
-    Raises:
-        ValueError: It is none, or does not fit the data set.
-    """
-    reading, expected = dataset._reading, dataset._identity()
-    if not isinstance(state, Mapping) or not {*Position._fields, *expected} <= state.keys():
-        raise ValueError(f"{state!r} is no position: take what `get_state()` of an iterator over batches gave.")
-    if reading.batch_size is not None:
-        expected["batch_size"] = reading.batch_size
-    if (
-        not isinstance(reading.source, Files) or reading.own
-    ):  # of files, the position says in how many parts they are read
-        expected["shards"] = dataset._shards
-    for name, value in expected.items():
-        if state[name] != value:
-            raise ValueError(
-                f"The position was taken with {name}={state[name]!r}, and this data set has {name}={value!r}. Make it alike, "
-                "or begin anew: what comes next would be other examples."
-            )
-    position = Position(*(state[name] for name in Position._fields))
-    for name in ("epoch", "batch", "shards"):
-        least, value = name == "shards", state[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"The position has {name}={value!r}, which is no whole number from {int(least)} up.")
-    examples = expected["examples"]
-    if examples is not None and position.batch * (position.batch_size or 0) >= examples + (position.batch_size or 0):
-        raise ValueError(
-            f"The position has batch={position.batch}, and an epoch of {examples} examples has not as many."
-        )
-    if isinstance(reading.source, Stream) and not reading.source.repeats and position.batch > 0:
-        raise ValueError(
-            "The source shuffles in another order each time, so there is no going on in the middle of an epoch. Give it a "
-            "sampler whose order is a function of the epoch (`set_epoch`), or shuffle here: hand in its dataset, with "
-            "`shuffle=True`."
-        )
-    return position
