@@ -722,6 +722,15 @@ def test_step_that_fails_does_not_end_the_iterator(two):
     assert _numbers(iterator) == _epoch()[1:4]
 
 
+@pytest.fixture
+def interruptible():
+    """Python listens to the signal, even where what started it does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_loop_interrupted_while_it_waits_goes_on_without_a_batch_lost(two):
     asked, interrupted = threading.Event(), threading.Event()
 
