@@ -60,6 +60,10 @@ class Files:
             for number in order[shard::shards].tolist():
                 try:
                     found = source_of(self.read(self.paths[number]), batches, shuffle, seed)
+                    if isinstance(found, Stream) and found.batches and not batches:
+                        raise ValueError(
+                            "`read` gives batches, and not examples: take them as they are, `batch_size=None`."
+                        )
                     if isinstance(found, Stream):
                         for element in found.start(epoch, 0):
                             if first == 0:

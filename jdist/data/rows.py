@@ -17,8 +17,6 @@ _NARROW = {
     np.dtype(np.float64): np.dtype(np.float32),
     np.dtype(np.complex128): np.dtype(np.complex64),
 }
-
-
 _LIST = "A list of examples is given as `grain.MapDataset.source(examples)`"
 
 

@@ -397,3 +397,12 @@ def test_files_under_a_policy_are_read_whole_by_a_single_process(two, tmp_path):
     files = _files(tmp_path, _save_npy, np.load, [4, 4])
     for policy in ("auto", "FILE", "data", "off", jdist.data.AutoShardPolicy.FILE):
         assert _numbers(two.distribute_dataset(files, 4, auto_shard=policy)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("shards", ["data", "file"])
+def test_reader_that_gives_batches_where_examples_are_asked_for_is_refused_with_the_way_out(shards):
+    files = jdist.data.Files(["a"], lambda path: lambda step: np.zeros((2, 3), np.float32))
+    dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(files, 2, auto_shard=shards)
+    with pytest.raises(ValueError, match=r"`read` gives batches, and not examples: .*`batch_size=None`") as raised:
+        next(iter(dataset))
+    assert raised.value.__notes__ == ["while reading a"]
