@@ -172,7 +172,15 @@ def shared_store() -> Any:
 
     It has `key_value_set(key, text)`, `blocking_key_value_get(key, milliseconds)`, which raises if there is no such key after
     that time, and `key_value_delete(key)`. No device takes part, so any thread may use it.
+
+    Raises:
+        RuntimeError: This process has not joined any others.
     """
     from jax._src import distributed  # no public name for it
 
-    return distributed.global_state.client
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError(
+            "The processes do not know each other: call `jax.distributed.initialize` at the start of each."
+        )
+    return client

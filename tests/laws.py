@@ -30,3 +30,16 @@ def assert_in_step(tree):
     for leaf in jax.tree.leaves(tree):
         leaf = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         assert len(set(copies(leaf))) == 1
+
+
+class Numbered:
+    """Examples found by their numbers, and nothing else."""
+
+    def __init__(self, examples):
+        self._examples = examples
+
+    def __len__(self):
+        return len(self._examples)
+
+    def __getitem__(self, number):
+        return self._examples[number]

@@ -126,3 +126,8 @@ def test_user_frame_of_equation_is_the_line_that_called_the_library(fn):
     _, first = inspect.getsourcelines(fn)
     frames = {_compat.user_frame(equation) for equation in _equations(fn, jnp.ones(3))}
     assert {(frame.file, frame.line) for frame in frames} == {(__file__, first)}
+
+
+def test_store_of_a_process_that_has_not_joined_others_is_refused_with_the_way_out():
+    with pytest.raises(RuntimeError, match=r"do not know each other: call `jax\.distributed\.initialize`"):
+        _compat.shared_store()

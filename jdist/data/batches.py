@@ -17,7 +17,7 @@ from jdist.data.agreement import Agreement, Alone
 from jdist.data.feeds import Block, Feed, NumberedFeed, StreamFeed
 from jdist.data.files import Files
 from jdist.data.order import Order
-from jdist.data.rows import difference, kind, narrowed, wide_floats
+from jdist.data.rows import check_alike, kind, narrowed, wide_floats
 from jdist.data.sharding import Part, Share, check_split
 from jdist.data.sources import Arrays, Indexed, Stream
 
@@ -249,8 +249,8 @@ class _Reader:
                     f"{', '.join(wide)}: JAX keeps 32 bits of each number, and the others are cut off. Hand in float32, or let "
                     'JAX keep 64 bits: `jax.config.update("jax_enable_x64", True)`.'
                 )
-        elif told := difference(self._like, rows):
-            raise ValueError(f"The source gives {told}{where}. Give all batches the same structure, dtypes and shapes.")
+        else:
+            check_alike(self._like, rows, where)
         return rows if self._keeps_64_bits else narrowed(rows)
 
     def _joined(self, blocks: list[Block], rows: list[PyTree], where: str) -> PyTree:

@@ -106,7 +106,7 @@ def _policy(policy: AutoShardPolicy, source: Any, processes: int) -> AutoShardPo
     if policy is AutoShardPolicy.AUTO:
         if files is not None and files < processes:
             _log.warning(
-                "auto_shard: %d files are not enough for %d processes to read their own, so each reads them all (DATA).",
+                "auto_shard: too few files (%d) for %d processes to read their own, so each reads them all (DATA).",
                 files,
                 processes,
             )
@@ -118,8 +118,8 @@ def _policy(policy: AutoShardPolicy, source: Any, processes: int) -> AutoShardPo
         )
     if policy is AutoShardPolicy.FILE and files is not None and files < processes:
         raise ValueError(
-            f'auto_shard="file": {files} files are not enough for {processes} processes to read their own. Take "data", and '
-            "each process reads them all."
+            f'auto_shard="file": too few files ({files}) for {processes} processes to read their own. Take "data", and each '
+            "process reads them all."
         )
     return policy
 

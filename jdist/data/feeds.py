@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jdist._tree import PyTree
-from jdist.data.rows import Stack, as_rows, difference, kept, num_rows
+from jdist.data.rows import Stack, as_rows, check_alike, kept, num_rows
 from jdist.data.sharding import Part
 from jdist.data.sources import Indexed, Stream
 
@@ -160,10 +160,8 @@ class StreamFeed:
             whole = [_filled(batch, size) for batch in batches + [self._filler()] * missing]
             if len(whole) == 1 and len(part.rows) == size:
                 return whole[0]
-            if told := next(filter(None, (difference(whole[0], piece) for piece in whole)), None):
-                raise ValueError(
-                    f"The source gives {told}{where}. Give all batches the same structure, dtypes and shapes."
-                )
+            for piece in whole:
+                check_alike(whole[0], piece, where)
             return jax.tree.map(lambda *pieces: np.concatenate(pieces)[part.rows], *whole)
 
         each = counts + [0] * missing

@@ -227,6 +227,12 @@ def difference(like: PyTree, tree: PyTree) -> str | None:
     return None
 
 
+def check_alike(like: PyTree, tree: PyTree, where: str) -> None:
+    """Raises ValueError if the rows of `tree` are of another structure, dtype or shape than those of `like`."""
+    if told := difference(like, tree):
+        raise ValueError(f"The source gives {told}{where}. Give all batches the same structure, dtypes and shapes.")
+
+
 def kind(tree: PyTree) -> str:
     """Structure, dtypes and shapes of a row, in words."""
     return ", ".join(f"{name} {_row(leaf)}" for name, leaf in named_leaves("source", tree))

@@ -14,23 +14,13 @@ import pytest
 
 from jdist.data import rows
 
-from laws import STRATEGIES
+from laws import STRATEGIES, Numbered
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2")}
 every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
 shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3).map(tuple)
 held = st.sampled_from(["bool", "uint8", "int8", "int16", "uint32", "int32", "float16", "float32", "complex64"])
-
-
-@pytest.fixture
-def one():
-    return REPLICAS["one_device"]
-
-
-@pytest.fixture
-def two():
-    return REPLICAS["mirrored_2"]
 
 
 class Again:
@@ -348,17 +338,6 @@ EXAMPLES = {
     "keys": ([x(jax.random.key(0)), x(jax.random.key(1))], r"source\['x'\] is \w+{}, which is no numpy array"),
     "dtypes": ([x(np.int32(1)), x(np.float32(2.5))], r"source\['x'\].* float32\b.* example 1{}"),
 }
-
-
-class Numbered:
-    def __init__(self, examples):
-        self._examples = examples
-
-    def __len__(self):
-        return len(self._examples)
-
-    def __getitem__(self, number):
-        return self._examples[number]
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])

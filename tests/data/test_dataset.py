@@ -19,11 +19,6 @@ BATCH = 24  # every number of replicas divides it
 EXAMPLES = 60  # and none of these two divides the other
 
 
-@pytest.fixture
-def two():
-    return REPLICAS["mirrored_2"]
-
-
 def _source(count=EXAMPLES):
     numbers = np.arange(count)
     image = np.random.default_rng(0).normal(size=(count, 2, 3)).astype(np.float32)

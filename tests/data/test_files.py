@@ -13,7 +13,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 import jdist
 from jdist.data import Files
 
-from laws import STRATEGIES
+from laws import STRATEGIES, Numbered
 
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2", "mirrored_3")}
 every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
@@ -21,16 +21,6 @@ COUNTS = [5, 0, 7, 1, 300, 12]  # examples a file: none, fewer than a batch, mor
 EDGES = np.cumsum([0, *COUNTS]).tolist()
 BATCH = 30
 ALL = list(range(sum(COUNTS)))
-
-
-@pytest.fixture
-def one():
-    return REPLICAS["one_device"]
-
-
-@pytest.fixture
-def two():
-    return REPLICAS["mirrored_2"]
 
 
 def _save_npy(path, numbers):
@@ -77,24 +67,13 @@ READERS = {
     "npy_mapped": (_save_npy, lambda path: np.load(path, mmap_mode="r")),
     "text": (_save_text, _read_text),
     "text_again": (_save_text, Lines),
-    "list_of_text": (_save_text, lambda path: Numbers(list(_read_text(path)))),
+    "list_of_text": (_save_text, lambda path: Numbered(list(_read_text(path)))),
     "records": (_save_records, _records),
     "records_as_stream": (_save_records, lambda path: _records(path).to_iter_dataset()),
 }
 BY_NUMBER = {name: READERS[name] for name in ("npy", "npy_mapped", "list_of_text", "records")}
 every_reader = pytest.mark.parametrize("save, read", READERS.values(), ids=READERS)
 every_reader_by_number = pytest.mark.parametrize("save, read", BY_NUMBER.values(), ids=BY_NUMBER)
-
-
-class Numbers:
-    def __init__(self, numbers):
-        self._numbers = numbers
-
-    def __len__(self):
-        return len(self._numbers)
-
-    def __getitem__(self, number):
-        return self._numbers[number]
 
 
 def _files(folder, save, read, counts=COUNTS):

@@ -31,11 +31,6 @@ SIZE, COUNT = 6, 27
 PATIENCE = 30  # seconds, until what has to happen is said not to
 
 
-@pytest.fixture
-def two():
-    return REPLICAS["mirrored_2"]
-
-
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield

@@ -25,16 +25,6 @@ CUT = [list(range(i, min(i + BATCH, COUNT))) for i in range(0, COUNT, BATCH)]
 
 
 @pytest.fixture
-def one():
-    return REPLICAS["one_device"]
-
-
-@pytest.fixture
-def two():
-    return REPLICAS["mirrored_2"]
-
-
-@pytest.fixture
 def torch():
     return _imported("torch")
 

@@ -26,16 +26,6 @@ BATCH = 24  # every number of replicas divides it
 COUNT = 60  # leaves 12 over
 
 
-@pytest.fixture
-def one():
-    return REPLICAS["one_device"]
-
-
-@pytest.fixture
-def two():
-    return REPLICAS["mirrored_2"]
-
-
 class Sequence:
     """Examples found by their numbers; every leaf of example i holds i and nothing else."""
 

@@ -93,10 +93,10 @@ def test_mw9_process_with_fewer_files_fills_up_to_the_end_of_the_others(got):
 
 def test_mw10_too_few_files_are_refused_on_all_and_auto_reads_them_on_each_and_says_so(got):
     for said in got("mw10_file"):
-        assert 'ValueError: auto_shard="file": 1 files are not enough for 2 processes to read their own' in said
+        assert 'ValueError: auto_shard="file": too few files (1) for 2 processes to read their own' in said
     for (steps, (message,)), expected in zip(got("mw10_auto"), (_steps([0], [2]), _steps([1], [])), strict=True):
         assert steps == expected
-        assert "1 files are not enough for 2 processes to read their own, so each reads them all (DATA)" in message
+        assert "too few files (1) for 2 processes to read their own, so each reads them all (DATA)" in message
     assert got("mw10_later") == (_steps([0, 1], [2, 20], [21, 22]), _steps([10, 11], [12, 30], [31, 32]))
 
 
