@@ -143,7 +143,9 @@ def as_numbers(name: str, leaf: Any, where: str) -> np.ndarray:
         ValueError: `leaf` is no such array; the message begins with its name.
     """
     if isinstance(leaf, (Iterator, np.ma.MaskedArray)):
-        instead = "Fill what is masked" if isinstance(leaf, np.ma.MaskedArray) else "Hand in what it comes from, called"
+        filled = "Fill what is masked: `x.filled(0)`"
+        called = "To go through what a function gives, hand in what it gives, `source()`, and not the function"
+        instead = filled if isinstance(leaf, np.ma.MaskedArray) else called
         raise ValueError(f"{name} is a {type(leaf).__name__}{where}, and no array of numbers. {instead}.")
     try:
         array = np.asarray(leaf)
