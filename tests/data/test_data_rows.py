@@ -439,3 +439,18 @@ def test_deleted_array_is_refused_by_name(two):
     gone.delete()
     with pytest.raises(ValueError, match=r"source\['x'\] is ArrayImpl.*deleted"):
         two.distribute_dataset({"x": gone}, 2)
+
+
+def test_generator_function_that_is_not_called_is_refused_with_the_way_out(two):
+    dataset = two.distribute_dataset(lambda step: (np.zeros(2) for _ in range(3)), 2)
+    with pytest.raises(
+        ValueError, match=r"source is a generator in batch 0 of epoch 0, .*`source\(\)`, and not the function"
+    ):
+        next(iter(dataset))
+
+
+def test_masked_array_is_refused_with_the_way_out(two):
+    with pytest.raises(
+        ValueError, match=r"source is a MaskedArray, and no array of numbers\. Fill what is masked: `x\.filled"
+    ):
+        two.distribute_dataset(np.ma.array([1.0, 2.0], mask=[0, 1]), 2)
