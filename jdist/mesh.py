@@ -1,5 +1,6 @@
 """Which devices: from what the user names to a mesh with one axis, `"replica"`."""
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 
@@ -73,18 +74,80 @@ def find_device(device: jax.Device | str) -> jax.Device:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Replicas:
+    """The replicas that compute together, and the devices that they lie on.
+
+    Attributes:
+        mesh: The devices.
+        size: How many replicas there are: one a device; or, if they are virtual, any number, of which each device runs
+            equal parts as nearly as can be, the first ones in full.
+        virtual: Whether their number was chosen, and not that of the devices.
+    """
+
+    mesh: Mesh
+    size: int
+    virtual: bool = False
+
+    @classmethod
+    def on(cls, mesh: Mesh, virtual: int | None) -> "Replicas":
+        """One replica a device of `mesh`; or so many virtual ones.
+
+        Raises:
+            TypeError: `virtual` is no whole number.
+            ValueError: A device would have none; or processes would need each other's rows.
+        """
+        if virtual is None:
+            return cls(mesh, mesh.size)
+        if isinstance(virtual, bool) or not isinstance(virtual, int):
+            raise TypeError(f"`virtual_replicas` is a whole number, got {virtual!r}.")
+        if virtual < mesh.size:
+            raise ValueError(
+                f"`virtual_replicas={virtual}` are too few for {mesh.size} devices, which run at least one each. Take more, or "
+                f"{max(virtual, 1)} of the devices."
+            )
+        replicas = cls(mesh, virtual, virtual=True)
+        if not replicas.row_axes and len(local_replicas(mesh)) < mesh.size:
+            raise ValueError(
+                f"`virtual_replicas={virtual}` cannot be shared equally by {mesh.size} devices, and these are of several "
+                f"processes, each of which reads its own rows. Take a multiple of {mesh.size}."
+            )
+        return replicas
+
+    @property
+    def each(self) -> int:
+        """How many replicas a device runs, at most."""
+        return -(-self.size // self.mesh.size)
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The mesh axes that `[replica, ...]` is split over; none if the devices cannot have equal parts of it."""
+        return self.mesh.axis_names if self.size % self.mesh.size == 0 else ()
+
+    @property
+    def local(self) -> dict[int, jax.Device]:
+        """The replicas whose device this process can reach: number to device, in the order of the numbers."""
+        devices = local_replicas(self.mesh)
+        return {i: devices[i // self.each] for i in range(self.size) if i // self.each in devices}
+
+    @property
+    def whole(self) -> NamedSharding:
+        """The sharding of a value that every device holds whole."""
+        return mirrored_sharding(self.mesh)
+
+    @property
+    def rows(self) -> NamedSharding:
+        """The sharding of `[replica, ...]` arrays."""
+        return NamedSharding(self.mesh, PartitionSpec(self.row_axes))
+
+
 def mirrored_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of a value that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def per_replica_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of `[replica, ...]` arrays: one row a replica."""
-    return NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-
-
 def local_replicas(mesh: Mesh) -> dict[int, jax.Device]:
-    """The replicas whose device this process can reach: number to device, in the order of the numbers."""
+    """The places in the mesh whose device this process can reach: number to device, in the order of the numbers."""
     here = jax.process_index()
     return {i: device for i, device in enumerate(mesh.devices.flat) if device.process_index == here}
 

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
-from jax.sharding import Mesh
 
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.collectives import check_dim, check_no_slices
 from jdist.context import in_replica_function
-from jdist.mesh import local_replicas, mirrored_sharding
+from jdist.mesh import Replicas
 from jdist.reduce_op import ReduceOp, check_reducible
 from jdist.values.arrays import Shape, Shapes, is_placed, join_rows, reduce_rows
 from jdist.values.base import is_distributed
@@ -28,14 +27,14 @@ from jdist.values.row_slices import RowSlices, is_sparse
 _OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
 
 
-def reduce(op: ReduceOp, value: PyTree, dims: Shape, mesh: Mesh) -> PyTree:
+def reduce(op: ReduceOp, value: PyTree, dims: Shape, replicas: Replicas) -> PyTree:
     """One value of what all replicas hold, reduced over the replicas and over `dims` of each one's value.
 
     Args:
         op: The reduction. A mean is over elements, so no replica counts more than its rows.
         value: A tree of wrapped values, mirrored arrays, `RowSlices` and host values.
         dims: Dimensions of one replica's value, from 0 up.
-        mesh: The replicas.
+        replicas: Which replicas.
 
     Returns:
         The same tree of mirrored arrays; of a host value, a host value.
@@ -50,13 +49,13 @@ def reduce(op: ReduceOp, value: PyTree, dims: Shape, mesh: Mesh) -> PyTree:
         check_reducible(op, name, own)
         for dim in dims:
             check_dim(name, own, dim)
-        return reduce_rows(op, name, rows, shapes, dims, _everywhere(rows, mesh))
+        return reduce_rows(op, name, rows, shapes, dims, _everywhere(rows, replicas))
 
     def host(name: str, value: Any) -> Any:
         check_reducible(op, name, value)
-        if op is ReduceOp.SUM and mesh.size > 1:
+        if op is ReduceOp.SUM and replicas.size > 1:
             raise ValueError(
-                f"{name} is {spec(value)}, a host value, held by none of the {mesh.size} replicas, so it has no SUM over "
+                f"{name} is {spec(value)}, a host value, held by none of the {replicas.size} replicas, so it has no SUM over "
                 "them. Sum what `strategy.run` returned, or say what you mean: `value * strategy.num_replicas_in_sync`."
             )
         for dim in dims:
@@ -75,17 +74,17 @@ def reduce(op: ReduceOp, value: PyTree, dims: Shape, mesh: Mesh) -> PyTree:
                 f"{name} is RowSlices, of which there is a SUM and a MEAN over the replicas, element by element. For others "
                 "take the table: `value.dense()`, in the replica function."
             )
-        if not _is_held(slices.rows, mesh):
+        if not _is_held(slices.rows, replicas):
             host(name, slices.rows)
             return slices
-        _check_slices(name, slices, mesh)
-        rows, indices = gather((slices.rows, slices.indices), 0, mesh)
-        return RowSlices(rows / mesh.size if op is ReduceOp.MEAN else rows, indices, slices.num_rows)
+        _check_slices(name, slices, replicas)
+        rows, indices = gather((slices.rows, slices.indices), 0, replicas)
+        return RowSlices(rows / replicas.size if op is ReduceOp.MEAN else rows, indices, slices.num_rows)
 
-    return _map_leaves(held, host, sparse, value, mesh)
+    return _map_leaves(held, host, sparse, value, replicas)
 
 
-def gather(value: PyTree, dim: int, mesh: Mesh) -> PyTree:
+def gather(value: PyTree, dim: int, replicas: Replicas) -> PyTree:
     """The values of all replicas joined along `dim`: `[..., n, ...]` a replica gives `[..., replica * n, ...]`.
 
     Returns:
@@ -98,29 +97,29 @@ def gather(value: PyTree, dim: int, mesh: Mesh) -> PyTree:
 
     def held(name: str, rows: jax.Array, shapes: Shapes | None) -> jax.Array:
         check_dim(name, jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), dim)
-        return join_rows(name, rows, shapes, dim, _everywhere(rows, mesh))
+        return join_rows(name, rows, shapes, dim, _everywhere(rows, replicas))
 
-    return _map_leaves(held, lambda name, value: value, lambda name, value: value, value, mesh)
+    return _map_leaves(held, lambda name, value: value, lambda name, value: value, value, replicas)
 
 
-def local_results(value: PyTree, mesh: Mesh) -> tuple[PyTree, ...]:
+def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
     """What each replica of this process holds: a tree a replica, each on its own device. A host value is one result."""
     nodes, treedef = jax.tree.flatten(value, is_leaf=is_distributed)
-    if not any(_is_held(node, mesh) for node in nodes):
+    if not any(_is_held(node, replicas) for node in nodes):
         return (value,)
     for name, leaf in named_leaves("value", [node.tree for node in nodes if is_distributed(node)]):
         if is_placed(leaf):
-            check_place(name, leaf, mesh)
-    columns = [_local(node, mesh) for node in nodes]
+            check_place(name, leaf, replicas.mesh)
+    columns = [_local(node, replicas) for node in nodes]
     return tuple(treedef.unflatten(row) for row in zip(*columns, strict=True))
 
 
-def _is_held(node: Any, mesh: Mesh) -> bool:
+def _is_held(node: Any, replicas: Replicas) -> bool:
     if is_distributed(node):
         return True
     if isinstance(node, core.Tracer):  # in the function of a `merge_call`, every replica has it
         return in_replica_function()
-    return isinstance(node, jax.Array) and node.sharding.device_set == set(mesh.devices.flat)
+    return isinstance(node, jax.Array) and node.sharding.device_set == set(replicas.mesh.devices.flat)
 
 
 def _map_leaves(
@@ -128,20 +127,20 @@ def _map_leaves(
     host: Callable[[str, Any], Any],
     sparse: Callable[[str, RowSlices], Any],
     value: PyTree,
-    mesh: Mesh,
+    replicas: Replicas,
 ) -> PyTree:
     """`held` of the name, the rows and the true shapes of each leaf that the replicas hold, `host` of each other leaf."""
 
     def one(name: str, node: Any) -> Any:
         if is_sparse(node):
             return sparse(name, node)
-        if not _is_held(node, mesh):
+        if not _is_held(node, replicas):
             return host(name, node)
         wrapper = _wrapped(node)
-        check_fit(name, wrapper, mesh)
-        rows = wrapper.rows(mesh.size)
+        check_fit(name, wrapper, replicas)
+        rows = wrapper.rows(replicas.size)
         if is_placed(rows):
-            check_place(name, rows, mesh)
+            check_place(name, rows, replicas.mesh)
         return held(name, rows, wrapper.leaf_shapes()[0] if isinstance(wrapper, PerReplica) else None)
 
     value = jax.tree.map(_leaf_by_leaf, value, is_leaf=is_distributed)
@@ -160,9 +159,9 @@ def _leaf_by_leaf(node: Any) -> PyTree:
     return treedef.unflatten([PerReplica(leaf, (shapes,)) for leaf, shapes in pairs])
 
 
-def _check_slices(name: str, slices: RowSlices, mesh: Mesh) -> None:
+def _check_slices(name: str, slices: RowSlices, replicas: Replicas) -> None:
     """Raises if the indices do not lie beside the rows, one each, on every replica."""
-    rows, indices = (_own_shapes(node, mesh) for node in (slices.rows, slices.indices))
+    rows, indices = (_own_shapes(node, replicas) for node in (slices.rows, slices.indices))
     if [shape[:1] for shape in rows] != indices:
         raise ValueError(
             f"{name} is RowSlices with rows {rows[0]} and indices {indices[:1]}: on each replica there is one index a row. "
@@ -177,28 +176,36 @@ def _wrapped(node: Any) -> Any:
     return node if is_distributed(node) else Mirrored(node)
 
 
-def _own_shapes(node: Any, mesh: Mesh) -> list[Shape]:
+def _own_shapes(node: Any, replicas: Replicas) -> list[Shape]:
     """The shape that each replica holds; none of a host value."""
-    if not _is_held(node, mesh):
+    if not _is_held(node, replicas):
         return []
     if isinstance(node, PerReplica) and node.shapes:
         return list(node.shapes[0])
-    return [jax.eval_shape(lambda: _wrapped(node).rows(mesh.size)).shape[1:]] * mesh.size
+    return [jax.eval_shape(lambda: _wrapped(node).rows(replicas.size)).shape[1:]] * replicas.size
 
 
-def _everywhere(rows: jax.Array, mesh: Mesh) -> Any:
+def _everywhere(rows: jax.Array, replicas: Replicas) -> Any:
     """Where a result lies: on every device, and nowhere yet if it is traced."""
-    return None if isinstance(rows, core.Tracer) else mirrored_sharding(mesh)
+    return None if isinstance(rows, core.Tracer) else replicas.whole
 
 
-def _local(node: Any, mesh: Mesh) -> Sequence[PyTree]:
-    count = len(local_replicas(mesh))
+def _local(node: Any, replicas: Replicas) -> Sequence[PyTree]:
+    count = len(replicas.local)
     if is_distributed(node):
         leaves = jax.tree.leaves(node.tree)
         # What has no leaves, or is on no device yet, is the same for all.
         alike = not leaves or (isinstance(node, Mirrored) and not all(map(is_placed, leaves)))
+        if isinstance(node, Mirrored) and not alike:
+            copies = zip(*(_copies(leaf, replicas) for leaf in leaves), strict=True)
+            return [jax.tree.unflatten(jax.tree.structure(node.tree), copy) for copy in copies]
         return [node.tree] * count if alike else node.values
-    if not _is_held(node, mesh) or isinstance(node, core.Tracer):
+    if not _is_held(node, replicas) or isinstance(node, core.Tracer):
         return [node] * count
-    order = {device: i for i, device in enumerate(mesh.devices.flat)}
-    return [shard.data for shard in sorted(node.addressable_shards, key=lambda shard: order[shard.device])]
+    return _copies(node, replicas)
+
+
+def _copies(x: jax.Array, replicas: Replicas) -> Sequence[jax.Array]:
+    """What each replica of this process holds of a mirrored array."""
+    held = {shard.device: shard.data for shard in x.addressable_shards}
+    return [held[device] for device in replicas.local.values()]

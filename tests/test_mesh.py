@@ -98,10 +98,40 @@ def test_mesh_has_one_automatic_axis_of_all_replicas():
 
 def test_shardings_of_mesh_are_whole_and_one_row_a_replica():
     mesh = meshes.replica_mesh(["cpu:5", "cpu:1"])
-    mirrored, split = meshes.mirrored_sharding(mesh), meshes.per_replica_sharding(mesh)
+    replicas = meshes.Replicas.on(mesh, None)
+    mirrored, split = replicas.whole, replicas.rows
     assert mirrored.is_fully_replicated
     assert split.is_equivalent_to(jax.NamedSharding(mesh, PartitionSpec("replica")), 2)
     assert split.shard_shape((2, 3)) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    "virtual, each, axes, local",
+    [
+        (None, 1, ("replica",), [5, 1]),
+        (2, 1, ("replica",), [5, 1]),
+        (6, 3, ("replica",), [5, 5, 5, 1, 1, 1]),
+        (5, 3, (), [5, 5, 5, 1, 1]),
+    ],
+)
+def test_virtual_replicas_are_dealt_out_in_blocks(virtual, each, axes, local):
+    replicas = meshes.Replicas.on(meshes.replica_mesh(["cpu:5", "cpu:1"]), virtual)
+    assert (replicas.size, replicas.each, replicas.row_axes) == (virtual or 2, each, axes)
+    assert [device.id for device in replicas.local.values()] == local
+
+
+@pytest.mark.parametrize(
+    "virtual, error, says",
+    [
+        (1, ValueError, "`virtual_replicas=1` are too few for 2 devices"),
+        (0, ValueError, "`virtual_replicas=0` are too few for 2 devices"),
+        (2.0, TypeError, "`virtual_replicas` is a whole number, got 2.0"),
+        (True, TypeError, "`virtual_replicas` is a whole number, got True"),
+    ],
+)
+def test_virtual_replicas_that_cannot_be_are_refused(virtual, error, says):
+    with pytest.raises(error, match=says):
+        jdist.MirroredStrategy(["cpu:5", "cpu:1"], virtual_replicas=virtual)
 
 
 def test_local_replicas_are_numbered_in_the_order_of_the_mesh():

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jdist.data.agreement import Agreement, conversation
 from jdist.data.ahead import Inline, Threaded
@@ -15,7 +14,7 @@ from jdist.data.files import Files
 from jdist.data.sharding import Share, share_of
 from jdist.data.sources import Stream
 from jdist.data.timing import Clock, Stats
-from jdist.mesh import per_replica_sharding
+from jdist.mesh import Replicas
 from jdist.values.per_replica import PerReplica
 
 
@@ -27,9 +26,9 @@ class DistributedDataset:
     for an example and 0 for a row that only fills up.
     """
 
-    def __init__(self, reading: Reading, shards: int, mesh: Mesh, prefetch: int):
-        self._reading, self._shards, self._mesh, self._prefetch = reading, shards, mesh, prefetch
-        self._share = share_of(mesh)
+    def __init__(self, reading: Reading, shards: int, replicas: Replicas, prefetch: int):
+        self._reading, self._shards, self._replicas, self._prefetch = reading, shards, replicas, prefetch
+        self._share = share_of(replicas)
 
     def __len__(self) -> int:
         """How many batches there are, all epochs together.
@@ -94,8 +93,8 @@ class DistributedDataset:
     def _ahead(self, position: Position) -> "Inline[_Sent] | Threaded[_Sent]":
         reading, share = self._reading, self._share
         # Named here and not by the thread, so that the order is the same on every process.
-        name = conversation(self._mesh)
-        make = functools.partial(_sent, reading, share, self._mesh, position, name)
+        name = conversation(self._replicas.mesh)
+        make = functools.partial(_sent, reading, share, self._replicas, position, name)
         in_memory = in_memory_on_all(reading, share)
         if in_memory and share.num_pipelines > 1:
             agreement = Agreement(name, share.pipeline, share.num_pipelines)
@@ -211,20 +210,20 @@ class _Sent(NamedTuple):
 
 
 def _sent(
-    reading: Reading, share: Share, mesh: Mesh, position: Position, name: str, stopped: Callable[[], bool]
+    reading: Reading, share: Share, replicas: Replicas, position: Position, name: str, stopped: Callable[[], bool]
 ) -> Generator[_Sent]:
     """The elements that the loop gets, on their way to the devices: they are given before they have arrived."""
-    sharding = per_replica_sharding(mesh)
+    sharding = replicas.rows
     places = {replica: place for place, replica in enumerate(share.replicas)}
 
     def send(local: np.ndarray) -> jax.Array:
         """`[local replica, ...]` to `[replica, ...]`; faster than `device_put` (`benchmarks/input.py`)."""
 
-        def row(index: Any) -> np.ndarray:
-            place = places[index[0].start or 0]
-            return local[place : place + 1]
+        def rows(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(replicas.size)
+            return local[places[start] : places[start] + stop - start]
 
-        return jax.make_array_from_callback((mesh.size, *local.shape[1:]), sharding, row)
+        return jax.make_array_from_callback((replicas.size, *local.shape[1:]), sharding, rows)
 
     for batch in batches(reading, share, position, name, stopped):
         # What a guard is to find are transfers that nobody asked for.

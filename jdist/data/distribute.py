@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jdist.data.agreement import Agreement, conversation
 from jdist.data.batches import Reading, Remainder
@@ -17,6 +16,7 @@ from jdist.data.libraries import source_of
 from jdist.data.rows import kind
 from jdist.data.sharding import AutoShardPolicy, InputContext, Share, check_split, share_of
 from jdist.data.sources import Arrays, Stream
+from jdist.mesh import Replicas
 
 _log = logging.getLogger("jdist")
 
@@ -30,15 +30,15 @@ def from_source(
     remainder: Remainder,
     auto_shard: AutoShardPolicy | str,
     prefetch: int,
-    mesh: Mesh,
+    replicas: Replicas,
 ) -> DistributedDataset:
     """The batches of `source`; the arguments are those of `Strategy.distribute_dataset`."""
-    share = share_of(mesh)
+    share = share_of(replicas)
 
     def make() -> tuple[DistributedDataset, str]:
         _check_options(batch_size, seed, epochs, remainder, prefetch)
         if batch_size is not None:
-            check_split(batch_size, mesh.size)
+            check_split(batch_size, replicas.size)
         if isinstance(source, (DistributedDataset, DistributedIterator)):
             raise ValueError(f"The source is a {type(source).__name__} already. Hand in what that was made from.")
         policy = _policy(AutoShardPolicy.of(auto_shard), source, share.num_pipelines)
@@ -50,16 +50,16 @@ def from_source(
         _check_batches(reading, share, given)
         shards = share.num_pipelines if own or policy is AutoShardPolicy.FILE else 1
         options = f"{policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}"
-        return DistributedDataset(reading, shards, mesh, prefetch), f"{_described(reading, share)}, {options}"
+        return DistributedDataset(reading, shards, replicas, prefetch), f"{_described(reading, share)}, {options}"
 
-    return _on_all(make, share, mesh)
+    return _on_all(make, share, replicas)
 
 
 def from_function(
-    fn: Callable[[InputContext], Any], epochs: int | None, remainder: Remainder, prefetch: int, mesh: Mesh
+    fn: Callable[[InputContext], Any], epochs: int | None, remainder: Remainder, prefetch: int, replicas: Replicas
 ) -> DistributedDataset:
     """The batches of what `fn` makes; the arguments are those of `Strategy.distribute_datasets_from_function`."""
-    share = share_of(mesh)
+    share = share_of(replicas)
 
     def make() -> tuple[DistributedDataset, str]:
         _check_options(None, 0, epochs, remainder, prefetch)
@@ -67,16 +67,16 @@ def from_function(
         _check_once(made, epochs)
         source = source_of(made, True, False, 0)
         reading = Reading(source, None, False, 0, epochs, remainder, own=True, replica_batches=True, warn=_once())
-        return DistributedDataset(reading, share.num_pipelines, mesh, prefetch), f"{epochs=}, {remainder=}"
+        return DistributedDataset(reading, share.num_pipelines, replicas, prefetch), f"{epochs=}, {remainder=}"
 
-    return _on_all(make, share, mesh)
+    return _on_all(make, share, replicas)
 
 
-def _on_all(make: Callable[[], tuple[DistributedDataset, str]], share: Share, mesh: Mesh) -> DistributedDataset:
+def _on_all(make: Callable[[], tuple[DistributedDataset, str]], share: Share, replicas: Replicas) -> DistributedDataset:
     """A data set on every process, or an error on every one: what cannot be on one of them, and what is not alike."""
     if share.num_pipelines == 1:
         return make()[0]
-    agreement = Agreement(conversation(mesh), share.pipeline, share.num_pipelines)
+    agreement = Agreement(conversation(replicas.mesh), share.pipeline, share.num_pipelines)
     try:
         dataset, said = agreement.told(make)
         agreement.same(f"a data set of {said}")

@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from jdist._choice import choice
-from jdist.mesh import local_replicas
+from jdist.mesh import Replicas
 
 
 class AutoShardPolicy(enum.Enum):
@@ -132,9 +131,9 @@ class Share:
         return [Part(self.pipeline, here, np.arange(here))]
 
 
-def share_of(mesh: Mesh) -> Share:
-    """The share of this process in what feeds the replicas of `mesh`."""
-    processes = sorted({device.process_index for device in mesh.devices.flat})
+def share_of(replicas: Replicas) -> Share:
+    """The share of this process in what feeds the replicas."""
+    processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
     here = jax.process_index()
     number = processes.index(here) if here in processes else 0
-    return Share(tuple(local_replicas(mesh)), mesh.size, number, len(processes))
+    return Share(tuple(replicas.local), replicas.size, number, len(processes))

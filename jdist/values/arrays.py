@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist._tree import spec
 from jdist.flight import is_bounded, land
-from jdist.mesh import local_replicas
+from jdist.mesh import Replicas, local_replicas
 from jdist.reduce_op import ReduceOp
 
 Shape: TypeAlias = tuple[int, ...]
@@ -72,11 +72,16 @@ def local_shards(x: jax.Array) -> list[jax.Array]:
 def local_rows(x: Any, shapes: Shapes | None = None) -> list[Any]:
     """The rows that this process holds, in the order of the replicas, each `[...]` of its true shape."""
     if is_on_mesh(x):
-        numbers = local_replicas(mesh_of(x))
-        rows = [shard.reshape(shard.shape[1:]) for shard in local_shards(x)]
+        numbers = Replicas(mesh_of(x), len(x)).local
+        held = {shard.device: (shard.index[0].start or 0, shard.data) for shard in x.addressable_shards}
+        rows = [_row(*held[device], number) for number, device in numbers.items()]
     else:  # made by hand, or traced: every row is here
         numbers, rows = range(len(x)), list(x)
     return rows if shapes is None else [row[_box(shapes[i])] for i, row in zip(numbers, rows, strict=True)]
+
+
+def _row(start: int, block: jax.Array, number: int) -> jax.Array:
+    return block.reshape(block.shape[1:]) if len(block) == 1 else block[number - start]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -78,6 +78,10 @@ class DistributedValues(abc.ABC):
     def map(self, fn: Callable[[PyTree], PyTree]) -> Self:
         """The same placement of `fn` of each replica's value."""
 
+    def over(self, num_replicas: int) -> Self:
+        """The same value for so many replicas, if it has a meaning for any number of them; else as it is."""
+        return self
+
     @abc.abstractmethod
     def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """`value`, meant for `leaf` of this tree, laid out as `leaf` is; `own`: it holds one row a replica."""
@@ -125,7 +129,7 @@ class DistributedValues(abc.ABC):
         own = False
         if isinstance(value, DistributedValues):
             for name, leaf in named_leaves(f"`{word}`: the new value", value.tree):
-                value.check(name, leaf, mesh_of(leaves[0][1]).size)
+                value.check(name, leaf, self._num_replicas(leaves[0][1]))
             value, own = value.given(self.stacked)
         if jax.tree.structure(value) != jax.tree.structure(self.tree):
             raise ValueError(
@@ -135,6 +139,9 @@ class DistributedValues(abc.ABC):
         pairs = zip(leaves, jax.tree.leaves(value), strict=True)
         new = [self.incoming(name, leaf, x, own) for (name, leaf), x in pairs]
         return jax.tree.unflatten(jax.tree.structure(self.tree), new)
+
+    def _num_replicas(self, leaf: jax.Array) -> int:
+        return len(leaf) if self.stacked else mesh_of(leaf).size
 
     def __repr__(self) -> str:
         _, *options = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass

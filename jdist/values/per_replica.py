@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree, spec
-from jdist.mesh import mirrored_sharding, per_replica_sharding
+from jdist.mesh import mirrored_sharding
 from jdist.values.arrays import Shapes, is_placed, local_rows, mesh_of, place, repeat
 from jdist.values.base import DistributedValues, Text, fitted
 
@@ -128,7 +128,7 @@ class PerReplica(DistributedValues):
         width = leaves[0].shape[1]
         weights = (np.arange(width)[None] < np.asarray(counts)[:, None]).astype(np.float32)
         if is_placed(leaves[0]):
-            weights = place(weights, per_replica_sharding(mesh_of(leaves[0])))
+            weights = place(weights, leaves[0].sharding)
         return PerReplica(jax.tree.map(lambda x: _zero_where(x, weights), self.tree)), PerReplica(weights)
 
     def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.mesh import local_replicas, mirrored_sharding, per_replica_sharding
+from jdist.mesh import Replicas
 from jdist.values.aggregation import VariableAggregation
 from jdist.values.arrays import Shape, Shapes, check_array, place, repeat
 from jdist.values.base import DistributedValues, is_distributed
@@ -20,11 +20,11 @@ from jdist.values.row_slices import is_sparse
 _NONE = VariableAggregation.NONE
 
 
-def check_fit(name: str, node: Any, mesh: Mesh) -> None:
-    """Raises ValueError if `node` is a wrapper that does not fit the replicas of `mesh`."""
+def check_fit(name: str, node: Any, replicas: Replicas) -> None:
+    """Raises ValueError if `node` is a wrapper that does not fit so many replicas."""
     check_single(name, node)
     for leaf_name, leaf in named_leaves(name, node.tree) if is_distributed(node) else ():
-        node.check(leaf_name, leaf, mesh.size)
+        node.check(leaf_name, leaf, replicas.size)
 
 
 def check_single(name: str, node: Any) -> None:
@@ -68,47 +68,49 @@ def check_place(name: str, array: jax.Array, mesh: Mesh) -> None:
         )
 
 
-def put(tree: PyTree, mesh: Mesh) -> PyTree:
-    """`tree` with every plain leaf on all devices of `mesh`, and every wrapper as its class says.
+def put(tree: PyTree, replicas: Replicas) -> PyTree:
+    """`tree` with every plain leaf on all devices of the replicas, and every wrapper as its class says.
+
+    A `SyncOnRead` of another number of replicas is read, and shared out anew.
 
     Raises:
-        ValueError: A wrapper does not fit the mesh; or the processes hand in different values.
+        ValueError: A wrapper does not fit the replicas; or the processes hand in different values.
     """
-    check_same([(name, spec(leaf), leaf) for name, leaf in named_leaves("value", tree)], mesh)
+    check_same([(name, spec(leaf), leaf) for name, leaf in named_leaves("value", tree)], replicas)
 
     def one(path: Any, node: Any) -> Any:
         if not is_distributed(node):
-            return place(node, mirrored_sharding(mesh))
-        check_fit("value" + jax.tree_util.keystr(path), node, mesh)
-        sharding = NamedSharding(mesh, node.spec(mesh.axis_names))
+            return place(node, replicas.whole)
+        node = node.over(replicas.size)
+        check_fit("value" + jax.tree_util.keystr(path), node, replicas)
+        sharding = NamedSharding(replicas.mesh, node.spec(replicas.row_axes))
         return node.with_tree(jax.tree.map(lambda x: place(x, sharding), node.tree))
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_distributed)
 
 
-def put_on_each(node: PyTree, mesh: Mesh) -> PyTree:
-    """A value as a replica function would write it, the same on every replica, on the devices of `mesh`."""
+def put_on_each(node: PyTree, replicas: Replicas) -> PyTree:
+    """A value as a replica function would write it, the same on every replica, on their devices."""
     check_single("value", node)
     if not isinstance(node, DistributedValues) or node.agrees:
-        return put(node, mesh)
-    rows = per_replica_sharding(mesh)
-    whole = jax.tree.map(lambda x: repeat(place(x, mirrored_sharding(mesh)), mesh.size, rows), node.tree)
+        return put(node, replicas)
+    whole = jax.tree.map(lambda x: repeat(place(x, replicas.whole), replicas.size, replicas.rows), node.tree)
     return node.with_tree(whole)
 
 
-def put_rows(trees: Sequence[PyTree], mesh: Mesh) -> PerReplica:
+def put_rows(trees: Sequence[PyTree], replicas: Replicas) -> PerReplica:
     """`PerReplica` of one tree for each replica of this process, each put directly on its own device.
 
     Raises:
         ValueError: The trees differ in structure, or a leaf in rank or dtype; the message names replica and leaf.
     """
-    problem = _problem(trees, list(local_replicas(mesh)))
+    problem = _problem(trees, list(replicas.local))
     # All processes compare before one of them raises, or the others would wait for it.
     kinds = [] if problem else [(name, _kind(leaf), None) for name, leaf in named_leaves("value", trees[0])]
-    check_same([(str(problem), "", None)] if problem else kinds, mesh)
+    check_same([(str(problem), "", None)] if problem else kinds, replicas)
     if problem:
         raise problem
-    columns = [_Column(column, mesh) for column in zip(*map(jax.tree.leaves, trees), strict=True)]
+    columns = [_Column(column, replicas) for column in zip(*map(jax.tree.leaves, trees), strict=True)]
     rows = jax.tree.unflatten(jax.tree.structure(trees[0]), [column.rows for column in columns])
     even = all(len(set(column.shapes)) == 1 for column in columns)
     return PerReplica(rows, None if even else tuple(column.shapes for column in columns))
@@ -117,12 +119,12 @@ def put_rows(trees: Sequence[PyTree], mesh: Mesh) -> PerReplica:
 class _Column:
     """One leaf of all replicas: the arrays of this process, made rows over the mesh."""
 
-    def __init__(self, leaves: Sequence[Any], mesh: Mesh):
+    def __init__(self, leaves: Sequence[Any], replicas: Replicas):
         arrays = [jnp.asarray(leaf) for leaf in leaves]
-        known = exchanged([np.asarray(array.shape, np.int32) for array in arrays], mesh)
+        known = exchanged([np.asarray(array.shape, np.int32) for array in arrays], replicas)
         self.shapes: Shapes = tuple(tuple(map(int, shape)) for shape in known)
         whole = tuple(map(max, zip(*self.shapes, strict=True)))
-        self.rows = put_each([_filled_up(array, whole) for array in arrays], mesh)
+        self.rows = put_each([_filled_up(array, whole) for array in arrays], replicas)
 
 
 def _kind(leaf: Any) -> str:

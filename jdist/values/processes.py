@@ -10,24 +10,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from jdist.mesh import local_replicas, mirrored_sharding, per_replica_sharding
+from jdist.mesh import Replicas
+from jdist.values.arrays import place
 
 
-def check_same(leaves: Sequence[tuple[str, str, Any]], mesh: Mesh) -> None:
+def check_same(leaves: Sequence[tuple[str, str, Any]], replicas: Replicas) -> None:
     """Raises ValueError, on every process, if the processes hand in different names, kinds or values."""
-    here = len(local_replicas(mesh))
-    if here == mesh.size:
+    here = len(replicas.local)
+    if here == replicas.size:
         return
     kinds = zlib.crc32(repr([(name, kind) for name, kind, _ in leaves]).encode())
-    if len({int(kind) for kind in exchanged([np.uint32(kinds)] * here, mesh)}) > 1:
+    if len({int(kind) for kind in exchanged([np.uint32(kinds)] * here, replicas)}) > 1:
         listed = ", ".join(f"{name} {kind}" for name, kind, _ in leaves)
         raise ValueError(
             f"The processes hand in values of different structure or kind; this one has {listed}. Make them alike."
         )
     sums = np.array([zlib.crc32(_bytes(leaf)) for _, _, leaf in leaves], np.uint32)
-    for (name, kind, _), numbers in zip(leaves, zip(*exchanged([sums] * here, mesh), strict=True), strict=True):
+    for (name, kind, _), numbers in zip(leaves, zip(*exchanged([sums] * here, replicas), strict=True), strict=True):
         if len(set(map(int, numbers))) > 1:
             raise ValueError(
                 f"{name} ({kind}) differs between the processes, and is to be the same on every replica. Compute it alike on "
@@ -35,19 +35,21 @@ def check_same(leaves: Sequence[tuple[str, str, Any]], mesh: Mesh) -> None:
             )
 
 
-def exchanged(arrays: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
+def exchanged(arrays: Sequence[Any], replicas: Replicas) -> Sequence[Any]:
     """The arrays of all replicas, of those of this process; the same on every process."""
-    if len(arrays) == mesh.size:
+    if len(arrays) == replicas.size:
         return arrays
-    return list(np.asarray(jax.jit(jnp.copy, out_shardings=mirrored_sharding(mesh))(put_each(arrays, mesh))))
+    return list(np.asarray(jax.jit(jnp.copy, out_shardings=replicas.whole)(put_each(arrays, replicas))))
 
 
-def put_each(arrays: Sequence[Any], mesh: Mesh) -> jax.Array:
+def put_each(arrays: Sequence[Any], replicas: Replicas) -> jax.Array:
     """Rows of one array for each replica of this process."""
-    devices = local_replicas(mesh).values()
-    placed = [jax.device_put(array[None], device) for array, device in zip(arrays, devices, strict=True)]
-    shape = (mesh.size, *placed[0].shape[1:])
-    return jax.make_array_from_single_device_arrays(shape, per_replica_sharding(mesh), placed)
+    if not replicas.row_axes:
+        return place(jnp.stack(arrays), replicas.rows)
+    each, devices = replicas.each, list(replicas.local.values())[:: replicas.each]
+    blocks = [arrays[i][None] if each == 1 else jnp.stack(arrays[i : i + each]) for i in range(0, len(arrays), each)]
+    placed = [jax.device_put(block, device) for block, device in zip(blocks, devices, strict=True)]
+    return jax.make_array_from_single_device_arrays((replicas.size, *placed[0].shape[1:]), replicas.rows, placed)
 
 
 def _bytes(leaf: Any) -> bytes:

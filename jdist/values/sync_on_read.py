@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any, final
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree
 from jdist.mesh import mirrored_sharding
 from jdist.reduce_op import ReduceOp, check_reducible
 from jdist.values.aggregation import VariableAggregation, aggregated
-from jdist.values.arrays import mesh_of, place, split_sum
+from jdist.values.arrays import mesh_of, place, repeat, split_sum
 from jdist.values.base import DistributedValues, fitted, is_distributed
 from jdist.values.per_replica import PerReplica, check_rows, incoming_rows, map_rows
 
@@ -89,6 +90,14 @@ class SyncOnRead(DistributedValues):
         """
         leaves, treedef = jax.tree.flatten(self.tree)
         return treedef.unflatten([aggregated(self.aggregation, "value", leaf) for leaf in leaves])
+
+    def over(self, num_replicas: int) -> "SyncOnRead":
+        """Partial values for so many replicas that read the same: a sum is split into equal shares, else each has it all."""
+        shapes = [np.shape(leaf) for leaf in jax.tree.leaves(self.tree)]
+        if not all(shapes) or all(shape[0] == num_replicas for shape in shapes):
+            return self
+        shared = split_sum if self.aggregation is VariableAggregation.SUM else repeat
+        return self.with_tree(jax.tree.map(lambda x: shared(x, num_replicas, None), self.read()))
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "SyncOnRead":
         """The same placement of `fn` of each replica's partial tree."""

@@ -178,7 +178,7 @@ def test_share_of_equal_processes_reads_one_shard_each():
 @every_strategy
 def test_share_of_one_process_is_everything(strategy):
     n = strategy.num_replicas_in_sync
-    assert share_of(strategy.mesh) == Share(tuple(range(n)), n, 0, 1)
+    assert share_of(strategy.replicas) == Share(tuple(range(n)), n, 0, 1)
 
 
 # Policies in one process

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.mesh import mirrored_sharding, per_replica_sharding
+from jdist.mesh import Replicas, mirrored_sharding
 from jdist.reduce_op import ReduceOp
 from jdist.values import arrays
 
@@ -63,7 +63,7 @@ def test_placed_array_has_memory_of_its_own(mesh):
 def test_copies_parts_and_rows_are_in_the_order_of_the_replicas():
     mesh = jdist.MirroredStrategy(["cpu:5", "cpu:1", "cpu:2"]).mesh
     ids = np.arange(6).reshape(3, 2)
-    rows = arrays.place(ids, per_replica_sharding(mesh))
+    rows = arrays.place(ids, Replicas.on(mesh, None).rows)
     copies = arrays.local_shards(arrays.place(ids, mirrored_sharding(mesh)))
     for found, expected in (
         (arrays.local_rows(rows), ids),
@@ -78,15 +78,15 @@ def test_rows_have_their_true_shapes(mesh):
     n = mesh.size
     x = np.random.default_rng(0).normal(size=(n, 3, 2)).astype(np.float32)
     shapes = tuple((i % 4, 1 + i % 2) for i in range(n))
-    for rows in (x, arrays.place(x, per_replica_sharding(mesh))):
+    for rows in (x, arrays.place(x, Replicas.on(mesh, None).rows)):
         for own, whole, shape in zip(arrays.local_rows(rows, shapes), x, shapes, strict=True):
             np.testing.assert_array_equal(own, whole[: shape[0], : shape[1]])
 
 
 def test_repeat_is_a_row_of_the_same_for_each(mesh):
-    found = arrays.repeat(arrays.place(np.arange(3), mirrored_sharding(mesh)), mesh.size, per_replica_sharding(mesh))
+    found = arrays.repeat(arrays.place(np.arange(3), mirrored_sharding(mesh)), mesh.size, Replicas.on(mesh, None).rows)
     np.testing.assert_array_equal(found, [np.arange(3)] * mesh.size)
-    assert found.sharding.is_equivalent_to(per_replica_sharding(mesh), 2)
+    assert found.sharding.is_equivalent_to(Replicas.on(mesh, None).rows, 2)
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 8])
@@ -165,7 +165,7 @@ def test_rows_that_differ_along_another_dimension_are_not_joined():
 
 def test_reduction_and_join_lie_where_they_are_asked_to():
     mesh = STRATEGIES["mirrored_3"]().mesh
-    x = arrays.place(_filled(UNEVEN)[0], per_replica_sharding(mesh))
+    x = arrays.place(_filled(UNEVEN)[0], Replicas.on(mesh, None).rows)
     everywhere = mirrored_sharding(mesh)
     for shapes, op in itertools.product((UNEVEN, None), (ReduceOp.MEAN, ReduceOp.MAX)):
         assert arrays.reduce_rows(op, "value", x, shapes, (0,), everywhere).sharding.is_equivalent_to(everywhere, 1)

@@ -71,8 +71,8 @@ PUT_REFUSED = {
     ),
     "partial_values": (
         lambda x: jdist.SyncOnRead(x, "sum"),
-        np.ones(3, np.int32),
-        r"value\['x'\] is a SyncOnRead of int32\[3\], for 3 replicas; this strategy has 2\. A SyncOnRead belongs",
+        np.float32(1),
+        r"value\['x'\] is a SyncOnRead of float32\[\], for no replicas; this strategy has 2",
     ),
     "odd_parts": (
         lambda x: jdist.Sharded(x),
@@ -188,3 +188,37 @@ def test_values_on_a_mesh_of_groups_lie_as_on_one_of_replicas(ops):
         chex.assert_trees_all_equal(value.values, expected.values)
         chex.assert_trees_all_equal(value.read(), expected.read())
         assert [leaf.devices() for leaf in value.values] == [leaf.devices() for leaf in expected.values]
+
+
+@pytest.mark.parametrize(
+    "aggregation, rows, new",
+    [
+        ("sum", [1.0, 2, 6], [4.5, 4.5]),
+        ("mean", [1.0, 2, 6], [3, 3]),
+        ("only_first_replica", [1.0, 2, 6], [1, 1]),
+        ("sum", [1, 2, 6, 4], [7, 6]),
+        ("sum", [1.0, 2], [1, 2]),
+    ],
+)
+def test_partial_values_of_another_number_of_replicas_are_shared_out_anew(aggregation, rows, new, two):
+    found = two.put(
+        jdist.SyncOnRead(np.array(rows, np.float32 if isinstance(rows[0], float) else np.int32), aggregation)
+    )
+    assert [float(x) for x in found.values] == new
+
+
+def test_partial_values_on_the_devices_of_another_strategy_are_shared_out_anew(two):
+    other = jdist.MirroredStrategy(["cpu:2", "cpu:3", "cpu:4"])
+    state = {"seen": other.put(jdist.SyncOnRead(np.float32([1, 2, 6]), "sum")), "w": other.put(np.float32(7))}
+    found = two.put(state)
+    assert [float(x) for x in found["seen"].values] == [4.5, 4.5]
+    step = two.step(lambda state: ({**state, "seen": state["seen"] + 1}, None))
+    state, _ = step(found)
+    assert float(state["seen"].read()) == 11
+
+
+def test_partial_values_of_another_number_of_replicas_are_no_argument(two):
+    with pytest.raises(
+        ValueError, match=r"is a SyncOnRead of int32\[3\], for 3 replicas; this strategy has 2\. A SyncOnRead"
+    ):
+        two.run(lambda x: x, (jdist.SyncOnRead(np.ones(3, np.int32), "sum"),))

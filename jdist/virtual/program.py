@@ -1,0 +1,265 @@
+"""Virtual replicas: the program of one replica of V, run by N devices, with the same bits for every N.
+
+The mathematics is that of V replicas; how many devices there are only decides how fast it is done. Each device runs its
+virtual replicas one after the other, in a loop whose body is compiled alone, so that every kernel sees the shapes of one
+replica. What all replicas share is computed once. Where they add up, the sum is taken along one fixed tree over all V:
+
+    ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7))
+
+A device adds up the branches that lie wholly on it; then each device takes a part of the numbers, gets it of all others
+(all-to-all), goes on up the tree, and hands the result to all (all-gather).
+
+To be run so, a traced program is taken apart (`run_in_turn`): equations of values that differ between replicas are collected
+until a collective wants to know them, and then run in one loop; all others run once.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdist import _compat, proof
+from jdist._compat import Equation, Jaxpr, Literal
+from jdist._tree import PyTree
+from jdist.mesh import Replicas
+from jdist.virtual.values import Rows, Value, folded, gathered, ids, is_rows, rows_of, written, zeros
+
+
+def trace_one(fn: Callable[..., PyTree], arguments: Sequence[PyTree], replicas: Replicas) -> Any:
+    """The closed program of one replica, for arguments of these shapes as it sees them."""
+    (axis,) = replicas.mesh.axis_names
+    return jax.make_jaxpr(fn, axis_env=[(axis, replicas.size)])(*arguments)
+
+
+def run_in_turn(program: Any, arguments: Sequence[Value], replicas: Replicas) -> list[Value]:
+    """What a program of one replica gives for these arguments, on this device and beside the others.
+
+    Raises:
+        ValueError: It talks to the other replicas in a way that has no fixed order yet.
+    """
+    return _Run(replicas).follow(_compat.open_jaxpr(program), program.consts, arguments)
+
+
+class _Run:
+    """One pass through a program, while it is traced anew for the devices."""
+
+    def __init__(self, replicas: Replicas):
+        self._replicas = replicas
+        self._axes = frozenset(replicas.mesh.axis_names)
+
+    def follow(self, program: Jaxpr, consts: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
+        """The values of the outputs."""
+        known: dict[Any, Value] = dict(zip(program.constvars, consts, strict=True))
+        known.update(zip(program.invars, arguments, strict=True))
+        waiting: list[Equation] = []
+        made: dict[Any, None] = {}  # what they will make for each replica, in order
+
+        def look(atom: Any) -> Value:
+            return atom.val if isinstance(atom, Literal) else known[atom]
+
+        def flush(left: Sequence[Equation]) -> None:
+            if waiting:
+                wanted = set(_variables(program.outvars)).union(*(_variables(one.invars) for one in left))
+                self._loop(program, waiting, [v for v in made if v in wanted], known)
+                waiting.clear()
+                made.clear()
+
+        for number, equation in enumerate(program.eqns):
+            operands = _variables(equation.invars)
+            if self._axes & _names_within(equation):
+                if any(v in made for v in operands) or self._is_entered(equation):
+                    flush(program.eqns[number:])
+                values = self._together(equation, [look(atom) for atom in equation.invars])
+                known.update(zip(equation.outvars, values, strict=True))
+            else:
+                own = {v for v in operands if v in made or is_rows(known[v])}
+                differing = _differing(program, equation, own, self._axes)
+                if differing:
+                    waiting.append(equation)
+                    made.update(dict.fromkeys(differing))
+                if len(differing) < len(equation.outvars):
+                    # What does not depend on them is the same for any value of those that differ.
+                    shared = [v for v in equation.outvars if v not in differing]
+                    values = [_any_of(v) if v in own else known[v] for v in operands]
+                    results = _evaluated(program, [equation], dict(zip(operands, values, strict=True)), shared)
+                    known.update(zip(shared, results, strict=True))
+        flush([])
+        return [look(atom) for atom in program.outvars]
+
+    def _is_entered(self, equation: Equation) -> bool:
+        return bool(_compat.contents(equation).programs)
+
+    def _loop(self, program: Jaxpr, equations: list[Equation], results: list[Any], known: dict[Any, Value]) -> None:
+        """Runs equations for each replica of this device in turn, and makes `results` known."""
+        inner = {v for one in equations for v in one.outvars}
+        inputs = list(dict.fromkeys(v for one in equations for v in _variables(one.invars) if v not in inner))
+
+        def turn(slot: jax.Array, buffers: list[jax.Array]) -> list[jax.Array]:
+            values = [known[v] for v in inputs]
+            own = [lax.dynamic_index_in_dim(v.slots, slot, keepdims=False) if is_rows(v) else v for v in values]
+            # What is computed is not fused with its way from and to the slots, of which each device has another number.
+            own = lax.optimization_barrier(own)
+            made = _evaluated(program, equations, dict(zip(inputs, own, strict=True)), results)
+            return [written(x, y, slot) for x, y in zip(buffers, lax.optimization_barrier(made), strict=True)]
+
+        empty = [zeros((self._replicas.each, *v.aval.shape), v.aval.dtype) for v in results]
+        filled = lax.fori_loop(0, self._num_slots(), turn, empty)
+        known.update((v, Rows(x)) for v, x in zip(results, filled, strict=True))
+
+    def _num_slots(self) -> jax.Array:
+        """How many replicas this device runs; not known to the compiler, which would unroll a loop of one turn."""
+        number = lax.axis_index(self._replicas.mesh.axis_names)
+        return lax.optimization_barrier(
+            jnp.clip(self._replicas.size - number * self._replicas.each, 0, self._replicas.each)
+        )
+
+    def _together(self, equation: Equation, values: list[Value]) -> list[Value]:
+        """The results of an equation that names the axis, or has programs within that do."""
+        rule = _RULES.get(equation.primitive.name)
+        if rule is not None and not equation.params.get("axis_index_groups"):
+            return rule(self, equation, values)
+        target = _compat.call_target(equation)
+        if target is not None:
+            return self.follow(target, _compat.call_consts(equation), values)
+        raise ValueError(
+            f"{equation.primitive.name} at {_compat.user_frame(equation)} is not there for virtual replicas, whose results "
+            "are to be the same on any number of devices. `all_reduce`, `all_gather`, `broadcast` and `sync.exact()` are, also "
+            "in `cond` and `scan`; for others leave `virtual_replicas` out."
+        )
+
+    def _sum(self, equation: Equation, values: list[Value]) -> list[Value]:
+        return [folded(operator.add, value, self._replicas) for value in values]
+
+    def _max(self, equation: Equation, values: list[Value]) -> list[Value]:
+        return [folded(jnp.maximum, value, self._replicas) for value in values]
+
+    def _min(self, equation: Equation, values: list[Value]) -> list[Value]:
+        return [folded(jnp.minimum, value, self._replicas) for value in values]
+
+    def _index(self, equation: Equation, values: list[Value]) -> list[Value]:
+        return [Rows(ids(self._replicas))]
+
+    def _gather(self, equation: Equation, values: list[Value]) -> list[Value]:
+        dim, tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
+        return [gathered(value, dim, tiled, self._replicas) for value in values]
+
+    def _cond(self, equation: Equation, values: list[Value]) -> list[Value]:
+        index, *operands = values
+        branches = [
+            functools.partial(self.follow, _compat.open_jaxpr(branch), getattr(branch, "consts", ()))
+            for branch in equation.params["branches"]
+        ]
+        kinds = [jax.eval_shape(lambda *xs, branch=branch: branch(xs), *operands) for branch in branches]
+        own = [any(is_rows(value) for value in column) for column in zip(*kinds, strict=True)]
+        alike = [lambda *xs, branch=branch: self._of_kinds(own, branch(xs)) for branch in branches]
+        return lax.switch(index, alike, *operands)
+
+    def _scan(self, equation: Equation, values: list[Value]) -> list[Value]:
+        body = equation.params["jaxpr"]
+        num_consts, num_carry = _compat.scan_counts(equation)
+        consts, carry, xs = (
+            values[:num_consts],
+            values[num_consts : num_consts + num_carry],
+            values[num_consts + num_carry :],
+        )
+        xs = [Rows(x.slots.swapaxes(0, 1)) if is_rows(x) else x for x in xs]
+
+        def turn(carry: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
+            results = self.follow(_compat.open_jaxpr(body), getattr(body, "consts", ()), [*consts, *carry, *slices])
+            return results[:num_carry], results[num_carry:]
+
+        own = [is_rows(value) for value in carry]
+        while True:  # until no more of the carry turns out to differ
+            carry = self._of_kinds(own, carry)
+            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
+            after, _ = jax.eval_shape(turn, carry, first)
+            grown = [was or is_rows(now) for was, now in zip(own, after, strict=True)]
+            if grown == own:
+                break
+            own = grown
+        carry, ys = lax.scan(
+            lambda carry, slices: (lambda pair: (self._of_kinds(own, pair[0]), pair[1]))(turn(carry, slices)),
+            carry,
+            xs,
+            length=equation.params["length"],
+            reverse=equation.params["reverse"],
+        )
+        return [*carry, *(Rows(y.slots.swapaxes(0, 1)) if is_rows(y) else y for y in ys)]
+
+    def _of_kinds(self, own: Sequence[bool], values: Sequence[Value]) -> list[Value]:
+        return [Rows(rows_of(x, self._replicas)) if rows else x for rows, x in zip(own, values, strict=True)]
+
+
+_Rule: TypeAlias = Callable[[_Run, Equation, list[Value]], list[Value]]
+_RULES: dict[str, _Rule] = {
+    "psum": _Run._sum,
+    "pmax": _Run._max,
+    "pmin": _Run._min,
+    "axis_index": _Run._index,
+    "all_gather": _Run._gather,
+    "cond": _Run._cond,
+    "scan": _Run._scan,
+}
+
+
+def _evaluated(
+    program: Jaxpr, equations: Sequence[Equation], known: dict[Any, jax.Array], results: Sequence[Any]
+) -> list[jax.Array]:
+    """The values of `results`, variables that `equations` of `program` make of what is known.
+
+    XLA may take a transposition, or a reshape, through a sum, which changes the order of its additions; and it does so in one
+    way for one device, and in another for several. So what is summed is fixed first.
+    """
+    known = dict(known)
+
+    def look(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    for equation in equations:
+        values = [look(atom) for atom in equation.invars]
+        target = _compat.call_target(equation) if equation.primitive.name in _INLINED else None
+        if target is not None:
+            inner = dict(zip(target.constvars, _compat.call_consts(equation), strict=True))
+            inner.update(zip(target.invars, values, strict=True))
+            made = _evaluated(target, target.eqns, inner, target.outvars)
+        else:
+            values = lax.optimization_barrier(values) if equation.primitive.name in _SUMS else values
+            made = _compat.evaluate_one(program, equation)(*values)
+        known.update(zip(equation.outvars, made, strict=True))
+    return [look(atom) for atom in results]
+
+
+# Not `remat2`: what it computes again would be found to be there already.
+_INLINED = frozenset(("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"))
+_SUMS = frozenset(("reduce_sum", "reduce_prod", "dot_general", "cumsum"))
+
+
+def _differing(program: Jaxpr, equation: Equation, own: set[Any], axes: frozenset[str]) -> list[Any]:
+    """The results of an equation that differ between replicas where the operands in `own` do."""
+    if not own or not _compat.contents(equation).programs:
+        return list(equation.outvars) if own else []
+    inputs = _variables(equation.invars)
+    known = proof.prove(
+        _compat.part(program, [equation], inputs, equation.outvars),
+        [proof.Input("", tuple(axes) if v in own else ()) for v in inputs],
+        tuple(axes),
+    )
+    return [v for v, knowledge in zip(equation.outvars, known, strict=True) if knowledge]
+
+
+def _any_of(variable: Any) -> jax.Array:
+    return zeros(variable.aval.shape, variable.aval.dtype)
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
+
+
+def _names_within(equation: Equation) -> frozenset[str]:
+    """The strings in the parameters of an equation and of all programs within: the axes that it names are among them."""
+    held = _compat.contents(equation)
+    return held.names.union(*(_names_within(inner) for program in held.programs for inner in program.eqns))

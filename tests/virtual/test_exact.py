@@ -1,0 +1,168 @@
+"""Virtual replicas: training gives the same bits on any number of devices."""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from sklearn.datasets import load_digits
+
+import jdist
+
+VIRTUAL = 8
+DIGITS = load_digits()
+IMAGES = (DIGITS.images / 16).astype(np.float32)[:203]  # divisible by none of the batches: each epoch ends in padding
+LABELS = DIGITS.target.astype(np.int32)[:203]
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, images, key):
+        return nn.Dense(10)(nn.relu(nn.Dense(32)(images.reshape(len(images), -1))))
+
+
+class CNN(nn.Module):
+    """In bfloat16, with dropout."""
+
+    @nn.compact
+    def __call__(self, images, key):
+        x = nn.relu(nn.Conv(8, (3, 3), dtype=jnp.bfloat16)(images[..., None]))
+        x = nn.relu(nn.Dense(32, dtype=jnp.bfloat16)(x.reshape(len(x), -1)))
+        x = nn.Dropout(0.2, deterministic=False)(x, rng=key)
+        return nn.Dense(10, dtype=jnp.bfloat16)(x).astype(jnp.float32)
+
+
+class RNN(nn.Module):
+    """Over the rows of an image, with a batch norm over all replicas."""
+
+    @nn.compact
+    def __call__(self, images, key):
+        x = nn.RNN(nn.GRUCell(16))(images)[:, -1]
+        # Of this batch alone: the averages that it keeps are not used.
+        x = nn.BatchNorm(use_running_average=False, axis_name="replica", use_fast_variance=False)(x)
+        return nn.Dense(10)(x)
+
+
+MODELS = {"mlp": MLP(), "cnn": CNN(), "rnn": RNN()}
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda: optax.adamw(3e-3),
+    "adafactor": lambda: optax.adafactor(1e-2),
+    "lion": lambda: optax.lion(1e-3),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
+}
+
+
+def hashed(tree):
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()
+
+
+class Training:
+    """A model, an optimizer and digits on some devices."""
+
+    def __init__(self, model, optimizer, devices, policy=jdist.sync.exact, virtual=VIRTUAL):
+        self.model, self.optimizer = MODELS[model], OPTIMIZERS[optimizer]
+        self.tx = optax.chain(policy(), optax.clip_by_global_norm(1.0), self.optimizer())
+        self.strategy = jdist.MirroredStrategy(jax.devices()[:devices], virtual_replicas=virtual)
+        self.step = self.strategy.step(self._step)
+        batch = 4 * (virtual or VIRTUAL)
+        data = self.strategy.distribute_dataset(
+            (IMAGES, LABELS), batch, shuffle=True, seed=1, epochs=None, remainder="pad"
+        )
+        self.batches = iter(data)
+
+    def begin(self):
+        def make(key):
+            variables = self.model.init(key, jnp.asarray(IMAGES[:2]), key)
+            return {
+                "params": variables["params"],
+                "opt": self.tx.init(variables["params"]),
+                "key": jax.random.key_data(key),
+            }
+
+        return self.strategy.init(make, jax.random.key(0))
+
+    def _step(self, state, batch, weights):
+        images, labels = batch
+        key, draw = jax.random.split(jax.random.wrap_key_data(state["key"]))
+
+        def loss_fn(params):
+            extra = {"mutable": ["batch_stats"]} if isinstance(self.model, RNN) else {}
+            variables = {"params": params, "batch_stats": {"BatchNorm_0": {"mean": jnp.zeros(16), "var": jnp.ones(16)}}}
+            logits = self.model.apply(variables, images, jdist.replica_key(draw), **extra)
+            logits = logits[0] if extra else logits
+            return jdist.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), weights)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = self.tx.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt": opt, "key": jax.random.key_data(key)}, loss
+
+    def run(self, state, steps):
+        losses = []
+        for _, (batch, weights) in zip(range(steps), self.batches, strict=False):
+            state, loss = self.step(state, batch, weights)
+            losses.append(float(loss))
+        return state, losses
+
+
+def after(steps, *args, **kwargs):
+    training = Training(*args, **kwargs)
+    return training.run(training.begin(), steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_after_100_steps_are_the_same_bits_on_any_number_of_devices(model, optimizer):
+    whole = [after(100, model, optimizer, devices) for devices in (1, 2, 3, 4, 8)]
+    hashes = {hashed(state) for state, _ in whole}
+    assert len(hashes) == 1
+    losses = whole[0][1]
+    assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])  # it has learned
+
+
+@pytest.mark.parametrize("model, optimizer, devices", [("cnn", "adamw", 3), ("mlp", "muon", 8), ("rnn", "sgd", 4)])
+def test_parameters_after_a_few_steps_are_the_same_bits_as_on_one_device(model, optimizer, devices):
+    (one, first), (many, losses) = after(8, model, optimizer, 1), after(8, model, optimizer, devices)
+    assert first == losses
+    assert hashed(one) == hashed(many)
+
+
+@pytest.mark.parametrize(
+    "virtual, devices", [(6, 4), pytest.param(5, 2, marks=pytest.mark.slow), pytest.param(7, 7, marks=pytest.mark.slow)]
+)
+def test_parameters_are_the_same_bits_where_devices_have_unequal_parts(virtual, devices):
+    one, _ = after(6, "mlp", "adamw", 1, virtual=virtual)
+    many, _ = after(6, "mlp", "adamw", devices, virtual=virtual)
+    assert hashed(one) == hashed(many)
+
+
+def test_training_goes_on_with_the_same_bits_on_another_number_of_devices():
+    whole, _ = after(6, "cnn", "adamw", 2)
+    first, then = Training("cnn", "adamw", 8), Training("cnn", "adamw", 3)
+    state, _ = first.run(first.begin(), 4)
+    position = first.batches.get_state()
+    then.batches.set_state(position)
+    state, _ = then.run(then.strategy.put(jax.tree.map(np.asarray, state)), 2)
+    assert hashed(state) == hashed(whole)
+
+
+def test_without_virtual_replicas_the_bits_depend_on_the_number_of_devices():
+    """What the mode is for: were these equal, the tests above would show nothing."""
+    one, many = (after(6, "mlp", "adamw", devices, jdist.sync.mean, virtual=None) for devices in (1, 8))
+    assert hashed(one) != hashed(many)
+
+
+@pytest.mark.parametrize("policy", [jdist.sync.mean, lambda: jdist.sync.every(2, jdist.sync.exact())])
+def test_policies_of_sums_are_exact_under_virtual_replicas_too(policy):
+    one, _ = after(6, "mlp", "sgd", 1, policy)
+    many, _ = after(6, "mlp", "sgd", 4, policy)
+    assert hashed(one) == hashed(many)

@@ -1,0 +1,185 @@
+"""What a replica function may say under virtual replicas, and what the host sees of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jdist
+
+VIRTUAL = 6
+ON = {devices: jdist.MirroredStrategy(jax.devices()[:devices], virtual_replicas=VIRTUAL) for devices in (1, 2, 3, 4, 6)}
+ALONE = jdist.MirroredStrategy(jax.devices()[:VIRTUAL])  # a replica a device: what the words mean
+
+
+def _loop(x):
+    def turn(carry, t):
+        carry = carry + jdist.all_reduce("mean", x * t)
+        return carry, (carry.sum(), x[0] * t)
+
+    return lax.scan(turn, jnp.zeros(3), jnp.arange(4.0))
+
+
+def _branches(x):
+    total = jdist.all_reduce("sum", x)
+    both = lambda: (jdist.all_reduce("max", x), x)
+    return lax.cond(total.sum() > 0, both, lambda: (total, 2 * total))
+
+
+def _nested(x):
+    inner = lambda y: jdist.all_reduce("mean", y) + jax.jit(jnp.tanh)(y)
+    return jax.jit(inner)(x), jax.checkpoint(inner)(x)
+
+
+def _loop_of_both(x):
+    """A carry of which one part is the same on all replicas and one is not, without a collective."""
+    return lax.scan(lambda carry, _: ((carry[0] + 1, carry[1] * x), None), (jnp.zeros(2), x), None, length=3)[0]
+
+
+FUNCTIONS = {
+    "sum": lambda x: jdist.all_reduce("sum", x),
+    "mean": lambda x: jdist.all_reduce("mean", {"a": x, "b": [x[:1]]}),
+    "max": lambda x: jdist.all_reduce("max", x),
+    "min": lambda x: jdist.all_reduce("min", x),
+    "integers": lambda x: jdist.all_reduce("sum", (x * 10).astype(jnp.int32)),
+    "bfloat16": lambda x: jdist.all_reduce("sum", x.astype(jnp.bfloat16)),
+    "empty": lambda x: jdist.all_reduce("sum", x[:0]),
+    "of_a_constant": lambda x: jdist.all_reduce("sum", np.ones(2)),
+    "gather": lambda x: jdist.all_gather(jnp.stack([x, x]), 1),
+    "broadcast": lambda x: jdist.broadcast((x, x > 0)),
+    "id": lambda x: (jdist.replica_id(), jdist.num_replicas()),
+    "mean_of_losses": lambda x: jdist.mean(x**2, jnp.abs(x)),
+    "key": lambda x: jax.random.uniform(jdist.replica_key(jax.random.key(3)), (2,)),
+    "gradient_of_a_reduction": jax.grad(lambda x: jnp.sum(jdist.all_reduce("mean", x) ** 2 * x)),
+    "merge_call": lambda x: jdist.get_replica_context().merge_call(lambda s, v: s.reduce("sum", v, axis=0), (x,)),
+    "scan": _loop,
+    "cond": _branches,
+    "nested": _nested,
+    "loop_of_both": _loop_of_both,
+    "no_collective": lambda x: (x + 1, jnp.zeros(2)),
+}
+
+
+def held(strategy, result):
+    return [np.asarray(strategy.reduce("sum", leaf, axis=None)) for leaf in jax.tree.leaves(result)]
+
+
+def argument(strategy):
+    def own(context):
+        return np.float32([context.replica_id_in_sync_group, 0.1 * context.replica_id_in_sync_group, 0.7])
+
+    return strategy.distribute_values_from_function(own)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_words_mean_what_they_mean_with_a_replica_a_device(name):
+    fn, strategy = FUNCTIONS[name], ON[4]
+    expected, found = (s.run(fn, (argument(s),)) for s in (ALONE, strategy))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    # Bits are not to be expected: XLA adds up in an order of its own.
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results_are_the_same_bits_on_any_number_of_devices(name):
+    fn = FUNCTIONS[name]
+    results = [s.run(fn, (argument(s),)) for s in ON.values()]
+    bits = {tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result)) for result in results}
+    assert len(bits) == 1
+
+
+@pytest.mark.parametrize("devices", ON)
+def test_host_sees_every_virtual_replica(devices):
+    strategy = ON[devices]
+    assert strategy.num_replicas_in_sync == VIRTUAL
+    x = argument(strategy)
+    assert [float(row[0]) for row in x.values] == [0, 1, 2, 3, 4, 5]
+    ids = strategy.run(jdist.replica_id)
+    assert [int(i) for i in strategy.local_results(ids)] == [0, 1, 2, 3, 4, 5]
+    assert [float(i) for i in strategy.local_results(strategy.put(2.0))] == [2.0] * VIRTUAL
+    assert int(strategy.reduce("sum", ids, axis=None)) == 15
+    assert float(strategy.reduce("sum", strategy.put(2.0), axis=None)) == 2.0 * VIRTUAL
+    assert strategy.gather(x, axis=0).shape == (3 * VIRTUAL,)
+    (batch,) = strategy.distribute_dataset(np.arange(12), batch_size=12)
+    assert [row.tolist() for row in batch.values] == np.arange(12).reshape(VIRTUAL, 2).tolist()
+
+
+@pytest.mark.parametrize("devices", ON)
+def test_state_in_every_wrapper_goes_through_a_step(devices):
+    strategy = ON[devices]
+
+    def make():
+        mine = jdist.replica_id()
+        return {
+            "w": jnp.zeros(2),
+            "mirrored": jdist.Mirrored(jnp.float32(1), "mean"),
+            "seen": jdist.SyncOnRead(1.0 * mine, "sum"),
+            "own": jdist.PerReplica(jax.random.fold_in(jax.random.key(0), mine)),
+            "table": jdist.Sharded(jnp.arange(2) + 10 * mine),
+        }
+
+    @strategy.step
+    def step(state):
+        mine = jdist.replica_id()
+        return {
+            **state,
+            "mirrored": state["mirrored"] + mine,
+            "seen": state["seen"] + 1,
+            "table": state["table"] + 1,
+        }, mine
+
+    state, ids = step(strategy.init(make))
+    assert state["w"].tolist() == [0, 0]
+    assert float(state["mirrored"].read()) == 3.5
+    assert float(state["seen"].read()) == 21
+    assert state["table"].read().tolist() == [i + 1 + 10 * j for j in range(VIRTUAL) for i in range(2)]
+    assert len({jax.random.key_data(key).tobytes() for key in state["own"].values}) == VIRTUAL
+    assert [int(i) for i in ids.values] == [0, 1, 2, 3, 4, 5]
+
+
+def test_state_goes_on_with_another_number_of_virtual_replicas():
+    state = ON[2].init(lambda: {"seen": jdist.SyncOnRead(1.0 * jdist.replica_id(), "sum"), "w": jnp.ones(2)})
+    other = jdist.MirroredStrategy(jax.devices()[:2], virtual_replicas=4)
+    moved = other.put(state)
+    assert [float(x) for x in moved["seen"].values] == [3.75] * 4
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        lambda x: lax.ppermute(x, "replica", [(0, 1)]),
+        lambda x: lax.psum_scatter(jnp.zeros(6), "replica"),
+        lambda x: jdist.sync.int8(block_size=1).update({"w": x}, jdist.sync.int8(block_size=1).init({"w": x}))[0],
+        lambda x: lax.while_loop(
+            lambda pair: pair[0] < 3, lambda pair: (pair[0] + 1, jdist.all_reduce("sum", pair[1])), (0, x)
+        ),
+    ],
+    ids=["ppermute", "psum_scatter", "int8", "while"],
+)
+def test_collective_without_a_fixed_order_is_refused_with_its_line(talk):
+    with pytest.raises(
+        ValueError, match=r"(ppermute|reduce_scatter|all_to_all|while) at .*py:\d+ is not there for virtual"
+    ):
+        ON[2].run(talk, (argument(ON[2]),))
+
+
+def test_exact_without_virtual_replicas_says_how_to_have_them():
+    tx = jdist.sync.exact()
+    with pytest.raises(ValueError, match=r"this strategy has none\. Say how many: .*virtual_replicas=6"):
+        ALONE.run(lambda x: tx.update(x, tx.init(x))[0], (argument(ALONE),))
+    assert float(tx.update(jnp.float32(3), tx.init(None))[0]) == 3  # outside any strategy there is one replica
+
+
+def test_ways_to_add_up_are_refused_for_virtual_replicas():
+    with pytest.raises(ValueError, match=r"tree of their own: leave `cross_device_ops=ReductionToOneDevice\(\)` out"):
+        jdist.MirroredStrategy(
+            jax.devices()[:2], cross_device_ops=jdist.ReductionToOneDevice(), virtual_replicas=VIRTUAL
+        )
+
+
+def test_state_that_differs_is_refused_for_virtual_replicas_too():
+    step = ON[2].step(lambda state, x: (state + x.sum(), None))
+    with pytest.raises(jdist.NotMirroredError, match=r"state is not proved to be the same"):
+        step(ON[2].put(np.float32(0)), argument(ON[2]))
