@@ -5,6 +5,7 @@ Importing jdist starts no backend and imports no optional package.
 
 from jdist import data as data
 from jdist import metrics as metrics
+from jdist import sync as sync
 from jdist.context import ReplicaContext as ReplicaContext
 from jdist.context import ValueContext as ValueContext
 from jdist.context import all_gather as all_gather
@@ -22,12 +23,15 @@ from jdist.data.dataset import DistributedDataset as DistributedDataset
 from jdist.data.dataset import DistributedIterator as DistributedIterator
 from jdist.data.sharding import AutoShardPolicy as AutoShardPolicy
 from jdist.data.sharding import InputContext as InputContext
+from jdist.errors import ClippedPerReplicaWarning as ClippedPerReplicaWarning
 from jdist.errors import DivergentCollectiveError as DivergentCollectiveError
 from jdist.errors import NotMirroredError as NotMirroredError
 from jdist.errors import RepeatedSumWarning as RepeatedSumWarning
+from jdist.gradients import value_and_grad as value_and_grad
 from jdist.losses import compute_average_loss as compute_average_loss
 from jdist.losses import mean as mean
 from jdist.losses import scale_regularization_loss as scale_regularization_loss
+from jdist.precision import Precision as Precision
 from jdist.randomness import example_key as example_key
 from jdist.randomness import replica_key as replica_key
 from jdist.reduce_op import ReduceOp as ReduceOp

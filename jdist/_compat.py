@@ -7,7 +7,7 @@ JAX's public API is the same on every version that jdist supports. The parameter
 import functools
 import os
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,11 @@ CALLS = {
     "remat2": "jaxpr",
     "shard_map": "jaxpr",
 }
+
+
+def trace_state() -> Any:
+    """What is equal in two places if, and only if, JAX traces them in one go."""
+    return core.get_opaque_trace_state(convention="flax")
 
 
 class Frame(NamedTuple):
@@ -70,6 +75,35 @@ def call_target(equation: Equation) -> Jaxpr | None:
     target = open_jaxpr(equation.params[key])
     fits = len(target.invars) == len(equation.invars) and len(target.outvars) == len(equation.outvars)
     return target if fits else None
+
+
+def call_consts(equation: Equation) -> Sequence[Any]:
+    """The constants of the program that `equation` calls."""
+    return getattr(equation.params[CALLS[equation.primitive.name]], "consts", ())
+
+
+def part(program: Jaxpr, equations: Sequence[Equation], inputs: Sequence[Any], outputs: Sequence[Any]) -> Jaxpr:
+    """Some equations of `program` as one from the variables `inputs` to the variables `outputs`."""
+    return program.replace(
+        constvars=[],
+        invars=list(inputs),
+        outvars=list(outputs),
+        eqns=list(equations),
+        debug_info=program.debug_info.with_unknown_names(),
+    )
+
+
+def evaluate_one(program: Jaxpr, equation: Equation) -> Callable[..., list[Any]]:
+    """An equation of `program` as a function of the values of its operands."""
+    # Literals are operands too, so that it does not matter what an operand is.
+    names: list[Any] = [core.Var(atom.aval) if isinstance(atom, Literal) else atom for atom in equation.invars]
+    one = part(program, [equation.replace(invars=names)], list(dict.fromkeys(names)), equation.outvars)
+
+    def run(*values: Any) -> list[Any]:
+        given = dict(zip(names, values, strict=True))
+        return core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*given.values())
+
+    return run
 
 
 class Contents(NamedTuple):
@@ -144,6 +178,13 @@ def user_frame(equation: Equation) -> Frame | None:
         return None
     own = (frame for frame in outside_jax if not _in_library(_absolute(frame.file)))
     return next(own, outside_jax[0])
+
+
+def is_written_by(equation: Equation, package: str, word: str) -> bool:
+    """Whether a file of `package` with `word` in its name made `equation`."""
+    traceback = equation.source_info.traceback
+    files = [_absolute(frame.file_name) for frame in traceback.frames] if traceback else []
+    return any(file.startswith(_folders(package)) and word in os.path.basename(file) for file in files)
 
 
 def _in_library(file: str) -> bool:

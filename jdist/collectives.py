@@ -80,6 +80,11 @@ def stacked(tree: PyTree, axes: Axes) -> PyTree:
     return jax.tree.map(lambda x: _gathered(jnp.asarray(x)[None], 0, axes), tree)
 
 
+def exchange(x: jax.Array, axes: Axes) -> jax.Array:
+    """`[replica, ...]` to `[replica, ...]`: row `i` goes to replica `i`, and becomes the row of the replica that it is from."""
+    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
+
+
 def check_no_slices(word: str, tree: PyTree) -> None:
     """Raises TypeError if there are `RowSlices` in `tree`."""
     if any(map(is_sparse, jax.tree.leaves(tree, is_leaf=is_sparse))):

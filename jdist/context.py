@@ -19,6 +19,7 @@ from jax import lax
 from jdist import collectives
 from jdist._tree import PyTree, named_leaves
 from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
+from jdist.mesh import Replicas
 from jdist.reduce_op import ReduceOp
 from jdist.values.base import is_distributed
 from jdist.values.per_replica import PerReplica
@@ -35,6 +36,7 @@ class ReplicaContext:
         strategy: The strategy that runs them.
         cross_device_ops: How their values are added up.
         communication_options: Which of them travel together.
+        virtual: Whether the replicas are virtual, and their number does not depend on the devices.
     """
 
     axes: tuple[str, ...] = ()
@@ -42,6 +44,14 @@ class ReplicaContext:
     strategy: Any = None
     cross_device_ops: CrossDeviceOps = AllReduce()
     communication_options: CommunicationOptions = CommunicationOptions()
+    virtual: bool = False
+
+    @classmethod
+    def of(
+        cls, strategy: Any, replicas: Replicas, ops: CrossDeviceOps, options: CommunicationOptions
+    ) -> "ReplicaContext":
+        """The context of the replicas of `strategy`."""
+        return cls(replicas.mesh.axis_names, replicas.size, strategy, ops, options, replicas.virtual)
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:

@@ -234,7 +234,26 @@ _COLLECTIVES = {ReduceOp.SUM: lax.psum, ReduceOp.MAX: lax.pmax, ReduceOp.MIN: la
 _PAIRS = {ReduceOp.SUM: jnp.add, ReduceOp.MAX: jnp.maximum, ReduceOp.MIN: jnp.minimum}
 
 
-def of_kind(name: str, value: Any, kind: type, default: Callable[[], Any]) -> Any:
+def ways(
+    mesh: Mesh, ops: CrossDeviceOps | None, options: CommunicationOptions | None, virtual: bool
+) -> tuple[Mesh, CrossDeviceOps, CommunicationOptions]:
+    """What a strategy is asked for, with the defaults decided for these devices; and the mesh with the axes that it needs.
+
+    Raises:
+        TypeError: An option is of another kind.
+        ValueError: The replicas do not make the groups that are asked for; or they are virtual, with a tree of their own.
+    """
+    chosen = _of_kind("cross_device_ops", ops, CrossDeviceOps, AllReduce)
+    packing = _of_kind("communication_options", options, CommunicationOptions, CommunicationOptions)
+    if virtual and ops is not None:
+        raise ValueError(
+            f"Virtual replicas are added up along a tree of their own: leave `cross_device_ops={ops!r}` out."
+        )
+    mesh = chosen.arranged(mesh)
+    return mesh, chosen if virtual else chosen.resolved(mesh), packing.resolved(mesh)
+
+
+def _of_kind(name: str, value: Any, kind: type, default: Callable[[], Any]) -> Any:
     """The option `value`, or its default for None; raises TypeError if it is of another kind."""
     if value is None:
         return default()

@@ -19,3 +19,7 @@ class DivergentCollectiveError(ValueError):
 
 class RepeatedSumWarning(UserWarning):
     """A sum over the replicas of a value that is the same on each: it multiplies by the number of replicas."""
+
+
+class ClippedPerReplicaWarning(UserWarning):
+    """Gradients are clipped before they are reduced, so each replica clips by the norm of its own."""

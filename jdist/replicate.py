@@ -15,16 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jdist import _compat, proof
+from jdist import _compat, clipping, proof
 from jdist._tree import PyTree, argument_names, named_leaves
 from jdist.context import ReplicaContext, entered
 from jdist.errors import NotMirroredError
+from jdist.mesh import Replicas
 from jdist.proof import Knowledge
 from jdist.values.base import DistributedValues, is_distributed
 from jdist.values.per_replica import PerReplica
 from jdist.values.place import check_fit, check_one_shape, check_single
+from jdist.virtual.program import run_in_turn, trace_one
+from jdist.virtual.values import given, is_rows, one_of, taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +75,14 @@ class Call(NamedTuple):
 
 
 def replicated(
-    call: Call, body: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, context: ReplicaContext
+    call: Call, body: Callable[..., tuple[PyTree, PyTree]], replicas: Replicas, context: ReplicaContext
 ) -> tuple[tuple[PyTree, PyTree], Proof]:
     """Runs `body` once a replica, on the arguments of `call` as one replica sees them.
 
     Args:
         call: Where the arguments and their names come from.
         body: Called like `call.fn`; returns a pair. What is plain in its first part, the state, has to be mirrored.
-        mesh: The devices; its axes are the replica axes.
+        replicas: Which replicas; the axes of their mesh are the replica axes.
         context: What each replica knows of the others.
 
     Returns:
@@ -89,13 +92,13 @@ def replicated(
         NotMirroredError: A leaf of the state is not proved mirrored.
         ValueError: A wrapper among the arguments does not fit the mesh.
     """
-    axes = mesh.axis_names
+    axes = replicas.mesh.axis_names
     placed, treedef = jax.tree.flatten((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
     names = call.item_names()
     for item, name in zip(placed, names, strict=True):
-        check_fit(name, item, mesh)
+        check_fit(name, item, replicas)
         check_one_shape(name, item)
-    in_specs = tuple(_spec(item, axes) for item in placed)
+    in_specs = tuple(item.spec(replicas.row_axes) if is_distributed(item) else PartitionSpec() for item in placed)
     results = _Results()
 
     @jax.jit
@@ -109,23 +112,34 @@ def replicated(
         return one_replica(*(item.enter(block) if is_distributed(item) else block for item, block in pairs))
 
     def over_mesh(fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(fn, mesh=replicas.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     blocks = [item.tree if is_distributed(item) else item for item in placed]
-    traced = jax.make_jaxpr(over_mesh(enter_and_run, PartitionSpec()))(*blocks)
-    program = _compat.shard_map_body(traced.jaxpr)
+    if context.virtual:
+        traced = trace_one(enter_and_run, [one_of(item, replicas) for item in placed], replicas)
+        program = traced.jaxpr
+    else:
+        traced = jax.make_jaxpr(over_mesh(enter_and_run, PartitionSpec()))(*blocks)
+        program = _compat.shard_map_body(traced.jaxpr)
     inputs = _inputs(placed, names, axes)
     # What `body` closes over of a `jax.jit` around this comes first, and is whole on every device.
     captured = [proof.Input("a captured value", ())] * (len(program.invars) - len(inputs))
     known = proof.prove(program, captured + inputs, axes)
+    clipping.warn(program)
     placements = results.place(known)
 
     def run_and_leave(*blocks: PyTree) -> list[PyTree]:
         pairs = zip(placements, enter_and_run(*blocks), strict=True)
         return [placement.leave(value) if placement else value for placement, value in pairs]
 
-    out_specs = [placement.spec(axes) if placement else PartitionSpec() for placement in placements]
-    values = over_mesh(run_and_leave, out_specs)(*blocks)
+    def run_virtual(*blocks: PyTree) -> list[PyTree]:
+        arguments = [taken(item, block, replicas) for item, block in zip(placed, blocks, strict=True)]
+        values = run_in_turn(traced, jax.tree.leaves(arguments, is_leaf=is_rows), replicas)
+        items = results.as_items(values)
+        return [given(placement, item, replicas) for placement, item in zip(placements, items, strict=True)]
+
+    out_specs = [placement.spec(replicas.row_axes) if placement else PartitionSpec() for placement in placements]
+    values = over_mesh(run_virtual if context.virtual else run_and_leave, out_specs)(*blocks)
     return results.put_together(placements, values), results.proof(placements)
 
 
@@ -163,6 +177,11 @@ class _Results:
             raise NotMirroredError(_refusal(refused, self._num_state))
         return placements
 
+    def as_items(self, leaves: Sequence[Any]) -> list[PyTree]:
+        """The results, leaf by leaf, as the trees that were taken apart."""
+        left = iter(leaves)
+        return [jax.tree.map(lambda _: next(left), 0 if item is None else item.tree) for item in self._items]
+
     def put_together(self, placements: Sequence[Any], values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         wrapped = [
             item.with_tree(value) if item is not None else placement(value) if placement else value
@@ -188,12 +207,9 @@ def _refusal(refused: Sequence[tuple[str, Knowledge]], num_state: int) -> str:
         f"  It may differ because of\n    {proof.explain(cause)}\n"
         f"  {proof.way_out(cause)}\n"
         "  If each replica is meant to keep its own, wrap it where the state is made: `jdist.PerReplica(x)`; if its writes "
-        "are meant to agree by themselves, `jdist.Mirrored(x, aggregation)`."
+        "are meant to agree by themselves, `jdist.Mirrored(x, aggregation)`. What a policy of `jdist.sync` keeps is placed by "
+        "`strategy.init`, if the state is made there."
     )
-
-
-def _spec(item: Any, axes: tuple[str, ...]) -> PartitionSpec:
-    return item.spec(axes) if is_distributed(item) else PartitionSpec()
 
 
 def _names_of_items(root: str, tree: PyTree) -> list[str]:

@@ -60,7 +60,7 @@ def variable(
         return wrapped
     if in_replica_function():
         raise RuntimeError("`jdist.variable` is called in a `merge_call`. Make the value before, in `strategy.init`.")
-    return put_on_each(wrapped, get_strategy().mesh)
+    return put_on_each(wrapped, get_strategy().replicas)
 
 
 def trainable(state: PyTree) -> PyTree:

@@ -8,7 +8,9 @@ import pkgutil
 import runpy
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jdist
@@ -17,12 +19,13 @@ ROOT = pathlib.Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 MODULES = [importlib.import_module(m.name) for m in pkgutil.walk_packages(jdist.__path__, "jdist.")]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WORDS = {"jdist": jdist, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
 
 
 def _examples():
     finder = doctest.DocTestFinder(exclude_empty=True)
     for module in MODULES:
-        words = {**vars(module), "jdist": jdist, "jax": jax, "np": np}
+        words = {**WORDS, **vars(module)}
         yield from (test for test in finder.find(module, globs=words) if test.examples)
 
 
@@ -31,7 +34,7 @@ def _documents():
     for path in DOCUMENTS:
         # A fence ends an example's output.
         text = path.read_text().replace("```", "\n")
-        test = parser.get_doctest(text, {"jdist": jdist, "jax": jax, "np": np}, path.name, str(path), 0)
+        test = parser.get_doctest(text, dict(WORDS), path.name, str(path), 0)
         if test.examples:
             yield test
 

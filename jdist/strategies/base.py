@@ -1,6 +1,7 @@
 """What every strategy does: run a function of one replica on its devices, and ask what the replicas hold."""
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,12 +21,13 @@ from jdist.context import (
     in_replica_function,
     require_host,
 )
-from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps, of_kind
+from jdist.cross_device_ops import CommunicationOptions, CrossDeviceOps, ways
 from jdist.data.batches import Remainder
 from jdist.data.dataset import DistributedDataset
 from jdist.data.distribute import from_function, from_source
 from jdist.data.sharding import AutoShardPolicy, InputContext
-from jdist.mesh import local_replicas
+from jdist.mesh import Replicas
+from jdist.precision import Precision
 from jdist.reduce_op import ReduceOp
 from jdist.strategies.program import Program, init_program, run_program, step_program
 from jdist.values.per_replica import PerReplica
@@ -37,9 +39,10 @@ class Strategy:
 
     A replica function is ordinary JAX code. Its arguments are what one replica sees: a `PerReplica` argument is that
     replica's own value, anything else is the same on all. What it says to the other replicas it says with
-    `jdist.all_reduce` and its kin.
+    `jdist.all_reduce` and its kin. Immutable, but for the compiled functions that it remembers.
 
-    Immutable, but for the compiled functions that it remembers.
+    Attributes:
+        replicas: How many there are, and on which devices.
     """
 
     def __init__(
@@ -47,33 +50,33 @@ class Strategy:
         mesh: Mesh,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
+        virtual_replicas: int | None = None,
     ):
-        ops = of_kind("cross_device_ops", cross_device_ops, CrossDeviceOps, AllReduce)
-        options = of_kind("communication_options", communication_options, CommunicationOptions, CommunicationOptions)
-        self._mesh = mesh = ops.arranged(mesh)
-        self._context = ReplicaContext(mesh.axis_names, mesh.size, self, ops.resolved(mesh), options.resolved(mesh))
+        mesh, ops, options = ways(mesh, cross_device_ops, communication_options, virtual_replicas is not None)
+        self.replicas = Replicas.on(mesh, virtual_replicas)
+        self._context = ReplicaContext.of(self, self.replicas, ops, options)
         self._runs: IdentityCache[Program] = IdentityCache()
         self._inits: IdentityCache[Program] = IdentityCache()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({[str(device) for device in self._mesh.devices.flat]})"
+        return f"{type(self).__name__}({[str(device) for device in self.mesh.devices.flat]})"
 
     @property
     def mesh(self) -> Mesh:
         """The devices, in the order of the replicas."""
-        return self._mesh
+        return self.replicas.mesh
 
     @property
     def num_replicas_in_sync(self) -> int:
         """How many replicas compute together."""
-        return self._mesh.size
+        return self.replicas.size
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Makes this the strategy that `jdist.get_strategy()` returns, and that `jdist.variable` places values for.
 
         Raises:
-            RuntimeError: Another strategy's scope is around, or a replica function is running.
+            RuntimeError: Another strategy's scope is around.
         """
         require_host("scope", "enter it around the call that runs the function")
         here = current()
@@ -90,8 +93,8 @@ class Strategy:
     ) -> PyTree:
         """Calls `fn` once a replica and gives back what it returned.
 
-        The function is traced and compiled at the first call with arguments of these shapes, and found again by its
-        identity: define it once, outside the loop. What was compiled for a function that is gone is gone too.
+        The function is compiled at the first call with arguments of these shapes, and found again by its identity: define it
+        once, outside the loop. What was compiled for a function that is gone is gone too.
 
         Args:
             fn: A replica function.
@@ -107,7 +110,6 @@ class Strategy:
             TypeError: `fn` is no function, or `args` no tuple.
             ValueError: An argument lies on the devices of another strategy.
             DivergentCollectiveError: Some replicas may reach a collective that others do not.
-            RuntimeError: Called within a replica function.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -119,9 +121,8 @@ class Strategy:
         """
         if not isinstance(args, (tuple, list)):
             raise TypeError(f"`args` is a tuple of arguments, got {type(args).__name__}: write `run(fn, (value,))`.")
-        program = self._runs.get(fn, lambda reference: run_program(reference, self._mesh, self._context))
-        _, outputs = program(tuple(args), dict(kwargs or {}))
-        return outputs
+        program = self._runs.get(fn, lambda reference: run_program(reference, self.replicas, self._context))
+        return program(tuple(args), dict(kwargs or {}))[1]
 
     def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """A state, created on the devices by a replica function: no leaf is ever whole on the host, or on one device first.
@@ -140,27 +141,27 @@ class Strategy:
             >>> len(state["w"].sharding.device_set)
             2
         """
-        program = self._inits.get(fn, lambda reference: init_program(reference, self._mesh, self._context))
-        state, _ = program(*put(args, self._mesh))
-        return state
+        program = self._inits.get(fn, lambda reference: init_program(reference, self.replicas, self._context))
+        return program(*put(args, self.replicas))[0]
 
-    def step(self, fn: Callable[..., tuple[PyTree, PyTree]]) -> Program:
+    def step(self, fn: Any = ..., *, precision: Precision | None = None) -> Any:
         """Makes a training step of `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
-        At the first call the step is traced once. A state leaf that is a plain array has to be proved the same on every
-        replica after the step, whatever the inputs; a leaf in a wrapper goes back into it. Then it is compiled, and a
-        call costs what a call of `jax.jit(jax.shard_map(...))` written by hand costs. The state's memory is given to the
-        new state (it is *donated*): go on with what the step returns.
+        At the first call it is traced once. A state leaf that is a plain array has to be proved the same on every replica
+        after the step, whatever the inputs; a leaf in a wrapper goes back into it. Then it is compiled, and a call costs what
+        one of `jax.jit(jax.shard_map(...))` written by hand costs. The state's memory is given to the new state (it is
+        *donated*): go on with what the step returns.
 
         Args:
-            fn: The step of one replica.
+            fn: The step of one replica; left out in `@strategy.step(precision=...)`.
+            precision: The dtypes that `jdist.value_and_grad` computes in within it.
 
         Returns:
-            The step for all of them, called like `fn` with arguments by position; its `proof` says what was proved, and
-            `__wrapped__` is `fn`. Outputs are as `run` gives them.
+            The step for all of them, a `Program`, called like `fn` with arguments by position; its `proof` says what was
+            proved, and `__wrapped__` is `fn`. Outputs are as `run` gives them.
 
         Raises:
-            TypeError: `fn` is no function. When called: `fn` returned no pair, or changes a structure, shape or dtype.
+            TypeError: `fn` is no function; or, when called, returned no pair, or changes a structure, shape or dtype.
             NotMirroredError: When called: a leaf of the new state may differ between the replicas.
             ValueError: When called: the state was donated before, or lies on other devices.
 
@@ -178,7 +179,9 @@ class Strategy:
             >>> print(descend.proof)
             2 of 2 results are the same on every replica
         """
-        return step_program(fn, self._mesh, self._context)
+        if fn is ...:
+            return functools.partial(self.step, precision=precision)
+        return step_program(fn, precision, self.replicas, self._context)
 
     def reduce(self, op: ReduceOp | str, value: PyTree, axis: int | Sequence[int] | None) -> PyTree:
         """One value of what all replicas hold.
@@ -196,7 +199,6 @@ class Strategy:
         Raises:
             ValueError: No such operation or dimension, shapes that differ beyond `axis`, all empty, or a sum of a host value.
             TypeError: A leaf is boolean, a random key, or complex where an order is asked for.
-            RuntimeError: Called within a replica function.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -205,14 +207,13 @@ class Strategy:
             [2.0, 5.0]
         """
         require_host("reduce", "use `jdist.all_reduce` there")
-        return reductions.reduce(ReduceOp.of(op), value, dims_of(axis), self._mesh)
+        return reductions.reduce(ReduceOp.of(op), value, dims_of(axis), self.replicas)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """What all replicas hold, joined along a dimension.
 
         Args:
-            value: A tree of what `run` returned, leaves `[..., n, ...]` a replica, where `n` may differ. A host value is given
-                back unchanged.
+            value: A tree of what `run` returned, leaves `[..., n, ...]` a replica, where `n` may differ; a host value stays.
             axis: The dimension to join along, from 0 up.
 
         Returns:
@@ -221,7 +222,6 @@ class Strategy:
         Raises:
             ValueError: A leaf has no such dimension, or the replicas' shapes differ along another.
             TypeError: There are `RowSlices` in it.
-            RuntimeError: Called within a replica function.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -230,7 +230,7 @@ class Strategy:
             [0, 1]
         """
         require_host("gather", "use `jdist.all_gather` there")
-        return reductions.gather(value, operator.index(axis), self._mesh)
+        return reductions.gather(value, operator.index(axis), self.replicas)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """What each replica of this process holds, one tree a replica; `(value,)` of a host value.
@@ -241,10 +241,12 @@ class Strategy:
             [0, 1]
         """
         require_host("local_results")
-        return reductions.local_results(value, self._mesh)
+        return reductions.local_results(value, self.replicas)
 
     def put(self, tree: PyTree) -> PyTree:
         """`tree` on the strategy's devices: plain leaves on every one, wrapped leaves as their wrapper says.
+
+        So a state goes on with another strategy: what is `SyncOnRead` is read, and shared out among its replicas.
 
         Raises:
             ValueError: A wrapper does not fit the replicas; or, on several processes, they hand in different values.
@@ -255,7 +257,7 @@ class Strategy:
             2
         """
         require_host("put")
-        return put(tree, self._mesh)
+        return put(tree, self.replicas)
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
         """A value for each replica, made on the host.
@@ -264,8 +266,7 @@ class Strategy:
             fn: Called once for each replica of this process; all values have the same structure, ranks and dtypes.
 
         Returns:
-            `PerReplica` of the values, leaves `[replica, ...]`. Where their shapes differ it remembers them, see
-            `PerReplica.padded`.
+            `PerReplica` of the values, `[replica, ...]`; where their shapes differ, it remembers them (`PerReplica.padded`).
 
         Raises:
             ValueError: The values are not alike; the message names the leaf.
@@ -276,8 +277,7 @@ class Strategy:
             PerReplica({'id': int32[2]})
         """
         require_host("distribute_values_from_function")
-        count = self.num_replicas_in_sync
-        return put_rows([fn(ValueContext(i, count)) for i in local_replicas(self._mesh)], self._mesh)
+        return put_rows([fn(ValueContext(i, self.replicas.size)) for i in self.replicas.local], self.replicas)
 
     def distribute_dataset(
         self,
@@ -300,12 +300,12 @@ class Strategy:
             shuffle: Whether each epoch has an order of its own, a function of `seed` and epoch alone. For examples that are
                 found by their numbers, as in arrays; a stream shuffles itself.
             seed: A whole number.
-            epochs: How often to go through the examples; None for ever.
+            epochs: How often to go through them; None for ever.
             remainder: What becomes of the examples that do not fill a batch at the end of an epoch. `"drop"` leaves them
                 out, and says once how many. `"pad"` keeps them: elements are then `(batch, weights)`, with weight 1 for an
                 example and 0 for a row that only fills up. `"error"` refuses them.
             auto_shard: Who reads what, where there are several processes, see `AutoShardPolicy`.
-            prefetch: How many batches to read and send ahead. 0, for debugging, gives the same ones from the loop's thread.
+            prefetch: How many batches to read and send ahead; 0, for debugging, gives the same from the loop's thread.
 
         Returns:
             `PerReplica` batches with leaves `[replica, batch / replica, ...]`, or pairs of two. The global batches are the same
@@ -316,12 +316,11 @@ class Strategy:
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-            >>> for batch, weights in strategy.distribute_dataset(np.arange(3), batch_size=2, remainder="pad"):
+            >>> for batch, weights in strategy.distribute_dataset(np.arange(3), batch_size=4, remainder="pad"):
             ...     print(batch.tree.tolist(), weights.tree.tolist())
-            [[0], [1]] [[1.0], [1.0]]
-            [[2], [2]] [[1.0], [0.0]]
+            [[0, 1], [2, 0]] [[1.0, 1.0], [1.0, 0.0]]
         """
-        return from_source(source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, self._mesh)
+        return from_source(source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, self.replicas)
 
     def distribute_datasets_from_function(
         self,
@@ -347,4 +346,4 @@ class Strategy:
             >>> [batch.tree.tolist() for batch in strategy.distribute_datasets_from_function(batches)]
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
-        return from_function(fn, epochs, remainder, prefetch, self._mesh)
+        return from_function(fn, epochs, remainder, prefetch, self.replicas)

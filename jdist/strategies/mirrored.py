@@ -20,15 +20,20 @@ class MirroredStrategy(Strategy):
         cross_device_ops: How the replicas' values are added up: `AllReduce()` by default, `ReductionToOneDevice()`,
             `HierarchicalAllReduce(group_size)`.
         communication_options: Which leaves travel together: `CommunicationOptions(bytes_per_pack)`.
+        virtual_replicas: How many replicas the mathematics has, at least one a device, instead of one a device. Each device
+            runs its part of them in turn, and sums are taken along one fixed tree, so that results are the same, to the bit,
+            on any number of devices of a kind. Best a multiple of that number: else every device holds all of the batch.
 
     Raises:
         ValueError: The list is empty, has duplicates, mixes platforms or names a device that is not here; or the devices
-            do not make groups of the size that is asked for.
+            do not make groups of the size that is asked for; or there are fewer virtual replicas than devices.
         TypeError: An option is of another kind.
 
     Example:
         >>> jdist.MirroredStrategy(["cpu:0", "cpu:1"]).num_replicas_in_sync
         2
+        >>> jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=8).num_replicas_in_sync
+        8
     """
 
     def __init__(
@@ -36,5 +41,6 @@ class MirroredStrategy(Strategy):
         devices: Sequence[jax.Device | str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
+        virtual_replicas: int | None = None,
     ):
-        super().__init__(replica_mesh(devices), cross_device_ops, communication_options)
+        super().__init__(replica_mesh(devices), cross_device_ops, communication_options, virtual_replicas)

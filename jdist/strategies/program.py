@@ -12,10 +12,12 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import Mesh
 
-from jdist import _compat
+from jdist import _compat, notes, precision
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.context import ReplicaContext, in_replica_function
 from jdist.flight import is_bounded, land
+from jdist.mesh import Replicas
+from jdist.precision import Precision
 from jdist.replicate import Call, Proof, replicated
 from jdist.state import kept_in_place, settled, split_result
 from jdist.values.arrays import is_placed
@@ -74,6 +76,10 @@ class Program:
         except (ValueError, RuntimeError):
             self._check_arguments(args)
             raise
+
+    def lower(self, *args: PyTree) -> jax.stages.Lowered:
+        """The program for arguments of these shapes, to be compiled and looked at: `lower(...).compile().as_text()`."""
+        return self._compiled.lower(*args)
 
     @property
     def proof(self) -> Proof:
@@ -140,42 +146,52 @@ _GIVEN_ONCE = (
 )
 
 
-def run_program(fn: Callable[[], Callable[..., PyTree]], mesh: Mesh, context: ReplicaContext) -> Program:
+def run_program(fn: Callable[[], Callable[..., PyTree]], replicas: Replicas, context: ReplicaContext) -> Program:
     """What `Strategy.run` calls: from positional and named arguments to the outputs of `fn()`, which it does not keep alive."""
     _require_function(fn())
 
     def trace(call: Call) -> Traced:
-        return replicated(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), mesh, context)
+        return replicated(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), replicas, context)
 
-    return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _name(fn()), mesh)
+    return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _name(fn()), replicas.mesh)
 
 
-def init_program(fn: Callable[[], Callable[..., PyTree]], mesh: Mesh, context: ReplicaContext) -> Program:
+def init_program(fn: Callable[[], Callable[..., PyTree]], replicas: Replicas, context: ReplicaContext) -> Program:
     """What `Strategy.init` calls: from its arguments to the state that `fn()` makes."""
     _require_function(fn())
 
     def trace(call: Call) -> Traced:
-        return replicated(call, lambda *args: (settled(call.fn(*args)), ()), mesh, context)
+        def body(*args: PyTree) -> tuple[PyTree, PyTree]:
+            with notes.partials() as partials:
+                state = call.fn(*args)
+            return settled(notes.placed(state, partials)), ()
 
-    return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), mesh)
+        return replicated(call, body, replicas, context)
+
+    return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), replicas.mesh)
 
 
-def step_program(fn: Callable[..., tuple[PyTree, PyTree]], mesh: Mesh, context: ReplicaContext) -> Program:
+def step_program(
+    fn: Callable[..., tuple[PyTree, PyTree]], dtypes: Precision | None, replicas: Replicas, context: ReplicaContext
+) -> Program:
     """What `Strategy.step` returns: from state and inputs to new state and outputs."""
     _require_function(fn)
+    if not isinstance(dtypes, Precision | None):
+        raise TypeError(f"`precision` is a `jdist.Precision(params, compute, output)`, got {dtypes!r}.")
 
     def trace(call: Call) -> Traced:
         def body(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
             # Containers of its own, so that what `fn` changes in place is seen as a change.
-            after, outputs = split_result(fn(jax.tree.map(lambda x: x, before), *inputs))
-            return kept_in_place(call.args[0], before, after), outputs
+            with notes.landings() as landings, precision.in_force(dtypes, before):
+                after, outputs = split_result(fn(jax.tree.map(lambda x: x, before), *inputs))
+            return kept_in_place(call.args[0], before, notes.landed(before, after, landings)), outputs
 
-        return replicated(call, body, mesh, context)
+        return replicated(call, body, replicas, context)
 
     def call(state: PyTree, *inputs: PyTree) -> Call:
         return Call(fn, (state, *inputs), {})
 
-    program = Program(call, trace, _name(fn), mesh, donates=True)
+    program = Program(call, trace, _name(fn), replicas.mesh, donates=True)
     functools.update_wrapper(program, fn, updated=())
     return program
 

@@ -1,0 +1,81 @@
+"""One process of several that train together under policies; writes the parameters that it ended with.
+
+python policies_worker.py COORDINATOR COUNT NUMBER FOLDER DEVICES POLICY...
+"""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+address, count, number, folder, devices = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
+if count > 1:
+    jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
+
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from sklearn.datasets import load_digits
+
+import jdist
+from jdist import sync
+
+
+class CNN(nn.Module):
+    """In bfloat16, with dropout."""
+
+    @nn.compact
+    def __call__(self, images, key):
+        x = nn.relu(nn.Conv(8, (3, 3), dtype=jnp.bfloat16)(images[..., None]))
+        x = nn.relu(nn.Dense(32, dtype=jnp.bfloat16)(x.reshape(len(x), -1)))
+        return nn.Dense(10)(nn.Dropout(0.2, deterministic=False)(x, rng=key)).astype(jnp.float32)
+
+
+MODEL = CNN()
+DIGITS = load_digits()
+DATA = (DIGITS.images / 16).astype(np.float32)[:203], DIGITS.target.astype(np.int32)[:203]
+
+
+def trained(strategy, tx):
+    def make(key):
+        params = MODEL.init(key, jnp.asarray(DATA[0][:2]), key)["params"]
+        return {"params": params, "opt_state": tx.init(params), "step": jnp.int32(0)}
+
+    @strategy.step
+    def step(state, batch, weights):
+        images, labels = batch
+        key = jdist.replica_key(jax.random.fold_in(jax.random.key(1), state["step"]))
+
+        def losses(params, images, labels):
+            return optax.softmax_cross_entropy_with_integer_labels(MODEL.apply({"params": params}, images, key), labels)
+
+        loss, grads = jdist.value_and_grad(losses, weights=weights)(state["params"], images, labels)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state, "step": state["step"] + 1}, loss
+
+    state = strategy.init(make, jax.random.key(0))
+    for batch, weights in strategy.distribute_dataset(DATA, 32, shuffle=True, epochs=2, remainder="pad"):
+        state, _ = step(state, batch, weights)
+    read = lambda x: x.read() if isinstance(x, jdist.SyncOnRead) else x
+    return jax.tree.map(read, state["params"], is_leaf=lambda x: isinstance(x, jdist.SyncOnRead))
+
+
+POLICIES = {
+    "exact": (optax.chain(sync.exact(), optax.clip_by_global_norm(1.0), optax.adamw(3e-3)), {"virtual_replicas": 8}),
+    "int8": (optax.chain(sync.int8(), optax.sgd(0.05)), {}),
+    "diloco": (sync.diloco(optax.adamw(3e-3), every=7), {}),
+    "streaming": (sync.streaming_diloco(optax.sgd(0.05), every=4, fragments=2), {}),
+}
+results = {}
+for name in sys.argv[6:]:
+    tx, options = POLICIES[name]
+    params = trained(jdist.MirroredStrategy(jax.devices()[:devices], **options), tx)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        results[name + jax.tree_util.keystr(path)] = np.asarray(leaf.addressable_shards[-1].data)
+np.savez(pathlib.Path(folder) / f"{count}_{devices}_{number}.npz", **results)
+
+# The process that holds the coordinator leaves last.
+if count > 1:
+    jax.distributed.shutdown()

@@ -1,0 +1,62 @@
+"""Policies over real processes: what they give in one, and to the bit where that is promised."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from processes.runner import run_processes
+
+WORKER = pathlib.Path(__file__).parent / "policies_worker.py"
+
+
+def run(folder, runs, *policies):
+    """What each process ended with, by the numbers of processes and devices and its own."""
+    for processes, each in runs:
+        run_processes(WORKER, processes, each, folder, processes * each, *policies, seconds=250)
+    return {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policies")
+    return run(folder, [(1, 1), (1, 2), (2, 1), (4, 1), (2, 2)], "exact", "int8", "diloco", "streaming")
+
+
+def leaves(result, policy):
+    return {name: leaf for name, leaf in result.items() if name.startswith(policy)}
+
+
+def assert_same_bits(results):
+    one = leaves(results["1_1_0"], "exact")
+    assert len(one) == 6
+    for process, result in results.items():
+        for name, leaf in leaves(result, "exact").items():
+            assert leaf.tobytes() == one[name].tobytes(), (process, name)
+
+
+def test_exact_gives_the_same_bits_in_two_processes_as_in_one(tmp_path):
+    assert_same_bits(run(tmp_path, [(1, 1), (2, 1)], "exact"))
+
+
+@pytest.mark.slow
+def test_exact_gives_the_same_bits_on_any_number_of_devices_and_processes(results):
+    assert_same_bits(results)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["int8", "diloco", "streaming"])
+def test_policy_over_two_processes_is_that_of_two_devices(results, policy):
+    one = leaves(results["1_2_0"], policy)
+    for number in (0, 1):
+        for name, leaf in leaves(results[f"2_2_{number}"], policy).items():
+            np.testing.assert_allclose(leaf, one[name], rtol=2e-2, atol=2e-3, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["exact", "int8", "diloco", "streaming"])
+def test_all_processes_read_the_same_bits(results, policy):
+    for processes in ("2_2", "4_4", "2_4"):
+        first, second = (leaves(results[f"{processes}_{number}"], policy) for number in (0, 1))
+        assert first.keys() == second.keys()
+        assert all(leaf.tobytes() == second[name].tobytes() for name, leaf in first.items())

@@ -1,0 +1,417 @@
+"""Which steps count: every k-th one, as if on a batch k times as large; and only those with finite numbers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_drift import (
+    START,
+    batches,
+    collectives,
+    collectives_of,
+    kinds,
+    loss,
+    make_state,
+    make_step,
+    mirrored,
+    predictions,
+    trained,
+    tree_of,
+)
+
+import jdist
+from jdist import sync
+
+INNERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.05, momentum=0.8, nesterov=True),
+    "adamw": lambda: optax.adamw(0.03, weight_decay=0.1),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.05)),
+    "schedule": lambda: optax.sgd(optax.linear_schedule(0.1, 0.0, 5)),
+}
+
+
+def vector(params):
+    return np.concatenate([np.asarray(params[name]) for name in "abc"])
+
+
+def reduced(optimizer):
+    return optax.chain(sync.mean(), optimizer)
+
+
+def on_one_device(optimizer, data):
+    """The parameters after each step on a whole batch of rows x, targets y and weights."""
+    params, held = tree_of(START), []
+    opt_state = optimizer.init(params)
+    weighted = lambda params, x, y, w: jnp.sum(w * (predictions(params, x) - y) ** 2) / max(w.sum(), 1e-30)
+    for x, y, w in data:
+        updates, opt_state = optimizer.update(jax.grad(weighted)(params, x, y, w), opt_state, params)
+        params = optax.apply_updates(params, updates)
+        held.append(vector(params))
+    return np.stack(held)
+
+
+def together(data, k):
+    """The rows of all replicas and of `k` batches at a time, as one batch."""
+    for start in range(0, len(data), k):
+        parts = data[start : start + k]
+        joined = [
+            np.concatenate([part[i].reshape(-1, *part[i].shape[2:]) for part in parts]) for i in range(len(parts[0]))
+        ]
+        yield (*joined, np.ones(len(joined[1]), np.float32))[:3]
+
+
+# --- accumulation
+
+
+@pytest.mark.parametrize(
+    "replicas, k, inner",
+    [
+        (1, 3, "adamw"),
+        (2, 1, "momentum"),
+        (2, 2, "clipped"),
+        (2, 4, "sgd"),
+        (3, 2, "momentum"),
+        (3, 3, "schedule"),
+        (4, 2, "adamw"),
+    ],
+)
+def test_accumulated_steps_are_one_on_the_larger_batch(replicas, k, inner):
+    data = list(batches(3 * k, replicas))
+    _, held = trained(mirrored(replicas), sync.every(k, reduced(INNERS[inner]())), data)
+    expected = on_one_device(INNERS[inner](), together(data, k))
+    np.testing.assert_allclose(held[k - 1 :: k, 0], expected, rtol=1e-4, atol=1e-5)
+    for number in range(3 * k):
+        counted = (number + 1) // k
+        np.testing.assert_array_equal(held[number][0], held[counted * k - 1][0] if counted else START)
+
+
+def weighted_batches(steps, replicas, seed=3):
+    """With rows of different weights: some zero, and of one batch all on replica 0."""
+    rng = np.random.default_rng(seed)
+    for number, (x, y) in enumerate(batches(steps, replicas, seed=seed)):
+        weights = np.float32(rng.integers(0, 3, size=y.shape))
+        if number == 1:
+            weights[0] = 0
+        yield x, y, weights
+
+
+def weighted_step(strategy, tx, weight=lambda w: jdist.all_reduce("sum", w.sum())):
+    @strategy.step
+    def step(state, batch):
+        params, opt_state = state
+        x, y, w = batch
+        losses = lambda params, x, y: (predictions(params, x) - y) ** 2
+        value, grads = jdist.value_and_grad(losses, weights=w)(params, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params, weight=weight(w))
+        return (optax.apply_updates(params, updates), opt_state), value
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "replicas, k, inner", [(1, 2, "adamw"), (2, 3, "sgd"), (2, 4, "momentum"), (3, 1, "sgd"), (3, 4, "adamw")]
+)
+def test_batches_of_different_weights_count_by_their_weights(replicas, k, inner):
+    data, strategy = list(weighted_batches(2 * k, replicas)), mirrored(replicas)
+    tx = sync.every(k, reduced(INNERS[inner]()))
+    state, step, held = make_state(strategy, tx), weighted_step(strategy, tx), []
+    for batch in data:
+        state, _ = step(state, strategy.put(jdist.PerReplica(batch)))
+        held.append(vector(state[0]))
+    expected = on_one_device(INNERS[inner](), together(data, k))
+    np.testing.assert_allclose(held[k - 1 :: k], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_batches_of_no_weight_at_all_change_nothing_and_leave_the_next_ones_right(two):
+    data = list(weighted_batches(4, 2))
+    data[:2] = [(x, y, 0 * w) for x, y, w in data[:2]]
+    tx = sync.every(2, reduced(optax.sgd(0.1)))
+    state, step = make_state(two, tx), weighted_step(two, tx)
+    for number, batch in enumerate(data):
+        state, _ = step(state, two.put(jdist.PerReplica(batch)))
+        if number == 1:
+            np.testing.assert_array_equal(vector(state[0]), START)
+    expected = on_one_device(optax.sgd(0.1), together(data[2:], 2))[-1]
+    np.testing.assert_allclose(vector(state[0]), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_weight_of_one_replica_is_refused_by_the_proof(two, k):
+    tx = sync.every(k, reduced(optax.sgd(0.1)))
+    batch = two.put(jdist.PerReplica(next(weighted_batches(1, 2))))
+    state, step = make_state(two, tx), weighted_step(two, tx, weight=lambda w: w.sum())
+    if k == 1:  # one batch alone has no weight beside others
+        step(state, batch)
+    else:
+        with pytest.raises((jdist.NotMirroredError, jdist.DivergentCollectiveError), match=r"batch"):
+            step(state, batch)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sync.every(3, reduced(optax.adam(0.1))),
+        lambda: sync.every(3, optax.chain(sync.int8(block_size=2), optax.adam(0.1))),
+        lambda: sync.every(2, sync.every(2, reduced(optax.sgd(0.1)))),
+    ],
+)
+def test_step_that_does_not_count_executes_no_collective(two, make):
+    in_every_call, when_it_counts = collectives_of(two, make())
+    assert in_every_call == 0
+    assert when_it_counts >= 1
+
+
+def test_weight_costs_one_collective_a_step(two):
+    tx = sync.every(3, reduced(optax.adam(0.1)))
+    batch = two.put(jdist.PerReplica(next(weighted_batches(1, 2))))
+    plain = weighted_step(two, tx, weight=lambda w: 1.0)
+    weighted = weighted_step(two, tx)
+    counts = [collectives(step.lower(make_state(two, tx), batch).compile().as_text())[0] for step in (plain, weighted)]
+    assert counts[1] <= counts[0] + 1
+
+
+def test_another_number_of_replicas_goes_on_amid_an_accumulation():
+    before, after = list(batches(5, 2)), list(batches(1, 3, seed=1))
+    two, three = mirrored(2), mirrored(3)
+    tx = sync.every(3, reduced(optax.adam(0.05)))
+    state, _ = trained(two, tx, before)
+    assert kinds(state[1].sums) == [("MEAN", False)] * 3
+    assert set(kinds(state[1]._replace(sums=()))) == {None}
+    _, held = trained(three, tx, after, state=three.put(state))
+
+    weights = lambda batch, rows: np.full(
+        rows, 1 / rows, np.float32
+    )  # each batch counts alike, however many rows it has
+    rows = [[*next(together([batch], 1))[:2]] for batch in before + after]
+    data = [
+        tuple(np.concatenate(part) for part in zip(*[(x, y, weights(x, len(y))) for x, y in group], strict=True))
+        for group in (rows[:3], rows[3:])
+    ]
+    np.testing.assert_allclose(held[-1][0], on_one_device(optax.adam(0.05), data)[-1], rtol=1e-4, atol=1e-5)
+
+
+def test_accumulation_within_accumulation_is_one_of_the_product(two):
+    data = list(batches(12, 2))
+    _, nested = trained(two, sync.every(2, sync.every(3, reduced(optax.adam(0.1)))), data)
+    _, flat = trained(two, sync.every(6, reduced(optax.adam(0.1))), data)
+    np.testing.assert_allclose(nested, flat, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_reach_an_accumulation_within(two):
+    """Four batches, two by two: each counts by its weight, as in one accumulation of four."""
+    data, found = list(weighted_batches(4, 2)), []
+    for tx in (sync.every(4, reduced(optax.sgd(0.1))), sync.every(2, sync.every(2, reduced(optax.sgd(0.1))))):
+        state, step = make_state(two, tx), weighted_step(two, tx)
+        for batch in data:
+            state, _ = step(state, two.put(jdist.PerReplica(batch)))
+        found.append(vector(state[0]))
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
+
+
+def test_accumulation_of_one_is_the_policy_itself_to_the_bit(two):
+    data = list(batches(3, 2))
+    state, held = trained(two, sync.every(1, reduced(optax.adam(0.1))), data)
+    plain, expected = trained(two, reduced(optax.adam(0.1)), data)
+    np.testing.assert_array_equal(held, expected)
+    assert jax.tree.structure(state) == jax.tree.structure(plain)
+
+
+def test_accumulation_around_local_sgd_is_local_sgd_on_the_larger_batches(two):
+    data = list(batches(8, 2))
+    _, held = trained(two, sync.every(2, sync.local_sgd(optax.sgd(0.1), every=2)), data)
+    larger = [tuple(np.concatenate(pair, axis=1) for pair in zip(*data[i : i + 2], strict=True)) for i in (0, 2, 4, 6)]
+    _, expected = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), larger)
+    np.testing.assert_allclose(held[1::2], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_accumulation_within_local_sgd_is_that_of_each_replica(two):
+    data = list(batches(8, 2))
+    _, held = trained(two, sync.local_sgd(sync.every(2, optax.sgd(0.1)), every=4), data)
+    larger = [tuple(np.concatenate(pair, axis=1) for pair in zip(*data[i : i + 2], strict=True)) for i in (0, 2, 4, 6)]
+    _, expected = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), larger)
+    np.testing.assert_allclose(held[1::2], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradients_of_few_bits_are_accumulated_in_float32(two, dtype):
+    tx = sync.every(300, reduced(optax.sgd(1.0)))
+    state = two.init(lambda: (w := jnp.zeros(2, dtype), tx.init(w)))
+
+    @two.step
+    def step(state):
+        w, opt_state = state
+        updates, opt_state = tx.update(jnp.full(2, 0.01, dtype), opt_state, w)
+        return (optax.apply_updates(w, updates), opt_state), None
+
+    for _ in range(300):
+        state, _ = step(state)
+    assert state[0].dtype == dtype
+    np.testing.assert_array_equal(state[0], -jnp.full(2, 0.01, dtype))
+
+
+def test_steps_trace_once_a_signature_and_move_nothing(two):
+    seen, tx = [], sync.every(2, sync.skip_nonfinite(reduced(optax.adam(0.1))))
+    step, state = make_step(two, tx, seen=seen), make_state(two, tx)
+    data = [two.put(jdist.PerReplica(batch)) for batch in batches(5, 2)]
+    state, _ = step(state, data[0])
+    with jax.transfer_guard("disallow"):
+        for batch in data[1:]:
+            state, _ = step(state, batch)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "k, error, message",
+    [
+        (0, ValueError, "from 1 up, got 0"),
+        (-1, ValueError, "from 1 up, got -1"),
+        (True, ValueError, "got True"),
+        (2.5, TypeError, "whole number, got 2.5"),
+        (None, TypeError, "whole number, got None"),
+    ],
+)
+def test_number_that_is_none_is_refused(k, error, message):
+    with pytest.raises(error, match=rf"`k` of `jdist\.sync\.every` is a whole number.*{message.split(', ')[-1]}"):
+        sync.every(k, sync.mean())
+
+
+@pytest.mark.parametrize("word", ["every", "skip_nonfinite"])
+def test_what_is_no_transformation_is_refused(word):
+    make = getattr(sync, word) if word == "skip_nonfinite" else lambda inner: sync.every(2, inner)
+    with pytest.raises(TypeError, match=rf"`jdist\.sync\.{word}` works on an optax gradient transformation.*Call it"):
+        make(sync.mean)
+
+
+# --- leaving out what is not finite
+
+
+def reports(strategy, tx):
+    """A step that takes its gradients as they are handed in: `[replica, 6]`."""
+
+    @strategy.step
+    def step(state, vector):
+        params, opt_state = state
+        parts = jnp.split(vector, [3, 5])
+        grads = {name: part.astype(params[name].dtype) for name, part in zip("abc", parts, strict=True)}
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    return lambda state, grads: step(state, strategy.put(jdist.PerReplica(np.float32(grads))))[0]
+
+
+def bits(tree):
+    keys = lambda x: jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    return [np.asarray(keys(leaf)).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+POLICIES = {
+    "mean": lambda: reduced(optax.adam(0.1)),
+    "sum": lambda: optax.chain(sync.sum(), optax.adam(0.1)),
+    "in_dtype": lambda: optax.chain(sync.in_dtype(jnp.bfloat16), optax.adam(0.1)),
+    "int8": lambda: optax.chain(sync.int8(block_size=2), optax.adam(0.1)),
+    "int8_stochastic": lambda: optax.chain(sync.int8(rounding="stochastic", block_size=2), optax.adam(0.1)),
+    "top_k": lambda: optax.chain(sync.top_k(0.4), optax.adam(0.1)),
+    "every": lambda: sync.every(2, reduced(optax.adam(0.1))),
+    "local_sgd": lambda: sync.local_sgd(optax.adam(0.1), every=2),
+    "diloco": lambda: sync.diloco(optax.adam(0.1), every=2, reduction=sync.int8(block_size=2)),
+    "streaming_diloco": lambda: sync.streaming_diloco(optax.adam(0.1), every=3, fragments=2),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_step_with_a_bad_number_on_one_replica_changes_nothing_on_any(two, policy):
+    tx, rng = sync.skip_nonfinite(POLICIES[policy]()), np.random.default_rng(0)
+    state, step, left_out = make_state(two, tx), reports(two, tx), 0
+    for number in range(6):
+        grads = rng.normal(size=(2, 6))
+        if number in (2, 3, 5):
+            grads[number % 2, number] = {2: np.nan, 3: np.inf, 5: -np.inf}[number]
+            left_out += 1
+        before = bits((state[0], state[1].inner))
+        state = step(state, grads)
+        assert int(state[1].skipped) == left_out
+        assert (bits((state[0], state[1].inner)) == before) == (number in (2, 3, 5))
+    assert all(np.isfinite(np.asarray(leaf.astype(jnp.float32))).all() for leaf in jax.tree.leaves(state[0]))
+
+
+def test_meeting_that_is_left_out_leaves_replicas_that_differ_by_a_rounding_as_they_are(two):
+    """A leaf without a gradient, whose replicas lie one rounding apart, in a step that is left out for another leaf."""
+    tx = sync.skip_nonfinite(sync.local_sgd(optax.sgd(1.0), every=2))
+    state, step = make_state(two, tx), reports(two, tx)
+    grads = np.zeros((2, 6))
+    grads[1, 0] = -1e-7
+    state = step(state, grads)
+    apart = bits(state[0])
+    assert apart != bits(make_state(two, tx)[0])
+    state = step(state, [[0, 0, 0, 0, 0, np.nan]] * 2)
+    assert int(state[1].skipped) == 1
+    assert bits(state[0]) == apart
+
+
+def test_sum_that_overflows_on_no_replica_alone_is_left_out(two):
+    tx = sync.skip_nonfinite(optax.chain(sync.sum(), optax.sgd(0.1)))
+    state, step = make_state(two, tx), reports(two, tx)
+    state = step(state, np.full((2, 6), 3e38))
+    assert int(state[1].skipped) == 1
+    np.testing.assert_array_equal(vector(state[0]), START)
+
+
+def test_accumulation_of_steps_of_which_bad_ones_are_left_out_waits_for_good_ones(two):
+    tx = sync.skip_nonfinite(sync.every(2, reduced(optax.sgd(1.0))))
+    state, step = make_state(two, tx), reports(two, tx)
+    for grads in ([[1] * 6, [3] * 6], [[np.nan] * 6, [1] * 6], [[5] * 6, [7] * 6]):
+        state = step(state, grads)
+    np.testing.assert_allclose(vector(state[0]), START - 4, rtol=1e-6)
+    assert int(state[1].skipped) == 1
+
+
+def test_bad_batch_among_accumulated_ones_takes_the_others_with_it(two):
+    tx = sync.every(2, sync.skip_nonfinite(reduced(optax.sgd(1.0))))
+    state, step = make_state(two, tx), reports(two, tx)
+    for grads in ([[np.inf] * 6, [3] * 6], [[1] * 6, [1] * 6]):
+        state = step(state, grads)
+    np.testing.assert_array_equal(vector(state[0]), START)
+    assert int(state[1].inner.skipped) == 1
+    for grads in ([[1] * 6, [3] * 6], [[5] * 6, [7] * 6]):
+        state = step(state, grads)
+    np.testing.assert_allclose(vector(state[0]), START - 4, rtol=1e-6)
+
+
+def test_micro_batch_without_weight_counts_for_nothing_even_if_its_gradient_is_no_number(two):
+    tx = sync.every(2, reduced(optax.sgd(1.0)))
+    state = two.init(lambda: (w := jnp.float32(0), tx.init(w)))
+
+    @two.step
+    def step(state, grad, weight):
+        w, opt_state = state
+        updates, opt_state = tx.update(grad, opt_state, w, weight=weight)
+        return (w + updates, opt_state), None
+
+    for grad, weight in ((np.nan, 0), (2.0, 5)):
+        grads = two.put(jdist.PerReplica(np.float32([grad, grad])))
+        state, _ = step(state, grads, two.put(np.float32(weight)))
+    assert float(state[0]) == -2.0
+
+
+def test_whole_numbers_among_the_gradients_are_finite():
+    tx = sync.skip_nonfinite(optax.identity())
+    state = tx.init({"n": jnp.int32(0)})
+    updates, state = tx.update({"n": jnp.int32(3)}, state)
+    assert (int(updates["n"]), int(state.skipped)) == (3, 0)
+
+
+@pytest.mark.parametrize("make", [lambda: sync.every(2, sync.mean()), lambda: sync.skip_nonfinite(sync.mean())])
+def test_update_by_the_host_program_within_a_scope_is_refused(two, make):
+    tx = make()
+    state = tx.init(jnp.zeros(2))
+    with two.scope(), pytest.raises(RuntimeError, match=r"`jdist\.sync\.\w+` is a word of replica functions"):
+        tx.update(jnp.ones(2), state, jnp.zeros(2))
+
+
+def test_mean_loss_by_hand_is_the_loss_of_the_model():
+    """The reference above is written with weights, and the steps without."""
+    x, y, w = next(together(list(batches(2, 2)), 2))
+    error = x @ START - y
+    np.testing.assert_allclose(loss(tree_of(START), x, y), np.mean(w * error**2), rtol=1e-5)

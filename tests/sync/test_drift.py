@@ -1,0 +1,853 @@
+"""Policies under which each replica trains by itself: where their state lies, what they compute, and when they talk."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jdist
+from jdist import sync
+
+SIZES = {"a": 3, "b": 2, "c": 1}
+START = np.float32([0.5, -1.0, 2.0, 0.1, -0.3, 1.5])
+
+
+def mirrored(count):
+    return jdist.MirroredStrategy([f"cpu:{i}" for i in range(count)])
+
+
+# --- a linear model, and the same by numpy
+
+
+def tree_of(vector, dtype=jnp.float32):
+    parts = np.split(np.asarray(vector), np.cumsum(list(SIZES.values()))[:-1])
+    return {name: jnp.asarray(part, dtype) for name, part in zip(SIZES, parts, strict=True)}
+
+
+def predictions(params, x):
+    return x @ jnp.concatenate([params[name] for name in SIZES]).astype(x.dtype)
+
+
+def loss(params, x, y):
+    return jnp.mean((predictions(params, x) - y) ** 2)
+
+
+def batches(steps, replicas, rows=4, seed=0):
+    """Pairs of x `[replica, rows, 6]` and y `[replica, rows]`, each replica's about a plane of its own."""
+    rng = np.random.default_rng(seed)
+    planes = rng.normal(size=(replicas, 6))
+    for _ in range(steps):
+        x = rng.normal(size=(replicas, rows, 6))
+        yield np.float32(x), np.float32(np.einsum("rbf,rf->rb", x, planes))
+
+
+def each(params, replicas):
+    """What each replica holds, `[replica, 6]`."""
+    rows = [
+        np.asarray(one.tree) if isinstance(one, jdist.SyncOnRead) else np.stack([one] * replicas)
+        for one in (params[name] for name in SIZES)
+    ]
+    return np.concatenate([row.astype(np.float64) for row in rows], axis=1)
+
+
+def make_state(strategy, tx, dtype=jnp.float32):
+    return strategy.init(lambda: (params := tree_of(START, dtype), tx.init(params)))
+
+
+def make_step(strategy, tx, after=lambda params: params, seen=None):
+    def step(state, batch):
+        if seen is not None:
+            seen.append(batch)
+        params, opt_state = state
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (after(optax.apply_updates(params, updates)), opt_state), value
+
+    return strategy.step(step)
+
+
+def trained(strategy, tx, data, state=None, **options):
+    """The state in the end, and what each replica held after each step, `[step, replica, 6]`."""
+    state = make_state(strategy, tx) if state is None else state
+    step, held = make_step(strategy, tx, **options), []
+    for batch in data:
+        state, _ = step(state, strategy.put(jdist.PerReplica(batch)))
+        held.append(each(state[0], strategy.num_replicas_in_sync))
+    return state, np.stack(held)
+
+
+class Workers:
+    """Replicas by numpy, in double precision."""
+
+    def __init__(self, rule, replicas):
+        self._rule, self._memory = rule, None
+        self.w = np.stack([np.float64(START)] * replicas)
+
+    def step(self, x, y):
+        error = np.einsum("rbf,rf->rb", np.float64(x), self.w) - y
+        grads = 2 * np.einsum("rb,rbf->rf", error, x) / x.shape[1]
+        self._memory, updates = self._rule(self._memory, grads, self.w)
+        self.w = self.w + updates
+
+    def share_out(self, replicas):
+        """Goes on with another number of replicas, from the mean of all."""
+        self.w = np.stack([self.w.mean(0)] * replicas)
+        self._memory = [m if np.ndim(m) == 0 else np.stack([m.mean(0)] * replicas) for m in self._memory or []] or None
+
+
+def sgd(memory, grads, w):
+    return memory, -0.1 * grads
+
+
+def momentum(memory, grads, w):
+    (trace,) = memory or [0]
+    trace = 0.8 * trace + grads
+    return [trace], -0.05 * trace
+
+
+def adamw(memory, grads, w):
+    count, mu, nu = memory or (0, 0, 0)
+    count, mu, nu = count + 1, 0.9 * mu + 0.1 * grads, 0.999 * nu + 0.001 * grads**2
+    way = mu / (1 - 0.9**count) / (np.sqrt(nu / (1 - 0.999**count)) + 1e-8)
+    return [count, mu, nu], -0.03 * (way + 0.1 * w)
+
+
+INNERS = {
+    "sgd": (lambda: optax.sgd(0.1), sgd),
+    "momentum": (lambda: optax.sgd(0.05, momentum=0.8), momentum),
+    "adamw": (lambda: optax.adamw(0.03, weight_decay=0.1), adamw),
+}
+
+
+class Nesterov:
+    """The outer optimizer of the paper: momentum 0.9, learning rate 0.7."""
+
+    def __init__(self):
+        self._velocity = 0
+
+    def __call__(self, anchor, own):
+        """The new parameters of all, from those of before and each replica's own."""
+        way = anchor - own.mean(0)
+        self._velocity = 0.9 * self._velocity + way
+        return anchor - 0.7 * (way + 0.9 * self._velocity)
+
+
+def local_sgd_by_numpy(workers, data, every, number=0):
+    held = []
+    for batch in data:
+        workers.step(*batch)
+        number += 1
+        if number % every == 0:
+            workers.w[:] = workers.w.mean(0)
+        held.append(workers.w.copy())
+    return np.stack(held)
+
+
+def diloco_by_numpy(workers, data, every):
+    anchor, outer, held = np.float64(START), Nesterov(), []
+    for number, batch in enumerate(data, 1):
+        workers.step(*batch)
+        if number % every == 0:
+            anchor = outer(anchor, workers.w)
+            workers.w[:] = anchor
+        held.append(workers.w.copy())
+    return np.stack(held)
+
+
+# --- the compiled program
+
+_COLLECTIVE = re.compile(
+    r"\s(?:all-reduce|(?:ragged-)?all-to-all|all-gather|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
+)
+
+
+def collectives(compiled):
+    """How many collectives the text of a compiled program has: in every call, and below a conditional only."""
+    bodies, entry, name = {}, None, None
+    for line in compiled.splitlines():
+        head = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
+        if head:
+            name = head[2]
+            bodies[name] = []
+            entry = name if head[1] else entry
+        elif name:
+            bodies[name].append(line)
+
+    always, front = set(), [entry]
+    while front:
+        body = front.pop()
+        if body not in always:
+            always.add(body)
+            unconditional = (line for line in bodies[body] if not re.search(r"\sconditional\(", line))
+            front += [name for line in unconditional for name in _called(line) if name in bodies]
+    counts = {name: sum(bool(_COLLECTIVE.search(line)) for line in body) for name, body in bodies.items()}
+    in_every_call = sum(counts[name] for name in always)
+    return in_every_call, sum(counts.values()) - in_every_call
+
+
+def _called(line):
+    for value in re.findall(r"\b\w+=(\{[^{}]*\}|%?[\w.-]+)", line):
+        yield from re.findall(r"[\w.-]+", value)
+
+
+def collectives_of(strategy, tx, **options):
+    (batch,) = batches(1, strategy.num_replicas_in_sync)
+    step = make_step(strategy, tx, **options)
+    return collectives(step.lower(make_state(strategy, tx), strategy.put(jdist.PerReplica(batch))).compile().as_text())
+
+
+QUIET = {
+    "local_sgd": lambda: sync.local_sgd(optax.adam(0.1), every=3),
+    "diloco": lambda: sync.diloco(optax.adam(0.1), every=3),
+    "diloco_int8": lambda: sync.diloco(optax.adam(0.1), every=3, reduction=sync.int8(block_size=2)),
+    "diloco_clipped": lambda: sync.diloco(
+        optax.adam(0.1), optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), every=3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_step_between_two_meetings_executes_no_collective(two, name):
+    in_every_call, at_meetings = collectives_of(two, QUIET[name]())
+    assert in_every_call == 0
+    assert at_meetings >= 1
+
+
+def test_step_that_clips_its_weights_between_meetings_executes_no_collective(two):
+    tx = sync.local_sgd(optax.sgd(0.1), every=3)
+    clip = lambda params: jax.tree.map(lambda w: jnp.clip(w, -1, 1), params)
+    in_every_call, at_meetings = collectives_of(two, tx, after=clip)
+    assert (in_every_call, at_meetings > 0) == (0, True)
+
+
+def test_collectives_of_every_step_are_seen_as_such(two):
+    in_every_call, at_meetings = collectives_of(two, optax.chain(sync.mean(), optax.sgd(0.1)))
+    assert (in_every_call > 0, at_meetings) == (True, 0)
+    in_every_call, _ = collectives_of(two, sync.local_sgd(optax.sgd(0.1), every=1))
+    assert in_every_call > 0
+
+
+# --- numbers
+
+CASES = [
+    (1, 2, "adamw"),
+    (2, 1, "sgd"),
+    (2, 1, "adamw"),
+    (2, 3, "momentum"),
+    (3, 2, "adamw"),
+    (4, 4, "sgd"),
+    (4, 1, "momentum"),
+]
+
+
+@pytest.mark.parametrize("replicas, every, inner", CASES)
+def test_local_sgd_is_that_of_numpy(replicas, every, inner):
+    strategy, (make, rule) = mirrored(replicas), INNERS[inner]
+    data = list(batches(9, replicas))
+    state, held = trained(strategy, sync.local_sgd(make(), every=every), data)
+    np.testing.assert_allclose(held, local_sgd_by_numpy(Workers(rule, replicas), data, every), rtol=1e-4, atol=1e-5)
+    if every > 1:
+        read = np.concatenate([state[0][name].read() for name in SIZES])
+        np.testing.assert_allclose(read, held[-1].mean(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("replicas, every, inner", CASES)
+def test_diloco_is_that_of_numpy(replicas, every, inner):
+    strategy, (make, rule) = mirrored(replicas), INNERS[inner]
+    data = list(batches(9, replicas))
+    _, held = trained(strategy, sync.diloco(make(), every=every), data)
+    np.testing.assert_allclose(held, diloco_by_numpy(Workers(rule, replicas), data, every), rtol=1e-4, atol=1e-5)
+
+
+def test_local_sgd_of_every_step_is_the_mean_with_plain_sgd(two):
+    data = list(batches(6, 2))
+    _, local = trained(two, sync.local_sgd(optax.sgd(0.1), every=1), data)
+    _, mean = trained(two, optax.chain(sync.mean(), optax.sgd(0.1)), data)
+    np.testing.assert_allclose(local, mean, rtol=1e-5, atol=1e-6)
+
+
+def test_diloco_of_every_step_with_a_plain_outer_step_is_the_mean(two):
+    data = list(batches(6, 2))
+    _, diloco = trained(two, sync.diloco(optax.sgd(0.1), optax.sgd(1.0), every=1), data)
+    _, mean = trained(two, optax.chain(sync.mean(), optax.sgd(0.1)), data)
+    np.testing.assert_allclose(diloco, mean, rtol=1e-5, atol=1e-6)
+
+
+def test_diloco_with_int8_meets_near_the_mean_and_keeps_a_residual(two):
+    data = list(batches(6, 2))
+    state, held = trained(
+        two, sync.diloco(optax.sgd(0.1), optax.sgd(1.0), every=3, reduction=sync.int8(block_size=2)), data
+    )
+    _, exact = trained(two, sync.diloco(optax.sgd(0.1), optax.sgd(1.0), every=3), data)
+    np.testing.assert_allclose(held[2], exact[2], atol=0.02)
+    residual = state[1].reduction.residual
+    assert kinds(residual) == [("SUM", False)] * 2
+    np.testing.assert_array_equal(held[2][0], held[2][1])
+
+
+# --- meetings
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        ("local_sgd", jnp.float32),
+        ("local_sgd", jnp.bfloat16),
+        ("diloco", jnp.float32),
+        ("diloco", jnp.float16),
+        ("diloco_int8", jnp.bfloat16),
+    ],
+)
+def test_replicas_are_equal_to_the_bit_after_a_meeting_and_not_before(name, dtype):
+    strategy, tx = mirrored(3), QUIET[name]()
+    state, step = make_state(strategy, tx, dtype), make_step(strategy, tx)
+    for number, batch in enumerate(batches(9, 3), 1):
+        state, _ = step(state, strategy.put(jdist.PerReplica(batch)))
+        assert {x.tree.dtype for x in state[0].values()} == {np.dtype(dtype)}
+        held = each(state[0], 3)
+        assert len(np.unique(held, axis=0)) == (1 if number % 3 == 0 else 3)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_replicas_meet_to_the_bit_where_parameters_cross_zero(dtype):
+    """Each replica starts its step elsewhere, up to 10**8 times as far from the target as that is from zero."""
+    rng = np.random.default_rng(0)
+    goals = rng.normal(size=(64, 2, 500)) * 10.0 ** rng.integers(-9, 1, size=(64, 1, 500))
+    goals[:, 1] = -goals[:, 0] * (1 + rng.normal(size=(64, 500)) * 1e-7)
+    two = mirrored(2)
+    tx = sync.local_sgd(optax.sgd(1.0), every=2)
+    state = two.init(lambda: (w := jnp.ones(500, dtype), tx.init(w)))
+
+    @two.step
+    def move(state, goal):
+        w, opt_state = state
+        updates, opt_state = tx.update(w - goal.astype(dtype), opt_state, w)
+        return (optax.apply_updates(w, updates), opt_state), None
+
+    for goal in goals:
+        state, _ = move(state, two.put(jdist.PerReplica(np.float32(goal))))
+        state, _ = move(state, two.put(jdist.PerReplica(np.float32(goal))))
+        first, second = (np.asarray(w) for w in state[0].values)
+        assert first.tobytes() == second.tobytes()
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_replicas_meet_to_the_bit_below_accumulation(two, name):
+    tx = sync.every(2, QUIET[name]())
+    _, held = trained(two, tx, batches(12, 2))
+    apart = [len(np.unique(now, axis=0)) > 1 for now in held]
+    assert apart[4] and not apart[5] and not apart[6] and not apart[11]
+
+
+WITHIN = {
+    "jit": jax.jit,
+    "jit_closing_over": lambda update: lambda *args: jax.jit(lambda: update(*args))(),
+    "checkpoint": jax.checkpoint,
+    "cond": lambda update: (
+        lambda w, opt_state, x: jax.lax.cond(
+            jnp.any(opt_state.steps >= 0), lambda: update(w, opt_state, x), lambda: (w, opt_state)
+        )
+    ),
+    "scan": lambda update: (
+        lambda w, opt_state, x: jax.lax.scan(
+            lambda carry, _: (update(*carry, x), None), (w, opt_state), None, length=1
+        )[0]
+    ),
+}
+
+
+def test_replicas_meet_to_the_bit_in_large_leaves(two):
+    tx = sync.local_sgd(optax.sgd(0.01), every=2)
+    state = two.init(lambda: (w := jnp.full(300, 0.3), tx.init(w)))
+
+    @two.step
+    def step(state, x):
+        w, opt_state = state
+        updates, opt_state = tx.update(jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w), opt_state, w)
+        return (optax.apply_updates(w, updates), opt_state), None
+
+    rng = np.random.default_rng(0)
+    for number in range(1, 21):
+        state, _ = step(state, two.put(jdist.PerReplica(np.float32(rng.normal(size=(2, 5, 300))))))
+        first, second = (np.asarray(w).tobytes() for w in state[0].values)
+        assert (first == second) == (number % 2 == 0)
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_replicas_meet_but_for_a_rounding_where_the_update_is_called_within_a_function_of_its_own(two, name):
+    tx = sync.local_sgd(optax.sgd(0.01), every=2)
+    state = two.init(lambda: (w := jnp.full(300, 0.3), tx.init(w)))
+
+    def update(w, opt_state, x):
+        updates, opt_state = tx.update(jax.grad(lambda w: jnp.mean((x @ w - 1) ** 2))(w), opt_state, w)
+        return optax.apply_updates(w, updates), opt_state
+
+    step = two.step(lambda state, x: (WITHIN[name](update)(*state, x), None))
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        state, _ = step(state, two.put(jdist.PerReplica(np.float32(rng.normal(size=(2, 5, 300))))))
+    first, second = (np.asarray(w) for w in state[0].values)
+    np.testing.assert_allclose(first, second, rtol=1e-6)
+
+
+def test_what_the_user_does_to_the_parameters_after_the_update_is_kept(two):
+    box = lambda params: jax.tree.map(lambda w: jnp.clip(w, -0.25, 0.25), params)
+    data = list(batches(6, 2))
+    _, held = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), data, after=box)
+
+    workers, expected = Workers(sgd, 2), []
+    for number, batch in enumerate(data, 1):
+        workers.step(*batch)
+        if number % 2 == 0:
+            workers.w[:] = workers.w.mean(0)
+        workers.w = workers.w.clip(-0.25, 0.25)
+        expected.append(workers.w.copy())
+    assert np.abs(held).max() == 0.25
+    np.testing.assert_allclose(held, np.stack(expected), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "least, goals",
+    [
+        (1.0, [[2.0, 2.0], [1 - 1e-7, 1 - 1e-7]]),
+    ],
+)
+def test_bound_that_a_meeting_misses_by_a_rounding_is_kept(two, least, goals):
+    """The user cuts off what is below a bound, and the mean of the replicas lies a hair below it."""
+    tx = sync.local_sgd(optax.sgd(1.0), every=2)
+    state = two.init(lambda: (w := jnp.float32(least + 1), tx.init(w)))
+
+    @two.step
+    def move(state, goal):
+        w, opt_state = state
+        updates, opt_state = tx.update(w - goal, opt_state, w)
+        return (jnp.maximum(optax.apply_updates(w, updates), least), opt_state), None
+
+    for goal in goals:
+        state, _ = move(state, two.put(jdist.PerReplica(np.float32(goal))))
+    assert [float(w) for w in state[0].values] == [least, least]
+
+
+# --- where things lie
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Training:
+    params: Any
+    opt_state: Any
+
+
+CONTAINERS = {
+    "tuple": (lambda params, tx: (params, tx.init(params)), lambda state: state),
+    "list": (lambda params, tx: [tx.init(params), params], lambda state: state[::-1]),
+    "dict": (
+        lambda params, tx: {"opt": {"state": tx.init(params)}, "model": [params]},
+        lambda state: (state["model"][0], state["opt"]["state"]),
+    ),
+    "dataclass": (lambda params, tx: Training(params, tx.init(params)), lambda s: (s.params, s.opt_state)),
+    "train_state": (
+        lambda params, tx: TrainState.create(apply_fn=predictions, params=params, tx=tx),
+        lambda state: (state.params, state.opt_state),
+    ),
+}
+
+
+def kinds(tree):
+    """For each leaf: `(aggregation, trainable)` if it is a replica's own, None if it is plain."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, jdist.SyncOnRead))
+    return [(x.aggregation.name, x.trainable) if isinstance(x, jdist.SyncOnRead) else None for x in leaves]
+
+
+DRIFTING = [("MEAN", True)] * 3
+OWN = [("MEAN", False)] * 3
+
+
+MADE = {
+    "local_sgd": lambda inner: sync.local_sgd(inner, every=2),
+    "diloco": lambda inner: sync.diloco(inner, every=2),
+    "streaming_diloco": lambda inner: sync.streaming_diloco(inner, every=2, fragments=2),
+}
+
+
+@pytest.mark.parametrize(
+    "container, policy", [*((name, "local_sgd") for name in CONTAINERS), *(("dict", name) for name in list(MADE)[1:])]
+)
+def test_init_places_what_drifts_in_any_container(two, container, policy):
+    build, parts = CONTAINERS[container]
+    tx = MADE[policy](optax.adam(optax.linear_schedule(0.1, 0.0, 9)))
+    state = two.init(lambda: build(tree_of(START), tx))
+    params, opt_state = parts(state)
+    assert kinds(params) == DRIFTING
+    adam, schedule = opt_state.inner
+    assert (kinds(adam.mu), kinds(adam.nu), kinds(adam.count), kinds(schedule)) == (OWN, OWN, [None], [None])
+    rest = opt_state._replace(inner=())
+    assert kinds(rest) == [None] * len(jax.tree.leaves(rest))
+
+
+def test_state_of_flax_training_goes_through_steps(two):
+    tx = sync.local_sgd(optax.sgd(0.1), every=2)
+    state = two.init(lambda: TrainState.create(apply_fn=predictions, params=tree_of(START), tx=tx))
+
+    @two.step
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state.params, *batch)
+        return state.apply_gradients(grads=grads), value
+
+    data = list(batches(4, 2))
+    for batch in data:
+        state, _ = step(state, two.put(jdist.PerReplica(batch)))
+    expected = local_sgd_by_numpy(Workers(sgd, 2), data, 2)[-1]
+    np.testing.assert_allclose(each(state.params, 2), expected, rtol=1e-4, atol=1e-6)
+    assert int(state.step) == 4
+
+
+def test_state_of_nnx_is_placed_and_goes_through_steps(two):
+    tx, graph = sync.local_sgd(optax.adam(0.1), every=2), []
+
+    def make():
+        model = nnx.Linear(6, 1, rngs=nnx.Rngs(0))
+        graphdef, state = nnx.split((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+        graph[:] = [graphdef]
+        return state
+
+    @two.step
+    def step(state, batch):
+        model, optimizer = nnx.merge(graph[0], state)
+        x, y = batch
+        value, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x)[:, 0] - y) ** 2))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), value
+
+    state = two.init(make)
+    assert sorted(map(str, kinds(state))) == sorted(map(str, [("MEAN", True)] * 2 + [("MEAN", False)] * 4 + [None] * 3))
+    for number, batch in enumerate(batches(4, 2), 1):
+        state, _ = step(state, two.put(jdist.PerReplica(batch)))
+        drifting = [x for x in jax.tree.leaves(state, is_leaf=_is_own) if _is_own(x) and x.trainable]
+        assert len(drifting) == 2
+        agree = all(len({np.asarray(v).tobytes() for v in x.values}) == 1 for x in drifting)
+        assert agree == (number % 2 == 0)
+
+
+def _is_own(node):
+    return isinstance(node, jdist.SyncOnRead)
+
+
+def reduced():
+    return optax.chain(sync.mean(), optax.sgd(0.1))
+
+
+WRAPPED = {
+    "chain": lambda policy: optax.chain(optax.scale(2.0), policy(0.05)),
+    "named_chain": lambda policy: optax.named_chain(("own", policy(0.05)), ("same", optax.identity())),
+    "inject_hyperparams": lambda policy: optax.inject_hyperparams(policy)(rate=0.1),
+    "skip_nonfinite": lambda policy: sync.skip_nonfinite(policy(0.1)),
+    "dynamic_loss_scale": lambda policy: sync.dynamic_loss_scale(policy(0.1)),
+    "with_extra_args": lambda policy: optax.with_extra_args_support(policy(0.1)),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_wrapper_around_a_policy_hides_nothing_from_init(two, wrapper):
+    tx = WRAPPED[wrapper](lambda rate: sync.local_sgd(optax.sgd(rate, momentum=0.9), every=2))
+    state = make_state(two, tx)
+    assert kinds(state[0]) == DRIFTING
+    assert kinds(state[1]).count(("MEAN", False)) == 3
+    assert kinds(state[1]).count(None) == len(kinds(state[1])) - 3
+    _, held = trained(two, tx, batches(4, 2), state=state)
+    assert [len(np.unique(now, axis=0)) for now in held] == [2, 1, 2, 1]
+
+
+PARTED = {
+    "masked": lambda policy: optax.chain(
+        optax.masked(policy, {"a": True, "b": True, "c": False}),
+        optax.masked(reduced(), {"a": False, "b": False, "c": True}),
+    ),
+    "multi_transform": lambda policy: optax.multi_transform(
+        {"own": policy, "all": reduced()}, {"a": "own", "b": "own", "c": "all"}
+    ),
+    "partition": lambda policy: optax.partition(
+        {"own": policy, "all": reduced()}, {"a": "own", "b": "own", "c": "all"}
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", PARTED)
+def test_policy_of_some_parameters_places_those_alone(two, wrapper):
+    tx = PARTED[wrapper](sync.local_sgd(optax.sgd(0.1, momentum=0.9), every=2))
+    state = make_state(two, tx)
+    assert kinds(state[0]) == [("MEAN", True), ("MEAN", True), None]
+    assert kinds(state[1]).count(("MEAN", False)) == 2
+    _, held = trained(two, tx, batches(4, 2), state=state)
+    assert [len(np.unique(now, axis=0)) for now in held] == [2, 1, 2, 1]
+    assert [len(np.unique(now[:, 5])) for now in held] == [1, 1, 1, 1]
+
+
+def test_two_policies_for_parts_of_a_model_each_place_their_own(two):
+    labels = {"a": "one", "b": "two", "c": "two"}
+    parts = {
+        "one": sync.local_sgd(optax.adam(0.1), every=2),
+        "two": sync.diloco(optax.sgd(0.1), every=3),
+    }
+    tx = optax.multi_transform(parts, labels)
+    state = make_state(two, tx)
+    assert kinds(state[0]) == DRIFTING
+    _, held = trained(two, tx, batches(6, 2), state=state)
+    assert [len(np.unique(now[:, :3], axis=0)) for now in held] == [2, 1, 2, 1, 2, 1]
+    assert [len(np.unique(now[:, 3:], axis=0)) for now in held] == [2, 2, 1, 2, 2, 1]
+
+
+def test_apply_if_finite_around_a_policy_is_placed_and_its_choice_refused_by_the_proof(two):
+    """It looks at one replica's numbers and leaves out the meeting on that one alone; `skip_nonfinite` asks all."""
+    tx = optax.apply_if_finite(sync.local_sgd(optax.sgd(0.1), every=2), 3)
+    state = make_state(two, tx)
+    assert kinds(state[0]) == DRIFTING
+    with pytest.raises(jdist.DivergentCollectiveError, match=r"is_finite.*cond at .*test_drift\.py"):
+        make_step(two, tx)(state, two.put(jdist.PerReplica(next(batches(1, 2)))))
+
+
+def test_inner_schedules_and_hyperparameters_stay_plain(two):
+    inner = optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(0.1, 0.0, 10), b1=0.8)
+    _, opt_state = make_state(two, sync.local_sgd(inner, every=2))
+    assert kinds(opt_state.inner.hyperparams) == [None] * len(opt_state.inner.hyperparams)
+    assert kinds(opt_state).count(("MEAN", False)) == 6
+
+
+def test_policy_of_every_step_leaves_the_parameters_mirrored_and_its_moments_apart(two):
+    for tx in (sync.local_sgd(optax.adam(0.1), every=1), sync.diloco(optax.adam(0.1), every=1)):
+        params, opt_state = make_state(two, tx)
+        assert kinds(params) == [None] * 3
+        assert kinds(opt_state.inner[0].mu) == OWN
+
+
+def test_moments_of_a_shared_norm_are_placed_with_those_they_touch(two):
+    """What the inner optimizer makes of parameters that drift may come to differ, without any gradient."""
+    average = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params: (grads, jax.tree.map(lambda s, p: 0.9 * s + 0.1 * p, state, params)),
+    )
+    _, drifting = make_state(two, sync.local_sgd(optax.chain(average, optax.sgd(0.1)), every=2))
+    assert kinds(drifting.inner) == OWN
+    _, together = make_state(two, sync.local_sgd(optax.chain(average, optax.sgd(0.1)), every=1))
+    assert kinds(together.inner) == [None] * 3
+
+
+def test_evaluating_a_drifting_state_reads_the_average(two):
+    state, held = trained(two, sync.local_sgd(optax.sgd(0.1), every=5), batches(3, 2))
+    assert len(np.unique(held[-1], axis=0)) == 2
+    x = np.float32(np.random.default_rng(1).normal(size=(5, 6)))
+    average = jax.tree.map(lambda p: p.read(), state[0], is_leaf=_is_own)
+    found = two.run(predictions, (average, x))
+    np.testing.assert_allclose(found, x @ held[-1].mean(0), rtol=1e-5, atol=1e-6)
+
+
+# --- going on
+
+
+def test_another_number_of_replicas_goes_on_from_the_average():
+    data = list(batches(4, 2)), list(batches(5, 3, seed=1))
+    two, three = mirrored(2), mirrored(3)
+    tx = sync.local_sgd(optax.sgd(0.05, momentum=0.8), every=3)
+    state, _ = trained(two, tx, data[0])
+    _, held = trained(three, tx, data[1], state=three.put(state))
+
+    workers = Workers(momentum, 2)
+    local_sgd_by_numpy(workers, data[0], 3)
+    workers.share_out(3)
+    expected = local_sgd_by_numpy(workers, data[1], 3, number=4)
+    np.testing.assert_allclose(held, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_diloco_with_a_residual_goes_on_with_another_number_of_replicas():
+    replicas = 3
+    two, others = mirrored(2), mirrored(replicas)
+    tx = sync.diloco(optax.adam(0.05), every=2, reduction=sync.int8(block_size=2))
+    state, _ = trained(two, tx, batches(3, 2))
+    owed = [np.asarray(state[1].reduction.residual[name].read()) for name in "ab"]
+    state = others.put(state)
+    for name, sum_before in zip("ab", owed, strict=True):
+        assert np.abs(sum_before).max() > 1e-5
+        np.testing.assert_allclose(state[1].reduction.residual[name].read(), sum_before, rtol=1e-5, atol=1e-7)
+    _, held = trained(others, tx, batches(5, replicas, seed=1), state=state)
+    assert np.isfinite(held).all()
+    np.testing.assert_array_equal(held[4], held[4][[0] * replicas])
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco_int8"])
+def test_steps_trace_once_and_move_nothing_and_give_their_memory_away(two, name):
+    seen, tx = [], QUIET[name]()
+    step, state = make_step(two, tx, seen=seen), make_state(two, tx)
+    data = [two.put(jdist.PerReplica(batch)) for batch in batches(7, 2)]
+    state, _ = step(state, data[0])
+    with jax.transfer_guard("disallow"):
+        for batch in data[1:]:
+            before = jax.tree.leaves(state)
+            state, _ = step(state, batch)
+            assert all(leaf.is_deleted() for leaf in before)
+    assert len(seen) == 1
+
+
+def test_outside_any_strategy_there_is_one_replica():
+    tx = sync.diloco(optax.sgd(0.1), every=2)
+    data = list(batches(4, 1))
+    params = tree_of(START)
+    opt_state, update = tx.init(params), jax.jit(tx.update)
+    for x, y in data:
+        updates, opt_state = update(jax.grad(loss)(params, x[0], y[0]), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    expected = diloco_by_numpy(Workers(sgd, 1), data, 2)[-1]
+    np.testing.assert_allclose(each(params, 1), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_update_with_extra_arguments_reaches_the_inner_optimizer(two):
+    scaled = optax.GradientTransformationExtraArgs(
+        lambda params: optax.EmptyState(),
+        lambda grads, state, params=None, *, by=1.0, **extra: (jax.tree.map(lambda g: -by * g, grads), state),
+    )
+    tx = sync.local_sgd(scaled, every=2)
+    state = two.init(lambda: (w := jnp.float32(0), tx.init(w)))
+
+    @two.step
+    def step(state, by):
+        w, opt_state = state
+        updates, opt_state = tx.update(jnp.float32(1), opt_state, w, by=by)
+        return (w + updates, opt_state), None
+
+    for _ in range(2):
+        state, _ = step(state, two.put(jdist.PerReplica(np.float32([1, 3]))))
+    assert [float(w) for w in state[0].values] == [-4, -4]
+
+
+# --- what is wrong
+
+
+@pytest.mark.parametrize("word", ["local_sgd", "diloco", "streaming_diloco"])
+@pytest.mark.parametrize(
+    "every, error, message",
+    [
+        (0, ValueError, "from 1 up, got 0"),
+        (-3, ValueError, "from 1 up, got -3"),
+        (2.5, TypeError, "whole number, got 2.5"),
+        (True, ValueError, "whole number from 1 up, got True"),
+        (None, TypeError, "whole number, got None"),
+        ("3", TypeError, "whole number, got '3'"),
+    ],
+)
+def test_number_of_steps_that_is_none_is_refused(word, every, error, message):
+    options = {"fragments": 1} if word == "streaming_diloco" else {}
+    with pytest.raises(error, match=rf"`every` of `jdist\.sync\.{word}` is a .*{re.escape(message)}"):
+        getattr(sync, word)(optax.sgd(0.1), every=every, **options)
+
+
+def test_number_of_steps_may_be_one_of_numpy():
+    sync.local_sgd(optax.sgd(0.1), every=np.int64(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda bad: sync.local_sgd(bad, every=2),
+        lambda bad: sync.diloco(bad, every=2),
+        lambda bad: sync.diloco(optax.sgd(0.1), bad, every=2),
+        lambda bad: sync.diloco(optax.sgd(0.1), every=2, reduction=bad),
+        lambda bad: sync.streaming_diloco(bad, every=2, fragments=1),
+    ],
+)
+@pytest.mark.parametrize("bad, hint", [(optax.sgd, "Call it"), (0.1, "got 0.1")])
+def test_optimizer_that_is_none_is_refused(make, bad, hint):
+    with pytest.raises(TypeError, match=rf"works on an optax gradient transformation.*{hint}"):
+        make(bad)
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_update_without_parameters_is_refused(two, name):
+    tx = QUIET[name]()
+    word = name.partition("_int8")[0].partition("_clipped")[0]
+    with pytest.raises(ValueError, match=rf"`jdist\.sync\.{word}` changes the parameters, and needs them"):
+        two.run(lambda: tx.update(tree_of(START), tx.init(tree_of(START))))
+
+
+INNER_OR_NOT = {"sgd": lambda: optax.sgd(0.1), "adam": lambda: optax.adam(0.1)}
+
+
+@pytest.mark.parametrize("inner", INNER_OR_NOT)
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p, tx: (p, jax.jit(tx.init)(p)), r"0 of its \d+ arrays"),
+        (lambda p, tx: (p, tx.init(jax.tree.map(lambda x: x + 0, p))), "0 of its 3 arrays"),
+        (lambda p, tx: (p, tx.init({**p, "c": p["c"] + 0})), "2 of its 3 arrays"),
+        (lambda p, tx: tx.init(p), "0 of its 3 arrays"),
+        (
+            lambda p, tx: (p, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(tx.init, p))),
+            r"0 of its \d+ arrays",
+        ),
+        (lambda p, tx: (p, optax.flatten(tx).init(p)), r"0 of its \d+ arrays"),
+    ],
+    ids=["jit", "copied", "one_copied", "not_there", "eval_shape", "flatten"],
+)
+def test_parameters_that_are_not_found_in_the_state_are_refused(two, inner, make, message):
+    tx = sync.local_sgd(INNER_OR_NOT[inner](), every=2)
+    with pytest.raises(ValueError, match=rf"`jdist\.sync\.local_sgd` keeps .*{message} are in the state"):
+        two.init(lambda: make(tree_of(START), tx))
+
+
+def test_second_policy_whose_parameters_are_lost_is_refused(two):
+    """As of two models, each with an optimizer of its own."""
+    tx = sync.local_sgd(optax.sgd(0.1), every=2)
+
+    def make():
+        one, other = tree_of(START), tree_of(-START)
+        return one, tx.init(one), other, tx.init(jax.tree.map(lambda x: x + 0, other))
+
+    with pytest.raises(ValueError, match="0 of its 3 arrays are in the state"):
+        two.init(make)
+
+
+def test_state_that_was_asked_for_in_vain_first_is_placed(two):
+    tx = sync.local_sgd(optax.adam(0.1), every=2)
+
+    def make():
+        params = tree_of(START)
+        jax.eval_shape(tx.init, params)
+        return params, tx.init(params)
+
+    assert kinds(two.init(make)[0]) == DRIFTING
+
+
+def test_parameters_that_are_python_numbers_are_refused(two):
+    tx = sync.local_sgd(optax.sgd(0.1), every=2)
+    with pytest.raises(TypeError, match=r"params\['b'\] is 1\.5, no array.*jnp\.asarray"):
+        two.init(lambda: (params := {"a": jnp.zeros(2), "b": 1.5}, tx.init(params)))
+
+
+@pytest.mark.parametrize("word", ["local_sgd", "diloco", "streaming_diloco"])
+def test_inner_optimizer_that_keeps_whole_numbers_of_its_gradients_is_refused(two, word):
+    options = {"fragments": 1} if word == "streaming_diloco" else {}
+    tx = getattr(sync, word)(optax.apply_if_finite(optax.sgd(0.1), 3), every=2, **options)
+    with pytest.raises(
+        TypeError, match=rf"`jdist\.sync\.{word}` cannot place.*its state\.notfinite_count is int32\[\]"
+    ):
+        make_state(two, tx)
+
+
+@pytest.mark.parametrize("inner", [optax.contrib.reduce_on_plateau(), optax.lbfgs()], ids=["plateau", "lbfgs"])
+def test_inner_optimizer_that_needs_more_than_gradients_is_refused_in_words(two, inner):
+    """What it keeps depends on a value that is not known where the state is made."""
+    tx = sync.local_sgd(optax.chain(optax.sgd(0.1), inner), every=2)
+    with pytest.raises(TypeError, match=r"`jdist\.sync\.local_sgd`.*value"):
+        make_state(two, tx)
+
+
+def test_state_made_without_init_is_refused_by_the_proof(two):
+    tx = sync.local_sgd(optax.sgd(0.1), every=2)
+    state = two.put((params := tree_of(START), tx.init(params)))
+    with pytest.raises(jdist.NotMirroredError, match=r"state\[0\]\['a'\] is not proved to be the same"):
+        make_step(two, tx)(state, two.put(jdist.PerReplica(next(batches(1, 2)))))

@@ -1,0 +1,555 @@
+"""One table of policies, and what holds for each of them, wherever and in whatever it runs."""
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax import lax
+
+import jdist
+from jdist import _compat, proof, sync
+
+from laws import assert_in_step
+from policies import (
+    DRIFTING,
+    FEEDBACK,
+    GATED,
+    PLACES,
+    POLICIES,
+    REDUCING,
+    TWO_LEVELS,
+    State,
+    assert_met,
+    batches,
+    cases,
+    first_params,
+    loss,
+    read,
+    start,
+    stepper,
+    train,
+)
+
+SELDOM = ("one_device", "mirrored_1", "groups_of_1")  # places that differ little from another
+
+
+def marked_cases(policies):
+    """The cases, with those in places of little interest of their own marked as slow."""
+    return [
+        pytest.param(name, place, marks=pytest.mark.slow if place in SELDOM else ()) for name, place in cases(policies)
+    ]
+
+
+def among(names, *chosen):
+    """All of them, with those that are not chosen marked as slow."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.slow) for name in names]
+
+
+def sgd():
+    return optax.sgd(0.1, momentum=0.9)
+
+
+def assert_same(tree, other, tolerance=0.0):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), tree, other)
+
+
+# --- all replicas agree, and it is proved
+
+
+@functools.cache
+def trained(name, place):
+    """The state after four steps, and what was proved of them."""
+    state, step = train(PLACES[place](), POLICIES[name](sgd()), 4)
+    return state, step.proof
+
+
+@pytest.mark.parametrize("name, place", marked_cases(POLICIES))
+def test_policy_that_has_synchronised_leaves_the_same_bits_on_all_replicas(name, place):
+    state, _ = trained(name, place)
+    assert_met(state.params)
+    moved = jax.tree.map(lambda now, first: not np.array_equal(now, first), read(state.params), first_params())
+    assert all(jax.tree.leaves(moved))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(read(state.params)))
+
+
+@pytest.mark.parametrize("name, place", marked_cases(REDUCING | GATED))
+def test_policy_without_drift_is_proved_to_leave_all_parameters_mirrored(name, place):
+    state, proof = trained(name, place)
+    names = {
+        "state.params" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
+    }
+    assert len(names) == 4
+    assert names <= set(proof.mirrored)
+
+
+@pytest.mark.parametrize("name, place", marked_cases(DRIFTING))
+def test_drifting_parameters_are_read_as_their_mean_and_named_trainable(name, place):
+    state, proof = trained(name, place)
+    assert not any(name.startswith("state.params") for name in proof.mirrored)
+    for leaf in jax.tree.leaves(state.params, is_leaf=lambda x: isinstance(x, jdist.SyncOnRead)):
+        assert (leaf.aggregation, leaf.trainable) == (jdist.VariableAggregation.MEAN, True)
+
+
+def meeting(strategy, tx):
+    """What is known of what `tx` makes of drifting parameters in its first `cond`: if they meet, if not, and before it."""
+    axes = strategy.mesh.axis_names
+    params = first_params()
+    count = len(jax.tree.leaves(params))
+    opt_state = jax.eval_shape(tx.init, params)
+    program = []
+
+    def update(params, grads, opt_state):
+        return jdist.all_reduce("mean", jax.tree.leaves(tx.update(grads, opt_state, params)))
+
+    def traced(*args):
+        program.append(jax.make_jaxpr(update)(*args).jaxpr)
+        return ()
+
+    strategy.run(traced, (params, params, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), opt_state)))
+    (body,) = program
+    number = next(i for i, equation in enumerate(body.eqns) if equation.primitive.name == "cond")
+    cond = body.eqns[number]
+    own = [proof.Input("own", axes if i < 2 * count else ()) for i in range(len(body.invars))]
+    operands = [v for v in cond.invars[1:] if not isinstance(v, _compat.Literal)]
+    assert len(operands) == len(cond.invars) - 1
+    known = proof.prove(body.replace(eqns=body.eqns[:number], outvars=operands), own, axes)
+    inputs = [proof.Input("operand", tuple(one)) for one in known]
+    apart, together = [proof.prove(_compat.open_jaxpr(one), inputs, axes) for one in cond.params["branches"]]
+    return [bool(one) for one in together[:count]], [bool(one) for one in apart[:count]], [bool(one) for one in known]
+
+
+@pytest.mark.parametrize("place", ["mirrored_2", "groups_of_2"])
+@pytest.mark.parametrize("name", DRIFTING)
+def test_parameters_that_drift_are_proved_mirrored_by_the_branch_that_meets(name, place):
+    # Without what an optimizer keeps, all that differs are the parameters and their gradients.
+    together, apart, operands = meeting(PLACES[place](), DRIFTING[name](optax.sgd(0.1)))
+    assert not any(together)
+    assert any(operands)  # or there would be nothing to prove
+    if name != "streaming_diloco":  # which keeps the agreed ones, where others keep their own
+        assert all(apart)
+
+
+# --- policies that are another one
+
+
+class Law(NamedTuple):
+    """Two policies that do the same.
+
+    Attributes:
+        one: A transformation.
+        other: Another.
+        tolerance: How close they come; 0 for the same bits.
+    """
+
+    one: Any
+    other: Any
+    tolerance: float = 0.0
+
+
+def plain():
+    return optax.sgd(0.1)
+
+
+def mean_then(optimizer):
+    return optax.chain(sync.mean(), optimizer)
+
+
+LAWS = {
+    "every_1_is_mean": Law(lambda: sync.every(1, mean_then(sgd())), lambda: mean_then(sgd())),
+    "every_1_is_int8": Law(lambda: sync.every(1, REDUCING["int8"](sgd())), lambda: REDUCING["int8"](sgd())),
+    "every_1_is_adamw": Law(lambda: sync.every(1, mean_then(optax.adamw(1e-2))), lambda: mean_then(optax.adamw(1e-2))),
+    "skip_nonfinite_of_finite_is_inner": Law(
+        lambda: sync.skip_nonfinite(mean_then(sgd())), lambda: mean_then(sgd()), 1e-6
+    ),
+    "local_sgd_1_is_mean": Law(lambda: sync.local_sgd(plain(), every=1), lambda: mean_then(plain()), 1e-6),
+    "diloco_1_with_sgd_1_is_mean": Law(
+        lambda: sync.diloco(plain(), optax.sgd(1.0), every=1), lambda: mean_then(plain()), 1e-6
+    ),
+    "streaming_1_with_sgd_1_is_mean": Law(
+        lambda: sync.streaming_diloco(plain(), optax.sgd(1.0), every=1, fragments=2, overlap=0, blend=0.0),
+        lambda: mean_then(plain()),
+        1e-6,
+    ),
+    "streaming_in_one_part_that_waits_is_diloco": Law(
+        lambda: sync.streaming_diloco(sgd(), every=2, fragments=1, overlap=0, blend=0.0),
+        lambda: sync.diloco(sgd(), every=2),
+        1e-6,
+    ),
+    "diloco_with_sgd_1_is_local_sgd": Law(
+        lambda: sync.diloco(sgd(), optax.sgd(1.0), every=2), lambda: sync.local_sgd(sgd(), every=2), 1e-6
+    ),
+    "in_float32_is_mean": Law(lambda: optax.chain(sync.in_dtype(jnp.float32), sgd()), lambda: mean_then(sgd())),
+    "top_1_is_mean": Law(lambda: optax.chain(sync.top_k(1.0), sgd()), lambda: mean_then(sgd())),
+    "int8_in_blocks_larger_than_all_leaves_is_mean": Law(
+        lambda: optax.chain(sync.int8(block_size=1000), sgd()), lambda: mean_then(sgd())
+    ),
+    "low_rank_of_no_smaller_leaf_is_mean": Law(
+        lambda: optax.chain(sync.power_sgd(5), sgd()), lambda: mean_then(sgd()), 0.0
+    ),
+    "sum_of_a_share_is_mean": Law(
+        lambda: optax.chain(
+            optax.stateless(lambda g, _: jax.tree.map(lambda x: x / jdist.num_replicas(), g)), sync.sum(), sgd()
+        ),
+        lambda: mean_then(sgd()),
+        1e-5,
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["one_device", pytest.param("mirrored_2", marks=pytest.mark.slow), "mirrored_3"])
+@pytest.mark.parametrize("law", LAWS)
+def test_policy_is_another_one(law, place):
+    one, other, tolerance = LAWS[law]
+    strategy = PLACES[place]()
+    (left, _), (right, _) = (train(strategy, make(), 4) for make in (one, other))
+    assert_same(read(left.params), read(right.params), tolerance)
+
+
+@pytest.mark.parametrize("place", TWO_LEVELS)
+def test_hierarchical_is_mean(place):
+    strategy = PLACES[place]()
+    (left, _), (right, _) = (train(strategy, REDUCING[name](sgd()), 4) for name in ("hierarchical", "mean"))
+    assert_same(read(left.params), read(right.params), 1e-6)
+
+
+@pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
+def test_every_2_is_a_step_on_twice_the_batch(place):
+    strategy = PLACES[place]()
+    state, _ = train(strategy, sync.every(2, mean_then(sgd())), 4)
+    twice = start(strategy, mean_then(sgd()))
+    step = stepper(strategy, mean_then(sgd()))
+    pairs = [tuple(np.asarray(x) for x in strategy.gather(batch, 0)) for batch in batches(strategy, 4)]
+    for first, second in zip(pairs[::2], pairs[1::2], strict=True):
+        joined = tuple(np.concatenate(both) for both in zip(first, second, strict=True))
+        (batch,) = strategy.distribute_dataset(joined, len(joined[0]))
+        twice, _ = step(twice, batch)
+    assert_same(read(state.params), read(twice.params), 1e-5)
+
+
+# --- one replica, by itself
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "hierarchical"])
+def test_policy_outside_any_strategy_hands_gradients_on(name):
+    tx = POLICIES[name](optax.identity())
+    grads = first_params()
+    updates, _ = tx.update(grads, tx.init(grads), grads)
+    assert_same(updates, grads)
+
+
+@pytest.mark.parametrize("name", among([name for name in POLICIES if name != "hierarchical"], "int8", "diloco"))
+def test_policy_outside_any_strategy_trains_as_on_one_device(name):
+    tx, params = POLICIES[name](sgd()), first_params()
+    strategy = PLACES["one_device"]()
+    opt_state = tx.init(params)
+    for batch in batches(strategy, 4):
+        (own,) = batch.values
+        updates, opt_state = tx.update(jax.grad(loss)(params, *own), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    # Compiled and by itself a sum may be rounded to the other side, and a number sent a step later.
+    assert_same(params, read(trained(name, "one_device")[0].params), 1e-4 if name not in FEEDBACK else 1e-2)
+
+
+# --- as a part of other things of optax
+
+SOME = ("mean", "in_dtype", "int8", "int8_stochastic", "top_k", "power_sgd", "every", "skip_nonfinite")
+MASK = {"in": {"w": True, "b": True}, "out": False, "scale": True}
+LABELS = {"in": "trained", "out": "frozen", "scale": "trained"}
+WRAPPED = {
+    "chain": (lambda policy: optax.chain(policy(sgd()), optax.identity()), ()),
+    "multi_transform": (
+        lambda policy: optax.multi_transform({"trained": policy(sgd()), "frozen": optax.set_to_zero()}, LABELS),
+        ("out",),
+    ),
+    "masked": (
+        lambda policy: optax.chain(
+            optax.masked(policy(sgd()), MASK),
+            optax.masked(optax.set_to_zero(), jax.tree.map(lambda x: not x, MASK)),
+        ),
+        ("out",),
+    ),
+    "inject_hyperparams": (
+        lambda policy: policy(optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.1, 0.05, 4))),
+        (),
+    ),
+    "named_chain": (lambda policy: optax.named_chain(("policy", policy(sgd())), ("nothing", optax.identity())), ()),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+@pytest.mark.parametrize("name", among(SOME, "power_sgd", "every"))
+def test_policy_within_a_transformation_of_optax_leaves_replicas_in_step(name, wrapper, two):
+    wrap, frozen = WRAPPED[wrapper]
+    state, _ = train(two, wrap(POLICIES[name]), 4)
+    assert_met(state.params)
+    first = first_params()
+    for part, leaf in read(state.params).items():
+        same = jax.tree.map(np.array_equal, leaf, first[part])
+        assert all(jax.tree.leaves(same)) if part in frozen else not any(jax.tree.leaves(same))
+
+
+def test_policy_that_each_replica_may_leave_out_by_itself_is_refused(two):
+    with pytest.raises(jdist.DivergentCollectiveError, match="waits for every replica"):
+        train(two, optax.apply_if_finite(POLICIES["mean"](sgd()), 3), 1)
+
+
+@pytest.mark.parametrize("name", DRIFTING)
+def test_drifting_policy_within_a_chain_meets(name, two):
+    state, _ = train(two, optax.chain(POLICIES[name](sgd()), optax.identity()), 4)
+    assert_met(state.params)
+
+
+@pytest.mark.parametrize("name", DRIFTING)
+def test_drifting_policy_of_some_parameters_leaves_the_frozen_as_they_are(name, two):
+    tx = optax.multi_transform({"trained": POLICIES[name](sgd()), "frozen": optax.set_to_zero()}, LABELS)
+    state, _ = train(two, tx, 4)
+    assert_met(state.params)
+    np.testing.assert_array_equal(read(state.params)["out"], first_params()["out"])
+
+
+@pytest.mark.parametrize("name", ["mean", "int8", "top_k", "power_sgd"])
+def test_policy_within_multi_steps_is_a_step_in_two(name, two):
+    # Gradients of each replica are added up there, so they are kept by each.
+    reducing_first = optax.chain(sync.mean(), optax.MultiSteps(sgd(), 2).gradient_transformation())
+    state, _ = train(two, reducing_first, 4)
+    assert_met(state.params)
+    with pytest.raises(jdist.NotMirroredError, match=r"acc_grads"):
+        train(two, optax.MultiSteps(POLICIES[name](sgd()), 2).gradient_transformation(), 4)
+
+
+# --- in a loop, in other containers, of other trees
+
+
+@pytest.mark.parametrize(
+    "name", among([name for name in POLICIES if name != "hierarchical"], "int8", "every", "diloco")
+)
+def test_policy_in_a_scan_within_the_step_does_what_it_does_outside(name, two):
+    tx = POLICIES[name](sgd())
+
+    @two.step
+    def all_at_once(state, stacked):
+        def turn(carry, batch):
+            params, opt_state = carry
+            updates, opt_state = tx.update(jax.grad(loss)(params, *batch), opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), None
+
+        carry, _ = lax.scan(turn, (state.params, state.opt_state), stacked)
+        return State(*carry), None
+
+    each = [jax.tree.map(np.asarray, batch.tree) for batch in batches(two, 4)]
+    stacked = two.put(jdist.PerReplica(tuple(np.stack(part, axis=1) for part in zip(*each, strict=True))))
+    state, _ = all_at_once(start(two, tx), stacked)
+    assert_same(read(state.params), read(trained(name, "mirrored_2")[0].params), 1e-2 if name in FEEDBACK else 1e-4)
+    if name not in DRIFTING:
+        assert_in_step(state.params)
+
+
+class NnxNet(nnx.Module):
+    """One hidden layer."""
+
+    def __init__(self, rngs):
+        self.into, self.out = nnx.Linear(6, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(jnp.tanh(self.into(x)))
+
+
+class LinenNet(nn.Module):
+    """One hidden layer."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(4)(jnp.tanh(nn.Dense(16)(x)))
+
+
+@pytest.mark.parametrize("name", ["int8_stochastic", "every", *DRIFTING])
+def test_policy_in_an_nnx_optimizer_trains_and_meets(name, two):
+    def make():
+        model = NnxNet(nnx.Rngs(0))
+        return nnx.state((model, nnx.Optimizer(model, POLICIES[name](sgd()), wrt=nnx.Param)))
+
+    abstract = nnx.eval_shape(
+        lambda: (m := NnxNet(nnx.Rngs(0)), nnx.Optimizer(m, POLICIES[name](sgd()), wrt=nnx.Param))
+    )
+    graph = nnx.graphdef(abstract)
+
+    @two.step
+    def step(state, batch):
+        x, y = batch
+        model, optimizer = nnx.merge(graph, state)
+        value, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - y) ** 2))(model)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer)), value
+
+    state, losses = two.init(make), []
+    batch = next(iter(batches(two, 1)))
+    for _ in range(4):
+        state, value = step(state, batch)
+        losses.append(float(two.reduce("mean", value, axis=None)))
+    assert_met(state[0])
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["power_sgd", "skip_nonfinite", *DRIFTING])
+def test_policy_in_a_flax_train_state_trains_and_meets(name, two):
+    net, tx = LinenNet(), POLICIES[name](sgd())
+
+    def make():
+        params = net.init(jax.random.key(0), jnp.zeros((1, 6)))
+        return TrainState.create(apply_fn=net.apply, params=params, tx=tx)
+
+    @two.step
+    def step(state, batch):
+        x, y = batch
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn(p, x) - y) ** 2))(state.params)
+        return state.apply_gradients(grads=grads), value
+
+    state, losses = two.init(make), []
+    batch = next(iter(batches(two, 1)))
+    for _ in range(4):
+        state, value = step(state, batch)
+        losses.append(float(two.reduce("mean", value, axis=None)))
+    assert_met(state.params)
+    assert int(state.step) == 4
+    assert losses[-1] < losses[0]
+
+
+TREES = {
+    "empty": lambda: {},
+    "a_number": lambda: jnp.float32(2),
+    "an_array": lambda: jnp.ones((8, 8)),
+    "none_leaves": lambda: {"w": jnp.ones((8, 8)), "b": None},
+    "no_elements": lambda: {"w": jnp.ones((8, 8)), "gone": jnp.zeros((0, 3)), "also": jnp.zeros((4, 0))},
+    "only_no_elements": lambda: {"gone": jnp.zeros((0, 3))},
+    "nested": lambda: [{"w": jnp.ones((8, 8))}, (jnp.ones(20), [jnp.ones(()), {}])],
+    "higher_rank": lambda: {"kernel": jnp.ones((3, 3, 8, 8)), "one": jnp.ones((1, 1, 1))},
+    "odd_sizes": lambda: {"w": jnp.ones((7, 13)), "b": jnp.ones(17)},
+    "bfloat16": lambda: {"w": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.ones(17, jnp.bfloat16)},
+    "float16": lambda: {"w": jnp.ones((8, 8), jnp.float16), "b": jnp.ones(17, jnp.float16)},
+    "of_two_kinds": lambda: {"w": jnp.ones((8, 8), jnp.bfloat16), "v": jnp.ones((8, 8))},
+}
+ANY_TREE = [name for name in POLICIES if name not in ("hierarchical", "streaming_diloco")]  # that wants an array a part
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("name", among(ANY_TREE, "int8", "top_k", "power_sgd", "diloco"))
+def test_policy_keeps_structure_shapes_and_dtypes_of_any_tree(name, tree, two):
+    tx, make = POLICIES[name](optax.sgd(0.5)), TREES[tree]
+
+    @two.step
+    def step(state, own):
+        grads = jax.tree.map(lambda x: (x * own).astype(x.dtype), make())
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        return State(optax.apply_updates(state.params, updates), opt_state), None
+
+    state = start(two, tx, make)
+    own = two.put(jdist.PerReplica(np.float32([0.5, 1.5])))
+    for _ in range(2):
+        state, _ = step(state, own)
+    after = read(state.params)
+    assert jax.tree.structure(after) == jax.tree.structure(make())
+    kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(one)] for one in (after, make())]
+    assert kinds[0] == kinds[1]
+    assert_met(state.params)
+    if name in ("mean", "in_dtype", "in_dtype_float16", "int8", "skip_nonfinite", "local_sgd"):
+        assert_same(after, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), make()), 2e-2)
+
+
+# --- what is refused, of every policy
+
+WORDS = {
+    "in_dtype": lambda inner: sync.in_dtype(jnp.bfloat16, inner),
+    "int8": lambda inner: sync.int8(inner),
+    "top_k": lambda inner: sync.top_k(0.5, inner),
+    "power_sgd": lambda inner: sync.power_sgd(1, inner),
+    "every": lambda inner: sync.every(2, inner),
+    "skip_nonfinite": lambda inner: sync.skip_nonfinite(inner),
+    "local_sgd": lambda inner: sync.local_sgd(inner, every=2),
+    "diloco": lambda inner: sync.diloco(inner, every=2),
+    "streaming_diloco": lambda inner: sync.streaming_diloco(inner, every=2, fragments=1),
+}
+
+
+@pytest.mark.parametrize(
+    "inner, says", [(sync.mean, r"got <function mean at .*>\. Call it\."), ("mean", r"got 'mean'\.$")]
+)
+@pytest.mark.parametrize("word", WORDS)
+def test_policy_around_what_is_no_gradient_transformation_is_refused(word, inner, says):
+    with pytest.raises(TypeError, match=rf"`jdist\.sync\.{word}` works on an optax gradient transformation.*{says}"):
+        WORDS[word](inner)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policy_applied_by_the_host_program_within_a_scope_is_refused(name, two):
+    tx, params = POLICIES[name](sgd()), first_params()
+    opt_state = tx.init(params)
+    with two.scope(), pytest.raises(RuntimeError, match=r"`jdist\.sync\.\w+` is a word of replica functions"):
+        tx.update(params, opt_state, params)
+
+
+def test_chain_with_a_policy_that_was_not_called_is_refused_by_what_uses_it():
+    with pytest.raises(TypeError, match=r"Call it\."):
+        sync.every(2, sync.mean)
+
+
+# --- gradients clipped before they are reduced
+
+CLIPS = {
+    "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
+    "clip": lambda: optax.clip(0.01),
+    "clip_by_block_rms": lambda: optax.clip_by_block_rms(0.01),
+    "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.01),
+}
+
+
+@pytest.mark.parametrize("name", among([*REDUCING, *GATED], "hierarchical", "int8", "every"))
+def test_policy_behind_clipping_is_warned_about(name):
+    strategy = PLACES["groups_of_2" if name == "hierarchical" else "mirrored_2"]()
+    with pytest.warns(jdist.ClippedPerReplicaWarning, match=r"Put the policy first.*jdist\.sync\.mean\(\)") as seen:
+        # Wrapping policies have their policy within, so that the clipping goes around it.
+        train(strategy, optax.chain(optax.clip_by_global_norm(1.0), POLICIES[name](sgd())), 1)
+    assert {warning.filename for warning in seen} == {train.__globals__["__file__"]}
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_any_clipping_ahead_of_a_policy_is_warned_about(clip, two):
+    with pytest.warns(jdist.ClippedPerReplicaWarning):
+        train(two, optax.chain(CLIPS[clip](), sync.mean(), sgd()), 1)
+
+
+@pytest.mark.parametrize("name", among(POLICIES, "in_dtype", "skip_nonfinite", "local_sgd", "diloco"))
+def test_clipping_behind_a_policy_or_within_a_drifting_one_is_not_warned_about(name):
+    strategy = PLACES["groups_of_2" if name == "hierarchical" else "mirrored_2"]()
+    tx = POLICIES[name](optax.chain(*(clip() for clip in CLIPS.values()), optax.sgd(0.1)))
+    state = start(strategy, tx)
+    (batch,) = batches(strategy, 1)
+    stepper(strategy, tx).lower(state, batch)  # warnings are errors
+
+
+def test_clipping_ahead_of_a_policy_is_said_once_a_line_and_names_the_line_that_applies_it(two):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), sync.mean(), sgd())
+    state, (batch,) = start(two, tx), batches(two, 1)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(3):
+
+            @two.step
+            def step(state, batch):
+                grads = jax.grad(loss)(state.params, *batch)
+                updates, opt_state = tx.update(grads, state.opt_state, state.params)
+                return State(optax.apply_updates(state.params, updates), opt_state), None
+
+            step.lower(state, batch)
+    assert [warning.category for warning in seen] == [jdist.ClippedPerReplicaWarning]
+    (warning,) = seen
+    assert warning.filename == __file__
+    with open(__file__) as lines:
+        assert "tx.update(grads" in lines.readlines()[warning.lineno - 1]

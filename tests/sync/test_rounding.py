@@ -1,0 +1,193 @@
+"""Gradients in fewer bits: how far off they are, what is sent, and what is refused."""
+
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import sync
+
+from laws import STRATEGIES, rows
+from policies import compiled, once, sent
+
+few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+# --- in another dtype
+
+
+@pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_in_dtype_is_mean_to_the_rounding_of_the_dtype(dtype, place):
+    strategy = STRATEGIES[place]()
+    grads = rows(strategy, 50, 7)
+    _, found = once(strategy, sync.in_dtype(dtype), grads)
+    most = np.abs(grads.tree).mean(0)
+    # Each number is rounded, and each of the sums may be.
+    off = strategy.num_replicas_in_sync * float(jnp.finfo(dtype).eps) * most + 1e-7
+    assert (np.abs(np.asarray(found) - np.mean(grads.tree, 0)) <= off).all()
+    assert found.dtype == jnp.float32
+
+
+def test_in_dtype_leaves_what_loses_no_digits_to_the_inner_policy(two):
+    tx = sync.in_dtype(jnp.bfloat16)
+    state = tx.init({"low": jnp.ones(3, jnp.bfloat16), "high": jnp.ones(3)})
+    assert [leaf.dtype for leaf in jax.tree.leaves(state.residual)] == [jnp.float32]
+    assert isinstance(state.residual["low"], optax.MaskedNode)
+
+
+def test_in_dtype_sends_no_float32(two):
+    tx = sync.in_dtype(jnp.bfloat16)
+    program = []
+
+    def update(grads):
+        program.append(str(jax.make_jaxpr(lambda g: tx.update(g, tx.init(g), None)[0])(grads)))
+        return ()
+
+    two.run(update, (rows(two, 64),))
+    assert re.findall(r":(\w+)\[64\] = psum", program[0]) == ["bf16"]
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.bool_, jnp.complex64])
+def test_in_dtype_of_what_is_no_float_is_refused(dtype):
+    with pytest.raises(
+        TypeError, match=r"in_dtype` is a floating-point dtype, such as jnp\.bfloat16, got .*" + dtype.dtype.name
+    ):
+        sync.in_dtype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["nonsense", None, 3, "int8"])
+def test_in_dtype_of_no_dtype_is_refused(dtype):
+    with pytest.raises(TypeError, match=rf"`jdist\.sync\.in_dtype` .*{dtype!r}"):
+        sync.in_dtype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float16, np.dtype("float16")])
+def test_in_dtype_takes_the_names_of_dtypes(dtype, two):
+    _, found = once(two, sync.in_dtype(dtype), rows(two, 20))
+    assert found.dtype == jnp.float32
+
+
+# --- in 8 bits
+
+
+@few
+@hypothesis.given(
+    seed=st.integers(0, 99),
+    size=st.sampled_from([16, 37, 200]),
+    block=st.sampled_from([5, 16]),
+    power=st.sampled_from([-12, 0, 12]),
+)
+def test_int8_in_one_replica_is_off_by_half_a_step_of_each_block(seed, size, block, power):
+    grads = jnp.float32(10.0**power * np.random.default_rng(seed).normal(size=size))
+    tx = sync.int8(block_size=block)
+    found, state = tx.update(grads, tx.init(grads))
+    filled = np.pad(np.abs(grads), (0, -size % block)).reshape(-1, block)
+    step = np.repeat(filled.max(1) / 127, block)[:size]
+    # The sum is rounded once more on its way back.
+    assert (np.abs(found - grads) <= (0.5 + 0.5 + 1e-3) * step + 1e-30).all()
+    np.testing.assert_allclose(found + state.residual, grads, rtol=1e-5, atol=1e-5 * 10.0**power)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
+def test_int8_is_mean_to_the_steps_of_its_blocks(place, rounding):
+    strategy = STRATEGIES[place]()
+    grads = rows(strategy, 50, 7)
+    _, found = once(strategy, sync.int8(rounding=rounding, block_size=32), grads)
+    off = 2 * np.abs(grads.tree).max() / 127 * (1 if rounding == "stochastic" else 0.5) + 1e-6
+    assert (np.abs(np.asarray(found) - np.mean(grads.tree, 0)) <= off).all()
+    assert not np.array_equal(found, np.mean(grads.tree, 0))
+
+
+def test_int8_of_whole_numbers_up_to_127_is_exact(two):
+    grads = np.float32([[127, -3, 0, 5] * 8, [127, 3, 0, 5] * 8])
+    _, found = once(two, sync.int8(block_size=4), two.put(jdist.PerReplica(grads)))
+    np.testing.assert_array_equal(found, np.float32([127, 0, 0, 5] * 8))
+
+
+def test_int8_of_zeros_is_zeros(two):
+    state, found = once(two, sync.int8(block_size=4), two.put(jdist.PerReplica(np.zeros((2, 10), np.float32))))
+    assert not np.any(found)
+    assert not np.any(state.residual.read())
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-40, 1e-37, 1e37, 1e38])
+def test_int8_at_the_ends_of_float32_is_finite(value, two):
+    grads = np.full((2, 10), value, np.float32)
+    state, found = once(two, sync.int8(block_size=4), two.put(jdist.PerReplica(grads)))
+    assert np.isfinite(found).all()
+    assert np.isfinite(state.residual.read()).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_int8_of_what_is_not_finite_does_not_hide_it(bad, two):
+    grads = np.ones((2, 64), np.float32)
+    grads[1, 5] = bad
+    _, found = once(two, sync.int8(block_size=16), two.put(jdist.PerReplica(grads)))
+    assert not np.isfinite(found[5])
+    assert np.isfinite(found[16:]).all()  # other blocks have nothing to do with it
+
+
+def test_stochastic_rounding_is_right_on_average_and_another_one_at_each_step(two):
+    tx = sync.int8(rounding="stochastic", block_size=64)
+    grads = rows(two, 64)
+    zeros = jnp.zeros(64)
+    update = two.step(lambda state, grads: tx.update(grads, state, zeros)[::-1])
+    found = []
+    for seed in range(60):
+        tx = sync.int8(rounding="stochastic", block_size=64, seed=seed)
+        state = two.init(lambda: tx.init(zeros))  # noqa: B023
+        found.append(np.asarray(update(state, grads)[1]))
+    exact, step = np.mean(grads.tree, 0), np.abs(grads.tree).max() / 127
+    assert len({one.tobytes() for one in found}) == 60
+    assert (np.abs(np.mean(found, 0) - exact) < 5 * step / np.sqrt(60)).all()
+
+
+def test_stochastic_rounding_of_equal_gradients_differs_between_replicas(two):
+    grads = np.tile(np.random.default_rng(0).normal(size=256).astype(np.float32), (2, 1))
+    state, _ = once(two, sync.int8(rounding="stochastic", block_size=64), two.put(jdist.PerReplica(grads)))
+    own, other = map(np.asarray, state.residual.values)
+    assert not np.array_equal(own[128:], other[128:])
+    assert not np.array_equal(own[:128], other[:128])
+
+
+@pytest.mark.parametrize("place", ["mirrored_2", "mirrored_3"])
+def test_int8_sends_eight_bits_and_no_float(place):
+    text = compiled(STRATEGIES[place](), sync.int8(), [(40, 50), (512,)])
+    assert set(sent(text, "all-to-all")) == {"s8"}
+    assert set(sent(text, "all-gather")) == {"s8"}
+    assert not sent(text, "all-reduce")
+    assert not sent(text, "reduce-scatter")
+
+
+def test_int8_reduces_small_leaves_by_its_inner_policy(two):
+    text = compiled(two, sync.int8(), [(40, 50), (3,)])
+    assert sent(text, "all-reduce") == ["f32"]
+    assert set(sent(text, "all-gather")) == {"s8"}
+
+
+@pytest.mark.parametrize("rounding", ["up", None, "Nearest", 1])
+def test_int8_with_an_unknown_rounding_is_refused(rounding):
+    with pytest.raises(ValueError, match=rf"`rounding` .* 'nearest' or 'stochastic', got {rounding!r}"):
+        sync.int8(rounding=rounding)
+
+
+@pytest.mark.parametrize("size", [0, -1, True])
+def test_int8_with_blocks_of_no_numbers_is_refused(size):
+    with pytest.raises(
+        ValueError, match=rf"`block_size` of `jdist\.sync\.int8` is a whole number from 1 up, got {size}"
+    ):
+        sync.int8(block_size=size)
+
+
+@pytest.mark.parametrize("size", [2.5, "16", None])
+def test_int8_with_blocks_of_no_whole_number_is_refused(size):
+    with pytest.raises(TypeError, match=rf"`block_size` of `jdist\.sync\.int8` is a whole number, got {size!r}"):
+        sync.int8(block_size=size)

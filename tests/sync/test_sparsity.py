@@ -1,0 +1,98 @@
+"""The largest numbers only: which are sent, what is sent, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist import sync
+
+from laws import STRATEGIES
+from policies import compiled, once, sent
+
+GRADS = np.float32([[1, -5, 2, 0.5], [3, -1, 4, 0.25]])
+
+
+def put(strategy, grads):
+    return strategy.put(jdist.PerReplica(np.asarray(grads)))
+
+
+def test_top_k_gives_the_mean_of_the_largest_numbers_of_each_replica(two):
+    _, found = once(two, sync.top_k(0.25), put(two, GRADS))
+    np.testing.assert_array_equal(found, [0, -2.5, 2, 0])
+
+
+def test_top_k_keeps_the_share_of_the_others_on_each_replica(two):
+    state, _ = once(two, sync.top_k(0.25), put(two, GRADS))
+    np.testing.assert_array_equal(state.residual.values[0], [0.5, 0, 1, 0.25])
+    np.testing.assert_array_equal(state.residual.values[1], [1.5, -0.5, 0, 0.125])
+
+
+def test_top_k_adds_up_where_both_replicas_send_the_same_place(two):
+    _, found = once(two, sync.top_k(0.25), put(two, np.float32([[1, 8, 0, 0], [1, 4, 0, 0]])))
+    np.testing.assert_array_equal(found, [0, 6, 0, 0])
+
+
+@pytest.mark.parametrize(
+    "fraction, count", [(1e-9, 1), (0.01, 1), (0.25, 5), (0.26, 6), (0.99, 20), (1, 20), (1.0, 20)]
+)
+def test_top_k_sends_its_fraction_of_each_leaf_rounded_up(fraction, count):
+    grads = {"w": jnp.arange(1.0, 21.0)}
+    tx = sync.top_k(fraction)
+    found, _ = tx.update(grads, tx.init(grads))
+    assert np.count_nonzero(found["w"]) == count
+    np.testing.assert_array_equal(found["w"][20 - count :], grads["w"][20 - count :])
+
+
+def test_top_k_chooses_leaf_by_leaf():
+    grads = {"large": 100.0 * jnp.arange(1.0, 11.0), "small": 0.01 * jnp.arange(1.0, 11.0)}
+    tx = sync.top_k(0.1)
+    found, _ = tx.update(grads, tx.init(grads))
+    assert jax.tree.map(np.count_nonzero, found) == {"large": 1, "small": 1}
+
+
+def test_number_that_waits_is_sent_once_it_is_large_enough():
+    grads = jnp.float32([1.0, 0.4, 0.0, 0.0])
+    tx = sync.top_k(0.25)
+    state, sent_at = tx.init(grads), []
+    for step in range(3):
+        found, state = tx.update(grads, state)
+        if found[1]:
+            sent_at.append((step, float(found[1])))
+    assert [step for step, _ in sent_at] == [2]
+    assert sent_at[0][1] == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_top_k_of_what_is_not_finite_does_not_hide_it(bad, two):
+    grads = np.ones((2, 64), np.float32)
+    grads[1, 5] = bad
+    _, found = once(two, sync.top_k(0.1), put(two, grads))
+    assert not np.isfinite(found[5])
+
+
+@pytest.mark.parametrize("place", ["mirrored_2", "mirrored_3"])
+def test_top_k_gathers_and_does_nothing_else(place):
+    text = compiled(STRATEGIES[place](), sync.top_k(0.01), [(40, 50), (512,)])
+    assert sent(text, "all-gather") == ["s32"]
+    assert not [word for word in ("all-reduce", "all-to-all", "reduce-scatter") if sent(text, word)]
+
+
+@pytest.mark.parametrize("fraction", [0, 0.0, 1.5, -0.1, float("nan"), float("inf"), 2])
+def test_top_k_of_a_fraction_out_of_range_is_refused(fraction):
+    with pytest.raises(ValueError, match=rf"`fraction` of `jdist\.sync\.top_k` is in \(0, 1\], got {fraction!r}"):
+        sync.top_k(fraction)
+
+
+@pytest.mark.parametrize("fraction", [True, "half", None, [0.1], 1j])
+def test_top_k_of_no_number_is_refused(fraction):
+    with pytest.raises(TypeError, match=r"`fraction` of `jdist\.sync\.top_k` is a number.*, got "):
+        sync.top_k(fraction)
+
+
+@pytest.mark.parametrize("fraction", [np.float32(0.5), np.float64(0.5), np.array(1)[()]])
+def test_top_k_takes_the_numbers_of_numpy(fraction):
+    grads = jnp.arange(1.0, 5.0)
+    tx = sync.top_k(fraction)
+    assert np.count_nonzero(tx.update(grads, tx.init(grads))[0]) == (4 if fraction == 1 else 2)

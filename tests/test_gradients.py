@@ -1,0 +1,362 @@
+"""Gradients of the mean over all replicas and micro-batches, against one device and the whole batch."""
+
+import re
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+
+few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+START = {"w": np.float32([0.5, -1.0, 2.0]), "b": np.float32(0.25)}
+COLLECTIVE = re.compile(r"\s(all-reduce|all-to-all|all-gather|reduce-scatter|collective-permute)(-start)?\(")
+
+
+def mirrored(count):
+    return jdist.MirroredStrategy([f"cpu:{i}" for i in range(count)])
+
+
+def squares(params, x, y):
+    """Losses like `y`, of x `[..., 3]`."""
+    return (x @ params["w"] + params["b"] - y) ** 2
+
+
+def by_numpy(x, y, weights):
+    """The weighted mean of `squares` over all rows, and its gradient; zero of no weight."""
+    x, y, weights = (np.float64(value) for value in (x, y, weights))
+    error = x @ np.float64(START["w"]) + float(START["b"]) - y
+    weights = np.ones(error.shape) * weights.reshape(weights.shape + (1,) * (error.ndim - weights.ndim))
+    share = weights / max(weights.sum(), 1e-30)
+    rows = tuple(range(error.ndim))
+    return np.sum(share * error**2), {
+        "w": np.sum((2 * share * error)[..., None] * x, axis=rows),
+        "b": np.sum(2 * share * error),
+    }
+
+
+def data(replicas, rows, time, seed):
+    rng = np.random.default_rng(seed)
+    shape = (replicas, rows, *time)
+    return np.float32(rng.normal(size=(*shape, 3))), np.float32(rng.normal(size=shape))
+
+
+def both(strategy, x, y, weights=None, **options):
+    """Value and gradient of all replicas, the mean of their shares."""
+
+    def fn(params, x, y, weights):
+        shares = jdist.value_and_grad(squares, weights=weights, **options)(params, x, y)
+        return jdist.all_reduce("mean", shares)
+
+    return strategy.run(fn, (START, *(None if v is None else jdist.PerReplica(v) for v in (x, y, weights))))
+
+
+def assert_close(found, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
+
+
+def flat(value):
+    """The rows of all replicas as one batch."""
+    return value.reshape(-1, *value.shape[2:])
+
+
+@st.composite
+def cases(draw):
+    """Replicas, micro-batches, x, y and weights: none, of examples or of tokens, with zeros here and there."""
+    replicas, parts = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    rows = parts * draw(st.integers(1, 3))
+    time = draw(st.sampled_from([(), (2,), (3, 1)]))
+    x, y = data(replicas, rows, time, draw(st.integers(0, 99)))
+    kind = draw(st.sampled_from(["none", "examples", "tokens", "one_replica", "zero"]))
+    if kind == "none":
+        return replicas, parts, x, y, None
+    shape = y.shape if kind == "tokens" else y.shape[:2]
+    weights = np.float32(draw(st.lists(st.sampled_from([0, 0, 1, 2.5]), min_size=1, max_size=7)))
+    weights = np.resize(weights, shape)
+    if kind == "one_replica":
+        weights[-1] = 0
+    if kind == "zero":
+        weights[:] = 0
+    return replicas, parts, x, y, weights
+
+
+@few
+@hypothesis.given(cases())
+def test_gradients_are_those_of_the_weighted_mean_on_one_device(case):
+    replicas, parts, x, y, weights = case
+    found = both(mirrored(replicas), x, y, weights, micro_batches=parts)
+    expected = by_numpy(flat(x), flat(y), np.ones(flat(y).shape[:1]) if weights is None else flat(weights))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.bool_, np.int32, np.float16])
+def test_weights_may_be_of_any_numbers(two, dtype):
+    x, y = data(2, 4, (), 0)
+    weights = np.array([[1, 0, 1, 1], [0, 0, 1, 0]])
+    assert_close(both(two, x, y, weights.astype(dtype), micro_batches=2), by_numpy(flat(x), flat(y), flat(weights)))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_padding_whose_losses_are_no_numbers_is_left_out_of_the_value(two, parts):
+    x, y = data(2, 4, (), 0)
+    weights = np.float32([[1, 1, 1, 0], [1, 0, 0, 0]])
+    expected = by_numpy(flat(x), flat(y), flat(weights))
+    value, _ = both(two, x, np.where(weights == 0, np.nan, y), weights, micro_batches=parts)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+
+
+def test_batches_of_padding_on_every_replica_give_zero_and_no_nan(two):
+    x, y = data(2, 4, (), 0)
+    value, grads = both(two, x, y, np.zeros((2, 4), np.float32), micro_batches=2)
+    assert float(value) == 0
+    assert all(not np.any(np.asarray(g)) for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_one_loss_for_all_rows_is_averaged_over_replicas_and_micro_batches(parts):
+    x, y = data(2, 6, (), 0)
+    mean = lambda params, x, y: jnp.mean(squares(params, x, y))
+
+    def fn(params, x, y):
+        return jdist.all_reduce("mean", jdist.value_and_grad(mean, micro_batches=parts)(params, x, y))
+
+    found = mirrored(2).run(fn, (START, jdist.PerReplica(x), jdist.PerReplica(y)))
+    assert_close(found, by_numpy(flat(x), flat(y), np.ones(12)))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_share_of_a_replica_is_of_itself_alone_without_weights(two, parts):
+    x, y = data(2, 4, (), 0)
+    fn = lambda params, x, y: jdist.value_and_grad(squares, micro_batches=parts)(params, x, y)
+    shares = two.run(fn, (START, jdist.PerReplica(x), jdist.PerReplica(y)))
+    for number, share in enumerate(two.local_results(shares)):
+        assert_close(share, by_numpy(x[number], y[number], np.ones(4)))
+
+
+def test_aux_is_handed_on_and_stacked_where_there_are_micro_batches():
+    x, y = data(1, 6, (), 0)
+
+    def losses(params, x, y):
+        error = squares(params, x, y)
+        return error, {"error": error, "rows": x.shape[0], "text": None}
+
+    params = jax.tree.map(jnp.asarray, START)
+    (value, aux), grads = jdist.value_and_grad(losses, has_aux=True)(params, x[0], y[0])
+    assert_close((value, grads), by_numpy(x[0], y[0], np.ones(6)))
+    np.testing.assert_allclose(aux["error"], squares(params, x[0], y[0]), rtol=1e-5)
+    assert (aux["rows"], aux["text"]) == (6, None)
+    (value, parted), grads = jdist.value_and_grad(losses, has_aux=True, micro_batches=3)(params, x[0], y[0])
+    assert_close((value, grads), by_numpy(x[0], y[0], np.ones(6)))
+    np.testing.assert_allclose(parted["error"].reshape(-1), aux["error"], rtol=1e-5)
+    assert parted["error"].shape == (3, 2)
+    assert parted["rows"].tolist() == [2, 2, 2]
+
+
+def test_batch_may_be_a_tree_and_any_number_of_arguments():
+    x, y = data(1, 4, (), 0)
+    losses = lambda params, batch, *more: squares(params, batch["x"], batch["y"]) + more[0] - more[1]["z"]
+    zeros = np.zeros(4, np.float32)
+    found = jdist.value_and_grad(losses, micro_batches=2)(START, {"x": x[0], "y": y[0]}, zeros, {"z": zeros})
+    assert_close(found, by_numpy(x[0], y[0], np.ones(4)))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_gradients_keep_the_dtypes_of_the_parameters(parts):
+    params = {"w": jnp.ones(3, jnp.bfloat16), "b": jnp.float32(0)}
+    x, y = data(1, 4, (), 0)
+    value, grads = jdist.value_and_grad(squares, micro_batches=parts)(params, x[0], y[0])
+    assert {name: str(g.dtype) for name, g in grads.items()} == {"w": "bfloat16", "b": "float32"}
+    assert value.dtype == jnp.float32
+
+
+def test_micro_batches_of_few_bits_are_added_up_in_float32():
+    """300 gradients of 0.01 in bfloat16: added up there, they would stay at a third of it."""
+    x = jnp.full((300, 1), 0.01, jnp.bfloat16)
+    _, grad = jdist.value_and_grad(lambda w, x: x[:, 0] * w, micro_batches=300)(jnp.bfloat16(1), x)
+    assert grad == jnp.bfloat16(0.01)
+
+
+def test_it_works_within_scan_on_the_replicas(two):
+    x, y = data(2, 4, (), 0)
+
+    def fn(params, x, y):
+        def descend(params, _):
+            value, grads = jdist.value_and_grad(squares, micro_batches=2, weights=jnp.ones(4))(params, x, y)
+            grads = jdist.all_reduce("mean", grads)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), jdist.all_reduce("mean", value)
+
+        return jax.lax.scan(descend, jax.tree.map(jnp.asarray, params), None, length=3)
+
+    params, values = two.run(fn, (START, jdist.PerReplica(x), jdist.PerReplica(y)))
+    w, b = np.float64(START["w"]), float(START["b"])
+    for value in values:
+        error = flat(x) @ w + b - flat(y)
+        np.testing.assert_allclose(value, np.mean(error**2), rtol=1e-4)
+        w, b = w - 0.2 * np.mean(error[:, None] * flat(x), 0), b - 0.2 * error.mean()
+    assert_close(params, {"w": w, "b": b})
+
+
+def test_outside_any_strategy_and_below_jit_it_is_that_of_jax():
+    x, y = data(1, 4, (), 0)
+    params = jax.tree.map(jnp.asarray, START)
+    expected = jax.value_and_grad(lambda p: jnp.mean(squares(p, x[0], y[0])))(params)
+    assert_close(jax.jit(jdist.value_and_grad(squares, micro_batches=2))(params, x[0], y[0]), expected)
+
+
+# --- what it costs
+
+
+def compiled(strategy, fn, *args):
+    step = strategy.step(lambda state, *args: (state, fn(state, *args)))
+    return step.lower(strategy.put(jax.tree.map(jnp.asarray, args[0])), *map(strategy.put, args[1:])).compile()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_it_talks_to_the_other_replicas_only_to_add_up_weights_once(two, parts, weighted):
+    x, y = data(2, 4, (), 0)
+    weights = np.ones((2, 4), np.float32)
+
+    def shares(params, x, y, w):
+        return jdist.value_and_grad(squares, micro_batches=parts, weights=w if weighted else None)(params, x, y)
+
+    text = compiled(two, shares, START, *map(jdist.PerReplica, (x, y, weights))).as_text()
+    assert len(COLLECTIVE.findall(text)) == (1 if weighted else 0)
+
+
+def test_micro_batches_need_the_memory_of_one():
+    def deep(w, x):
+        for _ in range(8):
+            x = jnp.tanh(x @ w)
+        return x.mean(-1)
+
+    w, x = np.eye(64, dtype=np.float32), np.ones((1, 4096, 64), np.float32)
+    sizes = {
+        parts: compiled(
+            mirrored(1), lambda w, x, n=parts: jdist.value_and_grad(deep, micro_batches=n)(w, x), w, jdist.PerReplica(x)
+        )
+        .memory_analysis()
+        .temp_size_in_bytes
+        for parts in (1, 8)
+    }
+    assert sizes[8] < sizes[1] / 4
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_loss_function_is_traced_a_few_times_however_many_micro_batches(parts):
+    traced = []
+
+    def losses(params, x, y):
+        traced.append(x.shape)
+        return squares(params, x, y)
+
+    x, y = data(1, 8, (), 0)
+    jax.jit(jdist.value_and_grad(losses, micro_batches=parts))(START, x[0], y[0])
+    assert len(traced) <= 3
+    assert set(traced) == {(8 // parts, 3)}
+
+
+# --- what is wrong
+
+
+@pytest.mark.parametrize("parts", [0, -1, 2.0, True, None, "2"])
+def test_number_of_micro_batches_that_is_none_is_refused(parts):
+    with pytest.raises(ValueError, match=rf"`micro_batches` is a whole number from 1 up, got {re.escape(repr(parts))}"):
+        jdist.value_and_grad(squares, micro_batches=parts)
+
+
+def test_number_of_micro_batches_may_be_one_of_numpy():
+    x, y = data(1, 4, (), 0)
+    assert_close(
+        jdist.value_and_grad(squares, micro_batches=np.int64(2))(START, x[0], y[0]), by_numpy(x[0], y[0], np.ones(4))
+    )
+
+
+@pytest.mark.parametrize(
+    "batch, weights, message",
+    [
+        ((np.ones((4, 3)), np.ones(4)), None, r"x is float64\[4,3\], and its 4 rows do not make 3 micro-batches"),
+        ((np.ones((6, 3)), np.ones(4)), None, r"y is float64\[4\], and its 4 rows do not make 3"),
+        ((np.ones((6, 3)), np.float32(1)), None, r"y is float32\[\], and its no rows do not make 3"),
+        ((np.ones((6, 3)), 1.0), None, r"y is 1\.0, and its no rows do not make 3"),
+        ((np.ones((6, 3)), {"key": jax.random.key(0)}), None, r"y\['key'\] is key<fry>\[\], and its no rows"),
+        ((np.ones((6, 3)), np.ones(6)), np.ones(4), r"weights is float64\[4\], and its 4 rows do not make 3"),
+        ((np.ones((6, 3)), np.ones(6)), np.float32(1), r"weights is float32\[\], and its no rows do not make 3"),
+    ],
+)
+def test_rows_that_do_not_split_are_refused_by_name_with_their_number(batch, weights, message):
+    with pytest.raises(ValueError, match=message):
+        jdist.value_and_grad(squares, micro_batches=3, weights=weights)(START, *batch)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_arrays_of_different_numbers_of_rows_are_refused_or_an_error_of_the_loss(parts):
+    with pytest.raises((ValueError, TypeError), match=r"\[6\]|\(6,\)|\(3,\)"):
+        jdist.value_and_grad(squares, micro_batches=parts)(START, np.ones((4, 3), np.float32), np.ones(6, np.float32))
+
+
+@pytest.mark.filterwarnings("default:size requires ndarray:DeprecationWarning")  # as a user's program runs
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    "losses, message",
+    [
+        (lambda params, x, y: y > 0, r"losses"),
+        (lambda params, x, y: None, r"losses"),
+        (lambda params, x, y: {"a": y, "b": y}, r"losses|loss function"),
+        (lambda params, x, y: (squares(params, x, y), y), r"has_aux"),
+        (lambda params, x, y: (squares(params, x, y).mean(), x.mean()), r"has_aux"),
+        (lambda params, x, y: [squares(params, x, y), y], r"losses|loss function"),
+        (lambda params, x, y: "text", r"losses"),
+    ],
+    ids=["booleans", "none", "dict", "pair", "pair_of_numbers", "list", "text"],
+)
+def test_losses_that_are_no_numbers_are_refused(parts, losses, message):
+    x, y = data(1, 4, (), 0)
+    with pytest.raises((TypeError, ValueError), match=message):
+        jdist.value_and_grad(losses, micro_batches=parts)(START, x[0], y[0])
+
+
+@pytest.mark.parametrize(
+    "parts, shape, time, message",
+    [
+        (1, (6,), (), "weights float32[6] do not stand beside losses float32[4]"),
+        (2, (6,), (), "weights float32[3] do not stand beside losses float32[2]"),
+        (1, (4, 3), (), "weights float32[4,3] do not stand beside losses float32[4]"),
+        (2, (4, 3), (), "weights float32[2,3] do not stand beside losses float32[2]"),
+        (1, (4, 3), (2,), "weights float32[4,3] do not stand beside losses float32[4,2]"),
+    ],
+)
+def test_weights_that_do_not_fit_the_losses_are_refused(parts, shape, time, message):
+    x, y = data(1, 4, time, 0)
+    weights = np.ones(shape, np.float32)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jdist.value_and_grad(squares, weights=weights, micro_batches=parts)(START, x[0], y[0])
+
+
+def test_weights_of_one_loss_for_all_rows_are_refused():
+    x, y = data(1, 4, (), 0)
+    mean = lambda params, x, y: squares(params, x, y).mean()
+    with pytest.raises(ValueError, match=r"weights float32\[4\] do not stand beside losses float32\[\]"):
+        jdist.value_and_grad(mean, weights=np.ones(4, np.float32))(START, x[0], y[0])
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_has_aux_without_a_pair_is_refused(parts):
+    x, y = data(1, 4, (), 0)
+    with pytest.raises(TypeError, match=r"With `has_aux` .* pair `\(losses, aux\)`, and this one returned"):
+        jdist.value_and_grad(squares, has_aux=True, micro_batches=parts)(START, x[0], y[0])
+
+
+def test_wrapped_values_are_refused(two):
+    x, y = data(2, 4, (), 0)
+    with pytest.raises(TypeError, match="PerReplica"):
+        jdist.value_and_grad(squares)(START, two.put(jdist.PerReplica(x)), y)
+
+
+def test_call_by_the_host_program_within_a_scope_is_refused(two):
+    x, y = data(1, 4, (), 0)
+    with two.scope(), pytest.raises(RuntimeError, match=r"`jdist\.value_and_grad` is a word of replica functions"):
+        jdist.value_and_grad(squares)(START, x[0], y[0])
