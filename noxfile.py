@@ -58,5 +58,5 @@ def docs(session: nox.Session) -> None:
 def benchmarks(session: nox.Session) -> None:
     """Every benchmark, quickly; give other options after `--`."""
     session.install(*CONSTRAINTS, "-e", ".")
-    for name in ("import_time", "trace_time", "step_overhead", "all_reduce", "train_step", "input"):
+    for name in ("import_time", "trace_time", "step_overhead", "all_reduce", "train_step", "input", "policies"):
         session.run("python", f"benchmarks/{name}.py", *(session.posargs or ["--quick"]))

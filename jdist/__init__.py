@@ -51,6 +51,7 @@ from jdist.values.per_replica import PerReplica as PerReplica
 from jdist.values.row_slices import RowSlices as RowSlices
 from jdist.values.sharded import Sharded as Sharded
 from jdist.values.sync_on_read import SyncOnRead as SyncOnRead
+from jdist.variables import read as read
 from jdist.variables import trainable as trainable
 from jdist.variables import variable as variable
 

@@ -86,6 +86,21 @@ def trainable(state: PyTree) -> PyTree:
     return jax.tree.map(one, state, is_leaf=is_distributed)
 
 
+def read(tree: PyTree) -> PyTree:
+    """`tree` with every wrapper read: what the replicas have together, as plain arrays.
+
+    So a model is evaluated, or saved, whose parameters drift: `SyncOnRead(MEAN)` gives their mean. A `PerReplica` gives the
+    rows of all replicas.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> state = strategy.put({"w": jdist.SyncOnRead(np.float32([1, 3]), "mean"), "step": np.int32(7)})
+        >>> {name: x.item() for name, x in jdist.read(state).items()}
+        {'step': 7, 'w': 2.0}
+    """
+    return jax.tree.map(lambda node: node.read() if is_distributed(node) else node, tree, is_leaf=is_distributed)
+
+
 def _wrapped(
     value: PyTree, synchronization: VariableSynchronization, aggregation: VariableAggregation, trainable: bool | None
 ) -> PyTree:

@@ -17,6 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jdist import proof
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.clipping import WAY_MARK
+from jdist.context import current
 from jdist.notes import keep_partial, land
 from jdist.reduce_op import ReduceOp
 from jdist.sync.policy import Policy, asking, is_float, needs, policy_of, transformation, whole
@@ -237,7 +238,7 @@ def set_apart(word: str, inner: Policy, params: PyTree, drifting: bool) -> Any:
 
 def _may_differ(word: str, inner: Policy, params: PyTree, state: Any, drifting: bool) -> list[bool]:
     """Of each leaf of the optimizer's state, whether its updates can make it differ between replicas."""
-    axes = asking(word).axes or ("replica",)
+    axes = getattr(current(), "axes", ()) or ("replica",)  # also where the host program makes a state
     leaves, treedef = jax.tree.flatten(state)
 
     def update(grads: PyTree, leaves: list[Any], params: PyTree) -> list[Any]:

@@ -71,7 +71,7 @@ class _Run:
         for number, equation in enumerate(program.eqns):
             operands = _variables(equation.invars)
             if self._axes & _names_within(equation):
-                if any(v in made for v in operands) or self._is_entered(equation):
+                if any(v in made for v in operands) or _compat.contents(equation).programs:
                     flush(program.eqns[number:])
                 values = self._together(equation, [look(atom) for atom in equation.invars])
                 known.update(zip(equation.outvars, values, strict=True))
@@ -89,9 +89,6 @@ class _Run:
                     known.update(zip(shared, results, strict=True))
         flush([])
         return [look(atom) for atom in program.outvars]
-
-    def _is_entered(self, equation: Equation) -> bool:
-        return bool(_compat.contents(equation).programs)
 
     def _loop(self, program: Jaxpr, equations: list[Equation], results: list[Any], known: dict[Any, Value]) -> None:
         """Runs equations for each replica of this device in turn, and makes `results` known."""
@@ -181,13 +178,13 @@ class _Run:
             if grown == own:
                 break
             own = grown
-        carry, ys = lax.scan(
-            lambda carry, slices: (lambda pair: (self._of_kinds(own, pair[0]), pair[1]))(turn(carry, slices)),
-            carry,
-            xs,
-            length=equation.params["length"],
-            reverse=equation.params["reverse"],
-        )
+
+        def alike(carry: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
+            after, ys = turn(carry, slices)
+            return self._of_kinds(own, after), ys
+
+        options = {name: equation.params[name] for name in ("length", "reverse")}
+        carry, ys = lax.scan(alike, carry, xs, **options)
         return [*carry, *(Rows(y.slots.swapaxes(0, 1)) if is_rows(y) else y for y in ys)]
 
     def _of_kinds(self, own: Sequence[bool], values: Sequence[Value]) -> list[Value]:

@@ -58,8 +58,7 @@ def trained(strategy, tx):
     state = strategy.init(make, jax.random.key(0))
     for batch, weights in strategy.distribute_dataset(DATA, 32, shuffle=True, epochs=2, remainder="pad"):
         state, _ = step(state, batch, weights)
-    read = lambda x: x.read() if isinstance(x, jdist.SyncOnRead) else x
-    return jax.tree.map(read, state["params"], is_leaf=lambda x: isinstance(x, jdist.SyncOnRead))
+    return jdist.read(state["params"])
 
 
 POLICIES = {

@@ -851,3 +851,9 @@ def test_state_made_without_init_is_refused_by_the_proof(two):
     state = two.put((params := tree_of(START), tx.init(params)))
     with pytest.raises(jdist.NotMirroredError, match=r"state\[0\]\['a'\] is not proved to be the same"):
         make_step(two, tx)(state, two.put(jdist.PerReplica(next(batches(1, 2)))))
+
+
+def test_state_made_by_the_host_program_within_a_scope_is_a_plain_one(two):
+    with two.scope():
+        state = sync.local_sgd(optax.adam(0.1), every=2).init({"w": jnp.zeros(2)})
+    assert set(kinds(state)) == {None}

@@ -1,0 +1,337 @@
+"""Trains one model under every synchronisation policy, and compares what each of them sends with what it learns.
+
+    python examples/policies.py                         # all policies, 4 CPU devices
+    python examples/policies.py --policy mean int8 --plot policies.png
+
+A policy is one argument: the step below is the same function for all of them. The model predicts the next character of
+the standard library's own reference text, `pydoc_data.topics`. The bytes are counted in the compiled programs (`wire`).
+"""
+
+import argparse
+import itertools
+import math
+import time
+from collections.abc import Callable
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from rich.console import Console
+from rich.table import Column, Table
+
+import jdist
+from jdist import sync
+
+import wire
+
+WINDOW = 64  # characters that the model predicts in one example
+VIRTUAL_REPLICAS = 8
+
+
+class CharacterModel(nn.Module):
+    """Two causal convolutions that see 16 characters back: `[batch, time]` to logits `[batch, time, characters]`."""
+
+    characters: int
+
+    @nn.compact
+    def __call__(self, codes: jax.Array) -> jax.Array:
+        """The logits of each next character."""
+        x = nn.Embed(self.characters, 64)(codes)
+        x = nn.relu(nn.Dense(128)(with_past(x, 1)))
+        x = x + nn.relu(nn.Dense(128)(with_past(x, 4)))
+        return nn.Dense(self.characters)(x)
+
+
+def with_past(x: jax.Array, apart: int) -> jax.Array:
+    """`[batch, time, n]` to `[batch, time, 4 n]`: each time with three before it, zeros before the first.
+
+    A convolution in the form of a matrix product, which is as fast in a loop, where `exact` has it on the CPU.
+    """
+    time = x.shape[1]
+    padded = jnp.pad(x, ((0, 0), (3 * apart, 0), (0, 0)))
+    return jnp.concatenate([padded[:, i * apart : i * apart + time] for i in range(4)], axis=-1)
+
+
+class Setting(NamedTuple):
+    """A policy and what goes with it.
+
+    Attributes:
+        tx: The policy, with the optimizer.
+        period: Every how many steps each of its collectives runs.
+        strategy: Arguments of `MirroredStrategy` that it needs.
+    """
+
+    tx: optax.GradientTransformation
+    period: int = 1
+    strategy: dict[str, Any] = {}
+
+
+class Result(NamedTuple):
+    """What came of a policy: the held-out loss, and for a step the bytes and collectives of a replica, and milliseconds."""
+
+    loss: float
+    sent: float
+    collectives: float
+    milliseconds: float
+
+
+def make_settings(steps: int) -> dict[str, Setting]:
+    def adamw(rate=2e-2, updates=steps):
+        return optax.adamw(optax.cosine_decay_schedule(rate, updates))
+
+    # What DiLoCo's outer optimizer makes of the way of each replica is longer than that way, so each goes a shorter one.
+    slower = adamw(5e-3)
+    groups = {"cross_device_ops": jdist.HierarchicalAllReduce(group_size=2)}
+    return {
+        "mean": Setting(optax.chain(sync.mean(), adamw())),
+        "in_dtype(bfloat16)": Setting(optax.chain(sync.in_dtype(jnp.bfloat16), adamw())),
+        "in_dtype(float16)": Setting(optax.chain(sync.in_dtype(jnp.float16), adamw())),
+        "hierarchical": Setting(optax.chain(sync.hierarchical("replica", "group"), adamw()), strategy=groups),
+        "exact": Setting(optax.chain(sync.exact(), adamw()), strategy={"virtual_replicas": VIRTUAL_REPLICAS}),
+        "skip_nonfinite": Setting(sync.skip_nonfinite(optax.chain(sync.mean(), adamw()))),
+        "int8": Setting(optax.chain(sync.int8(), adamw())),
+        "int8(stochastic)": Setting(optax.chain(sync.int8(rounding="stochastic"), adamw())),
+        "top_k(0.1)": Setting(optax.chain(sync.top_k(0.1), adamw())),
+        "power_sgd(16)": Setting(optax.chain(sync.power_sgd(rank=16), adamw())),
+        "every(4)": Setting(sync.every(4, optax.chain(sync.mean(), adamw(updates=max(steps // 4, 1)))), period=4),
+        "local_sgd(8)": Setting(sync.local_sgd(adamw(), every=8), period=8),
+        "diloco(16)": Setting(sync.diloco(slower, every=16), period=16),
+        "diloco(16, int8)": Setting(sync.diloco(slower, every=16, reduction=sync.int8()), period=16),
+        "streaming_diloco(16)": Setting(sync.streaming_diloco(slower, every=16, fragments=4), period=16),
+    }
+
+
+POLICIES = tuple(make_settings(1))
+
+
+def make_step(model: nn.Module, tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """A training step as one replica sees it, whatever the policy."""
+
+    def train_step(state, windows):
+        loss, grads = jax.value_and_grad(mean_loss)(state["params"], model, windows)
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+
+    return train_step
+
+
+def losses(params, model, windows):
+    """The loss of each character, `[batch, time]`."""
+    logits = model.apply({"params": params}, windows[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+
+
+def mean_loss(params, model, windows):
+    return losses(params, model, windows).mean()
+
+
+def evaluate(strategy, model, params, data, batch_size):
+    """The mean loss of all windows of `data`."""
+
+    def total(params, windows, weights):
+        each = losses(params, model, windows).mean(axis=1)
+        return jdist.all_reduce("sum", jnp.sum(weights * each))
+
+    batches = strategy.distribute_dataset(data, batch_size, remainder="pad")
+    return sum(float(strategy.run(total, (params, *batch))) for batch in batches) / len(data)
+
+
+def train(setting: Setting, model: nn.Module, train_data: np.ndarray, test_data: np.ndarray, args: Any) -> Result:
+    strategy = jdist.MirroredStrategy(jax.devices()[: args.replicas], **setting.strategy)
+
+    def make_state(key):
+        params = model.init(key, jnp.zeros((1, WINDOW), jnp.int32))["params"]
+        return {"params": params, "opt_state": setting.tx.init(params)}
+
+    state = strategy.init(make_state, jax.random.key(args.seed))
+    train_step = strategy.step(make_step(model, setting.tx))
+    batches = strategy.distribute_dataset(train_data, args.batch_size, shuffle=True, seed=args.seed, epochs=None)
+    batches = itertools.islice(batches, args.steps)
+    first = next(batches)
+    sent = wire.collectives(train_step.lower(state, first).compile().as_text())
+    state, loss = train_step(state, first)
+    jax.block_until_ready(loss)
+    start = time.perf_counter()
+    for batch in batches:
+        state, loss = train_step(state, batch)
+    jax.block_until_ready(loss)
+    seconds = time.perf_counter() - start
+
+    # A loop of unknown length would make the count a guess; no policy has a collective in one.
+    runs = [one.times / (setting.period if one.conditional else 1) for one in sent]
+    return Result(
+        loss=evaluate(strategy, model, jdist.read(state["params"]), test_data, args.batch_size),
+        sent=math.fsum(run * one.bytes_sent for run, one in zip(runs, sent, strict=True)),
+        collectives=math.fsum(runs),
+        milliseconds=1e3 * seconds / max(args.steps - 1, 1),
+    )
+
+
+def make_data() -> tuple[np.ndarray, np.ndarray, int, int]:
+    """Windows of the text to train on, and of its last tenth; its length, and how many characters there are."""
+    text = np.array(list("".join(topics[name] for name in sorted(topics))))
+    characters, codes = np.unique(text, return_inverse=True)
+
+    def windows(part):  # each one character longer, the last one to predict
+        starts = range(0, len(part) - WINDOW, WINDOW)
+        return np.stack([part[start : start + WINDOW + 1] for start in starts]).astype(np.int32)
+
+    cut = len(codes) * 9 // 10
+    return windows(codes[:cut]), windows(codes[cut:]), len(codes), len(characters)
+
+
+def human(size: float) -> str:
+    return f"{size / 1e3:,.1f} kB"
+
+
+def make_table(results: dict[str, Result]) -> Table:
+    title = "Loss on held-out text; what a replica sends in a step, in how many collectives; milliseconds a step"
+    table = Table(Column("Policy", no_wrap=True), caption=title, caption_justify="left")
+    for heading in ("Loss", "To mean", "Sent", "Collectives", "ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, one in results.items():
+        relative = f"{one.loss / results['mean'].loss - 1:+.1%}" if "mean" in results else ""
+        row = f"{one.loss:.4f}", relative, human(one.sent), f"{one.collectives:.2f}", f"{one.milliseconds:.1f}"
+        table.add_row(name, *row)
+    return table
+
+
+def pyplot():
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise SystemExit('The figure is drawn by matplotlib: python -m pip install -e ".[plot]"') from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+KINDS = {  # what a policy saves, by the beginning of its name
+    "sends everything, every step": ("mean", "hierarchical", "exact", "skip"),
+    "fewer or smaller numbers": ("in_dtype", "int8", "top_k", "power_sgd"),
+    "seldom": ("every", "local", "diloco", "streaming"),
+}
+
+
+def draw(results: dict[str, Result], title: str, path: str) -> None:
+    """Loss against bytes, every point with its name."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(9, 5.6), dpi=160, layout="constrained")
+    for (kind, beginnings), colour in zip(KINDS.items(), ("#4c566a", "#1f77b4", "#d1632a"), strict=True):
+        points = [(one.sent / 1e3, one.loss) for name, one in results.items() if name.startswith(beginnings)]
+        if points:
+            axes.scatter(*zip(*points, strict=True), s=46, color=colour, edgecolors="white", label=kind, zorder=3)
+    axes.set_xscale("log")
+    axes.margins(x=0.22, y=0.18)
+    axes.set_xlabel("sent a step by one replica, kB (log scale)")
+    axes.set_ylabel("held-out loss, nats a character")
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(True, which="major", color="#e5e9f0", zorder=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.legend(frameon=False, loc="lower left", fontsize=9)
+    figure.canvas.draw()
+    label(axes, {name: (one.sent / 1e3, one.loss) for name, one in results.items()})
+    figure.savefig(path)
+
+
+def label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
+    """Names each point, and points in one place together, as near as the names cover no point and no other name."""
+    figure = axes.figure
+    figure.canvas.draw()
+    figure.set_layout_engine("none")  # from here on nothing moves
+    axes.autoscale(False)
+    pixel = figure.dpi / 72
+    together: dict[tuple[float, float], list[str]] = {}
+    for name, point in points.items():
+        spot = tuple(axes.transData.transform(point))
+        near = next((other for other in together if math.dist(spot, other) < 4 * pixel), spot)
+        together.setdefault(near, []).append(name)
+    spots, taken = np.array([*together]), [axes.get_legend().get_window_extent()]
+    for spot, names in zip(spots, together.values(), strict=True):
+        text = axes.annotate("\n".join(names), spot, xycoords="figure pixels", fontsize=8, ha="center", va="center")
+        extent = text.get_window_extent()
+        half = np.array([extent.width, extent.height]) / 2
+        for distance, turn in itertools.product(range(8, 120, 4), np.linspace(0, 2 * np.pi, 24, endpoint=False)):
+            way = np.array([math.cos(turn), math.sin(turn)])
+            middle = spot + way * (distance * pixel + half)
+            box = extent.translated(*(middle - spot))
+            covers = any(box.overlaps(other) for other in taken) or box.padded(6 * pixel).count_contains(spots)
+            if not covers and axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max):
+                break
+        text.set_position(middle)
+        taken.append(box)
+        if distance > 16:
+            ends = axes.transData.inverted().transform([spot, spot + way * distance * pixel])
+            axes.plot(*ends.T, color="#9aa5b8", linewidth=0.7, zorder=1)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(
+        description="Train a character model under every synchronisation policy: what it sends, and what it learns.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--policy", nargs="+", choices=POLICIES, default=POLICIES, metavar="NAME", help="which; all by default"
+    )
+    parser.add_argument("--replicas", type=int, default=4, help="devices to use, CPU devices where there are no others")
+    parser.add_argument("--steps", type=int, default=512, help="training steps under each policy")
+    parser.add_argument("--batch-size", type=int, default=32, help="windows of text in a step of all replicas together")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the windows")
+    parser.add_argument("--plot", metavar="FILE.png", help="where to draw the loss against the bytes")
+    args = parser.parse_args()
+    for name in ("replicas", "steps", "batch_size"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is at least 1, got {getattr(args, name)}")
+    if args.seed < 0:
+        parser.error(f"--seed is at least 0, got {args.seed}")
+    # Before the first use of JAX, and without effect where there are accelerators.
+    jax.config.update("jax_num_cpu_devices", args.replicas)
+    if args.replicas > len(jax.devices()):
+        parser.error(f"--replicas is at most the number of devices, {len(jax.devices())}, got {args.replicas}")
+    if "hierarchical" in args.policy and args.replicas % 2:
+        parser.error(f"--replicas is even for `hierarchical`, which has groups of 2, got {args.replicas}")
+    if args.batch_size % args.replicas:
+        parser.error(f"--batch-size is a multiple of the {args.replicas} replicas, got {args.batch_size}")
+    if "exact" in args.policy and args.batch_size % VIRTUAL_REPLICAS:
+        parser.error(f"--batch-size is a multiple of the {VIRTUAL_REPLICAS} replicas of `exact`, got {args.batch_size}")
+    return args
+
+
+def main():
+    args = parse_arguments()
+    if args.plot:
+        pyplot()  # it is missing now, not after minutes
+    console = Console(highlight=False, soft_wrap=True)
+    train_data, test_data, length, characters = make_data()
+    if args.batch_size > len(train_data):
+        raise SystemExit(f"--batch-size is at most the {len(train_data)} windows to train on, got {args.batch_size}")
+    train_data = train_data[: len(train_data) // args.batch_size * args.batch_size]
+    device = jax.devices()[0]
+    console.print(
+        f"{length:,} characters, {characters} different ones, {len(train_data):,} windows of {WINDOW} to train; "
+        f"{args.steps} steps on {args.replicas} replicas on {device.device_kind}"
+    )
+    model, settings, results = CharacterModel(characters), make_settings(args.steps), {}
+    for name in args.policy:
+        with console.status(f"Training under {name}"):
+            results[name] = train(settings[name], model, train_data, test_data, args)
+    console.print(make_table(results))
+    if device.platform == "cpu":
+        console.print(
+            "XLA may add up on the CPU in a wider dtype than was asked for, and sends that: bfloat16 becomes float32."
+        )
+    if args.plot:
+        draw(
+            results, f"What a policy sends and what it learns: {args.steps} steps, {args.replicas} replicas", args.plot
+        )
+        console.print(f"Drawn to {args.plot}")
+
+
+if __name__ == "__main__":
+    main()

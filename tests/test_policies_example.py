@@ -1,0 +1,122 @@
+"""The comparison of policies, run as a user runs it."""
+
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "policies.py"
+POLICIES = [
+    "mean",
+    "in_dtype(bfloat16)",
+    "in_dtype(float16)",
+    "hierarchical",
+    "exact",
+    "skip_nonfinite",
+    "int8",
+    "int8(stochastic)",
+    "top_k(0.1)",
+    "power_sgd(16)",
+    "every(4)",
+    "local_sgd(8)",
+    "diloco(16)",
+    "diloco(16,int8)",
+    "streaming_diloco(16)",
+]
+
+
+def _run(*command):
+    # Without the devices that the tests force: the example asks for its own.
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    environment["COLUMNS"] = "200"  # no line is broken
+    return subprocess.run([sys.executable, *command], env=environment, text=True, capture_output=True, timeout=280)
+
+
+def _table(*arguments):
+    """Of each policy the loss, the loss relative to the mean's, the kilobytes and the collectives, as they are printed."""
+    done = _run(EXAMPLE, *arguments)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^│ (\S.*?) +│ +(\S+) │ +(\S*) │ +(\S+) kB │ +(\S+) │ +\S+ │$", done.stdout, re.MULTILINE)
+    table = {
+        name.replace(" ", ""): (float(loss), to, float(sent), float(count)) for name, loss, to, sent, count in rows
+    }
+    return table, done.stdout
+
+
+def test_policies_prints_what_the_programs_of_those_asked_for_send():
+    table, printed = _table("--steps", "2", "--replicas", "2", "--policy", "mean", "int8", "local_sgd(8)")
+    assert list(table) == ["mean", "int8", "local_sgd(8)"]
+    assert "on 2 replicas" in printed
+    assert table["mean"][2] > 3 * table["int8"][2] > 6 * table["local_sgd(8)"][2] / 2
+    assert [table[name][3] for name in ("mean", "local_sgd(8)")] == [1, 0.12]
+
+
+@pytest.mark.slow
+def test_policies_prints_a_row_a_policy_with_what_its_program_sends():
+    table, printed = _table("--steps", "4", "--replicas", "2")
+    assert list(table) == POLICIES
+    assert "on 2 replicas" in printed
+    assert all(math.isfinite(loss) for loss, *_ in table.values())
+    sent = {name: kilobytes for name, (_, _, kilobytes, _) in table.items()}
+    everything = sent["mean"]
+    assert everything > 400  # 118,000 numbers of 4 bytes, and a ring of 2 sends each once
+    for name in ("hierarchical", "exact", "skip_nonfinite"):
+        assert sent[name] == pytest.approx(everything, rel=0.01)
+    assert everything * 0.25 < sent["int8"] < everything * 0.27  # a scale with each 256 numbers
+    for name, period in [("every(4)", 4), ("local_sgd(8)", 8), ("diloco(16)", 16), ("streaming_diloco(16)", 16)]:
+        assert sent[name] == pytest.approx(everything / period, rel=0.01)
+    assert sent["diloco(16,int8)"] < sent["diloco(16)"] / 3
+    assert sent["power_sgd(16)"] < everything / 4
+    assert [table[name][3] for name in ("mean", "every(4)", "streaming_diloco(16)")] == [1, 0.25, 0.25]
+
+
+@pytest.mark.slow
+def test_policies_that_compress_learn_what_the_mean_learns():
+    table, _ = _table("--policy", "mean", "int8", "int8(stochastic)", "top_k(0.1)", "power_sgd(16)")
+    mean = table["mean"][0]
+    assert mean < 1.6
+    for name in ("int8", "int8(stochastic)", "top_k(0.1)", "power_sgd(16)"):
+        assert table[name][0] < 1.02 * mean, name
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--replicas", "0"], "--replicas is at least 1, got 0"),
+        (["--replicas", "3"], "--replicas is even for `hierarchical`, which has groups of 2, got 3"),
+        (["--replicas", "3", "--policy", "mean"], "--batch-size is a multiple of the 3 replicas, got 32"),
+        (["--batch-size", "12"], "--batch-size is a multiple of the 8 replicas of `exact`, got 12"),
+        (["--steps", "0"], "--steps is at least 1, got 0"),
+        (["--seed", "-1"], "--seed is at least 0, got -1"),
+        (["--policy", "median"], "invalid choice: 'median'"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_policies_given_a_wrong_flag_says_so(arguments, says):
+    done = _run(EXAMPLE, *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+def test_policies_asked_for_a_figure_without_matplotlib_says_at_once_how_to_install_it(tmp_path):
+    blocked = (
+        "import runpy, sys; sys.modules['matplotlib'] = None; "
+        f"sys.path.insert(0, {str(EXAMPLE.parent)!r}); sys.argv = ['policies.py', '--plot', 'figure.png']; "
+        f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"
+    )
+    done = _run("-c", blocked)
+    assert done.returncode == 1
+    assert done.stderr.strip() == 'The figure is drawn by matplotlib: python -m pip install -e ".[plot]"'
+    assert done.stdout == ""
+
+
+def test_policies_draws_its_figure(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "figure.png"
+    done = _run(EXAMPLE, "--steps", "1", "--policy", "int8", "local_sgd(8)", "--plot", path)
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes().startswith(b"\x89PNG")
