@@ -47,6 +47,13 @@ def libraries(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/data/test_libraries.py", *session.posargs)
 
 
+@nox.session(python=PYTHONS)
+def gpus(session: nox.Session) -> None:
+    """Programs compiled for GPUs that are not there."""
+    session.install(*CONSTRAINTS, "-e", ".[test]", "jax-cuda13-plugin")
+    session.run("python", "-m", "pytest", "tests/strategies/test_gpu_compile.py", *session.posargs)
+
+
 @nox.session(python="3.11")
 def docs(session: nox.Session) -> None:
     """The documents, as pages; a warning is an error."""
@@ -58,5 +65,14 @@ def docs(session: nox.Session) -> None:
 def benchmarks(session: nox.Session) -> None:
     """Every benchmark, quickly; give other options after `--`."""
     session.install(*CONSTRAINTS, "-e", ".")
-    for name in ("import_time", "trace_time", "step_overhead", "all_reduce", "train_step", "input", "policies"):
+    for name in (
+        "import_time",
+        "trace_time",
+        "step_overhead",
+        "all_reduce",
+        "train_step",
+        "input",
+        "policies",
+        "memory",
+    ):
         session.run("python", f"benchmarks/{name}.py", *(session.posargs or ["--quick"]))

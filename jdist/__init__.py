@@ -3,9 +3,13 @@
 Importing jdist starts no backend and imports no optional package.
 """
 
+from jdist import cluster as cluster
 from jdist import data as data
 from jdist import metrics as metrics
 from jdist import sync as sync
+from jdist.compiler_flags import XlaFlag as XlaFlag
+from jdist.compiler_flags import XlaFlags as XlaFlags
+from jdist.compiler_flags import xla_flags as xla_flags
 from jdist.context import ReplicaContext as ReplicaContext
 from jdist.context import ValueContext as ValueContext
 from jdist.context import all_gather as all_gather
@@ -36,13 +40,19 @@ from jdist.randomness import example_key as example_key
 from jdist.randomness import replica_key as replica_key
 from jdist.reduce_op import ReduceOp as ReduceOp
 from jdist.replicate import Proof as Proof
+from jdist.strategies.automatic import auto_strategy as auto_strategy
 from jdist.strategies.base import Strategy as Strategy
+from jdist.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from jdist.strategies.current import get_replica_context as get_replica_context
 from jdist.strategies.current import get_strategy as get_strategy
 from jdist.strategies.current import has_strategy as has_strategy
 from jdist.strategies.current import set_strategy as set_strategy
+from jdist.strategies.description import Description as Description
 from jdist.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from jdist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from jdist.strategies.sharded import ShardedStrategy as ShardedStrategy
+from jdist.strategies.tpu import TPUStrategy as TPUStrategy
+from jdist.topology import described_devices as described_devices
 from jdist.values.aggregation import VariableAggregation as VariableAggregation
 from jdist.values.aggregation import VariableSynchronization as VariableSynchronization
 from jdist.values.base import DistributedValues as DistributedValues

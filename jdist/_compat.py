@@ -33,6 +33,18 @@ CALLS = {
 }
 
 
+def is_tracing() -> bool:
+    """Whether JAX traces a function here, so that nothing is computed yet."""
+    from jax._src import core as private  # no public name for it
+
+    return not private.trace_state_clean()
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """The shape of an operand or a result of an equation."""
+    return atom.aval.shape
+
+
 def trace_state() -> Any:
     """What is equal in two places if, and only if, JAX traces them in one go."""
     return core.get_opaque_trace_state(convention="flax")
@@ -93,6 +105,26 @@ def part(program: Jaxpr, equations: Sequence[Equation], inputs: Sequence[Any], o
     )
 
 
+def closed(program: Jaxpr) -> Any:
+    """A program without constants, as a closed one."""
+    return core.ClosedJaxpr(program, ())
+
+
+def open_over_constants(program: Any) -> Jaxpr:
+    """The jaxpr of a closed program with its constants as the first inputs."""
+    jaxpr = program.jaxpr
+    return part(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+
+
+def computed_on_host(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` of arrays in the memory of the host, computed by its processors; the results stay there."""
+    from jax.experimental import compute_on
+
+    # jax 0.10 has the new form under a name of its own.
+    on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    return on(compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)(fn)
+
+
 def evaluate_one(program: Jaxpr, equation: Equation) -> Callable[..., list[Any]]:
     """An equation of `program` as a function of the values of its operands."""
     # Literals are operands too, so that it does not matter what an operand is.
@@ -104,6 +136,44 @@ def evaluate_one(program: Jaxpr, equation: Equation) -> Callable[..., list[Any]]
         return core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*given.values())
 
     return run
+
+
+def with_variables(equation: Equation, values: dict[Any, Any]) -> Equation:
+    """`equation` with variables for the numbers in it, whose values are added to `values`."""
+    operands = [core.Var(atom.aval) if isinstance(atom, Literal) else atom for atom in equation.invars]
+    values.update(
+        (new, old.val) for new, old in zip(operands, equation.invars, strict=True) if isinstance(old, Literal)
+    )
+    return equation.replace(invars=operands)  # pyright: ignore[reportArgumentType]
+
+
+def bind_with_program(equation: Equation, program: Any, operands: Sequence[Any]) -> list[Any]:
+    """`equation` with another program, a closed one, in the place of its own."""
+    params = {**equation.params, "jaxpr": open_over_constants(program)}
+    return equation.primitive.bind(*program.consts, *operands, **params)
+
+
+def follow(
+    program: Jaxpr,
+    consts: Sequence[Any],
+    arguments: Sequence[Any],
+    rule: Callable[[Equation, list[Any]], Sequence[Any] | None],
+) -> list[Any]:
+    """The results of a program, equation by equation: what `rule` makes of it and its operands, or, for None, what it says."""
+    known: dict[Any, Any] = dict(zip([*program.constvars, *program.invars], [*consts, *arguments], strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]
+    for equation in program.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        results = rule(equation, operands)
+        if results is None:
+            results = evaluate_one(program, equation)(*operands)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [read(atom) for atom in program.outvars]
+
+
+def function_of(program: Any) -> Callable[..., list[Any]]:
+    """A closed program as a function of its inputs, leaf by leaf."""
+    return core.jaxpr_as_fun(program)
 
 
 class Contents(NamedTuple):
@@ -130,6 +200,13 @@ def contents(equation: Equation) -> Contents:
     programs = tuple(open_jaxpr(value) for value in found if type(value) is not str)
     names = frozenset(value for value in found if type(value) is str)
     return Contents(names, programs, opaque=bool(higher_order) and not programs)
+
+
+def speaks(equation: Equation, axes: frozenset[str]) -> bool:
+    """Whether `equation`, or a program in it, names one of these axes, or may do so out of sight."""
+    held = contents(equation)
+    inner = (one for program in held.programs for one in program.eqns)
+    return bool(axes & held.names) or held.opaque or any(speaks(one, axes) for one in inner)
 
 
 def _collect(values: Iterable[Any], found: list[Any]) -> list[Any]:
@@ -225,3 +302,13 @@ def shared_store() -> Any:
             "The processes do not know each other: call `jax.distributed.initialize` at the start of each."
         )
     return client
+
+
+def has_started(variable: str) -> bool:
+    """Whether it is too late for flags in this environment variable: who reads them has read them."""
+    from jax._src import xla_bridge  # no public name for it
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+    # Compiling for a TPU that is not there loads libtpu, and starts no backend.
+    loaded = variable == "LIBTPU_INIT_ARGS" and xla_client.pjrt_plugin_loaded("tpu")
+    return loaded or xla_bridge.backends_are_initialized()

@@ -37,6 +37,7 @@ class ReplicaContext:
         cross_device_ops: How their values are added up.
         communication_options: Which of them travel together.
         virtual: Whether the replicas are virtual, and their number does not depend on the devices.
+        reduced: What becomes of what is reduced, where one replica spans devices: it is split as the state is.
     """
 
     axes: tuple[str, ...] = ()
@@ -45,13 +46,14 @@ class ReplicaContext:
     cross_device_ops: CrossDeviceOps = AllReduce()
     communication_options: CommunicationOptions = CommunicationOptions()
     virtual: bool = False
+    reduced: Callable[[PyTree], PyTree] | None = None
 
     @classmethod
     def of(
         cls, strategy: Any, replicas: Replicas, ops: CrossDeviceOps, options: CommunicationOptions
     ) -> "ReplicaContext":
         """The context of the replicas of `strategy`."""
-        return cls(replicas.mesh.axis_names, replicas.size, strategy, ops, options, replicas.virtual)
+        return cls(replicas.axes, replicas.size, strategy, ops, options, replicas.virtual)
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
@@ -64,7 +66,8 @@ class ReplicaContext:
             raise TypeError(f"`options` are `jdist.CommunicationOptions(bytes_per_pack)`, got {options!r}.")
         if options is None or options.bytes_per_pack is None:
             options = self.communication_options
-        return collectives.all_reduce(ReduceOp.of(op), tree, self.axes, self.cross_device_ops, options)
+        total = collectives.all_reduce(ReduceOp.of(op), tree, self.axes, self.cross_device_ops, options)
+        return self.reduced(total) if self.reduced else total
 
     def all_gather(self, tree: PyTree, axis: int) -> PyTree:
         """See `jdist.all_gather`."""

@@ -1,6 +1,7 @@
 """Which devices: from what the user names to a mesh with one axis, `"replica"`."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -10,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 REPLICA_AXIS = "replica"
 GROUP_AXIS = "group"
+HOST_MEMORY = "pinned_host"
 
 
 def replica_mesh(devices: Sequence[jax.Device | str] | None = None) -> Mesh:
@@ -83,14 +85,16 @@ class Replicas:
         size: How many replicas there are: one a device; or, if they are virtual, any number, of which each device runs
             equal parts as nearly as can be, the first ones in full.
         virtual: Whether their number was chosen, and not that of the devices.
+        split: The mesh axes that one replica's own batch is split over, where it spans devices.
     """
 
     mesh: Mesh
     size: int
     virtual: bool = False
+    split: tuple[str, ...] = ()
 
     @classmethod
-    def on(cls, mesh: Mesh, virtual: int | None) -> "Replicas":
+    def on(cls, mesh: Mesh, virtual: int | None = None) -> "Replicas":
         """One replica a device of `mesh`; or so many virtual ones.
 
         Raises:
@@ -115,9 +119,29 @@ class Replicas:
         return replicas
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that the replicas lie along, as collectives name them."""
+        return (REPLICA_AXIS,) if self.split else self.mesh.axis_names
+
+    @property
     def each(self) -> int:
         """How many replicas a device runs, at most."""
         return -(-self.size // self.mesh.size)
+
+    @property
+    def num_parts(self) -> int:
+        """How many equal parts a batch is split into: one a replica, or those of the one that spans devices."""
+        return math.prod(self.mesh.shape[axis] for axis in self.split) if self.split else self.size
+
+    @property
+    def local_parts(self) -> tuple[int, ...]:
+        """The parts of a batch that this process holds, in ascending order."""
+        if not self.split:
+            return tuple(self.local)
+        first = [self.mesh.axis_names.index(axis) for axis in self.split]
+        rows = np.moveaxis(self.mesh.devices, first, range(len(first))).reshape(self.num_parts, -1)
+        here = jax.process_index()
+        return tuple(i for i, row in enumerate(rows) if any(device.process_index == here for device in row))
 
     @property
     def row_axes(self) -> tuple[str, ...]:
@@ -128,6 +152,8 @@ class Replicas:
     def local(self) -> dict[int, jax.Device]:
         """The replicas whose device this process can reach: number to device, in the order of the numbers."""
         devices = local_replicas(self.mesh)
+        if self.split:
+            return {0: next(iter(devices.values()))} if devices else {}
         return {i: devices[i // self.each] for i in range(self.size) if i // self.each in devices}
 
     @property
@@ -139,6 +165,16 @@ class Replicas:
     def rows(self) -> NamedSharding:
         """The sharding of `[replica, ...]` arrays."""
         return NamedSharding(self.mesh, PartitionSpec(self.row_axes))
+
+    def batch(self, shape: tuple[int, ...]) -> NamedSharding:
+        """The sharding of a batch `[replica, batch, ...]`."""
+        splits = self.split and len(shape) > 1 and shape[1] and shape[1] % self.num_parts == 0
+        return NamedSharding(self.mesh, PartitionSpec(None, self.split)) if splits else self.rows
+
+
+def spans_devices(mesh: Mesh) -> bool:
+    """Whether one replica spans all devices of `mesh`: they do not lie along an axis `"replica"`."""
+    return REPLICA_AXIS not in mesh.axis_names
 
 
 def mirrored_sharding(mesh: Mesh) -> NamedSharding:

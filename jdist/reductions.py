@@ -207,5 +207,7 @@ def _local(node: Any, replicas: Replicas) -> Sequence[PyTree]:
 
 def _copies(x: jax.Array, replicas: Replicas) -> Sequence[jax.Array]:
     """What each replica of this process holds of a mirrored array."""
+    if replicas.split:
+        return [x]
     held = {shard.device: shard.data for shard in x.addressable_shards}
     return [held[device] for device in replicas.local.values()]

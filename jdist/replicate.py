@@ -2,10 +2,10 @@
 
 `replicated(body, ...)` runs while `jax.jit` traces around it, and does everything that jdist does to a function:
 
-1. take the wrappers off the arguments, and say how each lies on the mesh;
-2. trace `body` once, inside a `shard_map` (`check_vma=False`: gradients are local until they are reduced);
+1. take the wrappers off the arguments;
+2. trace `body` once, as the program of one replica (gradients are local until they are reduced);
 3. prove which results are mirrored, and refuse a state that is not;
-4. trace the `shard_map` for good, with the results' placements; the inner `jax.jit` makes this second look free.
+4. run that program on the devices, as the view of the strategy says, with the results in their placements.
 
 What it leaves behind is the program that one would write by hand, so a call costs what a call of that costs.
 """
@@ -15,19 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jdist import _compat, clipping, proof
 from jdist._tree import PyTree, argument_names, named_leaves
 from jdist.context import ReplicaContext, entered
 from jdist.errors import NotMirroredError
-from jdist.mesh import Replicas
 from jdist.proof import Knowledge
 from jdist.values.base import DistributedValues, is_distributed
 from jdist.values.per_replica import PerReplica
 from jdist.values.place import check_fit, check_one_shape, check_single
-from jdist.virtual.program import run_in_turn, trace_one
-from jdist.virtual.values import given, is_rows, one_of, taken
+from jdist.views.base import OneReplica, Results, View
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,72 +72,56 @@ class Call(NamedTuple):
 
 
 def replicated(
-    call: Call, body: Callable[..., tuple[PyTree, PyTree]], replicas: Replicas, context: ReplicaContext
+    call: Call, body: Callable[..., tuple[PyTree, PyTree]], view: View, context: ReplicaContext, has_state: bool = False
 ) -> tuple[tuple[PyTree, PyTree], Proof]:
     """Runs `body` once a replica, on the arguments of `call` as one replica sees them.
 
     Args:
         call: Where the arguments and their names come from.
         body: Called like `call.fn`; returns a pair. What is plain in its first part, the state, has to be mirrored.
-        replicas: Which replicas; the axes of their mesh are the replica axes.
+        view: How its program runs on the devices.
         context: What each replica knows of the others.
+        has_state: Whether the first argument is a state, which the new one replaces.
 
     Returns:
         The pair as the host sees it, and what was proved. In the second part, what is not proved mirrored is `PerReplica`.
 
     Raises:
         NotMirroredError: A leaf of the state is not proved mirrored.
-        ValueError: A wrapper among the arguments does not fit the mesh.
+        ValueError: A wrapper among the arguments does not fit the replicas.
     """
-    axes = replicas.mesh.axis_names
-    placed, treedef = jax.tree.flatten((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
+    items, treedef = jax.tree.flatten((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
     names = call.item_names()
-    for item, name in zip(placed, names, strict=True):
-        check_fit(name, item, replicas)
+    for item, name in zip(items, names, strict=True):
+        check_fit(name, item, view.replicas)
         check_one_shape(name, item)
-    in_specs = tuple(item.spec(replicas.row_axes) if is_distributed(item) else PartitionSpec() for item in placed)
-    results = _Results()
+    taken_apart = _Results()
+    if has_state:
+        context = dataclasses.replace(context, reduced=view.reduced(call.args[0]))
 
     @jax.jit
-    def one_replica(*items: PyTree) -> list[PyTree]:
-        args, kwargs = treedef.unflatten(items)
+    def one_replica(*given: PyTree) -> list[PyTree]:
+        args, kwargs = treedef.unflatten(given)
         with entered(context):
-            return results.taken_apart(body(*args, **kwargs))
+            return taken_apart.of(body(*args, **kwargs))
 
     def enter_and_run(*blocks: PyTree) -> list[PyTree]:
-        pairs = zip(placed, blocks, strict=True)
+        pairs = zip(items, blocks, strict=True)
         return one_replica(*(item.enter(block) if is_distributed(item) else block for item, block in pairs))
 
-    def over_mesh(fn: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-        return jax.shard_map(fn, mesh=replicas.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-    blocks = [item.tree if is_distributed(item) else item for item in placed]
-    if context.virtual:
-        traced = trace_one(enter_and_run, [one_of(item, replicas) for item in placed], replicas)
-        program = traced.jaxpr
-    else:
-        traced = jax.make_jaxpr(over_mesh(enter_and_run, PartitionSpec()))(*blocks)
-        program = _compat.shard_map_body(traced.jaxpr)
-    inputs = _inputs(placed, names, axes)
+    num_state = len(jax.tree.leaves(call.args[0], is_leaf=is_distributed)) if has_state else 0
+    one = OneReplica(enter_and_run, items, num_state)
+    traced = view.trace(one)
+    program = _compat.open_jaxpr(traced)
+    inputs = _inputs(items, names, context.axes)
     # What `body` closes over of a `jax.jit` around this comes first, and is whole on every device.
     captured = [proof.Input("a captured value", ())] * (len(program.invars) - len(inputs))
-    known = proof.prove(program, captured + inputs, axes)
+    known = proof.prove(program, captured + inputs, context.axes)
     clipping.warn(program)
-    placements = results.place(known)
-
-    def run_and_leave(*blocks: PyTree) -> list[PyTree]:
-        pairs = zip(placements, enter_and_run(*blocks), strict=True)
-        return [placement.leave(value) if placement else value for placement, value in pairs]
-
-    def run_virtual(*blocks: PyTree) -> list[PyTree]:
-        arguments = [taken(item, block, replicas) for item, block in zip(placed, blocks, strict=True)]
-        values = run_in_turn(traced, jax.tree.leaves(arguments, is_leaf=is_rows), replicas)
-        items = results.as_items(values)
-        return [given(placement, item, replicas) for placement, item in zip(placements, items, strict=True)]
-
-    out_specs = [placement.spec(replicas.row_axes) if placement else PartitionSpec() for placement in placements]
-    values = over_mesh(run_virtual if context.virtual else run_and_leave, out_specs)(*blocks)
-    return results.put_together(placements, values), results.proof(placements)
+    placements = taken_apart.place(known)
+    values = view.run(one, traced, Results(taken_apart.trees(), placements))
+    pair = taken_apart.put_together(placements, values)
+    return view.arranged(*pair), taken_apart.proof(placements)
 
 
 class _Results:
@@ -152,7 +133,7 @@ class _Results:
         self._num_state = 0
         self._treedef: Any = None
 
-    def taken_apart(self, pair: tuple[PyTree, PyTree]) -> list[PyTree]:
+    def of(self, pair: tuple[PyTree, PyTree]) -> list[PyTree]:
         items, self._treedef = jax.tree.flatten(pair, is_leaf=is_distributed)
         self._items = [item if is_distributed(item) else None for item in items]
         state, output = pair
@@ -177,10 +158,9 @@ class _Results:
             raise NotMirroredError(_refusal(refused, self._num_state))
         return placements
 
-    def as_items(self, leaves: Sequence[Any]) -> list[PyTree]:
-        """The results, leaf by leaf, as the trees that were taken apart."""
-        left = iter(leaves)
-        return [jax.tree.map(lambda _: next(left), 0 if item is None else item.tree) for item in self._items]
+    def trees(self) -> list[PyTree]:
+        """Each result as a tree of its leaves."""
+        return [0 if item is None else item.tree for item in self._items]
 
     def put_together(self, placements: Sequence[Any], values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         wrapped = [

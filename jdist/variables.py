@@ -8,10 +8,11 @@ from jdist._tree import PyTree
 from jdist.context import ReplicaContext, current, in_replica_function
 from jdist.strategies.current import get_strategy
 from jdist.values.aggregation import VariableAggregation, VariableSynchronization
+from jdist.values.arrays import whole
 from jdist.values.base import is_distributed
 from jdist.values.mirrored import Mirrored
 from jdist.values.per_replica import PerReplica
-from jdist.values.place import put_on_each
+from jdist.values.place import check_there, put_on_each
 from jdist.values.sharded import Sharded
 from jdist.values.sync_on_read import SyncOnRead
 
@@ -60,7 +61,9 @@ def variable(
         return wrapped
     if in_replica_function():
         raise RuntimeError("`jdist.variable` is called in a `merge_call`. Make the value before, in `strategy.init`.")
-    return put_on_each(wrapped, get_strategy().replicas)
+    strategy = get_strategy()
+    check_there(strategy.mesh)
+    return strategy.put(put_on_each(wrapped, strategy.replicas))
 
 
 def trainable(state: PyTree) -> PyTree:
@@ -90,7 +93,7 @@ def read(tree: PyTree) -> PyTree:
     """`tree` with every wrapper read: what the replicas have together, as plain arrays.
 
     So a model is evaluated, or saved, whose parameters drift: `SyncOnRead(MEAN)` gives their mean. A `PerReplica` gives the
-    rows of all replicas.
+    rows of all replicas. What lies in the memory of the host comes to the devices.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -98,7 +101,7 @@ def read(tree: PyTree) -> PyTree:
         >>> {name: x.item() for name, x in jdist.read(state).items()}
         {'step': 7, 'w': 2.0}
     """
-    return jax.tree.map(lambda node: node.read() if is_distributed(node) else node, tree, is_leaf=is_distributed)
+    return jax.tree.map(lambda node: node.read() if is_distributed(node) else whole(node), tree, is_leaf=is_distributed)
 
 
 def _wrapped(

@@ -17,6 +17,7 @@ from jdist.data.rows import kind
 from jdist.data.sharding import AutoShardPolicy, InputContext, Share, check_split, share_of
 from jdist.data.sources import Arrays, Stream
 from jdist.mesh import Replicas
+from jdist.values.place import check_there
 
 _log = logging.getLogger("jdist")
 
@@ -33,12 +34,13 @@ def from_source(
     replicas: Replicas,
 ) -> DistributedDataset:
     """The batches of `source`; the arguments are those of `Strategy.distribute_dataset`."""
+    check_there(replicas.mesh)
     share = share_of(replicas)
 
     def make() -> tuple[DistributedDataset, str]:
         _check_options(batch_size, seed, epochs, remainder, prefetch)
         if batch_size is not None:
-            check_split(batch_size, replicas.size)
+            check_split(batch_size, replicas.num_parts, "devices" if replicas.split else "replicas")
         if isinstance(source, (DistributedDataset, DistributedIterator)):
             raise ValueError(f"The source is a {type(source).__name__} already. Hand in what that was made from.")
         policy = _policy(AutoShardPolicy.of(auto_shard), source, share.num_pipelines)
@@ -59,7 +61,8 @@ def from_function(
     fn: Callable[[InputContext], Any], epochs: int | None, remainder: Remainder, prefetch: int, replicas: Replicas
 ) -> DistributedDataset:
     """The batches of what `fn` makes; the arguments are those of `Strategy.distribute_datasets_from_function`."""
-    share = share_of(replicas)
+    check_there(replicas.mesh)
+    share = share_of(replicas, by_replica=True)
 
     def make() -> tuple[DistributedDataset, str]:
         _check_options(None, 0, epochs, remainder, prefetch)

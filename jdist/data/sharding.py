@@ -73,14 +73,14 @@ class InputContext:
         return global_batch_size // self.num_replicas_in_sync
 
 
-def check_split(size: int, replicas: int) -> None:
-    """Raises ValueError if a batch of `size` examples cannot be split evenly over the replicas."""
-    if size < 1 or size % replicas:
-        down, up = size // replicas * replicas, (size // replicas + 1) * replicas
-        near = f"{down} or {up}" if down > 0 else str(max(up, replicas))
+def check_split(size: int, parts: int, what: str = "replicas") -> None:
+    """Raises ValueError if a batch of `size` examples cannot be split evenly over so many `what`."""
+    if size < 1 or size % parts:
+        down, up = size // parts * parts, (size // parts + 1) * parts
+        near = f"{down} or {up}" if down > 0 else str(max(up, parts))
         raise ValueError(
-            f"A batch of {size} examples cannot be split over {replicas} replicas ({size % replicas} left over). "
-            f"`batch_size` counts the examples of all replicas together: take {near}."
+            f"A batch of {size} examples cannot be split over {parts} {what} ({size % parts} left over). "
+            f"`batch_size` counts the examples of all {what} together: take {near}."
         )
 
 
@@ -101,6 +101,8 @@ class Part(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Share:
     """Which part of each global batch a process holds: that of its replicas. Replica i has the i-th of equal blocks of rows.
+
+    Where one replica spans devices, the devices that share its batch stand for replicas here.
 
     Attributes:
         replicas: The replicas of this process, in ascending order.
@@ -131,9 +133,11 @@ class Share:
         return [Part(self.pipeline, here, np.arange(here))]
 
 
-def share_of(replicas: Replicas) -> Share:
-    """The share of this process in what feeds the replicas."""
+def share_of(replicas: Replicas, by_replica: bool = False) -> Share:
+    """The share of this process in what feeds the replicas; `by_replica`: if it is read a replica's batch at a time."""
     processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
     here = jax.process_index()
     number = processes.index(here) if here in processes else 0
-    return Share(tuple(replicas.local), replicas.size, number, len(processes))
+    if by_replica and replicas.split and len(processes) == 1:
+        return Share((0,), 1)
+    return Share(replicas.local_parts, replicas.num_parts, number, len(processes))

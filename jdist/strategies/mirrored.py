@@ -5,9 +5,11 @@ from typing import final
 
 import jax
 
-from jdist.cross_device_ops import CommunicationOptions, CrossDeviceOps
-from jdist.mesh import replica_mesh
+from jdist.cross_device_ops import CommunicationOptions, CrossDeviceOps, ways
+from jdist.mesh import Replicas, replica_mesh
 from jdist.strategies.base import Strategy
+from jdist.views.replica import ReplicaView
+from jdist.views.virtual import VirtualView
 
 
 @final
@@ -43,4 +45,7 @@ class MirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         virtual_replicas: int | None = None,
     ):
-        super().__init__(replica_mesh(devices), cross_device_ops, communication_options, virtual_replicas)
+        mesh, virtual = replica_mesh(devices), virtual_replicas is not None
+        mesh, ops, options = ways(mesh, cross_device_ops, communication_options, virtual)
+        replicas = Replicas.on(mesh, virtual_replicas)
+        super().__init__(VirtualView(replicas) if replicas.virtual else ReplicaView(replicas), ops, options)

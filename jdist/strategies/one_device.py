@@ -4,8 +4,9 @@ from typing import final
 
 import jax
 
-from jdist.mesh import replica_mesh
+from jdist.mesh import Replicas, replica_mesh
 from jdist.strategies.base import Strategy
+from jdist.views.replica import ReplicaView
 
 
 @final
@@ -27,4 +28,4 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: jax.Device | str):
-        super().__init__(replica_mesh([device]))
+        super().__init__(ReplicaView(Replicas.on(replica_mesh([device]))))

@@ -6,22 +6,22 @@ again in terms of the caller's values, and on the CPU the call is waited for (`j
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Sharding
 
 from jdist import _compat, notes, precision
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.context import ReplicaContext, in_replica_function
 from jdist.flight import is_bounded, land
-from jdist.mesh import Replicas
 from jdist.precision import Precision
 from jdist.replicate import Call, Proof, replicated
 from jdist.state import kept_in_place, settled, split_result
-from jdist.values.arrays import is_placed
-from jdist.values.place import check_place
+from jdist.values.arrays import check_array, is_placed
+from jdist.values.place import check_place, check_there
+from jdist.views.base import View
 
 Traced: TypeAlias = tuple[tuple[PyTree, PyTree], Proof]  # state and outputs, and what was proved of them
 
@@ -37,7 +37,7 @@ class Program:
         call: From the arguments of the program to the call of the user's function that they make.
         trace: What `jax.jit` traces of it: gives the pair `(state, outputs)` and its proof.
         name: What profiles call it.
-        mesh: The devices.
+        view: How it runs on the devices.
         donates: Whether the first argument is a state, whose memory the new state takes over.
     """
 
@@ -46,7 +46,7 @@ class Program:
         call: Callable[..., Call],
         trace: Callable[[Call], Traced],
         name: str,
-        mesh: Mesh,
+        view: View,
         donates: bool = False,
     ):
         proofs: list[Proof] = []
@@ -59,10 +59,12 @@ class Program:
         traced.__name__ = name
         self._proofs = proofs
         self._call_of = call
-        self._mesh = mesh
+        self.view = view
         self._donates = donates
         self._compiled = jax.jit(traced, donate_argnums=(0,) if donates else ())
-        self._launch = self._launch_and_land if is_bounded(mesh) else self._compiled
+        self._launch = self._launch_and_land if is_bounded(view.replicas.mesh) else self._compiled
+        if view.home is not None:
+            self._launch = functools.partial(self._fetch_and_store, self._launch)
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         """`(state, outputs)` of the replica function, as the host sees them."""
@@ -73,13 +75,17 @@ class Program:
             )
         try:
             return self._launch(*args)
-        except (ValueError, RuntimeError):
+        except (ValueError, RuntimeError, AttributeError):
+            check_there(self.view.replicas.mesh)
             self._check_arguments(args)
             raise
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """The program for arguments of these shapes, to be compiled and looked at: `lower(...).compile().as_text()`."""
-        return self._compiled.lower(*args)
+        state, inputs = args[: self._donates], args[self._donates :]
+        where = self.view.shardings if self.view.home is None else self.view.inputs
+        shardings = where(state[0]) if self._donates else []
+        return self._compiled.lower(*_shapes(args, [*shardings, *self.view.inputs(inputs)]))
 
     @property
     def proof(self) -> Proof:
@@ -98,6 +104,15 @@ class Program:
         pair = self._compiled(*args)
         land(pair)
         return pair
+
+    def _fetch_and_store(self, launch: Callable[..., tuple[PyTree, PyTree]], *args: PyTree) -> tuple[PyTree, PyTree]:
+        if self._donates:
+            self._check_memory(args)
+        state, outputs = launch(*self.view.fetched(args))
+        for leaf in jax.tree.leaves(args[: self._donates]):
+            if is_placed(leaf) and not leaf.is_deleted():
+                leaf.delete()
+        return self.view.stored(state), outputs
 
     def _check_memory(self, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError if the memory of the state was given away before, or would be given away twice."""
@@ -118,8 +133,18 @@ class Program:
                 raise ValueError(
                     f"{name} is {spec(leaf)} no longer: its memory was given to a step, or freed by `delete`."
                 )
-            if is_placed(leaf) and leaf.committed:
-                check_place(name, leaf, self._mesh)
+            if is_placed(leaf) and leaf.committed and leaf.sharding != self.view.home:
+                check_place(name, leaf, self.view.replicas.mesh)
+
+
+def _shapes(args: tuple[PyTree, ...], shardings: Sequence[Sharding]) -> tuple[PyTree, ...]:
+    leaves, treedef = jax.tree.flatten(args)
+    for name, leaf in named_leaves("args", args):
+        if not isinstance(leaf, jax.ShapeDtypeStruct):
+            check_array(name, leaf)
+    avals = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves]
+    pairs = zip(avals, shardings, strict=True)
+    return treedef.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in pairs])
 
 
 def _check_state(state: PyTree, inputs: tuple[PyTree, ...]) -> None:
@@ -146,17 +171,17 @@ _GIVEN_ONCE = (
 )
 
 
-def run_program(fn: Callable[[], Callable[..., PyTree]], replicas: Replicas, context: ReplicaContext) -> Program:
+def run_program(fn: Callable[[], Callable[..., PyTree]], view: View, context: ReplicaContext) -> Program:
     """What `Strategy.run` calls: from positional and named arguments to the outputs of `fn()`, which it does not keep alive."""
     _require_function(fn())
 
     def trace(call: Call) -> Traced:
-        return replicated(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), replicas, context)
+        return replicated(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), view, context)
 
-    return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _name(fn()), replicas.mesh)
+    return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _name(fn()), view)
 
 
-def init_program(fn: Callable[[], Callable[..., PyTree]], replicas: Replicas, context: ReplicaContext) -> Program:
+def init_program(fn: Callable[[], Callable[..., PyTree]], view: View, context: ReplicaContext) -> Program:
     """What `Strategy.init` calls: from its arguments to the state that `fn()` makes."""
     _require_function(fn())
 
@@ -166,13 +191,13 @@ def init_program(fn: Callable[[], Callable[..., PyTree]], replicas: Replicas, co
                 state = call.fn(*args)
             return settled(notes.placed(state, partials)), ()
 
-        return replicated(call, body, replicas, context)
+        return replicated(call, body, view, context)
 
-    return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), replicas.mesh)
+    return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), view)
 
 
 def step_program(
-    fn: Callable[..., tuple[PyTree, PyTree]], dtypes: Precision | None, replicas: Replicas, context: ReplicaContext
+    fn: Callable[..., tuple[PyTree, PyTree]], dtypes: Precision | None, view: View, context: ReplicaContext
 ) -> Program:
     """What `Strategy.step` returns: from state and inputs to new state and outputs."""
     _require_function(fn)
@@ -186,12 +211,12 @@ def step_program(
                 after, outputs = split_result(fn(jax.tree.map(lambda x: x, before), *inputs))
             return kept_in_place(call.args[0], before, notes.landed(before, after, landings)), outputs
 
-        return replicated(call, body, replicas, context)
+        return replicated(call, body, view, context, has_state=True)
 
     def call(state: PyTree, *inputs: PyTree) -> Call:
         return Call(fn, (state, *inputs), {})
 
-    program = Program(call, trace, _name(fn), replicas.mesh, donates=True)
+    program = Program(call, trace, _name(fn), view, donates=True)
     functools.update_wrapper(program, fn, updated=())
     return program
 

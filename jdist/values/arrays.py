@@ -15,9 +15,10 @@ import numpy as np
 from jax import core, lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from jdist import _compat
 from jdist._tree import spec
 from jdist.flight import is_bounded, land
-from jdist.mesh import Replicas, local_replicas
+from jdist.mesh import HOST_MEMORY, Replicas, local_replicas, mirrored_sharding, spans_devices
 from jdist.reduce_op import ReduceOp
 
 Shape: TypeAlias = tuple[int, ...]
@@ -48,11 +49,18 @@ def mesh_of(leaf: jax.Array) -> Mesh:
     return leaf.sharding.mesh
 
 
+def num_replicas_on(mesh: Mesh) -> int:
+    """How many replicas hold a value that lies on `mesh`, if each device holds at most one."""
+    return 1 if spans_devices(mesh) else mesh.size
+
+
 def place(x: Any, sharding: Sharding) -> jax.Array:
     """A copy of `x` that lies as `sharding` says: a step takes over the memory of its state, and `x` is the caller's."""
-    if isinstance(x, core.Tracer):
+    if isinstance(x, core.Tracer) or _compat.is_tracing():
         return x
     if isinstance(x, jax.Array) and (sharding.is_fully_addressable or not x.is_fully_addressable):
+        if x.sharding.memory_kind != sharding.memory_kind and isinstance(x.sharding, NamedSharding):
+            x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind or "device"))
         return jax.device_put(x.copy(), sharding)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = place(np.asarray(jax.random.key_data(x)), sharding)
@@ -63,15 +71,27 @@ def place(x: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def whole(x: jax.Array) -> jax.Array:
+    """`x` whole on every device that a replica has to itself, wherever parts of it may lie."""
+    if not is_on_mesh(x) or spans_devices(mesh_of(x)):
+        return x
+    everywhere = mirrored_sharding(mesh_of(x))
+    return x if x.is_fully_replicated and x.sharding.memory_kind != HOST_MEMORY else jax.device_put(x, everywhere)
+
+
 def local_shards(x: jax.Array) -> list[jax.Array]:
-    """What each device of this process holds of an array on a mesh, in the order of the replicas."""
+    """What each replica of this process holds of an array on a mesh, in the order of the replicas."""
+    if spans_devices(mesh_of(x)):
+        return [x]
     held = {shard.device: shard.data for shard in x.addressable_shards}
     return [held[device] for device in local_replicas(mesh_of(x)).values()]
 
 
 def local_rows(x: Any, shapes: Shapes | None = None) -> list[Any]:
     """The rows that this process holds, in the order of the replicas, each `[...]` of its true shape."""
-    if is_on_mesh(x):
+    if is_on_mesh(x) and spans_devices(mesh_of(x)):
+        numbers, rows = [0], [_first(x, None)]
+    elif is_on_mesh(x):
         numbers = Replicas(mesh_of(x), len(x)).local
         held = {shard.device: (shard.index[0].start or 0, shard.data) for shard in x.addressable_shards}
         rows = [_row(*held[device], number) for number, device in numbers.items()]

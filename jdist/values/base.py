@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.values.arrays import check_array, is_on_mesh, mesh_of
+from jdist.values.arrays import check_array, is_on_mesh, mesh_of, num_replicas_on
 
 
 class DistributedValues(abc.ABC):
@@ -141,7 +141,7 @@ class DistributedValues(abc.ABC):
         return jax.tree.unflatten(jax.tree.structure(self.tree), new)
 
     def _num_replicas(self, leaf: jax.Array) -> int:
-        return len(leaf) if self.stacked else mesh_of(leaf).size
+        return len(leaf) if self.stacked else num_replicas_on(mesh_of(leaf))
 
     def __repr__(self) -> str:
         _, *options = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree
 from jdist.values.aggregation import VariableAggregation, aggregated
-from jdist.values.arrays import is_on_mesh, is_placed, local_shards, place, repeat
+from jdist.values.arrays import is_on_mesh, is_placed, local_shards, place, repeat, whole
 from jdist.values.base import DistributedValues, fitted
 
 
@@ -72,17 +72,22 @@ class Mirrored(DistributedValues):
         leaves, treedef = jax.tree.flatten(self.tree)
         if not leaves or not all(map(is_on_mesh, leaves)):
             return (self.tree,)
-        return tuple(treedef.unflatten(copies) for copies in zip(*map(local_shards, leaves), strict=True))
+        shards = map(local_shards, map(whole, leaves))
+        return tuple(treedef.unflatten(copies) for copies in zip(*shards, strict=True))
 
     def read(self) -> PyTree:
-        """The arrays."""
-        return self.tree
+        """The arrays, on the devices if they lie in another memory."""
+        leaves, treedef = jax.tree.flatten(self.tree)
+        there = list(map(whole, leaves))
+        alike = all(one is other for one, other in zip(leaves, there, strict=True))
+        return self.tree if alike else treedef.unflatten(there)
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "Mirrored":
         """`fn` of the tree, on every device."""
-        leaves = jax.tree.leaves(self.tree)
+        tree = jax.tree.map(whole, self.tree)
+        leaves = jax.tree.leaves(tree)
         where = leaves[0].sharding if leaves and is_placed(leaves[0]) else None
-        return self.with_tree(jax.jit(fn, out_shardings=where)(self.tree))
+        return self.with_tree(jax.jit(fn, out_shardings=where)(tree))
 
     def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """One value for all, or the aggregation of each replica's own."""

@@ -11,8 +11,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree, spec
-from jdist.mesh import mirrored_sharding
-from jdist.values.arrays import Shapes, is_placed, local_rows, mesh_of, place, repeat
+from jdist.mesh import mirrored_sharding, spans_devices
+from jdist.values.arrays import Shapes, is_on_mesh, is_placed, local_rows, mesh_of, place, repeat
 from jdist.values.base import DistributedValues, Text, fitted
 
 
@@ -177,7 +177,9 @@ def map_rows(fn: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
     leaves = jax.tree.leaves(rows)
     if not leaves:
         return fn(rows)
-    return jax.jit(jax.vmap(fn), out_shardings=leaves[0].sharding if is_placed(leaves[0]) else None)(rows)
+    where = leaves[0].sharding if is_on_mesh(leaves[0]) and not spans_devices(mesh_of(leaves[0])) else None
+    # An argument that is not used would not say on which devices to compute.
+    return jax.jit(jax.vmap(fn), out_shardings=where, keep_unused=True)(rows)
 
 
 def incoming_rows(name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:

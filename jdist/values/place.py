@@ -1,15 +1,18 @@
 """How trees come to lie on a mesh, and whether they do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax import core
+from jax.sharding import Mesh, NamedSharding, Sharding
 
+from jdist import _compat
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.mesh import Replicas
+from jdist.topology import is_described
 from jdist.values.aggregation import VariableAggregation
 from jdist.values.arrays import Shape, Shapes, check_array, place, repeat
 from jdist.values.base import DistributedValues, is_distributed
@@ -68,32 +71,49 @@ def check_place(name: str, array: jax.Array, mesh: Mesh) -> None:
         )
 
 
-def put(tree: PyTree, replicas: Replicas) -> PyTree:
-    """`tree` with every plain leaf on all devices of the replicas, and every wrapper as its class says.
+def check_there(mesh: Mesh) -> None:
+    """Raises RuntimeError if the devices are described, and not there."""
+    if is_described(mesh.devices.flat[0]):
+        raise RuntimeError(
+            f"The {mesh.size} devices of this strategy ({mesh.devices.flat[0].device_kind}) are described by a topology, and "
+            "not there: it compiles programs for them (`strategy.compile(step, state_shapes, batch_shapes)`), and runs none. "
+            "To run, make a strategy for devices that are there: `jdist.auto_strategy()`."
+        )
+
+
+def put(tree: PyTree, replicas: Replicas, shardings: Callable[[PyTree], Sequence[Sharding]]) -> PyTree:
+    """`tree` on the devices of the replicas, each leaf as `shardings` of the tree says.
 
     A `SyncOnRead` of another number of replicas is read, and shared out anew.
 
     Raises:
         ValueError: A wrapper does not fit the replicas; or the processes hand in different values.
     """
-    check_same([(name, spec(leaf), leaf) for name, leaf in named_leaves("value", tree)], replicas)
+    leaves = named_leaves("value", tree)
+    if leaves and not _compat.is_tracing() and not any(isinstance(leaf, core.Tracer) for _, leaf in leaves):
+        check_there(replicas.mesh)
+        check_same([(name, spec(leaf), leaf) for name, leaf in leaves], replicas)
 
-    def one(path: Any, node: Any) -> Any:
-        if not is_distributed(node):
-            return place(node, replicas.whole)
-        node = node.over(replicas.size)
+    def fitting(path: Any, node: Any) -> Any:
+        node = node.over(replicas.size) if is_distributed(node) else node
         check_fit("value" + jax.tree_util.keystr(path), node, replicas)
-        sharding = NamedSharding(replicas.mesh, node.spec(replicas.row_axes))
-        return node.with_tree(jax.tree.map(lambda x: place(x, sharding), node.tree))
+        return node
 
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_distributed)
+    fit = jax.tree_util.tree_map_with_path(fitting, tree, is_leaf=is_distributed)
+    leaves, treedef = jax.tree.flatten(fit)
+    return treedef.unflatten(map(place, leaves, shardings(fit)))
+
+
+def put_whole(tree: PyTree, replicas: Replicas) -> PyTree:
+    """`tree` with every leaf whole on all devices of the replicas."""
+    return put(tree, replicas, lambda tree: [replicas.whole for _ in jax.tree.leaves(tree)])
 
 
 def put_on_each(node: PyTree, replicas: Replicas) -> PyTree:
     """A value as a replica function would write it, the same on every replica, on their devices."""
     check_single("value", node)
     if not isinstance(node, DistributedValues) or node.agrees:
-        return put(node, replicas)
+        return put_whole(node, replicas)
     whole = jax.tree.map(lambda x: repeat(place(x, replicas.whole), replicas.size, replicas.rows), node.tree)
     return node.with_tree(whole)
 
@@ -104,6 +124,7 @@ def put_rows(trees: Sequence[PyTree], replicas: Replicas) -> PerReplica:
     Raises:
         ValueError: The trees differ in structure, or a leaf in rank or dtype; the message names replica and leaf.
     """
+    check_there(replicas.mesh)
     problem = _problem(trees, list(replicas.local))
     # All processes compare before one of them raises, or the others would wait for it.
     kinds = [] if problem else [(name, _kind(leaf), None) for name, leaf in named_leaves("value", trees[0])]

@@ -17,6 +17,7 @@ from jdist.values.arrays import place
 
 def check_same(leaves: Sequence[tuple[str, str, Any]], replicas: Replicas) -> None:
     """Raises ValueError, on every process, if the processes hand in different names, kinds or values."""
+    replicas = Replicas(replicas.mesh, replicas.mesh.size) if replicas.split else replicas
     here = len(replicas.local)
     if here == replicas.size:
         return
@@ -45,7 +46,8 @@ def exchanged(arrays: Sequence[Any], replicas: Replicas) -> Sequence[Any]:
 def put_each(arrays: Sequence[Any], replicas: Replicas) -> jax.Array:
     """Rows of one array for each replica of this process."""
     if not replicas.row_axes:
-        return place(jnp.stack(arrays), replicas.rows)
+        rows = jnp.stack(arrays)
+        return place(rows, replicas.batch(rows.shape))
     each, devices = replicas.each, list(replicas.local.values())[:: replicas.each]
     blocks = [arrays[i][None] if each == 1 else jnp.stack(arrays[i : i + each]) for i in range(0, len(arrays), each)]
     placed = [jax.device_put(block, device) for block, device in zip(blocks, devices, strict=True)]

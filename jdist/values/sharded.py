@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist._tree import PyTree, named_leaves, spec
+from jdist.mesh import spans_devices
 from jdist.values.arrays import is_on_mesh, local_shards, place
 from jdist.values.base import DistributedValues, fitted
 
@@ -87,6 +88,8 @@ class Sharded(DistributedValues):
             ValueError: It lies on no strategy's devices yet.
         """
         where = jax.tree.leaves(self._placed())[0].sharding
+        if spans_devices(where.mesh):
+            return Sharded(jax.jit(fn)(self.tree))
         over_mesh = jax.shard_map(fn, mesh=where.mesh, in_specs=where.spec, out_specs=where.spec, check_vma=False)
         return Sharded(jax.jit(over_mesh)(self.tree))
 

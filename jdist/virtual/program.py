@@ -24,15 +24,8 @@ from jax import lax
 
 from jdist import _compat, proof
 from jdist._compat import Equation, Jaxpr, Literal
-from jdist._tree import PyTree
 from jdist.mesh import Replicas
 from jdist.virtual.values import Rows, Value, folded, gathered, ids, is_rows, rows_of, written, zeros
-
-
-def trace_one(fn: Callable[..., PyTree], arguments: Sequence[PyTree], replicas: Replicas) -> Any:
-    """The closed program of one replica, for arguments of these shapes as it sees them."""
-    (axis,) = replicas.mesh.axis_names
-    return jax.make_jaxpr(fn, axis_env=[(axis, replicas.size)])(*arguments)
 
 
 def run_in_turn(program: Any, arguments: Sequence[Value], replicas: Replicas) -> list[Value]:

@@ -1,0 +1,34 @@
+"""`VirtualView`: replicas whose number does not depend on the devices, each device running some of them in turn."""
+
+from typing import Any, final
+
+import jax
+
+from jdist._tree import PyTree
+from jdist.views.base import OneReplica, Results, View
+from jdist.views.replica import over_mesh, specs_of
+from jdist.virtual.program import run_in_turn
+from jdist.virtual.values import given, is_rows, one_of, taken
+
+
+@final
+class VirtualView(View):
+    """Every device runs the program of one replica once for each of its own."""
+
+    def trace(self, one: OneReplica) -> Any:
+        """See `View.trace`."""
+        (axis,) = self.replicas.axes
+        shapes = [one_of(item, self.replicas) for item in one.items]
+        return jax.make_jaxpr(one.fn, axis_env=[(axis, self.replicas.size)])(*shapes)
+
+    def run(self, one: OneReplica, program: Any, results: Results) -> list[PyTree]:
+        """See `View.run`."""
+
+        def run(*blocks: PyTree) -> list[PyTree]:
+            pairs = zip(one.items, blocks, strict=True)
+            arguments = [taken(item, block, self.replicas) for item, block in pairs]
+            values = run_in_turn(program, jax.tree.leaves(arguments, is_leaf=is_rows), self.replicas)
+            pairs = zip(results.placements, results.as_trees(values), strict=True)
+            return [given(placement, tree, self.replicas) for placement, tree in pairs]
+
+        return over_mesh(run, self.replicas, one.items, specs_of(results.placements, self.replicas))(*one.blocks)
