@@ -47,6 +47,7 @@ def _table(*arguments):
     return table, done.stdout
 
 
+@pytest.mark.slow
 def test_policies_prints_what_the_programs_of_those_asked_for_send():
     table, printed = _table("--steps", "2", "--replicas", "2", "--policy", "mean", "int8", "local_sgd(8)")
     assert list(table) == ["mean", "int8", "local_sgd(8)"]

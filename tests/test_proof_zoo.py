@@ -64,7 +64,12 @@ def test_proof_of_unreduced_program_names_leaf_and_line(program):
         _trace(step, program)
 
 
-@pytest.mark.parametrize("model", RUNNING)
+LONG = ("gru", "transformer_scanned")
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, marks=pytest.mark.slow if model in LONG else ()) for model in RUNNING]
+)
 def test_mirrored_leaf_of_running_program_is_bit_equal_on_all_devices(model):
     program = zoo.program(model, "adamw")
     step = _strategy().step(program.step)

@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, rows
+from laws import STRATEGIES, assert_in_step, homes, rows
 
 few = hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
@@ -132,9 +132,9 @@ def test_local_results_are_what_each_replica_holds(strategy):
     value = {"own": x, "all": strategy.put(np.arange(3)), "host": 7}
     found = strategy.local_results(value)
     assert len(found) == strategy.num_replicas_in_sync
-    for one, row, device in zip(found, np.asarray(x.tree), strategy.mesh.devices.flat, strict=True):
+    for one, row, home in zip(found, np.asarray(x.tree), homes(strategy), strict=True):
         chex.assert_trees_all_equal(one, {"own": row, "all": np.arange(3), "host": 7})
-        assert one["own"].devices() == one["all"].devices() == {device}
+        assert one["own"].devices() == one["all"].devices() == home
 
 
 @every_strategy
@@ -425,9 +425,9 @@ def test_questions_about_a_wrapper_are_about_what_each_replica_holds(kind, strat
     np.testing.assert_array_equal(joined["x"], whole.ravel())
     assert_in_step(joined)
     found = strategy.local_results(value)
-    for one, row, device in zip(found, whole, strategy.mesh.devices.flat, strict=True):
+    for one, row, home in zip(found, whole, homes(strategy), strict=True):
         chex.assert_trees_all_equal(one, {"x": row, "none": None})
-        assert one["x"].devices() == {device}
+        assert one["x"].devices() == home
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "complex64"])

@@ -14,7 +14,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES
+from laws import STRATEGIES, homes
 
 
 class Batched:
@@ -298,11 +298,11 @@ def test_ds34_batch_that_cannot_be_split_evenly_is_refused():
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_ds35_each_part_lies_on_the_device_of_its_replica(prefetch, strategy):
-    n = strategy.num_replicas_in_sync
+    n = strategy.mesh.size
     for source in _both(np.arange(2 * n), n):
         for batch, weights in strategy.distribute_dataset(*source, remainder="pad", prefetch=prefetch):
             for tree in (batch, weights):
-                assert [part.devices() for part in tree.values] == [{d} for d in strategy.mesh.devices.flat]
+                assert [part.devices() for part in tree.values] == homes(strategy)
 
 
 def test_position_takes_the_place_of_skipping(two):

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.mesh import Replicas, mirrored_sharding
+from jdist.mesh import Replicas, mirrored_sharding, replica_mesh
 from jdist.reduce_op import ReduceOp
 from jdist.values import arrays
 
 from laws import STRATEGIES
 
 
-@pytest.fixture
-def mesh(strategy):
-    return strategy.mesh
+@pytest.fixture(params=[1, 2, 3, 8])
+def mesh(request):
+    return replica_mesh(jax.devices()[: request.param])
 
 
 def test_array_is_placed_unless_it_is_on_the_host_or_traced():

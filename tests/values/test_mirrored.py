@@ -8,7 +8,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, rows
+from laws import STRATEGIES, assert_in_step, homes, rows
 
 TREE = {"a": np.float32([1, 2]), "b": (np.int32(3), None)}
 
@@ -16,9 +16,9 @@ TREE = {"a": np.float32([1, 2]), "b": (np.int32(3), None)}
 def test_values_are_one_copy_a_replica_on_its_own_device(strategy):
     parts = strategy.put(jdist.Mirrored(TREE)).values
     assert len(parts) == strategy.num_replicas_in_sync
-    for part, device in zip(parts, strategy.mesh.devices.flat, strict=True):
+    for part, home in zip(parts, homes(strategy), strict=True):
         chex.assert_trees_all_equal(part, TREE)
-        assert {device} == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
+        assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
 
 
 def test_values_of_what_lies_nowhere_are_the_value():

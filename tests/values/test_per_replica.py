@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, rows
+from laws import STRATEGIES, homes, rows
 
 
 def test_repr_of_tree_of_keys_and_nothing_says_specs():
@@ -23,9 +23,9 @@ def test_values_of_per_replica_are_rows_on_their_own_devices(strategy):
     tree = {"a": np.arange(n * 2).reshape(n, 2), "b": (np.arange(n), None)}
     parts = strategy.put(jdist.PerReplica(tree)).values
     assert len(parts) == n
-    for number, (part, device) in enumerate(zip(parts, strategy.mesh.devices.flat, strict=True)):
+    for number, (part, home) in enumerate(zip(parts, homes(strategy), strict=True)):
         chex.assert_trees_all_equal(part, jax.tree.map(lambda x, i=number: x[i], tree))
-        assert {device} == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
+        assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
 
 
 def test_values_of_per_replica_keys_are_keys(strategy):

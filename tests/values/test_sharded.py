@@ -8,7 +8,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, rows
+from laws import STRATEGIES, homes, rows
 
 
 def _table(strategy, columns=2):
@@ -21,9 +21,9 @@ def test_values_are_the_parts_in_order_on_their_own_devices(strategy):
     parts = strategy.put(jdist.Sharded({"x": x, "ids": np.arange(n), "none": None})).values
     assert len(parts) == n
     np.testing.assert_array_equal(np.concatenate([part["x"] for part in parts]), x)
-    for number, (part, device) in enumerate(zip(parts, strategy.mesh.devices.flat, strict=True)):
+    for number, (part, home) in enumerate(zip(parts, homes(strategy), strict=True)):
         assert part["ids"].tolist() == [number]
-        assert {device} == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
+        assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
 
 
 def test_read_is_the_whole_array(strategy):

@@ -8,7 +8,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, assert_in_step, rows
+from laws import STRATEGIES, assert_in_step, homes, rows
 
 NUMPY = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x, axis: x[0]}
 
@@ -18,9 +18,9 @@ def test_values_are_partial_and_on_their_own_devices(strategy):
     tree = {"a": np.arange(n * 2).reshape(n, 2), "b": (np.arange(n), None)}
     parts = strategy.put(jdist.SyncOnRead(tree, "sum")).values
     assert len(parts) == n
-    for number, (part, device) in enumerate(zip(parts, strategy.mesh.devices.flat, strict=True)):
+    for number, (part, home) in enumerate(zip(parts, homes(strategy), strict=True)):
         chex.assert_trees_all_equal(part, jax.tree.map(lambda x, i=number: x[i], tree))
-        assert {device} == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
+        assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
 
 
 @pytest.mark.parametrize("aggregation", NUMPY)

@@ -129,7 +129,10 @@ def test_parameters_after_100_steps_are_the_same_bits_on_any_number_of_devices(m
     assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])  # it has learned
 
 
-@pytest.mark.parametrize("model, optimizer, devices", [("cnn", "adamw", 3), ("mlp", "muon", 8), ("rnn", "sgd", 4)])
+FEW = [("cnn", "adamw", 3), ("mlp", "muon", 8), pytest.param("rnn", "sgd", 4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("model, optimizer, devices", FEW)
 def test_parameters_after_a_few_steps_are_the_same_bits_as_on_one_device(model, optimizer, devices):
     (one, first), (many, losses) = after(8, model, optimizer, 1), after(8, model, optimizer, devices)
     assert first == losses
