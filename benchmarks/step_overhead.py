@@ -4,8 +4,9 @@
 
 Cases: `tiny` (a step of a few microseconds, so that what is left is the call), `mlp` and `transformer` (a block with its
 loss and AdamW). Peers: `shard_map` (`jax.jit(jax.shard_map(...))`), `jit` (`jax.jit` over `NamedSharding`s) and `pmap`. `run`
-is `strategy.run` against the same `shard_map`. The state is donated by all of them; on the CPU all wait for each step, and
-jdist is told to use the collectives of its peers, each leaf alone: what it does by itself is measured by `train_step.py`.
+is `strategy.run` against the same `shard_map`, and `sharded step` that of `ShardedStrategy("all")` against `jit` with the same
+placements. The state is donated by all of them; on the CPU all wait for each step, and jdist is told to use the collectives
+of its peers, each leaf alone: what it does by itself is measured by `train_step.py`.
 """
 
 import functools
@@ -26,7 +27,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jdist
 
@@ -156,6 +157,23 @@ def run_candidates(make, steps):
     }
 
 
+def sharded_candidates(make, steps):
+    """The state split over the devices, under "all": the same placements, by jdist and by `jax.jit` with shardings."""
+    mesh = Mesh(np.array(DEVICES), ("data",))
+    strategy = jdist.ShardedStrategy("all", mesh)
+    state, step, batch = make(functools.partial(jdist.all_reduce, "mean"))
+    _, step_by_hand, _ = make(lambda tree: tree)
+    placed = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))
+    where = jax.tree.map(lambda x: x.sharding, strategy.put(state))
+    by_hand = jax.jit(step_by_hand, donate_argnums=0, out_shardings=(where, NamedSharding(mesh, PartitionSpec())))
+    return {
+        "jdist": loop(
+            strategy.step(step), strategy.put(state), jdist.PerReplica(jax.tree.map(lambda x: x[None], placed)), steps
+        ),
+        "jit": loop(by_hand, strategy.put(state), placed, steps),
+    }
+
+
 def main():
     sidebyside.versions(args.json)
     count = 7 if args.quick else 41
@@ -164,6 +182,8 @@ def main():
             case = f"{name}, {len(DEVICES)} devices"
             sidebyside.report(f"step, {case}", sidebyside.rounds(candidates(make, steps), count), args.json, steps)
             sidebyside.report(f"run, {case}", sidebyside.rounds(run_candidates(make, steps), count), args.json, steps)
+            taken = sidebyside.rounds(sharded_candidates(make, steps), count)
+            sidebyside.report(f"sharded step, {case}", taken, args.json, steps)
 
 
 if __name__ == "__main__":
