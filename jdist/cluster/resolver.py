@@ -16,7 +16,7 @@ class ClusterResolver(Protocol):
 
     @property
     def coordinator_address(self) -> str:
-        """Where process 0 listens, `"host:port"`: the same on every process."""
+        """Host and port where process 0 listens, the same on every process."""
         ...
 
     @property
