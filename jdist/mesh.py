@@ -32,6 +32,12 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None) -> Mesh:
         >>> dict(replica_mesh(["cpu:0", "cpu:1"]).shape)
         {'replica': 2}
     """
+    if isinstance(devices, Mesh):
+        raise TypeError(
+            f"`devices` is a list of devices, got a mesh with the axes {', '.join(map(repr, devices.axis_names))}. Here every "
+            "device has a replica, with all of the state, so there is no model axis: hand in `list(mesh.devices.flat)`. To "
+            "split the state, `jdist.ShardedStrategy(mesh=mesh, model_axis=...)`."
+        )
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
         instead = f"[{str(devices)!r}]" if isinstance(devices, (str, jax.Device)) else "`jax.devices()[:n]`"
         raise TypeError(f"`devices` is a list of devices, got {devices!r}; write {instead}.")

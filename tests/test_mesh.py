@@ -3,8 +3,9 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import jdist
 from jdist import mesh as meshes
@@ -70,6 +71,14 @@ def test_mesh_of_wrong_devices_is_refused(devices, error, says):
 def test_mesh_of_one_bare_device_is_refused():
     with pytest.raises(TypeError, match=r"list of devices, got .*; write \["):
         jdist.MirroredStrategy(jax.devices()[0])
+
+
+@pytest.mark.parametrize("strategy", [jdist.MirroredStrategy, jdist.CentralStorageStrategy])
+def test_mesh_with_a_model_axis_is_for_another_strategy(strategy):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    says = r"got a mesh with the axes 'data', 'model'.*no model axis.*`jdist\.ShardedStrategy\(mesh=mesh, model_axis=\.\.\.\)`"
+    with pytest.raises(TypeError, match=says):
+        strategy(mesh)
 
 
 def test_mesh_of_two_platforms_is_refused():
