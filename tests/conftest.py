@@ -10,7 +10,7 @@ import pytest
 from laws import STRATEGIES
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=[name for name in STRATEGIES if name != "mirrored_1"])  # which is as `one_device`, elsewhere
 def strategy(request):
     """Each strategy of the table in turn."""
     return STRATEGIES[request.param]()

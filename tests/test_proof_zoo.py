@@ -64,7 +64,7 @@ def test_proof_of_unreduced_program_names_leaf_and_line(program):
         _trace(step, program)
 
 
-LONG = ("gru", "transformer_scanned")
+LONG = ("gru", "lstm", "transformer_scanned")
 
 
 @pytest.mark.parametrize(

@@ -665,6 +665,7 @@ def test_another_number_of_replicas_goes_on_from_the_average():
     np.testing.assert_allclose(held, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_diloco_with_a_residual_goes_on_with_another_number_of_replicas():
     replicas = 3
     two, others = mirrored(2), mirrored(replicas)

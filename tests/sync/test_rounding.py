@@ -135,6 +135,7 @@ def test_int8_of_what_is_not_finite_does_not_hide_it(bad, two):
     assert np.isfinite(found[16:]).all()  # other blocks have nothing to do with it
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_is_right_on_average_and_another_one_at_each_step(two):
     tx = sync.int8(rounding="stochastic", block_size=64)
     grads = rows(two, 64)

@@ -129,7 +129,8 @@ def test_parameters_after_100_steps_are_the_same_bits_on_any_number_of_devices(m
     assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])  # it has learned
 
 
-FEW = [("cnn", "adamw", 3), ("mlp", "muon", 8), pytest.param("rnn", "sgd", 4, marks=pytest.mark.slow)]
+LONG = [("cnn", "adamw", 3), ("rnn", "sgd", 4)]
+FEW = [("mlp", "muon", 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
 
 
 @pytest.mark.parametrize("model, optimizer, devices", FEW)
