@@ -1,6 +1,7 @@
 """Devices that are described, and not there: a compiler takes them, and programs for them can be looked at."""
 
 import contextlib
+import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -66,13 +67,11 @@ def described_devices(
             f"There is no TPU topology {topology!r}. There are {listed}. Write generation and shape: 'v5e:4x4'. For GPUs, name "
             "a `gpu_target_config`."
         )
-    try:
-        import libtpu as libtpu  # the compiler; JAX finds it by itself
-    except ModuleNotFoundError:
+    if importlib.util.find_spec("libtpu") is None:  # the compiler, which JAX finds by itself
         raise ModuleNotFoundError(
             f"To compile for {topology!r} without a TPU, the compiler for TPUs is needed, which is not installed: "
             '`pip install "jdist[plan]"`.'
-        ) from None
+        )
     from jax.experimental import topologies
 
     with _environment(_NOWHERE):
