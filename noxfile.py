@@ -22,7 +22,7 @@ def tests(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """The slow tests."""
     session.install(*CONSTRAINTS, "-e", ".[test]")
-    session.run("python", "-m", "pytest", "-m", "slow", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "slow", *session.posargs)
 
 
 @nox.session(python="3.11")

@@ -9,15 +9,21 @@ import sys
 import pytest
 
 BENCHMARKS = sorted((pathlib.Path(__file__).parent.parent / "benchmarks").glob("*.py"))
+OTHERS = ("sidebyside", "memory")  # what they share, and one that compares bytes
+
+
+def printed(path):
+    """What a benchmark prints as JSON, a line a row."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    command = [sys.executable, path, "--quick", "--json"]
+    lines = subprocess.run(command, env=environment, text=True, capture_output=True, check=True, timeout=280).stdout
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [p for p in BENCHMARKS if p.stem != "sidebyside"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [p for p in BENCHMARKS if p.stem not in OTHERS], ids=lambda path: path.stem)
 def test_benchmark_prints_a_row_a_case_and_peer(path):
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    command = [sys.executable, path, "--quick", "--json"]
-    printed = subprocess.run(command, env=environment, text=True, capture_output=True, check=True, timeout=280).stdout
-    said, *rows = [json.loads(line) for line in printed.splitlines()]
+    said, *rows = printed(path)
     assert "jax 0." in said["versions"]
     for row in [row for row in rows if "skipped" in row]:
         assert "is not installed, its row is skipped" in row["skipped"]
@@ -27,3 +33,14 @@ def test_benchmark_prints_a_row_a_case_and_peer(path):
         assert row["case"]
         assert row["peer"]
         assert 0 < row["low"] <= row["ratio"] <= row["high"]
+
+
+@pytest.mark.slow
+def test_memory_benchmark_prints_what_each_strategy_takes_of_a_device():
+    (path,) = [path for path in BENCHMARKS if path.stem == "memory"]
+    found = {(row["strategy"], row["devices"]): row for row in printed(path)}
+    assert {name for name, _ in found} >= {"mirrored", 'sharded "all"', 'central "all"'}
+    for (name, devices), row in found.items():
+        assert 0 <= row["state"] <= found["mirrored", devices]["state"]
+        assert row["step"] > 0
+        assert (row["host"] > 0) == name.startswith("central")
