@@ -37,7 +37,7 @@ def split_result(result: Any) -> tuple[PyTree, PyTree]:
 
 
 def kept_in_place(placed: PyTree, before: PyTree, after: PyTree) -> PyTree:
-    """The new state, in the wrappers of the old one.
+    """What the new state writes to the places of the old one; without wrappers, like `before`.
 
     Args:
         placed: The state that was handed to the step, wrappers and all.
@@ -59,10 +59,14 @@ def kept_in_place(placed: PyTree, before: PyTree, after: PyTree) -> PyTree:
                 f"The step changes {name} from {spec(was)} to {spec(now)}. A state keeps its shapes and dtypes, or "
                 "every step would be another program: cast the new value (`.astype`), or begin with this shape."
             )
+    return settled(_agreed(jax.tree.leaves(placed, is_leaf=is_distributed), before, after))
+
+
+def in_wrappers(placed: PyTree, state: PyTree) -> PyTree:
+    """`state`, as a replica function sees it, in the wrappers of `placed`."""
     items, treedef = jax.tree.flatten(placed, is_leaf=is_distributed)
-    parts = jax.tree.structure(placed, is_leaf=is_distributed).flatten_up_to(settled(_agreed(items, before, after)))
-    wrapped = [item.with_tree(part) if is_distributed(item) else part for item, part in zip(items, parts, strict=True)]
-    return treedef.unflatten(wrapped)
+    parts = zip(items, treedef.flatten_up_to(state), strict=True)
+    return treedef.unflatten([item.with_tree(part) if is_distributed(item) else part for item, part in parts])
 
 
 def _agreed(items: Sequence[Any], before: PyTree, after: PyTree) -> PyTree:

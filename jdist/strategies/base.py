@@ -120,7 +120,7 @@ class Strategy(HostSide):
         program = self._inits.get(fn, lambda reference: init_program(reference, self._view, self._context))
         return program(*put(args, self.replicas, self._view.inputs))[0]
 
-    def step(self, fn: Any = ..., *, precision: Precision | None = None) -> Any:
+    def step(self, fn: Any = ..., *, precision: Precision | None = None, steps_per_call: int | None = None) -> Any:
         """Makes a training step of `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
         At the first call it is traced once. A state leaf that is a plain array has to be proved the same on every replica
@@ -131,6 +131,10 @@ class Strategy(HostSide):
         Args:
             fn: The step of one replica; left out in `@strategy.step(precision=...)`.
             precision: The dtypes that `jdist.value_and_grad` computes in within it.
+            steps_per_call: How many steps a call runs, one after the other, in one program: what a call costs is paid once
+                for all of them. Each input is then a list of so many, the input of each step, and each output has them all:
+                leaves `[step, ...]`, `PerReplica` ones `[replica, step, ...]`. Under `CentralStorageStrategy`, which
+                updates a state behind each step's program, it is as many programs.
 
         Returns:
             The step for all of them, a `Program`, called like `fn` with arguments by position; its `proof` says what was
@@ -139,7 +143,8 @@ class Strategy(HostSide):
         Raises:
             TypeError: `fn` is no function; or, when called, returned no pair, or changes a structure, shape or dtype.
             NotMirroredError: When called: a leaf of the new state may differ between the replicas.
-            ValueError: When called: the state was donated before, or lies on other devices.
+            ValueError: `steps_per_call` is less than 1. When called: the state was donated before, or lies on other devices;
+                or an input is no list of `steps_per_call` that are alike.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -156,8 +161,8 @@ class Strategy(HostSide):
             2 of 2 results are the same on every replica
         """
         if fn is ...:
-            return functools.partial(self.step, precision=precision)
-        return step_program(fn, precision, self._view, self._context)
+            return functools.partial(self.step, precision=precision, steps_per_call=steps_per_call)
+        return step_program(fn, precision, steps_per_call, self._view, self._context)
 
     def compile(
         self, step: Any, state: PyTree, *inputs: PyTree, compiler_options: Mapping[str, Any] | None = None

@@ -145,7 +145,7 @@ class HostSide:
         source: Any,
         batch_size: int | None,
         *,
-        shuffle: bool = False,
+        shuffle: bool | None = False,
         seed: int = 0,
         epochs: int | None = 1,
         remainder: Remainder = "drop",
@@ -159,7 +159,7 @@ class HostSide:
                 torch or Hugging Face; `jdist.data.Files`; or a function from the step, 0, 1, ..., to its batch.
             batch_size: Examples in a batch of all replicas together, which divide it. None: the source gives such batches.
             shuffle: Whether each epoch has an order of its own, a function of `seed` and epoch alone. For examples that are
-                found by their numbers, as in arrays; a stream shuffles itself.
+                found by their numbers, as in arrays; a stream shuffles itself. None: if they are.
             seed: A whole number.
             epochs: How often to go through them; None for ever.
             remainder: What becomes of the examples that do not fill a batch at the end of an epoch. `"drop"` leaves them

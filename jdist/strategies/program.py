@@ -18,7 +18,8 @@ from jdist.context import ReplicaContext, in_replica_function
 from jdist.flight import is_bounded, land
 from jdist.precision import Precision
 from jdist.replicate import Call, Proof, replicated
-from jdist.state import kept_in_place, settled, split_result
+from jdist.state import in_wrappers, kept_in_place, settled, split_result
+from jdist.strategies.turns import check_turns, each_turn, in_turn, scanned
 from jdist.values.arrays import check_array, is_placed
 from jdist.values.place import check_place, check_there
 from jdist.views.base import View
@@ -39,6 +40,7 @@ class Program:
         name: What profiles call it.
         view: How it runs on the devices.
         donates: Whether the first argument is a state, whose memory the new state takes over.
+        turns: How often one call runs it, each time on the next of so many inputs; None for once on its inputs.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Program:
         name: str,
         view: View,
         donates: bool = False,
+        turns: int | None = None,
     ):
         proofs: list[Proof] = []
 
@@ -61,10 +64,13 @@ class Program:
         self._call_of = call
         self.view = view
         self._donates = donates
+        self._turns = turns
         self._compiled = jax.jit(traced, donate_argnums=(0,) if donates else ())
         self._launch = self._launch_and_land if is_bounded(view.replicas.mesh) else self._compiled
         if view.home is not None:
             self._launch = functools.partial(self._fetch_and_store, self._launch)
+        if turns is not None:
+            self._launch = functools.partial(in_turn, self._launch, turns)
 
     def __call__(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         """`(state, outputs)` of the replica function, as the host sees them."""
@@ -82,6 +88,8 @@ class Program:
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """The program for arguments of these shapes, to be compiled and looked at: `lower(...).compile().as_text()`."""
+        if self._turns is not None:
+            args = (args[0], *each_turn(args[1:], self._turns)[0])
         state, inputs = args[: self._donates], args[self._donates :]
         where = self.view.shardings if self.view.home is None else self.view.inputs
         shardings = where(state[0]) if self._donates else []
@@ -197,26 +205,39 @@ def init_program(fn: Callable[[], Callable[..., PyTree]], view: View, context: R
 
 
 def step_program(
-    fn: Callable[..., tuple[PyTree, PyTree]], dtypes: Precision | None, view: View, context: ReplicaContext
+    fn: Callable[..., tuple[PyTree, PyTree]],
+    dtypes: Precision | None,
+    steps_per_call: int | None,
+    view: View,
+    context: ReplicaContext,
 ) -> Program:
     """What `Strategy.step` returns: from state and inputs to new state and outputs."""
     _require_function(fn)
     if not isinstance(dtypes, Precision | None):
         raise TypeError(f"`precision` is a `jdist.Precision(params, compute, output)`, got {dtypes!r}.")
+    check_turns(steps_per_call)
+    scans = steps_per_call if view.scans else None
 
     def trace(call: Call) -> Traced:
-        def body(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
+        placed = call.args[0]
+
+        def one(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
             # Containers of its own, so that what `fn` changes in place is seen as a change.
             with notes.landings() as landings, precision.in_force(dtypes, before):
                 after, outputs = split_result(fn(jax.tree.map(lambda x: x, before), *inputs))
-            return kept_in_place(call.args[0], before, notes.landed(before, after, landings)), outputs
+            return kept_in_place(placed, before, notes.landed(before, after, landings)), outputs
+
+        def body(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
+            run = one if scans is None else functools.partial(scanned, one, scans)
+            after, outputs = run(before, *inputs)
+            return in_wrappers(placed, after), outputs
 
         return replicated(call, body, view, context, has_state=True)
 
     def call(state: PyTree, *inputs: PyTree) -> Call:
         return Call(fn, (state, *inputs), {})
 
-    program = Program(call, trace, _name(fn), view, donates=True)
+    program = Program(call, trace, _name(fn), view, donates=True, turns=None if view.scans else steps_per_call)
     functools.update_wrapper(program, fn, updated=())
     return program
 

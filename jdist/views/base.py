@@ -63,9 +63,11 @@ class View(abc.ABC):
     Attributes:
         replicas: The replicas, and the devices that they lie on.
         home: Where a state lies between programs, if that is elsewhere: it is fetched before each, and stored after.
+        scans: Whether one program may run several steps.
     """
 
     home: NamedSharding | None = None
+    scans: bool = True
 
     def __init__(self, replicas: Replicas):
         self.replicas = replicas

@@ -58,6 +58,8 @@ class CentralView(View):
         host_computes: Whether programs for these devices can have parts that the host computes.
     """
 
+    scans = False  # the update is found behind the last collective of the one step in a program
+
     def __init__(self, replicas: Replicas, layout: Layout, host_computes: bool):
         super().__init__(replicas)
         self.layout = layout
