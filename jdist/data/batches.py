@@ -6,6 +6,7 @@ Nothing here knows devices or threads, so any share of any number of processes c
 import dataclasses
 import itertools
 import logging
+import numbers
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -62,6 +63,16 @@ class Reading:
         """How many there are in an epoch, if that is known before they are read."""
         apart = self.own and share.num_pipelines > 1
         return None if apart or isinstance(self.source, (Stream, Files)) else len(self.source)
+
+
+def check_epochs(epochs: Any) -> None:
+    """Raises ValueError if that is not how often something can be gone through."""
+    if epochs is None:
+        return
+    if not isinstance(epochs, numbers.Integral) or isinstance(epochs, bool):
+        raise ValueError(f"`epochs` is a whole number, got {epochs!r}.")
+    if epochs < 1:
+        raise ValueError(f"`epochs` is at least 1, or None for no end, got {epochs}.")
 
 
 class Position(NamedTuple):

@@ -1,5 +1,6 @@
 """Batches on the devices, ahead of the step that takes them."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import numpy as np
 
 from jdist.data.agreement import Agreement, conversation
 from jdist.data.ahead import Inline, Threaded
-from jdist.data.batches import Position, Reading, batches, in_memory_on_all
+from jdist.data.batches import Position, Reading, batches, check_epochs, in_memory_on_all
 from jdist.data.files import Files
 from jdist.data.sharding import Share, share_of
 from jdist.data.sources import Stream
@@ -46,6 +47,23 @@ class DistributedDataset:
 
     def __iter__(self) -> "DistributedIterator":
         return DistributedIterator(self)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether its elements are pairs of a batch and the weights of its rows."""
+        return self._reading.remainder == "pad"
+
+    def repeated(self, epochs: int | None) -> "DistributedDataset":
+        """The same, so many times instead; None for ever.
+
+        Example:
+            >>> dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(np.arange(6), batch_size=2)
+            >>> len(dataset), len(dataset.repeated(4))
+            (3, 12)
+        """
+        check_epochs(epochs)
+        reading = dataclasses.replace(self._reading, epochs=epochs)
+        return DistributedDataset(reading, self._shards, self._replicas, self._prefetch)
 
     def _identity(self) -> dict[str, Any]:
         """What has to be the same where a position is taken and where it is used."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jdist.data.agreement import Agreement, conversation
-from jdist.data.batches import Reading, Remainder
+from jdist.data.batches import Reading, Remainder, check_epochs
 from jdist.data.dataset import DistributedDataset, DistributedIterator
 from jdist.data.files import Files
 from jdist.data.libraries import source_of
@@ -25,7 +25,7 @@ _log = logging.getLogger("jdist")
 def from_source(
     source: Any,
     batch_size: int | None,
-    shuffle: bool,
+    shuffle: bool | None,
     seed: int,
     epochs: int | None,
     remainder: Remainder,
@@ -46,9 +46,10 @@ def from_source(
         policy = _policy(AutoShardPolicy.of(auto_shard), source, share.num_pipelines)
         given = _sharded(source, share) if policy is AutoShardPolicy.HINT else source
         own = policy in (AutoShardPolicy.OFF, AutoShardPolicy.HINT)
-        found = given if isinstance(given, Files) else source_of(given, batch_size is None, shuffle, seed)
+        found = given if isinstance(given, Files) else source_of(given, batch_size is None, bool(shuffle), seed)
         size = None if batch_size is None else int(batch_size)  # an integer of numpy is no JSON
-        reading = Reading(found, size, bool(shuffle), int(seed), epochs, remainder, own, warn=_once())
+        shuffled = not isinstance(found, (Stream, Files)) if shuffle is None else bool(shuffle)
+        reading = Reading(found, size, shuffled, int(seed), epochs, remainder, own, warn=_once())
         _check_batches(reading, share, given)
         shards = share.num_pipelines if own or policy is AutoShardPolicy.FILE else 1
         options = f"{policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}"
@@ -178,15 +179,14 @@ def _check_once(source: Any, epochs: int | None) -> None:
 
 
 def _check_options(batch_size: int | None, seed: int, epochs: int | None, remainder: Remainder, prefetch: int) -> None:
-    for name, value in {"batch_size": batch_size, "epochs": epochs, "seed": seed, "prefetch": prefetch}.items():
-        optional = name in ("batch_size", "epochs") and value is None
+    for name, value in {"batch_size": batch_size, "seed": seed, "prefetch": prefetch}.items():
+        optional = name == "batch_size" and value is None
         if not optional and (not isinstance(value, numbers.Integral) or isinstance(value, bool)):
             raise ValueError(f"`{name}` is a whole number, got {value!r}.")
     if remainder not in ("drop", "pad", "error"):
         raise ValueError(f'`remainder` is "drop", "pad" or "error", got {remainder!r}.')
     if not 0 <= seed < 2**64:
         raise ValueError(f"`seed` is a whole number from 0 to 2**64 - 1, got {seed}.")
-    if epochs is not None and epochs < 1:
-        raise ValueError(f"`epochs` is at least 1, or None for no end, got {epochs}.")
+    check_epochs(epochs)
     if prefetch < 0:
         raise ValueError(f"`prefetch` is how many batches to read ahead, 0 for none, got {prefetch}.")
