@@ -1,0 +1,181 @@
+"""Files of checkpoints: a folder of jdist's own, with a folder a step, which orbax writes in the background.
+
+A step is written under another name, and renamed when it is complete. One that is too old is first moved aside, so that
+what carries the name of a step is always whole, wherever a process ends. orbax takes a second to import, so it is imported
+when it is needed.
+"""
+
+import dataclasses
+import functools
+import gc
+import logging
+import os
+import pathlib
+import re
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_MARK = "jdist.json"
+_ABOUT = '{"holds": "checkpoints of jdist, a folder a step; STEP/manifest/manifest.json says what is in one"}\n'
+_ARRAYS, _MANIFEST = "arrays", "manifest"
+_TEXT = "manifest.json"
+_ASIDE = ".old"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or not be read. The state that was to be saved is as it was.
+
+    Example:
+        >>> issubclass(CheckpointError, RuntimeError)
+        True
+    """
+
+
+def in_short(error: Exception) -> str:
+    """What an error of orbax, or of the system, comes down to."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    number = re.search(r"os_error_code='(\d+)'", str(error))
+    if number:  # at the end of a long line
+        return f"{os.strerror(int(number[1]))}."
+    first, *_ = str(error).strip().splitlines() or ["it says nothing"]
+    return f"{type(error).__name__}: {first[:400]}".rstrip(".") + "."
+
+
+def open_folder(path: Any) -> pathlib.Path:
+    """The folder of checkpoints at `path`, made if there is none.
+
+    Raises:
+        ValueError: There is something else.
+        CheckpointError: It cannot be made.
+    """
+    if "://" in str(path):
+        raise ValueError(f"`path` is {str(path)!r}, and checkpoints are files: mount it, and give the folder.")
+    folder = pathlib.Path(path).expanduser().resolve()
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"`path` is the file {folder}. Give a folder for the checkpoints.")
+    if (folder / _MARK).exists():
+        return folder
+    names = sorted(child.name for child in folder.iterdir()) if folder.exists() else []
+    if names and _MARK not in names:  # which another process may have written by now
+        raise ValueError(
+            f"`path` is {folder}, which has other things in it ({', '.join(names[:3])}) and no {_MARK}, the sign of "
+            "a folder of checkpoints. Give a new folder, or an empty one."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _MARK).write_text(_ABOUT)
+    except OSError as error:
+        raise CheckpointError(
+            f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Give a folder that can be written to."
+        ) from error
+    return folder
+
+
+def steps_in(folder: pathlib.Path) -> tuple[int, ...]:
+    """The steps with a complete checkpoint, in ascending order."""
+    found = [
+        child for child in folder.iterdir() if child.name.isdecimal() and text_file(folder, int(child.name)).exists()
+    ]
+    return tuple(sorted(int(child.name) for child in found))
+
+
+def text_file(folder: pathlib.Path, step: int) -> pathlib.Path:
+    """Where the manifest of a step is."""
+    return folder / str(step) / _MANIFEST / _TEXT
+
+
+def writer(folder: pathlib.Path, keep: int | None) -> Any:
+    """What writes checkpoints into `folder`, and removes what was left unfinished there, and all but the newest `keep`.
+
+    Raises:
+        OSError: The folder cannot be written to. orbax would leave threads behind when it finds out.
+    """
+    (folder / _MARK).touch()
+    import orbax.checkpoint as ocp
+
+    _silence_orbax()
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, todelete_subdir=_ASIDE, cleanup_tmp_directories=True, enable_async_checkpointing=True
+    )
+    return ocp.CheckpointManager(folder, options=options)
+
+
+def write(manager: Any, step: int, arrays: Sequence[Any], text: str) -> None:
+    """Begins to write a checkpoint; returns when the arrays are copied off the devices."""
+    import orbax.checkpoint as ocp
+
+    empty_aside(manager.directory)
+    stored = {str(number): x for number, x in enumerate(arrays) if x.size}  # orbax refuses arrays of no elements
+    items = {_ARRAYS: ocp.args.StandardSave(stored or {"none": np.zeros(1)}), _MANIFEST: _text_item()(text)}
+    manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+
+def read(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> dict[int, Any]:
+    """The arrays of a checkpoint, by their numbers.
+
+    Args:
+        folder: The folder of checkpoints.
+        step: Which one.
+        shapes: For each array a `jax.ShapeDtypeStruct` with the sharding in which it is read, or a numpy array like it.
+
+    Raises:
+        CheckpointError: A file is damaged, or cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    _silence_orbax()
+    wanted = {str(number): shape for number, shape in shapes.items()}
+    # What orbax had begun when it gave up is never awaited, and Python says so when the error, which holds it, is gone.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                found = checkpointer.restore(folder / str(step) / _ARRAYS, wanted or {"none": np.zeros(1)})
+            return {number: found[str(number)] for number in shapes}
+        except Exception as error:
+            problem = in_short(error)
+        gc.collect()
+    raise CheckpointError(problem)
+
+
+def empty_aside(folder: Any) -> None:
+    """Deletes what was moved aside."""
+    if jax.process_index() == 0:
+        shutil.rmtree(pathlib.Path(folder) / _ASIDE, ignore_errors=True)
+
+
+@functools.cache
+def _text_item() -> Any:
+    """What tells orbax to write a text beside the arrays. Its own item for JSON puts all of it into one line."""
+    import orbax.checkpoint as ocp
+
+    class TextHandler(ocp.CheckpointHandler):
+        def save(self, directory: Any, args: Any) -> None:
+            if jax.process_index() == 0:
+                (directory / _TEXT).write_text(args.text)
+
+        def restore(self, directory: Any, args: Any) -> str:
+            return (directory / _TEXT).read_text()
+
+    @ocp.args.register_with_handler(TextHandler, for_save=True, for_restore=True)
+    @dataclasses.dataclass
+    class Text(ocp.args.CheckpointArgs):
+        text: str = ""
+
+    return Text
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in pathlib.Path(record.pathname).parts
+
+
+@functools.cache
+def _silence_orbax() -> None:
+    """Drops what orbax logs, most of it about itself. What goes wrong is raised, and said by us."""
+    logging.getLogger("absl").addFilter(_is_not_of_orbax)

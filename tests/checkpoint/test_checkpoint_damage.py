@@ -1,0 +1,209 @@
+"""Full disks, folders that cannot be written to, and damaged files: what is said, and that training goes on."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jdist
+from jdist.checkpoint.checkpointer import Checkpointer
+from jdist.checkpoint.storage import CheckpointError
+
+from laws import STRATEGIES
+
+draw = np.random.default_rng(0).normal
+STATE = {"w": draw(size=(64, 64)).astype(np.float32), "n": np.int32(1)}
+
+
+@pytest.fixture
+def one():
+    return STRATEGIES["one_device"]()
+
+
+@pytest.fixture
+def run(tmp_path, one):
+    """A folder with checkpoints of the steps 1, 2 and 3."""
+    with Checkpointer(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            # Of one array: readers of several leave some behind that were never awaited, when one of them gives up.
+            checkpointer.save(step, one.put({"w": STATE["w"]}), {"batch": step})
+    return tmp_path
+
+
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def largest(folder):
+    return max(files(folder), key=lambda path: path.stat().st_size)
+
+
+def test_file_cut_short_is_said_with_the_step_and_the_way_out(run, one):
+    path = largest(run / "3/arrays")
+    path.write_bytes(path.read_bytes()[:100])
+    with Checkpointer(run) as checkpointer:
+        with pytest.raises(CheckpointError) as error:
+            checkpointer.restore(one)
+        text = str(error.value)
+        assert f"checkpoint of step 3 in {run} is damaged" in text and "Complete before it are the steps 1, 2" in text
+        assert "`restore(strategy, step=2)`" in text and f"delete {run / '3'}." in text
+        assert checkpointer.restore(one, step=2).data_position == {"batch": 2}
+
+
+def test_first_checkpoint_damaged_has_none_before_it(run, one):
+    (run / "1/manifest/manifest.json").write_text('{"format": 1')
+    with pytest.raises(CheckpointError, match=r"step 1 in .* is damaged.*JSONDecodeError.*There is none before it\."):
+        Checkpointer(run).restore(one, step=1)
+
+
+def test_manifest_of_a_later_version_is_said(run, one):
+    path = run / "3/manifest/manifest.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 99').replace(jdist.__version__, "9.8.7"))
+    with pytest.raises(
+        CheckpointError, match=r"written by jdist 9\.8\.7, in a form that .* does not know\. Install that"
+    ):
+        Checkpointer(run).restore(one)
+
+
+def test_changed_bits_that_can_be_read_are_found(run, one):
+    path = run / "3/manifest/manifest.json"
+    path.write_text(re.sub(r'("path": "state/w".*"fingerprint": )\d+', r"\g<1>123", path.read_text()))
+    with pytest.raises(CheckpointError, match="ValueError: state/w has other bits than were saved"):
+        Checkpointer(run).restore(one)
+
+
+FLIPPED = """
+import pathlib, random, sys
+import jdist
+from jdist.checkpoint.checkpointer import Checkpointer
+from jdist.checkpoint.storage import CheckpointError
+draw, tries = random.Random(int(sys.argv[2])), int(sys.argv[3])
+strategy, checkpointer = jdist.OneDeviceStrategy("cpu:0"), Checkpointer(sys.argv[1])
+saved = checkpointer.restore(strategy).state["w"].tobytes()
+files = sorted(path for path in pathlib.Path(sys.argv[1], "3", "arrays").rglob("*") if path.is_file())
+refused = 0
+for _ in range(tries):
+    path = draw.choice([path for path in files if path.stat().st_size])
+    whole = path.read_bytes()
+    number = draw.randrange(len(whole))
+    path.write_bytes(whole[:number] + bytes([whole[number] ^ 1 << draw.randrange(8)]) + whole[number + 1 :])
+    try:
+        found = checkpointer.restore(strategy).state
+        assert found["w"].tobytes() == saved
+    except CheckpointError:
+        refused += 1
+    path.write_bytes(whole)
+print(refused)
+"""
+
+
+def in_another_process(code, *args):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, *map(str, args)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("seed, tries", [(0, 30), pytest.param(1, 300, marks=pytest.mark.slow)])
+def test_no_flipped_bit_of_any_file_gives_other_numbers(seed, tries, run):
+    # In another process, for the same reason.
+    assert int(in_another_process(FLIPPED, run, seed, tries).stdout) > 3
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mounts a small file system in memory, if that is permitted, and takes it off afterwards."""
+    there = []
+
+    def mount(name, options):
+        (tmp_path / name).mkdir(exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path / name)]
+        try:
+            failed = subprocess.run(command, capture_output=True).returncode
+        except FileNotFoundError:
+            failed = True
+        if failed:
+            pytest.skip("This process is not permitted to mount a file system, so none can be full or read-only.")
+        there.append(tmp_path / name)
+        return tmp_path / name
+
+    yield mount
+    for folder in there:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_is_said_and_training_goes_on(mounted, one):
+    folder = mounted("small", "size=3m")
+    train = one.step(lambda state: ({**state, "n": state["n"] + 1}, None))
+    small, large = one.put(STATE), one.put({"w": draw(size=(2000, 1000)).astype(np.float32), "n": np.int32(1)})
+    with Checkpointer(folder, keep=None) as checkpointer:
+        checkpointer.save(1, small)
+        checkpointer.save(2, large)
+        large, _ = train(large)
+        message = r"checkpoint of step 2 could not .*No space left.*Complete are those of the steps 1\. The state of"
+        with pytest.raises(CheckpointError, match=message):
+            checkpointer.save(3, large)
+        large, _ = train(large)
+        assert int(large["n"]) == 3
+        assert checkpointer.save(3, small) and checkpointer.save(4, small)
+        checkpointer.wait()
+        assert checkpointer.steps() == (1, 3, 4) and checkpointer.restore(one).state["n"] == 1
+        assert sorted(child.name for child in folder.iterdir()) == ["1", "3", "4", "jdist.json"]
+
+
+def test_folder_that_cannot_be_written_to_is_said_and_can_be_read(mounted, one):
+    folder = mounted("locked", "size=3m")
+    with Checkpointer(folder) as checkpointer:
+        checkpointer.save(1, one.put(STATE))
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*new: Read-only file system\. Give a folder"):
+        Checkpointer(folder / "new")
+    with Checkpointer(folder) as checkpointer:
+        state = checkpointer.restore(one).state
+        with pytest.raises(CheckpointError, match="checkpoint of step 2 could not be .*Read-only file system"):
+            checkpointer.save(2, state)
+        assert state["n"] == 1 and checkpointer.steps() == (1,)
+
+
+def test_path_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*file/run: Not a directory\. Give a folder"):
+        Checkpointer(tmp_path / "file" / "run")
+
+
+LIMITED = """
+import resource, signal, sys
+import numpy as np, jdist
+from jdist.checkpoint.checkpointer import Checkpointer
+from jdist.checkpoint.storage import CheckpointError
+strategy = jdist.OneDeviceStrategy("cpu:0")
+state = strategy.put({"w": np.random.default_rng(0).normal(size=(1000, 1000)).astype(np.float32)})
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, state)
+checkpointer.wait()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
+checkpointer.save(2, state)
+try:
+    checkpointer.wait()
+except CheckpointError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+checkpointer.save(3, state)
+checkpointer.close()
+print(checkpointer.steps(), float(state["w"].sum()) == float(checkpointer.restore(strategy).state["w"].sum()))
+"""
+
+
+def test_file_that_may_not_grow_is_said_and_saving_goes_on(tmp_path):
+    done = in_another_process(LIMITED, tmp_path)
+    error, last = done.stdout.splitlines()
+    assert "checkpoint of step 2 could not be written" in error and "File too large" in error
+    assert last == "(1, 3) True"
+    assert done.stderr == ""
+    assert not pathlib.Path(tmp_path / "2").exists()

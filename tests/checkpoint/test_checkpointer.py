@@ -1,0 +1,337 @@
+"""Saving and restoring under one strategy: what is due, what is kept, what comes back, and what is refused."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jdist
+from jdist.checkpoint.checkpointer import Checkpointer
+
+from laws import STRATEGIES
+
+STATE = {"w": np.float32([[1, 2], [3, 4]]), "step": np.int32(5)}
+
+
+@pytest.fixture
+def checkpointer(tmp_path):
+    with Checkpointer(tmp_path / "run") as checkpointer:
+        yield checkpointer
+
+
+@pytest.fixture
+def one():
+    return STRATEGIES["one_device"]()
+
+
+def test_steps_are_due_that_every_divides_and_now_makes_any_due(tmp_path, one):
+    state = one.put(STATE)
+    with Checkpointer(tmp_path, keep=None, every=10) as checkpointer:
+        assert checkpointer.latest is None and checkpointer.steps() == ()
+        saved = [step for step in (0, 5, 10, 11, 20) if checkpointer.save(step, state)]
+        assert saved == [0, 10, 20]
+        assert checkpointer.save(23, state, now=True)
+        checkpointer.wait()
+        assert checkpointer.steps() == (0, 10, 20, 23) and checkpointer.latest == 23
+
+
+def test_newest_are_kept(tmp_path, one):
+    state = one.put(STATE)
+    with Checkpointer(tmp_path, keep=2) as checkpointer:
+        for step in range(5):
+            checkpointer.save(step, state)
+        checkpointer.wait()
+        assert checkpointer.steps() == (3, 4)
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["3", "4", "jdist.json"]
+
+
+def test_step_that_is_there_is_not_saved_again_and_one_behind_it_is_refused(checkpointer, one):
+    state = one.put(STATE)
+    assert checkpointer.save(7, state, {"batch": 1})
+    assert not checkpointer.save(7, state, {"batch": 2})
+    assert checkpointer.restore(one).data_position == {"batch": 1}
+    with pytest.raises(ValueError, match="has a checkpoint of step 7, and one of step 6 .* delete what it saved later"):
+        checkpointer.save(6, state)
+    assert checkpointer.save(8, state)
+
+
+def test_what_was_saved_comes_back_whole(checkpointer, two):
+    extra = {
+        "best": np.arange(3),
+        "names": ["a", {"b": 1.5, "c": True, "d": None}],
+        "ema": jnp.float32([1, 2]),
+        "far": np.float64(1 / 3),
+        "key": jax.random.key(3, impl="rbg"),
+        "big": {3: (2**40, np.int64(2**40), np.zeros((0, 2)))},
+    }
+    checkpointer.save(4, two.put(STATE), {"epoch": 1, "own": None}, seed=17, extra=extra)
+    extra["best"][:] = -1  # it is a copy that is written
+    found = checkpointer.restore(two)
+    assert found.step == 4 and found.data_position == {"epoch": 1, "own": None}
+    assert found.manifest["seed"] == 17 and found.manifest["jdist"] == jdist.__version__
+    assert found.state["w"].tolist() == [[1, 2], [3, 4]] and found.state["step"].dtype == jnp.int32
+    back = found.extra
+    assert isinstance(back["best"], np.ndarray) and back["best"].tolist() == [0, 1, 2]
+    assert back["names"] == ["a", {"b": 1.5, "c": True, "d": None}]
+    assert isinstance(back["ema"], np.ndarray) and back["ema"].tolist() == [1, 2]
+    assert back["far"].dtype == np.float64 and back["far"] == 1 / 3
+    assert back["key"] == extra["key"] and jax.random.key_impl(back["key"]) == "rbg"
+    assert back["big"][3][0] == 2**40 and back["big"][3][1] == 2**40 and back["big"][3][2].shape == (0, 2)
+
+
+def test_nothing_beside_the_state_is_needed(checkpointer, two):
+    checkpointer.save(0, two.put(np.float32(3)))
+    found = checkpointer.restore(two)
+    assert found.state.item() == 3.0 and found.data_position is None and found.extra is None
+    checkpointer.save(1, {"none": None, "empty": [], "zero": np.zeros((0, 2), np.float32)})
+    found = checkpointer.restore(two).state
+    assert found["none"] is None and found["empty"] == [] and found["zero"].shape == (0, 2)
+
+
+DTYPES = ["bool", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "float8_e4m3fn", "float32", "complex64"]
+
+
+def test_every_dtype_and_host_value_comes_back_bit_by_bit(checkpointer, two):
+    numbers = np.random.default_rng(0).normal(size=(4, 3)) * 3
+    state = {name: numbers.astype(np.dtype(name)) for name in DTYPES}
+    state = two.put({**state, "nan": np.uint32([0x7FC00001, 0xFF800000, 0x80000000]).view(np.float32)})
+    checkpointer.save(0, {**state, "host": np.float32([1, 2]), "int": 7, "float": 1.5, "yes": True, "np": np.int16(3)})
+    found = checkpointer.restore(two).state
+    for name, x in state.items():
+        assert found[name].dtype == x.dtype and np.asarray(found[name]).tobytes() == np.asarray(x).tobytes(), name
+    plain = {"host": jnp.float32, "int": jnp.int32, "float": jnp.float32, "yes": jnp.bool_, "np": jnp.int16}
+    assert {name: found[name].dtype for name in plain} == plain
+    assert all(found[name].sharding == two.put(0).sharding for name in plain)
+    assert found["int"] == 7 and found["float"] == 1.5 and found["yes"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Own:
+    params: dict
+    moments: tuple
+    key: jax.Array
+
+
+def test_containers_are_those_of_like(checkpointer, two):
+    model, tx = nn.Dense(3), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def make(key):
+        params = model.init(key, jnp.zeros((1, 2)))["params"]
+        train = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+        return {"train": train, "own": Own(params, (jdist.SyncOnRead(jnp.zeros(2), "mean"),), key), "none": None}
+
+    state = two.init(make, jax.random.key(0))
+    like = jax.eval_shape(lambda key: two.init(make, key), jax.random.key(1))
+    checkpointer.save(0, state)
+    found = checkpointer.restore(two, like).state
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert found["train"].tx is tx and isinstance(found["own"], Own)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
+        assert x.dtype == y.dtype and (x == y).all() and x.sharding == y.sharding
+    # What has come back in dicts goes back into the classes that it came from.
+    checkpointer.save(1, checkpointer.restore(two).state)
+    again = checkpointer.restore(two, like).state
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored_2", *[
+    pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name not in ("one_device", "mirrored_2")
+]])  # fmt: skip
+def test_step_that_follows_a_save_does_not_change_what_is_saved(name, tmp_path):
+    strategy = STRATEGIES[name]()
+    count = strategy.step(lambda state: (jax.tree.map(lambda x: x + 1, state), None))
+    state = strategy.put({"w": np.zeros((400, 1000), np.float32), "n": np.float32(0)})
+    with Checkpointer(tmp_path / name, keep=None) as checkpointer:
+        for step in range(5):
+            checkpointer.save(step, state)
+            for _ in range(2):
+                state, _ = count(state)  # at once, while it is written
+        for step in range(5):
+            found = checkpointer.restore(strategy, state, step=step).state
+            assert float(found["n"]) == 2 * step
+            assert (np.asarray(jdist.read(found["w"])) == 2 * step).all()
+
+
+def test_save_and_restore_run_where_transfers_are_forbidden(checkpointer, two):
+    state = two.put(STATE)
+    with jax.transfer_guard("disallow"):
+        checkpointer.save(0, state, extra={"a": np.arange(3)})
+        assert checkpointer.restore(two, state).state["step"].item() == 5
+
+
+def test_manifest_is_text_with_a_line_a_leaf(checkpointer, two, tmp_path):
+    checkpointer.save(12, two.put({"layers": [STATE], "seen": jdist.SyncOnRead(np.float32([1, 2]), "sum")}), seed=3)
+    checkpointer.wait()
+    text = (tmp_path / "run/12/manifest/manifest.json").read_text()
+    lines = [line for line in text.splitlines() if '"path"' in line]
+    assert len(lines) == 3
+    assert (
+        '"path": "state/layers/0/w", "shape": [2, 2], "dtype": "float32", "placement": "plain on replica 2"' in lines[1]
+    )
+    assert '"placement": "SyncOnRead SUM, their sum on replica 2"' in lines[2]
+    manifest = json.loads(text)
+    assert manifest["step"] == 12 and manifest["seed"] == 3 and manifest["bytes"] == 4 * 4 + 4 + 4
+    assert manifest == checkpointer.restore(two).manifest
+
+
+def test_path_may_be_relative_or_of_home(tmp_path, monkeypatch, one):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for path in ("here/run", "~/run"):
+        with Checkpointer(path) as checkpointer:
+            checkpointer.save(0, one.put(STATE))
+    assert (tmp_path / "here/run/0").is_dir() and (tmp_path / "home/run/0").is_dir()
+
+
+def test_folder_of_another_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("all of it")
+    with pytest.raises(ValueError, match=r"other things in it \(thesis\.tex\) and no jdist\.json.*Give a new folder"):
+        Checkpointer(tmp_path)
+    with pytest.raises(ValueError, match=r"`path` is the file .*thesis\.tex\. Give a folder"):
+        Checkpointer(tmp_path / "thesis.tex")
+    with pytest.raises(ValueError, match="'gs://bucket/run', and checkpoints are files: mount it"):
+        Checkpointer("gs://bucket/run")
+    assert [child.name for child in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"keep": 0}, "`keep` is a whole number from 1 up, got 0"),
+    ({"keep": True}, "`keep` is a whole number from 1 up, got True"),
+    ({"every": 0}, "`every` is a whole number from 1 up, got 0"),
+    ({"every": 1.5}, r"`every` is a whole number from 1 up, got 1\.5"),
+    ({"every": None}, "`every` is a whole number from 1 up, got None"),
+])  # fmt: skip
+def test_numbers_that_are_none_are_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        Checkpointer(tmp_path, **options)
+
+
+def test_nothing_there_is_said(checkpointer, one):
+    with pytest.raises(FileNotFoundError, match="There is no complete checkpoint in .*run"):
+        checkpointer.restore(one)
+    checkpointer.save(3, one.put(STATE))
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint of step 4 in .*run\. There are the steps 3\."):
+        checkpointer.restore(one, step=4)
+    with pytest.raises(ValueError, match="`step` is a whole number from 0 up, got -1"):
+        checkpointer.restore(one, step=-1)
+    with pytest.raises(TypeError, match="takes a strategy first, .* got dict"):
+        checkpointer.restore(STATE)
+
+
+BAD = {
+    "text": (lambda x: {"a": "text"}, {}, TypeError, r"state/a is str: devices hold numbers"),
+    "gone": (lambda x: {"a": [gone(x)]}, {}, ValueError, r"state/a/0 was given to a step before"),
+    "wide": (lambda x: {"n": 2**40}, {}, TypeError, r"state/n is int64\[\], of numbers that do not fit into int32"),
+    "twice": (lambda x: Same(x, x), {}, ValueError, r"Two leaves of the state are called a, and a checkpoint knows"),
+    "sum": (lambda x: jdist.SyncOnRead(np.array([True]), "sum"), {}, TypeError, "state/.*bool"),
+    "position": (lambda x: x, {"data_position": {"a": np.arange(2)}}, TypeError, "`data_position` is kept as JSON, and"),
+    "pair": (lambda x: x, {"data_position": (1, 2)}, TypeError, r"from which \(1, 2\) comes back as \[1, 2\]"),
+    "seed": (lambda x: x, {"seed": object()}, TypeError, "`seed` is kept as JSON, and"),
+    "extra": (lambda x: x, {"extra": {"f": len}}, TypeError, "extra/f is builtin_function_or_method: devices hold"),
+    "wrapped": (
+        lambda x: x, {"extra": {"f": jdist.Mirrored(np.zeros(1))}}, TypeError,
+        "extra/f is in a Mirrored: what is kept beside the state is plain",
+    ),
+}  # fmt: skip
+
+
+class Same:
+    def __init__(self, one, other):
+        self.one, self.other = one, other
+
+
+jax.tree_util.register_pytree_with_keys(
+    Same, lambda x: ([(jax.tree_util.GetAttrKey("a"), x.one), (jax.tree_util.GetAttrKey("a"), x.other)], None), Same
+)
+
+
+def gone(x):
+    x.delete()
+    return x
+
+
+@pytest.mark.parametrize("make, options, error, message", BAD.values(), ids=BAD)
+def test_what_cannot_be_saved_is_refused_by_name_and_saving_goes_on(make, options, error, message, checkpointer, one):
+    with pytest.raises(error, match=message):
+        checkpointer.save(0, make(one.put(np.zeros(2))), **options)
+    assert checkpointer.save(0, one.put(STATE))
+    assert checkpointer.restore(one).state["step"] == 5
+
+
+def test_values_of_different_shapes_are_refused(checkpointer, two):
+    uneven = two.distribute_values_from_function(lambda c: np.zeros(1 + c.replica_id_in_sync_group))
+    with pytest.raises(ValueError, match="state/a is PerReplica.*different shapes"):
+        checkpointer.save(0, {"a": uneven})
+
+
+def test_save_in_a_step_is_refused(checkpointer, two):
+    with pytest.raises(RuntimeError, match="`save` is called by the host program"):
+        two.run(lambda: checkpointer.save(0, {}))
+    with pytest.raises(TypeError, match="state/w is being traced"):
+        jax.jit(lambda w: checkpointer.save(0, {"w": w}))(1.0)
+
+
+def test_state_of_another_structure_is_refused_with_the_leaves_that_differ(checkpointer, two):
+    saved = {"a": np.float32([1, 2]), "b": np.int32(1), "c": np.zeros(2), "key": jax.random.key(0), "old": np.zeros(3)}
+    checkpointer.save(2, two.put(saved))
+    like = {
+        "a": np.zeros(3, np.float32),
+        "b": np.float32(1),
+        "c": np.zeros(2),
+        "key": np.zeros(2, np.uint32),
+        "new": np.zeros(4),
+    }
+    with pytest.raises(ValueError) as error:
+        checkpointer.restore(two, like)
+    text = str(error.value)
+    assert "step 2" in text and "Not in it: new float32[4]." in text and "In it and not wanted: old float32[3]." in text
+    assert "a was float32[2] and is to be float32[3], b was int32[] and is to be float32[]" in text
+    assert (
+        "key was key<fry>[] and is to be uint32[2]." in text and " c " not in text and "restore without `like`" in text
+    )
+    with pytest.raises(ValueError, match=r"Not in it: x/0 float32\[\], .* x/3 float32\[\] and 6 more\. In it"):
+        checkpointer.restore(two, {"x": [0.0] * 10})
+
+
+def test_error_in_the_loop_is_the_one_that_is_raised_and_the_save_is_finished(tmp_path, one):
+    with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, one.put(STATE))
+        1 / 0  # noqa: B018
+    assert Checkpointer(tmp_path).steps() == (0,)
+
+
+def test_closed_checkpointer_begins_anew(tmp_path, one):
+    checkpointer = Checkpointer(tmp_path)
+    for step in range(3):
+        checkpointer.save(step, one.put(STATE))
+        checkpointer.close()
+    checkpointer.close()
+    assert checkpointer.steps() == (0, 1, 2)
+    assert repr(checkpointer) == f"Checkpointer({str(tmp_path)!r}, keep=3, every=1)"
+
+
+def test_orbax_is_not_imported_before_it_is_needed_and_says_nothing(tmp_path):
+    code = f"""
+import sys, numpy as np, jdist
+from jdist.checkpoint.checkpointer import Checkpointer
+checkpointer = Checkpointer({str(tmp_path)!r})
+assert "orbax" not in sys.modules
+strategy = jdist.OneDeviceStrategy("cpu:0")
+for step in range(5):
+    checkpointer.save(step, strategy.put(np.zeros(3)))
+checkpointer.restore(strategy)
+checkpointer.close()
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

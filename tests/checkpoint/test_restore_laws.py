@@ -1,0 +1,260 @@
+"""What is saved under one strategy comes back under any other: values, placements, and a state that a step runs on."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist.checkpoint import storage
+from jdist.checkpoint.checkpointer import Checkpointer
+
+from laws import STRATEGIES, assert_in_step
+
+TX = optax.adam(1e-2)
+OTHERS = {
+    "sharded_all_2x2": lambda: jdist.ShardedStrategy(
+        "all", jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model")), "model"
+    ),
+    "central_home": lambda: jdist.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:3"),
+    "virtual_3_on_2": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=3),
+}
+TABLE = {**STRATEGIES, **OTHERS}
+SAMPLE = [("mirrored_2", "sharded_4"), ("sharded_4", "mirrored_2")]
+
+
+def some_slow(*now):
+    """The names of the table, all but these for the slow session."""
+    return [name if name in now else pytest.param(name, marks=pytest.mark.slow) for name in TABLE]
+
+
+def make(key):
+    """One leaf of every kind that has a meaning for any number of replicas."""
+    params = {"w": jnp.sin(jnp.arange(32.0)).reshape(8, 4), "b": jnp.arange(24, dtype=jnp.bfloat16)}
+    mine = jdist.replica_id()
+    return {
+        "params": params,
+        "opt_state": TX.init(params),
+        "key": key,
+        "other key": jax.random.key(3, impl="rbg"),
+        "flags": jnp.array([True, False]),
+        "empty": jnp.zeros((0, 3)),
+        "count": jdist.Mirrored(jnp.int8(7), "sum"),
+        "table": jdist.Sharded(jnp.full((24 // jdist.num_replicas(), 2), 1 + mine)),
+        "total": jdist.SyncOnRead(2.0 + mine, "sum"),
+        "seen": jdist.SyncOnRead(jnp.uint8(3) + mine.astype(jnp.uint8), "sum"),
+        "drift": jdist.SyncOnRead(jnp.sin(mine + jnp.arange(32.0)).reshape(4, 8), "mean", True),
+        "first": jdist.SyncOnRead(jdist.replica_key(key), "only_first_replica"),
+    }
+
+
+def train(state):
+    grads = jdist.all_reduce("mean", jax.tree.map(jnp.ones_like, state["params"]))
+    updates, opt_state = TX.update(grads, state["opt_state"], state["params"])
+    new = {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "total": state["total"] + 1}
+    return {**state, **new}, None
+
+
+def bits(x):
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+
+
+def assert_reads_alike(one, other):
+    for name in one:
+        for a, b in zip(jax.tree.leaves(jdist.read(one[name])), jax.tree.leaves(jdist.read(other[name])), strict=True):
+            assert a.dtype == b.dtype or name == "seen", name
+            if name in ("total", "drift"):  # added up, or averaged, in another order
+                np.testing.assert_allclose(bits(b), bits(a), rtol=1e-6, atol=1e-7, err_msg=name)
+            else:
+                np.testing.assert_array_equal(bits(b), bits(a), err_msg=name)
+
+
+@functools.cache
+def started(name):
+    """A strategy of the table, and a state under it."""
+    strategy = TABLE[name]()
+    return strategy, strategy.init(make, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder with the state of a strategy of the table."""
+    folders = {}
+
+    def saved_once(name):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            with Checkpointer(folders[name]) as checkpointer:
+                assert checkpointer.save(3, started(name)[1])
+        return folders[name]
+
+    return saved_once
+
+
+def check_pair(folder, source, target):
+    state, (after, like) = started(source)[1], started(target)
+    with Checkpointer(folder) as checkpointer:
+        found = checkpointer.restore(after, like).state
+        as_saved = checkpointer.restore(after).state
+    assert jax.tree.structure(found) == jax.tree.structure(like)
+    assert_reads_alike(state, found)
+    for restored in (found, as_saved):
+        for (path, x), y in zip(jax.tree.leaves_with_path(restored), jax.tree.leaves(after.put(restored)), strict=True):
+            assert x.dtype == y.dtype and x.shape == y.shape, path
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
+    assert_in_step(found)
+    return found
+
+
+@pytest.mark.parametrize("source, target", SAMPLE)
+def test_state_saved_under_one_strategy_is_restored_under_another(source, target, saved):
+    check_pair(saved(source), source, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", TABLE)
+def test_state_saved_under_one_strategy_is_restored_under_all(source, saved):
+    for target in TABLE:
+        check_pair(saved(source), source, target)
+
+
+@pytest.mark.parametrize("target", some_slow("sharded_4"))
+def test_step_runs_on_a_state_that_was_restored(target, saved):
+    found = check_pair(saved("mirrored_2"), "mirrored_2", target)
+    where = [x.sharding for x in jax.tree.leaves(found)]
+    for _ in range(2):
+        found, _ = started(target)[0].step(train)(found)
+    pairs = zip(jax.tree.leaves(found), where, strict=True)
+    assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x, sharding in pairs)
+    assert int(found["opt_state"][0].count) == 2
+
+
+@pytest.mark.parametrize("name", some_slow("sharded_4", "central_2"))
+def test_state_is_restored_bit_by_bit_under_the_same_strategy(name, tmp_path):
+    strategy, state = started(name)
+    own = np.float32(np.random.default_rng(0).normal(size=strategy.num_replicas_in_sync))
+    state = {**state, "own": strategy.put(jdist.PerReplica({"x": own}))}
+    del state["total"], state["seen"]
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state)
+        found = checkpointer.restore(strategy, jax.eval_shape(lambda: state)).state
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(found), strict=True):
+        assert x.dtype == y.dtype and x.sharding.is_equivalent_to(y.sharding, x.ndim), path
+        assert bits(x).tobytes() == bits(y).tobytes(), path
+
+
+def restored(tmp_path, value, like, strategy, back=None):
+    with Checkpointer(tmp_path / str(type(like).__name__)) as checkpointer:
+        checkpointer.save(0, {"v": strategy.put(value)})
+        return checkpointer.restore(back or strategy, {"v": like}).state["v"]
+
+
+def rows(*numbers):
+    return np.float32(numbers)
+
+
+def components(value):
+    return [np.asarray(x).tolist() for x in value.values]
+
+
+def test_sv1_value_read_as_a_sum_is_restored_as_a_plain_one_and_in_shares(two, tmp_path):
+    saved = jdist.SyncOnRead(rows(4, 3), "sum")
+    assert restored(tmp_path, saved, np.float32(0), two).item() == 7.0
+    assert components(restored(tmp_path, saved, jdist.SyncOnRead(rows(0, 0), "sum"), two)) == [3.5, 3.5]
+
+
+def test_sv4_value_read_as_a_sum_is_restored_in_equal_shares(two, tmp_path):
+    saved = jdist.SyncOnRead(rows(1.5, 2), "sum")
+    assert components(restored(tmp_path, saved, saved, two)) == [1.75, 1.75]
+
+
+def test_sv6_mirrored_value_is_restored_as_a_plain_one_and_back(two, tmp_path):
+    mirrored = jdist.Mirrored(rows(1, 2), "mean")
+    assert restored(tmp_path, mirrored, rows(0, 0), two).tolist() == [1.0, 2.0]
+    back = restored(tmp_path / "back", rows(3, 4), mirrored, two)
+    assert back.aggregation is jdist.VariableAggregation.MEAN
+    assert components(back) == [[3.0, 4.0]] * 2
+
+
+@pytest.mark.parametrize("values", [[0, 1, 2, 3], [5, 10, 15, 20]])
+def test_sv11_sv12_value_split_over_some_is_restored_over_others(values, two, tmp_path):
+    one, four = STRATEGIES["one_device"](), jdist.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+    saved = jdist.Sharded(rows(*values))
+    parts = {strategy: components(restored(tmp_path / str(i), saved, saved, four, strategy))
+             for i, strategy in enumerate((one, two, four))}  # fmt: skip
+    assert parts[one] == [values] and parts[two] == [values[:2], values[2:]]
+    assert parts[four] == [[value] for value in values]
+    assert components(restored(tmp_path / "12", saved, saved, one, four)) == [[value] for value in values]
+
+
+PARTIAL = {"mean": 2.5, "only_first_replica": 2.0}
+
+
+@pytest.mark.parametrize("aggregation, value", PARTIAL.items())
+def test_partial_values_are_kept_on_as_many_replicas_and_aggregated_on_others(aggregation, value, two, tmp_path):
+    saved = jdist.SyncOnRead(rows(2, 3), aggregation)
+    assert components(restored(tmp_path / "same", saved, saved, two)) == [2.0, 3.0]
+    three = STRATEGIES["mirrored_3"]()
+    assert components(restored(tmp_path / "other", saved, saved, two, three)) == [value] * 3
+    assert restored(tmp_path / "plain", saved, np.float32(0), two, three).item() == value
+    as_sum = restored(tmp_path / "sum", saved, jdist.SyncOnRead(rows(0), "sum"), two)
+    assert components(as_sum) == [value / 2] * 2
+
+
+def test_one_value_is_restored_for_each_replica(two, tmp_path):
+    assert components(restored(tmp_path, np.float32(4), jdist.PerReplica(rows(0, 0, 0)), two)) == [4.0, 4.0]
+    assert components(restored(tmp_path, np.float32(4), jdist.SyncOnRead(rows(0), "mean"), two)) == [4.0, 4.0]
+
+
+def test_per_replica_value_on_another_number_of_replicas_is_refused_with_a_way_out(two, tmp_path):
+    own = jdist.PerReplica(rows(2, 3))
+    with pytest.raises(
+        ValueError, match=r"state/v has a value of its own for each of 2 replicas, .* on 3\. .*virtual_rep"
+    ):
+        restored(tmp_path, own, own, two, STRATEGIES["mirrored_3"]())
+    with pytest.raises(ValueError, match="state/v has a value of its own .* is to be plain on 2"):
+        restored(tmp_path / "plain", own, np.float32(0), two)
+    there = jdist.MirroredStrategy(["cpu:5"], virtual_replicas=2)
+    assert components(restored(tmp_path / "there", own, own, two, there)) == [2.0, 3.0]
+
+
+def test_sharded_value_that_does_not_divide_is_refused(two, tmp_path):
+    saved = jdist.Sharded(rows(1, 2, 3, 4))
+    with pytest.raises(ValueError, match=r"state/v.* cannot be split into 3 equal parts"):
+        restored(tmp_path, saved, saved, two, STRATEGIES["mirrored_3"]())
+
+
+def test_sum_of_small_integers_is_restored_where_it_fits(two, tmp_path):
+    small = jdist.SyncOnRead(np.uint8([200, 100]), "sum")
+    with pytest.raises(TypeError, match=r"state/v is uint8 and cannot hold (u?)int32\[\] without loss"):
+        restored(tmp_path, small, small, two)
+    assert components(restored(tmp_path / "fits", jdist.SyncOnRead(np.uint8([1, 2]), "sum"), small, two)) == [2, 1]
+
+
+def test_mean_of_integers_on_another_number_of_replicas_is_refused(two, tmp_path):
+    saved = jdist.SyncOnRead(np.int32([1, 2]), "mean")
+    assert components(restored(tmp_path, saved, saved, two)) == [1, 2]
+    with pytest.raises(TypeError, match=r"state/v is int32 and cannot hold float32\[\] without loss"):
+        restored(tmp_path / "other", saved, saved, two, STRATEGIES["mirrored_3"]())
+
+
+def test_split_state_is_never_whole_on_a_device(tmp_path, monkeypatch):
+    strategy, state = started("sharded_4")
+    read, seen = storage.read, {}
+
+    def watched(*args):
+        found = read(*args)
+        seen.update({x.shape: x.addressable_shards[0].data.shape for x in found.values()})
+        return found
+
+    monkeypatch.setattr(storage, "read", watched)
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, state)
+        checkpointer.restore(strategy, state)
+        checkpointer.save(1, started("mirrored_3")[1])
+        checkpointer.restore(strategy, state)
+    assert seen[(8, 4)] == (2, 4) and seen[(1, 4, 8)] == (1, 4, 2) and seen[(3, 4, 8)] == (3, 4, 2)
