@@ -1,0 +1,32 @@
+"""A state on the devices of several processes is exported, and its weights are saved; what each process then reads."""
+
+import sys
+
+import jax
+
+address, count, number, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
+
+import numpy as np
+
+import jdist
+from jdist import weights
+from jdist.exported import export
+from jdist.loaded import load
+
+x = np.arange(8, dtype=np.float32).reshape(2, 4)
+for strategy in (jdist.MirroredStrategy(jax.devices()), jdist.ShardedStrategy(mesh=jax.make_mesh((4,), ("data",)))):
+    state = strategy.put(
+        {"w": jdist.Sharded(np.arange(12, dtype=np.float32).reshape(4, 3)), "b": np.ones(3, np.float32)}
+    )
+    export(f"{folder}/x", lambda state, x: x @ state["w"] + state["b"], state, (x,))
+    np.testing.assert_allclose(load(f"{folder}/x")(x), x @ np.arange(12).reshape(4, 3) + 1)
+    weights.save(f"{folder}/w", state)
+    again = weights.load(f"{folder}/w", like=state, strategy=strategy)
+    assert [x.sharding for x in jax.tree.leaves(again)] == [x.sharding for x in jax.tree.leaves(state)]
+try:
+    weights.save(f"{folder}/none/w", state)
+except FileNotFoundError as error:
+    print(f"told: {error}")
+except RuntimeError as error:
+    print(f"heard: {error}")
