@@ -3,10 +3,15 @@
 Importing jdist starts no backend and imports no optional package.
 """
 
+from jdist import callbacks as callbacks
 from jdist import cluster as cluster
 from jdist import data as data
 from jdist import metrics as metrics
 from jdist import sync as sync
+from jdist import weights as weights
+from jdist.checkpoint.checkpointer import Checkpoint as Checkpoint
+from jdist.checkpoint.checkpointer import Checkpointer as Checkpointer
+from jdist.checkpoint.storage import CheckpointError as CheckpointError
 from jdist.compiler_flags import XlaFlag as XlaFlag
 from jdist.compiler_flags import XlaFlags as XlaFlags
 from jdist.compiler_flags import xla_flags as xla_flags
@@ -29,9 +34,13 @@ from jdist.data.sharding import AutoShardPolicy as AutoShardPolicy
 from jdist.data.sharding import InputContext as InputContext
 from jdist.errors import ClippedPerReplicaWarning as ClippedPerReplicaWarning
 from jdist.errors import DivergentCollectiveError as DivergentCollectiveError
+from jdist.errors import FitError as FitError
 from jdist.errors import NotMirroredError as NotMirroredError
 from jdist.errors import RepeatedSumWarning as RepeatedSumWarning
+from jdist.exported import export as export
 from jdist.gradients import value_and_grad as value_and_grad
+from jdist.loaded import Loaded as Loaded
+from jdist.loaded import load as load
 from jdist.losses import compute_average_loss as compute_average_loss
 from jdist.losses import mean as mean
 from jdist.losses import scale_regularization_loss as scale_regularization_loss
@@ -53,6 +62,10 @@ from jdist.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from jdist.strategies.sharded import ShardedStrategy as ShardedStrategy
 from jdist.strategies.tpu import TPUStrategy as TPUStrategy
 from jdist.topology import described_devices as described_devices
+from jdist.training.events import Fit as Fit
+from jdist.training.history import History as History
+from jdist.training.state import TrainState as TrainState
+from jdist.training.trainer import Trainer as Trainer
 from jdist.values.aggregation import VariableAggregation as VariableAggregation
 from jdist.values.aggregation import VariableSynchronization as VariableSynchronization
 from jdist.values.base import DistributedValues as DistributedValues

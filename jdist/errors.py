@@ -1,5 +1,7 @@
 """The errors that a caller may want to catch. All others are `ValueError`, `TypeError` or `RuntimeError`."""
 
+from typing import Any
+
 
 class NotMirroredError(ValueError):
     """A value that has to be the same on every replica could not be proved to be.
@@ -23,3 +25,15 @@ class RepeatedSumWarning(UserWarning):
 
 class ClippedPerReplicaWarning(UserWarning):
     """Gradients are clipped before they are reduced, so each replica clips by the norm of its own."""
+
+
+class FitError(RuntimeError):
+    """Training was ended by an error, the cause of this one, after steps whose results are not lost.
+
+    Attributes:
+        fit: The record of it, `jdist.Fit`: the state after the last step, and the history.
+    """
+
+    def __init__(self, message: str, fit: Any):
+        super().__init__(message)
+        self.fit = fit

@@ -78,8 +78,7 @@ def test_value_called_mirrored_in_random_program_is_bit_equal_on_all_replicas(pr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-@settings(REPRODUCIBLE, max_examples=1500)
+@settings(REPRODUCIBLE, max_examples=300)
 @random_programs
 def test_value_called_mirrored_in_many_random_programs_is_bit_equal_on_all_replicas(program, num_replicas):
     _check(program, num_replicas)

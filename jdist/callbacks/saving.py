@@ -1,0 +1,105 @@
+"""Checkpoints while training goes on."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import jax
+
+from jdist._tree import PyTree
+from jdist.callbacks.rows import Pace
+from jdist.checkpoint.checkpointer import Checkpointer
+from jdist.strategies.base import Strategy
+from jdist.training.events import Event, Moment
+from jdist.values.aggregation import VariableAggregation
+from jdist.values.base import is_distributed
+from jdist.values.sync_on_read import SyncOnRead
+
+
+def shares(state: PyTree) -> list[PyTree]:
+    """What each replica has of the values that are read as a sum, leaves `[replica, ...]`.
+
+    A checkpoint has their total, for any number of replicas to share. As many replicas as before go on to the same bits only
+    with the shares that they had.
+    """
+    return [item.tree for item in jax.tree.leaves(state, is_leaf=is_distributed) if _is_sum(item)]
+
+
+def with_shares(state: PyTree, kept: Sequence[PyTree], strategy: Strategy) -> PyTree:
+    """`state` with what `shares` gave of it."""
+    left = iter(kept)
+    own = lambda item: strategy.put(_like(item, next(left))) if _is_sum(item) else item
+    return jax.tree.map(own, state, is_leaf=is_distributed)
+
+
+def _like(item: SyncOnRead, kept: PyTree) -> SyncOnRead:
+    return item.with_tree(jax.tree.unflatten(jax.tree.structure(item.tree), jax.tree.leaves(kept)))
+
+
+def _is_sum(item: Any) -> bool:
+    return isinstance(item, SyncOnRead) and item.aggregation is VariableAggregation.SUM
+
+
+@final
+class Checkpoint:
+    """Saves the training state, the position in the data, what callbacks remember, and the history.
+
+    That is done after the step, or the call of several, in which one that the checkpointer's `every` divides was taken; and at
+    the end, where it is waited for. The state at the end is the one after the last step, whatever another callback ends
+    training with: that is where a resumed run goes on.
+
+    Args:
+        checkpointer: Says how often, where, and how many are kept.
+
+    Raises:
+        TypeError: It is no `jdist.Checkpointer`.
+
+    Example:
+        >>> import tempfile
+        >>> trainer = jdist.Trainer(
+        ...     (lambda key, x: jax.numpy.zeros(3), lambda w, x: x @ w), optax.sgd(0.1), optax.squared_error,
+        ...     strategy=jdist.OneDeviceStrategy("cpu:0"),
+        ... )
+        >>> with tempfile.TemporaryDirectory() as folder, jdist.Checkpointer(folder, every=2) as checkpointer:
+        ...     saving = Checkpoint(checkpointer)
+        ...     data = (np.ones((10, 3), np.float32), np.ones(10, np.float32))
+        ...     fit = trainer.fit(data, batch_size=2, callbacks=[saving], resume=checkpointer, progress="off")
+        ...     print(checkpointer.steps())
+        (2, 4, 5)
+    """
+
+    def __init__(self, checkpointer: Checkpointer):
+        if not isinstance(checkpointer, Checkpointer):
+            raise TypeError(
+                f"`Checkpoint` takes a `jdist.Checkpointer(path, every=...)`, got {type(checkpointer).__name__}."
+            )
+        self._checkpointer = checkpointer
+        self._pace = Pace(checkpointer.every)
+        self._latest = 0
+
+    def __call__(self, event: Event, /) -> None:
+        """Called by the loop."""
+        is_due = self._pace.due(event)
+        match event.moment:
+            case Moment.START:
+                self._latest = event.step
+            case Moment.STEP if is_due and event.is_sound():
+                self._save(event)
+            case Moment.END:
+                # A step back: later ones were refused, for a loss that is not finite, and left the state as it is.
+                if event.step > self._latest:
+                    self._save(event)
+                self._checkpointer.wait()
+
+    def close(self) -> None:
+        """Waits for what is being saved."""
+        self._checkpointer.wait()
+
+    def _save(self, event: Event) -> None:
+        extra = {
+            "callbacks": event.callbacks(),
+            "history": [dict(row) for row in event.history.rows],
+            "replicas": event.strategy.num_replicas_in_sync,
+            "shares": shares(event.state),
+        }
+        self._checkpointer.save(event.step, event.state, event.position, extra=extra, now=True)
+        self._latest = event.step

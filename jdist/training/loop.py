@@ -1,0 +1,261 @@
+"""The loop of training: a `for` over calls of the step, and what is told of each.
+
+Read `run` first. The order within is fixed: the step, then what callbacks are told of it, then, at the end of an epoch, its
+validation, its row in the history, and what they are told of that.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jdist._tree import PyTree
+from jdist.callbacks.rates import learning_rate_of
+from jdist.errors import FitError
+from jdist.replicate import Proof
+from jdist.strategies.base import Strategy
+from jdist.training.events import Answer, Callback, Event, Fit, Moment
+from jdist.training.feed import Turn
+from jdist.training.interrupt import interrupts
+from jdist.training.record import Failure, Record
+from jdist.training.state import parts_of
+from jdist.training.steps import Carry
+
+CHECKED = 32  # calls after which losses are looked at, and processes agree whether to stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a loop calls.
+
+    Attributes:
+        strategy: Where all of it runs.
+        step: From a carry and the batches of a call to the next carry, and the losses.
+        read: From what was seen to numbers on the host.
+        nothing_seen: Gives what is seen before the first step of an epoch.
+        validate: From a state to the numbers of its evaluation, or None.
+        callbacks: Whom to tell.
+        proof: Gives what was proved of the step.
+        total_steps: After how many steps training is at its end, if that is known.
+        asked_steps: How many steps were asked for, if that was said.
+        stops_at_failure: Whether a loss that is not finite ends training.
+    """
+
+    strategy: Strategy
+    step: Callable[[Carry, Turn], tuple[Carry, jax.Array]]
+    read: Callable[[PyTree], Mapping[str, Any]]
+    nothing_seen: Callable[[], PyTree]
+    validate: Callable[[PyTree], Mapping[str, Any]] | None
+    callbacks: Sequence[Callback]
+    proof: Callable[[], Proof]
+    total_steps: int | None
+    asked_steps: int | None
+    stops_at_failure: bool
+
+
+class Loop:
+    """Training as it goes on.
+
+    Mutable: the carry of the last step, how far it is, and why it stops.
+
+    Args:
+        work: What it calls.
+        state: The state to begin with.
+        position: Where the data begin.
+        rows: What was recorded before.
+    """
+
+    def __init__(self, work: Work, state: PyTree, position: Mapping[str, Any], rows: list[Mapping[str, float]]):
+        self._work = work
+        self._carry = Carry(state, work.nothing_seen(), work.strategy.put(np.bool_(False)))
+        self._first = self._step = self._epoch_first = int(parts_of(state).step)
+        self._calls = self._taken = self._epoch_taken = 0
+        self._epoch, self._position, self._stalled = position["epoch"], position, 0.0
+        self._metrics: Mapping[str, Any] = {}
+        self._record = Record(rows)
+        self._began = self._epoch_began = time.perf_counter()
+        self._stop: str | None = None
+        self._failed = False
+
+    @property
+    def step(self) -> int:
+        """How many steps the state has gone through."""
+        return self._step
+
+    def run(self, turns: Iterable[Turn]) -> Fit:
+        """Takes the steps, and says how it ended."""
+        with self._keeping_state(), jax.transfer_guard("disallow"), interrupts() as interrupt:
+            self._tell(Moment.START)
+            try:
+                for turn in turns:
+                    with interrupt.held():
+                        self._take(turn)
+                        self._tell(Moment.STEP)
+                        if turn.ends_epoch:
+                            self._end_epoch()
+                    if self._is_over(turn, interrupt.asked):
+                        break
+            except KeyboardInterrupt:
+                if interrupt.asked:  # twice
+                    raise
+                self._stop = _INTERRUPTED
+            self._end()
+        return self._fit()
+
+    def _take(self, turn: Turn) -> None:
+        self._carry, losses = self._work.step(self._carry, turn)
+        self._record.wait_for(self._step + 1, self._position, turn, losses)
+        last = turn.draws[-1]
+        self._step, self._calls = self._step + len(turn.draws), self._calls + 1
+        self._epoch, self._position, self._stalled, self._taken = last.epoch, last.position, last.stalled, last.rows
+        if self._calls % CHECKED == 0:
+            self._look_at(self._record.fetch(but=CHECKED // 2))
+
+    def _end_epoch(self) -> None:
+        self._look_at(self._record.fetch())
+        seconds = time.perf_counter() - self._epoch_began
+        self._metrics = self._work.read(self._carry.seen)
+        rate = learning_rate_of(self._carry.state, step=self._step)
+        validation = self._work.validate(self._carry.state) if self._work.validate else {}
+        self._record.add_row(
+            {
+                "epoch": self._epoch,
+                "step": self._step,
+                "seconds": time.perf_counter() - self._began,
+                "rows_per_second": (self._taken - self._epoch_taken) / seconds,
+                "stalled": self._stalled,
+                **({} if rate is None else {"learning_rate": rate}),
+                **self._metrics,
+                **{f"val_{name}": value for name, value in validation.items()},
+            }
+        )
+        self._carry = self._carry._replace(seen=self._work.nothing_seen())
+        self._epoch_first, self._epoch_taken = self._step, self._taken
+        self._tell(Moment.EPOCH, validation)
+        self._epoch_began = time.perf_counter()
+
+    def _is_over(self, turn: Turn, interrupted: bool) -> bool:
+        if interrupted:
+            self._stop = self._stop or _INTERRUPTED
+        if jax.process_count() == 1:
+            return self._stop is not None
+        if not turn.ends_epoch and self._calls % CHECKED:
+            return False
+        asked = multihost_utils.process_allgather(np.bool_(self._stop is not None))
+        if asked.any():
+            self._stop = self._stop or "Another process stopped."
+        return bool(asked.any())
+
+    def _end(self) -> None:
+        self._look_at(self._record.fetch())
+        if self._step != self._epoch_first:
+            self._metrics = self._work.read(self._carry.seen)
+            self._epoch_first = self._step
+        if self._stop is None:
+            asked = self._work.asked_steps
+            short = asked is not None and self._step < asked
+            self._stop = f"The data ended after {self._step} of {asked} steps." if short else _ENDED
+        self._tell(Moment.END)
+
+    def _look_at(self, failure: Failure | None) -> None:
+        """Stops at a loss that is not finite, if that is asked for: the steps from there on were refused."""
+        if failure is None or not self._work.stops_at_failure or self._failed:
+            return
+        self._failed = True
+        self._step, self._position = failure.step - 1, failure.before
+        self._record.forget_after(failure.step)
+        self._stop = f"{failure} The state is that before the step."
+
+    def _tell(self, moment: Moment, validation: Mapping[str, Any] | None = None) -> None:
+        """Calls the callbacks, all with the same event, and then does what they answer."""
+        if not self._work.callbacks:
+            return
+        event = self._event(moment, validation or {})
+        with jax.transfer_guard("allow"):
+            answers = [_checked(callback, callback(event)) for callback in self._work.callbacks]
+        for answer in filter(None, answers):
+            if answer.state is not None:
+                self._carry = self._carry._replace(state=answer.state)
+            self._stop = self._stop or answer.stop
+
+    def _event(self, moment: Moment, validation: Mapping[str, Any]) -> Event:
+        return Event(
+            moment=moment,
+            step=self._step,
+            epoch=self._epoch,
+            state=self._carry.state,
+            position=self._position,
+            rows=self._taken,
+            seconds=time.perf_counter() - self._began,
+            stalled=self._stalled,
+            total_steps=self._work.total_steps,
+            validation=validation,
+            strategy=self._work.strategy,
+            history=self._record.history,
+            callbacks=self._kept_by_callbacks,
+            is_sound=self._is_sound,
+            read=functools.partial(self._metrics_at, moment),
+        )
+
+    def _metrics_at(self, moment: Moment) -> Mapping[str, Any]:
+        """What is seen of the epoch so far; of one that has just ended, what was seen of it."""
+        if self._step == self._epoch_first:
+            return self._metrics
+        if jax.process_count() > 1 and moment is Moment.STEP:
+            return self._record.last_loss  # to read it all, every process would have to ask
+        return self._work.read(self._carry.seen)
+
+    def _is_sound(self) -> bool:
+        self._look_at(self._record.fetch())
+        return not self._failed
+
+    def _kept_by_callbacks(self) -> dict[str, Any]:
+        keeping = {str(i): one for i, one in enumerate(self._work.callbacks) if hasattr(one, "get_state")}
+        return {number: callback.get_state() for number, callback in keeping.items()}  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def _keeping_state(self) -> Iterator[None]:
+        """Gives the state that there is together with an error; and ends what callbacks have begun."""
+        try:
+            yield
+        except Exception as error:
+            lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._carry.state))
+            if lost or self._step == self._first:
+                raise
+            self._stop = f"{type(error).__name__}: {error}"
+            raise FitError(
+                f"Training was ended behind step {self._step} by {self._stop}\n  What there is by then is the `fit` of this "
+                "error: `error.fit.state`, `error.fit.history`.",
+                self._fit(),
+            ) from error
+        finally:
+            with contextlib.ExitStack() as closing:
+                for callback in self._work.callbacks:
+                    closing.callback(getattr(callback, "close", lambda: None))
+
+    def _fit(self) -> Fit:
+        history = self._record.history
+        history = dataclasses.replace(history, losses=dict(history.losses))
+        proof = self._work.proof() if self._step > self._first else None
+        description = self._work.strategy.describe(self._carry.state)
+        return Fit(self._carry.state, history, self._step, self._stop or "", description, proof)
+
+
+_INTERRUPTED = "Ctrl-C was pressed."
+_ENDED = "Every step was taken that was asked for."
+
+
+def _checked(callback: Callback, answer: Any) -> Answer | None:
+    if isinstance(answer, Answer | None):
+        return answer
+    name = getattr(callback, "__name__", type(callback).__name__)
+    raise TypeError(
+        f"The callback {name} returned {answer!r}: a callback returns None, or a `jdist.callbacks.Answer`, which says to stop, "
+        "or what to go on with."
+    )

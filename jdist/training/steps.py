@@ -1,0 +1,206 @@
+"""The functions of one replica that a `Trainer` runs: a step of training, of evaluation, and of prediction."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jdist import _compat, notes
+from jdist._tree import PyTree, named_leaves, spec
+from jdist.context import all_reduce, replica_context
+from jdist.gradients import value_and_grad
+from jdist.metrics import Mean, Metric
+from jdist.precision import Precision
+from jdist.randomness import replica_key
+from jdist.training.measures import Measure, checked_losses, measured
+from jdist.training.models import Model
+from jdist.training.state import TrainState, parts_of, with_parts
+from jdist.values.aggregation import VariableAggregation
+from jdist.values.sync_on_read import SyncOnRead
+
+
+class Carry(NamedTuple):
+    """What goes from a step of training to the next.
+
+    Attributes:
+        state: The state of training.
+        seen: The loss and the metrics of the epoch so far, of each replica's own examples.
+        failed: Whether a step was refused because its loss was not finite; none is taken after it.
+    """
+
+    state: PyTree
+    seen: Mapping[str, Metric]
+    failed: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What is trained, and how.
+
+    Attributes:
+        model: The model.
+        loss: From outputs and targets to losses, one an example or several, `[batch, ...]`.
+        measures: The metrics, by name.
+        precision: The dtypes to compute in.
+        optimizer: What makes updates of gradients.
+        micro_batches: How many parts a batch is taken in.
+        non_finite: What becomes of a step whose loss is inf or nan: it ends training, is left out, or is taken.
+    """
+
+    model: Model
+    loss: Any
+    measures: Mapping[str, Measure]
+    precision: Precision | None
+    optimizer: Any = None
+    micro_batches: int = 1
+    non_finite: str = "stop"
+
+    def __post_init__(self) -> None:
+        if self.optimizer is not None and not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
+            raise TypeError(
+                f"`optimizer` is a transformation of optax, such as `optax.adamw(1e-3)`; got {self.optimizer!r}."
+            )
+        if self.loss is not None and not callable(self.loss):
+            raise TypeError(f"`loss` is a function from outputs and targets to losses [batch, ...]; got {self.loss!r}.")
+        if not isinstance(self.precision, Precision | None):
+            raise TypeError(f"`precision` is a `jdist.Precision(params, compute, output)`; got {self.precision!r}.")
+        if self.non_finite not in ("stop", "skip", "keep"):
+            raise ValueError(f'`non_finite` is "stop", "skip" or "keep", got {self.non_finite!r}.')
+
+    def begin(self, inputs: PyTree, key: jax.Array) -> TrainState:
+        """The state before the first step, for inputs of such shapes."""
+        of_params, rng = jax.random.split(key)
+        examples = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
+        params, model_state = self.model.init(of_params, examples)
+        params = self.precision.cast_params(params) if self.precision else params
+        return TrainState.create(params, self.optimizer, model_state=model_state, rng=rng)
+
+    def nothing_seen(self) -> SyncOnRead:
+        """The loss and the metrics of no examples."""
+        empty = {"loss": Mean(), **{name: measure.empty for name, measure in self.measures.items()}}
+        return SyncOnRead(jax.tree.map(jnp.asarray, empty), VariableAggregation.SUM)
+
+    def train(self, carry: Carry, element: PyTree, weights: Any = None) -> tuple[Carry, jax.Array]:
+        """A step of training: the carry after it, and the loss of all examples in its batch, float32 `[]`."""
+        state, parts = carry.state, parts_of(carry.state)
+        inputs, targets, weights = taken_apart(element, weights)
+        key = replica_key(jax.random.fold_in(parts.rng, parts.step))
+        rows = len(jax.tree.leaves(inputs)[0])
+
+        def losses_of(params: PyTree, inputs: PyTree, ids: jax.Array) -> tuple[Any, tuple[PyTree, PyTree]]:
+            # A micro-batch takes its targets from all of them, not among its inputs, which are cast to lower precision.
+            part = lambda tree: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, ids[0], len(ids)), tree)
+            mine, weight = (part(targets), part(weights)) if len(ids) < rows else (targets, weights)
+            draw = jax.random.fold_in(key, ids[0])
+            outputs, model_state = self.model.apply(params, parts.model_state, inputs, draw, True, weight)
+            outputs = self.precision.cast_output(outputs) if self.precision else outputs
+            losses = checked_losses(self.loss(outputs, mine), len(ids))
+            return losses, (measured(self.measures, losses, outputs, mine, weight), model_state)
+
+        differentiate = value_and_grad(losses_of, micro_batches=self.micro_batches, has_aux=True, weights=weights)
+        (value, (seen, model_state)), grads = differentiate(parts.params, inputs, jnp.arange(rows))
+        if self.micro_batches > 1:
+            seen, model_state = jax.tree.map(lambda x: x.sum(0), seen), jax.tree.map(_of_parts, model_state)
+        if _talks(self.optimizer.update, grads, parts.opt_state, parts.params):
+            value = all_reduce("mean", value)
+        else:
+            value, grads = all_reduce("mean", (value, grads))
+        updates, opt_state = self.optimizer.update(grads, parts.opt_state, parts.params)
+        params = optax.apply_updates(parts.params, updates)
+        new = with_parts(state, parts.step + 1, params, opt_state, _agreed(model_state, weights))
+        after = Carry(new, jax.tree.map(jnp.add, carry.seen, seen), carry.failed)
+        return self._guarded(carry, after, value), value.astype(jnp.float32)
+
+    def evaluate(self, seen: PyTree, model: tuple[PyTree, PyTree], element: PyTree, weights: Any = None) -> Any:
+        """The loss and the metrics with those of one more batch."""
+        inputs, targets, weights = taken_apart(element, weights)
+        outputs = self.outputs(model, inputs, weights)
+        losses = checked_losses(self.loss(outputs, targets), len(jax.tree.leaves(inputs)[0]))
+        return jax.tree.map(jnp.add, seen, measured(self.measures, losses, outputs, targets, weights)), None
+
+    def predict(self, model: tuple[PyTree, PyTree], element: PyTree, weights: Any = None) -> tuple[PyTree, Any]:
+        """The outputs for a batch, `[batch, ...]`, and the weights of its rows."""
+        inputs, _, _ = taken_apart(element, weights)
+        outputs, rows = self.outputs(model, inputs, weights), len(jax.tree.leaves(inputs)[0])
+        for name, leaf in named_leaves("outputs", outputs):
+            if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != rows:
+                raise ValueError(
+                    f"{name} is {spec(leaf)} for {rows} examples: to predict, a model gives each output as [batch, ...]."
+                )
+        return outputs, jnp.ones(rows) if weights is None else weights
+
+    def outputs(self, model: tuple[PyTree, PyTree], inputs: PyTree, weights: Any = None) -> PyTree:
+        """What the model, parameters and what it keeps besides, gives for these inputs; not trained."""
+        params, model_state = model
+        if self.precision:
+            params, inputs = self.precision.cast_compute((params, inputs))
+        outputs, _ = self.model.apply(params, model_state, inputs, jax.random.key(0), False, weights)
+        return self.precision.cast_output(outputs) if self.precision else outputs
+
+    def _guarded(self, before: Carry, after: Carry, loss: jax.Array) -> Carry:
+        """`after`; or `before`, if the loss is not finite and that matters."""
+        if self.non_finite == "keep":
+            return after
+        finite = jnp.isfinite(loss)
+        if self.non_finite == "stop":
+            failed = before.failed | ~finite
+            return jax.tree.map(lambda old, new: _where(failed, old, new), before, after)._replace(failed=failed)
+        step = parts_of(after.state).step
+        kept = jax.tree.map(lambda old, new: _where(~finite, old, new), before, after)
+        return kept._replace(state=dataclasses.replace(kept.state, step=step))
+
+
+def taken_apart(element: PyTree, padding: Any) -> tuple[PyTree, PyTree, Any]:
+    """Inputs, targets and weights of what the data give for a batch.
+
+    A tuple of two is inputs and targets, one of three weights `[batch]` too. Anything else is both inputs and targets.
+    """
+    if not isinstance(element, tuple) or len(element) not in (2, 3):
+        return element, element, padding
+    inputs, targets, *weights = element
+    if not weights:
+        return inputs, targets, padding
+    return inputs, targets, weights[0] if padding is None else _weighted(weights[0], padding)
+
+
+def _weighted(weights: Any, padding: Any) -> Any:
+    beside = padding.reshape(padding.shape + (1,) * (jnp.ndim(weights) - 1))
+    return jnp.where(beside == 0, 0, weights * beside)
+
+
+def _where(condition: Any, old: Any, new: Any) -> Any:
+    return new if new is old else jnp.where(condition, old, new)
+
+
+def _of_parts(stacked: jax.Array) -> jax.Array:
+    """What micro-batches made of the same state of a model: the mean of numbers, of others that of the last."""
+    return stacked.mean(0) if jnp.issubdtype(stacked.dtype, jnp.inexact) else stacked[-1]
+
+
+def _agreed(model_state: PyTree, weights: Any) -> PyTree:
+    """What the replicas' models keep, averaged over them, each as much as it has examples."""
+    leaves, treedef = jax.tree.flatten(model_state)
+    numbers = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)]
+    if not numbers:
+        return model_state
+    values = [leaves[i] for i in numbers]
+    if weights is not None:
+        mine = jnp.sum(weights)
+        total = all_reduce("mean", mine)
+        share = jnp.where(total == 0, 1, mine / jnp.where(total == 0, 1, total))
+        values = [value * share.astype(value.dtype) for value in values]
+    for i, value in zip(numbers, all_reduce("mean", values), strict=True):
+        leaves[i] = value
+    return treedef.unflatten(leaves)
+
+
+def _talks(update: Callable[..., Any], *args: PyTree) -> bool:
+    """Whether an optimizer says something to the other replicas, as a policy of `jdist.sync` does."""
+    axes = frozenset(replica_context("sync", "strategy.step").axes)
+    with notes.landings():  # what it says of this trace is not for the step
+        program = jax.make_jaxpr(update)(*args).jaxpr
+    return any(_compat.speaks(equation, axes) for equation in program.eqns)

@@ -1,0 +1,172 @@
+"""Moving averages of the parameters: what they are, where they lie, and that they go on with the same bits."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist import callbacks
+
+from small_loop import place, regression, train
+
+TWO = place("mirrored_2")
+PLACES = ["one_device", "mirrored_2", "sharded_4", "central_2"]
+every_place = pytest.mark.parametrize("name", PLACES)
+every_bias = pytest.mark.parametrize("debias", [True, False])
+
+
+def _drifting(params):
+    return {**params, "w": jdist.SyncOnRead(params["w"] + jdist.replica_id(), "mean")}
+
+
+WRAPS = {"plain": lambda params: params, "drifting": _drifting}
+every_wrap = pytest.mark.parametrize("wrap", WRAPS)
+
+
+def _numbers(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), jax.device_get(tree))
+
+
+def _expected(first, states, decay, debias):
+    """By the definition, in float64: a weighted sum over all that was seen."""
+    last = states[-1][0]
+    steps = np.diff([0, *(step for step, _ in states)])
+    weights = [(1 - decay**n) * decay ** (last - step) for n, (step, _) in zip(steps, states, strict=True)]
+    seen = [params for _, params in states]
+    if debias:
+        weights = list(np.array(weights) / sum(weights))
+    else:
+        weights, seen = [decay**last, *weights], [first, *seen]
+    return jax.tree.map(lambda *x: sum(w * a for w, a in zip(weights, x, strict=True)), *map(_numbers, seen))
+
+
+@every_place
+@every_wrap
+@every_bias
+@pytest.mark.parametrize("a_call", [1, 3])
+def test_average_is_the_weighted_sum_in_the_places_of_the_parameters(name, wrap, debias, a_call):
+    strategy = place(name)
+    state, call = regression(strategy, wrap=WRAPS[wrap])
+    first = jax.device_get(state.params)
+    average = callbacks.EMA(0.75, debias=debias)
+    run = train(strategy, [average], epochs=1, steps=7, a_call=a_call, state=state, call=call)
+    expected = _expected(first, run.states, 0.75, debias)
+    found = average.params
+    assert jax.tree.structure(found) == jax.tree.structure(run.state.params)
+    for got, want, like in zip(*map(jax.tree.leaves, (found, expected, run.state.params)), strict=True):
+        assert (got.dtype, got.sharding) == (like.dtype, like.sharding)
+        if jnp.issubdtype(got.dtype, jnp.inexact):
+            rtol = 5e-3 if got.dtype == jnp.bfloat16 else 1e-5
+            np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=rtol, atol=1e-6)
+    assert int(found["n"]) == 7
+
+
+@every_place
+@every_wrap
+@every_bias
+def test_resumed_average_has_the_same_bits(name, wrap, debias):
+    strategy = place(name)
+    options = dict(epochs=1, steps=6)
+    whole, again = callbacks.EMA(0.9, debias=debias), callbacks.EMA(0.9, debias=debias)
+    state, call = regression(strategy, wrap=WRAPS[wrap])
+    run = train(strategy, [whole], state=state, call=call, **options)
+    state, _ = regression(strategy, wrap=WRAPS[wrap])
+    for number in range(4):
+        state, _ = call(state, number)
+    train(strategy, [again], state=state, call=call, start=4, saved=run.saved[4], **options)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (again.params, whole.params)))
+
+
+def test_average_of_what_drifts_reads_as_the_average_of_what_is_read():
+    state, call = regression(TWO, wrap=_drifting)
+    average, seen = callbacks.EMA(0.5), []
+    note = lambda event: seen.append(jax.device_get(jdist.read(event.state.params["w"])))
+    train(TWO, [average, note], epochs=1, steps=3, state=state, call=call)
+    after_steps = [seen[1], seen[2], seen[3]]
+    expected = sum(w * x for w, x in zip((1 / 7, 2 / 7, 4 / 7), after_steps, strict=True))
+    np.testing.assert_allclose(jdist.read(average.params)["w"], expected, rtol=1e-5)
+
+
+def test_average_of_small_floats_is_kept_in_large_ones():
+    params = {"b": TWO.put(np.ones(4, jnp.bfloat16))}
+    call = lambda state, number: ({"params": {"b": state["params"]["b"] + jnp.bfloat16(1)}}, 0.0)
+    average = callbacks.EMA(0.999, debias=False)
+    train(TWO, [average], epochs=1, steps=3, state={"params": params}, call=call)
+    kept = average.get_state()["average"][0]
+    assert kept.dtype == np.float32
+    expected = 1 + (1 - 0.999) * (1 * 0.999**2 + 2 * 0.999 + 3)
+    np.testing.assert_allclose(kept, expected, rtol=1e-6)  # of which bfloat16 would show nothing
+    assert average.params["b"].dtype == jnp.bfloat16
+
+
+def test_average_outlives_the_next_step_and_the_next_average():
+    average, held = callbacks.EMA(0.5), []
+    note = lambda event: held.append(average.params)
+    train(TWO, [average, note], epochs=1)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(held))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(held))
+
+
+def test_average_takes_no_memory_of_a_step_more_than_its_own():
+    average = callbacks.EMA(0.5)
+    state, call = regression(TWO)
+    kept = []
+    note = lambda event: kept.append(average.get_state()["average"][-1])
+    train(TWO, [average, note], epochs=1, state=state, call=call)
+    assert kept[0].is_deleted() and not kept[-1].is_deleted()  # the next average took it over
+
+
+def test_average_goes_on_with_a_further_fit_and_begins_anew_with_another():
+    state, call = regression(TWO)
+    average, whole = callbacks.EMA(0.75), callbacks.EMA(0.75)
+    first = train(TWO, [average], epochs=1, state=state, call=call)
+    train(TWO, [average], epochs=2, start=3, state=first.state, call=call)
+    train(TWO, [whole], epochs=2)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (average.params, whole.params)))
+    train(TWO, [average], epochs=2)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (average.params, whole.params)))
+
+
+def test_average_of_other_parts_of_the_state():
+    state, call = regression(TWO)
+    average = callbacks.EMA(0.5, params=lambda state: {"w": state.params["w"]})
+    train(TWO, [average], state=state, call=call)
+    assert list(average.params) == ["w"]
+
+
+@dataclasses.dataclass
+class _Other:
+    weights: int = 0
+
+
+def test_state_without_params_is_refused_before_the_first_step():
+    says = r"The state, _Other, has no `params`\. Say where they are: `EMA\(decay, params=lambda state: \.\.\.\)`"
+    with pytest.raises(ValueError, match=says):
+        train(TWO, [callbacks.EMA(0.5)], state=_Other(), call=lambda *_: pytest.fail("There was a step."))
+
+
+def test_average_of_another_model_is_refused():
+    run = train(TWO, [callbacks.EMA(0.5)], epochs=1)
+    only_w = callbacks.EMA(0.5, params=lambda state: state.params["w"])
+    with pytest.raises(ValueError, match=r"The average was saved with 3 leaves, and has 1 now\. Resume with the model"):
+        train(TWO, [only_w], start=3, saved=run.saved[3])
+
+
+def test_average_before_training_is_none():
+    with pytest.raises(RuntimeError, match=r"There is no average yet: it begins when training does"):
+        _ = callbacks.EMA(0.5).params
+
+
+@pytest.mark.parametrize("decay", [0, 1, -0.1, 1.5, math.nan, None, True, "0.9"])
+def test_decay_that_is_none_is_refused(decay):
+    with pytest.raises(ValueError, match=r"`decay` is a number between 0 and 1, such as 0\.999, got"):
+        callbacks.EMA(decay)
+
+
+def test_params_that_are_no_function_are_refused():
+    with pytest.raises(TypeError, match="`params` is a function of the state, got dict"):
+        callbacks.EMA(0.5, params={})

@@ -1,0 +1,242 @@
+"""Logs as files: what is in them, and that a run that goes on leaves no row out and none twice."""
+
+import csv
+import importlib
+import json
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jdist import callbacks
+from jdist.callbacks.rows import FACTS
+
+from small_loop import State, place, regression, train
+
+few = hypothesis.settings(max_examples=15, deadline=None, derandomize=True, database=None)
+ONE = place("one_device")
+KINDS = {"csv": callbacks.CSVLog, "json": callbacks.JSONLog}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def _idle(state, number):
+    return state, 0.0
+
+
+def _rows(path):
+    text = path.read_text()
+    if text.startswith("{"):
+        return [json.loads(line) for line in text.splitlines()]
+    return list(csv.DictReader(text.splitlines()))
+
+
+def _run(log, **options):
+    options = dict(state=0, call=_idle, logs=lambda step: {"loss": 1 / (step + 1)}) | options
+    return train(ONE, [log], **options)
+
+
+def _moments(path):
+    return [(row["moment"], int(row["step"])) for row in _rows(path)]
+
+
+@every_kind
+def test_log_has_a_row_an_epoch(kind, tmp_path):
+    path = tmp_path / "new" / "log"
+    _run(KINDS[kind](path), validation=lambda epoch: {"loss": 2.0 + epoch})
+    assert _moments(path) == [("epoch", 3), ("epoch", 6)]
+    last = {name: float(value) for name, value in _rows(path)[1].items() if name != "moment"}
+    facts = {"epoch": 1, "step": 6, "seconds": pytest.approx(0.6), "rows": 24, "stalled": 0}
+    assert last == {**facts, "loss": 1 / 7, "val_loss": 3.0}
+
+
+@every_kind
+@few
+@hypothesis.given(every=st.integers(1, 5), a_call=st.integers(1, 4), steps=st.integers(1, 6))
+def test_log_has_a_row_whenever_so_many_steps_went_by(kind, tmp_path_factory, every, a_call, steps):
+    path = tmp_path_factory.mktemp("logs") / "log"
+    _run(KINDS[kind](path, every=every), steps=steps, a_call=a_call)
+    ends = [min(first + a_call, steps) + epoch * steps for epoch in range(2) for first in range(0, steps, a_call)]
+    due = [end for before, end in zip([0, *ends], ends, strict=False) if end // every > before // every]
+    expected = [("step", end) for end in due] + [("epoch", steps), ("epoch", 2 * steps)]
+    assert _moments(path) == sorted(expected, key=lambda row: (row[1], row[0] == "epoch"))
+
+
+@every_kind
+@pytest.mark.parametrize("killed", range(1, 7))
+def test_resumed_run_goes_on_in_the_log(kind, killed, tmp_path):
+    whole, path = tmp_path / "whole", tmp_path / "log"
+    options = dict(validation=lambda epoch: {"loss": 1.0}, seconds=0.0)  # which is counted anew
+    _run(KINDS[kind](whole, every=2), **options)
+    _run(KINDS[kind](path, every=2), **options)
+    with path.open("a") as file:
+        file.write(path.read_text().splitlines()[-1][:9])  # cut off in the middle of a row
+    _run(KINDS[kind](path, every=2), start=killed, **options)
+    counted = lambda path: [{**row, "rows": 0} for row in _rows(path)]
+    assert counted(path) == counted(whole)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name not in ("whole", "log")] == []
+
+
+@every_kind
+def test_run_from_the_start_leaves_the_log_of_another_beside_it(kind, tmp_path):
+    path = tmp_path / "log"
+    texts = []
+    for epochs in (1, 2, 3):
+        _run(KINDS[kind](path), epochs=epochs)
+        texts.append(path.read_text())
+    assert [(tmp_path / name).read_text() for name in ("log.1", "log.2", "log")] == texts
+
+
+@every_kind
+def test_training_that_stops_within_an_epoch_has_a_row_at_its_end(kind, tmp_path):
+    path = tmp_path / "log"
+    train(ONE, [callbacks.time_limit(0.4), KINDS[kind](path)], state=0, call=_idle)
+    assert _moments(path) == [("epoch", 3), ("end", 4)]
+
+
+@every_kind
+def test_row_is_in_the_file_when_the_next_step_begins(kind, tmp_path):
+    path, seen = tmp_path / "log", []
+    note = lambda event: seen.append(len(path.read_text().splitlines()))
+    train(ONE, [KINDS[kind](path, every=1), note], steps=2, epochs=1, state=0, call=_idle)
+    assert [number - seen[0] for number in seen] == [0, 1, 2, 3, 3]
+
+
+def test_column_that_comes_later_is_empty_before(tmp_path):
+    path = tmp_path / "log.csv"
+    _run(callbacks.CSVLog(path, every=3), validation=lambda epoch: {"loss": 5.0} if epoch else None)
+    assert [row["val_loss"] for row in _rows(path)] == ["", "", "", "5.0"]
+    assert path.read_text().splitlines()[0] == ",".join([*FACTS, "loss", "val_loss"])
+    _run(callbacks.CSVLog(path), start=6, epochs=3, validation=lambda epoch: {"late": 1.0})
+    assert [row["val_late"] for row in _rows(path)] == ["", "", "", "", "1.0"]
+
+
+@every_kind
+def test_numbers_that_are_not_finite_come_back(kind, tmp_path):
+    path = tmp_path / "log"
+    odd = {"a": math.nan, "b": math.inf, "c": np.float32(-math.inf), "d": np.array(1.5), "e": np.int32(3)}
+    _run(KINDS[kind](path), epochs=1, logs=lambda step: odd)
+    (row,) = _rows(path)
+    np.testing.assert_equal([float(row[name]) for name in odd], [math.nan, math.inf, -math.inf, 1.5, 3])
+
+
+def test_json_has_metrics_of_several_numbers_and_nothing_json_lacks(tmp_path):
+    path = tmp_path / "log"
+    _run(callbacks.JSONLog(path), epochs=1, logs=lambda step: {"table": np.float32([[1, math.nan]])})
+    refuse = lambda word: pytest.fail(f"{word} is no JSON")
+    assert json.loads(path.read_text(), parse_constant=refuse)["table"] == [[1.0, "nan"]]
+
+
+BLOCKED = {
+    "under_a_file": lambda tmp: tmp / "file" / "log",
+    "a_directory": lambda tmp: tmp,
+    "not_text": lambda tmp: tmp / "bytes",
+}
+
+
+@every_kind
+@pytest.mark.parametrize("where", BLOCKED.values(), ids=BLOCKED)
+def test_log_that_cannot_be_written_is_refused_before_the_first_step(kind, where, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
+    steps = []
+    with pytest.raises(ValueError, match=r"cannot be written: .*Give a path that can|no log that .*Give another path"):
+        train(ONE, [KINDS[kind](where(tmp_path)), steps.append], state=0, call=_idle)
+    assert steps == []
+
+
+@every_kind
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", '{"a": 1}\n', "hello\n", "[1]\n"])
+def test_file_that_is_no_log_is_left_alone(kind, text, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    with pytest.raises(
+        ValueError, match=r"mine\.csv' is there, and no log that (CSV|JSON)Log wrote\. Give another path"
+    ):
+        _run(KINDS[kind](path))
+    assert path.read_text() == text
+
+
+@every_kind
+def test_metric_with_the_name_of_a_column_is_refused(kind, tmp_path):
+    with pytest.raises(ValueError, match=r"Two things to write are called 'step'\. Give one another name"):
+        _run(KINDS[kind](tmp_path / "log"), logs=lambda step: {"step": 0.5})
+    twice = KINDS[kind](tmp_path / "log", also=[lambda event: {"loss": 0.0}])
+    with pytest.raises(ValueError, match="Two things to write are called 'loss'"):
+        _run(twice)
+
+
+BAD = {
+    "path": (dict(path=3), TypeError, "`path` is a path, got int"),
+    "empty": (dict(path=""), ValueError, "`path` is empty: say where to write"),
+    "every": (dict(path="x", every=0), ValueError, "`every` is a whole number from 1 up, got 0"),
+    "also": (
+        dict(path="x", also=callbacks.learning_rate()),
+        TypeError,
+        "`also` is a list of functions of an event, got f",
+    ),
+    "function": (dict(path="x", also=[1]), TypeError, "`also` is a function of an event, got int"),
+}
+
+
+@every_kind
+@pytest.mark.parametrize("options, error, says", BAD.values(), ids=BAD)
+def test_log_refuses_what_makes_no_sense(kind, options, error, says):
+    with pytest.raises(error, match=says):
+        KINDS[kind](**options)
+
+
+def test_processes_other_than_the_first_write_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    silent = [callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b"), callbacks.progress("lines")]
+    silent.append(callbacks.Profile(tmp_path / "c", start=1, stop=2))
+    if importlib.util.find_spec("tensorboardX"):
+        silent.append(callbacks.TensorBoard(tmp_path / "d"))
+    run = train(ONE, silent, state=0, call=_idle)
+    assert list(tmp_path.iterdir()) == []
+    assert run.reads == 2  # for the rows of the history
+
+
+SCHEDULE = optax.linear_schedule(1.0, 0.0, 10)
+OPTIMIZERS = {
+    "schedule": (optax.adam(SCHEDULE), SCHEDULE, 0.6),
+    "step": (optax.adam(0.1), SCHEDULE, 0.6),  # the optimizer counts nothing for a schedule: the number of steps does
+    "injected": (optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE), None, 0.6),
+    "constant": (optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)), None, 0.25),
+    "accumulated": (optax.MultiSteps(optax.sgd(SCHEDULE), 2), SCHEDULE, 0.9),  # the second update of 5 steps
+}
+
+
+@pytest.mark.parametrize("name", ["mirrored_2", "central_2"])
+@pytest.mark.parametrize("optimizer, schedule, rate", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_learning_rate_is_that_of_the_last_update(name, optimizer, schedule, rate, tmp_path):
+    strategy = place(name)
+    state, call = regression(strategy, optimizer)
+    log = callbacks.JSONLog(tmp_path / "log", also=[callbacks.learning_rate(schedule)])
+    train(strategy, [log], epochs=1, steps=5, state=state, call=call)
+    assert _rows(tmp_path / "log")[0]["learning_rate"] == pytest.approx(rate)
+
+
+def test_learning_rate_that_nothing_says_is_asked_for(tmp_path):
+    state, call = regression(ONE)
+    log = callbacks.CSVLog(tmp_path / "log", also=[callbacks.learning_rate()])
+    with pytest.raises(
+        ValueError, match=r"The state says no learning rate, or several\. Hand in the schedule, `learning"
+    ):
+        train(ONE, [log], state=state, call=call)
+    assert callbacks.learning_rate_of(state) is None
+
+
+def test_learning_rate_of_parts_with_different_ones_is_unknown():
+    sgd = optax.inject_hyperparams(optax.sgd)
+    states = [sgd(learning_rate=rate).init({"w": np.zeros(2, np.float32)}) for rate in (0.5, 0.25, 0.25)]
+    assert callbacks.learning_rate_of(State(0, None, states)) is None
+    assert callbacks.learning_rate_of(State(0, None, states[1:])) == 0.25
+
+
+def test_schedule_that_is_no_function_is_refused():
+    with pytest.raises(TypeError, match="`schedule` is a function of the number of updates, got float"):
+        callbacks.learning_rate(0.1)

@@ -1,0 +1,140 @@
+"""The examples of training, run as a user runs them."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+
+
+def _run(*command, folder=None):
+    # Without the devices that the tests force: the examples ask for their own.
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    environment["COLUMNS"] = "200"  # no line is broken
+    command = [sys.executable, *map(str, command)]
+    return subprocess.run(command, env=environment, cwd=folder, text=True, capture_output=True, timeout=280)
+
+
+def _printed(example, *arguments, folder=None):
+    done = _run(EXAMPLES / example, *arguments, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _column(printed, name):
+    """A column of the history, as it is printed."""
+    lines = [line.split() for line in printed.splitlines()]
+    head = next(number for number, line in enumerate(lines) if line[:2] == ["epoch", "step"])
+    rows = [line for line in lines[head + 1 :] if len(line) == len(lines[head])]
+    return [float(row[lines[head].index(name)].replace(",", "")) for row in rows]
+
+
+def test_digits_fit_trains_and_tests_on_every_image_once(tmp_path):
+    printed = _printed("digits_fit.py", "--epochs", "2", "--replicas", "2", folder=tmp_path)
+    assert _column(printed, "step") == [10, 20]
+    assert _column(printed, "val_loss")[1] < _column(printed, "val_loss")[0]
+    assert _column(printed, "learning_rate")[0] > _column(printed, "learning_rate")[1]
+    assert "of 360 digits, on 2 replicas" in printed
+    assert re.search(r"The first ten are \[(\d, ){9}\d\]\n +predicted as \[(\d, ){9}\d\]", printed)
+
+
+@pytest.mark.slow
+def test_digits_fit_reaches_its_accuracy_and_writes_its_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    printed = _printed("digits_fit.py", folder=tmp_path)
+    assert float(re.search(r"Test accuracy (\S+)% of 360", printed)[1]) >= 97.5
+    assert "Pictures of it: digits_fit.html" in printed
+    page = (tmp_path / "digits_fit.html").read_text(encoding="utf-8")
+    assert "<h1>Digits</h1>" in page
+    assert "val_accuracy" in page and "learning_rate" in page
+
+
+def test_digits_fit_without_matplotlib_says_how_to_install_it_and_ends_well(tmp_path):
+    example = EXAMPLES / "digits_fit.py"
+    blocked = (
+        "import runpy, sys; sys.modules['matplotlib'] = None; "
+        "sys.argv = ['digits_fit.py', '--epochs', '1', '--replicas', '1']; "
+        f"runpy.run_path({str(example)!r}, run_name='__main__')"
+    )
+    done = _run("-c", blocked, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 'python -m pip install "jdist[plot]"' in done.stdout.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_lm_writes_as_much_as_it_is_asked_for():
+    printed = _printed("text_lm.py", "--steps", "5", "--batch-size", "8", "--length", "20")
+    (bits,) = re.findall(r"Held out: (\S+) bits a character, of \d+ windows", printed)
+    assert 2 < float(bits) < 10
+    _, written = printed.split("it writes:\n\n")
+    assert len(written) == 64 + 20 + 1  # what it goes on from, and the end of the line
+
+
+@pytest.mark.slow
+def test_text_lm_learns_to_guess_characters():
+    printed = _printed("text_lm.py", "--steps", "210", "--length", "100")
+    assert _column(printed, "step") == [210]
+    held_out = float(re.search(r"Held out: (\S+) bits", printed)[1])
+    assert held_out < 3.2  # the frequencies of the characters alone come to 4.6
+
+
+def test_resume_killed_at_random_steps_ends_with_the_same_bits():
+    printed = _printed("resume.py", "--kills", "1", "--epochs", "1")
+    _check_resumed(printed, kills=1, steps=15)
+
+
+@pytest.mark.slow
+def test_resume_killed_several_times_ends_with_the_same_bits():
+    printed = _printed("resume.py", "--seed", "1")
+    _check_resumed(printed, kills=3, steps=90)
+
+
+def _check_resumed(printed, kills, steps):
+    rows = re.findall(r"│ (\d) +│ (\d+) +│ (\d+) +│", printed)
+    assert [int(number) for number, *_ in rows] == [*range(1, kills + 1)]
+    began, killed = [[int(row[i]) for row in rows] for i in (1, 2)]
+    assert began[0] == 0
+    (last,) = re.findall(rf"│ this +│ (\d+) +│ none: it ended after {steps} +│", printed)
+    for after, before in zip([*began[1:], int(last)], killed, strict=True):
+        assert after <= before and after % 7 == 0  # what was on its way may be lost, and nothing before
+    found = re.findall(r"(\w+) +(\d+) of (\S+) numbers differ in a bit", printed)
+    assert [(part, different) for part, different, _ in found] == [("params", "0"), ("opt_state", "0")]
+    assert all(int(numbers.replace(",", "")) > 10_000 for *_, numbers in found)
+
+
+WRONG = [
+    ("digits_fit.py", ["--replicas", "3"], "--batch-size is a multiple of the 3 replicas, got 128"),
+    ("digits_fit.py", ["--epochs", "0"], "--epochs is at least 1, got 0"),
+    (
+        "text_lm.py",
+        ["--batch-size", "6"],
+        "--batch-size is a multiple of 4, for 2 replicas that take theirs in 2 parts, got 6",
+    ),
+    ("text_lm.py", ["--temperature", "0"], "--temperature is a number above 0, got 0.0"),
+    ("resume.py", ["--replicas", "7"], "--replicas divides the 120 images of a batch, got 7"),
+    ("resume.py", ["--kills", "90"], "--kills is less than the 90 steps of all epochs, got 90"),
+]
+
+
+@pytest.mark.parametrize("example, arguments, says", WRONG)
+def test_example_given_a_wrong_flag_says_so(example, arguments, says):
+    done = _run(EXAMPLES / example, *arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("example", ["digits_fit.py", "text_lm.py", "resume.py"])
+def test_example_help_says_defaults(example):
+    printed = _printed(example, "--help")
+    assert "--replicas" in printed
+    assert "(default: 0)" in printed  # of the seed
+
+
+def test_text_lm_given_batches_larger_than_the_text_says_so():
+    done = _run(EXAMPLES / "text_lm.py", "--batch-size", "4000")
+    assert done.returncode == 1
+    assert re.fullmatch(r"--batch-size is at most \d+ for this text, got 4000\n", done.stderr)
