@@ -1,0 +1,28 @@
+"""Training on two real processes: what it comes to on one."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from processes.runner import run_processes
+
+WORKER = pathlib.Path(__file__).parent / "fit_worker.py"
+
+
+@pytest.mark.slow
+def test_training_on_two_processes_ends_as_on_one(tmp_path):
+    run_processes(WORKER, 1, 4, tmp_path, seconds=200)
+    run_processes(WORKER, 2, 2, tmp_path, seconds=200)
+    one, first, second = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("1_0", "2_0", "2_1"))
+    for name, expected in one.items():
+        assert first[name].tobytes() == second[name].tobytes(), name
+        if not name.endswith("/steps"):
+            np.testing.assert_allclose(first[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
+    for name in ("adam", "top_k"):
+        assert one[f"{name}/steps"].tolist() == [5, 16]
+        assert first[f"{name}/steps"].tolist() == [8, 16]  # they agree at the end of an epoch
+        rows = [json.loads(line) for line in (tmp_path / f"{name}_2.jsonl").read_text().splitlines()]
+        assert rows and max(row["step"] for row in rows) == 16
+        assert (tmp_path / f"{name}_2.0.html").exists() and not (tmp_path / f"{name}_2.1.html").exists()
