@@ -1,13 +1,18 @@
-"""Whole training steps as jdist runs them by default, beside `jit` and `shard_map` written by hand.
+"""Whole training steps as jdist runs them by default, beside `jit` and `shard_map` written by hand; and `Trainer.fit`.
 
     python benchmarks/train_step.py [--quick] [--json] [--devices 4] [--case mlp]
 
-Cases: `mlp` (two layers), `deep` (ten layers of width 64, with SGD: all that is left is many small leaves), `cnn` (the digits
-example's) and `transformer` (4 blocks of width 256); AdamW but for `deep`. `alone` is the step by hand without any reduction:
-what no reduction can be faster than, but no training. The others begin with the same state, and the losses of their first
-steps are checked to be equal. On the CPU all wait for each step.
+Cases: `small` (two hidden layers of width 16) and `deep` (ten layers of width 64), both with SGD: what is left is many small
+leaves; `mlp` (two layers), `cnn` (the digits example's) and `transformer` (4 blocks of width 256), with AdamW. `alone` is the
+step by hand without any reduction: what no reduction can be faster than, but no training. The others begin with the same
+state, and the losses of their first steps are checked to be equal. On the CPU all wait for each step.
+
+`small, 10 steps a call` is `strategy.step(fn, steps_per_call=10)` beside peers that take a step a call. `fit, cnn` is an epoch
+of `Trainer.fit`, without progress, beside `for batch in dataset: state, loss = step(state, batch)`: `same step` takes the
+trainer's own, metrics and all, and `written step` one as users write it.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -16,7 +21,7 @@ import sidebyside
 
 options = sidebyside.parser("Training steps of jdist beside steps written by hand.")
 options.add_argument("--devices", type=int, default=0, help="all accelerators by default, else 4 CPU devices")
-options.add_argument("--case", choices=["mlp", "deep", "cnn", "transformer"], help="only this one")
+options.add_argument("--case", choices=["small", "mlp", "deep", "cnn", "transformer", "fit"], help="only this one")
 args = options.parse_args()
 jax.config.update("jax_num_cpu_devices", args.devices or 4)
 
@@ -28,6 +33,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
+from jdist.training.steps import Carry, Outcome
 
 DEVICES = jax.devices()[: args.devices or None]
 ON_CPU = DEVICES[0].platform == "cpu"
@@ -71,6 +77,7 @@ def labelled(shape, kind=np.float32):
 
 
 CASES = {
+    "small": (100, MLP((16, 16)), optax.sgd(1e-2), labelled((64, 16))),
     "mlp": (50, MLP((128,)), optax.adamw(1e-3), labelled((64, 64))),
     "deep": (50, MLP((64,) * 9), optax.sgd(1e-2), labelled((64, 64))),
     "cnn": (10, CNN(), optax.adamw(1e-3), labelled((64, 8, 8, 1))),
@@ -89,33 +96,44 @@ def train_step(model, optimizer, mean, state, batch):
     return (optax.apply_updates(params, updates), opt_state), loss
 
 
-def candidates(model, optimizer, batch):
+PER_CALL = {"small": 10, "mlp": 10, "deep": 10}  # cases with a row for several steps a call
+ROUNDS = 3 if args.quick else 31
+
+
+def candidates(model, optimizer, batch, per_call):
     params = model.init(jax.random.key(0), batch[0][:1])
     state = (params, optimizer.init(params))
     whole = lambda: jax.device_put(jax.tree.map(jnp.copy, state), WHOLE)
     make = lambda mean: functools.partial(train_step, model, optimizer, mean)
+    ours = make(functools.partial(jdist.all_reduce, "mean"))
     strategy = jdist.MirroredStrategy(DEVICES)
     (split,) = strategy.distribute_dataset(batch, len(batch[1]))
     specs = {"in_specs": (PartitionSpec(), PartitionSpec("replica")), "out_specs": PartitionSpec()}
     over_mesh = lambda mean: jax.jit(jax.shard_map(make(mean), mesh=MESH, **specs, check_vma=False), donate_argnums=0)
     placed = jax.device_put(batch, ROWS)
-    return {
-        "jdist": (strategy.step(make(functools.partial(jdist.all_reduce, "mean"))), strategy.put(state), split),
-        "shard_map": (over_mesh(lambda tree: lax.pmean(tree, "replica")), whole(), placed),
-        "jit": (jax.jit(make(lambda tree: tree), donate_argnums=0), whole(), placed),
-        "alone": (over_mesh(lambda tree: tree), whole(), placed),
+    loops = {
+        "jdist": Loop(strategy.step(ours), strategy.put(state), split),
+        "shard_map": Loop(over_mesh(lambda tree: lax.pmean(tree, "replica")), whole(), placed),
+        "jit": Loop(jax.jit(make(lambda tree: tree), donate_argnums=0), whole(), placed),
+        "alone": Loop(over_mesh(lambda tree: tree), whole(), placed),
     }
+    if per_call > 1:
+        several = strategy.step(ours, steps_per_call=per_call)
+        often = [np.concatenate([part] * per_call) for part in batch]
+        batches = list(strategy.distribute_dataset(tuple(often), len(batch[1])))
+        loops["several"] = Loop(several, strategy.put(state), batches, per_call)
+    return loops
 
 
 class Loop:
     """Steps one after the other; the state lives on between the calls."""
 
-    def __init__(self, step, state, batch):
-        self.step, self.state, self.batch = step, state, batch
+    def __init__(self, step, state, batch, per_call=1):
+        self.step, self.state, self.batch, self.per_call = step, state, batch, per_call
 
     def losses(self, steps):
         losses = []
-        for _ in range(steps):
+        for _ in range(steps // self.per_call):
             self.state, loss = self.step(self.state, self.batch)
             if ON_CPU:
                 loss.block_until_ready()
@@ -124,18 +142,74 @@ class Loop:
         return losses
 
 
+def compare(name, steps, model, optimizer, batch):
+    """A case: the rows of a step a call, and those of several."""
+    per_call = PER_CALL.get(name, 1)
+    loops = candidates(model, optimizer, batch, per_call)
+    first, *others = (np.hstack(one.losses(max(5, per_call))) for peer, one in loops.items() if peer != "alone")
+    for other in others:
+        np.testing.assert_allclose(first, other, rtol=1e-4)
+    timed = {
+        peer: functools.partial(sidebyside.seconds, functools.partial(one.losses, steps)) for peer, one in loops.items()
+    }
+    taken = sidebyside.rounds(timed, ROUNDS)
+    several = taken.pop("several", None)
+    sidebyside.report(f"{name}, {len(DEVICES)} devices", taken, args.json, steps)
+    if several:
+        taken = {"jdist": several, "shard_map": taken["shard_map"], "jit": taken["jit"]}
+        sidebyside.report(f"{name}, {per_call} steps a call", taken, args.json, steps)
+
+
+def compare_fit(steps):
+    """An epoch of `fit` beside a bare loop over the same batches."""
+    model, optimizer, (x, y) = CNN(), optax.adamw(1e-3), labelled((64 * steps, 8, 8, 1))
+    strategy = jdist.MirroredStrategy(DEVICES)
+    dataset = strategy.distribute_dataset((x, y), 64, shuffle=True, remainder="pad")
+    of_examples = optax.softmax_cross_entropy_with_integer_labels
+    trainer = jdist.Trainer(model, optimizer, of_examples, strategy=strategy)
+
+    @strategy.step
+    def written(state, batch, weights):
+        loss_fn = lambda params, x, y: of_examples(model.apply({"params": params}, x), y)
+        loss, grads = jdist.value_and_grad(loss_fn, weights=weights)(state.params, *batch)
+        loss, grads = jdist.all_reduce("mean", (loss, grads))
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), loss
+
+    def loop(step, carry):
+        for batch, weights in dataset:
+            carry, outcome = step(carry, batch, weights)
+        jax.block_until_ready(carry)
+        return outcome.loss if isinstance(outcome, Outcome) else outcome
+
+    same, nothing_seen = strategy.step(trainer._recipe.train), trainer._recipe.nothing_seen
+    carried = lambda state: Carry(state, strategy.init(nothing_seen), strategy.put(np.bool_(False)))
+    epochs = {
+        "jdist": lambda state: trainer.fit(dataset, state=state, progress="off").history.losses[steps],
+        "same step": lambda state: loop(same, carried(state)),
+        "written step": lambda state: loop(written, state),
+    }
+    first, *others = (epoch(trainer.init(x)) for epoch in epochs.values())
+    for other in others:
+        np.testing.assert_allclose(first, other, rtol=1e-3)
+
+    def measured(epoch):
+        state = jax.block_until_ready(trainer.init(x))
+        return sidebyside.seconds(lambda: epoch(state))
+
+    timed = {peer: functools.partial(measured, epoch) for peer, epoch in epochs.items()}
+    taken = sidebyside.rounds(timed, ROUNDS)
+    sidebyside.report(f"fit, cnn, {len(DEVICES)} devices", taken, args.json, steps)
+
+
 def main():
     sidebyside.versions(args.json)
-    for name, (steps, *case) in CASES.items():
+    for name, case in CASES.items():
         if args.case in (None, name):
-            loops = {peer: Loop(*parts) for peer, parts in candidates(*case).items()}
-            first, *others = (np.array(one.losses(5)) for peer, one in loops.items() if peer != "alone")
-            for other in others:
-                np.testing.assert_allclose(first, other, rtol=1e-4)
-            work = {peer: functools.partial(one.losses, steps) for peer, one in loops.items()}
-            timed = {peer: functools.partial(sidebyside.seconds, one) for peer, one in work.items()}
-            taken = sidebyside.rounds(timed, 7 if args.quick else 31)
-            sidebyside.report(f"{name}, {len(DEVICES)} devices", taken, args.json, steps)
+            compare(name, *case)
+    if args.case in (None, "fit"):
+        compare_fit(20 if args.quick else 100)
 
 
 if __name__ == "__main__":

@@ -113,6 +113,9 @@ def _differentiated(
 
     def differentiate(params: PyTree, batch: PyTree, weights: Any) -> Any:
         (_, (total, count, aux)), grads = jax.value_and_grad(scaled_total, has_aux=True)(params, batch, weights)
+        if weights is not None:  # of rows that only fill up, a model may make what is no number
+            no_row_counts = jnp.all(jnp.asarray(weights) == 0)
+            grads = jax.tree.map(lambda g: jnp.where(no_row_counts, 0, g), grads)
         return (total, jnp.float32(count)), grads, aux
 
     return differentiate

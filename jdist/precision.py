@@ -145,13 +145,18 @@ def used() -> InForce:
     """
     here = _in_force.get() or InForce()
     here.is_used = True
-    if here.precision and here.precision.compute == jnp.float16 and here.scale is None:
+    check_scale(here.precision, here.scale)
+    return here
+
+
+def check_scale(precision: Precision | None, scale: Any) -> None:
+    """Raises ValueError if the precision needs a loss scale, and there is none."""
+    if precision and precision.compute == jnp.float16 and scale is None:
         raise ValueError(
             "float16 has no room for small gradients, so the loss needs a scale, and there is none in the state of the step. "
             "Wrap the optimizer, `tx = jdist.sync.dynamic_loss_scale(tx)`, and keep `tx.init(params)` in the state; or compute "
             "in bfloat16."
         )
-    return here
 
 
 def float_dtype(what: str, dtype: Any) -> np.dtype:

@@ -66,34 +66,20 @@ def test_digits_fit_without_matplotlib_says_how_to_install_it_and_ends_well(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-def test_text_lm_writes_as_much_as_it_is_asked_for():
-    printed = _printed("text_lm.py", "--steps", "5", "--batch-size", "8", "--length", "20")
+@pytest.mark.slow
+def test_text_lm_learns_to_guess_characters_and_writes_as_many_as_it_is_asked_for():
+    printed = _printed("text_lm.py", "--steps", "60", "--length", "50")
+    assert _column(printed, "step") == [60]
     (bits,) = re.findall(r"Held out: (\S+) bits a character, of \d+ windows", printed)
-    assert 2 < float(bits) < 10
+    assert float(bits) < 4.2  # the frequencies of the characters alone come to 4.7
     _, written = printed.split("it writes:\n\n")
-    assert len(written) == 64 + 20 + 1  # what it goes on from, and the end of the line
+    assert len(written) == 64 + 50 + 1  # what it goes on from, and the end of the line
 
 
 @pytest.mark.slow
-def test_text_lm_learns_to_guess_characters():
-    printed = _printed("text_lm.py", "--steps", "210", "--length", "100")
-    assert _column(printed, "step") == [210]
-    held_out = float(re.search(r"Held out: (\S+) bits", printed)[1])
-    assert held_out < 3.2  # the frequencies of the characters alone come to 4.6
-
-
 def test_resume_killed_at_random_steps_ends_with_the_same_bits():
-    printed = _printed("resume.py", "--kills", "1", "--epochs", "1")
-    _check_resumed(printed, kills=1, steps=15)
-
-
-@pytest.mark.slow
-def test_resume_killed_several_times_ends_with_the_same_bits():
-    printed = _printed("resume.py", "--seed", "1")
-    _check_resumed(printed, kills=3, steps=90)
-
-
-def _check_resumed(printed, kills, steps):
+    kills, steps = 2, 30
+    printed = _printed("resume.py", "--kills", kills, "--epochs", "2", "--seed", "1")
     rows = re.findall(r"│ (\d) +│ (\d+) +│ (\d+) +│", printed)
     assert [int(number) for number, *_ in rows] == [*range(1, kills + 1)]
     began, killed = [[int(row[i]) for row in rows] for i in (1, 2)]

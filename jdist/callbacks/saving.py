@@ -6,7 +6,6 @@ from typing import Any, final
 import jax
 
 from jdist._tree import PyTree
-from jdist.callbacks.rows import Pace
 from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.strategies.base import Strategy
 from jdist.training.events import Event, Moment
@@ -43,9 +42,9 @@ def _is_sum(item: Any) -> bool:
 class Checkpoint:
     """Saves the training state, the position in the data, what callbacks remember, and the history.
 
-    That is done after the step, or the call of several, in which one that the checkpointer's `every` divides was taken; and at
-    the end, where it is waited for. The state at the end is the one after the last step, whatever another callback ends
-    training with: that is where a resumed run goes on.
+    That is done after the step, or the call of several, in which one that the checkpointer's `every` divides was taken; if
+    that ends an epoch, behind its validation; and at the end, where it is waited for. The state at the end is the one after
+    the last step, whatever another callback ends training with: that is where a resumed run goes on.
 
     Args:
         checkpointer: Says how often, where, and how many are kept.
@@ -73,16 +72,20 @@ class Checkpoint:
                 f"`Checkpoint` takes a `jdist.Checkpointer(path, every=...)`, got {type(checkpointer).__name__}."
             )
         self._checkpointer = checkpointer
-        self._pace = Pace(checkpointer.every)
-        self._latest = 0
+        self._seen = self._latest = 0
+        self._is_due = False
 
     def __call__(self, event: Event, /) -> None:
-        """Called by the loop."""
-        is_due = self._pace.due(event)
+        """Called by the loop, behind other callbacks: what they keep is then of this event too."""
+        every = self._checkpointer.every
+        self._is_due |= event.step // every > self._seen // every
+        self._seen = event.step
         match event.moment:
             case Moment.START:
-                self._latest = event.step
-            case Moment.STEP if is_due and event.is_sound():
+                self._latest, self._is_due = event.step, False
+            case Moment.STEP if self._is_due and not event.ends_epoch:
+                self._save(event)
+            case Moment.EPOCH if self._is_due:
                 self._save(event)
             case Moment.END:
                 # A step back: later ones were refused, for a loss that is not finite, and left the state as it is.
@@ -95,11 +98,11 @@ class Checkpoint:
         self._checkpointer.wait()
 
     def _save(self, event: Event) -> None:
-        extra = {
-            "callbacks": event.callbacks(),
-            "history": [dict(row) for row in event.history.rows],
-            "replicas": event.strategy.num_replicas_in_sync,
-            "shares": shares(event.state),
-        }
-        self._checkpointer.save(event.step, event.state, event.position, extra=extra, now=True)
+        self._is_due = False
+        if not event.is_sound() and event.moment is not Moment.END:
+            return
+        replicas = event.strategy.num_replicas_in_sync
+        extra = {**event.kept(), "replicas": replicas, "shares": shares(event.state)}
+        seed = event.position.get("seed")
+        self._checkpointer.save(event.step, event.state, event.position, seed=seed, extra=extra, now=True)
         self._latest = event.step

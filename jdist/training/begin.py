@@ -3,9 +3,11 @@
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jdist._tree import PyTree
 from jdist.callbacks.saving import with_shares
@@ -14,6 +16,7 @@ from jdist.data.dataset import DistributedDataset
 from jdist.strategies.base import Strategy
 from jdist.training.events import Callback
 from jdist.training.state import parts_of
+from jdist.values.sync_on_read import SyncOnRead
 
 
 class Beginning(NamedTuple):
@@ -22,14 +25,12 @@ class Beginning(NamedTuple):
     Attributes:
         state: The state.
         position: Where the data go on; None for where they begin.
-        rows: What was recorded before.
-        callbacks: What callbacks kept, by their number.
+        kept: What a run before kept beside the state, see `Event.kept`.
     """
 
     state: PyTree
     position: Mapping[str, Any] | None = None
-    rows: Sequence[Mapping[str, float]] = ()
-    callbacks: Mapping[str, Any] = {}
+    kept: Mapping[str, Any] = MappingProxyType({})
 
 
 def beginning(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | None, resume: Any) -> Beginning:
@@ -44,11 +45,19 @@ def beginning(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | No
             if checkpointer.latest is not None:
                 like = state if make is None else jax.eval_shape(make)
                 found = checkpointer.restore(strategy, like)
-                extra, begun = found.extra or {}, found.state
-                if extra.get("replicas") == strategy.num_replicas_in_sync:
-                    begun = with_shares(begun, extra["shares"], strategy)
-                return Beginning(begun, found.data_position, extra.get("history", ()), extra.get("callbacks", {}))
+                kept, begun = found.extra or {}, found.state
+                if kept.get("replicas") == strategy.num_replicas_in_sync:
+                    begun = with_shares(begun, kept["shares"], strategy)
+                return Beginning(begun, found.data_position, kept)
     return Beginning(state if make is None else make())
+
+
+def with_seen(nothing: SyncOnRead, totals: Sequence[Any]) -> SyncOnRead:
+    """What an epoch has seen before: these totals, if they are of the same metrics."""
+    shapes = [np.shape(leaf)[1:] for leaf in jax.tree.leaves(nothing.tree)]
+    if [np.shape(total) for total in totals] != shapes:
+        return nothing
+    return nothing.assign(jax.tree.unflatten(jax.tree.structure(nothing.tree), totals))
 
 
 def hand_back(callbacks: Sequence[Callback], kept: Mapping[str, Any]) -> None:

@@ -41,9 +41,10 @@ class Event:
         validation: What evaluation on the validation data gave; of EPOCH events, else empty.
         strategy: Where it runs.
         history: What was recorded so far.
-        callbacks: What the callbacks want kept with the state, by number: `get_state()` of those that have it.
+        kept: Gives what a resumed run needs besides state and position: what callbacks and this epoch have seen, the history.
         is_sound: Waits for the last step, and says whether no step was refused because its loss was not finite.
         read: Gives the metrics of this epoch so far. See `metrics`.
+        ends_epoch: Whether the last step was the last of its epoch; of STEP events, an EPOCH event follows then.
     """
 
     moment: Moment
@@ -58,9 +59,10 @@ class Event:
     validation: Mapping[str, float]
     strategy: Strategy
     history: History
-    callbacks: Callable[[], Mapping[str, Any]]
+    kept: Callable[[], dict[str, Any]]
     is_sound: Callable[[], bool]
     read: Callable[[], Mapping[str, float]]
+    ends_epoch: bool = False
 
     @property
     def metrics(self) -> Mapping[str, float]:

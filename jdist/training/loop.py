@@ -20,12 +20,14 @@ from jdist.callbacks.rates import learning_rate_of
 from jdist.errors import FitError
 from jdist.replicate import Proof
 from jdist.strategies.base import Strategy
+from jdist.training.begin import Beginning, with_seen
 from jdist.training.events import Answer, Callback, Event, Fit, Moment
 from jdist.training.feed import Turn
 from jdist.training.interrupt import interrupts
 from jdist.training.record import Failure, Record
 from jdist.training.state import parts_of
-from jdist.training.steps import Carry
+from jdist.training.steps import Carry, Outcome
+from jdist.variables import read
 
 CHECKED = 32  # calls after which losses are looked at, and processes agree whether to stop
 
@@ -36,7 +38,7 @@ class Work:
 
     Attributes:
         strategy: Where all of it runs.
-        step: From a carry and the batches of a call to the next carry, and the losses.
+        step: From a carry and the batches of a call to the next carry, and how its steps went.
         read: From what was seen to numbers on the host.
         nothing_seen: Gives what is seen before the first step of an epoch.
         validate: From a state to the numbers of its evaluation, or None.
@@ -48,7 +50,7 @@ class Work:
     """
 
     strategy: Strategy
-    step: Callable[[Carry, Turn], tuple[Carry, jax.Array]]
+    step: Callable[[Carry, Turn], tuple[Carry, Outcome]]
     read: Callable[[PyTree], Mapping[str, Any]]
     nothing_seen: Callable[[], PyTree]
     validate: Callable[[PyTree], Mapping[str, Any]] | None
@@ -66,22 +68,22 @@ class Loop:
 
     Args:
         work: What it calls.
-        state: The state to begin with.
+        begin: The state to begin with, and what was kept beside it.
         position: Where the data begin.
-        rows: What was recorded before.
     """
 
-    def __init__(self, work: Work, state: PyTree, position: Mapping[str, Any], rows: list[Mapping[str, float]]):
+    def __init__(self, work: Work, begin: Beginning, position: Mapping[str, Any]):
         self._work = work
-        self._carry = Carry(state, work.nothing_seen(), work.strategy.put(np.bool_(False)))
-        self._first = self._step = self._epoch_first = int(parts_of(state).step)
+        seen: Any = with_seen(work.nothing_seen(), begin.kept.get("seen", ()))
+        self._carry = Carry(begin.state, seen, work.strategy.put(np.bool_(False)))
+        self._first = self._step = self._epoch_first = int(parts_of(begin.state).step)
         self._calls = self._taken = self._epoch_taken = 0
         self._epoch, self._position, self._stalled = position["epoch"], position, 0.0
         self._metrics: Mapping[str, Any] = {}
-        self._record = Record(rows)
+        self._record = Record(begin.kept)
         self._began = self._epoch_began = time.perf_counter()
         self._stop: str | None = None
-        self._failed = False
+        self._failed = self._ends_epoch = False
 
     @property
     def step(self) -> int:
@@ -109,11 +111,12 @@ class Loop:
         return self._fit()
 
     def _take(self, turn: Turn) -> None:
-        self._carry, losses = self._work.step(self._carry, turn)
-        self._record.wait_for(self._step + 1, self._position, turn, losses)
+        self._carry, outcome = self._work.step(self._carry, turn)
+        self._record.wait_for(self._step + 1, self._position, turn, outcome)
         last = turn.draws[-1]
         self._step, self._calls = self._step + len(turn.draws), self._calls + 1
         self._epoch, self._position, self._stalled, self._taken = last.epoch, last.position, last.stalled, last.rows
+        self._ends_epoch = turn.ends_epoch
         if self._calls % CHECKED == 0:
             self._look_at(self._record.fetch(but=CHECKED // 2))
 
@@ -198,9 +201,10 @@ class Loop:
             validation=validation,
             strategy=self._work.strategy,
             history=self._record.history,
-            callbacks=self._kept_by_callbacks,
+            kept=self._kept,
             is_sound=self._is_sound,
             read=functools.partial(self._metrics_at, moment),
+            ends_epoch=self._ends_epoch,
         )
 
     def _metrics_at(self, moment: Moment) -> Mapping[str, Any]:
@@ -215,9 +219,15 @@ class Loop:
         self._look_at(self._record.fetch())
         return not self._failed
 
-    def _kept_by_callbacks(self) -> dict[str, Any]:
+    def _kept(self) -> dict[str, Any]:
+        """What a resumed run needs besides the state."""
         keeping = {str(i): one for i, one in enumerate(self._work.callbacks) if hasattr(one, "get_state")}
-        return {number: callback.get_state() for number, callback in keeping.items()}  # type: ignore[attr-defined]
+        return {
+            "callbacks": {number: callback.get_state() for number, callback in keeping.items()},  # type: ignore[attr-defined]
+            "history": [dict(row) for row in self._record.history.rows],
+            "losses": self._record.as_arrays(),
+            "seen": jax.tree.leaves(read(self._carry.seen)),
+        }
 
     @contextlib.contextmanager
     def _keeping_state(self) -> Iterator[None]:

@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jdist._tree import PyTree, spec
 from jdist.metrics import Mean, Metric
 
+# What else is in a row of the history, or in what `evaluate` gives.
+_TAKEN = ("loss", "examples", "epoch", "step", "seconds", "rows_per_second", "stalled", "learning_rate")
+
 
 class Measure(NamedTuple):
     """A metric, and how it is fed.
@@ -33,9 +36,11 @@ def measures_of(metrics: Any) -> dict[str, Measure]:
         raise TypeError(
             f"`metrics` maps names to metrics, as in {{'accuracy': jdist.metrics.Accuracy()}}; got {metrics!r}."
         )
-    taken = [name for name in metrics if name in ("loss", "examples") or not isinstance(name, str)]
+    taken = [name for name in metrics if not isinstance(name, str) or name in _TAKEN or name.startswith("val_")]
     if taken:
-        raise ValueError(f"A metric is called {taken[0]!r}: call it by a word other than 'loss' and 'examples'.")
+        raise ValueError(
+            f"A metric is called {taken[0]!r}, and {', '.join(_TAKEN)} and what begins with val_ mean something else."
+        )
     return {name: _measure(name, metric) for name, metric in metrics.items()}
 
 
@@ -99,7 +104,7 @@ def _tuple_from(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[[PyT
 
 def _values_from(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], tuple[Any, ...]]:
     def of(outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
-        values, rows = fn(outputs, targets), len(jax.tree.leaves(targets)[0])
+        values, rows = fn(outputs, targets), len(jax.tree.leaves((targets, outputs))[0])
         if jnp.ndim(values) == 0 or jnp.shape(values)[0] != rows:
             raise ValueError(
                 f"The metric {name!r} returned {_specs(values)} for {rows} examples, and a value for each is needed, "

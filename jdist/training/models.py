@@ -1,5 +1,6 @@
 """Models of any library as two functions: one makes parameters, one applies them."""
 
+import collections
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -52,9 +53,9 @@ def model_of(model: Any) -> Model:
     )
 
 
-def _keywords(fn: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """What `fn` is told by name, of those names that it takes: whether it is trained, and what the examples weigh."""
-    names = inspect.signature(fn).parameters
+def _keywords(fn: Callable[..., Any], known: int) -> Callable[..., dict[str, Any]]:
+    """What `fn` is told by name, of those names that it takes behind its first `known` parameters."""
+    names = list(inspect.signature(fn).parameters)[known:]
 
     def told(train: bool, weights: Any = None, **more: Any) -> dict[str, Any]:
         modes = {name: mode(train) for name, mode in _MODES.items()}
@@ -64,7 +65,7 @@ def _keywords(fn: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 
 def _of_pair(init: Callable[..., PyTree], apply: Callable[..., Any]) -> Model:
-    told = _keywords(apply)
+    told = _keywords(apply, 2)
 
     def run(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> Any:
         return apply(params, inputs, **told(train, weights, key=key)), state
@@ -75,7 +76,7 @@ def _of_pair(init: Callable[..., PyTree], apply: Callable[..., Any]) -> Model:
 def _of_linen(module: Any) -> Model:
     from flax.core import meta
 
-    told = _keywords(type(module).__call__)
+    told = _keywords(type(module).__call__, 2)
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
@@ -100,7 +101,7 @@ def _of_linen(module: Any) -> Model:
 def _of_nnx(module: Any) -> Model:
     from flax import nnx
 
-    told = _keywords(type(module).__call__)
+    told = _keywords(type(module).__call__, 2)
     module, graphs = nnx.clone(module), {}
     for train in (False, True):
         module.train() if train else module.eval()
@@ -150,38 +151,47 @@ def _of_keras(model: Any) -> Model:
             "with the shape of its inputs."
         )
 
+    if model.losses:
+        raise ValueError(
+            f"The Keras model adds {len(model.losses)} losses of its own, by regularizers or `add_loss`, and they would be "
+            "left out. Leave them out of the model: let the optimizer decay the weights, or put them into `loss`."
+        )
+    trained, kept = _names(model.trainable_variables), _names(model.non_trainable_variables)
+    told = _keywords(model.call, 1)
+
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        return _values(model.trainable_variables), _values(model.non_trainable_variables)
+        pairs = (trained, model.trainable_variables), (kept, model.non_trainable_variables)
+        params, state = ({name: v.value for name, v in zip(names, held, strict=True)} for names, held in pairs)
+        return params, state
 
     def apply(
         params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
     ) -> tuple[PyTree, PyTree]:
-        seeded = _reseeded(model.non_trainable_variables, state, key)
-        trained = [params[variable.path] for variable in model.trainable_variables]
-        others = [variable.path for variable in model.non_trainable_variables]
-        outputs, new = model.stateless_call(trained, [seeded[path] for path in others], inputs, training=train)
-        return outputs, {**dict(zip(others, new, strict=True)), **_seeds(model.non_trainable_variables, state)}
+        seeds = {name: state[name] for name in kept if "seed_generator" in name}
+        given = {**state, **_drawn(key, seeds)}
+        values = [params[name] for name in trained], [given[name] for name in kept]
+        outputs, new = model.stateless_call(*values, inputs, **told(train))
+        return outputs, {**dict(zip(kept, new, strict=True)), **seeds}
 
     return Model(init, apply)
 
 
-def _values(variables: Any) -> dict[str, jax.Array]:
-    return {variable.path: variable.value for variable in variables}
+def _names(variables: Any) -> list[str]:
+    """The paths of the variables of a Keras model, numbered where several have the same."""
+    paths, seen = [variable.path for variable in variables], collections.Counter[str]()
+    names = []
+    for path in paths:
+        seen[path] += 1
+        names.append(path if seen[path] == 1 else f"{path}#{seen[path]}")
+    return names
 
 
-def _seeds(variables: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of random generators among the variables of a Keras model."""
-    return {variable.path: state[variable.path] for variable in variables if "seed_generator" in variable.path}
-
-
-def _reseeded(variables: Any, state: Mapping[str, Any], key: jax.Array) -> dict[str, Any]:
-    """`state` with generators that draw from `key`: else every replica would drop out the same."""
-    seeds = _seeds(variables, state)
-    drawn = {
-        path: jax.random.bits(jax.random.fold_in(key, number), value.shape, value.dtype)
-        for number, (path, value) in enumerate(seeds.items())
+def _drawn(key: jax.Array, seeds: Mapping[str, Any]) -> dict[str, Any]:
+    """States of random generators that draw from `key`: with their own, every replica would drop out the same."""
+    return {
+        name: jax.random.bits(jax.random.fold_in(key, number), value.shape, value.dtype)
+        for number, (name, value) in enumerate(seeds.items())
     }
-    return {**state, **drawn}
 
 
 _ADAPTERS = {

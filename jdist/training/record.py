@@ -10,14 +10,15 @@ import numpy as np
 
 from jdist.training.feed import Turn
 from jdist.training.history import History
+from jdist.training.steps import Outcome
 
 
 class Failure(NamedTuple):
-    """A step whose loss was not finite.
+    """A step whose loss, or whose update, was not finite.
 
     Attributes:
         step: Its number, from 1.
-        loss: inf, -inf or nan.
+        loss: Its loss.
         epoch: The epoch of its batch, from 0.
         batch: The number of its batch in the epoch, from 0.
         before: Where the data stood before that batch.
@@ -30,7 +31,9 @@ class Failure(NamedTuple):
     before: Mapping[str, Any]
 
     def __str__(self) -> str:
-        return f"The loss of step {self.step} is {self.loss}, of batch {self.batch} of epoch {self.epoch}."
+        what = "update" if math.isfinite(self.loss) else "loss"
+        found = "not finite" if what == "update" else self.loss
+        return f"The {what} of step {self.step} is {found}, of batch {self.batch} of epoch {self.epoch}."
 
 
 class Record:
@@ -40,10 +43,11 @@ class Record:
     depends on the number of calls alone, so that all processes find the same ones.
     """
 
-    def __init__(self, rows: list[Mapping[str, float]]):
-        self._rows = rows
-        self._losses: dict[int, float] = {}
-        self._waiting: list[tuple[int, Mapping[str, Any], Turn, jax.Array]] = []
+    def __init__(self, kept: Mapping[str, Any]):
+        self._rows: list[Mapping[str, float]] = list(kept.get("history", ()))
+        steps, losses = kept.get("losses", ((), ()))
+        self._losses: dict[int, float] = dict(zip(map(int, steps), map(float, losses), strict=True))
+        self._waiting: list[tuple[int, Mapping[str, Any], Turn, Outcome]] = []
 
     @property
     def history(self) -> History:
@@ -55,21 +59,25 @@ class Record:
         """The last loss that was fetched, if there is one."""
         return {"loss": self._losses[max(self._losses)]} if self._losses else {}
 
-    def wait_for(self, step: int, before: Mapping[str, Any], turn: Turn, losses: jax.Array) -> None:
-        """The losses of a call, `[]` or `[step]`, from step number `step` on; and where the data stood before it."""
-        self._waiting.append((step, before, turn, losses))
+    def as_arrays(self) -> list[np.ndarray]:
+        """The steps whose losses were fetched, and their losses."""
+        return [np.array(list(self._losses)), np.array(list(self._losses.values()), np.float32)]
+
+    def wait_for(self, step: int, before: Mapping[str, Any], turn: Turn, outcome: Outcome) -> None:
+        """How the steps of a call went, leaves `[]` or `[step]`, from number `step` on; and where the data stood before."""
+        self._waiting.append((step, before, turn, outcome))
 
     def fetch(self, but: int = 0) -> Failure | None:
-        """Fetches what is waiting, but for that of the last `but` calls; gives the first loss that is not finite."""
+        """Fetches what is waiting, but for that of the last `but` calls; gives the first step that was not sound."""
         number = max(0, len(self._waiting) - but)
         ready, self._waiting = self._waiting[:number], self._waiting[number:]
         failure = None
-        for (first, before, turn, _), losses in zip(
-            ready, jax.device_get([losses for *_, losses in ready]), strict=True
-        ):
-            for offset, loss in enumerate(np.atleast_1d(losses).tolist()):
+        outcomes = jax.device_get([outcome for *_, outcome in ready])
+        for (first, before, turn, _), outcome in zip(ready, outcomes, strict=True):
+            pairs = zip(np.atleast_1d(outcome.loss).tolist(), np.atleast_1d(outcome.sound), strict=True)
+            for offset, (loss, sound) in enumerate(pairs):
                 self._losses[first + offset] = loss
-                if failure is None and not math.isfinite(loss):
+                if failure is None and not sound:
                     here = turn.draws[offset].position
                     before = turn.draws[offset - 1].position if offset else before
                     failure = Failure(first + offset, loss, here["epoch"], here["batch"] - 1, before)

@@ -94,17 +94,19 @@ def parts_of(state: PyTree) -> Parts:
             f"{type(state).__name__} {what}."
         )
     model_state = getattr(state, "model_state", None)
-    if model_state is None:
-        model_state = {"batch_stats": state.batch_stats} if getattr(state, "batch_stats", None) else {}
+    if model_state is None and getattr(state, "batch_stats", None):
+        model_state = {"batch_stats": state.batch_stats}
     rng = getattr(state, "rng", None)
-    return Parts(state.step, state.params, state.opt_state, model_state, jax.random.key(0) if rng is None else rng)
+    return Parts(
+        state.step, state.params, state.opt_state, model_state or {}, jax.random.key(0) if rng is None else rng
+    )
 
 
 def with_parts(state: Any, step: Any, params: PyTree, opt_state: PyTree, model_state: PyTree) -> Any:
     """`state` with what a step made of it."""
     new = {"step": step, "params": params, "opt_state": opt_state}
-    if hasattr(state, "model_state"):
+    if getattr(state, "model_state", None):
         new["model_state"] = model_state
-    elif hasattr(state, "batch_stats"):
-        new["batch_stats"] = model_state["batch_stats"] if model_state else state.batch_stats
+    elif getattr(state, "batch_stats", None):
+        new["batch_stats"] = model_state["batch_stats"]
     return dataclasses.replace(state, **new)

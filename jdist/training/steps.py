@@ -1,15 +1,15 @@
 """The functions of one replica that a `Trainer` runs: a step of training, of evaluation, and of prediction."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
-from jdist import _compat, notes
+from jdist import _compat, notes, precision
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.context import all_reduce, replica_context
 from jdist.gradients import value_and_grad
@@ -23,13 +23,25 @@ from jdist.values.aggregation import VariableAggregation
 from jdist.values.sync_on_read import SyncOnRead
 
 
+class Outcome(NamedTuple):
+    """How a step went.
+
+    Attributes:
+        loss: Of all examples in its batch, float32 `[]`.
+        sound: Whether loss and update were finite, or nobody asked.
+    """
+
+    loss: jax.Array
+    sound: jax.Array
+
+
 class Carry(NamedTuple):
     """What goes from a step of training to the next.
 
     Attributes:
         state: The state of training.
         seen: The loss and the metrics of the epoch so far, of each replica's own examples.
-        failed: Whether a step was refused because its loss was not finite; none is taken after it.
+        failed: Whether a step was refused because its loss or its update was not finite; none is taken after it.
     """
 
     state: PyTree
@@ -48,7 +60,7 @@ class Recipe:
         precision: The dtypes to compute in.
         optimizer: What makes updates of gradients.
         micro_batches: How many parts a batch is taken in.
-        non_finite: What becomes of a step whose loss is inf or nan: it ends training, is left out, or is taken.
+        non_finite: What becomes of a step whose loss or update is not finite: it ends training, is left out, or is taken.
     """
 
     model: Model
@@ -84,28 +96,35 @@ class Recipe:
         empty = {"loss": Mean(), **{name: measure.empty for name, measure in self.measures.items()}}
         return SyncOnRead(jax.tree.map(jnp.asarray, empty), VariableAggregation.SUM)
 
-    def train(self, carry: Carry, element: PyTree, weights: Any = None) -> tuple[Carry, jax.Array]:
-        """A step of training: the carry after it, and the loss of all examples in its batch, float32 `[]`."""
+    def train(self, carry: Carry, element: PyTree, weights: Any = None) -> tuple[Carry, Outcome]:
+        """A step of training: the carry after it, and how it went."""
         state, parts = carry.state, parts_of(carry.state)
         inputs, targets, weights = taken_apart(element, weights)
         key = replica_key(jax.random.fold_in(parts.rng, parts.step))
-        rows = len(jax.tree.leaves(inputs)[0])
+        if self.precision:
+            precision.check_scale(self.precision, precision.used().scale)
+            self.precision.check_params(parts.params)
 
-        def losses_of(params: PyTree, inputs: PyTree, ids: jax.Array) -> tuple[Any, tuple[PyTree, PyTree]]:
-            # A micro-batch takes its targets from all of them, not among its inputs, which are cast to lower precision.
-            part = lambda tree: jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, ids[0], len(ids)), tree)
-            mine, weight = (part(targets), part(weights)) if len(ids) < rows else (targets, weights)
+        def losses_of(params: PyTree, inputs: PyTree, targets: PyTree, weights: Any, ids: jax.Array) -> Any:
             draw = jax.random.fold_in(key, ids[0])
-            outputs, model_state = self.model.apply(params, parts.model_state, inputs, draw, True, weight)
-            outputs = self.precision.cast_output(outputs) if self.precision else outputs
-            losses = checked_losses(self.loss(outputs, mine), len(ids))
-            return losses, (measured(self.measures, losses, outputs, mine, weight), model_state)
+            outputs, model_state = self._apply(params, parts.model_state, inputs, draw, True, weights)
+            losses = checked_losses(self.loss(outputs, targets), len(ids))
+            if not jnp.issubdtype(losses.dtype, jnp.floating):
+                raise TypeError(
+                    f"`loss` returned {spec(losses)}, which has no gradient: train on floating-point numbers."
+                )
+            return losses, (measured(self.measures, losses, outputs, targets, weights), model_state)
 
+        ids = jnp.arange(len(jax.tree.leaves(inputs)[0]))
         differentiate = value_and_grad(losses_of, micro_batches=self.micro_batches, has_aux=True, weights=weights)
-        (value, (seen, model_state)), grads = differentiate(parts.params, inputs, jnp.arange(rows))
+        (value, (seen, model_state)), grads = differentiate(parts.params, inputs, targets, weights, ids)
         if self.micro_batches > 1:
-            seen, model_state = jax.tree.map(lambda x: x.sum(0), seen), jax.tree.map(_of_parts, model_state)
-        if _talks(self.optimizer.update, grads, parts.opt_state, parts.params):
+            seen = jax.tree.map(lambda x: x.sum(0), seen)
+            model_state = _of_parts(model_state, weights, self.micro_batches)
+        model_state = jax.tree.map(_in_dtype_of, model_state, parts.model_state)
+
+        talks = _talks(self.optimizer.update, grads, parts.opt_state, parts.params)
+        if talks:
             value = all_reduce("mean", value)
         else:
             value, grads = all_reduce("mean", (value, grads))
@@ -113,7 +132,12 @@ class Recipe:
         params = optax.apply_updates(parts.params, updates)
         new = with_parts(state, parts.step + 1, params, opt_state, _agreed(model_state, weights))
         after = Carry(new, jax.tree.map(jnp.add, carry.seen, seen), carry.failed)
-        return self._guarded(carry, after, value), value.astype(jnp.float32)
+        if self.non_finite == "keep":
+            return after, Outcome(value.astype(jnp.float32), jnp.bool_(True))
+        # What each replica makes of its own gradients, it does not know of the others.
+        agree = functools.partial(all_reduce, "min") if talks else lambda x: x
+        sound = jnp.isfinite(value) & (agree(_are_finite(updates)) == 1)
+        return self._guarded(carry, after, sound), Outcome(value.astype(jnp.float32), sound)
 
     def evaluate(self, seen: PyTree, model: tuple[PyTree, PyTree], element: PyTree, weights: Any = None) -> Any:
         """The loss and the metrics with those of one more batch."""
@@ -135,23 +159,23 @@ class Recipe:
 
     def outputs(self, model: tuple[PyTree, PyTree], inputs: PyTree, weights: Any = None) -> PyTree:
         """What the model, parameters and what it keeps besides, gives for these inputs; not trained."""
-        params, model_state = model
-        if self.precision:
-            params, inputs = self.precision.cast_compute((params, inputs))
-        outputs, _ = self.model.apply(params, model_state, inputs, jax.random.key(0), False, weights)
-        return self.precision.cast_output(outputs) if self.precision else outputs
+        outputs, _ = self._apply(*model, inputs, jax.random.key(0), False, weights)
+        return outputs
 
-    def _guarded(self, before: Carry, after: Carry, loss: jax.Array) -> Carry:
-        """`after`; or `before`, if the loss is not finite and that matters."""
-        if self.non_finite == "keep":
-            return after
-        finite = jnp.isfinite(loss)
+    def _apply(self, params: PyTree, model_state: PyTree, inputs: PyTree, key: Any, train: bool, weights: Any) -> Any:
+        if not self.precision:
+            return self.model.apply(params, model_state, inputs, key, train, weights)
+        params, inputs = self.precision.cast_compute((params, inputs))
+        outputs, model_state = self.model.apply(params, model_state, inputs, key, train, weights)
+        return self.precision.cast_output(outputs), model_state
+
+    def _guarded(self, before: Carry, after: Carry, sound: jax.Array) -> Carry:
+        """`after`; or `before`, if the step was not sound, or one before it was not and that ends training."""
         if self.non_finite == "stop":
-            failed = before.failed | ~finite
+            failed = before.failed | ~sound
             return jax.tree.map(lambda old, new: _where(failed, old, new), before, after)._replace(failed=failed)
-        step = parts_of(after.state).step
-        kept = jax.tree.map(lambda old, new: _where(~finite, old, new), before, after)
-        return kept._replace(state=dataclasses.replace(kept.state, step=step))
+        kept = jax.tree.map(lambda old, new: _where(~sound, old, new), before, after)
+        return kept._replace(state=dataclasses.replace(kept.state, step=parts_of(after.state).step))
 
 
 def taken_apart(element: PyTree, padding: Any) -> tuple[PyTree, PyTree, Any]:
@@ -167,6 +191,11 @@ def taken_apart(element: PyTree, padding: Any) -> tuple[PyTree, PyTree, Any]:
     return inputs, targets, weights[0] if padding is None else _weighted(weights[0], padding)
 
 
+def totals(seen: Mapping[str, Metric]) -> dict[str, jax.Array]:
+    """What metrics say of the examples of all replicas."""
+    return {name: metric.compute() for name, metric in all_reduce("sum", seen).items()}
+
+
 def _weighted(weights: Any, padding: Any) -> Any:
     beside = padding.reshape(padding.shape + (1,) * (jnp.ndim(weights) - 1))
     return jnp.where(beside == 0, 0, weights * beside)
@@ -176,9 +205,33 @@ def _where(condition: Any, old: Any, new: Any) -> Any:
     return new if new is old else jnp.where(condition, old, new)
 
 
-def _of_parts(stacked: jax.Array) -> jax.Array:
-    """What micro-batches made of the same state of a model: the mean of numbers, of others that of the last."""
-    return stacked.mean(0) if jnp.issubdtype(stacked.dtype, jnp.inexact) else stacked[-1]
+def _in_dtype_of(new: Any, old: Any) -> jax.Array:
+    return jnp.asarray(new).astype(old.dtype)
+
+
+def _of_parts(stacked: PyTree, weights: Any, parts: int) -> PyTree:
+    """What micro-batches made of the same state of a model: of numbers the mean, each as much as it has examples."""
+    counts = None if weights is None else jnp.reshape(weights, (parts, -1)).sum(1)
+
+    def one(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x[-1]
+        return x.mean(0) if counts is None else jnp.mean(_shared(x, counts, counts.mean()), 0)
+
+    return jax.tree.map(one, stacked)
+
+
+def _shared(value: jax.Array, count: jax.Array, mean_count: jax.Array) -> jax.Array:
+    """`value` as often as it counts: its mean over all is then the mean over their examples. If none has any, once each."""
+    share = jnp.where(mean_count == 0, 1, count / jnp.where(mean_count == 0, 1, mean_count))
+    share = share.astype(value.dtype).reshape(share.shape + (1,) * (value.ndim - share.ndim))
+    return jnp.where(share == 0, 0, value * share)
+
+
+def _are_finite(tree: PyTree) -> jax.Array:
+    """1 if all numbers are finite, else 0; int32 `[]`."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all().astype(jnp.int32) if leaves else jnp.int32(1)
 
 
 def _agreed(model_state: PyTree, weights: Any) -> PyTree:
@@ -190,9 +243,7 @@ def _agreed(model_state: PyTree, weights: Any) -> PyTree:
     values = [leaves[i] for i in numbers]
     if weights is not None:
         mine = jnp.sum(weights)
-        total = all_reduce("mean", mine)
-        share = jnp.where(total == 0, 1, mine / jnp.where(total == 0, 1, total))
-        values = [value * share.astype(value.dtype) for value in values]
+        values = [_shared(value, mine, all_reduce("mean", mine)) for value in values]
     for i, value in zip(numbers, all_reduce("mean", values), strict=True):
         leaves[i] = value
     return treedef.unflatten(leaves)

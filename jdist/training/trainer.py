@@ -13,10 +13,9 @@ import numpy as np
 from jdist._tree import PyTree
 from jdist.callbacks.progress import Progress
 from jdist.callbacks.progress import progress as display
+from jdist.callbacks.saving import Checkpoint
 from jdist.checkpoint.checkpointer import Checkpointer
-from jdist.context import all_reduce
 from jdist.data.dataset import DistributedDataset
-from jdist.metrics import Metric
 from jdist.precision import Precision
 from jdist.replicate import Proof
 from jdist.strategies.automatic import auto_strategy
@@ -29,7 +28,7 @@ from jdist.training.loop import Loop, Work
 from jdist.training.measures import measures_of
 from jdist.training.models import model_of
 from jdist.training.state import TrainState, parts_of
-from jdist.training.steps import Carry, Recipe, taken_apart
+from jdist.training.steps import Carry, Outcome, Recipe, taken_apart, totals
 from jdist.values.base import is_distributed
 
 
@@ -149,6 +148,7 @@ class Trainer:
             validation_data: What to evaluate on at the end of each epoch, like `data`.
             callbacks: Functions of events, see `jdist.callbacks`.
             steps_per_call: How many steps to run in one program, with one dispatch. Callbacks are told of all of them at once.
+                Steps that are left at the end of an epoch run one by one, which takes a second program.
             micro_batches: In how many parts to take a batch, for activations to need less memory; the results are the same.
             progress: Where to show how far it is: "live" in a terminal, "notebook", in "lines", "off", or "auto".
             resume: A `Checkpointer`, or the path of its checkpoints. If there is one, training goes on from the newest, to the
@@ -168,7 +168,8 @@ class Trainer:
         validation = (
             None if validation_data is None else self._data("validation_data", validation_data, batch_size, False)
         )
-        callbacks = _checked(callbacks)
+        # What other callbacks remember of an event is to be in the checkpoint of it.
+        callbacks = sorted(_checked(callbacks), key=lambda callback: isinstance(callback, Checkpoint))
         if not any(isinstance(callback, Progress) for callback in callbacks):
             callbacks = [*callbacks, display(progress)]  # type: ignore[arg-type]
         step = self._training(steps_per_call, micro_batches)
@@ -185,20 +186,20 @@ class Trainer:
         if begin.position is not None:
             iterator.set_state(begin.position)
             given = draws(iterator, dataset.has_weights)
-        hand_back(callbacks, begin.callbacks)
+        hand_back(callbacks, begin.kept.get("callbacks", {}))
         work = Work(
             strategy=self.strategy,
             step=step,
             read=self._read,
             nothing_seen=lambda: self.strategy.init(self._recipe.nothing_seen),
-            validate=None if validation is None else lambda state: self._evaluated(state, validation)[0],
+            validate=None if validation is None else lambda state: self._evaluated(state, validation.repeated(1))[0],
             callbacks=callbacks,
             proof=lambda: self._proof(micro_batches, steps_per_call),
             total_steps=total_steps(dataset, begin, steps),
             asked_steps=steps,
             stops_at_failure=self._recipe.non_finite == "stop",
         )
-        loop = Loop(work, begin.state, begin.position or iter(dataset).get_state(), list(begin.rows))
+        loop = Loop(work, begin, begin.position or iter(dataset).get_state())
         left = None if steps is None else max(0, steps - loop.step)
         return loop.run(turns(itertools.islice(given, left), steps_per_call))
 
@@ -218,7 +219,7 @@ class Trainer:
             TypeError: There is no loss, or `state` is no state.
         """
         self._require("evaluate", loss=self._recipe.loss)
-        metrics, examples = self._evaluated(state, self._data("data", data, batch_size, False))
+        metrics, examples = self._evaluated(state, self._data("data", data, batch_size, False).repeated(1))
         return {**metrics, "examples": examples}
 
     def predict(self, state: PyTree, data: Any, *, batch_size: int | None = None) -> PyTree:
@@ -236,12 +237,23 @@ class Trainer:
             ValueError: There are no data, or an output has not one row an example.
             TypeError: `state` is no state.
         """
-        dataset, model, found = self._data("data", data, batch_size, False), self._model(state), []
+        dataset, model, found = self._data("data", data, batch_size, False).repeated(1), self._model(state), []
         for draw in draws(iter(dataset), dataset.has_weights):
             given = self.strategy.gather(self.strategy.run(self._recipe.predict, (model, *draw.inputs)), axis=0)
             outputs, weights = jax.device_get(given)
             found.append(jax.tree.map(lambda rows, real=weights > 0: rows[real], outputs))
         return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
+    def apply(self, state: PyTree, inputs: PyTree) -> PyTree:
+        """The outputs of the model for inputs `[batch, ...]`, as it is used and not trained: a pure function, for `jax.jit`.
+
+        Example:
+            >>> import optax
+            >>> trainer = jdist.Trainer((lambda key, x: jax.numpy.ones(3), lambda w, x: x @ w), optax.sgd(0.1))
+            >>> trainer.apply(trainer.init(np.zeros((1, 3))), np.ones((2, 3))).tolist()
+            [3.0, 3.0]
+        """
+        return self._recipe.outputs(self._model(state), inputs)
 
     def _evaluated(self, state: PyTree, dataset: DistributedDataset) -> tuple[dict[str, Any], int]:
         model, iterator = self._model(state), iter(dataset)
@@ -252,16 +264,16 @@ class Trainer:
             examples = draw.rows
         return self._read(seen), examples
 
-    def _training(self, steps_per_call: int, micro_batches: int) -> Callable[[Carry, Turn], tuple[Carry, jax.Array]]:
+    def _training(self, steps_per_call: int, micro_batches: int) -> Callable[[Carry, Turn], tuple[Carry, Outcome]]:
         """What takes the batches of a call: one program for as many as a call has, another for one that is left over."""
         recipe = dataclasses.replace(self._recipe, micro_batches=micro_batches)
-        make = functools.partial(self.strategy.step, recipe.train, precision=recipe.precision)
+        make = functools.partial(self.strategy.step, recipe.train)
         one = self._program(("train", micro_batches, 1), make)
         if steps_per_call == 1:
             return lambda carry, turn: one(carry, *turn.draws[0].inputs)
         many = self._program(("train", micro_batches, steps_per_call), lambda: make(steps_per_call=steps_per_call))
 
-        def take(carry: Carry, turn: Turn) -> tuple[Carry, jax.Array]:
+        def take(carry: Carry, turn: Turn) -> tuple[Carry, Outcome]:
             if len(turn.draws) == 1:
                 return one(carry, *turn.draws[0].inputs)
             return many(carry, *map(list, zip(*(draw.inputs for draw in turn.draws), strict=True)))
@@ -287,8 +299,9 @@ class Trainer:
         return self._program(("init", treedef, kinds), lambda: functools.partial(self._recipe.begin, one))
 
     def _read(self, seen: PyTree) -> dict[str, Any]:
-        values = jax.device_get(self.strategy.run(read_seen, (seen,)))
-        return {name: value.item() if np.ndim(value) == 0 else np.asarray(value) for name, value in values.items()}
+        values = jax.device_get(self.strategy.run(totals, (seen,)))
+        found = {name: values[name] for name in ("loss", *self._recipe.measures)}
+        return {name: value.item() if np.ndim(value) == 0 else np.asarray(value) for name, value in found.items()}
 
     def _data(self, name: str, data: Any, batch_size: int | None, shuffle: bool | None) -> DistributedDataset:
         if isinstance(data, DistributedDataset):
@@ -314,11 +327,6 @@ class Trainer:
                 f"To {word}, a trainer needs `{'`, `'.join(missing)}`: `jdist.Trainer(model, optimizer, loss)`, such as "
                 "`jdist.Trainer(model, optax.adamw(1e-3), optax.softmax_cross_entropy_with_integer_labels)`."
             )
-
-
-def read_seen(seen: Mapping[str, Metric]) -> dict[str, jax.Array]:
-    """What metrics say of the examples of all replicas."""
-    return {name: metric.compute() for name, metric in all_reduce("sum", seen).items()}
 
 
 def _check_steps(steps: Any) -> None:

@@ -89,7 +89,7 @@ def train(strategy, callbacks, *, epochs=2, steps=3, a_call=1, start=0, state=No
         state = fresh if state is None else state
     run, losses, rows = Run(state, step=start), [], []
     total = epochs * steps if total is ... else total
-    for number, tree in (saved or {}).items():
+    for number, tree in (saved or {}).get("callbacks", {}).items():
         callbacks[int(number)].set_state(jax.device_get(tree))
 
     def read():
@@ -104,7 +104,7 @@ def train(strategy, callbacks, *, epochs=2, steps=3, a_call=1, start=0, state=No
                 moment=moment, step=run.step, epoch=epoch, state=run.state, position={"batch": run.step},
                 rows=number * ROWS * strategy.num_replicas_in_sync, seconds=number * seconds, stalled=stalled,
                 total_steps=total, validation=found or {}, strategy=strategy, history=History(tuple(rows)), read=read,
-                callbacks=kept, is_sound=lambda: True,
+                kept=kept, is_sound=lambda: True,
             )  # fmt: skip
             run.events.append(event)
             answers.append(callback(event))
@@ -113,7 +113,10 @@ def train(strategy, callbacks, *, epochs=2, steps=3, a_call=1, start=0, state=No
             run.state = run.state if answer.state is None else answer.state
 
     def kept():
-        return {str(i): one.get_state() for i, one in enumerate(callbacks) if hasattr(one, "get_state")}
+        return {
+            "callbacks": {str(i): one.get_state() for i, one in enumerate(callbacks) if hasattr(one, "get_state")},
+            "history": [dict(row) for row in rows],
+        }
 
     epoch = first = start // steps
     try:

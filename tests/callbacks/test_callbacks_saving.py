@@ -57,7 +57,7 @@ def test_checkpoint_has_all_that_a_run_goes_on_from(name, tmp_path):
         found = checkpointer.restore(strategy, like=state, step=5)
     assert (found.data_position, [row["step"] for row in found.extra["history"]]) == ({"batch": 5}, [2, 4])
     again = make()
-    resumed = train(strategy, again, state=found.state, call=call, start=5, saved=found.extra["callbacks"], **options)
+    resumed = train(strategy, again, state=found.state, call=call, start=5, saved=found.extra, **options)
     for one, other in ((again[0].params, whole[0].params), (resumed.state, straight.state)):
         jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (one, other)))
     assert int(resumed.state.step) == 2  # the best

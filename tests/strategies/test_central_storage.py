@@ -38,7 +38,7 @@ def mirrored(n=2):
 
 def some(cases, more):
     """`cases`, and those of `more` that are not among them for when there is time."""
-    return [*cases, *(pytest.param(*case, marks=SLOW) for case in more if case not in cases)]
+    return [*cases, *(pytest.param(*case, marks=SLOW) for case in more[::3] if case not in cases)]
 
 
 def placements(tree):

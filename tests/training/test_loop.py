@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_fits import assert_equal_bits, digits, fit, host, trainer
 
 import jdist
 from jdist.callbacks import Answer, Moment
+
+from small_fits import assert_equal_bits, digits, fit, host, trainer
 
 SMALL = tuple(array[:240] for array in digits())  # 4 batches of 60
 

@@ -311,7 +311,11 @@ DROPOUTS = {
     "keras": keras_dropout,
     "pair": lambda keras: (lambda key, x: jnp.zeros((8, FEATURES)), _drop),
 }
-every_dropout = pytest.mark.parametrize("make", DROPOUTS.values(), ids=DROPOUTS)
+every_dropout = pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, marks=pytest.mark.slow) if name == "linen" else make for name, make in DROPOUTS.items()],
+    ids=DROPOUTS,
+)
 
 
 def masks(trainer, steps):

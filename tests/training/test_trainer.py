@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from small_fits import CROSS_ENTROPY, MLP, assert_equal_bits, digits, fit, host, trainer
 
 import jdist
 from jdist.callbacks import Moment
 
 from laws import STRATEGIES, assert_in_step
+from small_fits import CROSS_ENTROPY, MLP, assert_equal_bits, digits, fit, host, trainer
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,19 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("place", ["mirrored_3", pytest.param("sharded_4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "place, options",
+    [
+        pytest.param(
+            place,
+            options,
+            id=f"{place}-{name}",
+            marks=() if (place, name) == ("mirrored_3", "both") else pytest.mark.slow,
+        )
+        for place in ("mirrored_3", "sharded_4")
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_results_do_not_depend_on_how_steps_are_taken(place, options, alone):
     found = fit(STRATEGIES[place](), **options)
     assert_close(found, alone)
