@@ -48,7 +48,7 @@ def export(
         apply: `apply(state, *inputs)` gives a tree of arrays `[batch, ...]`: what it makes of each example. It sees the state
             without wrappers, and there is one replica: jdist's words are the identity.
         state: The weights, wherever they lie, under any strategy; wrapped values are read, as by `jdist.read`.
-        signature: What the inputs are, in a tuple: for each a tree of arrays, or `jax.ShapeDtypeStruct`s, of a batch of any
+        signature: What the inputs are, in a tuple: for each a tree of arrays, or `jax.ShapeDtypeStruct`, of a batch of any
             size. The first dim of each is the batch; an input without dims is the same for all examples.
         platforms: What the program is for.
 

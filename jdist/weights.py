@@ -65,7 +65,7 @@ def load(path: Path, like: PyTree = None, strategy: Strategy | None = None) -> P
 
     Args:
         path: The file.
-        like: A tree with the structure, shapes and dtypes that are wanted: arrays, or `jax.ShapeDtypeStruct`s. Its wrappers
+        like: A tree with the structure, shapes and dtypes that are wanted: arrays, or `jax.ShapeDtypeStruct`. Its wrappers
             are put around what is loaded.
         strategy: Puts them on its devices.
 

@@ -24,7 +24,7 @@ def learning_rate(schedule: Schedule | None = None) -> Also:
             `optax.inject_hyperparams(optax.adamw)(learning_rate=...)`, whose state has the rate in it.
 
     Returns:
-        A function from an event to `{"learning_rate": ...}`.
+        A function from an event to the rate, by the name `learning_rate`.
 
     Raises:
         ValueError: Said when it is asked for: the state does not have it in one place.
