@@ -55,7 +55,7 @@ class Trainer:
         strategy: Where it runs; by default the strategy in force, else `jdist.auto_strategy()`.
         precision: The dtypes to compute in.
         seed: Of the parameters, the order of the data, and what is drawn while training.
-        non_finite: What becomes of a step whose loss is inf or nan. `"stop"`: training ends with the state before it.
+        non_finite: What becomes of a step whose loss or update is inf or nan. `"stop"`: training ends with the state before it.
             `"skip"`: it changes nothing, and training goes on. `"keep"`: it is taken as any other.
 
     Raises:
