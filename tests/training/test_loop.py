@@ -23,6 +23,14 @@ def small(strategy, **options):
     return fit(strategy, SMALL, **{"batch_size": 60, "epochs": 2, **options})
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """As in a terminal: whoever starts the tests in the background has Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("a_call", [1, 3])
 def test_callbacks_are_told_in_order_of_every_call_epoch_and_end(two, a_call):
     told = []
