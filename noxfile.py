@@ -36,7 +36,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(python="3.11")
 def types(session: nox.Session) -> None:
     """The annotations of the package."""
-    session.install(*CONSTRAINTS, "-e", ".", "pyright[nodejs]")
+    session.install(*CONSTRAINTS, "-e", ".[test]", "pyright[nodejs]")
     session.run("pyright")
 
 
