@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 12), reason="They take long, and are run once: by the newest Python."
+)
 BENCHMARKS = sorted((pathlib.Path(__file__).parent.parent / "benchmarks").glob("*.py"))
 OTHERS = ("sidebyside", "memory")  # what they share, and one that compares bytes
 
