@@ -55,7 +55,7 @@ class CommunicationOptions:
             return self
         if mesh.size == 1 or not _on_cpu(mesh):
             return CommunicationOptions(0)
-        return CommunicationOptions(128 * 2**10 if _in_one_process(mesh) else sys.maxsize)
+        return CommunicationOptions(_SMALL if _in_one_process(mesh) else sys.maxsize)
 
 
 class CrossDeviceOps(abc.ABC):
@@ -230,6 +230,7 @@ def _check_bytes(name: str, value: int | None) -> None:
         raise ValueError(f"`{name}` has to be >= 0, got {value}. It is a number of bytes; None leaves it to jdist.")
 
 
+_SMALL = 128 * 2**10  # bytes of a leaf that is packed on CPU devices
 _COLLECTIVES = {ReduceOp.SUM: lax.psum, ReduceOp.MAX: lax.pmax, ReduceOp.MIN: lax.pmin}
 _PAIRS = {ReduceOp.SUM: jnp.add, ReduceOp.MAX: jnp.maximum, ReduceOp.MIN: jnp.minimum}
 
@@ -250,7 +251,12 @@ def ways(
             f"Virtual replicas are added up along a tree of their own: leave `cross_device_ops={ops!r}` out."
         )
     mesh = chosen.arranged(mesh)
-    return mesh, chosen if virtual else chosen.resolved(mesh), packing.resolved(mesh)
+    if not virtual:
+        return mesh, chosen.resolved(mesh), packing.resolved(mesh)
+    if packing.bytes_per_pack is None:
+        # Whatever the number of devices: a leaf out of a pack is fused otherwise with its update, and so rounded otherwise.
+        packing = CommunicationOptions(_SMALL if _on_cpu(mesh) else 0)
+    return mesh, chosen, packing
 
 
 def _of_kind(name: str, value: Any, kind: type, default: Callable[[], Any]) -> Any:

@@ -62,7 +62,7 @@ def trained(strategy, tx):
 
 
 POLICIES = {
-    "exact": (optax.chain(sync.exact(), optax.clip_by_global_norm(1.0), optax.adamw(3e-3)), {"virtual_replicas": 8}),
+    "exact": (optax.chain(sync.exact(), optax.adamw(3e-3)), {"virtual_replicas": 8}),
     "int8": (optax.chain(sync.int8(), optax.sgd(0.05)), {}),
     "diloco": (sync.diloco(optax.adamw(3e-3), every=7), {}),
     "streaming": (sync.streaming_diloco(optax.sgd(0.05), every=4, fragments=2), {}),

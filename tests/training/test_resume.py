@@ -74,7 +74,7 @@ def test_interrupted_training_ends_in_the_same_bits_under_every_strategy(place, 
 
 @pytest.mark.slow
 def test_exact_training_goes_on_over_another_number_of_devices_to_the_same_bits(tmp_path):
-    exact = dict(optimizer=optax.chain(jdist.sync.exact(), optax.sgd(0.1)))
+    exact = dict(optimizer=optax.chain(jdist.sync.exact(), optax.adam(3e-3)))
     on = lambda n: jdist.MirroredStrategy([f"cpu:{i}" for i in range(n)], virtual_replicas=4)
     train(on(1), tmp_path, stop_at=5, **exact)
     train(on(4), tmp_path, stop_at=16, **exact)

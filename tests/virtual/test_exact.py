@@ -50,6 +50,7 @@ MODELS = {"mlp": MLP(), "cnn": CNN(), "rnn": RNN()}
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw": lambda: optax.adamw(3e-3),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3)),
     "adafactor": lambda: optax.adafactor(1e-2),
     "lion": lambda: optax.lion(1e-3),
     "muon": lambda: optax.contrib.muon(1e-2),
@@ -69,7 +70,7 @@ class Training:
 
     def __init__(self, model, optimizer, devices, policy=jdist.sync.exact, virtual=VIRTUAL):
         self.model, self.optimizer = MODELS[model], OPTIMIZERS[optimizer]
-        self.tx = optax.chain(policy(), optax.clip_by_global_norm(1.0), self.optimizer())
+        self.tx = optax.chain(policy(), self.optimizer())
         self.strategy = jdist.MirroredStrategy(jax.devices()[:devices], virtual_replicas=virtual)
         self.step = self.strategy.step(self._step)
         batch = 4 * (virtual or VIRTUAL)
@@ -129,8 +130,8 @@ def test_parameters_after_100_steps_are_the_same_bits_on_any_number_of_devices(m
     assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])  # it has learned
 
 
-LONG = [("cnn", "adamw", 3), ("rnn", "sgd", 4)]
-FEW = [("mlp", "muon", 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
+LONG = [("cnn", "adamw", 3), ("cnn", "clipped", 3), ("rnn", "sgd", 4)]
+FEW = [("mlp", "muon", 8), ("mlp", "adamw", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
 
 
 @pytest.mark.parametrize("model, optimizer, devices", FEW)
