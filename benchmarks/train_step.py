@@ -7,9 +7,10 @@ leaves; `mlp` (two layers), `cnn` (the digits example's) and `transformer` (4 bl
 step by hand without any reduction: what no reduction can be faster than, but no training. The others begin with the same
 state, and the losses of their first steps are checked to be equal. On the CPU all wait for each step.
 
-`small, 10 steps a call` is `strategy.step(fn, steps_per_call=10)` beside peers that take a step a call. `fit, cnn` is an epoch
-of `Trainer.fit`, without progress, beside `for batch in dataset: state, loss = step(state, batch)`: `same step` takes the
-trainer's own, metrics and all, and `written step` one as users write it.
+`small, 10 steps a call` is `strategy.step(fn, steps_per_call=10)` beside peers that take a step a call, and beside `scan`,
+written by hand with all leaves in one reduction, which takes as many. `fit, cnn` is an epoch of `Trainer.fit`, without
+progress, beside `for batch in dataset: state, loss = step(state, batch)`: `same step` takes the trainer's own, metrics and
+all, and `written step` one as users write it.
 """
 
 import dataclasses
@@ -30,6 +31,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
@@ -96,6 +98,12 @@ def train_step(model, optimizer, mean, state, batch):
     return (optax.apply_updates(params, updates), opt_state), loss
 
 
+def packed_mean(tree):
+    """All leaves in one reduction."""
+    flat, unpacked = ravel_pytree(tree)
+    return unpacked(lax.pmean(flat, "replica"))
+
+
 PER_CALL = {"small": 10, "mlp": 10, "deep": 10}  # cases with a row for several steps a call
 ROUNDS = 3 if args.quick else 31
 
@@ -122,6 +130,20 @@ def candidates(model, optimizer, batch, per_call):
         often = [np.concatenate([part] * per_call) for part in batch]
         batches = list(strategy.distribute_dataset(tuple(often), len(batch[1])))
         loops["several"] = Loop(several, strategy.put(state), batches, per_call)
+        scanned = jax.jit(
+            jax.shard_map(
+                lambda state, batches: lax.scan(make(packed_mean), state, batches),
+                mesh=MESH,
+                in_specs=(PartitionSpec(), PartitionSpec(None, "replica")),
+                out_specs=PartitionSpec(),
+                check_vma=False,
+            ),
+            donate_argnums=0,
+        )
+        stacked = jax.device_put(
+            jax.tree.map(lambda x: np.stack([x] * per_call), batch), NamedSharding(MESH, PartitionSpec(None, "replica"))
+        )
+        loops["scan"] = Loop(scanned, whole(), stacked, per_call)
     return loops
 
 
@@ -153,10 +175,10 @@ def compare(name, steps, model, optimizer, batch):
         peer: functools.partial(sidebyside.seconds, functools.partial(one.losses, steps)) for peer, one in loops.items()
     }
     taken = sidebyside.rounds(timed, ROUNDS)
-    several = taken.pop("several", None)
+    several, scan = taken.pop("several", None), taken.pop("scan", None)
     sidebyside.report(f"{name}, {len(DEVICES)} devices", taken, args.json, steps)
     if several:
-        taken = {"jdist": several, "shard_map": taken["shard_map"], "jit": taken["jit"]}
+        taken = {"jdist": several, "scan": scan, "shard_map": taken["shard_map"], "jit": taken["jit"]}
         sidebyside.report(f"{name}, {per_call} steps a call", taken, args.json, steps)
 
 
