@@ -9,6 +9,7 @@ from jdist import data as data
 from jdist import metrics as metrics
 from jdist import sync as sync
 from jdist import weights as weights
+from jdist._version import __version__ as __version__
 from jdist.checkpoint.checkpointer import Checkpoint as Checkpoint
 from jdist.checkpoint.checkpointer import Checkpointer as Checkpointer
 from jdist.checkpoint.storage import CheckpointError as CheckpointError
@@ -77,5 +78,3 @@ from jdist.values.sync_on_read import SyncOnRead as SyncOnRead
 from jdist.variables import read as read
 from jdist.variables import trainable as trainable
 from jdist.variables import variable as variable
-
-__version__ = "0.1.0"

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-import jdist
 from jdist._tree import PyTree, spec
+from jdist._version import __version__
 from jdist.context import require_host
 from jdist.strategies.base import Strategy
 from jdist.values.arrays import check_array
@@ -160,7 +160,7 @@ def writer(tree: PyTree) -> Callable[[pathlib.Path], None]:
             )
     # What is not in C order would be written in the order in which it lies.
     plain = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    about = {"jdist": jdist.__version__, "format": "np"} | ({_KEYS: json.dumps(keys)} if keys else {})
+    about = {"jdist": __version__, "format": "np"} | ({_KEYS: json.dumps(keys)} if keys else {})
 
     def write(path: pathlib.Path) -> None:
         try:
