@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-import jdist
 from jdist import _compat, weights
 from jdist._tree import PyTree, argument_names, spec
+from jdist._version import __version__
 from jdist.context import ReplicaContext, entered, require_host
 from jdist.values.arrays import check_array
 from jdist.values.base import is_distributed
@@ -251,7 +251,7 @@ def _manifest(exported: Any, arguments: Sequence[str], function: bytes, gradient
     outputs = exported.out_tree.unflatten(exported.out_avals)
     return {
         "format": FORMAT,
-        "jdist": jdist.__version__,
+        "jdist": __version__,
         "jax": jax.__version__,
         "calling_convention_version": exported.calling_convention_version,
         "platforms": list(exported.platforms),

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jdist import precision
+from jdist._arguments import whole
 from jdist._tree import PyTree, argument_names, named_leaves, spec
 from jdist.collectives import check_plain
 from jdist.context import replica_context
@@ -44,7 +44,7 @@ def value_and_grad(
 
     Raises:
         ValueError: `micro_batches` is less than 1. When called: the rows do not split so, or weights do not fit the losses.
-        TypeError: A loss is no number.
+        TypeError: `micro_batches` is no whole number, or, when called, a loss is no number.
         RuntimeError: When called: by the host program, within `strategy.scope()`.
 
     Example:
@@ -59,8 +59,7 @@ def value_and_grad(
         >>> float(w), float(loss)  # the mean of 1, 2 and 6, and of their squares
         (3.0, 13.666666984558105)
     """
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, (int, np.integer)) or micro_batches < 1:
-        raise ValueError(f"`micro_batches` is a whole number from 1 up, got {micro_batches!r}.")
+    micro_batches = whole("`micro_batches`", micro_batches, 1)
 
     @functools.wraps(loss_fn)
     def share(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jdist._arguments import whole
+
 REPLICA_AXIS = "replica"
 GROUP_AXIS = "group"
 HOST_MEMORY = "pinned_host"
@@ -109,9 +111,7 @@ class Replicas:
         """
         if virtual is None:
             return cls(mesh, mesh.size)
-        if isinstance(virtual, bool) or not isinstance(virtual, int):
-            raise TypeError(f"`virtual_replicas` is a whole number, got {virtual!r}.")
-        if virtual < mesh.size:
+        if whole("`virtual_replicas`", virtual, 1) < mesh.size:
             raise ValueError(
                 f"`virtual_replicas={virtual}` are too few for {mesh.size} devices, which run at least one each. Take more, or "
                 f"{max(virtual, 1)} of the devices."

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._choice import choice
+from jdist._arguments import choice
 from jdist._tree import spec
 
 

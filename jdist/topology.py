@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from jdist._arguments import whole
+
 # What a generation is offered in: two dimensions, all of them; three, those below 4x4x4, and multiples of 4 up to the last.
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
@@ -46,6 +48,7 @@ def described_devices(
 
     Raises:
         ValueError: There is no such topology; the message lists those there are.
+        TypeError: `num_slices` is no whole number.
         ModuleNotFoundError: The compiler for these devices is not installed.
         FileNotFoundError: There is no such file.
 
@@ -54,8 +57,7 @@ def described_devices(
         >>> len(devices), devices[0].device_kind
         (16, 'TPU v5 lite')
     """
-    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
-        raise ValueError(f"`num_slices` is a whole number from 1 up, got {num_slices!r}.")
+    num_slices = whole("`num_slices`", num_slices, 1)
     if gpu_target_config is not None:
         if num_slices != 1:
             raise ValueError(f"`num_slices={num_slices}` is for TPUs; of GPUs the topology says it all: '1x2x8'.")

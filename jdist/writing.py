@@ -22,9 +22,9 @@ def write_once(
     """Has `write` make the file or folder `path`, on process 0; the others wait for it, and fail where it does.
 
     Args:
-        path: Where it is to be. What is there stays until the new one is whole.
+        path: Where it is to be, as in `replaced`.
         write: Called with the path of a new file or folder beside it.
-        may_replace: Whether what is there may be replaced.
+        may_replace: As in `replaced`.
 
     Raises:
         FileNotFoundError: There is no folder for it.
@@ -34,7 +34,7 @@ def write_once(
     problem: BaseException | None = None
     if jax.process_index() == 0:
         try:
-            with _replaced(pathlib.Path(path).resolve(), may_replace) as new:
+            with replaced(path, may_replace) as new:
                 write(new)
         except BaseException as error:  # the others wait for a word of it, whatever it is
             problem = error
@@ -49,7 +49,18 @@ def write_once(
 
 
 @contextlib.contextmanager
-def _replaced(path: pathlib.Path, may_replace: Callable[[pathlib.Path], bool]) -> Iterator[pathlib.Path]:
+def replaced(path: Path, may_replace: Callable[[pathlib.Path], bool] = pathlib.Path.is_file) -> Iterator[pathlib.Path]:
+    """The path of a new file or folder, to be written, that takes the place of `path` when all went well.
+
+    Args:
+        path: Where it is to be. What is there stays until the new one is whole. A link stays a link.
+        may_replace: Whether what is there may be replaced.
+
+    Raises:
+        FileNotFoundError: There is no folder for it.
+        FileExistsError: There is something that may not be replaced.
+    """
+    path = pathlib.Path(path).resolve()
     if not path.parent.is_dir():
         raise FileNotFoundError(f"There is no folder {path.parent} to write {path.name} in. Make it first.")
     if path.exists() and not may_replace(path):

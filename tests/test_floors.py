@@ -20,6 +20,10 @@ def _modules():
 
 def _imports(path):
     for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "jdist" for alias in node.names), (
+                "the package is above its parts"
+            )
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jdist":
             below = node.module.split(".")[1:]
             names = [".".join([*below, alias.name]) for alias in node.names]

@@ -133,9 +133,9 @@ def test_virtual_replicas_are_dealt_out_in_blocks(virtual, each, axes, local):
     "virtual, error, says",
     [
         (1, ValueError, "`virtual_replicas=1` are too few for 2 devices"),
-        (0, ValueError, "`virtual_replicas=0` are too few for 2 devices"),
-        (2.0, TypeError, "`virtual_replicas` is a whole number, got 2.0"),
-        (True, TypeError, "`virtual_replicas` is a whole number, got True"),
+        (0, ValueError, "`virtual_replicas` is a whole number from 1 up, got 0"),
+        (2.0, TypeError, "`virtual_replicas` is a whole number from 1 up, got 2.0"),
+        (True, TypeError, "`virtual_replicas` is a whole number from 1 up, got True"),
     ],
 )
 def test_virtual_replicas_that_cannot_be_are_refused(virtual, error, says):

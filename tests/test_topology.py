@@ -98,7 +98,9 @@ def test_topology_that_does_not_exist_is_refused_with_those_that_do(topology):
 @pytest.mark.parametrize("number", [0, -1, True, False, "2", 2.0, None])
 @pytest.mark.parametrize("make", [jdist.described_devices, jdist.TPUStrategy], ids=["devices", "strategy"])
 def test_number_of_slices_that_is_none_is_refused(make, number):
-    with pytest.raises(ValueError, match=rf"`num_slices` is a whole number from 1 up, got {re.escape(repr(number))}\."):
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"`num_slices` is a whole number from 1 up, got {re.escape(repr(number))}\."
+    ):
         make(topology="v5e:2x2", num_slices=number)
 
 

@@ -1,18 +1,11 @@
 """What callbacks ask of their arguments."""
 
 import math
-import numbers
 import os
 import pathlib
 from typing import Any
 
 import numpy as np
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raises ValueError if `value` is no whole number from `least` up."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise ValueError(f"`{name}` is a whole number from {least} up, got {value!r}.")
 
 
 def check_seconds(name: str, value: Any) -> None:

@@ -10,38 +10,31 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, final
 
-import jax
 import numpy as np
 
 from jdist.callbacks.checks import path_of
-from jdist.callbacks.rows import FACTS, Also, Pace, check_also, row_of
-from jdist.training.events import Event, Moment
+from jdist.callbacks.rows import FACTS, Also, RowWriter, row_of
+from jdist.training.events import Event
+from jdist.writing import replaced
 
 Row: TypeAlias = dict[str, Any]
 
 
-class _Log(abc.ABC):
+class _Log(RowWriter):
     """A file of rows. It is opened for each: what is written is there, and nothing is left to close."""
 
     def __init__(self, path: str | os.PathLike[str], *, every: int | None = None, also: Sequence[Also] = ()):
+        super().__init__(every, also)
         self.path = path_of("path", path)
-        self._pace, self._also = Pace(every), check_also(also)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
 
-    def __call__(self, event: Event, /) -> None:
-        """Called by the loop."""
-        due = self._pace.due(event)
-        if jax.process_index() != 0:
-            return
-        if event.moment is Moment.START:
-            self._begin(event.step)
-        elif due:
-            row = {name: _plain(value) for name, value in row_of(event, self._also).items()}
-            line = self._line(row)  # first: it may replace the file
-            with self.path.open("a", encoding="utf-8", newline="") as file:
-                file.write(line)
+    def _write(self, event: Event) -> None:
+        row = {name: _plain(value) for name, value in row_of(event, self._also).items()}
+        line = self._line(row)  # first: it may replace the file
+        with self.path.open("a", encoding="utf-8", newline="") as file:
+            file.write(line)
 
     @abc.abstractmethod
     def _rows(self, text: str) -> list[Row]:
@@ -71,10 +64,8 @@ class _Log(abc.ABC):
             ) from error
 
     def _replace(self, rows: Iterable[Row]) -> None:
-        """Writes the whole file, so that at any moment there is the old one or the new."""
-        new = self.path.with_name(self.path.name + ".new")
-        new.write_text(self._text(rows), encoding="utf-8", newline="")
-        os.replace(new, self.path)
+        with replaced(self.path) as new:
+            new.write_text(self._text(rows), encoding="utf-8", newline="")
 
 
 @final

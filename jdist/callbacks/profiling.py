@@ -6,7 +6,8 @@ from typing import final
 
 import jax
 
-from jdist.callbacks.checks import check_count, make_directory, path_of
+from jdist._arguments import whole
+from jdist.callbacks.checks import make_directory, path_of
 from jdist.training.events import Event, Moment
 
 
@@ -32,11 +33,9 @@ class Profile:
 
     def __init__(self, directory: str | os.PathLike[str], *, start: int, stop: int):
         self.directory = path_of("directory", directory)
-        check_count("start", start)
-        check_count("stop", stop)
+        self.start, self.stop = whole("`start`", start, 1), whole("`stop`", stop, 1)
         if stop < start:
             raise ValueError(f"Steps {start} to {stop} are none: `start` is the first of them, `stop` the last.")
-        self.start, self.stop = start, stop
         self._is_tracing = self._is_done = False
 
     def __repr__(self) -> str:

@@ -44,7 +44,7 @@ def progress(kind: Kind = "auto", *, every: float | None = None, stream: TextIO 
         >>> callbacks = [jdist.callbacks.progress("lines", every=30)]
     """
     if kind not in get_args(Kind):
-        raise ValueError(f"`kind` is one of {', '.join(map(repr, get_args(Kind)))}, got {kind!r}.")
+        raise ValueError(f"`kind` of progress is one of {', '.join(map(repr, get_args(Kind)))}, got {kind!r}.")
     if every is not None:
         check_seconds("every", every)
     if kind == "notebook" and importlib.util.find_spec("IPython") is None:

@@ -1,9 +1,13 @@
 """Rows for those who write them: when one is due, and what is in it."""
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jdist.callbacks.checks import check_count, check_function
+import jax
+
+from jdist._arguments import whole
+from jdist.callbacks.checks import check_function
 from jdist.training.events import Event, Moment
 
 Also: TypeAlias = Callable[[Event], Mapping[str, float]]
@@ -21,9 +25,7 @@ class Pace:
     """
 
     def __init__(self, every: int | None):
-        if every is not None:
-            check_count("every", every)
-        self._every = every
+        self._every = None if every is None else whole("`every`", every, 1)
         self._seen = self._due = 0
 
     def due(self, event: Event) -> bool:
@@ -43,7 +45,37 @@ class Pace:
         return due
 
 
-def check_also(also: Sequence[Also]) -> tuple[Also, ...]:
+class RowWriter(abc.ABC):
+    """A callback that writes rows: after each epoch, and each `every` steps. Process 0 writes.
+
+    Args:
+        every: Each how many steps besides; each of them reads the metrics from the devices.
+        also: What to write besides, functions from an event to names and numbers, as `jdist.callbacks.learning_rate()`.
+    """
+
+    def __init__(self, every: int | None, also: Sequence[Also]):
+        self._pace, self._also = Pace(every), _checked(also)
+
+    def __call__(self, event: Event, /) -> None:
+        """Called by the loop."""
+        due = self._pace.due(event)
+        if jax.process_index() != 0:
+            return
+        if event.moment is Moment.START:
+            self._begin(event.step)
+        elif due:
+            self._write(event)
+
+    @abc.abstractmethod
+    def _begin(self, step: int) -> None:
+        """Training begins, or goes on from step `step`. ValueError where nothing can be written."""
+
+    @abc.abstractmethod
+    def _write(self, event: Event) -> None:
+        """A row is due."""
+
+
+def _checked(also: Sequence[Also]) -> tuple[Also, ...]:
     """`also` as a tuple.
 
     Raises:

@@ -8,8 +8,9 @@ from typing import Any, Literal, final
 
 import numpy as np
 
+from jdist._arguments import whole
 from jdist._tree import PyTree
-from jdist.callbacks.checks import check_count, check_seconds
+from jdist.callbacks.checks import check_seconds
 from jdist.callbacks.copies import copied, from_saved, leaves_to_save
 from jdist.training.events import Answer, Callback, Event, Moment
 
@@ -52,12 +53,12 @@ class EarlyStopping:
     ):
         if not isinstance(metric, str):
             raise TypeError(f"`metric` is the name of one, got {type(metric).__name__}.")
-        check_count("patience", patience)
         if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
             raise ValueError(f"`min_delta` is a number from 0 up, got {min_delta!r}.")
         if mode not in _SIGNS:
             raise ValueError(f"`mode` is 'min' or 'max', whichever is better, got {mode!r}.")
-        self.metric, self.patience, self.min_delta, self.mode = metric, patience, float(min_delta), mode
+        self.patience = whole("`patience`", patience, 1)
+        self.metric, self.min_delta, self.mode = metric, float(min_delta), mode
         self.restore_best = restore_best
         self._saved: Mapping[str, Any] | None = None
         self._begin()

@@ -5,16 +5,15 @@ import os
 from collections.abc import Sequence
 from typing import Any, final
 
-import jax
 import numpy as np
 
 from jdist.callbacks.checks import make_directory, path_of
-from jdist.callbacks.rows import Also, Pace, check_also, measured
+from jdist.callbacks.rows import Also, RowWriter, measured
 from jdist.training.events import Event, Moment
 
 
 @final
-class TensorBoard:
+class TensorBoard(RowWriter):
     """Writes the metrics by step, for TensorBoard: after each epoch, and each `every` steps. Needs the extra `tensorboard`.
 
     A resumed run writes a new file into the directory, and hides what others in it have beyond the step that it resumes
@@ -43,8 +42,8 @@ class TensorBoard:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, every: int | None = None, also: Sequence[Also] = ()):
+        super().__init__(every, also)
         self.directory = path_of("directory", directory)
-        self._pace, self._also = Pace(every), check_also(also)
         if importlib.util.find_spec("tensorboardX") is None:
             raise ModuleNotFoundError(
                 'TensorBoard logs need tensorboardX: `python -m pip install "jdist[tensorboard]"`.'
@@ -54,13 +53,7 @@ class TensorBoard:
 
     def __call__(self, event: Event, /) -> None:
         """Called by the loop."""
-        due = self._pace.due(event)
-        if jax.process_index() != 0:
-            return
-        if event.moment is Moment.START:
-            self._begin(event.step)
-        elif due:
-            self._write(event)
+        super().__call__(event)
         if event.moment is Moment.END:
             self.close()
 

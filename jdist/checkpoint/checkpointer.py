@@ -1,7 +1,6 @@
 """`Checkpointer`: saves the state of training in the background, and brings it back onto any devices."""
 
 import dataclasses
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -9,6 +8,7 @@ from typing import Any, NoReturn, Self
 
 import jax
 
+from jdist._arguments import whole
 from jdist._tree import PyTree
 from jdist.checkpoint import storage
 from jdist.checkpoint.contents import packed, plans_of, read, saved_tree
@@ -55,7 +55,8 @@ class Checkpointer:
         every: Of which steps checkpoints are due: those that it divides.
 
     Raises:
-        ValueError: `path` has other things in it, or a number is none.
+        ValueError: `path` has other things in it, or a number is less than 1.
+        TypeError: `keep` or `every` is no whole number.
         CheckpointError: The folder cannot be made.
 
     Example:
@@ -72,11 +73,8 @@ class Checkpointer:
     """
 
     def __init__(self, path: str | os.PathLike[str], keep: int | None = 3, every: int = 1):
-        for name, number in (("keep", keep), ("every", every)):
-            if not (name == "keep" and number is None):
-                _check_whole(name, number, least=1)
+        self._keep, self.every = None if keep is None else whole("`keep`", keep, 1), whole("`every`", every, 1)
         self._folder = storage.open_folder(path)
-        self._keep, self.every = keep, every
         self._writer: Any = None
         self._saving = -1
 
@@ -129,7 +127,7 @@ class Checkpointer:
         """
         if in_replica_function():
             raise RuntimeError("`save` is called by the host program, between the calls of a step.")
-        step = _check_whole("step", step)
+        step = whole("`step`", step, 0)
         if not now and step % self.every:
             return False
         self.wait()
@@ -242,7 +240,7 @@ class Checkpointer:
             return steps[-1]
         if step is None:
             raise FileNotFoundError(f"There is no complete checkpoint in {self._folder}.")
-        if _check_whole("step", step) not in steps:
+        if whole("`step`", step, 0) not in steps:
             there = f"There are the steps {', '.join(map(str, steps))}." if steps else "There is none."
             raise FileNotFoundError(f"There is no complete checkpoint of step {step} in {self._folder}. {there}")
         return step
@@ -279,13 +277,3 @@ class Checkpointer:
         raise CheckpointError(
             f"The checkpoint of step {step} in {self._folder} is damaged, or cannot be read: {in_short(error)} {way_out}"
         ) from error
-
-
-def _check_whole(name: str, number: Any, least: int = 0) -> int:
-    try:
-        whole = -1 if isinstance(number, bool) else operator.index(number)
-    except TypeError:
-        whole = -1
-    if whole < least:
-        raise ValueError(f"`{name}` is a whole number from {least} up, got {number!r}.")
-    return whole

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-import jdist
+from jdist._version import __version__
 
 _FORMAT = 1
 
@@ -86,7 +86,7 @@ def manifest_of(
         "format": _FORMAT,
         "step": step,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "jdist": jdist.__version__,
+        "jdist": __version__,
         "jax": jax.__version__,
         "seed": seed,
         "data_position": position,
@@ -127,7 +127,7 @@ def from_text(text: str) -> dict[str, Any]:
     manifest = json.loads(text)
     if manifest["format"] > _FORMAT:
         raise ValueError(
-            f"It was written by jdist {manifest['jdist']}, in a form that {jdist.__version__} does not know. Install that."
+            f"It was written by jdist {manifest['jdist']}, in a form that {__version__} does not know. Install that."
         )
     return manifest
 

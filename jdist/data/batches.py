@@ -6,13 +6,13 @@ Nothing here knows devices or threads, so any share of any number of processes c
 import dataclasses
 import itertools
 import logging
-import numbers
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
+from jdist._arguments import whole
 from jdist._tree import PyTree
 from jdist.data.agreement import Agreement, Alone
 from jdist.data.feeds import Block, Feed, NumberedFeed, StreamFeed
@@ -66,12 +66,10 @@ class Reading:
 
 
 def check_epochs(epochs: Any) -> None:
-    """Raises ValueError if that is not how often something can be gone through."""
+    """Raises TypeError or ValueError if that is not how often something can be gone through."""
     if epochs is None:
         return
-    if not isinstance(epochs, numbers.Integral) or isinstance(epochs, bool):
-        raise ValueError(f"`epochs` is a whole number, got {epochs!r}.")
-    if epochs < 1:
+    if whole("`epochs`", epochs) < 1:
         raise ValueError(f"`epochs` is at least 1, or None for no end, got {epochs}.")
 
 

@@ -2,12 +2,12 @@
 
 import functools
 import logging
-import numbers
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from jdist._arguments import whole
 from jdist.data.agreement import Agreement, conversation
 from jdist.data.batches import Reading, Remainder, check_epochs
 from jdist.data.dataset import DistributedDataset, DistributedIterator
@@ -179,14 +179,13 @@ def _check_once(source: Any, epochs: int | None) -> None:
 
 
 def _check_options(batch_size: int | None, seed: int, epochs: int | None, remainder: Remainder, prefetch: int) -> None:
-    for name, value in {"batch_size": batch_size, "seed": seed, "prefetch": prefetch}.items():
-        optional = name == "batch_size" and value is None
-        if not optional and (not isinstance(value, numbers.Integral) or isinstance(value, bool)):
-            raise ValueError(f"`{name}` is a whole number, got {value!r}.")
+    if batch_size is not None:
+        whole("`batch_size`", batch_size)
+    whole("`seed`", seed)
     if remainder not in ("drop", "pad", "error"):
         raise ValueError(f'`remainder` is "drop", "pad" or "error", got {remainder!r}.')
     if not 0 <= seed < 2**64:
         raise ValueError(f"`seed` is a whole number from 0 to 2**64 - 1, got {seed}.")
     check_epochs(epochs)
-    if prefetch < 0:
+    if whole("`prefetch`", prefetch) < 0:
         raise ValueError(f"`prefetch` is how many batches to read ahead, 0 for none, got {prefetch}.")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jdist._choice import choice
+from jdist._arguments import choice
 from jdist.mesh import Replicas
 
 

@@ -141,7 +141,8 @@ class Strategy(HostSide):
             proved, and `__wrapped__` is `fn`. Outputs are as `run` gives them.
 
         Raises:
-            TypeError: `fn` is no function; or, when called, returned no pair, or changes a structure, shape or dtype.
+            TypeError: `fn` is no function, or `steps_per_call` no whole number; or, when called, `fn` returned no pair, or
+                changes a structure, shape or dtype.
             NotMirroredError: When called: a leaf of the new state may differ between the replicas.
             ValueError: `steps_per_call` is less than 1. When called: the state was donated before, or lies on other devices;
                 or an input is no list of `steps_per_call` that are alike.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jdist._arguments import whole
 from jdist._tree import PyTree
 from jdist.layout import Layout, Leaf, leaves_of
 from jdist.mesh import Replicas
@@ -132,6 +133,7 @@ def describe(name: str, view: View, state: PyTree = None, max_rows: int = 40) ->
 
     Raises:
         ValueError: `max_rows` is less than 1; or the strategy could not place a leaf of which the shape is given.
+        TypeError: `max_rows` is no whole number.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -150,8 +152,7 @@ def describe(name: str, view: View, state: PyTree = None, max_rows: int = 40) ->
         │ 0   1 │
         └───────┘
     """
-    if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 1:
-        raise ValueError(f"`max_rows` is a whole number from 1 up, got {max_rows!r}.")
+    max_rows = whole("`max_rows`", max_rows, 1)
     items = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_distributed)[0]
     for path, item in items:
         if any(map(is_shape, jax.tree.leaves(item))):

@@ -174,6 +174,7 @@ class HostSide:
 
         Raises:
             ValueError: There is no such source, it cannot be shuffled or shared out so, or the batch cannot be split.
+            TypeError: A number is no whole one.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])

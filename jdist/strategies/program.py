@@ -13,13 +13,14 @@ import jax
 from jax.sharding import Sharding
 
 from jdist import _compat, notes, precision
+from jdist._arguments import whole
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.context import ReplicaContext, in_replica_function
 from jdist.flight import is_bounded, land
 from jdist.precision import Precision
 from jdist.replicate import Call, Proof, replicated
 from jdist.state import in_wrappers, kept_in_place, settled, split_result
-from jdist.strategies.turns import check_turns, each_turn, in_turn, scanned
+from jdist.strategies.turns import each_turn, in_turn, scanned
 from jdist.values.arrays import check_array, is_placed
 from jdist.values.place import check_place, check_there
 from jdist.views.base import View
@@ -215,7 +216,8 @@ def step_program(
     _require_function(fn)
     if not isinstance(dtypes, Precision | None):
         raise TypeError(f"`precision` is a `jdist.Precision(params, compute, output)`, got {dtypes!r}.")
-    check_turns(steps_per_call)
+    if steps_per_call is not None:
+        steps_per_call = whole("`steps_per_call`", steps_per_call, 1)
     scans = steps_per_call if view.scans else None
 
     def trace(call: Call) -> Traced:

@@ -13,13 +13,6 @@ from jdist.values.base import is_distributed
 from jdist.values.per_replica import PerReplica
 
 
-def check_turns(steps_per_call: Any) -> None:
-    """Raises ValueError if that is no number of steps."""
-    whole = isinstance(steps_per_call, (int, np.integer)) and not isinstance(steps_per_call, bool)
-    if steps_per_call is not None and not (whole and steps_per_call >= 1):
-        raise ValueError(f"`steps_per_call` is a whole number from 1 up, got {steps_per_call!r}.")
-
-
 def scanned(step: Callable[..., tuple[PyTree, PyTree]], turns: int, state: PyTree, *inputs: PyTree) -> Any:
     """The state after so many steps, and their outputs, leaves `[step, ...]`; in a replica function."""
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each_turn(inputs, turns))

@@ -10,7 +10,7 @@ from jax import lax
 from jdist._tree import PyTree
 from jdist.notes import keep_partial, land, land_if, landings
 from jdist.reduce_op import ReduceOp
-from jdist.sync.policy import Policy, asking, marked, policy_of, transformation, whole
+from jdist.sync.policy import Policy, asking, counted, marked, policy_of, transformation
 from jdist.values.aggregation import VariableAggregation
 
 
@@ -61,7 +61,7 @@ def every(k: int, inner: optax.GradientTransformation) -> Policy:
         0.0
         -2.0
     """
-    k = whole("every", "k", k, 1)
+    k = counted("every", "k", k, 1)
     inner = transformation("every", inner)
     if k == 1:
         return inner

@@ -20,7 +20,7 @@ from jdist.clipping import WAY_MARK
 from jdist.context import current
 from jdist.notes import keep_partial, land
 from jdist.reduce_op import ReduceOp
-from jdist.sync.policy import Policy, asking, is_float, needs, policy_of, transformation, whole
+from jdist.sync.policy import Policy, asking, counted, is_float, needs, policy_of, transformation
 from jdist.sync.reduction import mean
 from jdist.values.aggregation import VariableAggregation
 
@@ -94,7 +94,7 @@ def local_sgd(inner: optax.GradientTransformation, *, every: int) -> Policy:
         [0.0, 0.5]
         [0.375, 0.375]
     """
-    every = whole("local_sgd", "every", every, 1)
+    every = counted("local_sgd", "every", every, 1)
     inner = transformation("local_sgd", inner)
 
     def first(params: PyTree) -> LocalState:
@@ -145,7 +145,7 @@ def diloco(
     Example:
         >>> tx = jdist.sync.diloco(optax.adamw(1e-3), every=50)
     """
-    every = whole("diloco", "every", every, 1)
+    every = counted("diloco", "every", every, 1)
     inner = transformation("diloco", inner)
     outer = transformation("diloco", nesterov() if outer is None else outer)
     reduction = transformation("diloco", mean() if reduction is None else reduction)

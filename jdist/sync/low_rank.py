@@ -10,7 +10,7 @@ from jdist._tree import PyTree, named_leaves, spec
 from jdist.context import ReplicaContext
 from jdist.reduce_op import ReduceOp
 from jdist.sync.feedback import Sent, with_feedback
-from jdist.sync.policy import Policy, is_float, policy_of, transformation, whole
+from jdist.sync.policy import Policy, counted, is_float, policy_of, transformation
 from jdist.sync.reduction import mean
 
 
@@ -39,7 +39,7 @@ def power_sgd(rank: int, inner: optax.GradientTransformation | None = None, *, s
     Example:
         >>> tx = optax.chain(jdist.sync.power_sgd(rank=4), optax.adamw(1e-3))
     """
-    rank = whole("power_sgd", "rank", rank, 1)
+    rank = counted("power_sgd", "rank", rank, 1)
     inner = transformation("power_sgd", mean() if inner is None else inner)
 
     def chosen(leaf: Any) -> bool:

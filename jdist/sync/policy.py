@@ -1,6 +1,5 @@
 """What all policies share: what a policy is, and the words for what is wrong with its arguments."""
 
-import operator
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -10,6 +9,7 @@ import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
+from jdist._arguments import whole
 from jdist._tree import PyTree
 from jdist.clipping import GRADIENT_MARK
 from jdist.context import ReplicaContext, replica_context
@@ -59,20 +59,14 @@ def transformation(word: str, inner: Any) -> Policy:
     return optax.with_extra_args_support(inner)
 
 
-def whole(word: str, name: str, value: Any, least: int) -> int:
-    """`value` as a whole number.
+def counted(word: str, name: str, value: Any, least: int) -> int:
+    """`value` as a whole number from `least` up.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is no whole number.
         ValueError: It is less than `least`.
     """
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"`{name}` of `jdist.sync.{word}` is a whole number, got {value!r}.") from None
-    if isinstance(value, bool) or number < least:
-        raise ValueError(f"`{name}` of `jdist.sync.{word}` is a whole number from {least} up, got {value!r}.")
-    return number
+    return whole(f"`{name}` of `jdist.sync.{word}`", value, least)
 
 
 def real(word: str, name: str, value: Any) -> float:

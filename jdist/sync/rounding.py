@@ -14,7 +14,7 @@ from jdist.context import ReplicaContext
 from jdist.precision import float_dtype
 from jdist.randomness import replica_key
 from jdist.sync.feedback import FeedbackState, Sent, corrected, joined, no_residual, parted, with_feedback
-from jdist.sync.policy import Policy, asking, is_float, marked, policy_of, transformation, whole
+from jdist.sync.policy import Policy, asking, counted, is_float, marked, policy_of, transformation
 from jdist.sync.reduction import mean
 
 
@@ -101,7 +101,7 @@ def int8(
     """
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"`rounding` of `jdist.sync.int8` is 'nearest' or 'stochastic', got {rounding!r}.")
-    block_size = whole("int8", "block_size", block_size, 1)
+    block_size = counted("int8", "block_size", block_size, 1)
     inner = transformation("int8", mean() if inner is None else inner)
 
     def chosen(leaf: Any) -> bool:

@@ -11,7 +11,7 @@ from jdist._tree import PyTree
 from jdist.notes import land_if, landings
 from jdist.precision import LossScaleState
 from jdist.sync.accumulation import all_finite, either
-from jdist.sync.policy import Policy, policy_of, real, transformation, whole
+from jdist.sync.policy import Policy, counted, policy_of, real, transformation
 
 _MOST = 2.0**24  # where all gradients are zero, nothing else would stop it
 
@@ -50,7 +50,7 @@ def dynamic_loss_scale(
     """
     word = "dynamic_loss_scale"
     inner = transformation(word, inner)
-    interval = whole(word, "interval", interval, 1)
+    interval = counted(word, "interval", interval, 1)
     if not 1 <= real(word, "initial", initial) <= _MOST:
         raise ValueError(f"`initial` of `jdist.sync.{word}` is at most 2**24, and from 1 up, got {initial!r}.")
     if not 1 < real(word, "factor", factor) < math.inf:

@@ -11,7 +11,7 @@ from jax import lax
 from jdist._tree import PyTree
 from jdist.notes import land
 from jdist.sync.drift import Met, copied, nesterov, outer_step, set_apart, towards
-from jdist.sync.policy import Policy, asking, needs, policy_of, real, transformation, whole
+from jdist.sync.policy import Policy, asking, counted, needs, policy_of, real, transformation
 from jdist.sync.reduction import mean
 
 
@@ -69,9 +69,9 @@ def streaming_diloco(
         >>> tx = jdist.sync.streaming_diloco(optax.adamw(1e-3), every=50, fragments=4)
     """
     word = "streaming_diloco"
-    every = whole(word, "every", every, 1)
-    fragments = whole(word, "fragments", fragments, 1)
-    overlap = whole(word, "overlap", overlap, 0)
+    every = counted(word, "every", every, 1)
+    fragments = counted(word, "fragments", fragments, 1)
+    overlap = counted(word, "overlap", overlap, 0)
     if overlap >= every:
         raise ValueError(
             f"`overlap` of `jdist.sync.{word}` is less than `every`, got {overlap} and {every}: what was sent is used before "

@@ -139,7 +139,7 @@ class Fit:
 
         Raises:
             ModuleNotFoundError: matplotlib is missing; the message says how to install it.
-            ValueError: The page cannot be written there.
+            OSError: The page cannot be written there.
 
         Example:
             >>> import tempfile

@@ -20,6 +20,7 @@ from jdist.strategies.description import Description
 from jdist.training import plot
 from jdist.training.history import History, in_words
 from jdist.training.panels import VALIDATION, metrics_of, number, panels, shown
+from jdist.writing import replaced
 
 _LISTED = 2_000  # names of results
 _SAID = 400  # letters of a proof
@@ -86,7 +87,9 @@ def report(fit: Ended, path: str | os.PathLike[str], *, title: str = "Training")
     """
     path = pathlib.Path(path)
     if jax.process_index() == 0:
-        _write_whole(path, _page(fit, title))
+        page = _page(fit, title)
+        with replaced(path) as new:
+            new.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
     return path
 
 
@@ -210,19 +213,3 @@ def _environment() -> Mapping[str, str]:
         "devices": f"{jax.device_count():,} of kind {', '.join(kinds)}",
         "processes": f"{jax.process_count():,}",
     }
-
-
-def _write_whole(path: pathlib.Path, text: str) -> None:
-    target = pathlib.Path(os.path.realpath(path))  # a link stays a link
-    draft = target.with_name(f".report-{os.getpid()}.tmp")
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.callback(draft.unlink, missing_ok=True)
-            draft.write_text(text, encoding="utf-8", errors="xmlcharrefreplace")
-            draft.replace(target)
-    except OSError as error:
-        raise OSError(
-            error.errno,
-            f"The report cannot be written to {os.fspath(path)!r}: {error.strerror}. Give the path of a file in a folder that "
-            "exists and may be written to",
-        ) from error

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from jdist._arguments import whole
 from jdist._tree import PyTree
 from jdist.callbacks.progress import Progress
 from jdist.callbacks.progress import progress as display
@@ -21,9 +22,9 @@ from jdist.replicate import Proof
 from jdist.strategies.automatic import auto_strategy
 from jdist.strategies.base import Strategy
 from jdist.strategies.current import get_strategy, has_strategy
-from jdist.training.begin import beginning, hand_back, total_steps
+from jdist.training.begin import Beginning, beginning, hand_back, total_steps
 from jdist.training.events import Callback, Fit
-from jdist.training.feed import Turn, draws, turns
+from jdist.training.feed import Draw, Turn, draws, turns
 from jdist.training.loop import Loop, Work
 from jdist.training.measures import measures_of
 from jdist.training.models import model_of
@@ -91,10 +92,8 @@ class Trainer:
     ):
         if not isinstance(strategy, Strategy | None):
             raise TypeError(f"`strategy` is a strategy, such as `jdist.MirroredStrategy()`; got {strategy!r}.")
-        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-            raise ValueError(f"`seed` is a whole number from 0 up, got {seed!r}.")
         self.strategy = strategy or (get_strategy() if has_strategy() else auto_strategy())
-        self._seed = int(seed)
+        self._seed = whole("`seed`", seed, 0)
         self._recipe = Recipe(
             model_of(model), loss, measures_of(metrics or {}), precision, optimizer, non_finite=non_finite
         )
@@ -157,42 +156,25 @@ class Trainer:
         Raises:
             ValueError: There are no data, or an option does not fit; a checkpoint is of another model; or, while the step is
                 traced, the loss or a metric is not one value an example.
-            TypeError: There is no optimizer or loss, or `state` is no state.
+            TypeError: There is no optimizer or loss, `state` is no state, or a number is no whole one.
             FitError: An error ended it after the first step.
         """
         self._require("fit", optimizer=self._recipe.optimizer, loss=self._recipe.loss)
-        _check_steps(steps)
+        steps = None if steps is None else whole("`steps`", steps, 0)
         dataset = self._data("data", data, batch_size, shuffle)
         if dataset is not data or epochs is not None or steps is not None:
             dataset = dataset.repeated(1 if epochs is None and steps is None else epochs)
-        validation = (
-            None if validation_data is None else self._data("validation_data", validation_data, batch_size, False)
-        )
-        # What other callbacks remember of an event is to be in the checkpoint of it.
-        callbacks = sorted(_checked(callbacks), key=lambda callback: isinstance(callback, Checkpoint))
-        if not any(isinstance(callback, Progress) for callback in callbacks):
-            callbacks = [*callbacks, display(progress)]  # type: ignore[arg-type]
+        validate = None if validation_data is None else self._validation(validation_data, batch_size)
+        callbacks = _in_order(callbacks, progress)
         step = self._training(steps_per_call, micro_batches)
-
-        iterator = iter(dataset)
-        given = draws(iterator, dataset.has_weights)
-        make = None
-        if state is None:
-            first = next(given)  # of no data the data set says so
-            given = itertools.chain([first], given)
-            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), first.inputs[0].tree)
-            make = functools.partial(self.init, taken_apart(of_one, None)[0])
-        begin = beginning(self.strategy, state, make, resume)
-        if begin.position is not None:
-            iterator.set_state(begin.position)
-            given = draws(iterator, dataset.has_weights)
+        begin, given = self._begin(dataset, state, resume)
         hand_back(callbacks, begin.kept.get("callbacks", {}))
         work = Work(
             strategy=self.strategy,
             step=step,
             read=self._read,
             nothing_seen=lambda: self.strategy.init(self._recipe.nothing_seen),
-            validate=None if validation is None else lambda state: self._evaluated(state, validation.repeated(1))[0],
+            validate=validate,
             callbacks=callbacks,
             proof=lambda: self._proof(micro_batches, steps_per_call),
             total_steps=total_steps(dataset, begin, steps),
@@ -255,6 +237,28 @@ class Trainer:
         """
         return self._recipe.outputs(self._model(state), inputs)
 
+    def _begin(
+        self, dataset: DistributedDataset, state: PyTree, resume: "Checkpointer | str | os.PathLike[str] | None"
+    ) -> tuple[Beginning, Iterable[Draw]]:
+        """Where training begins, and the batches from there on."""
+        iterator = iter(dataset)
+        given: Iterable[Draw] = draws(iterator, dataset.has_weights)
+        make = None
+        if state is None:
+            first = next(iter(given))  # of no data the data set says so
+            given = itertools.chain([first], given)
+            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), first.inputs[0].tree)
+            make = functools.partial(self.init, taken_apart(of_one, None)[0])
+        begin = beginning(self.strategy, state, make, resume)
+        if begin.position is not None:
+            iterator.set_state(begin.position)
+            given = draws(iterator, dataset.has_weights)
+        return begin, given
+
+    def _validation(self, data: Any, batch_size: int | None) -> Callable[[PyTree], Mapping[str, Any]]:
+        dataset = self._data("validation_data", data, batch_size, False)
+        return lambda state: self._evaluated(state, dataset.repeated(1))[0]
+
     def _evaluated(self, state: PyTree, dataset: DistributedDataset) -> tuple[dict[str, Any], int]:
         model, iterator = self._model(state), iter(dataset)
         step = self._program("evaluate", lambda: self.strategy.step(self._recipe.evaluate))
@@ -315,7 +319,7 @@ class Trainer:
             raise
 
     def _model(self, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Parameters and what else a model keeps, as they are read: those that drift apart are averaged."""
+        """Parameters and what else a model keeps: the mean of what drifts apart; of what is split, each part where it lies."""
         parts = parts_of(state)
         of_one = lambda node: node.read() if is_distributed(node) else node
         return jax.tree.map(of_one, (parts.params, parts.model_state), is_leaf=is_distributed)
@@ -329,16 +333,15 @@ class Trainer:
             )
 
 
-def _check_steps(steps: Any) -> None:
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, (int, np.integer)) or steps < 0):
-        raise ValueError(f"`steps` is a whole number from 0 up, got {steps!r}.")
-
-
-def _checked(callbacks: Any) -> list[Callback]:
+def _in_order(callbacks: Any, progress: str) -> list[Callback]:
+    """`callbacks` in the order in which they are told."""
     if callable(callbacks) or not isinstance(callbacks, Sequence):
         raise TypeError(f"`callbacks` is a list of functions of an event, got {callbacks!r}.")
     for callback in callbacks:
         if not callable(callback) or isinstance(callback, type):
             what = f"the class {callback.__name__}: call it" if isinstance(callback, type) else repr(callback)
             raise TypeError(f"A callback is a function of an event, and among `callbacks` there is {what}.")
-    return list(callbacks)
+    # What other callbacks remember of an event is to be in the checkpoint of it.
+    told: list[Callback] = sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
+    displays = progress != "off" and not any(isinstance(callback, Progress) for callback in told)
+    return [*told, display(progress)] if displays else told  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ import enum
 import jax
 import jax.numpy as jnp
 
-from jdist._choice import choice
+from jdist._arguments import choice
 from jdist.mesh import mirrored_sharding
 from jdist.reduce_op import ReduceOp, check_reducible
 from jdist.values.arrays import first_row, is_on_mesh, mesh_of, reduce_rows

@@ -87,15 +87,19 @@ def test_profiler_writes_a_trace_with_the_steps(tmp_path):
 
 
 BAD = {
-    "order": (dict(start=5, stop=4), "Steps 5 to 4 are none: `start` is the first of them, `stop` the last"),
-    "start": (dict(start=0, stop=4), "`start` is a whole number from 1 up, got 0"),
-    "stop": (dict(start=1, stop=2.5), "`stop` is a whole number from 1 up, got 2.5"),
+    "order": (
+        dict(start=5, stop=4),
+        ValueError,
+        "Steps 5 to 4 are none: `start` is the first of them, `stop` the last",
+    ),
+    "start": (dict(start=0, stop=4), ValueError, "`start` is a whole number from 1 up, got 0"),
+    "stop": (dict(start=1, stop=2.5), TypeError, "`stop` is a whole number from 1 up, got 2.5"),
 }
 
 
-@pytest.mark.parametrize("steps, says", BAD.values(), ids=BAD)
-def test_steps_that_are_none_are_refused(steps, says):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("steps, error, says", BAD.values(), ids=BAD)
+def test_steps_that_are_none_are_refused(steps, error, says):
+    with pytest.raises(error, match=says):
         callbacks.Profile("trace", **steps)
 
 

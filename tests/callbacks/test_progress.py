@@ -215,7 +215,7 @@ def test_notebook_without_ipython_is_refused(monkeypatch):
 
 
 def test_progress_refuses_what_makes_no_sense():
-    with pytest.raises(ValueError, match="`kind` is one of 'auto', 'live', 'lines', 'notebook', 'off', got 'loud'"):
+    with pytest.raises(ValueError, match="^`kind` of progress is one of 'auto', .*'off', got 'loud'"):
         callbacks.progress("loud")
     with pytest.raises(ValueError, match="`every` is a positive number of seconds, got 0"):
         callbacks.progress(every=0)

@@ -204,15 +204,15 @@ def test_folder_of_another_is_refused_and_left_alone(tmp_path):
     assert [child.name for child in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"keep": 0}, "`keep` is a whole number from 1 up, got 0"),
-    ({"keep": True}, "`keep` is a whole number from 1 up, got True"),
-    ({"every": 0}, "`every` is a whole number from 1 up, got 0"),
-    ({"every": 1.5}, r"`every` is a whole number from 1 up, got 1\.5"),
-    ({"every": None}, "`every` is a whole number from 1 up, got None"),
+@pytest.mark.parametrize("options, error, message", [
+    ({"keep": 0}, ValueError, "`keep` is a whole number from 1 up, got 0"),
+    ({"keep": True}, TypeError, "`keep` is a whole number from 1 up, got True"),
+    ({"every": 0}, ValueError, "`every` is a whole number from 1 up, got 0"),
+    ({"every": 1.5}, TypeError, r"`every` is a whole number from 1 up, got 1\.5"),
+    ({"every": None}, TypeError, "`every` is a whole number from 1 up, got None"),
 ])  # fmt: skip
-def test_numbers_that_are_none_are_refused(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
+def test_numbers_that_are_none_are_refused(options, error, message, tmp_path):
+    with pytest.raises(error, match=message):
         Checkpointer(tmp_path, **options)
 
 

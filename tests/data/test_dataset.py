@@ -162,7 +162,6 @@ REFUSED = {
     "remainder": (dict(remainder="keep"), r"`remainder` is \"drop\", \"pad\" or \"error\", got 'keep'"),
     "seed_negative": (dict(seed=-1), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got -1"),
     "seed_too_large": (dict(seed=2**64), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got 18446744073709551616"),
-    "seed_with_a_fraction": (dict(seed=1.5), r"`seed` is a whole number, got 1\.5"),
     "no_epoch": (dict(epochs=0), r"`epochs` is at least 1, or None for no end, got 0"),
     "lengths": (
         dict(source={"x": np.zeros(12), "y": np.zeros((9, 2))}),
@@ -195,13 +194,15 @@ def test_dataset_of_batch_below_the_number_of_replicas_is_refused_with_the_least
 WRONG_KINDS = {
     "batch_size_with_a_fraction": ({"batch_size": 4.0}, r"`batch_size` is a whole number, got 4\.0"),
     "batch_size_that_is_a_flag": ({"batch_size": True}, r"`batch_size` is a whole number, got True"),
+    "seed_with_a_fraction": ({"seed": 1.5}, r"`seed` is a whole number, got 1\.5"),
+    "prefetch_with_a_fraction": ({"prefetch": 1.5}, r"`prefetch` is a whole number, got 1\.5"),
     "epochs_with_a_fraction": ({"epochs": 1.5}, r"`epochs` is a whole number, got 1\.5"),
 }
 
 
 @pytest.mark.parametrize("options, says", WRONG_KINDS.values(), ids=WRONG_KINDS)
 def test_dataset_given_what_is_no_whole_number_is_refused(options, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(TypeError, match=says):
         STRATEGIES["mirrored_2"]().distribute_dataset(np.arange(8), **{"batch_size": 4, **options})
 
 

@@ -267,9 +267,9 @@ def test_steps_trace_once_a_signature_and_move_nothing(two):
     [
         (0, ValueError, "from 1 up, got 0"),
         (-1, ValueError, "from 1 up, got -1"),
-        (True, ValueError, "got True"),
-        (2.5, TypeError, "whole number, got 2.5"),
-        (None, TypeError, "whole number, got None"),
+        (True, TypeError, "got True"),
+        (2.5, TypeError, "from 1 up, got 2.5"),
+        (None, TypeError, "from 1 up, got None"),
     ],
 )
 def test_number_that_is_none_is_refused(k, error, message):

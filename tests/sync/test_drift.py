@@ -735,10 +735,10 @@ def test_update_with_extra_arguments_reaches_the_inner_optimizer(two):
     [
         (0, ValueError, "from 1 up, got 0"),
         (-3, ValueError, "from 1 up, got -3"),
-        (2.5, TypeError, "whole number, got 2.5"),
-        (True, ValueError, "whole number from 1 up, got True"),
-        (None, TypeError, "whole number, got None"),
-        ("3", TypeError, "whole number, got '3'"),
+        (2.5, TypeError, "from 1 up, got 2.5"),
+        (True, TypeError, "from 1 up, got True"),
+        (None, TypeError, "from 1 up, got None"),
+        ("3", TypeError, "from 1 up, got '3'"),
     ],
 )
 def test_number_of_steps_that_is_none_is_refused(word, every, error, message):

@@ -180,7 +180,7 @@ def test_int8_with_an_unknown_rounding_is_refused(rounding):
         sync.int8(rounding=rounding)
 
 
-@pytest.mark.parametrize("size", [0, -1, True])
+@pytest.mark.parametrize("size", [0, -1])
 def test_int8_with_blocks_of_no_numbers_is_refused(size):
     with pytest.raises(
         ValueError, match=rf"`block_size` of `jdist\.sync\.int8` is a whole number from 1 up, got {size}"
@@ -188,7 +188,9 @@ def test_int8_with_blocks_of_no_numbers_is_refused(size):
         sync.int8(block_size=size)
 
 
-@pytest.mark.parametrize("size", [2.5, "16", None])
+@pytest.mark.parametrize("size", [2.5, "16", None, True])
 def test_int8_with_blocks_of_no_whole_number_is_refused(size):
-    with pytest.raises(TypeError, match=rf"`block_size` of `jdist\.sync\.int8` is a whole number, got {size!r}"):
+    with pytest.raises(
+        TypeError, match=rf"`block_size` of `jdist\.sync\.int8` is a whole number from 1 up, got {size!r}"
+    ):
         sync.int8(block_size=size)

@@ -211,8 +211,8 @@ def test_steps_trace_once_and_move_nothing(two):
         (dict(factor=float("nan")), ValueError, r"`factor` .* above 1, got nan"),
         (dict(factor=None), TypeError, r"`factor` .*None"),
         (dict(interval=0), ValueError, r"`interval` .* from 1 up, got 0"),
-        (dict(interval=1.5), TypeError, r"`interval` .* whole number, got 1\.5"),
-        (dict(interval=True), ValueError, r"`interval` .* got True"),
+        (dict(interval=1.5), TypeError, r"`interval` .* whole number from 1 up, got 1\.5"),
+        (dict(interval=True), TypeError, r"`interval` .* got True"),
     ],
 )
 def test_number_out_of_range_is_refused(options, error, message):

@@ -184,21 +184,19 @@ def test_link_to_a_page_stays_a_link(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path, error",
+    "path, error, says",
     [
-        ("missing/run.html", FileNotFoundError),
-        ("folder", OSError),
-        ("file/run.html", NotADirectoryError),
-        ("x" * 300, OSError),
+        ("missing/run.html", FileNotFoundError, "There is no folder .*missing to write run.html in. Make it first"),
+        ("folder", FileExistsError, "folder is there already, and nothing of the kind"),
+        ("file/run.html", FileNotFoundError, "There is no folder .*file to write run.html in"),
+        ("x" * 300, OSError, "xxx"),
     ],
     ids=["missing", "folder", "file", "long"],
 )
-def test_path_that_cannot_be_written_is_an_error_that_names_it_and_nothing_is_left(tmp_path, path, error):
+def test_path_that_cannot_be_written_is_an_error_that_names_it_and_nothing_is_left(tmp_path, path, error, says):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(
-        error, match=r"The report cannot be written to .*" + path[-8:] + r".*: .*Give the path of a file"
-    ):
+    with pytest.raises(error, match=says):
         report(run(), tmp_path / path)
     assert (
         sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"] and (tmp_path / "file").read_text() == "kept"
