@@ -158,20 +158,21 @@ def _shapes(args: tuple[PyTree, ...], shardings: Sequence[Sharding]) -> tuple[Py
 
 def _check_state(state: PyTree, inputs: tuple[PyTree, ...]) -> None:
     names: dict[int, str] = {}
-    for name, leaf in named_leaves("state", state):
-        if not is_placed(leaf):
-            continue
-        if leaf.is_deleted():
-            raise ValueError(
-                f"{name} was given to a step before, which used its memory for the new state. Go on with the state that "
-                "the step returned: `state, outputs = step(state, batch)`."
-            )
+    placed = [(name, leaf) for name, leaf in named_leaves("state", state) if is_placed(leaf)]
+    # First: when it is found out that memory was given away twice, it may be gone.
+    for name, leaf in placed:
         if id(leaf) in names:
             raise ValueError(f"{name} is the same array as {names[id(leaf)]}, and {_GIVEN_ONCE}")
         names[id(leaf)] = name
     for name, leaf in named_leaves("inputs", inputs):
         if id(leaf) in names:
             raise ValueError(f"{names[id(leaf)]} is also among the inputs, as {name}, and {_GIVEN_ONCE}")
+    for name, leaf in placed:
+        if leaf.is_deleted():
+            raise ValueError(
+                f"{name} was given to a step before, which used its memory for the new state. Go on with the state that "
+                "the step returned: `state, outputs = step(state, batch)`."
+            )
 
 
 _GIVEN_ONCE = (

@@ -276,6 +276,14 @@ TWICE = {
         'placed = strategy.put({"w": mine, "average": np.ones(4096, np.float32)}); attempt(placed, placed["w"])',
         r"ValueError state\['w'\] is also among the inputs, as .*memory of its own: `jnp\.copy\(x\)`",
     ),
+    "memory_that_is_gone_in_two_places": (  # as it is where one device was faster to take it
+        'placed = strategy.put(mine); placed.delete(); attempt({"w": placed, "average": placed}, zero)',
+        r"ValueError state\['w'\] is the same array as state\['average'\]",
+    ),
+    "state_that_is_gone_and_also_an_input": (
+        'placed = strategy.put({"w": mine, "average": mine}); placed["w"].delete(); attempt(placed, placed["w"])',
+        r"ValueError state\['w'\] is also among the inputs",
+    ),
 }
 
 
