@@ -16,6 +16,8 @@ from jdist.checkpoint.manifest import from_text
 from jdist.checkpoint.placement import as_saved, differences, over
 from jdist.checkpoint.storage import CheckpointError, in_short
 from jdist.checkpoint.structure import leaves_of
+from jdist.checkpoint.together import together
+from jdist.checkpoint.writer import Writer
 from jdist.context import in_replica_function
 from jdist.strategies.base import Strategy
 from jdist.values.place import check_there
@@ -75,7 +77,7 @@ class Checkpointer:
     def __init__(self, path: str | os.PathLike[str], keep: int | None = 3, every: int = 1):
         self._keep, self.every = None if keep is None else whole("`keep`", keep, 1), whole("`every`", every, 1)
         self._folder = storage.open_folder(path)
-        self._writer: Any = None
+        self._writer: Writer | None = None
         self._saving = -1
 
     def __repr__(self) -> str:
@@ -190,7 +192,7 @@ class Checkpointer:
         if self._writer is None:
             return
         try:
-            self._writer.wait_until_finished()
+            self._writer.wait()
         except Exception as error:
             self._fail(error)
 
@@ -204,14 +206,13 @@ class Checkpointer:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-            storage.empty_aside(self._folder)
 
     def _write(self, step: int, arrays: Sequence[Any], text: str) -> None:
         self._saving = step
         try:
             if self._writer is None:
-                self._writer = storage.writer(self._folder, self._keep)
-            storage.write(self._writer, step, arrays, text)
+                self._writer = Writer(self._folder, self._keep)
+            self._writer.write(step, arrays, text)
         except Exception as error:
             self._fail(error)
 
@@ -247,7 +248,7 @@ class Checkpointer:
 
     def _restored(self, strategy: Strategy, like: PyTree, step: int) -> Checkpoint:
         try:
-            manifest = from_text(storage.text_file(self._folder, step).read_text())
+            manifest = from_text(together(lambda: storage.text_file(self._folder, step).read_text()))
             saved = saved_tree(manifest)
         except Exception as error:
             self._refuse(step, error)

@@ -15,6 +15,7 @@ from jdist.checkpoint.fingerprint import fingerprints
 from jdist.checkpoint.manifest import Entry, checked_json, entries_of, manifest_of, to_text
 from jdist.checkpoint.placement import Plan, name_of, plan, to_store
 from jdist.checkpoint.structure import Leaf, check_distinct, from_json, is_inline, leaves_of, to_json
+from jdist.checkpoint.together import together
 from jdist.mesh import Replicas
 from jdist.values.arrays import check_array, place
 from jdist.values.place import check_fit
@@ -78,7 +79,8 @@ def read(
         for each in plans
     }
     shapes |= {entry.number: np.zeros(entry.bits.shape, entry.bits.dtype) for entry in beside}
-    found = storage.read(folder, step, {number: shape for number, shape in shapes.items() if shape.size})
+    stored = {number: shape for number, shape in shapes.items() if shape.size}
+    found = together(lambda: storage.read(folder, step, stored))
     found |= {number: _empty(shape) for number, shape in shapes.items() if not shape.size}
     entries = [*(each.entry for each in plans), *beside]
     prints = fingerprints([found[entry.number] for entry in entries])

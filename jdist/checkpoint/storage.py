@@ -1,11 +1,10 @@
-"""Files of checkpoints: a folder of jdist's own, with a folder a step, which orbax writes in the background.
+"""Files of checkpoints: a folder of jdist's own, with a folder a step, which orbax reads and writes.
 
 A step is written under another name, and renamed when it is complete. One that is too old is first moved aside, so that
 what carries the name of a step is always whole, wherever a process ends. orbax takes a second to import, so it is imported
 when it is needed.
 """
 
-import dataclasses
 import functools
 import gc
 import logging
@@ -14,7 +13,7 @@ import pathlib
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,9 +21,9 @@ import numpy as np
 
 _MARK = "jdist.json"
 _ABOUT = '{"holds": "checkpoints of jdist, a folder a step; STEP/manifest/manifest.json says what is in one"}\n'
-_ARRAYS, _MANIFEST = "arrays", "manifest"
-_TEXT = "manifest.json"
-_ASIDE = ".old"
+ARRAYS, MANIFEST = "arrays", "manifest"
+TEXT = "manifest.json"
+ASIDE = ".old"
 
 
 class CheckpointError(RuntimeError):
@@ -36,10 +35,12 @@ class CheckpointError(RuntimeError):
     """
 
 
-def in_short(error: Exception) -> str:
+def in_short(error: BaseException) -> str:
     """What an error of orbax, or of the system, comes down to."""
     if isinstance(error, CheckpointError):
         return str(error)
+    while error.__cause__ is not None:
+        error = error.__cause__
     number = re.search(r"os_error_code='(\d+)'", str(error))
     if number:  # at the end of a long line
         return f"{os.strerror(int(number[1]))}."
@@ -87,33 +88,7 @@ def steps_in(folder: pathlib.Path) -> tuple[int, ...]:
 
 def text_file(folder: pathlib.Path, step: int) -> pathlib.Path:
     """Where the manifest of a step is."""
-    return folder / str(step) / _MANIFEST / _TEXT
-
-
-def writer(folder: pathlib.Path, keep: int | None) -> Any:
-    """What writes checkpoints into `folder`, and removes what was left unfinished there, and all but the newest `keep`.
-
-    Raises:
-        OSError: The folder cannot be written to. orbax would leave threads behind when it finds out.
-    """
-    (folder / _MARK).touch()
-    import orbax.checkpoint as ocp
-
-    _silence_orbax()
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, todelete_subdir=_ASIDE, cleanup_tmp_directories=True, enable_async_checkpointing=True
-    )
-    return ocp.CheckpointManager(folder, options=options)
-
-
-def write(manager: Any, step: int, arrays: Sequence[Any], text: str) -> None:
-    """Begins to write a checkpoint; returns when the arrays are copied off the devices."""
-    import orbax.checkpoint as ocp
-
-    empty_aside(manager.directory)
-    stored = {str(number): x for number, x in enumerate(arrays) if x.size}  # orbax refuses arrays of no elements
-    items = {_ARRAYS: ocp.args.StandardSave(stored or {"none": np.zeros(1)}), _MANIFEST: _text_item()(text)}
-    manager.save(step, args=ocp.args.Composite(**items), force=True)
+    return folder / str(step) / MANIFEST / TEXT
 
 
 def read(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> dict[int, Any]:
@@ -129,17 +104,21 @@ def read(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> dict[int
     """
     import orbax.checkpoint as ocp
 
-    _silence_orbax()
+    silence_orbax()
     wanted = {str(number): shape for number, shape in shapes.items()}
     # What orbax had begun when it gave up is never awaited, and Python says so when the error, which holds it, is gone.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
+        # Not by a `Checkpointer`, which lets the processes wait for each other: one that fails would not come.
+        handler = ocp.StandardCheckpointHandler()
         try:
-            with ocp.StandardCheckpointer() as checkpointer:
-                found = checkpointer.restore(folder / str(step) / _ARRAYS, wanted or {"none": np.zeros(1)})
+            where: Any = folder / str(step) / ARRAYS
+            found = handler.restore(where, args=ocp.args.StandardRestore(wanted or {"none": np.zeros(1)}))
             return {number: found[str(number)] for number in shapes}
         except Exception as error:
             problem = in_short(error)
+        finally:
+            handler.close()
         gc.collect()
     raise CheckpointError(problem)
 
@@ -147,28 +126,7 @@ def read(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> dict[int
 def empty_aside(folder: Any) -> None:
     """Deletes what was moved aside."""
     if jax.process_index() == 0:
-        shutil.rmtree(pathlib.Path(folder) / _ASIDE, ignore_errors=True)
-
-
-@functools.cache
-def _text_item() -> Any:
-    """What tells orbax to write a text beside the arrays. Its own item for JSON puts all of it into one line."""
-    import orbax.checkpoint as ocp
-
-    class TextHandler(ocp.CheckpointHandler):
-        def save(self, directory: Any, args: Any) -> None:
-            if jax.process_index() == 0:
-                (directory / _TEXT).write_text(args.text)
-
-        def restore(self, directory: Any, args: Any) -> str:
-            return (directory / _TEXT).read_text()
-
-    @ocp.args.register_with_handler(TextHandler, for_save=True, for_restore=True)
-    @dataclasses.dataclass
-    class Text(ocp.args.CheckpointArgs):
-        text: str = ""
-
-    return Text
+        shutil.rmtree(pathlib.Path(folder) / ASIDE, ignore_errors=True)
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
@@ -176,6 +134,6 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
 
 
 @functools.cache
-def _silence_orbax() -> None:
+def silence_orbax() -> None:
     """Drops what orbax logs, most of it about itself. What goes wrong is raised, and said by us."""
     logging.getLogger("absl").addFilter(_is_not_of_orbax)

@@ -6,25 +6,21 @@ waits.
 """
 
 import itertools
-import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
-from jdist._compat import shared_store
+from jdist.conversation import Conversation, named
 
-_PATIENCE = 200  # milliseconds between two looks at whether to go on waiting
-_numbers: dict[tuple[int, ...], Iterator[int]] = {}  # of the conversations that these processes have had
-_read: list[str] = []  # keys that nobody waits for any more
 T = TypeVar("T")
 
 
 def conversation(mesh: Mesh) -> str:
-    """A name for a new conversation of the processes of `mesh`. Each runs the same program, and so counts alike."""
+    """A name for a new conversation of the processes of `mesh`."""
     among = tuple(sorted({device.process_index for device in mesh.devices.flat}))
-    return f"jdist/input/{zlib.crc32(repr(among).encode())}/{next(_numbers.setdefault(among, itertools.count()))}"
+    return named(f"jdist/input/{zlib.crc32(repr(among).encode())}")
 
 
 class Alone:
@@ -53,18 +49,14 @@ class Agreement:
     """
 
     def __init__(self, name: str, pipeline: int, num_pipelines: int, stopped: Callable[[], bool] = bool):
-        self._name, self._pipeline, self._num_pipelines, self._stopped = name, pipeline, num_pipelines, stopped
-        self._store = shared_store()
-        self._heard_rounds = self._said_rounds = 0
-        # Who speaks in this conversation has left those that this process left before.
-        self._stale, _read[:] = list(_read), []
+        self._conversation = Conversation(name, pipeline, num_pipelines, stopped)
 
     def told(self, work: Callable[[], T]) -> T:
         """What `work` gives; if it fails, the other processes hear of it in this round."""
         try:
             return work()
         except Exception as error:
-            self._say({"error": f"{type(error).__name__}: {error}"})
+            self._conversation.say({"error": f"{type(error).__name__}: {error}"})
             raise
 
     def same(self, what: str) -> None:
@@ -98,18 +90,10 @@ class Agreement:
 
     def leave(self) -> None:
         """Nothing more is said: others that go on are told so, and do not wait."""
-        self._say({"error": "it was closed there, and not here"})
-        _read.extend(self._key(number, self._pipeline) for number in range(self._said_rounds)[-3:])
+        self._conversation.leave({"error": "it was closed there, and not here"})
 
     def _round(self, message: dict[str, Any], where: str = "") -> list[dict[str, Any]]:
-        """What every process says in this round, in their order."""
-        self._say(message)
-        said = [message if i == self._pipeline else json.loads(self._heard(i)) for i in range(self._num_pipelines)]
-        if self._heard_rounds > 0:  # who has spoken in this round has heard the one before
-            self._stale.append(self._key(self._heard_rounds - 1, self._pipeline))
-        while self._stale:
-            self._store.key_value_delete(self._stale.pop())
-        self._heard_rounds += 1
+        said = self._conversation.round(message)
         for process, heard in enumerate(said):
             if "error" in heard:
                 raise RuntimeError(f"Input pipeline {process} could not read its data{where}: {heard['error']}")
@@ -121,19 +105,3 @@ class Agreement:
         if len(kinds) > 1:
             (one, a), (other, b), *_ = kinds.items()
             raise ValueError(f"Input pipeline {a} has {one}, and {b} has {other}. Make them alike on all processes.")
-
-    def _key(self, number: int, pipeline: int) -> str:
-        return f"{self._name}/{number}/{pipeline}"
-
-    def _say(self, message: dict[str, Any]) -> None:
-        self._store.key_value_set(self._key(self._said_rounds, self._pipeline), json.dumps(message))
-        self._said_rounds += 1
-
-    def _heard(self, pipeline: int) -> str:
-        while not self._stopped():
-            try:
-                return self._store.blocking_key_value_get(self._key(self._heard_rounds, pipeline), _PATIENCE)
-            except RuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-        raise InterruptedError("The iterator was closed while it waited for what other processes read.")
