@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
 import jdist
@@ -15,6 +16,11 @@ STRATEGIES = {
     "sharded_4": lambda: jdist.ShardedStrategy(mesh=Mesh(np.array(jax.devices()[:4]), ("data",))),
     "central_2": lambda: jdist.CentralStorageStrategy(["cpu:0", "cpu:1"]),
 }
+
+
+def among(names, *chosen):
+    """All of them, with those that are not chosen marked as slow."""
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def homes(strategy):

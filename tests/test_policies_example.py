@@ -1,15 +1,13 @@
 """The comparison of policies, run as a user runs it."""
 
 import math
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
-EXAMPLE = pathlib.Path(__file__).parent.parent / "examples" / "policies.py"
+from example_runs import EXAMPLES, assert_refused, run
+
+EXAMPLE = EXAMPLES / "policies.py"
 POLICIES = [
     "mean",
     "in_dtype(bfloat16)",
@@ -29,16 +27,9 @@ POLICIES = [
 ]
 
 
-def _run(*command):
-    # Without the devices that the tests force: the example asks for its own.
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    environment["COLUMNS"] = "200"  # no line is broken
-    return subprocess.run([sys.executable, *command], env=environment, text=True, capture_output=True, timeout=280)
-
-
 def _table(*arguments):
     """Of each policy the loss, the loss relative to the mean's, the kilobytes and the collectives, as they are printed."""
-    done = _run(EXAMPLE, *arguments)
+    done = run(EXAMPLE, *arguments)
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^│ (\S.*?) +│ +(\S+) │ +(\S*) │ +(\S+) kB │ +(\S+) │ +\S+ │$", done.stdout, re.MULTILINE)
     table = {
@@ -84,23 +75,20 @@ def test_policies_that_compress_learn_what_the_mean_learns():
         assert table[name][0] < 1.02 * mean, name
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (["--replicas", "0"], "--replicas is at least 1, got 0"),
-        (["--replicas", "3"], "--replicas is even for `hierarchical`, which has groups of 2, got 3"),
-        (["--replicas", "3", "--policy", "mean"], "--batch-size is a multiple of the 3 replicas, got 32"),
-        (["--batch-size", "12"], "--batch-size is a multiple of the 8 replicas of `exact`, got 12"),
-        (["--steps", "0"], "--steps is at least 1, got 0"),
-        (["--seed", "-1"], "--seed is at least 0, got -1"),
-        (["--policy", "median"], "invalid choice: 'median'"),
-        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
-    ],
-)
-def test_policies_given_a_wrong_flag_says_so(arguments, says):
-    done = _run(EXAMPLE, *arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
+def test_policies_given_a_wrong_flag_says_so():
+    assert_refused(
+        "policies.py",
+        {
+            "--replicas 0": "--replicas is at least 1, got 0",
+            "--replicas 3": "--replicas is even for `hierarchical`, which has groups of 2, got 3",
+            "--replicas 3 --policy mean": "--batch-size is a multiple of the 3 replicas, got 32",
+            "--batch-size 12": "--batch-size is a multiple of the 8 replicas of `exact`, got 12",
+            "--steps 0": "--steps is at least 1, got 0",
+            "--seed -1": "--seed is at least 0, got -1",
+            "--policy median": "invalid choice: 'median'",
+            "--frobnicate": "unrecognized arguments: --frobnicate",
+        },
+    )
 
 
 def test_policies_asked_for_a_figure_without_matplotlib_says_at_once_how_to_install_it(tmp_path):
@@ -109,15 +97,16 @@ def test_policies_asked_for_a_figure_without_matplotlib_says_at_once_how_to_inst
         f"sys.path.insert(0, {str(EXAMPLE.parent)!r}); sys.argv = ['policies.py', '--plot', 'figure.png']; "
         f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"
     )
-    done = _run("-c", blocked)
+    done = run("-c", blocked)
     assert done.returncode == 1
     assert done.stderr.strip() == 'The figure is drawn by matplotlib: python -m pip install -e ".[plot]"'
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_policies_draws_its_figure(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"
-    done = _run(EXAMPLE, "--steps", "1", "--policy", "int8", "local_sgd(8)", "--plot", path)
+    done = run(EXAMPLE, "--steps", "1", "--policy", "int8", "local_sgd(8)", "--plot", path)
     assert done.returncode == 0, done.stderr
     assert path.read_bytes().startswith(b"\x89PNG")

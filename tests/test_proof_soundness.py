@@ -71,7 +71,7 @@ def _check(program, num_replicas):
         assert not broken, f"values {broken} of {program} were called mirrored and differ"
 
 
-@settings(REPRODUCIBLE, max_examples=75)
+@settings(REPRODUCIBLE, max_examples=40)
 @random_programs
 def test_value_called_mirrored_in_random_program_is_bit_equal_on_all_replicas(program, num_replicas):
     _check(program, num_replicas)

@@ -15,6 +15,7 @@ from jdist import _compat, update
 from jdist.proof import Input
 
 import programs
+from laws import among
 
 AXIS, REPLICAS = "replica", 2
 few = hypothesis.settings(
@@ -164,12 +165,13 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize(
-    "tx, loss",
-    [*((tx, loss_of) for tx in OPTIMIZERS.values()), *((OPTIMIZERS["adamw"], loss) for loss in LOSSES.values())],
-    ids=[*OPTIMIZERS, *(f"adamw-{name}" for name in LOSSES)],
-)
-def test_parts_of_a_training_step_one_after_the_other_are_the_step(tx, loss):
+STEPS = {name: (tx, loss_of) for name, tx in OPTIMIZERS.items()}
+STEPS |= {f"adamw_{name}": (OPTIMIZERS["adamw"], loss) for name, loss in LOSSES.items()}
+
+
+@pytest.mark.parametrize("name", among(STEPS, "sgd", "muon", "adamw_scan", "adamw_cond", "adamw_while"))
+def test_parts_of_a_training_step_one_after_the_other_are_the_step(name):
+    tx, loss = STEPS[name]
     found = cut(tx, loss)
     found.check()
     assert all(map(found.is_late, range(3)))  # the new parameters

@@ -22,7 +22,7 @@ import pytest
 import jdist
 from jdist.data.sources import Arrays
 
-from laws import STRATEGIES
+from laws import STRATEGIES, among
 
 few = hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
@@ -810,7 +810,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@pytest.mark.parametrize("program", among(PROGRAMS, "exhausted", "in_a_loop_that_ends", "many_asleep"))
 def test_process_with_an_iterator_that_is_not_at_its_end_goes_away_in_silence(program):
     text = """
         import time
@@ -829,7 +829,7 @@ def test_process_with_an_iterator_that_is_not_at_its_end_goes_away_in_silence(pr
 
         distribute = jdist.MirroredStrategy(["cpu:0", "cpu:1"]).distribute_dataset
     """
-    text = textwrap.dedent(text) + program + "\nprint('end', flush=True)"
+    text = textwrap.dedent(text) + PROGRAMS[program] + "\nprint('end', flush=True)"
     command = [sys.executable, "-c", text]
     # Threads that will never hear of it get 2 seconds, however many they are.
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)

@@ -18,6 +18,7 @@ def results(tmp_path_factory):
     return {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_model_that_one_does(results):
     one, first, second = results["1_0"], results["2_0"], results["2_1"]
     states = [name for name in one if name.startswith("state")]
@@ -29,6 +30,7 @@ def test_two_processes_train_the_model_that_one_does(results):
     np.testing.assert_allclose(first["losses"], one["losses"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", ["1_0", "2_0", "2_1"])
 def test_every_process_sees_all_rows_and_its_own_replicas(results, process):
     got = results[process]

@@ -35,6 +35,7 @@ def assert_same_bits(results):
             assert leaf.tobytes() == one[name].tobytes(), (process, name)
 
 
+@pytest.mark.slow
 def test_exact_gives_the_same_bits_in_two_processes_as_in_one(tmp_path):
     assert_same_bits(run(tmp_path, [(1, 1), (2, 1)], "exact"))
 

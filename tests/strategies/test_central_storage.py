@@ -17,6 +17,7 @@ import pytest
 import jdist
 
 import policies
+from laws import among
 
 PLACES = {"host": "host", "apart": "cpu:5", "among": "cpu:0"}
 OFFLOADS = ("all", "optimizer")
@@ -378,7 +379,7 @@ def test_what_the_host_asks_of_a_central_state_is_as_of_a_mirrored_one(ask, plac
     chex.assert_trees_all_equal(found, expected)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", among(PLACES, "host"))
 def test_state_moves_to_other_strategies_and_checkpoints_to_the_bit(place, tmp_path):
     strategy, tx = central(2, place), OPTIMIZERS["clipped"]
     state, _ = train(strategy, tx)

@@ -24,6 +24,8 @@ from test_drift import (
 import jdist
 from jdist import sync
 
+from laws import among
+
 # Of leaves with 3, 2 and 1 numbers: which of the 6 numbers are in which fragment, if both are to be about as large.
 PARTS = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 1, 2], [3, 4, 5]], 3: [[0, 1, 2], [3, 4], [5]]}
 
@@ -103,9 +105,10 @@ def _apart(strategy, tx):
     return strategy.init(lambda: (drifting(params := tree_of(START)), tx.init(params)))
 
 
-@pytest.mark.parametrize("overlap, blend", [(0, 0.0), (0, 0.5), (2, 0.5)])
+@pytest.mark.parametrize("pace", among([(0, 0.0), (0, 0.5), (2, 0.5)], (2, 0.5)), ids=str)
 @pytest.mark.parametrize("reduction", [None, lambda: sync.int8(block_size=2)])
-def test_step_between_two_meetings_executes_no_collective(two, overlap, blend, reduction):
+def test_step_between_two_meetings_executes_no_collective(two, pace, reduction):
+    overlap, blend = pace
     tx = sync.streaming_diloco(
         optax.adam(0.1), every=4, fragments=2, overlap=overlap, blend=blend, reduction=reduction and reduction()
     )

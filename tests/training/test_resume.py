@@ -99,6 +99,7 @@ def test_training_that_is_at_its_end_takes_no_further_step(two, tmp_path):
     assert again.history.losses == first.history.losses
 
 
+@pytest.mark.slow
 def test_callbacks_go_on_with_what_they_kept(two, tmp_path):
     averages = {}
 

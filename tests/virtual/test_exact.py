@@ -12,6 +12,8 @@ from sklearn.datasets import load_digits
 
 import jdist
 
+from laws import among
+
 VIRTUAL = 8
 DIGITS = load_digits()
 IMAGES = (DIGITS.images / 16).astype(np.float32)[:203]  # divisible by none of the batches: each epoch ends in padding
@@ -166,8 +168,10 @@ def test_without_virtual_replicas_the_bits_depend_on_the_number_of_devices():
     assert hashed(one) != hashed(many)
 
 
-@pytest.mark.parametrize("policy", [jdist.sync.mean, lambda: jdist.sync.every(2, jdist.sync.exact())])
+POLICIES = {"mean": jdist.sync.mean, "every_2": lambda: jdist.sync.every(2, jdist.sync.exact())}
+
+
+@pytest.mark.parametrize("policy", among(POLICIES, "every_2"))
 def test_policies_of_sums_are_exact_under_virtual_replicas_too(policy):
-    one, _ = after(6, "mlp", "sgd", 1, policy)
-    many, _ = after(6, "mlp", "sgd", 4, policy)
+    one, many = (after(6, "mlp", "sgd", devices, POLICIES[policy])[0] for devices in (1, 4))
     assert hashed(one) == hashed(many)
