@@ -121,9 +121,12 @@ def after(steps, *args, **kwargs):
     return training.run(training.begin(), steps)
 
 
+# A recurrent model takes the longest, and its gradients come to the optimizers like those of others.
+TRAINED = [(model, tx) for model in MODELS for tx in OPTIMIZERS if model != "rnn" or tx in ("sgd", "adamw", "clipped")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model, optimizer", TRAINED)
 def test_parameters_after_100_steps_are_the_same_bits_on_any_number_of_devices(model, optimizer):
     whole = [after(100, model, optimizer, devices) for devices in (1, 2, 3, 4, 8)]
     hashes = {hashed(state) for state, _ in whole}
