@@ -9,6 +9,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jdist._tree import PyTree, named_leaves, spec
+from jdist.values.arrays import check_range
 
 # What JAX makes of 64 bits unless it is told to keep them.
 _NARROW = {
@@ -180,11 +181,10 @@ def wide_floats(tree: PyTree) -> list[str]:
     return [f"{name} ({spec(leaf)})" for name, leaf in named_leaves("source", tree) if leaf.dtype in wide]
 
 
-def check_range(tree: PyTree) -> None:
+def check_ranges(tree: PyTree) -> None:
     """Raises ValueError if JAX keeps 32 bits, and a whole number does not fit."""
     for name, leaf in named_leaves("source", tree):
-        if leaf.size and leaf.dtype.kind in "iu" and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
-            _narrow(name, np.array([leaf.min(), leaf.max()]))
+        check_range(name, leaf)
 
 
 def narrowed(tree: PyTree) -> PyTree:
@@ -206,14 +206,8 @@ def _narrow(name: str, array: np.ndarray) -> np.ndarray:
     if kind.kind in "fc":
         with np.errstate(over="ignore"):  # as JAX does: too great becomes infinite
             return array.astype(kind)
-    narrow = array.astype(kind)
-    lost = array[narrow != array]
-    if lost.size:
-        raise ValueError(
-            f"{name} holds {lost[0]}, which {kind} does not. Make the numbers smaller, or let JAX keep 64 bits: "
-            '`jax.config.update("jax_enable_x64", True)`.'
-        )
-    return narrow
+    check_range(name, array, kind)
+    return array.astype(kind)
 
 
 def difference(like: PyTree, tree: PyTree) -> str | None:

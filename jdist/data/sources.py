@@ -10,7 +10,7 @@ import numpy as np
 
 from jdist._tree import PyTree
 from jdist.data.order import Order
-from jdist.data.rows import Stack, as_rows, check_range
+from jdist.data.rows import Stack, as_rows, check_ranges
 
 
 class Indexed(Protocol):
@@ -53,7 +53,7 @@ class Arrays:
 
     def __init__(self, tree: PyTree):
         arrays = as_rows(tree)
-        check_range(arrays)  # here, because another process may hold the rows that do not fit
+        check_ranges(arrays)  # here, because another process may hold the rows that do not fit
         self._arrays, self._treedef = jax.tree.flatten(arrays)
 
     def __len__(self) -> int:

@@ -43,6 +43,23 @@ def check_array(name: str, leaf: Any) -> None:
         raise TypeError(f"{name} is {spec(leaf)}: devices hold numbers, booleans and random keys. Keep it on the host.")
 
 
+def check_range(name: str, leaf: Any, kept: Any = None) -> None:
+    """Raises ValueError if `leaf`, on the host, holds a whole number that does not fit the dtype `kept`, by default JAX's."""
+    if (
+        isinstance(leaf, (jax.Array, core.Tracer))
+        or (array := np.asarray(leaf)).dtype.kind not in "iu"
+        or not array.size
+    ):
+        return
+    kept = jax.dtypes.canonicalize_dtype(array.dtype) if kept is None else kept
+    for extreme in () if kept == array.dtype else (array.min(), array.max()):
+        if extreme.astype(kept) != extreme:
+            raise ValueError(
+                f"{name} holds {extreme}, which {kept} does not. Make the numbers smaller, or let JAX keep 64 bits: "
+                '`jax.config.update("jax_enable_x64", True)`.'
+            )
+
+
 def mesh_of(leaf: jax.Array) -> Mesh:
     """The devices of an array that a strategy placed, in the order of the replicas."""
     assert isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, Mesh)

@@ -186,10 +186,12 @@ def fitted(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     if np.shape(value) != shape:
         raise ValueError(f"{name} has the shape {list(shape)} and cannot become a value of {list(np.shape(value))}.")
     given = jax.dtypes.result_type(value)
-    if given == dtype or any(jnp.issubdtype(kind, jax.dtypes.prng_key) for kind in (given, dtype)):
+    if any(jnp.issubdtype(kind, jax.dtypes.prng_key) for kind in (given, dtype)):
         keeps = given == dtype
     elif jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(given, jnp.integer):
-        keeps = _is_in_range(np.asarray(value), jnp.iinfo(dtype))
+        # On the host `given` may be more than JAX says.
+        is_kept = given == dtype and isinstance(value, jax.Array)
+        keeps = is_kept or _is_in_range(np.asarray(value), jnp.iinfo(dtype))
     else:
         keeps = jnp.can_cast(given, dtype, "same_kind")
     if not keeps:

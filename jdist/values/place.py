@@ -14,7 +14,7 @@ from jdist._tree import PyTree, named_leaves, spec
 from jdist.mesh import Replicas
 from jdist.topology import is_described
 from jdist.values.aggregation import VariableAggregation
-from jdist.values.arrays import Shape, Shapes, check_array, place, repeat
+from jdist.values.arrays import Shape, Shapes, check_array, check_range, place, repeat
 from jdist.values.base import DistributedValues, is_distributed
 from jdist.values.per_replica import PerReplica
 from jdist.values.processes import check_same, exchanged, put_each
@@ -87,12 +87,15 @@ def put(tree: PyTree, replicas: Replicas, shardings: Callable[[PyTree], Sequence
     A `SyncOnRead` of another number of replicas is read, and shared out anew.
 
     Raises:
-        ValueError: A wrapper does not fit the replicas; or the processes hand in different values.
+        ValueError: A wrapper does not fit the replicas; the processes hand in different values; or a whole number does not fit
+            what JAX keeps of it.
     """
     leaves = named_leaves("value", tree)
     if leaves and not _compat.is_tracing() and not any(isinstance(leaf, core.Tracer) for _, leaf in leaves):
         check_there(replicas.mesh)
         check_same([(name, spec(leaf), leaf) for name, leaf in leaves], replicas)
+        for name, leaf in leaves:
+            check_range(name, leaf)
 
     def fitting(path: Any, node: Any) -> Any:
         node = node.over(replicas.size) if is_distributed(node) else node
@@ -168,7 +171,8 @@ def _problem(trees: Sequence[PyTree], replicas: Sequence[int]) -> Exception | No
     try:
         for name, leaf in named_leaves("value", list(trees)):
             check_array(name, leaf)
-    except TypeError as error:
+            check_range(name, leaf)
+    except (TypeError, ValueError) as error:
         return error
     for number, tree in zip(replicas, trees, strict=True):
         if difference := _difference(trees[0], tree):

@@ -94,7 +94,7 @@ def test_kind_names_each_leaf_and_its_row():
 def test_narrowed_whole_numbers_are_the_same_or_refused(array):
     limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
     fits = all(limits.min <= int(x) <= limits.max for x in array)
-    for check in (rows.check_range, rows.narrowed):
+    for check in (rows.check_ranges, rows.narrowed):
         if fits:
             check({"x": array})
         else:

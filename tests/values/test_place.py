@@ -24,6 +24,23 @@ def test_put_of_plain_leaves_is_the_same_on_every_device(strategy):
     )
 
 
+@pytest.mark.parametrize(
+    "number, kept",
+    [(2**31, "int32"), (-(2**31) - 1, "int32"), (np.int64(2**40), "int32"), (np.uint64(2**32), "uint32")],
+    ids=str,
+)
+def test_whole_number_that_jax_would_cut_is_refused(number, kept, two):
+    says = rf"value\['a'\].* holds {number}, which {kept} does not.*`jax.config.update\(\"jax_enable_x64\", True\)`"
+    with pytest.raises(ValueError, match=says):
+        two.put({"a": number})
+    with pytest.raises(ValueError, match=says):
+        two.put({"a": jdist.Mirrored(np.array([number, number]))})
+    with pytest.raises(ValueError, match=says.replace("value", r"value\[0\]")):
+        two.distribute_values_from_function(lambda _: {"a": np.array([number, number])})
+    fits = [np.int64(2**31 - 1), np.int64(-(2**31)), np.uint64(2**32 - 1), np.zeros(0, np.int64)]
+    chex.assert_trees_all_equal(two.put(fits), fits)
+
+
 def test_put_of_wrapped_leaves_lies_as_each_wrapper_says(strategy):
     n = strategy.num_replicas_in_sync
     x = np.arange(n * 4).reshape(2 * n, 2)

@@ -311,6 +311,7 @@ def test_assign_of_another_structure_is_refused(two):
 WHOLE = {
     "uint8": (np.uint8, 255, 256),
     "uint8_negative": (np.uint8, 0, -1),
+    "int32": (np.int32, 2**31 - 1, 2**31),
 }
 
 
@@ -323,6 +324,13 @@ def test_assign_of_python_number_fits_as_far_as_the_dtype_goes(dtype, fits, beyo
         value.assign(beyond)
     with pytest.raises(TypeError, match=rf"is {np.dtype(dtype)} and cannot hold 1\.5 without loss"):
         value.assign(1.5)
+
+
+def test_assign_of_a_whole_number_that_jax_would_cut_is_refused(two):
+    value = two.put(jdist.Mirrored(np.int32(0)))
+    assert int(value.assign(np.int64(2**31 - 1)).read()) == 2**31 - 1
+    with pytest.raises(TypeError, match=r"is int32 and cannot hold int64\[\] without loss"):
+        value.assign(np.int64(2**31))
 
 
 HELD = {
