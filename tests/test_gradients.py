@@ -11,7 +11,7 @@ import pytest
 
 import jdist
 
-few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
 START = {"w": np.float32([0.5, -1.0, 2.0]), "b": np.float32(0.25)}
 COLLECTIVE = re.compile(r"\s(all-reduce|all-to-all|all-gather|reduce-scatter|collective-permute)(-start)?\(")
 

@@ -3,12 +3,14 @@
 import pathlib
 
 import numpy as np
+import pytest
 
 from processes.runner import run_processes
 
 WORKER = pathlib.Path(__file__).parent / "sharded_worker.py"
 
 
+@pytest.mark.slow
 def test_state_split_over_two_processes_is_trained_as_in_one(tmp_path):
     run_processes(WORKER, 1, 4, tmp_path)
     run_processes(WORKER, 2, 2, tmp_path)

@@ -368,7 +368,7 @@ class LinenNet(nn.Module):
         return nn.Dense(4)(jnp.tanh(nn.Dense(16)(x)))
 
 
-@pytest.mark.parametrize("name", ["int8_stochastic", "every", *DRIFTING])
+@pytest.mark.parametrize("name", among(["int8_stochastic", "every", *DRIFTING], "int8_stochastic", "diloco"))
 def test_policy_in_an_nnx_optimizer_trains_and_meets(name, two):
     def make():
         model = NnxNet(nnx.Rngs(0))
@@ -396,7 +396,7 @@ def test_policy_in_an_nnx_optimizer_trains_and_meets(name, two):
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", ["power_sgd", "skip_nonfinite", *DRIFTING])
+@pytest.mark.parametrize("name", among(["power_sgd", "skip_nonfinite", *DRIFTING], "power_sgd", "local_sgd"))
 def test_policy_in_a_flax_train_state_trains_and_meets(name, two):
     net, tx = LinenNet(), POLICIES[name](sgd())
 

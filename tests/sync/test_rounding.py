@@ -16,7 +16,7 @@ from jdist import sync
 from laws import STRATEGIES, rows
 from policies import compiled, once, sent
 
-few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
 
 # --- in another dtype

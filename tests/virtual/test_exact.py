@@ -155,6 +155,7 @@ def test_parameters_are_the_same_bits_where_devices_have_unequal_parts(virtual, 
     assert hashed(one) == hashed(many)
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_the_same_bits_on_another_number_of_devices():
     whole, _ = after(6, "cnn", "adamw", 2)
     first, then = Training("cnn", "adamw", 8), Training("cnn", "adamw", 3)

@@ -8,6 +8,8 @@ from jax import lax
 
 import jdist
 
+from laws import among
+
 VIRTUAL = 6
 ON = {devices: jdist.MirroredStrategy(jax.devices()[:devices], virtual_replicas=VIRTUAL) for devices in (1, 2, 3, 4, 6)}
 ALONE = jdist.MirroredStrategy(jax.devices()[:VIRTUAL])  # a replica a device: what the words mean
@@ -82,7 +84,10 @@ def test_words_mean_what_they_mean_with_a_replica_a_device(name):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+NOW = ("sum", "mean", "bfloat16", "gather", "mean_of_losses", "gradient_of_a_reduction", "scan", "cond", "nested")
+
+
+@pytest.mark.parametrize("name", among(FUNCTIONS, *NOW))
 def test_results_are_the_same_bits_on_any_number_of_devices(name):
     fn = FUNCTIONS[name]
     results = [s.run(fn, (argument(s),)) for s in ON.values()]
