@@ -41,6 +41,8 @@ def in_short(error: BaseException) -> str:
         return str(error)
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}."
     number = re.search(r"os_error_code='(\d+)'", str(error))
     if number:  # at the end of a long line
         return f"{os.strerror(int(number[1]))}."

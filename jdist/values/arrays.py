@@ -45,11 +45,8 @@ def check_array(name: str, leaf: Any) -> None:
 
 def check_range(name: str, leaf: Any, kept: Any = None) -> None:
     """Raises ValueError if `leaf`, on the host, holds a whole number that does not fit the dtype `kept`, by default JAX's."""
-    if (
-        isinstance(leaf, (jax.Array, core.Tracer))
-        or (array := np.asarray(leaf)).dtype.kind not in "iu"
-        or not array.size
-    ):
+    array = np.zeros(0) if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if not array.size or array.dtype.kind not in "iu":
         return
     kept = jax.dtypes.canonicalize_dtype(array.dtype) if kept is None else kept
     for extreme in () if kept == array.dtype else (array.min(), array.max()):

@@ -13,6 +13,7 @@ import time
 
 import jax
 import numpy as np
+import optax
 
 address, count, number, folder, who = (
     *sys.argv[1:2],
@@ -49,6 +50,19 @@ def hear(what, function):
         print(what, str(error).replace("\n", " "), flush=True)
 
 
+def trained():
+    """Trains with a checkpoint every second step, none of which can be written."""
+    model = (lambda key, x: {"w": jax.random.normal(key, (1024, 512))}, lambda params, x: x @ params["w"])
+    trainer = jdist.Trainer(model, optax.sgd(0.1), lambda y, _: (y**2).mean(-1), strategy=strategy)
+    data = (np.ones((24, 1024), np.float32), np.zeros(24, np.float32))
+    checkpointer = jdist.Checkpointer(folder / "run", every=2)
+    try:
+        trainer.fit(data, batch_size=4, callbacks=[jdist.callbacks.Checkpoint(checkpointer)], progress="off")
+    except jdist.FitError as error:
+        read = float(jax.jit(lambda w: w.sum(), out_shardings=strategy.replicas.whole)(error.fit.state.params["w"]))
+        return type(error.__cause__).__name__, error.fit.steps, int(error.fit.state.step), read == read
+
+
 with jdist.Checkpointer(folder / "checkpoints") as checkpointer:
 
     def saved(step):
@@ -65,6 +79,9 @@ with jdist.Checkpointer(folder / "checkpoints") as checkpointer:
         raise ValueError("one of the caller's, which is none of the disk's")
     except ValueError:
         hear("after:", lambda: saved(3))
+
+    with disk_takes(300_000):
+        hear("training:", trained)
 
     if number == 0:  # a file of one of the parts that process `who` reads
         part = "ocdbt.process_1" if who else "ocdbt.process_0"
