@@ -1,7 +1,7 @@
 """What is recorded while training goes on; and losses that are not finite, which are found there."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class Record:
         self._rows: list[Mapping[str, float]] = list(kept.get("history", ()))
         steps, losses = kept.get("losses", ((), ()))
         self._losses: dict[int, float] = dict(zip(map(int, steps), map(float, losses), strict=True))
-        self._waiting: list[tuple[int, Mapping[str, Any], Turn, Outcome]] = []
+        self._waiting: list[tuple[int, Mapping[str, Any], Sequence[Mapping[str, Any]], Outcome]] = []
 
     @property
     def history(self) -> History:
@@ -65,7 +65,8 @@ class Record:
 
     def wait_for(self, step: int, before: Mapping[str, Any], turn: Turn, outcome: Outcome) -> None:
         """How the steps of a call went, leaves `[]` or `[step]`, from number `step` on; and where the data stood before."""
-        self._waiting.append((step, before, turn, outcome))
+        # Not the batches: their memory is to be free when the step is over.
+        self._waiting.append((step, before, [draw.position for draw in turn.draws], outcome))
 
     def fetch(self, but: int = 0) -> Failure | None:
         """Fetches what is waiting, but for that of the last `but` calls; gives the first step that was not sound."""
@@ -73,13 +74,13 @@ class Record:
         ready, self._waiting = self._waiting[:number], self._waiting[number:]
         failure = None
         outcomes = jax.device_get([outcome for *_, outcome in ready])
-        for (first, before, turn, _), outcome in zip(ready, outcomes, strict=True):
+        for (first, before, positions, _), outcome in zip(ready, outcomes, strict=True):
             pairs = zip(np.atleast_1d(outcome.loss).tolist(), np.atleast_1d(outcome.sound), strict=True)
             for offset, (loss, sound) in enumerate(pairs):
                 self._losses[first + offset] = loss
                 if failure is None and not sound:
-                    here = turn.draws[offset].position
-                    before = turn.draws[offset - 1].position if offset else before
+                    here = positions[offset]
+                    before = positions[offset - 1] if offset else before
                     failure = Failure(first + offset, loss, here["epoch"], here["batch"] - 1, before)
         return failure
 

@@ -52,6 +52,15 @@ def test_callbacks_are_told_in_order_of_every_call_epoch_and_end(two, a_call):
     assert told[-1][3] == 480
 
 
+@pytest.mark.parametrize("a_call", [1, 4])
+def test_batches_of_steps_that_are_over_are_not_kept(two, a_call):
+    kept = []
+    batches = lambda event: kept.append(sum(x.shape == (2, 6, 64) for x in jax.live_arrays())) and None
+    small(two, batch_size=12, epochs=3, steps_per_call=a_call, callbacks=[batches])
+    assert len(kept) > 60 / a_call
+    assert max(kept) <= 2 * a_call + 3  # those of a call, and of the next; some are on their way
+
+
 def test_metrics_within_an_epoch_are_those_of_its_examples_so_far(two):
     seen = []
     note = lambda event: seen.append((event.moment, event.metrics, event.position)) and None
