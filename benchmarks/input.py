@@ -116,7 +116,7 @@ def step():
     inside, outside = (jax.jit(jax.vmap(hidden, (0, None))), jax.jit(hidden))
     ours = strategy.distribute_dataset((IMAGES, LABELS), BATCH, shuffle=True)
     return {
-        "jdist": lambda: arrived(inside(batch.tree[0], weights).block_until_ready() for batch in ours),
+        "jdist": lambda: arrived(inside(batch[0].tree, weights).block_until_ready() for batch in ours),
         "numpy, device_put": lambda: arrived(outside(batch[0], weights).block_until_ready() for batch in by_hand()),
     }
 

@@ -320,7 +320,10 @@ def main():
     model, settings, results = CharacterModel(characters), make_settings(args.steps), {}
     for name in args.policy:
         with console.status(f"Training under {name}"):
+            start = time.perf_counter()
             results[name] = train(settings[name], model, train_data, test_data, args)
+        seconds = time.perf_counter() - start
+        console.print(f"{len(results)}/{len(args.policy)} {name}: loss {results[name].loss:.4f}, {seconds:.0f} s")
     console.print(make_table(results))
     if device.platform == "cpu":
         console.print(

@@ -105,6 +105,7 @@ def train_with_kills(folder: str, args: argparse.Namespace, console: Console) ->
             raise SystemExit(
                 f"Process {number} was to be killed after step {kill_after}, and ended with {process.exitcode}."
             )
+        console.print(f"Process {number} trained from step {began} and was killed after step {kill_after}")
         table.add_row(str(number), str(began), str(kill_after))
     began = newest(folder)
     with console.status(f"This process trains from step {began}"):

@@ -3,6 +3,9 @@
 Importing jdist starts no backend and imports no optional package.
 """
 
+from typing import TYPE_CHECKING
+
+from jdist import _tf_names
 from jdist import callbacks as callbacks
 from jdist import cluster as cluster
 from jdist import data as data
@@ -33,11 +36,13 @@ from jdist.data.dataset import DistributedDataset as DistributedDataset
 from jdist.data.dataset import DistributedIterator as DistributedIterator
 from jdist.data.sharding import AutoShardPolicy as AutoShardPolicy
 from jdist.data.sharding import InputContext as InputContext
+from jdist.errors import BatchedElementsWarning as BatchedElementsWarning
 from jdist.errors import ClippedPerReplicaWarning as ClippedPerReplicaWarning
 from jdist.errors import DivergentCollectiveError as DivergentCollectiveError
 from jdist.errors import FitError as FitError
 from jdist.errors import NotMirroredError as NotMirroredError
 from jdist.errors import RepeatedSumWarning as RepeatedSumWarning
+from jdist.errors import ReplicatedBatchWarning as ReplicatedBatchWarning
 from jdist.exported import export as export
 from jdist.gradients import value_and_grad as value_and_grad
 from jdist.loaded import Loaded as Loaded
@@ -78,3 +83,11 @@ from jdist.values.sync_on_read import SyncOnRead as SyncOnRead
 from jdist.variables import read as read
 from jdist.variables import trainable as trainable
 from jdist.variables import variable as variable
+
+if not TYPE_CHECKING:  # a type checker would then accept every name
+
+    def __getattr__(name: str) -> object:
+        raise _tf_names.missing(f"module {__name__!r}", name, _tf_names.IN_MODULE)
+
+
+del TYPE_CHECKING

@@ -2,6 +2,7 @@
 
 import enum
 import operator
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 E = TypeVar("E", bound=enum.Enum)
@@ -18,6 +19,21 @@ def choice(kind: type[E], value: E | str, wrong: str) -> E:
     if isinstance(value, str) and value.upper() in kind.__members__:
         return kind[value.upper()]
     raise ValueError(f"{wrong}; take one of {', '.join(map(repr, kind.__members__))}.")
+
+
+def keywords(word: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments by name of a call of `word`.
+
+    Raises:
+        TypeError: `kwargs` is not a mapping from names.
+    """
+    if kwargs is None or (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
+        return dict(kwargs or {})
+    got = "an array" if hasattr(kwargs, "dtype") else type(kwargs).__name__
+    raise TypeError(
+        f"`kwargs` maps the names of arguments to values, got {got}: write "
+        f'`{word}(fn, kwargs={{"x": value}})`, or pass arguments by position: `{word}(fn, args=(value,))`.'
+    )
 
 
 def whole(said: str, value: Any, least: int | None = None) -> int:

@@ -4,9 +4,6 @@ JAX's public API is the same on every version that jdist supports. The parameter
 (`jdist.proof`) reads equations through the functions below, and nothing else in jdist looks inside one.
 """
 
-import functools
-import os
-import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,23 +18,21 @@ Literal = core.Literal
 # away before, or that is given away twice in one call.
 CRASHES_ON_DONATED_MEMORY = jax.__version_info__ < (0, 11)
 
-# Equations that run their only sub-program once, on their own operands, and give back its results.
-CALLS = {
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "jit": "jaxpr",
-    "remat2": "jaxpr",
-    "shard_map": "jaxpr",
-}
-
 
 def is_tracing() -> bool:
     """Whether JAX traces a function here, so that nothing is computed yet."""
     from jax._src import core as private  # no public name for it
 
     return not private.trace_state_clean()
+
+
+def is_about_deleted_memory(error: BaseException) -> bool:
+    """Whether JAX raised `error` because an argument was deleted, or donated before, or donated twice in one call."""
+    first_line = str(error).partition("\n")[0]  # the text of a callback's own error follows on further lines
+    return any(phrase in first_line for phrase in _DELETED) and "allback" not in first_line
+
+
+_DELETED = ("has been deleted", "deleted or donated", "donate the same buffer", "previously donated in the same call")
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:
@@ -50,48 +45,21 @@ def trace_state() -> Any:
     return core.get_opaque_trace_state(convention="flax")
 
 
-class Frame(NamedTuple):
-    """A place in source code.
-
-    Attributes:
-        file: Path of the file.
-        line: Line number, from 1.
-        function: Name of the function that the line is in.
-    """
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        here = os.getcwd() + os.sep
-        return f"{self.file.removeprefix(here)}:{self.line}"
-
-
 def open_jaxpr(program: Any) -> Jaxpr:
     """The jaxpr of a program that may or may not be closed over constants."""
     return getattr(program, "jaxpr", program)
 
 
-def shard_map_body(program: Jaxpr) -> Jaxpr:
-    """The program of one replica, in a program that is one `shard_map`."""
+def shard_map_body(program: Any) -> Any:
+    """Returns the body of a closed jaxpr that is one `shard_map`, closed over the values that the body captures."""
     (equation,) = (equation for equation in program.eqns if equation.primitive.name == "shard_map")
-    return open_jaxpr(equation.params["jaxpr"])
-
-
-def call_target(equation: Equation) -> Jaxpr | None:
-    """The program that `equation` calls once with its own operands, or None if it is no such call."""
-    key = CALLS.get(equation.primitive.name)
-    if key is None or key not in equation.params:
-        return None
-    target = open_jaxpr(equation.params[key])
-    fits = len(target.invars) == len(equation.invars) and len(target.outvars) == len(equation.outvars)
-    return target if fits else None
-
-
-def call_consts(equation: Equation) -> Sequence[Any]:
-    """The constants of the program that `equation` calls."""
-    return getattr(equation.params[CALLS[equation.primitive.name]], "consts", ())
+    body = open_jaxpr(equation.params["jaxpr"])
+    num_captured = len(body.invars) - len(program.jaxpr.invars)
+    values = dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+    constants = [values[var] for var in equation.invars[:num_captured]]
+    captured, inputs = body.invars[:num_captured], body.invars[num_captured:]
+    debug_info = body.debug_info.with_unknown_names()
+    return core.ClosedJaxpr(body.replace(constvars=captured, invars=inputs, debug_info=debug_info), constants)
 
 
 def part(program: Jaxpr, equations: Sequence[Equation], inputs: Sequence[Any], outputs: Sequence[Any]) -> Jaxpr:
@@ -114,6 +82,27 @@ def open_over_constants(program: Any) -> Jaxpr:
     """The jaxpr of a closed program with its constants as the first inputs."""
     jaxpr = program.jaxpr
     return part(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+
+
+def lowered(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()) -> Any:
+    """A closed program, in which the axes have these sizes, without primitives that are Python code until they are lowered.
+
+    jax 0.12 traces `custom_root`, `jnp.nonzero` and others to such primitives, whose equations do not have the program that
+    they stand for. All derivatives were taken before, so the program that JAX lowers them to has the same results.
+    """
+    if not getattr(open_jaxpr(program), "is_high", False):
+        return program
+    from jax._src import core as private  # no public name for it
+    from jax._src.interpreters import partial_eval
+
+    # Constants may be values of a trace around this one, which JAX's cache of lowered programs must not hold: they are inputs.
+    num_consts = len(program.consts)
+    with private.extend_axis_env_nd(list(axis_sizes)):
+        low = partial_eval.lower_jaxpr2(closed(open_over_constants(program)))
+    jaxpr = low.jaxpr
+    constants, inputs = jaxpr.invars[:num_consts], jaxpr.invars[num_consts:]
+    body = part(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars).replace(constvars=[*jaxpr.constvars, *constants])
+    return core.ClosedJaxpr(body, [*low.consts, *program.consts])
 
 
 def computed_on_host(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,6 +191,11 @@ def contents(equation: Equation) -> Contents:
     return Contents(names, programs, opaque=bool(higher_order) and not programs)
 
 
+def closed_programs(equation: Equation) -> list[Any]:
+    """The closed jaxprs among the parameters of `equation`, with their constants."""
+    return [value for value in _collect(equation.params.values(), []) if isinstance(value, core.ClosedJaxpr)]
+
+
 def speaks(equation: Equation, axes: frozenset[str]) -> bool:
     """Whether `equation`, or a program in it, names one of these axes, or may do so out of sight."""
     held = contents(equation)
@@ -243,46 +237,13 @@ def taints(effect: Any) -> bool:
     return type(effect).__name__ not in ("DebugEffect", "NamedAxisEffect")
 
 
-def user_frame(equation: Equation) -> Frame | None:
-    """The line of the user's own code that made `equation`: the innermost that is in no library below the user.
+def count_signatures(compiled: Any) -> int:
+    """For how many kinds of arguments (arrays on devices or host values, dtypes, shapes) a `jax.jit` has been called.
 
-    None if jdist made it by itself, to bring an argument to the replicas.
+    0 where JAX does not count: the private counter is gone, or every call goes through Python.
     """
-    traceback = equation.source_info.traceback
-    frames = [Frame(f.file_name, f.line_num, f.function_name) for f in traceback.frames] if traceback else []
-    outside_jax = [frame for frame in frames if not _absolute(frame.file).startswith(_folders("jax", "jaxlib"))]
-    if not outside_jax or _absolute(outside_jax[0].file).startswith(_PLACING):
-        return None
-    own = (frame for frame in outside_jax if not _in_library(_absolute(frame.file)))
-    return next(own, outside_jax[0])
-
-
-def is_written_by(equation: Equation, package: str, word: str) -> bool:
-    """Whether a file of `package` with `word` in its name made `equation`."""
-    traceback = equation.source_info.traceback
-    files = [_absolute(frame.file_name) for frame in traceback.frames] if traceback else []
-    return any(file.startswith(_folders(package)) and word in os.path.basename(file) for file in files)
-
-
-def _in_library(file: str) -> bool:
-    in_standard = file.startswith(sysconfig.get_paths()["stdlib"]) and "site-packages" not in file
-    return in_standard or file.startswith(_folders("flax", "optax", "chex")) or file.startswith(_JDIST)
-
-
-@functools.cache
-def _folders(*packages: str) -> tuple[str, ...]:
-    # The folders beside jax: a package that is not imported need not be imported for this.
-    site = os.path.dirname(os.path.dirname(_absolute(jax.__file__)))
-    return tuple(os.path.join(site, name) + os.sep for name in packages)
-
-
-@functools.cache
-def _absolute(file: str) -> str:
-    return os.path.abspath(file)
-
-
-_JDIST = os.path.dirname(_absolute(__file__)) + os.sep
-_PLACING = os.path.join(_JDIST, "values") + os.sep
+    count = getattr(compiled, "_cache_size", None)
+    return count() if count else 0
 
 
 def shared_store() -> Any:

@@ -17,6 +17,11 @@ def spec(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(str(size) for size in np.shape(leaf))}]"
 
 
+def kind(value: Any) -> str:
+    """The name of the class of an argument; dtype and shape of a JAX array, whose class has no public name."""
+    return spec(value) if isinstance(value, jax.Array) else type(value).__name__
+
+
 def named_leaves(name: str, tree: PyTree) -> list[tuple[str, Any]]:
     """Every leaf of `tree` with its name: the name of the tree, then the leaf's path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)

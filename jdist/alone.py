@@ -5,37 +5,62 @@ is taken out of the program while that is traced anew, also from what is called,
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdist import _compat
-from jdist._compat import Equation, Jaxpr
+from jdist import _calls, _compat
+from jdist._compat import Equation
+
+Rule: TypeAlias = Callable[[Equation, list[Any]], list[Any] | None]
+_Runner: TypeAlias = Callable[
+    ..., Callable[..., list[Any]]
+]  # from an inner program, and its constants, to its function
 
 
 def run_alone(program: Any, axis: str, arguments: Sequence[Any]) -> list[Any]:
     """The results of a closed program without what it says along `axis`, which is of size one."""
-    quiet = jax.make_jaxpr(_alone(program.jaxpr, program.consts, axis), axis_env=[(axis, 1)])(*arguments)
+
+    def without(equation: Equation, operands: list[Any]) -> list[Any] | None:
+        rule = _RULES.get(equation.primitive.name)
+        return rule(equation, operands, axis) if rule else None
+
+    axes = frozenset((axis,))
+    alone = lambda *arguments: _compat.follow(program.jaxpr, program.consts, arguments, rewriting(axes, without))
+    quiet = jax.make_jaxpr(alone, axis_env=[(axis, 1)])(*arguments)
     run = _compat.function_of(quiet)
-    if not any(_compat.speaks(equation, frozenset((axis,))) for equation in quiet.jaxpr.eqns):
+    if not any(_compat.speaks(equation, axes) for equation in quiet.jaxpr.eqns):
         return run(*arguments)
     # What says something in a way that is not known is left to JAX's own rules.
     rows = jax.vmap(run, in_axes=None, axis_name=axis, axis_size=1)(*arguments)
     return [lax.squeeze(row, (0,)) for row in rows]
 
 
-def _alone(program: Jaxpr, consts: Sequence[Any], axis: str) -> Callable[..., list[Any]]:
-    def rule(equation: Equation, operands: list[Any]) -> list[Any] | None:
-        known = _RULES.get(equation.primitive.name) if _compat.speaks(equation, frozenset((axis,))) else None
-        return known(equation, operands, axis) if known else None
+def rewriting(axes: frozenset[str], rule: Rule) -> Rule:
+    """Applies `rule` to equations that name one of `axes`, also in programs that are called, branched to and looped over.
 
-    return lambda *arguments: _compat.follow(program, consts, arguments, rule)
+    Args:
+        axes: The axes.
+        rule: From an equation and the values of its operands to its results; None leaves the equation.
 
+    Returns:
+        A rule for `_compat.follow`. It gives None for equations that do not name one of `axes`, nor hold a program that does.
+    """
 
-def _closed(program: Any, axis: str) -> Callable[..., list[Any]]:
-    return _alone(_compat.open_jaxpr(program), getattr(program, "consts", ()), axis)
+    def replaced(equation: Equation, operands: list[Any]) -> list[Any] | None:
+        if not _compat.speaks(equation, axes):
+            return None
+        results = rule(equation, operands)
+        structure = _STRUCTURES.get(equation.primitive.name)
+        return structure(equation, operands, run) if results is None and structure else results
+
+    def run(program: Any, consts: Sequence[Any] | None = None) -> Callable[..., list[Any]]:
+        values = getattr(program, "consts", ()) if consts is None else consts
+        return lambda *arguments: _compat.follow(_compat.open_jaxpr(program), values, arguments, replaced)
+
+    return replaced
 
 
 def _same(equation: Equation, operands: list[Any], axis: str) -> list[Any] | None:
@@ -62,34 +87,34 @@ def _number(equation: Equation, operands: list[Any], axis: str) -> list[Any] | N
     return [jnp.int32(0)] if alone else None
 
 
-def _called(equation: Equation, operands: list[Any], axis: str) -> list[Any] | None:
-    target = _compat.call_target(equation)
-    return target and _alone(target, _compat.call_consts(equation), axis)(*operands)
+def _called(equation: Equation, operands: list[Any], run: _Runner) -> list[Any] | None:
+    call = _calls.call_of(equation)
+    return run(call.program, call.consts)(*call.operands(operands)) if call else None
 
 
-def _computed_again(equation: Equation, operands: list[Any], axis: str) -> list[Any]:
+def _computed_again(equation: Equation, operands: list[Any], run: _Runner) -> list[Any]:
     """A part that is computed again for its gradients stays one, marked as it is."""
-    traced = jax.make_jaxpr(_closed(equation.params["jaxpr"], axis))(*operands)
+    traced = jax.make_jaxpr(run(equation.params["jaxpr"]))(*operands)
     return _compat.bind_with_program(equation, traced, operands)
 
 
-def _branched(equation: Equation, operands: list[Any], axis: str) -> list[Any]:
+def _branched(equation: Equation, operands: list[Any], run: _Runner) -> list[Any]:
     index, *rest = operands
-    branches = [_closed(branch, axis) for branch in equation.params["branches"]]
+    branches = [run(branch) for branch in equation.params["branches"]]
     return lax.switch(jnp.asarray(index, jnp.int32), branches, *rest)
 
 
-def _looped(equation: Equation, operands: list[Any], axis: str) -> list[Any]:
-    test, body = (_closed(equation.params[key], axis) for key in ("cond_jaxpr", "body_jaxpr"))
+def _looped(equation: Equation, operands: list[Any], run: _Runner) -> list[Any]:
+    test, body = (run(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
     first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     of_test, of_body, carry = operands[:first], operands[first : first + second], operands[first + second :]
     turn = lambda carry: _as(carry, body(*of_body, *carry))
     return lax.while_loop(lambda carry: test(*of_test, *carry)[0], turn, list(map(jnp.asarray, carry)))
 
 
-def _scanned(equation: Equation, operands: list[Any], axis: str) -> list[Any]:
+def _scanned(equation: Equation, operands: list[Any], run: _Runner) -> list[Any]:
     num_consts, num_carry = _compat.scan_counts(equation)
-    body = _closed(equation.params["jaxpr"], axis)
+    body = run(equation.params["jaxpr"])
     consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
 
     def turn(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -113,10 +138,12 @@ def _as(like: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 _RULES: dict[str, Callable[[Equation, list[Any], str], list[Any] | None]] = {
     **dict.fromkeys(("psum", "pmax", "pmin", "pbroadcast"), _same),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "reduce_scatter", "all_to_all"), _reshaped),
-    **dict.fromkeys(_compat.CALLS.keys() - {"shard_map"}, _called),
-    "remat2": _computed_again,
     "ppermute": _sent,
     "axis_index": _number,
+}
+_STRUCTURES: dict[str, Callable[[Equation, list[Any], _Runner], list[Any] | None]] = {
+    **dict.fromkeys(_calls.CALLS - {"shard_map"}, _called),
+    "remat2": _computed_again,
     "cond": _branched,
     "while": _looped,
     "scan": _scanned,

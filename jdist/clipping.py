@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from jdist import _compat
+from jdist import _compat, _frames
 from jdist._compat import Equation, Jaxpr
 from jdist.errors import ClippedPerReplicaWarning
 
@@ -26,7 +26,7 @@ def warn(program: Jaxpr) -> None:
         ClippedPerReplicaWarning: There is such a place.
     """
     for clip in _clips(program):
-        place = _compat.user_frame(clip)
+        place = _frames.user_frame(clip)
         if place:
             warnings.warn_explicit(_MESSAGE, ClippedPerReplicaWarning, place.file, place.line, registry=_warned)
             return
@@ -56,4 +56,4 @@ def _behind(mark: Equation, makers: dict[Any, Equation]) -> Iterator[Equation]:
         behind = [makers[v] for one in front for v in one.invars if not isinstance(v, _compat.Literal) and v in makers]
         front = [one for one in behind if id(one) not in seen and one.primitive.name != "name"]
         seen.update(map(id, front))
-        yield from (one for one in front if _compat.is_written_by(one, "optax", "clip"))
+        yield from (one for one in front if _frames.is_written_by(one, "optax", "clip"))

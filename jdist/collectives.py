@@ -5,7 +5,6 @@ function that is being traced; that is where the public words are.
 """
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +14,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jdist import cross_device_ops
+from jdist._arguments import whole
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.cross_device_ops import Axes, CommunicationOptions, CrossDeviceOps, num_replicas
 from jdist.proof import SUM_MARK
 from jdist.reduce_op import ReduceOp, check_reducible
-from jdist.values.arrays import Shape
+from jdist.values.arrays import Shape, check_range, check_value
 from jdist.values.base import is_distributed
 from jdist.values.row_slices import RowSlices, is_sparse
 
@@ -34,6 +34,8 @@ def all_reduce(op: ReduceOp, tree: PyTree, axes: Axes, ops: CrossDeviceOps, opti
     named = [("value" + jax.tree_util.keystr(path), node) for path, node in nodes]
     for name, node in named:
         check_reducible(op, name, node.rows if is_sparse(node) else node)
+        if not is_sparse(node):
+            check_range(name, node)
     dense = [_to_send(op, name, node, axes) for name, node in named]
     sums = [_marked(op, node) for node in dense if not is_sparse(node)]
     if axes:
@@ -52,20 +54,20 @@ def all_gather(tree: PyTree, axis: int, axes: Axes) -> PyTree:
 
     Raises:
         ValueError: A leaf has no such dimension; the message names it.
-        TypeError: `RowSlices` are to be gathered.
+        TypeError: `axis` is not a whole number, or `RowSlices` are to be gathered.
     """
     check_plain(tree)
     check_no_slices("all_gather", tree)
-    for name, leaf in named_leaves("value", tree):
-        check_dim(name, leaf, axis)
-    return jax.tree.map(lambda x: _gathered(jnp.asarray(x), axis, axes), tree)
+    axis = dim_of(axis)
+    leaves, treedef = _arrays(tree)
+    dims = [dim_in(name, leaf, axis) for name, leaf in named_leaves("value", tree)]
+    return treedef.unflatten([_gathered(leaf, dim, axes) for leaf, dim in zip(leaves, dims, strict=True)])
 
 
 def broadcast(tree: PyTree, axes: Axes, ops: CrossDeviceOps, options: CommunicationOptions) -> PyTree:
     """What replica 0 holds, handed to every replica, in leaves `[...]` of any dtype."""
     check_plain(tree)
-    leaves, treedef = jax.tree.flatten(tree)
-    leaves = [jnp.asarray(leaf) for leaf in leaves]
+    leaves, treedef = _arrays(tree)
     if not axes:
         return treedef.unflatten(leaves)
     first = lax.axis_index(axes) == 0
@@ -77,7 +79,8 @@ def broadcast(tree: PyTree, axes: Axes, ops: CrossDeviceOps, options: Communicat
 
 def stacked(tree: PyTree, axes: Axes) -> PyTree:
     """The leaves of all replicas one after the other, `[...]` to `[replica, ...]`, handed to every replica."""
-    return jax.tree.map(lambda x: _gathered(jnp.asarray(x)[None], 0, axes), tree)
+    leaves, treedef = _arrays(tree)
+    return treedef.unflatten([_gathered(leaf[None], 0, axes) for leaf in leaves])
 
 
 def exchange(x: jax.Array, axes: Axes) -> jax.Array:
@@ -95,22 +98,66 @@ def check_no_slices(word: str, tree: PyTree) -> None:
 
 
 def dims_of(axis: int | Sequence[int] | None) -> Shape:
-    """The dimensions that an `axis` argument names.
+    """The dimensions that an `axis` argument names; a negative one counts from the last.
 
     Raises:
-        TypeError: It is no whole number, nor some.
-        ValueError: It names one twice.
+        TypeError: It is neither None, nor a whole number, nor a sequence of whole numbers.
     """
-    dims = () if axis is None else tuple(map(operator.index, axis if isinstance(axis, Sequence) else (axis,)))
-    if len(set(dims)) < len(dims):
-        raise ValueError(f"`axis` names a dimension twice: {dims}. Name each once.")
-    return dims
+    if axis is None:
+        return ()
+    several = axis if isinstance(axis, Sequence) and not isinstance(axis, str) else (axis,)
+    try:
+        return tuple(whole("`axis`", dim) for dim in several)
+    except TypeError:
+        raise TypeError(
+            f"`axis` is a dimension of one replica's value (a whole number), several of them, or None, got {axis!r:.80}."
+        ) from None
 
 
-def check_dim(name: str, leaf: Any, dim: int) -> None:
-    """Raises ValueError if `leaf` has no dimension `dim`, counted from 0."""
-    if not 0 <= dim < jnp.ndim(leaf):
-        raise ValueError(f"{name} is {spec(leaf)}: it has no dimension {dim}. Take `axis` from 0 up, below the rank.")
+def dim_of(axis: int) -> int:
+    """The dimension to join values along, that an `axis` argument names; a negative one counts from the last.
+
+    Raises:
+        TypeError: It is not a whole number.
+    """
+    try:
+        return whole("`axis`", axis)
+    except TypeError:
+        raise TypeError(
+            f"`axis` is the dimension to join the replicas' values along, a whole number, got {axis!r:.80}. Scalars have none: "
+            "give each one first, `x[None]`, and join along `axis=0`."
+        ) from None
+
+
+def dims_in(name: str, leaf: Any, dims: Shape) -> Shape:
+    """The dimensions `dims` of `leaf`, counted from 0.
+
+    Raises:
+        ValueError: It has no such dimension, or one is named twice.
+    """
+    found = tuple(dim_in(name, leaf, dim) for dim in dims)
+    if len(set(found)) < len(found):
+        raise ValueError(f"`axis` names a dimension of {name} ({spec(leaf)}) twice: {dims}. Name each once.")
+    return found
+
+
+def dim_in(name: str, leaf: Any, dim: int) -> int:
+    """The dimension `dim` of `leaf`, counted from 0; raises ValueError if there is none."""
+    rank = jnp.ndim(leaf)
+    if not -rank <= dim < rank:
+        there = f"Its dimensions are 0 to {rank - 1}, or -{rank} to -1" if rank else "It is a scalar"
+        raise ValueError(
+            f"{name} is {spec(leaf)}: it has no dimension {dim}. {there}; `axis` counts those of one replica's value."
+        )
+    return dim % rank
+
+
+def _arrays(tree: PyTree) -> tuple[list[jax.Array], Any]:
+    """The leaves of `tree` as arrays, and its structure; raises TypeError or ValueError, with its name, for what is none."""
+    for name, leaf in named_leaves("value", tree):
+        check_value(name, leaf)
+    leaves, treedef = jax.tree.flatten(tree)
+    return [jnp.asarray(leaf) for leaf in leaves], treedef
 
 
 def _gathered(x: jax.Array, axis: int, axes: Axes) -> jax.Array:

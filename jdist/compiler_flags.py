@@ -8,7 +8,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from jdist import _compat
+from jdist import _compat, _html
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class XlaFlag:
         return f"--{self.name}={str(self.value).lower()}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class XlaFlags:
-    """The flags for a platform. `str` of it is the text for the environment; rich prints it as a table with reasons.
+    """The flags for a platform. `str` of it is the text for the environment; rich and notebooks show a table with reasons.
 
     Attributes:
         platform: What they are for.
@@ -91,17 +91,40 @@ class XlaFlags:
     def __str__(self) -> str:
         return " ".join(map(str, self.flags))
 
+    def __repr__(self) -> str:
+        count = "1 flag" if len(self.flags) == 1 else f"{len(self.flags)} flags"
+        return f"XlaFlags({self.platform}, {count} for {self.variable})"
+
     def __rich__(self) -> Any:
         from rich.table import Column, Table  # not needed until something is printed
 
         if not self.flags:
-            return f"No flags are recommended for {self.platform}."
-        columns = [Column(head, overflow="fold") for head in ("flag", "reason", "recommended by")]  # nothing is cut off
-        table = Table(*columns, title=f"{self.variable} for {self.platform}")
-        for flag in self.flags:
-            table.add_row(str(flag), flag.reason, flag.link)
+            return self._no_flags
+        columns = [Column(head, overflow="fold") for head in _HEAD]  # nothing is cut off
+        table = Table(*columns, title=self._title)
+        for row in self._rows:
+            table.add_row(*row)
         return table
 
+    def _repr_html_(self) -> str:
+        if not self.flags:
+            return _html.block(_html.paragraph(self._no_flags))
+        return _html.block(_html.heading(self._title), _html.table(self._rows, _HEAD))
+
+    @property
+    def _title(self) -> str:
+        return f"{self.variable} for {self.platform}"
+
+    @property
+    def _no_flags(self) -> str:
+        return f"No flags are recommended for {self.platform}."
+
+    @property
+    def _rows(self) -> list[_html.Row]:
+        return [(str(flag), flag.reason, flag.link) for flag in self.flags]
+
+
+_HEAD = ("flag", "reason", "recommended by")
 
 _TOOLBOX = "https://docs.nvidia.com/jax-toolbox/"
 _GUIDANCE = "https://openxla.org/xla/flags_guidance"

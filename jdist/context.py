@@ -1,14 +1,13 @@
-"""Who is asking: one replica, or the host program that sees them all. And the words a replica function is written in.
+"""Replica context and collectives: whether code runs for one replica or on the host, and the public collectives.
 
-A replica function is ordinary code that may say `jdist.all_reduce`. While a strategy traces it, there is a replica
-context, and the words mean the strategy's mesh axes. Outside any strategy there is one replica, so they are the
-identity, and the same function can be called and tested by itself. Inside `strategy.scope()`, where the host program
-speaks for all replicas, there is no replica to ask.
+While a strategy traces a replica function, `jdist.all_reduce` and the other collectives reduce over the strategy's mesh axes.
+Outside any strategy there is one replica, and they are the identity. In `strategy.scope()` the host cannot call them.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
@@ -17,10 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdist import collectives
-from jdist._tree import PyTree, named_leaves
+from jdist._arguments import keywords
+from jdist._trace_key import keyed, set_outermost_key
+from jdist._tree import PyTree, kind, named_leaves
 from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist.mesh import Replicas
 from jdist.reduce_op import ReduceOp
+from jdist.values.arrays import check_value
 from jdist.values.base import is_distributed
 from jdist.values.per_replica import PerReplica
 from jdist.values.place import check_one_shape
@@ -90,7 +92,8 @@ class ReplicaContext:
 
         Args:
             fn: Called as `fn(strategy, *args, **kwargs)` in the cross-replica context; every array among its arguments is a
-                `PerReplica` with leaves `[replica, ...]`.
+                `PerReplica` with leaves `[replica, ...]`. With one replica the arguments are plain arrays, as in TensorFlow;
+                `strategy.reduce`, `strategy.gather` and `strategy.local_results` take both.
             args: One replica's values.
             kwargs: One replica's values by name.
 
@@ -98,7 +101,7 @@ class ReplicaContext:
             What `fn` returned: of a `PerReplica`, this replica's own value; anything else as it is, the same on all.
 
         Raises:
-            TypeError: `args` is no tuple.
+            TypeError: `args` is no tuple, or `kwargs` no mapping.
             ValueError: `fn` returned a `PerReplica` that has not one row for each replica.
 
         Example:
@@ -109,11 +112,15 @@ class ReplicaContext:
             1.0
         """
         if not isinstance(args, (tuple, list)):
-            raise TypeError(
-                f"`args` is a tuple of arguments, got {type(args).__name__}: write `merge_call(fn, (value,))`."
-            )
-        given = jax.tree.map(PerReplica, collectives.stacked((tuple(args), dict(kwargs or {})), self.axes))
-        with entered(CrossReplicaContext(self.strategy, merging=True)):
+            raise TypeError(f"`args` is a tuple of arguments, got {kind(args)}: write `merge_call(fn, (value,))`.")
+        given = tuple(args), keywords("merge_call", kwargs)
+        for name, leaf in named_leaves("args", given[0]) + named_leaves("kwargs", given[1]):
+            check_value(name, leaf)
+        if self.num_replicas_in_sync == 1:
+            given = jax.tree.map(jnp.asarray, given)
+        else:
+            given = jax.tree.map(PerReplica, collectives.stacked(given, self.axes))
+        with entered(CrossReplicaContext(self.strategy, merging=True, axes=self.axes)):
             result = fn(self.strategy, *given[0], **given[1])
         return jax.tree.map(self._own_part, result, is_leaf=is_distributed)
 
@@ -137,10 +144,12 @@ class CrossReplicaContext:
     Attributes:
         strategy: Whose replicas.
         merging: Whether it is a `merge_call`, within a replica function.
+        axes: In a `merge_call`, the mesh axes of the replicas.
     """
 
     strategy: Any
     merging: bool = False
+    axes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +176,8 @@ def entered(context: _Context) -> Iterator[None]:
     """Makes `context` the current one of this thread or task, and restores the former one whatever happens."""
     token = _context.set(context)
     try:
-        yield
+        with keyed(_key_of(context)):
+            yield
     finally:
         _context.reset(token)
 
@@ -182,7 +192,15 @@ def set_outermost(context: CrossReplicaContext | None) -> None:
         raise RuntimeError(
             "`set_strategy` is called inside a `strategy.scope()` or a replica function. Leave it first."
         )
+    set_outermost_key(None if context is None else _key_of(context))
     _outermost[0] = context or _OUTSIDE
+
+
+def _key_of(context: _Context) -> Hashable:
+    """What tells apart two contexts in which a function may be traced differently: JAX's caches must not hold a strategy."""
+    if context.strategy is None or getattr(context, "reduced", None) is not None:
+        return object()  # `reduced` is a function of one step's state
+    return weakref.ref(context.strategy), type(context), getattr(context, "merging", None)
 
 
 def current() -> _Context:
@@ -194,6 +212,12 @@ def in_replica_function() -> bool:
     """Whether a strategy is tracing a replica function around this call."""
     context = _context.get()
     return context.merging if isinstance(context, CrossReplicaContext) else context is not None
+
+
+def merged_axes() -> tuple[str, ...]:
+    """The mesh axes of the replicas whose `merge_call` is around this call; empty elsewhere."""
+    context = _context.get()
+    return context.axes if isinstance(context, CrossReplicaContext) else ()
 
 
 def in_cross_replica_context() -> bool:
@@ -210,8 +234,8 @@ def all_reduce(op: ReduceOp | str, tree: PyTree, options: CommunicationOptions |
     """The value of all replicas together, handed to each.
 
     At home in `scan`, `cond` and `while_loop`. SUM and MEAN are differentiable: the gradient is the same reduction of the
-    incoming gradients. The mean of integers is a float. MAX and MIN take NaN as the backend does: XLA's CPU collectives
-    drop it. Reduce everything in one call: small leaves then travel together.
+    incoming gradients. The mean of integers is a float. MAX and MIN are NaN where the value of any replica is, as in
+    `jnp.max`. Reduce everything in one call: small leaves then travel together.
 
     Args:
         op: `"sum"`, `"mean"`, `"max"` or `"min"`.
@@ -241,7 +265,7 @@ def all_gather(tree: PyTree, axis: int) -> PyTree:
 
     Args:
         tree: A tree whose leaves are `[..., n, ...]` on each replica, the same shape on all.
-        axis: The dimension to join along, from 0 up.
+        axis: The dimension to join along; -1 is the last.
 
     Returns:
         The same tree with leaves `[..., replica * n, ...]`; mirrored.

@@ -57,6 +57,13 @@ class Conversation:
         self._store.key_value_set(self._key(self._said_rounds, self._speaker), json.dumps(message))
         self._said_rounds += 1
 
+    def fail(self, message: dict[str, Any]) -> None:
+        """Posts `message` in the next round without waiting for the other messages. The conversation can be continued."""
+        self.say(message)
+        if self._heard_rounds > 0:
+            self._stale.append(self._key(self._heard_rounds - 1, self._speaker))
+        self._heard_rounds += 1
+
     def leave(self, message: dict[str, Any]) -> None:
         """Says `message` to those that go on, who shall not wait; and nothing more."""
         self.say(message)

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jdist.mesh import grouped, local_replicas
-from jdist.reduce_op import ReduceOp
+from jdist.reduce_op import ReduceOp, from_sortable, sortable
 
 Axes: TypeAlias = tuple[str, ...]
 
@@ -63,7 +63,10 @@ class CrossDeviceOps(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
-        """`x` of all replicas along `axes`, reduced by SUM, MAX or MIN; the same bits on every one."""
+        """`x` of all replicas along `axes`, reduced by SUM, MAX or MIN; the same bits on every one.
+
+        A MAX or MIN of floats is NaN where any replica's value is; `lax.pmax` drops NaN on the CPU, `AllReduce` does not.
+        """
 
     def resolved(self, mesh: Mesh) -> "CrossDeviceOps":
         """The same algorithm, with what it leaves to the devices decided for those of `mesh`."""
@@ -109,7 +112,7 @@ class AllReduce(CrossDeviceOps):
         splits = x.size and x.size % num_replicas(axes) == 0
         if op is ReduceOp.SUM and least is not None and splits and x.nbytes >= least:
             return _in_parts(x, axes, lambda part: part)
-        return _COLLECTIVES[op](x, axes)
+        return _reduced(op, x, axes)
 
     def resolved(self, mesh: Mesh) -> "AllReduce":
         """See `CrossDeviceOps.resolved`."""
@@ -170,7 +173,7 @@ class HierarchicalAllReduce(CrossDeviceOps):
         """See `CrossDeviceOps.reduce`."""
         *between, within = axes
         if op is not ReduceOp.SUM or not between or not x.size:
-            return _COLLECTIVES[op](x, axes)
+            return _reduced(op, x, axes)
         return _in_parts(x, (within,), lambda part: lax.psum(part, tuple(between)))
 
     def arranged(self, mesh: Mesh) -> Mesh:
@@ -201,6 +204,11 @@ def _pack(leaves: Sequence[jax.Array], fn: Callable[[jax.Array], jax.Array]) -> 
     buffer = fn(jnp.concatenate([leaf.ravel() for leaf in leaves]))
     ends = itertools.accumulate(leaf.size for leaf in leaves)
     return [buffer[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
+
+
+def _reduced(op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
+    """XLA's all-reduce of `x`, in which NaN counts as the greatest for MAX and as the least for MIN."""
+    return from_sortable(op, _COLLECTIVES[op](sortable(op, x), axes), x.dtype)
 
 
 def _in_parts(x: jax.Array, axes: Axes, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:

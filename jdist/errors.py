@@ -23,17 +23,30 @@ class RepeatedSumWarning(UserWarning):
     """A sum over the replicas of a value that is the same on each: it multiplies by the number of replicas."""
 
 
+class ReplicatedBatchWarning(UserWarning):
+    """A step gets its batch as a plain array: each replica computes all of its examples, and the mean is over equal values."""
+
+
+class BatchedElementsWarning(UserWarning):
+    """Each element of a data source has as many rows as the batch that is made of such elements: it may be a batch already."""
+
+
 class ClippedPerReplicaWarning(UserWarning):
     """Gradients are clipped before they are reduced, so each replica clips by the norm of its own."""
 
 
 class FitError(RuntimeError):
-    """Training was ended by an error, the cause of this one, after steps whose results are not lost.
+    """Training was ended by an error, the cause of this one.
 
     Attributes:
-        fit: The record of it, `jdist.Fit`: the state after the last step, and the history.
+        fit: The record, `jdist.Fit`: the history, and the state after the last step. The state is None if the error came from
+            a step that had taken the memory of the state over; the message then names the last checkpoint.
     """
 
     def __init__(self, message: str, fit: Any):
         super().__init__(message)
         self.fit = fit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rest = {name: value for name, value in vars(self).items() if name != "fit"}
+        return type(self), (*self.args, self.fit), rest

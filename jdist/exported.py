@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist import _compat, weights
+from jdist import _compat, _frames, weights
 from jdist._tree import PyTree, argument_names, spec
 from jdist._version import __version__
 from jdist.context import ReplicaContext, entered, require_host
 from jdist.values.arrays import check_array
 from jdist.values.base import is_distributed
-from jdist.writing import Path, write_once
+from jdist.writing import Path, check_path, write_once
 
 FORMAT = 1
 MANIFEST, FUNCTION, WEIGHTS = "manifest.json", "function.bin", "weights.safetensors"
@@ -69,6 +69,7 @@ def export(
         (5, 2)
     """
     require_host("export")
+    check_path("export(path, apply, state, signature)", path, apply)
     need_flatbuffers()
     inputs = _inputs(apply, signature)
     _check_platforms(platforms)
@@ -202,7 +203,7 @@ def _check_takes(program: Callable[..., PyTree], trees: Sequence[PyTree], inputs
         raise ValueError(f"`apply` does not take the signature ({_told(inputs)}): {_said(error)}") from error
     for equation in _equations(traced.jaxpr):
         if equation.primitive.name in _OF_DEVICES:
-            line = _compat.user_frame(equation)
+            line = _frames.user_frame(equation)
             where = f"`{equation.primitive.name}`" + (f" at {line}" if line else "")
             raise ValueError(
                 f"`apply` says how it is split over devices, by a {where}. An export is the function of one device, which "

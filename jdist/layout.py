@@ -267,7 +267,8 @@ def _is_key(value: Any) -> bool:
 
 
 def _keys(path: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+    # The state of a `Trainer` lies in a container whose key has no name: its paths are those of the state alone.
+    return tuple(filter(None, (jax.tree_util.keystr((key,), simple=True) for key in path)))
 
 
 def _axes_of(split: Iterable[Any]) -> list[str]:

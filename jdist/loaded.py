@@ -15,8 +15,9 @@ import numpy as np
 from jdist import weights
 from jdist._tree import PyTree, spec
 from jdist.exported import FORMAT, FUNCTION, MANIFEST, WEIGHTS, is_export, need_flatbuffers
+from jdist.values.arrays import check_range, fits, host_values
 from jdist.values.base import is_distributed
-from jdist.writing import Path
+from jdist.writing import Path, check_path
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -55,9 +56,14 @@ class Loaded:
             inputs: As the signature said, of any size of the batch.
 
         Raises:
-            ValueError: An input has another shape or other leaves, or the sizes of the batches differ.
+            ValueError: An input has another shape or other leaves, the sizes of the batches differ, or a whole number is out of
+                range.
             TypeError: An input has another dtype, or there are too few or too many.
         """
+        if not all(map(fits, host_values(inputs))):
+            for name, tree in zip(self.manifest["arguments"], inputs, strict=False):
+                for leaf_name, leaf in weights.named(tree, name).items():
+                    check_range(leaf_name, leaf)
         return self._compiled(self._on_device, *inputs)
 
     @functools.cached_property
@@ -97,6 +103,7 @@ def load(path: Path) -> Loaded:
         [0.0, 2.0, 4.0]
     """
     need_flatbuffers()
+    check_path("load(path)", path)
     folder = pathlib.Path(path)
     manifest = _manifest(folder)
     exported = _exported(folder, manifest)

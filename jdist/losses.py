@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.collectives import check_dim, check_no_slices, check_plain, dims_of
+from jdist.collectives import check_no_slices, check_plain, dims_in, dims_of
 from jdist.context import replica_context
 from jdist.reduce_op import ReduceOp, check_reducible
+from jdist.values.arrays import check_range
 
 
 def mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...] | None = None) -> PyTree:
@@ -87,6 +89,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     context = replica_context("compute_average_loss", "strategy.reduce")
     check_plain((per_example_loss, sample_weight))
     check_reducible(ReduceOp.MEAN, "per_example_loss", per_example_loss)
+    check_range("per_example_loss", per_example_loss)
     loss = jnp.asarray(per_example_loss)
     if global_batch_size is None:
         if not loss.ndim or not loss.size:
@@ -97,7 +100,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     whole = isinstance(global_batch_size, (int, np.integer))
     if not isinstance(global_batch_size, jax.Array) and not (whole and global_batch_size > 0):
         raise ValueError(f"`global_batch_size` is a positive number of examples, got {global_batch_size!r}.")
-    weighted = loss if sample_weight is None else loss * beside(jnp.asarray(sample_weight), loss, "per_example_loss")
+    weighted = loss if sample_weight is None else loss * beside(sample_weight, loss, "per_example_loss")
     return jnp.sum(weighted) / global_batch_size
 
 
@@ -117,6 +120,7 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
     context = replica_context("scale_regularization_loss", "strategy.num_replicas_in_sync")
     check_plain(regularization_loss)
     check_reducible(ReduceOp.MEAN, "regularization_loss", regularization_loss)
+    check_range("regularization_loss", regularization_loss)
     return jnp.sum(jnp.asarray(regularization_loss)) / context.num_replicas_in_sync
 
 
@@ -128,14 +132,14 @@ def weighted_sums(
     Without weights the second is a count, a number that is known before tracing.
     """
     check_reducible(ReduceOp.MEAN, name, leaf)
+    check_range(name, leaf)
     values = jnp.asarray(leaf)
-    for dim in dims_of(axis):
-        check_dim(name, values, dim)
+    dims_in(name, values, dims_of(axis))
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if weights is None:
         total = jnp.sum(values, axis=axis)
         return total, np.float32(values.size // max(total.size, 1))
-    weight = jnp.ones(values.shape, values.real.dtype) * beside(jnp.asarray(weights), values, name)
+    weight = jnp.ones(values.shape, values.real.dtype) * beside(weights, values, name)
     # Not weight * value alone: 0 leaves out what is not finite too.
     return jnp.sum(jnp.where(weight == 0, 0, values * weight), axis=axis), jnp.sum(weight, axis=axis)
 
@@ -144,9 +148,11 @@ def beside(weights: Any, values: jax.Array, name: str) -> jax.Array:
     """`weights` with dimensions of 1 on the right, up to the rank of `values`.
 
     Raises:
-        ValueError: Its dimensions are not the first ones of `values`; the message calls these `name`.
+        ValueError: Its dimensions are not the first ones of `values`; the message calls these `name`. Or a weight is known
+            to be negative or not finite.
         TypeError: They are no numbers.
     """
+    given, weights = weights, jnp.asarray(weights)
     if jnp.issubdtype(weights.dtype, jax.dtypes.prng_key):
         raise TypeError(f"weights are random keys, {spec(weights)}: weigh with numbers.")
     if weights.ndim > values.ndim or weights.shape != values.shape[: weights.ndim]:
@@ -154,4 +160,26 @@ def beside(weights: Any, values: jax.Array, name: str) -> jax.Array:
             f"weights {spec(weights)} do not stand beside {name} {spec(values)}: their dimensions are the first ones of the "
             "values, as [batch] for [batch, ...]."
         )
-    return jnp.asarray(weights).reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
+    check_weights("weights", given)
+    return weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
+
+
+def check_weights(name: str, weights: Any) -> None:
+    """Checks weights whose values are known; a traced value is not checked.
+
+    Raises:
+        ValueError: A weight is negative or not finite.
+    """
+    if isinstance(weights, Tracer) or (isinstance(weights, jax.Array) and not weights.is_fully_addressable):
+        return
+    with jax.transfer_guard_device_to_host("allow"):
+        values = np.asarray(weights)
+    if values.dtype == bool or not jnp.issubdtype(values.dtype, jnp.number):
+        return
+    wrong = ~(np.isfinite(values) & (np.real(values) >= 0))
+    if wrong.any():
+        place = [int(i) for i in np.argwhere(wrong)[0]]
+        raise ValueError(
+            f"{name} has {int(wrong.sum())} of {values.size} values that are negative or not finite, the first is "
+            f"{values[tuple(place)]} at {place}. Weights must be finite and at least 0; 0 leaves an example out."
+        )

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -21,7 +22,7 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None) -> Mesh:
 
     Args:
         devices: Devices, or their names (`"cpu:0"`: platform, then the index among this process's devices of that
-            platform). All local devices by default. Devices of other processes may be among them.
+            platform; TensorFlow's `"/cpu:0"` too). All local devices by default. Devices of other processes may be among them.
 
     Returns:
         A mesh with the single axis `"replica"`, in the order of `devices`.
@@ -64,23 +65,64 @@ def grouped(mesh: Mesh, group_size: int) -> Mesh:
 def find_device(device: jax.Device | str) -> jax.Device:
     """The device of that name: `"gpu:1"` is the second GPU of this process, `"gpu"` its first.
 
+    TensorFlow's names are accepted: `"/gpu:1"`, `"/device:GPU:1"`, `"/job:localhost/replica:0/task:0/device:GPU:1"`.
+
     Raises:
-        ValueError: There is no such device here; the message lists those there are.
+        ValueError: This process has no such device; the message lists the devices it has.
         TypeError: `device` is neither a device nor a name.
+
+    Example:
+        >>> find_device("/device:CPU:1") is find_device("cpu:1") is jax.local_devices()[1]
+        True
     """
     if isinstance(device, jax.Device):
         return device
     if not isinstance(device, str):
         raise TypeError(f"A device is a `jax.Device` or a name such as 'cpu:0', got {device!r}.")
-    match = re.fullmatch(r"([a-z]+)(?::(\d+))?", device.lower())
-    there = _local_devices(match[1]) if match else []
-    index = int(match[2] or 0) if match else 0
-    if index < len(there):
-        return there[index]
-    known = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(jax.local_devices()))
+    name = _DEVICE_NAME.fullmatch(device.lower())
+    if name:
+        _check_process(device, name["job"], name["task"])
+    platform = name["platform"] if name else ""
+    same_platform = _local_devices(platform) if platform else []
+    index = int(name["index"] or 0) if name else 0
+    if index < len(same_platform):
+        return same_platform[index]
+    # Of the platform that was named, if this process has devices of it.
+    known = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(same_platform or jax.local_devices()))
+    advice = _MORE_DEVICES.get(platform, _ANOTHER_NAME)[not same_platform]
+    raise ValueError(f"There is no device {device!r}. This process has {known}. {advice}")
+
+
+_DEVICE_NAME = re.compile(
+    r"(?:/?job:(?P<job>\w+)/)?(?:/?replica:0/)?(?:/?task:(?P<task>\d+)/)?/?(?:device:)?(?P<platform>[a-z]+)(?::(?P<index>\d+))?",
+    re.ASCII,
+)
+_ANOTHER_NAME = ("A device name is a platform and an index, such as 'cpu:0'.",) * 2
+_GPUS = (
+    "JAX uses the GPUs that `CUDA_VISIBLE_DEVICES` (or `ROCR_VISIBLE_DEVICES`) lists, and all if it is not set.",
+    'JAX found no GPU: install JAX with GPU support, `pip install "jax[cuda13]"` for NVIDIA, and do not set `JAX_PLATFORMS` '
+    "to another platform. To test on CPU devices, name these.",
+)
+_CPUS = (
+    'To have more CPU devices, call `jax.config.update("jax_num_cpu_devices", n)` before the first use of JAX.',
+    "JAX has no CPU devices here: leave `JAX_PLATFORMS` unset, or add `cpu` to it.",
+)
+_TPUS = (
+    "The TPU cores of other hosts belong to other processes: `jdist.TPUStrategy()` takes the cores of all hosts.",
+    'JAX found no TPU: on a TPU machine, `pip install "jax[tpu]"`, and do not set `JAX_PLATFORMS` to another platform.',
+)
+# What to do if the index is too high, and if there is no device of the platform.
+_MORE_DEVICES = {"cpu": _CPUS, "gpu": _GPUS, "cuda": _GPUS, "rocm": _GPUS, "tpu": _TPUS}
+
+
+def _check_process(name: str, job: str | None, task: str | None) -> None:
+    """Raises ValueError if a device name of TensorFlow means another process."""
+    here = 0 if job == "localhost" else jax.process_index()
+    if job in (None, "localhost", "worker") and (task is None or int(task) == here):
+        return
     raise ValueError(
-        f"There is no device {device!r}. This process has {known}. To have more CPU devices, call "
-        '`jax.config.update("jax_num_cpu_devices", n)` before the first use of JAX.'
+        f"{name!r} is TensorFlow's name of a device of another process, and this is process {jax.process_index()}. Names "
+        "are of local devices only: `cpu:0`. For the devices of all processes, pass `jax.devices()`, or a part of this list."
     )
 
 
@@ -192,6 +234,32 @@ def local_replicas(mesh: Mesh) -> dict[int, jax.Device]:
     """The places in the mesh whose device this process can reach: number to device, in the order of the numbers."""
     here = jax.process_index()
     return {i: device for i, device in enumerate(mesh.devices.flat) if device.process_index == here}
+
+
+def warn_if_local(strategy: str, devices: Iterable[jax.Device | str] | None, instead: str) -> None:
+    """Warns, once per process and strategy, if `strategy` uses local devices by default or by name, and others have joined.
+
+    Each process then trains a model of its own. To be called by the strategy's `__init__`: the warning names its caller's line.
+
+    Args:
+        strategy: The name of the strategy's class.
+        devices: The devices that the user named, or None.
+        instead: What to write for one model on the devices of all processes.
+    """
+    is_explicit = devices is not None and any(isinstance(device, jax.Device) for device in devices)
+    if is_explicit or strategy in _warned_strategies or jax.process_count() == 1:
+        return
+    _warned_strategies.add(strategy)
+    count = jax.process_count()
+    warnings.warn(
+        f"`{strategy}` uses devices of process {jax.process_index()} only, and {count} processes have joined: each process "
+        f"trains a model of its own. For one model on the devices of all {count} processes, write `{instead}`. If one model "
+        "per process is intended, pass the devices themselves, such as `jax.local_devices()`.",
+        stacklevel=3,
+    )
+
+
+_warned_strategies: set[str] = set()
 
 
 def _local_devices(platform: str) -> list[jax.Device]:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._arguments import whole
 from jdist._tree import spec
 from jdist.losses import beside, weighted_sums
 
@@ -154,6 +155,9 @@ class TopKAccuracy(Metric):
     k: int = dataclasses.field(metadata={"static": True})
     correct: Mean = dataclasses.field(default_factory=Mean)
 
+    def __post_init__(self) -> None:
+        whole("`k`", self.k, 1)
+
     def update(self, logits: Any, labels: Any, *, weights: Any = None) -> "TopKAccuracy":
         """This metric with `logits` `[batch, ..., class]` and integer `labels` `[batch, ...]`."""
         logits, labels = _logits_and_labels(logits, labels)
@@ -249,7 +253,7 @@ class ConfusionMatrix(Metric):
         predictions, labels = _classes(predictions, labels)
         size = len(self.counts)
         known = (labels >= 0) & (labels < size) & (predictions >= 0) & (predictions < size)
-        weight = 1.0 if weights is None else beside(jnp.asarray(weights).astype(jnp.float32), labels, "labels")
+        weight = 1.0 if weights is None else beside(weights, labels, "labels").astype(jnp.float32)
         ones = jnp.where(known, weight, 0)
         places = jnp.where(known, labels, 0), jnp.where(known, predictions, 0)
         return ConfusionMatrix(self.counts.at[places].add(ones))

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist import _compat
+from jdist._trace_key import keyed
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.values.aggregation import VariableAggregation
 from jdist.values.base import is_distributed
@@ -101,7 +102,8 @@ def partials() -> Iterator[list[Partial]]:
     """Collects what is said by `keep_partial`."""
     token = _partials.set(noted := [])
     try:
-        yield noted
+        with keyed(object()):  # a cached trace of a helper would call no policy, and so note nothing
+            yield noted
     finally:
         _partials.reset(token)
 

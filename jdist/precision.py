@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._trace_key import keyed
 from jdist._tree import PyTree, named_leaves, spec
 
 
@@ -125,9 +126,12 @@ def in_force(precision: Precision | None, state: PyTree) -> Iterator[None]:
             f"The state has {len(scales)} loss scales, and a loss is multiplied by one. Put one around the others."
         )
     here = InForce(precision, scales[0] if scales else None)
+    # A cached trace of a helper would hold another step's precision and scale, and would not set `is_used`.
+    key = object() if here.precision or scales else None
     token = _in_force.set(here)
     try:
-        yield
+        with keyed(key):
+            yield
     finally:
         _in_force.reset(token)
     if precision is not None and not here.is_used:

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from jdist import _compat
+from jdist import _calls, _compat, _frames
 from jdist._compat import Equation, Jaxpr, Literal
 from jdist.errors import DivergentCollectiveError, RepeatedSumWarning
 
@@ -96,6 +96,17 @@ def prove(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> lis
     return outputs
 
 
+def reductions(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> dict[int, tuple[Equation, bool]]:
+    """Returns the sums over `axes` in `program`, each with whether an operand may differ, by the identity of the equation.
+
+    Raises:
+        DivergentCollectiveError: Some replicas may reach a collective that others do not.
+    """
+    flow = _Flow(frozenset(axes))
+    flow.follow(program, [{axis: Cause(one) for axis in one.axes} for one in inputs], MIRRORED)
+    return flow.reductions
+
+
 def explain(cause: Cause) -> str:
     """The chain of causes in words, a line for each place in the user's code."""
     start, *links = [link.site for link in cause.chain()]
@@ -104,7 +115,7 @@ def explain(cause: Cause) -> str:
     places = [
         (place, equation.primitive.name)
         for equation in links
-        if isinstance(equation, Equation) and (place := _compat.user_frame(equation))
+        if isinstance(equation, Equation) and (place := _frames.user_frame(equation))
     ]
     lines = [f"{start.name}, which holds one value a replica"] if isinstance(start, Input) else []
     for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
@@ -141,6 +152,11 @@ _REPEATED_SUM = (
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}  # once a line, where warnings are shown once
 
 
+def warn_once(message: str, category: type[Warning], place: _frames.Frame) -> None:
+    """Warns on a line of the user's code; once per line, where warnings are shown once."""
+    warnings.warn_explicit(message, category, place.file, place.line, registry=_warned)
+
+
 class _Flow:
     """One walk over a program: knowledge flows from operands to results."""
 
@@ -148,6 +164,9 @@ class _Flow:
         self._axes = axes
         # The last look at an equation is the one at the fixed point, so a later look replaces an earlier.
         self._sums: dict[int, tuple[Equation, bool]] = {}
+        self._programs: dict[int, Jaxpr] = {}  # of a sum: the program that it is in
+        # By identity: the sums, and whether an operand may differ.
+        self.reductions: dict[int, tuple[Equation, bool]] = {}
 
     def follow(self, program: Jaxpr, inputs: Sequence[Knowledge], control: Knowledge) -> list[Knowledge]:
         """The knowledge of the program's outputs; `control` says why replicas may not all be running it."""
@@ -157,6 +176,8 @@ class _Flow:
             return [MIRRORED if isinstance(atom, Literal) else known.get(atom, MIRRORED) for atom in atoms]
 
         for equation in program.eqns:
+            if equation.primitive.name == "name":
+                self._programs[id(equation)] = program
             rule = _RULES.get(equation.primitive.name, _Flow._other)
             results = rule(self, equation, look(equation.invars), control)
             for var, value in zip(equation.outvars, results, strict=True):
@@ -167,9 +188,19 @@ class _Flow:
     def warn(self) -> None:
         """Says which sums add up the same value again and again."""
         for equation, repeated in self._sums.values():
-            place = _compat.user_frame(equation) if repeated else None
+            place = self._place(equation) if repeated else None
             if place:
-                warnings.warn_explicit(_REPEATED_SUM, RepeatedSumWarning, place.file, place.line, registry=_warned)
+                warn_once(_REPEATED_SUM, RepeatedSumWarning, place)
+
+    def _place(self, equation: Equation) -> _frames.Frame | None:
+        """The user's line of a sum. Of a sum that aggregates a write to the state: the line that computed what is written."""
+        place = _frames.user_frame(equation)
+        if place is None or not _frames.is_in_jdist(place):
+            return place
+        (operand,), program = equation.invars, self._programs[id(equation)]
+        maker = next((one for one in program.eqns if operand in one.outvars), None)
+        written = _frames.user_frame(maker) if maker else None
+        return _frames.calling_frame() if written is None or _frames.is_in_jdist(written) else written
 
     def _other(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
         result = _join(equation, operands)
@@ -197,6 +228,8 @@ class _Flow:
             return self._other(equation, operands, control)
         named = self._axes & _compat.contents(equation).names
         self._check_all_arrive(equation, named, control)
+        if named and equation.primitive.name == "psum":
+            self.reductions[id(equation)] = equation, any(operands)
         return [_passed_on(equation, {a: c for a, c in value.items() if a not in named}) for value in operands]
 
     def _name(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
@@ -209,8 +242,11 @@ class _Flow:
         return [_passed_on(equation, value) for value in operands]
 
     def _call(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
-        target = _compat.call_target(equation)
-        return self.follow(target, operands, control) if target else self._other(equation, operands, control)
+        # Sound, because the results are those of this program, and no other program of the equation is run.
+        call = _calls.call_of(equation)
+        if call is None:
+            return self._other(equation, operands, control)
+        return self.follow(call.program, call.operands(operands), control)
 
     def _cond(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
         predicate = _passed_on(equation, operands[0])
@@ -253,7 +289,7 @@ class _Flow:
     def _check_all_arrive(self, equation: Equation, named: frozenset[str], control: Knowledge) -> None:
         divided = next((control[axis] for axis in named if axis in control), None)
         if divided is not None:
-            place = _compat.user_frame(equation)
+            place = _frames.user_frame(equation)
             raise DivergentCollectiveError(
                 f"{equation.primitive.name} at {place} waits for every replica, and stands where some may not come: "
                 "the predicate above it is not the same on all of them.\n"
@@ -265,7 +301,7 @@ class _Flow:
 _Rule: TypeAlias = Callable[[_Flow, Equation, list[Knowledge], Knowledge], list[Knowledge]]
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(_AGREEING, _Flow._agree),
-    **dict.fromkeys(_compat.CALLS, _Flow._call),
+    **dict.fromkeys(_calls.CALLS, _Flow._call),
     "name": _Flow._name,
     "optimization_barrier": _Flow._each,
     "cond": _Flow._cond,

@@ -13,11 +13,20 @@ import numpy as np
 from jax import core
 
 from jdist._tree import PyTree, named_leaves, spec
-from jdist.collectives import check_dim, check_no_slices
-from jdist.context import in_replica_function
+from jdist.collectives import check_no_slices, dim_in, dims_in, stacked
+from jdist.context import in_replica_function, merged_axes
 from jdist.mesh import Replicas
 from jdist.reduce_op import ReduceOp, check_reducible
-from jdist.values.arrays import Shape, Shapes, is_placed, join_rows, reduce_rows
+from jdist.values.arrays import (
+    Shape,
+    Shapes,
+    check_array,
+    check_not_leaked,
+    check_range,
+    is_placed,
+    join_rows,
+    reduce_rows,
+)
 from jdist.values.base import is_distributed
 from jdist.values.mirrored import Mirrored
 from jdist.values.per_replica import PerReplica
@@ -33,7 +42,7 @@ def reduce(op: ReduceOp, value: PyTree, dims: Shape, replicas: Replicas) -> PyTr
     Args:
         op: The reduction. A mean is over elements, so no replica counts more than its rows.
         value: A tree of wrapped values, mirrored arrays, `RowSlices` and host values.
-        dims: Dimensions of one replica's value, from 0 up.
+        dims: Dimensions of one replica's value; a negative one counts from the last.
         replicas: Which replicas.
 
     Returns:
@@ -47,9 +56,7 @@ def reduce(op: ReduceOp, value: PyTree, dims: Shape, replicas: Replicas) -> PyTr
     def held(name: str, rows: jax.Array, shapes: Shapes | None) -> jax.Array:
         own = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
         check_reducible(op, name, own)
-        for dim in dims:
-            check_dim(name, own, dim)
-        return reduce_rows(op, name, rows, shapes, dims, _everywhere(rows, replicas))
+        return reduce_rows(op, name, rows, shapes, dims_in(name, own, dims), _everywhere(rows, replicas))
 
     def host(name: str, value: Any) -> Any:
         check_reducible(op, name, value)
@@ -58,14 +65,16 @@ def reduce(op: ReduceOp, value: PyTree, dims: Shape, replicas: Replicas) -> PyTr
                 f"{name} is {spec(value)}, a host value, held by none of the {replicas.size} replicas, so it has no SUM over "
                 "them. Sum what `strategy.run` returned, or say what you mean: `value * strategy.num_replicas_in_sync`."
             )
-        for dim in dims:
-            check_dim(name, value, dim)
+        dims_in(name, value, dims)
         if op is not ReduceOp.SUM and dims and not np.size(value):
             raise ValueError(f"{name} is {spec(value)}, empty, and nothing has no {op.name}.")
         if op is ReduceOp.MEAN and np.asarray(value).dtype.kind in "iu":
             value = np.asarray(value).astype(np.float32)[()]
         # The mean, greatest and least over the replicas of one value is the value.
-        return _OPERATIONS[op](jnp.asarray(value), axis=dims) if dims else value
+        if not dims:
+            return value
+        check_range(name, value)
+        return _OPERATIONS[op](jnp.asarray(value), axis=dims)
 
     def sparse(name: str, slices: RowSlices) -> RowSlices:
         check_reducible(op, name, slices.rows.tree if is_distributed(slices.rows) else slices.rows)
@@ -96,8 +105,9 @@ def gather(value: PyTree, dim: int, replicas: Replicas) -> PyTree:
     check_no_slices("gather", value)
 
     def held(name: str, rows: jax.Array, shapes: Shapes | None) -> jax.Array:
-        check_dim(name, jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype), dim)
-        return join_rows(name, rows, shapes, dim, _everywhere(rows, replicas))
+        check_array(name, rows)
+        own = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+        return join_rows(name, rows, shapes, dim_in(name, own, dim), _everywhere(rows, replicas))
 
     return _map_leaves(held, lambda name, value: value, lambda name, value: value, value, replicas)
 
@@ -134,10 +144,12 @@ def _map_leaves(
     def one(name: str, node: Any) -> Any:
         if is_sparse(node):
             return sparse(name, node)
+        check_not_leaked(name, node)
         if not _is_held(node, replicas):
             return host(name, node)
-        wrapper = _wrapped(node)
+        wrapper = _wrapped(node, replicas)
         check_fit(name, wrapper, replicas)
+        check_range(name, wrapper.tree)
         rows = wrapper.rows(replicas.size)
         if is_placed(rows):
             check_place(name, rows, replicas.mesh)
@@ -172,17 +184,24 @@ def _check_slices(name: str, slices: RowSlices, replicas: Replicas) -> None:
         raise TypeError(f"{name} is RowSlices with indices of {spec(numbers)}: rows are counted in integers.")
 
 
-def _wrapped(node: Any) -> Any:
-    return node if is_distributed(node) else Mirrored(node)
+def _wrapped(node: Any, replicas: Replicas) -> Any:
+    if is_distributed(node):
+        return node
+    if isinstance(node, core.Tracer) and replicas.size == 1:
+        # The argument of a `merge_call`. What it becomes has to be proved mirrored on one replica as on several.
+        return PerReplica(stacked(node, merged_axes()))
+    return Mirrored(node)
 
 
 def _own_shapes(node: Any, replicas: Replicas) -> list[Shape]:
     """The shape that each replica holds; none of a host value."""
     if not _is_held(node, replicas):
         return []
+    if not is_distributed(node):
+        return [node.shape] * replicas.size
     if isinstance(node, PerReplica) and node.shapes:
         return list(node.shapes[0])
-    return [jax.eval_shape(lambda: _wrapped(node).rows(replicas.size)).shape[1:]] * replicas.size
+    return [jax.eval_shape(lambda: node.rows(replicas.size)).shape[1:]] * replicas.size
 
 
 def _everywhere(rows: jax.Array, replicas: Replicas) -> Any:
@@ -200,8 +219,10 @@ def _local(node: Any, replicas: Replicas) -> Sequence[PyTree]:
             copies = zip(*(_copies(leaf, replicas) for leaf in leaves), strict=True)
             return [jax.tree.unflatten(jax.tree.structure(node.tree), copy) for copy in copies]
         return [node.tree] * count if alike else node.values
-    if not _is_held(node, replicas) or isinstance(node, core.Tracer):
+    if not _is_held(node, replicas):
         return [node] * count
+    if isinstance(node, core.Tracer):
+        return [stacked(node, merged_axes())[0]] if replicas.size == 1 else [node] * count
     return _copies(node, replicas)
 
 

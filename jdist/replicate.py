@@ -18,10 +18,13 @@ import jax
 
 from jdist import _compat, clipping, proof
 from jdist._tree import PyTree, argument_names, named_leaves
+from jdist.batch_check import warn_of_replicated_batch
 from jdist.context import ReplicaContext, entered
 from jdist.errors import NotMirroredError
 from jdist.proof import Knowledge
-from jdist.values.base import DistributedValues, is_distributed
+from jdist.trace_errors import explained
+from jdist.values.arrays import check_value
+from jdist.values.base import DistributedValues, is_distributed, named_values
 from jdist.values.per_replica import PerReplica
 from jdist.values.place import check_fit, check_one_shape, check_single
 from jdist.views.base import OneReplica, Results, View
@@ -45,6 +48,20 @@ class Proof:
         return f"{len(self.mirrored)} of {total} results are the same on every replica{others}"
 
 
+class Traced(NamedTuple):
+    """A replica function that was traced and analyzed.
+
+    Attributes:
+        pair: The state and the outputs, as the host sees them.
+        proof: Which of them are replicated.
+        program: The closed jaxpr of one replica.
+    """
+
+    pair: tuple[PyTree, PyTree]
+    proof: Proof
+    program: Any
+
+
 class Call(NamedTuple):
     """A function and what it is called with, as its author names it.
 
@@ -64,7 +81,7 @@ class Call(NamedTuple):
 
     def leaves(self) -> list[tuple[str, Any]]:
         """Every leaf of the arguments with its name."""
-        return [leaf for root, value in self._named() for leaf in named_leaves(root, value)]
+        return [leaf for root, value in self._named() for leaf in named_values(root, value)]
 
     def _named(self) -> list[tuple[str, PyTree]]:
         values = [*self.args, *self.kwargs.values()]
@@ -73,7 +90,7 @@ class Call(NamedTuple):
 
 def replicated(
     call: Call, body: Callable[..., tuple[PyTree, PyTree]], view: View, context: ReplicaContext, has_state: bool = False
-) -> tuple[tuple[PyTree, PyTree], Proof]:
+) -> Traced:
     """Runs `body` once a replica, on the arguments of `call` as one replica sees them.
 
     Args:
@@ -84,7 +101,7 @@ def replicated(
         has_state: Whether the first argument is a state, which the new one replaces.
 
     Returns:
-        The pair as the host sees it, and what was proved. In the second part, what is not proved mirrored is `PerReplica`.
+        The pair, its proof and the traced program. In the second part, a value that is not proved replicated is `PerReplica`.
 
     Raises:
         NotMirroredError: A leaf of the state is not proved mirrored.
@@ -111,17 +128,19 @@ def replicated(
 
     num_state = len(jax.tree.leaves(call.args[0], is_leaf=is_distributed)) if has_state else 0
     one = OneReplica(enter_and_run, items, num_state)
-    traced = view.trace(one)
+    with explained(names, view.replicas.mesh):
+        traced = view.trace(one)
     program = _compat.open_jaxpr(traced)
     inputs = _inputs(items, names, context.axes)
-    # What `body` closes over of a `jax.jit` around this comes first, and is whole on every device.
-    captured = [proof.Input("a captured value", ())] * (len(program.invars) - len(inputs))
-    known = proof.prove(program, captured + inputs, context.axes)
+    known = proof.prove(program, inputs, context.axes)
     clipping.warn(program)
+    if has_state:
+        num_state_leaves = len(jax.tree.leaves(call.args[0]))
+        warn_of_replicated_batch(program, inputs, num_state_leaves, context.axes, context.num_replicas_in_sync)
     placements = taken_apart.place(known)
     values = view.run(one, traced, Results(taken_apart.trees(), placements))
     pair = taken_apart.put_together(placements, values)
-    return view.arranged(*pair), taken_apart.proof(placements)
+    return Traced(view.arranged(*pair), taken_apart.proof(placements), traced)
 
 
 class _Results:
@@ -141,6 +160,8 @@ class _Results:
         self._num_state = len(jax.tree.leaves(state, is_leaf=is_distributed))
         for item, name in zip(items, self._names, strict=True):
             check_single(name, item)
+            for leaf_name, leaf in named_values(name, item):
+                check_value(leaf_name, leaf)
         return [item.tree if is_distributed(item) else item for item in items]
 
     def place(self, known: list[Knowledge]) -> list[type[DistributedValues] | None]:

@@ -12,12 +12,20 @@ from jdist._tree import PyTree, named_leaves, spec
 from jdist.context import all_reduce, broadcast
 from jdist.reduce_op import ReduceOp, check_reducible
 from jdist.values.aggregation import VariableAggregation
-from jdist.values.base import is_distributed
+from jdist.values.arrays import check_value
+from jdist.values.base import is_distributed, named_values
 from jdist.values.mirrored import Mirrored
 
 
 def settled(state: PyTree) -> PyTree:
-    """`state` with array leaves of a definite dtype: a Python number would let the next step change it."""
+    """`state` with array leaves of a definite dtype: a Python number would let the next step change it.
+
+    Raises:
+        TypeError: A leaf is no number or array of numbers.
+        ValueError: A whole number does not fit what JAX keeps of it.
+    """
+    for name, leaf in named_values("state", state):
+        check_value(name, leaf)
     return jax.tree.map(_strong, state)
 
 
@@ -51,6 +59,8 @@ def kept_in_place(placed: PyTree, before: PyTree, after: PyTree) -> PyTree:
     """
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise TypeError(_structure_change(before, after))
+    for name, leaf in named_leaves("state", after):
+        check_value(name, leaf)
     for number, (was, now) in enumerate(zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)):
         old, new = jax.typeof(was), jax.typeof(now)
         if (old.shape, old.dtype) != (new.shape, new.dtype):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist import _compat, proof
+from jdist import _calls, _compat, proof
 from jdist._compat import Equation, Jaxpr, Literal
 from jdist.proof import Input
 
@@ -66,8 +66,8 @@ def flat(program: Any, axis_sizes: Sequence[tuple[str, int]]) -> Any:
     """The closed program without calls, the equations of what was called in their place."""
 
     def called(equation: Equation, operands: list[Any]) -> list[Any] | None:
-        target = _compat.call_target(equation) if equation.primitive.name not in ("remat2", "shard_map") else None
-        return target and _compat.follow(target, _compat.call_consts(equation), operands, called)
+        call = _calls.call_of(equation) if equation.primitive.name not in _calls.ANNOTATED_CALLS else None
+        return _compat.follow(call.program, call.consts, call.operands(operands), called) if call else None
 
     run = lambda *given: _compat.follow(program.jaxpr, program.consts, given, called)
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in program.jaxpr.invars]

@@ -7,7 +7,7 @@ import jax
 from jdist._tree import PyTree
 from jdist.context import ReplicaContext, current, in_replica_function
 from jdist.strategies.current import get_strategy
-from jdist.values.aggregation import VariableAggregation, VariableSynchronization
+from jdist.values.aggregation import VariableAggregation, VariableSynchronization, check_mean
 from jdist.values.arrays import whole
 from jdist.values.base import is_distributed
 from jdist.values.mirrored import Mirrored
@@ -27,7 +27,8 @@ def variable(
 
     * `AUTO`: a plain array. What the replicas write has to be proved the same on all.
     * `ON_WRITE`: `Mirrored`. What they write is aggregated at once.
-    * `ON_READ`: `SyncOnRead`. What they write stays with each, and is aggregated when the host program reads it.
+    * `ON_READ`: `SyncOnRead`. What they write stays with each, and is aggregated when the host program reads it. With
+      aggregation `NONE` the host program reads one value per replica (`.values`).
     * `NONE`: `PerReplica`. What they write stays with each, and the host program reads one value a replica.
 
     `AUTO` with an aggregation is `ON_WRITE`. `NONE` needs none.
@@ -44,7 +45,7 @@ def variable(
 
     Raises:
         ValueError: There is no such choice, or the choices contradict each other.
-        TypeError: `value` is a wrapped value, or `RowSlices` that would be aggregated.
+        TypeError: `value` is a wrapped value, `RowSlices` that would be aggregated, or only integers with aggregation `MEAN`.
         RuntimeError: Called in a `merge_call`.
 
     Example:
@@ -114,6 +115,8 @@ def _wrapped(
                 'together in the end: `synchronization="on_read", trainable=True`.'
             )
         return PerReplica(value)
+    if aggregation is VariableAggregation.MEAN and not is_distributed(value):
+        check_mean("value", value)
     if synchronization is VariableSynchronization.ON_READ:
         return SyncOnRead(value, aggregation, bool(trainable))
     plain = synchronization is VariableSynchronization.AUTO and aggregation is VariableAggregation.NONE

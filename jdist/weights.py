@@ -21,7 +21,7 @@ from jdist.strategies.base import Strategy
 from jdist.values.arrays import check_array
 from jdist.values.base import is_distributed
 from jdist.values.sync_on_read import SyncOnRead
-from jdist.writing import Path, write_once
+from jdist.writing import Path, check_path, write_once
 
 _DTYPES = {
     "BOOL": np.bool_, "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64,
@@ -45,7 +45,7 @@ def save(path: Path, tree: PyTree) -> None:
 
     Raises:
         ValueError: Two leaves have the same name, or a leaf was donated to a step.
-        TypeError: A leaf is no array, or of a dtype that these files do not have.
+        TypeError: A leaf is no array, or of a dtype that these files do not have; or the two arguments are swapped.
         OSError: There is no such folder, or it cannot be written to; what was there before is there still.
 
     Example:
@@ -57,6 +57,7 @@ def save(path: Path, tree: PyTree) -> None:
                [1., 1., 1.]], dtype=float32)}}}
     """
     require_host("weights.save")
+    check_path("weights.save(path, tree)", path, tree)
     write_once(path, writer(fetched(tree)))
 
 
@@ -87,6 +88,7 @@ def load(path: Path, like: PyTree = None, strategy: Strategy | None = None) -> P
         {'w': Array([1., 1., 1.], dtype=float32)}
     """
     require_host("weights.load")
+    check_path("weights.load(path, like=tree)", path, like)
     values = _read(path)
     if strategy is not None:
         _check_kept(path, values)

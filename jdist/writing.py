@@ -6,12 +6,35 @@ import pathlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 Path: TypeAlias = str | os.PathLike[str]
+
+
+def check_path(call: str, path: Any, second: Any = None) -> None:
+    """Checks the first argument of a function that reads or writes files.
+
+    Args:
+        call: How the function is called, for the message: `weights.save(path, tree)`.
+        path: The first argument.
+        second: The second argument, to recognize swapped ones.
+
+    Raises:
+        TypeError: `path` is neither a string nor an `os.PathLike`.
+    """
+    if _is_path(path):
+        return
+    swapped = f" The path {os.fspath(second)!r} is the second argument: swap the two." if _is_path(second) else ""
+    raise TypeError(
+        f"`path` must be a string or an `os.PathLike`, got {type(path).__name__}.{swapped} Call `jdist.{call}`."
+    )
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (str, os.PathLike))
 
 
 def write_once(

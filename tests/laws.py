@@ -1,8 +1,11 @@
 """What the tests share: the table of strategies that every law holds for, and how bits are compared."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
+from jax._src import dispatch
 from jax.sharding import Mesh
 
 import jdist
@@ -35,6 +38,11 @@ def rows(strategy, *shape, seed=0):
     return strategy.put(jdist.PerReplica(values))
 
 
+def arrays(batch):
+    """The arrays `[replica, rows, ...]` of a batch, in its structure."""
+    return jax.tree.map(lambda value: value.tree, batch, is_leaf=lambda node: isinstance(node, jdist.PerReplica))
+
+
 def copies(array):
     """The bytes of each device's copy of a mirrored array."""
     return [np.asarray(shard.data).tobytes() for shard in array.addressable_shards]
@@ -48,6 +56,13 @@ def assert_in_step(tree):
         for shard in leaf.addressable_shards:
             parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
         assert all(len(bits) == 1 for bits in parts.values())
+
+
+def forget_failed_callbacks():
+    """Clears JAX's record of callbacks that failed, which it would raise again at every later barrier."""
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        jax.effects_barrier()
+    dispatch.runtime_tokens.clear()
 
 
 class Numbered:

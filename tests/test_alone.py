@@ -21,7 +21,7 @@ X = np.random.default_rng(0).normal(size=(1, 2, 3)).astype(np.float32)
 
 
 def traced(fn, *args):
-    return jax.make_jaxpr(fn, axis_env=[("r", 1)])(*args)
+    return _compat.lowered(jax.make_jaxpr(fn, axis_env=[("r", 1)])(*args), [("r", 1)])
 
 
 def rest(fn, *args):
@@ -156,9 +156,38 @@ def test_axis_of_an_inner_vmap_is_reduced_together_with_it(fn):
     assert speaking(rest(each, X)) == []
 
 
-def test_solver_that_asks_the_others_is_left_to_vmap():
-    fn = lambda x: jax.scipy.sparse.linalg.cg(lambda v: 2 * lax.psum(v, "r"), x[0, 0])[0]
+@jax.custom_batching.custom_vmap
+def _summed(x):
+    return lax.psum(x, "r")
+
+
+_summed.def_vmap(lambda size, batched, x: (lax.psum(x, "r"), batched[0]))
+
+
+def _root(x):
+    def newton(f, x):
+        return lax.while_loop(lambda pair: pair[1] < 8, lambda pair: (pair[0] - f(pair[0]) / 4, pair[1] + 1), (x, 0))[0]
+
+    squared = jnp.sum(x**2) + 1
+    equation = lambda r: lax.psum(r**2, "r") - squared
+    return lax.custom_root(equation, jnp.float32(1.5), newton, lambda g, y: y / g(jnp.float32(1)))
+
+
+SOLVERS = {
+    "cg": lambda x: jax.scipy.sparse.linalg.cg(lambda v: 2 * lax.psum(v, "r"), x[0, 0])[0],
+    "root": lambda x: _root(0.1 * x),
+    "custom_vmap": lambda x: (_summed(x), jax.vmap(_summed)(x)),
+    "linear_call": lambda x: jax.custom_derivatives.linear_call(
+        lambda r, x: lax.psum(r * x, "r"), lambda r, x: lax.psum(r * x, "r"), 2.0, x
+    ),
+    "composite": lambda x: lax.composite(lambda x: lax.psum(jnp.sin(x), "r"), "test.sum")(x),
+}
+
+
+@pytest.mark.parametrize("fn", SOLVERS.values(), ids=SOLVERS)
+def test_collectives_in_solvers_and_custom_rules_are_those_on_one_device(fn):
     assert_same(alone(fn, X), on_one_device(fn, X))
+    assert speaking(rest(fn, X)) == []
 
 
 # --- what calls, branches and loops

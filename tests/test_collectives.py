@@ -54,7 +54,7 @@ def test_all_reduce_of_tree_keeps_its_structure(strategy):
     chex.assert_trees_all_equal(found, {"a": (np.asarray(tree["a"][0].tree).max(0), None), "b": []})
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3])
 def test_all_gather_is_the_rows_joined_in_order_on_every_replica(axis, strategy):
     values = _per_replica(strategy, np.int32, 1, 2, 3)
     found = strategy.run(lambda x: jdist.all_gather({"x": x}, axis), (jdist.PerReplica(values),))["x"]
@@ -131,9 +131,9 @@ def test_all_reduce_of_leaf_without_that_reduction_is_refused_by_name(op, leaf, 
         jdist.all_reduce(op, {"x": leaf})
 
 
-@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("axis", [1, -2])
 def test_all_gather_along_no_dimension_is_refused_by_name(axis, strategy):
-    says = rf"value\['x'\] is float32\[3\]: it has no dimension {axis}\. Take `axis` from 0 up, below the rank"
+    says = rf"value\['x'\] is float32\[3\]: it has no dimension {axis}\. Its dimensions are 0 to 0, or -1 to -1; `axis` counts"
     with pytest.raises(ValueError, match=says):
         strategy.run(lambda x: jdist.all_gather({"x": x}, axis), (np.ones(3, np.float32),))
     with pytest.raises(ValueError, match=says):
@@ -328,3 +328,70 @@ def test_sum_of_a_captured_array_is_a_repeated_sum(two):
     captured = jnp.arange(3.0)
     with pytest.warns(jdist.RepeatedSumWarning):
         two.run(lambda: jdist.all_reduce("sum", captured))
+
+
+NANS = [[np.nan, 1, -0.0, -np.inf, -2, np.nan], [1, np.nan, 0, -3, -2.5, -np.nan], [1, 2, -0.0, np.inf, -3, 1e-40]]
+VIRTUAL = {"virtual_4": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=4)}
+BY_OPS = {
+    repr(ops): lambda ops=ops: jdist.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ops)
+    for ops in (jdist.ReductionToOneDevice(), jdist.HierarchicalAllReduce(1))
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("make", (STRATEGIES | VIRTUAL | BY_OPS).values(), ids=STRATEGIES | VIRTUAL | BY_OPS)
+def test_greatest_and_least_are_nan_where_any_replica_has_nan(make, dtype):
+    strategy = make()
+    some = [np.array(row).astype(jnp.dtype(dtype)) for row in NANS]
+    values = np.stack([some[i % 3] for i in range(strategy.num_replicas_in_sync)])
+    x = strategy.put(jdist.PerReplica(values))
+    found = strategy.run(lambda x: [jdist.all_reduce(op, [x, x[:2]]) for op in ("max", "min")], (x,))
+    for op, of_step in zip(("max", "min"), found, strict=True):
+        expected = NUMPY[op](values.astype(np.float64), axis=0)
+        for got in (of_step[0], strategy.reduce(op, x, axis=None)):
+            assert got.dtype == dtype
+            np.testing.assert_array_equal(np.asarray(got, np.float64), expected)
+        np.testing.assert_array_equal(np.asarray(of_step[1], np.float64), expected[:2])
+
+
+@pytest.mark.parametrize("axis", [None, "0", 1.0, (0,), True], ids=repr)
+def test_all_gather_along_what_is_no_number_is_refused(axis, two):
+    says = (
+        r"`axis` is the dimension to join the replicas' values along, a whole number, got .*`x\[None\]`, and join along"
+    )
+    for gather in (lambda x: two.gather(x, axis), lambda x: two.run(lambda x: jdist.all_gather(x, axis), (x,))):
+        with pytest.raises(TypeError, match=says):
+            gather(rows(two, 3))
+
+
+def test_gradient_through_a_greatest_is_refused_with_the_way_out(two):
+    greatest = lambda x: jdist.all_reduce("max", x) * x
+    with pytest.raises(
+        NotImplementedError, match=r"`jdist.all_reduce` with MAX or MIN has no gradient. Stop .*stop_grad"
+    ):
+        two.run(jax.grad(greatest), (1.0,))
+    stopped = lambda x: jdist.all_reduce("max", lax.stop_gradient(x)) * x
+    assert float(two.run(jax.grad(stopped), (3.0,))) == 3.0
+
+
+CUT = {
+    "all_reduce": (lambda x: jdist.all_reduce("max", [x]), r"value\[0\]"),
+    "sum": (lambda x: jdist.all_reduce("sum", x), "value"),
+    "all_gather": (lambda x: jdist.all_gather([x[None]], 0), r"value\[0\]"),
+    "broadcast": (jdist.broadcast, "value"),
+    "mean": (lambda x: jdist.mean([x]), r"values\[0\]"),
+    "average_loss": (lambda x: jdist.compute_average_loss(x[None]), "per_example_loss"),
+    "regularization": (jdist.scale_regularization_loss, "regularization_loss"),
+    "merge_call": (lambda x: jdist.get_replica_context().merge_call(lambda s, x: x, (x,)), r"args\[0\]"),
+    "row_slices": (
+        lambda x: jdist.all_reduce("sum", jdist.RowSlices(np.ones((1, 2)), x[None], 3)),
+        r"value\.indices",
+    ),
+}
+
+
+@pytest.mark.parametrize("ask, name", CUT.values(), ids=CUT)
+def test_host_number_that_would_be_cut_to_32_bits_is_refused_by_its_name(ask, name, two):
+    for call in (lambda: two.run(lambda: ask(np.int64(2**40))), lambda: ask(np.int64(2**40))):
+        with pytest.raises(ValueError, match=f"^{name} holds 1099511627776, which int32 does not"):
+            call()

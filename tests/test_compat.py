@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec
 
-from jdist import _compat
+from jdist import _compat, _frames
 from jdist.mesh import replica_mesh
 
 
@@ -29,8 +29,8 @@ def _inside_mesh(fn):
 
 
 def test_frame_in_the_working_folder_is_written_from_there():
-    assert str(_compat.Frame(os.path.join(os.getcwd(), "a", "b.py"), 3, "f")) == os.path.join("a", "b.py") + ":3"
-    assert str(_compat.Frame("/elsewhere/b.py", 3, "f")) == "/elsewhere/b.py:3"
+    assert str(_frames.Frame(os.path.join(os.getcwd(), "a", "b.py"), 3, "f")) == os.path.join("a", "b.py") + ":3"
+    assert str(_frames.Frame("/elsewhere/b.py", 3, "f")) == "/elsewhere/b.py:3"
 
 
 def test_open_jaxpr_of_closed_and_open_program_is_the_same():
@@ -50,23 +50,20 @@ def test_scan_counts_are_constants_and_carry():
     assert consts + carry + 1 == len(scan.invars)
 
 
-CALLS = {
-    "jit": (jax.jit(lambda x: x + 1), True),
-    "checkpoint": (jax.checkpoint(lambda x: jnp.sin(x)), True),
-    "custom_jvp": (jax.nn.relu, True),
-    "linear_solve": (lambda x: lax.custom_linear_solve(lambda v: 2 * v, x, lambda _, b: b / 2), False),
-    "sine": (jnp.sin, False),
-}
+def test_lowered_program_holds_its_programs_and_gives_the_same():
+    fn = lambda x: lax.psum(jnp.nonzero(jnp.sort(x), size=2, fill_value=7)[0], "replica")
+    traced = jax.make_jaxpr(fn, axis_env=[("replica", 2)])(jnp.zeros(3))
+    program = _compat.lowered(traced, [("replica", 2)])
+    equations = _compat.open_jaxpr(program).eqns
+    assert not any(_compat.contents(one).opaque for one in [*equations, *_held(equations)])
+    given = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    run = lambda f: jax.vmap(f, axis_name="replica")(given)
+    np.testing.assert_array_equal(run(_compat.function_of(program))[0], run(fn))
 
 
-@pytest.mark.parametrize("fn, is_call", CALLS.values(), ids=CALLS)
-def test_call_target_of_equation_takes_its_operands_and_gives_its_results(fn, is_call):
-    equation = _equations(fn, 1.0)[-1]
-    target = _compat.call_target(equation)
-    assert (target is not None) == is_call
-    if target is not None:
-        assert len(target.invars) == len(equation.invars)
-        assert len(target.outvars) == len(equation.outvars)
+def test_program_without_python_code_in_it_is_lowered_already():
+    traced = jax.make_jaxpr(jnp.sin)(1.0)
+    assert _compat.lowered(traced) is traced
 
 
 def _scanned_sum(x):
@@ -124,7 +121,7 @@ LINES = {
 @pytest.mark.parametrize("fn", LINES.values(), ids=LINES)
 def test_user_frame_of_equation_is_the_line_that_called_the_library(fn):
     _, first = inspect.getsourcelines(fn)
-    frames = {_compat.user_frame(equation) for equation in _equations(fn, jnp.ones(3))}
+    frames = {_frames.user_frame(equation) for equation in _equations(fn, jnp.ones(3))}
     assert {(frame.file, frame.line) for frame in frames} == {(__file__, first)}
 
 

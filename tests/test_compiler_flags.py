@@ -1,5 +1,6 @@
 """Recommended compiler flags: the installed compilers know each, none is on by default, and nothing is set unasked."""
 
+import html
 import importlib.util
 import io
 import json
@@ -12,7 +13,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from jdist.compiler_flags import XlaFlags, xla_flags
+from jdist.compiler_flags import XlaFlag, XlaFlags, xla_flags
 
 PLATFORMS = ("cpu", "cuda", "gpu", "tpu", "tpu v5e")
 WITH_FLAGS = [platform for platform in PLATFORMS if xla_flags(platform).flags]
@@ -122,6 +123,28 @@ def test_flags_printed_in_a_narrow_window_are_not_cut_off(platform):
     console.print(xla_flags(platform))
     rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "│" in line]
     assert "".join(rows) == "".join(map(str, xla_flags(platform).flags))
+
+
+@pytest.mark.parametrize("platform", WITH_FLAGS)
+def test_flags_in_a_notebook_are_a_table_of_every_flag_and_why(platform):
+    page = html.unescape(xla_flags(platform)._repr_html_())
+    for flag in xla_flags(platform).flags:
+        assert f">{flag}<" in page and f">{flag.reason}<" in page and f">{flag.link}<" in page
+    assert f">{xla_flags(platform).variable} for {platform}<" in page
+
+
+def test_flags_in_a_notebook_are_escaped():
+    flags = XlaFlags("<b>", "<i>", (XlaFlag("<u>", True, "<s> & more", "<a>"),))
+    page = flags._repr_html_()
+    assert {"<b>", "<i>", "<u>", "<s>", "<a>"}.isdisjoint(re.findall("<[^>]*>", page))
+    assert "&lt;s&gt; &amp; more" in page
+    assert "No flags are recommended for &lt;b&gt;." in XlaFlags("<b>", "<i>")._repr_html_()
+
+
+def test_repr_of_flags_is_one_short_line():
+    assert repr(xla_flags("gpu")) == "XlaFlags(gpu, 2 flags for XLA_FLAGS)"
+    assert repr(xla_flags("cpu")) == "XlaFlags(cpu, 0 flags for XLA_FLAGS)"
+    assert repr(XlaFlags("x", "V", xla_flags("gpu").flags[:1])) == "XlaFlags(x, 1 flag for V)"
 
 
 def test_platform_in_any_case_is_the_same():

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextvars
+import gc
 import threading
+import weakref
 
 import chex
 import jax
@@ -279,15 +281,16 @@ def test_merge_call_sees_the_values_of_all_replicas(strategy):
     seen = []
 
     def look(given, value, tree, *, scale):
-        seen.append((given, _where(), len(value.values), [type(x) for x in (value, tree["a"], scale)], tree["none"]))
-        seen.append((value.tree.shape, tree["a"].tree.shape, scale.tree.shape))
+        leaves = [value, tree["a"], scale]
+        wrapped = [isinstance(x, jdist.PerReplica) for x in leaves]
+        shapes = [np.shape(x.tree if n > 1 else x) for x in leaves]
+        seen.append((given, _where(), len(strategy.local_results(value)), wrapped, shapes, tree["none"]))
 
     x = rows(strategy, 3)
     strategy.run(lambda x: _merge(look, x, {"a": jdist.replica_id(), "none": None}, scale=2.0), (x,))
-    assert seen == [
-        (strategy, (True, False, strategy), n, [jdist.PerReplica] * 3, None),
-        ((n, 3), (n,), (n,)),
-    ]
+    several = (n,) if n > 1 else ()
+    shapes = [(*several, 3), several, several]
+    assert seen == [(strategy, (True, False, strategy), n, [n > 1] * 3, shapes, None)]
 
 
 def ask_the_strategy(strategy, x, *, ids):
@@ -296,9 +299,8 @@ def ask_the_strategy(strategy, x, *, ids):
         "mean": strategy.reduce("mean", {"x": x, "none": None}, axis=0),
         "joined": strategy.gather(ids, axis=0),
         "own": x,
-        "mapped": x.map(lambda row: row * 2),
+        "mapped": x.map(lambda row: row * 2) if isinstance(x, jdist.PerReplica) else x * 2,
         "last": strategy.local_results(x)[-1],
-        "values": tuple(x.values)[0],
         "again": strategy.reduce("sum", strategy.reduce("max", x, axis=None), axis=None),
         "number": 3,
         "none": None,
@@ -314,7 +316,6 @@ def _asked(x, i):
         "own": x[i],
         "mapped": x[i] * 2,
         "last": x[-1],
-        "values": x[0],
         "again": n * x.max(0),
         "number": np.int32(3),
         "none": None,
@@ -364,6 +365,48 @@ def test_merge_call_on_a_mesh_of_groups_is_as_on_one_of_replicas(groups):
     x = rows(strategy, 3)
     for number, one in enumerate(strategy.local_results(strategy.run(merge_alone, (x,)))):
         chex.assert_trees_all_close(one, _asked(np.asarray(x.tree), number), rtol=1e-5, atol=1e-6)
+
+
+def test_merge_call_on_several_replicas_takes_the_values_apart(two):
+    found = two.run(lambda: _merge(lambda strategy, ids: ids.values, jdist.replica_id() + 5))
+    assert [int(x) for x in found] == [5, 6]
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored_1", "sharded_4"])
+def test_merge_call_on_one_replica_sees_plain_arrays(name):
+    strategy = STRATEGIES[name]()
+    add = lambda strategy, x, *, y: x + y
+    found = strategy.run(lambda x: _merge(add, x, y=2), (rows(strategy, 3),))
+    np.testing.assert_array_equal(found.values[0], np.asarray(rows(strategy, 3).tree)[0] + 2)
+
+
+def test_scope_in_merge_call_on_one_replica_changes_nothing():
+    strategy = STRATEGIES["one_device"]()
+
+    def total(strategy, x):
+        with strategy.scope():
+            return strategy.reduce("sum", x, axis=None)
+
+    step = strategy.step(lambda w, x: (w + _merge(total, x), None))
+    state, _ = step(strategy.put(np.zeros(2, np.float32)), rows(strategy, 2))
+    np.testing.assert_allclose(state, rows(strategy, 2).tree[0])
+
+
+def test_merge_call_outside_any_strategy_sees_plain_arrays():
+    add = lambda strategy, x: {
+        "total": x + 1,
+        "reduced": strategy.reduce("sum", x, axis=0),
+        "all": strategy.gather(x, 0),
+    }
+    for call in (_merge, lambda *args: jax.jit(lambda x: _merge(add, x))(*args[1:])):
+        found = call(add, np.float32([1, 2]))
+        chex.assert_trees_all_equal(found, {"total": np.float32([2, 3]), "reduced": 3.0, "all": np.float32([1, 2])})
+
+
+def test_merge_call_of_kwargs_that_are_a_list_is_refused(two):
+    says = r'^`kwargs` maps the names of arguments to values, got list: write `merge_call\(fn, kwargs=\{"x": value\}\)`'
+    with pytest.raises(TypeError, match=says):
+        two.run(lambda: jdist.get_replica_context().merge_call(lambda s: 1, (), [1]))
 
 
 def test_merge_call_outside_any_strategy_is_of_one_replica():
@@ -547,3 +590,42 @@ def test_variable_within_merge_call_is_refused(two):
 def test_options_of_another_kind_are_refused():
     with pytest.raises(TypeError, match=r"`options` are `jdist\.CommunicationOptions\(bytes_per_pack\)`, got 3"):
         jdist.all_reduce("sum", 1.0, options=3)
+
+
+# --- contexts are part of JAX's trace cache key
+
+
+def test_jitted_helper_is_traced_anew_in_each_context(two):
+    helper = jax.jit(lambda x: jdist.all_reduce("sum", x * jdist.replica_id()) + 10 * jdist.num_replicas())
+    assert float(helper(1.0)) == 10
+    for strategy, expected in ((two, 21), (STRATEGIES["mirrored_3"](), 33), (two, 21)):
+        assert float(strategy.run(lambda x: helper(x), (1.0,))) == expected
+        with strategy.scope(), pytest.raises(RuntimeError, match=r"is a word of replica functions"):
+            helper(1.0)
+        jdist.set_strategy(strategy)
+        try:
+            with pytest.raises(RuntimeError, match=r"is a word of replica functions"):
+                helper(1.0)
+        finally:
+            jdist.set_strategy(None)
+    assert float(helper(1.0)) == 10
+
+
+def test_jitted_helper_that_asks_for_the_strategy_gets_the_one_that_runs_it():
+    helper, seen = jax.jit(lambda x: (seen.append(jdist.get_strategy()), x)[1]), []
+    strategies = [STRATEGIES["mirrored_2"](), STRATEGIES["mirrored_2"]()]
+    for strategy in strategies:
+        strategy.run(lambda x: helper(x), (1.0,))
+    assert seen == strategies
+
+
+def test_trace_cache_does_not_keep_a_strategy_alive():
+    strategy = STRATEGIES["mirrored_2"]()
+    helper = jax.jit(lambda x: x * jdist.num_replicas())
+    strategy.run(lambda x: helper(x), (1.0,))
+    with strategy.scope():
+        jax.jit(lambda x: x + 1)(1.0)
+    reference = weakref.ref(strategy)
+    del strategy
+    gc.collect()
+    assert reference() is None

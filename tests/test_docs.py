@@ -1,11 +1,15 @@
-"""Every example in a docstring and in the documents runs and prints what it says."""
+"""The examples of docstrings and of the documentation pages run and print the documented output."""
 
 import doctest
 import importlib
 import inspect
+import os
 import pathlib
 import pkgutil
+import re
 import runpy
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,32 +22,42 @@ import jdist
 ROOT = pathlib.Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 MODULES = [importlib.import_module(m.name) for m in pkgutil.walk_packages(jdist.__path__, "jdist.")]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-WORDS = {"jdist": jdist, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NAMES = {"jdist": jdist, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
+
+# A closing fence ends the expected output of an example. Nothing but the page itself defines a name.
+RUN_PAGE = f"""
+import doctest, pathlib, sys
+page = pathlib.Path(sys.argv[1])
+text = page.read_text(encoding="utf-8").replace("```", "\\n")
+test = doctest.DocTestParser().get_doctest(text, {{"__name__": "__main__"}}, page.name, str(page), 0)
+results = doctest.DocTestRunner(optionflags={FLAGS}).run(test)
+sys.exit(results.failed > 0 or results.attempted == 0)
+"""
 
 
-def _examples():
+def _docstrings():
     finder = doctest.DocTestFinder(exclude_empty=True)
     for module in MODULES:
-        words = {**WORDS, **vars(module)}
-        yield from (test for test in finder.find(module, globs=words) if test.examples)
+        tests = finder.find(module, globs={**NAMES, **vars(module)})
+        yield from (test for test in tests if test.examples)
 
 
-def _documents():
-    parser = doctest.DocTestParser()
-    for path in DOCUMENTS:
-        # A fence ends an example's output.
-        text = path.read_text().replace("```", "\n")
-        test = parser.get_doctest(text, dict(WORDS), path.name, str(path), 0)
-        if test.examples:
-            yield test
-
-
-@pytest.mark.parametrize("test", [*_examples(), *_documents()], ids=lambda test: test.name)
-def test_example_runs_and_prints_what_it_says(test):
+@pytest.mark.parametrize("test", list(_docstrings()), ids=lambda test: test.name)
+def test_docstring_example_runs_and_prints_the_documented_output(test):
     result = doctest.DocTestRunner(optionflags=FLAGS).run(test)
     assert result.failed == 0
     assert result.attempted > 0
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "\n>>> " in page.read_text()], ids=lambda page: page.stem)
+def test_page_runs_in_a_fresh_interpreter_on_one_device(page, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k not in {"JAX_NUM_CPU_DEVICES", "XLA_FLAGS"}}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-W", "error", "-c", RUN_PAGE, str(page)]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_pictures_are_what_the_code_draws():
@@ -65,3 +79,25 @@ def test_public_name_is_documented(name, value):
     target = getattr(value, "__func__", getattr(value, "fget", value))
     if callable(target):
         assert inspect.getdoc(target), name
+
+
+API_PAGE = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+LISTED = re.findall(r"`([\w.]+)`", API_PAGE.partition("## Public names")[2].partition("\n## ")[0])
+
+
+def _public_names():
+    """Names of `jdist`, and of its public submodules where `jdist` itself does not have the object."""
+    yield from (name for name, _ in _public() if "." not in name)
+    for package in (jdist.callbacks, jdist.cluster, jdist.data, jdist.sync):
+        for name, value in vars(package).items():
+            elsewhere = inspect.ismodule(value) or getattr(jdist, name, None) is value
+            if not name.startswith("_") and not elsewhere:
+                yield f"{package.__name__.removeprefix('jdist.')}.{name}"
+    classes = inspect.getmembers(jdist.metrics, inspect.isclass)
+    yield from (f"metrics.{name}" for name, value in classes if value.__module__ == "jdist.metrics")
+    yield from ("weights.save", "weights.load")
+
+
+def test_api_page_lists_every_public_name_once_and_no_other():
+    modules = {"jdist", *(f"jdist.{name}" for name in ("callbacks", "cluster", "data", "metrics", "sync"))}
+    assert sorted(name for name in LISTED if name not in modules) == sorted(_public_names())

@@ -220,6 +220,33 @@ def test_mean_in_scan_is_the_same_as_outside(strategy):
     np.testing.assert_allclose(means, whole.mean(0), rtol=1e-5, atol=1e-6)
 
 
+BAD_WEIGHTS = {
+    "negative": (
+        np.float32([1, -0.5]),
+        r"weights has 1 of 2 values .* the first is -0\.5 at \[1\]\. Weights must be finite",
+    ),
+    "negative_integer": (np.array([-2, -1]), r"weights has 2 of 2 values .* the first is -2 at \[0\]"),
+    "nan": (np.float32([np.nan, 1]), r"weights has 1 of 2 values .* the first is nan at \[0\]"),
+    "infinite": (jnp.float32([1, np.inf]), r"weights has 1 of 2 values .* the first is inf at \[1\]"),
+    "jax": (jnp.asarray([-1, 1], jnp.bfloat16), r"the first is -1\.0 at \[0\]"),
+}
+
+
+@pytest.mark.parametrize("weights, says", BAD_WEIGHTS.values(), ids=BAD_WEIGHTS)
+def test_weights_that_are_negative_or_not_finite_are_refused(weights, says, two):
+    values, share = np.float32([1, 2]), jdist.compute_average_loss
+    with pytest.raises(ValueError, match=says):
+        jdist.mean(values, weights)
+    with pytest.raises(ValueError, match=says):
+        two.run(lambda values: jdist.mean(values, weights), (values,))
+    with pytest.raises(ValueError, match=says):
+        two.run(lambda values: share(values, weights), (values,))
+    with pytest.raises(ValueError, match=says):
+        jdist.metrics.Mean().update(values, weights=weights)
+    with pytest.raises(ValueError, match=says):
+        jdist.metrics.ConfusionMatrix.empty(3).update(np.array([1, 2]), np.array([1, 2]), weights=weights)
+
+
 MEAN_REFUSED = {
     "keys": (jax.random.key(0), None, None, TypeError, r"values is a random key .*Reduce what is drawn from it"),
     "key_weights": (
@@ -229,7 +256,7 @@ MEAN_REFUSED = {
         TypeError,
         r"weights are random keys, key<fry>\[\]",
     ),
-    "negative_axis": (np.ones(2, np.float32), None, -1, ValueError, r"it has no dimension -1"),
+    "negative_axis": (np.ones(2, np.float32), None, -2, ValueError, r"it has no dimension -2"),
     "weights_of_other_length": (
         {"x": np.ones((2, 3), np.float32)},
         np.ones(3, np.float32),
@@ -263,7 +290,7 @@ MEAN_REFUSED = {
         None,
         1,
         ValueError,
-        r"values is float32\[2\]: it has no dimension 1\. Take `axis` from 0 up",
+        r"values is float32\[2\]: it has no dimension 1\. Its dimensions are 0 to 0",
     ),
 }
 

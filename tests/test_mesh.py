@@ -17,6 +17,12 @@ ACCEPTED = {
     "name_in_capitals": (["CPU:3"], [3]),
     "several_names": (["Cpu:2", "cpu:7"], [2, 7]),
     "tuple": (("cpu:4",), [4]),
+    "tensorflow_short": (["/cpu:1", "/CPU:0"], [1, 0]),
+    "tensorflow_device": (["/device:CPU:3", "device:cpu:2"], [3, 2]),
+    "tensorflow_full": (["/job:localhost/replica:0/task:0/device:CPU:1"], [1]),
+    "tensorflow_without_replica": (["/job:localhost/task:0/cpu:5", "/job:localhost/device:CPU:6"], [5, 6]),
+    "tensorflow_worker": (["/job:worker/replica:0/task:0/device:CPU:7"], [7]),
+    "tensorflow_task": (["/task:0/device:CPU:4"], [4]),
 }
 
 REFUSED = {
@@ -32,7 +38,30 @@ REFUSED = {
         ValueError,
         r"no device 'cpu:8'\. This process has cpu:0, .*cpu:7\..*num_cpu_devices",
     ),
-    "unknown_platform": (["abacus:0"], ValueError, r"no device 'abacus:0'\. This process has cpu:0"),
+    "unknown_platform": (
+        ["abacus:0"],
+        ValueError,
+        r"no device 'abacus:0'\. This process has cpu:0, .*A device name is a platform and an index, such as 'cpu:0'",
+    ),
+    "no_gpu": (
+        ["/gpu:0"],
+        ValueError,
+        r"no device '/gpu:0'\. This process has cpu:0, .*JAX found no GPU: install JAX with GPU support(?!.*num_cpu_devices)",
+    ),
+    "no_tpu": (["TPU:1"], ValueError, r"no device 'TPU:1'\. .*JAX found no TPU: on a TPU machine(?!.*num_cpu_devices)"),
+    "tensorflow_index_too_high": (
+        ["/device:CPU:8"],
+        ValueError,
+        r"no device '/device:CPU:8'\. This process has cpu:0, .*cpu:7\..*num_cpu_devices",
+    ),
+    "tensorflow_other_task": (
+        ["/job:worker/replica:0/task:1/device:CPU:0"],
+        ValueError,
+        r"is TensorFlow's name of a device of another process, and this is process 0\. .*pass `jax\.devices\(\)`",
+    ),
+    "tensorflow_parameter_server": (["/job:ps/task:0/cpu:0"], ValueError, "a device of another process"),
+    "tensorflow_wildcard": (["/device:CPU:*"], ValueError, r"no device '/device:CPU:\*'\. This process has cpu:0"),
+    "tensorflow_job_only": (["/job:localhost"], ValueError, r"no device '/job:localhost'\. This process has cpu:0"),
     "no_name_at_all": (["0"], ValueError, r"no device '0'\. This process has cpu:0"),
     "negative_index": (["cpu:-1"], ValueError, r"no device 'cpu:-1'\. This process has cpu:0"),
     "number": ([0], TypeError, r"A device is a `jax.Device` or a name such as 'cpu:0', got 0"),
@@ -66,6 +95,21 @@ def test_mesh_of_device_objects_has_them_in_order():
 def test_mesh_of_wrong_devices_is_refused(devices, error, says):
     with pytest.raises(error, match=says):
         jdist.MirroredStrategy(devices)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda name: jdist.MirroredStrategy([name]),
+        jdist.OneDeviceStrategy,
+        lambda name: jdist.CentralStorageStrategy([name]),
+        lambda name: jdist.CentralStorageStrategy([name], parameter_device=name),
+    ],
+    ids=["mirrored", "one_device", "central", "central_on_a_device"],
+)
+@pytest.mark.parametrize("name", ["/cpu:0", "/device:CPU:0", "/job:localhost/replica:0/task:0/device:CPU:0"])
+def test_strategies_of_tensorflow_device_names_have_that_device(make, name):
+    assert list(make(name).mesh.devices.flat) == jax.devices()[:1]
 
 
 def test_mesh_of_one_bare_device_is_refused():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jdist
@@ -188,3 +189,11 @@ def test_leaf_whose_shape_the_step_changes_is_left_to_the_message_about_that():
     was = jnp.zeros(2)
     now = jnp.zeros(3)
     assert _landed(was, now, jnp.ones(2)) is now
+
+
+def test_policy_initialized_in_a_jitted_function_is_refused_every_time(two):
+    tx = jdist.sync.local_sgd(optax.sgd(0.1), every=2)
+    make = jax.jit(lambda: (lambda params: (params, tx.init(params)))({"w": jnp.zeros(3)}))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"`jdist\.sync\.local_sgd` keeps parameters.*not within `jax\.jit`"):
+            two.init(lambda: make())

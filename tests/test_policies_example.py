@@ -45,6 +45,7 @@ def test_policies_prints_what_the_programs_of_those_asked_for_send():
     assert "on 2 replicas" in printed
     assert table["mean"][2] > 3 * table["int8"][2] > 6 * table["local_sgd(8)"][2] / 2
     assert [table[name][3] for name in ("mean", "local_sgd(8)")] == [1, 0.12]
+    assert re.search(r"^2/3 int8: loss \d\.\d{4}, \d+ s$", printed, re.MULTILINE)  # when it is done, before the table
 
 
 @pytest.mark.slow

@@ -249,3 +249,12 @@ def test_two_scales_in_one_state_are_refused_with_their_number(two):
     step = two.step(lambda state, x: (state, jdist.value_and_grad(lambda w, x: w * x)(state[0], x)), precision=FLOAT16)
     with pytest.raises(ValueError, match="state has 2 loss scales"):
         step(state, two.put(x_of([1], [1])))
+
+
+def test_jitted_helper_computes_in_the_precision_of_each_step(two):
+    helper = jax.jit(lambda w, x: jdist.value_and_grad(lambda w, x: w * x)(w, x))
+    x, products = x_of(1.0, 1.0), []
+    for precision in (None, BFLOAT16, BFLOAT16, None):
+        step = two.step(lambda w, x: (w, jdist.all_reduce("mean", helper(w, x)[0])), precision=precision)
+        products.append(float(step(two.put(np.float32(1.001)), two.put(x))[1]))
+    assert products == [float(np.float32(1.001)), 1.0, 1.0, float(np.float32(1.001))]

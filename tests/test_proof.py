@@ -4,6 +4,7 @@ Each program is a step `(state, x) -> (state, outputs)`. The state has a mirrore
 and a running mean; `x`, `[4]`, is per replica. A verdict is "in step", or the error and what its message has to say.
 """
 
+import pathlib
 import warnings
 
 import jax
@@ -378,9 +379,9 @@ def barrier_between_the_two(state, x):
     return {**state, "w": w}, y
 
 
-@wrong("state['w']", "custom_linear_solve")
+@wrong("state['w']", "x, which", "mul at")
 def primitive_with_programs_of_its_own(state, x):
-    solve = lambda _, b: b
+    solve = lambda _, b: b * 1.0
     return {**state, "w": lax.custom_linear_solve(lambda v: v, x, solve, symmetric=True)}, None
 
 
@@ -461,6 +462,94 @@ def sum_in_a_loop_whose_carry_differs_from_the_second_turn_on(state, x):
     return {**state, "w": w}, None
 
 
+# --- solvers and custom rules
+
+
+def reduced_curvature(state, x):
+    """The product of the Hessian of the mean loss with a vector."""
+    product = lambda v: jax.jvp(lambda w: jax.grad(loss)(w, x), (state["w"],), (v,))[1]
+    return lambda v: jdist.all_reduce("mean", product(v))
+
+
+@right
+def newton_step_by_conjugate_gradients(state, x):
+    gradient = jdist.all_reduce("mean", jax.grad(loss)(state["w"], x))
+    direction, _ = jax.scipy.sparse.linalg.cg(reduced_curvature(state, x), gradient, maxiter=4)
+    return {**state, "w": state["w"] - direction}, None
+
+
+@right
+def gradient_of_a_solution_by_conjugate_gradients(state, x):
+    solution = lambda b: jax.scipy.sparse.linalg.cg(reduced_curvature(state, x), b, maxiter=4)[0]
+    return {**state, "w": jax.grad(lambda b: jnp.sum(solution(b) ** 2))(state["w"])}, None
+
+
+@wrong("state['w']", "x, which")
+def newton_step_with_each_replicas_own_curvature(state, x):
+    gradient = jdist.all_reduce("mean", jax.grad(loss)(state["w"], x))
+    curvature = lambda v: jax.jvp(lambda w: jax.grad(loss)(w, x), (state["w"],), (v,))[1]
+    return {**state, "w": jax.scipy.sparse.linalg.cg(curvature, gradient, maxiter=4)[0]}, None
+
+
+@hangs("psum", "x, which")
+def conjugate_gradients_that_end_at_other_times(state, x):
+    gradient = jax.grad(loss)(state["w"], x)
+    return state, jax.scipy.sparse.linalg.cg(reduced_curvature(state, x), gradient, maxiter=4)[0]
+
+
+def root_of(level, x):
+    """`r` with `mean(x**2) * r == level`, the mean over all replicas."""
+    slope = lambda r: jdist.all_reduce("mean", jnp.mean(x**2)) * r
+    solve = lambda f, r: lax.fori_loop(0, 3, lambda _, r: r - f(r) / jax.grad(f)(r), r)
+    return lax.custom_root(lambda r: slope(r) - level, jnp.float32(1), solve, lambda g, y: y / g(jnp.float32(1)))
+
+
+@right
+def gradient_of_a_root_of_a_reduced_function(state, x):
+    level = jnp.sum(state["w"])
+    return {**state, "mean": root_of(level, x) + jax.grad(lambda level: root_of(level, x))(level)}, None
+
+
+@wrong("state['mean']", "x, which")
+def root_of_a_reduced_function_at_each_replicas_own_level(state, x):
+    return {**state, "mean": root_of(jnp.sum(x), x)}, None
+
+
+@jax.custom_batching.custom_vmap
+def summed(x):
+    return jdist.all_reduce("mean", x)
+
+
+summed.def_vmap(lambda size, batched, x: (jdist.all_reduce("mean", x), batched[0]))
+
+
+@right
+def reduction_with_its_own_rule_for_vmap(state, x):
+    return {**state, "w": summed(x) + jax.vmap(summed)(x)}, None
+
+
+@wrong("state['w']", "x, which")
+def function_with_its_own_rule_for_vmap_that_is_not_reduced(state, x):
+    return {**state, "w": jax.custom_batching.sequential_vmap(lambda x: x + 1)(x)}, None
+
+
+@right
+def linear_function_with_its_own_transpose(state, x):
+    mean = lambda scale, x: jdist.all_reduce("mean", scale * x)
+    return {**state, "w": jax.custom_derivatives.linear_call(mean, lambda scale, y: scale * y, 2.0, x)}, None
+
+
+@right
+def functions_that_jax_keeps_as_python_code(state, x):
+    w = jdist.all_reduce("mean", x)
+    return {**state, "w": w + jnp.nonzero(w, size=4)[0] + jnp.searchsorted(w, 0.5) + jnp.ldexp(w, 2)}, None
+
+
+@wrong("state['w']", "x, which")
+def functions_that_jax_keeps_as_python_code_of_each_replicas_own_value(state, x):
+    return {**state, "w": state["w"] + jnp.nonzero(x, size=4)[0]}, None
+
+
 # --- the verdicts
 
 
@@ -499,6 +588,19 @@ def test_doubtful_program_is_warned_about_at_its_line(step, strategy):
     with pytest.warns(jdist.RepeatedSumWarning, match="multiplies it by the number of replicas") as caught:
         strategy.step(step)(state, rows(strategy, 4))
     assert caught[0].filename == __file__
+
+
+def test_write_that_is_summed_though_the_same_on_all_is_warned_about_at_its_line(strategy):
+    def step(state):
+        doubled = state["n"] * 2.0  # here
+        return {"n": doubled, "copied": state["n"]}, None
+
+    state = {name: jdist.Mirrored(np.float32(1), "sum") for name in ("n", "copied")}
+    with pytest.warns(jdist.RepeatedSumWarning) as caught:
+        strategy.step(step)(strategy.put(state))  # the call
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    assert {one.filename for one in caught} == {__file__}
+    assert {lines[one.lineno - 1].partition("# ")[2] for one in caught} == {"here", "the call"}
 
 
 def test_doubtful_program_warns_once_where_warnings_are_shown_once():

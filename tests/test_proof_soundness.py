@@ -56,7 +56,7 @@ def _traced(replica, *args):
     strategy = _strategy(4)
     call = Call(replica, args, {})
     context = ReplicaContext(strategy.mesh.axis_names, strategy.mesh.size, strategy)
-    run = lambda: replicated(call, lambda *a: ((), replica(*a)), strategy._view, context)[0][1]
+    run = lambda: replicated(call, lambda *a: ((), replica(*a)), strategy._view, context).pair[1]
     return jax.eval_shape(run)
 
 

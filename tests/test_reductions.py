@@ -28,6 +28,7 @@ def reductions(draw):
     """An operation, the shape of one replica's value, the dimensions to reduce, and a seed."""
     shape = draw(st.lists(st.integers(1, 3), max_size=3))
     dims = draw(st.lists(st.integers(0, len(shape) - 1), unique=True, max_size=len(shape))) if shape else []
+    dims = [dim - len(shape) if draw(st.booleans()) else dim for dim in dims]
     axis = draw(st.sampled_from([tuple(dims), dims, dims[0]])) if dims else draw(st.sampled_from([None, ()]))
     dtype = draw(st.sampled_from(["float32", "int32", "bfloat16", "int8"]))
     return draw(st.sampled_from(list(NUMPY))), tuple(shape), axis, dtype, draw(st.integers(0, 99))
@@ -35,7 +36,7 @@ def reductions(draw):
 
 def _over(axis):
     dims = () if axis is None else (axis,) if isinstance(axis, int) else tuple(axis)
-    return (0, *(dim + 1 for dim in dims))
+    return (0, *(dim + 1 if dim >= 0 else dim for dim in dims))
 
 
 @every_strategy
@@ -57,11 +58,17 @@ def test_reduce_is_the_reduction_over_replicas_and_dimensions(strategy, case):
 @few
 @hypothesis.given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())
 def test_gather_is_the_rows_joined_in_order(strategy, shape, data):
-    axis = data.draw(st.integers(0, len(shape) - 1))
+    axis = data.draw(st.integers(-len(shape), len(shape) - 1))
     whole = np.arange(strategy.num_replicas_in_sync * np.prod(shape)).reshape(-1, *shape)
     found = strategy.gather(strategy.put({"x": jdist.PerReplica(whole)}), axis=axis)["x"]
     np.testing.assert_array_equal(found, np.concatenate(whole, axis=axis))
     assert_in_step(found)
+
+
+def test_negative_axis_counts_the_dimensions_of_uneven_rows_from_the_last(two):
+    value = two.distribute_values_from_function(lambda c: np.ones((2, 1 + c.replica_id_in_sync_group)))
+    assert two.reduce("sum", value, axis=-1).tolist() == [3, 3]
+    assert two.gather(value, axis=-1).shape == (2, 3)
 
 
 @every_strategy
@@ -179,26 +186,26 @@ def test_reduce_of_leaf_without_that_reduction_is_refused_by_name(op, whole, say
         two.reduce(op, two.put({"x": jdist.PerReplica(whole)}), axis=None)
 
 
-@pytest.mark.parametrize("axis", [2, -1, (0, 2)])
+@pytest.mark.parametrize("axis", [2, -3, (0, 2)])
 @pytest.mark.parametrize(
     "place", [lambda s: rows(s, 2, 3), lambda s: s.put(np.ones((2, 3), np.float32))], ids=["own", "all"]
 )
 def test_reduce_over_no_dimension_is_refused_by_name(axis, place, two):
     missing = axis[-1] if isinstance(axis, tuple) else axis
-    says = rf"value\['x'\] is float32\[2,3\]: it has no dimension {missing}\. Take `axis` from 0 up"
+    says = rf"value\['x'\] is float32\[2,3\]: it has no dimension {missing}\. Its dimensions are 0 to 1, or -2 to -1"
     with pytest.raises(ValueError, match=says):
         two.reduce("sum", {"x": place(two)}, axis=axis)
 
 
-@pytest.mark.parametrize("axis", [2, -1])
+@pytest.mark.parametrize("axis", [2, -3])
 def test_gather_along_no_dimension_is_refused_by_name(axis, two):
-    says = rf"value\['x'\] is float32\[2,3\]: it has no dimension {axis}\. Take `axis` from 0 up"
+    says = rf"value\['x'\] is float32\[2,3\]: it has no dimension {axis}\. Its dimensions are 0 to 1, or -2 to -1"
     with pytest.raises(ValueError, match=says):
         two.gather({"x": rows(two, 2, 3)}, axis=axis)
 
 
 def test_gather_of_scalars_is_refused(two):
-    with pytest.raises(ValueError, match=r"value is int32\[\]: it has no dimension 0"):
+    with pytest.raises(ValueError, match=r"value is int32\[\]: it has no dimension 0\. It is a scalar"):
         two.gather(two.run(jdist.replica_id), axis=0)
 
 
@@ -233,14 +240,16 @@ def test_reduce_over_a_dimension_takes_any_whole_number(axis):
 
 def test_reduce_over_a_dimension_named_twice_is_refused():
     strategy = STRATEGIES["mirrored_2"]()
-    with pytest.raises(ValueError, match=r"`axis` names a dimension twice: \(0, 0\)\. Name each once"):
-        strategy.reduce("mean", rows(strategy, 3), axis=(0, 0))
+    with pytest.raises(ValueError, match=r"`axis` names a dimension of value \(float32\[3\]\) twice: \(0, -1\)\. Name"):
+        strategy.reduce("mean", rows(strategy, 3), axis=(0, -1))
 
 
-@pytest.mark.parametrize("axis", ["ab", 0.5], ids=str)
+@pytest.mark.parametrize("axis", ["ab", "0", 0.5, True, ("0",), np.array([0])], ids=repr)
 def test_reduce_over_what_is_no_number_is_refused(axis):
     strategy = STRATEGIES["mirrored_2"]()
-    with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+    with pytest.raises(
+        TypeError, match=r"`axis` is a dimension of one replica's value .*, several of them, or None, got "
+    ):
         strategy.reduce("mean", rows(strategy, 3), axis=axis)
 
 
@@ -635,3 +644,37 @@ def test_reduce_of_a_sharded_value_without_columns_is_empty(two):
 def test_mean_of_a_host_integer_is_a_float(two):
     assert two.reduce("mean", {"a": 3, "b": np.int8([1, 2])}, axis=None)["b"].dtype == np.float32
     assert isinstance(two.reduce("mean", 3, axis=None), np.float32)
+
+
+@every_strategy
+def test_greatest_over_rows_is_nan_where_an_element_is(strategy):
+    values = np.float32([[np.nan, 1, 2, 3]] * strategy.num_replicas_in_sync)
+    for place in (strategy.put, lambda value: value):
+        for op in ("max", "min"):
+            assert np.isnan(strategy.reduce(op, place(jdist.PerReplica(values)), axis=0))
+
+
+def test_greatest_of_uneven_rows_is_nan_where_an_element_is(two):
+    value = two.distribute_values_from_function(
+        lambda c: np.float32([np.nan] + [1.0] * c.replica_id_in_sync_group)[::-1]
+    )
+    assert all(np.isnan(two.reduce(op, value, axis=0)) for op in ("max", "min"))
+
+
+CUT = {
+    "rows": lambda s, x: s.reduce("max", [jdist.PerReplica(np.stack([x, x]))], axis=None),
+    "gathered": lambda s, x: s.gather([jdist.PerReplica(np.stack([x, x]))], axis=0),
+    "host": lambda s, x: s.reduce("max", [x], axis=0),
+}
+
+
+@pytest.mark.parametrize("ask", CUT.values(), ids=CUT)
+def test_host_number_that_would_be_cut_to_32_bits_is_refused_by_its_name(ask, two):
+    with pytest.raises(ValueError, match=r"^value\[0\] holds 1099511627776, which int32 does not"):
+        ask(two, np.array([2**40]))
+
+
+def test_read_of_host_numbers_that_would_be_cut_is_refused():
+    for aggregation in ("sum", "mean", "only_first_replica"):
+        with pytest.raises(ValueError, match=r"^value holds 1099511627776, which int32 does not"):
+            jdist.SyncOnRead(np.array([2**40, 1]), aggregation).read()

@@ -262,13 +262,6 @@ def test_booleans_and_keys_take_what_the_first_replica_wrote(strategy):
 
 
 WRITES = {
-    "mean_of_ints": (
-        np.int32(1),
-        "mean",
-        lambda x: x + jdist.replica_id(),
-        TypeError,
-        r"state\['v'\]\['x'\] is int32\[\], and the mean .* Make it a float, or aggregate by SUM or ONLY_FIRST_REPLICA",
-    ),
     "mean_of_bools": (np.True_, "mean", lambda x: jdist.replica_id() > 0, TypeError, r"state\['v'\]\['x'\] is bool"),
     "mean_of_keys": (
         jax.random.key(0),

@@ -72,6 +72,7 @@ def test_resume_killed_at_random_steps_ends_with_the_same_bits():
     rows = re.findall(r"│ (\d) +│ (\d+) +│ (\d+) +│", printed)
     assert [int(number) for number, *_ in rows] == [*range(1, kills + 1)]
     began, killed = [[int(row[i]) for row in rows] for i in (1, 2)]
+    assert f"Process 1 trained from step 0 and was killed after step {killed[0]}" in printed.split("│")[0]
     assert began[0] == 0
     (last,) = re.findall(rf"│ this +│ (\d+) +│ none: it ended after {steps} +│", printed)
     for after, before in zip([*began[1:], int(last)], killed, strict=True):

@@ -320,6 +320,21 @@ def test_dtype_that_the_file_lacks_is_refused_before_anything_is_written(array, 
     assert not os.listdir(tmp_path)
 
 
+def test_arguments_of_save_and_load_that_are_swapped_are_refused_with_the_right_call(tmp_path):
+    path, tree = str(tmp_path / "w.safetensors"), {"w": np.zeros(2)}
+    message = r"`path` must be a string or an `os\.PathLike`, got dict\. The path '.*safetensors' is the second argument: swap"
+    with pytest.raises(TypeError, match=message + r".*Call `jdist\.weights\.save\(path, tree\)`"):
+        weights.save(tree, path)
+    with pytest.raises(TypeError, match=message + r".*Call `jdist\.weights\.load\(path, like=tree\)`"):
+        weights.load(tree, pathlib.Path(path))
+    with pytest.raises(TypeError, match=r"must be .* got function\. The path .* Call `jdist\.export\(path, apply"):
+        jdist.export(lambda state, x: x, path, tree, ())
+    for make, call in ((jdist.load, "load"), (jdist.Checkpointer, "Checkpointer")):
+        with pytest.raises(TypeError, match=rf"got dict\. Call `jdist\.{call}\(path\)`"):
+            make(tree)
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("leaf", ["text", np.array("text"), np.zeros(1, "M8[s]")])
 def test_leaf_that_is_no_array_is_refused_by_name(leaf, tmp_path):
     with pytest.raises(TypeError, match="x is .*: devices hold numbers"):

@@ -67,6 +67,12 @@ class EMA:
         return f"EMA({self.decay:g}, debias={self.debias})"
 
     @property
+    def identity(self) -> str:
+        """What its memory in a checkpoint is found by: all options."""
+        params = "" if self._params is _params else f", params={getattr(self._params, '__qualname__', 'function')}"
+        return f"EMA({self.decay!r}, debias={self.debias}{params})"
+
+    @property
     def params(self) -> PyTree:
         """The average now, in the dtypes and the places of the parameters; a copy.
 

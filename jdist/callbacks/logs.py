@@ -30,6 +30,11 @@ class _Log(RowWriter):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
 
+    @property
+    def destination(self) -> pathlib.Path:
+        """The file."""
+        return self.path
+
     def _write(self, event: Event) -> None:
         row = {name: _plain(value) for name, value in row_of(event, self._also).items()}
         line = self._line(row)  # first: it may replace the file

@@ -30,9 +30,9 @@ def progress(kind: Kind = "auto", *, every: float | None = None, stream: TextIO 
     shown, and not at each step. Process 0 shows; others are silent.
 
     Args:
-        kind: `"live"`, one line of a terminal that is written anew; `"lines"`, a line every few seconds, as for a file;
-            `"notebook"`, a bar in the output of a cell; `"off"`, nothing. `"auto"` is a notebook if a kernel of one runs this,
-            a live line if `stream` is a terminal, else lines.
+        kind: `"live"`, a line of a terminal that is written anew, below a line per epoch; `"lines"`, a line every few
+            seconds, as for a file; `"notebook"`, a bar and lines of the epochs in the output of a cell; `"off"`, nothing.
+            `"auto"` is a notebook if a kernel of one runs this, a live line if `stream` is a terminal, else lines.
         every: How many seconds there are between two readings: 0.25 live, 0.5 in a notebook, 10 between lines.
         stream: Where to; `sys.stdout`, as it is when training begins, by default.
 
@@ -72,9 +72,15 @@ class Progress:
         if self._display is None:
             return
         self._meter.take(event)
-        if event.moment is Moment.END or event.seconds >= self._due:
-            self._due = event.seconds + self._every
-            self._display.show(self._meter.reading(event))
+        is_due = event.moment is Moment.END or event.seconds >= self._due
+        stays = event.moment is Moment.EPOCH and self._display.keeps_epochs
+        if is_due or stays:
+            reading = self._meter.reading(event)
+            if stays:
+                self._display.keep(reading)
+            if is_due:
+                self._due = event.seconds + self._every
+                self._display.show(reading)
         if event.moment is Moment.END:
             self.close()
 

@@ -1,7 +1,8 @@
 """Rows for those who write them: when one is due, and what is in it."""
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -66,6 +67,11 @@ class RowWriter(abc.ABC):
         elif due:
             self._write(event)
 
+    @property
+    @abc.abstractmethod
+    def destination(self) -> pathlib.Path:
+        """The file or the directory that it writes to."""
+
     @abc.abstractmethod
     def _begin(self, step: int) -> None:
         """Training begins, or goes on from step `step`. ValueError where nothing can be written."""
@@ -73,6 +79,19 @@ class RowWriter(abc.ABC):
     @abc.abstractmethod
     def _write(self, event: Event) -> None:
         """A row is due."""
+
+
+def check_destinations(callbacks: Iterable[object]) -> None:
+    """Raises ValueError if two of the callbacks write rows to one place."""
+    writers: dict[pathlib.Path, RowWriter] = {}
+    for callback in callbacks:
+        if not isinstance(callback, RowWriter):
+            continue
+        place = callback.destination.resolve()
+        if place in writers:
+            kinds = " and ".join(type(one).__name__ for one in (writers[place], callback))
+            raise ValueError(f"Two callbacks, {kinds}, write to {str(place)!r}. Give each a path of its own.")
+        writers[place] = callback
 
 
 def _checked(also: Sequence[Also]) -> tuple[Also, ...]:

@@ -1,12 +1,14 @@
 """Checkpoints while training goes on."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import jax
 
 from jdist._tree import PyTree
+from jdist.callbacks.copies import in_order, with_names
 from jdist.checkpoint.checkpointer import Checkpointer
+from jdist.checkpoint.structure import Leaf, leaves_of
 from jdist.strategies.base import Strategy
 from jdist.training.events import Event, Moment
 from jdist.values.aggregation import VariableAggregation
@@ -14,24 +16,26 @@ from jdist.values.base import is_distributed
 from jdist.values.sync_on_read import SyncOnRead
 
 
-def shares(state: PyTree) -> list[PyTree]:
-    """What each replica has of the values that are read as a sum, leaves `[replica, ...]`.
+def shares(state: PyTree) -> dict[str, Any]:
+    """What each replica has of the values that are read as a sum, leaves `[replica, ...]`, with their names.
 
     A checkpoint has their total, for any number of replicas to share. As many replicas as before go on to the same bits only
     with the shares that they had.
     """
-    return [item.tree for item in jax.tree.leaves(state, is_leaf=is_distributed) if _is_sum(item)]
+    leaves = _summed(state)
+    return with_names(leaves, [leaf.value for leaf in leaves])
 
 
-def with_shares(state: PyTree, kept: Sequence[PyTree], strategy: Strategy) -> PyTree:
+def with_shares(state: PyTree, kept: Mapping[str, Any] | Sequence[PyTree], strategy: Strategy) -> PyTree:
     """`state` with what `shares` gave of it."""
-    left = iter(kept)
-    own = lambda item: strategy.put(_like(item, next(left))) if _is_sum(item) else item
+    left = iter(in_order(kept, _summed(state)))
+    filled = lambda item: item.with_tree(jax.tree.map(lambda _: next(left), item.tree))
+    own = lambda item: strategy.put(filled(item)) if _is_sum(item) else item
     return jax.tree.map(own, state, is_leaf=is_distributed)
 
 
-def _like(item: SyncOnRead, kept: PyTree) -> SyncOnRead:
-    return item.with_tree(jax.tree.unflatten(jax.tree.structure(item.tree), jax.tree.leaves(kept)))
+def _summed(state: PyTree) -> list[Leaf]:
+    return [leaf for leaf in leaves_of(state) if _is_sum(leaf.wrapper)]
 
 
 def _is_sum(item: Any) -> bool:
@@ -74,6 +78,11 @@ class Checkpoint:
         self._checkpointer = checkpointer
         self._seen = self._latest = 0
         self._is_due = False
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The checkpointer that it saves with."""
+        return self._checkpointer
 
     def __call__(self, event: Event, /) -> None:
         """Called by the loop, behind other callbacks: what they keep is then of this event too."""

@@ -3,7 +3,7 @@
 import datetime
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, final
 
 import numpy as np
@@ -34,7 +34,7 @@ class EarlyStopping:
         restore_best: Whether training ends with the state that had the best value, and not with the last.
 
     Raises:
-        ValueError: Said at the first event after an epoch: no such metric.
+        ValueError: Raised before the first step by `Trainer.fit`, or after an epoch by another loop: there is no such metric.
 
     Example:
         >>> stopping = jdist.callbacks.EarlyStopping("val_accuracy", mode="max", patience=5)
@@ -67,6 +67,11 @@ class EarlyStopping:
         return f"EarlyStopping({self.metric!r}, patience={self.patience}, mode={self.mode!r})"
 
     @property
+    def identity(self) -> str:
+        """What its memory in a checkpoint is found by: the options that the best value depends on."""
+        return f"EarlyStopping({self.metric!r}, mode={self.mode!r})"
+
+    @property
     def best(self) -> float | None:
         """The best value so far, if there is one."""
         return self._best if self._best_step >= 0 else None
@@ -77,6 +82,8 @@ class EarlyStopping:
             case Moment.START:
                 self._begin()
                 self._resume(event)
+                if event.metric_names is not None and self.metric not in event.metric_names:
+                    self._miss(event.metric_names)
             case Moment.EPOCH:
                 return self._judge(event)
             case Moment.END:
@@ -134,7 +141,7 @@ class EarlyStopping:
         self._epochs_since += 1
         return Answer(stop=self._sentence()) if self._epochs_since >= self.patience else None
 
-    def _miss(self, logs: Mapping[str, float]) -> None:
+    def _miss(self, logs: Collection[str]) -> None:
         """An epoch without the metric. Validation may be every few epochs, but not before the first that is asked about."""
         if self._found:
             return

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import pathlib
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -50,6 +51,11 @@ class TensorBoard(RowWriter):
             )
         self._writer: Any = None
         self._written: tuple[int, set[str]] = (-1, set())  # the last step, and what was written of it
+
+    @property
+    def destination(self) -> pathlib.Path:
+        """The directory."""
+        return self.directory
 
     def __call__(self, event: Event, /) -> None:
         """Called by the loop."""

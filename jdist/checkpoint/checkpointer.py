@@ -2,25 +2,28 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+import pathlib
+from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 import jax
 
 from jdist._arguments import whole
 from jdist._tree import PyTree
 from jdist.checkpoint import storage
-from jdist.checkpoint.contents import packed, plans_of, read, saved_tree
-from jdist.checkpoint.manifest import from_text
-from jdist.checkpoint.placement import as_saved, differences, over
+from jdist.checkpoint.contents import Contents, checked, packed, read
+from jdist.checkpoint.lock import FolderLock
+from jdist.checkpoint.source import Source, found_step, manifest_in, source_of, warn_of_incomplete
 from jdist.checkpoint.storage import CheckpointError, in_short
-from jdist.checkpoint.structure import leaves_of
-from jdist.checkpoint.together import together
+from jdist.checkpoint.together import Facts, Group
 from jdist.checkpoint.writer import Writer
 from jdist.context import in_replica_function
 from jdist.strategies.base import Strategy
 from jdist.values.place import check_there
+from jdist.writing import check_path
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Checkpointer:
 
     Raises:
         ValueError: `path` has other things in it, or a number is less than 1.
-        TypeError: `keep` or `every` is no whole number.
+        TypeError: `path` is not a path; `keep` or `every` is not an integer.
         CheckpointError: The folder cannot be made.
 
     Example:
@@ -75,13 +78,22 @@ class Checkpointer:
     """
 
     def __init__(self, path: str | os.PathLike[str], keep: int | None = 3, every: int = 1):
+        check_path("Checkpointer(path)", path)
         self._keep, self.every = None if keep is None else whole("`keep`", keep, 1), whole("`every`", every, 1)
         self._folder = storage.open_folder(path)
         self._writer: Writer | None = None
+        self._calls: Group | None = None  # in which the processes compare their calls
+        self._lock: FolderLock | None = None
         self._saving = -1
+        self._damaged: set[int] = set()  # steps that `restore` could not read
 
     def __repr__(self) -> str:
         return f"Checkpointer({str(self._folder)!r}, keep={self._keep}, every={self.every})"
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder of the checkpoints."""
+        return self._folder
 
     def __enter__(self) -> Self:
         return self
@@ -129,22 +141,14 @@ class Checkpointer:
         """
         if in_replica_function():
             raise RuntimeError("`save` is called by the host program, between the calls of a step.")
-        step = whole("`step`", step, 0)
-        if not now and step % self.every:
+        if not now and not self._is_due(step):
             return False
         self.wait()
-        latest = self.latest
-        if latest is not None and step < latest:
-            raise ValueError(
-                f"{self._folder} has a checkpoint of step {latest}, and one of step {step} would not be found again behind it. "
-                f"If that run is given up, delete what it saved later ({self._folder / str(latest)}), or take another folder."
-            )
-        if step == latest:
-            return False
         with jax.transfer_guard("allow"):  # a loop may forbid what it does not mean to do
-            arrays, text = packed(step, state, data_position, seed, extra)
-            self._write(step, arrays, text)
-        return True
+            contents = self._agreed("save", lambda: self._contents(step, state, data_position, seed, extra))
+            if contents is not None:
+                self._write(contents)
+        return contents is not None
 
     def restore(self, strategy: Strategy, like: PyTree = None, step: int | None = None) -> Checkpoint:
         """A checkpoint, its state on the devices of a strategy: each part is read to where it belongs.
@@ -164,15 +168,13 @@ class Checkpointer:
             ValueError: The state is another one than `like`, or does not fit the strategy; the message names the leaves.
             CheckpointError: A file of it is damaged, or cannot be read.
         """
-        if not isinstance(strategy, Strategy):
-            raise TypeError(
-                f"`restore` takes a strategy first, to say where the state goes, got {type(strategy).__name__}."
-            )
-        check_there(strategy.mesh)
         self.wait()
-        step = self._found(step)
         with jax.transfer_guard("allow"):
-            return self._restored(strategy, like, step)
+            source = self._agreed("restore", lambda: self._source(strategy, like, step))
+            found = self._restored(source)
+        if step is None:
+            warn_of_incomplete(self._folder, found.step)
+        return found
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, in ascending order."""
@@ -202,17 +204,66 @@ class Checkpointer:
         Raises:
             CheckpointError: What was on its way could not be written.
         """
-        self.wait()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _write(self, step: int, arrays: Sequence[Any], text: str) -> None:
-        self._saving = step
         try:
-            if self._writer is None:
-                self._writer = Writer(self._folder, self._keep)
-            self._writer.write(step, arrays, text)
+            self.wait()
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+            if self._calls is not None:
+                self._calls.leave("its `Checkpointer` is closed")
+                self._calls = None
+
+    def _is_due(self, step: Any) -> bool:
+        try:
+            return whole("`step`", step, 0) % self.every == 0
+        except (TypeError, ValueError):
+            return True  # it is refused where the other processes hear of it
+
+    def _agreed(self, call: str, work: Callable[[], tuple[T, Facts]]) -> T:
+        """See `Group.agreed`. One group for all calls, so that different calls are noticed."""
+        self._calls = self._calls or Group()
+        return self._calls.agreed(call, work)
+
+    def _contents(
+        self, step: int, state: PyTree, data_position: Any, seed: Any, extra: PyTree
+    ) -> tuple[Contents | None, Facts]:
+        """The checked contents of a checkpoint, None if there is one of this step; and what all processes must agree on."""
+        step = whole("`step`", step, 0)
+        if (
+            self._lock is None and jax.process_index() == 0
+        ):  # of a job of several processes, process 0 writes the manifest
+            self._lock = FolderLock(self._folder, owner=self)
+        latest = max(set(self.steps()) - self._damaged, default=None)
+        if latest is not None and step < latest:
+            raise ValueError(
+                f"{self._folder} has a checkpoint of step {latest}, and one of step {step} would not be found again behind it. "
+                f"If that run is given up, delete what it saved later ({self._folder / str(latest)}), or take another folder."
+            )
+        facts = {"`step`": [str(step)], "the latest checkpoint": [f"step {latest}"]}
+        if step == latest:
+            return None, facts
+        contents = checked(step, state, data_position, seed, extra)
+        return contents, {**facts, **contents.facts, "the damaged checkpoints": [str(self._to_set_aside(step))]}
+
+    def _to_set_aside(self, step: int) -> list[int]:
+        """The steps of damaged folders that are in the way of a checkpoint of `step`, or would be taken for a newer one."""
+        incomplete = {int(child.name) for child in storage.incomplete_in(self._folder, step - 1)}
+        return sorted(self._damaged | (incomplete & {step}))
+
+    def _write(self, contents: Contents) -> None:
+        self._saving = contents.step
+        try:
+            damaged = self._to_set_aside(contents.step)
+            if damaged and self._writer is not None:  # it remembers the steps that it has seen
+                self._writer.close()
+                self._writer = None
+            self._writer = self._writer or Writer(self._folder, self._keep)
+            self._writer.write(contents.step, lambda: packed(contents), damaged)
+            self._damaged.clear()
         except Exception as error:
             self._fail(error)
 
@@ -235,42 +286,38 @@ class Checkpointer:
             return "The folder cannot be read either."
         return f"Complete are those of the steps {', '.join(map(str, steps))}." if steps else "There is no other one."
 
-    def _found(self, step: int | None) -> int:
-        steps = self.steps()
-        if step is None and steps:
-            return steps[-1]
-        if step is None:
-            raise FileNotFoundError(f"There is no complete checkpoint in {self._folder}.")
-        if whole("`step`", step, 0) not in steps:
-            there = f"There are the steps {', '.join(map(str, steps))}." if steps else "There is none."
-            raise FileNotFoundError(f"There is no complete checkpoint of step {step} in {self._folder}. {there}")
-        return step
-
-    def _restored(self, strategy: Strategy, like: PyTree, step: int) -> Checkpoint:
-        try:
-            manifest = from_text(together(lambda: storage.text_file(self._folder, step).read_text()))
-            saved = saved_tree(manifest)
-        except Exception as error:
-            self._refuse(step, error)
-        target = as_saved(saved, strategy.replicas.size) if like is None else over(like, strategy.replicas.size)
-        if like is not None and (found := differences(leaves_of(saved), leaves_of(target))):
-            raise ValueError(
-                f"The checkpoint of step {step} in {self._folder} holds another state than `like`. {' '.join(found)} Hand in "
-                "the state of the same model and optimizer; or restore without `like`, and take from it what is wanted."
+    def _source(self, strategy: Strategy, like: PyTree, step: int | None) -> tuple[Source, Facts]:
+        """What a restore reads, found without collectives, so that it can fail on one process of several."""
+        if not isinstance(strategy, Strategy):
+            raise TypeError(
+                f"`restore` takes a strategy first, to say where the state goes, got {type(strategy).__name__}."
             )
-        plans = plans_of(saved, target, strategy.replicas, strategy._view.shardings(target, is_state=False))
+        check_there(strategy.mesh)
+        step = found_step(self._folder, step)
         try:
-            leaves, extra = read(self._folder, step, manifest, plans)
+            manifest, saved = manifest_in(self._folder, step)
         except Exception as error:
             self._refuse(step, error)
-        leaves = [each.finish(leaf) for each, leaf in zip(plans, leaves, strict=True)]
-        state = jax.tree.unflatten(jax.tree.structure(target), leaves)
+        return source_of(f"The checkpoint of step {step} in {self._folder}", manifest, saved, strategy, like)
+
+    def _restored(self, source: Source) -> Checkpoint:
+        step, manifest = source.step, source.manifest
+        try:
+            with Group() as group:
+                leaves, extra = read(group, self._folder, step, manifest, source.plans)
+        except Exception as error:
+            self._refuse(step, error)
+        leaves = [each.finish(leaf) for each, leaf in zip(source.plans, leaves, strict=True)]
+        state = jax.tree.unflatten(source.structure, leaves)
+        self._damaged.discard(step)
         return Checkpoint(step, state, manifest["data_position"], extra, manifest)
 
     def _refuse(self, step: int, error: Exception) -> NoReturn:
+        self._damaged.add(step)
         older = [str(other) for other in self.steps() if other < step]
         way_out = (
-            f"Complete before it are the steps {', '.join(older)}: `restore(strategy, step={older[-1]})`. To go on from there, "
+            f"Complete before it are the steps {', '.join(older)}: `restore(strategy, step={older[-1]})`. The next `save` of "
+            f"this `Checkpointer` renames the folder to {step}.damaged; to continue with `fit(resume=...)`, "
             f"delete {self._folder / str(step)}."
             if older
             else "There is none before it."
@@ -278,3 +325,20 @@ class Checkpointer:
         raise CheckpointError(
             f"The checkpoint of step {step} in {self._folder} is damaged, or cannot be read: {in_short(error)} {way_out}"
         ) from error
+
+
+def newest_of(checkpointer: Checkpointer) -> int | None:
+    """Returns the step that a resumed run begins with, None if there is no checkpoint. All processes call it.
+
+    Raises:
+        CheckpointError: The processes see different checkpoints.
+    """
+
+    def found() -> tuple[int | None, Facts]:
+        latest = checkpointer.latest
+        return latest, {"the latest checkpoint": ["none" if latest is None else f"step {latest}"]}
+
+    checkpointer.wait()
+    latest = checkpointer._agreed("resume", found)
+    warn_of_incomplete(checkpointer._folder, latest)
+    return latest

@@ -1,28 +1,61 @@
 """What goes into a checkpoint, and what comes out of it."""
 
+import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jdist._tree import PyTree
+from jdist._tree import PyTree, spec
 from jdist.checkpoint import storage
 from jdist.checkpoint.fingerprint import fingerprints
 from jdist.checkpoint.manifest import Entry, checked_json, entries_of, manifest_of, to_text
-from jdist.checkpoint.placement import Plan, name_of, plan, to_store
+from jdist.checkpoint.placement import Plan, name_of, plan, to_store, total
 from jdist.checkpoint.structure import Leaf, check_distinct, from_json, is_inline, leaves_of, to_json
-from jdist.checkpoint.together import together
+from jdist.checkpoint.together import Facts, Group
 from jdist.mesh import Replicas
 from jdist.values.arrays import check_array, place
 from jdist.values.place import check_fit
 
 
-def packed(step: int, state: PyTree, position: Any, seed: Any, extra: PyTree) -> tuple[list[Any], str]:
-    """The arrays of a checkpoint, and its manifest.
+class Contents(NamedTuple):
+    """The checked arguments of a save. Making them uses no collectives, so that it can fail on one process of several.
+
+    Attributes:
+        step: The step.
+        position: The position in the data, as JSON.
+        seed: The seed, as JSON.
+        leaves: The leaves of the state, each with what `to_store` returned.
+        beside: The leaves of `extra`, each with a copy.
+        structures: The structures of both trees.
+    """
+
+    step: int
+    position: Any
+    seed: Any
+    leaves: list[tuple[Leaf, Any]]
+    beside: list[tuple[Leaf, Any]]
+    structures: tuple[Any, Any]
+
+    @property
+    def facts(self) -> Facts:
+        """What must be equal on all processes: `extra` may differ, except for arrays that several processes hold."""
+        shared = [(leaf, x) for leaf, x in self.beside if isinstance(x, jax.Array) and not x.is_fully_addressable]
+        return {
+            "`step`": [str(self.step)],
+            "`state`": [_described(leaf, x) for leaf, x in self.leaves],
+            "`data_position`": [json.dumps(self.position)],
+            "`seed`": [json.dumps(self.seed)],
+            "`extra`": [_described(leaf, x) for leaf, x in shared],
+        }
+
+
+def checked(step: int, state: PyTree, position: Any, seed: Any, extra: PyTree) -> Contents:
+    """Checks and copies what a checkpoint is to contain.
 
     Raises:
         ValueError: A leaf has no value any more, or two have one name.
@@ -31,14 +64,29 @@ def packed(step: int, state: PyTree, position: Any, seed: Any, extra: PyTree) ->
     position, seed = checked_json("data_position", position), checked_json("seed", seed)
     leaves, beside = leaves_of(state), [leaf for leaf in leaves_of(extra) if not is_inline(leaf.value)]
     check_distinct(leaves)
-    stored = [("state", leaf, to_store(leaf)) for leaf in leaves] + [("extra", leaf, _beside(leaf)) for leaf in beside]
+    structures = to_json(state), to_json(extra, inline=True, start=len(leaves))
+    json.dumps(structures)
+    return Contents(
+        step,
+        position,
+        seed,
+        [(leaf, to_store(leaf)) for leaf in leaves],
+        [(leaf, _beside(leaf)) for leaf in beside],
+        structures,
+    )
+
+
+def packed(contents: Contents) -> tuple[list[Any], str]:
+    """Returns the arrays of a checkpoint and its manifest. All processes call it."""
+    stored = [("state", leaf, total(leaf, x)) for leaf, x in contents.leaves]
+    stored += [("extra", leaf, x) for leaf, x in contents.beside]
     bits = [_bits(x) for _, _, x in stored]
     entries = [
         Entry.of(number, "/".join((where, *leaf.keys)), x, name_of(leaf.wrapper) if where == "state" else "host", found)
         for number, ((where, leaf, x), found) in enumerate(zip(stored, fingerprints(bits), strict=True))
     ]
-    structures = to_json(state), to_json(extra, inline=True, start=len(leaves))
-    return bits, to_text(manifest_of(step, seed, position, entries, *structures))
+    manifest = manifest_of(contents.step, contents.seed, contents.position, entries, *contents.structures)
+    return bits, to_text(manifest)
 
 
 def saved_tree(manifest: Mapping[str, Any]) -> PyTree:
@@ -46,11 +94,13 @@ def saved_tree(manifest: Mapping[str, Any]) -> PyTree:
     return from_json(manifest["state"], entries_of(manifest).__getitem__)
 
 
-def plans_of(saved: PyTree, target: PyTree, replicas: Replicas, shardings: Sequence[NamedSharding]) -> list[Plan]:
+def plans_of(
+    saved: Sequence[Leaf], target: PyTree, replicas: Replicas, shardings: Sequence[NamedSharding]
+) -> list[Plan]:
     """How each leaf of `target` comes back.
 
     Args:
-        saved: A state with entries for leaves.
+        saved: The leaves of the saved state, with entries for values.
         target: One with shapes.
         replicas: Where it goes.
         shardings: How each of its leaves is laid out there.
@@ -58,7 +108,7 @@ def plans_of(saved: PyTree, target: PyTree, replicas: Replicas, shardings: Seque
     Raises:
         ValueError: A wrapper does not fit the replicas.
     """
-    there = {leaf.keys: leaf for leaf in leaves_of(saved)}
+    there = {leaf.keys: leaf for leaf in saved}
     wanted = leaves_of(target)
     for leaf in wanted:
         check_fit("state/" + leaf.path, leaf.wrapper, replicas)
@@ -66,7 +116,7 @@ def plans_of(saved: PyTree, target: PyTree, replicas: Replicas, shardings: Seque
 
 
 def read(
-    folder: pathlib.Path, step: int, manifest: Mapping[str, Any], plans: Sequence[Plan]
+    group: Group, folder: pathlib.Path, step: int, manifest: Mapping[str, Any], plans: Sequence[Plan]
 ) -> tuple[list[jax.Array], PyTree]:
     """What is stored of the leaves, for their plans to finish, and what was kept beside the state.
 
@@ -80,7 +130,7 @@ def read(
     }
     shapes |= {entry.number: np.zeros(entry.bits.shape, entry.bits.dtype) for entry in beside}
     stored = {number: shape for number, shape in shapes.items() if shape.size}
-    found = together(lambda: storage.read(folder, step, stored))
+    found = group.told(lambda: storage.read(folder, step, stored))
     found |= {number: _empty(shape) for number, shape in shapes.items() if not shape.size}
     entries = [*(each.entry for each in plans), *beside]
     prints = fingerprints([found[entry.number] for entry in entries])
@@ -90,6 +140,11 @@ def read(
     leaves = [_of_bits(each.entry, found[each.entry.number]) for each in plans]
     kept = {entry.number: _of_bits(entry, found[entry.number]) for entry in beside}
     return leaves, from_json(manifest["extra"], kept.__getitem__)
+
+
+def _described(leaf: Leaf, x: Any) -> str:
+    wrapper = f" in {name_of(leaf.wrapper)}" if leaf.wrapper is not None else ""
+    return f"{leaf.path} {spec(x)}{wrapper}"
 
 
 def _beside(leaf: Leaf) -> Any:
@@ -104,7 +159,10 @@ def _beside(leaf: Leaf) -> Any:
 
 
 def _bits(x: Any) -> Any:
-    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    """What is written of `x`. On several processes, orbax takes an array of one process from the host only."""
+    bits = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    is_of_one = jax.process_count() > 1 and isinstance(bits, jax.Array) and bits.is_fully_addressable
+    return np.asarray(bits) if is_of_one else bits
 
 
 def _of_bits(entry: Entry, bits: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,8 @@ from jax.sharding import NamedSharding
 
 from jdist._version import __version__
 
-_FORMAT = 1
+_FORMAT = 2
+_UNSIGNED = 1  # the format of manifests that have no fingerprint of their own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,21 +84,36 @@ def manifest_of(
         state: The structure of the state, with numbers of entries.
         extra: The same of what is kept beside it.
     """
-    return {
-        "format": _FORMAT,
-        "step": step,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "jdist": __version__,
-        "jax": jax.__version__,
-        "seed": seed,
-        "data_position": position,
-        "bytes": sum(entry.bytes for entry in entries),
-        "leaves": [
-            {name: value for name, value in dataclasses.asdict(entry).items() if value is not None} for entry in entries
-        ],
-        "state": state,
-        "extra": extra,
-    }
+    return signed(
+        {
+            "format": _FORMAT,
+            "step": step,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "jdist": __version__,
+            "jax": jax.__version__,
+            "seed": seed,
+            "data_position": position,
+            "bytes": sum(entry.bytes for entry in entries),
+            "leaves": [
+                {name: value for name, value in dataclasses.asdict(entry).items() if value is not None}
+                for entry in entries
+            ],
+            "state": state,
+            "extra": extra,
+        }
+    )
+
+
+def signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the manifest with the fingerprint of all its other entries.
+
+    Example:
+        >>> signed({"step": 3})["fingerprint"][:14]
+        'sha256:a76b25b'
+    """
+    rest = {name: value for name, value in manifest.items() if name != "fingerprint"}
+    text = json.dumps(rest, sort_keys=True)
+    return {**rest, "fingerprint": f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"}
 
 
 def to_text(manifest: Mapping[str, Any]) -> str:
@@ -118,17 +135,26 @@ def to_text(manifest: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def from_text(text: str) -> dict[str, Any]:
-    """The manifest that `to_text` wrote.
+def from_text(text: str, step: int) -> dict[str, Any]:
+    """Returns the manifest that `to_text` wrote. Format 1 has no fingerprint, and is read without the check.
+
+    Args:
+        text: The content of the file.
+        step: The step of its folder.
 
     Raises:
-        ValueError: It is none, or a later one than this version knows.
+        ValueError: It is not a manifest, was changed after it was written, or has a later format than this version knows.
     """
     manifest = json.loads(text)
     if manifest["format"] > _FORMAT:
         raise ValueError(
             f"It was written by jdist {manifest['jdist']}, in a form that {__version__} does not know. Install that."
         )
+    has_fingerprint = manifest["format"] != _UNSIGNED or "fingerprint" in manifest
+    if has_fingerprint and manifest.get("fingerprint") != signed(manifest)["fingerprint"]:
+        raise ValueError("The manifest was changed after it was written: its fingerprint does not match its content")
+    if manifest["step"] != step:
+        raise ValueError(f"The manifest belongs to step {manifest['step']}, and the folder is named {step}")
     return manifest
 
 

@@ -46,7 +46,9 @@ class Plan(NamedTuple):
 
 
 def to_store(leaf: Leaf) -> Any:
-    """What is stored of a leaf of a state: an array on the devices, or a copy on the host.
+    """What is stored of a leaf of a state: an array on the devices, or a copy on the host. `total` completes it.
+
+    Uses no collectives, so that it can fail on one process of several.
 
     Raises:
         TypeError: It is nothing that devices hold, or has no sum.
@@ -62,13 +64,25 @@ def to_store(leaf: Leaf) -> Any:
         raise ValueError(
             f"{name} was given to a step before, which used its memory for the new state. Save the state that it returned."
         )
-    if isinstance(leaf.wrapper, SyncOnRead) and leaf.wrapper.aggregation is VariableAggregation.SUM:
-        return aggregated(VariableAggregation.SUM, name, x)
+    if _is_total(leaf.wrapper):
+        check_reducible(ReduceOp.SUM, name, x)
+        return x
     if is_placed(x) and (jax.process_count() == 1 or not x.is_fully_addressable):
         return x
     if is_placed(x):  # of one process of several
         return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x)
     return _as_devices_hold_it(name, np.array(x))
+
+
+def total(leaf: Leaf, stored: Any) -> Any:
+    """Returns what `to_store` returned; of a `SyncOnRead` SUM, the sum over the replicas. All processes call it."""
+    if not _is_total(leaf.wrapper):
+        return stored
+    return aggregated(VariableAggregation.SUM, f"state/{leaf.path}", stored)
+
+
+def _is_total(wrapper: Any) -> bool:
+    return isinstance(wrapper, SyncOnRead) and wrapper.aggregation is VariableAggregation.SUM
 
 
 def _as_devices_hold_it(name: str, host: np.ndarray) -> np.ndarray:
@@ -86,8 +100,7 @@ def name_of(wrapper: Any) -> str:
     if wrapper is None:
         return "plain"
     if isinstance(wrapper, SyncOnRead):
-        total = ", their sum" if wrapper.aggregation is VariableAggregation.SUM else ""
-        return f"SyncOnRead {wrapper.aggregation.name}{total}"
+        return f"SyncOnRead {wrapper.aggregation.name}{', their sum' if _is_total(wrapper) else ''}"
     return type(wrapper).__name__
 
 
@@ -122,10 +135,10 @@ def as_saved(tree: PyTree, num_replicas: int) -> PyTree:
 def differences(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> list[str]:
     """In sentences, what makes a state that is wanted another one than that which was saved."""
     there, here = ({leaf.keys: leaf for leaf in leaves} for leaves in (saved, wanted))
-    missing = [f"{leaf.path} {_value_spec(leaf)}" for keys, leaf in here.items() if keys not in there]
-    besides = [f"{leaf.path} {_value_spec(leaf)}" for keys, leaf in there.items() if keys not in here]
+    missing = [f"{leaf.path} {value_spec(leaf)}" for keys, leaf in here.items() if keys not in there]
+    besides = [f"{leaf.path} {value_spec(leaf)}" for keys, leaf in there.items() if keys not in here]
     other = [
-        f"{leaf.path} was {_value_spec(there[keys])} and is to be {_value_spec(leaf)}"
+        f"{leaf.path} was {value_spec(there[keys])} and is to be {value_spec(leaf)}"
         for keys, leaf in here.items()
         if keys in there and not _is_alike(there[keys], leaf)
     ]
@@ -144,7 +157,7 @@ def plan(saved: Leaf, wanted: Leaf, sharding: NamedSharding, replicas: Replicas)
         return _from_one(entry, wanted, sharding, replicas)
     if _is_same_kind(saved.wrapper, wanted.wrapper) and entry.shape[0] == replicas.size:
         return Plan(entry, sharding, lambda rows: rows)
-    if isinstance(saved.wrapper, PerReplica):
+    if isinstance(saved.wrapper, PerReplica) or saved.wrapper.aggregation is VariableAggregation.NONE:  # pyright: ignore
         count = entry.shape[0]
         raise ValueError(
             f"{entry.path} has a value of its own for each of {count} replicas, and is to be {name_of(wanted.wrapper)} on "
@@ -223,7 +236,8 @@ def _value_shape(leaf: Leaf) -> tuple[int, ...]:
     return tuple(leaf.value.shape[has_rows:])
 
 
-def _value_spec(leaf: Leaf) -> str:
+def value_spec(leaf: Leaf) -> str:
+    """The dtype and shape of what one replica has of a leaf."""
     return f"{leaf.value.dtype}[{','.join(map(str, _value_shape(leaf)))}]"
 
 

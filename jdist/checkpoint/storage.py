@@ -5,6 +5,7 @@ what carries the name of a step is always whole, wherever a process ends. orbax 
 when it is needed.
 """
 
+import asyncio
 import functools
 import gc
 import logging
@@ -13,17 +14,19 @@ import pathlib
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-_MARK = "jdist.json"
+MARK = "jdist.json"
 _ABOUT = '{"holds": "checkpoints of jdist, a folder a step; STEP/manifest/manifest.json says what is in one"}\n'
 ARRAYS, MANIFEST = "arrays", "manifest"
 TEXT = "manifest.json"
 ASIDE = ".old"
+
+T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
@@ -62,17 +65,17 @@ def open_folder(path: Any) -> pathlib.Path:
     folder = pathlib.Path(path).expanduser().resolve()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`path` is the file {folder}. Give a folder for the checkpoints.")
-    if (folder / _MARK).exists():
+    if (folder / MARK).exists():
         return folder
     names = sorted(child.name for child in folder.iterdir()) if folder.exists() else []
-    if names and _MARK not in names:  # which another process may have written by now
+    if names and MARK not in names:  # which another process may have written by now
         raise ValueError(
-            f"`path` is {folder}, which has other things in it ({', '.join(names[:3])}) and no {_MARK}, the sign of "
+            f"`path` is {folder}, which has other things in it ({', '.join(names[:3])}) and no {MARK}, the sign of "
             "a folder of checkpoints. Give a new folder, or an empty one."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _MARK).write_text(_ABOUT)
+        (folder / MARK).write_text(_ABOUT)
     except OSError as error:
         raise CheckpointError(
             f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Give a folder that can be written to."
@@ -86,6 +89,21 @@ def steps_in(folder: pathlib.Path) -> tuple[int, ...]:
         child for child in folder.iterdir() if child.name.isdecimal() and text_file(folder, int(child.name)).exists()
     ]
     return tuple(sorted(int(child.name) for child in found))
+
+
+def incomplete_in(folder: pathlib.Path, after: int) -> tuple[pathlib.Path, ...]:
+    """Returns the folders of steps later than `after` that have no manifest, in ascending order of their steps."""
+    found = [child for child in folder.iterdir() if child.name.isdecimal() and int(child.name) > after]
+    missing = [child for child in found if not text_file(folder, int(child.name)).exists()]
+    return tuple(sorted(missing, key=lambda child: int(child.name)))
+
+
+def set_aside(folder: pathlib.Path, step: int) -> None:
+    """Renames the damaged folder of a step to `STEP.damaged`, in place of an earlier one of this name."""
+    damaged = folder / f"{step}.damaged"
+    if (folder / str(step)).exists():
+        shutil.rmtree(damaged, ignore_errors=True)
+        (folder / str(step)).rename(damaged)
 
 
 def text_file(folder: pathlib.Path, step: int) -> pathlib.Path:
@@ -137,5 +155,24 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
 
 @functools.cache
 def silence_orbax() -> None:
-    """Drops what orbax logs, most of it about itself. What goes wrong is raised, and said by us."""
+    """Makes orbax print nothing: neither its log nor tracebacks of reads and writes that end after an error.
+
+    Errors are raised with messages of jdist.
+    """
     logging.getLogger("absl").addFilter(_is_not_of_orbax)
+    from orbax.checkpoint._src import asyncio_utils
+
+    # orbax closes its event loop at the first error. A read or write that ends later finds the loop closed, and Python
+    # prints a traceback. orbax has no option for it, and all of its loops run in this function.
+    run_sync = getattr(asyncio_utils, "run_sync", None)
+    if run_sync is not None:
+        asyncio_utils.run_sync = lambda coro: run_sync(_until_all_end(coro))
+
+
+async def _until_all_end(coro: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `coro` when all other tasks of its event loop have ended too."""
+    try:
+        return await coro
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)

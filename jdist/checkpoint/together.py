@@ -1,9 +1,13 @@
 """What all processes do together: where it fails on one, the others hear why, and none waits for it."""
 
+import hashlib
+import itertools
+import json
 import math
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar
 
 import jax
 
@@ -11,6 +15,8 @@ from jdist.checkpoint.storage import CheckpointError, in_short
 from jdist.conversation import Conversation, named
 
 T = TypeVar("T")
+Facts: TypeAlias = Mapping[str, Sequence[str]]  # by the name of an argument, lines that describe it
+_MOST_LINES = 20_000
 
 
 class Group:
@@ -26,6 +32,52 @@ class Group:
             self._conversation = Conversation(named("jdist/checkpoint"), jax.process_index(), count, late)
         self._deadline = math.inf
         self._has_failed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def agreed(self, call: str, work: Callable[[], tuple[T, Facts]]) -> T:
+        """Runs the local part of a call, and checks that all processes make the same call.
+
+        The group can be used again after an error.
+
+        Args:
+            call: The name of the call.
+            work: Returns a result, and facts that must be equal on all processes. It may not use collectives.
+
+        Returns:
+            The result of `work`.
+
+        Raises:
+            CheckpointError: `work` failed on another process, or the processes make different calls.
+        """
+        try:
+            result, facts = work()
+        except Exception as error:
+            if self._conversation is not None:
+                self._conversation.fail({"error": in_short(error)})
+            raise
+        if self._conversation is not None:
+            self._compare(self._conversation, call, {"the call": [f"`{call}`"], **facts})
+        return result
+
+    def _compare(self, conversation: Conversation, call: str, facts: Facts) -> None:
+        self._deadline = math.inf
+        digests = {name: hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest() for name, lines in facts.items()}
+        heard = conversation.round({"digests": digests})
+        _raise_errors(f"`{call}`", heard)
+        first, *others = (message.get("digests", {}) for message in heard)
+        for process, other in enumerate(others, start=1):
+            different = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+            if different:
+                lines = list(facts.get(different[0], []))[:_MOST_LINES]
+                all_lines = [message.get("lines", []) for message in conversation.round({"lines": lines})]
+                raise CheckpointError(_difference(different[0], process, all_lines[0], all_lines[process]))
 
     def told(self, work: Callable[[], T]) -> T:
         """What `work` gives, when it went well on all.
@@ -51,10 +103,7 @@ class Group:
             return
         self._deadline = time.monotonic() + seconds
         try:
-            said = self._conversation.round({})
-            for process, heard in enumerate(said):
-                if "error" in heard:
-                    raise CheckpointError(f"It failed on process {process}: {heard['error']}")
+            _raise_errors("It", self._conversation.round({}))
         except InterruptedError:
             late = CheckpointError(f"Another process was waited for, and did not come within {seconds:g} seconds.")
             self.fail(late)
@@ -69,21 +118,24 @@ class Group:
             self._conversation.say({"error": in_short(error)})
         self._has_failed = True
 
-    def leave(self) -> None:
-        """There is nothing more to do together."""
+    def leave(self, reason: str = "it has left") -> None:
+        """Ends the group. Processes that continue get an error with the reason."""
         if self._conversation is not None:
-            self._conversation.leave({"error": "it has left"})
+            self._conversation.leave({"error": reason})
             self._conversation = None
 
 
-def together(work: Callable[[], T]) -> T:
-    """What `work` gives, when it went well on all processes.
+def _raise_errors(call: str, messages: Sequence[Mapping[str, Any]]) -> None:
+    for process, message in enumerate(messages):
+        if "error" in message:
+            raise CheckpointError(f"{call} failed on process {process}: {message['error']}")
 
-    Raises:
-        CheckpointError: It failed on another process.
-    """
-    group = Group()
-    try:
-        return group.told(work)
-    finally:
-        group.leave()
+
+def _difference(name: str, process: int, first: Sequence[str], other: Sequence[str]) -> str:
+    """The message for facts that differ between process 0 and `process`."""
+    pairs = itertools.zip_longest(first, other, fillvalue="nothing")
+    here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("another value", "another value"))
+    return (
+        f"The processes differ in {name}: process 0 has {here}, process {process} has {there}. Make the same call with the "
+        "same arguments on all processes, in a folder that all of them see."
+    )

@@ -6,13 +6,13 @@ import functools
 import pathlib
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdist.checkpoint.storage import ARRAYS, ASIDE, MANIFEST, TEXT, empty_aside, silence_orbax
+from jdist.checkpoint.storage import ARRAYS, ASIDE, MANIFEST, TEXT, empty_aside, set_aside, silence_orbax
 from jdist.checkpoint.together import Group
 
 _TRIAL = 2**16  # bytes that the disk has to take before orbax begins
@@ -31,15 +31,21 @@ class Writer:
         self._manager: Any = None
         self._caller = threading.get_ident()
 
-    def write(self, step: int, arrays: Sequence[Any], text: str) -> None:
+    def write(self, step: int, pack: Callable[[], tuple[list[Any], str]], damaged: Sequence[int] = ()) -> None:
         """Begins to write a checkpoint; returns when the arrays are copied off the devices.
+
+        Args:
+            step: The step.
+            pack: Returns the arrays and the manifest.
+            damaged: Steps whose folders are damaged, and are set aside first.
 
         Raises:
             OSError: The folder cannot be written to.
             CheckpointError: So it is on another process.
         """
         # orbax would leave threads behind when it finds out, and the other processes in a collective.
-        self._group.told(lambda: _try_to_write(self._folder))
+        self._group.told(lambda: _prepared(self._folder, damaged))
+        arrays, text = self._group.told(pack)
         import orbax.checkpoint as ocp
 
         self._caller = threading.get_ident()
@@ -89,13 +95,15 @@ class Writer:
             self._group.fail(error)
 
 
-def _try_to_write(folder: pathlib.Path) -> None:
-    """Raises OSError if `folder` cannot be written to."""
+def _prepared(folder: pathlib.Path, damaged: Sequence[int]) -> None:
+    """Sets damaged folders aside. Raises OSError if `folder` cannot be written to."""
     trial = folder / f".trial.{jax.process_index()}"
     try:
         trial.write_bytes(bytes(_TRIAL))
     finally:
         trial.unlink(missing_ok=True)
+    for step in damaged if jax.process_index() == 0 else ():
+        set_aside(folder, step)
 
 
 @functools.cache

@@ -4,17 +4,18 @@ A fact has the name of the environment variable that says it, also when the meta
 who the processes are, the server is not asked.
 """
 
-import contextlib
 import dataclasses
 import http.client
 import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
+
+from jdist.cluster.metadata import answer_by
 
 _PORT = "8482"  # what JAX takes on a TPU; libtpu and Megascale have other ones
 _SKIP, _PATH = "TPU_SKIP_MDS_QUERY", "TPU_PROCESS_ADDRESSES_PATH"
@@ -49,7 +50,7 @@ class TPUClusterResolver:
         coordinator_address: Where process 0 is to listen, `"host:port"`. Else `JAX_COORDINATOR_ADDRESS`, or the host of
             process 0 with the port `JAX_COORDINATOR_PORT`, or 8482.
         environ: The variables to read; those of this process by default.
-        timeout_seconds: How long to wait for an answer of the metadata server.
+        timeout_seconds: How long to wait for the answers of the metadata server, all together.
 
     Attributes:
         addresses: The processes of this slice in the order of their numbers, as they were found: hosts, some with a port.
@@ -293,10 +294,12 @@ def _nothing_found(facts: _Facts, variables: _Variables) -> str:
 
 
 def _from_metadata(server: str, timeout: float) -> _Facts:
-    said = {name: _Fact(_ask(server, key, timeout), f"metadata attribute {key!r}") for name, key in _ATTRIBUTES.items()}
+    deadline = time.monotonic() + timeout  # of all requests together
+    ask = lambda attribute: _ask(server, attribute, timeout, deadline)
+    said = {name: _Fact(ask(key), f"metadata attribute {key!r}") for name, key in _ATTRIBUTES.items()}
     said[_HOSTS] = _hosts(said[_HOSTS])
     # Rows such as MEGASCALE_NUM_SLICES: '2'.
-    rows = (row.partition(":") for row in _ask(server, "tpu-env", timeout).splitlines())
+    rows = (row.partition(":") for row in ask("tpu-env").splitlines())
     values = {row.strip(): value.strip().strip("'\"") for row, _, value in rows}
     for name, row in _TPU_ENV.items():
         said[name] = _Fact(values.get(row, ""), f"{row} of metadata attribute 'tpu-env'")
@@ -315,19 +318,19 @@ def _server(variables: _Variables) -> str:
     return variables.get("GCE_METADATA_HOST") or variables.get("GCE_METADATA_IP") or "metadata.google.internal"
 
 
-def _ask(server: str, attribute: str, timeout: float) -> str:
+def _ask(server: str, attribute: str, timeout: float, deadline: float) -> str:
     """What the server says; nothing if it does not know."""
     path = f"/computeMetadata/v1/instance/attributes/{attribute}"
     cause = None
     try:
-        status, flavor, text = _answer(server, path, timeout)
+        status, flavor, text = answer_by(deadline, server, path)
         if status == 404:
             return ""
         if status == 200 and flavor == "Google":
             return text
         wrong = f"It answered {status}, with {flavor!r} where a metadata server says 'Google' in `Metadata-Flavor`"
     except TimeoutError as error:
-        wrong, cause = f"It gave no answer within {timeout:g} seconds", error
+        wrong, cause = f"It gave no complete answer within {timeout:g} seconds, counted from the first request", error
     except (OSError, http.client.HTTPException, UnicodeError) as error:
         wrong, cause = f"{type(error).__name__}: {error}", error
     raise RuntimeError(
@@ -335,16 +338,3 @@ def _ask(server: str, attribute: str, timeout: float) -> str:
         f"TPU are. {wrong}. On the hosts of a TPU try again; elsewhere set {_HOSTS} and TPU_WORKER_ID on each process, or "
         f"{_SKIP}=1 so that it is not asked."
     ) from cause
-
-
-def _answer(
-    server: str, path: str, timeout: float, pauses: Sequence[float] = (0.2, 0.5)
-) -> tuple[int, str | None, str]:
-    # Not `urllib`, which would go through a proxy, and follow where another server sends it.
-    with contextlib.closing(http.client.HTTPConnection(server, timeout=timeout)) as connection:
-        connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
-        with connection.getresponse() as response:
-            if response.status != 503 or not pauses:
-                return response.status, response.getheader("Metadata-Flavor"), response.read(1 << 20).decode().strip()
-    time.sleep(pauses[0])
-    return _answer(server, path, timeout, pauses[1:])

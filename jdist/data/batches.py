@@ -20,7 +20,7 @@ from jdist.data.files import Files
 from jdist.data.order import Order
 from jdist.data.rows import check_alike, kind, narrowed, wide_floats
 from jdist.data.sharding import Part, Share, check_split
-from jdist.data.sources import Arrays, Indexed, Stream
+from jdist.data.sources import READ_AGAIN, Arrays, Indexed, Stream
 
 Remainder: TypeAlias = Literal["drop", "pad", "error"]
 _log = logging.getLogger("jdist")
@@ -51,6 +51,32 @@ class Reading:
     own: bool = False
     replica_batches: bool = False
     warn: Callable[[str], None] = _log.warning
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, Stream) and self.source.endless and self.epochs not in (None, 1):
+            raise ValueError(
+                f"The source has no end, so its first epoch never ends, got epochs={self.epochs}. Pass `epochs=None`, and end "
+                "the loop after a number of batches: `itertools.islice(dataset, 1000)`."
+            )
+
+    @property
+    def method(self) -> str:
+        """The name of the method of a strategy that reads, for messages."""
+        return "distribute_datasets_from_function" if self.replica_batches else "distribute_dataset"
+
+    @property
+    def smaller_batches(self) -> str:
+        """Advice for messages: how to make smaller batches."""
+        if self.replica_batches:
+            return "Let the function return smaller batches"
+        return "Let the source make smaller batches" if self.batch_size is None else "Take a smaller `batch_size`"
+
+    @property
+    def no_examples(self) -> str:
+        """Advice for messages: what to do where a process has no examples."""
+        if self.replica_batches:
+            return "Let the function return at least one batch on each process."
+        return 'Give each process some, or read it all on each: `auto_shard="data"`.'
 
     def part(self, shard: int, shards: int) -> Indexed | Stream:
         """What is in one of so many shards."""
@@ -99,12 +125,14 @@ class Batch(NamedTuple):
         weights: `[local replica, row]`: 1 for an example, 0 for a row that fills up; None unless batches are padded.
         examples: How many examples all processes hold of it.
         after: The position behind it.
+        warning: What is to be said of it to the user, if anything.
     """
 
     rows: PyTree
     weights: np.ndarray | None
     examples: int
     after: Position
+    warning: str | None = None
 
 
 def batches(
@@ -143,6 +171,7 @@ class _Reader:
             self._size = self._split(self._size, share.num_replicas)
         self._like: PyTree = None
         self._kind: str | None = None
+        self._warning: str | None = None  # of the elements
         self._left_out = 0
         self._short: list[int] = []  # how many examples each shard had in the first batch left out
         self._keeps_64_bits = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
@@ -159,14 +188,16 @@ class _Reader:
             before, found = self._left_out, False
             for batch in self._epoch(begin):
                 found = True
-                yield batch
+                yield batch._replace(warning=self._warning)
+                self._warning = None
             if not found and begin.batch == 0:
-                raise ValueError(_nothing(epoch, self._left_out - before, self._size, self._short))
+                wrong = _nothing(self._reading, epoch, self._left_out - before, self._size, self._short)
+                raise ValueError(f"{wrong} {self._warning}" if self._warning else wrong)
             if epoch == start.epoch and self._left_out and self._reading.num_examples(self._share) is None:
                 least = "at least " if len(self._short) > 1 else ""
                 self._reading.warn(
-                    f"distribute_dataset left out {least}{self._left_out} examples of the first epoch, which did not fill a "
-                    f'batch of {self._size}. remainder="pad" keeps them.'
+                    f"{self._reading.method} left out {least}{self._left_out} examples of the first epoch, which did not fill "
+                    f'a batch of {self._size}. remainder="pad" keeps them.'
                 )
 
     def _epoch(self, begin: Position) -> Iterator[Batch]:
@@ -184,8 +215,8 @@ class _Reader:
                     return
                 if number == 0 and 0 in counts:
                     raise ValueError(
-                        f"Part {counts.index(0)} of the {len(counts)} that the data are read in has no examples. Give each "
-                        'process some, or read it all on each: `auto_shard="data"`.'
+                        f"Part {counts.index(0)} of the {len(counts)} that the data are read in has no examples. "
+                        f"{self._reading.no_examples}"
                     )
                 if examples != self._size and self._reading.remainder == "error":
                     raise ValueError(
@@ -225,7 +256,7 @@ class _Reader:
     def _size_of(self, rows: int, shards: int) -> int:
         """How many examples a global batch has where an element of the source has `rows`."""
         if rows == 0:
-            raise ValueError(_nothing(0, 0, None, []))
+            raise ValueError(_nothing(self._reading, 0, 0, None, []))
         if self._reading.replica_batches:
             return rows * self._share.num_replicas
         if self._reading.own:
@@ -252,6 +283,7 @@ class _Reader:
         """`rows`, in the dtypes that devices hold, if they are like those before."""
         if self._like is None:
             self._like = jax.tree.map(lambda x: np.empty((0, *x.shape[1:]), x.dtype), rows)
+            self._warning = _batched_elements(self._reading, rows)
             self._kind = f"batches of {self._size} examples of {kind(rows)}"
             if not self._keeps_64_bits and (wide := wide_floats(rows)):
                 self._reading.warn(
@@ -280,21 +312,32 @@ class _Reader:
         return array.reshape(replicas, len(array) // replicas, *array.shape[1:])
 
 
-def _nothing(epoch: int, left_out: int, size: int | None, short: list[int]) -> str:
+def _batched_elements(reading: Reading, rows: PyTree) -> str | None:
+    """Returns a warning if the examples of a source look like batches: the first dimension of every leaf is the batch size."""
+    size, source = reading.batch_size, reading.source
+    are_batches = isinstance(source, Stream) and source.batches
+    if size is None or are_batches or isinstance(source, Arrays):
+        return None
+    if any(leaf.ndim < 2 or leaf.shape[1] != size for leaf in jax.tree.leaves(rows)):
+        return None
+    return (
+        f"Each element of the source has {size} rows ({kind(rows)}), and batch_size={size}: a batch has {size} such elements, "
+        f"{size} x {size} rows. If the elements are batches already, pass `batch_size=None`."
+    )
+
+
+def _nothing(reading: Reading, epoch: int, left_out: int, size: int | None, short: list[int]) -> str:
     if left_out and len(short) > 1:
         return (
             f"Part {short.index(min(short))} of the {len(short)} that the data are read in has only {min(short)} examples, "
-            f'which do not fill its part of a batch of {size}, and remainder="drop" leaves out what does not. Take a smaller '
-            '`batch_size`, or remainder="pad".'
+            f'which do not fill its part of a batch of {size}, and remainder="drop" leaves out what does not. '
+            f'{reading.smaller_batches}, or remainder="pad".'
         )
     if left_out:
         return (
-            f'{left_out} examples do not fill one batch of {size}, and remainder="drop" leaves out what does not. Take a '
-            'smaller `batch_size`, or remainder="pad".'
+            f'{left_out} examples do not fill one batch of {size}, and remainder="drop" leaves out what does not. '
+            f'{reading.smaller_batches}, or remainder="pad".'
         )
     if epoch:
-        return (
-            f"The source gave no examples in epoch {epoch}, and some in the one before. Hand in one whose `__iter__` starts at "
-            "the beginning each time."
-        )
+        return f"The source gave no examples in epoch {epoch}, and some in the one before. {READ_AGAIN}"
     return "The source is empty: there is nothing to distribute."

@@ -2,19 +2,25 @@
 
 import dataclasses
 import functools
+import os
+import sys
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jdist.data import summary
 from jdist.data.agreement import Agreement, conversation
 from jdist.data.ahead import Inline, Threaded
 from jdist.data.batches import Position, Reading, batches, check_epochs, in_memory_on_all
+from jdist.data.feeds import check_state
 from jdist.data.files import Files
 from jdist.data.sharding import Share, share_of
 from jdist.data.sources import Stream
 from jdist.data.timing import Clock, Stats
+from jdist.errors import BatchedElementsWarning
 from jdist.mesh import Replicas
 from jdist.values.per_replica import PerReplica
 
@@ -22,9 +28,9 @@ from jdist.values.per_replica import PerReplica
 class DistributedDataset:
     """Batches of examples, one part a replica. Made by `Strategy.distribute_dataset`; every `for` starts anew.
 
-    A batch is `PerReplica`, leaves `[replica, batch / replica, ...]`; the replicas hold consecutive rows of the global
-    batch. With `remainder="pad"` an element is `(batch, weights)`: weights `[replica, batch / replica]`, float32, are 1
-    for an example and 0 for a row that only fills up.
+    A batch has the structure of the source's elements. Each leaf is a `PerReplica` `[replica, batch / replica, ...]`; the
+    replicas hold consecutive rows of the global batch. With `remainder="pad"` an element is `(batch, weights)`: weights
+    `[replica, batch / replica]`, float32, are 1 for an example and 0 for a row that only fills up.
     """
 
     def __init__(self, reading: Reading, shards: int, replicas: Replicas, prefetch: int):
@@ -37,21 +43,33 @@ class DistributedDataset:
         Raises:
             TypeError: It is not known before they are read, or they have no end.
         """
-        reading, examples = self._reading, self._reading.num_examples(self._share)
-        if examples is None or reading.batch_size is None:
+        if self.is_endless:
+            raise TypeError("The source has no end, so the data set has no length.")
+        per_epoch, epochs = self._batches_per_epoch(), self._reading.epochs
+        if per_epoch is None:
             raise TypeError("How many batches there are is not known before they are read.")
-        if reading.epochs is None:
+        if epochs is None:
             raise TypeError("With epochs=None there is no last batch.")
-        whole, left = divmod(examples, reading.batch_size)
-        return (whole + (left > 0 and reading.remainder == "pad")) * reading.epochs
+        return per_epoch * epochs
 
     def __iter__(self) -> "DistributedIterator":
         return DistributedIterator(self)
+
+    def __repr__(self) -> str:
+        return summary.text(type(self).__name__, summary.facts(self._reading, self._share))
+
+    def _repr_html_(self) -> str:
+        return summary.table(type(self).__name__, summary.facts(self._reading, self._share))
 
     @property
     def has_weights(self) -> bool:
         """Whether its elements are pairs of a batch and the weights of its rows."""
         return self._reading.remainder == "pad"
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether the source itself has no end, as a function of the step."""
+        return isinstance(self._reading.source, Stream) and self._reading.source.endless
 
     def repeated(self, epochs: int | None) -> "DistributedDataset":
         """The same, so many times instead; None for ever.
@@ -64,6 +82,14 @@ class DistributedDataset:
         check_epochs(epochs)
         reading = dataclasses.replace(self._reading, epochs=epochs)
         return DistributedDataset(reading, self._shards, self._replicas, self._prefetch)
+
+    def _batches_per_epoch(self) -> int | None:
+        """Returns the number of batches in an epoch, or None if it is not known before the source is read."""
+        reading, examples = self._reading, self._reading.num_examples(self._share)
+        if examples is None or reading.batch_size is None:
+            return None
+        full, left = divmod(examples, reading.batch_size)
+        return full + (left > 0 and reading.remainder == "pad")
 
     def _identity(self) -> dict[str, Any]:
         """What has to be the same where a position is taken and where it is used."""
@@ -93,18 +119,27 @@ class DistributedDataset:
                     f"The position was taken with {name}={state[name]!r}, and this data set has {name}={value!r}. Make it "
                     "alike, or begin anew: what comes next would be other examples."
                 )
-        most = expected["examples"] and -(-expected["examples"] // state["batch_size"])
-        for name, least, greatest in (("epoch", 0, None), ("batch", 0, most), ("shards", 1, None)):
+        last_epoch = None if reading.epochs is None else reading.epochs - 1
+        ranges = {"epoch": (0, last_epoch), "batch": (0, self._batches_per_epoch()), "shards": (1, None)}
+        if (
+            state["batch"] or state["batch_size"] is not None
+        ):  # before the first batch a source of batches has no size yet
+            ranges["batch_size"] = (1, None)
+        for name, (least, greatest) in ranges.items():
             value = state[name]
             whole = isinstance(value, int) and not isinstance(value, bool)
             if not whole or value < least or (greatest is not None and value > greatest):
                 upto = "up" if greatest is None else f"to {greatest}"
-                raise ValueError(f"The position has {name}={value!r}, which is no whole number from {least} {upto}.")
+                more = f" The data set has epochs={reading.epochs}." if name == "epoch" and greatest is not None else ""
+                raise ValueError(
+                    f"The position has {name}={value!r}, which is no whole number from {least} {upto}.{more}"
+                )
+        check_state(state["source"])
+        shuffle_here = "" if reading.replica_batches else ", or shuffle here: hand in its dataset, with `shuffle=True`"
         if isinstance(reading.source, Stream) and not reading.source.repeats and state["batch"] > 0:
             raise ValueError(
                 "The source shuffles in another order each time, so there is no going on in the middle of an epoch. Give it a "
-                "sampler whose order is a function of the epoch (`set_epoch`), or shuffle here: hand in its dataset, with "
-                "`shuffle=True`."
+                f"sampler whose order is a function of the epoch (`set_epoch`){shuffle_here}."
             )
         return Position(*(state[name] for name in Position._fields))
 
@@ -150,6 +185,20 @@ class DistributedIterator:
     def __iter__(self) -> "DistributedIterator":
         return self
 
+    def __repr__(self) -> str:
+        return summary.text(type(self).__name__, self._facts())
+
+    def _repr_html_(self) -> str:
+        return summary.table(type(self).__name__, self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        dataset, position, taken = self._dataset, self._position, self._clock.stats()
+        return {
+            "position": "closed" if self._closed else f"epoch {position.epoch}, batch {position.batch} is next",
+            "taken": f"{taken.batches:,} batches, {taken.examples:,} examples",
+            **summary.facts(dataset._reading, dataset._share),
+        }
+
     def __next__(self) -> Any:
         """The next batch.
 
@@ -172,6 +221,8 @@ class DistributedIterator:
             raise
         self._clock.have(sent.examples, stalled)
         self._position = sent.after
+        if sent.warning:
+            warnings.warn(sent.warning, BatchedElementsWarning, stacklevel=_levels_to_user())
         return sent.element
 
     def get_state(self) -> dict[str, Any]:
@@ -225,6 +276,16 @@ class _Sent(NamedTuple):
     element: Any
     examples: int
     after: Position
+    warning: str | None
+
+
+def _levels_to_user() -> int:
+    """Returns the `stacklevel` for a warning in the caller that names the first frame outside this package."""
+    package = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, levels = frame.f_back, levels + 1
+    return levels
 
 
 def _sent(
@@ -258,6 +319,6 @@ def _sent(
     for batch in batches(reading, share, position, name, stopped):
         # What a guard is to find are transfers that nobody asked for.
         with jax.transfer_guard_host_to_device("allow"):
-            rows = PerReplica(jax.tree.map(send, batch.rows))
-            element = rows if batch.weights is None else (rows, PerReplica(send(batch.weights)))
-        yield _Sent(element, batch.examples, batch.after)
+            element = jax.tree.map(lambda leaf: PerReplica(send(leaf)), batch.rows)
+            element = element if batch.weights is None else (element, PerReplica(send(batch.weights)))
+        yield _Sent(element, batch.examples, batch.after, batch.warning)

@@ -1,21 +1,23 @@
 """From what the user hands in to a `DistributedDataset`: which kind of source, who reads what, and what cannot be."""
 
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from jdist._arguments import whole
+from jdist._tree import spec
 from jdist.data.agreement import Agreement, conversation
 from jdist.data.batches import Reading, Remainder, check_epochs
 from jdist.data.dataset import DistributedDataset, DistributedIterator
 from jdist.data.files import Files
-from jdist.data.libraries import source_of
+from jdist.data.libraries import accepts_one, is_single, source_of
 from jdist.data.rows import kind
 from jdist.data.sharding import AutoShardPolicy, InputContext, Share, check_split, share_of
-from jdist.data.sources import Arrays, Stream
+from jdist.data.sources import READ_AGAIN, Arrays, Called, Stream, restarted
 from jdist.mesh import Replicas
 from jdist.values.place import check_there
 
@@ -38,6 +40,7 @@ def from_source(
     share = share_of(replicas)
 
     def make() -> tuple[DistributedDataset, str]:
+        _check_shuffle(shuffle)
         _check_options(batch_size, seed, epochs, remainder, prefetch)
         if batch_size is not None:
             check_split(batch_size, replicas.num_parts, "devices" if replicas.split else "replicas")
@@ -66,14 +69,60 @@ def from_function(
     share = share_of(replicas, by_replica=True)
 
     def make() -> tuple[DistributedDataset, str]:
+        _check_pipeline_function(fn)
         _check_options(None, 0, epochs, remainder, prefetch)
-        made = fn(InputContext(share.num_pipelines, share.pipeline, share.num_replicas))
-        _check_once(made, epochs)
-        source = source_of(made, True, False, 0)
+        context = InputContext(share.num_pipelines, share.pipeline, share.num_replicas)
+        source = _pipeline(lambda: fn(context))
         reading = Reading(source, None, False, 0, epochs, remainder, own=True, replica_batches=True, warn=_once())
         return DistributedDataset(reading, share.num_pipelines, replicas, prefetch), f"{epochs=}, {remainder=}"
 
     return _on_all(make, share, replicas)
+
+
+def _check_pipeline_function(fn: Any) -> None:
+    """Raises TypeError if `fn` is not a function of one argument."""
+    if callable(fn) and accepts_one(fn):
+        return
+    problem = "a function with other arguments" if callable(fn) else spec(fn)
+    raise TypeError(
+        f"`fn` must be a function of one argument, an `InputContext`, that returns the batches of this process, got {problem}. "
+        "Write `lambda context: batches`."
+    )
+
+
+def _pipeline(make: Callable[[], Any]) -> Stream:
+    """The batches that `make` returns; where they are an iterator, it is called again for each further pass.
+
+    Raises:
+        ValueError: It does not return batches.
+    """
+    result = make()
+    if isinstance(result, (Files, DistributedDataset, DistributedIterator)) or is_single(result):
+        raise _no_batches(result)
+    if isinstance(result, (list, Iterator)):
+        made = [result]
+        again = lambda: made.pop() if made else make()
+        source = Stream(restarted(result if isinstance(result, list) else Called(again, _iterator)), True, lends=True)
+    elif callable(result) or isinstance(result, Iterable) or hasattr(result, "__getitem__"):
+        source = source_of(result, True, False, 0)
+        assert isinstance(source, Stream)
+    else:
+        raise _no_batches(result)
+    stack = "Return batches of one replica: stack `context.get_per_replica_batch_size(64)` examples"
+    return dataclasses.replace(source, if_not_batched=stack)
+
+
+def _iterator(result: Any) -> Iterator[Any]:
+    if not isinstance(result, Iterator):
+        raise _no_batches(result)
+    return result
+
+
+def _no_batches(result: Any) -> ValueError:
+    return ValueError(
+        f"The function returned {spec(result)}, and not the batches of this process. Return an iterable whose elements are the "
+        "batches of one replica each: a generator, a list, or a dataset that makes batches."
+    )
 
 
 def _on_all(make: Callable[[], tuple[DistributedDataset, str]], share: Share, replicas: Replicas) -> DistributedDataset:
@@ -173,9 +222,13 @@ def _check_batches(reading: Reading, share: Share, source: Any) -> None:
 def _check_once(source: Any, epochs: int | None) -> None:
     if isinstance(source, Iterator) and epochs != 1:
         raise ValueError(
-            f"The source is a {type(source).__name__}, which can be gone through once, and epochs={epochs}. Hand in what makes "
-            "it anew: an object whose `__iter__` starts at the beginning."
+            f"The source is a {type(source).__name__}, which can be gone through once, and epochs={epochs}. {READ_AGAIN}"
         )
+
+
+def _check_shuffle(shuffle: Any) -> None:
+    if shuffle is not None and not isinstance(shuffle, (bool, np.bool_)):
+        raise TypeError(f"`shuffle` must be True, False or None, got {shuffle!r}.")
 
 
 def _check_options(batch_size: int | None, seed: int, epochs: int | None, remainder: Remainder, prefetch: int) -> None:

@@ -2,7 +2,7 @@
 
 import base64
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -168,7 +168,7 @@ class StreamFeed:
         return Block(sum(counts), rows, lambda: np.concatenate([np.arange(size) < count for count in each]))
 
     def _batch(self, element: PyTree, where: str) -> PyTree:
-        rows = as_rows(element, where)
+        rows = as_rows(element, where, self._source.if_not_batched)
         return jax.tree.map(np.array, rows) if self._source.lends else rows
 
     def _filler(self) -> PyTree:
@@ -188,8 +188,22 @@ def get_state(iterator: Iterator[Any]) -> Any:
     return {"value": copy.deepcopy(state)}  # which the source may go on to change
 
 
+def check_state(state: Any) -> None:
+    """Raises ValueError if `state` is not the position of a source, as `get_state` returns it."""
+    is_position = isinstance(state, Mapping) and ("base64" in state or "value" in state)
+    if state is not None and not is_position:
+        raise ValueError(
+            f"The position has source={state!r}, which is not the position of a source. Pass it unchanged."
+        )
+
+
 def set_state(iterator: Iterator[Any], state: Any) -> None:
     """Brings an iterator to where `get_state` said that it was."""
+    if not hasattr(iterator, "set_state"):
+        raise ValueError(
+            f"The position contains a position of the source, and this source ({type(iterator).__name__}) has no `set_state`. "
+            "Resume with the source that the position was taken with."
+        )
     given = base64.b64decode(state["base64"]) if "base64" in state else copy.deepcopy(state["value"])
     iterator.set_state(given)  # pyright: ignore[reportAttributeAccessIssue]
 

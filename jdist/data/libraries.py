@@ -4,16 +4,17 @@ The libraries that it may come from are never imported: who hands in an object o
 """
 
 import functools
+import inspect
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from jdist._tree import PyTree, spec
 from jdist.data.order import Order
-from jdist.data.sources import Arrays, Columns, Examples, Indexed, Stream, by_number, restarted, shufflers
+from jdist.data.sources import Arrays, Called, Columns, Examples, Indexed, Stream, by_number, restarted, shufflers
 from jdist.values.base import is_distributed
 
 _ENDLESS = 2**40  # a `grain.MapDataset` that repeats for ever says that it has `sys.maxsize` examples
@@ -59,22 +60,93 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
         _refuse_shuffle(shuffle, "has no end")
         start = lambda epoch, first: map(source.__getitem__, itertools.count(first))
         return Stream(start, batches, lends=True, endless=True)
-    if _is(source, "tensorflow", "data.Dataset"):
-        source = _NumpyOfTensorflow(source)
-    elif _is(source, "datasets", "IterableDataset"):
-        source = source.with_format("numpy")
     if isinstance(source, Iterable):
         _refuse_shuffle(shuffle, "gives one element after the other")
         reads_ahead = _is(source, "grain", "IterDataset") or _is(source, "grain", "DataLoader")
-        return Stream(restarted(source), batches, lends=True, reads_ahead=reads_ahead)
+        return Stream(restarted(_iterable(source)), batches, lends=True, reads_ahead=reads_ahead)
+    if callable(source) and _makes_elements(source):
+        _refuse_shuffle(shuffle, "is a generator function")
+        return Stream(restarted(Called(source, _elements)), batches, lends=True)
     if callable(source):
         _refuse_shuffle(shuffle, "is a function of the step")
         start = lambda epoch, first: map(source, itertools.count(first))
         return Stream(start, True, lends=True, endless=True)
     raise ValueError(
         f"The source is {type(source).__name__}, from which no examples can be had. Pass arrays, a sequence or an iterable of "
-        "examples, a dataset of grain, TensorFlow, torch or Hugging Face, `jdist.data.Files`, or a function of the step."
+        "examples, a dataset of grain, TensorFlow, torch or Hugging Face, `jdist.data.Files`, a generator function without "
+        "arguments, or a function of the step."
     )
+
+
+def _iterable(source: Iterable[Any]) -> Iterable[Any]:
+    """Returns an iterable that gives numpy arrays where the library has other arrays by default."""
+    if _is(source, "tensorflow", "data.Dataset"):
+        return _NumpyOfTensorflow(source)
+    return source.with_format("numpy") if _is(source, "datasets", "IterableDataset") else source  # pyright: ignore
+
+
+def _makes_elements(function: Callable[..., Any]) -> bool:
+    """Returns True for a function without arguments that makes an iterable, False for a function of the step.
+
+    Raises:
+        ValueError: It is neither, by its arguments.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a function in C may have none
+        return False
+    generates = any(map(inspect.isgeneratorfunction, (function, type(function).__call__)))
+    if generates and not _accepts(signature):
+        raise ValueError(
+            f"The source is a generator function with the arguments {signature}. It is called without arguments: bind them by "
+            "`functools.partial`. Or pass a function of the step, which returns one batch and has no `yield`."
+        )
+    if generates or _accepts(signature, 0):
+        return generates
+    if not _accepts(signature):
+        raise ValueError(
+            f"The source is a function with the arguments {signature}. Pass a function of the step, with one argument, or a "
+            "generator function, without arguments. Bind the others by `functools.partial`."
+        )
+    return True
+
+
+def accepts_one(function: Callable[..., Any]) -> bool:
+    """Whether a function may be called with one positional argument, as far as it has a signature."""
+    try:
+        return _accepts(inspect.signature(function), 0)
+    except (TypeError, ValueError):
+        return True
+
+
+def _accepts(signature: inspect.Signature, *args: Any) -> bool:
+    try:
+        signature.bind(*args)
+    except TypeError:
+        return False
+    return True
+
+
+def _elements(result: Any) -> Iterable[Any]:
+    """Returns the elements that a function without arguments made, as an iterable.
+
+    Raises:
+        ValueError: It is not an iterable of elements.
+    """
+    if is_single(result) or not isinstance(result, Iterable):
+        raise ValueError(
+            f"The source is a function without arguments, and returned {spec(result)}. Such a function returns an iterator "
+            "over the elements, as a generator function does. Pass arrays without a function. A function of the step has one "
+            "argument."
+        )
+    return _iterable(result)
+
+
+def is_single(result: Any) -> bool:
+    """Whether the result of a function is an array, a tree other than a list, or text: not a series of elements."""
+    if isinstance(result, (str, bytes, Mapping)) or hasattr(result, "__array__"):
+        return True
+    return not isinstance(result, list) and _is_tree(result)
 
 
 def _loader(loader: Any, batches: bool) -> Stream:

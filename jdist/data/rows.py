@@ -21,7 +21,7 @@ _NARROW = {
 _LIST = "A list of examples is given as `grain.MapDataset.source(examples)`"
 
 
-def as_rows(tree: PyTree, where: str = "") -> PyTree:
+def as_rows(tree: PyTree, where: str = "", if_not_batched: str = "") -> PyTree:
     """A tree of things that are arrays, as numpy arrays `[row, ...]` that agree in how many rows they have.
 
     Raises:
@@ -35,7 +35,7 @@ def as_rows(tree: PyTree, where: str = "") -> PyTree:
     arrays = [as_numbers(name, leaf, where) for name, leaf in leaves]
     for (name, leaf), array in zip(leaves, arrays, strict=True):
         if array.ndim == 0 or not hasattr(leaf, "__array__"):
-            instead = "If it is an example and no batch, say how many make one: `batch_size=64`" if where else _LIST
+            instead = if_not_batched or _LIST
             raise ValueError(f"{name} is {spec(leaf)}{where}: an array with one row an example is needed. {instead}.")
         if len(array) != len(arrays[0]):
             raise ValueError(
@@ -145,7 +145,10 @@ def as_numbers(name: str, leaf: Any, where: str) -> np.ndarray:
     """
     if isinstance(leaf, (Iterator, np.ma.MaskedArray)):
         filled = "Fill what is masked: `x.filled(0)`"
-        called = "To go through what a function gives, hand in what it gives, `source()`, and not the function"
+        called = (
+            "A function of the step returns one batch. To read a generator, pass the generator function, without arguments, "
+            "or the generator"
+        )
         instead = filled if isinstance(leaf, np.ma.MaskedArray) else called
         raise ValueError(f"{name} is a {type(leaf).__name__}{where}, and no array of numbers. {instead}.")
     try:

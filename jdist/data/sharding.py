@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jdist._arguments import choice
+from jdist._arguments import choice, whole
 from jdist.mesh import Replicas
 
 
@@ -47,6 +47,10 @@ class InputContext:
         input_pipeline_id: Which one this is, from 0.
         num_replicas_in_sync: How many replicas all of them feed.
 
+    Raises:
+        ValueError: There are fewer than one pipeline or replica, or `input_pipeline_id` is not one of the pipelines.
+        TypeError: An argument is not an integer.
+
     Example:
         >>> print(InputContext(2, 1, 8))
         jdist.InputContext(input pipeline id 1, total: 2)
@@ -55,6 +59,15 @@ class InputContext:
     num_input_pipelines: int = 1
     input_pipeline_id: int = 0
     num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_input_pipelines", 1), ("input_pipeline_id", 0), ("num_replicas_in_sync", 1)):
+            whole(f"`{name}`", getattr(self, name), least)
+        if self.input_pipeline_id >= self.num_input_pipelines:
+            raise ValueError(
+                f"`input_pipeline_id` must be less than `num_input_pipelines`, got input_pipeline_id={self.input_pipeline_id} "
+                f"and num_input_pipelines={self.num_input_pipelines}. The pipelines are numbered from 0."
+            )
 
     def __str__(self) -> str:
         return f"jdist.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
@@ -69,18 +82,19 @@ class InputContext:
             >>> InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(12)
             2
         """
-        check_split(global_batch_size, self.num_replicas_in_sync)
+        whole("`global_batch_size`", global_batch_size)
+        check_split(global_batch_size, self.num_replicas_in_sync, argument="global_batch_size")
         return global_batch_size // self.num_replicas_in_sync
 
 
-def check_split(size: int, parts: int, what: str = "replicas") -> None:
+def check_split(size: int, parts: int, what: str = "replicas", argument: str = "batch_size") -> None:
     """Raises ValueError if a batch of `size` examples cannot be split evenly over so many `what`."""
     if size < 1 or size % parts:
         down, up = size // parts * parts, (size // parts + 1) * parts
         near = f"{down} or {up}" if down > 0 else str(max(up, parts))
         raise ValueError(
             f"A batch of {size} examples cannot be split over {parts} {what} ({size % parts} left over). "
-            f"`batch_size` counts the examples of all {what} together: take {near}."
+            f"`{argument}` counts the examples of all {what} together: take {near}."
         )
 
 

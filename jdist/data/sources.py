@@ -37,6 +37,7 @@ class Stream:
         endless: Whether it has no end, and so no partial batch.
         repeats: Whether an epoch that is begun again comes in the same order.
         reads_ahead: Whether the source has threads or processes of its own that read ahead.
+        if_not_batched: What to do where an element has to be a batch, and its leaves have no rows.
     """
 
     start: Callable[[int, int], Iterator[Any]]
@@ -46,6 +47,7 @@ class Stream:
     endless: bool = False
     repeats: bool = True
     reads_ahead: bool = False
+    if_not_batched: str = "If it is an example and no batch, say how many make one: `batch_size=64`"
 
 
 class Arrays:
@@ -107,6 +109,27 @@ def by_number(source: Indexed, order: Order) -> Stream:
     return Stream(lambda epoch, first: map(batch, order.epoch(epoch)[first:]), True)
 
 
+READ_AGAIN = (
+    "Pass a source that can be read again: a generator function without arguments, or an object whose `__iter__` starts at "
+    "the beginning."
+)
+
+
+class Called:
+    """An iterable that calls a function for a new iterator each time.
+
+    Args:
+        make: A function without arguments that returns an iterable.
+        convert: Converts the result of `make` to an iterable of elements.
+    """
+
+    def __init__(self, make: Callable[[], Any], convert: Callable[[Any], Iterable[Any]]):
+        self._make, self._convert = make, convert
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._convert(self._make()))
+
+
 def restarted(source: Iterable[Any]) -> Callable[[int, int], Iterator[Any]]:
     """Goes through `source` again for each epoch; elements before the first wanted are read and let go."""
     once = isinstance(source, Iterator)
@@ -116,8 +139,7 @@ def restarted(source: Iterable[Any]) -> Callable[[int, int], Iterator[Any]]:
         nonlocal begun
         if once and begun:
             raise ValueError(
-                f"The source is a {type(source).__name__}, which can be gone through once, and was. Hand in what makes it "
-                "anew: an object whose `__iter__` starts at the beginning."
+                f"The source is a {type(source).__name__}, which can be gone through once, and was. {READ_AGAIN}"
             )
         begun = True
         for part in shufflers(source):

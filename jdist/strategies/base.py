@@ -1,26 +1,22 @@
 """What every strategy does: run functions of one replica on its devices."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 
+from jdist import _tf_names
+from jdist._arguments import keywords
 from jdist._identity import IdentityCache
-from jdist._tree import PyTree
-from jdist.context import (
-    CrossReplicaContext,
-    ReplicaContext,
-    current,
-    entered,
-    in_replica_function,
-    require_host,
-)
+from jdist._tree import PyTree, argument_names, kind
+from jdist.context import ReplicaContext
 from jdist.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist.precision import Precision
 from jdist.strategies.host_side import HostSide
+from jdist.strategies.pickling import with_devices, with_names
 from jdist.strategies.program import Program, init_program, run_program, step_program
+from jdist.strategies.scope import Scope
 from jdist.values.place import put
 from jdist.views.base import View
 
@@ -30,7 +26,14 @@ class Strategy(HostSide):
 
     A replica function is ordinary JAX code. Its arguments are what one replica sees: a `PerReplica` argument is that
     replica's own value, anything else is the same on all. What it says to the other replicas it says with
-    `jdist.all_reduce` and its kin. Immutable, but for the compiled functions that it remembers.
+    `jdist.all_reduce` and its kin. Immutable, but for the compiled functions that it remembers: a copy is the strategy itself,
+    and a pickle builds it again on the devices of the same names.
+
+    Args:
+        view: How it runs functions on its devices.
+        cross_device_ops: How the replicas' values are added up.
+        communication_options: Which leaves are reduced together.
+        arguments: The arguments of the constructor of its class that build it again, with devices in place of their names.
     """
 
     def __init__(
@@ -38,7 +41,10 @@ class Strategy(HostSide):
         view: View,
         cross_device_ops: CrossDeviceOps = AllReduce(),  # noqa: B008  # immutable
         communication_options: CommunicationOptions = CommunicationOptions(0),  # noqa: B008
+        *,
+        arguments: Mapping[str, Any],
     ):
+        self._arguments = dict(arguments)
         self._view = view
         self._context = ReplicaContext.of(self, view.replicas, cross_device_ops, communication_options)
         self._runs: IdentityCache[Program] = IdentityCache()
@@ -47,22 +53,39 @@ class Strategy(HostSide):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[str(device) for device in self.mesh.devices.flat]})"
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
-        """Makes this the strategy that `jdist.get_strategy()` returns, and that `jdist.variable` places values for.
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), with_names(type(self).__name__, self._arguments))
+
+    if not TYPE_CHECKING:  # a type checker would then accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _tf_names.ON_STRATEGIES:
+                raise _tf_names.missing(f"{type(self).__name__!r} object", name, _tf_names.ON_STRATEGIES)
+            # Also called where a property raises AttributeError: raises that error again.
+            return object.__getattribute__(self, name)
+
+    def scope(self) -> Scope:
+        """A context manager that makes this the current strategy: `jdist.get_strategy()` returns it, `jdist.variable` uses it.
+
+        The same object can be entered again, nested or later, as in TensorFlow.
 
         Raises:
-            RuntimeError: Another strategy's scope is around.
+            RuntimeError: On entry, the scope of another strategy is current.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> scope = strategy.scope()
+            >>> with scope, scope:
+            ...     jdist.get_strategy() is strategy
+            True
         """
-        require_host("scope", "enter it around the call that runs the function")
-        here = current()
-        if here.strategy is not None and here.strategy is not self:
-            raise RuntimeError(
-                f"The scope of {self!r} is inside the scope of {here.strategy!r}. Leave that one first (`set_strategy(None)`, "
-                "if `set_strategy` entered it)."
-            )
-        with entered(CrossReplicaContext(self, merging=in_replica_function())):
-            yield
+        return Scope(self)
 
     def run(
         self, fn: Callable[..., PyTree], args: Sequence[PyTree] = (), kwargs: Mapping[str, PyTree] | None = None
@@ -83,8 +106,9 @@ class Strategy(HostSide):
             a `PerReplica` of `[replica, ...]`.
 
         Raises:
-            TypeError: `fn` is no function, or `args` no tuple.
-            ValueError: An argument lies on the devices of another strategy.
+            TypeError: `fn` is no function, `args` no tuple, `kwargs` no mapping, or a result is no number or array of numbers.
+            ValueError: An argument lies on the devices of another strategy; or an argument or a result is a host number of more
+                than 32 bits, where JAX keeps 32.
             DivergentCollectiveError: Some replicas may reach a collective that others do not.
 
         Example:
@@ -96,9 +120,9 @@ class Strategy(HostSide):
             {'all': Array(10, dtype=int32), 'mine': PerReplica(int32[2])}
         """
         if not isinstance(args, (tuple, list)):
-            raise TypeError(f"`args` is a tuple of arguments, got {type(args).__name__}: write `run(fn, (value,))`.")
+            raise TypeError(f"`args` is a tuple of arguments, got {kind(args)}: write `run(fn, (value,))`.")
         program = self._runs.get(fn, lambda reference: run_program(reference, self._view, self._context))
-        return program(tuple(args), dict(kwargs or {}))[1]
+        return program(tuple(args), keywords("run", kwargs))[1]
 
     def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """A state, created on the devices by a replica function: no leaf is ever whole on the host, or on one device first.
@@ -110,6 +134,8 @@ class Strategy(HostSide):
 
         Raises:
             NotMirroredError: A leaf that is not wrapped may differ between the replicas.
+            TypeError: A leaf is no number or array of numbers.
+            ValueError: A leaf is a host number of more than 32 bits, where JAX keeps 32.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -118,9 +144,17 @@ class Strategy(HostSide):
             2
         """
         program = self._inits.get(fn, lambda reference: init_program(reference, self._view, self._context))
-        return program(*put(args, self.replicas, self._view.inputs))[0]
+        names = argument_names(fn, args, {})
+        return program(*put(args, self.replicas, self._view.inputs, names))[0]
 
-    def step(self, fn: Any = ..., *, precision: Precision | None = None, steps_per_call: int | None = None) -> Any:
+    def step(
+        self,
+        fn: Any = ...,
+        *,
+        precision: Precision | None = None,
+        steps_per_call: int | None = None,
+        donate: bool = True,
+    ) -> Any:
         """Makes a training step of `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
         At the first call it is traced once. A state leaf that is a plain array has to be proved the same on every replica
@@ -135,6 +169,8 @@ class Strategy(HostSide):
                 for all of them. Each input is then a list of so many, the input of each step, and each output has them all:
                 leaves `[step, ...]`, `PerReplica` ones `[replica, step, ...]`. Under `CentralStorageStrategy`, which
                 updates a state behind each step's program, it is as many programs.
+            donate: Whether the new state reuses the memory of the old state. Without donation the old state stays valid, and
+                both states need memory.
 
         Returns:
             The step for all of them, a `Program`, called like `fn` with arguments by position; its `proof` says what was
@@ -162,8 +198,10 @@ class Strategy(HostSide):
             2 of 2 results are the same on every replica
         """
         if fn is ...:
-            return functools.partial(self.step, precision=precision, steps_per_call=steps_per_call)
-        return step_program(fn, precision, steps_per_call, self._view, self._context)
+            return functools.partial(self.step, precision=precision, steps_per_call=steps_per_call, donate=donate)
+        if not isinstance(donate, bool):
+            raise TypeError(f"`donate` is True or False, got {donate!r}.")
+        return step_program(fn, precision, steps_per_call, donate, self._view, self._context)
 
     def compile(
         self, step: Any, state: PyTree, *inputs: PyTree, compiler_options: Mapping[str, Any] | None = None
@@ -194,3 +232,7 @@ class Strategy(HostSide):
                 '`jdist.xla_flags("tpu").compiler_options`.'
             )
         return program.lower(state, *inputs).compile(None if compiler_options is None else dict(compiler_options))
+
+
+def _rebuilt(kind: type[Strategy], arguments: dict[str, Any]) -> Strategy:
+    return kind(**with_devices(kind.__name__, arguments))

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jdist.cross_device_ops import ways
 from jdist.layout import Layout
-from jdist.mesh import HOST_MEMORY, REPLICA_AXIS, Replicas, find_device, local_replicas, replica_mesh
+from jdist.mesh import HOST_MEMORY, REPLICA_AXIS, Replicas, find_device, local_replicas, replica_mesh, warn_if_local
 from jdist.strategies.base import Strategy
 from jdist.topology import is_described
 from jdist.views.central import CentralView
@@ -56,6 +56,8 @@ class CentralStorageStrategy(Strategy):
         if offload not in get_args(_Offload):
             raise ValueError(f'`offload` is "all" or "optimizer", got {offload!r}.')
         mesh, ops, options = ways(replica_mesh(compute_devices), None, None, False)
+        instead = "CentralStorageStrategy(compute_devices=jax.devices())"
+        warn_if_local("CentralStorageStrategy", compute_devices, instead)
         replicas = Replicas.on(mesh)
         platform = mesh.devices.flat[0].platform
         # Between the memories of a TPU and its host, the compiler copies parts of arrays only in whole tiles.
@@ -63,7 +65,7 @@ class CentralStorageStrategy(Strategy):
         layout = Layout(mesh, REPLICA_AXIS, "all" if offload == "all" else "optimizer", {}, tile)
         if parameter_device == "host":
             _check_memory(mesh)
-            view = CentralView(replicas, layout, host_computes=platform in ("cpu", "tpu"))
+            storage, view = "host", CentralView(replicas, layout, host_computes=platform in ("cpu", "tpu"))
         else:
             device = find_device(parameter_device)
             if is_described(device) or is_described(mesh.devices.flat[0]):
@@ -71,8 +73,13 @@ class CentralStorageStrategy(Strategy):
                     f"The host sends a state from {device} to {mesh.devices.flat[0]}, and there is no sending where one of "
                     'them is described: keep the state in the memory of the host, `parameter_device="host"`.'
                 )
-            view = StoredView(replicas, layout, device)
-        super().__init__(view, ops, options)
+            storage, view = device, StoredView(replicas, layout, device)
+        arguments = {
+            "compute_devices": list(mesh.devices.flat),
+            "parameter_device": storage,
+            "offload": offload,
+        }
+        super().__init__(view, ops, options, arguments=arguments)
 
 
 def _check_memory(mesh: Mesh) -> None:

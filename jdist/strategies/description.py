@@ -2,20 +2,21 @@
 
 import collections
 import dataclasses
-import html
 import io
 import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jdist import _html
 from jdist._arguments import whole
+from jdist._html import Row
 from jdist._tree import PyTree
 from jdist.layout import Layout, Leaf, leaves_of
 from jdist.mesh import Replicas
@@ -26,11 +27,10 @@ from jdist.values.per_replica import PerReplica
 from jdist.values.place import check_fit
 from jdist.views.base import View
 
-Row: TypeAlias = tuple[str, ...]
 _HEAD = ("leaf", "spec", "placement", "bytes", "bytes a device", "host bytes a device")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Description:
     """What a strategy runs on, and where the leaves of a state lie. Text when printed, tables in a notebook.
 
@@ -65,6 +65,13 @@ class Description:
         """The most that any one device of the strategy keeps in the memory of its host."""
         return _most(self.leaves, "host_bytes")
 
+    def __repr__(self) -> str:
+        count = self.replicas.size
+        facts = [self.strategy, f"{count:,} {'replica' if count == 1 else 'replicas'}"]
+        if self.leaves:
+            facts.append(f"{_leaf_count(self.leaves)}, {_size(self.bytes)}")
+        return f"Description({', '.join(facts)})"
+
     def __str__(self) -> str:
         from rich.console import Console  # not needed until something is printed
 
@@ -97,26 +104,20 @@ class Description:
         return Group(*parts, *([Text(self.note)] if self.note else []))
 
     def _repr_html_(self) -> str:
-        strategy, picture, note = map(html.escape, (self.strategy, _picture_of(self.replicas), self.note))
         parts = [
-            f"<strong>{strategy}</strong>",
-            _html_table(_facts(self.replicas)),
-            f'<pre style="{_PRE}">{picture}</pre>',
+            _html.heading(self.strategy),
+            _html.table(_facts(self.replicas)),
+            _html.monospaced(_picture_of(self.replicas)),
         ]
         if self.leaves:
             rows = self._rows()
-            parts.append(_html_table(rows[:-1], _HEAD[: len(rows[0])], rows[-1]))
-        return f'<div style="overflow-x:auto">{"".join(parts)}<p>{note}</p></div>'
+            parts.append(_html.table(rows[:-1], _HEAD[: len(rows[0])], rows[-1], right_from=3))
+        return _html.block(*parts, _html.paragraph(self.note))
 
     def _rows(self) -> list[Row]:
         """The table of the leaves; the last row is the total."""
         rows = [_row(path, leaves) for path, leaves in _folded(self.leaves, self.max_rows)]
-        total = (
-            "total",
-            f"{len(self.leaves):,} {'leaf' if len(self.leaves) == 1 else 'leaves'}",
-            "",
-            *_sizes(self.leaves),
-        )
+        total = ("total", _leaf_count(self.leaves), "", *_sizes(self.leaves))
         return [row if self.host_bytes else row[:-1] for row in (*rows, total)]
 
 
@@ -208,6 +209,10 @@ def _folded(leaves: Sequence[LeafDescription], most: int) -> list[tuple[str, Seq
     return [(group[0].path if len(group) == 1 else "/".join(prefix), group) for prefix, group in groups.items()]
 
 
+def _leaf_count(leaves: Sequence[LeafDescription]) -> str:
+    return f"{len(leaves):,} {'leaf' if len(leaves) == 1 else 'leaves'}"
+
+
 def _numberless(path: str) -> str:
     return re.sub(r"\d+", "*", path)
 
@@ -271,26 +276,6 @@ def _facts(replicas: Replicas) -> list[Row]:
             f"{replicas.size:,}, " + (f"virtual, at most {replicas.each} a device" if replicas.virtual else where),
         ),
     ]
-
-
-_PRE = "line-height:1.15;margin:.6em 0;background:transparent;color:inherit"
-_CELL = (
-    "padding:.2em 1.2em .2em 0;color:inherit;border:0;border-bottom:1px solid rgba(128,128,128,.4)"  # on light and dark
-)
-
-
-def _html_table(rows: Iterable[Row], head: Row = (), foot: Row = ()) -> str:
-    def one(row: Row, tag: str) -> str:
-        sides = ["left" if i < 3 else "right" for i in range(len(row))]
-        cells = [
-            f'<{tag} style="text-align:{side};{_CELL}">{html.escape(x)}</{tag}>'
-            for side, x in zip(sides, row, strict=True)
-        ]
-        return f'<tr style="background:transparent">{"".join(cells)}</tr>' if row else ""
-
-    body = "".join(one(row, "td") for row in rows)
-    parts = f"<thead>{one(head, 'th')}</thead><tbody>{body}</tbody><tfoot>{one(foot, 'th')}</tfoot>"
-    return f'<table style="border-collapse:collapse;margin:.6em 0;color:inherit">{parts}</table>'
 
 
 def _picture_of(replicas: Replicas) -> str:

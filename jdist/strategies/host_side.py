@@ -1,6 +1,5 @@
 """What the host program asks of the replicas, and hands to them."""
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ from jax.sharding import Mesh
 
 from jdist import reductions
 from jdist._tree import PyTree
-from jdist.collectives import dims_of
+from jdist.collectives import dim_of, dims_of
 from jdist.context import ValueContext, require_host
 from jdist.data.batches import Remainder
 from jdist.data.dataset import DistributedDataset
@@ -18,7 +17,7 @@ from jdist.mesh import Replicas
 from jdist.reduce_op import ReduceOp
 from jdist.strategies.description import Description, describe
 from jdist.values.per_replica import PerReplica
-from jdist.values.place import check_there, put, put_rows
+from jdist.values.place import check_there, put, put_rows, split_batch
 from jdist.views.base import View
 
 
@@ -50,7 +49,7 @@ class HostSide:
             value: A tree of what `run` returned: wrapped values, or arrays that every replica holds (each counts), or
                 `RowSlices`. The mean, greatest and least of a host value is itself.
             axis: None to reduce over the replicas, element by element. A dimension of one replica's value, or several, to
-                reduce over these as well; a mean is then over all elements, however many each replica has.
+                reduce over these as well; a mean is then over all elements, however many each replica has. -1 is the last.
 
         Returns:
             The same tree of plain arrays, held by every replica.
@@ -74,14 +73,14 @@ class HostSide:
 
         Args:
             value: A tree of what `run` returned, leaves `[..., n, ...]` a replica, where `n` may differ; a host value stays.
-            axis: The dimension to join along, from 0 up.
+            axis: The dimension of one replica's value to join along; -1 is the last.
 
         Returns:
             The same tree of plain arrays `[..., sum of n, ...]`, held by every replica.
 
         Raises:
             ValueError: A leaf has no such dimension, or the replicas' shapes differ along another.
-            TypeError: There are `RowSlices` in it.
+            TypeError: There are `RowSlices` in it, or `axis` is not a whole number.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -91,7 +90,7 @@ class HostSide:
         """
         require_host("gather", "use `jdist.all_gather` there")
         check_there(self.mesh)
-        return reductions.gather(self._view.fetched(value), operator.index(axis), self.replicas)
+        return reductions.gather(self._view.fetched(value), dim_of(axis), self.replicas)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """What each replica of this process holds, one tree a replica; `(value,)` of a host value.
@@ -119,6 +118,33 @@ class HostSide:
         """
         require_host("put")
         return put(tree, self.replicas, lambda tree: self._view.shardings(tree, is_state=False))
+
+    def split(self, batch: PyTree) -> PyTree:
+        """Splits one global batch over the replicas, for a loop that has batches already.
+
+        A batch that a step gets as plain arrays is replicated: every replica computes all of its examples.
+
+        Args:
+            batch: A tree of arrays `[batch, ...]`, of numpy or JAX; the number of replicas divides `batch`. On several
+                processes each one passes the same global batch, and its devices receive their parts. To read only its own
+                part, a process uses `distribute_dataset`.
+
+        Returns:
+            The same tree with a `PerReplica` `[replica, batch / replica, ...]` for each leaf, as `distribute_dataset` returns
+            it: replica i holds the i-th block of consecutive examples.
+
+        Raises:
+            TypeError: A leaf is not an array of numbers, or is split already.
+            ValueError: The examples do not split evenly, or the leaves have different numbers of them.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> x, y = strategy.split((np.zeros((8, 3), np.float32), np.arange(8)))
+            >>> x, y.tree.tolist()
+            (PerReplica(float32[2,4,3]), [[0, 1, 2, 3], [4, 5, 6, 7]])
+        """
+        require_host("split")
+        return split_batch(batch, self.replicas, lambda tree: self._view.shardings(tree, is_state=False))
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
         """A value for each replica, made on the host.
@@ -156,12 +182,14 @@ class HostSide:
 
         Args:
             source: A tree of arrays `[example, ...]`; a sequence or an iterable of examples; a dataset of grain, TensorFlow,
-                torch or Hugging Face; `jdist.data.Files`; or a function from the step, 0, 1, ..., to its batch.
+                torch or Hugging Face; `jdist.data.Files`; a generator function without arguments; or a function from the step,
+                0, 1, ..., to its batch.
             batch_size: Examples in a batch of all replicas together, which divide it. None: the source gives such batches.
             shuffle: Whether each epoch has an order of its own, a function of `seed` and epoch alone. For examples that are
                 found by their numbers, as in arrays; a stream shuffles itself. None: if they are.
             seed: A whole number.
-            epochs: How often to go through them; None for ever.
+            epochs: How often to go through them; None for ever. A function of the step has no end, so more than one epoch of
+                it is refused: end the loop by `itertools.islice(dataset, 1000)`.
             remainder: What becomes of the examples that do not fill a batch at the end of an epoch. `"drop"` leaves them
                 out, and says once how many. `"pad"` keeps them: elements are then `(batch, weights)`, with weight 1 for an
                 example and 0 for a row that only fills up. `"error"` refuses them.
@@ -169,8 +197,9 @@ class HostSide:
             prefetch: How many batches to read and send ahead; 0, for debugging, gives the same from the loop's thread.
 
         Returns:
-            `PerReplica` batches with leaves `[replica, batch / replica, ...]`, or pairs of two. The global batches are the same
-            for any number of replicas and processes.
+            Batches with the structure of the source's elements and `PerReplica` leaves `[replica, batch / replica, ...]`: of
+            a source `(x, y)`, `for x, y in dataset`. With `"pad"` pairs, `for (x, y), weights in dataset`. The global batches
+            are the same for any number of replicas and processes.
 
         Raises:
             ValueError: There is no such source, it cannot be shuffled or shared out so, or the batch cannot be split.
@@ -195,7 +224,9 @@ class HostSide:
         """Batches from an input pipeline of each process's own; they end on all processes at once.
 
         Args:
-            fn: Called once on each process. Gives its replicas' batches, one after the other: a step takes one for each.
+            fn: Called on each process. Returns the batches of its replicas, one after the other: a step takes one for each
+                replica. A list, a dataset or another iterable of batches; a generator, and `fn` is called again for each
+                further epoch; or a generator function without arguments.
             epochs: As in `distribute_dataset`.
             remainder: As there; a step where a replica lacks rows is a partial batch.
             prefetch: As there.

@@ -6,7 +6,7 @@ from typing import final
 import jax
 
 from jdist.cross_device_ops import CommunicationOptions, CrossDeviceOps, ways
-from jdist.mesh import Replicas, replica_mesh
+from jdist.mesh import Replicas, replica_mesh, warn_if_local
 from jdist.strategies.base import Strategy
 from jdist.views.replica import ReplicaView
 from jdist.views.virtual import VirtualView
@@ -18,7 +18,7 @@ class MirroredStrategy(Strategy):
 
     Args:
         devices: The devices, or their names, as `["gpu:0", "gpu:1"]`; all local devices by default. Devices of other
-            processes may be among them, if every process names the same.
+            processes may be among them, if every process names the same: `jax.devices()`.
         cross_device_ops: How the replicas' values are added up: `AllReduce()` by default, `ReductionToOneDevice()`,
             `HierarchicalAllReduce(group_size)`.
         communication_options: Which leaves travel together: `CommunicationOptions(bytes_per_pack)`.
@@ -46,6 +46,14 @@ class MirroredStrategy(Strategy):
         virtual_replicas: int | None = None,
     ):
         mesh, virtual = replica_mesh(devices), virtual_replicas is not None
+        warn_if_local("MirroredStrategy", devices, "MirroredStrategy(devices=jax.devices())")
         mesh, ops, options = ways(mesh, cross_device_ops, communication_options, virtual)
         replicas = Replicas.on(mesh, virtual_replicas)
-        super().__init__(VirtualView(replicas) if replicas.virtual else ReplicaView(replicas), ops, options)
+        arguments = {
+            "devices": list(mesh.devices.flat),
+            "cross_device_ops": cross_device_ops,
+            "communication_options": communication_options,
+            "virtual_replicas": virtual_replicas,
+        }
+        view = VirtualView(replicas) if replicas.virtual else ReplicaView(replicas)
+        super().__init__(view, ops, options, arguments=arguments)

@@ -4,7 +4,7 @@ from typing import final
 
 import jax
 
-from jdist.mesh import Replicas, replica_mesh
+from jdist.mesh import Replicas, replica_mesh, warn_if_local
 from jdist.strategies.base import Strategy
 from jdist.views.replica import ReplicaView
 
@@ -17,7 +17,7 @@ class OneDeviceStrategy(Strategy):
     form, and a step that would not stay in step on two replicas is refused on one.
 
     Args:
-        device: The device, or its name, as `"cpu:0"`.
+        device: The device, or its name, as `"cpu:0"`; the first local device by default.
 
     Raises:
         ValueError: There is no such device.
@@ -27,5 +27,8 @@ class OneDeviceStrategy(Strategy):
         1
     """
 
-    def __init__(self, device: jax.Device | str):
-        super().__init__(ReplicaView(Replicas.on(replica_mesh([device]))))
+    def __init__(self, device: jax.Device | str | None = None):
+        instead = "MirroredStrategy(devices=jax.devices())"
+        warn_if_local("OneDeviceStrategy", None if device is None else [device], instead)
+        mesh = replica_mesh([jax.local_devices()[0] if device is None else device])
+        super().__init__(ReplicaView(Replicas.on(mesh)), arguments={"device": mesh.devices.flat[0]})

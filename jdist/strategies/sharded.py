@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jdist.layout import Layout, Shard
-from jdist.mesh import REPLICA_AXIS, Replicas
+from jdist.mesh import REPLICA_AXIS, Replicas, warn_if_local
 from jdist.strategies.base import Strategy
 from jdist.views.whole import WholeView
 
@@ -58,12 +58,16 @@ class ShardedStrategy(Strategy):
         model_axis: str | None = None,
         layout: Mapping[str, PartitionSpec] | None = None,
     ):
+        if mesh is None:
+            warn_if_local("ShardedStrategy", None, 'ShardedStrategy(mesh=Mesh(np.array(jax.devices()), ("data",)))')
         mesh = _checked(mesh, model_axis)
         if not isinstance(layout, Mapping | None):
             raise TypeError(f"`layout` maps patterns to `PartitionSpec`s, got {type(layout).__name__}.")
         batch_axes = tuple(axis for axis in mesh.axis_names if axis != model_axis)
         replicas = Replicas(mesh, 1, split=batch_axes)
-        super().__init__(WholeView(replicas, Layout(mesh, batch_axes[-1], shard, dict(layout or {}))))
+        arguments = {"shard": shard, "mesh": mesh, "model_axis": model_axis, "layout": layout}
+        view = WholeView(replicas, Layout(mesh, batch_axes[-1], shard, dict(layout or {})))
+        super().__init__(view, arguments=arguments)
 
 
 def _checked(mesh: Mesh | None, model_axis: str | None) -> Mesh:

@@ -68,7 +68,9 @@ class TPUStrategy(Strategy):
                 cluster_resolver.initialize()
             devices = _tpus()
         mesh, ops, options = ways(_mesh(devices), None, None, False)
-        super().__init__(ReplicaView(Replicas.on(mesh)), ops, options)
+        # Not the resolver: it knows which process this is, and another one may read the pickle.
+        arguments = {"topology": topology, "num_slices": num_slices}
+        super().__init__(ReplicaView(Replicas.on(mesh)), ops, options, arguments=arguments)
 
 
 def _tpus() -> list[jax.Device]:

@@ -37,8 +37,9 @@ def each_turn(inputs: Sequence[Any], turns: int) -> list[tuple[PyTree, ...]]:
         ValueError: One is no list of so many, or what is in it is not alike.
     """
     for number, given in enumerate(inputs, start=1):
-        if not isinstance(given, (list, tuple)) or len(given) != turns:
-            what = f"{len(given)}" if isinstance(given, (list, tuple)) else f"a {type(given).__name__}"
+        # A tuple is one batch `(x, y)`: read as two steps, it would be scanned silently.
+        if not isinstance(given, list) or len(given) != turns:
+            what = f"{len(given)}" if isinstance(given, list) else f"a {type(given).__name__}"
             raise ValueError(
                 f"With `steps_per_call={turns}` each input is a list of {turns}, what each step takes, and input {number} is "
                 f"{what}: `step(state, [batch, ...])`."

@@ -1,27 +1,62 @@
 """What the training loop tells, and what it may be told: events, answers, and the record that it ends with."""
 
+import copy
 import dataclasses
 import enum
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist import _html
 from jdist._tree import PyTree
 from jdist.replicate import Proof
 from jdist.strategies.base import Strategy
 from jdist.strategies.description import Description
 from jdist.training.history import History
 from jdist.training.report import report
+from jdist.training.summary import is_spent, last_row, state_in_words, table
+from jdist.values.arrays import is_placed
 
 
-class Moment(enum.Enum):
-    """When an event is."""
+class Moment(enum.StrEnum):
+    """When an event is.
 
-    START = "before the first step"
-    STEP = "after a call of the step"
-    EPOCH = "after the last step of an epoch, and its validation"
-    END = "after the last step"
+    A moment is equal to its name in lower case. A comparison with any other text raises ValueError.
+
+    Attributes:
+        START: Before the first step.
+        STEP: After a call of the step.
+        EPOCH: After the last step of an epoch, and its validation.
+        END: After the last step.
+
+    Example:
+        >>> Moment.EPOCH == "epoch", Moment.EPOCH in ("start", "end")
+        (True, False)
+    """
+
+    START = "start"
+    STEP = "step"
+    EPOCH = "epoch"
+    END = "end"
+
+    # A wrong name would be silently unequal for ever.
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str) and str(other) not in _MOMENTS:
+            raise ValueError(f"There is no moment {other!r}. The moments are {', '.join(map(repr, _MOMENTS))}.")
+        return str.__eq__(self, other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
+
+
+_MOMENTS = tuple(map(str, Moment))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +80,7 @@ class Event:
         is_sound: Waits for the last step, and says whether no step was refused because its loss was not finite.
         read: Gives the metrics of this epoch so far. See `metrics`.
         ends_epoch: Whether the last step was the last of its epoch; of STEP events, an EPOCH event follows then.
+        metric_names: The names that `logs` has at the end of an epoch, where they are known before it.
     """
 
     moment: Moment
@@ -63,6 +99,7 @@ class Event:
     is_sound: Callable[[], bool]
     read: Callable[[], Mapping[str, float]]
     ends_epoch: bool = False
+    metric_names: Sequence[str] | None = None
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -98,7 +135,8 @@ class Callback(Protocol):
     One that has begun something may have a method `close()`: it is called in the end, whatever happened. One that remembers
     what a resumed run needs has two more: `get_state()` gives it as a dict of arrays and numbers (it may hold further dicts
     and lists), which is saved with each checkpoint; `set_state(tree)` takes the same back, as arrays on the host, before the
-    START event.
+    START event. In the checkpoint it is found again by the attribute `identity`, a string, if the callback has one; else by
+    the class and the `repr`, if the class defines one. Two callbacks of one class need one of these to be told apart.
     """
 
     def __call__(self, event: Event, /) -> Answer | None:
@@ -106,12 +144,14 @@ class Callback(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Fit:
-    """How training ended.
+    """How training ended. A short text when printed, tables in a notebook.
+
+    It can be pickled: the state comes back as numpy arrays, for `strategy.put` to place, and `description` as None.
 
     Attributes:
-        state: The training state after the last step.
+        state: The training state after the last step; None if an error in a step has lost it.
         history: What was recorded: a row an epoch, and the loss of every step.
         steps: How many steps were taken, those before a resume included. A state of an earlier step that a callback ended
             with, the best one, says in its `step` which it is.
@@ -126,6 +166,37 @@ class Fit:
     stop: str
     description: Description | None = None
     proof: Proof | None = None
+
+    def __repr__(self) -> str:
+        epochs = len(self.history)
+        metrics = [f"{name} {value}" for name, value in self._last().items()]
+        parts = [f"{self.steps:,} steps", f"{epochs:,} epoch{'s' * (epochs != 1)}", *metrics, repr(self.stop)]
+        return f"Fit({', '.join(parts)}; state: {state_in_words(self.state)})"
+
+    def _repr_html_(self) -> str:
+        facts = {"steps": f"{self.steps:,}", **self._last(), "stop": self.stop, "state": state_in_words(self.state)}
+        proof = {} if self.proof is None else {"proof": str(self.proof)}
+        return _html.block(table("Fit", facts | proof), self.history._repr_html_())
+
+    def _last(self) -> dict[str, str]:
+        return last_row(self.history.rows[-1]) if self.history.rows else {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._check_copy("pickled")
+        # Without the description, which has the devices of this process.
+        return Fit, (jax.tree.map(_on_host, self.state), self.history, self.steps, self.stop, None, self.proof)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Fit":
+        self._check_copy("copied")
+        history = copy.deepcopy(self.history, memo)
+        return dataclasses.replace(self, state=jax.tree.map(_copied, self.state), history=history)
+
+    def _check_copy(self, word: str) -> None:
+        if is_spent(self.state):
+            raise ValueError(
+                f"This `Fit` cannot be {word}: the memory of its state was given to a later step. Use the record that the "
+                "later `fit` returned, or leave the state out: `dataclasses.replace(fit, state=None)`."
+            )
 
     def report(self, path: str | os.PathLike[str], *, title: str = "Training") -> pathlib.Path:
         """Writes one page of HTML: how it ended, pictures, the epochs, where it ran, what was proved, the environment.
@@ -149,3 +220,22 @@ class Fit:
             'run.html'
         """
         return report(self, path, title=title)
+
+
+def _copied(leaf: Any) -> Any:
+    return jax.device_put(leaf, leaf.sharding, may_alias=False) if is_placed(leaf) else copy.deepcopy(leaf)
+
+
+def _on_host(leaf: Any) -> Any:
+    if not is_placed(leaf):
+        return leaf
+    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+        raise ValueError(
+            f"This `Fit` cannot be pickled: an array of its state ({leaf.dtype}, shape {list(leaf.shape)}) has parts on other "
+            "processes. Save the state with a `jdist.Checkpointer`."
+        )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(
+            jnp.asarray(np.asarray(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf)
+        )
+    return np.asarray(leaf)

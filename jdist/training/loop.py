@@ -24,9 +24,11 @@ from jdist.training.begin import Beginning, with_seen
 from jdist.training.events import Answer, Callback, Event, Fit, Moment
 from jdist.training.feed import Turn
 from jdist.training.interrupt import interrupts
+from jdist.training.memory import Memory, saved_memories
 from jdist.training.record import Failure, Record
 from jdist.training.state import parts_of
 from jdist.training.steps import Carry, Outcome
+from jdist.training.summary import is_spent
 from jdist.variables import read
 
 CHECKED = 32  # calls after which losses are looked at, and processes agree whether to stop
@@ -43,6 +45,9 @@ class Work:
         nothing_seen: Gives what is seen before the first step of an epoch.
         validate: From a state to the numbers of its evaluation, or None.
         callbacks: Whom to tell.
+        memories: The callbacks with something to remember.
+        metric_names: The names in `Event.logs` at the end of an epoch.
+        last_checkpoint: Returns a sentence that names the newest checkpoint.
         proof: Gives what was proved of the step.
         total_steps: After how many steps training is at its end, if that is known.
         asked_steps: How many steps were asked for, if that was said.
@@ -55,6 +60,9 @@ class Work:
     nothing_seen: Callable[[], PyTree]
     validate: Callable[[PyTree], Mapping[str, Any]] | None
     callbacks: Sequence[Callback]
+    memories: Sequence[Memory]
+    metric_names: Sequence[str]
+    last_checkpoint: Callable[[], str]
     proof: Callable[[], Proof]
     total_steps: int | None
     asked_steps: int | None
@@ -138,7 +146,7 @@ class Loop:
                 **{f"val_{name}": value for name, value in validation.items()},
             }
         )
-        self._carry = self._carry._replace(seen=self._work.nothing_seen())
+        self._carry = dataclasses.replace(self._carry, seen=self._work.nothing_seen())
         self._epoch_first, self._epoch_taken = self._step, self._taken
         self._tell(Moment.EPOCH, validation)
         self._epoch_began = time.perf_counter()
@@ -163,8 +171,13 @@ class Loop:
         if self._stop is None:
             asked = self._work.asked_steps
             short = asked is not None and self._step < asked
-            self._stop = f"The data ended after {self._step} of {asked} steps." if short else _ENDED
+            self._stop = f"The data ended after {self._step} of {asked} steps." if short else self._ended(asked)
         self._tell(Moment.END)
+
+    def _ended(self, asked: int | None) -> str:
+        if asked is None or not self._first or self._step > self._first:
+            return _ENDED
+        return no_step_left(asked, self._first)
 
     def _look_at(self, failure: Failure | None) -> None:
         """Stops at a loss that is not finite, if that is asked for: the steps from there on were refused."""
@@ -184,7 +197,7 @@ class Loop:
             answers = [_checked(callback, callback(event)) for callback in self._work.callbacks]
         for answer in filter(None, answers):
             if answer.state is not None:
-                self._carry = self._carry._replace(state=answer.state)
+                self._carry = dataclasses.replace(self._carry, state=answer.state)
             self._stop = self._stop or answer.stop
 
     def _event(self, moment: Moment, validation: Mapping[str, Any]) -> Event:
@@ -205,6 +218,7 @@ class Loop:
             is_sound=self._is_sound,
             read=functools.partial(self._metrics_at, moment),
             ends_epoch=self._ends_epoch,
+            metric_names=self._work.metric_names,
         )
 
     def _metrics_at(self, moment: Moment) -> Mapping[str, Any]:
@@ -221,9 +235,8 @@ class Loop:
 
     def _kept(self) -> dict[str, Any]:
         """What a resumed run needs besides the state."""
-        keeping = {str(i): one for i, one in enumerate(self._work.callbacks) if hasattr(one, "get_state")}
         return {
-            "callbacks": {number: callback.get_state() for number, callback in keeping.items()},  # type: ignore[attr-defined]
+            "callbacks": saved_memories(self._work.memories),
             "history": [dict(row) for row in self._record.history.rows],
             "losses": self._record.as_arrays(),
             "seen": jax.tree.leaves(read(self._carry.seen)),
@@ -235,10 +248,16 @@ class Loop:
         try:
             yield
         except Exception as error:
-            lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self._carry.state))
-            if lost or self._step == self._first:
+            lost = _is_lost(self._carry.state, error)
+            if not lost and self._step == self._first:
                 raise
             self._stop = f"{type(error).__name__}: {error}"
+            if lost:
+                raise FitError(
+                    f"Training was ended at step {self._step + 1}, or shortly before it, by {self._stop}\n  The state is lost: "
+                    f"the step had taken its memory over. {self._work.last_checkpoint()} The history is `error.fit.history`.",
+                    self._fit(lost=True),
+                ) from error
             raise FitError(
                 f"Training was ended behind step {self._step} by {self._stop}\n  What there is by then is the `fit` of this "
                 "error: `error.fit.state`, `error.fit.history`.",
@@ -249,16 +268,40 @@ class Loop:
                 for callback in self._work.callbacks:
                     closing.callback(getattr(callback, "close", lambda: None))
 
-    def _fit(self) -> Fit:
+    def _fit(self, lost: bool = False) -> Fit:
         history = self._record.history
         history = dataclasses.replace(history, losses=dict(history.losses))
         proof = self._work.proof() if self._step > self._first else None
-        description = self._work.strategy.describe(self._carry.state)
-        return Fit(self._carry.state, history, self._step, self._stop or "", description, proof)
+        state = None if lost else self._carry.state
+        description = self._work.strategy.describe(state)
+        return Fit(state, history, self._step, self._stop or "", description, proof)
 
 
 _INTERRUPTED = "Ctrl-C was pressed."
 _ENDED = "Every step was taken that was asked for."
+
+
+def no_step_left(steps: int, taken: int) -> str:
+    """Returns a sentence for a `fit` that has no step to take."""
+    return (
+        f"No step was taken: steps={steps} counts from the beginning of training, and the state has gone through {taken:,} "
+        f"already. To take more of them, pass a larger number: `steps={taken} + ...`."
+    )
+
+
+def _is_lost(state: PyTree, error: Exception) -> bool:
+    """Whether the arrays of `state` have no values any more."""
+    if is_spent(state):
+        return True
+    # An error at run time may surface a step later, or where a callback reads the state: the state is then the result of
+    # what failed. Of several processes one may wait for ever for what another did not send, so there it takes such an error.
+    if jax.process_count() > 1 and not isinstance(error, jax.errors.JaxRuntimeError):
+        return False
+    try:
+        jax.block_until_ready(state)
+    except jax.errors.JaxRuntimeError:
+        return True
+    return False
 
 
 def _checked(callback: Callback, answer: Any) -> Answer | None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jdist._tree import PyTree, spec
 from jdist.metrics import Mean, Metric
+from jdist.training.losses import in_trainer_order, is_keras_metric
 
 # What else is in a row of the history, or in what `evaluate` gives.
 _TAKEN = ("loss", "examples", "epoch", "step", "seconds", "rows_per_second", "stalled", "learning_rate")
@@ -42,6 +43,12 @@ def measures_of(metrics: Any) -> dict[str, Measure]:
             f"A metric is called {taken[0]!r}, and {', '.join(_TAKEN)} and what begins with val_ mean something else."
         )
     return {name: _measure(name, metric) for name, metric in metrics.items()}
+
+
+def epoch_names(measures: Mapping[str, Measure], has_validation: bool) -> list[str]:
+    """Returns the names of the loss and the metrics at the end of an epoch."""
+    names = ["loss", *measures]
+    return names + [f"val_{name}" for name in names if has_validation]
 
 
 def measured(
@@ -81,8 +88,13 @@ def _measure(name: str, metric: Any) -> Measure:
         return Measure(metric, lambda outputs, targets: (outputs, targets))
     if isinstance(metric, (tuple, list)) and len(metric) == 2 and isinstance(metric[0], Metric) and callable(metric[1]):
         return Measure(metric[0], _tuple_from(name, metric[1]))
+    if is_keras_metric(metric):
+        raise TypeError(
+            f"The metric {name!r} is a Keras metric, {type(metric).__name__}, which counts in variables of its own. Take one "
+            "of `jdist.metrics`, or a function from outputs and targets to values [batch, ...]."
+        )
     if callable(metric) and not isinstance(metric, type):
-        return Measure(Mean(), _values_from(name, metric))
+        return Measure(Mean(), _values_from(name, in_trainer_order(metric)))
     called = f"the class {metric.__name__}: call it" if isinstance(metric, type) else repr(metric)
     raise TypeError(
         f"The metric {name!r} is a metric of `jdist.metrics`, a pair of one and a function from outputs and targets to what it "

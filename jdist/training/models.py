@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._tree import PyTree
+from jdist.training.losses import check_backend
 
 _MODES = {
     "train": lambda train: train,
@@ -137,14 +138,7 @@ def _drawn_from(key: jax.Array, keys: PyTree) -> PyTree:
 
 
 def _of_keras(model: Any) -> Model:
-    import keras
-
-    if keras.backend.backend() != "jax":
-        raise ValueError(
-            f"Keras computes with {keras.backend.backend()} here, and has to with JAX: set the environment variable "
-            "KERAS_BACKEND=jax before it is imported."
-        )
-
+    check_backend()
     if not model.built:
         raise ValueError(
             "The Keras model has no weights yet. Begin it with a `keras.Input(shape)`, or call `model.build((None, ...))` "

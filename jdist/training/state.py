@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist._tree import PyTree
+from jdist._tree import PyTree, named_leaves
+from jdist.values.arrays import check_alive
+from jdist.values.base import is_distributed
 
 
 @final
@@ -100,6 +102,34 @@ def parts_of(state: PyTree) -> Parts:
     return Parts(
         state.step, state.params, state.opt_state, model_state or {}, jax.random.key(0) if rng is None else rng
     )
+
+
+class Parameters(NamedTuple):
+    """The part of a training state that the model is applied with.
+
+    Attributes:
+        params: The parameters.
+        model_state: The other variables of the model.
+    """
+
+    params: PyTree
+    model_state: PyTree
+
+
+def parameters_of(state: PyTree) -> Parameters:
+    """Returns the parameters, and the other variables of the model, as plain arrays.
+
+    Of values that differ between the replicas it is the mean; of values that are split, each part where it is stored.
+
+    Raises:
+        ValueError: The memory of the state was given away.
+        TypeError: `state` is no training state.
+    """
+    parts = parts_of(state)
+    for name, leaf in named_leaves("state", state):
+        check_alive(name, leaf)
+    read = lambda node: node.read() if is_distributed(node) else node
+    return Parameters(*jax.tree.map(read, (parts.params, parts.model_state), is_leaf=is_distributed))
 
 
 def with_parts(state: Any, step: Any, params: PyTree, opt_state: PyTree, model_state: PyTree) -> Any:

@@ -1,13 +1,15 @@
 """The functions of one replica that a `Trainer` runs: a step of training, of evaluation, and of prediction."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import GetAttrKey
 
 from jdist import _compat, notes, precision
 from jdist._tree import PyTree, named_leaves, spec
@@ -18,7 +20,7 @@ from jdist.precision import Precision
 from jdist.randomness import replica_key
 from jdist.training.measures import Measure, checked_losses, measured
 from jdist.training.models import Model
-from jdist.training.state import TrainState, parts_of, with_parts
+from jdist.training.state import Parameters, TrainState, parts_of, with_parts
 from jdist.values.aggregation import VariableAggregation
 from jdist.values.sync_on_read import SyncOnRead
 
@@ -35,11 +37,19 @@ class Outcome(NamedTuple):
     sound: jax.Array
 
 
-class Carry(NamedTuple):
-    """What goes from a step of training to the next.
+class _NoName:
+    """A key in the path of a leaf that messages leave out."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """The input of a training step that the step before it returned.
 
     Attributes:
-        state: The state of training.
+        state: The training state.
         seen: The loss and the metrics of the epoch so far, of each replica's own examples.
         failed: Whether a step was refused because its loss or its update was not finite; none is taken after it.
     """
@@ -47,6 +57,16 @@ class Carry(NamedTuple):
     state: PyTree
     seen: Mapping[str, Metric]
     failed: jax.Array
+
+
+# Messages name the leaves of the training state as the caller does: `state.params`, not `state.state.params`.
+_CARRY_KEYS = _NoName(), GetAttrKey("seen"), GetAttrKey("failed")
+jax.tree_util.register_pytree_with_keys(
+    Carry,
+    lambda carry: (tuple(zip(_CARRY_KEYS, (carry.state, carry.seen, carry.failed), strict=True)), None),
+    lambda _, children: Carry(*children),
+    lambda carry: ((carry.state, carry.seen, carry.failed), None),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +116,11 @@ class Recipe:
         empty = {"loss": Mean(), **{name: measure.empty for name, measure in self.measures.items()}}
         return SyncOnRead(jax.tree.map(jnp.asarray, empty), VariableAggregation.SUM)
 
-    def train(self, carry: Carry, element: PyTree, weights: Any = None) -> tuple[Carry, Outcome]:
+    # The parameters of these three have the names that messages give to the state and to the batch.
+    def train(self, state: Carry, batch: PyTree, weights: Any = None) -> tuple[Carry, Outcome]:
         """A step of training: the carry after it, and how it went."""
-        state, parts = carry.state, parts_of(carry.state)
-        inputs, targets, weights = taken_apart(element, weights)
+        carry, parts = state, parts_of(state.state)
+        inputs, targets, weights = taken_apart(batch, weights)
         key = replica_key(jax.random.fold_in(parts.rng, parts.step))
         if self.precision:
             precision.check_scale(self.precision, precision.used().scale)
@@ -107,8 +128,10 @@ class Recipe:
 
         def losses_of(params: PyTree, inputs: PyTree, targets: PyTree, weights: Any, ids: jax.Array) -> Any:
             draw = jax.random.fold_in(key, ids[0])
-            outputs, model_state = self._apply(params, parts.model_state, inputs, draw, True, weights)
-            losses = checked_losses(self.loss(outputs, targets), len(ids))
+            with explained(batch):
+                outputs, model_state = self._apply(params, parts.model_state, inputs, draw, True, weights)
+                losses = self.loss(outputs, targets)
+            losses = checked_losses(losses, len(ids))
             if not jnp.issubdtype(losses.dtype, jnp.floating):
                 raise TypeError(
                     f"`loss` returned {spec(losses)}, which has no gradient: train on floating-point numbers."
@@ -130,7 +153,7 @@ class Recipe:
             value, grads = all_reduce("mean", (value, grads))
         updates, opt_state = self.optimizer.update(grads, parts.opt_state, parts.params)
         params = optax.apply_updates(parts.params, updates)
-        new = with_parts(state, parts.step + 1, params, opt_state, _agreed(model_state, weights))
+        new = with_parts(carry.state, parts.step + 1, params, opt_state, _agreed(model_state, weights))
         after = Carry(new, jax.tree.map(jnp.add, carry.seen, seen), carry.failed)
         if self.non_finite == "keep":
             return after, Outcome(value.astype(jnp.float32), jnp.bool_(True))
@@ -139,17 +162,21 @@ class Recipe:
         sound = jnp.isfinite(value) & (agree(_are_finite(updates)) == 1)
         return self._guarded(carry, after, sound), Outcome(value.astype(jnp.float32), sound)
 
-    def evaluate(self, seen: PyTree, model: tuple[PyTree, PyTree], element: PyTree, weights: Any = None) -> Any:
+    def evaluate(self, seen: PyTree, state: Parameters, batch: PyTree, weights: Any = None) -> Any:
         """The loss and the metrics with those of one more batch."""
-        inputs, targets, weights = taken_apart(element, weights)
-        outputs = self.outputs(model, inputs, weights)
-        losses = checked_losses(self.loss(outputs, targets), len(jax.tree.leaves(inputs)[0]))
+        inputs, targets, weights = taken_apart(batch, weights)
+        with explained(batch):
+            outputs = self.outputs(state, inputs, weights)
+            losses = self.loss(outputs, targets)
+        losses = checked_losses(losses, len(jax.tree.leaves(inputs)[0]))
         return jax.tree.map(jnp.add, seen, measured(self.measures, losses, outputs, targets, weights)), None
 
-    def predict(self, model: tuple[PyTree, PyTree], element: PyTree, weights: Any = None) -> tuple[PyTree, Any]:
+    def predict(self, state: Parameters, batch: PyTree, weights: Any = None) -> tuple[PyTree, Any]:
         """The outputs for a batch, `[batch, ...]`, and the weights of its rows."""
-        inputs, _, _ = taken_apart(element, weights)
-        outputs, rows = self.outputs(model, inputs, weights), len(jax.tree.leaves(inputs)[0])
+        inputs, _, _ = taken_apart(batch, weights)
+        with explained(batch):
+            outputs = self.outputs(state, inputs, weights)
+        rows = len(jax.tree.leaves(inputs)[0])
         for name, leaf in named_leaves("outputs", outputs):
             if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != rows:
                 raise ValueError(
@@ -157,9 +184,9 @@ class Recipe:
                 )
         return outputs, jnp.ones(rows) if weights is None else weights
 
-    def outputs(self, model: tuple[PyTree, PyTree], inputs: PyTree, weights: Any = None) -> PyTree:
-        """What the model, parameters and what it keeps besides, gives for these inputs; not trained."""
-        outputs, _ = self._apply(*model, inputs, jax.random.key(0), False, weights)
+    def outputs(self, parameters: Parameters, inputs: PyTree, weights: Any = None) -> PyTree:
+        """Returns the outputs of the model for `inputs`, outside of training."""
+        outputs, _ = self._apply(*parameters, inputs, jax.random.key(0), False, weights)
         return outputs
 
     def _apply(self, params: PyTree, model_state: PyTree, inputs: PyTree, key: Any, train: bool, weights: Any) -> Any:
@@ -173,9 +200,10 @@ class Recipe:
         """`after`; or `before`, if the step was not sound, or one before it was not and that ends training."""
         if self.non_finite == "stop":
             failed = before.failed | ~sound
-            return jax.tree.map(lambda old, new: _where(failed, old, new), before, after)._replace(failed=failed)
+            guarded = jax.tree.map(lambda old, new: _where(failed, old, new), before, after)
+            return dataclasses.replace(guarded, failed=failed)
         kept = jax.tree.map(lambda old, new: _where(~sound, old, new), before, after)
-        return kept._replace(state=dataclasses.replace(kept.state, step=parts_of(after.state).step))
+        return dataclasses.replace(kept, state=dataclasses.replace(kept.state, step=parts_of(after.state).step))
 
 
 def taken_apart(element: PyTree, padding: Any) -> tuple[PyTree, PyTree, Any]:
@@ -189,6 +217,25 @@ def taken_apart(element: PyTree, padding: Any) -> tuple[PyTree, PyTree, Any]:
     if not weights:
         return inputs, targets, padding
     return inputs, targets, weights[0] if padding is None else _weighted(weights[0], padding)
+
+
+@contextlib.contextmanager
+def explained(element: PyTree) -> Iterator[None]:
+    """Raises an error of a model or a loss as one that names the data, if the data are a dict or a list.
+
+    Such data have no targets: the model and the loss both get all of it, and fail with whatever error that leads to.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        if not isinstance(element, (dict, list)) or type(error).__module__ != "builtins":
+            raise
+        what = f"dicts of {', '.join(map(repr, element))}" if isinstance(element, dict) else "lists"
+        raise TypeError(
+            f"The model, or the loss, failed on data that are {what} ({type(error).__name__}: {error}). A `Trainer` passes all "
+            "of it to the model as inputs, and to the loss as targets. Pass tuples `(inputs, targets)`; or take what each "
+            "needs in the model and in the loss."
+        ) from error
 
 
 def totals(seen: Mapping[str, Metric]) -> dict[str, jax.Array]:

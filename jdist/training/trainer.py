@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,9 +13,6 @@ import numpy as np
 
 from jdist._arguments import whole
 from jdist._tree import PyTree
-from jdist.callbacks.progress import Progress
-from jdist.callbacks.progress import progress as display
-from jdist.callbacks.saving import Checkpoint
 from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.data.dataset import DistributedDataset
 from jdist.precision import Precision
@@ -22,14 +20,18 @@ from jdist.replicate import Proof
 from jdist.strategies.automatic import auto_strategy
 from jdist.strategies.base import Strategy
 from jdist.strategies.current import get_strategy, has_strategy
-from jdist.training.begin import Beginning, beginning, hand_back, total_steps
+from jdist.training.begin import Beginning, beginning, callbacks_in_order, last_checkpoint, require, total_steps
+from jdist.training.datasets import check_end, distributed, one_pass
 from jdist.training.events import Callback, Fit
 from jdist.training.feed import Draw, Turn, draws, turns
-from jdist.training.loop import Loop, Work
-from jdist.training.measures import measures_of
+from jdist.training.loop import Loop, Work, no_step_left
+from jdist.training.losses import in_trainer_order
+from jdist.training.measures import epoch_names, measures_of
+from jdist.training.memory import memories_of, restore_memories
 from jdist.training.models import model_of
-from jdist.training.state import TrainState, parts_of
-from jdist.training.steps import Carry, Outcome, Recipe, taken_apart, totals
+from jdist.training.state import TrainState, parameters_of
+from jdist.training.steps import Carry, Outcome, Recipe, explained, taken_apart, totals
+from jdist.training.summary import name_of, table
 from jdist.values.base import is_distributed
 
 
@@ -50,7 +52,8 @@ class Trainer:
         model: A module of flax (linen or nnx), a Keras model on JAX, or functions `init(key, inputs)`, which gives
             parameters, and `apply(params, inputs)`, which gives outputs.
         optimizer: A transformation of optax. Not needed to evaluate and to predict.
-        loss: From outputs and targets to losses `[batch, ...]`, one an example or several. Not needed to predict.
+        loss: `loss(outputs, targets)`, outputs first, returns losses `[batch, ...]`, one or several per example. A Keras loss,
+            or a function with parameters called `y_true, y_pred`, is called with the targets first. Not needed to predict.
         metrics: By name: a metric of `jdist.metrics`, which takes outputs and targets; a pair of a metric and a function from
             outputs and targets to a tuple of what it takes; or a function from them to values `[batch, ...]` to be averaged.
         strategy: Where it runs; by default the strategy in force, else `jdist.auto_strategy()`.
@@ -94,10 +97,37 @@ class Trainer:
             raise TypeError(f"`strategy` is a strategy, such as `jdist.MirroredStrategy()`; got {strategy!r}.")
         self.strategy = strategy or (get_strategy() if has_strategy() else auto_strategy())
         self._seed = whole("`seed`", seed, 0)
+        self._names = {"model": name_of(model), "loss": name_of(loss)}
         self._recipe = Recipe(
-            model_of(model), loss, measures_of(metrics or {}), precision, optimizer, non_finite=non_finite
+            model_of(model),
+            in_trainer_order(loss),
+            measures_of(metrics or {}),
+            precision,
+            optimizer,
+            non_finite=non_finite,
         )
         self._programs: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"Trainer({', '.join(f'{name}={fact}' for name, fact in self._facts().items())})"
+
+    def _repr_html_(self) -> str:
+        return table("Trainer", self._facts())
+
+    def _facts(self) -> dict[str, str]:
+        missing = {} if self._recipe.optimizer is not None else {"optimizer": "None"}
+        metrics = ", ".join(self._recipe.measures) or "none"
+        return {**self._names, "metrics": metrics, **missing, "strategy": repr(self.strategy), "seed": str(self._seed)}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Trainer":
+        return self  # it is immutable, and what it has compiled would be compiled again
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A Trainer cannot be pickled: it has the functions of the model and of the optimizer, and programs compiled for "
+            "devices. Make it anew in the other process, by a function such as `def make(): return jdist.Trainer(...)`. To "
+            "move the trained state, save it with a `jdist.Checkpointer`, or pickle the `Fit`."
+        )
 
     def init(self, inputs: PyTree) -> TrainState:
         """The state before the first step, made on the devices.
@@ -111,7 +141,7 @@ class Trainer:
             >>> trainer.init(np.zeros((1, 3), np.float32)).params.shape
             (3,)
         """
-        self._require("make a state", optimizer=self._recipe.optimizer)
+        require("make a state", optimizer=self._recipe.optimizer)
         return self.strategy.init(self._maker(inputs), jax.random.key(self._seed))
 
     def fit(
@@ -159,16 +189,22 @@ class Trainer:
             TypeError: There is no optimizer or loss, `state` is no state, or a number is no whole one.
             FitError: An error ended it after the first step.
         """
-        self._require("fit", optimizer=self._recipe.optimizer, loss=self._recipe.loss)
+        require("fit", optimizer=self._recipe.optimizer, loss=self._recipe.loss)
         steps = None if steps is None else whole("`steps`", steps, 0)
-        dataset = self._data("data", data, batch_size, shuffle)
+        dataset = distributed(self.strategy, "data", data, batch_size, shuffle, self._seed)
+        if steps is None:
+            check_end(dataset, epochs)
         if dataset is not data or epochs is not None or steps is not None:
-            dataset = dataset.repeated(1 if epochs is None and steps is None else epochs)
+            # Without an end there is one epoch for ever, and the number of steps ends it.
+            repeats = 1 if epochs is None and steps is None else None if dataset.is_endless else epochs
+            dataset = dataset.repeated(repeats)
         validate = None if validation_data is None else self._validation(validation_data, batch_size)
-        callbacks = _in_order(callbacks, progress)
+        callbacks = callbacks_in_order(callbacks, progress)
         step = self._training(steps_per_call, micro_batches)
         begin, given = self._begin(dataset, state, resume)
-        hand_back(callbacks, begin.kept.get("callbacks", {}))
+        memories = memories_of(callbacks)
+        if "callbacks" in begin.kept:
+            restore_memories(memories, begin.kept["callbacks"])
         work = Work(
             strategy=self.strategy,
             step=step,
@@ -176,6 +212,9 @@ class Trainer:
             nothing_seen=lambda: self.strategy.init(self._recipe.nothing_seen),
             validate=validate,
             callbacks=callbacks,
+            memories=memories,
+            metric_names=epoch_names(self._recipe.measures, validate is not None),
+            last_checkpoint=functools.partial(last_checkpoint, callbacks, resume),
             proof=lambda: self._proof(micro_batches, steps_per_call),
             total_steps=total_steps(dataset, begin, steps),
             asked_steps=steps,
@@ -183,6 +222,8 @@ class Trainer:
         )
         loop = Loop(work, begin, begin.position or iter(dataset).get_state())
         left = None if steps is None else max(0, steps - loop.step)
+        if left == 0 and state is not None and begin.state is state and loop.step:
+            warnings.warn(no_step_left(steps or 0, loop.step), stacklevel=2)
         return loop.run(turns(itertools.islice(given, left), steps_per_call))
 
     def evaluate(self, state: PyTree, data: Any, *, batch_size: int | None = None) -> dict[str, Any]:
@@ -200,8 +241,8 @@ class Trainer:
             ValueError: There are no data; or the loss, or a metric, is not one value an example.
             TypeError: There is no loss, or `state` is no state.
         """
-        self._require("evaluate", loss=self._recipe.loss)
-        metrics, examples = self._evaluated(state, self._data("data", data, batch_size, False).repeated(1))
+        require("evaluate", loss=self._recipe.loss)
+        metrics, examples = self._evaluated(state, one_pass(self.strategy, "data", data, batch_size))
         return {**metrics, "examples": examples}
 
     def predict(self, state: PyTree, data: Any, *, batch_size: int | None = None) -> PyTree:
@@ -219,7 +260,7 @@ class Trainer:
             ValueError: There are no data, or an output has not one row an example.
             TypeError: `state` is no state.
         """
-        dataset, model, found = self._data("data", data, batch_size, False).repeated(1), self._model(state), []
+        dataset, model, found = one_pass(self.strategy, "data", data, batch_size), parameters_of(state), []
         for draw in draws(iter(dataset), dataset.has_weights):
             given = self.strategy.gather(self.strategy.run(self._recipe.predict, (model, *draw.inputs)), axis=0)
             outputs, weights = jax.device_get(given)
@@ -235,7 +276,7 @@ class Trainer:
             >>> trainer.apply(trainer.init(np.zeros((1, 3))), np.ones((2, 3))).tolist()
             [3.0, 3.0]
         """
-        return self._recipe.outputs(self._model(state), inputs)
+        return self._recipe.outputs(parameters_of(state), inputs)
 
     def _begin(
         self, dataset: DistributedDataset, state: PyTree, resume: "Checkpointer | str | os.PathLike[str] | None"
@@ -247,8 +288,9 @@ class Trainer:
         if state is None:
             first = next(iter(given))  # of no data the data set says so
             given = itertools.chain([first], given)
-            of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), first.inputs[0].tree)
-            make = functools.partial(self.init, taken_apart(of_one, None)[0])
+            row_of = lambda value: jax.ShapeDtypeStruct(value.tree.shape[1:], value.tree.dtype)
+            shapes = jax.tree.map(row_of, first.inputs[0], is_leaf=is_distributed)
+            make = explained(shapes)(functools.partial(self.init, taken_apart(shapes, None)[0]))
         begin = beginning(self.strategy, state, make, resume)
         if begin.position is not None:
             iterator.set_state(begin.position)
@@ -256,11 +298,11 @@ class Trainer:
         return begin, given
 
     def _validation(self, data: Any, batch_size: int | None) -> Callable[[PyTree], Mapping[str, Any]]:
-        dataset = self._data("validation_data", data, batch_size, False)
-        return lambda state: self._evaluated(state, dataset.repeated(1))[0]
+        dataset = one_pass(self.strategy, "validation_data", data, batch_size)
+        return lambda state: self._evaluated(state, dataset)[0]
 
     def _evaluated(self, state: PyTree, dataset: DistributedDataset) -> tuple[dict[str, Any], int]:
-        model, iterator = self._model(state), iter(dataset)
+        model, iterator = parameters_of(state), iter(dataset)
         step = self._program("evaluate", lambda: self.strategy.step(self._recipe.evaluate))
         seen, examples = self.strategy.init(self._recipe.nothing_seen), 0
         for draw in draws(iterator, dataset.has_weights):
@@ -306,42 +348,3 @@ class Trainer:
         values = jax.device_get(self.strategy.run(totals, (seen,)))
         found = {name: values[name] for name in ("loss", *self._recipe.measures)}
         return {name: value.item() if np.ndim(value) == 0 else np.asarray(value) for name, value in found.items()}
-
-    def _data(self, name: str, data: Any, batch_size: int | None, shuffle: bool | None) -> DistributedDataset:
-        if isinstance(data, DistributedDataset):
-            if batch_size is not None:
-                raise ValueError(f"`{name}` is distributed already, in batches of its own: leave `batch_size` out.")
-            return data
-        try:
-            return self.strategy.distribute_dataset(data, batch_size, shuffle=shuffle, seed=self._seed, remainder="pad")
-        except (TypeError, ValueError) as error:
-            error.add_note(f"So it is with `{name}`.")
-            raise
-
-    def _model(self, state: PyTree) -> tuple[PyTree, PyTree]:
-        """Parameters and what else a model keeps: the mean of what drifts apart; of what is split, each part where it lies."""
-        parts = parts_of(state)
-        of_one = lambda node: node.read() if is_distributed(node) else node
-        return jax.tree.map(of_one, (parts.params, parts.model_state), is_leaf=is_distributed)
-
-    def _require(self, word: str, **needed: Any) -> None:
-        missing = [name for name, value in needed.items() if value is None]
-        if missing:
-            raise TypeError(
-                f"To {word}, a trainer needs `{'`, `'.join(missing)}`: `jdist.Trainer(model, optimizer, loss)`, such as "
-                "`jdist.Trainer(model, optax.adamw(1e-3), optax.softmax_cross_entropy_with_integer_labels)`."
-            )
-
-
-def _in_order(callbacks: Any, progress: str) -> list[Callback]:
-    """`callbacks` in the order in which they are told."""
-    if callable(callbacks) or not isinstance(callbacks, Sequence):
-        raise TypeError(f"`callbacks` is a list of functions of an event, got {callbacks!r}.")
-    for callback in callbacks:
-        if not callable(callback) or isinstance(callback, type):
-            what = f"the class {callback.__name__}: call it" if isinstance(callback, type) else repr(callback)
-            raise TypeError(f"A callback is a function of an event, and among `callbacks` there is {what}.")
-    # What other callbacks remember of an event is to be in the checkpoint of it.
-    told: list[Callback] = sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
-    displays = progress != "off" and not any(isinstance(callback, Progress) for callback in told)
-    return [*told, display(progress)] if displays else told  # type: ignore[arg-type]

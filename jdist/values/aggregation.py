@@ -4,11 +4,13 @@ import enum
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdist._arguments import choice
+from jdist._tree import PyTree, named_leaves, spec
 from jdist.mesh import mirrored_sharding
 from jdist.reduce_op import ReduceOp, check_reducible
-from jdist.values.arrays import first_row, is_on_mesh, mesh_of, reduce_rows
+from jdist.values.arrays import check_range, first_row, is_on_mesh, mesh_of, reduce_rows
 
 
 class VariableSynchronization(enum.Enum):
@@ -65,8 +67,24 @@ class VariableAggregation(enum.Enum):
         return choice(cls, aggregation, f"Invalid variable aggregation mode: {aggregation!r}")
 
 
+def check_mean(name: str, tree: PyTree) -> None:
+    """Raises TypeError if `tree`, of which the mean over the replicas is to be stored, holds nothing but integers.
+
+    A count beside floats may stay: the aggregation is for what a step writes.
+    """
+    leaves = named_leaves(name, tree)
+    dtypes = [getattr(leaf, "dtype", None) or np.asarray(leaf).dtype for _, leaf in leaves]
+    if leaves and all(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes):
+        leaf_name, leaf = leaves[0]
+        raise TypeError(
+            f"{leaf_name} is {spec(leaf)}, and the mean of integers is a float, which it cannot hold. Make it a float, or "
+            "aggregate by SUM or ONLY_FIRST_REPLICA."
+        )
+
+
 def aggregated(aggregation: VariableAggregation, name: str, rows: jax.Array) -> jax.Array:
     """One value of the replicas' rows `[replica, ...]`, on the devices where these lie."""
+    check_range(name, rows)
     sharding = mirrored_sharding(mesh_of(rows)) if is_on_mesh(rows) else None
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return first_row(rows, sharding)

@@ -6,7 +6,7 @@ row is filled up with zeros to the largest, and `shapes` says what each one's tr
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -16,15 +16,13 @@ from jax import core, lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist import _compat
-from jdist._tree import spec
+from jdist._tree import PyTree, spec
 from jdist.flight import is_bounded, land
 from jdist.mesh import HOST_MEMORY, Replicas, local_replicas, mirrored_sharding, spans_devices
 from jdist.reduce_op import ReduceOp
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = tuple[Shape, ...]  # a shape a replica
-
-_OPERATIONS = {ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
 
 
 def is_placed(leaf: object) -> bool:
@@ -39,22 +37,83 @@ def is_on_mesh(leaf: object) -> bool:
 
 def check_array(name: str, leaf: Any) -> None:
     """Raises TypeError if `leaf` is no number or array of numbers."""
-    if not isinstance(leaf, jax.Array) and np.asarray(leaf).dtype.kind in "USOmM":
+    if is_traceable(leaf) or isinstance(leaf, int):
+        return
+    if isinstance(leaf, np.ma.MaskedArray):  # numpy would drop the mask silently
+        raise TypeError(f"{name} is a masked array, and devices hold no masks. Fill it: `x.filled(0)`.")
+    if np.asarray(leaf).dtype.kind in "USOmM":
         raise TypeError(f"{name} is {spec(leaf)}: devices hold numbers, booleans and random keys. Keep it on the host.")
+
+
+def check_alive(name: str, leaf: Any) -> None:
+    """Raises ValueError if the memory of `leaf` was given away, or freed."""
+    if is_placed(leaf) and leaf.is_deleted():
+        raise ValueError(
+            f"{name} ({spec(leaf)}) has no value any more: a step took its memory over, or `delete` freed it. Pass the state "
+            "that the last step or `fit` returned."
+        )
 
 
 def check_range(name: str, leaf: Any, kept: Any = None) -> None:
     """Raises ValueError if `leaf`, on the host, holds a whole number that does not fit the dtype `kept`, by default JAX's."""
-    array = np.zeros(0) if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    if not array.size or array.dtype.kind not in "iu":
+    if is_traceable(leaf):
         return
-    kept = jax.dtypes.canonicalize_dtype(array.dtype) if kept is None else kept
+    is_python = type(leaf) is int  # of any number of bits
+    array = np.asarray(leaf, object if is_python else None)
+    dtype = np.dtype(np.int64) if is_python else array.dtype
+    if not array.size or dtype.kind not in "iu":
+        return
+    kept = jax.dtypes.canonicalize_dtype(dtype) if kept is None else kept
+    limits = jnp.iinfo(kept)
     for extreme in () if kept == array.dtype else (array.min(), array.max()):
-        if extreme.astype(kept) != extreme:
+        if not limits.min <= extreme <= limits.max:
             raise ValueError(
                 f"{name} holds {extreme}, which {kept} does not. Make the numbers smaller, or let JAX keep 64 bits: "
                 '`jax.config.update("jax_enable_x64", True)`.'
             )
+
+
+def check_not_leaked(name: str, leaf: Any) -> None:
+    """Raises TypeError if `leaf` is a traced value, and no function is being traced."""
+    if isinstance(leaf, core.Tracer) and not _compat.is_tracing():
+        raise TypeError(
+            f"{name} is a traced value ({spec(leaf)}) from a function that is no longer traced. Return it from that function, "
+            "and use what the call returns."
+        )
+
+
+def fits(leaf: Any) -> bool:
+    """Whether `jax.jit` takes `leaf` without an error about a leaked tracer and without cutting a whole number."""
+    try:
+        check_not_leaked("", leaf)
+        check_range("", leaf)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def check_value(name: str, leaf: Any) -> None:
+    """Raises TypeError if `leaf` is no number or array of numbers, ValueError if it holds a whole number that JAX would cut."""
+    check_not_leaked(name, leaf)
+    check_array(name, leaf)
+    check_range(name, leaf)
+
+
+def is_traceable(leaf: Any) -> bool:
+    """Whether JAX takes `leaf` as an array of its own, without a conversion on the host."""
+    return isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__")
+
+
+def host_values(tree: PyTree) -> list[Any]:
+    """The leaves that are not arrays on devices. Every call of a program asks, so no Python code runs per array."""
+    leaves = jax.tree.leaves(tree)
+    if _ARRAY_CLASSES.issuperset(map(type, leaves)):
+        return []
+    _ARRAY_CLASSES.update(type(leaf) for leaf in leaves if is_placed(leaf))
+    return [leaf for leaf in leaves if type(leaf) not in _ARRAY_CLASSES]
+
+
+_ARRAY_CLASSES: set[type] = set()  # of arrays on devices; JAX has no public name for them
 
 
 def mesh_of(leaf: jax.Array) -> Mesh:
@@ -164,17 +223,28 @@ def _reduce(
     inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     # 16-bit floats are added up as float32, and so are integers for their mean; a sum of small ones is int32, as in numpy.
     wide = jnp.promote_types(x.dtype, jnp.float32) if inexact or op is ReduceOp.MEAN else None
-    reduction = _OPERATIONS.get(op) or functools.partial(jnp.sum, dtype=wide)
+    reduction = _EXTREMES.get(op) or functools.partial(jnp.sum, dtype=wide)
     if shapes is None:
         total = reduction(x, axis=(0, *(dim + 1 for dim in dims)))
     else:
         # Rows with no element have no greatest one; what is left of the others has one shape.
         used = [i for i, shape in enumerate(shapes) if op is ReduceOp.SUM or all(shape[dim] for dim in dims)]
         full = [x[i][_box(shapes[i])] for i in used]
-        total = reduction(jnp.stack([reduction(row, axis=dims) for row in full]), axis=0)
+        total = reduction(jnp.stack([reduction(row, axis=dims) for row in full]), axis=(0,))
     if op is ReduceOp.MEAN:
         total = total / count
     return _laid(total.astype(x.dtype) if inexact else total, sharding)
+
+
+def _extreme(extreme: Callable[..., jax.Array], x: jax.Array, axis: Shape) -> jax.Array:
+    """The greatest or the least; NaN where an element is. XLA's all-reduce between CPU devices would drop the NaN."""
+    found = extreme(x, axis=axis)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return found
+    return jnp.where(jnp.isnan(x).any(axis=axis), jnp.asarray(jnp.nan, x.dtype), found)
+
+
+_EXTREMES = {ReduceOp.MAX: functools.partial(_extreme, jnp.max), ReduceOp.MIN: functools.partial(_extreme, jnp.min)}
 
 
 def join_rows(name: str, x: jax.Array, shapes: Shapes | None, dim: int, sharding: Sharding | None) -> jax.Array:

@@ -170,6 +170,16 @@ def _said(name: str, value: Any) -> str:
     return value.name if isinstance(value, enum.Enum) else f"{name}={value!r}"
 
 
+def named_values(name: str, tree: PyTree) -> list[tuple[str, Any]]:
+    """Every leaf of `tree` with its name, in which wrappers leave no trace: `name`, then the leaf's path."""
+    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_distributed)
+    return [
+        leaf
+        for path, node in nodes
+        for leaf in named_leaves(name + jax.tree_util.keystr(path), node.tree if is_distributed(node) else node)
+    ]
+
+
 def is_distributed(node: object) -> bool:
     """Whether `node` is a wrapper; what `jax.tree` functions take as `is_leaf`."""
     return isinstance(node, DistributedValues)
@@ -184,7 +194,10 @@ def fitted(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """
     check_array(name, value)
     if np.shape(value) != shape:
-        raise ValueError(f"{name} has the shape {list(shape)} and cannot become a value of {list(np.shape(value))}.")
+        raise ValueError(
+            f"{name} has the shape {list(shape)}, and the new value has {list(np.shape(value))}. A value keeps its shape: "
+            "reshape the new one, or place it by itself with `strategy.put`."
+        )
     given = jax.dtypes.result_type(value)
     if any(jnp.issubdtype(kind, jax.dtypes.prng_key) for kind in (given, dtype)):
         keeps = given == dtype
@@ -222,10 +235,22 @@ def _refuse(sign: str) -> Callable[..., Any]:
         raise TypeError(
             f"`{sign}` on a {self!r}: it lies on many devices, and arithmetic is for plain arrays. Compute inside a "
             "replica function (`strategy.run(fn, (value,))`), make one value of it (`.read()`, `strategy.reduce`, "
-            "`strategy.gather`), or take the values apart (`.values`, `.map(fn)`)."
+            f"`strategy.gather`), or take the values apart (`.values`, `.map(fn)`).{_instead(sign, self)}"
         )
 
     return refuse
+
+
+def _instead(sign: str, value: DistributedValues) -> str:
+    """What to write where a wrapper around a whole tuple or dict is unpacked or indexed."""
+    if sign not in ("iter", "[]") or not isinstance(value.tree, (tuple, list, dict)):
+        return ""
+    kind = type(value).__name__
+    if isinstance(value.tree, dict):
+        unpacked = f"`parts = {{name: jdist.{kind}(leaf) for name, leaf in value.tree.items()}}`"
+    else:
+        unpacked = f"`x, y = map(jdist.{kind}, value.tree)`"
+    return f" This one wraps a whole {type(value.tree).__name__}. To unpack it, wrap each element: {unpacked}."
 
 
 for _sign, _names in {

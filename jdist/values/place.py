@@ -13,9 +13,10 @@ from jdist import _compat
 from jdist._tree import PyTree, named_leaves, spec
 from jdist.mesh import Replicas
 from jdist.topology import is_described
-from jdist.values.aggregation import VariableAggregation
-from jdist.values.arrays import Shape, Shapes, check_array, check_range, place, repeat
-from jdist.values.base import DistributedValues, is_distributed
+from jdist.values.aggregation import VariableAggregation, check_mean
+from jdist.values.arrays import Shape, Shapes, check_alive, check_value, place, repeat
+from jdist.values.base import DistributedValues, is_distributed, named_values
+from jdist.values.mirrored import Mirrored
 from jdist.values.per_replica import PerReplica
 from jdist.values.processes import check_same, exchanged, put_each
 from jdist.values.row_slices import is_sparse
@@ -31,7 +32,7 @@ def check_fit(name: str, node: Any, replicas: Replicas) -> None:
 
 
 def check_single(name: str, node: Any) -> None:
-    """Raises TypeError if `node` is a wrapper with another inside, or one that would add up the indices of rows."""
+    """Raises TypeError if `node` is a wrapper with another inside, or one whose aggregation its leaves do not have."""
     if not is_distributed(node):
         return
     for inner in jax.tree.leaves(node.tree, is_leaf=lambda x: is_distributed(x) or is_sparse(x)):
@@ -44,6 +45,8 @@ def check_single(name: str, node: Any) -> None:
                 f"{name} is a {type(node).__name__} of RowSlices, and its aggregation would add up their indices too. Keep "
                 "the table: `value.dense()`."
             )
+    if isinstance(node, Mirrored) and node.aggregation is VariableAggregation.MEAN:
+        check_mean(name, node.tree)
 
 
 def check_one_shape(name: str, node: Any) -> None:
@@ -81,30 +84,100 @@ def check_there(mesh: Mesh) -> None:
         )
 
 
-def put(tree: PyTree, replicas: Replicas, shardings: Callable[[PyTree], Sequence[Sharding]]) -> PyTree:
+def put(
+    tree: PyTree,
+    replicas: Replicas,
+    shardings: Callable[[PyTree], Sequence[Sharding]],
+    names: Sequence[str] | None = None,
+) -> PyTree:
     """`tree` on the devices of the replicas, each leaf as `shardings` of the tree says.
 
     A `SyncOnRead` of another number of replicas is read, and shared out anew.
 
+    Args:
+        tree: A tree of arrays and numbers, some in wrappers.
+        replicas: The replicas.
+        shardings: From the tree to the sharding of each leaf.
+        names: Where `tree` is a tuple of arguments, what messages call each of them.
+
     Raises:
+        TypeError: A leaf is no number or array of numbers.
         ValueError: A wrapper does not fit the replicas; the processes hand in different values; or a whole number does not fit
             what JAX keeps of it.
     """
-    leaves = named_leaves("value", tree)
-    if leaves and not _compat.is_tracing() and not any(isinstance(leaf, core.Tracer) for _, leaf in leaves):
-        check_there(replicas.mesh)
-        check_same([(name, spec(leaf), leaf) for name, leaf in leaves], replicas)
-        for name, leaf in leaves:
-            check_range(name, leaf)
+    roots = [("value", tree)] if names is None else list(zip(names, tree, strict=True))
+    _check_leaves([leaf for name, part in roots for leaf in named_values(name, part)], replicas)
 
     def fitting(path: Any, node: Any) -> Any:
         node = node.over(replicas.size) if is_distributed(node) else node
-        check_fit("value" + jax.tree_util.keystr(path), node, replicas)
+        root, keys = ("value", path) if names is None else (str(names[path[0].idx]), path[1:])
+        check_fit(root + jax.tree_util.keystr(keys), node, replicas)
         return node
 
     fit = jax.tree_util.tree_map_with_path(fitting, tree, is_leaf=is_distributed)
     leaves, treedef = jax.tree.flatten(fit)
     return treedef.unflatten(map(place, leaves, shardings(fit)))
+
+
+def _check_leaves(leaves: Sequence[tuple[str, Any]], replicas: Replicas) -> None:
+    """Raises TypeError or ValueError if a leaf cannot be placed, or differs between the processes."""
+    if leaves and not _compat.is_tracing() and not any(isinstance(leaf, core.Tracer) for _, leaf in leaves):
+        check_there(replicas.mesh)
+        for name, leaf in leaves:
+            check_alive(name, leaf)
+        check_same([(name, spec(leaf), leaf) for name, leaf in leaves], replicas)
+    # After all processes have compared: what is wrong with a value is then wrong on all of them.
+    for name, leaf in leaves:
+        check_value(name, leaf)
+
+
+def split_batch(batch: PyTree, replicas: Replicas, shardings: Callable[[PyTree], Sequence[Sharding]]) -> PyTree:
+    """Returns a global batch, leaves `[batch, ...]`, with a `PerReplica` `[replica, batch / replica, ...]` for each leaf.
+
+    Args:
+        batch: A tree of plain arrays, the same on every process.
+        replicas: The replicas.
+        shardings: From the split tree to the sharding of each leaf.
+
+    Raises:
+        TypeError: A leaf is wrapped already, or is not an array of numbers.
+        ValueError: A leaf has no dimension of examples, the leaves have different numbers of them, or they cannot be split.
+    """
+    leaves = named_values("batch", batch)
+    _check_leaves(leaves, replicas)
+    for node in jax.tree.leaves(batch, is_leaf=is_distributed):
+        if is_distributed(node):
+            raise TypeError(
+                f"`split` takes one global batch of plain arrays `[batch, ...]`, got {node!r}: it is split already."
+            )
+    for name, leaf in leaves:
+        sizes = np.shape(leaf)[:1]
+        if not any(sizes) or sizes != np.shape(leaves[0][1])[:1]:
+            other = (
+                f"{sizes[0]} examples, and {leaves[0][0]} has {np.shape(leaves[0][1])[0]}"
+                if any(sizes)
+                else "no examples"
+            )
+            raise ValueError(
+                f"{name} is {spec(leaf)}: it has {other}. Every leaf of a batch is `[batch, ...]`; pass a value that all "
+                "replicas share as another argument of the step."
+            )
+        if left := sizes[0] % replicas.num_parts:
+            raise ValueError(
+                f"{name} is {spec(leaf)}: its {sizes[0]} examples do not split over {replicas.num_parts} "
+                f"{'devices' if replicas.split else 'replicas'} ({left} left over). Use a multiple of {replicas.num_parts}, or "
+                '`strategy.distribute_dataset(data, batch_size, remainder="pad")`, which pads the batch and returns weights.'
+            )
+    treedef = jax.tree.structure(batch)
+    split = treedef.unflatten([PerReplica(_rows(leaf, replicas.size)) for _, leaf in leaves])
+    placed = map(place, jax.tree.leaves(split), shardings(split))
+    return treedef.unflatten([PerReplica(leaf) for leaf in placed])
+
+
+def _rows(leaf: Any, count: int) -> Any:
+    """Returns `[batch, ...]` as `[count, batch / count, ...]`."""
+    array = leaf if hasattr(leaf, "reshape") else np.asarray(leaf)
+    return array.reshape((count, array.shape[0] // count, *array.shape[1:]))
 
 
 def put_whole(tree: PyTree, replicas: Replicas) -> PyTree:
@@ -117,6 +190,8 @@ def put_on_each(node: PyTree, replicas: Replicas) -> PyTree:
     check_single("value", node)
     if not isinstance(node, DistributedValues) or node.agrees:
         return put_whole(node, replicas)
+    for name, leaf in named_values("value", node):
+        check_value(name, leaf)
     whole = jax.tree.map(lambda x: repeat(place(x, replicas.whole), replicas.size, replicas.rows), node.tree)
     return node.with_tree(whole)
 
@@ -170,8 +245,7 @@ def _problem(trees: Sequence[PyTree], replicas: Sequence[int]) -> Exception | No
             return TypeError(f"A value for one replica is plain, got {node!r}. Return the arrays that it is made of.")
     try:
         for name, leaf in named_leaves("value", list(trees)):
-            check_array(name, leaf)
-            check_range(name, leaf)
+            check_value(name, leaf)
     except (TypeError, ValueError) as error:
         return error
     for number, tree in zip(replicas, trees, strict=True):

@@ -9,6 +9,7 @@ import numpy as np
 from jax import core
 
 from jdist._tree import spec
+from jdist.values.arrays import check_value
 
 
 @final
@@ -61,6 +62,8 @@ class RowSlices:
 
     def check(self, name: str) -> None:
         """Raises ValueError if there is not one index a row, or one is of no row; TypeError if they are no integers."""
+        for part, leaf in (("rows", self.rows), ("indices", self.indices)):
+            check_value(f"{name}.{part}", leaf)
         rows, indices = jnp.asarray(self.rows), jnp.asarray(self.indices)
         if not rows.ndim or indices.shape != rows.shape[:1]:
             raise ValueError(

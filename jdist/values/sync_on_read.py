@@ -29,11 +29,8 @@ class SyncOnRead(DistributedValues):
     Attributes:
         tree: On the host, a tree of `[replica, ...]` arrays, sharded on the first dimension; in a replica function, as
             where `Strategy.init` makes it, that replica's own `[...]`.
-        aggregation: How `read` makes one value of them.
+        aggregation: How `read` makes one value of them. With NONE, TensorFlow's default, there is no one value: only `values`.
         trainable: Whether an optimizer may change it; see `jdist.trainable`.
-
-    Raises:
-        ValueError: There is no aggregation, so that it could not be read. `PerReplica` needs none.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -54,11 +51,6 @@ class SyncOnRead(DistributedValues):
     def __post_init__(self) -> None:
         if not isinstance(self.aggregation, VariableAggregation):
             object.__setattr__(self, "aggregation", VariableAggregation.of(self.aggregation))
-        if self.aggregation is VariableAggregation.NONE:
-            raise ValueError(
-                "A SyncOnRead with aggregation NONE could not be read. Say SUM, MEAN or ONLY_FIRST_REPLICA, or keep one value "
-                "a replica: `jdist.PerReplica`."
-            )
 
     @staticmethod
     def spec(axes: tuple[str, ...]) -> PartitionSpec:
@@ -86,15 +78,22 @@ class SyncOnRead(DistributedValues):
         """The partial values, aggregated: leaves `[...]`, held by every replica.
 
         Raises:
+            ValueError: The aggregation is NONE.
             TypeError: A leaf has no such aggregation.
         """
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{self!r} has no aggregation, so it cannot be read as one value. Take the value of each replica (`.values`), "
+                "or make it with SUM, MEAN or ONLY_FIRST_REPLICA."
+            )
         leaves, treedef = jax.tree.flatten(self.tree)
         return treedef.unflatten([aggregated(self.aggregation, "value", leaf) for leaf in leaves])
 
     def over(self, num_replicas: int) -> "SyncOnRead":
         """Partial values for so many replicas that read the same: a sum is split into equal shares, else each has it all."""
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(self.tree)]
-        if not all(shapes) or all(shape[0] == num_replicas for shape in shapes):
+        is_read = self.aggregation is not VariableAggregation.NONE
+        if not is_read or not all(shapes) or all(shape[0] == num_replicas for shape in shapes):
             return self
         shared = split_sum if self.aggregation is VariableAggregation.SUM else repeat
         return self.with_tree(jax.tree.map(lambda x: shared(x, num_replicas, None), self.read()))

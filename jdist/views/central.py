@@ -68,7 +68,7 @@ class CentralView(View):
     def trace(self, one: OneReplica) -> Any:
         """See `View.trace`."""
         shapes = [one_of(item, self.replicas) for item in one.items]
-        return jax.make_jaxpr(one.fn, axis_env=self._axis_sizes)(*shapes)
+        return _compat.lowered(jax.make_jaxpr(one.fn, axis_env=self._axis_sizes)(*shapes), self._axis_sizes)
 
     def run(self, one: OneReplica, program: Any, results: Results) -> list[PyTree]:
         """See `View.run`."""

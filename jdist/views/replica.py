@@ -20,11 +20,12 @@ class ReplicaView(View):
     def trace(self, one: OneReplica) -> Any:
         """See `View.trace`."""
         traced = jax.make_jaxpr(over_mesh(one.fn, self.replicas, one.items, PartitionSpec()))(*one.blocks)
-        return _compat.shard_map_body(traced.jaxpr)
+        return _compat.lowered(_compat.shard_map_body(traced), self.replicas.mesh.shape.items())
 
     def run(self, one: OneReplica, program: Any, results: Results) -> list[PyTree]:
-        """See `View.run`. The function is inside a `jax.jit`, so this second look at it is free."""
-        run = lambda *blocks: results.leave(one.fn(*blocks))
+        """See `View.run`. Runs the jaxpr that was analyzed: a second trace of the function could give another one."""
+        evaluate = _compat.function_of(program)
+        run = lambda *blocks: results.leave(results.as_trees(evaluate(*jax.tree.leaves(blocks))))
         return over_mesh(run, self.replicas, one.items, specs_of(results.placements, self.replicas))(*one.blocks)
 
 

@@ -4,6 +4,7 @@ from typing import Any, final
 
 import jax
 
+from jdist import _compat
 from jdist._tree import PyTree
 from jdist.views.base import OneReplica, Results, View
 from jdist.views.replica import over_mesh, specs_of
@@ -19,7 +20,8 @@ class VirtualView(View):
         """See `View.trace`."""
         (axis,) = self.replicas.axes
         shapes = [one_of(item, self.replicas) for item in one.items]
-        return jax.make_jaxpr(one.fn, axis_env=[(axis, self.replicas.size)])(*shapes)
+        sizes = [(axis, self.replicas.size)]
+        return _compat.lowered(jax.make_jaxpr(one.fn, axis_env=sizes)(*shapes), sizes)
 
     def run(self, one: OneReplica, program: Any, results: Results) -> list[PyTree]:
         """See `View.run`."""

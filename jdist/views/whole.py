@@ -13,6 +13,7 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
+from jdist import _compat
 from jdist._tree import PyTree
 from jdist.alone import run_alone
 from jdist.layout import Layout
@@ -37,7 +38,8 @@ class WholeView(View):
 
     def trace(self, one: OneReplica) -> Any:
         """See `View.trace`."""
-        return jax.make_jaxpr(one.fn, axis_env=[(REPLICA_AXIS, 1)])(*one.blocks)
+        sizes = [(REPLICA_AXIS, 1)]
+        return _compat.lowered(jax.make_jaxpr(one.fn, axis_env=sizes)(*one.blocks), sizes)
 
     def run(self, one: OneReplica, program: Any, results: Results) -> list[PyTree]:
         """See `View.run`."""

@@ -22,10 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdist import _compat, proof
+from jdist import _calls, _compat, _frames, proof
 from jdist._compat import Equation, Jaxpr, Literal
+from jdist.alone import Rule, rewriting
 from jdist.mesh import Replicas
-from jdist.virtual.values import Rows, Value, folded, gathered, ids, is_rows, rows_of, written, zeros
+from jdist.virtual.values import Rows, Value, folded, gathered, ids, is_rows, parted, rows_of, written, zeros
 
 
 def run_in_turn(program: Any, arguments: Sequence[Value], replicas: Replicas) -> list[Value]:
@@ -63,7 +64,7 @@ class _Run:
 
         for number, equation in enumerate(program.eqns):
             operands = _variables(equation.invars)
-            if self._axes & _names_within(equation):
+            if self._is_together(equation):
                 if any(v in made for v in operands) or _compat.contents(equation).programs:
                     flush(program.eqns[number:])
                 values = self._together(equation, [look(atom) for atom in equation.invars])
@@ -85,20 +86,36 @@ class _Run:
 
     def _loop(self, program: Jaxpr, equations: list[Equation], results: list[Any], known: dict[Any, Value]) -> None:
         """Runs equations for each replica of this device in turn, and makes `results` known."""
+        needs_number = any(self._axes & _names_within(one) for one in equations)
         inner = {v for one in equations for v in one.outvars}
         inputs = list(dict.fromkeys(v for one in equations for v in _variables(one.invars) if v not in inner))
 
+        slots = {v: self._at_least_two(known[v].slots) for v in inputs if is_rows(known[v])}
+
         def turn(slot: jax.Array, buffers: list[jax.Array]) -> list[jax.Array]:
-            values = [known[v] for v in inputs]
-            own = [lax.dynamic_index_in_dim(v.slots, slot, keepdims=False) if is_rows(v) else v for v in values]
+            own = [lax.dynamic_index_in_dim(slots[v], slot, keepdims=False) if v in slots else known[v] for v in inputs]
+            number = [ids(self._replicas)[0] + slot] if needs_number else []
             # What is computed is not fused with its way from and to the slots, of which each device has another number.
-            own = lax.optimization_barrier(own)
-            made = _evaluated(program, equations, dict(zip(inputs, own, strict=True)), results)
+            own, number = lax.optimization_barrier((own, number))
+            as_number = lambda equation, _: number if equation.primitive.name == "axis_index" else None
+            rule = rewriting(self._axes, as_number)
+            made = _evaluated(program, equations, dict(zip(inputs, own, strict=True)), results, rule)
             return [written(x, y, slot) for x, y in zip(buffers, lax.optimization_barrier(made), strict=True)]
 
-        empty = [zeros((self._replicas.each, *v.aval.shape), v.aval.dtype) for v in results]
+        each = self._replicas.each
+        empty = [zeros((max(each, _LEAST_SLOTS), *v.aval.shape), v.aval.dtype) for v in results]
         filled = lax.fori_loop(0, self._num_slots(), turn, empty)
-        known.update((v, Rows(x)) for v, x in zip(results, filled, strict=True))
+        known.update((v, Rows(x[:each])) for v, x in zip(results, filled, strict=True))
+
+    def _at_least_two(self, slots: jax.Array) -> jax.Array:
+        missing = _LEAST_SLOTS - self._replicas.each
+        return jnp.concatenate([slots, zeros((missing, *slots.shape[1:]), slots.dtype)]) if missing > 0 else slots
+
+    def _is_together(self, equation: Equation) -> bool:
+        """Whether an equation names an axis, or holds one that does so to wait for other replicas: all but `axis_index`."""
+        held = _compat.contents(equation)
+        inner = (one for program in held.programs for one in program.eqns if one.primitive.name != "axis_index")
+        return bool(self._axes & held.names) or any(map(self._is_together, inner))
 
     def _num_slots(self) -> jax.Array:
         """How many replicas this device runs; not known to the compiler, which would unroll a loop of one turn."""
@@ -112,13 +129,13 @@ class _Run:
         rule = _RULES.get(equation.primitive.name)
         if rule is not None and not equation.params.get("axis_index_groups"):
             return rule(self, equation, values)
-        target = _compat.call_target(equation)
-        if target is not None:
-            return self.follow(target, _compat.call_consts(equation), values)
+        call = _calls.call_of(equation)
+        if call is not None:
+            return self.follow(call.program, call.consts, call.operands(values))
         raise ValueError(
-            f"{equation.primitive.name} at {_compat.user_frame(equation)} is not there for virtual replicas, whose results "
-            "are to be the same on any number of devices. `all_reduce`, `all_gather`, `broadcast` and `sync.exact()` are, also "
-            "in `cond` and `scan`; for others leave `virtual_replicas` out."
+            f"{equation.primitive.name} at {_frames.user_frame(equation)} is not there for virtual replicas, whose results "
+            "are to be the same on any number of devices. `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast` and "
+            "`sync.exact()` are, also in `cond`, `scan` and `while_loop`; for others leave `virtual_replicas` out."
         )
 
     def _sum(self, equation: Equation, values: list[Value]) -> list[Value]:
@@ -136,6 +153,11 @@ class _Run:
     def _gather(self, equation: Equation, values: list[Value]) -> list[Value]:
         dim, tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
         return [gathered(value, dim, tiled, self._replicas) for value in values]
+
+    def _scatter(self, equation: Equation, values: list[Value]) -> list[Value]:
+        dim, tiled = equation.params["scatter_dimension"], equation.params["tiled"]
+        totals = [folded(operator.add, value, self._replicas) for value in values]
+        return [Rows(parted(total, dim, tiled, self._replicas)) for total in totals]
 
     def _cond(self, equation: Equation, values: list[Value]) -> list[Value]:
         index, *operands = values
@@ -162,27 +184,46 @@ class _Run:
             results = self.follow(_compat.open_jaxpr(body), getattr(body, "consts", ()), [*consts, *carry, *slices])
             return results[:num_carry], results[num_carry:]
 
-        own = [is_rows(value) for value in carry]
-        while True:  # until no more of the carry turns out to differ
-            carry = self._of_kinds(own, carry)
-            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
-            after, _ = jax.eval_shape(turn, carry, first)
-            grown = [was or is_rows(now) for was, now in zip(own, after, strict=True)]
-            if grown == own:
-                break
-            own = grown
+        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
+        own = self._kinds(carry, lambda carry: jax.eval_shape(turn, carry, first)[0])
 
         def alike(carry: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
             after, ys = turn(carry, slices)
             return self._of_kinds(own, after), ys
 
         options = {name: equation.params[name] for name in ("length", "reverse")}
-        carry, ys = lax.scan(alike, carry, xs, **options)
+        carry, ys = lax.scan(alike, self._of_kinds(own, carry), xs, **options)
         return [*carry, *(Rows(y.slots.swapaxes(0, 1)) if is_rows(y) else y for y in ys)]
+
+    def _while(self, equation: Equation, values: list[Value]) -> list[Value]:
+        programs = (equation.params[key] for key in ("cond_jaxpr", "body_jaxpr"))
+        test, body = (
+            functools.partial(self.follow, _compat.open_jaxpr(one), getattr(one, "consts", ())) for one in programs
+        )
+        first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+        of_test, of_body, carry = values[:first], values[first : first + second], values[first + second :]
+        # The proof has shown that all replicas that meet in a collective here have one predicate.
+        own = self._kinds(carry, lambda carry: jax.eval_shape(body, [*of_body, *carry]))
+        turn = lambda carry: self._of_kinds(own, body([*of_body, *carry]))
+        return lax.while_loop(lambda carry: test([*of_test, *carry])[0], turn, self._of_kinds(own, carry))
+
+    def _kinds(self, carry: list[Value], turn: Callable[[list[Value]], list[Value]]) -> list[bool]:
+        """For each part of a loop's carry, whether it differs between replicas after any number of turns."""
+        own = [is_rows(value) for value in carry]
+        while True:
+            after = turn(self._of_kinds(own, carry))
+            grown = [was or is_rows(now) for was, now in zip(own, after, strict=True)]
+            if grown == own:
+                return own
+            own = grown
 
     def _of_kinds(self, own: Sequence[bool], values: Sequence[Value]) -> list[Value]:
         return [Rows(rows_of(x, self._replicas)) if rows else x for rows, x in zip(own, values, strict=True)]
 
+
+# Every read of the only slot of a device gives the same value in every iteration. XLA, and LLVM after it, would move the
+# body out of the loop, and compile other kernels for it, which round differently. An unused second slot prevents it.
+_LEAST_SLOTS = 2
 
 _Rule: TypeAlias = Callable[[_Run, Equation, list[Value]], list[Value]]
 _RULES: dict[str, _Rule] = {
@@ -191,15 +232,21 @@ _RULES: dict[str, _Rule] = {
     "pmin": _Run._min,
     "axis_index": _Run._index,
     "all_gather": _Run._gather,
+    "reduce_scatter": _Run._scatter,
     "cond": _Run._cond,
     "scan": _Run._scan,
+    "while": _Run._while,
 }
 
 
 def _evaluated(
-    program: Jaxpr, equations: Sequence[Equation], known: dict[Any, jax.Array], results: Sequence[Any]
+    program: Jaxpr,
+    equations: Sequence[Equation],
+    known: dict[Any, jax.Array],
+    results: Sequence[Any],
+    rule: Rule = lambda equation, operands: None,
 ) -> list[jax.Array]:
-    """The values of `results`, variables that `equations` of `program` make of what is known.
+    """The values of `results`, variables that `equations` of `program`, or `rule` for them, make of what is known.
 
     XLA may take a transposition, or a reshape, through a sum, which changes the order of its additions; and it does so in one
     way for one device, and in another for several. So what is summed is fixed first.
@@ -211,26 +258,28 @@ def _evaluated(
 
     for equation in equations:
         values = [look(atom) for atom in equation.invars]
-        target = _compat.call_target(equation) if equation.primitive.name in _INLINED else None
-        if target is not None:
-            inner = dict(zip(target.constvars, _compat.call_consts(equation), strict=True))
-            inner.update(zip(target.invars, values, strict=True))
-            made = _evaluated(target, target.eqns, inner, target.outvars)
+        # A program that is computed again for its gradients stays a call: its results would be found to be there already.
+        call = _calls.call_of(equation) if equation.primitive.name not in _calls.ANNOTATED_CALLS else None
+        if call is not None:
+            inner = dict(zip(call.program.constvars, call.consts, strict=True))
+            inner.update(zip(call.program.invars, call.operands(values), strict=True))
+            made = _evaluated(call.program, call.program.eqns, inner, call.program.outvars, rule)
         else:
             values = lax.optimization_barrier(values) if equation.primitive.name in _SUMS else values
-            made = _compat.evaluate_one(program, equation)(*values)
+            made = rule(equation, values)
+            made = _compat.evaluate_one(program, equation)(*values) if made is None else made
         known.update(zip(equation.outvars, made, strict=True))
     return [look(atom) for atom in results]
 
 
-# Not `remat2`: what it computes again would be found to be there already.
-_INLINED = frozenset(("jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"))
 _SUMS = frozenset(("reduce_sum", "reduce_prod", "dot_general", "cumsum"))
 
 
 def _differing(program: Jaxpr, equation: Equation, own: set[Any], axes: frozenset[str]) -> list[Any]:
     """The results of an equation that differ between replicas where the operands in `own` do."""
-    if not own or not _compat.contents(equation).programs:
+    # Of several results, some may depend on none of them: those of an `optimization_barrier`, or of a program within.
+    is_mixed = len(equation.outvars) > 1 or _compat.contents(equation).programs
+    if not is_mixed or not (own or axes & _names_within(equation)):
         return list(equation.outvars) if own else []
     inputs = _variables(equation.invars)
     known = proof.prove(

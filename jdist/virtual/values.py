@@ -103,6 +103,14 @@ def gathered(value: Value, dim: int, tiled: bool, replicas: Replicas) -> jax.Arr
     return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :]) if tiled else moved
 
 
+def parted(value: jax.Array, dim: int, tiled: bool, replicas: Replicas) -> jax.Array:
+    """The parts of this device's replicas, `[slot, ...]`, of an array that is split over all replicas along `dim`."""
+    shape = value.shape
+    if tiled:
+        value = value.reshape(*shape[:dim], replicas.size, shape[dim] // replicas.size, *shape[dim + 1 :])
+    return jnp.moveaxis(value, dim, 0)[jnp.minimum(ids(replicas), replicas.size - 1)]
+
+
 def _tree(add: Callable[[Any, Any], Any], rows: jax.Array) -> jax.Array:
     """The rows of `[row, ...]`, neighbours with neighbours, level by level; what is left over at a level goes up as it is."""
     while len(rows) > 1:

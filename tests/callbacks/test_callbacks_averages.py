@@ -96,7 +96,7 @@ def test_average_of_small_floats_is_kept_in_large_ones():
     call = lambda state, number: ({"params": {"b": state["params"]["b"] + jnp.bfloat16(1)}}, 0.0)
     average = callbacks.EMA(0.999, debias=False)
     train(TWO, [average], epochs=1, steps=3, state={"params": params}, call=call)
-    kept = average.get_state()["average"][0]
+    kept = average.get_state()["average"]["leaves"][0]
     assert kept.dtype == np.float32
     expected = 1 + (1 - 0.999) * (1 * 0.999**2 + 2 * 0.999 + 3)
     np.testing.assert_allclose(kept, expected, rtol=1e-6)  # of which bfloat16 would show nothing
@@ -115,7 +115,7 @@ def test_average_takes_no_memory_of_a_step_more_than_its_own():
     average = callbacks.EMA(0.5)
     state, call = regression(TWO)
     kept = []
-    note = lambda event: kept.append(average.get_state()["average"][-1])
+    note = lambda event: kept.append(average.get_state()["average"]["leaves"][-1])
     train(TWO, [average, note], epochs=1, state=state, call=call)
     assert kept[0].is_deleted() and not kept[-1].is_deleted()  # the next average took it over
 

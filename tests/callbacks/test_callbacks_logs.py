@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jdist import callbacks
-from jdist.callbacks.rows import FACTS
+from jdist.callbacks.rows import FACTS, check_destinations
 
 from small_loop import State, place, regression, train
 
@@ -146,6 +146,15 @@ def test_log_that_cannot_be_written_is_refused_before_the_first_step(kind, where
     with pytest.raises(ValueError, match=r"cannot be written: .*Give a path that can|no log that .*Give another path"):
         train(ONE, [KINDS[kind](where(tmp_path)), steps.append], state=0, call=_idle)
     assert steps == []
+
+
+def test_callbacks_that_write_to_one_place_are_refused(tmp_path):
+    check_destinations([callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b"), print])
+    pair = [callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b" / ".." / "a", every=2)]
+    with pytest.raises(
+        ValueError, match=r"Two callbacks, CSVLog and JSONLog, write to '.*a'\. Give each a path of its own"
+    ):
+        check_destinations(pair)
 
 
 @every_kind

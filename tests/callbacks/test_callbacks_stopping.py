@@ -187,6 +187,10 @@ LEAVES = {
         [np.zeros(3, np.float32)],
         r"Best was saved with 1 leaves, and has 2 now\. Resume with the model that was",
     ),
+    "names": (
+        {"names": [["a"], ["c"]], "leaves": [np.zeros(3, np.float32), np.int32(0)]},
+        r"Best was saved with a leaf c, and has none of this name now\. Resume with the model that was",
+    ),
     "shape": (
         [np.zeros(4, np.float32), np.int32(0)],
         r"Best\['a'\] was saved as float32\[4\], and is float32\[3\] now",

@@ -36,9 +36,9 @@ def _lines(every=None, **options):
 def test_lines_say_all_of_it():
     lines, _ = _lines(every=4, seconds=1.0, stalled=0.25)
     assert lines == [
-        "step 4/10  epoch 1  4 rows/s  0:00:06 left  loss 0.2  input stall 25 %",
-        "step 8/10  epoch 1  4 rows/s  0:00:02 left  loss 0.1111  input stall 25 %",
-        "step 10/10  epoch 1  4 rows/s  0:00:10  loss 0.09091  input stall 25 %",
+        "step 4/10  epoch 0  4 rows/s  0:00:06 left  loss 0.2  input stall 25 %",
+        "step 8/10  epoch 0  4 rows/s  0:00:02 left  loss 0.1111  input stall 25 %",
+        "step 10/10  epoch 0  4 rows/s  0:00:10  loss 0.09091  input stall 25 %",
     ]
 
 
@@ -46,7 +46,7 @@ def test_line_at_the_end_of_training_that_stops_says_how_long_it_took():
     stream = io.StringIO()
     shown = [callbacks.time_limit(4), callbacks.progress("lines", every=60, stream=stream)]
     train(ONE, shown, epochs=1, steps=10, state=0, call=_idle, seconds=1.0, logs=lambda step: {"loss": 0.5})
-    assert stream.getvalue() == "step 4/10  epoch 1  4 rows/s  0:00:04  loss 0.5  input stall 0 %\n"
+    assert stream.getvalue() == "step 4/10  epoch 0  4 rows/s  0:00:04  loss 0.5  input stall 0 %\n"
 
 
 def test_line_is_not_said_twice_at_the_end():
@@ -56,7 +56,7 @@ def test_line_is_not_said_twice_at_the_end():
 
 def test_lines_of_unknown_length_say_how_long_it_has_run():
     lines, _ = _lines(every=5, seconds=1.0, total=None)
-    assert lines[0] == "step 5  epoch 1  4 rows/s  0:00:05  loss 0.1667  input stall 0 %"
+    assert lines[0] == "step 5  epoch 0  4 rows/s  0:00:05  loss 0.1667  input stall 0 %"
 
 
 def test_validation_is_shown_until_there_is_another():
@@ -90,13 +90,54 @@ def test_metrics_of_several_numbers_are_not_shown():
     assert "loss nan" in lines[0] and "table" not in lines[0]
 
 
-def test_live_line_is_one_line_and_leaves_the_cursor():
+def test_live_line_is_one_line_and_leaves_the_cursor(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     stream = io.StringIO()
     _run(callbacks.progress("live", stream=stream))
     text = stream.getvalue()
     assert text.count(HIDE) == text.count(SHOW) == 1 and text.index(HIDE) < text.index(SHOW)
-    assert text.count("\n") == 1  # all readings but the last are written over
+    assert text.count("\n") == 2  # that of the epoch; all readings but the last are written over
     assert "waiting for the first step" in text and "step 10/10" in text
+
+
+def _screen(text, width):
+    """The lines that a terminal shows after `text`, which moves up and erases lines."""
+    lines, row = [""], 0
+    for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token.endswith("A"):
+            row -= int(token[2:-1] or 1)
+        elif token.endswith("K"):
+            lines[row] = ""
+        elif not token.startswith(("\x1b", "\r")):
+            assert len(lines[row]) + len(token) <= width
+            lines[row] += token
+    return [line.rstrip() for line in lines]
+
+
+def test_live_line_of_80_columns_shows_metrics_and_validation_and_leaves_a_line_per_epoch(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = io.StringIO()
+    metrics = lambda step: {"loss": 1 / (step + 1), "accuracy": step / 100}
+    _run(
+        callbacks.progress("live", stream=stream),
+        epochs=2,
+        steps=1200,
+        seconds=0.01,
+        logs=metrics,
+        validation=lambda epoch: {"loss": 2.5 + epoch, "accuracy": 0.125},
+    )
+    shown = _screen(stream.getvalue(), 80)
+    assert shown[:4] == [
+        "epoch 0  step 1,200  0:00:12  loss 0.0008326  accuracy 12  val_loss 2.5",
+        "val_accuracy 0.125",
+        "epoch 1  step 2,400  0:00:24  loss 0.0004165  accuracy 24  val_loss 3.5",
+        "val_accuracy 0.125",
+    ]
+    assert shown[4].endswith("step 2,400/2,400  epoch 1  400 rows/s  0:00:24  loss 0.0004165")
+    assert shown[5] == "accuracy 24  val_loss 3.5  val_accuracy 0.125  input stall 0 %"
 
 
 def test_live_line_leaves_the_terminal_where_a_callback_ends_training():
@@ -160,6 +201,7 @@ def test_page_is_a_bar_and_text():
     reading = displays.Reading(3, 10, 0, 1.0, None, None, 0.0, {"<b>": 1.0})
     page = displays.page(reading)
     assert '<progress value="3" max="10"></progress> step 3/10' in page and "&lt;b&gt; 1" in page
+    assert "epoch 0  loss &lt;<br>" in displays.page(reading, ["epoch 0  loss <"])
     assert "<progress" not in displays.page(displays.Reading(3, None, 0, 1.0, None, None, 0.0, {}))
 
 

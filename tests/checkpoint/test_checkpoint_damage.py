@@ -1,8 +1,9 @@
 """Full disks, folders that cannot be written to, and damaged files: what is said, and that training goes on."""
 
+import json
 import os
 import pathlib
-import re
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 
 import jdist
 from jdist.checkpoint.checkpointer import Checkpointer
+from jdist.checkpoint.manifest import signed, to_text
 from jdist.checkpoint.storage import CheckpointError
 
 from laws import STRATEGIES
@@ -29,7 +31,6 @@ def run(tmp_path, one):
     """A folder with checkpoints of the steps 1, 2 and 3."""
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2, 3):
-            # Of one array: readers of several leave some behind that were never awaited, when one of them gives up.
             checkpointer.save(step, one.put({"w": STATE["w"]}), {"batch": step})
     return tmp_path
 
@@ -62,18 +63,139 @@ def test_first_checkpoint_damaged_has_none_before_it(run, one):
 
 def test_manifest_of_a_later_version_is_said(run, one):
     path = run / "3/manifest/manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 99').replace(jdist.__version__, "9.8.7"))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 99').replace(jdist.__version__, "9.8.7"))
     with pytest.raises(
         CheckpointError, match=r"written by jdist 9\.8\.7, in a form that .* does not know\. Install that"
     ):
         Checkpointer(run).restore(one)
 
 
+def edit(folder, change, step=3):
+    """Has `change` edit the manifest of a step, which has the fingerprint of its new content afterwards."""
+    path = folder / f"{step}/manifest/manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(to_text(signed(manifest)))
+
+
 def test_changed_bits_that_can_be_read_are_found(run, one):
-    path = run / "3/manifest/manifest.json"
-    path.write_text(re.sub(r'("path": "state/w".*"fingerprint": )\d+', r"\g<1>123", path.read_text()))
+    edit(run, lambda manifest: manifest["leaves"][0].update(fingerprint=123))
     with pytest.raises(CheckpointError, match="ValueError: state/w has other bits than were saved"):
         Checkpointer(run).restore(one)
+
+
+EDITS = {
+    "step": ('"step": 3,', '"step": 4,'),
+    "position": ('{"batch": 3}', '{"batch": 9}'),
+    "extra": ('"value": 0.5', '"value": 0.25'),
+    "dtype": ('"dtype": "float32"', '"dtype": "flo!t32"'),
+    "other_dtype": ('"dtype": "float32"', '"dtype": "int32"'),
+    "aggregation": ('"aggregation": "SUM"', '"aggregation": "MEAN"'),
+    "wrapper": ('"SyncOnRead": ', '"SyncOnWrite": '),
+    "format": ('"format": 2', '"format": 1'),
+    "fingerprint": ('"fingerprint": "sha256:', '"fingerprint": "sha255:'),
+    "name_of_the_fingerprint": ('"fingerprint": "sha256:', '"gingerprint": "sha256:'),
+}
+
+
+@pytest.fixture(scope="module")
+def summed(tmp_path_factory):
+    """A folder with a checkpoint of step 3 of a state that is a sum, with something beside it."""
+    folder, strategy = tmp_path_factory.mktemp("summed"), STRATEGIES["mirrored_2"]()
+    with Checkpointer(folder) as checkpointer:
+        state = {"n": jdist.SyncOnRead(np.float32([1, 2]), "sum")}
+        checkpointer.save(3, strategy.put(state), {"batch": 3}, extra={"best": 0.5})
+    return folder
+
+
+@pytest.mark.parametrize("old, new", EDITS.values(), ids=EDITS)
+def test_edited_manifest_is_noticed(old, new, summed, tmp_path, two):
+    shutil.copytree(summed, tmp_path / "run")
+    path = tmp_path / "run/3/manifest/manifest.json"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(
+        CheckpointError, match=r"step 3 in .* is damaged.*The manifest was changed after it was written"
+    ):
+        Checkpointer(tmp_path / "run").restore(two)
+
+
+def test_folder_that_was_renamed_to_another_step_is_noticed(run, one):
+    (run / "3").rename(run / "8")
+    with pytest.raises(
+        CheckpointError, match=r"step 8 in .* is damaged.*manifest belongs to step 3, and the folder is n.* 8"
+    ):
+        Checkpointer(run).restore(one)
+
+
+@pytest.mark.parametrize("old, new, error", [
+    ('"dtype": "float32"', '"dtype": "flo!t32"', "TypeError: data type 'flo!t32' not understood"),
+    ('"aggregation": "SUM"', '"aggregation": "SUN"', "ValueError: .*SUN"),
+    (None, None, None),
+])  # fmt: skip
+def test_checkpoint_of_the_first_format_is_read_and_one_with_wrong_names_is_a_checkpoint_error(
+    old, new, error, summed, tmp_path, two
+):
+    shutil.copytree(summed, tmp_path / "run")
+    path = tmp_path / "run/3/manifest/manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["fingerprint"]
+    text = to_text({**manifest, "format": 1})
+    path.write_text(text if old is None else text.replace(old, new))
+    checkpointer = Checkpointer(tmp_path / "run")
+    if old is None:
+        found = checkpointer.restore(two)
+        assert float(jdist.read(found.state["n"])) == 3 and found.extra == {"best": 0.5}
+        return
+    with pytest.raises(CheckpointError, match=rf"step 3 in .* is damaged.*{error}"):
+        checkpointer.restore(two)
+
+
+def test_folder_without_manifest_is_named_in_a_warning_and_its_step_can_be_saved(run, one):
+    (run / "3/manifest/manifest.json").unlink()
+    with Checkpointer(run) as checkpointer:
+        message = (
+            rf"{run}/3 is damaged: manifest/manifest\.json is missing\. The newest complete .* is that of step 2\."
+        )
+        with pytest.warns(UserWarning, match=message):
+            found = checkpointer.restore(one)
+        assert found.step == 2
+        assert checkpointer.save(3, one.put({"w": -STATE["w"]}), {"batch": 30})
+        found = checkpointer.restore(one)
+        assert found.step == 3 and found.data_position == {"batch": 30}
+        assert (np.asarray(found.state["w"]) == -STATE["w"]).all()
+        assert checkpointer.save(4, one.put({"w": STATE["w"]}))
+    assert checkpointer.steps() == (2, 3, 4) and (run / "3.damaged/arrays").is_dir()
+
+
+def test_manifest_that_is_lost_between_saves_of_one_checkpointer_is_saved_anew(run, one):
+    with Checkpointer(run, keep=2) as checkpointer:
+        checkpointer.save(4, one.put({"w": STATE["w"]}))
+        checkpointer.wait()
+        (run / "4/manifest/manifest.json").unlink()
+        assert checkpointer.save(4, one.put({"w": STATE["w"]})) and checkpointer.save(5, one.put({"w": STATE["w"]}))
+    assert checkpointer.steps() == (4, 5)
+
+
+def test_only_checkpoint_without_manifest_is_named_where_nothing_is_found(run, one):
+    for step in (1, 2, 3):
+        (run / f"{step}/manifest/manifest.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint in .*/3 has no manifest/manifest\.json\."):
+        Checkpointer(run).restore(one)
+
+
+def test_damaged_checkpoint_that_restore_has_refused_is_replaced_by_the_next_save_of_its_step(run, one):
+    path = largest(run / "3/arrays")
+    path.write_bytes(path.read_bytes()[:100])
+    with Checkpointer(run) as checkpointer:
+        with pytest.raises(
+            CheckpointError, match=r"The next `save` of this `Checkpointer` renames the folder to 3\.damaged"
+        ):
+            checkpointer.restore(one)
+        found = checkpointer.restore(one, step=2)
+        assert checkpointer.save(3, found.state) and checkpointer.restore(one).step == 3
+        assert not checkpointer.save(3, found.state)
+    assert checkpointer.steps() == (1, 2, 3) and (run / "3.damaged").is_dir()
 
 
 FLIPPED = """
@@ -176,13 +298,41 @@ def test_path_below_a_file_is_refused(tmp_path):
         Checkpointer(tmp_path / "file" / "run")
 
 
+SEVERAL = """
+import pathlib, sys
+import numpy as np, jdist
+from jdist.checkpoint.checkpointer import Checkpointer
+strategy, checkpointer = jdist.OneDeviceStrategy("cpu:0"), Checkpointer(sys.argv[1])
+draw = np.random.default_rng(0).normal
+checkpointer.save(1, strategy.put({f"w{i}": draw(size=(64, 64)).astype(np.float32) for i in range(30)}))
+checkpointer.close()
+files = [path for path in pathlib.Path(sys.argv[1], "1", "arrays", "ocdbt.process_0", "d").iterdir()]
+refused = 0
+for path in files * 2:
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    try:
+        checkpointer.restore(strategy)
+    except jdist.CheckpointError:
+        refused += 1
+    path.write_bytes(whole)
+print(refused)
+"""
+
+
+def test_damaged_file_of_many_arrays_prints_nothing_on_stderr(tmp_path):
+    done = in_another_process(SEVERAL, tmp_path)
+    assert int(done.stdout) >= 3 and done.stderr == ""
+
+
 LIMITED = """
 import resource, signal, sys
 import numpy as np, jdist
 from jdist.checkpoint.checkpointer import Checkpointer
 from jdist.checkpoint.storage import CheckpointError
 strategy = jdist.OneDeviceStrategy("cpu:0")
-state = strategy.put({"w": np.random.default_rng(0).normal(size=(1000, 1000)).astype(np.float32)})
+draw = np.random.default_rng(0).normal
+state = strategy.put({f"{name}": draw(size=(1000, 1000)).astype(np.float32) for name in "abcdew"})
 checkpointer = Checkpointer(sys.argv[1])
 checkpointer.save(1, state)
 checkpointer.wait()

@@ -222,6 +222,13 @@ def test_per_replica_value_on_another_number_of_replicas_is_refused_with_a_way_o
     assert components(restored(tmp_path / "there", own, own, two, there)) == [2.0, 3.0]
 
 
+def test_partial_values_without_aggregation_are_restored_on_as_many_replicas_only(two, tmp_path):
+    own = jdist.SyncOnRead(rows(2, 3), "none")
+    assert components(restored(tmp_path / "same", own, own, two)) == [2.0, 3.0]
+    with pytest.raises(ValueError, match=r"state/v has a value of its own for each of 2 replicas, .* on 3\."):
+        restored(tmp_path / "other", own, own, two, STRATEGIES["mirrored_3"]())
+
+
 def test_sharded_value_that_does_not_divide_is_refused(two, tmp_path):
     saved = jdist.Sharded(rows(1, 2, 3, 4))
     with pytest.raises(ValueError, match=r"state/v.* cannot be split into 3 equal parts"):

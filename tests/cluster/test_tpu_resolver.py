@@ -497,8 +497,55 @@ def test_server_that_speaks_another_language_is_refused():
 def test_server_that_never_answers_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         variables = {"GCE_METADATA_HOST": f"127.0.0.1:{listener.getsockname()[1]}"}
-        with pytest.raises(RuntimeError, match=r"It gave no answer within 0\.2 seconds.*TPU_SKIP_MDS_QUERY=1"):
+        with pytest.raises(RuntimeError, match=r"It gave no complete answer within 0\.2 seconds.*TPU_SKIP_MDS_QUERY=1"):
             TPUClusterResolver(environ=variables, timeout_seconds=0.2)
+
+
+def test_server_that_sends_a_byte_now_and_then_is_given_up_at_the_deadline():
+    body = b"localhost".rjust(100)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        is_over = threading.Event()
+
+        def answer(connection):
+            # A whole answer in the end: a deadline per read would accept it.
+            with connection, contextlib.suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nMetadata-Flavor: Google\r\nContent-Length: 100\r\n\r\n")
+                for i in range(len(body)):
+                    if is_over.wait(0.02):
+                        return
+                    connection.sendall(body[i : i + 1])
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while not is_over.is_set():
+                    answer(listener.accept()[0])
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        variables = {"GCE_METADATA_HOST": f"127.0.0.1:{listener.getsockname()[1]}"}
+        with pytest.raises(
+            RuntimeError, match=r"It gave no complete answer within 0\.3 seconds, counted from the first"
+        ):
+            TPUClusterResolver(environ=variables, timeout_seconds=0.3)
+        is_over.set()
+        socket.create_connection(listener.getsockname()).close()  # so that `accept` returns
+        thread.join()
+
+
+def test_server_that_takes_its_time_for_each_answer_has_one_deadline_for_all(metadata):
+    server, variables = metadata(POD)
+    answer_at_once = server.answer
+
+    def answer(handler):
+        threading.Event().wait(0.4)
+        with contextlib.suppress(OSError):  # the client may be gone
+            answer_at_once(handler)
+
+    server.answer = answer
+    with pytest.raises(RuntimeError, match=r"tpu-env|accelerator-type|agent-worker-number"):
+        TPUClusterResolver(environ=variables, timeout_seconds=1)
+    assert len(server.asked) < len(POD)
 
 
 @pytest.mark.parametrize("variable", ["GCE_METADATA_HOST", "GCE_METADATA_IP"])

@@ -14,7 +14,7 @@ import pytest
 
 from jdist.data import rows
 
-from laws import STRATEGIES, Numbered
+from laws import STRATEGIES, Numbered, arrays
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2")}
@@ -34,7 +34,7 @@ class Again:
 
 
 def _all(dataset):
-    return [batch.tree for batch in dataset]
+    return [arrays(batch) for batch in dataset]
 
 
 # The pure functions.
@@ -444,7 +444,8 @@ def test_deleted_array_is_refused_by_name(two):
 def test_generator_function_that_is_not_called_is_refused_with_the_way_out(two):
     dataset = two.distribute_dataset(lambda step: (np.zeros(2) for _ in range(3)), 2)
     with pytest.raises(
-        ValueError, match=r"source is a generator in batch 0 of epoch 0, .*`source\(\)`, and not the function"
+        ValueError,
+        match=r"source is a generator in batch 0 of epoch 0, .*pass the generator function, without arguments",
     ):
         next(iter(dataset))
 

@@ -10,7 +10,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, homes
+from laws import STRATEGIES, arrays, homes
 
 REPLICAS = {name: make() for name, make in STRATEGIES.items()}
 every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
@@ -27,8 +27,8 @@ def _source(count=EXAMPLES):
 
 def _global(element):
     """The global batch of an element as the source had it, and its weights, on the host."""
-    batch, weights = element if isinstance(element, tuple) else (element, jdist.PerReplica(None))
-    return jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), (batch.tree, weights.tree))
+    pair = element if isinstance(element, tuple) else (element, None)
+    return jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), arrays(pair))
 
 
 def _numbers(dataset):
@@ -60,9 +60,9 @@ def test_rows_of_a_batch_belong_together_and_lie_on_their_replica(shuffle, remai
         batch, weights = element if remainder == "pad" else (element, None)
         rows = _global(element)[0]["number"]
         chex.assert_trees_all_equal(
-            batch.tree, jax.tree.map(lambda x, i=rows: x[i].reshape(n, BATCH // n, *x.shape[1:]), source)
+            arrays(batch), jax.tree.map(lambda x, i=rows: x[i].reshape(n, BATCH // n, *x.shape[1:]), source)
         )
-        for part, home in zip(batch.values, homes(strategy), strict=True):
+        for part, home in zip(strategy.local_results(batch), homes(strategy), strict=True):
             assert part["number"].devices() == home
         if weights is not None:
             assert isinstance(weights, jdist.PerReplica)
@@ -110,6 +110,44 @@ def test_dataset_iterated_again_begins_anew(two):
 def test_dataset_of_one_array_gives_arrays(two):
     (batch,) = two.distribute_dataset(np.arange(4, dtype=np.int32), 4)
     np.testing.assert_array_equal(batch.tree, [[0, 1], [2, 3]])
+
+
+def _pair(x, y):
+    return {"sum": jdist.all_reduce("sum", (x.sum(), y.sum())), "own": x[0]}
+
+
+@every_strategy
+def test_batch_has_the_structure_of_the_source_and_unpacks_into_run(strategy):
+    x, y = np.arange(24, dtype=np.float32), np.arange(24, dtype=np.int32) % 3
+    for x_batch, y_batch in strategy.distribute_dataset((x, y), BATCH):
+        assert isinstance(x_batch, jdist.PerReplica) and isinstance(y_batch, jdist.PerReplica)
+        outputs = strategy.run(_pair, args=(x_batch, y_batch))
+    assert [float(number) for number in outputs["sum"]] == [x.sum(), y.sum()]
+    np.testing.assert_array_equal(np.ravel(outputs["own"].tree), np.ravel(x_batch.tree[:, 0]))
+    (named,) = strategy.distribute_dataset({"x": x, "none": None, "both": [y, (x, y)]}, BATCH)
+    whole = strategy.run(lambda batch: _pair(batch["x"], batch["both"][1][1]), (named,))
+    assert [float(number) for number in whole["sum"]] == [x.sum(), y.sum()]
+    assert named["none"] is None and isinstance(named["both"][1][0], jdist.PerReplica)
+
+
+@every_strategy
+def test_padded_batch_is_a_pair_of_batch_and_weights(strategy):
+    x, y = np.arange(20, dtype=np.float32), np.arange(20, dtype=np.int32)
+    weighted = lambda x, y, weights: jdist.all_reduce("sum", ((x * weights).sum(), (y * weights).sum()))
+    for (x_batch, y_batch), weights in strategy.distribute_dataset((x, y), BATCH, remainder="pad"):
+        assert [float(number) for number in strategy.run(weighted, (x_batch, y_batch, weights))] == [x.sum(), y.sum()]
+        assert all(isinstance(value, jdist.PerReplica) for value in (x_batch, y_batch, weights))
+
+
+def test_step_of_a_batch_of_several_leaves_is_the_program_of_one_wrapper_around_them(two):
+    def step(w, batch):
+        x, y = batch
+        return w - 0.1 * jdist.all_reduce("mean", ((x * w - y) * x).mean()), ()
+
+    (batch,) = two.distribute_dataset((np.ones(BATCH, np.float32), np.zeros(BATCH, np.float32)), BATCH)
+    w, wrapped = two.put(np.float32(1)), jdist.PerReplica(arrays(batch))
+    texts = [two.step(step).lower(w, one).as_text() for one in (batch, wrapped)]
+    assert texts[0] == texts[1]
 
 
 def test_dataset_smaller_than_a_batch_is_padded(two):
@@ -204,6 +242,17 @@ WRONG_KINDS = {
 def test_dataset_given_what_is_no_whole_number_is_refused(options, says):
     with pytest.raises(TypeError, match=says):
         STRATEGIES["mirrored_2"]().distribute_dataset(np.arange(8), **{"batch_size": 4, **options})
+
+
+@pytest.mark.parametrize("shuffle", ["no", "", 1, 0, [], 0.0])
+def test_dataset_with_a_shuffle_that_is_no_flag_is_refused(shuffle, two):
+    with pytest.raises(TypeError, match=r"`shuffle` must be True, False or None, got"):
+        two.distribute_dataset(np.arange(8), 4, shuffle=shuffle)
+
+
+def test_dataset_with_a_flag_of_numpy_is_shuffled(two):
+    shuffled, expected = (two.distribute_dataset(np.arange(8), 4, shuffle=flag, seed=2) for flag in (np.True_, True))
+    assert [x.tree.tolist() for x in shuffled] == [x.tree.tolist() for x in expected]
 
 
 def test_dataset_of_strings_is_refused_by_its_name():

@@ -223,9 +223,9 @@ def test_trees_in_files_keep_their_structure(two, tmp_path):
         return {"x": rows, "pair": (np.stack([rows, -rows], axis=1), [None])}
 
     (batch,) = two.distribute_dataset(_files(tmp_path, _save_npy, read, [3, 1]), 4)
-    np.testing.assert_array_equal(batch.tree["x"], [[0, 1], [2, 3]])
-    np.testing.assert_array_equal(batch.tree["pair"][0], [[[0, 0], [1, -1]], [[2, -2], [3, -3]]])
-    assert batch.tree["pair"][1] == [None]
+    np.testing.assert_array_equal(batch["x"].tree, [[0, 1], [2, 3]])
+    np.testing.assert_array_equal(batch["pair"][0].tree, [[[0, 0], [1, -1]], [[2, -2], [3, -3]]])
+    assert batch["pair"][1] == [None]
 
 
 # What cannot be read.

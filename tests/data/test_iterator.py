@@ -22,7 +22,7 @@ import pytest
 import jdist
 from jdist.data.sources import Arrays
 
-from laws import STRATEGIES, among
+from laws import STRATEGIES, among, arrays
 
 few = hypothesis.settings(max_examples=30, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
@@ -108,7 +108,7 @@ def _numbers(elements):
     found = []
     for element in elements:
         batch, weights = element if isinstance(element, tuple) else (element, None)
-        numbers = np.asarray(batch.tree["number"]).ravel()
+        numbers = np.asarray(batch["number"].tree).ravel()
         found.append(numbers[slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0].tolist())
     return found
 
@@ -273,6 +273,10 @@ VALUES = {
     "epoch_text": ("epoch", "0"),
     "batch_none": ("batch", None),
     "batch_with_a_fraction": ("batch", 1.5),
+    "epoch_behind_the_last": ("epoch", 99),
+    "epoch_next_to_the_last": ("epoch", 1),
+    "batch_behind_the_last": ("batch", 6),
+    "source_of_no_source": ("source", {"position": 3}),
 }
 
 
@@ -281,6 +285,46 @@ def test_position_with_a_value_that_none_has_is_refused_by_its_name(name, value,
     iterator = iter(two.distribute_dataset(_arrays(), SIZE, **DATA))
     with pytest.raises(ValueError, match=name):
         iterator.set_state({**iterator.get_state(), name: value})
+
+
+def test_position_outside_the_epochs_is_refused_with_their_number(two):
+    dataset = two.distribute_dataset(_arrays(), SIZE, epochs=3)
+    state = {**iter(dataset).get_state(), "epoch": 2, "batch": 4}
+    assert _numbers(_resumed(dataset, state)) == []
+    with pytest.raises(
+        ValueError, match=r"epoch=3, which is no whole number from 0 to 2\. The data set has epochs=3\."
+    ):
+        _resumed(dataset, {**state, "epoch": 3})
+    _resumed(dataset.repeated(None), {**state, "epoch": 99})
+
+
+def test_position_behind_the_last_full_batch_is_refused_where_the_rest_is_dropped(two):
+    dataset = two.distribute_dataset(_arrays(), SIZE)  # four full batches, and three examples
+    with pytest.raises(ValueError, match=r"batch=5, which is no whole number from 0 to 4\."):
+        _resumed(dataset, {**iter(dataset).get_state(), "batch": 5})
+
+
+@pytest.mark.parametrize("size", [None, 0, -6, "6", True])
+def test_position_of_batches_without_a_size_is_refused(size, two):
+    dataset = two.distribute_dataset(_Batches(), None, remainder="pad")
+    state = {**iter(dataset).get_state(), "batch": 1, "batch_size": size}
+    with pytest.raises(ValueError, match=r"The position has batch_size=.*, which is no whole number from 1 up"):
+        _resumed(dataset, state)
+
+
+def test_position_of_a_source_that_has_none_is_refused(two):
+    dataset = two.distribute_dataset(_Source(), SIZE, prefetch=0)
+    resumed = _resumed(dataset, {**iter(dataset).get_state(), "batch": 1, "source": {"value": 6}})
+    with pytest.raises(
+        ValueError, match=r"contains a position of the source, and this source \(\w+\) has no `set_state`"
+    ):
+        next(resumed)
+
+
+def _resumed(dataset, state):
+    iterator = iter(dataset)
+    iterator.set_state(state)
+    return iterator
 
 
 OTHER = {
@@ -400,7 +444,7 @@ def test_batches_are_the_same_however_far_ahead_they_are_read(kind, strategy):
     for prefetch in (1, 2, 5, 100):
         found = list(_dataset(strategy, kind, prefetch=prefetch, epochs=2))
         for ours, theirs in zip(found, expected, strict=True):
-            chex.assert_trees_all_equal([x.tree for x in ours], [x.tree for x in theirs], strict=True)
+            chex.assert_trees_all_equal(arrays(ours), arrays(theirs), strict=True)
 
 
 @pytest.mark.parametrize("kind, prefetch", [("arrays", 2), *((kind, 0) for kind in SOURCES)])
@@ -523,7 +567,7 @@ WIDE_SOURCES = {
 def test_width_of_numbers_is_that_of_the_loop(kind, prefetch, keeps, two):
     source, size = WIDE_SOURCES[kind]()
     with jax.enable_x64(keeps):
-        batches = [batch.tree for batch in two.distribute_dataset(source, size, prefetch=prefetch)]
+        batches = [arrays(batch) for batch in two.distribute_dataset(source, size, prefetch=prefetch)]
     dtypes = {"number": np.int64, "x": np.float64} if keeps else {"number": np.int32, "x": np.float32}
     for name, dtype in dtypes.items():
         assert {batch[name].dtype for batch in batches} == {np.dtype(dtype)}

@@ -51,7 +51,7 @@ def _numbers(elements):
     found = []
     for element in elements:
         batch, weights = element if isinstance(element, tuple) else (element, None)
-        leaves = [np.asarray(x).reshape(x.shape[0] * x.shape[1], -1) for x in jax.tree.leaves(batch.tree)]
+        leaves = [np.asarray(x).reshape(x.shape[0] * x.shape[1], -1) for x in jax.tree.leaves(batch)]
         for leaf in leaves:
             np.testing.assert_array_equal(leaf, np.broadcast_to(leaves[0][:, :1], leaf.shape))
         keep = slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0
@@ -65,7 +65,7 @@ def _expected(remainder):
 
 def _leaf(dataset):
     """The dtype and the values of the single leaf of the first batch."""
-    (leaf,) = jax.tree.leaves(next(iter(dataset)).tree)
+    (leaf,) = jax.tree.leaves(next(iter(dataset)))
     return leaf.dtype, np.asarray(leaf).reshape(-1, *leaf.shape[2:]).tolist()
 
 
@@ -271,7 +271,7 @@ def test_torch_loader_of_a_batch_that_cannot_be_split_is_refused(torch, two):
 def test_torch_loader_of_less_than_a_batch_is_padded(torch, two):
     loader = torch.utils.data.DataLoader(_mapped(torch, 3), 8)
     ((batch, weights),) = two.distribute_dataset(loader, None, remainder="pad")
-    assert np.asarray(batch.tree["y"]).ravel().tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
+    assert np.asarray(batch["y"].tree).ravel().tolist() == [0, 1, 2, 0, 0, 0, 0, 0]
     assert np.asarray(weights.tree).ravel().tolist() == [1, 1, 1, 0, 0, 0, 0, 0]
 
 

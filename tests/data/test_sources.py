@@ -1,5 +1,6 @@
 """What a step is fed from: every kind of source gives what it holds exactly once, in order, from any position."""
 
+import functools
 import itertools
 import json
 import os
@@ -42,6 +43,11 @@ class Sequence:
         if not 0 <= number < self._count:
             raise IndexError(number)
         return {"number": np.int32(number), "row": [np.full(2, number, np.float32), {"none": None}]}
+
+
+def _examples_from(first=0, count=COUNT):
+    for i in range(first, count):
+        yield Sequence(count)[i]
 
 
 class Again:
@@ -95,6 +101,8 @@ STREAMS = {
     "generator": _examples,
     "iterator": lambda count: iter(Sequence(count)),
     "iterable": lambda count: Again(lambda: _examples(count)),
+    "generator_function": lambda count: lambda: _examples(count),
+    "generator_function_with_default": lambda count: functools.partial(_examples_from, count=count),
     "grain_iter": lambda count: _map(count).to_iter_dataset(),
     "grain_loader": _loader,
     "files": lambda count: jdist.data.Files([0, 1], lambda part: _part(count, part)),
@@ -102,6 +110,7 @@ STREAMS = {
 BATCHES = {
     "iterable_of_batches": lambda count: Again(lambda: _cut(count)),
     "generator_of_batches": _cut,
+    "generator_function_of_batches": lambda count: lambda: _cut(count),
     "grain_map_of_batches": lambda count: _map(count).batch(BATCH),
     "grain_iter_of_batches": lambda count: _map(count).to_iter_dataset().batch(BATCH),
     "grain_loader_of_batches": lambda count: _loader(count, batched=True),
@@ -134,7 +143,7 @@ def _numbers(elements):
     found = []
     for element in elements:
         batch, weights = element if isinstance(element, tuple) else (element, None)
-        leaves = [np.asarray(x).reshape(BATCH, -1) for x in jax.tree.leaves(batch.tree)]
+        leaves = [np.asarray(x).reshape(BATCH, -1) for x in jax.tree.leaves(batch)]
         for leaf in leaves:
             np.testing.assert_array_equal(leaf, np.broadcast_to(leaves[0][:, :1], leaf.shape))
         keep = slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0
@@ -162,7 +171,7 @@ def test_source_without_end_goes_on(make, batch_size, strategy):
     iterator = iter(dataset)
     assert _numbers(itertools.islice(iterator, 5)) == [list(range(BATCH))] * 5
     iterator.close()
-    with pytest.raises(TypeError, match="How many batches there are is not known"):
+    with pytest.raises(TypeError, match="The source has no end"):
         len(dataset)
 
 
@@ -345,7 +354,7 @@ def test_buffer_that_the_source_writes_again_changes_no_batch(make, batch_size, 
     iterator = iter(REPLICAS[replicas].distribute_dataset(make(), batch_size, prefetch=prefetch))
     batches = list(itertools.islice(iterator, 4))
     iterator.close()
-    found = np.stack([np.asarray(batch.tree["x"]).reshape(2, 16) for batch in batches])
+    found = np.stack([np.asarray(batch["x"].tree).reshape(2, 16) for batch in batches])
     np.testing.assert_array_equal(found, np.broadcast_to(np.arange(8).reshape(4, 2, 1), (4, 2, 16)))
 
 
@@ -357,7 +366,7 @@ def test_buffer_that_a_pipeline_writes_again_changes_no_batch(replicas, prefetch
     dataset = strategy.distribute_datasets_from_function(
         lambda _: Again(lambda: _lent_batches(2 * n)), prefetch=prefetch
     )
-    found = np.stack([np.asarray(batch.tree["x"]) for batch in list(dataset)])
+    found = np.stack([np.asarray(batch["x"].tree) for batch in list(dataset)])
     np.testing.assert_array_equal(found, np.broadcast_to(np.arange(4 * n).reshape(2, n, 2, 1), (2, n, 2, 16)))
 
 
@@ -535,6 +544,18 @@ def test_function_that_gives_a_larger_batch_is_refused_with_its_number(two):
         list(dataset)
 
 
+@pytest.mark.parametrize("epochs", [2, 3])
+@_table(ENDLESS)
+def test_source_without_end_for_several_epochs_is_refused_with_the_way_out(make, batch_size, epochs, two):
+    says = rf"The source has no end, .*got epochs={epochs}\. Pass `epochs=None`, .*`itertools\.islice\(dataset, 1000\)`"
+    with pytest.raises(ValueError, match=says):
+        two.distribute_dataset(make(), batch_size, epochs=epochs)
+    dataset = two.distribute_dataset(make(), batch_size, epochs=None)
+    with pytest.raises(ValueError, match=says):
+        dataset.repeated(epochs)
+    assert len(list(itertools.islice(dataset, 5))) == 5
+
+
 def test_function_of_the_step_is_asked_for_each_step_once(two):
     steps = []
 
@@ -621,6 +642,181 @@ NO_SOURCE = {
 def test_what_is_no_source_is_refused(source, says, two):
     with pytest.raises(ValueError, match=says):
         two.distribute_dataset(source, 2, remainder="pad")
+
+
+def _generator_of_the_step(step):
+    yield np.zeros(2)
+
+
+NO_FUNCTION = {
+    "generator_of_the_step": (
+        _generator_of_the_step,
+        r"a generator function with the arguments \(step\)\. .*`functools\.partial`",
+    ),
+    "two_arguments": (
+        lambda a, b: np.zeros(2),
+        r"The source is a function with the arguments \(a, b\)\. Pass a function of the",
+    ),
+    "argument_by_name": (lambda *, a: np.zeros(2), r"The source is a function with the arguments \(\*, a\)\."),
+}
+
+
+@pytest.mark.parametrize("source, says", NO_FUNCTION.values(), ids=NO_FUNCTION)
+def test_function_with_other_arguments_is_refused_with_them(source, says, two):
+    with pytest.raises(ValueError, match=says):
+        two.distribute_dataset(source, 2)
+
+
+@pytest.mark.parametrize(
+    "result", [np.zeros(4), (np.zeros(4), np.zeros(4)), {"x": np.zeros(4)}, None, 5, "text"], ids=str
+)
+def test_function_without_arguments_that_makes_no_elements_is_refused(result, two):
+    with pytest.raises(
+        ValueError, match=r"a function without arguments, and returned .*\. Such a function returns an iterator"
+    ):
+        next(iter(two.distribute_dataset(lambda: result, 2)))
+
+
+def test_generator_function_is_called_for_each_epoch_and_each_loop(two):
+    calls = []
+
+    def source():
+        calls.append(len(calls))
+        yield from np.arange(8, dtype=np.int32)
+
+    dataset = two.distribute_dataset(source, 4, epochs=3, prefetch=0)
+    assert calls == []
+    for _ in range(2):
+        assert [batch.tree.ravel().tolist() for batch in dataset] == [[0, 1, 2, 3], [4, 5, 6, 7]] * 3
+    assert calls == list(range(6))
+
+
+def test_shuffle_of_a_generator_function_is_refused(two):
+    with pytest.raises(ValueError, match="The source is a generator function, and shuffle=True needs"):
+        two.distribute_dataset(lambda: iter(range(8)), 2, shuffle=True)
+
+
+# Elements that are batches already
+
+
+def _batches_of_pairs(count=24):
+    for _ in range(count):
+        yield {"x": np.zeros((8, 3), np.float32), "y": np.zeros(8, np.int32)}
+
+
+LOOKS_BATCHED = {
+    "generator": _batches_of_pairs,
+    "iterable": lambda: Again(_batches_of_pairs),
+    "generator_function": lambda: _batches_of_pairs,
+    "grain_map": lambda: grain.MapDataset.source(list(_batches_of_pairs())),
+    "files": lambda: jdist.data.Files(["a"], lambda path: _batches_of_pairs()),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("make", LOOKS_BATCHED.values(), ids=LOOKS_BATCHED)
+def test_elements_with_the_rows_of_a_batch_warn_once_in_the_line_of_the_loop(make, prefetch, two):
+    dataset = two.distribute_dataset(make(), 8, prefetch=prefetch)
+    says = r"Each element of the source has 8 rows \(.*\), and batch_size=8: .*8 x 8 rows\. .*pass `batch_size=None`"
+    with pytest.warns(jdist.BatchedElementsWarning, match=says) as warned:
+        assert len([batch for batch in dataset]) == 3
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_elements_with_the_rows_of_a_batch_that_fill_none_are_refused_with_the_way_out(two):
+    with pytest.raises(ValueError, match=r"3 examples do not fill one batch of 8, .*pass `batch_size=None`"):
+        list(two.distribute_dataset(_batches_of_pairs(3), 8))
+
+
+NOT_BATCHED = {
+    "batches_that_are_taken_as_such": (lambda: _batches_of_pairs(), None),
+    "labels_without_rows": (lambda: ({"x": np.zeros((8, 3), np.float32), "y": 0} for _ in range(8)), 8),
+    "other_rows": (lambda: _batches_of_pairs(), 4),
+    "square_array": (lambda: np.zeros((8, 8), np.float32), 8),
+    "function_of_the_step": (lambda: lambda step: np.zeros((8, 8), np.float32), 8),
+}
+
+
+@pytest.mark.parametrize("make, batch_size", NOT_BATCHED.values(), ids=NOT_BATCHED)
+def test_elements_that_are_no_batches_of_that_size_do_not_warn(make, batch_size, two):
+    next(iter(two.distribute_dataset(make(), batch_size)))
+
+
+# Functions of the context
+
+
+def _context_batches(context):
+    for i in range(0, 12, 2):
+        yield np.arange(i, i + 2, dtype=np.int32)
+
+
+FROM_CONTEXT = {
+    "generator": _context_batches,
+    "generator_function": lambda context: lambda: _context_batches(context),
+    "list": lambda context: list(_context_batches(context)),
+    "iterator": lambda context: iter(list(_context_batches(context))),
+}
+
+
+@pytest.mark.parametrize("make", FROM_CONTEXT.values(), ids=FROM_CONTEXT)
+def test_function_of_the_context_is_read_again_for_each_epoch_and_each_loop(make, two):
+    dataset = two.distribute_datasets_from_function(make, epochs=3)
+    epoch = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
+    assert [batch.tree.tolist() for batch in dataset] == epoch * 3
+    assert [batch.tree.tolist() for batch in dataset] == epoch * 3
+
+
+@pytest.mark.parametrize("make", FROM_CONTEXT.values(), ids=FROM_CONTEXT)
+def test_position_of_a_function_of_the_context_is_resumed_in_a_later_epoch(make, two):
+    iterator = iter(two.distribute_datasets_from_function(make, epochs=3))
+    before = [next(iterator).tree.tolist() for _ in range(4)]
+    resumed = iter(two.distribute_datasets_from_function(make, epochs=3))
+    resumed.set_state(json.loads(json.dumps(iterator.get_state())))
+    after = [batch.tree.tolist() for batch in resumed]
+    assert before[:3] == after[2:] and before[3:] + after[:2] == before[:3]
+
+
+NO_BATCHES = {
+    "array": (np.zeros((4, 2)), r"The function returned float64\[4,2\], and not the batches"),
+    "tuple": ((np.zeros(4), np.zeros(4)), r"The function returned tuple, and not the batches"),
+    "nothing": (None, r"The function returned NoneType, and not"),
+    "number": (5, r"The function returned 5, and not"),
+    "text": ("train.npy", r"The function returned str, and not"),
+    "files": (jdist.data.Files(["a"], np.load), r"The function returned Files, and not"),
+    "examples": (
+        [np.float32(1), np.float32(2)],
+        r"source is float32\[\].*Return batches of one replica: stack `context\.",
+    ),
+    "examples_by_number": (range(8), r"one row an example is needed\. Return batches of one replica"),
+    "too_few": ([np.zeros(4)], r"4 examples do not fill one batch of 8, .*Let the function return smaller batches, or"),
+    "no_batches": ([], r"The source is empty"),
+}
+
+
+@pytest.mark.parametrize("result, says", NO_BATCHES.values(), ids=NO_BATCHES)
+def test_function_of_the_context_that_returns_no_batches_is_refused_in_terms_of_its_own(result, says, two):
+    with pytest.raises(ValueError, match=says) as refused:
+        list(two.distribute_datasets_from_function(lambda context: result))
+    assert not any(name in str(refused.value) for name in ("`batch_size", "auto_shard", "shuffle"))
+
+
+@pytest.mark.parametrize(
+    "fn, got",
+    [([np.zeros(2)], "list"), (lambda: [np.zeros(2)], "a function with other arguments")],
+    ids=["list", "no_arguments"],
+)
+def test_pipeline_that_is_not_a_function_of_a_context_is_refused(fn, got, two):
+    says = rf"`fn` must be a function of one argument, an `InputContext`.*got {got}\. Write `lambda context: batches`"
+    with pytest.raises(TypeError, match=says):
+        two.distribute_datasets_from_function(fn)
+
+
+def test_function_of_the_context_that_leaves_examples_out_names_its_method(two, caplog):
+    list(two.distribute_datasets_from_function(lambda context: [np.zeros(2, np.float32)] * 3))
+    assert caplog.messages == [
+        "distribute_datasets_from_function left out 2 examples of the first epoch, which did not fill a batch of 4. "
+        'remainder="pad" keeps them.'
+    ]
 
 
 def test_archive_of_arrays_is_refused_by_its_kind(tmp_path, two):

@@ -14,7 +14,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, homes
+from laws import STRATEGIES, arrays, homes
 
 
 class Batched:
@@ -29,9 +29,9 @@ class Batched:
 
 def _per_replica(element, leaf=lambda batch: batch):
     """What each replica holds of an element, without the rows that fill up."""
-    batch, weights = element if isinstance(element, tuple) else (element, jdist.PerReplica(None))
-    rows = np.asarray(leaf(batch.tree))
-    keep = np.ones(rows.shape[:2]) if weights.tree is None else np.asarray(weights.tree)
+    batch, weights = element if isinstance(element, tuple) else (element, None)
+    rows = np.asarray(leaf(batch).tree)
+    keep = np.ones(rows.shape[:2]) if weights is None else np.asarray(weights.tree)
     return [part[kept > 0].tolist() for part, kept in zip(rows, keep, strict=True)]
 
 
@@ -112,7 +112,7 @@ def test_ds13_leaves_of_a_dict_are_split_alike_and_keep_their_dtype_without_rows
     assert _steps(dataset, leaf=lambda batch: batch["a"]) == [[[1], [2]], [[3], []]]
     assert _steps(dataset, leaf=lambda batch: batch["b"]) == [[[4], [5]], [[6], []]]
     for batch, _ in dataset:
-        assert {name: (x.dtype, x.shape) for name, x in batch.tree.items()} == {
+        assert {name: (x.dtype, x.shape) for name, x in arrays(batch).items()} == {
             "a": (np.int32, (2, 1)),
             "b": (np.float32, (2, 1)),
         }

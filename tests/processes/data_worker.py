@@ -152,7 +152,7 @@ def local(element):
 
 
 def _plain(element):
-    return tuple(part.tree for part in element) if isinstance(element, tuple) else element.tree
+    return jax.tree.map(lambda value: value.tree, element, is_leaf=lambda node: isinstance(node, jdist.PerReplica))
 
 
 def taken(iterator, most=ENOUGH, states=()):

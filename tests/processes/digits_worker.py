@@ -28,7 +28,7 @@ state = strategy.init(lambda key: make_state(key, len(batches)), jax.random.key(
 step = strategy.step(make_step(len(batches)))
 losses = []
 for batch, weights in batches:
-    assert len(batch.values) == local
+    assert len(strategy.local_results(batch)) == local
     state, loss = step(state, batch, weights)
     losses.append(float(loss))
 right, rows = strategy.run(count_right, (state["params"], batch, weights))

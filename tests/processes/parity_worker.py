@@ -84,6 +84,13 @@ lengths = every.distribute_values_from_function(lambda c: np.arange(c.replica_id
 results["mean_of_four"] = here(every.reduce("mean", lengths, axis=0))
 results["gathered_of_four"] = here(every.gather(lengths, axis=0))
 
+split = every.split({"x": np.arange(8, dtype=np.float32).reshape(8, 1)})["x"]
+results["split_here"] = np.stack([np.asarray(part) for part in split.values])
+results["split_sum"] = here(every.run(lambda x: jdist.all_reduce("sum", x.sum()), (split,)))
+results["split_other_size"] = refusal(ValueError, lambda: every.split(np.zeros([8, 7][number])))
+results["split_other_values"] = refusal(ValueError, lambda: every.split(np.full(8, number, np.float32)))
+results["split_rest"] = refusal(ValueError, lambda: every.split(np.zeros(6)))
+
 groups = jdist.MirroredStrategy(jax.devices(), cross_device_ops=jdist.HierarchicalAllReduce())
 results["groups"] = list(groups.mesh.shape.items())
 numbers = lambda shape: (1 + jnp.arange(np.prod(shape, dtype=int)).reshape(shape)) * (jdist.replica_id() + 1)

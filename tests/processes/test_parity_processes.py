@@ -75,6 +75,20 @@ def test_problem_that_one_process_sees_is_raised_on_all(got):
     )
 
 
+def test_global_batch_is_split_over_the_devices_of_both_processes(answers):
+    parts = np.concatenate([answers[number]["split_here"] for number in (0, 1)])
+    assert parts[..., 0].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert all(answer["split_sum"].tolist() == [28.0, 28.0] for answer in answers.values())
+
+
+def test_batch_that_differs_between_processes_or_does_not_divide_is_refused_on_both(got):
+    assert "The processes hand in values of different structure or kind; this one has batch float64" in str(
+        got["split_other_size"]
+    )
+    assert "batch (float32[8]) differs between the processes" in str(got["split_other_values"])
+    assert "its 6 examples do not split over 4 replicas (2 left over)" in str(got["split_rest"])
+
+
 def test_va40_write_of_the_first_replica_arrives_on_both_processes(got):
     assert got["first_replica_firsts"].tolist() == [1.0]
     assert got["first_replica_every"].tolist() == [1.0, 1.0]

@@ -329,5 +329,31 @@ def test_word_of_the_host_said_in_a_replica_function_is_refused(word, two):
 def test_spent_array_among_the_inputs_is_named(two):
     spent = two.put(np.ones(3, np.float32))
     spent.delete()
-    with pytest.raises(ValueError, match=r"x\['a'\] is float32\[3\] no longer: its memory was given to a step"):
+    with pytest.raises(ValueError, match=r"x\['a'\] \(float32\[3\]\) was deleted: its memory was donated to a step"):
         two.run(lambda x: x, ({"a": spent},))
+
+
+def test_newton_step_by_conjugate_gradients_is_the_least_squares_solution(strategy):
+    _check_newton_step(strategy)
+
+
+def test_newton_step_by_conjugate_gradients_on_virtual_replicas_is_the_least_squares_solution():
+    _check_newton_step(jdist.MirroredStrategy(jax.devices()[:2], virtual_replicas=3))
+
+
+def _check_newton_step(strategy):
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(24, 3)).astype(np.float32), draw.normal(size=24).astype(np.float32)
+
+    @strategy.step
+    def step(w, batch):
+        x, y = batch
+        gradient = jax.grad(lambda w: jnp.mean((x @ w - y) ** 2))
+        product = lambda v: jdist.all_reduce("mean", jax.jvp(gradient, (w,), (v,))[1])
+        direction, _ = jax.scipy.sparse.linalg.cg(product, jdist.all_reduce("mean", gradient(w)), tol=1e-7)
+        return w - direction, None
+
+    (batch,) = strategy.distribute_dataset((x, y), 24)
+    w, _ = step(strategy.init(lambda: jnp.ones(3)), batch)
+    np.testing.assert_allclose(np.asarray(jax.device_get(w)), np.linalg.lstsq(x, y)[0], rtol=1e-4)
+    assert step.proof.per_replica == ()

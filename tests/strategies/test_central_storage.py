@@ -250,7 +250,7 @@ def test_state_that_was_given_away_is_refused(place):
     state = strategy.put({"w": np.ones((8, 4), np.float32)})
     step(state)
     assert state["w"].is_deleted()
-    with pytest.raises(ValueError, match=r"state\['w'\] was given to a step before.*Go on with the state"):
+    with pytest.raises(ValueError, match=r"state\['w'\] was donated to a step before.*Continue with the state"):
         step(state)
 
 

@@ -1,5 +1,8 @@
 """Which strategy is in force: in scopes, in replica functions, and outside."""
 
+import concurrent.futures
+import threading
+
 import jax
 import pytest
 
@@ -16,7 +19,7 @@ def test_strategy_outside_any_scope_is_one_replica_on_the_default_device():
 
 def test_strategy_in_scope_is_that_of_the_scope(strategy):
     with strategy.scope() as entered:
-        assert entered is None
+        assert entered is strategy
         assert jdist.get_strategy() is strategy
         assert jdist.has_strategy()
     assert not jdist.has_strategy()
@@ -34,6 +37,62 @@ def test_scope_within_its_own_scope_is_allowed_and_left_one_by_one(strategy):
             assert jdist.get_strategy() is strategy
         assert jdist.get_strategy() is strategy
     assert not jdist.has_strategy()
+
+
+def test_scope_object_entered_again_nested_and_later_is_left_one_by_one(two):
+    scope = two.scope()
+    for _ in range(2):
+        with scope, scope:
+            assert jdist.get_strategy() is two
+            with scope:
+                pass
+            assert jdist.has_strategy()
+        assert not jdist.has_strategy()
+
+
+def test_scope_object_entered_in_two_threads_at_once_is_left_in_each(two):
+    scope, barrier = two.scope(), threading.Barrier(2, timeout=60)
+
+    def enter(exits_first):
+        with scope:
+            barrier.wait()
+            if exits_first:
+                seen = jdist.get_strategy()
+            else:
+                barrier.wait()
+                seen = jdist.get_strategy()
+        if exits_first:
+            barrier.wait()
+        return seen, jdist.has_strategy()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(enter, [True, False])) == [(two, False)] * 2
+
+
+def test_scope_object_refused_inside_another_strategy_can_be_entered_afterwards(two):
+    scope, other = two.scope(), jdist.MirroredStrategy(["cpu:6", "cpu:7"])
+    with other.scope():
+        with pytest.raises(RuntimeError, match="is inside the scope of"):
+            scope.__enter__()
+        assert jdist.get_strategy() is other
+    with scope:
+        assert jdist.get_strategy() is two
+
+
+def test_scope_object_as_decorator_is_entered_at_each_call(two):
+    @two.scope()
+    def current_strategy():
+        return jdist.get_strategy()
+
+    assert current_strategy() is current_strategy() is two
+    assert not jdist.has_strategy()
+
+
+def test_scope_left_without_entry_is_refused(two):
+    with pytest.raises(
+        RuntimeError, match=r"MirroredStrategy\(.*\)\.scope\(\)` is left, and this thread or task has not entered it"
+    ):
+        two.scope().__exit__(None, None, None)
 
 
 def test_scope_within_the_scope_of_another_is_refused_and_changes_nothing(strategy):

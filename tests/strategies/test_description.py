@@ -1,5 +1,6 @@
 """What a strategy says of itself and of a state: the words, the bytes, and that nothing in a state stops it."""
 
+import html
 import html.parser
 import io
 import re
@@ -354,12 +355,40 @@ class _Cells(html.parser.HTMLParser):
         assert "script" not in cells.tags
         return cells.texts
 
+    @classmethod
+    def tags_of(cls, page):
+        cells = cls()
+        cells.feed(page)
+        return cells.tags
+
 
 @pytest.mark.parametrize("name", ["<script>alert(1)</script>", "[red]x[/red]", "[/]", "a & b", 'q"uote', ":smile:"])
 def test_name_of_a_leaf_is_shown_as_it_is(four, name):
     found = described(four, {name: shape(7)})
     assert name in str(found)
     assert name in _Cells.of(found._repr_html_())
+
+
+def test_axis_of_any_name_is_shown_as_it_is_in_a_monospaced_picture():
+    axis = "<b>&x"
+    found = described(jdist.ShardedStrategy(mesh=Mesh(np.array(jax.devices()[:2]), (axis,))))
+    page = found._repr_html_()
+    (picture,) = re.findall("<pre style=[^>]*monospace[^>]*>(.*?)</pre>", page, re.DOTALL)
+    assert html.unescape(picture) == "columns along '<b>&x'\n┌───────┐\n│ 0   1 │\n└───────┘"
+    assert "<b>" not in page
+    assert "b" not in _Cells.tags_of(page)
+
+
+@pytest.mark.parametrize(
+    "state, text",
+    [
+        (None, "Description(MirroredStrategy, 4 replicas)"),
+        ({"w": shape(256, 3)}, "Description(MirroredStrategy, 4 replicas, 1 leaf, 3.0 KiB)"),
+        ([shape(2)] * 1000, "Description(MirroredStrategy, 4 replicas, 1,000 leaves, 7.8 KiB)"),
+    ],
+)
+def test_repr_of_a_description_is_one_short_line(four, state, text):
+    assert repr(described(four, state)) == text
 
 
 def test_html_leaves_the_colours_to_the_theme(sharded):

@@ -1,5 +1,6 @@
 """Programs: how often they are traced and compiled, what they do with their arguments, that a loop of them lives."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES, copies, rows
+from laws import STRATEGIES, copies, forget_failed_callbacks, rows
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
 
@@ -114,7 +115,7 @@ def test_steady_steps_move_nothing_between_host_and_devices_unasked(strategy):
         for _ in range(3):
             state, _ = step(state, next(batches))
         with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-            step(state, np.ones((24, 4), np.float32))  # the guard is on
+            step(state, jdist.PerReplica(np.ones((strategy.num_replicas_in_sync, 4, 4), np.float32)))  # the guard is on
     np.testing.assert_array_equal(state, 4 * 24 / strategy.num_replicas_in_sync)
 
 
@@ -195,7 +196,8 @@ def test_step_given_a_spent_state_says_what_to_go_on_with(make, again, strategy)
     if again == "another_step":
         step = strategy.step(lambda state: (state, None))
     says = (
-        r"state.*\['w'\].* was given to a step before.*Go on with the state that the step returned: `state, outputs ="
+        r"state.*\['w'\].* was donated to a step before.*Continue with the state that the step returned, `state, outputs = "
+        r"step\(state, batch\)`, or make the step with `donate=False`"
     )
     with pytest.raises(ValueError, match=says):
         step(state)
@@ -367,3 +369,279 @@ def test_proof_asked_before_the_first_call_is_refused(two):
         _ = step.proof
     step(two.put(1.0))
     assert step.proof.mirrored == ("state",)
+
+
+# --- the jaxpr that was proved is the one that runs
+
+
+class Lazy:
+    """Reduces only in the first call, like an object that builds its layers lazily."""
+
+    def __init__(self):
+        self.is_built = False
+
+    def __call__(self, x):
+        first, self.is_built = not self.is_built, True
+        return jdist.all_reduce("mean", jnp.sum(x)) if first else jnp.sum(x)
+
+
+LOST_CACHES = {
+    "disable_jit": lambda: jax.disable_jit(),
+    "clear_caches": lambda: contextlib.nullcontext(),
+}
+
+
+@pytest.mark.parametrize("case", LOST_CACHES)
+def test_function_that_would_trace_differently_runs_as_it_was_proved(case, two):
+    lazy = Lazy()
+
+    def step(w, x):
+        loss = lazy(x)
+        if case == "clear_caches":
+            jax.clear_caches()
+        return w - loss, None
+
+    program = two.step(step)
+    with LOST_CACHES[case]():
+        w, _ = program(two.put(np.float32(1)), rows(two, 3))
+    assert str(program.proof) == "1 of 1 results are the same on every replica"
+    assert len(set(copies(w))) == 1
+
+
+def test_function_whose_option_changes_while_it_is_traced_runs_as_it_was_proved(two):
+    lazy = Lazy()
+
+    def step(w, x):
+        loss = lazy(x)
+        jax.config.update("jax_default_matmul_precision", "float32")
+        return w - loss, None
+
+    try:
+        w, _ = two.step(step)(two.put(np.float32(1)), rows(two, 3))
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    assert len(set(copies(w))) == 1
+
+
+# --- donation, contexts of the host, arguments
+
+
+def test_step_that_does_not_donate_leaves_the_old_state_valid(strategy):
+    step, state = strategy.step(_double, donate=False), strategy.put({"w": np.ones(3, np.float32)})
+    for _ in range(2):
+        new, _ = step(state)
+        np.testing.assert_array_equal(new["w"], 2)
+    np.testing.assert_array_equal(state["w"], 1)
+
+
+def test_donate_that_is_no_boolean_is_refused(two):
+    with pytest.raises(TypeError, match=r"`donate` is True or False, got 'no'"):
+        two.step(_double, donate="no")
+
+
+def test_failure_of_a_step_at_run_time_is_not_reported_as_a_donated_state(two):
+    def fail(x):
+        raise ZeroDivisionError("in the callback")
+
+    step = two.step(lambda w: (w + jax.pure_callback(fail, jax.ShapeDtypeStruct((), jnp.float32), w), None))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="in the callback"):
+        jax.block_until_ready(step(two.put(np.float32(1))))
+    forget_failed_callbacks()
+
+
+def test_step_in_scope_and_outside_is_traced_and_compiled_once(two, compiled):
+    traced = []
+
+    def fn(w):
+        traced.append(1)
+        return w + 1, None
+
+    step, w = two.step(fn), two.put(np.float32(1))
+    w, _ = step(w)
+    del compiled[:]
+    with two.scope():
+        w, _ = step(w)
+    jdist.set_strategy(two)
+    w, _ = step(w)
+    jdist.set_strategy(None)
+    assert (float(w), len(traced), len(compiled)) == (4, 1, 0)
+
+
+def test_program_runs_inside_set_mesh_of_another_mesh(strategy):
+    other = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    step = strategy.step(lambda w: (w + 1, None))
+    with jax.set_mesh(other):
+        w, _ = step(strategy.put(np.float32(1)))
+        assert jax.sharding.get_abstract_mesh() == other.abstract_mesh
+    assert float(w) == 2
+
+
+def test_program_called_in_a_jit_inside_set_mesh_of_another_mesh_is_refused(two):
+    other = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    says = r"runs on the mesh \{'replica': 2\}.*`jax.set_mesh` has set the mesh \{'a': 2, 'b': 2\}"
+    with jax.set_mesh(other), pytest.raises(ValueError, match=says):
+        jax.jit(lambda x: two.run(lambda x: x + 1, (x,)))(1.0)
+
+
+NO_ARRAYS = {"string": "train", "object": object(), "function": np.sin}
+
+
+@pytest.mark.parametrize("value", NO_ARRAYS.values(), ids=NO_ARRAYS)
+def test_argument_that_is_no_array_is_named_with_the_fix(value, two):
+    says = r"mode\['a'\] is .*: the arguments of a replica function are arrays and numbers.*`functools.partial\("
+    with pytest.raises(TypeError, match=says):
+        two.run(lambda x, mode: x, (1.0, {"a": value}))
+    with pytest.raises(TypeError, match=says):
+        two.step(lambda state, mode: (state, None))(two.put(1.0), {"a": value})
+
+
+def test_result_without_tangents_is_returned(strategy):
+    """The gradient of an integer has the dtype float0."""
+    grad = strategy.run(lambda x: jax.grad(lambda x: 1.0 * x, allow_int=True)(x), (3,))
+    assert grad.dtype == jax.dtypes.float0
+
+
+# --- whole numbers of 64 bits, and what is no number
+
+
+BIG = np.int64(2**40)
+TOO_LARGE = (
+    r" holds -?\d+, which u?int32 does not\. Make the numbers smaller, or let JAX keep 64 bits: `jax\.config\.update"
+)
+AS_IT_IS = lambda x: x
+
+
+def _step(fn, *args):
+    return lambda s: s.step(fn)(*args)
+
+
+CUT = {
+    "run_argument": (lambda s: s.run(AS_IT_IS, (BIG,)), "x"),
+    "run_unsigned_argument": (lambda s: s.run(AS_IT_IS, ({"n": np.uint64(2**40)},)), r"x\['n'\]"),
+    "run_python_argument": (lambda s: s.run(AS_IT_IS, ([1, 2**31],)), r"x\[1\]"),
+    "run_argument_by_name": (lambda s: s.run(AS_IT_IS, kwargs={"x": np.array([0, -(2**40)])}), "x"),
+    "run_rows": (lambda s: s.run(AS_IT_IS, (jdist.PerReplica([np.full(s.num_replicas_in_sync, BIG)]),)), r"x\[0\]"),
+    "run_result": (lambda s: s.run(lambda: {"n": (1, BIG)}), r"output\['n'\]\[1\]"),
+    "run_python_result": (lambda s: s.run(lambda: 2**70), "output"),
+    "run_wrapped_result": (lambda s: s.run(lambda: jdist.PerReplica({"n": BIG})), r"output\['n'\]"),
+    "init_argument": (lambda s: s.init(lambda n, at: n, 1, BIG), "at"),
+    "init_argument_in_wrapper": (lambda s: s.init(lambda n: n, jdist.Mirrored([BIG])), r"n\[0\]"),
+    "init_result": (lambda s: s.init(lambda: {"n": np.array([BIG])}), r"state\['n'\]"),
+    "init_result_in_wrapper": (lambda s: s.init(lambda: [jdist.SyncOnRead(BIG, "mean")]), r"state\[0\]"),
+    "step_argument": (_step(lambda state, i: (state, i), {"w": 1.0}, BIG), "i"),
+    "step_state": (_step(lambda state: (state, None), {"w": BIG}), r"state\['w'\]"),
+    "step_new_state": (_step(lambda state: ({"w": BIG}, None), {"w": 1}), r"state\['w'\]"),
+    "step_write": (_step(lambda state: ([BIG], None), [jdist.Mirrored(1, "only_first_replica")]), r"state\[0\]"),
+    "step_output": (_step(lambda state: (state, [BIG]), {"w": 1.0}), r"output\[0\]"),
+    "variable": (lambda s: jdist.variable([BIG], "on_read", "sum"), r"value\[0\]"),
+}
+
+
+@pytest.mark.parametrize("ask, name", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("of", ["mirrored_2", "sharded_4", "central_2"])
+def test_whole_number_that_would_be_cut_is_refused_by_its_name(ask, name, of):
+    strategy = STRATEGIES[of]()
+    with strategy.scope(), pytest.raises(ValueError, match=f"^{name}{TOO_LARGE}"):
+        ask(strategy)
+
+
+def test_whole_number_in_a_later_call_of_a_compiled_step_is_refused(two):
+    step = two.step(lambda state, i: (state, i))
+    state, _ = step(two.put({"w": 1.0}), np.int64(3))
+    with pytest.raises(ValueError, match=f"^i{TOO_LARGE}"):
+        step(state, BIG)
+    _, number = step(state, np.int64(2**31 - 1))
+    assert int(number) == 2**31 - 1
+
+
+def test_whole_number_in_the_state_of_a_later_call_of_a_compiled_step_is_refused(strategy):
+    step = strategy.step(lambda state, x: ({"n": state["n"] + 1}, x))
+    state = strategy.put({"n": np.int32(1)})
+    for _ in range(3):
+        state, _ = step(state, 1.0)
+    for number in (BIG, np.int64(5), BIG):  # on the host: a signature that JAX has not seen, and then one that it has
+        if number == BIG:
+            with pytest.raises(ValueError, match=rf"^state\['n'\]{TOO_LARGE}"):
+                step({"n": number}, 1.0)
+        else:
+            assert int(step({"n": number}, 1.0)[0]["n"]) == 6
+    assert int(step(strategy.put({"n": np.int32(1)}), 1.0)[0]["n"]) == 2
+
+
+NO_NUMBERS = {
+    "text": ("a word", "str"),
+    "object": (object(), "object"),
+    "ragged": (np.array([[1], [2, 3]], dtype=object), r"object\[2\]"),
+    "time": (np.datetime64("2020-01-01"), r"datetime64\[D\]\[\]"),
+}
+
+
+@pytest.mark.parametrize("value, said", NO_NUMBERS.values(), ids=NO_NUMBERS)
+def test_what_is_no_number_is_refused_by_its_name(value, said, two):
+    says = lambda name: pytest.raises(TypeError, match=rf"^{name} is {said}: devices hold numbers, booleans and")
+    with says(r"value\['x'\]"):
+        two.put({"x": value})
+    with says(r"value\['x'\]\[0\]"):
+        two.put({"x": jdist.Mirrored([value])})
+    with says(r"state\['x'\]"):
+        two.init(lambda: {"x": value})
+    with says(r"batch\[0\]"):
+        two.init(lambda batch: 1.0, [value])
+    with says(r"output\['x'\]"):
+        two.run(lambda: {"x": value})
+    with says(r"output\[0\]"):
+        two.step(lambda state: (state, [value]))(two.put(1.0))
+    with says("value"):
+        two.run(lambda: jdist.broadcast(value))
+    with says(r"value\[0\]"):
+        two.run(lambda: jdist.all_gather([value], 0))
+
+
+CALLS = {
+    "kwargs_list": (
+        lambda s, step: s.run(AS_IT_IS, (), [1.0]),
+        r'^`kwargs` maps the names of arguments to values, got list: write `run\(fn, kwargs=\{"x": value\}\)`, or pass',
+    ),
+    "kwargs_array": (lambda s, step: s.run(AS_IT_IS, (), jnp.ones(2)), r"^`kwargs` maps .*, got an array: write"),
+    "kwargs_by_number": (lambda s, step: s.run(AS_IT_IS, (), {1: 1.0}), r"^`kwargs` maps .*, got dict: write"),
+    "args_array": (
+        lambda s, step: s.run(AS_IT_IS, jnp.ones(2)),
+        r"^`args` is a tuple of arguments, got float32\[2\]: write",
+    ),
+    "step_of_nothing": (
+        lambda s, step: step(),
+        r"^`count` is a step and got no arguments\. Call it with its state: `step",
+    ),
+    "step_by_name": (
+        lambda s, step: step(1.0, x=2),
+        r"^`count` got `x` by name\. A step takes its arguments by position",
+    ),
+}
+
+
+@pytest.mark.parametrize("ask, says", CALLS.values(), ids=CALLS)
+def test_call_with_arguments_of_another_form_is_refused(ask, says, strategy):
+    def count(state, x):
+        return state + x, None
+
+    with pytest.raises(TypeError, match=says):
+        ask(strategy, strategy.step(count))
+
+
+LEAKS = {
+    "run": (lambda s, leaked: s.run(AS_IT_IS, ([leaked],)), r"x\[0\]"),
+    "step": (lambda s, leaked: s.step(lambda state, y: (state, y))(s.put(1.0), leaked), "y"),
+    "put": (lambda s, leaked: s.put({"a": leaked}), r"value\['a'\]"),
+    "reduce": (lambda s, leaked: s.reduce("sum", [leaked], axis=None), r"value\[0\]"),
+    "gather": (lambda s, leaked: s.gather(leaked, axis=0), "value"),
+}
+
+
+@pytest.mark.parametrize("ask, name", LEAKS.values(), ids=LEAKS)
+def test_traced_value_that_has_left_its_function_is_refused_by_its_name(ask, name, two):
+    leaked = []
+    two.run(lambda x: leaked.append(x), (rows(two, 3),))
+    with pytest.raises(
+        TypeError, match=rf"^{name} is a traced value \(float32\[3\]\) from a function that is no longer traced"
+    ):
+        ask(two, leaked[0])

@@ -66,7 +66,7 @@ def test_state_that_was_given_away_or_lies_elsewhere_is_refused():
     step = strategy.step(lambda state: (jax.tree.map(lambda x: x + 1, state), None))
     state = strategy.put({"w": np.ones((8, 4), np.float32)})
     step(state)
-    with pytest.raises(ValueError, match=r"state.*\['w'\].* was given to a step before.*Go on with the state"):
+    with pytest.raises(ValueError, match=r"state.*\['w'\].* was donated to a step before.*Continue with the state"):
         step(state)
     there = r"cpu:0, cpu:1, cpu:2, cpu:3, cpu:4, cpu:5, cpu:6, cpu:7"
     with pytest.raises(
@@ -318,7 +318,7 @@ def test_run_takes_a_state_without_bringing_it_together():
     state = made(strategy, OPTIMIZERS["sgd"])
     (batch,) = batches(strategy, 1)
     found = strategy.run(lambda params, batch: predict(params, batch[0]), (state["params"], batch))
-    expected = predict(host(state["params"]), np.asarray(batch.tree[0])[0])
+    expected = predict(host(state["params"]), np.asarray(batch[0].tree)[0])
     np.testing.assert_allclose(found.tree[0], expected, rtol=1e-5, atol=1e-6)
     assert found.tree.sharding.spec == PartitionSpec(None, ("data",))
 

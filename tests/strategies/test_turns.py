@@ -124,6 +124,8 @@ def test_inputs_that_are_no_list_of_so_many_are_refused(place):
         many(w(), [batch, batch])
     with pytest.raises(ValueError, match=r"input 1 is a PerReplica|input 1 is a .*Array|input 1 is a"):
         many(w(), batch)
+    with pytest.raises(ValueError, match=r"input 1 is a tuple: `step\(state, \[batch, \.\.\.\]\)`"):
+        many(w(), (batch, batch, batch))  # one batch of three leaves, or three steps
     with pytest.raises(ValueError, match=r"inputs\[0\]\[2\].* is float32\[.*5\] and was float32\[.*4\] in the first"):
         many(w(), [batch, batch, other])
     with pytest.raises(ValueError, match=r"inputs\[0\]\[1\] has another structure than inputs\[0\]\[0\]"):

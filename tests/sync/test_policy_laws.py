@@ -17,7 +17,7 @@ from jax import lax
 import jdist
 from jdist import _compat, proof, sync
 
-from laws import among, assert_in_step
+from laws import among, arrays, assert_in_step
 from policies import (
     DRIFTING,
     FEEDBACK,
@@ -249,7 +249,7 @@ def test_policy_outside_any_strategy_trains_as_on_one_device(name):
     strategy = PLACES["one_device"]()
     opt_state = tx.init(params)
     for batch in batches(strategy, 4):
-        (own,) = batch.values
+        (own,) = strategy.local_results(batch)
         updates, opt_state = tx.update(jax.grad(loss)(params, *own), opt_state, params)
         params = optax.apply_updates(params, updates)
     # Compiled and by itself a sum may be rounded to the other side, and a number sent a step later.
@@ -342,7 +342,7 @@ def test_policy_in_a_scan_within_the_step_does_what_it_does_outside(name, two):
         carry, _ = lax.scan(turn, (state.params, state.opt_state), stacked)
         return State(*carry), None
 
-    each = [jax.tree.map(np.asarray, batch.tree) for batch in batches(two, 4)]
+    each = [jax.tree.map(np.asarray, arrays(batch)) for batch in batches(two, 4)]
     stacked = two.put(jdist.PerReplica(tuple(np.stack(part, axis=1) for part in zip(*each, strict=True))))
     state, _ = all_at_once(start(two, tx), stacked)
     assert_same(read(state.params), read(trained(name, "mirrored_2")[0].params), 1e-2 if name in FEEDBACK else 1e-4)

@@ -52,6 +52,12 @@ def test_callbacks_are_told_in_order_of_every_call_epoch_and_end(two, a_call):
     assert told[-1][3] == 480
 
 
+def test_names_of_an_epoch_are_known_before_it(two):
+    events = []
+    small(two, callbacks=[events.append], epochs=1, validation_data=SMALL)
+    assert list(events[0].metric_names) == list(events[-2].logs) == ["loss", "accuracy", "val_loss", "val_accuracy"]
+
+
 @pytest.mark.parametrize("a_call", [1, 4])
 def test_batches_of_steps_that_are_over_are_not_kept(two, a_call):
     kept = []
@@ -142,6 +148,47 @@ def test_error_before_the_first_step_is_itself(two):
 
 def _fail(event):
     raise OSError("no space left")
+
+
+def _failing_loss(step):
+    """A loss whose program raises on the host in this step, once."""
+    calls = []
+
+    def check(value):
+        calls.append(1)
+        if len(calls) == step:
+            raise RuntimeError("the disk of the loss is full")
+        return value
+
+    def loss(outputs, targets):
+        checked = jax.experimental.io_callback(check, jax.ShapeDtypeStruct((), np.float32), targets.sum())
+        return jnp.square(outputs - targets) + 0 * checked
+
+    return loss
+
+
+LINE = (lambda key, x: jnp.zeros(x.shape[-1]), lambda w, x: x @ w)
+ROWS = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+
+
+# On one device: of several, XLA ends the process where one fails and the others wait for it.
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("step", [1, 4])
+def test_error_at_run_time_of_a_step_says_that_the_state_is_lost_and_where_a_checkpoint_is(step, tmp_path):
+    failing = jdist.Trainer(LINE, optax.sgd(0.1), _failing_loss(step), strategy=jdist.OneDeviceStrategy("cpu:0"))
+    # Of a state that was just saved, the host may have the arrays: the step does not get its memory, and it is not lost.
+    with jdist.Checkpointer(tmp_path, every=2) as checkpointer:
+        saving = jdist.callbacks.Checkpoint(checkpointer)
+        with pytest.raises(jdist.FitError, match="The state is lost: the step had taken its memory over") as error:
+            failing.fit((ROWS, ROWS[:, 0]), batch_size=4, callbacks=[saving], progress="off")
+    assert error.value.fit.state is None and isinstance(error.value.__cause__, jax.errors.JaxRuntimeError)
+    assert "the disk of the loss is full" in str(error.value)
+    assert "state: lost: an error ended the step" in repr(error.value.fit)
+    if step == 1:
+        assert "There is no checkpoint to go on from" in str(error.value)
+        return
+    assert f"The last checkpoint is that of step 2, in {str(tmp_path)!r}: `fit(resume=" in str(error.value)
+    assert failing.fit((ROWS, ROWS[:, 0]), batch_size=4, resume=tmp_path, progress="off").steps == 6
 
 
 def test_every_callback_is_closed_though_one_cannot_be(two):

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import warnings
 
 import flax.linen as nn
 import jax
@@ -22,21 +21,6 @@ X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
 Y = X @ np.float32([1, -2, 3])
 BATCHES = np.float32([[0], [2], [10], [14]])  # two rows a replica, as in the tests of tf.distribute and Keras
 FEATURES = 16
-
-
-@pytest.fixture(scope="session")
-def keras(tmp_path_factory):
-    """Keras on JAX; the environment is as before afterwards."""
-    if "keras" not in sys.modules:
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            patch.setenv("KERAS_BACKEND", "jax")
-            patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
-            pytest.importorskip("keras", reason="Keras is optional, and is not installed here.")
-    found = sys.modules["keras"]
-    if found.backend.backend() != "jax":
-        pytest.skip("Keras was imported with another backend than JAX before.")
-    return found
 
 
 def squared(outputs, targets):
@@ -334,7 +318,7 @@ def masks(trainer, steps):
 
 
 @every_dropout
-def test_dropout_differs_between_replicas_micro_batches_and_steps_and_is_none_in_evaluation(make, two, keras):
+def test_ke14_dropout_differs_between_replicas_micro_batches_and_steps_and_is_none_in_evaluation(make, two, keras):
     trainer = trainer_of(make(keras), two, lambda outputs, targets: outputs.sum(-1), optax.sgd(1.0))
     found, state = masks(trainer, 2)
     assert set(np.unique(found)) == {0.0, 2.0}
@@ -597,3 +581,37 @@ def test_keras_on_another_backend_is_refused(keras, tmp_path):
 def test_a_model_of_the_library_is_taken_as_it_is():
     model = model_of(pair())
     assert model_of(model) is model
+
+
+# -- models of Keras that are built again -------------------------------------------------------------------------------
+
+
+def hidden_layers(keras):
+    layers = [
+        keras.layers.Dense(3, "tanh", kernel_initializer=keras.initializers.GlorotUniform(seed)) for seed in range(3)
+    ]
+    return keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1, kernel_initializer="ones")])
+
+
+@pytest.mark.slow
+def test_training_with_a_keras_model_that_is_built_again_is_resumed_to_the_same_bits(two, keras, tmp_path):
+    keras.utils.clear_session()
+    optimizer, data = optax.chain(jdist.sync.int8(), optax.adam(0.1)), (X, Y)
+
+    def run(epochs, path):
+        ema = jdist.callbacks.EMA(0.9)
+        with jdist.Checkpointer(path) as checkpointer:
+            callbacks = [ema, jdist.callbacks.Checkpoint(checkpointer)]
+            trainer = trainer_of(hidden_layers(keras), two, optimizer=optimizer)
+            fit = fitted(trainer, data, 4, epochs=epochs, callbacks=callbacks, resume=checkpointer)
+        layers = sorted(fit.state.params, key=lambda path: (int("0" + path.split("/")[1][6:]), path))
+        trained = [np.asarray(tree[path]).tobytes() for tree in (fit.state.params, ema.params) for path in layers]
+        return trained, list(fit.state.params)
+
+    straight, names = run(2, tmp_path / "straight")
+    assert names[0].startswith("sequential/dense/")
+    for _ in range(3):  # the next layers are dense_7 to dense_10, and dense_10 is the first in the order of names
+        keras.layers.Dense(1)
+    run(1, tmp_path / "again")
+    resumed, _ = run(2, tmp_path / "again")
+    assert resumed == straight

@@ -156,8 +156,38 @@ def test_callbacks_that_are_fewer_than_were_are_refused(two, tmp_path):
     with jdist.Checkpointer(tmp_path) as checkpointer:
         kept = [jdist.callbacks.EMA(0.9), jdist.callbacks.Checkpoint(checkpointer)]
         fit(two, DATA, batch_size=60, epochs=1, callbacks=kept)
-    with pytest.raises(ValueError, match="what callbacks number 0 kept"):
+    with pytest.raises(
+        ValueError, match=r"has the memory of EMA\(0\.9, debias=True\), and `callbacks` has no such callback"
+    ):
         fit(two, DATA, batch_size=60, epochs=2, resume=tmp_path)
+    other = [jdist.callbacks.EMA(0.99)]
+    with pytest.raises(
+        ValueError, match=r"These have one: EMA\(0\.99, debias=True\)\. Pass a callback of the same class"
+    ):
+        fit(two, DATA, batch_size=60, epochs=2, callbacks=other, resume=tmp_path)
+
+
+def test_callbacks_in_another_order_and_new_ones_get_their_own_memory(two, tmp_path):
+    def run(*callbacks, path, epochs):
+        with jdist.Checkpointer(path) as checkpointer:
+            saving = jdist.callbacks.Checkpoint(checkpointer)
+            fit(two, DATA, batch_size=60, epochs=epochs, callbacks=[*callbacks, saving], resume=checkpointer)
+        return callbacks
+
+    fast, slow = run(jdist.callbacks.EMA(0.5), jdist.callbacks.EMA(0.9), path=tmp_path / "a", epochs=2)
+    run(jdist.callbacks.EMA(0.5), jdist.callbacks.EMA(0.9), path=tmp_path / "b", epochs=1)
+    patient = jdist.callbacks.EarlyStopping("loss", patience=5)
+    _, slow_again, fast_again = run(
+        patient, jdist.callbacks.EMA(0.9), jdist.callbacks.EMA(0.5), path=tmp_path / "b", epochs=2
+    )
+    assert_equal_bits(fast_again.params, fast.params)
+    assert_equal_bits(slow_again.params, slow.params)
+    # The patience may change: what is remembered does not depend on it.
+    run(
+        *[fast_again, slow_again, jdist.callbacks.EarlyStopping("loss", patience=9)],
+        path=tmp_path / "b",
+        epochs=2,
+    )
 
 
 def test_checkpoint_at_the_end_of_an_epoch_has_what_callbacks_made_of_it(two, tmp_path):

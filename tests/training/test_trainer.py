@@ -1,5 +1,8 @@
 """`Trainer.fit`: the same results under every strategy, whatever batches, calls and micro-batches."""
 
+import copy
+import pickle
+
 import jax
 import numpy as np
 import optax
@@ -153,6 +156,94 @@ def test_training_goes_on_from_a_state_that_is_handed_in(two):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.state.params))  # it is the memory of the second
 
 
+def test_function_of_the_step_trains_for_so_many_steps(two):
+    found = trainer(two).fit(_batch, steps=3, progress="off")
+    assert (found.steps, found.stop) == (3, "Every step was taken that was asked for.")
+    for use in (trainer(two).evaluate, trainer(two).predict):
+        with pytest.raises(ValueError, match="`data` has no end, and one pass over it would never end"):
+            use(found.state, _endless)
+
+
+def test_steps_that_the_state_has_taken_already_are_said(two):
+    of_two = trainer(two)
+    first = of_two.fit(digits(), batch_size=240, progress="off")
+    said = r"No step was taken: steps=8 counts from the beginning of training, and the state has gone through 8 already"
+    with pytest.warns(UserWarning, match=said):
+        again = of_two.fit(digits(), batch_size=240, steps=8, state=first.state, progress="off")
+    assert again.stop.startswith("No step was taken: steps=8") and again.steps == 8
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(first.state))
+
+
+@pytest.mark.parametrize("fails_in", ["model", "loss"])
+def test_model_or_loss_that_fails_on_dicts_is_said_with_the_data(two, fails_in):
+    inputs = (lambda batch: batch["x"]) if fails_in == "loss" else (lambda batch: batch)
+    model = (lambda key, batch: np.zeros(np.shape(jax.tree.leaves(batch)[0])[-1:], np.float32),
+             lambda w, batch: inputs(batch) @ w)  # fmt: skip
+    wrong = jdist.Trainer(model, optax.sgd(0.1), lambda outputs, targets: outputs - targets.shape[5], strategy=two)
+    with pytest.raises(
+        TypeError, match=r"failed on data that are dicts of 'x', 'y' \(.*A `Trainer` passes all of it to"
+    ) as error:
+        wrong.fit({"x": digits()[0], "y": digits()[1]}, batch_size=240, progress="off")
+    assert error.value.__cause__ is not None
+    with pytest.raises(IndexError):  # of a tuple it is the error of the loss alone
+        jdist.Trainer((model[0], lambda w, x: x @ w), optax.sgd(0.1), lambda o, t: t.shape[5], strategy=two).fit(
+            digits(), batch_size=240, progress="off"
+        )
+
+
+def test_spent_state_is_refused_by_name(two):
+    of_two = trainer(two)
+    first = of_two.fit(digits(), batch_size=240, progress="off")
+    of_two.fit(digits(), batch_size=240, steps=9, state=first.state, progress="off")
+    uses = (
+        lambda state: of_two.fit(digits(), batch_size=240, state=state, progress="off"),
+        lambda state: of_two.evaluate(state, digits(), batch_size=240),
+        lambda state: of_two.predict(state, digits(), batch_size=240),
+        lambda state: of_two.apply(state, digits()[0]),
+    )
+    for use in uses:
+        with pytest.raises(
+            ValueError, match=r"^state\.step \(int32\[\]\) has no value any more: a step took its memory over"
+        ):
+            use(first.state)
+
+
+def test_leaves_are_named_as_the_caller_does(two):
+    of_two, other = trainer(two), STRATEGIES["mirrored_3"]()
+    state = trainer(other).init(digits()[0])
+    with pytest.raises(ValueError, match=r"^state\.step lies on cpu:5, cpu:1, cpu:2, and this"):
+        of_two.fit(digits(), batch_size=240, state=state, progress="off")
+    with pytest.raises(ValueError, match=r"^state\.params\['Dense_0'\]\['bias'\] lies on cpu:5, cpu:1, cpu:2"):
+        of_two.evaluate(state, digits(), batch_size=240)
+    with pytest.raises(ValueError, match=r"^batch[.\[].* lies on cpu:5, cpu:1, cpu:2"):
+        of_two.fit(other.distribute_dataset(digits(), 240, remainder="pad"), progress="off")
+    varies = optax.GradientTransformation(lambda p: (), lambda g, s, p: (jax.tree.map(_times_id, g), s))
+    with pytest.raises(ValueError, match=r"^state\.params\['Dense_0'\]\['bias'\] is not proved"):
+        fit(two, optimizer=varies)
+
+
+def _times_id(x):
+    return x * jdist.replica_id()
+
+
+def test_trainer_is_short_in_text_and_a_table_in_a_notebook(two):
+    said = repr(trainer(two))
+    assert said == (
+        "Trainer(model=MLP, loss=softmax_cross_entropy_with_integer_labels, metrics=accuracy, "
+        "strategy=MirroredStrategy(['cpu:0', 'cpu:1']), seed=0)"
+    )
+    assert ">model</td>" in (page := trainer(two)._repr_html_()) and ">MLP</td>" in page
+
+
+def test_trainer_is_its_own_deep_copy_and_says_what_to_pickle(two):
+    of_two = trainer(two)
+    assert copy.deepcopy(of_two) is of_two
+    with pytest.raises(
+        TypeError, match=r"A Trainer cannot be pickled: .* Make it anew in the other process, by a function"
+    ):
+        pickle.dumps(of_two)
+
+
 def test_loop_moves_nothing_that_nobody_asked_for_and_traces_nothing_anew(two):
     traced = []
 
@@ -168,6 +259,14 @@ def test_loop_moves_nothing_that_nobody_asked_for_and_traces_nothing_anew(two):
     assert len(set(counts[8:])) == 1  # after the first epoch, and its validation
     one.fit(digits(), batch_size=240, callbacks=[counting], progress="off")
     assert counts[-1] == counts[8]
+
+
+def _endless(step):
+    return pytest.fail("It was called.")
+
+
+def _batch(step):
+    return tuple(array[:240] for array in digits())
 
 
 NOT_TO_BE = {
@@ -197,6 +296,54 @@ NOT_TO_BE = {
     "steps": ({}, dict(steps=-1), ValueError, "`steps` is a whole number from 0 up, got -1"),
     "epochs": ({}, dict(epochs=0), ValueError, "`epochs` is at least 1"),
     "progress": ({}, dict(progress="loud"), ValueError, "loud"),
+    "display_as_progress": (
+        {},
+        dict(progress=jdist.callbacks.progress()),
+        TypeError,
+        "got a display. What `jdist.callbacks.progress(...)` returns is a callback: pass it as `callbacks=[",
+    ),
+    "two_logs_on_one_path": (
+        {},
+        dict(callbacks=[jdist.callbacks.CSVLog("log"), jdist.callbacks.CSVLog("there/../log", every=2)]),
+        ValueError,
+        "Two callbacks, CSVLog and CSVLog, write to",
+    ),
+    "function_of_the_step_for_epochs": (
+        {},
+        dict(data=_batch, batch_size=None, epochs=1),
+        ValueError,
+        "`data` has no end, and no epochs: epochs=1 would never be reached. Say after how many steps training ends: `steps=",
+    ),
+    "function_of_the_step": (
+        {},
+        dict(data=_batch, batch_size=None),
+        ValueError,
+        "`data` has no end. Say after how many",
+    ),
+    "weights_of_examples_that_are_negative": (
+        {},
+        dict(data=(np.zeros((8, 2), np.float32), np.zeros(8, np.float32), np.float32([1] * 7 + [-1]))),
+        ValueError,
+        "`data`[2], the weights of the examples, has 1 of 8 values that are negative or not finite, the first is -1.0 at [7]",
+    ),
+    "function_of_the_step_to_validate": (
+        {},
+        dict(validation_data=_endless),
+        ValueError,
+        "`validation_data` has no end, and one pass over it would never end",
+    ),
+    "early_stopping": (
+        {},
+        dict(callbacks=[jdist.callbacks.EarlyStopping("val_acc")]),
+        ValueError,
+        "EarlyStopping watches 'val_acc', and there are only 'loss'. Hand in `validation_data`.",
+    ),
+    "state_on_the_host": (
+        {},
+        dict(state=jdist.TrainState(np.int32(0), {}, {}, {}, np.zeros(2, np.uint32))),
+        TypeError,
+        "state.step is int32[] on the host, and `fit` takes a state on the devices",
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -57,6 +58,15 @@ def test_put_of_wrapped_leaves_lies_as_each_wrapper_says(strategy):
     shapes = {name: leaf.sharding.shard_shape(leaf.shape) for name, leaf in parts.items()}
     kept = (2, 2) if isinstance(strategy, jdist.CentralStorageStrategy) else (2 * n, 2)
     assert shapes == {"own": (1, 2, 2), "read": (1, 2, 2), "split": (2, 2), "all": kept, "plain": kept}
+
+
+def test_put_of_an_array_without_memory_is_refused_by_name(two):
+    spent = two.put({"w": np.float32([1, 2])})
+    spent["w"].delete()
+    with pytest.raises(
+        ValueError, match=r"^value\['w'\] \(float32\[2\]\) has no value any more: a step took its memory over"
+    ):
+        two.put({"new": np.zeros(3, np.float32), **spent})
 
 
 def test_put_of_what_was_put_is_the_same(strategy):
@@ -240,3 +250,86 @@ def test_partial_values_of_another_number_of_replicas_are_no_argument(two):
         ValueError, match=r"is a SyncOnRead of int32\[3\], for 3 replicas; this strategy has 2\. A SyncOnRead"
     ):
         two.run(lambda x: x, (jdist.SyncOnRead(np.ones(3, np.int32), "sum"),))
+
+
+# --- one global batch
+
+
+def test_batch_that_is_split_is_what_a_data_set_gives(strategy):
+    x, y = np.arange(24 * 2, dtype=np.float32).reshape(24, 2), np.arange(24)
+    (expected,) = strategy.distribute_dataset({"x": x, "y": y}, 24)
+    split = strategy.split({"x": x, "y": y})
+    assert jax.tree.structure(split) == jax.tree.structure(expected)
+    for mine, theirs in zip(jax.tree.leaves(split), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+        assert (mine.dtype, mine.sharding) == (theirs.dtype, theirs.sharding)
+
+
+def test_split_batch_trains_as_the_whole_batch_on_one_device(strategy):
+    x = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+    step = lambda w, x: (w - jdist.all_reduce("mean", (x * (x @ w)[:, None]).mean(0)), None)
+    w = np.ones(3, np.float32)
+    new, _ = strategy.step(step)(strategy.put(w), strategy.split(jnp.asarray(x)))
+    np.testing.assert_allclose(new, step(w, x)[0], rtol=1e-5)
+
+
+def test_virtual_replicas_get_their_parts_of_a_split_batch():
+    strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"], virtual_replicas=4)
+    assert strategy.split(np.arange(8)).tree.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+WRONG_BATCHES = {
+    "empty": (np.zeros((0, 3)), ValueError, r"batch is float64\[0,3\]: it has no examples"),
+    "rest": (
+        np.zeros((7, 3)),
+        ValueError,
+        r"batch is float64\[7,3\]: its 7 examples do not split over 2 replicas \(1 left over\)",
+    ),
+    "scalar": (
+        {"x": np.zeros((4, 3)), "rate": 0.1},
+        ValueError,
+        r"batch\['rate'\] is 0.1: it has no examples.*another argument",
+    ),
+    "lengths": (
+        (np.zeros(4), np.zeros(6)),
+        ValueError,
+        r"batch\[1\] is float64\[6\]: it has 6 examples, and batch\[0\] has 4",
+    ),
+    "split": (jdist.PerReplica(np.zeros((2, 2))), TypeError, r"`split` takes one global batch.*it is split already"),
+    "text": (np.array(["a", "b"]), TypeError, r"batch is <U1\[2\]"),
+    "masked": (
+        {"x": np.ma.array([1.0, 2.0], mask=[0, 1])},
+        TypeError,
+        r"batch\['x'\] is a masked array.*x\.filled\(0\)",
+    ),
+    "wide": ({"id": np.array([1, 2**40])}, ValueError, r"batch\['id'\] holds 1099511627776, which int32 does not"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_BATCHES)
+def test_batch_that_cannot_be_split_is_refused_with_its_numbers(case, two):
+    batch, kind, says = WRONG_BATCHES[case]
+    with pytest.raises(kind, match=says):
+        two.split(batch)
+
+
+def test_split_batch_whose_memory_is_gone_is_refused_by_name(two):
+    gone = jnp.arange(4.0)
+    gone.delete()
+    with pytest.raises(ValueError, match=r"batch\['x'\] \(float32\[4\]\) has no value any more"):
+        two.split({"x": gone})
+
+
+def test_split_batch_has_leaves_of_no_width(two):
+    x, y = two.split((np.zeros((4, 0, 3), np.float32), np.arange(4)))
+    assert (x.tree.shape, y.tree.tolist()) == ((2, 2, 0, 3), [[0, 1], [2, 3]])
+
+
+def test_masked_array_is_refused_where_it_is_put_because_its_mask_would_be_dropped(two):
+    with pytest.raises(TypeError, match=r"value\['x'\] is a masked array, and devices hold no masks\. Fill it"):
+        two.put({"x": np.ma.array([1.0, 2.0], mask=[0, 1])})
+
+
+def test_batch_that_does_not_divide_over_the_devices_of_a_replica_is_refused():
+    with pytest.raises(ValueError, match=r"its 6 examples do not split over 4 devices \(2 left over\)"):
+        STRATEGIES["sharded_4"]().split(np.zeros(6))

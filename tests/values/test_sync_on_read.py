@@ -168,10 +168,21 @@ def test_addition_of_one_value_to_a_sum_is_refused_because_it_could_mean_two_thi
 
 
 @pytest.mark.parametrize("none", ["none", jdist.VariableAggregation.NONE], ids=str)
-def test_partial_values_that_could_not_be_read_are_refused(none):
-    says = r"SyncOnRead with aggregation NONE could not be read\. Say SUM, MEAN or ONLY_FIRST_REPLICA, or .*`jdist\.PerReplica"
-    with pytest.raises(ValueError, match=says):
-        jdist.SyncOnRead(np.ones(2), none)
+def test_partial_values_without_an_aggregation_are_written_and_refuse_to_be_read(none, strategy):
+    n = strategy.num_replicas_in_sync
+    state = strategy.init(lambda: jdist.SyncOnRead(np.float32(1), none))
+    state, _ = strategy.step(lambda x: (x + jdist.replica_id(), None))(state)
+    assert [float(x) for x in state.values] == [1.0 + i for i in range(n)]
+    assert [float(x) for x in state.assign(4.0).values] == [4.0] * n
+    says = r"SyncOnRead\(float32\[.*\], NONE\) has no aggregation, so it cannot be read .*`\.values`.* make it with SUM, MEAN"
+    for read in (state.read, lambda: jdist.read({"x": state}), lambda: strategy.put(jdist.Mirrored(1.0)).assign(state)):
+        with pytest.raises(ValueError, match=says):
+            read()
+
+
+def test_partial_values_without_an_aggregation_belong_to_their_number_of_replicas(two):
+    with pytest.raises(ValueError, match=r"value is a SyncOnRead of float32\[3\], for 3 replicas; this strategy has 2"):
+        two.put(jdist.SyncOnRead(np.ones(3, np.float32), "none"))
 
 
 def test_partial_value_enters_a_replica_function_as_its_own(strategy):

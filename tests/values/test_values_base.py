@@ -265,9 +265,9 @@ ASSIGN_REFUSED = {
     "shape": (
         lambda row: np.ones(5, np.float32),
         ValueError,
-        r"`assign`: value\['a'\] has the shape \[.*3\] and cannot become a value of \[5\]",
+        r"`assign`: value\['a'\] has the shape \[.*3\], and the new value has \[5\]\. A value keeps its shape",
     ),
-    "scalar": (lambda row: 1.0, ValueError, r"`assign`: value\['a'\] has the shape .* cannot become a value of \[\]"),
+    "scalar": (lambda row: 1.0, ValueError, r"`assign`: value\['a'\] has the shape .*, and the new value has \[\]"),
     "list": (
         lambda row: row.tolist(),
         ValueError,
@@ -366,3 +366,16 @@ def test_assign_to_nothing_is_nothing(two):
     for value in (jdist.Mirrored({}), jdist.PerReplica({}), jdist.Sharded({}), jdist.SyncOnRead({}, "mean")):
         found = two.put(value).assign({})
         assert (type(found), found.tree) == (type(value), {})
+
+
+def test_wrapper_around_a_whole_tree_that_is_unpacked_says_what_to_write(two):
+    pair = two.put(jdist.PerReplica((X, X)))
+    with pytest.raises(
+        TypeError, match=r"wraps a whole tuple.*wrap each element: `x, y = map\(jdist\.PerReplica, value\.tree\)`"
+    ):
+        x, y = pair
+    with pytest.raises(TypeError, match=r"wraps a whole dict.*for name, leaf in value\.tree\.items\(\)"):
+        two.put(jdist.Mirrored({"x": X}, "mean"))["x"]
+    with pytest.raises(TypeError) as error:
+        iter(two.put(jdist.PerReplica(X)))
+    assert "whole" not in str(error.value)

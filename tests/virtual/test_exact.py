@@ -179,3 +179,40 @@ POLICIES = {"mean": jdist.sync.mean, "every_2": lambda: jdist.sync.every(2, jdis
 def test_policies_of_sums_are_exact_under_virtual_replicas_too(policy):
     one, many = (after(6, "mlp", "sgd", devices, POLICIES[policy])[0] for devices in (1, 4))
     assert hashed(one) == hashed(many)
+
+
+# Rows per replica, columns, outputs: other remainders of the vector width, in which XLA's kernels round in other orders.
+SHAPES = ["22x10x1", "11x10x1", "22x16x1", "5x10x1", "14x16x1", "3x7x1", "22x10x3", "9x33x5"]
+
+
+def after_regression(shape, devices, virtual, steps=3):
+    """The weights of one dense layer, and the error of each replica in the last step."""
+    rows, columns, outputs = map(int, shape.split("x"))
+    draw = np.random.default_rng(0)
+    x, y, weights = (
+        draw.normal(size=size).astype(np.float32)
+        for size in ((virtual, rows, columns), (virtual, rows, outputs), (columns, outputs))
+    )
+    strategy = jdist.MirroredStrategy(jax.devices()[:devices], virtual_replicas=virtual)
+    tx = optax.chain(jdist.sync.exact(), optax.sgd(0.1))
+
+    @strategy.step
+    def step(state, batch):
+        x, y = batch
+        error, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w - y) ** 2))(state["w"])
+        updates, opt = tx.update(grads, state["opt"])
+        return {"w": optax.apply_updates(state["w"], updates), "opt": opt}, error
+
+    state, batch = strategy.put({"w": weights, "opt": tx.init(weights)}), strategy.put(jdist.PerReplica((x, y)))
+    for _ in range(steps):
+        state, error = step(state, batch)
+    return np.asarray(state["w"]), np.stack(error.values)
+
+
+@pytest.mark.parametrize("virtual, devices", [(4, (2, 4, 1, 3)), (8, (4, 8))])
+@pytest.mark.parametrize("shape", among(SHAPES, "22x10x1", "14x16x1"))
+def test_dense_layer_of_any_width_is_the_same_bits_with_one_virtual_replica_per_device(shape, virtual, devices):
+    expected, *others = [after_regression(shape, n, virtual) for n in devices]
+    for weights, errors in others:
+        np.testing.assert_array_equal(weights, expected[0], strict=True)
+        np.testing.assert_array_equal(errors, expected[1], strict=True)

@@ -1,0 +1,63 @@
+"""Makes the context that a replica function reads a part of JAX's trace cache key.
+
+`jax.jit` does not know of Python context variables: a jitted helper that reads one would keep the value of its first trace.
+Every context variable that a traced function can read is therefore entered together with `keyed`.
+"""
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from contextvars import ContextVar
+
+import jax
+
+_key = jax.make_user_context(default_value=())
+_parts: ContextVar[tuple[Hashable, ...] | None] = ContextVar("jdist_trace_key", default=None)
+# Leaving a context restores the value before it. This one was entered when no value was set, so leaving it unsets the value.
+_unset = _key(())
+_unset.__enter__()
+_unset.__exit__(None, None, None)
+
+
+def keyed(part: Hashable) -> contextlib.AbstractContextManager[None]:
+    """Adds `part` to the cache key of everything that JAX traces inside the `with` block.
+
+    Args:
+        part: Equal where a traced function may be reused. It must not hold the strategy or a tracer, because JAX's caches
+            hold it: use a weak reference, or `object()` for a context that nothing shares.
+    """
+    return _entered((*(_parts.get() or ()), part))
+
+
+def unkeyed() -> contextlib.AbstractContextManager[None]:
+    """Removes the added parts from the cache key inside the `with` block."""
+    return _entered(())
+
+
+def is_keyed() -> bool:
+    """Whether a part is added here."""
+    return _key.value != ()
+
+
+def set_outermost_key(part: Hashable) -> None:
+    """Sets the part of all threads outside any `keyed` block; None for no part."""
+    _key.set_global(() if part is None else (part,))
+
+
+@contextlib.contextmanager
+def _entered(parts: tuple[Hashable, ...]) -> Iterator[None]:
+    token = _parts.set(parts)
+    _set_key()
+    try:
+        yield
+    finally:
+        _parts.reset(token)
+        _set_key()
+
+
+def _set_key() -> None:
+    """Sets JAX's key from the context variable: the blocks of asyncio tasks may be left in another order than entered."""
+    parts = _parts.get()
+    if parts is None:
+        _unset.__exit__(None, None, None)
+    else:
+        _key(parts).__enter__()

@@ -1,0 +1,84 @@
+"""Loss functions of other libraries, adapted to the argument order of a `Trainer`: `loss(outputs, targets)`."""
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+# Keras passes the targets first. Its functions, and functions written for it, use these parameter names.
+_TARGETS_FIRST = {("y_true", "y_pred"), ("target", "output")}
+
+
+def in_trainer_order(loss: Any) -> Any:
+    """Returns `loss` as a function from outputs and targets to losses `[batch, ...]`.
+
+    A `keras.losses.Loss` is called with the targets first and without its reduction. A function whose first two parameters
+    are called `y_true, y_pred` (all of `keras.losses`) or `target, output` (`keras.ops`) is called with the targets first.
+    Anything else is returned as it is. Keras is never imported here: the caller of a Keras loss has imported it.
+
+    Args:
+        loss: A loss function, a Keras loss object, or None.
+
+    Raises:
+        TypeError: `loss` is a class.
+        ValueError: `loss` is a Keras loss with the reduction "sum", or Keras does not compute with JAX.
+
+    Example:
+        >>> in_trainer_order(lambda y_true, y_pred: y_pred - y_true)(5.0, 3.0)
+        2.0
+        >>> in_trainer_order(lambda outputs, targets: outputs - targets)(5.0, 3.0)
+        2.0
+    """
+    if isinstance(loss, type):
+        raise TypeError(f"`loss` is the class {loss.__name__}. Pass an instance of it: `{loss.__name__}(...)`.")
+    if _is_keras(loss, "losses", "Loss"):
+        return _swapped(_per_example(loss))
+    return _swapped(loss) if callable(loss) and _first_two(loss) in _TARGETS_FIRST else loss
+
+
+def is_keras_metric(metric: Any) -> bool:
+    """Whether `metric` is a Keras metric object, which counts in variables of its own."""
+    return _is_keras(metric, "metrics", "Metric")
+
+
+def check_backend() -> None:
+    """Raises ValueError if Keras is imported and does not compute with JAX."""
+    keras = sys.modules.get("keras")
+    if keras is not None and keras.backend.backend() != "jax":
+        raise ValueError(
+            f"Keras computes with {keras.backend.backend()} here, and has to with JAX: set the environment variable "
+            "KERAS_BACKEND=jax before it is imported."
+        )
+
+
+def _is_keras(value: Any, module: str, name: str) -> bool:
+    kind = getattr(getattr(sys.modules.get("keras"), module, None), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def _per_example(loss: Any) -> Any:
+    """A copy of a Keras loss that returns one value per example."""
+    check_backend()
+    if loss.reduction == "sum":
+        raise ValueError(
+            f'The Keras loss {loss.name} has reduction="sum". A `Trainer` averages the losses over the examples of all '
+            "replicas. Pass the loss with `reduction=None`; for the scale of the sum, multiply the learning rate."
+        )
+    loss = copy.copy(loss)
+    loss.reduction = None
+    return loss
+
+
+def _first_two(fn: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(fn).parameters)[:2]
+    except (TypeError, ValueError):  # some builtins have no signature
+        return ()
+
+
+def _swapped(loss: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def targets_first(outputs: Any, targets: Any) -> Any:
+        return loss(targets, outputs)
+
+    return targets_first

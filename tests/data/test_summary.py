@@ -1,0 +1,100 @@
+"""A data set and its iterator as text and as a table in notebooks."""
+
+import html.parser
+
+import numpy as np
+import pytest
+
+import jdist
+
+
+def _pairs():
+    return np.zeros((1800, 3), np.float32), np.arange(1800, dtype=np.int32)
+
+
+class _Cells(html.parser.HTMLParser):
+    """The text of each table cell."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.cells, self.opened = [], []
+        self.feed(page)
+        self.close()
+        assert self.opened == []
+
+    def handle_starttag(self, tag, attrs):
+        self.opened.append(tag)
+        self.cells += [""] if tag == "td" else []
+
+    def handle_endtag(self, tag):
+        assert self.opened.pop() == tag
+
+    def handle_data(self, data):
+        if self.opened[-1] == "td":
+            self.cells[-1] += data
+
+
+def test_dataset_has_a_short_repr_of_its_source_and_options(two):
+    dataset = two.distribute_dataset(_pairs(), 60, shuffle=True, seed=3, epochs=2, remainder="pad")
+    assert repr(dataset) == (
+        "<DistributedDataset: source: 1,800 examples, source[0] float32[3], source[1] int32[]; batch_size: 60; epochs: 2; "
+        "shuffle: True, seed=3; remainder: pad; replicas: 2>"
+    )
+
+
+def _unread():
+    yield pytest.fail("The source was read.")
+
+
+SOURCES = {
+    "stream": (lambda: _unread(), 4, "source: examples of a stream; batch_size: 4; epochs: 1;"),
+    "batches": (lambda: _unread, None, "source: batches of a stream; batch_size: that of the source; epochs: 1;"),
+    "function": (
+        lambda: lambda step: next(_unread()),
+        4,
+        "source: batches without an end; batch_size: 4; epochs: without an",
+    ),
+    "numbered": (lambda: range(1234), 4, "source: 1,234 examples; batch_size: 4;"),
+    "files": (lambda: jdist.data.Files(["a", "b"], _unread), 4, "source: 2 files; batch_size: 4;"),
+}
+
+
+@pytest.mark.parametrize("make, batch_size, says", SOURCES.values(), ids=SOURCES)
+def test_dataset_is_described_without_reading_its_source(make, batch_size, says, two):
+    dataset = two.distribute_dataset(make(), batch_size)
+    for shown in (repr(dataset), repr(iter(dataset))):
+        assert says in shown
+        assert len(shown) < 300
+
+
+def test_dataset_of_many_arrays_has_a_short_repr(two):
+    dataset = two.distribute_dataset({f"column_{i}": np.zeros((8, 3)) for i in range(100)}, 4)
+    assert len(repr(dataset)) < 400
+    assert "..." in repr(dataset)
+
+
+def test_iterator_has_a_repr_of_its_position_before_within_and_after_the_loop(two):
+    iterator = iter(two.distribute_dataset(_pairs(), 900, epochs=2))
+    assert repr(iterator).startswith(
+        "<DistributedIterator: position: epoch 0, batch 0 is next; taken: 0 batches, 0 examples;"
+    )
+    for _ in range(3):
+        next(iterator)
+    assert "position: epoch 1, batch 1 is next; taken: 3 batches, 2,700 examples; source: 1,800 examples" in repr(
+        iterator
+    )
+    iterator.close()
+    assert "position: closed; taken: 3 batches" in repr(iterator)
+
+
+def test_dataset_and_iterator_are_tables_in_notebooks_with_the_facts_of_their_repr(two):
+    dataset = two.distribute_dataset({"<b>": np.zeros((8, 3), np.float32)}, 4)
+    for shown in (dataset, iter(dataset)):
+        page = shown._repr_html_()
+        cells = _Cells(page).cells
+        assert f"<{type(shown).__name__}: " + "; ".join(
+            f"{name}: {fact}" for name, fact in zip(cells[::2], cells[1::2], strict=True)
+        ) + ">" == repr(shown)
+        assert f"<strong>{type(shown).__name__}</strong>" in page
+        assert "&lt;b&gt;" in page
+        assert "<b>" not in page

@@ -1,0 +1,28 @@
+"""Rows MW19 and CR29 of `rows.txt`: a process without a cluster, and TPU strategies away from a TPU."""
+
+import pytest
+
+import jdist
+
+from processes.runner import run_processes
+
+
+def test_mw19_process_that_joined_no_cluster_has_one_replica_on_its_own_device(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import jax, jdist\n"
+        "strategy = jdist.auto_strategy()\n"
+        "print(strategy.num_replicas_in_sync, strategy.mesh.devices.flat[0].platform, jax.process_count())\n"
+    )
+    (printed,) = run_processes(script, 1, 1)
+    assert printed.splitlines()[-1] == "1 cpu 1"
+
+
+def test_cr29_tpu_strategy_away_from_a_tpu_names_the_devices_and_the_alternatives():
+    with pytest.raises(RuntimeError, match=r"There is no TPU: JAX has cpu:0.*`jdist\.auto_strategy\(\)`"):
+        jdist.TPUStrategy()
+
+
+def test_cr29_resolver_of_a_tpu_by_name_names_the_command_that_runs_on_its_hosts():
+    with pytest.raises(ValueError, match=r"TPU 'nope'.*gcloud compute tpus tpu-vm ssh nope"):
+        jdist.cluster.TPUClusterResolver("nope")
