@@ -25,7 +25,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 import jdist
-from jdist.context import ReplicaContext, entered
+from jdist._src.replica.context import ReplicaContext, entered
 
 
 class Transformer(nn.Module):
@@ -84,7 +84,7 @@ def main():
         return time.process_time() - start
 
     def without_proof():
-        with mock.patch("jdist.proof.prove", nothing_differs):
+        with mock.patch("jdist._src.jaxpr.replication.prove", nothing_differs):
             return traced(strategy.step(train_step), jdist.PerReplica(BATCH))
 
     candidates = {

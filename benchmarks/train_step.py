@@ -35,7 +35,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
-from jdist.training.steps import Carry, Outcome
+from jdist._src.training.steps import Carry, Outcome
 
 DEVICES = jax.devices()[: args.devices or None]
 ON_CPU = DEVICES[0].platform == "cpu"

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 
 import jdist
-from jdist.training.events import Event, Moment
-from jdist.training.history import History
+from jdist._src.training.events import Event, Moment
+from jdist._src.training.history import History
 
 from laws import STRATEGIES
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from jdist import callbacks
-from jdist.callbacks.rows import FACTS, check_destinations
+from jdist._src.callbacks.log_rows import FACTS, check_destinations
 
 from small_loop import State, place, regression, train
 

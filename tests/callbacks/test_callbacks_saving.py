@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdist import callbacks
-from jdist.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.checkpointer import Checkpointer
 
 from small_loop import place, regression, train
 

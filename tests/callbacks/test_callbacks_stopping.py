@@ -11,7 +11,7 @@ import pytest
 
 import jdist
 from jdist import callbacks
-from jdist.callbacks.copies import from_saved, leaves_to_save
+from jdist._src.callbacks.state_copies import from_saved, leaves_to_save
 
 from small_loop import place, regression, train
 

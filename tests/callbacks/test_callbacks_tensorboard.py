@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdist import callbacks
-from jdist.callbacks import tensorboard
+from jdist._src.callbacks import tensorboard
 
 from small_loop import place, train
 

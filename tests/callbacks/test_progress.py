@@ -9,8 +9,8 @@ import types
 import pytest
 
 from jdist import callbacks
-from jdist.callbacks import displays
-from jdist.callbacks.progress import kind_for
+from jdist._src.callbacks import displays
+from jdist._src.callbacks.progress import kind_for
 
 from small_loop import place, regression, train
 
@@ -246,7 +246,7 @@ def test_notebook_form_is_displayed_once_and_updated(monkeypatch):
 
 
 def test_notebook_without_ipython_is_refused(monkeypatch):
-    from jdist.callbacks import progress
+    from jdist._src.callbacks import progress
 
     assert progress is callbacks.progress
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

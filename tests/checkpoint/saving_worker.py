@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import jdist
-from jdist.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.checkpointer import Checkpointer
 
 folder, last = sys.argv[1], int(sys.argv[2])
 strategy = jdist.MirroredStrategy()

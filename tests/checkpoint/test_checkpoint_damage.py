@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.checkpoint.checkpointer import Checkpointer
-from jdist.checkpoint.manifest import signed, to_text
-from jdist.checkpoint.storage import CheckpointError
+from jdist._src.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.manifest import signed, to_text
+from jdist._src.checkpoint.storage import CheckpointError
 
 from laws import STRATEGIES
 
@@ -201,8 +201,8 @@ def test_damaged_checkpoint_that_restore_has_refused_is_replaced_by_the_next_sav
 FLIPPED = """
 import pathlib, random, sys
 import jdist
-from jdist.checkpoint.checkpointer import Checkpointer
-from jdist.checkpoint.storage import CheckpointError
+from jdist._src.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.storage import CheckpointError
 draw, tries = random.Random(int(sys.argv[2])), int(sys.argv[3])
 strategy, checkpointer = jdist.OneDeviceStrategy("cpu:0"), Checkpointer(sys.argv[1])
 saved = checkpointer.restore(strategy).state["w"].tobytes()
@@ -301,7 +301,7 @@ def test_path_below_a_file_is_refused(tmp_path):
 SEVERAL = """
 import pathlib, sys
 import numpy as np, jdist
-from jdist.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.checkpointer import Checkpointer
 strategy, checkpointer = jdist.OneDeviceStrategy("cpu:0"), Checkpointer(sys.argv[1])
 draw = np.random.default_rng(0).normal
 checkpointer.save(1, strategy.put({f"w{i}": draw(size=(64, 64)).astype(np.float32) for i in range(30)}))
@@ -328,8 +328,8 @@ def test_damaged_file_of_many_arrays_prints_nothing_on_stderr(tmp_path):
 LIMITED = """
 import resource, signal, sys
 import numpy as np, jdist
-from jdist.checkpoint.checkpointer import Checkpointer
-from jdist.checkpoint.storage import CheckpointError
+from jdist._src.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.storage import CheckpointError
 strategy = jdist.OneDeviceStrategy("cpu:0")
 draw = np.random.default_rng(0).normal
 state = strategy.put({f"{name}": draw(size=(1000, 1000)).astype(np.float32) for name in "abcdew"})

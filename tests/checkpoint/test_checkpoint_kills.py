@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.checkpointer import Checkpointer
 
 WORKER = pathlib.Path(__file__).parent / "saving_worker.py"
 FOR_EVER = 10**6

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jdist
-from jdist.checkpoint.fingerprint import fingerprints
-from jdist.checkpoint.structure import from_json, leaves_of, to_json
+from jdist._src.checkpoint.fingerprint import fingerprints
+from jdist._src.checkpoint.tree_format import from_json, leaves_of, to_json
 
 from laws import STRATEGIES
 

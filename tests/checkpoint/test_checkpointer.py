@@ -15,7 +15,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jdist
-from jdist.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.checkpointer import Checkpointer
 
 from laws import STRATEGIES
 
@@ -323,7 +323,7 @@ def test_closed_checkpointer_begins_anew(tmp_path, one):
 def test_orbax_is_not_imported_before_it_is_needed_and_says_nothing(tmp_path):
     code = f"""
 import sys, numpy as np, jdist
-from jdist.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.checkpointer import Checkpointer
 checkpointer = Checkpointer({str(tmp_path)!r})
 assert "orbax" not in sys.modules
 strategy = jdist.OneDeviceStrategy("cpu:0")

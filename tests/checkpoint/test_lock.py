@@ -8,8 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from jdist.checkpoint.checkpointer import Checkpointer
-from jdist.checkpoint.storage import CheckpointError
+from jdist._src.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.storage import CheckpointError
 
 from laws import STRATEGIES
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jdist.checkpoint.checkpointer import Checkpointer
-from jdist.checkpoint.renaming import paired
+from jdist._src.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint.renaming import paired
 
 from laws import STRATEGIES
 

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jdist
-from jdist.checkpoint import storage
-from jdist.checkpoint.checkpointer import Checkpointer
+from jdist._src.checkpoint import storage
+from jdist._src.checkpoint.checkpointer import Checkpointer
 
 from laws import STRATEGIES, assert_in_step
 

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import pytest
 
-from jdist.data.batches import Position, Reading, batches
-from jdist.data.files import Files
-from jdist.data.libraries import source_of
-from jdist.data.sharding import Share
+from jdist._src.data.batches import Position, Reading, batches
+from jdist._src.data.files import Files
+from jdist._src.data.shards import Share
+from jdist._src.data.source_adapters import source_of
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 START = Position(0, 0, None, 1)

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.data.sources import Arrays
+from jdist._src.data.sources import Arrays
 
 from laws import STRATEGIES, among, arrays
 

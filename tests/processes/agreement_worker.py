@@ -20,7 +20,7 @@ jax.distributed.initialize(address, count, number, coordinator_bind_address=addr
 import jax.numpy as jnp
 
 import jdist
-from jdist.checkpoint.checkpointer import newest_of
+from jdist._src.checkpoint.checkpointer import newest_of
 
 is_wrong = number == who
 strategy = jdist.MirroredStrategy(jax.devices())

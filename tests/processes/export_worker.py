@@ -11,8 +11,8 @@ import numpy as np
 
 import jdist
 from jdist import weights
-from jdist.exported import export
-from jdist.loaded import load
+from jdist._src.export.export import export
+from jdist._src.export.load import load
 
 x = np.arange(8, dtype=np.float32).reshape(2, 4)
 for strategy in (jdist.MirroredStrategy(jax.devices()), jdist.ShardedStrategy(mesh=jax.make_mesh((4,), ("data",)))):

@@ -26,8 +26,8 @@ jax.distributed.initialize(address, count, number, coordinator_bind_address=addr
 from jax.sharding import Mesh
 
 import jdist
-from jdist._compat import shared_store
-from jdist.checkpoint.together import Group
+from jdist._src.checkpoint.process_sync import Group
+from jdist._src.core.jax_compat import shared_store
 
 strategy = jdist.ShardedStrategy("all", Mesh(np.array(jax.devices()), ("data",)))
 state = strategy.init(lambda key: {"w": jax.random.normal(key, (1024, 512))}, jax.random.key(0))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 import jdist
-from jdist.values import same_program
+from jdist._src.values import same_program
 
 strategy = jdist.MirroredStrategy(jax.devices())
 rng = np.random.default_rng(number)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 import jdist
-from jdist.strategies.description import describe, picture
+from jdist._src.strategies.description import describe, picture
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 

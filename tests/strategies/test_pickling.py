@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jdist
-from jdist.topology import described_devices
+from jdist._src.devices.topology import described_devices
 
 from laws import STRATEGIES
 from processes.runner import ROOT

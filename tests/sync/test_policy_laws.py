@@ -15,7 +15,9 @@ from flax.training.train_state import TrainState
 from jax import lax
 
 import jdist
-from jdist import _compat, proof, sync
+from jdist import sync
+from jdist._src.core import jax_compat
+from jdist._src.jaxpr import replication
 
 from laws import among, arrays, assert_in_step
 from policies import (
@@ -85,13 +87,13 @@ def test_policy_without_drift_is_proved_to_leave_all_parameters_mirrored(name, p
         "state.params" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
     }
     assert len(names) == 4
-    assert names <= set(proof.mirrored)
+    assert names <= set(replication.mirrored)
 
 
 @pytest.mark.parametrize("name, place", marked_cases(DRIFTING))
 def test_drifting_parameters_are_read_as_their_mean_and_named_trainable(name, place):
     state, proof = trained(name, place)
-    assert not any(name.startswith("state.params") for name in proof.mirrored)
+    assert not any(name.startswith("state.params") for name in replication.mirrored)
     for leaf in jax.tree.leaves(state.params, is_leaf=lambda x: isinstance(x, jdist.SyncOnRead)):
         assert (leaf.aggregation, leaf.trainable) == (jdist.VariableAggregation.MEAN, True)
 
@@ -115,12 +117,12 @@ def meeting(strategy, tx):
     (body,) = program
     number = next(i for i, equation in enumerate(body.eqns) if equation.primitive.name == "cond")
     cond = body.eqns[number]
-    own = [proof.Input("own", axes if i < 2 * count else ()) for i in range(len(body.invars))]
-    operands = [v for v in cond.invars[1:] if not isinstance(v, _compat.Literal)]
+    own = [replication.Input("own", axes if i < 2 * count else ()) for i in range(len(body.invars))]
+    operands = [v for v in cond.invars[1:] if not isinstance(v, jax_compat.Literal)]
     assert len(operands) == len(cond.invars) - 1
-    known = proof.prove(body.replace(eqns=body.eqns[:number], outvars=operands), own, axes)
-    inputs = [proof.Input("operand", tuple(one)) for one in known]
-    apart, together = [proof.prove(_compat.open_jaxpr(one), inputs, axes) for one in cond.params["branches"]]
+    known = replication.prove(body.replace(eqns=body.eqns[:number], outvars=operands), own, axes)
+    inputs = [replication.Input("operand", tuple(one)) for one in known]
+    apart, together = [replication.prove(jax_compat.open_jaxpr(one), inputs, axes) for one in cond.params["branches"]]
     return [bool(one) for one in together[:count]], [bool(one) for one in apart[:count]], [bool(one) for one in known]
 
 

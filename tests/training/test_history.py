@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from jdist.training import plot
-from jdist.training.history import History, in_words
-from jdist.training.panels import metrics_of, panels, shown
+from jdist._src.training.history import History, in_words
+from jdist._src.training.report import matplotlib_charts
+from jdist._src.training.report.charts import metrics_of, panels, shown
 
 few = hypothesis.settings(
     max_examples=12,
@@ -250,7 +250,7 @@ def test_value_that_is_not_finite_is_marked_and_said(bad):
         History(epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s == 7 else 1.0))
     )["Loss"]
     marks = lines_of(axes)["not finite"]
-    assert marks.get_xdata().tolist() == [7, 20] and to_hex(marks.get_color()) == plot.COLORS["bad"][0]
+    assert marks.get_xdata().tolist() == [7, 20] and to_hex(marks.get_color()) == matplotlib_charts.COLORS["bad"][0]
     assert np.isnan(lines_of(axes)["training"].get_ydata()).tolist() == [False, True, False]
 
 
@@ -339,7 +339,7 @@ def test_drawing_leaves_the_settings_of_the_user_as_they_were_and_is_not_ruled_b
 
 def test_drawing_does_not_import_pyplot():
     code = (
-        "import sys; from jdist.training.history import History; assert 'matplotlib' not in sys.modules;"
+        "import sys; from jdist._src.training.history import History; assert 'matplotlib' not in sys.modules;"
         "History([{'step': 1, 'loss': 2.0}]).plot(); assert 'matplotlib.pyplot' not in sys.modules; print('drawn')"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
@@ -354,11 +354,11 @@ def test_without_matplotlib_the_error_names_what_to_install(monkeypatch):
 
 def test_panel_as_svg_is_text_in_the_colours_of_the_page_and_the_same_each_time():
     for i, panel in enumerate(panels(FULL.rows, FULL.losses)):
-        text = plot.svg(panel, f"p{i}")
+        text = matplotlib_charts.svg(panel, f"p{i}")
         root = ET.fromstring(text)
         assert root.tag.endswith("svg") and "viewBox" in root.attrib and "width" not in root.attrib
-        assert text == plot.svg(panel, f"p{i}")
-        assert "var(--muted)" in text and not any(light in text for light, _ in plot.COLORS.values())
+        assert text == matplotlib_charts.svg(panel, f"p{i}")
+        assert "var(--muted)" in text and not any(light in text for light, _ in matplotlib_charts.COLORS.values())
         ids = {element.attrib["id"] for element in root.iter() if "id" in element.attrib}
         assert ids and all(name.startswith(f"p{i}-") for name in ids)
 
@@ -369,7 +369,7 @@ def test_any_history_is_shown_as_text_as_a_table_and_as_pictures(history):
     assert str(history) and repr(history) and history._repr_html_().startswith("<table>")
     str(history).encode()
     for i, panel in enumerate(panels(history.rows, history.losses)):
-        ET.fromstring(plot.svg(panel, f"p{i}"))
+        ET.fromstring(matplotlib_charts.svg(panel, f"p{i}"))
 
 
 @few
@@ -382,4 +382,4 @@ def test_any_history_is_drawn_with_each_of_its_values_or_a_mark(history):
     assert sum(len(trace.x) for trace in traced) == len(history.losses)
     with io.BytesIO() as file:
         hypothesis.assume(all(ord(c) < 256 for row in history.rows for name in row for c in name))  # the font has them
-        plot.figure(found).savefig(file, format="png", dpi=40)
+        matplotlib_charts.figure(found).savefig(file, format="png", dpi=40)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.replicate import Proof
-from jdist.training.history import History
-from jdist.training.report import report
+from jdist._src.execution.replicate import Proof
+from jdist._src.training.history import History
+from jdist._src.training.report.page import report
 
 few = hypothesis.settings(
     max_examples=6,

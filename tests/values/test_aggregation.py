@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.values import aggregation as aggregations
+from jdist._src.values import aggregation as aggregations
 
 CHOICES = [jdist.VariableSynchronization, jdist.VariableAggregation]
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist.mesh import Replicas, mirrored_sharding, replica_mesh
-from jdist.reduce_op import ReduceOp
-from jdist.values import arrays
+from jdist._src.devices.mesh import Replicas, mirrored_sharding, replica_mesh
+from jdist._src.values import arrays
+from jdist._src.values.reduce_op import ReduceOp
 
 from laws import STRATEGIES
 

@@ -1,0 +1,75 @@
+"""Explains the errors that JAX raises while a replica function is traced, in terms of the function's own arguments."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from jdist._src.core import source_lines
+
+_UNKNOWN_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_ARGUMENT = re.compile(r"value of the arguments? .*?\bgiven\[(\d+)\]")
+
+
+@contextlib.contextmanager
+def explained(names: Sequence[str], mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Replaces JAX's errors about traced values, and about captured sharded arrays, by errors that name them.
+
+    Args:
+        names: The names of the arguments, in the order of the traced function's `given`.
+        mesh: The mesh of the strategy.
+
+    Raises:
+        TypeError: Python code needs the value of a traced array.
+        ValueError: The function closes over an array that is sharded over the mesh.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if not isinstance(error, _UNKNOWN_VALUE) and not _ARGUMENT.search(str(error)):
+            raise
+        raise TypeError(_unknown_value(error, names)) from error
+    except ValueError as error:
+        if "should match the mesh" not in str(error):
+            raise
+        raise ValueError(
+            f"{_place(error)} uses an array that the function closes over and that is placed on the mesh "
+            f"{dict(mesh.shape)}. Inside a replica function JAX has no sharding for it. Pass it as an argument: a replicated "
+            "array as it is, an array `[replica, ...]` in `jdist.PerReplica(x)`."
+        ) from error
+
+
+def _unknown_value(error: Exception, names: Sequence[str]) -> str:
+    arguments = [
+        names[int(number)] for number in re.findall(r"\bgiven\[(\d+)\]", str(error)) if int(number) < len(names)
+    ]
+    if arguments:
+        value = "a value computed from " + ", ".join(f"`{name}`" for name in dict.fromkeys(arguments))
+        advice = (
+            "If it selects code, do not pass it as an argument: close over it, or bind it with `functools.partial(fn, "
+            "name=value)`; otherwise use `jax.lax.cond` or `jnp.where`."
+        )
+    elif "replica_id" in str(error):
+        value = "the replica index"
+        advice = (
+            "Use `jax.lax.cond(jdist.replica_id() == 0, ...)` or `jnp.where`; do printing, logging and saving on the host, "
+            "with what `strategy.run` returns."
+        )
+    else:
+        value = "a traced value"
+        advice = "Use `jax.lax.cond` or `jnp.where`, or compute it on the host and close over it."
+    return (
+        f"{_place(error)} needs {value} as a Python value (in an `if`, an index, `float()` or a numpy function), but a replica "
+        f"function is traced before any value is known. {advice}"
+    )
+
+
+def _place(error: Exception) -> str:
+    line = source_lines.user_line(error)
+    return f"{line} in {line.function}" if line else "The function"

@@ -1,0 +1,34 @@
+"""`OneDeviceStrategy`: the same program on one device."""
+
+from typing import final
+
+import jax
+
+from jdist._src.devices.mesh import Replicas, replica_mesh, warn_if_local
+from jdist._src.execution.shard_map import ReplicaView
+from jdist._src.strategies.base import Strategy
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """One replica on one device.
+
+    Collectives are the identity here, and everything else is as it is on many devices: what `run` returns has the same
+    form, and a step that would not stay in step on two replicas is refused on one.
+
+    Args:
+        device: The device, or its name, as `"cpu:0"`; the first local device by default.
+
+    Raises:
+        ValueError: There is no such device.
+
+    Example:
+        >>> jdist.OneDeviceStrategy("cpu:0").num_replicas_in_sync
+        1
+    """
+
+    def __init__(self, device: jax.Device | str | None = None):
+        instead = "MirroredStrategy(devices=jax.devices())"
+        warn_if_local("OneDeviceStrategy", None if device is None else [device], instead)
+        mesh = replica_mesh([jax.local_devices()[0] if device is None else device])
+        super().__init__(ReplicaView(Replicas.on(mesh)), arguments={"device": mesh.devices.flat[0]})

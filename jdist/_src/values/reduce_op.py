@@ -1,0 +1,105 @@
+"""`ReduceOp`: how the values of the replicas become one, and of what there is none."""
+
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdist._src.core.arguments import choice
+from jdist._src.core.tree import spec
+
+
+class ReduceOp(enum.Enum):
+    """How the values of the replicas become one.
+
+    Wherever one is asked for, its name does as well, in any case: `"mean"`.
+
+    Example:
+        >>> ReduceOp.of("Sum")
+        <ReduceOp.SUM: 'SUM'>
+    """
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MAX = "MAX"
+    MIN = "MIN"
+
+    @classmethod
+    def of(cls, op: "ReduceOp | str") -> "ReduceOp":
+        """The operation of that name.
+
+        Raises:
+            ValueError: There is none.
+        """
+        return choice(cls, op, f"{op!r} is not a reduction")
+
+
+def check_reducible(op: ReduceOp, name: str, leaf: Any) -> None:
+    """Raises TypeError if `leaf` is of a dtype that has no reduction `op`: a key, a boolean, the order of complex numbers."""
+    dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise TypeError(f"{name} is a random key ({spec(leaf)}): keys cannot be reduced. Reduce what is drawn from it.")
+    if getattr(dtype, "kind", "") in "USOmM":
+        raise TypeError(f"{name} is {spec(leaf)}, no number or array of numbers: it has no {op.name}.")
+    if dtype == jnp.bool_:
+        raise TypeError(
+            f"{name} is boolean ({spec(leaf)}), and {op.name} of booleans has no one meaning. Cast it: "
+            "`x.astype(jnp.int32)` and SUM counts, MAX is any, MIN is all."
+        )
+    if op in (ReduceOp.MAX, ReduceOp.MIN) and jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{name} is complex ({spec(leaf)}), and complex numbers have no {op.name}. Reduce `abs(x)`, or the parts."
+        )
+
+
+def sortable(op: ReduceOp, x: jax.Array) -> jax.Array:
+    """Integers in the order of the floats `x`, so that their MAX or MIN is NaN where any operand is, as in `jnp.max`.
+
+    XLA's all-reduce of floats drops NaN on the CPU. NaN becomes the greatest integer for MAX and the least for MIN; `-0.0` is
+    less than `0.0`. Floats of less than 32 bits become int32, which every backend reduces. For another reduction, or another
+    dtype, `x` is returned unchanged.
+
+    Raises:
+        NotImplementedError: While differentiating: an all-reduce of MAX or MIN has no gradient.
+    """
+    if not _is_sorted(op, x.dtype):
+        return x
+    x = _without_gradient(x)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    integer = jnp.iinfo(np.dtype(f"int{wide.dtype.itemsize * 8}"))
+    ordered = _mirror_negatives(lax.bitcast_convert_type(wide, integer.dtype))
+    return jnp.where(jnp.isnan(wide), integer.max if op is ReduceOp.MAX else integer.min, ordered)
+
+
+def from_sortable(op: ReduceOp, x: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `sortable`: `x` as an array of its original dtype."""
+    if not _is_sorted(op, dtype):
+        return x
+    wide = lax.bitcast_convert_type(_mirror_negatives(x), np.dtype(f"float{x.dtype.itemsize * 8}"))
+    return wide.astype(dtype)
+
+
+def _is_sorted(op: ReduceOp, dtype: Any) -> bool:
+    return op in (ReduceOp.MAX, ReduceOp.MIN) and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
+def _mirror_negatives(bits: jax.Array) -> jax.Array:
+    """Reverses the order of negative numbers, whose floats are stored as sign and magnitude. It is its own inverse."""
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+
+
+@jax.custom_jvp
+def _without_gradient(x: jax.Array) -> jax.Array:
+    """`x`, where the gradient of its bits would silently be zero."""
+    return x
+
+
+@_without_gradient.defjvp
+def _refuse_gradient(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "`jdist.all_reduce` with MAX or MIN has no gradient. Stop the gradient before it: "
+        '`jdist.all_reduce("max", jax.lax.stop_gradient(x))`.'
+    )

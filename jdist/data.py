@@ -1,0 +1,9 @@
+"""Data: which replica gets which example, in which order, ahead of the step that takes it."""
+
+from jdist._src.data.dataset import DistributedDataset as DistributedDataset
+from jdist._src.data.dataset import DistributedIterator as DistributedIterator
+from jdist._src.data.dataset import stats as stats
+from jdist._src.data.files import Files as Files
+from jdist._src.data.shards import AutoShardPolicy as AutoShardPolicy
+from jdist._src.data.shards import InputContext as InputContext
+from jdist._src.data.stats import Stats as Stats

@@ -1,1 +1,0 @@
-"""Strategies: where a step runs. One final class a file, over one base."""

@@ -1,0 +1,25 @@
+"""Synchronisation policies: optax gradient transformations that say when and how the replicas agree.
+
+The step stays as it is, `tx.update(grads, opt_state, params)` with each replica's own gradients; the policy is one argument:
+
+    tx = optax.chain(jdist.sync.mean(), optax.adamw(1e-3))
+    tx = jdist.sync.every(4, optax.chain(jdist.sync.int8(), optax.adamw(1e-3)))
+    tx = jdist.sync.diloco(optax.adamw(1e-3), every=50)
+
+Make the state in `strategy.init`, which places what a policy keeps.
+"""
+
+from jdist._src.sync.accumulation import every as every
+from jdist._src.sync.accumulation import skip_nonfinite as skip_nonfinite
+from jdist._src.sync.local_updates import diloco as diloco
+from jdist._src.sync.local_updates import local_sgd as local_sgd
+from jdist._src.sync.loss_scale import dynamic_loss_scale as dynamic_loss_scale
+from jdist._src.sync.low_rank import power_sgd as power_sgd
+from jdist._src.sync.quantization import in_dtype as in_dtype
+from jdist._src.sync.quantization import int8 as int8
+from jdist._src.sync.reduction import exact as exact
+from jdist._src.sync.reduction import hierarchical as hierarchical
+from jdist._src.sync.reduction import mean as mean
+from jdist._src.sync.reduction import sum as sum
+from jdist._src.sync.sparsity import top_k as top_k
+from jdist._src.sync.streaming import streaming_diloco as streaming_diloco

@@ -1,1 +1,0 @@
-"""The loop over the steps, and what is seen, kept and said of it."""

@@ -1,1 +1,0 @@
-"""Values that live on many devices: one common type, a placement a class."""

@@ -1,1 +1,0 @@
-"""Virtual replicas: the program of one replica of V, run by N devices."""

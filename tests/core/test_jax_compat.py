@@ -1,0 +1,132 @@
+"""The equations of the installed JAX, as the proof reads them."""
+
+import inspect
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+from jax.sharding import PartitionSpec
+
+from jdist._src.core import jax_compat, source_lines
+from jdist._src.devices.mesh import replica_mesh
+
+
+def _equations(fn, *args):
+    return jax.make_jaxpr(fn)(*args).jaxpr.eqns
+
+
+def _inside_mesh(fn):
+    """The equations of `fn` as one replica of two runs it."""
+    mesh, whole = replica_mesh(["cpu:0", "cpu:1"]), PartitionSpec()
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    (equation,) = _equations(mapped, jnp.ones(4))
+    return jax_compat.open_jaxpr(equation.params["jaxpr"]).eqns
+
+
+def test_frame_in_the_working_folder_is_written_from_there():
+    assert str(source_lines.Frame(os.path.join(os.getcwd(), "a", "b.py"), 3, "f")) == os.path.join("a", "b.py") + ":3"
+    assert str(source_lines.Frame("/elsewhere/b.py", 3, "f")) == "/elsewhere/b.py:3"
+
+
+def test_open_jaxpr_of_closed_and_open_program_is_the_same():
+    closed = jax.make_jaxpr(jnp.sin)(1.0)
+    assert jax_compat.open_jaxpr(closed) is closed.jaxpr
+    assert jax_compat.open_jaxpr(closed.jaxpr) is closed.jaxpr
+
+
+def test_scan_counts_are_constants_and_carry():
+    constant = jnp.arange(3.0)
+    turn = lambda carry, x: ((carry[0] + constant.sum() * x, carry[1] + 1), x)
+    (scan,) = [
+        e for e in _equations(lambda xs: lax.scan(turn, (0.0, 1), xs), jnp.ones(5)) if e.primitive.name == "scan"
+    ]
+    consts, carry = jax_compat.scan_counts(scan)
+    assert carry == 2
+    assert consts + carry + 1 == len(scan.invars)
+
+
+def test_lowered_program_holds_its_programs_and_gives_the_same():
+    fn = lambda x: lax.psum(jnp.nonzero(jnp.sort(x), size=2, fill_value=7)[0], "replica")
+    traced = jax.make_jaxpr(fn, axis_env=[("replica", 2)])(jnp.zeros(3))
+    program = jax_compat.lowered(traced, [("replica", 2)])
+    equations = jax_compat.open_jaxpr(program).eqns
+    assert not any(jax_compat.contents(one).opaque for one in [*equations, *_held(equations)])
+    given = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    run = lambda f: jax.vmap(f, axis_name="replica")(given)
+    np.testing.assert_array_equal(run(jax_compat.function_of(program))[0], run(fn))
+
+
+def test_program_without_python_code_in_it_is_lowered_already():
+    traced = jax.make_jaxpr(jnp.sin)(1.0)
+    assert jax_compat.lowered(traced) is traced
+
+
+def _scanned_sum(x):
+    return lax.scan(lambda carry, _: (lax.psum(carry, "replica"), None), x, None, length=2)[0]
+
+
+NAMES = {  # what is named by the equations, and by the programs that they hold
+    "sum": (lambda x: lax.psum(x, "replica"), True, False),
+    "sum_in_a_scan": (_scanned_sum, False, True),
+    "sum_in_a_branch": (lambda x: lax.cond(x[0] > 0, lambda: lax.pmax(x, "replica"), lambda: x), False, True),
+    "sum_in_a_scan_in_a_branch": (lambda x: lax.cond(x[0] > 0, lambda: _scanned_sum(x), lambda: x), False, True),
+    "number": (lambda x: x * lax.axis_index("replica"), True, False),
+    "none": (lambda x: jax.jit(jnp.sin)(x), False, False),
+}
+
+
+def _held(equations):
+    """The equations of all programs that `equations` hold, and that these hold."""
+    inner = [
+        each for equation in equations for program in jax_compat.contents(equation).programs for each in program.eqns
+    ]
+    return inner + _held(inner) if inner else []
+
+
+@pytest.mark.parametrize("fn, own, inside", NAMES.values(), ids=NAMES)
+def test_contents_of_equation_are_its_names_and_its_programs(fn, own, inside):
+    equations = _inside_mesh(fn)
+    assert any("replica" in jax_compat.contents(equation).names for equation in equations) == own
+    assert any("replica" in jax_compat.contents(equation).names for equation in _held(equations)) == inside
+    assert not any(jax_compat.contents(equation).opaque for equation in equations)
+
+
+EFFECTS = {
+    "print": (lambda x: jax.debug.print("{}", x), False),
+    "callback": (lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct((), np.float32), x), True),
+    "ordered_callback": (
+        lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct((), np.float32), x, ordered=True),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("fn, taints", EFFECTS.values(), ids=EFFECTS)
+def test_effect_taints_unless_it_gives_no_value(fn, taints):
+    effects = set().union(*(equation.effects for equation in _equations(fn, 1.0)))
+    assert effects
+    assert any(map(jax_compat.taints, effects)) == taints
+
+
+LINES = {
+    "jax": lambda x: jnp.linalg.norm(x),
+    "library": lambda x: optax.huber_loss(x),
+    "own": lambda x: x * 2,
+}
+
+
+@pytest.mark.parametrize("fn", LINES.values(), ids=LINES)
+def test_user_frame_of_equation_is_the_line_that_called_the_library(fn):
+    _, first = inspect.getsourcelines(fn)
+    frames = {source_lines.user_frame(equation) for equation in _equations(fn, jnp.ones(3))}
+    assert {(frame.file, frame.line) for frame in frames} == {(__file__, first)}
+
+
+def test_store_of_a_process_that_has_not_joined_others_is_refused_with_the_way_out():
+    with pytest.raises(RuntimeError, match=r"do not know each other: call `jax\.distributed\.initialize`"):
+        jax_compat.shared_store()

@@ -1,0 +1,334 @@
+"""Items made ahead of whoever takes them, by a thread or by the taker."""
+
+import gc
+import itertools
+import threading
+import time
+import traceback
+import weakref
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+from jdist._src.data.prefetch import Inline, Threaded
+
+few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
+PATIENCE = 30  # seconds, until what has to happen is said not to
+KINDS = {"inline": Inline, "threaded": Threaded}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def _threads():
+    return [thread for thread in threading.enumerate() if thread.name == "jdist input"]
+
+
+def _until(happened):
+    end = time.monotonic() + PATIENCE
+    while not happened() and time.monotonic() < end:
+        time.sleep(0.001)
+    assert happened()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    if _threads():
+        gc.collect()
+    _until(lambda: not _threads())
+
+
+def _making(count, fails=None, log=None):
+    """Makes the numbers below `count`, and then raises `fails`, if anything; notes what happens in `log`."""
+    log = [] if log is None else log
+
+    def make(stopped):
+        try:
+            for number in range(count):
+                log.append(number)
+                yield number
+            if fails is not None:
+                raise fails
+        finally:
+            log.append("closed")
+
+    return make
+
+
+def _taken(items):
+    found = []
+    while True:
+        try:
+            found.append(items.take())
+        except StopIteration:
+            return found
+
+
+class _MakerError(Exception):
+    pass
+
+
+@few
+@hypothesis.given(st.sampled_from(list(KINDS)), st.integers(0, 20), st.integers(1, 25))
+def test_items_come_in_the_order_in_which_they_are_made(kind, count, depth):
+    items = KINDS[kind](_making(count), depth)
+    assert _taken(items) == list(range(count))
+    assert _taken(items) == []  # and then none, again and again
+    items.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_items_that_are_not_made_ahead_come_in_order_as_well(count):
+    log = []
+    items = Inline(_making(count, log=log), 0)
+    for number in range(count):
+        assert (items.ready(), log) == (False, list(range(number)))
+        assert items.take() == number
+    assert _taken(items) == []
+    assert log == [*range(count), "closed"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_thread_makes_as_many_items_ahead_as_it_may_and_no_more(depth):
+    made, allowed, late = itertools.count(), [depth], []
+
+    def make(stopped):
+        for number in made:
+            if number >= allowed[0]:
+                late.append((number, allowed[0]))
+            reached[0] = number + 1
+            yield number
+
+    reached = [0]
+    items = Threaded(make, depth)
+    for number in range(20):
+        _until(lambda number=number: reached[0] == number + depth)
+        allowed[0] += 1
+        assert items.take() == number
+    _until(lambda: reached[0] == 20 + depth)
+    items.close()
+    assert late == []
+    assert reached[0] == 20 + depth
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+def test_taker_makes_as_many_items_ahead_as_it_may_and_no_more(depth):
+    log = []
+    items = Inline(_making(100, log=log), depth)
+    assert log == []  # nothing before the first is wanted
+    for number in range(10):
+        assert items.take() == number
+        assert log == list(range(number + 1 + depth))
+    items.close()
+
+
+@few
+@hypothesis.given(st.sampled_from(list(KINDS)), st.integers(0, 10), st.integers(1, 12))
+def test_error_comes_once_after_all_items_before_it(kind, count, depth):
+    error = _MakerError("broken")
+    items = KINDS[kind](_making(count, error), depth)
+    assert [items.take() for _ in range(count)] == list(range(count))
+    with pytest.raises(_MakerError) as caught:
+        items.take()
+    assert caught.value is error
+    assert traceback.extract_tb(error.__traceback__)[-1].name == "make"
+    assert _taken(items) == []
+    items.close()
+
+
+@pytest.mark.parametrize("error", [_MakerError("x"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_error_of_any_kind_in_the_thread_reaches_the_taker(error, depth):
+    items = Threaded(_making(2, error), depth)
+    assert [items.take(), items.take()] == [0, 1]
+    with pytest.raises(type(error)) as caught:
+        items.take()
+    assert caught.value is error
+    assert _taken(items) == []
+
+
+@every_kind
+def test_error_before_the_first_item_comes_at_once(kind):
+    def make(stopped):
+        raise _MakerError("at once")
+        yield
+
+    items = kind(make, 2)
+    with pytest.raises(_MakerError, match="at once"):
+        items.take()
+    items.close()
+
+
+def test_interrupt_while_items_are_made_ahead_loses_none():
+    raised = []
+
+    class Made:  # goes on after an error, as no generator does
+        def __init__(self, stopped):
+            self.number = -1
+
+        def __next__(self):
+            if self.number == 1 and not raised:
+                raised.append(1)
+                raise KeyboardInterrupt
+            self.number += 1
+            return self.number
+
+    items = Inline(Made, 2)
+    with pytest.raises(KeyboardInterrupt):
+        items.take()
+    assert [items.take() for _ in range(4)] == [0, 1, 2, 3]
+
+
+@every_kind
+def test_items_are_ready_when_one_was_made(kind):
+    items = kind(_making(3), 1)
+    items.take()
+    _until(items.ready)
+    assert (items.take(), items.take()) == (1, 2)
+    items.close()
+
+
+def test_items_of_a_thread_that_is_still_making_are_not_ready():
+    go = threading.Event()
+
+    def make(stopped):
+        assert go.wait(PATIENCE)
+        yield 0
+
+    items = Threaded(make, 2)
+    assert not items.ready()
+    go.set()
+    assert items.take() == 0
+    items.close()
+
+
+@every_kind
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("taken", [0, 1, 3, 10])
+def test_close_at_any_time_ends_all_and_can_be_repeated(kind, depth, taken):
+    log = []
+    items = kind(_making(10, log=log), depth)
+    for number in range(taken):
+        assert items.take() == number
+    for _ in range(3):
+        items.close()
+    assert _threads() == []
+    assert log[-1:] == ["closed"] or log == []  # a generator that was never begun has nothing to close
+    assert log.count("closed") <= 1
+    assert not log or len(log) - 1 <= taken + depth
+    assert _taken(items) == []
+
+
+@every_kind
+def test_close_after_an_error_that_was_not_taken_says_nothing(kind):
+    items = kind(_making(1, _MakerError("never seen")), 3)
+    assert items.take() == 0
+    items.close()
+    assert _taken(items) == []
+
+
+def test_close_while_an_item_is_made_waits_for_it_and_closes_what_makes_it():
+    busy, go, log = threading.Event(), threading.Event(), []
+
+    def make(stopped):
+        try:
+            yield 0
+            busy.set()
+            assert go.wait(PATIENCE)
+            log.append(stopped())
+            yield 1
+        finally:
+            log.append("closed")
+
+    items = Threaded(make, 2)
+    assert items.take() == 0
+    assert busy.wait(PATIENCE)
+    closing = threading.Thread(target=items.close, daemon=True)
+    closing.start()
+    _until(lambda: items._stop.is_set())
+    go.set()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert log == [True, "closed"]  # what makes the items was told to stop
+    assert _taken(items) == []
+
+
+def test_maker_that_asks_whether_to_stop_ends_when_the_items_are_forgotten():
+    begun = threading.Event()
+
+    def make(stopped):
+        begun.set()
+        while not stopped():
+            time.sleep(0.001)
+        yield 0
+
+    items = Threaded(make, 1)
+    assert begun.wait(PATIENCE)
+    assert len(_threads()) == 1
+    del items
+    _until(lambda: not _threads())
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("taken", [0, 2])
+def test_items_that_are_forgotten_are_gone_with_their_thread_and_what_makes_them(depth, taken):
+    log = []
+    items = Threaded(_making(10**6, log=log), depth)
+    for _ in range(taken):
+        items.take()
+    gone = weakref.ref(items)
+    del items
+    assert gone() is None
+    _until(lambda: not _threads())
+    assert log[-1:] == ["closed"] or log == []
+
+
+def test_many_threads_begun_and_left_in_every_way_leave_none():
+    kept = []
+    for number in range(60):
+        items = Threaded(_making(5, _MakerError() if number % 2 else None), 1 + number % 3)
+        if number % 5 > 1:
+            items.take()
+        if number % 5 > 2:
+            items.close()
+        if number % 5 == 4:
+            kept.append(items)
+    del items
+    _until(lambda: not _threads())
+    assert all(_taken(items) == [] for items in kept)
+
+
+def test_thread_that_is_at_its_end_is_gone_while_the_items_are_kept():
+    items = Threaded(_making(2), 5)
+    _until(lambda: not _threads())
+    assert _taken(items) == [0, 1]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_thread_keeps_as_many_bits_as_who_began_it(keeps):
+    def make(stopped):
+        yield jax.numpy.zeros((), np.float64 if keeps else np.float32).dtype
+        yield jax.dtypes.canonicalize_dtype(np.float64)
+
+    with jax.enable_x64(keeps):
+        items = Threaded(make, 1)
+    assert _taken(items) == [np.float64 if keeps else np.float32] * 2
+
+
+def test_two_threads_that_take_share_the_items():
+    items, found = Threaded(_making(200), 3), [[], []]
+
+    def take(mine):
+        for _ in range(100):
+            mine.append(items.take())
+
+    takers = [threading.Thread(target=take, args=(mine,)) for mine in found]
+    for taker in takers:
+        taker.start()
+    for taker in takers:
+        taker.join(PATIENCE)
+    assert sorted(sum(found, [])) == list(range(200))
+    assert all(mine == sorted(mine) for mine in found)
+    items.close()

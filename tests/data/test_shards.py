@@ -1,0 +1,301 @@
+"""Who holds which rows of a batch, and who reads what."""
+
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+import jdist
+from jdist._src.data.shards import Share, check_split, share_of
+from jdist.data import AutoShardPolicy, InputContext
+
+from laws import STRATEGIES
+
+few = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
+REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
+every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
+
+
+# The policies
+
+
+@pytest.mark.parametrize("policy", AutoShardPolicy)
+def test_policy_is_meant_by_itself_and_by_its_name_in_any_case(policy):
+    names = [policy.name, policy.name.lower(), policy.name.title()]
+    assert [AutoShardPolicy.of(given) for given in [policy, *names]] == [policy] * 4
+
+
+def test_policies_have_the_numbers_of_tensorflow():
+    assert {policy.name: policy.value for policy in AutoShardPolicy} == {
+        "OFF": -1,
+        "AUTO": 0,
+        "FILE": 1,
+        "DATA": 2,
+        "HINT": 3,
+    }
+
+
+@pytest.mark.parametrize("given", ["files", "", " data", None, 1, True, False, ["data"], "AutoShardPolicy.DATA"])
+def test_policy_of_an_unknown_name_is_refused_with_those_that_there_are(given):
+    with pytest.raises(ValueError, match=r"is no way to shard; take one of 'OFF', 'AUTO', 'FILE', 'DATA', 'HINT'") as e:
+        AutoShardPolicy.of(given)
+    assert str(e.value).startswith(repr(given))
+
+
+# The context of an input pipeline
+
+
+def test_context_gives_each_replica_its_part_of_a_batch():
+    context = InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
+    assert context.get_per_replica_batch_size(12) == 2
+    assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (2, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "replicas, size, says",
+    [
+        (6, 13, r"batch of 13 examples cannot be split over 6 replicas \(1 left over\).*take 12 or 18\."),
+        (4, 10, r"batch of 10 examples cannot be split over 4 replicas \(2 left over\).*take 8 or 12\."),
+        (4, 3, r"batch of 3 examples cannot be split over 4 replicas \(3 left over\).*take 4\."),
+        (4, 0, r"batch of 0 examples cannot be split over 4 replicas.*take 4\."),
+        (4, -4, r"batch of -4 examples cannot be split over 4 replicas.*take 4\."),
+    ],
+)
+def test_context_refuses_a_batch_that_cannot_be_split_with_those_next_to_it(replicas, size, says):
+    with pytest.raises(ValueError, match=says):
+        InputContext(num_replicas_in_sync=replicas).get_per_replica_batch_size(size)
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ((2, 5), r"`input_pipeline_id` must be less than .*input_pipeline_id=5 and num_input_pipelines=2"),
+        ((2, 2), r"input_pipeline_id=2 and num_input_pipelines=2"),
+        ((2, -1), r"`input_pipeline_id` is a whole number from 0 up, got -1"),
+        ((0, 0), r"`num_input_pipelines` is a whole number from 1 up, got 0"),
+        ((1, 0, 0), r"`num_replicas_in_sync` is a whole number from 1 up, got 0"),
+    ],
+)
+def test_context_that_cannot_be_is_refused(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        InputContext(*wrong)
+
+
+@pytest.mark.parametrize("wrong", [(2.0, 1), (2, "1"), (2, 1, None), (True, 0)])
+def test_context_of_what_is_no_whole_number_is_refused(wrong):
+    with pytest.raises(TypeError, match="is a whole number from [01] up, got"):
+        InputContext(*wrong)
+
+
+def test_context_names_the_argument_of_a_batch_that_cannot_be_split():
+    with pytest.raises(ValueError, match="`global_batch_size` counts the examples of all replicas together"):
+        InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(3)
+    with pytest.raises(TypeError, match=r"`global_batch_size` is a whole number, got 4\.0"):
+        InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(4.0)
+
+
+def test_context_says_in_words_which_pipeline_it_is():
+    assert str(InputContext(3, 2, 12)) == "jdist.InputContext(input pipeline id 2, total: 3)"
+
+
+def test_context_of_nothing_said_is_that_of_one_replica():
+    context = InputContext()
+    assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (1, 0, 1)
+    assert [context.get_per_replica_batch_size(size) for size in (1, 7)] == [1, 7]
+
+
+@every_strategy
+def test_context_that_a_function_gets_is_that_of_its_strategy(strategy):
+    given = []
+    n = strategy.num_replicas_in_sync
+
+    def batches(context):
+        given.append(context)
+        size = context.get_per_replica_batch_size(6 * n)
+        return (np.arange(i, i + size) for i in range(0, 12 * n, size))
+
+    dataset = strategy.distribute_datasets_from_function(batches)
+    assert given == [InputContext(1, 0, n)]
+    first, second = dataset
+    assert np.ravel(first.tree).tolist() == list(range(6 * n))
+    assert np.ravel(second.tree).tolist() == list(range(6 * n, 12 * n))
+
+
+@few
+@hypothesis.given(st.integers(-5, 60), st.integers(1, 12))
+def test_batch_is_refused_exactly_where_a_replica_would_have_none_or_more_than_another(size, replicas):
+    if size > 0 and size % replicas == 0:
+        return check_split(size, replicas)
+    near = {(size // replicas) * replicas, (size // replicas + 1) * replicas} if size > 0 else {replicas}
+    with pytest.raises(ValueError) as caught:
+        check_split(size, replicas)
+    for good in near - {0}:
+        check_split(good, replicas)
+        assert str(good) in str(caught.value).partition("take")[2]
+
+
+# Shares
+
+
+@st.composite
+def layouts(draw):
+    """The shares of processes that hold any of the replicas each."""
+    n = draw(st.integers(1, 8))
+    owner = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
+    used = sorted(set(owner))
+    return [
+        Share(tuple(i for i in range(n) if owner[i] == process), n, number, len(used))
+        for number, process in enumerate(used)
+    ]
+
+
+@few
+@hypothesis.given(layouts(), st.integers(1, 6), st.data())
+def test_common_parts_of_all_processes_are_the_batch_cut_into_blocks_each_row_once(shares, each, data):
+    n = shares[0].num_replicas
+    size = n * each
+    shards = data.draw(st.integers(1, size))
+    sizes, held = {}, []
+    for share in shares:
+        parts = share.common(size, shards)
+        assert [part.shard for part in parts] == sorted({part.shard for part in parts})
+        for part in parts:
+            assert sizes.setdefault(part.shard, part.size) == part.size
+            assert 0 < len(part.rows) <= part.size
+            assert part.rows.tolist() == sorted(set(part.rows.tolist()))
+            assert set(part.rows.tolist()) <= set(range(part.size))
+            held += [(part.shard, row) for row in part.rows.tolist()]
+    # Every shard gives the same number of rows, or one more or less, and every row has one process that holds it.
+    assert sorted(sizes) == list(range(shards))
+    assert sum(sizes.values()) == size
+    assert max(sizes.values()) - min(sizes.values()) <= 1
+    assert sorted(held) == [(shard, row) for shard in range(shards) for row in range(sizes[shard])]
+
+
+@few
+@hypothesis.given(layouts(), st.integers(1, 6), st.data())
+def test_common_parts_are_the_rows_of_the_replicas_in_order(shares, each, data):
+    n = shares[0].num_replicas
+    size = n * each
+    shards = data.draw(st.integers(1, size))
+    starts = [size * shard // shards for shard in range(shards)]
+    for share in shares:
+        rows = [starts[part.shard] + row for part in share.common(size, shards) for row in part.rows.tolist()]
+        assert rows == [i * each + row for i in share.replicas for row in range(each)]
+
+
+@few
+@hypothesis.given(layouts(), st.integers(1, 6))
+def test_own_parts_of_all_processes_are_the_rows_of_their_replicas(shares, each):
+    n = shares[0].num_replicas
+    parts = [share.own(n * each) for share in shares]
+    assert [part.shard for (part,) in parts] == [share.pipeline for share in shares]
+    assert [part.size for (part,) in parts] == [len(share.replicas) * each for share in shares]
+    assert sum(part.size for (part,) in parts) == n * each
+    for (part,) in parts:
+        assert part.rows.tolist() == list(range(part.size))
+
+
+def test_share_of_equal_processes_reads_one_shard_each():
+    shares = [Share((0, 1), 4, 0, 2), Share((2, 3), 4, 1, 2)]
+    assert [[part.shard for part in share.common(8, 2)] for share in shares] == [[0], [1]]
+
+
+@every_strategy
+def test_share_of_one_process_is_everything(strategy):
+    n = strategy.num_replicas_in_sync
+    assert share_of(strategy.replicas) == Share(tuple(range(n)), n, 0, 1)
+
+
+# Policies in one process
+
+PATHS = [0, 5, 10]
+
+
+def _files():
+    return jdist.data.Files(PATHS, lambda i: np.arange(i, i + 5))
+
+
+class _Sharded:
+    """A source that can be cut, and notes how it was asked to be."""
+
+    def __init__(self, log, first=0, step=1):
+        self.log, self.first, self.step = log, first, step
+
+    def shard(self, num_shards, index):
+        self.log.append((num_shards, index))
+        return _Sharded(self.log, index, num_shards)
+
+    def __iter__(self):
+        return iter(np.arange(15)[self.first :: self.step])
+
+
+SOURCES = {
+    "arrays": lambda: np.arange(15),
+    "stream": lambda: _Sharded([]),
+    "batches": lambda: (np.arange(15)[i : i + 6] for i in range(0, 15, 6)),
+    "files": _files,
+}
+
+
+@every_strategy
+@pytest.mark.parametrize(
+    "kind, policy",
+    [
+        *itertools.product(SOURCES, [AutoShardPolicy.AUTO, AutoShardPolicy.DATA, AutoShardPolicy.OFF]),
+        ("files", AutoShardPolicy.FILE),
+        ("stream", AutoShardPolicy.HINT),
+    ],
+)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_every_policy_gives_one_process_everything(kind, policy, shuffle, strategy):
+    if shuffle and kind in ("stream", "batches"):
+        return
+    size = None if kind == "batches" else 6
+    found = strategy.distribute_dataset(
+        SOURCES[kind](), size, auto_shard=policy, remainder="pad", shuffle=shuffle, seed=2
+    )
+    expected = REPLICAS["one_device"].distribute_dataset(
+        SOURCES[kind](), size, auto_shard="data", remainder="pad", shuffle=shuffle, seed=2
+    )
+    pairs = lambda data: [[np.ravel(part.tree).tolist() for part in element] for element in data]
+    batches = pairs(found)
+    assert batches == pairs(expected)
+    assert sorted(x for rows, weights in batches for x, w in zip(rows, weights, strict=True) if w) == list(range(15))
+
+
+def test_hint_asks_the_source_for_the_part_of_this_process():
+    log = []
+    source = _Sharded(log)
+    dataset = REPLICAS["mirrored_2"].distribute_dataset(source, 4, auto_shard="hint")
+    assert log == [(1, 0)]
+    assert np.ravel([batch.tree for batch in dataset]).tolist() == list(range(12))
+    assert log == [(1, 0)]
+
+
+@pytest.mark.parametrize("source", [np.arange(8), [1, 2], _files()], ids=["array", "list", "files"])
+def test_hint_without_shard_is_refused_with_the_kind_of_the_source(source):
+    says = rf"auto_shard=\"hint\" asks the source for its `shard\(num_shards, index\)`, and {type(source).__name__} has none"
+    with pytest.raises(ValueError, match=says):
+        REPLICAS["mirrored_2"].distribute_dataset(source, 4, auto_shard="hint")
+
+
+@pytest.mark.parametrize("source", [np.arange(8), (i for i in range(3))], ids=["array", "generator"])
+def test_file_without_files_is_refused_with_the_kind_of_the_source(source):
+    says = (
+        rf"auto_shard=\"file\" needs files to share out, and the source is {type(source).__name__}.*jdist\.data\.Files"
+    )
+    with pytest.raises(ValueError, match=says):
+        REPLICAS["mirrored_2"].distribute_dataset(source, 4, auto_shard=AutoShardPolicy.FILE)
+
+
+def test_unknown_policy_of_a_data_set_is_refused_by_its_name():
+    with pytest.raises(ValueError, match=r"'rows' is no way to shard; take one of 'OFF'"):
+        REPLICAS["mirrored_2"].distribute_dataset(np.arange(8), 4, auto_shard="rows")
+
+
+def test_auto_with_enough_files_says_nothing(caplog):
+    REPLICAS["mirrored_2"].distribute_dataset(jdist.data.Files(["a"], lambda path: np.arange(8)), 4)
+    assert caplog.messages == []

@@ -1,0 +1,527 @@
+"""What a step may do to its state: a new value for every leaf, in the same place, and nothing else."""
+
+import dataclasses
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+
+import jdist
+from jdist._src.execution import state_update as states
+
+from laws import STRATEGIES, assert_in_step, rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Train:
+    w: object
+    count: object
+
+
+def _state(strategy):
+    return strategy.put({"w": np.ones(3, np.float32), "n": np.int32(0)})
+
+
+def _changing(**leaves):
+    return lambda state: ({**state, **{name: new(state) for name, new in leaves.items()}}, None)
+
+
+KEEPS = r"A state keeps its structure: begin with every leaf that it will have"
+KEEPS_SHAPE = r"A state keeps its shapes and dtypes.*cast the new value \(`\.astype`\), or begin with this shape"
+CHANGES = {
+    "leaf_gone": (lambda s: ({"w": s["w"]}, None), rf"state\['n'\] is gone\. {KEEPS}"),
+    "leaf_none": (lambda s: ({"w": s["w"], "n": None}, None), rf"state\['n'\] is gone\. {KEEPS}"),
+    "leaf_new": (lambda s: ({**s, "m": s["n"]}, None), rf"state\['m'\] is new\. {KEEPS}"),
+    "leaf_renamed": (lambda s: ({"w": s["w"], "m": s["n"]}, None), rf"\['n'\] is gone; state\['m'\] is new\. {KEEPS}"),
+    "container": (lambda s: ((s["n"], s["w"]), None), rf"structure of the state: .*state\['n'\].*state\[0\].* {KEEPS}"),
+    "shape": (_changing(w=lambda s: s["w"][:2]), rf"state\['w'\] from float32\[3\] to float32\[2\]\. {KEEPS_SHAPE}"),
+    "rank": (_changing(n=lambda s: s["n"][None]), rf"state\['n'\] from int32\[\] to int32\[1\]\. {KEEPS_SHAPE}"),
+    "dtype": (
+        _changing(w=lambda s: s["w"].astype(jnp.bfloat16)),
+        rf"state\['w'\] from float32\[3\] to bfloat16\[3\]\. {KEEPS_SHAPE}",
+    ),
+    "promoted": (_changing(n=lambda s: s["n"] + 1.0), rf"state\['n'\] from int32\[\] to float32\[\]\. {KEEPS_SHAPE}"),
+    "wrapped": (
+        _changing(w=lambda s: jdist.PerReplica(s["w"])),
+        r"returned state\['w'\] as PerReplica: inside a replica function values are plain\. Return the array",
+    ),
+    "all_wrapped": (lambda s: (jdist.PerReplica(s), None), r"returned state as PerReplica: .*Return the array"),
+}
+
+
+@pytest.mark.parametrize("fn, says", CHANGES.values(), ids=CHANGES)
+def test_step_that_changes_the_kind_of_its_state_is_refused(fn, says, strategy):
+    state = _state(strategy)
+    with pytest.raises(TypeError, match=says):
+        strategy.step(fn)(state)
+    assert not state["w"].is_deleted()  # nothing ran
+
+
+def test_step_that_makes_a_list_of_a_tuple_is_refused(two):
+    says = r"structure of the state: PyTreeDef\(\(\*,\)\) became PyTreeDef\(\[\*\]\)\. A state keeps"
+    with pytest.raises(TypeError, match=says):
+        two.step(lambda s: (list(s), None))(two.put((1.0,)))
+
+
+def test_step_that_drops_a_field_is_refused_by_its_name(two):
+    with pytest.raises(TypeError, match=r"state\.count is gone"):
+        two.step(lambda s: (Train(s.w, None), None))(two.put(Train(1.0, 2)))
+
+
+def test_step_that_changes_a_wrapped_leaf_is_refused_as_the_replica_sees_it(two):
+    with pytest.raises(TypeError, match=r"state\['own'\] from float32\[3\] to float32\[\]"):
+        two.step(lambda s: ({"own": s["own"][0]}, None))({"own": rows(two, 3)})
+
+
+NO_PAIRS = {
+    "nothing": (lambda s: None, "None"),
+    "three": (lambda s: (s, 1, 2), "a tuple of 3"),
+    "one": (lambda s: (s,), "a tuple of 1"),
+    "list": (lambda s: [s, None], "list"),
+    "dict": (lambda s: s, "dict"),
+    "array": (lambda s: s["w"], r"float32\[3\]"),
+}
+
+
+@pytest.mark.parametrize("fn, got", NO_PAIRS.values(), ids=NO_PAIRS)
+def test_step_that_returns_no_pair_is_refused(fn, got, two):
+    says = rf"returns a pair `\(state, outputs\)`, and this one returned .*{got}.*returns `\(state, None\)`"
+    with pytest.raises(TypeError, match=says):
+        two.step(fn)(_state(two))
+
+
+def test_settled_state_has_definite_dtypes():
+    found = states.settled({"f": 1.0, "n": 2, "b": True, "x": np.float32(3), "weak": jnp.asarray(1.0), "none": None})
+    assert [jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(found)] == [False] * 5
+    dtypes = jax.tree.map(lambda leaf: str(leaf.dtype), found)
+    assert dtypes == {"f": "float32", "n": "int32", "b": "bool", "x": "float32", "weak": "float32", "none": None}
+
+
+def test_step_may_return_python_numbers_for_leaves_of_their_dtype(two):
+    state, _ = two.step(_changing(n=lambda s: 3))(_state(two))
+    assert (int(state["n"]), state["n"].dtype) == (3, np.int32)
+
+
+def make_state(key):
+    own = {"key": jdist.replica_key(key), "count": jnp.zeros((), jnp.int32)}
+    return {"w": jnp.ones((2, 3)), "own": jdist.PerReplica(own), "rest": (jnp.int32(0), key, None)}
+
+
+def advance(state, x):
+    own = state["own"]
+    drawn = jax.random.normal(own["key"], x.shape)
+    count, key, none = state["rest"]
+    w = state["w"] + jdist.all_reduce("sum", x * drawn)
+    own = {"key": jax.random.split(own["key"])[0], "count": own["count"] + jdist.replica_id()}
+    return {"w": w, "own": own, "rest": (count + 1, key, none)}, drawn
+
+
+def _places(tree):
+    return [leaf.sharding for leaf in jax.tree.leaves(tree)]
+
+
+def test_step_leaves_every_leaf_in_its_place_and_its_wrapper(strategy):
+    step = strategy.step(advance)
+    state = strategy.init(make_state, jax.random.key(4))
+    structure, places = jax.tree.structure(state), _places(state)
+    shapes = jax.tree.map(jax.typeof, state)
+    for seed in range(3):
+        state, _ = step(state, rows(strategy, 2, 3, seed=seed))
+        assert jax.tree.structure(state) == structure
+        assert _places(state) == places
+        chex.assert_trees_all_equal(jax.tree.map(jax.typeof, state), shapes)
+    assert isinstance(state["own"], jdist.PerReplica)
+    assert_in_step((state["w"], state["rest"]))
+
+
+def test_step_keeps_wrapped_leaf_of_each_replica_its_own(strategy):
+    step, n = strategy.step(advance), strategy.num_replicas_in_sync
+    state = strategy.init(make_state, jax.random.key(4))
+    keys = [jax.random.fold_in(jax.random.key(4), i) for i in range(n)]
+    for seed in range(2):
+        state, drawn = step(state, rows(strategy, 2, 3, seed=seed))
+        np.testing.assert_allclose(drawn.tree, [jax.random.normal(key, (2, 3)) for key in keys], rtol=1e-5)
+        keys = [jax.random.split(key)[0] for key in keys]
+    np.testing.assert_array_equal(state["own"].tree["count"], 2 * np.arange(n))
+    for mine, key in zip(state["own"].values, keys, strict=True):
+        np.testing.assert_array_equal(jax.random.key_data(mine["key"]), jax.random.key_data(key))
+
+
+WAYS = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x, axis: x[0]}
+
+
+def _every_way(strategy):
+    n = strategy.num_replicas_in_sync
+    ways = {name: jdist.Mirrored(np.float32([1, 1]), name) for name in WAYS}
+    return strategy.put({**ways, "read": jdist.SyncOnRead(np.zeros((n, 2), np.float32), "sum"), "own": _own(n)})
+
+
+def _own(n):
+    return jdist.PerReplica(np.zeros((n, 2), np.float32))
+
+
+def test_write_is_aggregated_as_its_value_says(strategy):
+    x = rows(strategy, 2)
+    step = strategy.step(lambda state, x: ({name: value * 0 + x for name, value in state.items()}, None))
+    state = _every_way(strategy)
+    kinds = {name: repr(value) for name, value in state.items()}
+    for _ in range(2):
+        state, _ = step(state, x)
+        assert {name: repr(value) for name, value in state.items()} == kinds
+        for name, aggregate in WAYS.items():
+            expected = aggregate(np.asarray(x.tree), axis=0)
+            np.testing.assert_allclose(state[name].read(), expected, rtol=1e-5, atol=1e-6)
+            assert_in_step(state[name].tree)
+        np.testing.assert_array_equal(state["read"].tree, x.tree)
+        np.testing.assert_array_equal(state["own"].tree, x.tree)
+    assert step.proof.mirrored == ("state['mean']", "state['only_first_replica']", "state['sum']")
+    assert step.proof.per_replica == ("state['own']", "state['read']")
+
+
+def test_value_that_is_handed_on_is_not_written(strategy):
+    n = strategy.num_replicas_in_sync
+    step = strategy.step(lambda state, x: ({**state, "mean": x}, None))
+    state, _ = step(_every_way(strategy), rows(strategy, 2))
+    state, _ = strategy.step(lambda state: (jax.tree.map(lambda x: x, state), None))(state)
+    np.testing.assert_array_equal(state["sum"].read(), [1, 1])
+    np.testing.assert_array_equal(state["only_first_replica"].read(), [1, 1])
+    np.testing.assert_allclose(state["mean"].read(), np.asarray(rows(strategy, 2).tree).mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(state["read"].tree, np.zeros((n, 2)))
+
+
+def test_leaf_of_a_tree_that_is_handed_on_beside_one_that_is_written_is_not_written(strategy):
+    n = strategy.num_replicas_in_sync
+    state = strategy.put({"v": jdist.Mirrored({"kept": np.float32(3), "written": np.float32(3)}, "sum")})
+    write = lambda state: ({"v": {**state["v"], "written": jdist.replica_id() * 1.0}}, None)
+    new = strategy.step(write)(state)[0]["v"].read()
+    assert (float(new["kept"]), float(new["written"])) == (3, n * (n - 1) / 2)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, jdist.Mirrored], ids=["plain", "mirrored"])
+def test_value_without_aggregation_has_to_be_proved(wrap, strategy):
+    state = strategy.put({"v": wrap(np.float32([1, 2]))})
+    with pytest.raises(
+        jdist.NotMirroredError, match=r"state\['v'\] is not proved.*(?s:.)*`jdist\.Mirrored\(x, aggregation"
+    ):
+        strategy.step(lambda state: ({"v": state["v"] + jdist.replica_id()}, None))(state)
+    add = lambda state: ({"v": state["v"] + jdist.all_reduce("sum", jdist.replica_id())}, None)
+    new, _ = strategy.step(add)(state)
+    n = strategy.num_replicas_in_sync
+    np.testing.assert_array_equal(getattr(new["v"], "tree", new["v"]), np.float32([1, 2]) + n * (n - 1) // 2)
+
+
+LEAVES = {
+    "int32": np.int32([3, -4]),
+    "uint8": np.uint8([3, 4]),
+    "bfloat16": np.array([1.5, 2], jnp.bfloat16),
+    "complex64": np.complex64([1j, 2]),
+    "empty": np.zeros((0, 2), np.float32),
+    "scalar": np.float32(2),
+}
+
+
+@pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
+@pytest.mark.parametrize("name", WAYS)
+def test_write_keeps_the_dtype_and_the_shape(name, leaf, two):
+    if name == "mean" and not np.issubdtype(leaf.dtype, np.inexact) and leaf.dtype != jnp.bfloat16:
+        name = "sum"
+    state = two.put({"v": jdist.Mirrored({"x": leaf, "none": None}, name)})
+    step = two.step(lambda state: (jax.tree.map(lambda x: x * (1 + jdist.replica_id()).astype(x.dtype), state), None))
+    new = step(state)[0]["v"].read()["x"]
+    assert (new.dtype, new.shape) == (leaf.dtype, leaf.shape)
+    np.testing.assert_array_equal(new, (leaf * np.array({"sum": 3, "mean": 1.5}.get(name, 1))).astype(leaf.dtype))
+
+
+def test_booleans_and_keys_take_what_the_first_replica_wrote(strategy):
+    state = strategy.put(
+        {
+            "odd": jdist.Mirrored(np.array([False, True]), "only_first_replica"),
+            "key": jdist.Mirrored(jax.random.key(3), "only_first_replica"),
+            "raw": jdist.Mirrored(jax.random.PRNGKey(3), "only_first_replica"),
+        }
+    )
+
+    def write(state):
+        mine = jdist.replica_id()
+        keys = {name: jax.random.fold_in(state[name], mine + 5) for name in ("key", "raw")}
+        return {"odd": jnp.stack([mine % 2 == 0, mine > 0]), **keys}, None
+
+    state, _ = strategy.step(write)(state)
+    np.testing.assert_array_equal(state["odd"].read(), [True, False])
+    folded = jax.random.fold_in(jax.random.key(3), 5)
+    np.testing.assert_array_equal(jax.random.key_data(state["key"].read()), jax.random.key_data(folded))
+    np.testing.assert_array_equal(state["raw"].read(), jax.random.key_data(folded))
+    assert_in_step(jax.tree.leaves(state))
+
+
+WRITES = {
+    "mean_of_bools": (np.True_, "mean", lambda x: jdist.replica_id() > 0, TypeError, r"state\['v'\]\['x'\] is bool"),
+    "mean_of_keys": (
+        jax.random.key(0),
+        "mean",
+        jdist.replica_key,
+        TypeError,
+        r"state\['v'\]\['x'\] is a random key \(key<fry>\[\]\)",
+    ),
+    "sum_of_a_number": (
+        np.float32(1),
+        "sum",
+        lambda x: 3.0,
+        ValueError,
+        r"state\['v'\]\['x'\] becomes the sum .* they wrote 3\.0, a host value.*`jnp\.asarray`.*or aggregate by MEAN",
+    ),
+    "sum_of_numpy": (
+        np.float32([1]),
+        "sum",
+        lambda x: np.float32([2]),
+        ValueError,
+        r"state\['v'\]\['x'\] becomes the sum .* they wrote float32\[1\], a host value that none of them holds",
+    ),
+}
+
+
+@pytest.mark.parametrize("leaf, how, write, error, says", WRITES.values(), ids=WRITES)
+def test_write_that_has_no_such_aggregation_is_refused_by_name(leaf, how, write, error, says, two):
+    state = two.put({"v": jdist.Mirrored({"x": leaf}, how)})
+    with pytest.raises(error, match=says):
+        two.step(lambda state: ({"v": {"x": write(state["v"]["x"])}}, None))(state)
+    kept, _ = two.step(lambda state: (dict(state), None))(state)  # what is not written needs no aggregation
+    assert kept["v"].aggregation is jdist.VariableAggregation[how.upper()]
+
+
+@pytest.mark.parametrize("how", ["mean", "only_first_replica", "none"])
+def test_number_that_is_written_is_that_number_where_it_has_a_meaning(how, two):
+    state = two.put({"v": jdist.Mirrored(np.float32(0), how)})
+    state, _ = two.step(lambda state: ({"v": 2.5}, None))(state)
+    assert float(state["v"].read()) == 2.5
+
+
+def test_array_that_is_written_to_a_sum_counts_once_a_replica(strategy):
+    write = lambda state: ({"v": jnp.float32(1)}, None)
+    state, _ = strategy.step(write)(strategy.put({"v": jdist.Mirrored(np.float32(0), "sum")}))
+    assert float(state["v"].read()) == strategy.num_replicas_in_sync
+
+
+def _collectives(program, *args):
+    """How often each collective stands in the traced program."""
+    found = re.findall(
+        r"= (psum|pmax|pmin|reduce_scatter|all_gather|ppermute)\w*\[", str(jax.make_jaxpr(program)(*args))
+    )
+    return {name: found.count(name) for name in found}
+
+
+COUNTED = {
+    "nothing": ({}, {}),
+    "sum": ({"sum": 3}, {"psum": 1}),
+    "each_kind": ({"sum": 2, "mean": 3, "only_first_replica": 2}, {"psum": 3}),
+    "local": ({"read": 2, "own": 2}, {}),
+    "all": ({"sum": 2, "mean": 1, "only_first_replica": 2, "read": 1, "own": 3}, {"psum": 3}),
+}
+PLACED = {
+    **{
+        name: lambda name=name: jdist.Mirrored({"x": np.float32(1), "y": np.ones((2, 2), np.float32)}, name)
+        for name in WAYS
+    },
+    "read": lambda: jdist.SyncOnRead(np.zeros(2, np.float32), "sum"),
+    "own": lambda: _own(2),
+}
+
+
+@pytest.mark.parametrize("kinds, expected", COUNTED.values(), ids=COUNTED)
+def test_all_writes_of_a_kind_share_one_collective(kinds, expected, two):
+    state = two.put({f"{kind}{i}": PLACED[kind]() for kind, count in kinds.items() for i in range(count)})
+    step = two.step(lambda state: (jax.tree.map(lambda x: x + jdist.replica_id(), state), None))
+    assert _collectives(step, state) == expected
+    assert _collectives(two.step(lambda state: (state, None)), state) == {}
+
+
+def test_writes_of_several_dtypes_share_one_collective_each(two):
+    state = two.put({d: jdist.Mirrored(np.zeros(2, jnp.dtype(d)), "sum") for d in ("float32", "int32", "bfloat16")})
+    add = lambda state: ({d: x + jdist.replica_id().astype(d) for d, x in state.items()}, None)
+    assert _collectives(two.step(add), state) == {"psum": 3}
+
+
+GROUPS = {
+    "groups": lambda: jdist.MirroredStrategy(cross_device_ops=jdist.HierarchicalAllReduce(2)),
+    "groups_of_one": lambda: jdist.MirroredStrategy(cross_device_ops=jdist.HierarchicalAllReduce(1)),
+    "one_device": lambda: jdist.MirroredStrategy(["cpu:1", "cpu:2"], cross_device_ops=jdist.ReductionToOneDevice()),
+    "scattered": lambda: jdist.MirroredStrategy(["cpu:1", "cpu:2"], cross_device_ops=jdist.AllReduce(0)),
+}
+
+
+@pytest.mark.parametrize("make", GROUPS.values(), ids=GROUPS)
+def test_write_is_aggregated_whichever_way_the_strategy_adds(make):
+    strategy = make()
+    x = rows(strategy, 2)
+    step = strategy.step(lambda state, x: ({name: value * 0 + x for name, value in state.items()}, None))
+    state, _ = step(_every_way(strategy), x)
+    for name, aggregate in WAYS.items():
+        np.testing.assert_allclose(state[name].read(), aggregate(np.asarray(x.tree), axis=0), rtol=1e-5, atol=1e-6)
+        assert_in_step(state[name].tree)
+    np.testing.assert_array_equal(state["own"].tree, x.tree)
+
+
+def _mean(tree):
+    return jax.tree.map(lambda x: jdist.Mirrored(x, "mean"), tree)
+
+
+def test_train_state_of_flax_may_hold_wrappers(two):
+    params = {"w": np.float32([1, 2])}
+    train = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(1.0))
+    train = two.put(train.replace(params=_mean(train.params), step=jdist.SyncOnRead(np.zeros(2, np.int32), "sum")))
+    step = two.step(lambda state, x: (state.apply_gradients(grads={"w": x}), state.params["w"].sum()))
+    x = rows(two, 2)
+    train, _ = step(train, x)
+    assert isinstance(train.params["w"], jdist.Mirrored)
+    np.testing.assert_allclose(train.params["w"].read(), np.float32([1, 2]) - np.asarray(x.tree).mean(0), rtol=1e-5)
+    assert int(train.step.read()) == 2
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.float32([1, 2]))
+        self.seen = nnx.BatchStat(jnp.float32(0))
+
+
+def test_state_of_nnx_may_hold_wrappers(strategy):
+    graph, params, stats = nnx.split(Model(), nnx.Param, nnx.BatchStat)
+    n = strategy.num_replicas_in_sync
+    stats = jax.tree.map(lambda x: jdist.SyncOnRead(np.stack([x] * n), "sum"), stats)
+
+    def train(state, x):
+        model = nnx.merge(graph, *state, copy=True)
+        model.w[...] = model.w[...] - x
+        model.seen[...] = model.seen[...] + 1
+        return nnx.split(model, nnx.Param, nnx.BatchStat)[1:], None
+
+    x = rows(strategy, 2)
+    (params, stats), _ = strategy.step(train)(strategy.put((_mean(params), stats)), x)
+    (w,) = jax.tree.leaves(params)
+    np.testing.assert_allclose(w, np.float32([1, 2]) - np.asarray(x.tree).mean(0), rtol=1e-5, atol=1e-6)
+    (seen,) = jax.tree.leaves(stats, is_leaf=lambda node: isinstance(node, jdist.SyncOnRead))
+    assert float(seen.read()) == n
+
+
+@chex.dataclass
+class Moments:
+    mean: object
+    count: object
+
+
+MOMENTS = {"chex": Moments, "dataclass": lambda mean, count: Train(w=mean, count=count)}
+
+
+@pytest.mark.parametrize("make", MOMENTS.values(), ids=MOMENTS)
+def test_dataclass_may_hold_wrappers(make, strategy):
+    state = strategy.put(
+        make(mean=jdist.Mirrored(np.float32([0, 0]), "mean"), count=jdist.Mirrored(np.int32(0), "sum"))
+    )
+    add = lambda state, x: (
+        jax.tree.map(lambda old, new: old + new, state, make(mean=x, count=jdist.replica_id())),
+        None,
+    )
+    x = rows(strategy, 2)
+    state, _ = strategy.step(add)(state, x)
+    mean, count = (
+        node.read() for node in jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, jdist.Mirrored))
+    )
+    mean, count = (mean, count) if np.shape(mean) else (count, mean)
+    np.testing.assert_allclose(mean, np.asarray(x.tree).mean(0), rtol=1e-5, atol=1e-6)
+    assert int(count) == sum(range(strategy.num_replicas_in_sync))
+
+
+def test_optimizer_state_of_optax_may_hold_wrappers(two):
+    optimizer = optax.adam(0.1)
+    params = {"w": np.float32([1, 2])}
+    state = two.put(
+        (params, _mean(jax.tree.map(jnp.asarray, optimizer.init(params)[0]._replace(count=jnp.float32(0)))))
+    )
+
+    def train(state, x):
+        params, moments = state
+        updates, (moments, _) = optimizer.update({"w": x}, (moments, optax.EmptyState()), params)
+        return (
+            optax.apply_updates(params, jax.tree.map(lambda u: jdist.all_reduce("mean", u), updates)),
+            moments,
+        ), None
+
+    x = rows(two, 2)
+    (_, moments), _ = two.step(train)(state, x)
+    np.testing.assert_allclose(moments.mu["w"].read(), 0.1 * np.asarray(x.tree).mean(0), rtol=1e-4)
+    np.testing.assert_allclose(moments.nu["w"].read(), 0.001 * np.square(x.tree).mean(0), rtol=1e-4)
+
+
+def test_wrapper_inside_a_wrapper_of_a_state_is_refused(strategy):
+    n = strategy.num_replicas_in_sync
+    with pytest.raises(TypeError, match=r"state\['v'\] is a Mirrored around PerReplica.*one placement\. Take one off"):
+        strategy.step(lambda state: (state, None))({"v": jdist.Mirrored({"own": _own(n)}, "sum")})
+
+
+def test_step_that_returns_any_wrapper_is_refused(two):
+    for wrap in (jdist.Mirrored, jdist.Sharded, lambda x: jdist.SyncOnRead(x, "sum")):
+        state = two.put({"v": jdist.Mirrored(np.ones(2, np.float32))})
+        with pytest.raises(TypeError, match=r"returned state\['v'\] as \w+: .* values are plain\. Return the array"):
+            two.step(lambda state, wrap=wrap: ({"v": wrap(state["v"])}, None))(state)
+
+
+def test_state_of_one_strategy_is_written_in_another_after_it_is_put_there():
+    two, three = STRATEGIES["mirrored_2"](), STRATEGIES["mirrored_3"]()
+    add = lambda state: ({"v": state["v"] * 0 + jdist.replica_id()}, None)
+    state, _ = two.step(add)(two.put({"v": jdist.Mirrored(np.float32(0), "sum")}))
+    assert float(state["v"].read()) == 1
+    state, _ = three.step(add)(three.put(state))
+    assert float(state["v"].read()) == 3
+
+
+def add(state):
+    state["v"] = jnp.float32(1)
+    return state, None
+
+
+def widen(state):
+    state["v"] = state["v"] + 1.5
+    return state, None
+
+
+def rename(state):
+    state["w"] = state.pop("v")
+    return state, None
+
+
+def test_state_that_a_step_changes_in_place_is_seen_as_written(two):
+    state, _ = two.step(add)(two.put({"v": jdist.Mirrored(np.float32(0), "sum")}))
+    assert float(state["v"].read()) == 2.0
+
+
+@pytest.mark.parametrize(
+    "fn, says",
+    [
+        (widen, r"changes state\['v'\] from int32\[\] to float32\[\]"),
+        (rename, r"state\['v'\] is gone; state\['w'\] is new"),
+    ],
+)
+def test_state_that_a_step_changes_in_place_keeps_its_form(fn, says, two):
+    with pytest.raises(TypeError, match=says):
+        two.step(fn)(two.put({"v": np.int32(0)}))
+
+
+def test_leaf_of_a_wrapper_that_is_handed_on_is_not_written(two):
+    step = two.step(lambda v: ({"a": v["a"], "b": jdist.replica_id() + 1.0}, None))
+    state, _ = step(two.put(jdist.Mirrored({"a": np.float32(1), "b": np.float32(1)}, "sum")))
+    assert jax.tree.map(float, state.read()) == {"a": 1.0, "b": 3.0}
+
+
+def test_row_slices_that_would_be_aggregated_are_refused(two):
+    slices = jdist.RowSlices(np.ones((1, 2), np.float32), np.int32([1]), 3)
+    for make in (lambda: jdist.variable(slices, "on_read", "sum"), lambda: jdist.Mirrored(slices, "mean")):
+        with pytest.raises(
+            TypeError, match=r"state is a \w+ of RowSlices, and its aggregation would add up their indices"
+        ):
+            two.init(make)

@@ -1,0 +1,586 @@
+"""Exports: functions that go on without their code, alone and under every strategy; and what cannot be one."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jdist
+from jdist import weights
+from jdist._src.export.export import export
+from jdist._src.export.load import Loaded, load
+
+from laws import STRATEGIES
+
+ROOT = pathlib.Path(__file__).parent.parent
+RUNS_ON = {**STRATEGIES, "virtual_8": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=8)}
+MORE = dict.fromkeys(("mirrored_1", "mirrored_3", "mirrored_8"), pytest.mark.slow)  # of a kind that is there already
+
+
+class Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(4, (3, 3))(x))
+        x = nn.BatchNorm(use_running_average=True)(x)
+        x = nn.max_pool(x, (2, 2), (2, 2))
+        return nn.Dense(3)(x.reshape(x.shape[0], -1))
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, tokens, mask):
+        x = nn.Embed(11, 8)(tokens)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x), mask=mask[:, None, None, :])
+        return {"logits": nn.Dense(11)(x), "pooled": (x.mean(1), None)}
+
+
+class Perceptron(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(4, 5, rngs=rngs), nnx.Linear(5, 2, rngs=rngs)])
+
+    def __call__(self, x):
+        return self.layers[1](nnx.gelu(self.layers[0](x)))
+
+
+class Affine(NamedTuple):
+    kernel: jax.Array
+    bias: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Both:
+    mean: jax.Array
+    spread: jax.Array
+
+
+def random(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def convolutions():
+    model = Convolutions()
+    state = model.init(jax.random.key(0), jnp.zeros((1, 6, 6, 1)))
+    return model.apply, state, lambda n: (random(n, n, 6, 6, 1),)
+
+
+def transformer():
+    model = Transformer()
+    inputs = lambda n: (np.random.default_rng(n).integers(0, 11, (n, 5), np.int32), random(n, n, 5) > -1)
+    return model.apply, model.init(jax.random.key(0), *inputs(1)), inputs
+
+
+def perceptron():
+    graph, state = nnx.split(Perceptron(nnx.Rngs(0)))
+    return lambda state, x: nnx.merge(graph, state)(x), state, lambda n: (random(n, n, 4),)
+
+
+def pair():
+    state = FrozenDict({"layers": [Affine(random(0, 4, 3), random(1, 3)), Affine(random(2, 3, 2), random(3, 2))]})
+
+    def apply(state, x):
+        for affine in state["layers"]:
+            x = jnp.tanh(x["in"] if isinstance(x, dict) else x) @ affine.kernel + affine.bias
+        return Both(x, x - jdist.all_reduce("mean", x)), [x, None]
+
+    return apply, state, lambda n: ({"in": random(n, n, 4)},)
+
+
+MODELS = {fn.__name__: fn for fn in (convolutions, transformer, perceptron, pair)}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Each model with its export, made once."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            apply, state, inputs = MODELS[name]()
+            path = tmp_path_factory.mktemp("exports") / name
+            export(path, apply, state, inputs(2))
+            found[name] = path, apply, state, inputs
+        return found[name]
+
+    return get
+
+
+def same(result, expected):
+    """The leaves, in containers of another kind, are equal up to what the order of a sum does."""
+    result, expected = weights.named(result), weights.named(expected)
+    assert result.keys() == expected.keys()
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(result[name], leaf, rtol=2e-5, atol=2e-6, err_msg=name)
+        assert result[name].dtype == leaf.dtype
+
+
+def by_replica(strategy, tree, n):
+    rows = strategy.num_replicas_in_sync
+    split = lambda x: x.reshape(rows, n, *x.shape[1:])
+    return strategy.put(jdist.PerReplica(jax.tree.map(split, tree)))
+
+
+def sized(model, *sizes):
+    slow = [pytest.mark.slow] if model in ("convolutions", "transformer") else []
+    return [pytest.param(model, size, marks=slow, id=f"{model}-{size}") for size in sizes]
+
+
+@pytest.mark.parametrize("model, size", [case for model in MODELS for case in sized(model, 1, 2, 7, 64)])
+def test_loaded_function_equals_apply_for_any_batch(model, size, exported):
+    path, apply, state, inputs = exported(model)
+    loaded = load(path)
+    expected = jax.jit(apply)(state, *inputs(size))
+    same(loaded(*inputs(size)), expected)
+    same(jax.jit(loaded.apply)(loaded.state, *inputs(size)), expected)
+    same(loaded.apply(state, *inputs(size)), expected)  # in its own containers
+
+
+def check_under(strategy, path, apply, state, inputs, size):
+    loaded = load(path)
+    replicas = strategy.num_replicas_in_sync
+    batch = inputs(replicas * size)
+    expected = jax.jit(lambda *inputs: jax.vmap(lambda *one: apply(state, *one))(*inputs))(
+        *jax.tree.map(lambda x: x.reshape(replicas, size, *x.shape[1:]), batch)
+    )
+    split = [by_replica(strategy, tree, size) for tree in batch]
+    result = jdist.read(strategy.run(loaded.apply, (strategy.put(loaded.state), *split)))
+    same(jax.tree.map(lambda x: x.reshape(replicas, size, *x.shape[2:]), result), expected)
+    same(jdist.read(strategy.run(loaded, split)), result)
+
+
+@pytest.mark.parametrize("name", RUNS_ON)
+def test_loaded_function_equals_apply_under_every_strategy(name, exported):
+    check_under(RUNS_ON[name](), *exported("perceptron"), size=7)
+
+
+def test_loaded_function_of_what_all_replicas_share_is_proved_the_same_on_each(two, exported):
+    path, _, _, inputs = exported("perceptron")
+    loaded = load(path)
+    shared = two.run(loaded.apply, (two.put(loaded.state), *two.put(inputs(3))))
+    assert isinstance(shared, jax.Array) and shared.shape == (3, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, size", [("convolutions", 1), ("convolutions", 64), ("transformer", 2), ("transformer", 7)]
+)
+@pytest.mark.parametrize("name", RUNS_ON)
+def test_loaded_model_equals_apply_under_every_strategy(name, model, size, exported):
+    check_under(RUNS_ON[name](), *exported(model), size=size)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MORE.get(name, ())) for name in RUNS_ON])
+def test_loaded_function_is_trained_on_under_every_strategy(name, exported):
+    path, apply, state, inputs = exported("perceptron")
+    strategy, loaded = RUNS_ON[name](), load(path)
+    assert loaded.manifest["gradient"]
+    (x,) = inputs(16)
+
+    def step_of(apply):
+        def step(state, x):
+            loss = lambda state: jdist.mean(jnp.square(apply(state, x)))
+            value, gradient = jdist.value_and_grad(loss)(state)
+            gradient = jdist.all_reduce("mean", gradient)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient), jdist.all_reduce("mean", value)
+
+        return step
+
+    x = x[: 15 if name == "mirrored_3" else 16]
+    batch = by_replica(strategy, x, len(x) // strategy.num_replicas_in_sync)
+    trained, _ = strategy.step(step_of(loaded.apply))(strategy.put(loaded.state), batch)
+    expected, _ = jdist.OneDeviceStrategy("cpu:0").step(step_of(apply))(
+        jax.tree.map(np.asarray, state), jdist.PerReplica(x[None])
+    )
+    same(jdist.read(trained), jdist.read(expected))
+
+
+@pytest.mark.parametrize("name", RUNS_ON)
+def test_state_is_exported_as_it_reads_under_every_strategy(name, tmp_path):
+    strategy = RUNS_ON[name]()
+    n = strategy.num_replicas_in_sync
+    state = strategy.put(
+        {
+            "w": jdist.Sharded(random(0, 24, 2)),
+            "drift": jdist.SyncOnRead(np.arange(n, dtype=np.float32), "mean"),
+            "b": jdist.Mirrored(random(1, 2), "mean"),
+            "scale": np.float32(2),
+        }
+    )
+    apply = lambda state, x: (x @ state["w"] + state["b"]) * state["scale"] + state["drift"]
+    export(tmp_path / "x", apply, state, (np.zeros((1, 24), np.float32),))
+    plain = {"w": random(0, 24, 2), "drift": np.float32((n - 1) / 2), "b": random(1, 2), "scale": np.float32(2)}
+    x = random(2, 5, 24)
+    np.testing.assert_allclose(load(tmp_path / "x")(x), apply(plain, x), rtol=1e-5, atol=1e-5)
+
+
+ALONE = """
+import sys
+import numpy as np, jax
+from jdist._src.export.load import load
+loaded = load(sys.argv[1])
+np.savez(sys.argv[3], *jax.tree.leaves(loaded(*np.load(sys.argv[2]).values())))
+print([name for name in ("flax", "test_export") if name in sys.modules])
+"""
+
+
+def test_loaded_function_runs_where_its_code_is_not(exported, tmp_path):
+    path, apply, state, inputs = exported("perceptron")
+    np.savez(tmp_path / "in.npz", *inputs(3))
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(path, elsewhere)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, elsewhere, tmp_path / "in.npz", tmp_path / "out.npz"],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.stdout == "[]\n", done.stderr
+    results = list(np.load(tmp_path / "out.npz").values())
+    for result, leaf in zip(results, jax.tree.leaves(jax.jit(apply)(state, *inputs(3))), strict=True):
+        np.testing.assert_allclose(result, leaf, rtol=2e-5, atol=2e-6)
+
+
+def test_containers_become_dictionaries_lists_and_tuples(exported):
+    path, _, state, inputs = exported("pair")
+    loaded = load(path)
+    assert jax.tree.structure(loaded.state) == jax.tree.structure(
+        {"layers": [{"kernel": 0, "bias": 0}, {"kernel": 0, "bias": 0}]}
+    )
+    assert loaded.state["layers"][0]["kernel"].tobytes() == state["layers"][0].kernel.tobytes()
+    both, (x, none) = loaded(*inputs(2))
+    assert both.keys() == {"mean", "spread"} and x.shape == (2, 2) and none is None
+
+
+def test_manifest_says_what_it_is(exported):
+    manifest = json.loads((exported("pair")[0] / "manifest.json").read_text())
+    assert manifest["jax"] == jax.__version__ and manifest["jdist"] == jdist.__version__
+    assert manifest["platforms"] == ["cpu", "cuda", "tpu"]
+    assert manifest["arguments"] == ["x"]
+    assert manifest["inputs"] == {"x.in": {"shape": ["batch", 4], "dtype": "float32"}}
+    assert manifest["outputs"]["output.0.mean"] == {"shape": ["batch", 2], "dtype": "float32"}
+    assert manifest["weights"]["layers.1.bias"] == {"shape": [2], "dtype": "float32"}
+    assert manifest["calling_convention_version"] >= 9 and manifest["gradient"]
+
+
+def test_weights_of_an_export_are_a_safetensors_file(exported):
+    path, _, state, _ = exported("pair")
+    same(weights.load(path / "weights.safetensors", like=state), state)
+
+
+SCALE = lambda state, x: x * state
+ROWS = jax.ShapeDtypeStruct((1, 3), np.float32)
+
+
+def exported_scale(path, apply=SCALE, state=2.0, signature=(ROWS,), **options):
+    export(path / "x", apply, state, signature, **options)
+    return load(path / "x")
+
+
+def test_input_without_dims_is_the_same_for_all_examples(tmp_path):
+    loaded = exported_scale(tmp_path, lambda s, x, t: s * x / t, 2.0, (ROWS, 1.0))
+    assert loaded(np.ones((2, 3), np.float32), 4).tolist() == [[0.5] * 3] * 2
+    assert loaded.apply(4, np.ones((1, 3), np.float32), np.float32(2)).tolist() == [[2] * 3]
+
+
+def test_random_keys_are_inputs_and_weights(tmp_path):
+    draw = lambda key, x, other: x + jax.random.normal(key, x.shape) + jax.random.normal(other, x.shape)
+    key, other = jax.random.key(1), jax.random.key(2)
+    loaded = exported_scale(tmp_path, draw, key, (ROWS, other))
+    x = np.ones((4, 3), np.float32)
+    np.testing.assert_allclose(loaded(x, other), jax.jit(draw)(key, x, other), rtol=1e-6)
+
+
+def test_bfloat16_weights_and_inputs_come_back(tmp_path):
+    loaded = exported_scale(tmp_path, state=jnp.bfloat16(3), signature=(jnp.zeros((1, 2), jnp.bfloat16),))
+    assert loaded(jnp.ones((2, 2), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_words_of_jdist_are_those_of_one_replica_also_in_a_scope(two, tmp_path):
+    with two.scope():
+        words = lambda s, x: s * x + jdist.all_reduce("sum", x) + jdist.num_replicas() + jdist.replica_id()
+        loaded = exported_scale(tmp_path, words)
+    assert loaded(np.ones((1, 3), np.float32)).tolist() == [[4, 4, 4]]
+
+
+def test_function_without_a_gradient_is_exported_without(tmp_path):
+    count = lambda s, x: jax.lax.while_loop(lambda x: jnp.all(x < 10), lambda x: x * s, x)
+    loaded = exported_scale(tmp_path, count)
+    assert not loaded.manifest["gradient"]
+    assert loaded(np.full((2, 3), 3, np.float32)).max() == 12
+
+
+def test_loaded_function_is_exported_again(tmp_path):
+    first = exported_scale(tmp_path)
+    export(tmp_path / "again", lambda s, x: first.apply(s, x) + 1, first.state, (ROWS,))
+    assert load(tmp_path / "again")(np.ones((2, 3), np.float32)).tolist() == [[3] * 3] * 2
+
+
+def test_loaded_function_is_called_while_another_is_traced(tmp_path):
+    loaded = exported_scale(tmp_path)
+    assert jax.jit(lambda x: loaded(x) + 1)(np.ones((1, 3), np.float32)).tolist() == [[3] * 3]
+    assert loaded(np.ones((2, 3), np.float32)).tolist() == [[2] * 3] * 2
+
+
+def test_batch_of_the_signature_may_be_of_any_size(tmp_path):
+    for size in (0, 1, 5):
+        loaded = exported_scale(tmp_path, lambda s, x: s * x / x.max(), signature=(np.zeros((size, 3), np.float32),))
+        assert loaded(np.ones((2, 3), np.float32)).shape == (2, 3)
+
+
+def test_platforms_are_chosen(tmp_path):
+    assert exported_scale(tmp_path, platforms=("cpu",)).manifest["platforms"] == ["cpu"]
+
+
+def test_repr_says_what_it_takes_and_gives(exported):
+    assert repr(load(exported("perceptron")[0])) == (
+        "Loaded(x: float32[batch,4] -> float32[batch,2]; 4 arrays of weights, 148 bytes)"
+    )
+
+
+def test_export_that_is_there_is_replaced(tmp_path):
+    exported_scale(tmp_path, state=2.0)
+    assert exported_scale(tmp_path, state=3.0)(np.ones((1, 3), np.float32)).tolist() == [[3] * 3]
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_empty_folder_is_written_into(tmp_path):
+    (tmp_path / "x").mkdir()
+    assert isinstance(exported_scale(tmp_path), Loaded)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_what_is_no_export_is_not_replaced(kind, tmp_path):
+    (tmp_path / "x").mkdir() if kind == "folder" else (tmp_path / "x").write_text("mine")
+    if kind == "folder":
+        (tmp_path / "x" / "mine").write_text("mine")
+    with pytest.raises(FileExistsError, match="is there already, and nothing of the kind that would be written"):
+        exported_scale(tmp_path)
+    assert (tmp_path / "x" / "mine" if kind == "folder" else tmp_path / "x").read_text() == "mine"
+
+
+def test_export_that_fails_leaves_the_one_before(tmp_path):
+    exported_scale(tmp_path)
+    with pytest.raises(TypeError, match="have no such dtype"):
+        export(tmp_path / "x", lambda s, x: x * s.astype("float32"), jnp.int4(1), (ROWS,))
+    with pytest.raises(FileNotFoundError, match="There is no folder"):
+        export(tmp_path / "none" / "x", SCALE, 1.0, (ROWS,))
+    assert load(tmp_path / "x")(np.ones((1, 3), np.float32)).tolist() == [[2] * 3]
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize(
+    "signature, wrong, error",
+    [
+        (ROWS, r"`signature` is a tuple of inputs, got ShapeDtypeStruct: write `\(value,\)`", TypeError),
+        ((1.0,), r"No input has a batch: the signature is \(x: float32\[\]\)", ValueError),
+        ((), r"No input has a batch", ValueError),
+        (({"a": ROWS, "b": np.zeros((2, 3))},), r"of one size: .*\(x.a: float32\[1,3\], x.b: float32\[2,3\]\)", ValueError),
+        ((jdist.PerReplica(np.zeros((2, 3))),), r"The signature has PerReplica\(.*\) for x. Say what one", TypeError),
+        (("text",), "x is str: devices hold numbers", TypeError),
+        ((np.zeros((1, 4), np.float32),), r"does not take the signature \(x: float32\[1,4\]\): .*Error: ", ValueError),
+        ((ROWS, ROWS), r"does not take the signature \(x: .*, args\[2\]: .*\): TypeError", ValueError),
+    ],
+    ids=["bare", "scalar", "empty", "uneven", "per_replica", "text", "shape", "count"],
+)  # fmt: skip
+def test_signature_that_is_none_is_refused(signature, wrong, error, tmp_path):
+    with pytest.raises(error, match=wrong):
+        export(tmp_path / "x", lambda state, x: x @ state, random(0, 3, 2), signature)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "apply, wrong",
+    [
+        (
+            lambda s, x: x.reshape(4, -1) * s,
+            "takes the batch of the signature, and not one of any size. Take sizes from",
+        ),
+        (lambda s, x: s * x if x.shape[0] == int(x.shape[0]) else x, "takes the batch of the signature, and not one"),
+        (
+            lambda s, x: x.reshape(2, 2, 3) * s,
+            r"returns output as float32\[2,2,3\], whose first dim is not the batch, of any",
+        ),
+        (lambda s, x: (x * s, jnp.mean(x)), r"returns output.1 as float32\[\], whose first dim is not the batch"),
+        (lambda s, x: x.T * s, r"returns output as float32\[3,batch\], whose first dim is not the batch"),
+        (lambda s, x: s, r"returns output as float32\[\], whose first dim is not"),
+    ],
+    ids=["reshape", "decided", "pairs", "mean", "transposed", "none"],
+)
+def test_apply_for_one_batch_or_without_one_is_refused(apply, wrong, tmp_path):
+    with pytest.raises(ValueError, match=wrong):
+        export(tmp_path / "x", apply, 2.0, (np.zeros((4, 3), np.float32),))
+
+
+def on_mesh(word):
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    if word == "shard_map":
+        return jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    return lambda x: jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, P("d")))
+
+
+@pytest.mark.parametrize("within", ["jit", "cond"])
+@pytest.mark.parametrize("word", ["shard_map", "sharding_constraint"])
+def test_apply_that_says_how_it_is_split_is_refused(word, within, tmp_path):
+    split = on_mesh(word)
+    inner = {"jit": jax.jit(split), "cond": lambda x: jax.lax.cond(x.sum() > 0, split, jnp.negative, x)}[within]
+    with pytest.raises(ValueError, match=rf"split over devices, by a `{word}`"):
+        export(tmp_path / "x", lambda s, x: inner(x) * s, 2.0, (np.zeros((4, 3), np.float32),))
+
+
+def test_apply_that_is_written_for_several_devices_is_refused(two, tmp_path):
+    split = jax.jit(lambda x: x, out_shardings=jax.NamedSharding(two.mesh, P()))
+    with pytest.raises(ValueError, match="is written for 2 devices, and an export is the function of one"):
+        export(tmp_path / "x", lambda s, x: split(x) * s, 2.0, (np.zeros((4, 3), np.float32),))
+
+
+def test_arrays_that_apply_holds_go_with_the_program(two, tmp_path):
+    held = two.put(jdist.Sharded(np.ones((2, 3), np.float32))).tree
+    assert (
+        exported_scale(tmp_path, lambda s, x: x * s + held.sum(0))(np.ones((4, 3), np.float32)).tolist()
+        == [[4] * 3] * 4
+    )
+
+
+def test_apply_that_calls_back_is_refused(tmp_path):
+    def shout(s, x):
+        return jax.pure_callback(np.negative, jax.ShapeDtypeStruct(x.shape, x.dtype), x) * s
+
+    with pytest.raises(ValueError, match="cannot be exported for cpu, cuda, tpu: "):
+        export(tmp_path / "x", shout, 2.0, (ROWS,))
+
+
+@pytest.mark.parametrize("platforms", ["cpu", (), ("cpu", "abacus")])
+def test_platforms_that_are_none_are_refused(platforms, tmp_path):
+    with pytest.raises(ValueError, match="`platforms` is a tuple of some of 'cpu', 'cuda', 'rocm', 'tpu', got"):
+        exported_scale(tmp_path, platforms=platforms)
+
+
+def two_inputs(tmp_path):
+    apply = lambda state, image, label: image["pixels"] * state["w"] + label[:, None]
+    inputs = {"pixels": ROWS}, jax.ShapeDtypeStruct((1,), np.int32)
+    return exported_scale(tmp_path, apply, {"w": np.ones(3, np.float32)}, inputs)
+
+
+GOOD = ({"pixels": np.ones((2, 3), np.float32)}, np.ones(2, np.int32))
+
+
+@pytest.mark.parametrize(
+    "inputs, wrong, error",
+    [
+        (GOOD[:1], r"takes 2 inputs \(image, label\), got 1", TypeError),
+        ((GOOD[0], np.ones(3, np.int32)), r"of different sizes \(image.pixels: .*\[2,3\], label: int32\[3\]\)", ValueError),
+        ((GOOD[0], np.ones(2, np.float32)), r"label is float32\[2\], and was exported as int32\[batch\]. Cast", TypeError),
+        ((GOOD[0], np.array([2**40, 0])), r"label holds 1099511627776, which int32 does not", ValueError),
+        ((GOOD[0], np.ones((2, 1), np.int32)), r"label is int32\[2,1\], and was exported as int32\[batch\]. Give", ValueError),
+        (({"pixels": np.ones((2, 4), np.float32)}, GOOD[1]), r"image.pixels is float32\[2,4\], and was", ValueError),
+        (({"pixel": GOOD[0]["pixels"]}, GOOD[1]), r"image is not as .* missing \(image.pixels\) and 1 of 1", ValueError),
+        (({"pixels": np.ones((0, 3), np.float32)}, np.ones(0, np.int32)), r"The batch is empty \(image", ValueError),
+        ((jdist.PerReplica(GOOD[0]), GOOD[1]), r"image has PerReplica.*`strategy.run\(loaded.apply", TypeError),
+        ((GOOD[0], 1), r"label is int32\[\]", ValueError),
+    ],
+    ids=["count", "sizes", "dtype", "wide", "rank", "dim", "names", "empty", "wrapped", "number"],
+)  # fmt: skip
+def test_call_with_another_input_is_refused_by_its_name(inputs, wrong, error, tmp_path):
+    loaded = two_inputs(tmp_path)
+    assert loaded(*GOOD).tolist() == [[2] * 3] * 2
+    with pytest.raises(error, match=wrong):
+        loaded(*inputs)
+
+
+def test_call_with_another_state_is_refused_by_its_leaves(tmp_path):
+    with pytest.raises(ValueError, match=r"state is not as it was exported: .* missing \(state.w\)"):
+        two_inputs(tmp_path).apply({"v": np.ones(3, np.float32)}, *GOOD)
+
+
+def test_text_as_an_input_is_refused_by_its_name(tmp_path):
+    with pytest.raises(TypeError, match="label is .*, and was exported as"):
+        two_inputs(tmp_path).apply({"w": np.ones(3, np.float32)}, GOOD[0], np.array(["a", "b"]))
+
+
+def test_folder_that_is_no_export_is_told(tmp_path):
+    for path in (tmp_path / "none", tmp_path):
+        with pytest.raises(FileNotFoundError, match="There is no export at .*`jdist.export` writes one"):
+            load(path)
+
+
+@pytest.mark.parametrize(
+    "change, wrong",
+    [
+        (lambda m: "{", "is not what `jdist.export` writes: .*Export again"),
+        (lambda m: "[]", "is not what `jdist.export` writes"),
+        (lambda m: json.dumps({"format": 1}), "is not what `jdist.export` writes: KeyError"),
+        (lambda m: json.dumps({**m, "format": 9, "jdist": "9.0"}), "of the form 9, written by jdist 9.0, and this one reads"),
+        (lambda m: json.dumps({**m, "function": {}}), "is damaged, or not all there"),
+    ],
+    ids=["broken", "list", "fields", "format", "digest"],
+)  # fmt: skip
+def test_manifest_that_was_changed_is_refused(change, wrong, tmp_path):
+    exported_scale(tmp_path)
+    manifest = tmp_path / "x" / "manifest.json"
+    manifest.write_text(change(json.loads(manifest.read_text())))
+    with pytest.raises(ValueError, match=wrong):
+        load(tmp_path / "x")
+
+
+def test_damaged_function_is_refused(tmp_path):
+    exported_scale(tmp_path)
+    function = tmp_path / "x" / "function.bin"
+    function.write_bytes(function.read_bytes()[:-10])
+    with pytest.raises(ValueError, match="is damaged, or not all there. Export again"):
+        load(tmp_path / "x")
+
+
+def test_weights_of_another_export_are_refused(tmp_path):
+    exported_scale(tmp_path)
+    weights.save(tmp_path / "x" / "weights.safetensors", {"other": np.zeros(1)})
+    with pytest.raises(ValueError, match="weights.safetensors does not fit"):
+        load(tmp_path / "x")
+
+
+def test_program_of_a_later_jax_is_refused_with_both_versions(tmp_path):
+    """As an earlier JAX sees it: there is an operation in it that its StableHLO does not have."""
+    exported_scale(tmp_path)
+    manifest, function = tmp_path / "x" / "manifest.json", tmp_path / "x" / "function.bin"
+    data = function.read_bytes().replace(b"multiply_v1", b"multiply_v9")
+    function.write_bytes(data)
+    told = json.loads(manifest.read_text())
+    told["function"]["sha256"], told["jax"] = hashlib.sha256(data).hexdigest(), "99.1"
+    manifest.write_text(json.dumps(told))
+    with pytest.raises(
+        ValueError, match=rf"written by JAX 99.1, and JAX {jax.__version__} cannot read it. A later JAX"
+    ):
+        load(tmp_path / "x")
+
+
+def test_export_of_64_bits_needs_them_turned_on(tmp_path):
+    with jax.enable_x64(True):
+        loaded = exported_scale(tmp_path, state=np.float64(2), signature=(np.zeros(1),))
+        assert loaded(np.ones(1)).dtype == np.float64
+    with pytest.raises(RuntimeError, match="computes with 64 bits. Turn them on, before all else"):
+        load(tmp_path / "x")
+
+
+def test_missing_package_is_told_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flatbuffers", None)
+    for call in (lambda: export(tmp_path / "x", SCALE, 1.0, (ROWS,)), lambda: load(tmp_path / "x")):
+        with pytest.raises(ImportError, match=r'`python -m pip install "jdist\[export\]"`'):
+            call()
+
+
+def test_export_is_the_business_of_the_host(two, tmp_path):
+    with pytest.raises(RuntimeError, match="export"):
+        two.run(lambda: export(tmp_path / "x", SCALE, 1.0, (ROWS,)))

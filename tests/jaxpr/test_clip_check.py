@@ -1,0 +1,177 @@
+"""Gradients that are clipped before they are reduced: said once, at the line that does it, and nowhere else."""
+
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdist
+from jdist import ClippedPerReplicaWarning, sync
+from jdist._src.jaxpr import clip_check
+
+from laws import among
+
+CLIPS = {
+    "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
+    "clip": lambda: optax.clip(0.5),
+    "adaptive_grad_clip": lambda: optax.adaptive_grad_clip(0.1),
+    "clip_by_block_rms": lambda: optax.clip_by_block_rms(1.0),
+}
+POLICIES = {
+    "mean": sync.mean,
+    "sum": sync.sum,
+    "in_dtype": lambda: sync.in_dtype(jnp.bfloat16),
+    "int8": lambda: sync.int8(block_size=4),
+    "int8_of_small_leaves": sync.int8,
+    "top_k": lambda: sync.top_k(0.5),
+    "power_sgd": lambda: sync.power_sgd(1),
+    "every": lambda: sync.every(2, sync.mean()),
+    "skip_nonfinite": lambda: sync.skip_nonfinite(sync.mean()),
+    "dynamic_loss_scale": lambda: sync.dynamic_loss_scale(sync.mean()),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_said_yet(monkeypatch):
+    monkeypatch.setattr(clip_check, "_warned", {})
+
+
+def warned(strategy, tx, calls=1):
+    """The warnings of tracing `calls` steps with `tx`, and the line of this file that updates."""
+    params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
+    state = strategy.init(lambda: (own := jax.tree.map(jnp.copy, params), tx.init(own)))
+    lines = []
+
+    def step(state, x):
+        params, opt_state = state
+        grads = jax.grad(lambda p: jnp.mean((x @ p["w"] + p["b"]) ** 2))(params)
+        lines[:] = [inspect.currentframe().f_lineno + 1]
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    x = strategy.put(jdist.PerReplica(np.ones((strategy.num_replicas_in_sync, 2, 8), np.float32)))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        for _ in range(calls):
+            strategy.step(lambda state, x: step(state, x)).lower(state, x)
+    return found, lines[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("clip", ["clip_by_global_norm", "clip", "adaptive_grad_clip"])
+def test_clipping_ahead_of_a_policy_is_said_with_the_users_line(two, clip, policy):
+    found, line = warned(two, optax.chain(CLIPS[clip](), POLICIES[policy](), optax.sgd(0.1)))
+    assert [(w.category, w.filename, w.lineno) for w in found] == [(ClippedPerReplicaWarning, __file__, line)]
+    assert "each replica clips its own" in str(found[0].message)
+    assert "`optax.chain(jdist.sync.mean(), optax.clip_by_global_norm(1.0), ...)`" in str(found[0].message)
+
+
+def test_clipping_ahead_of_a_hierarchy_is_said():
+    ops = jdist.HierarchicalAllReduce(group_size=2)
+    strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(4)], cross_device_ops=ops)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), sync.hierarchical("replica", "group"))
+    assert len(warned(strategy, tx)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        lambda: sync.every(2, optax.chain(optax.clip(1.0), sync.mean())),
+        lambda: sync.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), sync.mean(), optax.adam(0.1))),
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.scale(0.5), sync.mean()),
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.chain(optax.identity(), sync.mean())),
+        lambda: optax.chain(optax.masked(optax.clip(1.0), {"w": True, "b": False}), sync.mean()),
+        lambda: optax.inject_hyperparams(lambda bound: optax.chain(optax.clip(bound), sync.mean()))(bound=1.0),
+        lambda: sync.diloco(
+            optax.sgd(0.1), every=2, reduction=optax.chain(optax.clip_by_global_norm(1.0), sync.mean())
+        ),
+    ],
+    ids=["in_every", "in_skip", "scale_between", "chain_in_chain", "masked", "injected", "reduction_of_diloco"],
+)
+def test_clipping_is_seen_through_what_stands_around(two, tx):
+    assert [w.category for w in warned(two, tx())[0]] == [ClippedPerReplicaWarning]
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("policy", ["mean", "int8", "top_k", "every"])
+def test_clipping_behind_a_policy_is_right_and_not_said(two, clip, policy):
+    assert warned(two, optax.chain(POLICIES[policy](), CLIPS[clip](), optax.sgd(0.1)))[0] == []
+
+
+BY_ITSELF = {
+    "local_sgd_2": lambda inner: sync.local_sgd(inner, every=2),
+    "local_sgd_1": lambda inner: sync.local_sgd(inner, every=1),
+    "diloco_2": lambda inner: sync.diloco(inner, every=2),
+    "diloco_1": lambda inner: sync.diloco(inner, every=1),
+    "diloco_int8": lambda inner: sync.diloco(inner, every=2, reduction=sync.int8(block_size=4)),
+    "streaming_2": lambda inner: sync.streaming_diloco(inner, every=2, fragments=2),
+    "streaming_1": lambda inner: sync.streaming_diloco(inner, every=1, fragments=1, overlap=0),
+}
+
+
+@pytest.mark.parametrize("name", among(BY_ITSELF, "local_sgd_1", "diloco_2", "streaming_2"))
+@pytest.mark.parametrize("clip", CLIPS)
+def test_clipping_of_a_replica_that_trains_by_itself_is_meant_and_not_said(two, name, clip):
+    policy, clipped = BY_ITSELF[name], CLIPS[clip]()
+    assert warned(two, policy(optax.chain(clipped, optax.sgd(0.1))))[0] == []
+    assert warned(two, policy(optax.chain(optax.sgd(0.1), clipped)))[0] == []
+
+
+@pytest.mark.parametrize(
+    "first", [optax.scale(2.0), optax.add_decayed_weights(0.1), optax.identity(), optax.centralize()]
+)
+def test_other_transformations_ahead_of_a_policy_are_not_said(two, first):
+    assert warned(two, optax.chain(first, sync.mean(), optax.sgd(0.1)))[0] == []
+
+
+def test_clipping_of_what_is_reduced_already_is_not_said(two):
+    assert warned(two, optax.chain(sync.mean(), optax.clip(1.0), optax.scale(1.0), optax.adam(0.1)))[0] == []
+
+
+def test_clipped_loss_is_no_clipped_gradient(two):
+    """`jnp.clip` in the model, and the user's own function of that name."""
+
+    def clip(x):
+        return jnp.clip(x, -1, 1)
+
+    tx = optax.chain(sync.mean(), optax.sgd(0.1))
+    state = two.init(lambda: (w := jnp.float32(1), tx.init(w)))
+
+    @two.step
+    def step(state, x):
+        w, opt_state = state
+        grad = clip(jax.grad(lambda w: clip(w * x))(w))
+        updates, opt_state = tx.update(grad, opt_state, w)
+        return (w + updates, opt_state), None
+
+    step(state, two.put(jdist.PerReplica(np.float32([1, 2]))))  # a warning would be an error
+
+
+def test_one_line_says_it_once_however_often_it_is_traced(two):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), sync.mean(), optax.sgd(0.1))
+    assert len(warned(two, tx, calls=3)[0]) == 1
+
+
+def test_two_leaves_of_many_transformations_say_it_once(two):
+    tx = optax.chain(optax.clip(1.0), optax.clip_by_global_norm(1.0), sync.mean(), sync.mean())
+    assert len(warned(two, tx)[0]) == 1
+
+
+def test_warning_can_be_made_an_error(two):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), sync.mean())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ClippedPerReplicaWarning)
+        state = two.init(lambda: (w := jnp.ones(3), tx.init(w)))
+
+        @two.step
+        def step(state, x):
+            w, opt_state = state
+            updates, opt_state = tx.update(w * x, opt_state, w)
+            return (w + updates, opt_state), None
+
+        with pytest.raises(ClippedPerReplicaWarning, match="Put the policy first"):
+            step(state, two.put(jdist.PerReplica(np.float32([1, 2]))))

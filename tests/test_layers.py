@@ -1,0 +1,73 @@
+"""Packages import only packages below their own. The order is the list at the top of docs/architecture.md."""
+
+import ast
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+SOURCE = ROOT / "jdist/_src"
+_LIST = re.search(r"```text\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)[1]
+PACKAGES = [line.split()[0].removesuffix("/") for line in _LIST.splitlines()]
+MODULES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts): path
+    for path in sorted(SOURCE.rglob("*.py"))
+    if path.name != "__init__.py"
+}
+
+
+def imported_modules(name: str) -> set[str]:
+    """Returns the modules of `jdist._src` that the module `name` imports, wherever in the file the import stands."""
+    modules = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        if isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "jdist" for alias in node.names), f"{name} imports jdist itself"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jdist":
+            assert node.module.startswith("jdist._src."), f"{name} imports the public {node.module}"
+            package = node.module.removeprefix("jdist._src.")
+            names = {f"{package}.{alias.name}" for alias in node.names}
+            modules |= {full if full in MODULES else package for full in names}
+    return modules
+
+
+IMPORTS = {name: imported_modules(name) for name in MODULES}
+
+
+def depth(graph: dict[str, set[str]], name: str, path: tuple[str, ...] = ()) -> int:
+    """Returns the length of the longest chain of imports from `name`; a cycle is an assertion error that shows it."""
+    assert name not in path, f"import cycle: {' -> '.join([*path, name])}"
+    return 1 + max((depth(graph, below, (*path, name)) for below in graph[name]), default=0)
+
+
+def test_list_of_packages_is_complete():
+    assert sorted(PACKAGES) == sorted({name.split(".")[0] for name in MODULES})
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_module_imports_only_packages_below_its_own(name):
+    package = name.split(".")[0]
+    for imported in IMPORTS[name]:
+        assert PACKAGES.index(imported.split(".")[0]) <= PACKAGES.index(package), f"{name} imports {imported}"
+
+
+def test_modules_do_not_import_each_other_in_a_cycle():
+    done: set[str] = set()
+
+    def visit(name, path):
+        assert name not in path, f"import cycle: {' -> '.join([*path, name])}"
+        if name not in done:
+            for imported in IMPORTS[name]:
+                visit(imported, (*path, name))
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+def test_chain_of_packages_is_short():
+    packages = {package: set() for package in PACKAGES}
+    for name, imports in IMPORTS.items():
+        package = name.split(".")[0]
+        packages[package] |= {imported.split(".")[0] for imported in imports} - {package}
+    assert max(depth(packages, package) for package in PACKAGES) <= 10
