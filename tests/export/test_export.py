@@ -22,12 +22,13 @@ from jax.sharding import PartitionSpec as P
 
 import jdist
 from jdist import weights
+from jdist._src.export import weights as weight_files
 from jdist._src.export.export import export
 from jdist._src.export.load import Loaded, load
 
 from laws import STRATEGIES
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parent.parent.parent
 RUNS_ON = {**STRATEGIES, "virtual_8": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=8)}
 MORE = dict.fromkeys(("mirrored_1", "mirrored_3", "mirrored_8"), pytest.mark.slow)  # of a kind that is there already
 
@@ -122,7 +123,7 @@ def exported(tmp_path_factory):
 
 def same(result, expected):
     """The leaves, in containers of another kind, are equal up to what the order of a sum does."""
-    result, expected = weights.named(result), weights.named(expected)
+    result, expected = weight_files.named(result), weight_files.named(expected)
     assert result.keys() == expected.keys()
     for name, leaf in expected.items():
         np.testing.assert_allclose(result[name], leaf, rtol=2e-5, atol=2e-6, err_msg=name)

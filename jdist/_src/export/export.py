@@ -13,7 +13,7 @@ from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.atomic_files import Path, check_path, write_once
 from jdist._src.core.tree import PyTree, argument_names, spec
 from jdist._src.core.version import __version__
-from jdist._src.export import safetensors
+from jdist._src.export import weights
 from jdist._src.replica.context import ReplicaContext, entered, require_host
 from jdist._src.values.arrays import check_array
 from jdist._src.values.base import is_distributed
@@ -74,11 +74,11 @@ def export(
     need_flatbuffers()
     inputs = _inputs(apply, signature)
     _check_platforms(platforms)
-    values = jax.tree.map(_as_jax_has_it, safetensors.fetched(state))
+    values = jax.tree.map(_as_jax_has_it, weights.fetched(state))
     exported = _exported(apply, values, inputs, tuple(platforms))
     function, gradient = _serialized(exported)
     manifest = _manifest(exported, list(inputs), function, gradient)
-    write_weights = safetensors.writer(values)
+    write_weights = weights.writer(values)
 
     def write(folder: pathlib.Path) -> None:
         folder.mkdir()
@@ -132,11 +132,11 @@ def _kinds(name: str, tree: PyTree) -> PyTree:
             raise TypeError(
                 f"The signature has {node!r} for {name}. Say what one replica sees: an array of `.values[0]`."
             )
-    for leaf_name, leaf in safetensors.named(tree, name).items():
+    for leaf_name, leaf in weights.named(tree, name).items():
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             check_array(leaf_name, leaf)
     host = lambda leaf: leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    kind = lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), safetensors.kept_dtype(host(leaf)))
+    kind = lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), weights.kept_dtype(host(leaf)))
     some = lambda kind: (
         _with_batch(kind, max(kind.shape[0], 1)) if kind.shape else kind
     )  # an empty batch is a signature too
@@ -144,7 +144,7 @@ def _kinds(name: str, tree: PyTree) -> PyTree:
 
 
 def _as_jax_has_it(leaf: Any) -> Any:
-    return leaf if safetensors.is_key(leaf) else np.asarray(leaf, safetensors.kept_dtype(leaf))
+    return leaf if weights.is_key(leaf) else np.asarray(leaf, weights.kept_dtype(leaf))
 
 
 def _exported(
@@ -176,10 +176,10 @@ def _exported(
 
 def _of_plain_trees(apply: Callable[..., PyTree], trees: Sequence[PyTree]) -> Callable[..., PyTree]:
     """`apply` of trees without containers of the user's own, giving one."""
-    treedefs = [(list(safetensors.named(tree)), jax.tree.structure(tree)) for tree in trees]
+    treedefs = [(list(weights.named(tree)), jax.tree.structure(tree)) for tree in trees]
 
     def of_plain_trees(*given: PyTree) -> PyTree:
-        leaves = map(safetensors.named, given)
+        leaves = map(weights.named, given)
         back = [treedef.unflatten([x[n] for n in names]) for x, (names, treedef) in zip(leaves, treedefs, strict=True)]
         return plain(apply(*back))
 
@@ -232,7 +232,7 @@ def _check_any_batch(program: Any, trees: Sequence[PyTree], batch: Any) -> None:
             "`apply` takes the batch of the signature, and not one of any size. Take sizes from the array, as in "
             f"`x.reshape(x.shape[0], -1)`, and neither write them as numbers nor decide by them: {_said(error)}"
         ) from error
-    for name, leaf in safetensors.named(outputs, "output").items():
+    for name, leaf in weights.named(outputs, "output").items():
         if not leaf.shape or leaf.shape[0] != batch:
             raise ValueError(
                 f"`apply` returns {name} as {spec(leaf)}, whose first dim is not the batch, of any size. Return a row for "
@@ -261,8 +261,8 @@ def _manifest(exported: Any, arguments: Sequence[str], function: bytes, gradient
         "function": {"bytes": len(function), "sha256": hashlib.sha256(function).hexdigest()},
         "arguments": list(arguments),
         "inputs": _listed(_named(dict(zip(arguments, inputs, strict=True)))),
-        "outputs": _listed(safetensors.named(outputs, "output")),
-        "weights": _listed(safetensors.named(state)),
+        "outputs": _listed(weights.named(outputs, "output")),
+        "weights": _listed(weights.named(state)),
     }
 
 
@@ -272,9 +272,7 @@ def _listed(kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(inputs: Mapping[str, PyTree]) -> dict[str, Any]:
-    return {
-        leaf_name: leaf for name, tree in inputs.items() for leaf_name, leaf in safetensors.named(tree, name).items()
-    }
+    return {leaf_name: leaf for name, tree in inputs.items() for leaf_name, leaf in weights.named(tree, name).items()}
 
 
 def _told(inputs: Mapping[str, PyTree]) -> str:

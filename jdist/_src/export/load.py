@@ -14,7 +14,7 @@ import numpy as np
 
 from jdist._src.core.atomic_files import Path, check_path
 from jdist._src.core.tree import PyTree, spec
-from jdist._src.export import safetensors
+from jdist._src.export import weights
 from jdist._src.export.export import FORMAT, FUNCTION, MANIFEST, WEIGHTS, is_export, need_flatbuffers
 from jdist._src.values.arrays import check_range, fits, host_values
 from jdist._src.values.base import is_distributed
@@ -62,7 +62,7 @@ class Loaded:
         """
         if not all(map(fits, host_values(inputs))):
             for name, tree in zip(self.manifest["arguments"], inputs, strict=False):
-                for leaf_name, leaf in safetensors.named(tree, name).items():
+                for leaf_name, leaf in weights.named(tree, name).items():
                     check_range(leaf_name, leaf)
         return self._compiled(self._on_device, *inputs)
 
@@ -110,7 +110,7 @@ def load(path: Path) -> Loaded:
     (state, *inputs), _ = exported.in_tree.unflatten(exported.in_avals)
     _check_bits(folder, jax.tree.leaves((state, inputs)))
     apply = _apply(exported, [state, *inputs], manifest["arguments"])
-    return Loaded(apply, safetensors.load(folder / WEIGHTS, like=state), manifest)
+    return Loaded(apply, weights.load(folder / WEIGHTS, like=state), manifest)
 
 
 def _manifest(folder: pathlib.Path) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _exported(folder: pathlib.Path, manifest: Mapping[str, Any]) -> Any:
 
 
 def _check_bits(folder: pathlib.Path, kinds: Sequence[Any]) -> None:
-    if any(kind.dtype != safetensors.kept_dtype(kind) for kind in kinds):
+    if any(kind.dtype != weights.kept_dtype(kind) for kind in kinds):
         raise RuntimeError(
             f'{folder} computes with 64 bits. Turn them on, before all else: `jax.config.update("jax_enable_x64", True)`.'
         )
@@ -177,8 +177,8 @@ def _fitting(name: str, tree: PyTree, kinds: PyTree) -> PyTree:
                 f"{name} has {node!r} in it, which lies on the devices of a strategy: `strategy.run(loaded.apply, (state, "
                 "batch))`; or take one value out, `jdist.read(value)`."
             )
-    wanted = safetensors.named(kinds, name)
-    leaves = safetensors.matched(f"{name} is not as it was exported", safetensors.named(tree, name), wanted)
+    wanted = weights.named(kinds, name)
+    leaves = weights.matched(f"{name} is not as it was exported", weights.named(tree, name), wanted)
     fitting = [_array(leaf_name, leaf, wanted[leaf_name]) for leaf_name, leaf in zip(wanted, leaves, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(kinds), fitting)
 
@@ -189,7 +189,7 @@ def _array(name: str, leaf: Any, kind: Any) -> Any:
     if number and jnp.result_type(leaf, kind.dtype) == kind.dtype:
         leaf = jnp.asarray(leaf, kind.dtype)
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    if getattr(leaf.dtype, "kind", "") in tuple("OUSMm") or safetensors.kept_dtype(leaf) != kind.dtype:
+    if getattr(leaf.dtype, "kind", "") in tuple("OUSMm") or weights.kept_dtype(leaf) != kind.dtype:
         raise TypeError(f"{name} is {spec(leaf)}, and was exported as {spec(kind)}. Cast it.")
     same = [
         one == other or jax.export.is_symbolic_dim(other) for one, other in zip(leaf.shape, kind.shape, strict=False)
@@ -200,7 +200,7 @@ def _array(name: str, leaf: Any, kind: Any) -> Any:
 
 
 def _check_batch(names: Sequence[str], given: Sequence[PyTree], kinds: Sequence[PyTree]) -> None:
-    leaves = [x for name, tree in zip(names, given, strict=True) for x in safetensors.named(tree, name).items()]
+    leaves = [x for name, tree in zip(names, given, strict=True) for x in weights.named(tree, name).items()]
     pairs = zip(leaves, jax.tree.leaves(kinds), strict=True)
     batch = {name: leaf for (name, leaf), kind in pairs if any(map(jax.export.is_symbolic_dim, kind.shape))}
     told = ", ".join(f"{name}: {spec(leaf)}" for name, leaf in batch.items())

@@ -20,11 +20,12 @@ from jax.sharding import Mesh
 
 import jdist
 from jdist import weights
+from jdist._src.export import weights as weight_files
 
 from laws import STRATEGIES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-DTYPES = [np.dtype(dtype) for dtype in weights._DTYPES.values()]
+DTYPES = [np.dtype(dtype) for dtype in weight_files._DTYPES.values()]
 
 
 class Pair(NamedTuple):
@@ -69,7 +70,7 @@ def test_tree_that_is_saved_comes_back_bit_for_bit(tree, tmp_path_factory):
     path = tmp_path_factory.mktemp("law") / "w.safetensors"
     weights.save(path, tree)
     assert_same_bits(weights.load(path, like=tree), tree)
-    assert_same_bits(weights.named(weights.load(path)), weights.named(tree))
+    assert_same_bits(weight_files.named(weights.load(path)), weight_files.named(tree))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
