@@ -609,7 +609,7 @@ def test_apply_if_finite_around_a_policy_is_placed_and_its_choice_refused_by_the
     tx = optax.apply_if_finite(sync.local_sgd(optax.sgd(0.1), every=2), 3)
     state = make_state(two, tx)
     assert kinds(state[0]) == DRIFTING
-    with pytest.raises(jdist.DivergentCollectiveError, match=r"is_finite.*cond at .*test_drift\.py"):
+    with pytest.raises(jdist.DivergentCollectiveError, match=r"is_finite.*cond at .*test_local_updates\.py"):
         make_step(two, tx)(state, two.put(jdist.PerReplica(next(batches(1, 2)))))
 
 
