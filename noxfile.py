@@ -7,22 +7,44 @@ nox.options.error_on_missing_interpreters = False  # skipped with a message, eve
 nox.options.reuse_existing_virtualenvs = True
 nox.options.sessions = ["tests", "lint", "types"]
 
-PYTHONS = ["3.11", "3.12"]  # the oldest JAX that jdist supports, and the newest
+OLDEST, NEWEST = "3.11", "3.12"  # with the oldest JAX that jdist supports, and the newest
+PYTHONS = [OLDEST, NEWEST]
 CONSTRAINTS = ("-c", "constraints.txt")
+# Tests of what depends on JAX's version: jaxprs and what is compiled from them, and one file for each larger part.
+JAX_VERSION = (
+    "tests/core",
+    "tests/execution",
+    "tests/jaxpr",
+    "tests/checkpoint/test_restore_laws.py",
+    "tests/sync/test_policy_laws.py",
+    "tests/training/test_loop.py",
+)
+# Tests about bits, memory and the compiled program. The session `slow` runs all of them with XLA's own optimization level.
+COMPILED = (
+    "tests/checkpoint/test_restore_laws.py",
+    "tests/jaxpr/test_exact.py",
+    "tests/jaxpr/test_virtual_replicas.py",
+    "tests/strategies/test_central_memory.py",
+    "tests/strategies/test_same_program.py",
+    "tests/strategies/test_sharded_memory.py",
+    "tests/training/test_resume.py",
+)
+
+
+def _install(session: nox.Session, *packages: str) -> None:
+    session.install("--no-compile", *CONSTRAINTS, *packages)
+
+
+def _pytest(session: nox.Session, *arguments: str, **environment: str) -> None:
+    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(session.cache_dir / "xla"))
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *arguments, env=environment)
 
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """All tests but the slow ones."""
-    session.install(*CONSTRAINTS, "-e", ".[test]")
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "not slow", *session.posargs)
-
-
-@nox.session(python=PYTHONS)
-def slow(session: nox.Session) -> None:
-    """The slow tests."""
-    session.install(*CONSTRAINTS, "-e", ".[test]")
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "-m", "slow", *session.posargs)
+    """The tests that are not slow: all on the newest Python, and on the oldest those that depend on JAX's version."""
+    _install(session, "-e", ".[test]")
+    _pytest(session, "-m", "not slow", *(session.posargs or (JAX_VERSION if session.python == OLDEST else ())))
 
 
 @nox.session(python="3.11")

@@ -29,7 +29,18 @@ def strategy(request):
     return STRATEGIES[request.param]()
 
 
-@pytest.fixture
-def two():
-    """Two replicas, for the concrete cases."""
-    return STRATEGIES["mirrored_2"]()
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items):
+    """Marks as slow all but enough pairs of a strategy and other parameters: each strategy and each other value remain."""
+    tests = {}
+    for item in items:
+        if "strategy" in item.fixturenames and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            strategy = item.callspec.params.get("strategy", "")
+            others = item.callspec.id.replace(str(strategy), "", 1)
+            tests.setdefault(item.nodeid.partition("[")[0], []).append((item, strategy, others))
+    for pairs in tests.values():
+        strategies, others = (list(dict.fromkeys(values)) for values in list(zip(*pairs, strict=True))[1:])
+        fewer = min(len(strategies), len(others))
+        for item, strategy, other in pairs:
+            if len(others) > 1 and strategies.index(strategy) % fewer != others.index(other) % fewer:
+                item.add_marker(pytest.mark.slow)
