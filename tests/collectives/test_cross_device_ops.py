@@ -261,46 +261,46 @@ def test_algorithm_of_ones_own_is_used_for_every_reduction():
 NEGATIVE = {
     "pack": (
         lambda: CommunicationOptions(-1),
-        r"`bytes_per_pack` has to be >= 0, got -1\. It is a number of bytes; None",
+        r"`bytes_per_pack` must be >= 0, got -1\. It is a number of bytes; None",
     ),
     "scatter": (
         lambda: AllReduce(-5),
-        r"`bytes_to_scatter` has to be >= 0, got -5\. It is a number of bytes; None leaves",
+        r"`bytes_to_scatter` must be >= 0, got -5\. It is a number of bytes; None selects",
     ),
 }
 
 
-@pytest.mark.parametrize("make, says", NEGATIVE.values(), ids=NEGATIVE)
-def test_negative_number_of_bytes_is_refused(make, says):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("make, message", NEGATIVE.values(), ids=NEGATIVE)
+def test_negative_number_of_bytes_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("size", [-1, 0, 3, 5, 16])
 def test_groups_that_do_not_divide_the_replicas_are_refused(size):
-    says = rf"8 replicas do not make groups of {size}: take a divisor of 8\."
-    with pytest.raises(ValueError, match=says):
+    message = rf"8 replicas cannot form groups of {size}: `group_size` must be a divisor of 8\."
+    with pytest.raises(ValueError, match=message):
         jdist.MirroredStrategy(cross_device_ops=HierarchicalAllReduce(size))
 
 
 OTHER_KINDS = {
     "algorithm": (
         lambda: jdist.MirroredStrategy(None, CommunicationOptions()),
-        r"`cross_device_ops` is a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got CommunicationOptions\(",
+        r"`cross_device_ops` must be a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got CommunicationOptions\(",
     ),
     "class": (
         lambda: jdist.MirroredStrategy(None, AllReduce),
-        r"`cross_device_ops` is a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got <class",
+        r"`cross_device_ops` must be a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got <class",
     ),
     "options": (
         lambda: jdist.MirroredStrategy(communication_options=AllReduce()),
-        r"`communication_options` is a CommunicationOptions, such as `jdist\.CommunicationOptions\(\)`, got AllReduce\(",
+        r"`communication_options` must be a CommunicationOptions, such as `jdist\.CommunicationOptions\(\)`, got AllReduce\(",
     ),
     "number": (lambda: jdist.MirroredStrategy(communication_options=64), r"`communication_options` is a .*, got 64\."),
 }
 
 
-@pytest.mark.parametrize("make, says", OTHER_KINDS.values(), ids=OTHER_KINDS)
-def test_options_of_another_kind_are_refused(make, says):
-    with pytest.raises(TypeError, match=says):
+@pytest.mark.parametrize("make, message", OTHER_KINDS.values(), ids=OTHER_KINDS)
+def test_options_of_another_kind_are_refused(make, message):
+    with pytest.raises(TypeError, match=message):
         make()

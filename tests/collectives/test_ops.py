@@ -123,20 +123,20 @@ WITHOUT_MEANING = {
 }
 
 
-@pytest.mark.parametrize("op, leaf, says", WITHOUT_MEANING.values(), ids=WITHOUT_MEANING)
-def test_all_reduce_of_leaf_without_that_reduction_is_refused_by_name(op, leaf, says, strategy):
-    with pytest.raises(TypeError, match=says):
+@pytest.mark.parametrize("op, leaf, message", WITHOUT_MEANING.values(), ids=WITHOUT_MEANING)
+def test_all_reduce_of_leaf_without_that_reduction_is_refused_by_name(op, leaf, message, strategy):
+    with pytest.raises(TypeError, match=message):
         strategy.run(lambda x: jdist.all_reduce(op, {"x": x}), (leaf,))
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         jdist.all_reduce(op, {"x": leaf})
 
 
 @pytest.mark.parametrize("axis", [1, -2])
 def test_all_gather_along_no_dimension_is_refused_by_name(axis, strategy):
-    says = rf"value\['x'\] is float32\[3\]: it has no dimension {axis}\. Its dimensions are 0 to 0, or -1 to -1; `axis` counts"
-    with pytest.raises(ValueError, match=says):
+    message = rf"value\['x'\] is float32\[3\]: it does not have dimension {axis}\. Its dimensions are 0 to 0, or -1 to -1; `axis`"
+    with pytest.raises(ValueError, match=message):
         strategy.run(lambda x: jdist.all_gather({"x": x}, axis), (np.ones(3, np.float32),))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         jdist.all_gather({"x": jnp.ones(3)}, axis)
 
 
@@ -146,7 +146,7 @@ def test_all_gather_along_no_dimension_is_refused_by_name(axis, strategy):
 def test_collective_of_a_wrapper_on_the_host_is_refused(ask):
     value = rows(STRATEGIES["mirrored_2"](), 3)
     with pytest.raises(
-        TypeError, match=r"PerReplica\(float32\[2,3\]\) is for the host .*`strategy\.run.*`strategy\.gather`"
+        TypeError, match=r"PerReplica\(float32\[2,3\]\) is a distributed value.*`strategy\.run.*`strategy\.gather`"
     ):
         ask(value)
 
@@ -285,20 +285,22 @@ def test_all_reduce_of_row_slices_outside_any_strategy_is_themselves():
 
 @pytest.mark.parametrize("op", ["max", "min"])
 def test_greatest_of_row_slices_is_refused_with_the_way_out(op, strategy):
-    says = rf"value\['e'\] is RowSlices, and its {op.upper()} over the replicas .*for others take `value\.dense\(\)`"
+    message = (
+        rf"value\['e'\] is RowSlices, whose {op.upper()} .*Use SUM or MEAN, or reduce the table: `value\.dense\(\)`"
+    )
     ask = lambda: jdist.all_reduce(op, {"e": _slices(jnp.ones(3), 9)})
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         strategy.run(ask)
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         ask()
 
 
 def test_gather_of_row_slices_is_refused_with_the_way_out(strategy):
-    says = r"`all_gather` of RowSlices: .*`value\.dense\(\)`.*`value\.rows`, `value\.indices`"
+    message = r"`all_gather` does not support RowSlices\. .*`value\.dense\(\)`.*`value\.rows`, `value\.indices`"
     ask = lambda: jdist.all_gather({"e": _slices(jnp.ones(3), 9)}, 0)
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         strategy.run(ask)
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         ask()
 
 
@@ -356,11 +358,9 @@ def test_greatest_and_least_are_nan_where_any_replica_has_nan(make, dtype):
 
 @pytest.mark.parametrize("axis", [None, "0", 1.0, (0,), True], ids=repr)
 def test_all_gather_along_what_is_no_number_is_refused(axis, two):
-    says = (
-        r"`axis` is the dimension to join the replicas' values along, a whole number, got .*`x\[None\]`, and join along"
-    )
+    message = r"`axis` must be a dimension of one replica's value, an integer, got .*`x\[None\]`, and use `axis=0`"
     for gather in (lambda x: two.gather(x, axis), lambda x: two.run(lambda x: jdist.all_gather(x, axis), (x,))):
-        with pytest.raises(TypeError, match=says):
+        with pytest.raises(TypeError, match=message):
             gather(rows(two, 3))
 
 
