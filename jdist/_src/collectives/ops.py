@@ -98,10 +98,7 @@ def reduce_scatter_tree(op: ReduceOp, tree: PyTree, axis: int, axes: Axes) -> Py
                 f"{name} is {dtype_and_shape(leaf)}: dimension {dim} has {size} elements, which {count} replicas do not divide "
                 f"evenly. Pad it to a multiple of {count}, or pass another `axis`."
             )
-        x = _marked(op, leaf)
-        if axes and x.size:
-            x = lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
-        shards.append(_divided(op, x, axes))
+        shards.append(_divided(op, _reduce_scatter(_marked(op, leaf), dim, axes), axes))
     return treedef.unflatten(shards)
 
 
@@ -214,9 +211,19 @@ def _arrays(tree: PyTree) -> tuple[list[jax.Array], Any]:
 
 
 def _all_gather(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
-    if not x.shape[dim]:  # XLA cannot gather along an empty dimension
-        return jnp.zeros(x.shape, x.dtype)
+    if not x.size:  # XLA cannot gather or scatter an empty dimension
+        return jnp.zeros(_with_size(x, dim, x.shape[dim] * num_replicas(axes)), x.dtype)
     return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def _reduce_scatter(x: jax.Array, dim: int, axes: Axes) -> jax.Array:
+    if not x.size:
+        return jnp.zeros(_with_size(x, dim, x.shape[dim] // num_replicas(axes)), x.dtype)
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+def _with_size(x: jax.Array, dim: int, size: int) -> Shape:
+    return (*x.shape[:dim], size, *x.shape[dim + 1 :])
 
 
 def _marked(op: ReduceOp, leaf: Any) -> jax.Array:
