@@ -181,7 +181,7 @@ def test_metric_with_the_name_of_a_column_is_refused(kind, tmp_path):
 BAD = {
     "path": (dict(path=3), TypeError, "`path` is a path, got int"),
     "empty": (dict(path=""), ValueError, "`path` is empty: say where to write"),
-    "every": (dict(path="x", every=0), ValueError, "`every` is a whole number from 1 up, got 0"),
+    "every": (dict(path="x", every=0), ValueError, "`every` must be an integer >= 1, got 0"),
     "also": (
         dict(path="x", also=callbacks.learning_rate()),
         TypeError,

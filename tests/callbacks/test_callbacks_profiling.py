@@ -92,8 +92,8 @@ BAD = {
         ValueError,
         "Steps 5 to 4 are none: `start` is the first of them, `stop` the last",
     ),
-    "start": (dict(start=0, stop=4), ValueError, "`start` is a whole number from 1 up, got 0"),
-    "stop": (dict(start=1, stop=2.5), TypeError, "`stop` is a whole number from 1 up, got 2.5"),
+    "start": (dict(start=0, stop=4), ValueError, "`start` must be an integer >= 1, got 0"),
+    "stop": (dict(start=1, stop=2.5), TypeError, "`stop` must be an integer >= 1, got 2.5"),
 }
 
 

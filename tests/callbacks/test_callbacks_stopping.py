@@ -168,8 +168,8 @@ def test_metric_of_several_numbers_is_refused():
 
 BAD = {
     "metric": (dict(metric=3), TypeError, "`metric` is the name of one, got int"),
-    "patience": (dict(patience=0), ValueError, "`patience` is a whole number from 1 up, got 0"),
-    "patience_bool": (dict(patience=True), TypeError, "`patience` is a whole number from 1 up, got True"),
+    "patience": (dict(patience=0), ValueError, "`patience` must be an integer >= 1, got 0"),
+    "patience_bool": (dict(patience=True), TypeError, "`patience` must be an integer >= 1, got True"),
     "delta": (dict(min_delta=-1.0), ValueError, "`min_delta` is a number from 0 up, got -1.0"),
     "delta_nan": (dict(min_delta=math.nan), ValueError, "`min_delta` is a number from 0 up, got nan"),
     "mode": (dict(mode="auto"), ValueError, "`mode` is 'min' or 'max', whichever is better, got 'auto'"),

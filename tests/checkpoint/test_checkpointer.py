@@ -205,11 +205,11 @@ def test_folder_of_another_is_refused_and_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("options, error, message", [
-    ({"keep": 0}, ValueError, "`keep` is a whole number from 1 up, got 0"),
-    ({"keep": True}, TypeError, "`keep` is a whole number from 1 up, got True"),
-    ({"every": 0}, ValueError, "`every` is a whole number from 1 up, got 0"),
-    ({"every": 1.5}, TypeError, r"`every` is a whole number from 1 up, got 1\.5"),
-    ({"every": None}, TypeError, "`every` is a whole number from 1 up, got None"),
+    ({"keep": 0}, ValueError, "`keep` must be an integer >= 1, got 0"),
+    ({"keep": True}, TypeError, "`keep` must be an integer >= 1, got True"),
+    ({"every": 0}, ValueError, "`every` must be an integer >= 1, got 0"),
+    ({"every": 1.5}, TypeError, r"`every` must be an integer >= 1, got 1\.5"),
+    ({"every": None}, TypeError, "`every` must be an integer >= 1, got None"),
 ])  # fmt: skip
 def test_numbers_that_are_none_are_refused(options, error, message, tmp_path):
     with pytest.raises(error, match=message):
@@ -222,7 +222,7 @@ def test_nothing_there_is_said(checkpointer, one):
     checkpointer.save(3, one.put(STATE))
     with pytest.raises(FileNotFoundError, match=r"no complete checkpoint of step 4 in .*run\. There are the steps 3\."):
         checkpointer.restore(one, step=4)
-    with pytest.raises(ValueError, match="`step` is a whole number from 0 up, got -1"):
+    with pytest.raises(ValueError, match="`step` must be an integer >= 0, got -1"):
         checkpointer.restore(one, step=-1)
     with pytest.raises(TypeError, match="takes a strategy first, .* got dict"):
         checkpointer.restore(STATE)

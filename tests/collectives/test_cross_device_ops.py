@@ -1,4 +1,4 @@
-"""How the replicas' values are added up: every algorithm and every packing says the same, in as few collectives."""
+"""All-reduce algorithms and packing: equal results from every algorithm and packing, and the number of collectives."""
 
 import itertools
 import re
@@ -27,9 +27,12 @@ ALGORITHMS = {
     "groups_of_4": (HierarchicalAllReduce(4), (8,)),
     "groups_of_a_process": (HierarchicalAllReduce(), (3,)),
 }
-WAYS = {f"{name}-{n}": (ops, n) for name, (ops, counts) in ALGORITHMS.items() for n in counts}
-FEW = {name: WAYS[name] for name in ("all_reduce-8", "scattered-3", "one_device-3", "groups_of_2-2", "groups_of_2-8")}
-every_way = pytest.mark.parametrize("ops, count", WAYS.values(), ids=WAYS)
+ALGORITHM_CASES = {f"{name}-{n}": (ops, n) for name, (ops, counts) in ALGORITHMS.items() for n in counts}
+FEW = {
+    name: ALGORITHM_CASES[name]
+    for name in ("all_reduce-8", "scattered-3", "one_device-3", "groups_of_2-2", "groups_of_2-8")
+}
+every_algorithm = pytest.mark.parametrize("ops, count", ALGORITHM_CASES.values(), ids=ALGORITHM_CASES)
 PACKS = (0, 24, 2**40)
 
 
@@ -38,7 +41,7 @@ def _strategy(count, ops=None, bytes_per_pack=None):
 
 
 def _tree(count):
-    """Leaves of many dtypes and shapes, another on each replica; whole numbers, so that every order adds up to the same."""
+    """Returns leaves of many dtypes and shapes that vary between replicas; integers, so that any order gives the same sum."""
     random = np.random.default_rng(count)
     draw = lambda dtype, *shape: random.integers(1, 9, size=(count, *shape)).astype(jnp.dtype(dtype))
     return {
@@ -51,29 +54,29 @@ def _tree(count):
 
 
 def _reduced(tree):
-    found = {op: jdist.all_reduce(op, tree) for op in NUMPY}
+    reduced = {op: jdist.all_reduce(op, tree) for op in NUMPY}
     for number, bytes_per_pack in enumerate(PACKS):
-        found[f"sum{number}"] = jdist.all_reduce("sum", tree, CommunicationOptions(bytes_per_pack))
-    return found
+        reduced[f"sum{number}"] = jdist.all_reduce("sum", tree, CommunicationOptions(bytes_per_pack))
+    return reduced
 
 
-@every_way
-def test_every_algorithm_and_packing_gives_what_numpy_gives_to_all_replicas(ops, count):
+@every_algorithm
+def test_every_algorithm_and_packing_equals_numpy_on_all_replicas(ops, count):
     tree = _tree(count)
-    found = _strategy(count, ops).run(_reduced, (jdist.PerReplica(tree),))
-    assert_in_step(found)
-    for name, reduced in found.items():
+    results = _strategy(count, ops).run(_reduced, (jdist.PerReplica(tree),))
+    assert_in_step(results)
+    for name, reduced in results.items():
         reduction = NUMPY[re.match("[a-z]+", name)[0]]
         expected = jax.tree.map(lambda x, reduction=reduction: reduction(x.astype(np.float64), axis=0), tree)
         as_doubles = jax.tree.map(lambda x: np.asarray(x, np.float64), reduced)
         chex.assert_trees_all_close(as_doubles, expected, rtol=1e-2 if name == "mean" else 0)
-        for leaf, given in zip(jax.tree.leaves(reduced), jax.tree.leaves(tree), strict=True):
-            counts = name == "mean" and np.issubdtype(given.dtype, np.integer)
-            assert (isinstance(leaf, jax.Array), leaf.dtype) == (True, jnp.float32 if counts else given.dtype)
+        for leaf, original in zip(jax.tree.leaves(reduced), jax.tree.leaves(tree), strict=True):
+            counts = name == "mean" and np.issubdtype(original.dtype, np.integer)
+            assert (isinstance(leaf, jax.Array), leaf.dtype) == (True, jnp.float32 if counts else original.dtype)
 
 
 @pytest.mark.parametrize("ops, count", FEW.values(), ids=FEW)
-def test_complex_numbers_are_added_by_every_algorithm(ops, count):
+def test_every_algorithm_adds_complex_numbers(ops, count):
     x = np.stack([np.complex64([1 + 2j, -i * 1j, i]) for i in range(count)])
     total, mean = _strategy(count, ops).run(
         lambda x: (jdist.all_reduce("sum", x), jdist.all_reduce("mean", x)), (jdist.PerReplica(x),)
@@ -82,23 +85,18 @@ def test_complex_numbers_are_added_by_every_algorithm(ops, count):
     np.testing.assert_allclose(mean, x.mean(0), rtol=1e-6)
 
 
-def _same_bits(strategy, x, reduce_all):
-    found = strategy.run(reduce_all, (x,))
-    assert_in_step(found)
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
-
-
 def test_reduction_to_one_device_adds_in_the_order_of_the_replicas():
     x = rows(_strategy(8), 5, seed=3)
-    (found,) = _same_bits(_strategy(8, ReductionToOneDevice()), x, lambda x: jdist.all_reduce("sum", x))
-    total = np.zeros(5, np.float32)
-    for own in np.asarray(x.tree):
-        total = total + own
-    np.testing.assert_array_equal(found, total)
+    total = _strategy(8, ReductionToOneDevice()).run(lambda x: jdist.all_reduce("sum", x), (x,))
+    assert_in_step(total)
+    expected = np.zeros(5, np.float32)
+    for row in np.asarray(x.tree):
+        expected = expected + row
+    np.testing.assert_array_equal(total, expected)
 
 
-@every_way
-def test_step_is_proved_mirrored_whichever_way_is_taken(ops, count):
+@every_algorithm
+def test_results_of_every_algorithm_are_proved_replicated(ops, count):
     strategy = _strategy(count, ops)
     step = strategy.step(lambda w, x: (w - jdist.all_reduce("mean", x), jdist.all_reduce("max", x)))
     w, greatest = step(strategy.put(np.zeros(3, np.float32)), rows(strategy, 3))
@@ -108,25 +106,23 @@ def test_step_is_proved_mirrored_whichever_way_is_taken(ops, count):
 
 
 @pytest.mark.parametrize("ops, count", FEW.values(), ids=FEW)
-def test_gradient_through_every_algorithm_is_that_of_a_psum(ops, count):
+def test_gradient_through_every_algorithm_equals_the_gradient_of_psum(ops, count):
     strategy = _strategy(count, ops, 2**40)
     x = jdist.PerReplica({"w": rows(strategy, 2, 3).tree, "b": [rows(strategy).tree, rows(strategy, 0).tree]})
 
     def loss(reduce_all, tree):
         sums = reduce_all(tree)
-        return sum(
-            jnp.sum(jnp.sin(total) * own) for total, own in zip(*map(jax.tree.leaves, (sums, tree)), strict=True)
-        )
+        return sum(jnp.sum(jnp.sin(total) * x) for total, x in zip(*map(jax.tree.leaves, (sums, tree)), strict=True))
 
     axes = strategy.mesh.axis_names
-    ours = strategy.run(lambda tree: jax.grad(loss, 1)(lambda tree: jdist.all_reduce("sum", tree), tree), (x,))
-    plain = strategy.run(lambda tree: jax.grad(loss, 1)(lambda tree: lax.psum(tree, axes), tree), (x,))
-    for a, b in zip(strategy.local_results(ours), strategy.local_results(plain), strict=True):
+    gradients = strategy.run(lambda tree: jax.grad(loss, 1)(lambda tree: jdist.all_reduce("sum", tree), tree), (x,))
+    expected = strategy.run(lambda tree: jax.grad(loss, 1)(lambda tree: lax.psum(tree, axes), tree), (x,))
+    for a, b in zip(strategy.local_results(gradients), strategy.local_results(expected), strict=True):
         chex.assert_trees_all_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("ops", [AllReduce(0), ReductionToOneDevice(), HierarchicalAllReduce(2)], ids=repr)
-def test_every_algorithm_is_at_home_in_control_flow(ops):
+def test_every_algorithm_works_in_control_flow(ops):
     strategy = _strategy(2, ops, 2**40)
     total = lambda x: jdist.all_reduce("sum", {"a": x, "b": x.sum()})
 
@@ -136,17 +132,17 @@ def test_every_algorithm_is_at_home_in_control_flow(ops):
         return scanned, chosen, jax.vmap(total)(jnp.stack([x, 2 * x]))
 
     x = rows(strategy, 3)
-    whole = np.asarray(x.tree).sum(0)
-    one = lambda k: {"a": k * whole, "b": k * whole.sum()}
+    expected = np.asarray(x.tree).sum(0)
+    one = lambda k: {"a": k * expected, "b": k * expected.sum()}
     both = jax.tree.map(lambda *leaves: np.stack(leaves), one(1), one(2))
     chex.assert_trees_all_close(strategy.run(flow, (x,)), (both, one(1), both), rtol=1e-4, atol=1e-5)
 
 
 def _collectives(strategy, fn, *args):
-    """How often each collective stands in what `fn` is traced to."""
+    """Returns the number of occurrences of each collective in the jaxpr of `fn`."""
     traced = str(jax.make_jaxpr(lambda *args: strategy.run(fn, args))(*args))
-    found = re.findall(r"= (psum|pmax|pmin|reduce_scatter|all_gather|ppermute)\w*\[", traced)
-    return {name: found.count(name) for name in found}
+    names = re.findall(r"= (psum|pmax|pmin|reduce_scatter|all_gather|ppermute)\w*\[", traced)
+    return {name: names.count(name) for name in names}
 
 
 def _leaves(*sizes, dtype=np.float32):
@@ -166,7 +162,7 @@ PACKED = {
 
 
 @pytest.mark.parametrize("bytes_per_pack, leaves, expected", PACKED.values(), ids=PACKED)
-def test_small_leaves_travel_together_and_large_ones_alone(bytes_per_pack, leaves, expected):
+def test_small_leaves_share_a_buffer_and_large_ones_do_not(bytes_per_pack, leaves, expected):
     x = jdist.PerReplica(leaves)
     everything = lambda op: lambda tree: jdist.all_reduce(op, tree)
     strategy = _strategy(2, bytes_per_pack=bytes_per_pack)
@@ -174,12 +170,12 @@ def test_small_leaves_travel_together_and_large_ones_alone(bytes_per_pack, leave
     assert _collectives(strategy, everything("max"), x) == ({"pmax": expected["psum"]} if expected else {})
 
 
-def test_options_of_a_call_come_before_those_of_the_strategy():
+def test_options_of_a_call_override_the_options_of_the_strategy():
     x = jdist.PerReplica(_leaves(1, 2, 3))
     counts = itertools.product((0, 2**40), repeat=2)
-    for of_strategy, of_call in counts:
-        call = lambda tree, of_call=of_call: jdist.all_reduce("sum", tree, CommunicationOptions(of_call))
-        assert _collectives(_strategy(2, bytes_per_pack=of_strategy), call, x) == {"psum": 1 if of_call else 3}
+    for strategy_bytes, call_bytes in counts:
+        call = lambda tree, size=call_bytes: jdist.all_reduce("sum", tree, CommunicationOptions(size))
+        assert _collectives(_strategy(2, bytes_per_pack=strategy_bytes), call, x) == {"psum": 1 if call_bytes else 3}
 
 
 def test_nothing_is_packed_on_one_replica():
@@ -199,11 +195,10 @@ ONE_PACK = {
 @pytest.mark.parametrize("ops, expected", ONE_PACK.values(), ids=ONE_PACK)
 def test_pack_is_reduced_once_by_every_algorithm(ops, expected):
     x = jdist.PerReplica(_leaves(1, 2, 3))
-    found = _collectives(_strategy(2, ops, 2**40), lambda tree: jdist.all_reduce("sum", tree), x)
-    assert found == expected
+    assert _collectives(_strategy(2, ops, 2**40), lambda tree: jdist.all_reduce("sum", tree), x) == expected
 
 
-def test_sums_from_a_size_on_are_scattered_and_nothing_else():
+def test_only_sums_of_at_least_the_threshold_are_scattered():
     x = jdist.PerReplica(_leaves(3, 4, 0))
     reduce_all = lambda op: lambda tree: jdist.all_reduce(op, tree)
     strategy = _strategy(2, AllReduce(16), 0)
@@ -211,20 +206,20 @@ def test_sums_from_a_size_on_are_scattered_and_nothing_else():
     assert _collectives(strategy, reduce_all("max"), x) == {"pmax": 3}
 
 
-def test_what_is_left_to_jdist_is_decided_by_the_strategy():
+def test_strategy_resolves_default_parameters():
     resolve = lambda count: (
-        AllReduce().resolved(_strategy(count).mesh),
-        CommunicationOptions().resolved(_strategy(count).mesh),
+        AllReduce().resolve(_strategy(count).mesh),
+        CommunicationOptions().resolve(_strategy(count).mesh),
     )
     assert resolve(1) == (AllReduce(None), CommunicationOptions(0))
     assert resolve(2) == (AllReduce(2 * 2**20), CommunicationOptions(128 * 2**10))
     mesh = _strategy(2).mesh
-    assert AllReduce(5).resolved(mesh) == AllReduce(5)
-    assert CommunicationOptions(0).resolved(mesh) == CommunicationOptions(0)
-    assert ReductionToOneDevice().resolved(mesh) == ReductionToOneDevice()
+    assert AllReduce(5).resolve(mesh) == AllReduce(5)
+    assert CommunicationOptions(0).resolve(mesh) == CommunicationOptions(0)
+    assert ReductionToOneDevice().resolve(mesh) == ReductionToOneDevice()
 
 
-def test_groups_are_neighbours_on_a_mesh_of_two_axes():
+def test_groups_are_neighbouring_devices_on_a_mesh_of_two_axes():
     strategy = _strategy(6, HierarchicalAllReduce(3))
     assert dict(strategy.mesh.shape) == {"group": 2, "replica": 3}
     assert [device.id for device in strategy.mesh.devices.flat] == list(range(6))
@@ -235,72 +230,75 @@ def test_groups_are_neighbours_on_a_mesh_of_two_axes():
     np.testing.assert_array_equal(ids[2].tree, [0, 0, 0, 1, 1, 1])
 
 
-def test_replica_context_says_how_values_are_added_up():
+def test_replica_context_has_the_algorithm_and_the_options_of_the_strategy():
     strategy = _strategy(2, ReductionToOneDevice(), 7)
-    seen = []
-    strategy.run(lambda: seen.append(jdist.get_replica_context()))
-    assert seen[0].cross_device_ops == ReductionToOneDevice()
-    assert seen[0].communication_options == CommunicationOptions(7)
+    contexts = []
+    strategy.run(lambda: contexts.append(jdist.get_replica_context()))
+    assert contexts[0].cross_device_ops == ReductionToOneDevice()
+    assert contexts[0].communication_options == CommunicationOptions(7)
 
 
 class Doubling(jdist.CrossDeviceOps):
-    """An algorithm of somebody else's."""
+    """A user-defined algorithm."""
 
     def reduce(self, op, x, axes):
         assert op is not jdist.ReduceOp.MEAN
         return {jdist.ReduceOp.SUM: lax.psum, jdist.ReduceOp.MAX: lax.pmax}[op](2 * x, axes)
 
 
-def test_algorithm_of_ones_own_is_used_for_every_reduction():
+def test_user_defined_algorithm_is_used_for_every_reduction():
     strategy = _strategy(2, Doubling())
-    found = strategy.run(lambda x: [jdist.all_reduce(op, x) for op in ("sum", "mean", "max")], (rows(strategy, 3),))
+    results = strategy.run(lambda x: [jdist.all_reduce(op, x) for op in ("sum", "mean", "max")], (rows(strategy, 3),))
     x = np.asarray(rows(strategy, 3).tree)
-    chex.assert_trees_all_close(found, [2 * x.sum(0), 2 * x.mean(0), 2 * x.max(0)], rtol=1e-5)
+    chex.assert_trees_all_close(results, [2 * x.sum(0), 2 * x.mean(0), 2 * x.max(0)], rtol=1e-5)
 
 
 NEGATIVE = {
     "pack": (
         lambda: CommunicationOptions(-1),
-        r"`bytes_per_pack` has to be >= 0, got -1\. It is a number of bytes; None",
+        r"`bytes_per_pack` must be >= 0, got -1\. It is a number of bytes; None",
     ),
     "scatter": (
         lambda: AllReduce(-5),
-        r"`bytes_to_scatter` has to be >= 0, got -5\. It is a number of bytes; None leaves",
+        r"`bytes_to_scatter` must be >= 0, got -5\. It is a number of bytes; None selects",
     ),
 }
 
 
-@pytest.mark.parametrize("make, says", NEGATIVE.values(), ids=NEGATIVE)
-def test_negative_number_of_bytes_is_refused(make, says):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("make, message", NEGATIVE.values(), ids=NEGATIVE)
+def test_negative_number_of_bytes_is_an_error(make, message):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("size", [-1, 0, 3, 5, 16])
-def test_groups_that_do_not_divide_the_replicas_are_refused(size):
-    says = rf"8 replicas do not make groups of {size}: take a divisor of 8\."
-    with pytest.raises(ValueError, match=says):
+def test_group_size_that_does_not_divide_the_replicas_is_an_error(size):
+    message = rf"8 replicas cannot form groups of {size}: `group_size` must be a divisor of 8\."
+    with pytest.raises(ValueError, match=message):
         jdist.MirroredStrategy(cross_device_ops=HierarchicalAllReduce(size))
 
 
-OTHER_KINDS = {
+WRONG_TYPES = {
     "algorithm": (
         lambda: jdist.MirroredStrategy(None, CommunicationOptions()),
-        r"`cross_device_ops` is a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got CommunicationOptions\(",
+        r"`cross_device_ops` must be a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got CommunicationOptions\(",
     ),
     "class": (
         lambda: jdist.MirroredStrategy(None, AllReduce),
-        r"`cross_device_ops` is a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got <class",
+        r"`cross_device_ops` must be a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got <class",
     ),
     "options": (
         lambda: jdist.MirroredStrategy(communication_options=AllReduce()),
-        r"`communication_options` is a CommunicationOptions, such as `jdist\.CommunicationOptions\(\)`, got AllReduce\(",
+        r"`communication_options` must be a CommunicationOptions, such as `jdist\.CommunicationOptions\(\)`, got AllReduce\(",
     ),
-    "number": (lambda: jdist.MirroredStrategy(communication_options=64), r"`communication_options` is a .*, got 64\."),
+    "number": (
+        lambda: jdist.MirroredStrategy(communication_options=64),
+        r"`communication_options` must be a .*, got 64\.",
+    ),
 }
 
 
-@pytest.mark.parametrize("make, says", OTHER_KINDS.values(), ids=OTHER_KINDS)
-def test_options_of_another_kind_are_refused(make, says):
-    with pytest.raises(TypeError, match=says):
+@pytest.mark.parametrize("make, message", WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_options_of_a_wrong_type_are_errors(make, message):
+    with pytest.raises(TypeError, match=message):
         make()

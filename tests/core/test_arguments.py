@@ -14,13 +14,13 @@ def test_whole_number_is_given_as_a_python_one(value):
 
 @pytest.mark.parametrize("value", [3.0, "3", None, True, np.float32(3), np.array([3, 4])], ids=repr)
 def test_what_is_no_whole_number_is_refused_as_of_the_wrong_type(value):
-    with pytest.raises(TypeError, match="^`steps` is a whole number from 1 up, got "):
+    with pytest.raises(TypeError, match="^`steps` must be an integer >= 1, got "):
         as_int("`steps`", value, 1)
-    with pytest.raises(TypeError, match="^`steps` is a whole number, got "):
+    with pytest.raises(TypeError, match="^`steps` must be an integer, got "):
         as_int("`steps`", value)
 
 
 def test_whole_number_that_is_too_small_is_refused_as_a_wrong_value():
-    with pytest.raises(ValueError, match=r"^`steps` is a whole number from 1 up, got 0\.$"):
+    with pytest.raises(ValueError, match=r"^`steps` must be an integer >= 1, got 0\.$"):
         as_int("`steps`", 0, 1)
     assert as_int("`steps`", -(10**30)) == -(10**30)

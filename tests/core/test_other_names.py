@@ -30,8 +30,8 @@ def _plain_names():
 
 @pytest.mark.parametrize("name", other_names.STRATEGY_NAMES)
 def test_name_of_tensorflow_on_a_strategy_raises_with_what_to_write(name, two):
-    says = rf"^'MirroredStrategy' object has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
-    with pytest.raises(AttributeError, match=says):
+    message = rf"^'MirroredStrategy' object has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
+    with pytest.raises(AttributeError, match=message):
         getattr(two, name)
     assert not hasattr(two, name)
     assert name not in dir(two)
@@ -39,8 +39,8 @@ def test_name_of_tensorflow_on_a_strategy_raises_with_what_to_write(name, two):
 
 @pytest.mark.parametrize("name", other_names.MODULE_NAMES)
 def test_name_of_tensorflow_in_the_module_raises_with_what_to_write(name):
-    says = rf"^module 'jdist' has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
-    with pytest.raises(AttributeError, match=says):
+    message = rf"^module 'jdist' has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
+    with pytest.raises(AttributeError, match=message):
         getattr(jdist, name)
     assert not hasattr(jdist, name)
     assert name not in dir(jdist)

@@ -230,11 +230,11 @@ def test_dataset_of_batch_below_the_number_of_replicas_is_refused_with_the_least
 
 
 WRONG_KINDS = {
-    "batch_size_with_a_fraction": ({"batch_size": 4.0}, r"`batch_size` is a whole number, got 4\.0"),
-    "batch_size_that_is_a_flag": ({"batch_size": True}, r"`batch_size` is a whole number, got True"),
-    "seed_with_a_fraction": ({"seed": 1.5}, r"`seed` is a whole number, got 1\.5"),
-    "prefetch_with_a_fraction": ({"prefetch": 1.5}, r"`prefetch` is a whole number, got 1\.5"),
-    "epochs_with_a_fraction": ({"epochs": 1.5}, r"`epochs` is a whole number, got 1\.5"),
+    "batch_size_with_a_fraction": ({"batch_size": 4.0}, r"`batch_size` must be an integer, got 4\.0"),
+    "batch_size_that_is_a_flag": ({"batch_size": True}, r"`batch_size` must be an integer, got True"),
+    "seed_with_a_fraction": ({"seed": 1.5}, r"`seed` must be an integer, got 1\.5"),
+    "prefetch_with_a_fraction": ({"prefetch": 1.5}, r"`prefetch` must be an integer, got 1\.5"),
+    "epochs_with_a_fraction": ({"epochs": 1.5}, r"`epochs` must be an integer, got 1\.5"),
 }
 
 

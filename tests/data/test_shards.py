@@ -73,9 +73,9 @@ def test_context_refuses_a_batch_that_cannot_be_split_with_those_next_to_it(repl
     [
         ((2, 5), r"`input_pipeline_id` must be less than .*input_pipeline_id=5 and num_input_pipelines=2"),
         ((2, 2), r"input_pipeline_id=2 and num_input_pipelines=2"),
-        ((2, -1), r"`input_pipeline_id` is a whole number from 0 up, got -1"),
-        ((0, 0), r"`num_input_pipelines` is a whole number from 1 up, got 0"),
-        ((1, 0, 0), r"`num_replicas_in_sync` is a whole number from 1 up, got 0"),
+        ((2, -1), r"`input_pipeline_id` must be an integer >= 0, got -1"),
+        ((0, 0), r"`num_input_pipelines` must be an integer >= 1, got 0"),
+        ((1, 0, 0), r"`num_replicas_in_sync` must be an integer >= 1, got 0"),
     ],
 )
 def test_context_that_cannot_be_is_refused(wrong, says):
@@ -85,14 +85,14 @@ def test_context_that_cannot_be_is_refused(wrong, says):
 
 @pytest.mark.parametrize("wrong", [(2.0, 1), (2, "1"), (2, 1, None), (True, 0)])
 def test_context_of_what_is_no_whole_number_is_refused(wrong):
-    with pytest.raises(TypeError, match="is a whole number from [01] up, got"):
+    with pytest.raises(TypeError, match="must be an integer >= [01], got"):
         InputContext(*wrong)
 
 
 def test_context_names_the_argument_of_a_batch_that_cannot_be_split():
     with pytest.raises(ValueError, match="`global_batch_size` counts the examples of all replicas together"):
         InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(3)
-    with pytest.raises(TypeError, match=r"`global_batch_size` is a whole number, got 4\.0"):
+    with pytest.raises(TypeError, match=r"`global_batch_size` must be an integer, got 4\.0"):
         InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(4.0)
 
 

@@ -1,4 +1,4 @@
-"""One call in flight on CPU devices: a call waits for the one before it, before it donates its state."""
+"""At most one call in flight on CPU devices: a call waits for the previous call before it donates its state."""
 
 import os
 import signal
@@ -16,14 +16,14 @@ from laws import forget_failed_callbacks
 
 @pytest.fixture
 def gate():
-    """An event that the callback of `slow_step` waits for; open again at the end, so that no call stays in flight."""
+    """An event that the callback of `slow_step` waits for. It is set at the end, so that every call finishes."""
     event = threading.Event()
     yield event
     event.set()
 
 
 def slow_step(strategy, gate, calls, **options):
-    """A step of one float that runs until `gate` is open."""
+    """Returns a step over a scalar that runs until `gate` is set."""
 
     def wait(x):
         calls.append(float(x))
@@ -38,7 +38,7 @@ def slow_step(strategy, gate, calls, **options):
 
 def test_call_returns_before_the_step_has_finished(two, gate):
     step = slow_step(two, gate, [])
-    state, _ = step(two.put(np.float32(1)), np.float32(2))  # would deadlock if the call waited for its own results
+    state, _ = step(two.put(np.float32(1)), np.float32(2))  # would deadlock if the call waited for its results
     gate.set()
     assert float(state) == 3
 
@@ -46,7 +46,7 @@ def test_call_returns_before_the_step_has_finished(two, gate):
 def test_interrupt_while_a_call_waits_leaves_the_state_valid(two, gate):
     step, entered = slow_step(two, gate, []), threading.Event()
 
-    def press():
+    def interrupt():
         assert entered.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
         gate.set()
@@ -54,7 +54,7 @@ def test_interrupt_while_a_call_waits_leaves_the_state_valid(two, gate):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         state, _ = step(two.put(np.float32(1)), np.float32(2))
-        thread = threading.Thread(target=press)
+        thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
             entered.set()
@@ -103,16 +103,16 @@ def test_error_of_a_call_is_raised_by_the_next_call_of_the_same_program(two):
     forget_failed_callbacks()
 
 
-def test_result_of_a_call_that_was_donated_elsewhere_is_not_waited_for(two):
+def test_result_that_was_donated_to_another_program_is_not_waited_for(two):
     step = two.step(lambda state: (state + 1, None))
     state, _ = step(two.put(np.float32(1)))
-    taken = jax.jit(lambda x: x * 2, donate_argnums=0)(state)
+    doubled = jax.jit(lambda x: x * 2, donate_argnums=0)(state)
     assert state.is_deleted()
     state, _ = step(two.put(np.float32(1)))
-    assert (float(taken), float(state)) == (4, 2)
+    assert (float(doubled), float(state)) == (4, 2)
 
 
-def test_only_the_smallest_result_of_a_call_is_held(two):
-    big = two.run(lambda: {"a": jnp.zeros(4), "b": jnp.zeros(()), "c": jnp.zeros(8)})
-    ((held, _),) = dispatch._in_flight
-    assert held is big["b"]
+def test_only_the_smallest_result_of_a_call_is_stored(two):
+    results = two.run(lambda: {"a": jnp.zeros(4), "b": jnp.zeros(()), "c": jnp.zeros(8)})
+    ((stored, _),) = dispatch._in_flight
+    assert stored is results["b"]

@@ -1,4 +1,4 @@
-"""From what the user names to a mesh: which devices, in which order, and what is refused."""
+"""The mesh of a strategy: accepted device names, the order of devices, errors, virtual replicas."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ ACCEPTED = {
 }
 
 REFUSED = {
-    "empty": ([], ValueError, r"`devices` is empty\. Name at least one device, or leave it out"),
+    "empty": ([], ValueError, r"`devices` is empty\. Name at least one device, or omit it"),
     "duplicate": (
         ["cpu:1", "cpu:0", "cpu:1"],
         ValueError,
@@ -36,23 +36,27 @@ REFUSED = {
     "index_too_high": (
         ["cpu:8"],
         ValueError,
-        r"no device 'cpu:8'\. This process has cpu:0, .*cpu:7\..*num_cpu_devices",
+        r"Device 'cpu:8' not found\. This process has cpu:0, .*cpu:7\..*num_cpu_devices",
     ),
     "unknown_platform": (
         ["abacus:0"],
         ValueError,
-        r"no device 'abacus:0'\. This process has cpu:0, .*A device name is a platform and an index, such as 'cpu:0'",
+        r"Device 'abacus:0' not found\. This process has cpu:0, .*A device name is a platform and an index, such as 'cpu:0'",
     ),
     "no_gpu": (
         ["/gpu:0"],
         ValueError,
-        r"no device '/gpu:0'\. This process has cpu:0, .*JAX found no GPU: install JAX with GPU support(?!.*num_cpu_devices)",
+        r"Device '/gpu:0' not found\. This process has cpu:0, .*JAX found no GPU: install JAX with GPU(?!.*num_cpu_devices)",
     ),
-    "no_tpu": (["TPU:1"], ValueError, r"no device 'TPU:1'\. .*JAX found no TPU: on a TPU machine(?!.*num_cpu_devices)"),
+    "no_tpu": (
+        ["TPU:1"],
+        ValueError,
+        r"Device 'TPU:1' not found\. .*JAX found no TPU: on a TPU machine(?!.*num_cpu_devices)",
+    ),
     "tensorflow_index_too_high": (
         ["/device:CPU:8"],
         ValueError,
-        r"no device '/device:CPU:8'\. This process has cpu:0, .*cpu:7\..*num_cpu_devices",
+        r"Device '/device:CPU:8' not found\. This process has cpu:0, .*cpu:7\..*num_cpu_devices",
     ),
     "tensorflow_other_task": (
         ["/job:worker/replica:0/task:1/device:CPU:0"],
@@ -60,20 +64,28 @@ REFUSED = {
         r"is TensorFlow's name of a device of another process, and this is process 0\. .*pass `jax\.devices\(\)`",
     ),
     "tensorflow_parameter_server": (["/job:ps/task:0/cpu:0"], ValueError, "a device of another process"),
-    "tensorflow_wildcard": (["/device:CPU:*"], ValueError, r"no device '/device:CPU:\*'\. This process has cpu:0"),
-    "tensorflow_job_only": (["/job:localhost"], ValueError, r"no device '/job:localhost'\. This process has cpu:0"),
-    "no_name_at_all": (["0"], ValueError, r"no device '0'\. This process has cpu:0"),
-    "negative_index": (["cpu:-1"], ValueError, r"no device 'cpu:-1'\. This process has cpu:0"),
-    "number": ([0], TypeError, r"A device is a `jax.Device` or a name such as 'cpu:0', got 0"),
-    "none": ([None], TypeError, r"A device is a `jax.Device` or a name such as 'cpu:0', got None"),
-    "one_name": ("cpu:0", TypeError, r"`devices` is a list of devices, got 'cpu:0'; write \['cpu:0'\]"),
-    "how_many": (2, TypeError, r"`devices` is a list of devices, got 2"),
+    "tensorflow_wildcard": (
+        ["/device:CPU:*"],
+        ValueError,
+        r"Device '/device:CPU:\*' not found\. This process has cpu:0",
+    ),
+    "tensorflow_job_only": (
+        ["/job:localhost"],
+        ValueError,
+        r"Device '/job:localhost' not found\. This process has cpu:0",
+    ),
+    "no_platform": (["0"], ValueError, r"Device '0' not found\. This process has cpu:0"),
+    "negative_index": (["cpu:-1"], ValueError, r"Device 'cpu:-1' not found\. This process has cpu:0"),
+    "number": ([0], TypeError, r"A device must be a `jax.Device` or a name such as 'cpu:0', got 0"),
+    "none": ([None], TypeError, r"A device must be a `jax.Device` or a name such as 'cpu:0', got None"),
+    "one_name": ("cpu:0", TypeError, r"`devices` must be a list of devices, got 'cpu:0'; write \['cpu:0'\]"),
+    "how_many": (2, TypeError, r"`devices` must be a list of devices, got 2"),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """What the check reads of a device, for a platform that is not here."""
+    """A device of a platform that this machine does not have, as the platform check reads it."""
 
     platform: str
 
@@ -82,18 +94,18 @@ class StandIn:
 
 
 @pytest.mark.parametrize("devices, ids", ACCEPTED.values(), ids=ACCEPTED)
-def test_mesh_of_named_devices_has_them_in_order(devices, ids):
+def test_mesh_of_named_devices_keeps_their_order(devices, ids):
     assert [device.id for device in meshes.replica_mesh(devices).devices.flat] == list(ids)
 
 
-def test_mesh_of_device_objects_has_them_in_order():
+def test_mesh_of_device_objects_keeps_their_order():
     devices = jax.devices()[3:0:-1]
     assert list(meshes.replica_mesh(devices).devices.flat) == devices
 
 
-@pytest.mark.parametrize("devices, error, says", REFUSED.values(), ids=REFUSED)
-def test_mesh_of_wrong_devices_is_refused(devices, error, says):
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize("devices, error, message", REFUSED.values(), ids=REFUSED)
+def test_invalid_devices_are_errors(devices, error, message):
+    with pytest.raises(error, match=message):
         jdist.MirroredStrategy(devices)
 
 
@@ -108,48 +120,50 @@ def test_mesh_of_wrong_devices_is_refused(devices, error, says):
     ids=["mirrored", "one_device", "central", "central_on_a_device"],
 )
 @pytest.mark.parametrize("name", ["/cpu:0", "/device:CPU:0", "/job:localhost/replica:0/task:0/device:CPU:0"])
-def test_strategies_of_tensorflow_device_names_have_that_device(make, name):
+def test_strategies_accept_tensorflow_device_names(make, name):
     assert list(make(name).mesh.devices.flat) == jax.devices()[:1]
 
 
-def test_mesh_of_one_bare_device_is_refused():
+def test_single_device_instead_of_a_list_is_an_error():
     with pytest.raises(TypeError, match=r"list of devices, got .*; write \["):
         jdist.MirroredStrategy(jax.devices()[0])
 
 
 @pytest.mark.parametrize("strategy", [jdist.MirroredStrategy, jdist.CentralStorageStrategy])
-def test_mesh_with_a_model_axis_is_for_another_strategy(strategy):
+def test_mesh_with_a_model_axis_is_an_error_that_names_sharded_strategy(strategy):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    says = r"got a mesh with the axes 'data', 'model'.*no model axis.*`jdist\.ShardedStrategy\(mesh=mesh, model_axis=\.\.\.\)`"
-    with pytest.raises(TypeError, match=says):
+    message = (
+        r"axes 'data', 'model'.*does not have a model axis.*`jdist\.ShardedStrategy\(mesh=mesh, model_axis=\.\.\.\)`"
+    )
+    with pytest.raises(TypeError, match=message):
         strategy(mesh)
 
 
-def test_mesh_of_two_platforms_is_refused():
-    with pytest.raises(ValueError, match=r"mixes the platforms cpu and gpu; .*Take the devices of one platform"):
+def test_devices_of_two_platforms_are_an_error():
+    with pytest.raises(ValueError, match=r"mixes the platforms cpu and gpu, .*Use the devices of one platform"):
         meshes._check([StandIn("gpu"), StandIn("cpu")])
 
 
 @pytest.mark.parametrize(
-    "device, error, says",
+    "device, error, message",
     [
-        (["cpu:0"], TypeError, r"A device is a `jax.Device` or a name such as 'cpu:0', got \['cpu:0'\]"),
-        ("cpu:99", ValueError, r"no device 'cpu:99'\. This process has"),
+        (["cpu:0"], TypeError, r"A device must be a `jax.Device` or a name such as 'cpu:0', got \['cpu:0'\]"),
+        ("cpu:99", ValueError, r"Device 'cpu:99' not found\. This process has"),
     ],
 )
-def test_one_device_strategy_of_wrong_device_is_refused(device, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_device_of_one_device_strategy_is_an_error(device, error, message):
+    with pytest.raises(error, match=message):
         jdist.OneDeviceStrategy(device)
 
 
-def test_mesh_has_one_automatic_axis_of_all_replicas():
+def test_mesh_has_one_auto_axis_over_all_replicas():
     mesh = meshes.replica_mesh(["cpu:5", "cpu:1", "cpu:2"])
     assert mesh.axis_names == ("replica",)
     assert dict(mesh.shape) == {"replica": 3}
     assert mesh.axis_types == (AxisType.Auto,)
 
 
-def test_shardings_of_mesh_are_whole_and_one_row_a_replica():
+def test_shardings_of_replicas_are_fully_replicated_and_one_row_per_replica():
     mesh = meshes.replica_mesh(["cpu:5", "cpu:1"])
     replicas = meshes.Replicas.on(mesh, None)
     mirrored, split = replicas.whole, replicas.rows
@@ -167,26 +181,26 @@ def test_shardings_of_mesh_are_whole_and_one_row_a_replica():
         (5, 3, (), [5, 5, 5, 1, 1]),
     ],
 )
-def test_virtual_replicas_are_dealt_out_in_blocks(virtual, each, axes, local):
+def test_devices_run_consecutive_virtual_replicas(virtual, each, axes, local):
     replicas = meshes.Replicas.on(meshes.replica_mesh(["cpu:5", "cpu:1"]), virtual)
     assert (replicas.size, replicas.each, replicas.per_replica_axes) == (virtual or 2, each, axes)
     assert [device.id for device in replicas.local.values()] == local
 
 
 @pytest.mark.parametrize(
-    "virtual, error, says",
+    "virtual, error, message",
     [
-        (1, ValueError, "`virtual_replicas=1` are too few for 2 devices"),
-        (0, ValueError, "`virtual_replicas` is a whole number from 1 up, got 0"),
-        (2.0, TypeError, "`virtual_replicas` is a whole number from 1 up, got 2.0"),
-        (True, TypeError, "`virtual_replicas` is a whole number from 1 up, got True"),
+        (1, ValueError, "`virtual_replicas=1` is less than the number of devices, 2"),
+        (0, ValueError, "`virtual_replicas` must be an integer >= 1, got 0"),
+        (2.0, TypeError, "`virtual_replicas` must be an integer >= 1, got 2.0"),
+        (True, TypeError, "`virtual_replicas` must be an integer >= 1, got True"),
     ],
 )
-def test_virtual_replicas_that_cannot_be_are_refused(virtual, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_number_of_virtual_replicas_is_an_error(virtual, error, message):
+    with pytest.raises(error, match=message):
         jdist.MirroredStrategy(["cpu:5", "cpu:1"], virtual_replicas=virtual)
 
 
-def test_local_replicas_are_numbered_in_the_order_of_the_mesh():
+def test_local_mesh_devices_are_numbered_by_mesh_position():
     mesh = meshes.replica_mesh(["cpu:5", "cpu:1"])
     assert [(number, device.id) for number, device in meshes.local_mesh_devices(mesh).items()] == [(0, 5), (1, 1)]

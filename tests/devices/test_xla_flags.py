@@ -1,4 +1,4 @@
-"""Recommended compiler flags: the installed compilers know each, none is on by default, and nothing is set unasked."""
+"""Recommended XLA flags: the installed compilers accept each, none is the default, and none is set implicitly."""
 
 import html
 import importlib.util
@@ -20,7 +20,7 @@ WITH_FLAGS = [platform for platform in PLATFORMS if xla_flags(platform).flags]
 START = "import jax; jax.jit(lambda x: x + 1)(1.0)"
 LATE = r"`XLA_FLAGS` is read once.* they have started.*before the first array.*`compiler_options`"
 
-# Without a TPU there is none for two processes to dispute, so libtpu need not lock it.
+# Without a TPU, libtpu does not need its lock, which admits one process.
 TPU_COMPILER = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -73,7 +73,7 @@ except RuntimeError as error:
 
 
 def _python(code, **environment):
-    """`code` in a process of its own, with only these flags."""
+    """Runs `code` in a new process, with only these flags."""
     clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, timeout=200)
@@ -89,15 +89,15 @@ def _tpu(code):
 
 @pytest.fixture
 def not_started(monkeypatch):
-    """A process whose backends have not started; what `apply` sets is taken back."""
-    monkeypatch.setattr("jdist._src.core.jax_compat.has_started", lambda variable: False)
+    """Simulates a process whose backends have not started, and restores the variables that `apply` sets."""
+    monkeypatch.setattr("jdist._src.core.jax_compat.flags_are_read", lambda variable: False)
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_flags_of_platform_are_told_apart_and_each_has_reason_and_link(platform):
+def test_flags_of_a_platform_are_unique_and_each_has_reason_and_link(platform):
     flags = xla_flags(platform)
     assert len({flag.name for flag in flags.flags}) == len(flags.flags)
     assert flags.variable == ("LIBTPU_INIT_ARGS" if platform.startswith("tpu") else "XLA_FLAGS")
@@ -108,7 +108,7 @@ def test_flags_of_platform_are_told_apart_and_each_has_reason_and_link(platform)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_flags_printed_by_rich_show_every_flag_and_why(platform):
+def test_flags_printed_by_rich_show_every_flag_and_reason(platform):
     console = Console(width=400, record=True, file=io.StringIO())
     console.print(xla_flags(platform))
     text = console.export_text()
@@ -118,7 +118,7 @@ def test_flags_printed_by_rich_show_every_flag_and_why(platform):
 
 
 @pytest.mark.parametrize("platform", WITH_FLAGS)
-def test_flags_printed_in_a_narrow_window_are_not_cut_off(platform):
+def test_flags_printed_in_a_narrow_window_are_not_truncated(platform):
     console = Console(width=60, record=True, file=io.StringIO())
     console.print(xla_flags(platform))
     rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if "│" in line]
@@ -126,7 +126,7 @@ def test_flags_printed_in_a_narrow_window_are_not_cut_off(platform):
 
 
 @pytest.mark.parametrize("platform", WITH_FLAGS)
-def test_flags_in_a_notebook_are_a_table_of_every_flag_and_why(platform):
+def test_flags_in_a_notebook_are_a_table_of_every_flag_and_reason(platform):
     page = html.unescape(xla_flags(platform)._repr_html_())
     for flag in xla_flags(platform).flags:
         assert f">{flag}<" in page and f">{flag.reason}<" in page and f">{flag.link}<" in page
@@ -147,11 +147,11 @@ def test_repr_of_flags_is_one_short_line():
     assert repr(XlaFlags("x", "V", xla_flags("gpu").flags[:1])) == "XlaFlags(x, 1 flag for V)"
 
 
-def test_platform_in_any_case_is_the_same():
+def test_case_of_platform_is_ignored():
     assert xla_flags("TPU v5e") == xla_flags("tpu v5e")
 
 
-def test_cpu_has_no_flags_and_says_so(monkeypatch):
+def test_cpu_has_no_flags(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--mine=1")
     flags = xla_flags("cpu")
     flags.apply()
@@ -160,16 +160,16 @@ def test_cpu_has_no_flags_and_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", ["metal", "tpu v5p", "", None, ["gpu"]])
-def test_platform_unknown_raises_with_those_known(wrong):
+def test_unknown_platform_is_an_error_that_lists_the_valid_ones(wrong):
     known = ", ".join(map(repr, PLATFORMS))
     with pytest.raises(
-        ValueError, match=re.escape(f"the platform {wrong!r}; take one of {known}, where 'tpu' is right")
+        ValueError, match=re.escape(f"the platform {wrong!r}; use one of {known}, where 'tpu' is valid")
     ):
         xla_flags(wrong)
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-def test_flags_looked_up_change_no_environment(platform):
+def test_lookup_of_flags_does_not_change_the_environment(platform):
     before = dict(os.environ)
     flags = xla_flags(platform)
     str(flags), flags.compiler_options, flags.__rich__()
@@ -177,7 +177,7 @@ def test_flags_looked_up_change_no_environment(platform):
 
 
 @pytest.mark.parametrize("platform", WITH_FLAGS)
-def test_apply_keeps_what_is_there_and_applies_once(platform, not_started, monkeypatch):
+def test_apply_keeps_existing_flags_and_applies_once(platform, not_started, monkeypatch):
     flags = xla_flags(platform)
     monkeypatch.setenv(flags.variable, " --mine=7 --other ")
     flags.apply()
@@ -188,7 +188,7 @@ def test_apply_keeps_what_is_there_and_applies_once(platform, not_started, monke
 
 
 @pytest.mark.parametrize("platform", WITH_FLAGS)
-def test_apply_to_empty_environment_sets_the_text(platform, not_started):
+def test_apply_to_an_empty_environment_sets_the_flags(platform, not_started):
     flags = xla_flags(platform)
     flags.apply()
     assert os.environ[flags.variable] == str(flags)
@@ -198,40 +198,40 @@ def test_apply_to_empty_environment_sets_the_text(platform, not_started):
 @pytest.mark.parametrize(
     "form, shown", [("--{}=false", "False"), ("--{}=True --{}=0", "False"), ("-{}=odd", "'odd'"), ("--no{}", "False")]
 )
-def test_apply_lets_a_flag_of_the_user_win_and_says_so(platform, form, shown, not_started, monkeypatch):
+def test_apply_keeps_a_different_value_of_the_user_and_warns(platform, form, shown, not_started, monkeypatch):
     flags = xla_flags(platform)
     first, *rest = flags.flags
     mine = form.replace("{}", first.name)
     monkeypatch.setenv(flags.variable, mine)
-    said = (
-        rf"`{flags.variable}` sets `{first.name}` to {shown}, and that stays. Recommended for {platform} is `{first}`"
+    message = (
+        rf"`{flags.variable}` sets `{first.name}` to {shown}, which is not changed. .* for {platform} is `{first}`"
     )
-    with pytest.warns(UserWarning, match=said) as caught:
+    with pytest.warns(UserWarning, match=message) as caught:
         flags.apply()
     assert len(caught) == 1
     assert os.environ[flags.variable].split() == [*mine.split(), *map(str, rest)]
 
 
 @pytest.mark.parametrize("form", ["--{}", "--{}=true", "--{}=True", "--{}=1", "--{}=false --{}=true"])
-def test_apply_where_the_user_set_the_same_says_nothing(form, not_started, monkeypatch):
+def test_apply_does_not_warn_if_the_user_set_the_same_value(form, not_started, monkeypatch):
     flags = xla_flags("gpu")
     monkeypatch.setenv("XLA_FLAGS", form.replace("{}", flags.flags[0].name))
     flags.apply()
     assert os.environ["XLA_FLAGS"].split()[-1:] == [str(flags.flags[1])]
 
 
-def test_apply_to_a_file_of_flags_is_refused(not_started, monkeypatch):
+def test_apply_to_a_file_of_flags_is_an_error(not_started, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "my_flags.txt")
-    said = re.escape(
+    message = re.escape(
         f"`XLA_FLAGS` is 'my_flags.txt', a file that XLA reads its flags from. Add to that file: {xla_flags('gpu')}"
     )
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         xla_flags("gpu").apply()
     assert os.environ["XLA_FLAGS"] == "my_flags.txt"
 
 
 @pytest.mark.parametrize("platform", WITH_FLAGS)
-def test_apply_after_start_is_refused_and_changes_nothing(platform):
+def test_apply_after_the_backends_started_is_an_error(platform):
     jax.devices()
     flags, before = xla_flags(platform), dict(os.environ)
     with pytest.raises(RuntimeError, match=LATE.replace("XLA_FLAGS", flags.variable)):
@@ -240,8 +240,7 @@ def test_apply_after_start_is_refused_and_changes_nothing(platform):
 
 
 def test_apply_before_start_reaches_the_compiler_and_none_of_gpu_is_on_by_default(tmp_path):
-    # XLA writes down the options that are not what they are by default, and ends the process over a flag it does not know.
-    # Its newer versions write some by another name, so they are counted.
+    # XLA dumps the options that differ from their defaults, and terminates the process on an unknown flag.
     def dumped(folder, code):
         done = _python(code + START, JAX_PLATFORMS="cpu", XLA_FLAGS=f"--xla_dump_to={folder}")
         assert done.returncode == 0, done.stderr
@@ -255,26 +254,26 @@ def test_apply_before_start_reaches_the_compiler_and_none_of_gpu_is_on_by_defaul
     assert applied - plain == {f"{flag.name}: {str(flag.value).lower()}" for flag in xla_flags("gpu").flags}
 
 
-def test_gpu_flags_are_known_as_compiler_options():
+def test_gpu_flags_are_valid_compiler_options():
     step = lambda x: x + 1
     assert jax.jit(step, compiler_options=xla_flags("gpu").compiler_options)(1.0) == 2.0
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_gpu_no_such_flag'"):
         jax.jit(step, compiler_options={"xla_gpu_no_such_flag": True})(1.0)
 
 
-def test_tpu_flags_in_the_variable_of_gpu_end_the_process():
+def test_tpu_flags_in_xla_flags_terminate_the_process():
     done = _python(START, JAX_PLATFORMS="cpu", XLA_FLAGS=str(xla_flags("tpu")))
     assert done.returncode != 0
     assert "Unknown flag" in done.stderr
 
 
-def test_tpu_flags_compile_where_they_are_recommended_and_nowhere_else():
-    got = _tpu(ACCEPTED)
-    assert got["tpu"] == ["compiled"] * 4
-    assert got["tpu v5e"][0] == "compiled"
-    for elsewhere in got["tpu v5e"][1:]:
-        assert re.search("FAILED_PRECONDITION.*not supported/recommended on platforms other than TPU v5e", elsewhere)
-    assert "No such compile option: 'xla_tpu_no_such_flag'" in got["unknown"]
+def test_tpu_flags_compile_only_for_the_recommended_generations():
+    results = _tpu(ACCEPTED)
+    assert results["tpu"] == ["compiled"] * 4
+    assert results["tpu v5e"][0] == "compiled"
+    for error in results["tpu v5e"][1:]:
+        assert re.search("FAILED_PRECONDITION.*not supported/recommended on platforms other than TPU v5e", error)
+    assert "No such compile option: 'xla_tpu_no_such_flag'" in results["unknown"]
 
 
 @pytest.mark.slow
@@ -283,7 +282,7 @@ def test_tpu_v5e_flags_fuse_large_all_reduces_with_computation():
 
 
 @pytest.mark.slow
-def test_tpu_flags_applied_reach_libtpu_and_come_too_late_once_it_is_loaded():
+def test_applied_tpu_flags_reach_libtpu_and_are_an_error_once_it_is_loaded():
     compiled, late = _tpu(BY_ENVIRONMENT)
     assert compiled == "fused"
     assert re.search(LATE.replace("XLA_FLAGS", "LIBTPU_INIT_ARGS"), late)

@@ -109,7 +109,7 @@ def test_step_without_inputs_runs_so_often(place):
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True, "3"])
 def test_number_of_steps_that_is_none_is_refused(two, steps):
-    with pytest.raises((TypeError, ValueError), match="`steps_per_call` is a whole number from 1 up, got"):
+    with pytest.raises((TypeError, ValueError), match="`steps_per_call` must be an integer >= 1, got"):
         two.step(step, steps_per_call=steps)
 
 

@@ -600,10 +600,10 @@ def test_what_is_no_number_is_refused_by_its_name(value, said, two):
 CALLS = {
     "kwargs_list": (
         lambda s, step: s.run(AS_IT_IS, (), [1.0]),
-        r'^`kwargs` maps the names of arguments to values, got list: write `run\(fn, kwargs=\{"x": value\}\)`, or pass',
+        r'^`kwargs` must be a mapping from argument names to values, got list\. Write `run\(fn, kwargs=\{"x": value\}\)`',
     ),
-    "kwargs_array": (lambda s, step: s.run(AS_IT_IS, (), jnp.ones(2)), r"^`kwargs` maps .*, got an array: write"),
-    "kwargs_by_number": (lambda s, step: s.run(AS_IT_IS, (), {1: 1.0}), r"^`kwargs` maps .*, got dict: write"),
+    "kwargs_array": (lambda s, step: s.run(AS_IT_IS, (), jnp.ones(2)), r"^`kwargs` must be .*, got an array\. Write"),
+    "kwargs_by_number": (lambda s, step: s.run(AS_IT_IS, (), {1: 1.0}), r"^`kwargs` must be .*, got dict\. Write"),
     "args_array": (
         lambda s, step: s.run(AS_IT_IS, jnp.ones(2)),
         r"^`args` is a tuple of arguments, got float32\[2\]: write",

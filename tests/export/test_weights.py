@@ -297,9 +297,9 @@ def test_missing_file_and_folder_are_told(tmp_path):
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(FileNotFoundError, match="There is no safetensors file"):
             weights.load(path)
-    with pytest.raises(FileNotFoundError, match="There is no folder .*none to write w in. Make it first"):
+    with pytest.raises(FileNotFoundError, match="The folder .*none does not exist. Create it before writing w to it"):
         weights.save(tmp_path / "none" / "w", np.zeros(1))
-    with pytest.raises(FileExistsError, match="is there already, and nothing of the kind"):
+    with pytest.raises(FileExistsError, match="exists and is not a file or folder of the kind"):
         weights.save(tmp_path, np.zeros(1))
 
 

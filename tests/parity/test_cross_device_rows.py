@@ -95,7 +95,7 @@ def test_cd8_list_of_host_number_is_refused_and_the_empty_one_has_nothing_to_red
 def test_cd9_negative_sizes_are_refused():
     with pytest.raises(ValueError, match=r"`bytes_to_scatter` has to be >= 0, got -1\. It is a number of bytes"):
         AllReduce(-1)
-    with pytest.raises(ValueError, match=r"2 replicas do not make groups of -1: take a divisor of 2"):
+    with pytest.raises(ValueError, match=r"2 replicas cannot form groups of -1: `group_size` must be a divisor of 2"):
         jdist.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=HierarchicalAllReduce(-1))
 
 
@@ -106,10 +106,10 @@ def test_cd10_algorithm_of_accelerators_works_on_cpu(ops):
 
 
 def test_cd12_options_that_are_none_are_refused():
-    with pytest.raises(ValueError, match=r"`bytes_per_pack` has to be >= 0, got -1\. .*None leaves it to jdist"):
+    with pytest.raises(ValueError, match=r"`bytes_per_pack` must be >= 0, got -1\. .*None selects a default"):
         CommunicationOptions(bytes_per_pack=-1)
     with pytest.raises(TypeError, match=r"`cross_device_ops` is a CrossDeviceOps, .*`jdist\.AllReduce\(\)`, got 'X'"):
         jdist.MirroredStrategy(["cpu:0"], cross_device_ops="X")
-    says = r"`communication_options` is a CommunicationOptions, .*`jdist\.CommunicationOptions\(\)`, got 'NCCL'"
-    with pytest.raises(TypeError, match=says):
+    message = r"`communication_options` is a CommunicationOptions, .*`jdist\.CommunicationOptions\(\)`, got 'NCCL'"
+    with pytest.raises(TypeError, match=message):
         jdist.MirroredStrategy(["cpu:0"], communication_options="NCCL")

@@ -73,8 +73,8 @@ def test_ds4_mean_over_an_uneven_last_batch_is_that_of_its_examples(count, two):
 def test_ds6_batch_that_three_replicas_cannot_share_is_refused_or_filled_up():
     three = STRATEGIES["mirrored_3"]()
     for source in _both(np.arange(8), 4):
-        says = r"batch of 4 examples cannot be split over 3 replicas \(1 left over\).*take 3 or 6"
-        with pytest.raises(ValueError, match=says):
+        message = r"batch of 4 examples cannot be split over 3 replicas \(1 left over\).*take 3 or 6"
+        with pytest.raises(ValueError, match=message):
             list(three.distribute_dataset(*source))
     padded = three.distribute_dataset(Batched(np.arange(8), 4), None, remainder="pad")
     assert _steps(padded) == [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]
@@ -289,8 +289,8 @@ def test_ds33_ragged_rows_are_refused_and_padded_ones_are_split_with_their_masks
 def test_ds34_batch_that_cannot_be_split_evenly_is_refused():
     sixth = jdist.data.InputContext(num_replicas_in_sync=6)
     assert sixth.get_per_replica_batch_size(12) == 2
-    says = r"batch of 13 examples cannot be split over 6 replicas \(1 left over\).*take 12 or 18"
-    with pytest.raises(ValueError, match=says):
+    message = r"batch of 13 examples cannot be split over 6 replicas \(1 left over\).*take 12 or 18"
+    with pytest.raises(ValueError, match=message):
         sixth.get_per_replica_batch_size(13)
     with pytest.raises(ValueError, match=r"batch of 10 examples cannot be split over 4 replicas \(2 left over\)"):
         jdist.data.InputContext(num_replicas_in_sync=4).get_per_replica_batch_size(10)

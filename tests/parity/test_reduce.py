@@ -43,8 +43,10 @@ def test_rd7_replica_without_rows_counts_for_nothing(two):
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
 def test_rd8_uneven_rows_element_by_element_are_refused(op, two):
-    says = r"value has the shapes \[3\], \[1\] on the replicas.*as in `axis=0`, or join the values: `strategy\.gather`"
-    with pytest.raises(ValueError, match=says):
+    message = (
+        r"value has the shapes \[3\], \[1\] on the replicas.*as in `axis=0`, or join the values: `strategy\.gather`"
+    )
+    with pytest.raises(ValueError, match=message):
         two.reduce(op, _uneven(two), axis=None)
 
 
@@ -62,8 +64,8 @@ def test_rd13_reduction_over_two_dimensions_leaves_a_number(two):
 
 
 def test_rd15_mean_of_a_number_over_a_dimension_is_refused(strategy):
-    says = r"value is float32\[\]: it has no dimension 0\. It is a scalar"
-    with pytest.raises(ValueError, match=says):
+    message = r"value is float32\[\]: it does not have dimension 0\. It is a scalar"
+    with pytest.raises(ValueError, match=message):
         strategy.reduce("mean", strategy.run(lambda: jdist.replica_id() * 1.0), axis=0)
 
 
@@ -93,8 +95,8 @@ HOST_VALUES = {
 }
 
 
-@pytest.mark.parametrize("value, says", HOST_VALUES.values(), ids=HOST_VALUES)
-def test_rd22_rd24_sum_of_host_value_is_refused(value, says, two):
+@pytest.mark.parametrize("value, message", HOST_VALUES.values(), ids=HOST_VALUES)
+def test_rd22_rd24_sum_of_host_value_is_refused(value, message, two):
     value = value() if callable(value) else value
     with pytest.raises(ValueError, match=rf"{says}, held by none of the 2 replicas.*`value \* strategy"):
         two.reduce("sum", value, axis=None)

@@ -29,8 +29,8 @@ def test_sc2_in_scope_the_host_program_speaks_for_all_replicas_of_its_strategy(s
 
 def test_sc4_scope_inside_the_scope_of_another_strategy_is_refused(two):
     other = jdist.MirroredStrategy(["cpu:2", "cpu:3"])
-    says = r"scope of MirroredStrategy\(\['cpu:2', 'cpu:3'\]\) is inside the scope of .*cpu:0.*Leave that one first"
-    with two.scope(), pytest.raises(RuntimeError, match=says), other.scope():
+    message = r"scope of MirroredStrategy\(\['cpu:2', 'cpu:3'\]\) is inside the scope of .*cpu:0.*Leave that one first"
+    with two.scope(), pytest.raises(RuntimeError, match=message), other.scope():
         raise AssertionError("entered")
 
 
@@ -50,8 +50,8 @@ def test_sc5_strategy_that_is_set_is_in_force_until_the_next_one(two):
 
 def test_sc12_scope_of_the_default_strategy_inside_another_is_refused(two):
     default = jdist.get_strategy()
-    says = r"scope of OneDeviceStrategy\(\['cpu:0'\]\) is inside the scope of MirroredStrategy.*Leave that one first"
-    with two.scope(), pytest.raises(RuntimeError, match=says), default.scope():
+    message = r"scope of OneDeviceStrategy\(\['cpu:0'\]\) is inside the scope of MirroredStrategy.*Leave that one first"
+    with two.scope(), pytest.raises(RuntimeError, match=message), default.scope():
         jdist.variable(1.0)
 
 
@@ -61,7 +61,7 @@ def test_sc13_device_named_twice_is_refused():
 
 
 def test_sc14_device_of_unknown_kind_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match=r"There is no device 'TPUX:0'\. This process has cpu:0, cpu:1"):
+    with pytest.raises(ValueError, match=r"Device 'TPUX:0' not found\. This process has cpu:0, cpu:1"):
         jdist.MirroredStrategy(["TPUX:0"])
 
 
@@ -73,5 +73,5 @@ def test_sc15_devices_are_all_local_ones_by_default(tmp_path):
 
 
 def test_sc16_no_device_is_refused():
-    with pytest.raises(ValueError, match=r"`devices` is empty\. Name at least one device, or leave it out"):
+    with pytest.raises(ValueError, match=r"`devices` is empty\. Name at least one device, or omit it"):
         jdist.MirroredStrategy([])

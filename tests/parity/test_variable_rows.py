@@ -53,9 +53,9 @@ def test_va2_value_that_is_never_synchronised_is_allowed_on_one_device():
 def test_va3_choice_that_there_is_none_of_is_refused(two):
     with pytest.raises(ValueError, match=r"Invalid variable synchronization mode: 'x'; take one of 'AUTO', 'NONE'"):
         _made(two, 1.0, "x")
-    says = r"Invalid variable aggregation mode: 'x'; take one of 'NONE', 'SUM', 'MEAN', 'ONLY_FIRST_REPLICA'"
+    message = r"Invalid variable aggregation mode: 'x'; take one of 'NONE', 'SUM', 'MEAN', 'ONLY_FIRST_REPLICA'"
     for make in (lambda: _made(two, 1.0, "auto", "x"), lambda: jdist.Mirrored(1.0, "x")):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             make()
 
 
@@ -83,8 +83,8 @@ def test_va5_what_the_host_assigns_is_the_same_on_all(aggregation, synchronizati
 @pytest.mark.parametrize("synchronization", ["auto", "on_write"])
 def test_va6_writes_that_differ_without_aggregation_are_refused(synchronization, write, strategy):
     value = _made(strategy, 1.0, synchronization)
-    says = r"state is not proved to be the same on every replica(.|\n)*`jdist\.Mirrored\(x, aggregation\)`"
-    with pytest.raises(jdist.NotMirroredError, match=says):
+    message = r"state is not proved to be the same on every replica(.|\n)*`jdist\.Mirrored\(x, aggregation\)`"
+    with pytest.raises(jdist.NotMirroredError, match=message):
         _written(strategy, value, write)
     assert [float(x) for x in strategy.local_results(value)] == [1.0] * strategy.num_replicas_in_sync
 
@@ -117,8 +117,8 @@ def test_va7_va8_on_write_is_its_aggregation_under_every_strategy(aggregation, e
 
 
 def test_va10_host_number_written_where_writes_are_summed_is_refused(strategy):
-    says = r"they wrote 3\.0, a host value that none of them holds\. Write an array \(`jnp\.asarray`\).*, or aggregate by MEAN"
-    with pytest.raises(ValueError, match=says):
+    message = r"they wrote 3\.0, a host value that none of them holds\. Write an array \(`jnp\.asarray`\).*, or aggregate by MEAN"
+    with pytest.raises(ValueError, match=message):
         _written(strategy, _made(strategy, 1.0, "on_write", "sum"), lambda own, number: 3.0)
 
 
@@ -146,10 +146,10 @@ def test_va14_value_read_as_a_sum_is_assigned_in_equal_shares(two):
 @pytest.mark.parametrize("word", ["assign_add", "assign_sub"])
 def test_va14_addition_by_the_host_to_what_is_read_as_a_sum_is_refused(word, strategy):
     value = _made(strategy, 1.0, "on_read", "sum")
-    says = (
+    message = (
         rf"`{word}` of one value to SyncOnRead.*`value\.assign\(value\.read\(\) \+ x\)`, or `value\.{word}\(PerReplica"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         getattr(value, word)(1.0)
     ones = _per_replica(strategy, *[1.0] * strategy.num_replicas_in_sync)
     added = getattr(value, word)(ones)
@@ -215,8 +215,8 @@ def test_va24_one_value_a_replica_assigned_to_a_mirrored_value_is_aggregated(agg
 
 
 def test_va24_one_value_a_replica_assigned_without_aggregation_is_refused(two):
-    says = r"one value a replica with no aggregation.*`strategy\.reduce`.*`Mirrored\(tree, aggregation\)`"
-    with pytest.raises(ValueError, match=says):
+    message = r"one value a replica with no aggregation.*`strategy\.reduce`.*`Mirrored\(tree, aggregation\)`"
+    with pytest.raises(ValueError, match=message):
         _made(two, 0.0, "on_write").assign(_per_replica(two, 1, 2))
 
 
@@ -233,8 +233,8 @@ def test_va27_value_begun_at_random_is_the_same_on_every_replica(strategy):
 
 def test_va27_value_begun_from_the_replicas_own_key_is_refused_until_it_is_broadcast(two):
     key = jax.random.key(3)
-    says = r"state is not proved to be the same on every replica(.|\n)*`replica_key`"
-    with pytest.raises(jdist.NotMirroredError, match=says):
+    message = r"state is not proved to be the same on every replica(.|\n)*`replica_key`"
+    with pytest.raises(jdist.NotMirroredError, match=message):
         two.init(lambda key: _drawn(jdist.replica_key(key)), key)
     value = two.init(lambda key: _drawn(jdist.broadcast(jdist.replica_key(key))), key)
     np.testing.assert_array_equal(value.read(), jax.random.normal(jax.random.fold_in(key, 0), (3,)))
@@ -269,10 +269,8 @@ def test_va31_rows_that_each_replica_adds_for_itself_stay_its_own(two):
 
 @pytest.mark.parametrize("op", ["min", "max"])
 def test_va32_least_or_greatest_of_slices_is_refused(op, strategy):
-    says = (
-        rf"value is RowSlices, and its {op.upper()} over the replicas.*SUM and MEAN have a meaning.*`value\.dense\(\)`"
-    )
-    with pytest.raises(TypeError, match=says):
+    message = rf"value is RowSlices, whose {op.upper()} over the replicas.*Use SUM or MEAN.*`value\.dense\(\)`"
+    with pytest.raises(TypeError, match=message):
         strategy.run(lambda: jdist.all_reduce(op, _row(_number())))
 
 

@@ -62,7 +62,7 @@ WRONG = {  # by the call: the error of the process whose argument is wrong
     "leaf": "TypeError: state/w is str: devices hold numbers",
     "position": "TypeError: `data_position` is kept as JSON, and <object",
     "extra": "TypeError: extra/f is builtin_function_or_method: devices hold numbers",
-    "step of a wrong kind": "TypeError: `step` is a whole number from 0 up, got '1'",
+    "step of a wrong kind": "TypeError: `step` must be an integer >= 0, got '1'",
     "behind": "ValueError: .* has a checkpoint of step 2, and one of step 1 would not be found",
     "like": r"ValueError: .* another state than `like`\. .* w was float32\[8,4\] and is to be float32\[8,5\]",
     "no strategy": "TypeError: `restore` takes a strategy first, .* got NoneType",

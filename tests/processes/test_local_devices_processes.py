@@ -31,9 +31,9 @@ def printed(folder):
 def test_strategies_on_local_devices_of_joined_processes_warn_once_with_the_devices_of_all(printed):
     for number, text in enumerate(printed):
         expected = [
-            f"{name}: UserWarning True `{strategy}` uses devices of process {number} only, and 2 processes have joined: each "
-            f"process trains a model of its own. For one model on the devices of all 2 processes, write `{advice}`. If one "
-            "model per process is intended, pass the devices themselves, such as `jax.local_devices()`."
+            f"{name}: UserWarning True `{strategy}` uses only the devices of process {number}, but there are 2 processes: each "
+            f"process trains a separate model. For one model on the devices of all 2 processes, write `{advice}`. If one "
+            "model per process is intended, pass device objects, such as `jax.local_devices()`."
             for name, (strategy, advice) in WARNED.items()
         ]
         assert [line for line in text.splitlines() if "UserWarning" in line] == expected

@@ -265,7 +265,7 @@ def test_loss_function_is_traced_a_few_times_however_many_micro_batches(parts):
 @pytest.mark.parametrize("parts", [0, -1, 2.0, True, None, "2"])
 def test_number_of_micro_batches_that_is_none_is_refused(parts):
     with pytest.raises(
-        (TypeError, ValueError), match=rf"`micro_batches` is a whole number from 1 up, got {re.escape(repr(parts))}"
+        (TypeError, ValueError), match=rf"`micro_batches` must be an integer >= 1, got {re.escape(repr(parts))}"
     ):
         jdist.value_and_grad(squares, micro_batches=parts)
 

@@ -256,7 +256,7 @@ MEAN_REFUSED = {
         TypeError,
         r"weights are random keys, key<fry>\[\]",
     ),
-    "negative_axis": (np.ones(2, np.float32), None, -2, ValueError, r"it has no dimension -2"),
+    "negative_axis": (np.ones(2, np.float32), None, -2, ValueError, r"it does not have dimension -2"),
     "weights_of_other_length": (
         {"x": np.ones((2, 3), np.float32)},
         np.ones(3, np.float32),
@@ -283,14 +283,14 @@ MEAN_REFUSED = {
         None,
         None,
         TypeError,
-        r"`mean` of RowSlices.*`value\.dense\(\)`.*`value\.rows`",
+        r"`mean` does not support RowSlices.*`value\.dense\(\)`.*`value\.rows`",
     ),
     "axis": (
         np.ones(2, np.float32),
         None,
         1,
         ValueError,
-        r"values is float32\[2\]: it has no dimension 1\. Its dimensions are 0 to 0",
+        r"values is float32\[2\]: it does not have dimension 1\. Its dimensions are 0 to 0",
     ),
 }
 
@@ -413,7 +413,7 @@ def test_average_loss_of_a_batch_size_that_counts_nothing_is_refused(size):
 
 @pytest.mark.parametrize("word", [jdist.compute_average_loss, jdist.scale_regularization_loss, jdist.global_mean])
 def test_loss_of_a_wrapped_value_is_refused_with_the_way_out(word, two):
-    with pytest.raises(TypeError, match=r"PerReplica\(float32\[2,3\]\) is for the host program.*`strategy\.run"):
+    with pytest.raises(TypeError, match=r"PerReplica\(float32\[2,3\]\) is a distributed value.*`strategy\.run"):
         word(two.put(jdist.PerReplica(np.ones((2, 3), np.float32))))
 
 

@@ -372,7 +372,7 @@ UPDATE_REFUSED = {
     ),
     "top_0": (
         lambda: metrics.TopKAccuracy(0).update(FOUR, np.zeros(4, np.int32)),
-        "`k` is a whole number from 1 up, got 0",
+        "`k` must be an integer >= 1, got 0",
     ),
     "top_4": (lambda: metrics.TopKAccuracy(4).update(FOUR, np.zeros(4, np.int32)), r"There are no 4 greatest of 3"),
     "squares": (

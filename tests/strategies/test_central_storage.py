@@ -407,12 +407,12 @@ def test_description_says_what_lies_in_the_memory_of_the_host():
 WRONG = {
     "offload": (ValueError, {"offload": "x"}, r'`offload` is "all" or "optimizer", got \'x\''),
     "offload_none": (ValueError, {"offload": None}, r'`offload` is "all" or "optimizer", got None'),
-    "device": (ValueError, {"parameter_device": "tpu:0"}, r"no device 'tpu:0'.*This process has cpu:0"),
-    "number": (ValueError, {"parameter_device": "cpu:99"}, r"no device 'cpu:99'"),
-    "kind": (TypeError, {"parameter_device": None}, r"A device is a `jax\.Device` or a name .*got None"),
+    "device": (ValueError, {"parameter_device": "tpu:0"}, r"Device 'tpu:0' not found.*This process has cpu:0"),
+    "number": (ValueError, {"parameter_device": "cpu:99"}, r"Device 'cpu:99' not found"),
+    "kind": (TypeError, {"parameter_device": None}, r"A device must be a `jax\.Device` or a name .*got None"),
     "empty": (ValueError, {"compute_devices": []}, r"is empty\. Name at least one device"),
     "twice": (ValueError, {"compute_devices": ["cpu:1", "cpu:1"]}, r"has duplicates: cpu:1"),
-    "text": (TypeError, {"compute_devices": "cpu:0"}, r"is a list of devices, got 'cpu:0'"),
+    "text": (TypeError, {"compute_devices": "cpu:0"}, r"must be a list of devices, got 'cpu:0'"),
 }
 
 

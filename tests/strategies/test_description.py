@@ -445,7 +445,7 @@ def test_picture_of_a_large_mesh_fits_and_has_its_first_and_last_device(sizes, f
 
 @pytest.mark.parametrize("max_rows", [0, -1, True, 2.5, None])
 def test_table_of_no_rows_is_refused(four, max_rows):
-    with pytest.raises((TypeError, ValueError), match=f"`max_rows` is a whole number from 1 up, got {max_rows!r}."):
+    with pytest.raises((TypeError, ValueError), match=f"`max_rows` must be an integer >= 1, got {max_rows!r}."):
         described(four, None, max_rows=max_rows)
 
 

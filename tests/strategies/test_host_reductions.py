@@ -192,20 +192,22 @@ def test_reduce_of_leaf_without_that_reduction_is_refused_by_name(op, whole, say
 )
 def test_reduce_over_no_dimension_is_refused_by_name(axis, place, two):
     missing = axis[-1] if isinstance(axis, tuple) else axis
-    says = rf"value\['x'\] is float32\[2,3\]: it has no dimension {missing}\. Its dimensions are 0 to 1, or -2 to -1"
+    says = rf"value\['x'\] is float32\[2,3\]: it does not have dimension {missing}\. Its dimensions are 0 to 1, or -2 to -1"
     with pytest.raises(ValueError, match=says):
         two.reduce("sum", {"x": place(two)}, axis=axis)
 
 
 @pytest.mark.parametrize("axis", [2, -3])
 def test_gather_along_no_dimension_is_refused_by_name(axis, two):
-    says = rf"value\['x'\] is float32\[2,3\]: it has no dimension {axis}\. Its dimensions are 0 to 1, or -2 to -1"
+    says = (
+        rf"value\['x'\] is float32\[2,3\]: it does not have dimension {axis}\. Its dimensions are 0 to 1, or -2 to -1"
+    )
     with pytest.raises(ValueError, match=says):
         two.gather({"x": rows(two, 2, 3)}, axis=axis)
 
 
 def test_gather_of_scalars_is_refused(two):
-    with pytest.raises(ValueError, match=r"value is int32\[\]: it has no dimension 0\. It is a scalar"):
+    with pytest.raises(ValueError, match=r"value is int32\[\]: it does not have dimension 0\. It is a scalar"):
         two.gather(two.run(jdist.replica_id), axis=0)
 
 
@@ -248,7 +250,8 @@ def test_reduce_over_a_dimension_named_twice_is_refused():
 def test_reduce_over_what_is_no_number_is_refused(axis):
     strategy = STRATEGIES["mirrored_2"]()
     with pytest.raises(
-        TypeError, match=r"`axis` is a dimension of one replica's value .*, several of them, or None, got "
+        TypeError,
+        match=r"`axis` must be a dimension of one replica's value .*, a sequence of dimensions, or None, got ",
     ):
         strategy.reduce("mean", rows(strategy, 3), axis=axis)
 
@@ -384,7 +387,7 @@ UNEVEN_REFUSED = {
     ),
     "reduce_over_none_there": (
         lambda s, x: s.reduce("sum", x, axis=2),
-        r"value\['x'\] is int.*: it has no dimension 2",
+        r"value\['x'\] is int.*: it does not have dimension 2",
     ),
     "gather_along_another": (
         lambda s, x: s.gather(x, axis=1),
@@ -570,7 +573,10 @@ SLICES_REFUSED = {
         lambda s, x: s.reduce("sum", x, axis=0),
         r"value\['x'\] is RowSlices.*`value\.dense\(\)`, in the replica function",
     ),
-    "gather": (lambda s, x: s.gather(x, axis=0), r"`gather` of RowSlices.*`value\.dense\(\)`.*`value\.rows`"),
+    "gather": (
+        lambda s, x: s.gather(x, axis=0),
+        r"`gather` does not support RowSlices.*`value\.dense\(\)`.*`value\.rows`",
+    ),
 }
 
 

@@ -99,7 +99,7 @@ def test_strategy_pickled_is_refused_where_a_device_is_missing(tmp_path):
     assert text.startswith(
         "A pickled MirroredStrategy is built on the devices of the same names, which this process does not"
     )
-    assert "There is no device 'cpu:5'. This process has cpu:0, cpu:1." in text
+    assert "Device 'cpu:5' not found. This process has cpu:0, cpu:1." in text
     assert "`strategy.put(state)`" in text
 
 

@@ -302,7 +302,9 @@ def test_what_is_no_resolver_is_refused(resolver):
 
 
 def test_topology_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(ValueError, match=r"There is no TPU topology 'v5e:3x3'\. There are .*v5e: 2x2, 2x4"):
+    with pytest.raises(
+        ValueError, match=r"The TPU topology 'v5e:3x3' does not exist\. Valid topologies are .*v5e: 2x2, 2x4"
+    ):
         jdist.TPUStrategy(topology="v5e:3x3")
 
 

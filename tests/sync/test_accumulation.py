@@ -273,7 +273,7 @@ def test_steps_trace_once_a_signature_and_move_nothing(two):
     ],
 )
 def test_number_that_is_none_is_refused(k, error, message):
-    with pytest.raises(error, match=rf"`k` of `jdist\.sync\.every` is a whole number.*{message.split(', ')[-1]}"):
+    with pytest.raises(error, match=rf"`k` of `jdist\.sync\.every` must be an integer.*{message.split(', ')[-1]}"):
         sync.every(k, sync.mean())
 
 

@@ -211,7 +211,7 @@ def test_steps_trace_once_and_move_nothing(two):
         (dict(factor=float("nan")), ValueError, r"`factor` .* above 1, got nan"),
         (dict(factor=None), TypeError, r"`factor` .*None"),
         (dict(interval=0), ValueError, r"`interval` .* from 1 up, got 0"),
-        (dict(interval=1.5), TypeError, r"`interval` .* whole number from 1 up, got 1\.5"),
+        (dict(interval=1.5), TypeError, r"`interval` .* integer >= 1, got 1\.5"),
         (dict(interval=True), TypeError, r"`interval` .* got True"),
     ],
 )

@@ -192,11 +192,11 @@ def test_steps_trace_once_and_move_nothing_and_give_their_memory_away(two):
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        (dict(fragments=0), ValueError, r"`fragments` .* whole number from 1 up, got 0"),
-        (dict(fragments=1.0), TypeError, r"`fragments` .* whole number from 1 up, got 1\.0"),
+        (dict(fragments=0), ValueError, r"`fragments` .* integer >= 1, got 0"),
+        (dict(fragments=1.0), TypeError, r"`fragments` .* integer >= 1, got 1\.0"),
         (dict(fragments=1, overlap=4), ValueError, r"`overlap` .* less than `every`, got 4 and 4"),
         (dict(fragments=1, overlap=-1), ValueError, r"`overlap` .* from 0 up, got -1"),
-        (dict(fragments=1, overlap=0.5), TypeError, r"`overlap` .* whole number from 0 up, got 0\.5"),
+        (dict(fragments=1, overlap=0.5), TypeError, r"`overlap` .* integer >= 0, got 0\.5"),
         (dict(fragments=1, blend=1.0), ValueError, r"`blend` .* from 0 up and below 1, got 1\.0"),
         (dict(fragments=1, blend=-0.1), ValueError, r"`blend` .* from 0 up and below 1, got -0\.1"),
         (dict(fragments=1, blend=float("nan")), ValueError, r"`blend` .* from 0 up and below 1, got nan"),

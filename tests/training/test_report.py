@@ -186,9 +186,17 @@ def test_link_to_a_page_stays_a_link(tmp_path):
 @pytest.mark.parametrize(
     "path, error, says",
     [
-        ("missing/run.html", FileNotFoundError, "There is no folder .*missing to write run.html in. Make it first"),
-        ("folder", FileExistsError, "folder is there already, and nothing of the kind"),
-        ("file/run.html", FileNotFoundError, "There is no folder .*file to write run.html in"),
+        (
+            "missing/run.html",
+            FileNotFoundError,
+            "The folder .*missing does not exist. Create it before writing run.html to it",
+        ),
+        ("folder", FileExistsError, "folder exists and is not a file or folder of the kind"),
+        (
+            "file/run.html",
+            FileNotFoundError,
+            "The folder .*file does not exist. Create it before writing run.html to it",
+        ),
         ("x" * 300, OSError, "xxx"),
     ],
     ids=["missing", "folder", "file", "long"],

@@ -60,7 +60,7 @@ class ProcessGroup:
             result, facts = work()
         except Exception as error:
             if self._conversation is not None:
-                self._conversation.fail({"error": short_message(error)})
+                self._conversation.post_without_reading({"error": short_message(error)})
             raise
         if self._conversation is not None:
             self._compare(self._conversation, call, {"the call": [f"`{call}`"], **facts})
@@ -69,14 +69,14 @@ class ProcessGroup:
     def _compare(self, conversation: MessageExchange, call: str, facts: Facts) -> None:
         self._deadline = math.inf
         digests = {name: hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest() for name, lines in facts.items()}
-        heard = conversation.round({"digests": digests})
+        heard = conversation.exchange({"digests": digests})
         _raise_errors(f"`{call}`", heard)
         first, *others = (message.get("digests", {}) for message in heard)
         for process, other in enumerate(others, start=1):
             different = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if different:
                 lines = list(facts.get(different[0], []))[:_MOST_LINES]
-                all_lines = [message.get("lines", []) for message in conversation.round({"lines": lines})]
+                all_lines = [message.get("lines", []) for message in conversation.exchange({"lines": lines})]
                 raise CheckpointError(_difference(different[0], process, all_lines[0], all_lines[process]))
 
     def told(self, work: Callable[[], T]) -> T:
@@ -103,7 +103,7 @@ class ProcessGroup:
             return
         self._deadline = time.monotonic() + seconds
         try:
-            _raise_errors("It", self._conversation.round({}))
+            _raise_errors("It", self._conversation.exchange({}))
         except InterruptedError:
             late = CheckpointError(f"Another process was waited for, and did not come within {seconds:g} seconds.")
             self.fail(late)
@@ -121,7 +121,7 @@ class ProcessGroup:
     def leave(self, reason: str = "it has left") -> None:
         """Ends the group. Processes that continue get an error with the reason."""
         if self._conversation is not None:
-            self._conversation.leave({"error": reason})
+            self._conversation.close({"error": reason})
             self._conversation = None
 
 

@@ -1,4 +1,5 @@
-"""Cluster resolvers: which processes take part, and which of them this process is.
+"""Cluster resolvers: find the processes of a cluster, their addresses, and the index of this process.
 
-Read `resolver` first: it defines the protocol that other clusters implement.
+Read `resolver` first: it defines the `ClusterResolver` protocol. `tpu` implements it for TPU slices and `metadata` requests the
+attributes of a TPU virtual machine.
 """

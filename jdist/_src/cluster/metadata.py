@@ -1,4 +1,4 @@
-"""One request to a metadata server, with a deadline for all of it."""
+"""Requests to a cloud metadata server, with one deadline for the whole request."""
 
 import concurrent.futures
 import contextlib
@@ -9,52 +9,49 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 MetadataResponse: TypeAlias = tuple[int, str | None, str]
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 
 
 def get_attribute(deadline: float, server: str, path: str) -> MetadataResponse:
-    """Status, `Metadata-Flavor` and text of the server's answer to `GET path`; a busy server is asked again.
+    """Returns status, `Metadata-Flavor` and text of the response to `GET path`. Retries if the server is busy (status 503).
 
-    The time-out of a socket is one per read and per address, and does not cover the look-up of the name: a server that sends
-    a byte now and then would hold this process. So a thread sends the request, and is abandoned at the deadline.
+    A socket timeout applies per read and per address, and does not cover the name lookup, so a server that sends one byte at a
+    time could block this process. Therefore a thread sends the request, and is abandoned at the deadline.
 
     Args:
-        deadline: When to give up, on the clock of `time.monotonic`.
+        deadline: The latest time of the response, on the clock of `time.monotonic`.
         server: Host, or `host:port`.
-        path: What to request.
+        path: The path to request.
 
     Raises:
-        TimeoutError: There is no complete answer at the deadline.
+        TimeoutError: The response is not complete at the deadline.
         OSError: The server cannot be reached.
-        http.client.HTTPException: The answer, or the address, is not HTTP.
-        UnicodeError: The answer is not text.
+        http.client.HTTPException: The response, or the address, is not HTTP.
+        UnicodeError: The response is not text.
     """
-    answer: concurrent.futures.Future[MetadataResponse] = concurrent.futures.Future()
-    # Not an executor: Python joins its threads when the program ends.
-    threading.Thread(target=_settle, args=(answer, deadline, server, path), daemon=True).start()
-    return answer.result(timeout=max(deadline - time.monotonic(), 0))
+    response: concurrent.futures.Future[MetadataResponse] = concurrent.futures.Future()
+
+    def send() -> None:
+        try:
+            response.set_result(_request(deadline, server, path))
+        except BaseException as error:  # raised where the response is awaited
+            response.set_exception(error)
+
+    # Not an executor: Python joins its threads at exit.
+    threading.Thread(target=send, daemon=True).start()
+    return response.result(timeout=max(deadline - time.monotonic(), 0))
 
 
-def _settle(answer: concurrent.futures.Future[MetadataResponse], deadline: float, server: str, path: str) -> None:
-    try:
-        answer.set_result(_answer(deadline, server, path))
-    except BaseException as error:  # raised where the answer is awaited
-        answer.set_exception(error)
-
-
-def _answer(deadline: float, server: str, path: str, pauses: Sequence[float] = (0.2, 0.5)) -> MetadataResponse:
+def _request(deadline: float, server: str, path: str, pauses: Sequence[float] = (0.2, 0.5)) -> MetadataResponse:
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise TimeoutError
-    # Not `urllib`, which would go through a proxy, and follow where another server sends it.
+    # Not `urllib`, which would use proxies and follow redirects.
     with contextlib.closing(http.client.HTTPConnection(server, timeout=remaining)) as connection:
         connection.request("GET", path, headers={"Metadata-Flavor": "Google"})
         with connection.getresponse() as response:
             if response.status != 503 or not pauses:
-                return (
-                    response.status,
-                    response.getheader("Metadata-Flavor"),
-                    response.read(_MOST_BYTES).decode().strip(),
-                )
+                text = response.read(_MAX_BYTES).decode().strip()
+                return response.status, response.getheader("Metadata-Flavor"), text
     time.sleep(pauses[0])
-    return _answer(deadline, server, path, pauses[1:])
+    return _request(deadline, server, path, pauses[1:])

@@ -1,4 +1,4 @@
-"""What jdist asks of whoever knows the processes."""
+"""The `ClusterResolver` protocol, which every cluster resolver implements."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -6,56 +6,56 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class ClusterResolver(Protocol):
-    """Who the processes are that compute together, and which of them this one is.
+    """The processes of a cluster, and the index of this process among them.
 
     Example:
-        >>> alone = jdist.cluster.TPUClusterResolver(environ={"TPU_WORKER_HOSTNAMES": "localhost"})
-        >>> isinstance(alone, jdist.cluster.ClusterResolver)
+        >>> resolver = jdist.cluster.TPUClusterResolver(environ={"TPU_WORKER_HOSTNAMES": "localhost"})
+        >>> isinstance(resolver, jdist.cluster.ClusterResolver)
         True
     """
 
     @property
     def coordinator_address(self) -> str:
-        """Host and port where process 0 listens, the same on every process."""
+        """`"host:port"` where process 0 listens, the same on every process."""
         ...
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         ...
 
     @property
     def process_id(self) -> int:
-        """The number of this one, from 0."""
+        """The index of this process, from 0."""
         ...
 
     @property
     def environment(self) -> str:
-        """Where it was found."""
+        """The source of the information, such as `"variables"`."""
         ...
 
     @property
     def task_type(self) -> str:
-        """What this process is for: a job of `cluster_spec()`."""
+        """The job of this process: a key of `cluster_spec()`."""
         ...
 
     @property
     def task_id(self) -> int:
-        """The number of this process among those of its job."""
+        """The index of this process in its job."""
         ...
 
     def cluster_spec(self) -> dict[str, dict[int, str]]:
-        """Of each job the addresses that are known, by task."""
+        """Returns the known addresses of each job, by task index."""
         ...
 
     def master(self) -> str:
-        """The address of the process that the others ask."""
+        """Returns the address of the coordinator."""
         ...
 
     def num_accelerators(self) -> Mapping[str, int]:
-        """How many accelerators of each kind a process has."""
+        """Returns the number of accelerators of each kind per process."""
         ...
 
     def initialize(self) -> None:
-        """Joins the others, unless there are none or it has been done. To be called before JAX is used."""
+        """Joins the other processes by `jax.distributed.initialize`, unless it has been called. Call it before JAX is used."""
         ...

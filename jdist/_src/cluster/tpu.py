@@ -1,7 +1,7 @@
-"""The processes of a TPU: who they are, from the environment or from the metadata server of Cloud TPU.
+"""The processes of a TPU, from environment variables or from the metadata server of Cloud TPU.
 
-A fact has the name of the environment variable that says it, also when the metadata server does. Where the environment says
-who the processes are, the server is not asked.
+Each setting is stored under the name of its environment variable, also if it comes from the metadata server. The server is
+queried only if the variables do not identify the processes.
 """
 
 import dataclasses
@@ -17,55 +17,56 @@ import jax
 
 from jdist._src.cluster.metadata import get_attribute
 
-_PORT = "8482"  # what JAX takes on a TPU; libtpu and Megascale have other ones
+_PORT = "8482"  # JAX's default port on a TPU; libtpu and Megascale use others
 _SKIP, _PATH = "TPU_SKIP_MDS_QUERY", "TPU_PROCESS_ADDRESSES_PATH"
 _PROCESSES, _HOSTS = "TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES"
 _IDS = ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
 _SLICES = ("MEGASCALE_NUM_SLICES", "MEGASCALE_SLICE_ID", "MEGASCALE_COORDINATOR_ADDRESS")
 _TYPE, _TOPOLOGY, _BOUNDS = "TPU_ACCELERATOR_TYPE", "TPU_TOPOLOGY", "TPU_CHIPS_PER_PROCESS_BOUNDS"
-# The metadata attributes that say the same as a variable, and the rows of the attribute `tpu-env`.
+# The metadata attributes that correspond to a variable, and the lines of the attribute `tpu-env` that do.
 _ATTRIBUTES = {_HOSTS: "worker-network-endpoints", _IDS[0]: "agent-worker-number", _TYPE: "accelerator-type"}
 _TPU_ENV = {_TOPOLOGY: "TOPOLOGY"} | {name: name for name in _SLICES}
 
 
-class _Fact(NamedTuple):
+class _Setting(NamedTuple):
     text: str
-    by: str  # who says so, for messages
+    source: str  # the variable or attribute, for messages
 
 
-_Facts = dict[str, _Fact]
+_Settings = dict[str, _Setting]
 _Variables = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class TPUClusterResolver:
-    """Who the processes of a TPU are: those of one slice, or of several. It looks once, when it is made.
+    """The processes of a TPU with one slice or several. All settings are read once, in the constructor.
 
-    There is a process a host, and it runs on that host: start the same program on each. The environment is asked first
-    (GKE, notebooks, and whoever sets the variables), then the metadata server of the virtual machine. Making one starts no
-    JAX backend and opens no connection but to that server.
+    There is one process per host, on that host: start the same program on each. Environment variables are read first (GKE and
+    notebooks set them), then the metadata server of the virtual machine. The constructor does not start a JAX backend and
+    connects only to the metadata server.
 
     Args:
         tpu: None, `""` or `"local"`, which all mean the TPU of this host. A TPU of another host cannot be reached.
-        coordinator_address: Where process 0 is to listen, `"host:port"`. Else `JAX_COORDINATOR_ADDRESS`, or the host of
+        coordinator_address: The `"host:port"` where process 0 listens. Default: `JAX_COORDINATOR_ADDRESS`, or the host of
             process 0 with the port `JAX_COORDINATOR_PORT`, or 8482.
-        environ: The variables to read; those of this process by default.
-        timeout_seconds: How long to wait for the answers of the metadata server, all together.
+        environ: The environment variables to read; those of this process by default.
+        timeout_seconds: The time limit for all requests to the metadata server together.
 
     Attributes:
-        addresses: The processes of this slice in the order of their numbers, as they were found: hosts, some with a port.
-        worker_id: The number of this process among them.
-        num_slices: How many slices there are.
-        slice_id: The number of this one.
-        coordinator_address: Where process 0 listens, `"host:port"`: the same on every process.
-        accelerator_type: Such as `"v5litepod-16"`, if it is known.
-        topology: The chips of this slice, such as `"4x4"`, if it is known.
-        chips_per_process: How many chips each process has, if it is known.
-        environment: Where it was found: `"variables"`, or `"metadata"` if the server was asked for what those do not say.
+        addresses: The addresses of the processes of this slice, ordered by index: hosts, some with a port.
+        worker_id: The index of this process in its slice.
+        num_slices: The number of slices.
+        slice_id: The index of this slice.
+        coordinator_address: The `"host:port"` where process 0 listens, the same on every process.
+        accelerator_type: For example `"v5litepod-16"`, or None if unknown.
+        topology: The chips of this slice, for example `"4x4"`, or None if unknown.
+        chips_per_process: The number of chips per process, or None if unknown.
+        environment: The source of the settings: `"variables"`, or `"metadata"` if the server was queried for the settings that
+            the variables do not contain.
 
     Raises:
-        ValueError: Nothing was found; or what was found does not fit together.
-        RuntimeError: The metadata server was asked, and gave no answer that can be used.
+        ValueError: No settings of a TPU were found, or they contradict each other.
+        RuntimeError: The metadata server was queried, and did not return a valid response.
 
     Example:
         >>> resolver = TPUClusterResolver(
@@ -96,230 +97,229 @@ class TPUClusterResolver:
     ):
         if tpu not in (None, "", "local"):
             raise ValueError(
-                f"There is no connecting to the TPU {tpu!r} from elsewhere: JAX runs on its own hosts. Leave out `tpu`, and "
-                f"start this program on each of them (`gcloud compute tpus tpu-vm ssh {tpu} --worker=all --command=...`)."
+                f"Cannot connect to the TPU {tpu!r}: JAX runs on the hosts of the TPU. Omit `tpu`, and start this program on "
+                f"each host (`gcloud compute tpus tpu-vm ssh {tpu} --worker=all --command=...`)."
             )
         if not 0 < timeout_seconds < math.inf:
-            raise ValueError(f"`timeout_seconds` is a number of seconds above 0, got {timeout_seconds}.")
+            raise ValueError(f"`timeout_seconds` must be a finite number > 0, got {timeout_seconds}.")
         variables = os.environ if environ is None else environ
-        facts = _from_variables(variables)
-        asks = not _say_who(facts) and _SKIP not in variables
-        if asks:
-            facts = _from_metadata(_server(variables), timeout_seconds) | facts
-        addresses, by = _addresses(facts, variables)
-        num_slices, slice_id = _slices(facts)
-        # The record is frozen, so its fields are put in as a whole.
+        settings = _from_variables(variables)
+        queries_server = not _identify_process(settings) and _SKIP not in variables
+        if queries_server:
+            settings = _from_metadata(_server(variables), timeout_seconds) | settings
+        addresses, source = _addresses(settings, variables)
+        num_slices, slice_id = _slices(settings)
+        # The dataclass is frozen, so the fields are set through `vars`.
         vars(self).update(
             addresses=addresses,
-            worker_id=_worker_id(facts, len(addresses), by),
+            worker_id=_worker_id(settings, len(addresses), source),
             num_slices=num_slices,
             slice_id=slice_id,
-            coordinator_address=_coordinator(coordinator_address, facts, variables, addresses[0], num_slices),
-            accelerator_type=facts[_TYPE].text if _TYPE in facts else None,
-            topology=facts[_TOPOLOGY].text if _TOPOLOGY in facts else None,
-            chips_per_process=_chips_per_process(facts, len(addresses), by),
-            environment="metadata" if asks else "variables",
+            coordinator_address=_coordinator(coordinator_address, settings, variables, addresses[0], num_slices),
+            accelerator_type=settings[_TYPE].text if _TYPE in settings else None,
+            topology=settings[_TOPOLOGY].text if _TOPOLOGY in settings else None,
+            chips_per_process=_chips_per_process(settings, len(addresses), source),
+            environment="metadata" if queries_server else "variables",
         )
 
     @property
     def num_processes(self) -> int:
-        """How many processes there are, in all slices."""
+        """The number of processes in all slices."""
         return self.num_slices * len(self.addresses)
 
     @property
     def process_id(self) -> int:
-        """The number of this process among all, slice by slice: what `jax.process_index()` will be."""
+        """The index of this process in all slices, slice by slice, equal to the later `jax.process_index()`."""
         return self.slice_id * len(self.addresses) + self.worker_id
 
     @property
     def task_type(self) -> str:
-        """`"worker"`: every process of a TPU is one."""
+        """`"worker"`, the only job of a TPU."""
         return "worker"
 
     @property
     def task_id(self) -> int:
-        """`process_id`, as TensorFlow says it."""
+        """`process_id`, by TensorFlow's name."""
         return self.process_id
 
     def cluster_spec(self) -> dict[str, dict[int, str]]:
-        """`{"worker": {process: address}}`. Processes of other slices are not in it: nothing here says their addresses."""
+        """Returns `{"worker": {process: address}}` of this slice. The addresses of other slices are unknown."""
         first = self.slice_id * len(self.addresses)
         return {"worker": dict(enumerate(self.addresses, first))}
 
     def master(self) -> str:
-        """`coordinator_address`, as TensorFlow says it."""
+        """Returns `coordinator_address`, by TensorFlow's name."""
         return self.coordinator_address
 
     def num_accelerators(self) -> dict[str, int]:
-        """How many chips each process has. JAX shows those of v2 and v3 as two devices each.
+        """Returns the number of chips per process. In JAX, a chip of v2 and v3 is two devices.
 
         Raises:
-            RuntimeError: Nothing said it.
+            RuntimeError: The number is unknown.
         """
         if self.chips_per_process is None:
             raise RuntimeError(
-                f"How many chips a process has is said neither by {_TOPOLOGY} nor by {_BOUNDS}. After `initialize()`, ask "
-                "`jax.local_device_count()`."
+                f"The number of chips per process is unknown: neither {_TOPOLOGY} nor {_BOUNDS} is set. After `initialize()`, "
+                "use `jax.local_device_count()`."
             )
         return {"TPU": self.chips_per_process}
 
     def initialize(self) -> None:
-        """Joins the other processes, unless there are none or it has been done. To be called before JAX is used.
+        """Joins the other processes by `jax.distributed.initialize`, unless it has been called. Call it before JAX is used.
 
         Raises:
-            RuntimeError: A JAX backend was started before; or the others cannot be reached.
+            RuntimeError: A JAX backend has started already, or the other processes cannot be reached.
         """
         if self.num_processes > 1 and not jax.distributed.is_initialized():
             jax.distributed.initialize(
                 self.coordinator_address,
                 self.num_processes,
                 self.process_id,
-                cluster_detection_method="deactivate",  # all is known: JAX need not look for itself
+                cluster_detection_method="deactivate",  # everything that JAX would detect is passed
             )
 
 
-def _from_variables(variables: _Variables) -> _Facts:
+def _from_variables(variables: _Variables) -> _Settings:
     names = (_PATH, _PROCESSES, _HOSTS, *_IDS, *_SLICES, _TYPE, _TOPOLOGY, _BOUNDS)
-    facts = {name: _Fact(text, name) for name in names if (text := variables.get(name, "").strip())}
-    if path := facts.pop(_PATH, None):
+    settings = {name: _Setting(text, name) for name in names if (text := variables.get(name, "").strip())}
+    if path := settings.pop(_PATH, None):
         try:
             with open(path.text, encoding="utf-8") as file:
-                facts[_PROCESSES] = _Fact(file.read().strip(), f"{path.text} (of {_PATH})")
+                settings[_PROCESSES] = _Setting(file.read().strip(), f"{path.text} (from {_PATH})")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{_PATH} is {path.text!r}, which cannot be read: {error}") from error
-    return facts
+    return settings
 
 
-def _say_who(facts: _Facts) -> bool:
-    """Whether a process can tell from `facts` who it is. Of one, it need not be told which."""
-    processes = facts.get(_PROCESSES) or facts.get(_HOSTS)
-    return processes is not None and ("," not in processes.text or any(name in facts for name in _IDS))
+def _identify_process(settings: _Settings) -> bool:
+    """Whether `settings` contain the processes of the slice and, if there are several, the index of this one."""
+    processes = settings.get(_PROCESSES) or settings.get(_HOSTS)
+    return processes is not None and ("," not in processes.text or any(name in settings for name in _IDS))
 
 
-def _addresses(facts: _Facts, variables: _Variables) -> tuple[tuple[str, ...], str]:
-    """The processes of this slice, and who says so."""
-    found = facts.get(_PROCESSES) or facts.get(_HOSTS)
-    if found is None:
-        raise ValueError(_nothing_found(facts, variables))
-    addresses = tuple(address.strip() for address in found.text.split(","))
+def _addresses(settings: _Settings, variables: _Variables) -> tuple[tuple[str, ...], str]:
+    """Returns the addresses of the processes of this slice, and their source."""
+    processes = settings.get(_PROCESSES) or settings.get(_HOSTS)
+    if processes is None:
+        raise ValueError(_not_found_message(settings, variables))
+    addresses = tuple(address.strip() for address in processes.text.split(","))
     if not all(addresses):
-        raise ValueError(f"{found.by} is {found.text!r}, where a name is missing. Name each process of the slice.")
-    if twice := sorted({address for address in addresses if addresses.count(address) > 1}):
-        raise ValueError(f"{found.by} is {found.text!r}, which has {', '.join(twice)} twice. Name each process once.")
-    return addresses, found.by
+        raise ValueError(f"{processes.source} is {processes.text!r}: a name is empty. Name each process of the slice.")
+    if duplicates := sorted({address for address in addresses if addresses.count(address) > 1}):
+        raise ValueError(
+            f"{processes.source} is {processes.text!r}, which has duplicates: {', '.join(duplicates)}. Name each process once."
+        )
+    return addresses, processes.source
 
 
-def _worker_id(facts: _Facts, count: int, by: str) -> int:
-    # Where several processes share a host, the task is the process, and the worker is the host.
-    names = reversed(_IDS) if _PROCESSES in facts else _IDS
-    said = next((facts[name] for name in names if name in facts), None)
-    return _which(said, count, f"{by} names {count} processes", "TPU_WORKER_ID")
+def _worker_id(settings: _Settings, count: int, source: str) -> int:
+    # If several processes share a host, the task ID is the index of the process and the worker ID that of the host.
+    names = reversed(_IDS) if _PROCESSES in settings else _IDS
+    setting = next((settings[name] for name in names if name in settings), None)
+    return _index(setting, count, f"{source} lists {count} processes", "TPU_WORKER_ID")
 
 
-def _slices(facts: _Facts) -> tuple[int, int]:
-    """How many slices there are, and which this one is."""
-    many = facts.get("MEGASCALE_NUM_SLICES", _Fact("1", "MEGASCALE_NUM_SLICES, which is not set,"))
-    count = _number(many)
+def _slices(settings: _Settings) -> tuple[int, int]:
+    """Returns the number of slices, and the index of this slice."""
+    setting = settings.get(_SLICES[0], _Setting("1", f"{_SLICES[0]} (not set)"))
+    count = _integer(setting)
     if count < 1:
-        raise ValueError(f"{many.by} is 0: there is at least one slice.")
-    return count, _which(facts.get(_SLICES[1]), count, f"{many.by} means slices: {count}", _SLICES[1])
+        raise ValueError(f"{setting.source} is 0, but must be at least 1.")
+    return count, _index(settings.get(_SLICES[1]), count, f"{setting.source} is {count}", _SLICES[1])
 
 
-def _which(fact: _Fact | None, count: int, said: str, variable: str) -> int:
-    """Which of `count` this one is; `said` says how many there are, and `variable` is to say which."""
-    numbers = f"a number from 0 to {count - 1}"
-    if fact is None and count > 1:
-        raise ValueError(f"{said}, and nothing says which this one is. Set {variable} on each, {numbers}.")
-    if fact is None:
+def _index(setting: _Setting | None, count: int, count_text: str, variable: str) -> int:
+    """Returns an index below `count`. Messages show `count_text` (count and source) and `variable`, which sets the index."""
+    valid = f"an integer from 0 to {count - 1}"
+    if setting is None and count > 1:
+        raise ValueError(f"{count_text}, but the index of this one is not set. Set {variable} on each host to {valid}.")
+    if setting is None:
         return 0
-    if (number := _number(fact)) >= count:
-        raise ValueError(f"{fact.by} is {number}, but {said}: it is {numbers}. Make the two fit.")
+    if (number := _integer(setting)) >= count:
+        raise ValueError(f"{setting.source} is {number}, but {count_text}: it must be {valid}. Correct one of them.")
     return number
 
 
-def _number(fact: _Fact) -> int:
-    if not re.fullmatch("[0-9]+", fact.text):
-        raise ValueError(f"{fact.by} is {fact.text!r}, which is no whole number from 0 on.")
-    return int(fact.text)
+def _integer(setting: _Setting) -> int:
+    if not re.fullmatch("[0-9]+", setting.text):
+        raise ValueError(f"{setting.source} must be an integer >= 0, got {setting.text!r}.")
+    return int(setting.text)
 
 
-def _coordinator(chosen: str | None, facts: _Facts, variables: _Variables, first: str, num_slices: int) -> str:
-    given = variables.get("JAX_COORDINATOR_ADDRESS") if chosen is None else chosen
-    if given:
-        if not re.fullmatch(r"([^:\s]+|\[[^\]\s]+\]):[0-9]+", given):
-            by = "JAX_COORDINATOR_ADDRESS" if chosen is None else "`coordinator_address`"
-            raise ValueError(f"{by} is a host with a port, such as '10.0.0.1:8482', got {given!r}.")
-        return given
-    leader = facts.get("MEGASCALE_COORDINATOR_ADDRESS")
-    if leader is None and num_slices > 1:
+def _coordinator(argument: str | None, settings: _Settings, variables: _Variables, first: str, num_slices: int) -> str:
+    explicit = variables.get("JAX_COORDINATOR_ADDRESS") if argument is None else argument
+    if explicit:
+        if not re.fullmatch(r"([^:\s]+|\[[^\]\s]+\]):[0-9]+", explicit):
+            source = "JAX_COORDINATOR_ADDRESS" if argument is None else "`coordinator_address`"
+            raise ValueError(f"{source} must be a host with a port, such as '10.0.0.1:8482', got {explicit!r}.")
+        return explicit
+    coordinator = settings.get(_SLICES[2])
+    if coordinator is None and num_slices > 1:
         raise ValueError(
-            f"There are {num_slices} slices, and nothing says where process 0 is: {first} is the first of this slice "
-            "only. Set MEGASCALE_COORDINATOR_ADDRESS to the first host of slice 0, on all."
+            f"There are {num_slices} slices, but the host of process 0 is not set: {first} is only the first host of this "
+            f"slice. Set {_SLICES[2]} on every host to the first host of slice 0."
         )
     port = variables.get("JAX_COORDINATOR_PORT") or _PORT
     if not re.fullmatch("[0-9]+", port):
-        raise ValueError(f"JAX_COORDINATOR_PORT is {port!r}, which is no port.")
-    host = leader.text if leader else first
+        raise ValueError(f"JAX_COORDINATOR_PORT must be a port number, got {port!r}.")
+    host = coordinator.text if coordinator else first
     if host.count(":") > 1 and not host.startswith("["):
         return f"[{host}]:{port}"  # IPv6
-    # A port that comes with the host is that of something else.
+    # The port of a host in these settings belongs to another service.
     return re.sub(":[0-9]+$", "", host) + f":{port}"
 
 
-def _chips_per_process(facts: _Facts, count: int, by: str) -> int | None:
-    bounds = facts.get(_BOUNDS)
+def _chips_per_process(settings: _Settings, count: int, source: str) -> int | None:
+    bounds = settings.get(_BOUNDS)
     if bounds and re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", bounds.text):
         return math.prod(map(int, bounds.text.split(",")))
-    topology = facts.get(_TOPOLOGY)
+    topology = settings.get(_TOPOLOGY)
     if not topology or not (shape := re.match("[1-9][0-9]*(x[1-9][0-9]*)+", topology.text)):
         return None
     chips = math.prod(map(int, shape[0].split("x")))
     if chips % count:
         raise ValueError(
-            f"{by} names {count} processes, which do not share the {chips} chips equally that {topology.by} says "
-            f"({topology.text!r}). Name every process of this slice once, and those of no other slice."
+            f"{source} lists {count} processes, which does not divide the {chips} chips of {topology.source} "
+            f"({topology.text!r}). List every process of this slice once, and no process of another slice."
         )
     return chips // count
 
 
-def _nothing_found(facts: _Facts, variables: _Variables) -> str:
-    found = ", ".join(f"{fact.by} is {fact.text!r}" for fact in facts.values()) or "nothing of a TPU"
-    skipped = f"it was not asked, since {_SKIP} is set (JAX sets it where it sees no TPU chip)"
-    asked = skipped if _SKIP in variables else f"that at {_server(variables)} has none"
+def _not_found_message(settings: _Settings, variables: _Variables) -> str:
+    present = ", ".join(f"{setting.source} is {setting.text!r}" for setting in settings.values()) or "none"
+    skipped = f"the server was not queried because {_SKIP} is set (JAX sets it if it finds no TPU chip)"
+    result = skipped if _SKIP in variables else f"the server at {_server(variables)} does not have it"
     return (
-        f"Found no TPU: nothing says who its processes are. Looked for {_HOSTS} and {_PROCESSES} in the environment, and for "
-        f"{_ATTRIBUTES[_HOSTS]!r} at the metadata server: {asked}. What there is: {found}. Run this on the hosts of a TPU, or "
-        f"set {_HOSTS} and TPU_WORKER_ID on each. Processes without a TPU join by `jax.distributed.initialize`."
+        f"Found no TPU: the processes are unknown. Searched for {_HOSTS} and {_PROCESSES} in the environment, and for the "
+        f"metadata attribute {_ATTRIBUTES[_HOSTS]!r}: {result}. TPU settings found: {present}. Run this on the hosts of a TPU, "
+        f"or set {_HOSTS} and TPU_WORKER_ID on each host. Without a TPU, use `jax.distributed.initialize`."
     )
 
 
-def _from_metadata(server: str, timeout: float) -> _Facts:
+def _from_metadata(server: str, timeout: float) -> _Settings:
     deadline = time.monotonic() + timeout  # of all requests together
-    ask = lambda attribute: _ask(server, attribute, timeout, deadline)
-    said = {name: _Fact(ask(key), f"metadata attribute {key!r}") for name, key in _ATTRIBUTES.items()}
-    said[_HOSTS] = _hosts(said[_HOSTS])
-    # Rows such as MEGASCALE_NUM_SLICES: '2'.
-    rows = (row.partition(":") for row in ask("tpu-env").splitlines())
-    values = {row.strip(): value.strip().strip("'\"") for row, _, value in rows}
-    for name, row in _TPU_ENV.items():
-        said[name] = _Fact(values.get(row, ""), f"{row} of metadata attribute 'tpu-env'")
-    return {name: fact for name, fact in said.items() if fact.text}
-
-
-def _hosts(endpoints: _Fact) -> _Fact:
-    """They are hosts, or `name:id:host` each, as they once were."""
+    request = lambda attribute: _request_attribute(server, attribute, timeout, deadline)
+    settings = {name: _Setting(request(key), f"metadata attribute {key!r}") for name, key in _ATTRIBUTES.items()}
+    # Endpoints are hosts, or in an older format `name:id:host`.
+    endpoints = settings[_HOSTS]
     parts = [endpoint.split(":") for endpoint in endpoints.text.split(",")]
     if any(len(part) not in (1, 3) for part in parts):
-        raise RuntimeError(f"{endpoints.by} is a list of hosts, or of `name:id:host`, got {endpoints.text!r}.")
-    return endpoints._replace(text=",".join(part[-1] for part in parts))
+        raise RuntimeError(f"{endpoints.source} must be a list of hosts, or of `name:id:host`, got {endpoints.text!r}.")
+    settings[_HOSTS] = endpoints._replace(text=",".join(part[-1] for part in parts))
+    # Lines such as MEGASCALE_NUM_SLICES: '2'.
+    lines = (line.partition(":") for line in request("tpu-env").splitlines())
+    values = {key.strip(): value.strip().strip("'\"") for key, _, value in lines}
+    for name, key in _TPU_ENV.items():
+        settings[name] = _Setting(values.get(key, ""), f"{key} of metadata attribute 'tpu-env'")
+    return {name: setting for name, setting in settings.items() if setting.text}
 
 
 def _server(variables: _Variables) -> str:
     return variables.get("GCE_METADATA_HOST") or variables.get("GCE_METADATA_IP") or "metadata.google.internal"
 
 
-def _ask(server: str, attribute: str, timeout: float, deadline: float) -> str:
-    """What the server says; nothing if it does not know."""
+def _request_attribute(server: str, attribute: str, timeout: float, deadline: float) -> str:
+    """Returns the value of a metadata attribute; an empty string if the server does not have it."""
     path = f"/computeMetadata/v1/instance/attributes/{attribute}"
     cause = None
     try:
@@ -328,13 +328,15 @@ def _ask(server: str, attribute: str, timeout: float, deadline: float) -> str:
             return ""
         if status == 200 and flavor == "Google":
             return text
-        wrong = f"It answered {status}, with {flavor!r} where a metadata server says 'Google' in `Metadata-Flavor`"
+        problem = (
+            f"Its response has status {status} and `Metadata-Flavor` {flavor!r}; a metadata server returns 'Google'"
+        )
     except TimeoutError as error:
-        wrong, cause = f"It gave no complete answer within {timeout:g} seconds, counted from the first request", error
+        problem, cause = f"No complete response within {timeout:g} seconds, counted from the first request", error
     except (OSError, http.client.HTTPException, UnicodeError) as error:
-        wrong, cause = f"{type(error).__name__}: {error}", error
+        problem, cause = f"{type(error).__name__}: {error}", error
     raise RuntimeError(
-        f"The metadata server was asked for http://{server}{path}, since the environment does not say who the processes of the "
-        f"TPU are. {wrong}. On the hosts of a TPU try again; elsewhere set {_HOSTS} and TPU_WORKER_ID on each process, or "
-        f"{_SKIP}=1 so that it is not asked."
+        f"The request to the metadata server failed: http://{server}{path}. {problem}. The server was queried because the "
+        "environment variables do not identify the processes of the TPU. On the hosts of a TPU try again; elsewhere set "
+        f"{_HOSTS} and TPU_WORKER_ID on each process, or {_SKIP}=1 to skip the query."
     ) from cause

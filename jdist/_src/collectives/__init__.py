@@ -1,4 +1,6 @@
-"""Collectives over named mesh axes, and the algorithms that implement the all-reduce.
+"""Collectives over named mesh axes, and the algorithms of the all-reduce.
 
-Read `ops` first: it defines `all_reduce`, `all_gather`, `broadcast` and `reduce_scatter` over explicit axes.
+Read `ops` first: it implements the collectives of replica functions for whole trees, over explicit axes. `cross_device_ops`
+defines the public all-reduce algorithms (`AllReduce`, `HierarchicalAllReduce`, `ReductionToOneDevice`) and the packing of small
+leaves.
 """

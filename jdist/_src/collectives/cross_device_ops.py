@@ -1,8 +1,8 @@
-"""How the values of the replicas are added up: which collectives, over which buffers.
+"""All-reduce algorithms: which XLA collectives reduce a value over the replicas, and in which buffers.
 
-`all_reduce` says what; an algorithm says how, for one array; `CommunicationOptions` say which leaves travel together.
-The result is the same but for the order in which floating-point numbers are added. Every algorithm ends in a collective
-that hands all replicas the same bits, so that the proof (`jdist._src.jaxpr.replication`) holds whichever is chosen.
+`all_reduce_packed` reduces many leaves; a `CrossDeviceOps` is the algorithm for one array; `CommunicationOptions` select the
+leaves that share a buffer. The results are equal up to the order of floating-point additions. Every algorithm ends in a
+collective whose result is bitwise equal on all replicas, so that the proof (`jdist._src.jaxpr.replication`) holds for each.
 """
 
 import abc
@@ -27,21 +27,21 @@ Axes: TypeAlias = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
-    """Which leaves of a tree travel together.
+    """Packing of small leaves into shared buffers.
 
     Attributes:
-        bytes_per_pack: Leaves smaller than this are packed into one buffer a dtype, and reduced at once; larger ones go
-            alone. 0 packs nothing; None is what was measured to be best for the devices: on one process's CPU devices
-            128 KiB, since XLA's CPU collectives take some 0.1 ms for each leaf; on several processes' everything, since
-            there every leaf is a message; on GPU and TPU 0, since XLA combines small collectives by itself.
+        bytes_per_pack: Leaves smaller than this are packed into one buffer per dtype and reduced together; larger leaves are
+            reduced separately. 0 disables packing. None selects the fastest measured value for the devices: 128 KiB on the CPU
+            devices of one process, where XLA's collectives take about 0.1 ms per leaf; unlimited for several processes on CPU,
+            where each leaf is a message; 0 on GPU and TPU, where XLA combines small collectives.
 
     Raises:
-        ValueError: A number of bytes is negative.
+        ValueError: The number of bytes is negative.
 
     Example:
         >>> CommunicationOptions(bytes_per_pack=-1)
         Traceback (most recent call last):
-        ValueError: `bytes_per_pack` has to be >= 0, got -1. ...
+        ValueError: `bytes_per_pack` must be >= 0, got -1. ...
     """
 
     bytes_per_pack: int | None = None
@@ -49,8 +49,8 @@ class CommunicationOptions:
     def __post_init__(self) -> None:
         _check_bytes("bytes_per_pack", self.bytes_per_pack)
 
-    def resolved(self, mesh: Mesh) -> "CommunicationOptions":
-        """The same options, with what they leave to the devices decided for those of `mesh`."""
+    def resolve(self, mesh: Mesh) -> "CommunicationOptions":
+        """Returns these options with None replaced by the value for the devices of `mesh`."""
         if self.bytes_per_pack is not None:
             return self
         if mesh.size == 1 or not _on_cpu(mesh):
@@ -63,33 +63,33 @@ class CrossDeviceOps(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
-        """`x` of all replicas along `axes`, reduced by SUM, MAX or MIN; the same bits on every one.
+        """Returns `x` reduced by SUM, MAX or MIN over the replicas along `axes`, bitwise equal on all of them.
 
-        A MAX or MIN of floats is NaN where any replica's value is; `lax.pmax` drops NaN on the CPU, `AllReduce` does not.
+        MAX and MIN of floats are NaN where the value of any replica is NaN. `lax.pmax` drops NaN on CPU; `AllReduce` does not.
         """
 
-    def resolved(self, mesh: Mesh) -> "CrossDeviceOps":
-        """The same algorithm, with what it leaves to the devices decided for those of `mesh`."""
+    def resolve(self, mesh: Mesh) -> "CrossDeviceOps":
+        """Returns this algorithm with default parameters replaced by the values for the devices of `mesh`."""
         return self
 
-    def arranged(self, mesh: Mesh) -> Mesh:
-        """The mesh with the axes that the algorithm needs."""
+    def arrange_mesh(self, mesh: Mesh) -> Mesh:
+        """Returns `mesh` with the axes that the algorithm needs."""
         return mesh
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class AllReduce(CrossDeviceOps):
-    """XLA's own all-reduce; of large arrays, where that is faster, a reduce-scatter and an all-gather.
+    """XLA's all-reduce, or for large arrays, where it is faster, a reduce-scatter and an all-gather.
 
     Attributes:
-        bytes_to_scatter: Sums from this size on are reduce-scattered and gathered, which adds each number up on one
-            replica only, if the replicas can split them evenly: filling up costs more than is gained. None is what was
-            measured to be best for the devices: 2 MiB on one process's CPU devices, where it is faster than an all-reduce
-            (`benchmarks/all_reduce.py`); elsewhere XLA's all-reduce does so by itself.
+        bytes_to_scatter: Sums of at least this size use a reduce-scatter and an all-gather, so that each element is added up on
+            one replica only. Sizes that the number of replicas does not divide use an all-reduce, because padding costs more
+            than it gains. None selects the fastest measured value for the devices: 2 MiB on the CPU devices of one process
+            (`benchmarks/all_reduce.py`); elsewhere always XLA's all-reduce, which does the same internally.
 
     Raises:
-        ValueError: A number of bytes is negative.
+        ValueError: The number of bytes is negative.
 
     Source:
         P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", Journal of
@@ -108,26 +108,26 @@ class AllReduce(CrossDeviceOps):
 
     def reduce(self, op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
         """See `CrossDeviceOps.reduce`."""
-        least = self.bytes_to_scatter
-        splits = x.size and x.size % num_replicas(axes) == 0
-        if op is ReduceOp.SUM and least is not None and splits and x.nbytes >= least:
-            return _in_parts(x, axes, lambda part: part)
-        return _reduced(op, x, axes)
+        threshold = self.bytes_to_scatter
+        divides_evenly = x.size and x.size % num_replicas(axes) == 0
+        if op is ReduceOp.SUM and threshold is not None and divides_evenly and x.nbytes >= threshold:
+            return _scattered_sum(x, axes, lambda shard: shard)
+        return _xla_all_reduce(op, x, axes)
 
-    def resolved(self, mesh: Mesh) -> "AllReduce":
-        """See `CrossDeviceOps.resolved`."""
-        decides = self.bytes_to_scatter is None and mesh.size > 1 and _on_cpu(mesh) and _in_one_process(mesh)
-        return AllReduce(2 * 2**20) if decides else self
+    def resolve(self, mesh: Mesh) -> "AllReduce":
+        """See `CrossDeviceOps.resolve`."""
+        scatters = self.bytes_to_scatter is None and mesh.size > 1 and _on_cpu(mesh) and _in_one_process(mesh)
+        return AllReduce(2 * 2**20) if scatters else self
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class ReductionToOneDevice(CrossDeviceOps):
-    """The values side by side, added up in the order of the replicas: the bits do not depend on the backend's algorithm.
+    """Gathers the values and adds them in replica order: the order of additions does not depend on XLA's algorithm.
 
-    TensorFlow adds on one device and sends the sum to the others. All devices of a JAX program do the same, so here every
-    one gathers the values and adds them up, and there is nothing to send back. It needs memory for the values of all
-    replicas: for few and small values.
+    TensorFlow adds on one device and sends the sum to the others. All devices of a JAX program run the same code, so here every
+    device gathers the values and adds them, and the sum is not sent. This needs memory for the values of all replicas: use it
+    for few and small values.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"], cross_device_ops=ReductionToOneDevice())
@@ -137,23 +137,23 @@ class ReductionToOneDevice(CrossDeviceOps):
 
     def reduce(self, op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
         """See `CrossDeviceOps.reduce`."""
-        return functools.reduce(_PAIRS[op], lax.all_gather(x, axes))
+        return functools.reduce(_BINARY_OPS[op], lax.all_gather(x, axes))
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class HierarchicalAllReduce(CrossDeviceOps):
-    """Sums in two levels: scattered over the replicas of a group, added between groups, gathered in the group.
+    """Sums in two levels: a reduce-scatter in each group of replicas, an all-reduce between groups, an all-gather in the group.
 
-    Between the groups, where the network is slow, only one part of `group_size` is sent by each replica. The mesh of the
-    strategy gets two axes, `"group"` and `"replica"`, and jdist's words mean both. XLA does this by itself where it knows
-    of slices of a TPU pod; it is for clusters that XLA does not know.
+    Between groups, where the network is slow, each replica sends only 1/`group_size` of the array. The mesh of the strategy has
+    two axes, `"group"` and `"replica"`, and jdist's collectives use both. XLA does the same for the slices of a TPU pod; this
+    class is for clusters whose topology XLA does not know.
 
     Attributes:
-        group_size: How many neighbouring replicas form a group; by default those of one process.
+        group_size: The number of neighbouring replicas in a group; by default the replicas of a process.
 
     Raises:
-        ValueError: Groups of that size cannot be formed.
+        ValueError: `group_size` does not divide the number of replicas.
 
     Source:
         X. Jia et al., "Highly scalable deep learning training system with mixed-precision", arXiv:1807.11205: hierarchical
@@ -171,34 +171,34 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def reduce(self, op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
         """See `CrossDeviceOps.reduce`."""
-        *between, within = axes
-        if op is not ReduceOp.SUM or not between or not x.size:
-            return _reduced(op, x, axes)
-        return _in_parts(x, (within,), lambda part: lax.psum(part, tuple(between)))
+        *group_axes, replica_axis = axes
+        if op is not ReduceOp.SUM or not group_axes or not x.size:
+            return _xla_all_reduce(op, x, axes)
+        return _scattered_sum(x, (replica_axis,), lambda shard: lax.psum(shard, tuple(group_axes)))
 
-    def arranged(self, mesh: Mesh) -> Mesh:
-        """See `CrossDeviceOps.arranged`."""
+    def arrange_mesh(self, mesh: Mesh) -> Mesh:
+        """See `CrossDeviceOps.arrange_mesh`."""
         return group_mesh(mesh, len(local_mesh_devices(mesh)) if self.group_size is None else self.group_size)
 
 
 def all_reduce_packed(
     op: ReduceOp, leaves: Sequence[jax.Array], axes: Axes, ops: CrossDeviceOps, options: CommunicationOptions
 ) -> list[jax.Array]:
-    """Each leaf reduced by SUM, MAX or MIN over the replicas, small ones in packs of their dtype."""
+    """Returns the leaves reduced by SUM, MAX or MIN over the replicas. Small leaves share one buffer per dtype."""
     packs: dict[Any, list[int]] = {}
     for number, leaf in enumerate(leaves):
-        small = leaf.nbytes < (options.bytes_per_pack or 0)
-        packs.setdefault(leaf.dtype if small else number, []).append(number)
+        is_small = leaf.nbytes < (options.bytes_per_pack or 0)
+        packs.setdefault(leaf.dtype if is_small else number, []).append(number)
     results = list(leaves)
     for numbers in packs.values():
-        reduced = _pack([leaves[number] for number in numbers], lambda buffer: ops.reduce(op, buffer, axes))
+        reduced = _apply_packed([leaves[number] for number in numbers], lambda buffer: ops.reduce(op, buffer, axes))
         for number, leaf in zip(numbers, reduced, strict=True):
             results[number] = leaf
     return results
 
 
-def _pack(leaves: Sequence[jax.Array], fn: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-    """`fn`, which keeps shapes, of all leaves as one buffer."""
+def _apply_packed(leaves: Sequence[jax.Array], fn: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
+    """Returns `fn`, which must keep the shape, applied to the concatenation of `leaves`, split into leaves again."""
     if len(leaves) == 1:
         return [fn(leaves[0])]
     buffer = fn(jnp.concatenate([leaf.ravel() for leaf in leaves]))
@@ -206,20 +206,20 @@ def _pack(leaves: Sequence[jax.Array], fn: Callable[[jax.Array], jax.Array]) -> 
     return [buffer[end - leaf.size : end].reshape(leaf.shape) for leaf, end in zip(leaves, ends, strict=True)]
 
 
-def _reduced(op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
-    """XLA's all-reduce of `x`, in which NaN counts as the greatest for MAX and as the least for MIN."""
+def _xla_all_reduce(op: ReduceOp, x: jax.Array, axes: Axes) -> jax.Array:
+    """Returns XLA's all-reduce of `x`. For MAX, NaN is the greatest value; for MIN, the least."""
     return from_sortable(op, _COLLECTIVES[op](sortable(op, x), axes), x.dtype)
 
 
-def _in_parts(x: jax.Array, axes: Axes, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The sum of `x` over `axes`, made part by part: each replica adds up one, applies `fn`, and hands it to the others."""
+def _scattered_sum(x: jax.Array, axes: Axes, fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Returns the sum of `x` over `axes` as a reduce-scatter, `fn` of the shard on each replica, and an all-gather."""
     flat = jnp.pad(x.ravel(), (0, -x.size % num_replicas(axes)))
-    part = fn(lax.psum_scatter(flat, axes, tiled=True))
-    return lax.all_gather(part, axes, tiled=True)[: x.size].reshape(x.shape)
+    shard = fn(lax.psum_scatter(flat, axes, tiled=True))
+    return lax.all_gather(shard, axes, tiled=True)[: x.size].reshape(x.shape)
 
 
 def num_replicas(axes: Axes) -> int:
-    """How many replicas lie along `axes`, known while tracing."""
+    """Returns the number of replicas along `axes`, a Python int while tracing."""
     return math.prod(map(lax.axis_size, axes))
 
 
@@ -233,44 +233,44 @@ def _in_one_process(mesh: Mesh) -> bool:
 
 def _check_bytes(name: str, value: int | None) -> None:
     if not isinstance(value, int | None):
-        raise TypeError(f"`{name}` is a whole number of bytes, or None, got {value!r}.")
+        raise TypeError(f"`{name}` must be an integer number of bytes or None, got {value!r}.")
     if value is not None and value < 0:
-        raise ValueError(f"`{name}` has to be >= 0, got {value}. It is a number of bytes; None leaves it to jdist.")
+        raise ValueError(f"`{name}` must be >= 0, got {value}. It is a number of bytes; None selects a default.")
 
 
-_SMALL = 128 * 2**10  # bytes of a leaf that is packed on CPU devices
+_SMALL = 128 * 2**10  # bytes per leaf below which CPU devices pack
 _COLLECTIVES = {ReduceOp.SUM: lax.psum, ReduceOp.MAX: lax.pmax, ReduceOp.MIN: lax.pmin}
-_PAIRS = {ReduceOp.SUM: jnp.add, ReduceOp.MAX: jnp.maximum, ReduceOp.MIN: jnp.minimum}
+_BINARY_OPS = {ReduceOp.SUM: jnp.add, ReduceOp.MAX: jnp.maximum, ReduceOp.MIN: jnp.minimum}
 
 
 def resolve_communication(
     mesh: Mesh, ops: CrossDeviceOps | None, options: CommunicationOptions | None, virtual: bool
 ) -> tuple[Mesh, CrossDeviceOps, CommunicationOptions]:
-    """What a strategy is asked for, with the defaults decided for these devices; and the mesh with the axes that it needs.
+    """Returns the arguments of a strategy with defaults resolved for the devices, and the mesh with the axes that `ops` needs.
 
     Raises:
-        TypeError: An option is of another kind.
-        ValueError: The replicas do not make the groups that are asked for; or they are virtual, with a tree of their own.
+        TypeError: An argument has another type.
+        ValueError: The replicas cannot form the groups of `ops`; or `ops` is not None and the replicas are virtual.
     """
-    chosen = _of_kind("cross_device_ops", ops, CrossDeviceOps, AllReduce)
-    packing = _of_kind("communication_options", options, CommunicationOptions, CommunicationOptions)
+    algorithm = _with_default("cross_device_ops", ops, CrossDeviceOps, AllReduce)
+    packing = _with_default("communication_options", options, CommunicationOptions, CommunicationOptions)
     if virtual and ops is not None:
         raise ValueError(
-            f"Virtual replicas are added up along a tree of their own: leave `cross_device_ops={ops!r}` out."
+            f"Virtual replicas are always added along one fixed tree, so `cross_device_ops={ops!r}` has no effect. Omit it."
         )
-    mesh = chosen.arranged(mesh)
+    mesh = algorithm.arrange_mesh(mesh)
     if not virtual:
-        return mesh, chosen.resolved(mesh), packing.resolved(mesh)
+        return mesh, algorithm.resolve(mesh), packing.resolve(mesh)
     if packing.bytes_per_pack is None:
-        # Whatever the number of devices: a leaf out of a pack is fused otherwise with its update, and so rounded otherwise.
+        # Independent of the number of devices: XLA fuses, and so rounds, the update of an unpacked leaf differently.
         packing = CommunicationOptions(_SMALL if _on_cpu(mesh) else 0)
-    return mesh, chosen, packing
+    return mesh, algorithm, packing
 
 
-def _of_kind(name: str, value: Any, kind: type, default: Callable[[], Any]) -> Any:
-    """The option `value`, or its default for None; raises TypeError if it is of another kind."""
+def _with_default(name: str, value: Any, kind: type, default: Callable[[], Any]) -> Any:
+    """Returns the argument `value`, or its default for None; raises TypeError if it is not a `kind`."""
     if value is None:
         return default()
     if not isinstance(value, kind):
-        raise TypeError(f"`{name}` is a {kind.__name__}, such as `jdist.{default.__name__}()`, got {value!r}.")  # pyright: ignore
+        raise TypeError(f"`{name}` must be a {kind.__name__}, such as `jdist.{default.__name__}()`, got {value!r}.")  # pyright: ignore
     return value

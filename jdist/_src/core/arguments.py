@@ -1,4 +1,4 @@
-"""What arguments may be: one of a few by its name, in any case; whole numbers."""
+"""Argument checks: enum members by name, keyword arguments, integers."""
 
 import enum
 import operator
@@ -8,51 +8,56 @@ from typing import Any, TypeVar
 E = TypeVar("E", bound=enum.Enum)
 
 
-def enum_member(kind: type[E], value: E | str, wrong: str) -> E:
-    """The member of `kind` of that name.
+def enum_member(enum_class: type[E], value: E | str, problem: str) -> E:
+    """Returns `value` if it is a member of `enum_class`, else the member of that name, in any case.
+
+    Args:
+        enum_class: The enum.
+        value: A member or its name.
+        problem: The first half of the error message; the valid names follow it.
 
     Raises:
-        ValueError: There is none: `wrong`, and which there are.
+        ValueError: `enum_class` does not have a member of that name.
     """
-    if isinstance(value, kind):
+    if isinstance(value, enum_class):
         return value
-    if isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
-    raise ValueError(f"{wrong}; take one of {', '.join(map(repr, kind.__members__))}.")
+    if isinstance(value, str) and value.upper() in enum_class.__members__:
+        return enum_class[value.upper()]
+    raise ValueError(f"{problem}; take one of {', '.join(map(repr, enum_class.__members__))}.")
 
 
-def keyword_arguments(word: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The arguments by name of a call of `word`.
+def keyword_arguments(call: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the argument `kwargs` of the function named `call` as a dict; empty for None.
 
     Raises:
-        TypeError: `kwargs` is not a mapping from names.
+        TypeError: `kwargs` is not a mapping with string keys.
     """
     if kwargs is None or (isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)):
         return dict(kwargs or {})
-    got = "an array" if hasattr(kwargs, "dtype") else type(kwargs).__name__
+    actual = "an array" if hasattr(kwargs, "dtype") else type(kwargs).__name__
     raise TypeError(
-        f"`kwargs` maps the names of arguments to values, got {got}: write "
-        f'`{word}(fn, kwargs={{"x": value}})`, or pass arguments by position: `{word}(fn, args=(value,))`.'
+        f"`kwargs` must be a mapping from argument names to values, got {actual}. Write "
+        f'`{call}(fn, kwargs={{"x": value}})`, or pass positional arguments: `{call}(fn, args=(value,))`.'
     )
 
 
-def as_int(said: str, value: Any, least: int | None = None) -> int:
-    """`value` as a whole number; True and False are none.
+def as_int(name: str, value: Any, minimum: int | None = None) -> int:
+    """Returns `value` as a Python int. Booleans are not integers.
 
     Args:
-        said: The argument, as messages say it: "`steps`".
+        name: The name of the argument as the error shows it: "`steps`".
         value: Any object.
-        least: The least that may be; None if the caller looks.
+        minimum: The smallest valid value; None for no check.
 
     Raises:
-        TypeError: It is no whole number.
-        ValueError: It is less than `least`.
+        TypeError: `value` is not an integer.
+        ValueError: `value` is less than `minimum`.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
-    if number is None or (least is not None and number < least):
-        up = "" if least is None else f" from {least} up"
-        raise (TypeError if number is None else ValueError)(f"{said} is a whole number{up}, got {value!r}.")
+    if number is None or (minimum is not None and number < minimum):
+        bound = "" if minimum is None else f" >= {minimum}"
+        raise (TypeError if number is None else ValueError)(f"{name} must be an integer{bound}, got {value!r}.")
     return number

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, written by one process of several."""
+"""Atomic writes of files and folders: complete or absent. With several processes, process 0 writes."""
 
 import contextlib
 import os
@@ -25,16 +25,13 @@ def check_path(call: str, path: Any, second: Any = None) -> None:
     Raises:
         TypeError: `path` is neither a string nor an `os.PathLike`.
     """
-    if _is_path(path):
+    if isinstance(path, (str, os.PathLike)):
         return
-    swapped = f" The path {os.fspath(second)!r} is the second argument: swap the two." if _is_path(second) else ""
+    is_swapped = isinstance(second, (str, os.PathLike))
+    swapped = f" The path {os.fspath(second)!r} is the second argument: swap the two." if is_swapped else ""
     raise TypeError(
         f"`path` must be a string or an `os.PathLike`, got {type(path).__name__}.{swapped} Call `jdist.{call}`."
     )
-
-
-def _is_path(value: Any) -> bool:
-    return isinstance(value, (str, os.PathLike))
 
 
 def write_on_process_0(
@@ -42,31 +39,31 @@ def write_on_process_0(
     write: Callable[[pathlib.Path], None],
     may_replace: Callable[[pathlib.Path], bool] = pathlib.Path.is_file,
 ) -> None:
-    """Has `write` make the file or folder `path`, on process 0; the others wait for it, and fail where it does.
+    """Writes the file or folder `path` atomically on process 0. The other processes wait, and raise if process 0 fails.
 
     Args:
-        path: Where it is to be, as in `replaced`.
-        write: Called with the path of a new file or folder beside it.
-        may_replace: As in `replaced`.
+        path: The final path, as in `replace_atomically`.
+        write: Called with the path of a new file or folder beside `path`.
+        may_replace: As in `replace_atomically`.
 
     Raises:
-        FileNotFoundError: There is no folder for it.
-        FileExistsError: There is something that may not be replaced.
-        RuntimeError: Process 0 failed, and this is another.
+        FileNotFoundError: The parent folder does not exist.
+        FileExistsError: `path` exists and `may_replace` returns False.
+        RuntimeError: Process 0 failed, and this is another process.
     """
     problem: BaseException | None = None
     if jax.process_index() == 0:
         try:
             with replace_atomically(path, may_replace) as new:
                 write(new)
-        except BaseException as error:  # the others wait for a word of it, whatever it is
+        except BaseException as error:  # whatever it is: the other processes wait for the result
             problem = error
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
         failed = bool(multihost_utils.broadcast_one_to_all(np.int32(problem is not None)))
         if failed and problem is None:
-            raise RuntimeError(f"Process 0 could not write {path}; it says why.")
+            raise RuntimeError(f"Process 0 could not write {path}. Its error states the reason.")
     if problem is not None:
         raise problem
 
@@ -75,28 +72,30 @@ def write_on_process_0(
 def replace_atomically(
     path: Path, may_replace: Callable[[pathlib.Path], bool] = pathlib.Path.is_file
 ) -> Iterator[pathlib.Path]:
-    """The path of a new file or folder, to be written, that takes the place of `path` when all went well.
+    """Yields the path of a new file or folder, which replaces `path` when the `with` block ends without an error.
 
     Args:
-        path: Where it is to be. What is there stays until the new one is whole. A link stays a link.
-        may_replace: Whether what is there may be replaced.
+        path: The final path. An existing file or folder stays until the new one is complete. A link stays a link.
+        may_replace: Whether an existing file or folder may be replaced.
 
     Raises:
-        FileNotFoundError: There is no folder for it.
-        FileExistsError: There is something that may not be replaced.
+        FileNotFoundError: The parent folder does not exist.
+        FileExistsError: `path` exists and `may_replace` returns False.
     """
     path = pathlib.Path(path).resolve()
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {path.parent} to write {path.name} in. Make it first.")
+        raise FileNotFoundError(f"The folder {path.parent} does not exist. Create it before writing {path.name} to it.")
     if path.exists() and not may_replace(path):
         raise FileExistsError(
-            f"{path} is there already, and nothing of the kind that would be written. Take another path, or remove it."
+            f"{path} exists and is not a file or folder of the kind to be written. Use another path, or remove it."
         )
-    new, old = (path.parent / f".{path.name}.{secrets.token_hex(4)}.{word}" for word in ("new", "old"))
+    new, old = (path.parent / f".{path.name}.{secrets.token_hex(4)}.{suffix}" for suffix in ("new", "old"))
     try:
         yield new
-        _flush(new)
-        if path.is_dir():  # no folder takes the place of another at once: between the two lines, it is at `old`
+        for file in new.iterdir() if new.is_dir() else [new]:  # the content reaches the disk before the name does
+            with open(file, "rb+") as opened:
+                os.fsync(opened.fileno())
+        if path.is_dir():  # a folder cannot replace a folder atomically: between the two renames it is at `old`
             path.rename(old)
         try:
             new.replace(path)
@@ -107,10 +106,3 @@ def replace_atomically(
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
-
-
-def _flush(path: pathlib.Path) -> None:
-    """Has the disk take what was written, before its name does."""
-    for file in path.iterdir() if path.is_dir() else [path]:
-        with open(file, "rb+") as opened:
-            os.fsync(opened.fileno())

@@ -1,46 +1,46 @@
-"""The errors that a caller may want to catch. All others are `ValueError`, `TypeError` or `RuntimeError`."""
+"""The exception and warning classes of jdist. Other errors are `ValueError`, `TypeError` or `RuntimeError`."""
 
 from typing import Any
 
 
 class NotMirroredError(ValueError):
-    """A value that has to be the same on every replica could not be proved to be.
+    """A value that must be replicated could not be proved to be replicated.
 
-    Raised while the function is traced, before any device does anything. The message names the leaf, the chain of
-    causes with the lines of the user's own code, and the ways out.
+    Raised while the function is traced, before anything runs on a device. The message names the leaf, the chain of causes
+    with source lines of the user's code, and the possible fixes.
     """
 
 
 class DivergentCollectiveError(ValueError):
-    """A collective that some replicas may reach and others not, where all of them would wait for ever.
+    """A collective that only some replicas may reach; the replicas that reach it would wait forever.
 
-    Raised while the function is traced, for a collective below a `cond`, `switch` or `while_loop` whose predicate is
-    not the same on every replica.
+    Raised while the function is traced, for a collective inside a `cond`, `switch` or `while_loop` whose predicate may
+    differ between replicas.
     """
 
 
 class RepeatedSumWarning(UserWarning):
-    """A sum over the replicas of a value that is the same on each: it multiplies by the number of replicas."""
+    """A replicated value is summed over the replicas, which multiplies it by the number of replicas."""
 
 
 class ReplicatedBatchWarning(UserWarning):
-    """A step gets its batch as a plain array: each replica computes all of its examples, and the mean is over equal values."""
+    """A step receives its batch as a plain array: every replica computes all examples, and the mean is over equal values."""
 
 
 class BatchedElementsWarning(UserWarning):
-    """Each element of a data source has as many rows as the batch that is made of such elements: it may be a batch already."""
+    """Each element of a data source has as many rows as the batch size: the elements may already be batches."""
 
 
 class ClippedPerReplicaWarning(UserWarning):
-    """Gradients are clipped before they are reduced, so each replica clips by the norm of its own."""
+    """Gradients are clipped before they are reduced, so each replica clips by the norm of its local gradients."""
 
 
 class FitError(RuntimeError):
-    """Training was ended by an error, the cause of this one.
+    """Training ended with an error, which is the `__cause__` of this exception.
 
     Attributes:
-        fit: The record, `jdist.Fit`: the history, and the state after the last step. The state is None if the error came from
-            a step that had taken the memory of the state over; the message then names the last checkpoint.
+        fit: The `jdist.Fit` record: the history, and the state after the last completed step. The state is None if the
+            failed step had already received the state's memory by donation; the message then names the last checkpoint.
     """
 
     def __init__(self, message: str, fit: Any):
@@ -48,5 +48,18 @@ class FitError(RuntimeError):
         self.fit = fit
 
     def __reduce__(self) -> tuple[Any, ...]:
-        rest = {name: value for name, value in vars(self).items() if name != "fit"}
-        return type(self), (*self.args, self.fit), rest
+        attributes = {name: value for name, value in vars(self).items() if name != "fit"}
+        return type(self), (*self.args, self.fit), attributes
+
+
+# Tracebacks and warnings print the public name: `jdist.NotMirroredError`, not the path of this module.
+for _error in (
+    NotMirroredError,
+    DivergentCollectiveError,
+    RepeatedSumWarning,
+    ReplicatedBatchWarning,
+    BatchedElementsWarning,
+    ClippedPerReplicaWarning,
+    FitError,
+):
+    _error.__module__ = "jdist"

@@ -1,4 +1,4 @@
-"""What is remembered of a function for as long as it lives."""
+"""A cache of values by function identity, with weak references to the functions."""
 
 import types
 import weakref
@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 class IdentityCache(Generic[T]):
-    """Values made for functions, by identity; a function that is gone takes its value with it.
+    """Caches one value per function, by identity, until the function is garbage-collected.
 
-    Equal functions are not the same one: two lambdas that are written alike may close over different things. A bound
-    method, which Python makes anew at every mention, is known by its object and its function. The value must not hold
-    the function, or neither would ever go: `make` is given a weak reference to call.
+    Equality does not identify a function: two lambdas with the same source may close over different values. A bound method,
+    which Python creates anew on every access, is identified by its object and its function. The value must not reference
+    the function, else neither would be collected: `make` receives a weak reference, which it can call.
 
-    Mutable: `get` fills it.
+    Mutable: `get` adds entries.
 
     Example:
         >>> cache = IdentityCache()
@@ -28,33 +28,25 @@ class IdentityCache(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[int, ...], tuple[Callable[[], Any], T]] = {}
+        self._entries: dict[tuple[int, ...], tuple[Callable[[], Any], T]] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def get(self, fn: Callable[..., Any], make: Callable[[Callable[[], Any]], T]) -> T:
-        """The value of `fn`, made by `make(reference to fn)` the first time."""
-        key = _key(fn)
-        kept = self._kept.get(key)
-        if kept is not None:
-            return kept[1]
-        reference = self._reference(fn, key)
-        value = make(reference)
-        self._kept[key] = reference, value
-        return value
+        """Returns the value of `fn`. The first call computes it as `make(reference to fn)`."""
+        is_method = isinstance(fn, types.MethodType)
+        key = (id(fn.__self__), id(fn.__func__)) if is_method else (id(fn),)
+        if key in self._entries:
+            return self._entries[key][1]
 
-    def _reference(self, fn: Callable[..., Any], key: tuple[int, ...]) -> Callable[[], Any]:
-        def forget(_: Any, kept: dict[Any, Any] = self._kept) -> None:
-            kept.pop(key, None)
+        def remove(_: Any, entries: dict[Any, Any] = self._entries) -> None:
+            entries.pop(key, None)
 
         try:
-            if isinstance(fn, types.MethodType):
-                return weakref.WeakMethod(fn, forget)
-            return weakref.ref(fn, forget)
-        except TypeError:  # an object that cannot be weakly referenced is held
-            return lambda: fn
-
-
-def _key(fn: Callable[..., Any]) -> tuple[int, ...]:
-    return (id(fn.__self__), id(fn.__func__)) if isinstance(fn, types.MethodType) else (id(fn),)
+            reference = weakref.WeakMethod(fn, remove) if is_method else weakref.ref(fn, remove)
+        except TypeError:  # the object cannot be weakly referenced: hold it
+            reference = lambda: fn
+        value = make(reference)
+        self._entries[key] = reference, value
+        return value

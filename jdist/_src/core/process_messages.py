@@ -1,4 +1,4 @@
-"""What processes say to each other, through the store that they share: no device takes part, so any thread may speak."""
+"""Messages between processes through JAX's key-value store. No device takes part, so any thread may send them."""
 
 import itertools
 import json
@@ -7,76 +7,79 @@ from typing import Any
 
 from jdist._src.core.jax_compat import key_value_store
 
-_PATIENCE = 200  # milliseconds between two looks at whether to go on waiting
-_numbers: dict[str, Iterator[int]] = {}  # of the conversations there were, by what they were about
-_left: dict[str, list[str]] = {}  # keys that nobody waits for any more, likewise
+_POLL_MILLISECONDS = 200  # between two calls of `should_stop`
+_counters: dict[str, Iterator[int]] = {}  # by the subject of the exchanges
+_unread_keys: dict[str, list[str]] = {}  # last keys of closed exchanges, by subject; the next exchange deletes them
 
 
 def numbered_name(subject: str) -> str:
-    """A name for a new conversation. Its processes run the same program, and so count alike."""
-    return f"{subject}/{next(_numbers.setdefault(subject, itertools.count()))}"
+    """Returns `subject/0`, then `subject/1`, and so on. Processes that run the same program get the same names."""
+    return f"{subject}/{next(_counters.setdefault(subject, itertools.count()))}"
 
 
 class MessageExchange:
-    """A conversation of processes, in which each says one thing a round.
+    """An exchange of messages in rounds: each process posts one message per round.
 
-    Mutable: it knows in which round it is.
+    Mutable: it counts the rounds.
 
     Args:
-        name: What `named` gave.
-        speaker: The number of this process among them.
-        speakers: How many they are.
-        stopped: Says whether to give up.
+        name: A name from `numbered_name`, the same on every process.
+        process: Index of this process in the exchange.
+        num_processes: Number of processes in the exchange.
+        should_stop: Whether to stop waiting for messages.
     """
 
-    def __init__(self, name: str, speaker: int, speakers: int, stopped: Callable[[], bool] = bool):
-        self._name, self._speaker, self._speakers, self._stopped = name, speaker, speakers, stopped
+    def __init__(self, name: str, process: int, num_processes: int, should_stop: Callable[[], bool] = bool):
+        self._name, self._process, self._num_processes, self._should_stop = name, process, num_processes, should_stop
         self._store = key_value_store()
-        self._heard_rounds = self._said_rounds = 0
-        # Who speaks in this conversation has left those about the same that this process left before.
-        self._left = _left.setdefault(name.rpartition("/")[0], [])
-        self._stale, self._left[:] = list(self._left), []
+        self._next_read = self._next_post = 0  # rounds
+        # A process that posts here has closed the earlier exchanges of the subject, so nobody reads their messages any more.
+        self._unread_keys = _unread_keys.setdefault(name.rpartition("/")[0], [])
+        self._obsolete_keys, self._unread_keys[:] = list(self._unread_keys), []
 
-    def round(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """What every process says in this round, in their order; this one says `message`.
+    def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Posts `message` and returns the messages of all processes in this round, ordered by process.
 
         Raises:
-            InterruptedError: It was given up.
+            InterruptedError: `should_stop` returned True while this process waited.
         """
         self.post(message)
-        said = [message if i == self._speaker else json.loads(self._heard(i)) for i in range(self._speakers)]
-        if self._heard_rounds > 0:  # who has spoken in this round has heard the one before
-            self._stale.append(self._key(self._heard_rounds - 1, self._speaker))
-        while self._stale:
-            self._store.key_value_delete(self._stale.pop())
-        self._heard_rounds += 1
-        return said
+        messages = [
+            message if i == self._process else json.loads(self._wait_for(i)) for i in range(self._num_processes)
+        ]
+        self._finish_round()
+        while self._obsolete_keys:
+            self._store.key_value_delete(self._obsolete_keys.pop())
+        return messages
 
     def post(self, message: dict[str, Any]) -> None:
-        """Says `message` in the next round, and does not wait for what others say."""
-        self._store.key_value_set(self._key(self._said_rounds, self._speaker), json.dumps(message))
-        self._said_rounds += 1
+        """Posts `message` in the next round without waiting for the messages of other processes."""
+        self._store.key_value_set(self._key(self._next_post, self._process), json.dumps(message))
+        self._next_post += 1
 
-    def fail(self, message: dict[str, Any]) -> None:
-        """Posts `message` in the next round without waiting for the other messages. The conversation can be continued."""
+    def post_without_reading(self, message: dict[str, Any]) -> None:
+        """Posts `message` and skips the messages of other processes in this round. Later rounds can follow."""
         self.post(message)
-        if self._heard_rounds > 0:
-            self._stale.append(self._key(self._heard_rounds - 1, self._speaker))
-        self._heard_rounds += 1
+        self._finish_round()
 
-    def leave(self, message: dict[str, Any]) -> None:
-        """Says `message` to those that go on, who shall not wait; and nothing more."""
+    def close(self, message: dict[str, Any]) -> None:
+        """Posts `message` as the last message of this process, so that processes that still wait for one receive it."""
         self.post(message)
-        self._left.extend(self._key(number, self._speaker) for number in range(self._said_rounds)[-3:])
+        self._unread_keys.extend(self._key(number, self._process) for number in range(self._next_post)[-3:])
 
-    def _key(self, number: int, speaker: int) -> str:
-        return f"{self._name}/{number}/{speaker}"
+    def _finish_round(self) -> None:
+        if self._next_read > 0:  # processes that posted in this round have read the round before
+            self._obsolete_keys.append(self._key(self._next_read - 1, self._process))
+        self._next_read += 1
 
-    def _heard(self, speaker: int) -> str:
-        while not self._stopped():
+    def _key(self, number: int, process: int) -> str:
+        return f"{self._name}/{number}/{process}"
+
+    def _wait_for(self, process: int) -> str:
+        while not self._should_stop():
             try:
-                return self._store.blocking_key_value_get(self._key(self._heard_rounds, speaker), _PATIENCE)
+                return self._store.blocking_key_value_get(self._key(self._next_read, process), _POLL_MILLISECONDS)
             except RuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-        raise InterruptedError("It was given up to wait for what other processes say.")
+        raise InterruptedError("Stopped waiting for messages from other processes.")

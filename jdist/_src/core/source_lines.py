@@ -1,4 +1,4 @@
-"""Lines of source code: where the user's own code made an equation, raised an error, or calls jdist."""
+"""Source lines of the user's code: where an equation was traced, an error raised, or jdist called."""
 
 import functools
 import os
@@ -13,12 +13,12 @@ from jdist._src.core.jax_compat import Equation
 
 
 class Frame(NamedTuple):
-    """A place in source code.
+    """A line of source code.
 
     Attributes:
         file: Path of the file.
         line: Line number, from 1.
-        function: Name of the function that the line is in.
+        function: Name of the function that contains the line.
     """
 
     file: str
@@ -26,38 +26,32 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        here = os.getcwd() + os.sep
-        return f"{self.file.removeprefix(here)}:{self.line}"
+        return f"{self.file.removeprefix(os.getcwd() + os.sep)}:{self.line}"
 
 
 def equation_frame(equation: Equation) -> Frame | None:
-    """The line of the user's own code that made `equation`: the innermost that is in no library below the user.
+    """Returns the innermost frame of user code that traced `equation`; if only libraries did, the innermost frame of those.
 
-    None if jdist made it by itself, to bring an argument to the replicas.
+    None if jdist traced it to place an argument on the replicas.
     """
     stack = equation.source_info.traceback
     frames = [Frame(f.file_name, f.line_num, f.function_name) for f in stack.frames] if stack else []
     outside_jax = [frame for frame in frames if not _absolute(frame.file).startswith(_folders("jax", "jaxlib"))]
-    if not outside_jax or _absolute(outside_jax[0].file).startswith(_PLACING):
+    if not outside_jax or _absolute(outside_jax[0].file).startswith(_VALUES_PACKAGE):
         return None
-    own = (frame for frame in outside_jax if not _in_library(_absolute(frame.file)))
-    return next(own, outside_jax[0])
+    user_frames = (frame for frame in outside_jax if not _in_library(_absolute(frame.file)))
+    return next(user_frames, outside_jax[0])
 
 
 def error_frame(error: BaseException) -> Frame | None:
-    """Returns the innermost line of the user's own code that `error` passed through."""
+    """Returns the innermost frame of user code in the traceback of `error`."""
     frames = [Frame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     outside_jax = [f for f in frames if not _absolute(f.file).startswith(_folders("jax", "jaxlib"))]
     return next((f for f in reversed(outside_jax) if not _in_library(_absolute(f.file))), None)
 
 
-def is_in_jdist(frame: Frame) -> bool:
-    """Whether a line is one of jdist's own."""
-    return _absolute(frame.file).startswith(_JDIST)
-
-
 def caller_frame() -> Frame | None:
-    """The innermost line of the user's own code that is running now, on the host."""
+    """Returns the innermost frame of user code on the current call stack."""
     frame = sys._getframe()
     while frame is not None:
         code = frame.f_code
@@ -68,11 +62,16 @@ def caller_frame() -> Frame | None:
     return None
 
 
-def is_from_file(equation: Equation, package: str, word: str) -> bool:
-    """Whether a file of `package` with `word` in its name made `equation`."""
+def is_in_jdist(frame: Frame) -> bool:
+    """Whether `frame` is a line of jdist."""
+    return _absolute(frame.file).startswith(_JDIST)
+
+
+def is_from_file(equation: Equation, package: str, file_name_part: str) -> bool:
+    """Whether `equation` was traced in a file of `package` whose name contains `file_name_part`."""
     stack = equation.source_info.traceback
     files = [_absolute(frame.file_name) for frame in stack.frames] if stack else []
-    return any(file.startswith(_folders(package)) and word in os.path.basename(file) for file in files)
+    return any(file.startswith(_folders(package)) and file_name_part in os.path.basename(file) for file in files)
 
 
 def _in_library(file: str) -> bool:
@@ -82,7 +81,7 @@ def _in_library(file: str) -> bool:
 
 @functools.cache
 def _folders(*packages: str) -> tuple[str, ...]:
-    # The folders beside jax: a package that is not imported need not be imported for this.
+    # Packages are searched beside jax, so that none has to be imported for this.
     site = os.path.dirname(os.path.dirname(_absolute(jax.__file__)))
     return tuple(os.path.join(site, name) + os.sep for name in packages)
 
@@ -93,4 +92,4 @@ def _absolute(file: str) -> str:
 
 
 _JDIST = os.path.dirname(os.path.dirname(os.path.dirname(_absolute(__file__)))) + os.sep
-_PLACING = os.path.join(_JDIST, "_src", "values") + os.sep
+_VALUES_PACKAGE = os.path.join(_JDIST, "_src", "values") + os.sep  # places arguments on the devices

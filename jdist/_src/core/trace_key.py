@@ -1,7 +1,7 @@
-"""Makes the context that a replica function reads a part of JAX's trace cache key.
+"""Adds the context that a replica function reads to JAX's trace cache key.
 
-`jax.jit` does not know of Python context variables: a jitted helper that reads one would keep the value of its first trace.
-Every context variable that a traced function can read is therefore entered together with `keyed`.
+`jax.jit` does not track Python context variables: a jitted helper that reads one would keep the value of its first trace.
+Every context variable that a traced function can read is therefore set together with `keyed`.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ def keyed(part: Hashable) -> contextlib.AbstractContextManager[None]:
         part: Equal where a traced function may be reused. It must not hold the strategy or a tracer, because JAX's caches
             hold it: use a weak reference, or `object()` for a context that nothing shares.
     """
-    return _entered((*(_parts.get() or ()), part))
+    return _with_parts((*(_parts.get() or ()), part))
 
 
 def unkeyed() -> contextlib.AbstractContextManager[None]:
     """Removes the added parts from the cache key inside the `with` block."""
-    return _entered(())
+    return _with_parts(())
 
 
 def is_keyed() -> bool:
-    """Whether a part is added here."""
+    """Whether a part has been added in this context."""
     return _key.value != ()
 
 
@@ -44,7 +44,7 @@ def set_outermost_key(part: Hashable) -> None:
 
 
 @contextlib.contextmanager
-def _entered(parts: tuple[Hashable, ...]) -> Iterator[None]:
+def _with_parts(parts: tuple[Hashable, ...]) -> Iterator[None]:
     token = _parts.set(parts)
     _set_key()
     try:
@@ -55,7 +55,7 @@ def _entered(parts: tuple[Hashable, ...]) -> Iterator[None]:
 
 
 def _set_key() -> None:
-    """Sets JAX's key from the context variable: the blocks of asyncio tasks may be left in another order than entered."""
+    """Sets JAX's key from the context variable: asyncio tasks may leave their blocks in another order than they entered."""
     parts = _parts.get()
     if parts is None:
         _unset.__exit__(None, None, None)

@@ -1,4 +1,4 @@
-"""Pytrees in words: how a leaf is named, and what it looks like."""
+"""Descriptions of pytrees for messages: leaf paths, dtypes and shapes, argument names."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,25 +11,25 @@ PyTree = Any
 
 
 def dtype_and_shape(leaf: Any) -> str:
-    """A leaf's dtype and shape, never its contents: `float32[8,3]`."""
+    """Returns `float32[8,3]` for an array, the repr of a Python number, and the class name of any other object."""
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__ if not isinstance(leaf, (bool, int, float, complex)) else repr(leaf)
     return f"{leaf.dtype}[{','.join(str(size) for size in np.shape(leaf))}]"
 
 
 def describe_type(value: Any) -> str:
-    """The name of the class of an argument; dtype and shape of a JAX array, whose class has no public name."""
+    """Returns the class name of `value`; for a JAX array, whose class is private, its dtype and shape."""
     return dtype_and_shape(value) if isinstance(value, jax.Array) else type(value).__name__
 
 
 def named_leaves(name: str, tree: PyTree) -> list[tuple[str, Any]]:
-    """Every leaf of `tree` with its name: the name of the tree, then the leaf's path."""
+    """Returns each leaf of `tree` with its path, which starts with `name`."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
 def argument_names(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """What the author of `fn` calls each of these arguments: positional ones first, then those given by name."""
+    """Returns the parameter names of `fn` for these arguments: first the positional ones, then the keyword arguments."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # some builtins have no signature

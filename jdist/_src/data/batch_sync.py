@@ -90,10 +90,10 @@ class ProcessBatchSync:
 
     def leave(self) -> None:
         """Nothing more is said: others that go on are told so, and do not wait."""
-        self._conversation.leave({"error": "it was closed there, and not here"})
+        self._conversation.close({"error": "it was closed there, and not here"})
 
     def _round(self, message: dict[str, Any], where: str = "") -> list[dict[str, Any]]:
-        said = self._conversation.round(message)
+        said = self._conversation.exchange(message)
         for process, heard in enumerate(said):
             if "error" in heard:
                 raise RuntimeError(f"Input pipeline {process} could not read its data{where}: {heard['error']}")

@@ -1,4 +1,5 @@
-"""Meshes of replicas, device topologies for ahead-of-time compilation, dispatch on CPU devices and XLA flags.
+"""Device selection, the replica mesh, topology devices, dispatch on CPU devices and recommended XLA flags.
 
-Read `mesh` first: it builds the mesh with the axis `"replica"` from device names.
+Read `mesh` first: it turns the devices that the user names into a mesh, and defines `Replicas`, which relates replicas, devices
+and batches.
 """

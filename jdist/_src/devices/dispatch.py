@@ -1,4 +1,4 @@
-"""Bounds the program calls in flight on CPU devices to one.
+"""Limits the program calls in flight on CPU devices to one.
 
 XLA's CPU collectives wait for each other on a thread pool as large as the machine. A loop that dispatches steps over several
 CPU devices faster than they finish can therefore deadlock, and XLA then aborts the process. So a call over several CPU
@@ -15,20 +15,20 @@ from jax.sharding import Mesh
 
 from jdist._src.core.tree import PyTree
 
-_in_flight: list[tuple[jax.Array, int]] = []  # one result of the last call, and the `id` of the program that was called
+_in_flight: list[tuple[jax.Array, int]] = []  # one result of the last call, and the `id` of its program
 
 
 def is_bounded(mesh: Mesh) -> bool:
-    """Whether calls over this mesh have to run one at a time."""
+    """Whether calls over this mesh must run one at a time."""
     return mesh.devices.flat[0].platform == "cpu" and mesh.size > 1
 
 
 def wait_for_previous(program: object = None) -> None:
-    """Waits until the call that `track` recorded last has finished.
+    """Waits until the call that `record_call` recorded last has finished.
 
     Raises:
-        jax.errors.JaxRuntimeError: That was a call of `program`, and it failed, as by an exception in a callback. The error of
-            another program is raised where its results are read.
+        jax.errors.JaxRuntimeError: That was a call of `program`, and it failed, for example by an exception in a callback. The
+            error of another program is raised where its results are read.
     """
     for array, owner in _in_flight[-1:]:
         try:
@@ -38,11 +38,11 @@ def wait_for_previous(program: object = None) -> None:
             _in_flight.clear()
             if owner == id(program):
                 raise
-        _in_flight.clear()  # not where Ctrl-C ends the wait
+        _in_flight.clear()  # not reached if Ctrl-C ends the wait
 
 
 def record_call(leaves: Sequence[Any], index: int, program: object = None) -> None:
-    """Records the results of a call: all are ready together, so `leaves[index]` stands for all of them."""
+    """Records the results of a call. All results are ready together, so only `leaves[index]` is stored."""
     if not leaves:
         jax.effects_barrier()
     elif isinstance(leaf := leaves[min(index, len(leaves) - 1)], jax.Array) and not isinstance(leaf, core.Tracer):
@@ -50,7 +50,7 @@ def record_call(leaves: Sequence[Any], index: int, program: object = None) -> No
 
 
 def wait_for_results(results: PyTree) -> None:
-    """Waits for `results`, all of one call: they are ready together, so the last stands for all."""
+    """Waits for the results of one call. All are ready together, so it waits for the last leaf only."""
     leaves = jax.tree.leaves(results)
     if not leaves:
         jax.effects_barrier()

@@ -1,4 +1,7 @@
-"""Devices that are described, and not there: a compiler takes them, and programs for them can be looked at."""
+"""Devices from a topology description, for ahead-of-time compilation.
+
+No hardware is attached: programs can be lowered and compiled for these devices but not executed.
+"""
 
 import contextlib
 import importlib.util
@@ -11,46 +14,47 @@ import jax
 
 from jdist._src.core.arguments import as_int
 
-# What a generation is offered in: two dimensions, all of them; three, those below 4x4x4, and multiples of 4 up to the last.
-_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_SMALL = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
-_SLICES: dict[str, tuple[str, ...]] = {
+# Shapes of each TPU generation. Two dimensions: all shapes. Three dimensions: the shapes below 4x4x4, and the largest shape;
+# all shapes of multiples of 4 up to the largest exist.
+_SHAPES_2D = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_SMALL_SHAPES_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")
+_SLICE_SHAPES: dict[str, tuple[str, ...]] = {
     "v2": ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16"),
     "v3": ("2x2", "4x4", "4x8", "8x8", "8x16", "16x16", "16x32", "32x32"),
-    "v4": (*_SMALL, "16x16x16"),
-    "v5e": _FLAT,
-    "v5p": (*_SMALL, "16x16x24"),
-    "v6e": _FLAT,
-    "tpu7x": (*_SMALL, "16x24x24"),
+    "v4": (*_SMALL_SHAPES_3D, "16x16x16"),
+    "v5e": _SHAPES_2D,
+    "v5p": (*_SMALL_SHAPES_3D, "16x16x24"),
+    "v6e": _SHAPES_2D,
+    "tpu7x": (*_SMALL_SHAPES_3D, "16x24x24"),
 }
-# Unless it is told, libtpu asks the machine which host of which slice it is on. It matters only to programs that run.
-_NOWHERE = {
+# Without these variables, libtpu queries the machine for its host and slice, which only matter to programs that run.
+_COMPILE_ONLY_VARIABLES = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
 }
-
-_GPU_TOPOLOGY = "A topology of GPUs is '1x2x8': NVLink domains, hosts in each, GPUs in a host."
+_THREE_NUMBERS = re.compile(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", re.ASCII)
+_GPU_TOPOLOGY = "A GPU topology is three numbers, such as '1x2x8': NVLink domains, hosts per domain, GPUs per host."
 
 
 def topology_devices(
     topology: str, *, num_slices: int = 1, gpu_target_config: str | os.PathLike[str] | None = None
 ) -> list[jax.Device]:
-    """The devices of a machine that is not there, for strategies that are to compile for it: `Strategy.compile`.
+    """Returns the devices of a topology for `Strategy.compile`. No hardware is attached, so they cannot execute programs.
 
     Args:
-        topology: Of a TPU slice its generation and shape, as `"v5e:4x4"`. Of GPUs their numbers, as `"1x2x8"`: so many
-            domains of hosts joined by NVLink, hosts in each, and GPUs in a host.
-        num_slices: How many such TPU slices, joined by the network of the data center.
-        gpu_target_config: The file that describes a GPU to XLA, its `GpuTargetConfigProto` as text.
+        topology: For a TPU slice its generation and shape, such as `"v5e:4x4"`. For GPUs three numbers, such as `"1x2x8"`: the
+            number of domains of hosts connected by NVLink, hosts per domain, and GPUs per host.
+        num_slices: The number of TPU slices of this topology, connected by the data center network.
+        gpu_target_config: Path of a file that describes a GPU to XLA, a `GpuTargetConfigProto` in text format.
 
     Raises:
-        ValueError: There is no such topology; the message lists those there are.
-        TypeError: `num_slices` is no whole number.
+        ValueError: The topology does not exist; the message lists the valid ones.
+        TypeError: `num_slices` is not an integer.
         ModuleNotFoundError: The compiler for these devices is not installed.
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file `gpu_target_config` does not exist.
 
     Example:
         >>> devices = jdist.topology_devices("v5e:4x4")
@@ -60,31 +64,38 @@ def topology_devices(
     num_slices = as_int("`num_slices`", num_slices, 1)
     if gpu_target_config is not None:
         if num_slices != 1:
-            raise ValueError(f"`num_slices={num_slices}` is for TPUs; of GPUs the topology says it all: '1x2x8'.")
-        return _gpus(topology, gpu_target_config)
+            raise ValueError(
+                f"`num_slices={num_slices}` is for TPUs. A GPU topology contains the number of domains: '1x2x8'."
+            )
+        return _gpu_devices(topology, gpu_target_config)
     generation, _, shape = topology.partition(":") if isinstance(topology, str) else (None, "", "")
-    if generation not in _SLICES or not _is_offered(shape, _SLICES[generation]):
-        listed = "; ".join(f"{name}: {_said(shapes)}" for name, shapes in _SLICES.items())
+    if generation not in _SLICE_SHAPES or not _is_valid_shape(shape, _SLICE_SHAPES[generation]):
+        valid = "; ".join(f"{name}: {_shapes_text(shapes)}" for name, shapes in _SLICE_SHAPES.items())
         raise ValueError(
-            f"There is no TPU topology {topology!r}. There are {listed}. Write generation and shape: 'v5e:4x4'. For GPUs, name "
-            "a `gpu_target_config`."
+            f"The TPU topology {topology!r} does not exist. Valid topologies are {valid}. Write generation and shape: "
+            "'v5e:4x4'. For GPUs, pass `gpu_target_config`."
         )
-    if importlib.util.find_spec("libtpu") is None:  # the compiler, which JAX finds by itself
+    if importlib.util.find_spec("libtpu") is None:  # JAX loads it from where it is installed
         raise ModuleNotFoundError(
-            f"To compile for {topology!r} without a TPU, the compiler for TPUs is needed, which is not installed: "
+            f"Compiling for {topology!r} without a TPU requires the TPU compiler, which is not installed: "
             '`pip install "jdist[plan]"`.'
         )
     from jax.experimental import topologies
 
-    with _environment(_NOWHERE):
+    with _default_environment(_COMPILE_ONLY_VARIABLES):
         return list(topologies.get_topology_desc(topology, "tpu", num_slices=num_slices).devices)
 
 
-def _gpus(topology: str, target_config: str | os.PathLike[str]) -> list[jax.Device]:
+def is_topology_device(device: Any) -> bool:
+    """Whether `device` comes from a topology description, without hardware."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"
+
+
+def _gpu_devices(topology: str, target_config: str | os.PathLike[str]) -> list[jax.Device]:
     from jax.experimental import topologies
 
-    if not isinstance(topology, str) or not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", topology, re.ASCII):
-        raise ValueError(f"There is no GPU topology {topology!r}. {_GPU_TOPOLOGY}")
+    if not isinstance(topology, str) or not _THREE_NUMBERS.fullmatch(topology):
+        raise ValueError(f"{topology!r} is not a GPU topology. {_GPU_TOPOLOGY}")
     path = os.fspath(target_config)
     try:
         with open(path, encoding="utf-8") as file:
@@ -93,39 +104,39 @@ def _gpus(topology: str, target_config: str | os.PathLike[str]) -> list[jax.Devi
         config = ""
     if not config.strip():
         raise ValueError(
-            f"{path!r} describes no GPU: it is empty, or no text. XLA wants its `GpuTargetConfigProto` as text."
+            f"{path!r} does not describe a GPU: it is empty or not text. XLA requires a `GpuTargetConfigProto` in text format."
         )
     try:
         return list(topologies.get_topology_desc("gpu", "cuda", target_config=config, topology=topology).devices)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(
-            f"There are no GPUs of the topology {topology!r} and the target {path!r}: {error}. {_GPU_TOPOLOGY}"
+            f"XLA refuses the GPU topology {topology!r} with the target {path!r}: {error}. {_GPU_TOPOLOGY}"
         ) from error
-    except (RuntimeError, ValueError) as error:  # JAX has no such platform
+    except (RuntimeError, ValueError) as error:  # JAX does not have the platform
         raise ModuleNotFoundError(
-            "To compile for GPUs without one, JAX's plugin for them is needed, which is not installed or does not load "
+            "Compiling for GPUs without a GPU requires JAX's CUDA plugin, which is not installed or does not load "
             f'({error}): `pip install "jax[cuda13]"`, or, for the compiler alone, `pip install --no-deps jax-cuda13-plugin '
-            "jax-cuda13-pjrt` in JAX's version."
+            "jax-cuda13-pjrt` in the version of JAX."
         ) from error
 
 
-def _is_offered(shape: str, shapes: tuple[str, ...]) -> bool:
-    if shape in shapes or not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", shape, re.ASCII):
-        return shape in shapes
-    sizes, largest = ([int(size) for size in text.split("x")] for text in (shape, shapes[-1]))
+def _is_valid_shape(shape: str, valid_shapes: tuple[str, ...]) -> bool:
+    if shape in valid_shapes or not _THREE_NUMBERS.fullmatch(shape):
+        return shape in valid_shapes
+    sizes, largest = ([int(size) for size in text.split("x")] for text in (shape, valid_shapes[-1]))
     fits = [size % 4 == 0 and size <= most for size, most in zip(sizes, largest, strict=False)]
     return len(largest) == 3 and all(fits)
 
 
-def _said(shapes: tuple[str, ...]) -> str:
+def _shapes_text(shapes: tuple[str, ...]) -> str:
     *others, last = shapes
-    three = last.count("x") == 2
-    return f"{', '.join(others)}, and multiples of 4 up to {last}" if three else ", ".join(shapes)
+    three_dimensions = last.count("x") == 2
+    return f"{', '.join(others)}, and multiples of 4 up to {last}" if three_dimensions else ", ".join(shapes)
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables that are not set, for as long as the block runs."""
+def _default_environment(values: dict[str, str]) -> Iterator[None]:
+    """Sets the environment variables that are not set, inside the `with` block."""
     added = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -133,8 +144,3 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-def is_topology_device(device: Any) -> bool:
-    """Whether `device` is not there."""
-    return type(device.client).__name__ == "CompileOnlyPyClient"

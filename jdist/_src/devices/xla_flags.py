@@ -1,6 +1,6 @@
-"""The compiler flags that a platform's maintainers recommend so that communication overlaps with computation.
+"""XLA flags that each platform's maintainers recommend to overlap communication with computation.
 
-Nothing here acts unless it is asked to: a flag can change what a program needs of memory, and how long it compiles.
+No flag is set unless `XlaFlags.apply` is called: a flag can change memory use and compile time.
 """
 
 import os
@@ -13,12 +13,12 @@ from jdist._src.core import html, jax_compat
 
 @dataclass(frozen=True)
 class XlaFlag:
-    """One flag of the compiler.
+    """An XLA flag.
 
     Attributes:
-        name: Its name, without dashes.
-        value: What it is recommended to be, and is not by default.
-        reason: What it does for data-parallel training.
+        name: The name without dashes.
+        value: The recommended value, which differs from the default.
+        reason: The effect on data-parallel training.
         link: The page that recommends it.
     """
 
@@ -33,12 +33,12 @@ class XlaFlag:
 
 @dataclass(frozen=True, repr=False)
 class XlaFlags:
-    """The flags for a platform. `str` of it is the text for the environment; rich and notebooks show a table with reasons.
+    """The recommended flags for a platform. `str` returns them as the value of `variable`; rich and notebooks show a table.
 
     Attributes:
-        platform: What they are for.
-        variable: The environment variable that holds such flags. TPU flags belong to libtpu, which reads a variable of its
-            own: in `XLA_FLAGS` they are unknown, and JAX ends the process over an unknown flag.
+        platform: The platform.
+        variable: The environment variable for the flags. TPU flags are read by libtpu from `LIBTPU_INIT_ARGS`; in `XLA_FLAGS`
+            they are unknown, and JAX terminates the process on an unknown flag.
         flags: The flags.
 
     Example:
@@ -52,41 +52,41 @@ class XlaFlags:
 
     @property
     def compiler_options(self) -> dict[str, bool]:
-        """The same for one program: `jax.jit(step, compiler_options=...)`, or that argument of `lowered.compile`."""
+        """The flags as options for one program: the argument `compiler_options` of `jax.jit` and of `lowered.compile`."""
         return {flag.name: flag.value for flag in self.flags}
 
     def apply(self) -> None:
-        """Adds the flags to the environment of this process, before JAX reads it. A flag that is there already stays.
+        """Adds the flags to the environment variable, before JAX reads it. Flags that are set already keep their value.
 
         Raises:
-            RuntimeError: It is too late: the compiler has started.
-            ValueError: `XLA_FLAGS` names a file of flags instead of holding them.
+            RuntimeError: JAX's backends have started, so the variable has been read.
+            ValueError: `XLA_FLAGS` is the path of a file of flags.
 
         Warns:
-            UserWarning: A flag is there with another value than the one recommended.
+            UserWarning: A flag is set already, to another value than the recommended one.
         """
         if not self.flags:
             return
         if jax_compat.flags_are_read(self.variable):
             raise RuntimeError(
                 f"`{self.variable}` is read once, when JAX starts its backends, and they have started. Call `apply()` before "
-                "the first array, `jax.devices()` or strategy, or hand `compiler_options` of these flags to `jax.jit`."
+                "the first array, `jax.devices()` or strategy, or pass `compiler_options` of these flags to `jax.jit`."
             )
-        there = os.environ.get(self.variable, "").strip()
-        if self.variable == "XLA_FLAGS" and there and not there.startswith("-"):
+        current = os.environ.get(self.variable, "").strip()
+        if self.variable == "XLA_FLAGS" and current and not current.startswith("-"):
             raise ValueError(
-                f"`XLA_FLAGS` is {there!r}, a file that XLA reads its flags from. Add to that file: {self}"
+                f"`XLA_FLAGS` is {current!r}, a file that XLA reads its flags from. Add to that file: {self}"
             )
-        held = _values(there)
+        values = _parse_flags(current)
         for flag in self.flags:
-            if held.get(flag.name, flag.value) != flag.value:
+            if values.get(flag.name, flag.value) != flag.value:
                 warnings.warn(
-                    f"`{self.variable}` sets `{flag.name}` to {held[flag.name]!r}, and that stays. Recommended for "
+                    f"`{self.variable}` sets `{flag.name}` to {values[flag.name]!r}, which is not changed. Recommended for "
                     f"{self.platform} is `{flag}`: {flag.reason}",
                     stacklevel=2,
                 )
-        missing = [str(flag) for flag in self.flags if flag.name not in held]
-        os.environ[self.variable] = " ".join([there, *missing]).strip()
+        missing = [str(flag) for flag in self.flags if flag.name not in values]
+        os.environ[self.variable] = " ".join([current, *missing]).strip()
 
     def __str__(self) -> str:
         return " ".join(map(str, self.flags))
@@ -96,11 +96,11 @@ class XlaFlags:
         return f"XlaFlags({self.platform}, {count} for {self.variable})"
 
     def __rich__(self) -> Any:
-        from rich.table import Column, Table  # not needed until something is printed
+        from rich.table import Column, Table  # imported only to print
 
         if not self.flags:
             return self._no_flags
-        columns = [Column(head, overflow="fold") for head in _HEAD]  # nothing is cut off
+        columns = [Column(head, overflow="fold") for head in _HEAD]  # long cells are folded, not truncated
         table = Table(*columns, title=self._title)
         for row in self._rows:
             table.add_row(*row)
@@ -130,20 +130,21 @@ _TOOLBOX = "https://docs.nvidia.com/jax-toolbox/"
 _GUIDANCE = "https://openxla.org/xla/flags_guidance"
 _MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/05d3525e83/benchmarks/xla_flags_library.py"
 
-# Not here is what such pages name too, but is on by default by now (asynchronous collectives, their priority, pipelined
-# reduce-scatter); sizes that depend on the model (when to combine collectives); and `xla_gpu_enable_pipelined_all_reduce`
-# and `..._all_gather`, which move collectives of a loop only, and which newer versions do not know as compiler options.
+# Not included, although the pages name them: flags that are on by default now (asynchronous collectives, their priority,
+# pipelined reduce-scatter); sizes that depend on the model (when to combine collectives); and
+# `xla_gpu_enable_pipelined_all_reduce` and `..._all_gather`, which only move collectives of a loop and are not compiler options
+# in newer versions.
 _GPU = (
     XlaFlag(
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
-        "starts an all-reduce as early as it can and waits for it as late, with computation between",
+        "starts an all-reduce as early as possible and waits for it as late as possible, with computation in between",
         _TOOLBOX + "environment-variables",
     ),
     XlaFlag(
         "xla_gpu_enable_while_loop_double_buffering",
         True,
-        "unrolls loops, such as scanned layers, by two, so that collectives of one turn overlap with the next",
+        "unrolls loops, such as scanned layers, by two, so that collectives of one iteration overlap with the next",
         _TOOLBOX + "performance-profiling/gpu-performance",
     ),
 )
@@ -157,22 +158,22 @@ _TPU = (
     XlaFlag(
         "xla_tpu_data_parallel_opt_different_sized_ops",
         True,
-        "the same in loops for gradients of unlike sizes; may take more memory",
+        "the same in loops for gradients of different sizes; may use more memory",
         _MAXTEXT,
     ),
 )
-# `xla_tpu_enable_async_collective_fusion`, which these build on, is on by default.
+# These require `xla_tpu_enable_async_collective_fusion`, which is on by default.
 _TPU_V5E = (
     XlaFlag(
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
         True,
-        "runs parts of an all-reduce within the computations beside it; other generations refuse it",
+        "runs parts of an all-reduce inside concurrent computations; other generations reject the flag",
         _GUIDANCE,
     ),
     XlaFlag(
         "xla_enable_async_all_reduce",
         True,
-        "makes all-reduces asynchronous, without which the flag above changes nothing",
+        "makes all-reduces asynchronous; without it the flag above has no effect",
         _MAXTEXT,
     ),
 )
@@ -186,19 +187,19 @@ _RECOMMENDED = {
 
 
 def xla_flags(platform: str) -> XlaFlags:
-    """The flags that the maintainers of a platform's compiler recommend for data-parallel training.
+    """Returns the flags that the maintainers of a platform's compiler recommend for data-parallel training.
 
-    They are only looked up. Measure a step without them and with them: what they gain depends on the model.
+    The flags are not applied. Measure a step with and without them: the gain depends on the model.
 
     Args:
-        platform: "gpu" or "cuda", "tpu" (what every generation takes), "tpu v5e" (and what only this one does), "cpu"
-            (nothing is recommended).
+        platform: "gpu" or "cuda", "tpu" (flags for every generation), "tpu v5e" (also flags for this generation only), "cpu"
+            (no flags are recommended).
 
     Returns:
-        The flags, with reasons; to be applied to the process, or handed to one program.
+        The flags with reasons. Call `apply()` on them, or pass their `compiler_options` to one program.
 
     Raises:
-        ValueError: There is no such platform.
+        ValueError: The platform is unknown.
 
     Example:
         >>> print(xla_flags("tpu"))
@@ -207,18 +208,18 @@ def xla_flags(platform: str) -> XlaFlags:
     name = platform.lower() if isinstance(platform, str) else platform
     if not isinstance(name, str) or name not in _RECOMMENDED:
         raise ValueError(
-            f"No flags are known for the platform {platform!r}; take one of {', '.join(map(repr, _RECOMMENDED))}, where "
-            "'tpu' is right for every generation."
+            f"No flags are known for the platform {platform!r}; use one of {', '.join(map(repr, _RECOMMENDED))}, where "
+            "'tpu' is valid for every generation."
         )
     return XlaFlags(name, *_RECOMMENDED[name])
 
 
-def _values(text: str) -> dict[str, bool | str]:
-    """The flags in a text, by name; true and false as such. The last of a name counts, as it does for the compiler."""
-    found: dict[str, bool | str] = {}
+def _parse_flags(text: str) -> dict[str, bool | str]:
+    """Returns the values of the flags in `text` by name, with bools for true and false. The last value of a name counts."""
+    values: dict[str, bool | str] = {}
     for word in text.split():
         name, _, value = word.lstrip("-").partition("=")
-        found[name] = {"": True, "true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
-        if word.lstrip("-").startswith("no"):  # how libtpu takes a negation
-            found[name.removeprefix("no")] = False
-    return found
+        values[name] = {"": True, "true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
+        if word.lstrip("-").startswith("no"):  # libtpu's syntax for a negation
+            values[name.removeprefix("no")] = False
+    return values

@@ -75,6 +75,10 @@ class ReplicaContext:
         """See `jdist.all_gather`."""
         return ops.all_gather_tree(tree, axis, self.axes)
 
+    def reduce_scatter(self, op: ReduceOp | str, tree: PyTree, *, axis: int = 0) -> PyTree:
+        """See `jdist.reduce_scatter`."""
+        return ops.reduce_scatter_tree(ReduceOp.of(op), tree, axis, self.axes)
+
     def broadcast(self, tree: PyTree) -> PyTree:
         """See `jdist.broadcast`."""
         return ops.broadcast_tree(tree, self.axes, self.cross_device_ops, self.communication_options)
@@ -282,6 +286,34 @@ def all_gather(tree: PyTree, axis: int) -> PyTree:
         [0, 1]
     """
     return require_replica_context("all_gather", "strategy.gather").all_gather(tree, axis)
+
+
+def reduce_scatter(op: ReduceOp | str, tree: PyTree, *, axis: int = 0) -> PyTree:
+    """Returns one shard per replica of the values of all replicas, reduced element by element.
+
+    Equals the replica's part of `all_reduce(op, tree)`, and sends half as much. `all_gather` of the shards along the same
+    dimension gives the result of `all_reduce`. SUM and MEAN are differentiable. The mean of integers is a float.
+
+    Args:
+        op: `"sum"` or `"mean"`.
+        tree: A tree whose leaves are `[..., n, ...]` per replica, where the number of replicas divides `n`.
+        axis: The dimension to split; -1 is the last.
+
+    Returns:
+        The same tree with leaves `[..., n / replica, ...]`, which replica `i` holds the `i`-th part of; varying.
+
+    Raises:
+        ValueError: `op` is another reduction, a leaf does not have the dimension, or the number of replicas does not divide it.
+        TypeError: A leaf has no such reduction (booleans, keys, `RowSlices`).
+        RuntimeError: Called in the cross-replica context.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> shards = strategy.run(lambda: jdist.reduce_scatter("sum", jnp.arange(4.0) + jdist.replica_id()))
+        >>> [shard.tolist() for shard in shards.values]
+        [[1.0, 3.0], [5.0, 7.0]]
+    """
+    return require_replica_context("reduce_scatter", "strategy.reduce").reduce_scatter(op, tree, axis=axis)
 
 
 def broadcast(tree: PyTree) -> PyTree:
