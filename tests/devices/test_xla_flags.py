@@ -90,7 +90,7 @@ def _tpu(code):
 @pytest.fixture
 def not_started(monkeypatch):
     """A process whose backends have not started; what `apply` sets is taken back."""
-    monkeypatch.setattr("jdist._src.core.jax_compat.has_started", lambda variable: False)
+    monkeypatch.setattr("jdist._src.core.jax_compat.flags_are_read", lambda variable: False)
     for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
