@@ -39,15 +39,16 @@ def test_open_jaxpr_of_closed_and_open_program_is_the_same():
     assert jax_compat.open_jaxpr(closed.jaxpr) is closed.jaxpr
 
 
-def test_scan_counts_are_constants_and_carry():
+def test_scan_parts_count_constants_and_carry():
     constant = jnp.arange(3.0)
     turn = lambda carry, x: ((carry[0] + constant.sum() * x, carry[1] + 1), x)
     (scan,) = [
         e for e in _equations(lambda xs: lax.scan(turn, (0.0, 1), xs), jnp.ones(5)) if e.primitive.name == "scan"
     ]
-    consts, carry = jax_compat.scan_counts(scan)
-    assert carry == 2
-    assert consts + carry + 1 == len(scan.invars)
+    parts = jax_compat.scan_parts(scan)
+    assert parts.num_carry == 2
+    assert parts.num_consts + parts.num_carry + 1 == len(scan.invars)
+    assert parts.options == {"length": 5, "reverse": False, "unroll": 1}
 
 
 def test_lowered_program_holds_its_programs_and_gives_the_same():
@@ -83,7 +84,7 @@ NAMES = {  # what is named by the equations, and by the programs that they hold
 def _held(equations):
     """The equations of all programs that `equations` hold, and that these hold."""
     inner = [
-        each for equation in equations for program in jax_compat.contents(equation).programs for each in program.eqns
+        each for equation in equations for program in jax_compat.contents(equation).jaxprs for each in program.eqns
     ]
     return inner + _held(inner) if inner else []
 
@@ -127,6 +128,6 @@ def test_user_frame_of_equation_is_the_line_that_called_the_library(fn):
     assert {(frame.file, frame.line) for frame in frames} == {(__file__, first)}
 
 
-def test_store_of_a_process_that_has_not_joined_others_is_refused_with_the_way_out():
-    with pytest.raises(RuntimeError, match=r"do not know each other: call `jax\.distributed\.initialize`"):
+def test_key_value_store_of_a_process_that_has_not_joined_others_raises_with_the_fix():
+    with pytest.raises(RuntimeError, match=r"has not joined other processes: call `jax\.distributed\.initialize`"):
         jax_compat.key_value_store()

@@ -111,7 +111,7 @@ def gradients_accumulated_by_a_scan(state, x):
     return descend(state, jdist.all_reduce("mean", total)), None
 
 
-@wrong("state['w']", "x, which holds one value a replica", "test_proof.py", "loss", 'all_reduce("mean", grads)')
+@wrong("state['w']", "x, which has one value per replica", "test_replication.py", "loss", 'all_reduce("mean", grads)')
 def no_reduction(state, x):
     return descend(state, jax.grad(loss)(state["w"], x)), None
 
@@ -213,7 +213,7 @@ def numbers_of_the_device_itself(state, x):
     return {**state, "w": lax.rng_uniform(0.0, 1.0, (4,))}, None
 
 
-@wrong("state['mean']", "io_callback", "Every replica calls back by itself")
+@wrong("state['mean']", "io_callback", "Each replica runs the callback separately")
 def answer_of_a_callback(state, x):
     answer = io_callback(lambda: np.float32(0), jax.ShapeDtypeStruct((), jnp.float32))
     return {**state, "mean": answer}, None
@@ -578,7 +578,7 @@ def test_program_that_would_hang_is_refused_with_its_reason(step, said, strategy
     state = strategy.init(make_state, jax.random.key(0))
     with pytest.raises(jdist.DivergentCollectiveError) as refusal:
         strategy.run(step, (state, rows(strategy, 4)))
-    for words in (*said, "test_proof.py:"):
+    for words in (*said, "test_replication.py:"):
         assert words in str(refusal.value)
 
 

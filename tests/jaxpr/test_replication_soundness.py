@@ -149,39 +149,43 @@ def _rotate(x):
     return lax.ppermute(x, AXIS, [(0, 1), (1, 2), (2, 3), (3, 0)])
 
 
-# What a mistake in the proof would look like: functions that make one, by way of pytest's monkeypatch.
+# Mistakes in the analysis: functions that make one through pytest's monkeypatch.
 
 
 def _rule(name, rule):
     return lambda patch: patch.setitem(replication._RULES, name, rule)
 
 
-def _ordinary(flow, equation, operands, control):
-    return [replication._join(equation, operands)] * len(equation.outvars)
+def _method(name, method):
+    return lambda patch: patch.setattr(replication._Analysis, name, method)
 
 
-def _agreeing(flow, equation, operands, control):
+def _ordinary(analysis, equation, operands):
+    return [replication._propagate(equation, replication._join(*operands))] * len(equation.outvars)
+
+
+def _replicated(analysis, equation, operands):
     return [replication.REPLICATED] * len(equation.outvars)
 
 
-def _cond_without_predicate(flow, equation, operands, control):
-    return replication._Flow._cond(flow, equation, [replication.REPLICATED, *operands[1:]], control)
+def _remat_not_followed(analysis, equation, body, operands):
+    return _ordinary(analysis, equation, operands) if equation.primitive.name == "remat2" else body(operands)
 
 
-def _cond_of_one_branch(flow, equation, operands, control):
-    return flow.follow(jax_compat.open_jaxpr(equation.params["branches"][-1]), operands[1:], control)
+def _cond_without_predicate(analysis, equation, index, branches, operands, switch=replication._Analysis.switch):
+    return switch(analysis, equation, replication.REPLICATED, branches, operands)
 
 
-def _while_without_predicate(flow, equation, operands, control):
-    first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    body, consts = jax_compat.open_jaxpr(equation.params["body_jaxpr"]), operands[first : first + second]
-    return replication._fixed_point(
-        lambda carry: flow.follow(body, consts + carry, control), operands[first + second :]
-    )
+def _cond_of_one_branch(analysis, equation, index, branches, operands):
+    return branches[-1](operands)
 
 
-def _one_turn(patch):
-    patch.setattr(replication, "_fixed_point", lambda turn, carry: turn(carry))
+def _while_without_predicate(analysis, equation, test, body, carry):
+    return replication.fixed_point(body, carry, replication._join, replication._vary_alike)
+
+
+def _one_iteration(patch):
+    patch.setattr(replication, "fixed_point", lambda body, carry, join, are_equal: body(carry))
 
 
 def _harmless_effects(patch):
@@ -196,13 +200,13 @@ MISTAKES = {
     "ppermute is arithmetic": (_rule("ppermute", _ordinary), Step("shift", (SAME,))),
     "psum_scatter is arithmetic": (_rule("reduce_scatter", _ordinary), Step("scatter", (SAME,))),
     "all_to_all is arithmetic": (_rule("all_to_all", _ordinary), Step("all_to_all", (SAME,))),
-    "groups agree with each other": (_rule("psum", _agreeing), Step("group_sum", (OWN,))),
-    "cond has no predicate": (_rule("cond", _cond_without_predicate), Step("cond", (OWN, SAME), (ONE, TANH))),
-    "cond has one branch": (_rule("cond", _cond_of_one_branch), Step("cond", (SAME, OWN), (ONE, TANH))),
-    "while has no predicate": (_rule("while", _while_without_predicate), Step("while", (SAME,) * 3, (ID, TANH))),
-    "scan turns once": (_one_turn, Step("scan", (OWN, SAME, SAME, SAME), ((Step("tanh", (-2,)),),))),
-    "while turns once": (_one_turn, Step("fori_to", (SAME, OWN, SAME, SAME), (TANH,))),
-    "calls are not followed": (_rule("remat2", _ordinary), Step("checkpoint", (SAME,), (ID,))),
+    "groups agree with each other": (_rule("psum", _replicated), Step("group_sum", (OWN,))),
+    "cond has no predicate": (_method("switch", _cond_without_predicate), Step("cond", (OWN, SAME), (ONE, TANH))),
+    "cond has one branch": (_method("switch", _cond_of_one_branch), Step("cond", (SAME, OWN), (ONE, TANH))),
+    "while has no predicate": (_method("while_loop", _while_without_predicate), Step("while", (SAME,) * 3, (ID, TANH))),
+    "scan turns once": (_one_iteration, Step("scan", (OWN, SAME, SAME, SAME), ((Step("tanh", (-2,)),),))),
+    "while turns once": (_one_iteration, Step("fori_to", (SAME, OWN, SAME, SAME), (TANH,))),
+    "calls are not followed": (_method("call", _remat_not_followed), Step("checkpoint", (SAME,), (ID,))),
     "references are values": (_harmless_effects, Step("write", (SAME, OWN))),
 }
 

@@ -13,6 +13,7 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._src.core import jax_compat
+from jdist._src.jaxpr.interpreter import uses_axes
 from jdist._src.jaxpr.single_replica import eliminate_collectives
 
 few = hypothesis.settings(max_examples=3, deadline=None, derandomize=True, database=None)
@@ -55,12 +56,12 @@ def assert_same(found, expected):
 
 def speaking(jaxpr):
     """The primitives at the top of a program that say something along the axis."""
-    return [eqn.primitive.name for eqn in jaxpr.eqns if jax_compat.uses_axes(eqn, frozenset("r"))]
+    return [eqn.primitive.name for eqn in jaxpr.eqns if uses_axes(eqn, frozenset("r"))]
 
 
 def primitives(jaxpr):
     """Every primitive of a program, also of those in it, in order."""
-    inner = lambda eqn: (name for one in jax_compat.contents(eqn).programs for name in primitives(one))
+    inner = lambda eqn: (name for one in jax_compat.contents(eqn).jaxprs for name in primitives(one))
     return [name for eqn in jaxpr.eqns for name in (eqn.primitive.name, *inner(eqn))]
 
 

@@ -13,6 +13,7 @@ from jax import lax
 import jdist
 from jdist._src.core import jax_compat
 from jdist._src.jaxpr import update_partition
+from jdist._src.jaxpr.interpreter import uses_axes
 from jdist._src.jaxpr.replication import Input
 
 import programs
@@ -56,7 +57,7 @@ class Cut:
             len(leaves),
         )
         self.before, self.by_element, self.rest = self.parts
-        self.late = {*self.by_element.gives, *self.rest.gives}
+        self.late = {*self.by_element.outputs, *self.rest.outputs}
 
     def is_late(self, number):
         """Whether the update makes this result."""
@@ -64,8 +65,8 @@ class Cut:
 
     def arrays_sent(self):
         """The arrays that the update needs of the replicas."""
-        needs = {var for part in (self.by_element, self.rest) for var in part.needs}
-        return [var for var in self.before.gives if var in needs and var.aval.shape]
+        needs = {var for part in (self.by_element, self.rest) for var in part.inputs}
+        return [var for var in self.before.outputs if var in needs and var.aval.shape]
 
     def run(self, split, *given):
         """The results of one replica."""
@@ -84,18 +85,18 @@ class Cut:
         for found, expected in zip(over(True), over(False), strict=True):
             np.testing.assert_allclose(bits(found), bits(expected), rtol=1e-5, atol=1e-6)
         late = [*self.by_element.program.eqns, *self.rest.program.eqns]
-        assert not any(jax_compat.uses_axes(equation, frozenset((AXIS,))) or equation.effects for equation in late)
-        assert self.program.invars[-1] not in {*self.by_element.needs, *self.rest.needs}
+        assert not any(uses_axes(equation, frozenset((AXIS,))) or equation.effects for equation in late)
+        assert self.program.invars[-1] not in {*self.by_element.inputs, *self.rest.inputs}
         assert sum(len(part.program.eqns) for part in self.parts) == len(self.program.eqns)
         self.check_pieces()
 
     def check_pieces(self):
-        pieces = self.by_element.pieces()
+        pieces = self.by_element.split_by_array()
         assert sum(len(piece.program.eqns) for piece in pieces) == len(self.by_element.program.eqns)
-        gives = [var for piece in pieces for var in piece.gives]
+        gives = [var for piece in pieces for var in piece.outputs]
         assert len(gives) == len(set(gives))
-        assert set(gives) == set(self.by_element.gives)
-        arrays = [{v for v in [*p.needs, *p.gives] if v.aval.shape} for p in pieces]
+        assert set(gives) == set(self.by_element.outputs)
+        arrays = [{v for v in [*p.inputs, *p.outputs] if v.aval.shape} for p in pieces]
         assert sum(map(len, arrays)) == len(set().union(*arrays))
 
 
@@ -185,8 +186,8 @@ def test_parts_of_a_training_step_one_after_the_other_are_the_step(name):
 def test_update_by_element_needs_one_array_a_parameter_of_the_replicas(name):
     found = cut(OPTIMIZERS[name])
     assert sorted(var.aval.shape for var in found.arrays_sent()) == [(4,), (4, 6), (6, 4)]
-    assert len(found.by_element.pieces()) >= 3
-    assert not any(map(_is_array_of_state(found), found.rest.gives))
+    assert len(found.by_element.split_by_array()) >= 3
+    assert not any(map(_is_array_of_state(found), found.rest.outputs))
 
 
 def _is_array_of_state(found):
@@ -197,7 +198,7 @@ def _is_array_of_state(found):
 def test_update_is_empty_where_nothing_is_apart():
     found = cut(OPTIMIZERS["adamw"], apart=())
     assert not found.late
-    assert not found.by_element.pieces()
+    assert not found.by_element.split_by_array()
     found.check()
 
 
@@ -250,7 +251,7 @@ def test_random_program_is_its_parts_one_after_the_other(program):
     except jdist.DivergentCollectiveError:
         hypothesis.reject()
     late = [*found.by_element.program.eqns, *found.rest.program.eqns]
-    assert not any(jax_compat.uses_axes(equation, frozenset((AXIS,))) for equation in late)
+    assert not any(uses_axes(equation, frozenset((AXIS,))) for equation in late)
     found.check_pieces()
     run = functools.partial(found.run, True)
     replica = lambda run: jax.shard_map(

@@ -1,7 +1,7 @@
-"""The one module that knows which JAX is installed, and how its programs are written down.
+"""Everything that depends on the version of JAX: its private functions, and the structure of its equations.
 
-JAX's public API is the same on every version that jdist supports. The parameters of its equations are not: the proof
-(`jdist._src.jaxpr.replication`) reads equations through the functions below, and nothing else in jdist looks inside one.
+JAX's public API is the same on every version that jdist supports; the parameters of its equations are not. The package
+`jaxpr` reads equations through the functions below, and no other package looks inside one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,16 +14,24 @@ Jaxpr = core.Jaxpr
 Equation = core.JaxprEqn
 Literal = core.Literal
 
-# Over several CPU devices this JAX ends the process, by a segmentation fault, where it should refuse memory that was given
-# away before, or that is given away twice in one call.
+# On several CPU devices this JAX ends the process with a segmentation fault where it should refuse memory that was donated
+# before, or that is donated twice in one call.
 CRASHES_ON_DONATED_MEMORY = jax.__version_info__ < (0, 11)
 
 
+# The state of JAX.
+
+
 def is_tracing() -> bool:
-    """Whether JAX traces a function here, so that nothing is computed yet."""
+    """Whether JAX is tracing a function here, so that values are not computed yet."""
     from jax._src import core as private  # no public name for it
 
     return not private.trace_state_clean()
+
+
+def trace_state() -> Any:
+    """Returns a value that is equal in two places if and only if they belong to one trace."""
+    return core.get_opaque_trace_state(convention="flax")
 
 
 def is_deleted_memory_error(error: BaseException) -> bool:
@@ -35,19 +43,86 @@ def is_deleted_memory_error(error: BaseException) -> bool:
 _DELETED = ("has been deleted", "deleted or donated", "donate the same buffer", "previously donated in the same call")
 
 
-def shape_of(atom: Any) -> tuple[int, ...]:
-    """The shape of an operand or a result of an equation."""
-    return atom.aval.shape
+def num_signatures(compiled: Any) -> int:
+    """Returns the number of argument signatures (devices or host, dtypes, shapes) that a `jax.jit` was called with.
+
+    0 if JAX does not count them: the private counter does not exist, or every call goes through Python.
+    """
+    count = getattr(compiled, "_cache_size", None)
+    return count() if count else 0
 
 
-def trace_state() -> Any:
-    """What is equal in two places if, and only if, JAX traces them in one go."""
-    return core.get_opaque_trace_state(convention="flax")
+def key_value_store() -> Any:
+    """Returns the key-value store of the processes that have called `jax.distributed.initialize`.
+
+    It has `key_value_set(key, text)`, `blocking_key_value_get(key, milliseconds)`, which raises if the key is not set within
+    that time, and `key_value_delete(key)`. It uses no device, so any thread may call it.
+
+    Raises:
+        RuntimeError: This process has not joined other processes.
+    """
+    from jax._src import distributed  # no public name for it
+
+    client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError(
+            "This process has not joined other processes: call `jax.distributed.initialize` at the start of each process."
+        )
+    return client
+
+
+def flags_are_read(variable: str) -> bool:
+    """Whether the flags in an environment variable have been read, so that setting it has no effect any more."""
+    from jax._src import xla_bridge  # no public name for it
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+    # Compiling for a TPU topology loads libtpu without starting a backend.
+    loaded = variable == "LIBTPU_INIT_ARGS" and xla_client.pjrt_plugin_loaded("tpu")
+    return loaded or xla_bridge.backends_are_initialized()
+
+
+def compute_on_host(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` of arrays in host memory, computed by the host's processors, with results in host memory."""
+    from jax.experimental import compute_on
+
+    # jax 0.10 has the new form under another name.
+    on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
+    return on(compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)(fn)
+
+
+# Jaxprs.
 
 
 def open_jaxpr(program: Any) -> Jaxpr:
-    """The jaxpr of a program that may or may not be closed over constants."""
+    """Returns the jaxpr of a closed jaxpr; an open one is returned as it is."""
     return getattr(program, "jaxpr", program)
+
+
+def close_jaxpr(jaxpr: Jaxpr) -> Any:
+    """Returns a jaxpr without constants as a closed jaxpr."""
+    return core.ClosedJaxpr(jaxpr, ())
+
+
+def sub_jaxpr(jaxpr: Jaxpr, equations: Sequence[Equation], inputs: Sequence[Any], outputs: Sequence[Any]) -> Jaxpr:
+    """Returns some equations of `jaxpr` as a jaxpr from the variables `inputs` to the variables `outputs`."""
+    return jaxpr.replace(
+        constvars=[],
+        invars=list(inputs),
+        outvars=list(outputs),
+        eqns=list(equations),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+
+
+def consts_as_inputs(program: Any) -> Jaxpr:
+    """Returns the jaxpr of a closed jaxpr, with its constants as the first inputs."""
+    jaxpr = program.jaxpr
+    return sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+
+
+def jaxpr_function(program: Any) -> Callable[..., list[Any]]:
+    """Returns a closed jaxpr as a function of its inputs."""
+    return core.jaxpr_as_fun(program)
 
 
 def shard_map_body(program: Any) -> Any:
@@ -62,40 +137,22 @@ def shard_map_body(program: Any) -> Any:
     return core.ClosedJaxpr(body.replace(constvars=captured, invars=inputs, debug_info=debug_info), constants)
 
 
-def sub_jaxpr(program: Jaxpr, equations: Sequence[Equation], inputs: Sequence[Any], outputs: Sequence[Any]) -> Jaxpr:
-    """Some equations of `program` as one from the variables `inputs` to the variables `outputs`."""
-    return program.replace(
-        constvars=[],
-        invars=list(inputs),
-        outvars=list(outputs),
-        eqns=list(equations),
-        debug_info=program.debug_info.with_unknown_names(),
-    )
-
-
-def close_jaxpr(program: Jaxpr) -> Any:
-    """A program without constants, as a closed one."""
-    return core.ClosedJaxpr(program, ())
-
-
-def consts_as_inputs(program: Any) -> Jaxpr:
-    """The jaxpr of a closed program with its constants as the first inputs."""
-    jaxpr = program.jaxpr
-    return sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
-
-
 def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()) -> Any:
-    """A closed program, in which the axes have these sizes, without primitives that are Python code until they are lowered.
+    """Returns a closed jaxpr without primitives that are Python code until they are lowered.
 
-    jax 0.12 traces `custom_root`, `jnp.nonzero` and others to such primitives, whose equations do not have the program that
-    they stand for. All derivatives were taken before, so the program that JAX lowers them to has the same results.
+    jax 0.12 traces `custom_root`, `jnp.nonzero` and others to such primitives. Their equations do not contain the jaxpr that
+    they stand for. All derivatives were taken before, so the jaxpr that JAX lowers them to has the same results.
+
+    Args:
+        program: The closed jaxpr.
+        axis_sizes: The names and sizes of the mesh axes that it uses.
     """
     if not getattr(open_jaxpr(program), "is_high", False):
         return program
     from jax._src import core as private  # no public name for it
     from jax._src.interpreters import partial_eval
 
-    # Constants may be values of a trace around this one, which JAX's cache of lowered programs must not hold: they are inputs.
+    # Constants may be tracers of an outer trace, which JAX's cache of lowered jaxprs must not hold: they become inputs.
     num_consts = len(program.consts)
     with private.extend_axis_env_nd(list(axis_sizes)):
         low = partial_eval.lower_jaxpr2(close_jaxpr(consts_as_inputs(program)))
@@ -105,30 +162,31 @@ def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()
     return core.ClosedJaxpr(body, [*low.consts, *program.consts])
 
 
-def compute_on_host(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` of arrays in the memory of the host, computed by its processors; the results stay there."""
-    from jax.experimental import compute_on
-
-    # jax 0.10 has the new form under a name of its own.
-    on: Any = getattr(compute_on, "compute_on2", compute_on.compute_on)
-    return on(compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)(fn)
+# Equations.
 
 
-def evaluate_one(program: Jaxpr, equation: Equation) -> Callable[..., list[Any]]:
-    """An equation of `program` as a function of the values of its operands."""
-    # Literals are operands too, so that it does not matter what an operand is.
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """Returns the shape of an operand or a result of an equation."""
+    return atom.aval.shape
+
+
+def evaluate_equation(jaxpr: Jaxpr, equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    """Returns the results of an equation of `jaxpr` for the values of its operands."""
+    # Literals become variables: the values of their operands are passed too.
     names: list[Any] = [core.Var(atom.aval) if isinstance(atom, Literal) else atom for atom in equation.invars]
-    one = sub_jaxpr(program, [equation.replace(invars=names)], list(dict.fromkeys(names)), equation.outvars)
-
-    def run(*values: Any) -> list[Any]:
-        given = dict(zip(names, values, strict=True))
-        return core.jaxpr_as_fun(core.ClosedJaxpr(one, ()))(*given.values())
-
-    return run
+    values = dict(zip(names, operands, strict=True))  # a variable may be an operand twice
+    one = sub_jaxpr(jaxpr, [equation.replace(invars=names)], list(values), equation.outvars)
+    return core.jaxpr_as_fun(close_jaxpr(one))(*values.values())
 
 
-def with_variables(equation: Equation, values: dict[Any, Any]) -> Equation:
-    """`equation` with variables for the numbers in it, whose values are added to `values`."""
+def bind_with_jaxpr(equation: Equation, program: Any, operands: Sequence[Any]) -> list[Any]:
+    """Returns the results of `equation` with the closed jaxpr `program` in the place of its own."""
+    params = {**equation.params, "jaxpr": consts_as_inputs(program)}
+    return equation.primitive.bind(*program.consts, *operands, **params)
+
+
+def literals_to_variables(equation: Equation, values: dict[Any, Any]) -> Equation:
+    """Returns `equation` with new variables for its literals, whose values are added to `values`."""
     operands = [core.Var(atom.aval) if isinstance(atom, Literal) else atom for atom in equation.invars]
     values.update(
         (new, old.val) for new, old in zip(operands, equation.invars, strict=True) if isinstance(old, Literal)
@@ -136,140 +194,186 @@ def with_variables(equation: Equation, values: dict[Any, Any]) -> Equation:
     return equation.replace(invars=operands)  # pyright: ignore[reportArgumentType]
 
 
-def bind_with_program(equation: Equation, program: Any, operands: Sequence[Any]) -> list[Any]:
-    """`equation` with another program, a closed one, in the place of its own."""
-    params = {**equation.params, "jaxpr": consts_as_inputs(program)}
-    return equation.primitive.bind(*program.consts, *operands, **params)
-
-
-def follow(
-    program: Jaxpr,
-    consts: Sequence[Any],
-    arguments: Sequence[Any],
-    rule: Callable[[Equation, list[Any]], Sequence[Any] | None],
-) -> list[Any]:
-    """The results of a program, equation by equation: what `rule` makes of it and its operands, or, for None, what it says."""
-    known: dict[Any, Any] = dict(zip([*program.constvars, *program.invars], [*consts, *arguments], strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]
-    for equation in program.eqns:
-        operands = [read(atom) for atom in equation.invars]
-        results = rule(equation, operands)
-        if results is None:
-            results = evaluate_one(program, equation)(*operands)
-        known.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in program.outvars]
-
-
-def jaxpr_function(program: Any) -> Callable[..., list[Any]]:
-    """A closed program as a function of its inputs, leaf by leaf."""
-    return core.jaxpr_as_fun(program)
-
-
-class Contents(NamedTuple):
-    """What the parameters of an equation say, under whatever key, that may matter beyond its operands.
-
-    Attributes:
-        names: The strings; the axes of a collective are among them.
-        programs: The programs that it holds, in order.
-        opaque: Whether it stands for Python code that only runs when it is lowered.
-    """
-
-    names: frozenset[str]
-    programs: tuple[Jaxpr, ...]
-    opaque: bool
-
-
-def contents(equation: Equation) -> Contents:
-    """What the parameters of `equation` hold."""
-    params = equation.params
-    higher_order = params.get("_prim")  # jax 0.12: a primitive that keeps its parameters to itself
-    found = _collect(higher_order.params.values() if higher_order else params.values(), [])
-    if not found and not higher_order:
-        return _NOTHING
-    programs = tuple(open_jaxpr(value) for value in found if type(value) is not str)
-    names = frozenset(value for value in found if type(value) is str)
-    return Contents(names, programs, opaque=bool(higher_order) and not programs)
-
-
-def closed_programs(equation: Equation) -> list[Any]:
-    """The closed jaxprs among the parameters of `equation`, with their constants."""
-    return [value for value in _collect(equation.params.values(), []) if isinstance(value, core.ClosedJaxpr)]
-
-
-def uses_axes(equation: Equation, axes: frozenset[str]) -> bool:
-    """Whether `equation`, or a program in it, names one of these axes, or may do so out of sight."""
-    held = contents(equation)
-    inner = (one for program in held.programs for one in program.eqns)
-    return bool(axes & held.names) or held.opaque or any(uses_axes(one, axes) for one in inner)
-
-
-def _collect(values: Iterable[Any], found: list[Any]) -> list[Any]:
-    for value in values:
-        if type(value) in _PLAIN:
-            continue
-        if isinstance(value, (tuple, list, frozenset)):
-            _collect(value, found)
-        elif isinstance(value, dict):
-            _collect(value.values(), found)
-        elif isinstance(value, (str, core.Jaxpr, core.ClosedJaxpr)):
-            found.append(value)
-    return found
-
-
-_NOTHING = Contents(frozenset(), (), False)
-_PLAIN = frozenset((int, bool, float, type(None)))  # most parameters, and no more to see in them
-
-
-def scan_counts(equation: Equation) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are its carry."""
-    if "num_carry" in equation.params:  # jax < 0.12
-        return equation.params["num_consts"], equation.params["num_carry"]
-    consts, carry, _ = equation.params["ft_in"].unpack()
-    return len(list(consts)), len(list(carry))
-
-
 def may_vary_between_replicas(effect: Any) -> bool:
     """Whether an equation with this effect may give each replica another value.
 
-    Axis names are read from an equation's parameters, because not every collective has the effect, and printing gives
-    no value. What is left (callbacks with side effects, mutable references, infeeds) may.
+    Axis names are read from an equation's parameters, because not every collective has the effect, and printing gives no
+    value. The other effects (callbacks with side effects, mutable references, infeeds) may.
     """
     return type(effect).__name__ not in ("DebugEffect", "NamedAxisEffect")
 
 
-def num_signatures(compiled: Any) -> int:
-    """For how many kinds of arguments (arrays on devices or host values, dtypes, shapes) a `jax.jit` has been called.
+class Contents(NamedTuple):
+    """The parts of an equation's parameters, under any key, that may have a meaning beyond its operands.
 
-    0 where JAX does not count: the private counter is gone, or every call goes through Python.
+    Attributes:
+        names: The strings; the axes of a collective are among them.
+        jaxprs: The jaxprs inside the equation, in order.
+        opaque: Whether the equation is Python code that runs when it is lowered.
     """
-    count = getattr(compiled, "_cache_size", None)
-    return count() if count else 0
+
+    names: frozenset[str]
+    jaxprs: tuple[Jaxpr, ...]
+    opaque: bool
 
 
-def key_value_store() -> Any:
-    """Keys and values that all processes which joined through `jax.distributed.initialize` can read and write.
+def contents(equation: Equation) -> Contents:
+    """Returns the axis names and jaxprs among the parameters of `equation`."""
+    params = equation.params
+    higher_order = params.get("_prim")  # jax 0.12: a primitive that has its parameters as attributes
+    values = _names_and_jaxprs(higher_order.params.values() if higher_order else params.values(), [])
+    if not values and not higher_order:
+        return _NO_CONTENTS
+    jaxprs = tuple(open_jaxpr(value) for value in values if type(value) is not str)
+    names = frozenset(value for value in values if type(value) is str)
+    return Contents(names, jaxprs, opaque=bool(higher_order) and not jaxprs)
 
-    It has `key_value_set(key, text)`, `blocking_key_value_get(key, milliseconds)`, which raises if there is no such key after
-    that time, and `key_value_delete(key)`. No device takes part, so any thread may use it.
 
-    Raises:
-        RuntimeError: This process has not joined any others.
+def closed_jaxprs(equation: Equation) -> list[Any]:
+    """Returns the closed jaxprs among the parameters of `equation`, with their constants."""
+    values = _names_and_jaxprs(equation.params.values(), [])
+    return [value for value in values if isinstance(value, core.ClosedJaxpr)]
+
+
+def _names_and_jaxprs(params: Iterable[Any], collected: list[Any]) -> list[Any]:
+    for value in params:
+        if type(value) in _PLAIN:
+            continue
+        if isinstance(value, (tuple, list, frozenset)):
+            _names_and_jaxprs(value, collected)
+        elif isinstance(value, dict):
+            _names_and_jaxprs(value.values(), collected)
+        elif isinstance(value, (str, core.Jaxpr, core.ClosedJaxpr)):
+            collected.append(value)
+    return collected
+
+
+_NO_CONTENTS = Contents(frozenset(), (), False)
+_PLAIN = frozenset((int, bool, float, type(None)))  # the types of most parameters
+
+
+# Calls and control flow.
+
+
+class Call(NamedTuple):
+    """The jaxpr that an equation calls.
+
+    Attributes:
+        program: The jaxpr, closed or open; its results are those of the equation.
+        positions: For each of its inputs, the position of the operand among those of the equation.
     """
-    from jax._src import distributed  # no public name for it
 
-    client = distributed.global_state.client
-    if client is None:
-        raise RuntimeError(
-            "The processes do not know each other: call `jax.distributed.initialize` at the start of each."
-        )
-    return client
+    program: Any
+    positions: Sequence[int]
+
+    def operands(self, values: Sequence[Any]) -> list[Any]:
+        """Returns the values of the jaxpr's inputs, given the values of all operands of the equation."""
+        return [values[position] for position in self.positions]
 
 
-def flags_are_read(variable: str) -> bool:
-    """Whether it is too late for flags in this environment variable: who reads them has read them."""
-    from jax._src import xla_bridge  # no public name for it
-    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+def called_jaxpr(equation: Equation) -> Call | None:
+    """Returns the jaxpr that an equation of a calling primitive runs; None if its parameters are not recognized."""
+    positions = range(len(equation.invars))
+    if equation.primitive.name == "custom_linear_solve":
+        # The operands are the constants of four jaxprs, one after the other, and the right-hand side.
+        program, lengths = equation.params["jaxprs"].solve, equation.params["const_lengths"]
+        start = lengths.matvec + lengths.vecmat
+        positions = [*positions[start : start + lengths.solve], *positions[sum(lengths) :]]
+    else:
+        program = next((equation.params[key] for key in _CALLED_KEYS if key in equation.params), None)
+    if program is None:
+        return None
+    jaxpr = open_jaxpr(program)
+    fits = len(jaxpr.invars) == len(positions) and len(jaxpr.outvars) == len(equation.outvars)
+    return Call(program, positions) if fits else None
 
-    # Compiling for a TPU that is not there loads libtpu, and starts no backend.
-    loaded = variable == "LIBTPU_INIT_ARGS" and xla_client.pjrt_plugin_loaded("tpu")
-    return loaded or xla_bridge.backends_are_initialized()
+
+_CALLED_KEYS = ("jaxpr", "call_jaxpr", "call", "callee")  # depends on the primitive and on JAX
+
+
+def cond_branches(equation: Equation) -> Sequence[Any]:
+    """Returns the closed jaxprs of the branches of a `cond`, whose first operand is the index."""
+    return equation.params["branches"]
+
+
+class WhileParts(NamedTuple):
+    """The parts of a `while`; its operands are the constants of the test, those of the body, and the carry.
+
+    Attributes:
+        test: The closed jaxpr of the predicate.
+        body: The closed jaxpr of one iteration.
+        num_test_consts: The number of constants of the test.
+        num_body_consts: The number of constants of the body.
+    """
+
+    test: Any
+    body: Any
+    num_test_consts: int
+    num_body_consts: int
+
+
+def while_parts(equation: Equation) -> WhileParts:
+    """Returns the parts of a `while`."""
+    keys = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
+    return WhileParts(*(equation.params[key] for key in keys))
+
+
+class ScanParts(NamedTuple):
+    """The parts of a `scan`; its operands are constants, the carry, and the arrays that it scans over.
+
+    Attributes:
+        body: The closed jaxpr of one iteration.
+        num_consts: The number of constants.
+        num_carry: The number of values in the carry.
+        options: The keyword arguments of `jax.lax.scan`.
+    """
+
+    body: Any
+    num_consts: int
+    num_carry: int
+    options: dict[str, Any]
+
+
+def scan_parts(equation: Equation) -> ScanParts:
+    """Returns the parts of a `scan`."""
+    params = equation.params
+    if "num_carry" in params:  # jax < 0.12
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+    else:
+        consts, carry, _ = params["ft_in"].unpack()
+        num_consts, num_carry = len(list(consts)), len(list(carry))
+    options = {key: params[key] for key in ("length", "reverse", "unroll")}
+    return ScanParts(params["jaxpr"], num_consts, num_carry, options)
+
+
+# Collectives, and `checkpoint_name`.
+
+
+def name_of(equation: Equation) -> str:
+    """Returns the name that a `name` equation gives to its operand (`jax.ad_checkpoint.checkpoint_name`)."""
+    return equation.params["name"]
+
+
+def has_axis_index_groups(equation: Equation) -> bool:
+    """Whether a collective combines groups of replicas, and not all of them."""
+    return equation.params.get("axis_index_groups") is not None
+
+
+def has_positional_axes(equation: Equation) -> bool:
+    """Whether a collective also reduces dimensions of its operands, as one does that was batched by `jax.vmap`."""
+    return any(not isinstance(axis, str) for axis in equation.params.get("axes", ()))
+
+
+def gather_dimension(equation: Equation) -> tuple[int, bool]:
+    """Returns the dimension of an `all_gather`, and whether it is tiled."""
+    return equation.params["all_gather_dimension"], equation.params["tiled"]
+
+
+def scatter_dimension(equation: Equation) -> tuple[int, bool]:
+    """Returns the dimension of a `reduce_scatter`, and whether it is tiled."""
+    return equation.params["scatter_dimension"], equation.params["tiled"]
+
+
+def permutation(equation: Equation) -> Sequence[tuple[int, int]]:
+    """Returns the pairs of source and destination of a `ppermute`."""
+    return equation.params["perm"]

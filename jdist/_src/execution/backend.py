@@ -34,6 +34,18 @@ class ReplicaFunction:
         return [item.tree if is_distributed(item) else item for item in self.items]
 
 
+def replica_shapes(item: Any, num_replicas: int) -> PyTree:
+    """Returns the shapes of an argument that one replica receives: `[n, ...]` of `[replica * n, ...]`, or all of a shared one."""
+    is_shared = not is_distributed(item) or item.agrees
+
+    def leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        aval = jax.typeof(leaf)
+        shape = aval.shape if is_shared else (aval.shape[0] // num_replicas, *aval.shape[1:])
+        return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+    return jax.tree.map(leaf_shape, item.tree if is_distributed(item) else item)
+
+
 @dataclasses.dataclass(frozen=True)
 class ResultPlacements:
     """What is known of the results of a traced replica function.

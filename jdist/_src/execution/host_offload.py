@@ -21,12 +21,11 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Literal
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas
-from jdist._src.execution.backend import Backend, ReplicaFunction, ResultPlacements
+from jdist._src.execution.backend import Backend, ReplicaFunction, ResultPlacements, replica_shapes
 from jdist._src.execution.device_offload import move_to_devices
 from jdist._src.jaxpr import update_partition
 from jdist._src.jaxpr.replication import Input
 from jdist._src.jaxpr.update_partition import JaxprPart
-from jdist._src.jaxpr.virtual_values import replica_shapes
 from jdist._src.values.base import is_distributed
 from jdist._src.values.state_sharding import StateSharding
 
@@ -68,7 +67,7 @@ class HostOffloadBackend(Backend):
 
     def trace(self, one: ReplicaFunction) -> Any:
         """See `View.trace`."""
-        shapes = [replica_shapes(item, self.replicas) for item in one.items]
+        shapes = [replica_shapes(item, self.replicas.size) for item in one.items]
         return jax_compat.lower_hi_primitives(
             jax.make_jaxpr(one.fn, axis_env=self._axis_sizes)(*shapes), self._axis_sizes
         )
@@ -83,17 +82,17 @@ class HostOffloadBackend(Backend):
             jaxpr,
             [Input("", self.replicas.axes if _differs(item.wrapper) else ()) for item in given.values()],
             self.replicas.axes,
-            apart=[var for var, item in given.items() if item.is_central],
-            own=[atom for atom, wrapper in zip(jaxpr.outvars, wrappers, strict=True) if _differs(wrapper)],
+            remote=[var for var, item in given.items() if item.is_central],
+            per_replica=[atom for atom, wrapper in zip(jaxpr.outvars, wrappers, strict=True) if _differs(wrapper)],
             num_state=sum(item.is_state for item in given.values()),
         )
-        updated, crossing = {*by_element.gives, *rest.gives}, {*by_element.needs, *rest.needs}
+        updated, crossing = {*by_element.outputs, *rest.outputs}, {*by_element.inputs, *rest.inputs}
         is_late = [not isinstance(atom, Literal) and atom in updated for atom in jaxpr.outvars]
         results_of = zip(jaxpr.outvars, wrappers, is_late, strict=True)
         early = [(atom, wrapper) for atom, wrapper, late in results_of if not late]
-        cut = [var for var in before.gives if var in crossing]
+        cut = [var for var in before.outputs if var in crossing]
         handed_on = [atom for atom, _ in early if not isinstance(atom, Literal) and atom in given]
-        read = list(dict.fromkeys([*before.needs, *handed_on]))
+        read = list(dict.fromkeys([*before.inputs, *handed_on]))
 
         def replica(*blocks: jax.Array) -> tuple[list[PyTree], list[jax.Array]]:
             known = dict(zip(read, blocks, strict=True))
@@ -113,7 +112,7 @@ class HostOffloadBackend(Backend):
         known = {var: item.value for var, item in given.items()} | dict(zip(cut, handed_over, strict=True))
         known.update({var: jnp.asarray(number) for var, number in numbers.items()})
         known.update(self._by_element(by_element, known))
-        known.update(rest.run({var: self._in_parts(known[var], "device") for var in rest.needs}))
+        known.update(rest.run({var: self._in_parts(known[var], "device") for var in rest.inputs}))
         left = iter(values)
         pairs = zip(jaxpr.outvars, is_late, strict=True)
         return results.as_trees([known[atom] if late else next(left) for atom, late in pairs])
@@ -141,16 +140,16 @@ class HostOffloadBackend(Backend):
     def _by_element(self, part: JaxprPart, known: Mapping[Any, Any]) -> dict[Any, Any]:
         """The update of each element, by the host if it can."""
         if not self._host_computes:
-            return part.run({var: self._in_parts(known[var], "device") for var in part.needs})
+            return part.run({var: self._in_parts(known[var], "device") for var in part.inputs})
         made: dict[Any, Any] = {}
         last: list[Any] = []
-        for piece in part.pieces():
+        for piece in part.split_by_array():
             # One after the other: all at once would be on their way between the memories, and on the devices, at once.
-            needs = [self._in_parts(known[var], HOST_MEMORY) for var in piece.needs]
+            needs = [self._in_parts(known[var], HOST_MEMORY) for var in piece.inputs]
             needs, _ = lax.optimization_barrier((needs, last))
-            run = lambda *values, piece=piece: list(piece.run(dict(zip(piece.needs, values, strict=True))).values())
+            run = lambda *values, piece=piece: list(piece.run(dict(zip(piece.inputs, values, strict=True))).values())
             last = jax_compat.compute_on_host(run)(*needs)
-            made.update(zip(piece.gives, last, strict=True))
+            made.update(zip(piece.outputs, last, strict=True))
         return made
 
     def _in_parts(self, x: Any, memory: str) -> Any:

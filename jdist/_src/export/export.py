@@ -3,17 +3,19 @@
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdist._src.core import jax_compat, source_lines
+from jdist._src.core import source_lines
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape
 from jdist._src.core.version import __version__
 from jdist._src.export import weights
+from jdist._src.jaxpr.interpreter import all_equations
+from jdist._src.jaxpr.primitives import PARTITIONING
 from jdist._src.replica.context import ReplicaContext, enter_context, require_cross_replica_context
 from jdist._src.values.arrays import check_array
 from jdist._src.values.base import is_distributed
@@ -22,10 +24,6 @@ FORMAT = 1
 MANIFEST, FUNCTION, WEIGHTS = "manifest.json", "function.bin", "weights.safetensors"
 
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-
-# What says where in a mesh something lies. Over several devices and with a batch of any size, JAX ends the process when such
-# a program is called.
-_OF_DEVICES = frozenset(("shard_map", "sharding_constraint", "reshard", "mesh_cast", "pmap", "xla_pmap"))
 
 
 def export(
@@ -202,21 +200,15 @@ def _check_takes(program: Callable[..., PyTree], trees: Sequence[PyTree], inputs
         traced = jax.make_jaxpr(program)(*trees)
     except Exception as error:
         raise ValueError(f"`apply` does not take the signature ({_told(inputs)}): {_said(error)}") from error
-    for equation in _equations(traced.jaxpr):
-        if equation.primitive.name in _OF_DEVICES:
+    # With a symbolic batch size and several devices, JAX ends the process when such a program is called.
+    for equation in all_equations(traced.jaxpr):
+        if equation.primitive.name in PARTITIONING:
             line = source_lines.equation_frame(equation)
             where = f"`{equation.primitive.name}`" + (f" at {line}" if line else "")
             raise ValueError(
                 f"`apply` says how it is split over devices, by a {where}. An export is the function of one device, which "
                 "every strategy can split: leave that out of it."
             )
-
-
-def _equations(program: Any) -> Iterator[Any]:
-    for equation in program.eqns:
-        yield equation
-        for inner in jax_compat.contents(equation).programs:
-            yield from _equations(inner)
 
 
 def _with_batch(kind: jax.ShapeDtypeStruct, batch: Any) -> jax.ShapeDtypeStruct:

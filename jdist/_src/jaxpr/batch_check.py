@@ -1,4 +1,4 @@
-"""Finds a step whose batch is not split: every replica computes all of its examples, and the mean is of equal values."""
+"""Warns if the batch of a step is replicated: every replica computes all of its examples, and the mean is of equal values."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from jdist._src.jaxpr.replication import Input, find_reductions, warn_once
 def warn_of_replicated_batch(
     program: Jaxpr, inputs: Sequence[Input], num_state_leaves: int, axes: Sequence[str], num_replicas: int
 ) -> None:
-    """Warns if a sum over the replicas is of a replicated value, and would not be if the batch were split.
+    """Warns if a sum over the replicas is of a replicated value that would vary if the batch were split.
 
     Args:
         program: The traced step.
-        inputs: For each input, its name and the axes along which it may differ.
+        inputs: For each input, its name and the axes along which it may vary.
         num_state_leaves: The number of inputs, from the first, that are leaves of the state.
         axes: The mesh axes of the replicas.
         num_replicas: The number of replicas.
@@ -28,11 +28,12 @@ def warn_of_replicated_batch(
         return
     if_split = [Input(one.name, tuple(axes) if batch else ()) for one, batch in zip(inputs, is_batch, strict=True)]
     try:
-        replicated, split = (find_reductions(program, assumed, axes) for assumed in (inputs, if_split))
-    except DivergentCollectiveError:  # of the assumption: a predicate depends on the batch
+        sums = find_reductions(program, inputs, axes)
+        sums_if_split = find_reductions(program, if_split, axes)
+    except DivergentCollectiveError:  # only of the split batch: a predicate depends on it
         return
-    equations = [equation for key, (equation, varies) in replicated.items() if not varies and split[key][1]]
-    place = next(filter(None, map(source_lines.equation_frame, equations)), None)
+    replicated = [equation for key, (equation, varies) in sums.items() if not varies and sums_if_split[key][1]]
+    place = next(filter(None, map(source_lines.equation_frame, replicated)), None)
     if place:
         names = [one.name for one, batch in zip(inputs, is_batch, strict=True) if batch]
         warn_once(

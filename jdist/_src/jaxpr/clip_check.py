@@ -1,7 +1,8 @@
-"""Gradients that are clipped before they are reduced, each replica's by itself: legal, and seldom meant.
+"""Warns if gradients are clipped before they are reduced: legal, but each replica then clips its own gradients.
 
-Policies name what they are handed (`GRADIENT_MARK`). Once a function is traced, the few equations behind that name are
-looked at: if one was written by a clipping of optax, it is said once.
+Policies mark their input with a name (`GRADIENT_MARK`). In the traced function, the few equations before such a mark are
+searched for one that a clipping transformation of optax made. The search follows operands within one jaxpr: the update
+functions of optax are traced into the jaxpr that calls them.
 """
 
 import warnings
@@ -10,24 +11,24 @@ from typing import Any
 
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import ClippedPerReplicaWarning
-from jdist._src.core.jax_compat import Equation, Jaxpr
+from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 
-GRADIENT_MARK = "jdist.sync.gradients"  # names what a policy is to reduce
+GRADIENT_MARK = "jdist.sync.gradients"  # name of a policy's input
 PSEUDO_GRADIENT_MARK = (
-    "jdist.sync.way"  # names what it is made of, where that is the way that a replica has gone by itself
+    "jdist.sync.way"  # name of an input that is the difference of a replica's parameters over local steps
 )
 
-_REACH = 12  # equations back: a few transformations may stand between
-_warned: dict[str | tuple[str, type[Warning], int], int] = {}  # once a line, where warnings are shown once
+_MAX_DISTANCE = 12  # equations between the clipping and the mark, for a few transformations in between
+_warned: dict[str | tuple[str, type[Warning], int], int] = {}  # the registry of warnings that are shown once per line
 
 
 def warn_of_clipped_gradients(program: Jaxpr) -> None:
-    """Says where a policy of `program` is handed what was clipped.
+    """Warns on the user's line if a policy of `program` receives clipped gradients.
 
     Warns:
-        ClippedPerReplicaWarning: There is such a place.
+        ClippedPerReplicaWarning: The input of a policy comes from a clipping transformation.
     """
-    for clip in _clips(program):
+    for clip in _clips_before_policies(program):
         place = source_lines.equation_frame(clip)
         if place:
             warnings.warn_explicit(_MESSAGE, ClippedPerReplicaWarning, place.file, place.line, registry=_warned)
@@ -35,29 +36,28 @@ def warn_of_clipped_gradients(program: Jaxpr) -> None:
 
 
 _MESSAGE = (
-    "Gradients are clipped before they are reduced: each replica clips its own, by its own norm, and the mean of clipped "
-    "gradients is not the clipped mean. Put the policy first: `optax.chain(jdist.sync.mean(), "
+    "Gradients are clipped before they are reduced: each replica clips its own gradients by its own norm, and the mean of "
+    "clipped gradients is not the clipped mean. Put the policy first: `optax.chain(jdist.sync.mean(), "
     "optax.clip_by_global_norm(1.0), ...)`."
 )
 
 
-def _clips(program: Jaxpr) -> Iterator[Equation]:
-    makers: dict[Any, Equation] = {}
-    for equation in program.eqns:
-        if equation.primitive.name == "name" and equation.params["name"] == GRADIENT_MARK:
-            yield from _behind(equation, makers)
-        for inner in jax_compat.contents(equation).programs:
-            yield from _clips(inner)
-        makers.update(dict.fromkeys(equation.outvars, equation))
+def _clips_before_policies(jaxpr: Jaxpr) -> Iterator[Equation]:
+    producers: dict[Any, Equation] = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name" and jax_compat.name_of(equation) == GRADIENT_MARK:
+            yield from _clips_before(equation, producers)
+        for inner in jax_compat.contents(equation).jaxprs:
+            yield from _clips_before_policies(inner)
+        producers.update(dict.fromkeys(equation.outvars, equation))
 
 
-def _behind(mark: Equation, makers: dict[Any, Equation]) -> Iterator[Equation]:
-    """The equations of a clipping that what is marked comes from, nearest first."""
+def _clips_before(mark: Equation, producers: dict[Any, Equation]) -> Iterator[Equation]:
+    """Yields the equations of optax's clipping that the marked value is computed from, nearest first."""
     front, seen = [mark], set()
-    for _ in range(_REACH):
-        behind = [
-            makers[v] for one in front for v in one.invars if not isinstance(v, jax_compat.Literal) and v in makers
-        ]
-        front = [one for one in behind if id(one) not in seen and one.primitive.name != "name"]
+    for _ in range(_MAX_DISTANCE):
+        operands = [atom for equation in front for atom in equation.invars if not isinstance(atom, Literal)]
+        before = [producers[var] for var in operands if var in producers]
+        front = [one for one in before if id(one) not in seen and one.primitive.name != "name"]
         seen.update(map(id, front))
         yield from (one for one in front if source_lines.is_from_file(one, "optax", "clip"))

@@ -17,7 +17,7 @@ from jax import core
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.core.tree import dtype_and_shape
-from jdist._src.jaxpr import calls
+from jdist._src.jaxpr.primitives import CALLS
 
 
 class Constant(NamedTuple):
@@ -78,7 +78,7 @@ def _lines(program: Jaxpr) -> Iterator[Line]:
         operands, results = (", ".join(map(described, atoms)) for atoms in (equation.invars, equation.outvars))
         params = ", ".join(f"{key}={_plain(value)}" for key, value in sorted(equation.params.items()))
         yield Line(f"{results} = {equation.primitive.name}[{params}] {operands}", _place(equation))
-        for inner in jax_compat.contents(equation).programs:
+        for inner in jax_compat.contents(equation).jaxprs:
             yield Line("begin", "")
             yield from _lines(inner)
     yield Line(f"return {', '.join(map(described, program.outvars))}", "")
@@ -112,17 +112,18 @@ def _constants(program: Any) -> Iterator[Constant]:
         if not isinstance(value, core.Tracer):
             yield Constant(dtype_and_shape(value), crc_of(value), _first_use(jaxpr, var))
     for equation in jaxpr.eqns:
-        for inner in jax_compat.closed_programs(equation):
+        for inner in jax_compat.closed_jaxprs(equation):
             yield from _constants(inner)
 
 
 def _first_use(program: Jaxpr, var: Any) -> str:
     for equation in program.eqns:
         if var in (atom for atom in equation.invars if not isinstance(atom, Literal)):
-            call = calls.call_of(equation)
-            pairs = zip(call.operands(equation.invars), call.program.invars, strict=True) if call else ()
-            inner = next((_first_use(call.program, name) for atom, name in pairs if atom is var), "") if call else ""
-            return inner or _place(equation)
+            call = jax_compat.called_jaxpr(equation) if equation.primitive.name in CALLS else None
+            called = jax_compat.open_jaxpr(call.program) if call else None
+            pairs = zip(call.operands(equation.invars), called.invars, strict=True) if call and called else ()
+            inner_places = (_first_use(called, inner) for atom, inner in pairs if atom is var)
+            return next(inner_places, "") or _place(equation)
     return ""
 
 

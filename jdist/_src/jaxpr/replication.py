@@ -1,20 +1,21 @@
-"""What is known of a value before the program runs: whether every replica has the same.
+"""The replication analysis: proves which values of a replica function are the same on every replica.
 
-The proof is an abstract interpretation of the traced replica function. For each value it keeps, a mesh axis each, why
-the value may differ between the replicas along that axis; a value with no reason to differ along any is *mirrored*.
+It is an abstract interpretation of the traced function (`interpreter`). For each value it computes the `Variation`: for each
+mesh axis along which the value may differ between replicas, the cause. A value without any is *replicated*.
 
-* Inputs start as what their placement says, constants as mirrored, and an equation's results join its operands.
-* A collective that hands every replica the same value (`psum`, `pmax`, `pmin`, `all_gather`) takes its axes away.
-* Any other equation that names an axis (`axis_index`, `ppermute`, `psum_scatter`, `all_to_all`, and whatever JAX adds)
-  puts that axis in, and so does an effect that is not known to be harmless.
-* `scan` and `while` are followed to a fixed point over their carry, `cond` joins its branches, and a predicate that
-  differs reaches everything that it decides. Calls are followed. A primitive that is not known joins.
+* Inputs vary as their placement says, constants are replicated, and the results of an equation vary as its operands do.
+* A collective with the same result on every replica (`psum`, `pmax`, `pmin`, `all_gather`) removes its axes.
+* Any other equation that names an axis (`axis_index`, `ppermute`, `psum_scatter`, `all_to_all`, and primitives that JAX adds)
+  adds that axis, and so does an effect that is not known to be harmless.
+* The carry of `scan` and `while` is followed to a fixed point, `cond` joins its branches, and the variation of a predicate is
+  added to everything that it decides. Calls are followed. For an unknown primitive the operands are joined.
 
-So it never calls a value mirrored that can differ, given that the devices compute alike, that a `pure_callback` is pure,
-and that the memory of `jnp.empty` is written before it is read.
-A collective below a predicate that differs along the collective's own axis would wait for ever: it is refused.
+The analysis is sound: it never calls a value replicated that can differ, provided that the devices compute alike, that a
+`pure_callback` is pure, and that the memory of `jnp.empty` is written before it is read.
+A collective below a predicate that varies along the collective's own axis would wait forever: it is an error.
 """
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,21 +24,18 @@ from typing import Any, NamedTuple, TypeAlias
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import DivergentCollectiveError, RepeatedSumWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
-from jdist._src.jaxpr import calls
+from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point, nested_equations
+from jdist._src.jaxpr.primitives import NOT_WAITING, PER_DEVICE, REPLICATING_COLLECTIVES
 
-SUM_MARK = "jdist.all_reduce_sum"  # names what the user asked to be summed, before it is packed with others
-
-_AGREEING = frozenset(("psum", "pmax", "pmin", "all_gather", "all_gather_invariant"))
-_LOCAL = frozenset(("axis_index",))  # name an axis, and wait for nobody
-_OWN = frozenset(("rng_uniform", "infeed"))  # every device has its own generator and its own feed
+SUM_MARK = "jdist.all_reduce_sum"  # name of the operands of the user's sums, before they are packed with others
 
 
 class Input(NamedTuple):
     """An input of a replica function.
 
     Attributes:
-        name: What its author calls it: `batch['image']`.
-        axes: The mesh axes along which it may differ; none for a mirrored input.
+        name: The user's name for it, such as `batch['image']`.
+        axes: The mesh axes along which it may vary; none for a replicated input.
     """
 
     name: str
@@ -45,12 +43,12 @@ class Input(NamedTuple):
 
 
 class Cause(NamedTuple):
-    """Why a value may differ between replicas: where that came from, through the shortest chain.
+    """Why a value may vary between replicas: the end of the shortest chain from where the variation begins.
 
     Attributes:
-        site: The input of the program, or the equation, that made the difference or passed it on.
-        parent: The cause of the operand that it came through; None where the difference begins.
-        depth: How many causes come before this one.
+        site: The input of the program, or the equation, that began the variation or propagated it.
+        parent: The cause of the operand that it was propagated from; None where the variation begins.
+        depth: The number of causes before this one.
     """
 
     site: "Input | Equation"
@@ -58,288 +56,281 @@ class Cause(NamedTuple):
     depth: int = 0
 
     def chain(self) -> list["Cause"]:
-        """From where the difference begins to this cause."""
-        links, link = [], self
-        while link is not None:
-            links.append(link)
-            link = link.parent
-        return links[::-1]
+        """Returns the causes from where the variation begins to this one."""
+        causes, cause = [], self
+        while cause is not None:
+            causes.append(cause)
+            cause = cause.parent
+        return causes[::-1]
 
 
-Variation: TypeAlias = dict[str, Cause]  # mesh axis -> why the value may differ along it; empty: mirrored
+Variation: TypeAlias = dict[str, Cause]  # mesh axis -> why the value may vary along it
 REPLICATED: Variation = {}
 
 
-def prove(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> list[Variation]:
-    """What is known of each output of `program`, the body of a `shard_map`.
+def prove(program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str]) -> list[Variation]:
+    """Returns the variation of each output of `program`, the body of a `shard_map`.
 
     Args:
         program: The traced replica function.
-        inputs: For each input, its name and the axes along which it may differ.
-        axes: The mesh axes that replicas lie along.
+        inputs: For each input, its name and the axes along which it may vary.
+        axes: The mesh axes of the replicas.
 
     Returns:
-        For each output, the axes along which it may differ and why; `{}` is proved mirrored.
+        For each output, the axes along which it may vary, with the causes; `{}` if it is proved replicated.
 
     Raises:
         DivergentCollectiveError: Some replicas may reach a collective that others do not.
 
     Warns:
-        RepeatedSumWarning: `all_reduce("sum", x)` of an `x` that is mirrored already.
+        RepeatedSumWarning: `all_reduce("sum", x)` of an `x` that is replicated already.
 
     Source:
         P. Cousot and R. Cousot, "Abstract interpretation: a unified lattice model for static analysis of programs",
-        POPL 1977. The lattice here has one bit an axis.
+        POPL 1977. The lattice here has one bit per axis.
     """
-    flow = _Flow(frozenset(axes))
-    outputs = flow.follow(program, [{axis: Cause(one) for axis in one.axes} for one in inputs], REPLICATED)
-    flow.warn()
+    analysis = _Analysis(frozenset(axes))
+    outputs = analysis.run_inputs(program, inputs)
+    for equation, jaxpr, is_replicated in analysis.marked_sums.values():
+        place = _line_of_sum(equation, jaxpr) if is_replicated else None
+        if place:
+            warn_once(_REPEATED_SUM, RepeatedSumWarning, place)
     return outputs
 
 
-def find_reductions(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> dict[int, tuple[Equation, bool]]:
-    """Returns the sums over `axes` in `program`, each with whether an operand may differ, by the identity of the equation.
+def find_reductions(program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str]) -> dict[int, tuple[Equation, bool]]:
+    """Returns the sums over `axes` in `program`, by the `id` of the equation, each with whether an operand may vary.
 
     Raises:
         DivergentCollectiveError: Some replicas may reach a collective that others do not.
     """
-    flow = _Flow(frozenset(axes))
-    flow.follow(program, [{axis: Cause(one) for axis in one.axes} for one in inputs], REPLICATED)
-    return flow.reductions
+    analysis = _Analysis(frozenset(axes))
+    analysis.run_inputs(program, inputs)
+    return analysis.sums
 
 
 def explain_cause(cause: Cause) -> str:
-    """The chain of causes in words, a line for each place in the user's code."""
-    start, *links = [link.site for link in cause.chain()]
+    """Returns the chain of causes as text, with one line per place in the user's code."""
+    start, *sites = [link.site for link in cause.chain()]
     if not isinstance(start, Input):
-        links.insert(0, start)
+        sites.insert(0, start)
     places = [
         (place, equation.primitive.name)
-        for equation in links
+        for equation in sites
         if isinstance(equation, Equation) and (place := source_lines.equation_frame(equation))
     ]
-    lines = [f"{start.name}, which holds one value a replica"] if isinstance(start, Input) else []
+    lines = [f"{start.name}, which has one value per replica"] if isinstance(start, Input) else []
     for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
         names = list(dict.fromkeys(name for _, name in group))
         steps = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
         lines.append(f"{steps} at {place} in {place.function}")
     if len(lines) > 8:
-        lines[5:-2] = [f"... {len(lines) - 7} places more ..."]
+        lines[5:-2] = [f"... {len(lines) - 7} more places ..."]
     return "\n    -> ".join(lines)
 
 
 def fix_for(cause: Cause) -> str:
-    """What to do about a value that differs for this reason and should not."""
+    """Returns advice for a value that varies for this reason and should be replicated."""
     start = cause.chain()[0].site
     kind = "input" if isinstance(start, Input) else start.primitive.name
-    return _WAYS_OUT.get(kind, _WAYS_OUT["input"])
+    return _FIXES.get(kind, _FIXES["input"])
 
 
-_WAYS_OUT = {
-    "input": "Reduce what is computed from it over the replicas before it is stored: gradients with "
-    '`jdist.all_reduce("mean", grads)` ahead of the optimizer, statistics and metrics likewise.',
-    "axis_index": "Each replica has its own number, and its own `replica_key`: use them within the step, and store "
-    "what does not depend on them (the key that was folded, not the folded one), or all-reduce the result.",
-    "io_callback": "Every replica calls back by itself and may get another answer: make the value on the host and "
-    "pass it in.",
-    "rng_uniform": "Every device has a generator of its own: draw from a key (`jax.random`).",
-    "new_ref": "jdist does not follow what is written to a mutable reference (`jax.Ref`): return the value instead.",
+_FIXES = {
+    "input": "Reduce the values that are computed from it over the replicas before they are stored: gradients with "
+    '`jdist.all_reduce("mean", grads)` before the optimizer, and statistics and metrics likewise.',
+    "axis_index": "Each replica has its own index and its own `replica_key`: use them within the step and store a value that "
+    "does not depend on them (the key that was folded, not the folded one), or all-reduce the result.",
+    "io_callback": "Each replica runs the callback separately and may receive another value: compute the value on the host "
+    "and pass it as an argument.",
+    "rng_uniform": "Each device has its own generator: draw from a key (`jax.random`).",
+    "new_ref": "jdist does not analyze writes to a mutable reference (`jax.Ref`): return the value instead.",
 }
 
 _REPEATED_SUM = (
-    "all_reduce(SUM) of a value that is the same on every replica multiplies it by the number of replicas. If it was "
-    "reduced before, drop this sum; if the product is meant, multiply by `jdist.num_replicas()`."
+    "all_reduce(SUM) of a value that is the same on every replica multiplies it by the number of replicas. If the value is "
+    "reduced already, remove this sum; if the product is intended, multiply by `jdist.num_replicas()`."
 )
-_warned: dict[str | tuple[str, type[Warning], int], int] = {}  # once a line, where warnings are shown once
+_warned: dict[str | tuple[str, type[Warning], int], int] = {}  # the registry of warnings that are shown once per line
 
 
 def warn_once(message: str, category: type[Warning], place: source_lines.Frame) -> None:
-    """Warns on a line of the user's code; once per line, where warnings are shown once."""
+    """Warns on a line of the user's code, at most once per line unless the user's filters show warnings more often."""
     warnings.warn_explicit(message, category, place.file, place.line, registry=_warned)
 
 
-class _Flow:
-    """One walk over a program: knowledge flows from operands to results."""
+def _line_of_sum(equation: Equation, jaxpr: Jaxpr) -> source_lines.Frame | None:
+    """Returns the user's line of a sum; for a sum that aggregates a write to the state, the line that computed the value."""
+    place = source_lines.equation_frame(equation)
+    if place is None or not source_lines.is_in_jdist(place):
+        return place
+    (operand,) = equation.invars
+    producer = next((one for one in jaxpr.eqns if operand in one.outvars), None)
+    value_place = source_lines.equation_frame(producer) if producer else None
+    if value_place is None or source_lines.is_in_jdist(value_place):
+        return source_lines.caller_frame()
+    return value_place
+
+
+class _Analysis(Interpreter[Variation]):
+    """Computes the variation of each value.
+
+    Equations in loops are interpreted several times. The last time is at the fixed point, so it replaces the ones before.
+
+    Attributes:
+        marked_sums: By the `id` of the equation, each sum that the user wrote: its mark, the jaxpr that contains the mark, and
+            whether the operand is replicated.
+        sums: By the `id` of the equation, each sum over the axes, and whether an operand may vary.
+    """
 
     def __init__(self, axes: frozenset[str]):
         self._axes = axes
-        # The last look at an equation is the one at the fixed point, so a later look replaces an earlier.
-        self._sums: dict[int, tuple[Equation, bool]] = {}
-        self._programs: dict[int, Jaxpr] = {}  # of a sum: the program that it is in
-        # By identity: the sums, and whether an operand may differ.
-        self.reductions: dict[int, tuple[Equation, bool]] = {}
+        self._control: Variation = REPLICATED  # why replicas may not all run the current equation
+        self.marked_sums: dict[int, tuple[Equation, Jaxpr, bool]] = {}
+        self.sums: dict[int, tuple[Equation, bool]] = {}
 
-    def follow(self, program: Jaxpr, inputs: Sequence[Variation], control: Variation) -> list[Variation]:
-        """The knowledge of the program's outputs; `control` says why replicas may not all be running it."""
-        known = {var: value for var, value in zip(program.invars, inputs, strict=True) if value}
+    def run_inputs(self, program: Jaxpr, inputs: Sequence[Input]) -> list[Variation]:
+        """Returns the variation of each output of `program`."""
+        variations = [{axis: Cause(one) for axis in one.axes} for one in inputs]
+        return self.run(program, [REPLICATED] * len(program.constvars), variations)
 
-        def look(atoms: Sequence[Any]) -> list[Variation]:
-            return [REPLICATED if isinstance(atom, Literal) else known.get(atom, REPLICATED) for atom in atoms]
+    def constant(self, value: Any) -> Variation:
+        return REPLICATED
 
-        for equation in program.eqns:
-            if equation.primitive.name == "name":
-                self._programs[id(equation)] = program
-            rule = _RULES.get(equation.primitive.name, _Flow._other)
-            results = rule(self, equation, look(equation.invars), control)
-            for var, value in zip(equation.outvars, results, strict=True):
-                if value:
-                    known[var] = value
-        return look(program.outvars)
+    def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Variation]) -> list[Variation]:
+        name = equation.primitive.name
+        if name == "name":
+            return self._name(jaxpr, equation, operands)
+        return _RULES.get(name, _Analysis._other)(self, equation, operands)
 
-    def warn(self) -> None:
-        """Says which sums add up the same value again and again."""
-        for equation, repeated in self._sums.values():
-            place = self._place(equation) if repeated else None
-            if place:
-                warn_once(_REPEATED_SUM, RepeatedSumWarning, place)
+    def call(self, equation: Equation, body: Function[Variation], operands: list[Variation]) -> list[Variation]:
+        return body(operands)  # sound, because no other jaxpr of the equation is run
 
-    def _place(self, equation: Equation) -> source_lines.Frame | None:
-        """The user's line of a sum. Of a sum that aggregates a write to the state: the line that computed what is written."""
-        place = source_lines.equation_frame(equation)
-        if place is None or not source_lines.is_in_jdist(place):
-            return place
-        (operand,), program = equation.invars, self._programs[id(equation)]
-        maker = next((one for one in program.eqns if operand in one.outvars), None)
-        written = source_lines.equation_frame(maker) if maker else None
-        return source_lines.caller_frame() if written is None or source_lines.is_in_jdist(written) else written
+    def switch(
+        self,
+        equation: Equation,
+        index: Variation,
+        branches: Sequence[Function[Variation]],
+        operands: Sequence[Variation],
+    ) -> list[Variation]:
+        predicate = _propagate(equation, index)
+        with self._below(predicate):
+            results = [branch(operands) for branch in branches]
+        return [_join(predicate, *alternatives) for alternatives in zip(*results, strict=True)]
 
-    def _other(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
-        result = _join(equation, operands)
-        held = jax_compat.contents(equation)
-        if held.names or held.programs or held.opaque or equation.effects or equation.primitive.name in _OWN:
-            result = self._beyond_operands(equation, held, control) | result
-            # How it calls the programs that it holds is not known, only that nothing differs there for another reason.
-            for program in held.programs:
-                self.follow(program, [result] * len(program.invars), control)
-        return [result] * len(equation.outvars)
+    def while_loop(
+        self,
+        equation: Equation,
+        test: Callable[[Sequence[Variation]], Variation],
+        body: Function[Variation],
+        carry: Sequence[Variation],
+    ) -> list[Variation]:
+        def step(carry: Sequence[Variation]) -> list[Variation]:
+            predicate = _propagate(equation, test(carry))
+            with self._below(predicate):
+                if predicate:  # from the second iteration on, not every replica runs the test
+                    test(carry)
+                new_carry = body(carry)
+            return [_join(predicate, value) for value in new_carry]
 
-    def _beyond_operands(self, equation: Equation, held: jax_compat.Contents, control: Variation) -> Variation:
-        """Along which axes results may differ for a reason that is no operand: something here, or in a program within."""
-        parts = list(_with_all_inside(equation, held))
-        waits = [inner.names for part, inner in parts if part.primitive.name not in _LOCAL]
-        self._check_all_arrive(equation, self._axes & frozenset().union(*waits), control)
-        own = any(part.primitive.name in _OWN or inner.opaque for part, inner in parts)
-        if own or any(map(jax_compat.may_vary_between_replicas, equation.effects)):
-            return dict.fromkeys(self._axes, Cause(equation))
-        named = frozenset().union(*(inner.names for _, inner in parts))
-        return dict.fromkeys(self._axes & named, Cause(equation))
+        return fixed_point(step, carry, _join, _vary_alike)
 
-    def _agree(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
-        if equation.params.get("axis_index_groups") is not None:
-            return self._other(equation, operands, control)
-        named = self._axes & jax_compat.contents(equation).names
-        self._check_all_arrive(equation, named, control)
-        if named and equation.primitive.name == "psum":
-            self.reductions[id(equation)] = equation, any(operands)
-        return [_passed_on(equation, {a: c for a, c in value.items() if a not in named}) for value in operands]
-
-    def _name(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
-        if equation.params["name"] == SUM_MARK:
-            constant = isinstance(equation.invars[0], Literal)
-            self._sums[id(equation)] = equation, not any(operands) and not constant
-        return operands
-
-    def _each(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
-        return [_passed_on(equation, value) for value in operands]
-
-    def _call(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
-        # Sound, because the results are those of this program, and no other program of the equation is run.
-        call = calls.call_of(equation)
-        if call is None:
-            return self._other(equation, operands, control)
-        return self.follow(call.program, call.operands(operands), control)
-
-    def _cond(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
-        predicate = _passed_on(equation, operands[0])
-        branches = [jax_compat.open_jaxpr(branch) for branch in equation.params["branches"]]
-        results = [self.follow(branch, operands[1:], predicate | control) for branch in branches]
-        return [_nearest(predicate, *alternatives) for alternatives in zip(*results, strict=True)]
-
-    def _while(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
-        test, body = (jax_compat.open_jaxpr(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
-        first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-        test_consts, body_consts = operands[:first], operands[first : first + second]
-
-        def turn(carry: list[Variation]) -> list[Variation]:
-            (predicate,) = self.follow(test, test_consts + carry, control)
-            predicate = _passed_on(equation, predicate)
-            if predicate:  # from the second turn on, not every replica asks
-                self.follow(test, test_consts + carry, predicate | control)
-            after = self.follow(body, body_consts + carry, predicate | control)
-            return [_nearest(predicate, value) for value in after]
-
-        return _fixed_point(turn, operands[first + second :])
-
-    def _scan(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
-        body = jax_compat.open_jaxpr(equation.params["jaxpr"])
-        num_consts, num_carry = jax_compat.scan_counts(equation)
-        consts, start, slices = (
-            operands[:num_consts],
-            operands[num_consts : num_consts + num_carry],
-            operands[num_consts + num_carry :],
-        )
+    def scan(
+        self, equation: Equation, body: ScanFunction[Variation], carry: Sequence[Variation], xs: Sequence[Variation]
+    ) -> list[Variation]:
         ys: list[Variation] = []
 
-        def turn(carry: list[Variation]) -> list[Variation]:
-            after = self.follow(body, consts + carry + slices, control)
-            ys[:] = after[num_carry:]
-            return after[:num_carry]
+        def step(carry: Sequence[Variation]) -> list[Variation]:
+            new_carry, ys[:] = body(carry, xs)
+            return new_carry
 
-        return _fixed_point(turn, start) + ys
+        return fixed_point(step, carry, _join, _vary_alike) + ys
 
-    def _check_all_arrive(self, equation: Equation, named: frozenset[str], control: Variation) -> None:
-        divided = next((control[axis] for axis in named if axis in control), None)
-        if divided is not None:
+    @contextlib.contextmanager
+    def _below(self, predicate: Variation) -> Iterator[None]:
+        outer, self._control = self._control, predicate | self._control
+        try:
+            yield
+        finally:
+            self._control = outer
+
+    def _name(self, jaxpr: Jaxpr, equation: Equation, operands: list[Variation]) -> list[Variation]:
+        if jax_compat.name_of(equation) == SUM_MARK:
+            is_constant = isinstance(equation.invars[0], Literal)
+            self.marked_sums[id(equation)] = equation, jaxpr, not any(operands) and not is_constant
+        return operands
+
+    def _barrier(self, equation: Equation, operands: list[Variation]) -> list[Variation]:
+        return [_propagate(equation, value) for value in operands]
+
+    def _replicating_collective(self, equation: Equation, operands: list[Variation]) -> list[Variation]:
+        if jax_compat.has_axis_index_groups(equation):
+            return self._other(equation, operands)
+        named = self._axes & jax_compat.contents(equation).names
+        self._check_all_arrive(equation, named)
+        if named and equation.primitive.name == "psum":
+            self.sums[id(equation)] = equation, any(operands)
+        return [
+            _propagate(equation, {axis: cause for axis, cause in value.items() if axis not in named})
+            for value in operands
+        ]
+
+    def _other(self, equation: Equation, operands: list[Variation]) -> list[Variation]:
+        result = _propagate(equation, _join(*operands)) if any(operands) else REPLICATED
+        contents = jax_compat.contents(equation)
+        is_per_device = equation.primitive.name in PER_DEVICE
+        if contents.names or contents.jaxprs or contents.opaque or equation.effects or is_per_device:
+            result = self._begun_by(equation) | result
+            # How the primitive calls its jaxprs is not known; their inputs vary for no other reason than its results.
+            for jaxpr in contents.jaxprs:
+                self.run(jaxpr, [REPLICATED] * len(jaxpr.constvars), [result] * len(jaxpr.invars))
+        return [result] * len(equation.outvars)
+
+    def _begun_by(self, equation: Equation) -> Variation:
+        """Returns the variation that begins at an equation or inside it, whatever its operands are."""
+        inside = list(nested_equations(equation))
+        waiting = [contents.names for inner, contents in inside if inner.primitive.name not in NOT_WAITING]
+        self._check_all_arrive(equation, self._axes & frozenset().union(*waiting))
+        is_opaque = any(inner.primitive.name in PER_DEVICE or contents.opaque for inner, contents in inside)
+        if is_opaque or any(map(jax_compat.may_vary_between_replicas, equation.effects)):
+            return dict.fromkeys(self._axes, Cause(equation))
+        named = frozenset().union(*(contents.names for _, contents in inside))
+        return dict.fromkeys(self._axes & named, Cause(equation))
+
+    def _check_all_arrive(self, equation: Equation, named: frozenset[str]) -> None:
+        """Raises if `equation` waits for the replicas along the axes `named`, and a predicate above it varies along one."""
+        divergence = next((self._control[axis] for axis in named if axis in self._control), None)
+        if divergence is not None:
             place = source_lines.equation_frame(equation)
             raise DivergentCollectiveError(
-                f"{equation.primitive.name} at {place} waits for every replica, and stands where some may not come: "
-                "the predicate above it is not the same on all of them.\n"
-                f"  It may differ because of\n    {explain_cause(divided)}\n"
-                "  Make the predicate agree (`jdist.all_reduce` it), or move the collective out of the branch or loop."
+                f"{equation.primitive.name} at {place} waits for every replica, but some replicas may not reach it: the "
+                "predicate above it may differ between replicas.\n"
+                f"  It may differ because of\n    {explain_cause(divergence)}\n"
+                "  Make the predicate the same on every replica (`jdist.all_reduce` it), or move the collective out of the "
+                "branch or loop."
             )
 
 
-_Rule: TypeAlias = Callable[[_Flow, Equation, list[Variation], Variation], list[Variation]]
-_RULES: dict[str, _Rule] = {
-    **dict.fromkeys(_AGREEING, _Flow._agree),
-    **dict.fromkeys(calls.CALLS, _Flow._call),
-    "name": _Flow._name,
-    "optimization_barrier": _Flow._each,
-    "cond": _Flow._cond,
-    "while": _Flow._while,
-    "scan": _Flow._scan,
+_RULES: dict[str, Callable[[_Analysis, Equation, list[Variation]], list[Variation]]] = {
+    **dict.fromkeys(REPLICATING_COLLECTIVES, _Analysis._replicating_collective),
+    "optimization_barrier": _Analysis._barrier,
 }
 
 
-def _fixed_point(turn: Callable[[list[Variation]], list[Variation]], carry: list[Variation]) -> list[Variation]:
-    """The knowledge of a loop's carry after any number of turns; it only grows, so this ends."""
-    while True:
-        joined = [_nearest(old, new) for old, new in zip(carry, turn(carry), strict=True)]
-        if all(old.keys() == new.keys() for old, new in zip(carry, joined, strict=True)):
-            return joined
-        carry = joined
+def _vary_alike(first: Variation, second: Variation) -> bool:
+    return first.keys() == second.keys()
 
 
-def _with_all_inside(equation: Equation, held: jax_compat.Contents) -> Iterator[tuple[Equation, jax_compat.Contents]]:
-    yield equation, held
-    for program in held.programs:
-        for inner in program.eqns:
-            yield from _with_all_inside(inner, jax_compat.contents(inner))
-
-
-def _nearest(*values: Variation) -> Variation:
-    """All the axes of `values`, each with the cause that is nearest to where the difference began."""
-    found: Variation = {}
+def _join(*values: Variation) -> Variation:
+    """Returns the axes of all `values`, each with the cause that is nearest to where the variation begins."""
+    joined: Variation = {}
     for value in values:
         for axis, cause in value.items():
-            if axis not in found or cause.depth < found[axis].depth:
-                found[axis] = cause
-    return found
+            if axis not in joined or cause.depth < joined[axis].depth:
+                joined[axis] = cause
+    return joined
 
 
-def _passed_on(equation: Equation, value: Variation) -> Variation:
+def _propagate(equation: Equation, value: Variation) -> Variation:
+    """Returns the variation of a result of `equation` that depends on `value`."""
     return {axis: Cause(equation, cause, cause.depth + 1) for axis, cause in value.items()} if value else REPLICATED
-
-
-def _join(equation: Equation, operands: list[Variation]) -> Variation:
-    return _passed_on(equation, _nearest(*operands)) if any(operands) else REPLICATED

@@ -1,10 +1,10 @@
-"""The update in a step: what is left to do of it once the replicas have said all that they have to say to each other.
+"""Splits a step's jaxpr into a compute part and an optimizer-update part.
 
-A step computes gradients, each replica its own, reduces them, and updates the state. The update is the same on every replica,
-so it need not be done by each, nor where they are: it can be done once, where the state lies. No line of the step says where
-the update begins. It is found in the traced program, from its end: an equation belongs to it if every replica would get the
-same from it, if what it gives goes nowhere but to other equations of the update and to results, and if it needs some of the
-values that are kept apart.
+A step computes a gradient per replica, reduces the gradients, and updates the state. The update is the same on every replica,
+so it can be computed once, where the state is stored. No line of the step marks where the update begins; it is found from
+the end of the jaxpr. An equation belongs to the update if its operands and results are replicated, no collective follows it,
+its results are used by the update and by results of the step only, and it leads from the state that is stored elsewhere to
+the new state.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,178 +14,211 @@ import jax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
-from jdist._src.jaxpr import calls, replication
+from jdist._src.jaxpr import replication
+from jdist._src.jaxpr.interpreter import Evaluator, uses_axes
+from jdist._src.jaxpr.primitives import ANNOTATED_CALLS, CALLS, ELEMENTWISE
 from jdist._src.jaxpr.replication import Input
-
-# What gives each element from the same element of its operands, or from numbers.
-_ELEMENTWISE = frozenset(
-    """
-    abs add add_any and ceil clamp convert_element_type copy copy_p cos div eq erf exp exp2 expm1 floor ge gt integer_pow
-    is_finite le log log1p logistic lt max min mul name ne neg nextafter not or pow reduce_precision rem round rsqrt
-    select_n sign sin sqrt square stop_gradient sub tanh xor
-    """.split()  # noqa: SIM905
-)
 
 
 class JaxprPart(NamedTuple):
-    """Some equations of a program.
+    """Some equations of a jaxpr.
 
     Attributes:
-        needs: The variables that they need.
-        gives: Those of what they make that are needed after them.
-        program: From the ones to the others.
+        inputs: The variables that they use and do not define.
+        outputs: The variables that they define and that are used after them.
+        program: The jaxpr from `inputs` to `outputs`.
     """
 
-    needs: list[Any]
-    gives: list[Any]
+    inputs: list[Any]
+    outputs: list[Any]
     program: Jaxpr
 
-    def pieces(self) -> list["JaxprPart"]:
-        """An elementwise update in pieces that have no array in common: one a parameter."""
-        leader: dict[Any, Any] = {}  # of each array, another one of the same piece, or itself
+    def split_by_array(self) -> list["JaxprPart"]:
+        """Splits an elementwise update into parts that have no array in common: one per parameter."""
+        parent: dict[Any, Any] = {}  # a union-find forest over the arrays
 
-        def lead(var: Any) -> Any:
-            while (other := leader.setdefault(var, var)) is not var:
-                leader[var] = var = leader[other]
+        def root(var: Any) -> Any:
+            while (other := parent.setdefault(var, var)) is not var:
+                parent[var] = var = parent[other]
             return var
 
         for equation in self.program.eqns:
-            first, *others = map(lead, _arrays([*equation.invars, *equation.outvars]))
-            leader.update(dict.fromkeys(others, first))
-        pieces: dict[Any, list[Equation]] = {}
+            first, *others = map(root, _arrays([*equation.invars, *equation.outvars]))
+            parent.update(dict.fromkeys(others, first))
+        groups: dict[Any, list[Equation]] = {}
         for equation in self.program.eqns:
-            pieces.setdefault(lead(_arrays(equation.outvars)[0]), []).append(equation)
-        return [_part(self.program, piece, self.gives) for piece in pieces.values()]
+            groups.setdefault(root(_arrays(equation.outvars)[0]), []).append(equation)
+        return [_part(self.program, group, self.outputs) for group in groups.values()]
 
-    def run(self, known: dict[Any, Any]) -> dict[Any, Any]:
-        """What they make of what is known of the variables."""
-        values = jax_compat.jaxpr_function(jax_compat.close_jaxpr(self.program))(*(known[var] for var in self.needs))
-        return dict(zip(self.gives, values, strict=True))
+    def run(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Returns the values of `outputs`, given those of `inputs`."""
+        evaluate = jax_compat.jaxpr_function(jax_compat.close_jaxpr(self.program))
+        return dict(zip(self.outputs, evaluate(*(values[var] for var in self.inputs)), strict=True))
 
 
 def inline_calls(program: Any, axis_sizes: Sequence[tuple[str, int]]) -> Any:
-    """The closed program without calls, the equations of what was called in their place."""
-
-    def called(equation: Equation, operands: list[Any]) -> list[Any] | None:
-        call = calls.call_of(equation) if equation.primitive.name not in calls.ANNOTATED_CALLS else None
-        return jax_compat.follow(call.program, call.consts, call.operands(operands), called) if call else None
-
-    run = lambda *given: jax_compat.follow(program.jaxpr, program.consts, given, called)
+    """Returns a closed jaxpr with its calls inlined, except for those that carry an instruction for the compiler."""
+    evaluator = _Inliner()
     shapes = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in program.jaxpr.invars]
-    return jax.make_jaxpr(run, axis_env=list(axis_sizes))(*shapes)
+    evaluate = lambda *arguments: evaluator.run(program.jaxpr, program.consts, arguments)
+    return jax.make_jaxpr(evaluate, axis_env=list(axis_sizes))(*shapes)
+
+
+class _Inliner(Evaluator):
+    def enters(self, equation: Equation) -> bool:
+        return equation.primitive.name in CALLS - ANNOTATED_CALLS
+
+
+class UpdatePartition(NamedTuple):
+    """The parts of a step.
+
+    Attributes:
+        compute: The part before the update.
+        elementwise: The part of the update that computes each element from the same elements of its operands.
+        rest: The rest of the update, such as norms, and what depends on them.
+        literals: The values of the variables that replace literals in the update.
+    """
+
+    compute: JaxprPart
+    elementwise: JaxprPart
+    rest: JaxprPart
+    literals: dict[Any, Any]
 
 
 def split_update(
     program: Jaxpr,
     inputs: Sequence[Input],
     axes: Sequence[str],
-    apart: Collection[Any],
-    own: Collection[Any],
+    remote: Collection[Any],
+    per_replica: Collection[Any],
     num_state: int,
-) -> tuple[JaxprPart, JaxprPart, JaxprPart, dict[Any, Any]]:
-    """Takes the update out of a flat program.
+) -> UpdatePartition:
+    """Splits a jaxpr without inlinable calls.
 
     Args:
         program: The program of one replica, with constants as inputs.
-        inputs: For each of its inputs, where it may differ between the replicas.
+        inputs: For each of its inputs, where it may vary between the replicas.
         axes: The axes of the replicas.
-        apart: Those of its input variables that are kept apart.
-        own: Those of its results of which each replica keeps its own, even if all are the same.
-        num_state: How many of its results are the new state.
-
-    Returns:
-        What comes before the update; of the update, what makes each element of the same elements only; the rest of it;
-        and the values of variables that stand for numbers in it.
+        remote: The input variables that are stored elsewhere.
+        per_replica: The results that are stored per replica, even if they are proved replicated.
+        num_state: The number of results, from the first, that are the new state.
     """
     users: dict[Any, list[int]] = {}
     for number, equation in enumerate(program.eqns):
         for var in _variables(equation.invars):
             users.setdefault(var, []).append(number)
-    last = _last(program, inputs, axes, frozenset(_variables(own)), users)
-    late = _late(program, last, frozenset(apart), frozenset(_variables(program.outvars[:num_state])), users)
-    _add_what_is_less_to_send(program, late, last, users)
-    parts: tuple[list[Equation], ...] = [], [], []
-    mixed: set[Any] = set()  # what is made by the rest of the update
-    numbers: dict[Any, Any] = {}
-    for equation, is_late in zip(program.eqns, late, strict=True):
-        if is_late and equation.primitive.name == "broadcast_in_dim":
-            # A number in the program would be spread out in the memory of a device, and not in that of the host.
-            equation = jax_compat.with_variables(equation, numbers)
-        by_element = is_late and _is_elementwise(equation) and mixed.isdisjoint(_variables(equation.invars))
-        parts[1 if by_element else 2 if is_late else 0].append(equation)
-        if is_late and not by_element:
-            mixed.update(equation.outvars)
-    wanted = [_variables(atom for equation in part for atom in equation.invars) for part in parts]
+    is_final = _is_final(program, inputs, axes, frozenset(_variables(per_replica)), users)
+    is_update = _is_update(
+        program, is_final, frozenset(remote), frozenset(_variables(program.outvars[:num_state])), users
+    )
+    _extend_where_less_is_sent(program, is_update, is_final, users)
+    compute, elementwise, rest = list[Equation](), list[Equation](), list[Equation]()
+    rest_results: set[Any] = set()
+    literals: dict[Any, Any] = {}
+    for equation, in_update in zip(program.eqns, is_update, strict=True):
+        if not in_update:
+            compute.append(equation)
+            continue
+        if equation.primitive.name == "broadcast_in_dim":
+            # XLA would broadcast a literal in device memory, and the update may be computed in host memory.
+            equation = jax_compat.literals_to_variables(equation, literals)
+        if _is_elementwise(equation) and rest_results.isdisjoint(_variables(equation.invars)):
+            elementwise.append(equation)
+        else:
+            rest.append(equation)
+            rest_results.update(equation.outvars)
     results = _variables(program.outvars)
-    return (
-        _part(program, parts[0], [*results, *wanted[1], *wanted[2]]),
-        _part(program, parts[1], [*results, *wanted[2]]),
-        _part(program, parts[2], results),
-        numbers,
+    rest_part = _part(program, rest, results)
+    elementwise_part = _part(program, elementwise, [*results, *rest_part.inputs])
+    return UpdatePartition(
+        _part(program, compute, [*results, *elementwise_part.inputs, *rest_part.inputs]),
+        elementwise_part,
+        rest_part,
+        literals,
     )
 
 
-def _part(program: Jaxpr, equations: Sequence[Equation], wanted: Sequence[Any]) -> JaxprPart:
-    made = {var for equation in equations for var in equation.outvars}
-    read = _variables(atom for equation in equations for atom in equation.invars)
-    needs = [var for var in dict.fromkeys(read) if var not in made]
-    gives = [var for var in dict.fromkeys(wanted) if var in made]
-    return JaxprPart(needs, gives, jax_compat.sub_jaxpr(program, equations, needs, gives))
+def _part(program: Jaxpr, equations: Sequence[Equation], used: Sequence[Any]) -> JaxprPart:
+    """Returns some equations of `program` as a part; its outputs are the variables of `used` that they define."""
+    defined = {var for equation in equations for var in equation.outvars}
+    operands = _variables(atom for equation in equations for atom in equation.invars)
+    inputs = [var for var in dict.fromkeys(operands) if var not in defined]
+    outputs = [var for var in dict.fromkeys(used) if var in defined]
+    return JaxprPart(inputs, outputs, jax_compat.sub_jaxpr(program, equations, inputs, outputs))
 
 
-def _last(
-    program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str], own: frozenset[Any], users: Mapping[Any, list[int]]
+def _is_final(
+    program: Jaxpr,
+    inputs: Sequence[Input],
+    axes: Sequence[str],
+    per_replica: frozenset[Any],
+    users: Mapping[Any, list[int]],
 ) -> list[bool]:
-    """For each equation, whether after it nothing comes that differs between the replicas, and nothing that they say."""
-    everything = jax_compat.sub_jaxpr(
-        program, program.eqns, program.invars, [v for one in program.eqns for v in one.outvars]
+    """For each equation, whether it and all that depend on it are replicated, without collectives and without effects."""
+    results = [var for equation in program.eqns for var in equation.outvars]
+    variations = iter(
+        replication.prove(jax_compat.sub_jaxpr(program, program.eqns, program.invars, results), inputs, axes)
     )
-    known = iter(replication.prove(everything, inputs, axes))
-    agrees = [not any([next(known) for _ in equation.outvars]) for equation in program.eqns]
-    last = [False] * len(program.eqns)
+    is_replicated = [not any([next(variations) for _ in equation.outvars]) for equation in program.eqns]
+    is_final = [False] * len(program.eqns)
     for number in reversed(range(len(program.eqns))):
         equation = program.eqns[number]
-        silent = not equation.effects and not jax_compat.uses_axes(equation, frozenset(axes))
-        ends = own.isdisjoint(equation.outvars) and all(last[user] for user in _users(equation, users))
-        last[number] = agrees[number] and silent and ends
-    return last
+        is_pure = not equation.effects and not uses_axes(equation, frozenset(axes))
+        is_followed = per_replica.isdisjoint(equation.outvars) and all(
+            is_final[user] for user in _users(equation, users)
+        )
+        is_final[number] = is_replicated[number] and is_pure and is_followed
+    return is_final
 
 
-def _late(
-    program: Jaxpr, last: Sequence[bool], apart: frozenset[Any], state: frozenset[Any], users: Mapping[Any, list[int]]
+def _is_update(
+    program: Jaxpr,
+    is_final: Sequence[bool],
+    remote: frozenset[Any],
+    state: frozenset[Any],
+    users: Mapping[Any, list[int]],
 ) -> list[bool]:
-    """For each equation, whether it belongs to the update: from what is apart it leads to the state, or follows what does."""
-    leads = [False] * len(program.eqns)
+    """For each equation, whether it leads from the remote state to the new state, or depends on one that does."""
+    leads_to_state = [False] * len(program.eqns)
     for number in reversed(range(len(program.eqns))):
         equation = program.eqns[number]
-        leads[number] = not state.isdisjoint(equation.outvars) or any(leads[user] for user in _users(equation, users))
-    late: list[bool] = []
-    depends, follows = set(apart), set[Any]()
+        leads_to_state[number] = not state.isdisjoint(equation.outvars) or any(
+            leads_to_state[user] for user in _users(equation, users)
+        )
+    is_update: list[bool] = []
+    from_remote, from_update = set(remote), set[Any]()
     for number, equation in enumerate(program.eqns):
         operands = _variables(equation.invars)
-        leads_there = leads[number] and not depends.isdisjoint(operands)
-        late.append(last[number] and (leads_there or not follows.isdisjoint(operands)))
-        if last[number] and not depends.isdisjoint(operands):  # not by way of what the replicas say
-            depends.update(equation.outvars)
-        if late[number]:
-            follows.update(equation.outvars)
-    return late
+        depends_on_remote = not from_remote.isdisjoint(operands)
+        is_on_path = leads_to_state[number] and depends_on_remote
+        is_update.append(is_final[number] and (is_on_path or not from_update.isdisjoint(operands)))
+        if is_final[number] and depends_on_remote:  # not through a collective
+            from_remote.update(equation.outvars)
+        if is_update[number]:
+            from_update.update(equation.outvars)
+    return is_update
 
 
-def _add_what_is_less_to_send(
-    program: Jaxpr, late: list[bool], last: Sequence[bool], users: Mapping[Any, list[int]]
+def _extend_where_less_is_sent(
+    program: Jaxpr, is_update: list[bool], is_final: Sequence[bool], users: Mapping[Any, list[int]]
 ) -> None:
-    """Adds to the update what leads up to it, where that is less to send: a gradient, and not its square beside it."""
+    """Adds equations before the update if fewer arrays are sent then: a gradient, and not also its square."""
     sent = {
-        var for equation, is_late in zip(program.eqns, late, strict=True) if is_late for var in _arrays(equation.invars)
+        var
+        for equation, in_update in zip(program.eqns, is_update, strict=True)
+        if in_update
+        for var in _arrays(equation.invars)
     }
     results = frozenset(_variables(program.outvars))
     for number in reversed(range(len(program.eqns))):
         equation = program.eqns[number]
-        only = results.isdisjoint(equation.outvars) and all(late[user] for user in _users(equation, users))
-        wanted = last[number] and not sent.isdisjoint(equation.outvars) and _is_elementwise(equation)
-        if not late[number] and only and wanted and len(set(_arrays(equation.invars)) - sent) <= 1:
-            late[number] = True
+        is_used_by_update_only = results.isdisjoint(equation.outvars) and all(
+            is_update[user] for user in _users(equation, users)
+        )
+        replaces_sent = is_final[number] and not sent.isdisjoint(equation.outvars) and _is_elementwise(equation)
+        is_no_more = len(set(_arrays(equation.invars)) - sent) <= 1
+        if not is_update[number] and is_used_by_update_only and replaces_sent and is_no_more:
+            is_update[number] = True
             sent.update(_arrays(equation.invars))
 
 
@@ -201,7 +234,7 @@ def _is_elementwise(equation: Equation) -> bool:
     if equation.primitive.name == "broadcast_in_dim":
         return not jax_compat.shape_of(equation.invars[0])
     shapes = set(map(jax_compat.shape_of, equation.invars)) - {()}
-    return equation.primitive.name in _ELEMENTWISE and len(shapes) == 1
+    return equation.primitive.name in ELEMENTWISE and len(shapes) == 1
 
 
 def _variables(atoms: Any) -> list[Any]:

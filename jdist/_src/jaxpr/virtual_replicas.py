@@ -1,19 +1,18 @@
-"""Virtual replicas: the program of one replica of V, run by N devices, with the same bits for every N.
+"""Runs the program of one replica for V virtual replicas on N devices, with bitwise equal results for every N.
 
-The mathematics is that of V replicas; how many devices there are only decides how fast it is done. Each device runs its
-virtual replicas one after the other, in a loop whose body is compiled alone, so that every kernel sees the shapes of one
-replica. What all replicas share is computed once. Where they add up, the sum is taken along one fixed tree over all V:
+The result is that of V replicas; the number of devices only decides the speed. Each device runs its virtual replicas
+sequentially, in a loop whose body is compiled separately, so that every kernel has the shapes of one replica. Values that all
+replicas share are computed once. Sums over the replicas are taken along one fixed tree over all V:
 
     ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7))
 
-A device adds up the branches that lie wholly on it; then each device takes a part of the numbers, gets it of all others
-(all-to-all), goes on up the tree, and hands the result to all (all-gather).
+A device adds the subtrees of its own replicas; then each device receives one part of the elements from all devices
+(all-to-all), continues up the tree, and sends the total to all devices (all-gather).
 
-To be run so, a traced program is taken apart (`run_in_turn`): equations of values that differ between replicas are collected
-until a collective wants to know them, and then run in one loop; all others run once.
+`run_virtual_replicas` schedules the equations of the jaxpr: those with varying results are collected until a collective uses
+the results, and then run in one loop over the slots; all others run once.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -24,10 +23,11 @@ from jax import lax
 
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
-from jdist._src.devices.mesh import Replicas
-from jdist._src.jaxpr import calls, replication
-from jdist._src.jaxpr.single_replica import Rule, rewriting
+from jdist._src.jaxpr import replication
+from jdist._src.jaxpr.interpreter import Evaluator, Function, ScanFunction, fixed_point, nested_equations, uses_axes
+from jdist._src.jaxpr.primitives import ANNOTATED_CALLS, CALLS, NOT_WAITING, ORDERED_REDUCTIONS
 from jdist._src.jaxpr.virtual_values import (
+    Slots,
     Stacked,
     Value,
     gather_slots,
@@ -41,276 +41,257 @@ from jdist._src.jaxpr.virtual_values import (
 )
 
 
-def run_virtual_replicas(program: Any, arguments: Sequence[Value], replicas: Replicas) -> list[Value]:
-    """What a program of one replica gives for these arguments, on this device and beside the others.
+def run_virtual_replicas(program: Any, arguments: Sequence[Value], slots: Slots) -> list[Value]:
+    """Returns the results of a closed jaxpr of one replica, for all virtual replicas of this device.
 
     Raises:
-        ValueError: It talks to the other replicas in a way that has no fixed order yet.
+        ValueError: The jaxpr has a collective whose result depends on the order of the replicas and has no fixed one yet.
     """
-    return _Run(replicas).follow(jax_compat.open_jaxpr(program), program.consts, arguments)
+    return _VirtualReplicas(slots).run(jax_compat.open_jaxpr(program), program.consts, arguments)
 
 
-class _Run:
-    """One pass through a program, while it is traced anew for the devices."""
+class _VirtualReplicas(Evaluator):
+    """Evaluates jaxprs on `Value`s, while they are traced anew for the devices."""
 
-    def __init__(self, replicas: Replicas):
-        self._replicas = replicas
-        self._axes = frozenset(replicas.mesh.axis_names)
+    def __init__(self, slots: Slots):
+        self._slots = slots
+        self._axes = frozenset(slots.axes)
 
-    def follow(self, program: Jaxpr, consts: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
-        """The values of the outputs."""
-        known: dict[Any, Value] = dict(zip(program.constvars, consts, strict=True))
-        known.update(zip(program.invars, arguments, strict=True))
-        waiting: list[Equation] = []
-        made: dict[Any, None] = {}  # what they will make for each replica, in order
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
+        """See `Interpreter.run`. Delays the equations that vary between replicas, to run many of them in one loop."""
+        values: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+        delayed: list[Equation] = []
+        delayed_results: dict[Any, None] = {}  # a set in order
 
-        def look(atom: Any) -> Value:
-            return atom.val if isinstance(atom, Literal) else known[atom]
+        def read(atom: Any) -> Value:
+            return atom.val if isinstance(atom, Literal) else values[atom]
 
-        def flush(left: Sequence[Equation]) -> None:
-            if waiting:
-                wanted = set(_variables(program.outvars)).union(*(_variables(one.invars) for one in left))
-                self._loop(program, waiting, [v for v in made if v in wanted], known)
-                waiting.clear()
-                made.clear()
+        def run_delayed(remaining: Sequence[Equation]) -> None:
+            if delayed:
+                used = set(_variables(jaxpr.outvars)).union(*(_variables(one.invars) for one in remaining))
+                outputs = [var for var in delayed_results if var in used]
+                values.update(self._run_per_slot(jaxpr, delayed, outputs, values))
+                delayed.clear()
+                delayed_results.clear()
 
-        for number, equation in enumerate(program.eqns):
+        for number, equation in enumerate(jaxpr.eqns):
             operands = _variables(equation.invars)
-            if self._is_together(equation):
-                if any(v in made for v in operands) or jax_compat.contents(equation).programs:
-                    flush(program.eqns[number:])
-                values = self._together(equation, [look(atom) for atom in equation.invars])
-                known.update(zip(equation.outvars, values, strict=True))
-            else:
-                own = {v for v in operands if v in made or is_stacked(known[v])}
-                differing = _differing(program, equation, own, self._axes)
-                if differing:
-                    waiting.append(equation)
-                    made.update(dict.fromkeys(differing))
-                if len(differing) < len(equation.outvars):
-                    # What does not depend on them is the same for any value of those that differ.
-                    shared = [v for v in equation.outvars if v not in differing]
-                    values = [_any_of(v) if v in own else known[v] for v in operands]
-                    results = _evaluated(program, [equation], dict(zip(operands, values, strict=True)), shared)
-                    known.update(zip(shared, results, strict=True))
-        flush([])
-        return [look(atom) for atom in program.outvars]
+            if self._has_collective(equation):
+                if any(var in delayed_results for var in operands) or jax_compat.contents(equation).jaxprs:
+                    run_delayed(jaxpr.eqns[number:])
+                results = self.evaluate(jaxpr, equation, [read(atom) for atom in equation.invars])
+                values.update(zip(equation.outvars, results, strict=True))
+                continue
+            varying_operands = {var for var in operands if var in delayed_results or is_stacked(values[var])}
+            varying_results = self._varying_results(jaxpr, equation, varying_operands)
+            if varying_results:
+                delayed.append(equation)
+                delayed_results.update(dict.fromkeys(varying_results))
+            if len(varying_results) < len(equation.outvars):
+                # The other results do not depend on the varying operands: any value of these gives the same.
+                one_value = lambda atom, varying=varying_operands: (
+                    zeros(atom.aval.shape, atom.aval.dtype)
+                    if not isinstance(atom, Literal) and atom in varying
+                    else read(atom)
+                )
+                results = _SlotEvaluator().evaluate(jaxpr, equation, list(map(one_value, equation.invars)))
+                pairs = zip(equation.outvars, results, strict=True)
+                values.update((var, value) for var, value in pairs if var not in varying_results)
+        run_delayed([])
+        return [read(atom) for atom in jaxpr.outvars]
 
-    def _loop(self, program: Jaxpr, equations: list[Equation], results: list[Any], known: dict[Any, Value]) -> None:
-        """Runs equations for each replica of this device in turn, and makes `results` known."""
-        needs_number = any(self._axes & _names_within(one) for one in equations)
-        inner = {v for one in equations for v in one.outvars}
-        inputs = list(dict.fromkeys(v for one in equations for v in _variables(one.invars) if v not in inner))
+    def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Value]) -> list[Value]:
+        """See `Interpreter.primitive`. Returns the results of a collective."""
+        rule = _COLLECTIVES.get(equation.primitive.name)
+        if rule is None or jax_compat.has_axis_index_groups(equation):
+            raise ValueError(
+                f"{equation.primitive.name} at {source_lines.equation_frame(equation)} is not supported with virtual replicas, "
+                "whose results are the same on any number of devices. `all_reduce`, `all_gather`, `reduce_scatter`, "
+                "`broadcast` and `sync.exact()` are, also in `cond`, `scan` and `while_loop`; for other collectives, remove "
+                "`virtual_replicas`."
+            )
+        return rule(self._slots, equation, operands)
 
-        slots = {v: self._at_least_two(known[v].slots) for v in inputs if is_stacked(known[v])}
+    def call(self, equation: Equation, body: Function[Value], operands: list[Value]) -> list[Value]:
+        """See `Interpreter.call`. Inlines every call: its operands may be `Stacked`."""
+        return body(operands)
 
-        def turn(slot: jax.Array, buffers: list[jax.Array]) -> list[jax.Array]:
-            own = [lax.dynamic_index_in_dim(slots[v], slot, keepdims=False) if v in slots else known[v] for v in inputs]
-            number = [replica_ids(self._replicas)[0] + slot] if needs_number else []
-            # What is computed is not fused with its way from and to the slots, of which each device has another number.
-            own, number = lax.optimization_barrier((own, number))
-            as_number = lambda equation, _: number if equation.primitive.name == "axis_index" else None
-            rule = rewriting(self._axes, as_number)
-            made = _evaluated(program, equations, dict(zip(inputs, own, strict=True)), results, rule)
-            return [write_slot(x, y, slot) for x, y in zip(buffers, lax.optimization_barrier(made), strict=True)]
+    def switch(
+        self, equation: Equation, index: Value, branches: Sequence[Function[Value]], operands: Sequence[Value]
+    ) -> list[Value]:
+        """See `Interpreter.switch`. A result is `Stacked` if it is in any branch."""
+        results = [jax.eval_shape(branch, list(operands)) for branch in branches]
+        kinds = [any(map(is_stacked, column)) for column in zip(*results, strict=True)]
+        converted = [lambda operands, branch=branch: self._as_kinds(kinds, branch(operands)) for branch in branches]
+        return super().switch(equation, index, converted, operands)
 
-        each = self._replicas.each
-        empty = [zeros((max(each, _LEAST_SLOTS), *v.aval.shape), v.aval.dtype) for v in results]
-        filled = lax.fori_loop(0, self._num_slots(), turn, empty)
-        known.update((v, Stacked(x[:each])) for v, x in zip(results, filled, strict=True))
+    def while_loop(
+        self,
+        equation: Equation,
+        test: Callable[[Sequence[Value]], Value],
+        body: Function[Value],
+        carry: Sequence[Value],
+    ) -> list[Value]:
+        """See `Interpreter.while_loop`. The test is not `Stacked`: it is proved replicated if the loop has a collective."""
+        kinds = self._kinds_of_carry(body, carry)
+        converted = lambda carry: self._as_kinds(kinds, body(carry))
+        return super().while_loop(equation, test, converted, self._as_kinds(kinds, carry))
 
-    def _at_least_two(self, slots: jax.Array) -> jax.Array:
-        missing = _LEAST_SLOTS - self._replicas.each
-        return jnp.concatenate([slots, zeros((missing, *slots.shape[1:]), slots.dtype)]) if missing > 0 else slots
+    def scan(
+        self, equation: Equation, body: ScanFunction[Value], carry: Sequence[Value], xs: Sequence[Value]
+    ) -> list[Value]:
+        """See `Interpreter.scan`. The scanned dimension of a `Stacked` value comes before that of the slots."""
+        xs = list(map(_swap_slots, xs))
+        slices = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
+        kinds = self._kinds_of_carry(lambda carry, slices: body(carry, slices)[0], carry, slices)
 
-    def _is_together(self, equation: Equation) -> bool:
-        """Whether an equation names an axis, or holds one that does so to wait for other replicas: all but `axis_index`."""
-        held = jax_compat.contents(equation)
-        inner = (one for program in held.programs for one in program.eqns if one.primitive.name != "axis_index")
-        return bool(self._axes & held.names) or any(map(self._is_together, inner))
+        def converted(carry: Sequence[Value], slices: Sequence[Value]) -> tuple[list[Value], list[Value]]:
+            new_carry, ys = body(carry, slices)
+            return self._as_kinds(kinds, new_carry), ys
 
-    def _num_slots(self) -> jax.Array:
-        """How many replicas this device runs; not known to the compiler, which would unroll a loop of one turn."""
-        number = lax.axis_index(self._replicas.mesh.axis_names)
-        return lax.optimization_barrier(
-            jnp.clip(self._replicas.size - number * self._replicas.each, 0, self._replicas.each)
-        )
+        results = super().scan(equation, converted, self._as_kinds(kinds, carry), xs)
+        return [*results[: len(carry)], *map(_swap_slots, results[len(carry) :])]
 
-    def _together(self, equation: Equation, values: list[Value]) -> list[Value]:
-        """The results of an equation that names the axis, or has programs within that do."""
-        rule = _RULES.get(equation.primitive.name)
-        if rule is not None and not equation.params.get("axis_index_groups"):
-            return rule(self, equation, values)
-        call = calls.call_of(equation)
-        if call is not None:
-            return self.follow(call.program, call.consts, call.operands(values))
-        raise ValueError(
-            f"{equation.primitive.name} at {source_lines.equation_frame(equation)} is not there for virtual replicas, whose results "
-            "are to be the same on any number of devices. `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast` and "
-            "`sync.exact()` are, also in `cond`, `scan` and `while_loop`; for others leave `virtual_replicas` out."
-        )
+    def _kinds_of_carry(self, body: Callable[..., list[Value]], carry: Sequence[Value], *others: Any) -> list[bool]:
+        """Returns, for each value of a loop's carry, whether it is `Stacked` after some number of iterations."""
 
-    def _sum(self, equation: Equation, values: list[Value]) -> list[Value]:
-        return [tree_fold(operator.add, value, self._replicas) for value in values]
+        def step(kinds: Sequence[bool]) -> list[bool]:
+            return list(map(is_stacked, jax.eval_shape(body, self._as_kinds(kinds, carry), *others)))
 
-    def _max(self, equation: Equation, values: list[Value]) -> list[Value]:
-        return [tree_fold(jnp.maximum, value, self._replicas) for value in values]
+        return fixed_point(step, list(map(is_stacked, carry)), operator.or_)
 
-    def _min(self, equation: Equation, values: list[Value]) -> list[Value]:
-        return [tree_fold(jnp.minimum, value, self._replicas) for value in values]
-
-    def _index(self, equation: Equation, values: list[Value]) -> list[Value]:
-        return [Stacked(replica_ids(self._replicas))]
-
-    def _gather(self, equation: Equation, values: list[Value]) -> list[Value]:
-        dim, tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
-        return [gather_slots(value, dim, tiled, self._replicas) for value in values]
-
-    def _scatter(self, equation: Equation, values: list[Value]) -> list[Value]:
-        dim, tiled = equation.params["scatter_dimension"], equation.params["tiled"]
-        totals = [tree_fold(operator.add, value, self._replicas) for value in values]
-        return [Stacked(scatter_slots(total, dim, tiled, self._replicas)) for total in totals]
-
-    def _cond(self, equation: Equation, values: list[Value]) -> list[Value]:
-        index, *operands = values
-        branches = [
-            functools.partial(self.follow, jax_compat.open_jaxpr(branch), getattr(branch, "consts", ()))
-            for branch in equation.params["branches"]
+    def _as_kinds(self, kinds: Sequence[bool], values: Sequence[Value]) -> list[Value]:
+        return [
+            Stacked(slots_of(value, self._slots)) if stacked else value
+            for stacked, value in zip(kinds, values, strict=True)
         ]
-        kinds = [jax.eval_shape(lambda *xs, branch=branch: branch(xs), *operands) for branch in branches]
-        own = [any(is_stacked(value) for value in column) for column in zip(*kinds, strict=True)]
-        alike = [lambda *xs, branch=branch: self._of_kinds(own, branch(xs)) for branch in branches]
-        return lax.switch(index, alike, *operands)
 
-    def _scan(self, equation: Equation, values: list[Value]) -> list[Value]:
-        body = equation.params["jaxpr"]
-        num_consts, num_carry = jax_compat.scan_counts(equation)
-        consts, carry, xs = (
-            values[:num_consts],
-            values[num_consts : num_consts + num_carry],
-            values[num_consts + num_carry :],
+    def _run_per_slot(
+        self, jaxpr: Jaxpr, equations: Sequence[Equation], outputs: list[Any], values: dict[Any, Value]
+    ) -> dict[Any, Stacked]:
+        """Returns the values of the variables `outputs` of `equations`, run sequentially for each replica of this device."""
+        uses_index = any(uses_axes(equation, self._axes) for equation in equations)
+        defined = {var for equation in equations for var in equation.outvars}
+        inputs = list(dict.fromkeys(v for one in equations for v in _variables(one.invars) if v not in defined))
+        part = jax_compat.sub_jaxpr(jaxpr, equations, inputs, outputs)
+        stacked = {var: self._at_least_two(values[var].slots) for var in inputs if is_stacked(values[var])}
+
+        def run_slot(slot: jax.Array, buffers: list[jax.Array]) -> list[jax.Array]:
+            operands = [
+                lax.dynamic_index_in_dim(stacked[var], slot, keepdims=False) if var in stacked else values[var]
+                for var in inputs
+            ]
+            index = replica_ids(self._slots)[0] + slot if uses_index else None
+            # The computation is not fused with reads and writes of the slots, whose number depends on the devices.
+            operands, index = lax.optimization_barrier((operands, index))
+            results = lax.optimization_barrier(_SlotEvaluator(self._axes, index).run(part, (), operands))
+            return [write_slot(buffer, x, slot) for buffer, x in zip(buffers, results, strict=True)]
+
+        per_device = self._slots.per_device
+        empty = [zeros((max(per_device, _LEAST_SLOTS), *var.aval.shape), var.aval.dtype) for var in outputs]
+        buffers = lax.fori_loop(0, self._num_replicas_here(), run_slot, empty)
+        return {var: Stacked(x[:per_device]) for var, x in zip(outputs, buffers, strict=True)}
+
+    def _at_least_two(self, array: jax.Array) -> jax.Array:
+        missing = _LEAST_SLOTS - self._slots.per_device
+        return jnp.concatenate([array, zeros((missing, *array.shape[1:]), array.dtype)]) if missing > 0 else array
+
+    def _num_replicas_here(self) -> jax.Array:
+        """Returns the number of replicas of this device. XLA must not know it: it would unroll a loop of one iteration."""
+        per_device = self._slots.per_device
+        before = lax.axis_index(self._slots.axes) * per_device
+        return lax.optimization_barrier(jnp.clip(self._slots.num_replicas - before, 0, per_device))
+
+    def _has_collective(self, equation: Equation) -> bool:
+        """Whether an equation names an axis itself, or waits for other replicas inside it."""
+        return any(
+            self._axes & contents.names and (inner is equation or inner.primitive.name not in NOT_WAITING)
+            for inner, contents in nested_equations(equation)
         )
-        xs = [Stacked(x.slots.swapaxes(0, 1)) if is_stacked(x) else x for x in xs]
 
-        def turn(carry: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
-            results = self.follow(jax_compat.open_jaxpr(body), getattr(body, "consts", ()), [*consts, *carry, *slices])
-            return results[:num_carry], results[num_carry:]
-
-        first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
-        own = self._kinds(carry, lambda carry: jax.eval_shape(turn, carry, first)[0])
-
-        def alike(carry: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
-            after, ys = turn(carry, slices)
-            return self._of_kinds(own, after), ys
-
-        options = {name: equation.params[name] for name in ("length", "reverse")}
-        carry, ys = lax.scan(alike, self._of_kinds(own, carry), xs, **options)
-        return [*carry, *(Stacked(y.slots.swapaxes(0, 1)) if is_stacked(y) else y for y in ys)]
-
-    def _while(self, equation: Equation, values: list[Value]) -> list[Value]:
-        programs = (equation.params[key] for key in ("cond_jaxpr", "body_jaxpr"))
-        test, body = (
-            functools.partial(self.follow, jax_compat.open_jaxpr(one), getattr(one, "consts", ())) for one in programs
+    def _varying_results(self, jaxpr: Jaxpr, equation: Equation, varying_operands: set[Any]) -> list[Any]:
+        """Returns the results of an equation that vary between replicas if these operands do."""
+        # Some of several results may not depend on the operands: those of an `optimization_barrier`, or of a call.
+        may_be_mixed = len(equation.outvars) > 1 or jax_compat.contents(equation).jaxprs
+        if not may_be_mixed or not (varying_operands or uses_axes(equation, self._axes)):
+            return list(equation.outvars) if varying_operands else []
+        inputs = _variables(equation.invars)
+        variations = replication.prove(
+            jax_compat.sub_jaxpr(jaxpr, [equation], inputs, equation.outvars),
+            [replication.Input("", tuple(self._axes) if var in varying_operands else ()) for var in inputs],
+            tuple(self._axes),
         )
-        first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-        of_test, of_body, carry = values[:first], values[first : first + second], values[first + second :]
-        # The proof has shown that all replicas that meet in a collective here have one predicate.
-        own = self._kinds(carry, lambda carry: jax.eval_shape(body, [*of_body, *carry]))
-        turn = lambda carry: self._of_kinds(own, body([*of_body, *carry]))
-        return lax.while_loop(lambda carry: test([*of_test, *carry])[0], turn, self._of_kinds(own, carry))
-
-    def _kinds(self, carry: list[Value], turn: Callable[[list[Value]], list[Value]]) -> list[bool]:
-        """For each part of a loop's carry, whether it differs between replicas after any number of turns."""
-        own = [is_stacked(value) for value in carry]
-        while True:
-            after = turn(self._of_kinds(own, carry))
-            grown = [was or is_stacked(now) for was, now in zip(own, after, strict=True)]
-            if grown == own:
-                return own
-            own = grown
-
-    def _of_kinds(self, own: Sequence[bool], values: Sequence[Value]) -> list[Value]:
-        return [Stacked(slots_of(x, self._replicas)) if rows else x for rows, x in zip(own, values, strict=True)]
+        return [var for var, variation in zip(equation.outvars, variations, strict=True) if variation]
 
 
-# Every read of the only slot of a device gives the same value in every iteration. XLA, and LLVM after it, would move the
-# body out of the loop, and compile other kernels for it, which round differently. An unused second slot prevents it.
+# Every read of the only slot of a device would give the same value in every iteration. XLA, and LLVM after it, would move the
+# body out of the loop and compile other kernels for it, which round differently. An unused second slot prevents this.
 _LEAST_SLOTS = 2
 
-_Rule: TypeAlias = Callable[[_Run, Equation, list[Value]], list[Value]]
-_RULES: dict[str, _Rule] = {
-    "psum": _Run._sum,
-    "pmax": _Run._max,
-    "pmin": _Run._min,
-    "axis_index": _Run._index,
-    "all_gather": _Run._gather,
-    "reduce_scatter": _Run._scatter,
-    "cond": _Run._cond,
-    "scan": _Run._scan,
-    "while": _Run._while,
+
+class _SlotEvaluator(Evaluator):
+    """Evaluates equations without collectives for one replica.
+
+    XLA may move a transposition or a reshape through a sum, which changes the order of the additions, and it decides this
+    differently for different numbers of devices. So the operands of sums are fixed by a barrier, also in calls.
+
+    Args:
+        axes: The axes of the replicas.
+        index: The replica index; None if the equations do not use it.
+    """
+
+    def __init__(self, axes: frozenset[str] = frozenset(), index: jax.Array | None = None):
+        self._axes = axes
+        self._index = index
+
+    def enters(self, equation: Equation) -> bool:
+        # A `remat2` stays a call: if it were inlined, XLA would merge the second computation with the first.
+        is_plain_call = equation.primitive.name in CALLS - ANNOTATED_CALLS
+        return is_plain_call or (equation.primitive.name != "shard_map" and uses_axes(equation, self._axes))
+
+    def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
+        if equation.primitive.name == "axis_index" and self._index is not None and uses_axes(equation, self._axes):
+            return [self._index]
+        if equation.primitive.name in ORDERED_REDUCTIONS:
+            operands = lax.optimization_barrier(operands)
+        return super().primitive(jaxpr, equation, operands)
+
+
+_Rule: TypeAlias = Callable[[Slots, Equation, list[Value]], list[Value]]
+
+
+def _reduction(combine: Callable[[Any, Any], Any]) -> _Rule:
+    return lambda slots, equation, operands: [tree_fold(combine, value, slots) for value in operands]
+
+
+def _axis_index(slots: Slots, equation: Equation, operands: list[Value]) -> list[Value]:
+    return [Stacked(replica_ids(slots))]
+
+
+def _all_gather(slots: Slots, equation: Equation, operands: list[Value]) -> list[Value]:
+    dim, tiled = jax_compat.gather_dimension(equation)
+    return [gather_slots(value, dim, tiled, slots) for value in operands]
+
+
+def _reduce_scatter(slots: Slots, equation: Equation, operands: list[Value]) -> list[Value]:
+    dim, tiled = jax_compat.scatter_dimension(equation)
+    return [scatter_slots(tree_fold(operator.add, value, slots), dim, tiled, slots) for value in operands]
+
+
+_COLLECTIVES: dict[str, _Rule] = {
+    "psum": _reduction(operator.add),
+    "pmax": _reduction(jnp.maximum),
+    "pmin": _reduction(jnp.minimum),
+    "axis_index": _axis_index,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
 }
 
 
-def _evaluated(
-    program: Jaxpr,
-    equations: Sequence[Equation],
-    known: dict[Any, jax.Array],
-    results: Sequence[Any],
-    rule: Rule = lambda equation, operands: None,
-) -> list[jax.Array]:
-    """The values of `results`, variables that `equations` of `program`, or `rule` for them, make of what is known.
-
-    XLA may take a transposition, or a reshape, through a sum, which changes the order of its additions; and it does so in one
-    way for one device, and in another for several. So what is summed is fixed first.
-    """
-    known = dict(known)
-
-    def look(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else known[atom]
-
-    for equation in equations:
-        values = [look(atom) for atom in equation.invars]
-        # A program that is computed again for its gradients stays a call: its results would be found to be there already.
-        call = calls.call_of(equation) if equation.primitive.name not in calls.ANNOTATED_CALLS else None
-        if call is not None:
-            inner = dict(zip(call.program.constvars, call.consts, strict=True))
-            inner.update(zip(call.program.invars, call.operands(values), strict=True))
-            made = _evaluated(call.program, call.program.eqns, inner, call.program.outvars, rule)
-        else:
-            values = lax.optimization_barrier(values) if equation.primitive.name in _SUMS else values
-            made = rule(equation, values)
-            made = jax_compat.evaluate_one(program, equation)(*values) if made is None else made
-        known.update(zip(equation.outvars, made, strict=True))
-    return [look(atom) for atom in results]
-
-
-_SUMS = frozenset(("reduce_sum", "reduce_prod", "dot_general", "cumsum"))
-
-
-def _differing(program: Jaxpr, equation: Equation, own: set[Any], axes: frozenset[str]) -> list[Any]:
-    """The results of an equation that differ between replicas where the operands in `own` do."""
-    # Of several results, some may depend on none of them: those of an `optimization_barrier`, or of a program within.
-    is_mixed = len(equation.outvars) > 1 or jax_compat.contents(equation).programs
-    if not is_mixed or not (own or axes & _names_within(equation)):
-        return list(equation.outvars) if own else []
-    inputs = _variables(equation.invars)
-    known = replication.prove(
-        jax_compat.sub_jaxpr(program, [equation], inputs, equation.outvars),
-        [replication.Input("", tuple(axes) if v in own else ()) for v in inputs],
-        tuple(axes),
-    )
-    return [v for v, knowledge in zip(equation.outvars, known, strict=True) if knowledge]
-
-
-def _any_of(variable: Any) -> jax.Array:
-    return zeros(variable.aval.shape, variable.aval.dtype)
+def _swap_slots(value: Value) -> Value:
+    """Swaps the first two dimensions of a `Stacked` value: slots, and the dimension that a scan iterates over."""
+    return Stacked(value.slots.swapaxes(0, 1)) if is_stacked(value) else value
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Literal)))
-
-
-def _names_within(equation: Equation) -> frozenset[str]:
-    """The strings in the parameters of an equation and of all programs within: the axes that it names are among them."""
-    held = jax_compat.contents(equation)
-    return held.names.union(*(_names_within(inner) for program in held.programs for inner in program.eqns))

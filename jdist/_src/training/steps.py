@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey
 
-from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.jaxpr.interpreter import uses_axes
 from jdist._src.replica import leaf_annotations, precision
 from jdist._src.replica.context import all_reduce, require_replica_context
 from jdist._src.replica.gradients import value_and_grad
@@ -302,4 +302,4 @@ def _talks(update: Callable[..., Any], *args: PyTree) -> bool:
     axes = frozenset(require_replica_context("sync", "strategy.step").axes)
     with leaf_annotations.collect_sync_targets():  # what it says of this trace is not for the step
         program = jax.make_jaxpr(update)(*args).jaxpr
-    return any(jax_compat.uses_axes(equation, axes) for equation in program.eqns)
+    return any(uses_axes(equation, axes) for equation in program.eqns)

@@ -1,4 +1,4 @@
-"""Which program an equation calls, on the installed JAX."""
+"""The interpreter of jaxprs, and the jaxprs that equations of the installed JAX call."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 from jdist._src.core import jax_compat
-from jdist._src.jaxpr import calls
+from jdist._src.jaxpr import primitives
 
 
 def _solved(factor, divisor, b):
@@ -28,21 +28,19 @@ CALLS = {
 
 
 @pytest.mark.parametrize("fn, is_call", CALLS.values(), ids=CALLS)
-def test_call_of_equation_takes_its_operands_and_gives_its_results(fn, is_call):
+def test_called_jaxpr_takes_the_operands_of_the_equation_and_returns_its_results(fn, is_call):
     equation = jax.make_jaxpr(fn)(1.5).jaxpr.eqns[-1]
-    call = calls.call_of(equation)
-    assert (call is not None) == is_call
-    if call is not None:
-        (result,) = jax_compat.follow(
-            call.program, call.consts, call.operands([1.5] * len(equation.invars)), lambda *_: None
-        )
+    assert (equation.primitive.name in primitives.CALLS) == is_call
+    if is_call:
+        call = jax_compat.called_jaxpr(equation)
+        (result,) = jax_compat.jaxpr_function(call.program)(*call.operands([1.5] * len(equation.invars)))
         assert result.shape == equation.outvars[0].aval.shape
 
 
-def test_call_of_linear_solve_is_the_solver_with_its_own_constants():
+def test_linear_solve_calls_the_solver_with_the_constants_of_the_solver():
     traced = jax.make_jaxpr(_solved)(2.0, 3.0, 12.0)
     (equation,) = (one for one in traced.jaxpr.eqns if one.primitive.name == "custom_linear_solve")
-    values = {var: value for var, value in zip(traced.jaxpr.invars, (2.0, 3.0, 12.0), strict=True)}
-    call = calls.call_of(equation)
+    values = dict(zip(traced.jaxpr.invars, (2.0, 3.0, 12.0), strict=True))
+    call = jax_compat.called_jaxpr(equation)
     operands = call.operands([values[atom] for atom in equation.invars])
-    assert jax_compat.follow(call.program, call.consts, operands, lambda *_: None) == [4.0]
+    assert jax_compat.jaxpr_function(call.program)(*operands) == [4.0]

@@ -1,0 +1,46 @@
+"""Tables of JAX primitives, by name.
+
+A primitive that is in no table is treated conservatively by the replication analysis, and left to JAX by the rewrites.
+"""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Primitives that run one of their jaxprs once and return its results. The other jaxprs of `custom_linear_solve`, and the rules
+# of `custom_vmap_call` and `linear_call`, are for derivatives and `vmap`, which were applied when the function was traced.
+CALLS = _names(
+    """
+    closed_call composite compute_on core_call custom_jvp_call custom_linear_solve custom_vjp_call custom_vmap_call eval_jaxpr
+    jit linear_call remat2 shard_map xla_metadata_call
+    """
+)
+# Calls that carry an instruction for the compiler, which is lost if the called jaxpr is inlined.
+ANNOTATED_CALLS = _names("composite compute_on remat2 shard_map xla_metadata_call")
+
+# Collectives whose result is the same on every replica of their axes.
+REPLICATING_COLLECTIVES = _names("psum pmax pmin all_gather all_gather_invariant")
+# Primitives that name an axis without waiting for the other replicas.
+NOT_WAITING = _names("axis_index")
+# Primitives whose result depends on the device: a generator or a feed per device.
+PER_DEVICE = _names("rng_uniform infeed")
+
+# Collectives over an axis of size one: those that return their operands, and those that only change the shape.
+IDENTITY_ON_ONE = _names("psum pmax pmin pbroadcast")
+RESHAPE_ON_ONE = _names("all_gather all_gather_invariant reduce_scatter all_to_all")
+
+# Primitives that write how arrays are partitioned over devices into a program.
+PARTITIONING = _names("shard_map sharding_constraint reshard mesh_cast pmap xla_pmap")
+
+# Primitives that add or multiply many elements in an order that the compiler chooses.
+ORDERED_REDUCTIONS = _names("reduce_sum reduce_prod dot_general cumsum")
+
+# Primitives that compute each element from the same element of their operands, or from scalars.
+ELEMENTWISE = _names(
+    """
+    abs add add_any and ceil clamp convert_element_type copy copy_p cos div eq erf exp exp2 expm1 floor ge gt integer_pow
+    is_finite le log log1p logistic lt max min mul name ne neg nextafter not or pow reduce_precision rem round rsqrt
+    select_n sign sin sqrt square stop_gradient sub tanh xor
+    """
+)
