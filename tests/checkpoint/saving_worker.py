@@ -1,4 +1,4 @@
-"""Saves checkpoints until it is killed: every leaf of that of step n is n, or n and its own number.
+"""Saves checkpoints until it is killed. Every leaf of step n is n; the `PerReplica` leaf is n plus the replica index.
 
 python saving_worker.py FOLDER LAST
 """
@@ -26,16 +26,16 @@ def count(state):
 
 def make():
     leaves = {f"w{i}": jnp.zeros((200, 100)) for i in range(8)}
-    return {**leaves, "n": jnp.int32(0), "own": jdist.PerReplica(jdist.replica_id())}
+    return {**leaves, "n": jnp.int32(0), "per_replica": jdist.PerReplica(jdist.replica_id())}
 
 
 with Checkpointer(folder, keep=2) as checkpointer:
     if checkpointer.latest is None:
         state, step = strategy.init(make), 0
     else:
-        found = checkpointer.restore(strategy, jax.eval_shape(lambda: strategy.init(make)))
-        state, step = found.state, found.step
-        assert found.data_position == {"batch": step} and int(state["n"]) == step
+        restored = checkpointer.restore(strategy, like=jax.eval_shape(lambda: strategy.init(make)))
+        state, step = restored.state, restored.step
+        assert restored.data_position == {"batch": step} and int(state["n"]) == step
     print("begins", step, flush=True)
     while step < last:
         state, _ = count(state)

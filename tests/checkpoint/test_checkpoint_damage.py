@@ -1,4 +1,4 @@
-"""Full disks, folders that cannot be written to, and damaged files: what is said, and that training goes on."""
+"""Full disks, folders that cannot be written to, and damaged files: the errors, and that training can continue."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def one():
 
 @pytest.fixture
 def run(tmp_path, one):
-    """A folder with checkpoints of the steps 1, 2 and 3."""
+    """A folder with checkpoints of steps 1, 2 and 3."""
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, one.put({"w": STATE["w"]}), {"batch": step})
@@ -43,44 +43,49 @@ def largest(folder):
     return max(files(folder), key=lambda path: path.stat().st_size)
 
 
-def test_file_cut_short_is_said_with_the_step_and_the_way_out(run, one):
+def test_error_of_a_truncated_file_names_the_step_and_what_to_do(run, one):
     path = largest(run / "3/arrays")
     path.write_bytes(path.read_bytes()[:100])
     with Checkpointer(run) as checkpointer:
         with pytest.raises(CheckpointError) as error:
             checkpointer.restore(one)
         text = str(error.value)
-        assert f"checkpoint of step 3 in {run} is damaged" in text and "Complete before it are the steps 1, 2" in text
+        assert (
+            f"checkpoint of step 3 in {run} is damaged" in text and "Earlier complete checkpoints: steps 1, 2." in text
+        )
         assert "`restore(strategy, step=2)`" in text and f"delete {run / '3'}." in text
         assert checkpointer.restore(one, step=2).data_position == {"batch": 2}
 
 
-def test_first_checkpoint_damaged_has_none_before_it(run, one):
+def test_error_of_a_damaged_first_checkpoint_says_that_there_is_no_earlier_one(run, one):
     (run / "1/manifest/manifest.json").write_text('{"format": 1')
-    with pytest.raises(CheckpointError, match=r"step 1 in .* is damaged.*JSONDecodeError.*There is none before it\."):
+    with pytest.raises(
+        CheckpointError, match=r"step 1 in .* is damaged.*JSONDecodeError.*There is no earlier checkpoint\."
+    ):
         Checkpointer(run).restore(one, step=1)
 
 
-def test_manifest_of_a_later_version_is_said(run, one):
+def test_manifest_of_a_later_version_is_refused_with_the_version_to_install(run, one):
     path = run / "3/manifest/manifest.json"
     path.write_text(path.read_text().replace('"format": 2', '"format": 99').replace(jdist.__version__, "9.8.7"))
-    with pytest.raises(
-        CheckpointError, match=r"written by jdist 9\.8\.7, in a form that .* does not know\. Install that"
-    ):
+    message = (
+        r"written by jdist 9\.8\.7 in format 99\. jdist .* reads formats up to 2\. Install jdist 9\.8\.7 or later\."
+    )
+    with pytest.raises(CheckpointError, match=message):
         Checkpointer(run).restore(one)
 
 
 def edit(folder, change, step=3):
-    """Has `change` edit the manifest of a step, which has the fingerprint of its new content afterwards."""
+    """Edits the manifest of a step with `change`, and writes it with the fingerprint of its new content."""
     path = folder / f"{step}/manifest/manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
     path.write_text(to_text(signed(manifest)))
 
 
-def test_changed_bits_that_can_be_read_are_found(run, one):
+def test_readable_file_with_changed_bits_is_refused(run, one):
     edit(run, lambda manifest: manifest["leaves"][0].update(fingerprint=123))
-    with pytest.raises(CheckpointError, match="ValueError: state/w has other bits than were saved"):
+    with pytest.raises(CheckpointError, match="ValueError: The bits of state/w are not the saved ones\\."):
         Checkpointer(run).restore(one)
 
 
@@ -100,7 +105,7 @@ EDITS = {
 
 @pytest.fixture(scope="module")
 def summed(tmp_path_factory):
-    """A folder with a checkpoint of step 3 of a state that is a sum, with something beside it."""
+    """A folder with a checkpoint of step 3, with a `SyncOnRead` SUM in the state, and `extra`."""
     folder, strategy = tmp_path_factory.mktemp("summed"), STRATEGIES["mirrored_2"]()
     with Checkpointer(folder) as checkpointer:
         state = {"n": jdist.SyncOnRead(np.float32([1, 2]), "sum")}
@@ -109,7 +114,7 @@ def summed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("old, new", EDITS.values(), ids=EDITS)
-def test_edited_manifest_is_noticed(old, new, summed, tmp_path, two):
+def test_edited_manifest_is_refused(old, new, summed, tmp_path, two):
     shutil.copytree(summed, tmp_path / "run")
     path = tmp_path / "run/3/manifest/manifest.json"
     assert old in path.read_text()
@@ -120,10 +125,10 @@ def test_edited_manifest_is_noticed(old, new, summed, tmp_path, two):
         Checkpointer(tmp_path / "run").restore(two)
 
 
-def test_folder_that_was_renamed_to_another_step_is_noticed(run, one):
+def test_folder_that_was_renamed_to_another_step_is_refused(run, one):
     (run / "3").rename(run / "8")
     with pytest.raises(
-        CheckpointError, match=r"step 8 in .* is damaged.*manifest belongs to step 3, and the folder is n.* 8"
+        CheckpointError, match=r"step 8 in .* is damaged.*manifest belongs to step 3, but the folder is named 8"
     ):
         Checkpointer(run).restore(one)
 
@@ -133,7 +138,7 @@ def test_folder_that_was_renamed_to_another_step_is_noticed(run, one):
     ('"aggregation": "SUM"', '"aggregation": "SUN"', "ValueError: .*SUN"),
     (None, None, None),
 ])  # fmt: skip
-def test_checkpoint_of_the_first_format_is_read_and_one_with_wrong_names_is_a_checkpoint_error(
+def test_checkpoint_of_format_1_is_restored_and_one_with_invalid_names_is_a_checkpoint_error(
     old, new, error, summed, tmp_path, two
 ):
     shutil.copytree(summed, tmp_path / "run")
@@ -144,31 +149,31 @@ def test_checkpoint_of_the_first_format_is_read_and_one_with_wrong_names_is_a_ch
     path.write_text(text if old is None else text.replace(old, new))
     checkpointer = Checkpointer(tmp_path / "run")
     if old is None:
-        found = checkpointer.restore(two)
-        assert float(jdist.read_values(found.state["n"])) == 3 and found.extra == {"best": 0.5}
+        restored = checkpointer.restore(two)
+        assert float(jdist.read_values(restored.state["n"])) == 3 and restored.extra == {"best": 0.5}
         return
     with pytest.raises(CheckpointError, match=rf"step 3 in .* is damaged.*{error}"):
         checkpointer.restore(two)
 
 
-def test_folder_without_manifest_is_named_in_a_warning_and_its_step_can_be_saved(run, one):
+def test_folder_without_manifest_is_named_in_a_warning_and_its_step_can_be_saved_again(run, one):
     (run / "3/manifest/manifest.json").unlink()
     with Checkpointer(run) as checkpointer:
         message = (
             rf"{run}/3 is damaged: manifest/manifest\.json is missing\. The newest complete .* is that of step 2\."
         )
         with pytest.warns(UserWarning, match=message):
-            found = checkpointer.restore(one)
-        assert found.step == 2
+            restored = checkpointer.restore(one)
+        assert restored.step == 2
         assert checkpointer.save(3, one.put({"w": -STATE["w"]}), {"batch": 30})
-        found = checkpointer.restore(one)
-        assert found.step == 3 and found.data_position == {"batch": 30}
-        assert (np.asarray(found.state["w"]) == -STATE["w"]).all()
+        restored = checkpointer.restore(one)
+        assert restored.step == 3 and restored.data_position == {"batch": 30}
+        assert (np.asarray(restored.state["w"]) == -STATE["w"]).all()
         assert checkpointer.save(4, one.put({"w": STATE["w"]}))
     assert checkpointer.steps() == (2, 3, 4) and (run / "3.damaged/arrays").is_dir()
 
 
-def test_manifest_that_is_lost_between_saves_of_one_checkpointer_is_saved_anew(run, one):
+def test_checkpoint_whose_manifest_is_lost_is_saved_again_by_the_same_checkpointer(run, one):
     with Checkpointer(run, keep=2) as checkpointer:
         checkpointer.save(4, one.put({"w": STATE["w"]}))
         checkpointer.wait()
@@ -177,24 +182,24 @@ def test_manifest_that_is_lost_between_saves_of_one_checkpointer_is_saved_anew(r
     assert checkpointer.steps() == (4, 5)
 
 
-def test_only_checkpoint_without_manifest_is_named_where_nothing_is_found(run, one):
+def test_folder_without_manifest_is_named_in_the_error_if_there_is_no_complete_checkpoint(run, one):
     for step in (1, 2, 3):
         (run / f"{step}/manifest/manifest.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"no complete checkpoint in .*/3 has no manifest/manifest\.json\."):
         Checkpointer(run).restore(one)
 
 
-def test_damaged_checkpoint_that_restore_has_refused_is_replaced_by_the_next_save_of_its_step(run, one):
+def test_damaged_checkpoint_that_restore_refused_is_replaced_by_the_next_save_of_its_step(run, one):
     path = largest(run / "3/arrays")
     path.write_bytes(path.read_bytes()[:100])
     with Checkpointer(run) as checkpointer:
         with pytest.raises(
-            CheckpointError, match=r"The next `save` of this `Checkpointer` renames the folder to 3\.damaged"
+            CheckpointError, match=r"The next `save` of this `Checkpointer` renames the damaged folder to 3\.damaged"
         ):
             checkpointer.restore(one)
-        found = checkpointer.restore(one, step=2)
-        assert checkpointer.save(3, found.state) and checkpointer.restore(one).step == 3
-        assert not checkpointer.save(3, found.state)
+        restored = checkpointer.restore(one, step=2)
+        assert checkpointer.save(3, restored.state) and checkpointer.restore(one).step == 3
+        assert not checkpointer.save(3, restored.state)
     assert checkpointer.steps() == (1, 2, 3) and (run / "3.damaged").is_dir()
 
 
@@ -210,15 +215,15 @@ files = sorted(path for path in pathlib.Path(sys.argv[1], "3", "arrays").rglob("
 refused = 0
 for _ in range(tries):
     path = draw.choice([path for path in files if path.stat().st_size])
-    whole = path.read_bytes()
-    number = draw.randrange(len(whole))
-    path.write_bytes(whole[:number] + bytes([whole[number] ^ 1 << draw.randrange(8)]) + whole[number + 1 :])
+    content = path.read_bytes()
+    number = draw.randrange(len(content))
+    path.write_bytes(content[:number] + bytes([content[number] ^ 1 << draw.randrange(8)]) + content[number + 1 :])
     try:
-        found = checkpointer.restore(strategy).state
-        assert found["w"].tobytes() == saved
+        restored = checkpointer.restore(strategy).state
+        assert restored["w"].tobytes() == saved
     except CheckpointError:
         refused += 1
-    path.write_bytes(whole)
+    path.write_bytes(content)
 print(refused)
 """
 
@@ -226,21 +231,21 @@ print(refused)
 def in_another_process(code, *args):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code, *map(str, args)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done
+    completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    return completed
 
 
 @pytest.mark.parametrize("seed, tries", [(0, 30), pytest.param(1, 300, marks=pytest.mark.slow)])
-def test_no_flipped_bit_of_any_file_gives_other_numbers(seed, tries, run):
-    # In another process, for the same reason.
+def test_flipped_bit_of_any_file_is_refused_or_has_no_effect(seed, tries, run):
+    # In another process, because orbax and tensorstore print about damaged files.
     assert int(in_another_process(FLIPPED, run, seed, tries).stdout) > 3
 
 
 @pytest.fixture
 def mounted(tmp_path):
-    """Mounts a small file system in memory, if that is permitted, and takes it off afterwards."""
-    there = []
+    """Mounts a small file system in memory, if that is permitted, and unmounts it afterwards."""
+    mount_points = []
 
     def mount(name, options):
         (tmp_path / name).mkdir(exist_ok=True)
@@ -251,15 +256,15 @@ def mounted(tmp_path):
             failed = True
         if failed:
             pytest.skip("This process is not permitted to mount a file system, so none can be full or read-only.")
-        there.append(tmp_path / name)
+        mount_points.append(tmp_path / name)
         return tmp_path / name
 
     yield mount
-    for folder in there:
+    for folder in mount_points:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_full_disk_is_said_and_training_goes_on(mounted, one):
+def test_full_disk_is_an_error_and_training_continues(mounted, one):
     folder = mounted("small", "size=3m")
     train = one.step(lambda state: ({**state, "n": state["n"] + 1}, None))
     small, large = one.put(STATE), one.put({"w": draw(size=(2000, 1000)).astype(np.float32), "n": np.int32(1)})
@@ -267,7 +272,7 @@ def test_full_disk_is_said_and_training_goes_on(mounted, one):
         checkpointer.save(1, small)
         checkpointer.save(2, large)
         large, _ = train(large)
-        message = r"checkpoint of step 2 could not .*No space left.*Complete are those of the steps 1\. The state of"
+        message = r"checkpoint of step 2 could not .*No space left.*Complete checkpoints: step 1\. The training state"
         with pytest.raises(CheckpointError, match=message):
             checkpointer.save(3, large)
         large, _ = train(large)
@@ -278,12 +283,12 @@ def test_full_disk_is_said_and_training_goes_on(mounted, one):
         assert sorted(child.name for child in folder.iterdir()) == ["1", "3", "4", "jdist.json"]
 
 
-def test_folder_that_cannot_be_written_to_is_said_and_can_be_read(mounted, one):
+def test_folder_that_cannot_be_written_to_is_an_error_and_can_be_read(mounted, one):
     folder = mounted("locked", "size=3m")
     with Checkpointer(folder) as checkpointer:
         checkpointer.save(1, one.put(STATE))
     subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-    with pytest.raises(CheckpointError, match=r"cannot be written to .*new: Read-only file system\. Give a folder"):
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*new: Read-only file system\. Pass a folder"):
         Checkpointer(folder / "new")
     with Checkpointer(folder) as checkpointer:
         state = checkpointer.restore(one).state
@@ -294,11 +299,11 @@ def test_folder_that_cannot_be_written_to_is_said_and_can_be_read(mounted, one):
 
 def test_path_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot be written to .*file/run: Not a directory\. Give a folder"):
+    with pytest.raises(CheckpointError, match=r"cannot be written to .*file/run: Not a directory\. Pass a folder"):
         Checkpointer(tmp_path / "file" / "run")
 
 
-SEVERAL = """
+MANY_ARRAYS = """
 import pathlib, sys
 import numpy as np, jdist
 from jdist._src.checkpoint.checkpointer import Checkpointer
@@ -309,20 +314,20 @@ checkpointer.close()
 files = [path for path in pathlib.Path(sys.argv[1], "1", "arrays", "ocdbt.process_0", "d").iterdir()]
 refused = 0
 for path in files * 2:
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
     try:
         checkpointer.restore(strategy)
     except jdist.CheckpointError:
         refused += 1
-    path.write_bytes(whole)
+    path.write_bytes(content)
 print(refused)
 """
 
 
 def test_damaged_file_of_many_arrays_prints_nothing_on_stderr(tmp_path):
-    done = in_another_process(SEVERAL, tmp_path)
-    assert int(done.stdout) >= 3 and done.stderr == ""
+    completed = in_another_process(MANY_ARRAYS, tmp_path)
+    assert int(completed.stdout) >= 3 and completed.stderr == ""
 
 
 LIMITED = """
@@ -350,10 +355,10 @@ print(checkpointer.steps(), float(state["w"].sum()) == float(checkpointer.restor
 """
 
 
-def test_file_that_may_not_grow_is_said_and_saving_goes_on(tmp_path):
-    done = in_another_process(LIMITED, tmp_path)
-    error, last = done.stdout.splitlines()
+def test_file_that_may_not_grow_is_an_error_and_the_next_save_succeeds(tmp_path):
+    completed = in_another_process(LIMITED, tmp_path)
+    error, last = completed.stdout.splitlines()
     assert "checkpoint of step 2 could not be written" in error and "File too large" in error
     assert last == "(1, 3) True"
-    assert done.stderr == ""
+    assert completed.stderr == ""
     assert not pathlib.Path(tmp_path / "2").exists()

@@ -1,4 +1,4 @@
-"""A process that is killed at any moment of a save leaves a complete checkpoint, and the next one goes on from it."""
+"""A process that is killed at any moment of a save leaves a complete checkpoint, from which the next process continues."""
 
 import os
 import pathlib
@@ -15,7 +15,7 @@ import jdist
 from jdist._src.checkpoint.checkpointer import Checkpointer
 
 WORKER = pathlib.Path(__file__).parent / "saving_worker.py"
-FOR_EVER = 10**6
+MANY_STEPS = 10**6
 
 
 def start(folder, last):
@@ -25,25 +25,25 @@ def start(folder, last):
 
 
 def check(folder):
-    """Every checkpoint is complete, and of one step; returns the newest step."""
+    """Checks that every checkpoint is complete and consistent; returns the newest step."""
     strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
     with Checkpointer(folder) as checkpointer:
         steps = checkpointer.steps()
         for step in steps:
-            found = checkpointer.restore(strategy, step=step)
-            assert found.data_position == {"batch": step}
-            assert int(found.state["n"]) == step
-            assert np.asarray(found.state["own"].tree).tolist() == [step, step + 1]
-            assert all((np.asarray(found.state[f"w{i}"]) == step).all() for i in range(8))
+            restored = checkpointer.restore(strategy, step=step)
+            assert restored.data_position == {"batch": step}
+            assert int(restored.state["n"]) == step
+            assert np.asarray(restored.state["per_replica"].tree).tolist() == [step, step + 1]
+            assert all((np.asarray(restored.state[f"w{i}"]) == step).all() for i in range(8))
     return max(steps, default=0)
 
 
 def kill_while_saving(folder, draw, kills):
     newest = 0
     for _ in range(kills):
-        worker = start(folder, FOR_EVER)
+        worker = start(folder, MANY_STEPS)
         assert worker.stdout.readline() == f"begins {newest}\n", worker.communicate()[1]
-        # The first writes whole checkpoints before it is killed, the others may be killed in their first.
+        # The first worker completes checkpoints before it is killed; the others may be killed during their first save.
         for step in range(newest + 1, newest + (2 if newest else 4)):
             assert worker.stdout.readline() == f"saves {step}\n"
         time.sleep(draw.uniform(0, 0.4))
@@ -57,12 +57,12 @@ def kill_while_saving(folder, draw, kills):
 @pytest.mark.parametrize(
     "seed, kills", [(0, 3), pytest.param(1, 8, marks=pytest.mark.slow)], ids=["a_few_kills", "many_kills"]
 )
-def test_process_killed_at_random_moments_of_saves_leaves_the_last_complete_one(seed, kills, tmp_path):
+def test_process_killed_at_random_moments_of_saves_leaves_the_last_complete_checkpoint(seed, kills, tmp_path):
     newest = kill_while_saving(tmp_path, random.Random(seed), kills)
     assert newest > 0
     last = start(tmp_path, newest + 2)
-    printed, wrong = last.communicate(timeout=60)
-    assert (last.returncode, printed.splitlines()[0]) == (0, f"begins {newest}"), wrong
+    stdout, stderr = last.communicate(timeout=60)
+    assert (last.returncode, stdout.splitlines()[0]) == (0, f"begins {newest}"), stderr
     assert check(tmp_path) == newest + 2
     names = {child.name for child in tmp_path.iterdir()}
-    assert names == {"jdist.json", str(newest + 1), str(newest + 2)}  # what was left unfinished is gone
+    assert names == {"jdist.json", str(newest + 1), str(newest + 2)}  # incomplete checkpoints are deleted

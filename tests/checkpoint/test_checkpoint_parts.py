@@ -1,4 +1,4 @@
-"""The parts of a checkpoint: trees as JSON, and numbers that tell arrays apart."""
+"""Parts of a checkpoint: the structure of a tree as JSON, and fingerprints of arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ trees = st.recursive(
 
 @given(trees)
 @settings(deadline=None, derandomize=True)
-def test_tree_of_dicts_lists_and_wrappers_comes_back_from_json_as_it_was(tree):
+def test_tree_of_dicts_lists_and_wrappers_is_restored_from_json(tree):
     leaves = jax.tree.leaves(tree)
-    back = from_json(to_json(tree), leaves.__getitem__)
-    assert jax.tree.structure(back) == jax.tree.structure(tree) and jax.tree.leaves(back) == leaves
-    assert [leaf.keys for leaf in leaves_of(back)] == [leaf.keys for leaf in leaves_of(tree)]
+    restored = from_json(to_json(tree), leaves.__getitem__)
+    assert jax.tree.structure(restored) == jax.tree.structure(tree) and jax.tree.leaves(restored) == leaves
+    assert [leaf.keys for leaf in leaves_of(restored)] == [leaf.keys for leaf in leaves_of(tree)]
 
 
 def test_leaves_have_the_same_keys_in_a_class_and_in_a_dict():
@@ -39,7 +39,7 @@ def test_leaves_have_the_same_keys_in_a_class_and_in_a_dict():
     assert {leaf.keys for leaf in leaves_of(numbers)} == {leaf.keys for leaf in leaves}
 
 
-def test_text_and_numbers_are_said_or_counted():
+def test_text_and_python_numbers_are_inlined_or_numbered():
     assert to_json([1, "a"], inline=True) == {"list": [{"value": 1}, {"value": "a"}]}
     assert to_json([1, "a"], start=5) == {"list": [5, 6]}
     assert from_json(to_json({"a": {}, "b": (), "c": None}), None) == {"a": {}, "b": [], "c": None}
@@ -55,25 +55,25 @@ ARRAYS = {
 }
 
 
-def test_fingerprint_is_the_same_however_an_array_lies():
-    there = fingerprints(list(ARRAYS.values()))
+def test_fingerprint_does_not_depend_on_the_sharding():
+    expected = fingerprints(list(ARRAYS.values()))
     for name in ("one_device", "mirrored_2", "central_2"):
         strategy = STRATEGIES[name]()
-        assert fingerprints(jax.tree.leaves(strategy.put(list(ARRAYS.values())))) == there
-        parts = [x for x in ARRAYS.values() if len(x) % 2 == 0]
-        split = [jdist.Sharded(x) for x in parts]
-        assert fingerprints(jax.tree.leaves(strategy.put(split))) == fingerprints(parts)
+        assert fingerprints(jax.tree.leaves(strategy.put(list(ARRAYS.values())))) == expected
+        even = [x for x in ARRAYS.values() if len(x) % 2 == 0]
+        sharded = [jdist.Sharded(x) for x in even]
+        assert fingerprints(jax.tree.leaves(strategy.put(sharded))) == fingerprints(even)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.uint8, jnp.bfloat16])
 def test_fingerprint_changes_with_every_bit(dtype):
     x = np.arange(6).reshape(2, 3).astype(dtype)
-    changed = []
+    changed_arrays = []
     for bit in range(8 * x.nbytes):
         raw = bytearray(x.tobytes())
         raw[bit // 8] ^= 1 << bit % 8
-        changed.append(np.frombuffer(bytes(raw), x.dtype).reshape(x.shape))
-    assert fingerprints([x])[0] not in fingerprints(changed)
+        changed_arrays.append(np.frombuffer(bytes(raw), x.dtype).reshape(x.shape))
+    assert fingerprints([x])[0] not in fingerprints(changed_arrays)
 
 
 def test_fingerprint_changes_with_the_order():

@@ -1,4 +1,4 @@
-"""Saving and restoring under one strategy: what is due, what is kept, what comes back, and what is refused."""
+"""Saves and restores under one strategy: which steps are saved and kept, the restored values, and the errors."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ def one():
     return STRATEGIES["one_device"]()
 
 
-def test_steps_are_due_that_every_divides_and_now_makes_any_due(tmp_path, one):
+def test_checkpoints_are_due_at_multiples_of_every_and_now_saves_any_step(tmp_path, one):
     state = one.put(STATE)
     with Checkpointer(tmp_path, keep=None, every=10) as checkpointer:
         assert checkpointer.latest is None and checkpointer.steps() == ()
@@ -44,7 +44,7 @@ def test_steps_are_due_that_every_divides_and_now_makes_any_due(tmp_path, one):
         assert checkpointer.steps() == (0, 10, 20, 23) and checkpointer.latest == 23
 
 
-def test_newest_are_kept(tmp_path, one):
+def test_newest_checkpoints_are_kept(tmp_path, one):
     state = one.put(STATE)
     with Checkpointer(tmp_path, keep=2) as checkpointer:
         for step in range(5):
@@ -54,41 +54,45 @@ def test_newest_are_kept(tmp_path, one):
     assert sorted(child.name for child in tmp_path.iterdir()) == ["3", "4", "jdist.json"]
 
 
-def test_step_that_is_there_is_not_saved_again_and_one_behind_it_is_refused(checkpointer, one):
+def test_saved_step_is_not_saved_again_and_an_earlier_step_is_refused(checkpointer, one):
     state = one.put(STATE)
     assert checkpointer.save(7, state, {"batch": 1})
     assert not checkpointer.save(7, state, {"batch": 2})
     assert checkpointer.restore(one).data_position == {"batch": 1}
-    with pytest.raises(ValueError, match="has a checkpoint of step 7, and one of step 6 .* delete what it saved later"):
+    with pytest.raises(ValueError, match="has a checkpoint of step 7, so a checkpoint of step 6 .* Delete the later"):
         checkpointer.save(6, state)
     assert checkpointer.save(8, state)
 
 
-def test_what_was_saved_comes_back_whole(checkpointer, two):
+def test_state_position_seed_and_extra_are_restored(checkpointer, two):
     extra = {
         "best": np.arange(3),
         "names": ["a", {"b": 1.5, "c": True, "d": None}],
         "ema": jnp.float32([1, 2]),
-        "far": np.float64(1 / 3),
+        "wide": np.float64(1 / 3),
         "key": jax.random.key(3, impl="rbg"),
         "big": {3: (2**40, np.int64(2**40), np.zeros((0, 2)))},
     }
-    checkpointer.save(4, two.put(STATE), {"epoch": 1, "own": None}, seed=17, extra=extra)
-    extra["best"][:] = -1  # it is a copy that is written
-    found = checkpointer.restore(two)
-    assert found.step == 4 and found.data_position == {"epoch": 1, "own": None}
-    assert found.manifest["seed"] == 17 and found.manifest["jdist"] == jdist.__version__
-    assert found.state["w"].tolist() == [[1, 2], [3, 4]] and found.state["step"].dtype == jnp.int32
-    back = found.extra
-    assert isinstance(back["best"], np.ndarray) and back["best"].tolist() == [0, 1, 2]
-    assert back["names"] == ["a", {"b": 1.5, "c": True, "d": None}]
-    assert isinstance(back["ema"], np.ndarray) and back["ema"].tolist() == [1, 2]
-    assert back["far"].dtype == np.float64 and back["far"] == 1 / 3
-    assert back["key"] == extra["key"] and jax.random.key_impl(back["key"]) == "rbg"
-    assert back["big"][3][0] == 2**40 and back["big"][3][1] == 2**40 and back["big"][3][2].shape == (0, 2)
+    checkpointer.save(4, two.put(STATE), {"epoch": 1, "none": None}, seed=17, extra=extra)
+    extra["best"][:] = -1  # a copy is written
+    restored = checkpointer.restore(two)
+    assert restored.step == 4 and restored.data_position == {"epoch": 1, "none": None}
+    assert restored.manifest["seed"] == 17 and restored.manifest["jdist"] == jdist.__version__
+    assert restored.state["w"].tolist() == [[1, 2], [3, 4]] and restored.state["step"].dtype == jnp.int32
+    extra_back = restored.extra
+    assert isinstance(extra_back["best"], np.ndarray) and extra_back["best"].tolist() == [0, 1, 2]
+    assert extra_back["names"] == ["a", {"b": 1.5, "c": True, "d": None}]
+    assert isinstance(extra_back["ema"], np.ndarray) and extra_back["ema"].tolist() == [1, 2]
+    assert extra_back["wide"].dtype == np.float64 and extra_back["wide"] == 1 / 3
+    assert extra_back["key"] == extra["key"] and jax.random.key_impl(extra_back["key"]) == "rbg"
+    assert (
+        extra_back["big"][3][0] == 2**40
+        and extra_back["big"][3][1] == 2**40
+        and extra_back["big"][3][2].shape == (0, 2)
+    )
 
 
-def test_nothing_beside_the_state_is_needed(checkpointer, two):
+def test_data_position_and_extra_are_optional(checkpointer, two):
     checkpointer.save(0, two.put(np.float32(3)))
     found = checkpointer.restore(two)
     assert found.state.item() == 3.0 and found.data_position is None and found.extra is None
@@ -100,7 +104,7 @@ def test_nothing_beside_the_state_is_needed(checkpointer, two):
 DTYPES = ["bool", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "float8_e4m3fn", "float32", "complex64"]
 
 
-def test_every_dtype_and_host_value_comes_back_bit_by_bit(checkpointer, two):
+def test_every_dtype_and_host_value_is_restored_bit_for_bit(checkpointer, two):
     numbers = np.random.default_rng(0).normal(size=(4, 3)) * 3
     state = {name: numbers.astype(np.dtype(name)) for name in DTYPES}
     state = two.put({**state, "nan": np.uint32([0x7FC00001, 0xFF800000, 0x80000000]).view(np.float32)})
@@ -122,7 +126,7 @@ class Own:
     key: jax.Array
 
 
-def test_containers_are_those_of_like(checkpointer, two):
+def test_restored_state_has_the_containers_of_like(checkpointer, two):
     model, tx = nn.Dense(3), optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
     def make(key):
@@ -133,21 +137,21 @@ def test_containers_are_those_of_like(checkpointer, two):
     state = two.init(make, jax.random.key(0))
     like = jax.eval_shape(lambda key: two.init(make, key), jax.random.key(1))
     checkpointer.save(0, state)
-    found = checkpointer.restore(two, like).state
+    found = checkpointer.restore(two, like=like).state
     assert jax.tree.structure(found) == jax.tree.structure(state)
     assert found["train"].tx is tx and isinstance(found["own"], Own)
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
         assert x.dtype == y.dtype and (x == y).all() and x.sharding == y.sharding
-    # What has come back in dicts goes back into the classes that it came from.
+    # A state that was restored into dicts is saved, and restored into the classes again.
     checkpointer.save(1, checkpointer.restore(two).state)
-    again = checkpointer.restore(two, like).state
+    again = checkpointer.restore(two, like=like).state
     assert jax.tree.structure(again) == jax.tree.structure(state)
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored_2", *[
     pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name not in ("one_device", "mirrored_2")
 ]])  # fmt: skip
-def test_step_that_follows_a_save_does_not_change_what_is_saved(name, tmp_path):
+def test_step_after_a_save_does_not_change_the_saved_state(name, tmp_path):
     strategy = STRATEGIES[name]()
     count = strategy.step(lambda state: (jax.tree.map(lambda x: x + 1, state), None))
     state = strategy.put({"w": np.zeros((400, 1000), np.float32), "n": np.float32(0)})
@@ -155,21 +159,21 @@ def test_step_that_follows_a_save_does_not_change_what_is_saved(name, tmp_path):
         for step in range(5):
             checkpointer.save(step, state)
             for _ in range(2):
-                state, _ = count(state)  # at once, while it is written
+                state, _ = count(state)  # while the checkpoint is written
         for step in range(5):
-            found = checkpointer.restore(strategy, state, step=step).state
+            found = checkpointer.restore(strategy, like=state, step=step).state
             assert float(found["n"]) == 2 * step
             assert (np.asarray(jdist.read_values(found["w"])) == 2 * step).all()
 
 
-def test_save_and_restore_run_where_transfers_are_forbidden(checkpointer, two):
+def test_save_and_restore_run_under_a_transfer_guard(checkpointer, two):
     state = two.put(STATE)
     with jax.transfer_guard("disallow"):
         checkpointer.save(0, state, extra={"a": np.arange(3)})
-        assert checkpointer.restore(two, state).state["step"].item() == 5
+        assert checkpointer.restore(two, like=state).state["step"].item() == 5
 
 
-def test_manifest_is_text_with_a_line_a_leaf(checkpointer, two, tmp_path):
+def test_manifest_is_text_with_one_line_per_leaf(checkpointer, two, tmp_path):
     checkpointer.save(12, two.put({"layers": [STATE], "seen": jdist.SyncOnRead(np.float32([1, 2]), "sum")}), seed=3)
     checkpointer.wait()
     text = (tmp_path / "run/12/manifest/manifest.json").read_text()
@@ -184,7 +188,7 @@ def test_manifest_is_text_with_a_line_a_leaf(checkpointer, two, tmp_path):
     assert manifest == checkpointer.restore(two).manifest
 
 
-def test_path_may_be_relative_or_of_home(tmp_path, monkeypatch, one):
+def test_path_may_be_relative_or_in_the_home_folder(tmp_path, monkeypatch, one):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for path in ("here/run", "~/run"):
@@ -193,13 +197,15 @@ def test_path_may_be_relative_or_of_home(tmp_path, monkeypatch, one):
     assert (tmp_path / "here/run/0").is_dir() and (tmp_path / "home/run/0").is_dir()
 
 
-def test_folder_of_another_is_refused_and_left_alone(tmp_path):
+def test_folder_with_other_files_is_refused_and_unchanged(tmp_path):
     (tmp_path / "thesis.tex").write_text("all of it")
-    with pytest.raises(ValueError, match=r"other things in it \(thesis\.tex\) and no jdist\.json.*Give a new folder"):
+    with pytest.raises(
+        ValueError, match=r"contains other files \(thesis\.tex\) and no jdist\.json.*Pass a new or an empty"
+    ):
         Checkpointer(tmp_path)
-    with pytest.raises(ValueError, match=r"`path` is the file .*thesis\.tex\. Give a folder"):
+    with pytest.raises(ValueError, match=r"`path` is the file .*thesis\.tex\. Pass a folder"):
         Checkpointer(tmp_path / "thesis.tex")
-    with pytest.raises(ValueError, match="'gs://bucket/run', and checkpoints are files: mount it"):
+    with pytest.raises(ValueError, match="must be a folder of a file system, got the URL 'gs://bucket/run'. Mount it"):
         Checkpointer("gs://bucket/run")
     assert [child.name for child in tmp_path.iterdir()] == ["thesis.tex"]
 
@@ -211,36 +217,36 @@ def test_folder_of_another_is_refused_and_left_alone(tmp_path):
     ({"every": 1.5}, TypeError, r"`every` must be an integer >= 1, got 1\.5"),
     ({"every": None}, TypeError, "`every` must be an integer >= 1, got None"),
 ])  # fmt: skip
-def test_numbers_that_are_none_are_refused(options, error, message, tmp_path):
+def test_invalid_numbers_are_refused(options, error, message, tmp_path):
     with pytest.raises(error, match=message):
         Checkpointer(tmp_path, **options)
 
 
-def test_nothing_there_is_said(checkpointer, one):
+def test_missing_checkpoints_and_wrong_arguments_of_restore_are_errors(checkpointer, one):
     with pytest.raises(FileNotFoundError, match="There is no complete checkpoint in .*run"):
         checkpointer.restore(one)
     checkpointer.save(3, one.put(STATE))
-    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint of step 4 in .*run\. There are the steps 3\."):
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint of step 4 in .*run\. Complete steps: 3\."):
         checkpointer.restore(one, step=4)
     with pytest.raises(ValueError, match="`step` must be an integer >= 0, got -1"):
         checkpointer.restore(one, step=-1)
-    with pytest.raises(TypeError, match="takes a strategy first, .* got dict"):
+    with pytest.raises(TypeError, match="must be the strategy of the restored state, got dict"):
         checkpointer.restore(STATE)
 
 
 BAD = {
     "text": (lambda x: {"a": "text"}, {}, TypeError, r"state/a is str: devices hold numbers"),
-    "gone": (lambda x: {"a": [gone(x)]}, {}, ValueError, r"state/a/0 was given to a step before"),
-    "wide": (lambda x: {"n": 2**40}, {}, TypeError, r"state/n is int64\[\], of numbers that do not fit into int32"),
-    "twice": (lambda x: Same(x, x), {}, ValueError, r"Two leaves of the state are called a, and a checkpoint knows"),
+    "donated": (lambda x: {"a": [deleted(x)]}, {}, ValueError, r"state/a/0 was donated to a step"),
+    "wide": (lambda x: {"n": 2**40}, {}, TypeError, r"state/n is int64\[\] with numbers that do not fit into int32"),
+    "twice": (lambda x: Same(x, x), {}, ValueError, r"Two leaves of the state have the path a, and a checkpoint identifies"),
     "sum": (lambda x: jdist.SyncOnRead(np.array([True]), "sum"), {}, TypeError, "state/.*bool"),
-    "position": (lambda x: x, {"data_position": {"a": np.arange(2)}}, TypeError, "`data_position` is kept as JSON, and"),
-    "pair": (lambda x: x, {"data_position": (1, 2)}, TypeError, r"from which \(1, 2\) comes back as \[1, 2\]"),
-    "seed": (lambda x: x, {"seed": object()}, TypeError, "`seed` is kept as JSON, and"),
+    "position": (lambda x: x, {"data_position": {"a": np.arange(2)}}, TypeError, "`data_position` .* JSON, which cannot represent"),
+    "pair": (lambda x: x, {"data_position": (1, 2)}, TypeError, r"JSON, which returns \[1, 2\] for \(1, 2\)\. Pass \[1, 2\]"),
+    "seed": (lambda x: x, {"seed": object()}, TypeError, "`seed` is saved as JSON, which cannot represent"),
     "extra": (lambda x: x, {"extra": {"f": len}}, TypeError, "extra/f is builtin_function_or_method: devices hold"),
     "wrapped": (
         lambda x: x, {"extra": {"f": jdist.Mirrored(np.zeros(1))}}, TypeError,
-        "extra/f is in a Mirrored: what is kept beside the state is plain",
+        "extra/f is in a Mirrored, and `extra` takes plain values only",
     ),
 }  # fmt: skip
 
@@ -255,33 +261,33 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def gone(x):
+def deleted(x):
     x.delete()
     return x
 
 
 @pytest.mark.parametrize("make, options, error, message", BAD.values(), ids=BAD)
-def test_what_cannot_be_saved_is_refused_by_name_and_saving_goes_on(make, options, error, message, checkpointer, one):
+def test_invalid_value_is_refused_by_name_and_the_next_save_succeeds(make, options, error, message, checkpointer, one):
     with pytest.raises(error, match=message):
         checkpointer.save(0, make(one.put(np.zeros(2))), **options)
     assert checkpointer.save(0, one.put(STATE))
     assert checkpointer.restore(one).state["step"] == 5
 
 
-def test_values_of_different_shapes_are_refused(checkpointer, two):
+def test_per_replica_values_of_different_shapes_are_refused(checkpointer, two):
     uneven = two.distribute_values_from_function(lambda c: np.zeros(1 + c.replica_id_in_sync_group))
     with pytest.raises(ValueError, match="state/a is PerReplica.*different shapes"):
         checkpointer.save(0, {"a": uneven})
 
 
-def test_save_in_a_step_is_refused(checkpointer, two):
-    with pytest.raises(RuntimeError, match="`save` is called by the host program"):
+def test_save_in_a_replica_function_or_under_jit_is_refused(checkpointer, two):
+    with pytest.raises(RuntimeError, match="`save` cannot be called in a replica function"):
         two.run(lambda: checkpointer.save(0, {}))
-    with pytest.raises(TypeError, match="state/w is being traced"):
+    with pytest.raises(TypeError, match="state/w is a tracer"):
         jax.jit(lambda w: checkpointer.save(0, {"w": w}))(1.0)
 
 
-def test_state_of_another_structure_is_refused_with_the_leaves_that_differ(checkpointer, two):
+def test_state_of_another_structure_is_refused_with_the_different_leaves(checkpointer, two):
     saved = {"a": np.float32([1, 2]), "b": np.int32(1), "c": np.zeros(2), "key": jax.random.key(0), "old": np.zeros(3)}
     checkpointer.save(2, two.put(saved))
     like = {
@@ -292,25 +298,36 @@ def test_state_of_another_structure_is_refused_with_the_leaves_that_differ(check
         "new": np.zeros(4),
     }
     with pytest.raises(ValueError) as error:
-        checkpointer.restore(two, like)
+        checkpointer.restore(two, like=like)
     text = str(error.value)
-    assert "step 2" in text and "Not in it: new float32[4]." in text and "In it and not wanted: old float32[3]." in text
-    assert "a was float32[2] and is to be float32[3], b was int32[] and is to be float32[]" in text
     assert (
-        "key was key<fry>[] and is to be uint32[2]." in text and " c " not in text and "restore without `like`" in text
+        "step 2" in text
+        and "Only in `like`: new float32[4]." in text
+        and "Only in the checkpoint: old float32[3]." in text
     )
-    with pytest.raises(ValueError, match=r"Not in it: x/0 float32\[\], .* x/3 float32\[\] and 6 more\. In it"):
-        checkpointer.restore(two, {"x": [0.0] * 10})
+    assert (
+        "Different shape or dtype: a is float32[2] in the checkpoint and float32[3] in `like`, "
+        "b is int32[] in the checkpoint and float32[] in `like`" in text
+    )
+    assert (
+        "key is key<fry>[] in the checkpoint and uint32[2] in `like`." in text
+        and " c " not in text
+        and "restore without `like`" in text
+    )
+    with pytest.raises(
+        ValueError, match=r"Only in `like`: x/0 float32\[\], .* x/3 float32\[\] and 6 more\. Only in the checkpoint"
+    ):
+        checkpointer.restore(two, like={"x": [0.0] * 10})
 
 
-def test_error_in_the_loop_is_the_one_that_is_raised_and_the_save_is_finished(tmp_path, one):
+def test_error_in_the_with_statement_is_raised_and_the_save_is_completed(tmp_path, one):
     with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, one.put(STATE))
         1 / 0  # noqa: B018
     assert Checkpointer(tmp_path).steps() == (0,)
 
 
-def test_closed_checkpointer_begins_anew(tmp_path, one):
+def test_closed_checkpointer_can_save_again(tmp_path, one):
     checkpointer = Checkpointer(tmp_path)
     for step in range(3):
         checkpointer.save(step, one.put(STATE))
@@ -320,7 +337,7 @@ def test_closed_checkpointer_begins_anew(tmp_path, one):
     assert repr(checkpointer) == f"Checkpointer({str(tmp_path)!r}, keep=3, every=1)"
 
 
-def test_orbax_is_not_imported_before_it_is_needed_and_says_nothing(tmp_path):
+def test_orbax_is_not_imported_before_it_is_needed_and_prints_nothing(tmp_path):
     code = f"""
 import sys, numpy as np, jdist
 from jdist._src.checkpoint.checkpointer import Checkpointer
@@ -333,5 +350,7 @@ checkpointer.restore(strategy)
 checkpointer.close()
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (completed.returncode, completed.stdout, completed.stderr) == (0, "", "")

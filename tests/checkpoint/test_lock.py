@@ -1,4 +1,4 @@
-"""One job at a time saves into a folder of checkpoints; reading is always possible."""
+"""Only one job at a time saves into a folder of checkpoints; reading is always possible."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from jdist._src.checkpoint.storage import CheckpointError
 
 from laws import STRATEGIES
 
-# Saves step 1, forks a child that outlives it, and waits.
+# Saves step 1, forks a child that runs longer than its parent, and waits.
 HOLDER = """
 import os, sys, warnings
 import numpy as np, jdist
@@ -37,7 +37,7 @@ def state():
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that has saved step 1 and is not at its end."""
+    """Another process that has saved step 1 and is still running."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -63,7 +63,7 @@ def test_folder_of_a_running_process_can_be_read_and_is_locked_until_it_is_kille
     assert checkpointer.steps() == (1, 2)
 
 
-def test_second_checkpointer_of_a_process_saves_when_the_first_is_closed_or_forgotten(state, tmp_path):
+def test_second_checkpointer_of_a_process_saves_when_the_first_is_closed_or_garbage_collected(state, tmp_path):
     first, second = Checkpointer(tmp_path), Checkpointer(tmp_path)
     first.save(1, state)
     with pytest.raises(CheckpointError, match=r"Another `Checkpointer` of this process saves to .*Close it first"):

@@ -1,10 +1,10 @@
-"""Leaves whose names differ in the counters of layers only: which are paired, and which are refused."""
+"""Leaves whose names differ only in the counters of layers: which are paired, and which raise an error."""
 
 import numpy as np
 import pytest
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
-from jdist._src.checkpoint.renaming import pair_renamed
+from jdist._src.checkpoint.tree_format import pair_renamed
 
 from laws import STRATEGIES
 
@@ -14,12 +14,14 @@ def keys(*paths):
 
 
 def pairs(saved, wanted, kinds=None, **options):
-    """The saved path for each wanted one; `kinds` are those of the saved and of the wanted leaves."""
-    there, here = ({key: "" for key in keys(*paths)} for paths in (saved, wanted))
+    """Returns the saved path of each wanted path; `kinds` has the kinds of the saved and of the wanted leaves."""
+    saved_kinds, wanted_kinds = ({key: "" for key in keys(*paths)} for paths in (saved, wanted))
     if kinds is not None:
-        there, here = (dict(zip(names, of, strict=True)) for names, of in zip((there, here), kinds, strict=True))
-    found = pair_renamed(there, here, **options)
-    return found if found is None else {" ".join(one): " ".join(other) for one, other in found.items()}
+        saved_kinds, wanted_kinds = (
+            dict(zip(names, of, strict=True)) for names, of in zip((saved_kinds, wanted_kinds), kinds, strict=True)
+        )
+    pairs = pair_renamed(saved_kinds, wanted_kinds, **options)
+    return pairs if pairs is None else {" ".join(one): " ".join(other) for one, other in pairs.items()}
 
 
 PAIRED = {
@@ -33,7 +35,7 @@ PAIRED = {
 
 
 @pytest.mark.parametrize("saved, wanted", PAIRED.values(), ids=PAIRED)
-def test_names_that_differ_in_counters_are_paired_in_their_order(saved, wanted):
+def test_names_that_differ_in_counters_are_paired_in_the_order_of_the_counters(saved, wanted):
     assert pairs(saved, wanted) == dict(zip(wanted, saved, strict=True))
 
 
@@ -48,11 +50,11 @@ OTHER = {
 
 
 @pytest.mark.parametrize("saved, wanted", OTHER.values(), ids=OTHER)
-def test_names_that_differ_in_more_are_not_paired(saved, wanted):
+def test_names_that_differ_in_more_than_counters_are_not_paired(saved, wanted):
     assert pairs(saved, wanted) is None
 
 
-def test_names_on_both_sides_are_paired_only_where_their_kinds_leave_one_way():
+def test_names_that_occur_on_both_sides_are_paired_only_if_their_kinds_allow_a_single_pairing():
     saved, wanted = ["d_1/w", "d_2/w"], ["d_2/w", "d_3/w"]
     shifted = {"d_2/w": "d_1/w", "d_3/w": "d_2/w"}
     assert pairs(saved, wanted, (["f32[3,4]", "f32[4]"], ["f32[3,4]", "f32[4]"])) == shifted
@@ -63,18 +65,22 @@ def test_names_on_both_sides_are_paired_only_where_their_kinds_leave_one_way():
         pairs(["m d/w", "m d_1/w"], ["m d_2/w", "m d_5/w"])
 
 
-def test_state_with_other_counters_is_restored_and_one_that_is_not_certain_is_refused(tmp_path):
+def test_state_with_other_counters_is_restored_and_an_ambiguous_pairing_is_an_error(tmp_path):
     strategy = STRATEGIES["one_device"]()
     layers = lambda first: {f"dense_{first + i}/kernel": np.full(2, i, np.float32) for i in range(3)}
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, strategy.put(layers(8)))
-        found = checkpointer.restore(strategy, layers(11)).state
-        assert {name: leaf[0].item() for name, leaf in found.items()} == {f"dense_{11 + i}/kernel": i for i in range(3)}
+        restored = checkpointer.restore(strategy, like=layers(11)).state
+        assert {name: leaf[0].item() for name, leaf in restored.items()} == {
+            f"dense_{11 + i}/kernel": i for i in range(3)
+        }
         message = (
-            r"step 1 in .* has layers with other names than `like`.* not certain: dense_8, dense_9, dense_10 in the "
-            r"checkpoint and dense_9, dense_10, dense_11 in `like`\. Give the layers names .*`keras\.utils\.clear_session"
+            r"step 1 in .* has layers with other names than `like`.* paired in several ways: dense_8, dense_9, dense_10 in the "
+            r"checkpoint and dense_9, dense_10, dense_11 in `like`\. Give the layers fixed names .*`keras\.utils\.clear_session"
         )
         with pytest.raises(ValueError, match=message):
-            checkpointer.restore(strategy, layers(9))
-        with pytest.raises(ValueError, match=r"dense_11/kernel was float32\[2\] and is to be float32\[5\]"):
-            checkpointer.restore(strategy, {**layers(11), "dense_11/kernel": np.zeros(5, np.float32)})
+            checkpointer.restore(strategy, like=layers(9))
+        with pytest.raises(
+            ValueError, match=r"dense_11/kernel is float32\[2\] in the checkpoint and float32\[5\] in `like`"
+        ):
+            checkpointer.restore(strategy, like={**layers(11), "dense_11/kernel": np.zeros(5, np.float32)})

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist._src.checkpoint.renaming import pair_renamed
-from jdist._src.checkpoint.tree_format import Leaf, leaves_of
+from jdist._src.checkpoint.tree_format import Leaf, leaves_of, pair_renamed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.arrays import device_put_copy, is_device_array

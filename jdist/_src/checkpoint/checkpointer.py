@@ -1,4 +1,4 @@
-"""`Checkpointer`: saves the state of training in the background, and brings it back onto any devices."""
+"""`Checkpointer`: saves training states in the background, and restores them onto any devices."""
 
 import dataclasses
 import os
@@ -10,11 +10,10 @@ from typing import Any, NoReturn, Self, TypeVar
 import jax
 
 from jdist._src.checkpoint import storage
-from jdist._src.checkpoint.lock import FolderLock
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
-from jdist._src.checkpoint.serialization import SavePlan, checked, packed, read
-from jdist._src.checkpoint.source import RestorePlan, found_step, manifest_in, source_of, warn_of_incomplete
-from jdist._src.checkpoint.storage import CheckpointError, short_message
+from jdist._src.checkpoint.restore_plan import RestorePlan, make_restore_plan, read_manifest
+from jdist._src.checkpoint.save_plan import SavePlan, make_save_plan
+from jdist._src.checkpoint.storage import CheckpointError, FolderLock, short_message
 from jdist._src.checkpoint.writer import Writer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.atomic_files import check_path
@@ -28,14 +27,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class RestoredCheckpoint:
-    """What a checkpoint holds.
+    """A checkpoint that `Checkpointer.restore` returned.
 
     Attributes:
-        step: After which step it was saved.
+        step: The step after which it was saved.
         state: The state, on the strategy's devices.
-        data_position: Where the data go on, as it was handed to `save`.
-        extra: What was kept beside the state: dicts and lists, arrays on the host, numbers and text.
-        manifest: What the checkpoint says of itself: versions, time, seed, and each leaf.
+        data_position: The data position that was passed to `save`.
+        extra: The `extra` that was passed to `save`, in dicts and lists, with arrays on the host.
+        manifest: The content of the manifest: versions, time, seed, and a description of each array.
     """
 
     step: int
@@ -46,23 +45,24 @@ class RestoredCheckpoint:
 
 
 class Checkpointer:
-    """A folder of checkpoints, a folder for each step.
+    """A folder of checkpoints, with one folder per step.
 
-    A checkpoint is written while training goes on, by all processes together, and has its name only when it is complete:
-    a process that ends at any moment leaves the one before. Nothing in it depends on the devices, and it comes back onto
-    any number of them, under any strategy. `STEP/manifest/manifest.json` says in text what is in it.
+    A checkpoint is written while training continues, by all processes together. Its folder gets its final name when it is
+    complete, so a process that is killed at any moment leaves the previous checkpoint intact. A checkpoint does not depend on
+    the devices: it can be restored onto any number of them, under any strategy. `STEP/manifest/manifest.json` describes its
+    contents as text.
 
-    Mutable: it knows of the save that is on its way. Leave it by `with`, or call `close`, or the last save may be lost.
+    Use it in a `with` statement, or call `close`; otherwise the last save may be lost. Mutable: it holds the save in progress.
 
     Args:
-        path: The folder: new, empty, or with checkpoints. On several processes, one that all of them see.
-        keep: How many of the newest checkpoints are kept; None for all.
-        every: Of which steps checkpoints are due: those that it divides.
+        path: The folder: new, empty, or with checkpoints. On several processes, a folder that all of them can read and write.
+        keep: The number of newest checkpoints that are kept; None keeps all.
+        every: A checkpoint is due at every step that `every` divides.
 
     Raises:
-        ValueError: `path` has other things in it, or a number is less than 1.
+        ValueError: The folder contains other files, or a number is less than 1.
         TypeError: `path` is not a path; `keep` or `every` is not an integer.
-        CheckpointError: The folder cannot be made.
+        CheckpointError: The folder cannot be created.
 
     Example:
         >>> import tempfile
@@ -71,18 +71,18 @@ class Checkpointer:
         >>> folder = tempfile.TemporaryDirectory()
         >>> with Checkpointer(folder.name, every=100) as checkpointer:
         ...     saved = [checkpointer.save(step, state, {"batch": step}) for step in (99, 100)]
-        ...     found = checkpointer.restore(jdist.ShardedStrategy())
-        >>> saved, found.step, found.state["w"].tolist(), found.data_position
+        ...     restored = checkpointer.restore(jdist.ShardedStrategy())
+        >>> saved, restored.step, restored.state["w"].tolist(), restored.data_position
         ([False, True], 100, [1.0, 2.0], {'batch': 100})
         >>> folder.cleanup()
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep: int | None = 3, every: int = 1):
+    def __init__(self, path: str | os.PathLike[str], *, keep: int | None = 3, every: int = 1):
         check_path("Checkpointer(path)", path)
         self._keep, self.every = None if keep is None else as_int("`keep`", keep, 1), as_int("`every`", every, 1)
         self._folder = storage.open_folder(path)
         self._writer: Writer | None = None
-        self._calls: ProcessGroup | None = None  # in which the processes compare their calls
+        self._calls: ProcessGroup | None = None  # compares the calls of all processes
         self._lock: FolderLock | None = None
         self._saving = -1
         self._damaged: set[int] = set()  # steps that `restore` could not read
@@ -103,10 +103,10 @@ class Checkpointer:
     ) -> None:
         try:
             self.close()
-        except CheckpointError as problem:
+        except CheckpointError as close_error:
             if error is None:
                 raise
-            error.add_note(str(problem))
+            error.add_note(str(close_error))
 
     def save(
         self,
@@ -120,61 +120,62 @@ class Checkpointer:
     ) -> bool:
         """Saves a checkpoint in the background, if one is due.
 
-        When it returns, the arrays are copied: the next step may take their memory over. All processes call it alike.
+        It returns when the arrays are copied, so the next step may donate the state. All processes call it with the same
+        arguments.
 
         Args:
-            step: After which step.
-            state: The state of training: a tree of arrays and numbers, some in wrappers.
-            data_position: Where the data go on: what `get_state` of an iterator gave, or other JSON.
-            seed: What the run was seeded with, to be found in the manifest.
-            extra: What is to be kept beside the state: a tree of dicts and lists of arrays, numbers and text.
-            now: Whether it is due whatever the step.
+            step: The number of steps that led to the state.
+            state: The training state: a tree of arrays and numbers, some in wrappers.
+            data_position: The position in the data: the result of `get_state` of an iterator, or other JSON.
+            seed: The seed of the run, for the manifest.
+            extra: Other values: a tree of dicts and lists of arrays, numbers and text.
+            now: Whether to save even if no checkpoint is due at this step.
 
         Returns:
-            Whether it is saved now. Not if none is due, and not if that of this step is there already.
+            Whether it saves the checkpoint. False if none is due, or if there is one of this step already.
 
         Raises:
-            ValueError: A later step is saved here already; or a leaf has no value any more.
-            TypeError: A leaf is nothing that can be saved.
-            CheckpointError: The checkpoint before, or this one, could not be written. The state is as it was, and the next
-                one will be tried.
+            ValueError: The folder has a checkpoint of a later step, or a leaf was donated.
+            TypeError: A leaf cannot be saved.
+            CheckpointError: This checkpoint, or the previous one, could not be written. The state is unchanged, and the next
+                `save` tries again.
         """
         if in_replica_function():
-            raise RuntimeError("`save` is called by the host program, between the calls of a step.")
+            raise RuntimeError("`save` cannot be called in a replica function. Call it between the steps.")
         if not now and not self._is_due(step):
             return False
         self.wait()
-        with jax.transfer_guard("allow"):  # a loop may forbid what it does not mean to do
-            contents = self._agreed("save", lambda: self._contents(step, state, data_position, seed, extra))
-            if contents is not None:
-                self._write(contents)
-        return contents is not None
+        with jax.transfer_guard("allow"):  # a training loop may forbid implicit transfers
+            plan = self._run_compared("save", lambda: self._plan_save(step, state, data_position, seed, extra))
+            if plan is not None:
+                self._write(plan)
+        return plan is not None
 
-    def restore(self, strategy: Strategy, like: PyTree = None, step: int | None = None) -> RestoredCheckpoint:
-        """A checkpoint, its state on the devices of a strategy: each part is read to where it belongs.
+    def restore(self, strategy: Strategy, *, like: PyTree = None, step: int | None = None) -> RestoredCheckpoint:
+        """Restores a checkpoint onto the devices of a strategy. Each device reads its own part.
 
-        Wrappers keep their meaning. A sum over the replicas is shared out anew; other partial values, and what is
-        `PerReplica`, come back bit by bit on as many replicas as before. On another number, partial values are
-        aggregated and given to each, and a `PerReplica` is refused.
+        Wrappers are preserved. A `SyncOnRead` SUM is split into shares for the new replicas. Other values per replica, of a
+        `SyncOnRead` or a `PerReplica`, are restored bit for bit on the same number of replicas. On another number, those of a
+        `SyncOnRead` are aggregated and every replica gets the result; a `PerReplica` is an error.
 
         Args:
-            strategy: Where the state goes on.
-            like: A state, or its shapes, `jax.eval_shape(lambda key: strategy.init(make, key), key)`, of which the state
-                takes containers and wrappers. By default it has the wrappers with which it was saved, in dicts and lists.
-            step: Which one; the newest by default.
+            strategy: The strategy of the restored state.
+            like: A state or its shapes, `jax.eval_shape(lambda key: strategy.init(make, key), key)`, with the containers and
+                wrappers of the restored state. By default the state has its saved wrappers, in dicts and lists.
+            step: The step of the checkpoint; the newest by default.
 
         Raises:
             FileNotFoundError: There is no checkpoint, or none of this step.
-            ValueError: The state is another one than `like`, or does not fit the strategy; the message names the leaves.
-            CheckpointError: A file of it is damaged, or cannot be read.
+            ValueError: The saved state does not match `like`, or does not fit the strategy; the message names the leaves.
+            CheckpointError: A file is damaged, or cannot be read.
         """
         self.wait()
         with jax.transfer_guard("allow"):
-            source = self._agreed("restore", lambda: self._source(strategy, like, step))
-            found = self._restored(source)
+            plan = self._run_compared("restore", lambda: self._plan_restore(strategy, like, step))
+            restored = self._read(plan)
         if step is None:
-            warn_of_incomplete(self._folder, found.step)
-        return found
+            storage.warn_of_incomplete(self._folder, restored.step)
+        return restored
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, in ascending order."""
@@ -186,7 +187,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def wait(self) -> None:
-        """Waits until what is on its way is written.
+        """Waits until the save in progress is written.
 
         Raises:
             CheckpointError: It could not be written.
@@ -196,13 +197,13 @@ class Checkpointer:
         try:
             self._writer.wait()
         except Exception as error:
-            self._fail(error)
+            self._raise_write_error(error)
 
     def close(self) -> None:
-        """Waits for what is on its way, and ends the threads that write. The next save begins anew.
+        """Waits until the save in progress is written, ends the threads, and releases the lock. `save` can be called again.
 
         Raises:
-            CheckpointError: What was on its way could not be written.
+            CheckpointError: The save in progress could not be written.
         """
         try:
             self.wait()
@@ -214,131 +215,133 @@ class Checkpointer:
                 self._lock.release()
                 self._lock = None
             if self._calls is not None:
-                self._calls.leave("its `Checkpointer` is closed")
+                self._calls.close("its `Checkpointer` is closed")
                 self._calls = None
 
     def _is_due(self, step: Any) -> bool:
         try:
             return as_int("`step`", step, 0) % self.every == 0
         except (TypeError, ValueError):
-            return True  # it is refused where the other processes hear of it
+            return True  # `_plan_save` raises the error, on all processes
 
-    def _agreed(self, call: str, work: Callable[[], tuple[T, Facts]]) -> T:
-        """See `Group.agreed`. One group for all calls, so that different calls are noticed."""
+    def _run_compared(self, call: str, work: Callable[[], tuple[T, Facts]]) -> T:
+        """See `ProcessGroup.run_compared`. One group for all calls, so that different calls are noticed."""
         self._calls = self._calls or ProcessGroup()
-        return self._calls.agreed(call, work)
+        return self._calls.run_compared(call, work)
 
-    def _contents(
+    def _plan_save(
         self, step: int, state: PyTree, data_position: Any, seed: Any, extra: PyTree
     ) -> tuple[SavePlan | None, Facts]:
-        """The checked contents of a checkpoint, None if there is one of this step; and what all processes must agree on."""
+        """Returns the plan of a save, or None if there is a checkpoint of this step; and facts for `run_compared`.
+
+        Uses no collectives: it may fail on one process of several.
+        """
         step = as_int("`step`", step, 0)
-        if (
-            self._lock is None and jax.process_index() == 0
-        ):  # of a job of several processes, process 0 writes the manifest
+        if self._lock is None and jax.process_index() == 0:  # process 0 of a job writes the manifest
             self._lock = FolderLock(self._folder, owner=self)
         latest = max(set(self.steps()) - self._damaged, default=None)
         if latest is not None and step < latest:
             raise ValueError(
-                f"{self._folder} has a checkpoint of step {latest}, and one of step {step} would not be found again behind it. "
-                f"If that run is given up, delete what it saved later ({self._folder / str(latest)}), or take another folder."
+                f"{self._folder} has a checkpoint of step {latest}, so a checkpoint of step {step} would not be the newest. "
+                f"Delete the later checkpoints ({self._folder / str(latest)}), or use another folder."
             )
         facts = {"`step`": [str(step)], "the latest checkpoint": [f"step {latest}"]}
         if step == latest:
             return None, facts
-        contents = checked(step, state, data_position, seed, extra)
-        return contents, {**facts, **contents.facts, "the damaged checkpoints": [str(self._to_set_aside(step))]}
+        plan = make_save_plan(step, state, data_position, seed, extra)
+        return plan, {**facts, **plan.facts, "the damaged checkpoints": [str(self._damaged_steps(step))]}
 
-    def _to_set_aside(self, step: int) -> list[int]:
-        """The steps of damaged folders that are in the way of a checkpoint of `step`, or would be taken for a newer one."""
+    def _damaged_steps(self, step: int) -> list[int]:
+        """The steps of damaged folders that orbax would take for newer checkpoints, or for one of `step`."""
         incomplete = {int(child.name) for child in storage.incomplete_folders(self._folder, step - 1)}
         return sorted(self._damaged | (incomplete & {step}))
 
-    def _write(self, contents: SavePlan) -> None:
-        self._saving = contents.step
+    def _write(self, plan: SavePlan) -> None:
+        self._saving = plan.step
         try:
-            damaged = self._to_set_aside(contents.step)
-            if damaged and self._writer is not None:  # it remembers the steps that it has seen
+            damaged = self._damaged_steps(plan.step)
+            if damaged and self._writer is not None:  # orbax caches the steps of the folder
                 self._writer.close()
                 self._writer = None
             self._writer = self._writer or Writer(self._folder, self._keep)
-            self._writer.write(contents.step, lambda: packed(contents), damaged)
+            self._writer.write(plan.step, plan.pack, damaged)
             self._damaged.clear()
         except Exception as error:
-            self._fail(error)
+            self._raise_write_error(error)
 
-    def _fail(self, error: Exception) -> NoReturn:
+    def _raise_write_error(self, error: Exception) -> NoReturn:
         writer, self._writer = self._writer, None
         if writer is not None:
             try:
                 writer.close()
-            except Exception as again:
-                error.add_note(str(again))
-        raise CheckpointError(
-            f"The checkpoint of step {self._saving} could not be written to {self._folder}: {short_message(error)} "
-            f"{self._left()} The state of training is as it was, and the next checkpoint will be tried."
-        ) from error
-
-    def _left(self) -> str:
+            except Exception as close_error:
+                error.add_note(str(close_error))
         try:
             steps = self.steps()
+            complete = f"Complete checkpoints: {_listed(steps)}." if steps else "There is no complete checkpoint."
         except OSError:
-            return "The folder cannot be read either."
-        return f"Complete are those of the steps {', '.join(map(str, steps))}." if steps else "There is no other one."
+            complete = "The folder cannot be read either."
+        raise CheckpointError(
+            f"The checkpoint of step {self._saving} could not be written to {self._folder}: {short_message(error)} {complete} "
+            "The training state is unchanged, and the next `save` tries again."
+        ) from error
 
-    def _source(self, strategy: Strategy, like: PyTree, step: int | None) -> tuple[RestorePlan, Facts]:
-        """What a restore reads, found without collectives, so that it can fail on one process of several."""
+    def _plan_restore(self, strategy: Strategy, like: PyTree, step: int | None) -> tuple[RestorePlan, Facts]:
+        """Returns the plan of a restore, and facts for `run_compared`. Uses no collectives."""
         if not isinstance(strategy, Strategy):
             raise TypeError(
-                f"`restore` takes a strategy first, to say where the state goes, got {type(strategy).__name__}."
+                f"The first argument of `restore` must be the strategy of the restored state, got {type(strategy).__name__}. "
+                "Call `restore(strategy)`."
             )
         check_devices_attached(strategy.mesh)
-        step = found_step(self._folder, step)
+        step = storage.find_step(self._folder, step)
         try:
-            manifest, saved = manifest_in(self._folder, step)
+            manifest, saved = read_manifest(self._folder, step)
         except Exception as error:
-            self._refuse(step, error)
-        return source_of(f"The checkpoint of step {step} in {self._folder}", manifest, saved, strategy, like)
+            self._raise_read_error(step, error)
+        return make_restore_plan(self._folder, manifest, saved, strategy, like)
 
-    def _restored(self, source: RestorePlan) -> RestoredCheckpoint:
-        step, manifest = source.step, source.manifest
+    def _read(self, plan: RestorePlan) -> RestoredCheckpoint:
         try:
             with ProcessGroup() as group:
-                leaves, extra = read(group, self._folder, step, manifest, source.plans)
+                arrays, extra = plan.read(group)
         except Exception as error:
-            self._refuse(step, error)
-        leaves = [each.finish(leaf) for each, leaf in zip(source.plans, leaves, strict=True)]
-        state = jax.tree.unflatten(source.structure, leaves)
-        self._damaged.discard(step)
-        return RestoredCheckpoint(step, state, manifest["data_position"], extra, manifest)
+            self._raise_read_error(plan.step, error)
+        state = plan.finish(arrays)
+        self._damaged.discard(plan.step)
+        return RestoredCheckpoint(plan.step, state, plan.manifest["data_position"], extra, plan.manifest)
 
-    def _refuse(self, step: int, error: Exception) -> NoReturn:
+    def _raise_read_error(self, step: int, error: Exception) -> NoReturn:
         self._damaged.add(step)
-        older = [str(other) for other in self.steps() if other < step]
-        way_out = (
-            f"Complete before it are the steps {', '.join(older)}: `restore(strategy, step={older[-1]})`. The next `save` of "
-            f"this `Checkpointer` renames the folder to {step}.damaged; to continue with `fit(resume=...)`, "
-            f"delete {self._folder / str(step)}."
+        older = [other for other in self.steps() if other < step]
+        advice = (
+            f"Earlier complete checkpoints: {_listed(older)}. To use the last one, call `restore(strategy, step={older[-1]})`. "
+            f"The next `save` of this `Checkpointer` renames the damaged folder to {step}.damaged. To continue with "
+            f"`fit(resume=...)`, delete {self._folder / str(step)}."
             if older
-            else "There is none before it."
+            else "There is no earlier checkpoint."
         )
         raise CheckpointError(
-            f"The checkpoint of step {step} in {self._folder} is damaged, or cannot be read: {short_message(error)} {way_out}"
+            f"The checkpoint of step {step} in {self._folder} is damaged or cannot be read: {short_message(error)} {advice}"
         ) from error
 
 
 def newest_step(checkpointer: Checkpointer) -> int | None:
-    """Returns the step that a resumed run begins with, None if there is no checkpoint. All processes call it.
+    """Returns the newest step, from which training resumes; None if there is no checkpoint. All processes call it.
 
     Raises:
         CheckpointError: The processes see different checkpoints.
     """
 
-    def found() -> tuple[int | None, Facts]:
+    def read_latest() -> tuple[int | None, Facts]:
         latest = checkpointer.latest
         return latest, {"the latest checkpoint": ["none" if latest is None else f"step {latest}"]}
 
     checkpointer.wait()
-    latest = checkpointer._agreed("resume", found)
-    warn_of_incomplete(checkpointer._folder, latest)
+    latest = checkpointer._run_compared("resume", read_latest)
+    storage.warn_of_incomplete(checkpointer._folder, latest)
     return latest
+
+
+def _listed(steps: Any) -> str:
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"

@@ -1,4 +1,7 @@
-"""What a checkpoint says of itself: a text file that people read, and that says how its arrays are put together again."""
+"""The manifest of a checkpoint: a JSON file, for people and for `restore`, that describes the contents of the checkpoint.
+
+It contains the versions, the step, the data position, a `StoredArray` per array, and the structures of the trees.
+"""
 
 import dataclasses
 import datetime
@@ -16,21 +19,21 @@ from jax.sharding import NamedSharding
 from jdist._src.core.version import __version__
 
 _FORMAT = 2
-_UNSIGNED = 1  # the format of manifests that have no fingerprint of their own
+_UNSIGNED = 1  # the format of manifests without a fingerprint of their own
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredArray:
-    """An array of a checkpoint.
+    """The description of an array in a checkpoint.
 
     Attributes:
-        number: What its file is called.
-        path: What it is: `state/params/w`.
-        shape: As it is stored.
-        dtype: The same, of random keys as JAX calls it.
-        placement: In which wrapper it was, and how it lay on the devices, in words.
-        fingerprint: That of its bits.
-        key: Of random keys, how their bits are made.
+        number: The name of the array in orbax's files.
+        path: Its path in the checkpoint: `state/params/w`.
+        shape: Its shape in the file.
+        dtype: Its dtype in the file; for random keys the dtype of JAX.
+        placement: Its wrapper and sharding when it was saved, as text.
+        fingerprint: The fingerprint of its bits.
+        key: For random keys, the name of the generator.
     """
 
     number: int
@@ -43,46 +46,53 @@ class StoredArray:
 
     @property
     def array(self) -> jax.ShapeDtypeStruct:
-        """Its shape and dtype."""
-        dtype = np.dtype(self.dtype) if self.key is None else jax.eval_shape(self._one_key).dtype
+        """The shape and dtype of the array."""
+        dtype = np.dtype(self.dtype) if self.key is None else jax.eval_shape(self._make_key).dtype
         return jax.ShapeDtypeStruct(self.shape, dtype)
 
     @property
     def bits(self) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of what is in the file: of random keys, their data."""
+        """The shape and dtype of the array in the file: for random keys, those of the key data."""
         if self.key is None:
             return self.array
-        data = jax.eval_shape(lambda: jax.random.key_data(self._one_key()))
+        data = jax.eval_shape(lambda: jax.random.key_data(self._make_key()))
         return jax.ShapeDtypeStruct(self.shape + data.shape, data.dtype)
 
     @property
     def bytes(self) -> int:
-        """What it takes in memory."""
+        """The size in memory."""
         return math.prod(self.bits.shape) * self.bits.dtype.itemsize
 
     @classmethod
     def of(cls, number: int, path: str, x: Any, wrapper: str, fingerprint: int) -> "StoredArray":
-        """What there is to say of an array on the devices or on the host."""
+        """Returns the description of an array on the devices or on the host."""
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         key = str(jax.random.key_impl(x)) if is_key else None
-        return cls(number, path, tuple(x.shape), str(x.dtype), f"{wrapper}{_where(x)}", fingerprint, key)
+        return cls(number, path, tuple(x.shape), str(x.dtype), f"{wrapper}{_sharding_text(x)}", fingerprint, key)
 
-    def _one_key(self) -> jax.Array:
+    def from_bits(self, bits: Any) -> Any:
+        """Returns the array that is stored as `bits`, on the same devices."""
+        if self.key is None:
+            return bits
+        keys = jax.random.wrap_key_data(bits, impl=self.key)
+        return keys if isinstance(bits, np.ndarray) else jax.device_put(keys, bits.sharding)
+
+    def _make_key(self) -> jax.Array:
         return jax.random.key(0, impl=self.key)
 
 
 def make_manifest(
-    step: int, seed: Any, position: Any, entries: Sequence[StoredArray], state: Any, extra: Any
+    step: int, seed: Any, position: Any, arrays: Sequence[StoredArray], state: Any, extra: Any
 ) -> dict[str, Any]:
-    """The manifest of a checkpoint.
+    """Returns the manifest of a checkpoint.
 
     Args:
-        step: Its number.
-        seed: As it was handed in.
-        position: The position of the data, the same.
-        entries: One an array.
-        state: The structure of the state, with numbers of entries.
-        extra: The same of what is kept beside it.
+        step: The step.
+        seed: The seed, as JSON.
+        position: The data position, as JSON.
+        arrays: The arrays, ordered by number.
+        state: The structure of the state, with the numbers of its arrays.
+        extra: The structure of `extra`, likewise.
     """
     return signed(
         {
@@ -93,10 +103,10 @@ def make_manifest(
             "jax": jax.__version__,
             "seed": seed,
             "data_position": position,
-            "bytes": sum(entry.bytes for entry in entries),
+            "bytes": sum(array.bytes for array in arrays),
             "leaves": [
-                {name: value for name, value in dataclasses.asdict(entry).items() if value is not None}
-                for entry in entries
+                {name: value for name, value in dataclasses.asdict(array).items() if value is not None}
+                for array in arrays
             ],
             "state": state,
             "extra": extra,
@@ -105,19 +115,19 @@ def make_manifest(
 
 
 def signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the manifest with the fingerprint of all its other entries.
+    """Returns the manifest with the fingerprint of all its other fields.
 
     Example:
         >>> signed({"step": 3})["fingerprint"][:14]
         'sha256:a76b25b'
     """
-    rest = {name: value for name, value in manifest.items() if name != "fingerprint"}
-    text = json.dumps(rest, sort_keys=True)
-    return {**rest, "fingerprint": f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"}
+    fields = {name: value for name, value in manifest.items() if name != "fingerprint"}
+    text = json.dumps(fields, sort_keys=True)
+    return {**fields, "fingerprint": f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"}
 
 
 def to_text(manifest: Mapping[str, Any]) -> str:
-    """The manifest as JSON, a line a leaf.
+    """Returns the manifest as JSON, with one line per array.
 
     Example:
         >>> print(to_text({"step": 3, "leaves": [{"path": "w"}, {"path": "b"}]}))
@@ -130,7 +140,8 @@ def to_text(manifest: Mapping[str, Any]) -> str:
         }
     """
     lines = [
-        f'  "{name}": {_block(value) if name == "leaves" else json.dumps(value)}' for name, value in manifest.items()
+        f'  "{name}": {_leaf_lines(value) if name == "leaves" else json.dumps(value)}'
+        for name, value in manifest.items()
     ]
     return "{\n" + ",\n".join(lines) + "\n}"
 
@@ -140,49 +151,50 @@ def from_text(text: str, step: int) -> dict[str, Any]:
 
     Args:
         text: The content of the file.
-        step: The step of its folder.
+        step: The step in the name of its folder.
 
     Raises:
-        ValueError: It is not a manifest, was changed after it was written, or has a later format than this version knows.
+        ValueError: The text is not a manifest, was changed after it was written, or has a format of a later version of jdist.
     """
     manifest = json.loads(text)
     if manifest["format"] > _FORMAT:
         raise ValueError(
-            f"It was written by jdist {manifest['jdist']}, in a form that {__version__} does not know. Install that."
+            f"It was written by jdist {manifest['jdist']} in format {manifest['format']}. jdist {__version__} reads formats up to "
+            f"{_FORMAT}. Install jdist {manifest['jdist']} or later"
         )
     has_fingerprint = manifest["format"] != _UNSIGNED or "fingerprint" in manifest
     if has_fingerprint and manifest.get("fingerprint") != signed(manifest)["fingerprint"]:
         raise ValueError("The manifest was changed after it was written: its fingerprint does not match its content")
     if manifest["step"] != step:
-        raise ValueError(f"The manifest belongs to step {manifest['step']}, and the folder is named {step}")
+        raise ValueError(f"The manifest belongs to step {manifest['step']}, but the folder is named {step}")
     return manifest
 
 
 def stored_arrays(manifest: Mapping[str, Any]) -> list[StoredArray]:
-    """Its arrays, by their numbers."""
+    """Returns the arrays of a manifest, ordered by number."""
     return [StoredArray(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in manifest["leaves"]]
 
 
 def checked_json(name: str, value: Any) -> Any:
-    """A copy of `value`.
+    """Returns a copy of `value` that went through JSON.
 
     Raises:
-        TypeError: JSON would not give it back.
+        TypeError: JSON cannot represent the value, or returns another one.
     """
     try:
-        back = json.loads(json.dumps(value))
+        copy = json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"`{name}` is kept as JSON, and {value!r} is none: {error}.") from None
-    if back != value:
-        raise TypeError(f"`{name}` is kept as JSON, from which {value!r} comes back as {back!r}. Hand that in.")
-    return back
+        raise TypeError(f"`{name}` is saved as JSON, which cannot represent {value!r}: {error}.") from None
+    if copy != value:
+        raise TypeError(f"`{name}` is saved as JSON, which returns {copy!r} for {value!r}. Pass {copy!r}.")
+    return copy
 
 
-def _block(leaves: Sequence[Mapping[str, Any]]) -> str:
+def _leaf_lines(leaves: Sequence[Mapping[str, Any]]) -> str:
     return "[" + ",".join(f"\n    {json.dumps(leaf)}" for leaf in leaves) + ("\n  ]" if leaves else "]")
 
 
-def _where(x: Any) -> str:
+def _sharding_text(x: Any) -> str:
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return ""
     sizes = ", ".join(f"{axis} {size}" for axis, size in x.sharding.mesh.shape.items())

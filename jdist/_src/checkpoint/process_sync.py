@@ -1,4 +1,4 @@
-"""What all processes do together: where it fails on one, the others hear why, and none waits for it."""
+"""Calls that all processes make together: an error on one process is raised on all of them, and no process waits for it."""
 
 import hashlib
 import itertools
@@ -15,23 +15,26 @@ from jdist._src.checkpoint.storage import CheckpointError, short_message
 from jdist._src.core.process_messages import MessageExchange, numbered_name
 
 T = TypeVar("T")
-Facts: TypeAlias = Mapping[str, Sequence[str]]  # by the name of an argument, lines that describe it
+Facts: TypeAlias = Mapping[str, Sequence[str]]  # name of an argument -> lines that describe its value
 _MOST_LINES = 20_000
 
 
 class ProcessGroup:
-    """All processes, each of which hears how it goes with the others.
+    """All processes of a program, for calls that succeed on all of them or fail on all of them.
 
-    Mutable: it knows whether all went well so far. Processes make theirs in the same order.
+    Processes must create their groups in the same order. On a single process the methods only call `work`.
+
+    Mutable: a group remembers whether a call of `run` or `barrier` has failed.
     """
 
     def __init__(self) -> None:
-        count, late = jax.process_count(), lambda: time.monotonic() > self._deadline
-        self._conversation: MessageExchange | None = None
-        if count > 1:
-            self._conversation = MessageExchange(numbered_name("jdist/checkpoint"), jax.process_index(), count, late)
         self._deadline = math.inf
         self._has_failed = False
+        self._exchange: MessageExchange | None = None
+        if jax.process_count() > 1:
+            is_late = lambda: time.monotonic() > self._deadline
+            name = numbered_name("jdist/checkpoint")
+            self._exchange = MessageExchange(name, jax.process_index(), jax.process_count(), is_late)
 
     def __enter__(self) -> Self:
         return self
@@ -39,9 +42,9 @@ class ProcessGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.leave()
+        self.close()
 
-    def agreed(self, call: str, work: Callable[[], tuple[T, Facts]]) -> T:
+    def run_compared(self, call: str, work: Callable[[], tuple[T, Facts]]) -> T:
         """Runs the local part of a call, and checks that all processes make the same call.
 
         The group can be used again after an error.
@@ -59,83 +62,84 @@ class ProcessGroup:
         try:
             result, facts = work()
         except Exception as error:
-            if self._conversation is not None:
-                self._conversation.post_without_reading({"error": short_message(error)})
+            if self._exchange is not None:
+                self._exchange.post_without_reading({"error": short_message(error)})
             raise
-        if self._conversation is not None:
-            self._compare(self._conversation, call, {"the call": [f"`{call}`"], **facts})
+        if self._exchange is not None:
+            self._compare(self._exchange, call, {"the call": [f"`{call}`"], **facts})
         return result
 
-    def _compare(self, conversation: MessageExchange, call: str, facts: Facts) -> None:
+    def _compare(self, exchange: MessageExchange, call: str, facts: Facts) -> None:
         self._deadline = math.inf
         digests = {name: hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest() for name, lines in facts.items()}
-        heard = conversation.exchange({"digests": digests})
-        _raise_errors(f"`{call}`", heard)
-        first, *others = (message.get("digests", {}) for message in heard)
+        messages = exchange.exchange({"digests": digests})
+        _raise_errors(messages, call)
+        first, *others = (message.get("digests", {}) for message in messages)
         for process, other in enumerate(others, start=1):
             different = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if different:
                 lines = list(facts.get(different[0], []))[:_MOST_LINES]
-                all_lines = [message.get("lines", []) for message in conversation.exchange({"lines": lines})]
+                all_lines = [message.get("lines", []) for message in exchange.exchange({"lines": lines})]
                 raise CheckpointError(_difference(different[0], process, all_lines[0], all_lines[process]))
 
-    def told(self, work: Callable[[], T]) -> T:
-        """What `work` gives, when it went well on all.
+    def run(self, work: Callable[[], T]) -> T:
+        """Returns the result of `work` once it has succeeded on all processes.
 
         Raises:
-            CheckpointError: It failed on another process.
+            CheckpointError: `work` failed on another process.
         """
         try:
             result = work()
         except Exception as error:
             self.fail(error)
             raise
-        self.meet()
+        self.barrier()
         return result
 
-    def meet(self, seconds: float = math.inf) -> None:
-        """Waits until all have come; where something has failed already, for nobody.
+    def barrier(self, seconds: float = math.inf) -> None:
+        """Waits until all processes have called it. Returns at once if a call has failed before.
 
         Raises:
-            CheckpointError: Another process failed, or did not come in so many seconds.
+            CheckpointError: Another process failed, or did not call it within `seconds`.
         """
-        if self._conversation is None or self._has_failed:
+        if self._exchange is None or self._has_failed:
             return
         self._deadline = time.monotonic() + seconds
         try:
-            _raise_errors("It", self._conversation.exchange({}))
+            _raise_errors(self._exchange.exchange({}))
         except InterruptedError:
-            late = CheckpointError(f"Another process was waited for, and did not come within {seconds:g} seconds.")
-            self.fail(late)
-            raise late from None
+            timeout = CheckpointError(f"Another process did not reach the same point within {seconds:g} seconds.")
+            self.fail(timeout)
+            raise timeout from None
         except BaseException as error:
             self.fail(error)
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Lets the others hear, where they meet next, that `error` is why this process does not come."""
-        if self._conversation is not None and not self._has_failed:
-            self._conversation.post({"error": short_message(error)})
+        """Reports `error` to the other processes, which raise it at their next barrier."""
+        if self._exchange is not None and not self._has_failed:
+            self._exchange.post({"error": short_message(error)})
         self._has_failed = True
 
-    def leave(self, reason: str = "it has left") -> None:
+    def close(self, reason: str = "it has ended the call") -> None:
         """Ends the group. Processes that continue get an error with the reason."""
-        if self._conversation is not None:
-            self._conversation.close({"error": reason})
-            self._conversation = None
+        if self._exchange is not None:
+            self._exchange.close({"error": reason})
+            self._exchange = None
 
 
-def _raise_errors(call: str, messages: Sequence[Mapping[str, Any]]) -> None:
+def _raise_errors(messages: Sequence[Mapping[str, Any]], call: str | None = None) -> None:
     for process, message in enumerate(messages):
         if "error" in message:
-            raise CheckpointError(f"{call} failed on process {process}: {message['error']}")
+            subject = f"Process {process} failed" if call is None else f"`{call}` failed on process {process}"
+            raise CheckpointError(f"{subject}: {message['error']}")
 
 
-def _difference(name: str, process: int, first: Sequence[str], other: Sequence[str]) -> str:
-    """The message for facts that differ between process 0 and `process`."""
-    pairs = itertools.zip_longest(first, other, fillvalue="nothing")
-    here, there = next((pair for pair in pairs if pair[0] != pair[1]), ("another value", "another value"))
+def _difference(name: str, process: int, first_lines: Sequence[str], other_lines: Sequence[str]) -> str:
+    """Returns the message for facts that differ between process 0 and `process`."""
+    pairs = itertools.zip_longest(first_lines, other_lines, fillvalue="nothing")
+    first, other = next((pair for pair in pairs if pair[0] != pair[1]), ("another value", "another value"))
     return (
-        f"The processes differ in {name}: process 0 has {here}, process {process} has {there}. Make the same call with the "
-        "same arguments on all processes, in a folder that all of them see."
+        f"The processes differ in {name}: process 0 has {first}, process {process} has {other}. Make the same call with the "
+        "same arguments on all processes, in a folder that all of them can read and write."
     )

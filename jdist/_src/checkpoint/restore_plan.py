@@ -1,269 +1,343 @@
-"""What is stored of a leaf, and what becomes of it on other devices.
+"""How a checkpoint is restored: for each leaf of the new state, the stored array, the sharding it is read in, and its value.
 
-One value is stored as it is: plain, `Mirrored`, `Sharded`, and the total of a `SyncOnRead` SUM, which every number of
-replicas can share. What each replica has of its own is stored as rows: they come back as they were on as many replicas. On
-another number, those of a `SyncOnRead` are aggregated and given to each; those of a `PerReplica` mean nothing there.
+A leaf that is stored as one value is read directly in the sharding of the new state; a `SyncOnRead` SUM is split into equal
+shares. Values per replica are restored bit for bit on the same number of replicas. On another number, those of a `SyncOnRead`
+are aggregated, and every replica gets the result; those of a `PerReplica` are an error.
 """
 
-from collections.abc import Callable, Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdist._src.checkpoint.manifest import StoredArray
-from jdist._src.checkpoint.tree_format import Leaf
+from jdist._src.checkpoint import storage
+from jdist._src.checkpoint.fingerprint import fingerprints
+from jdist._src.checkpoint.manifest import StoredArray, from_text, signed, stored_arrays
+from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
+from jdist._src.checkpoint.tree_format import Leaf, from_json, leaves_of, pair_renamed
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import Replicas
-from jdist._src.values.aggregation import VariableAggregation, aggregate_rows
+from jdist._src.strategies.base import Strategy
+from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.arrays import (
     check_array,
+    device_put_copy,
     first_row,
-    is_device_array,
     mesh_of,
     reduce_rows,
     repeat_rows,
     split_into_shares,
 )
 from jdist._src.values.base import cast_without_loss, is_distributed
-from jdist._src.values.device_put import check_not_nested, check_uniform_shape
+from jdist._src.values.device_put import check_not_nested, check_uniform_shape, check_wrapper
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 from jdist._src.values.state_sharding import StateSharding
-from jdist._src.values.sync_on_read import SyncOnRead
 
 _MOST_NAMED = 4
 
 
-class Plan(NamedTuple):
-    """How a leaf comes back.
+class _LeafPlan(NamedTuple):
+    """The restore of one leaf: the stored array, the sharding it is read in, and a function from it to the leaf."""
 
-    Attributes:
-        entry: What is stored.
-        sharding: How that is laid out when it is read.
-        finish: What makes the leaf of it.
-    """
-
-    entry: StoredArray
+    stored: StoredArray
     sharding: NamedSharding
     finish: Callable[[jax.Array], jax.Array]
 
 
-def to_store(leaf: Leaf) -> Any:
-    """What is stored of a leaf of a state: an array on the devices, or a copy on the host. `total` completes it.
+class RestorePlan(NamedTuple):
+    """The restore of one checkpoint.
 
-    Uses no collectives, so that it can fail on one process of several.
-
-    Raises:
-        TypeError: It is nothing that devices hold, or has no sum.
-        ValueError: Its memory is gone; or the replicas hold values of different shapes.
-    """
-    name, x = f"state/{leaf.path}", leaf.value
-    if isinstance(x, core.Tracer):
-        raise TypeError(f"{name} is being traced. Save between the calls of a step, with the state that it returned.")
-    check_not_nested(name, leaf.wrapper)
-    check_uniform_shape(name, leaf.wrapper)
-    check_array(name, x)
-    if is_device_array(x) and x.is_deleted():
-        raise ValueError(
-            f"{name} was given to a step before, which used its memory for the new state. Save the state that it returned."
-        )
-    if _is_total(leaf.wrapper):
-        check_reducible(ReduceOp.SUM, name, x)
-        return x
-    if is_device_array(x) and (jax.process_count() == 1 or not x.is_fully_addressable):
-        return x
-    if is_device_array(x):  # of one process of several
-        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x)
-    return _as_devices_hold_it(name, np.array(x))
-
-
-def total(leaf: Leaf, stored: Any) -> Any:
-    """Returns what `to_store` returned; of a `SyncOnRead` SUM, the sum over the replicas. All processes call it."""
-    if not _is_total(leaf.wrapper):
-        return stored
-    return aggregate_rows(VariableAggregation.SUM, f"state/{leaf.path}", stored)
-
-
-def _is_total(wrapper: Any) -> bool:
-    return isinstance(wrapper, SyncOnRead) and wrapper.aggregation is VariableAggregation.SUM
-
-
-def _as_devices_hold_it(name: str, host: np.ndarray) -> np.ndarray:
-    dtype = jax.dtypes.canonicalize_dtype(host.dtype)
-    held = host.astype(dtype)
-    if host.dtype.kind in "iu" and (held != host).any():
-        raise TypeError(
-            f"{name} is {dtype_and_shape(host)}, of numbers that do not fit into {dtype}, as which devices would hold them."
-        )
-    return held
-
-
-def name_of(wrapper: Any) -> str:
-    """What the manifest calls a wrapper."""
-    if wrapper is None:
-        return "plain"
-    if isinstance(wrapper, SyncOnRead):
-        return f"SyncOnRead {wrapper.aggregation.name}{', their sum' if _is_total(wrapper) else ''}"
-    return type(wrapper).__name__
-
-
-def over(tree: PyTree, num_replicas: int) -> PyTree:
-    """The shapes of `tree`, with rows for so many replicas.
-
-    Raises:
-        ValueError: The replicas hold values of different shapes.
+    Attributes:
+        folder: The folder of checkpoints.
+        manifest: The manifest.
+        treedef: The structure of the new state.
+        leaves: The restore of each of its leaves.
     """
 
-    def one(path: Any, node: Any) -> Any:
+    folder: pathlib.Path
+    manifest: Mapping[str, Any]
+    treedef: Any
+    leaves: list[_LeafPlan]
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return self.manifest["step"]
+
+    def read(self, group: ProcessGroup) -> tuple[list[jax.Array], PyTree]:
+        """Reads the stored array of each leaf, and `extra`, and checks the fingerprints.
+
+        Raises:
+            ValueError: The bits of an array are not the saved ones.
+            CheckpointError: A file cannot be read.
+        """
+        extra = [array for array in stored_arrays(self.manifest) if array.path.partition("/")[0] == "extra"]
+        shapes = {
+            leaf.stored.number: jax.ShapeDtypeStruct(
+                leaf.stored.bits.shape, leaf.stored.bits.dtype, sharding=leaf.sharding
+            )
+            for leaf in self.leaves
+        }
+        shapes |= {array.number: np.zeros(array.bits.shape, array.bits.dtype) for array in extra}
+        nonempty = {number: shape for number, shape in shapes.items() if shape.size}
+        bits = group.run(lambda: storage.read_arrays(self.folder, self.step, nonempty))
+        bits |= {number: _empty(shape) for number, shape in shapes.items() if not shape.size}
+        arrays = [*(leaf.stored for leaf in self.leaves), *extra]
+        for array, fingerprint in zip(arrays, fingerprints([bits[array.number] for array in arrays]), strict=True):
+            if fingerprint != array.fingerprint:
+                raise ValueError(f"The bits of {array.path} are not the saved ones")
+        extra_values = {array.number: array.from_bits(bits[array.number]) for array in extra}
+        return (
+            [leaf.stored.from_bits(bits[leaf.stored.number]) for leaf in self.leaves],
+            from_json(self.manifest["extra"], extra_values.__getitem__),
+        )
+
+    def finish(self, arrays: Sequence[jax.Array]) -> PyTree:
+        """Returns the state from the arrays that `read` returned."""
+        leaves = [leaf.finish(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def read_manifest(folder: pathlib.Path, step: int) -> tuple[Mapping[str, Any], PyTree]:
+    """Returns the manifest of a checkpoint, and the saved state with a `StoredArray` for each leaf.
+
+    Raises:
+        Exception: Of any type: the manifest is damaged.
+    """
+    manifest = from_text(storage.manifest_path(folder, step).read_text(), step)
+    saved = from_json(manifest["state"], stored_arrays(manifest).__getitem__)
+    for leaf in leaves_of(saved):  # a manifest of format 1 has no fingerprint: this raises for an invalid dtype
+        _ = leaf.value.bits
+    return manifest, saved
+
+
+def make_restore_plan(
+    folder: pathlib.Path, manifest: Mapping[str, Any], saved: PyTree, strategy: Strategy, like: PyTree
+) -> tuple[RestorePlan, Facts]:
+    """Returns the plan of a restore, and facts that must be equal on all processes. Uses no collectives.
+
+    Args:
+        folder: The folder of checkpoints.
+        manifest: The manifest of the checkpoint.
+        saved: The saved state, with a `StoredArray` for each leaf.
+        strategy: The strategy of the new state.
+        like: A state with the structure of the new state; None for that of the checkpoint.
+
+    Raises:
+        ValueError: The saved state does not match `like`, or does not fit the strategy.
+    """
+    name = f"The checkpoint of step {manifest['step']} in {folder}"
+    replicas = strategy.replicas
+    target = _saved_shapes(saved, replicas.size) if like is None else _shapes_of_like(like, replicas.size)
+    saved_leaves, target_leaves = leaves_of(saved), leaves_of(target)
+    if like is not None:
+        saved_leaves = _with_names_of_like(name, saved_leaves, target_leaves)
+        if differences := _differences(saved_leaves, target_leaves):
+            raise ValueError(
+                f"{name} does not match `like`. {' '.join(differences)} Pass the state of the same model and optimizer as "
+                "`like`, or restore without `like` and use the leaves that match."
+            )
+    for leaf in target_leaves:
+        check_wrapper(f"state/{leaf.path}", leaf.wrapper, replicas)
+    saved_by_keys = {leaf.keys: leaf for leaf in saved_leaves}
+    shardings = jax.tree.leaves(strategy.shardings(target))
+    plans = [
+        _plan_leaf(saved_by_keys[leaf.keys], leaf, sharding, replicas)
+        for leaf, sharding in zip(target_leaves, shardings, strict=True)
+    ]
+    facts = {
+        "`step`": [str(manifest["step"])],
+        "the manifest of the checkpoint": [signed(manifest)["fingerprint"]],
+        "`like`": [f"{leaf.path} {dtype_and_shape(leaf.value)}" for leaf in target_leaves],
+    }
+    return RestorePlan(folder, manifest, jax.tree.structure(target), plans), facts
+
+
+def _saved_shapes(tree: PyTree, num_replicas: int) -> PyTree:
+    """Returns the shapes of a saved state on another number of replicas; the leaves of `tree` are `StoredArray`s."""
+
+    def convert(node: Any) -> Any:
+        rows = (num_replicas,) if is_distributed(node) and node.stacked else ()
+        wrapper = node if is_distributed(node) else None
+        return jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct(rows + _shape_per_replica(Leaf((), array, wrapper)), array.array.dtype),
+            node,
+        )
+
+    return jax.tree.map(convert, tree, is_leaf=is_distributed)
+
+
+def _shapes_of_like(tree: PyTree, num_replicas: int) -> PyTree:
+    """Returns the shapes of `like` on another number of replicas."""
+
+    def convert(path: Any, node: Any) -> Any:
         name = "like" + jax.tree_util.keystr(path)
         check_not_nested(name, node)
         check_uniform_shape(name, node)
-        rows = num_replicas if is_distributed(node) and node.stacked else None
-        return jax.tree.map(lambda x: _shape(x, rows), node)
-
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_distributed)
-
-
-def as_saved(tree: PyTree, num_replicas: int) -> PyTree:
-    """The shapes of what was saved, of the entries of its arrays, with rows for so many replicas."""
-
-    def one(node: Any) -> Any:
         rows = (num_replicas,) if is_distributed(node) and node.stacked else ()
-        leaf = Leaf((), None, node if is_distributed(node) else None)
-        return jax.tree.map(lambda e: jax.ShapeDtypeStruct(rows + _value_shape(leaf.replace(e)), e.array.dtype), node)
 
-    return jax.tree.map(one, tree, is_leaf=is_distributed)
+        def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+            if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+                check_array("like", x)
+                x = np.asarray(x)
+            is_jax = isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+            dtype = x.dtype if is_jax else jax.dtypes.canonicalize_dtype(x.dtype)
+            return jax.ShapeDtypeStruct(rows + x.shape[len(rows) :], dtype)
 
+        return jax.tree.map(shape_of, node)
 
-def differences(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> list[str]:
-    """In sentences, what makes a state that is wanted another one than that which was saved."""
-    there, here = ({leaf.keys: leaf for leaf in leaves} for leaves in (saved, wanted))
-    missing = [f"{leaf.path} {value_spec(leaf)}" for keys, leaf in here.items() if keys not in there]
-    besides = [f"{leaf.path} {value_spec(leaf)}" for keys, leaf in there.items() if keys not in here]
-    other = [
-        f"{leaf.path} was {value_spec(there[keys])} and is to be {value_spec(leaf)}"
-        for keys, leaf in here.items()
-        if keys in there and not _is_alike(there[keys], leaf)
-    ]
-    found = {"Not in it": missing, "In it and not wanted": besides, "Of another shape or dtype": other}
-    return [f"{what}: {_listed(names)}." for what, names in found.items() if names]
+    return jax.tree_util.tree_map_with_path(convert, tree, is_leaf=is_distributed)
 
 
-def plan(saved: Leaf, wanted: Leaf, sharding: NamedSharding, replicas: Replicas) -> Plan:
-    """How a leaf comes back in the place of one like `wanted`, laid out as `sharding` says.
+def _with_names_of_like(name: str, saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> Sequence[Leaf]:
+    """Returns the saved leaves with the names of the wanted ones, where these differ in counters of layers only.
 
     Raises:
-        ValueError: It has a value for each of another number of replicas.
+        ValueError: The names can be paired in several ways.
     """
-    entry: StoredArray = saved.value
-    if not _has_rows(saved):
-        return _from_one(entry, wanted, sharding, replicas)
-    if _is_same_kind(saved.wrapper, wanted.wrapper) and entry.shape[0] == replicas.size:
-        return Plan(entry, sharding, lambda rows: rows)
-    if isinstance(saved.wrapper, PerReplica) or saved.wrapper.aggregation is VariableAggregation.NONE:  # pyright: ignore
-        count = entry.shape[0]
+    saved_kinds, wanted_kinds = ({leaf.keys: _spec_per_replica(leaf) for leaf in x} for x in (saved, wanted))
+    try:
+        pairs = pair_renamed(saved_kinds, wanted_kinds)
+    except ValueError as error:
         raise ValueError(
-            f"{entry.path} has a value of its own for each of {count} replicas, and is to be {name_of(wanted.wrapper)} on "
-            f"{replicas.size}. Restore the state where there are {count}, as under "
-            f"`jdist.MirroredStrategy(devices, virtual_replicas={count})` on fewer devices, and make the new one of it."
+            f"{name} has layers with other names than `like`, and they can be paired in several ways: {error}. Give "
+            "the layers fixed names when the model is built (`name=`), or call `keras.utils.clear_session()` before, "
+            "so that the names are those of the checkpoint."
+        ) from None
+    if pairs is None:
+        return saved
+    wanted_keys = {saved_keys: keys for keys, saved_keys in pairs.items()}
+    return [leaf._replace(keys=wanted_keys[leaf.keys]) for leaf in saved]
+
+
+def _differences(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> list[str]:
+    """Returns sentences that name the leaves in which a saved state differs from `like`."""
+    saved_by_keys, wanted_by_keys = ({leaf.keys: leaf for leaf in leaves} for leaves in (saved, wanted))
+    text = lambda leaf: f"{leaf.path} {_spec_per_replica(leaf)}"
+    missing = [text(leaf) for keys, leaf in wanted_by_keys.items() if keys not in saved_by_keys]
+    surplus = [text(leaf) for keys, leaf in saved_by_keys.items() if keys not in wanted_by_keys]
+    changed = [
+        f"{leaf.path} is {_spec_per_replica(saved_by_keys[keys])} in the checkpoint and {_spec_per_replica(leaf)} in `like`"
+        for keys, leaf in wanted_by_keys.items()
+        if keys in saved_by_keys and not _matches(saved_by_keys[keys], leaf)
+    ]
+    groups = {"Only in `like`": missing, "Only in the checkpoint": surplus, "Different shape or dtype": changed}
+    return [f"{title}: {_shortened(names)}." for title, names in groups.items() if names]
+
+
+def _shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def _matches(saved: Leaf, wanted: Leaf) -> bool:
+    if _shape_per_replica(saved) != _shape_per_replica(wanted):
+        return False
+    if str(saved.value.dtype) == str(wanted.value.dtype):
+        return True
+    # A sum of small integers is stored with a larger dtype, that of a sum in numpy.
+    is_sum = getattr(saved.wrapper, "aggregation", None) is VariableAggregation.SUM
+    dtypes = (saved.value.bits.dtype, wanted.value.dtype)
+    return is_sum and saved.value.key is None and all(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
+
+
+def _plan_leaf(saved: Leaf, wanted: Leaf, sharding: NamedSharding, replicas: Replicas) -> _LeafPlan:
+    """Returns the restore of a leaf.
+
+    Args:
+        saved: The saved leaf; its value is a `StoredArray`.
+        wanted: The new leaf; its value is a shape and dtype.
+        sharding: The sharding of the new leaf.
+        replicas: The replicas of the new state.
+
+    Raises:
+        ValueError: The checkpoint has one value per replica of another number of replicas, without an aggregation.
+    """
+    stored: StoredArray = saved.value
+    if not _has_row_per_replica(saved):
+        if not wanted.is_stacked:
+            return _LeafPlan(stored, sharding, lambda x: _cast_and_place(wanted, x, sharding))
+        return _LeafPlan(stored, _sharding_of_row(sharding), lambda x: _to_rows(wanted, x, sharding, replicas))
+    aggregation = getattr(saved.wrapper, "aggregation", None)
+    is_same_wrapper = type(saved.wrapper) is type(wanted.wrapper)
+    is_same_wrapper &= aggregation is getattr(wanted.wrapper, "aggregation", None)
+    if is_same_wrapper and stored.shape[0] == replicas.size:
+        return _LeafPlan(stored, sharding, lambda rows: rows)
+    if isinstance(saved.wrapper, PerReplica) or aggregation is VariableAggregation.NONE:
+        count = stored.shape[0]
+        raise ValueError(
+            f"{stored.path} has one value for each of {count} replicas, and cannot be restored as {wanted.wrapper_name} on "
+            f"{replicas.size} replicas. Restore it on {count} replicas, such as with "
+            f"`jdist.MirroredStrategy(devices, virtual_replicas={count})` on fewer devices, and compute the new value from it."
         )
-    return _from_rows(saved, wanted, sharding, replicas)
+    return _plan_aggregated_leaf(saved, wanted, sharding, replicas)
 
 
-def _from_one(entry: StoredArray, wanted: Leaf, sharding: NamedSharding, replicas: Replicas) -> Plan:
-    if not getattr(wanted.wrapper, "stacked", False):
-        return Plan(entry, sharding, lambda x: _fitted(wanted, x, sharding))
-    return Plan(entry, _of_a_row(sharding), lambda x: _shared(wanted, x, sharding, replicas))
+def _plan_aggregated_leaf(saved: Leaf, wanted: Leaf, sharding: NamedSharding, replicas: Replicas) -> _LeafPlan:
+    """Returns the restore of a `SyncOnRead` of another number of replicas: one value, aggregated from all of them.
 
-
-def _from_rows(saved: Leaf, wanted: Leaf, sharding: NamedSharding, replicas: Replicas) -> Plan:
-    """One value of the partial ones of another number of replicas, which are read in parts, as evenly as can be."""
+    The stored array is read sharded as evenly as possible, because no device may have the memory for all of it.
+    """
     mesh = replicas.mesh
-    parts = StateSharding(mesh, max(mesh.shape, key=lambda axis: mesh.shape[axis]), "all", {}).part(saved.value.array)
-    stacked = getattr(wanted.wrapper, "stacked", False)
-    target = _of_a_row(sharding) if stacked else sharding
-    on_devices = NamedSharding(mesh, target.spec) if target.mesh == mesh else replicas.whole
+    largest_axis = max(mesh.shape, key=lambda axis: mesh.shape[axis])
+    read_sharding = StateSharding(mesh, largest_axis, "all", {}).part(saved.value.array)
+    target = _sharding_of_row(sharding) if wanted.is_stacked else sharding
+    on_mesh = NamedSharding(mesh, target.spec) if target.mesh == mesh else replicas.whole
 
     def finish(rows: jax.Array) -> jax.Array:
         name = f"state/{saved.path}"
-        if saved.wrapper.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:  # pyright: ignore
-            one = first_row(rows, on_devices)
+        if getattr(saved.wrapper, "aggregation", None) is VariableAggregation.ONLY_FIRST_REPLICA:
+            value = first_row(rows, on_mesh)
         else:
             check_reducible(ReduceOp.MEAN, name, rows)
-            one = reduce_rows(ReduceOp.MEAN, name, rows, None, (), on_devices)
-        return _shared(wanted, one, sharding, replicas) if stacked else _fitted(wanted, one, sharding)
+            value = reduce_rows(ReduceOp.MEAN, name, rows, None, (), on_mesh)
+        if wanted.is_stacked:
+            return _to_rows(wanted, value, sharding, replicas)
+        return _cast_and_place(wanted, value, sharding)
 
-    return Plan(saved.value, parts, finish)
+    return _LeafPlan(saved.value, read_sharding, finish)
 
 
-def _shared(wanted: Leaf, x: jax.Array, sharding: NamedSharding, replicas: Replicas) -> jax.Array:
-    """Rows that read as `x`."""
-    x = _fitted(wanted, x, _of_a_row(sharding))
-    is_sum = getattr(wanted.wrapper, "aggregation", None) is VariableAggregation.SUM
-    rows = (split_into_shares if is_sum else repeat_rows)(x, replicas.size, sharding)
+def _to_rows(wanted: Leaf, x: jax.Array, sharding: NamedSharding, replicas: Replicas) -> jax.Array:
+    """Returns one value per replica, which read as `x`: equal shares for a SUM, otherwise copies."""
+    x = _cast_and_place(wanted, x, _sharding_of_row(sharding))
+    rows = (split_into_shares if wanted.is_sum else repeat_rows)(x, replicas.size, sharding)
     if is_bounded(mesh_of(rows)):
         wait_for_results(rows)
     return rows
 
 
-def _fitted(wanted: Leaf, x: jax.Array, sharding: NamedSharding) -> jax.Array:
+def _cast_and_place(wanted: Leaf, x: jax.Array, sharding: NamedSharding) -> jax.Array:
     dtype = wanted.value.dtype
     x = x if x.dtype == dtype else cast_without_loss(f"state/{wanted.path}", x, x.shape, dtype)
     return x if x.sharding == sharding else jax.device_put(x, sharding)
 
 
-def _of_a_row(sharding: NamedSharding) -> NamedSharding:
+def _sharding_of_row(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
 
-def _shape(x: Any, num_replicas: int | None) -> jax.ShapeDtypeStruct:
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        check_array("like", x)
-        x = np.asarray(x)
-    dtype = x.dtype if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else jax.dtypes.canonicalize_dtype(x.dtype)
-    return jax.ShapeDtypeStruct(x.shape if num_replicas is None else (num_replicas, *x.shape[1:]), dtype)
+def _has_row_per_replica(saved: Leaf) -> bool:
+    return saved.is_stacked and not saved.is_sum
 
 
-def _has_rows(saved: Leaf) -> bool:
-    is_sum = getattr(saved.wrapper, "aggregation", None) is VariableAggregation.SUM
-    return getattr(saved.wrapper, "stacked", False) and not is_sum
+def _shape_per_replica(leaf: Leaf) -> tuple[int, ...]:
+    is_stacked = _has_row_per_replica(leaf) if isinstance(leaf.value, StoredArray) else leaf.is_stacked
+    return tuple(leaf.value.shape[is_stacked:])
 
 
-def _is_same_kind(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and getattr(one, "aggregation", None) is getattr(other, "aggregation", None)
+def _spec_per_replica(leaf: Leaf) -> str:
+    return f"{leaf.value.dtype}[{','.join(map(str, _shape_per_replica(leaf)))}]"
 
 
-def _value_shape(leaf: Leaf) -> tuple[int, ...]:
-    """The shape of what one replica has."""
-    has_rows = _has_rows(leaf) if isinstance(leaf.value, StoredArray) else getattr(leaf.wrapper, "stacked", False)
-    return tuple(leaf.value.shape[has_rows:])
-
-
-def value_spec(leaf: Leaf) -> str:
-    """The dtype and shape of what one replica has of a leaf."""
-    return f"{leaf.value.dtype}[{','.join(map(str, _value_shape(leaf)))}]"
-
-
-def _is_alike(saved: Leaf, wanted: Leaf) -> bool:
-    there, here = str(saved.value.dtype), str(wanted.value.dtype)
-    return _value_shape(saved) == _value_shape(wanted) and (there == here or _is_wider_total(saved, wanted))
-
-
-def _is_wider_total(saved: Leaf, wanted: Leaf) -> bool:
-    """Whether the sum of small integers is stored as larger ones, as numpy adds them up."""
-    is_sum = getattr(saved.wrapper, "aggregation", None) is VariableAggregation.SUM
-    return (
-        is_sum
-        and saved.value.key is None
-        and all(jnp.issubdtype(dtype, jnp.integer) for dtype in (saved.value.bits.dtype, wanted.value.dtype))
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+def _empty(shape: Any) -> Any:
+    """Returns an array without elements, which orbax does not store."""
+    if isinstance(shape, np.ndarray):
+        return shape
+    return device_put_copy(np.zeros(shape.shape, shape.dtype), shape.sharding)

@@ -1,8 +1,12 @@
-"""Files of checkpoints: a folder of jdist's own, with a folder a step, which orbax reads and writes.
+"""Files of checkpoints: a folder with a marker file and one folder per step, which orbax writes and reads.
 
-A step is written under another name, and renamed when it is complete. One that is too old is first moved aside, so that
-what carries the name of a step is always whole, wherever a process ends. orbax takes a second to import, so it is imported
-when it is needed.
+    FOLDER/jdist.json                       marks a folder of checkpoints; the lock is held on it
+    FOLDER/STEP/arrays/                     the arrays, in the format of orbax
+    FOLDER/STEP/manifest/manifest.json      the manifest
+
+orbax writes a step under a temporary name and renames it when it is complete. An old step is first moved to `.old` and then
+deleted. So a folder with the name of a step is always complete, whenever a process ends. orbax takes a second to import, so it
+is imported at the first use.
 """
 
 import asyncio
@@ -14,23 +18,31 @@ import pathlib
 import re
 import shutil
 import warnings
+import weakref
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-MARKER_FILE = "jdist.json"
-_ABOUT = '{"holds": "checkpoints of jdist, a folder a step; STEP/manifest/manifest.json says what is in one"}\n'
+from jdist._src.core.arguments import as_int
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 ARRAYS, MANIFEST = "arrays", "manifest"
 MANIFEST_FILE = "manifest.json"
 DELETED = ".old"
+_MARKER_FILE = "jdist.json"
+_MARKER_TEXT = '{"holds": "checkpoints of jdist, one folder per step; STEP/manifest/manifest.json describes a step"}\n'
 
 T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or not be read. The state that was to be saved is as it was.
+    """A checkpoint could not be written or read. The training state is unchanged.
 
     Example:
         >>> issubclass(CheckpointError, RuntimeError)
@@ -39,7 +51,7 @@ class CheckpointError(RuntimeError):
 
 
 def short_message(error: BaseException) -> str:
-    """What an error of orbax, or of the system, comes down to."""
+    """Returns the message of the first cause of an error, in one line: errors of orbax are long and nested."""
     if isinstance(error, CheckpointError):
         return str(error)
     while error.__cause__ is not None:
@@ -49,77 +61,117 @@ def short_message(error: BaseException) -> str:
     number = re.search(r"os_error_code='(\d+)'", str(error))
     if number:  # at the end of a long line
         return f"{os.strerror(int(number[1]))}."
-    first, *_ = str(error).strip().splitlines() or ["it says nothing"]
-    return f"{type(error).__name__}: {first[:400]}".rstrip(".") + "."
+    first_line, *_ = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {first_line[:400]}".rstrip(".") + "."
 
 
 def open_folder(path: Any) -> pathlib.Path:
-    """The folder of checkpoints at `path`, made if there is none.
+    """Returns the absolute path of a folder of checkpoints. Creates the folder if it does not exist.
 
     Raises:
-        ValueError: There is something else.
-        CheckpointError: It cannot be made.
+        ValueError: The path is a URL or a file, or the folder contains other files.
+        CheckpointError: The folder cannot be created.
     """
     if "://" in str(path):
-        raise ValueError(f"`path` is {str(path)!r}, and checkpoints are files: mount it, and give the folder.")
+        raise ValueError(
+            f"`path` must be a folder of a file system, got the URL {str(path)!r}. Mount it, and pass the mounted folder."
+        )
     folder = pathlib.Path(path).expanduser().resolve()
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"`path` is the file {folder}. Give a folder for the checkpoints.")
-    if (folder / MARKER_FILE).exists():
+        raise ValueError(f"`path` is the file {folder}. Pass a folder for the checkpoints.")
+    if (folder / _MARKER_FILE).exists():
         return folder
     names = sorted(child.name for child in folder.iterdir()) if folder.exists() else []
-    if names and MARKER_FILE not in names:  # which another process may have written by now
+    if names and _MARKER_FILE not in names:  # another process may have written it by now
         raise ValueError(
-            f"`path` is {folder}, which has other things in it ({', '.join(names[:3])}) and no {MARKER_FILE}, the sign of "
-            "a folder of checkpoints. Give a new folder, or an empty one."
+            f"The folder {folder} contains other files ({', '.join(names[:3])}) and no {_MARKER_FILE}, which marks a folder of "
+            "checkpoints. Pass a new or an empty folder."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARKER_FILE).write_text(_ABOUT)
+        (folder / _MARKER_FILE).write_text(_MARKER_TEXT)
     except OSError as error:
         raise CheckpointError(
-            f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Give a folder that can be written to."
+            f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Pass a folder with write permission."
         ) from error
     return folder
 
 
+def manifest_path(folder: pathlib.Path, step: int) -> pathlib.Path:
+    """Returns the path of the manifest of a step."""
+    return folder / str(step) / MANIFEST / MANIFEST_FILE
+
+
 def complete_steps(folder: pathlib.Path) -> tuple[int, ...]:
-    """The steps with a complete checkpoint, in ascending order."""
-    found = [
-        child
-        for child in folder.iterdir()
-        if child.name.isdecimal() and manifest_path(folder, int(child.name)).exists()
-    ]
-    return tuple(sorted(int(child.name) for child in found))
+    """Returns the steps with a complete checkpoint, in ascending order."""
+    steps = [int(child.name) for child in folder.iterdir() if child.name.isdecimal()]
+    return tuple(sorted(step for step in steps if manifest_path(folder, step).exists()))
 
 
 def incomplete_folders(folder: pathlib.Path, after: int) -> tuple[pathlib.Path, ...]:
     """Returns the folders of steps later than `after` that have no manifest, in ascending order of their steps."""
-    found = [child for child in folder.iterdir() if child.name.isdecimal() and int(child.name) > after]
-    missing = [child for child in found if not manifest_path(folder, int(child.name)).exists()]
-    return tuple(sorted(missing, key=lambda child: int(child.name)))
+    later = [child for child in folder.iterdir() if child.name.isdecimal() and int(child.name) > after]
+    incomplete = [child for child in later if not manifest_path(folder, int(child.name)).exists()]
+    return tuple(sorted(incomplete, key=lambda child: int(child.name)))
 
 
-def set_aside(folder: pathlib.Path, step: int) -> None:
-    """Renames the damaged folder of a step to `STEP.damaged`, in place of an earlier one of this name."""
+def find_step(folder: pathlib.Path, step: int | None) -> int:
+    """Returns `step`, or for None the step of the newest complete checkpoint.
+
+    Raises:
+        FileNotFoundError: There is no such checkpoint.
+    """
+    steps = complete_steps(folder)
+    if step is None and steps:
+        return steps[-1]
+    incomplete = "".join(f" {child} has no {MANIFEST}/{MANIFEST_FILE}." for child in incomplete_folders(folder, -1))
+    if step is None:
+        raise FileNotFoundError(f"There is no complete checkpoint in {folder}.{incomplete}")
+    if as_int("`step`", step, 0) not in steps:
+        others = f"Complete steps: {', '.join(map(str, steps))}." if steps else "The folder has no complete checkpoint."
+        raise FileNotFoundError(f"There is no complete checkpoint of step {step} in {folder}. {others}{incomplete}")
+    return step
+
+
+def warn_of_incomplete(folder: pathlib.Path, newest: int | None) -> None:
+    """Warns, on process 0, about folders of steps later than the newest complete checkpoint that have no manifest."""
+    incomplete = incomplete_folders(folder, -1 if newest is None else newest)
+    if not incomplete or jax.process_index() != 0:
+        return
+    complete = (
+        "There is no complete checkpoint."
+        if newest is None
+        else f"The newest complete checkpoint is that of step {newest}."
+    )
+    warnings.warn(
+        f"{', '.join(map(str, incomplete))} is damaged: {MANIFEST}/{MANIFEST_FILE} is missing. {complete} A `save` of the same "
+        f"step renames the damaged folder to {incomplete[-1].name}.damaged.",
+        stacklevel=3,
+    )
+
+
+def rename_damaged(folder: pathlib.Path, step: int) -> None:
+    """Renames the damaged folder of a step to `STEP.damaged`. An earlier folder of this name is deleted."""
     damaged = folder / f"{step}.damaged"
     if (folder / str(step)).exists():
         shutil.rmtree(damaged, ignore_errors=True)
         (folder / str(step)).rename(damaged)
 
 
-def manifest_path(folder: pathlib.Path, step: int) -> pathlib.Path:
-    """Where the manifest of a step is."""
-    return folder / str(step) / MANIFEST / MANIFEST_FILE
+def empty_deleted(folder: pathlib.Path) -> None:
+    """Deletes old checkpoints that orbax moved to `.old`."""
+    if jax.process_index() == 0:
+        shutil.rmtree(folder / DELETED, ignore_errors=True)
 
 
-def read(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> dict[int, Any]:
-    """The arrays of a checkpoint, by their numbers.
+def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> dict[int, Any]:
+    """Returns the arrays of a checkpoint by their numbers.
 
     Args:
         folder: The folder of checkpoints.
-        step: Which one.
-        shapes: For each array a `jax.ShapeDtypeStruct` with the sharding in which it is read, or a numpy array like it.
+        step: The step.
+        shapes: For each array a `jax.ShapeDtypeStruct` with the sharding in which it is read, or a numpy array of its shape and
+            dtype, for an array on the host.
 
     Raises:
         CheckpointError: A file is damaged, or cannot be read.
@@ -127,51 +179,111 @@ def read(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> dict[int
     import orbax.checkpoint as ocp
 
     silence_orbax()
-    wanted = {str(number): shape for number, shape in shapes.items()}
-    # What orbax had begun when it gave up is never awaited, and Python says so when the error, which holds it, is gone.
+    items = {str(number): shape for number, shape in shapes.items()}
+    # Coroutines that orbax had created when it gave up are never awaited. Python warns of that when the error, which refers
+    # to them, is garbage collected.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        # Not by a `Checkpointer`, which lets the processes wait for each other: one that fails would not come.
+        # Not with orbax's `Checkpointer`, which has barriers between the processes: a process that fails would not reach them.
         handler = ocp.StandardCheckpointHandler()
         try:
-            where: Any = folder / str(step) / ARRAYS
-            found = handler.restore(where, args=ocp.args.StandardRestore(wanted or {"none": np.zeros(1)}))
-            return {number: found[str(number)] for number in shapes}
+            path: Any = folder / str(step) / ARRAYS
+            arrays = handler.restore(path, args=ocp.args.StandardRestore(items or {"none": np.zeros(1)}))
+            return {number: arrays[str(number)] for number in shapes}
         except Exception as error:
-            problem = short_message(error)
+            message = short_message(error)
         finally:
             handler.close()
         gc.collect()
-    raise CheckpointError(problem)
+    raise CheckpointError(message)
 
 
-def empty_deleted(folder: Any) -> None:
-    """Deletes what was moved aside."""
-    if jax.process_index() == 0:
-        shutil.rmtree(pathlib.Path(folder) / DELETED, ignore_errors=True)
+class FolderLock:
+    """A lock on a folder of checkpoints, so that only one job at a time writes into it. Reading needs no lock.
+
+    The lock is held from the creation until `release`. The operating system releases it when the process ends, also by SIGKILL.
+    On Windows and on file systems without locks it has no effect.
+
+    Mutable: it can be released.
+
+    Args:
+        folder: The folder.
+        owner: The lock is also released when this object is garbage collected.
+
+    Raises:
+        CheckpointError: Another process, or another lock of this process, holds the lock.
+        OSError: The marker file cannot be opened.
+    """
+
+    def __init__(self, folder: pathlib.Path, owner: object):
+        self._folder = folder
+        self._file: int | None = None
+        if fcntl is None:
+            return
+        try:
+            file = os.open(folder / _MARKER_FILE, os.O_RDWR)  # over NFS, an exclusive lock needs a writable file
+        except OSError:
+            file = os.open(folder / _MARKER_FILE, os.O_RDONLY)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise CheckpointError(self._refusal()) from None
+        except OSError:  # a file system without locks
+            os.close(file)
+            return
+        self._file = file
+        _locks.add(self)
+        weakref.finalize(owner, self.release)
+
+    def release(self) -> None:
+        """Releases the lock. A second call has no effect."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _refusal(self) -> str:
+        if any(lock._file is not None and lock._folder == self._folder for lock in _locks):
+            return (
+                f"Another `Checkpointer` of this process saves to {self._folder}. Close it first, with `with` or `close()`, or "
+                "use one `Checkpointer` for both."
+            )
+        return (
+            f"Another process saves to {self._folder}. Use another folder, or end that process first: its lock is released "
+            "when it ends."
+        )
 
 
-def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in pathlib.Path(record.pathname).parts
+_locks: "weakref.WeakSet[FolderLock]" = weakref.WeakSet()  # all locks that this process has created
+
+
+def _release_inherited_locks() -> None:
+    """Releases the locks in a forked child, which inherits the files and would hold the locks longer than its parent."""
+    for lock in list(_locks):
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_inherited_locks)
 
 
 @functools.cache
 def silence_orbax() -> None:
-    """Makes orbax print nothing: neither its log nor tracebacks of reads and writes that end after an error.
+    """Turns off the log of orbax, and the tracebacks of its reads and writes that end after an error.
 
     Errors are raised with messages of jdist.
     """
-    logging.getLogger("absl").addFilter(_is_not_of_orbax)
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in pathlib.Path(record.pathname).parts)
     from orbax.checkpoint._src import asyncio_utils
 
     # orbax closes its event loop at the first error. A read or write that ends later finds the loop closed, and Python
     # prints a traceback. orbax has no option for it, and all of its loops run in this function.
     run_sync = getattr(asyncio_utils, "run_sync", None)
     if run_sync is not None:
-        asyncio_utils.run_sync = lambda coro: run_sync(_until_all_end(coro))
+        asyncio_utils.run_sync = lambda coro: run_sync(_until_all_tasks_end(coro))
 
 
-async def _until_all_end(coro: Coroutine[Any, Any, T]) -> T:
+async def _until_all_tasks_end(coro: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `coro` when all other tasks of its event loop have ended too."""
     try:
         return await coro

@@ -1,4 +1,4 @@
-"""What writes checkpoints: orbax, in the background, on all processes together."""
+"""Writes checkpoints in the background with orbax, on all processes together."""
 
 import asyncio
 import dataclasses
@@ -19,18 +19,19 @@ from jdist._src.checkpoint.storage import (
     MANIFEST,
     MANIFEST_FILE,
     empty_deleted,
-    set_aside,
+    rename_damaged,
     silence_orbax,
 )
 
-_TRIAL = 2**16  # bytes that the disk has to take before orbax begins
+_TEST_BYTES = 2**16  # written to the folder before orbax starts
 
 
 class Writer:
-    """Writes checkpoints into a folder, and removes what was left unfinished there, and all but the newest `keep`.
+    """Writes checkpoints into a folder, and deletes incomplete ones and all but the newest `keep`.
 
-    Mutable: it knows of the save that is on its way. When one has failed, on any process, it has failed on all, and another
-    writer is to be made.
+    When a write has failed on any process, it has failed on all of them, and a new writer is needed.
+
+    Mutable: it holds the write in progress.
     """
 
     def __init__(self, folder: pathlib.Path, keep: int | None):
@@ -40,48 +41,58 @@ class Writer:
         self._caller = threading.get_ident()
 
     def write(self, step: int, pack: Callable[[], tuple[list[Any], str]], damaged: Sequence[int] = ()) -> None:
-        """Begins to write a checkpoint; returns when the arrays are copied off the devices.
+        """Starts to write a checkpoint; returns when the arrays are copied off the devices.
 
         Args:
             step: The step.
-            pack: Returns the arrays and the manifest.
-            damaged: Steps whose folders are damaged, and are set aside first.
+            pack: Returns the arrays and the text of the manifest.
+            damaged: Steps with damaged folders, which are renamed first.
 
         Raises:
             OSError: The folder cannot be written to.
-            CheckpointError: So it is on another process.
+            CheckpointError: The folder cannot be written to on another process.
         """
-        # orbax would leave threads behind when it finds out, and the other processes in a collective.
-        self._group.told(lambda: _prepared(self._folder, damaged))
-        arrays, text = self._group.told(pack)
+        # If orbax found out itself, it would leave threads behind, and the other processes in a collective.
+        self._group.run(lambda: self._prepare_folder(damaged))
+        arrays, manifest = self._group.run(pack)
         import orbax.checkpoint as ocp
 
         self._caller = threading.get_ident()
         empty_deleted(self._folder)
-        stored = {str(number): x for number, x in enumerate(arrays) if x.size}  # orbax refuses arrays of no elements
-        items = {ARRAYS: ocp.args.StandardSave(stored or {"none": np.zeros(1)}), MANIFEST: _text_item()(text)}
+        items = {str(number): x for number, x in enumerate(arrays) if x.size}  # orbax refuses arrays without elements
+        args = {ARRAYS: ocp.args.StandardSave(items or {"none": np.zeros(1)}), MANIFEST: _text_args()(manifest)}
         try:
-            self._manager = self._manager or self._made()
-            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+            self._manager = self._manager or self._make_manager()
+            self._manager.save(step, args=ocp.args.Composite(**args), force=True)
         except Exception as error:
             self._group.fail(error)
             raise
 
     def wait(self) -> None:
-        """Waits until what is on its way is written. What went wrong with it, on any process, is raised on all."""
+        """Waits until the write in progress is complete. An error on any process is raised on all of them."""
         if self._manager is not None:
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for what is on its way, and ends the threads that write."""
+        """Waits until the write in progress is complete, and ends the threads."""
         try:
             if self._manager is not None:
                 self._manager.close()
                 empty_deleted(self._folder)
         finally:
-            self._group.leave()
+            self._group.close()
 
-    def _made(self) -> Any:
+    def _prepare_folder(self, damaged: Sequence[int]) -> None:
+        """Writes and deletes a test file, and renames damaged folders. Raises OSError if the folder cannot be written to."""
+        test_file = self._folder / f".trial.{jax.process_index()}"
+        try:
+            test_file.write_bytes(bytes(_TEST_BYTES))
+        finally:
+            test_file.unlink(missing_ok=True)
+        for step in damaged if jax.process_index() == 0 else ():
+            rename_damaged(self._folder, step)
+
+    def _make_manager(self) -> Any:
         import orbax.checkpoint as ocp
 
         silence_orbax()
@@ -95,28 +106,18 @@ class Writer:
         return ocp.CheckpointManager(self._folder, options=options)
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Where orbax has processes wait for each other. Whose thread has failed comes too, on its way out."""
-        error = sys.exception() if threading.get_ident() != self._caller else None  # else it is one of the caller's
+        """The barrier between processes that orbax calls; also from a `finally` clause of a thread that has failed."""
+        # In the thread of the caller, `sys.exception()` may be one that the caller handles, not one of orbax.
+        error = sys.exception() if threading.get_ident() != self._caller else None
         if error is None:
-            self._group.meet(timeout_ms / 1000)
+            self._group.barrier(timeout_ms / 1000)
         else:
             self._group.fail(error)
 
 
-def _prepared(folder: pathlib.Path, damaged: Sequence[int]) -> None:
-    """Sets damaged folders aside. Raises OSError if `folder` cannot be written to."""
-    trial = folder / f".trial.{jax.process_index()}"
-    try:
-        trial.write_bytes(bytes(_TRIAL))
-    finally:
-        trial.unlink(missing_ok=True)
-    for step in damaged if jax.process_index() == 0 else ():
-        set_aside(folder, step)
-
-
 @functools.cache
-def _text_item() -> Any:
-    """What tells orbax to write a text beside the arrays. Its own item for JSON puts all of it into one line."""
+def _text_args() -> Any:
+    """Returns the orbax argument type of a text item. orbax's own JSON item writes everything into one line."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 

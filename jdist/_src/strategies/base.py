@@ -149,6 +149,25 @@ class Strategy(HostSide):
         names = argument_names(fn, args, {})
         return program(*put(args, self.replicas, self._backend.inputs, names))[0]
 
+    def shardings(self, tree: PyTree) -> PyTree:
+        """Returns the sharding of each leaf of a state on this strategy's devices, as `put` places it.
+
+        Args:
+            tree: A state or part of one: arrays or `jax.ShapeDtypeStruct`, some in wrappers.
+
+        Returns:
+            The same tree with a `jax.sharding.NamedSharding` for each leaf.
+
+        Raises:
+            ValueError: A leaf does not fit the layout of the strategy.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.shardings({"w": jax.ShapeDtypeStruct((8, 4), "float32")})["w"].spec
+            P()
+        """
+        return jax.tree.unflatten(jax.tree.structure(tree), self._backend.shardings(tree, is_state=False))
+
     def step(
         self,
         fn: Any = ...,

@@ -51,7 +51,7 @@ def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | 
             newest = newest_step(checkpointer)
             if newest is not None:
                 like = state if make is None else jax.eval_shape(make)
-                found = checkpointer.restore(strategy, like, newest)
+                found = checkpointer.restore(strategy, like=like, step=newest)
                 kept, begun = found.extra or {}, found.state
                 if kept.get("replicas") == strategy.num_replicas_in_sync:
                     begun = with_shares(begun, kept["shares"], strategy)
