@@ -141,7 +141,7 @@ BAD = {
 def test_rows_without_an_index_each_are_refused_by_name(rows, indices, error, says):
     slices = jdist.RowSlices(rows, indices, 4)
     with pytest.raises(error, match=r"grads\['e'\] " + says):
-        slices.check("grads['e']")
+        slices._check("grads['e']")
     with pytest.raises(error, match=r"value\['e'\] " + says):
         jdist.all_reduce("sum", {"e": slices})
     if np.ndim(rows):

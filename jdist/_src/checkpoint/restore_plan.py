@@ -123,7 +123,7 @@ def over(tree: PyTree, num_replicas: int) -> PyTree:
         name = "like" + jax.tree_util.keystr(path)
         check_not_nested(name, node)
         check_uniform_shape(name, node)
-        rows = num_replicas if is_distributed(node) and node.stacked else None
+        rows = num_replicas if is_distributed(node) and node._is_stacked else None
         return jax.tree.map(lambda x: _shape(x, rows), node)
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_distributed)
@@ -133,7 +133,7 @@ def as_saved(tree: PyTree, num_replicas: int) -> PyTree:
     """The shapes of what was saved, of the entries of its arrays, with rows for so many replicas."""
 
     def one(node: Any) -> Any:
-        rows = (num_replicas,) if is_distributed(node) and node.stacked else ()
+        rows = (num_replicas,) if is_distributed(node) and node._is_stacked else ()
         leaf = Leaf((), None, node if is_distributed(node) else None)
         return jax.tree.map(lambda e: jax.ShapeDtypeStruct(rows + _value_shape(leaf.replace(e)), e.array.dtype), node)
 

@@ -198,7 +198,7 @@ def _to_send(op: ReduceOp, name: str, node: Any, axes: Axes) -> Any:
     """What is reduced for `node`: itself, or the table that `RowSlices` stand for where that is less to send."""
     if not is_row_slices(node):
         return node
-    node.check(name)
+    node._check(name)
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise TypeError(
             f"{name} is RowSlices, and its {op.name} over the replicas would be one over the zeros between the rows too. "

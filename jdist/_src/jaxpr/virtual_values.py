@@ -62,19 +62,19 @@ def join_slots(placement: Any, item: PyTree, replicas: Replicas) -> PyTree:
     """What the device holds of a result, of what its replicas have: the inverse of `taken`."""
 
     def one(value: Value) -> jax.Array:
-        rows = jax.vmap(placement.leave)(slots_of(value, replicas))
+        rows = jax.vmap(placement._to_block)(slots_of(value, replicas))
         if not replicas.per_replica_axes:
             rows = lax.all_gather(rows, replicas.mesh.axis_names, tiled=True)[: replicas.size]
         return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
 
-    if placement is not None and not placement.agrees:
+    if placement is not None and not placement._is_replicated:
         return jax.tree.map(one, item, is_leaf=is_stacked)
     assert not any(map(is_stacked, jax.tree.leaves(item, is_leaf=is_stacked))), "proved to be shared, and is not"
     return item
 
 
 def _is_shared(item: Any) -> bool:
-    return not is_distributed(item) or item.agrees
+    return not is_distributed(item) or item._is_replicated
 
 
 def tree_fold(add: Callable[[Any, Any], Any], value: Value, replicas: Replicas) -> jax.Array:

@@ -37,32 +37,32 @@ class DistributedValues(abc.ABC):
     __slots__ = ()
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a `jax.Array`
 
-    agrees: ClassVar[bool] = False  # whether every replica sees the same
-    stacked: ClassVar[bool] = False  # whether the host sees `[replica, ...]`
+    _is_replicated: ClassVar[bool] = False  # whether every replica sees the same
+    _is_stacked: ClassVar[bool] = False  # whether the host sees `[replica, ...]`
     tree: PyTree
 
     @staticmethod
     @abc.abstractmethod
-    def spec(axes: tuple[str, ...]) -> PartitionSpec:
+    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
         """How a leaf lies on a mesh whose replica axes are `axes`."""
 
     @staticmethod
     @abc.abstractmethod
-    def check(name: str, leaf: Any, num_replicas: int) -> None:
+    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
         """Raises ValueError if `leaf`, as the host sees it, does not fit so many replicas."""
 
     @staticmethod
-    def enter(tree: PyTree) -> PyTree:
+    def _from_block(tree: PyTree) -> PyTree:
         """From what one device holds to what the replica function sees."""
         return tree
 
     @staticmethod
-    def leave(tree: PyTree) -> PyTree:
+    def _to_block(tree: PyTree) -> PyTree:
         """From what the replica function gives to what one device holds."""
         return tree
 
     @abc.abstractmethod
-    def rows(self, num_replicas: int) -> PyTree:
+    def _rows(self, num_replicas: int) -> PyTree:
         """What each replica holds, leaves `[replica, ...]`."""
 
     @property
@@ -78,7 +78,7 @@ class DistributedValues(abc.ABC):
     def map(self, fn: Callable[[PyTree], PyTree]) -> Self:
         """The same placement of `fn` of each replica's value."""
 
-    def over(self, num_replicas: int) -> Self:
+    def _for_num_replicas(self, num_replicas: int) -> Self:
         """The same value for so many replicas, if it has a meaning for any number of them; else as it is."""
         return self
 
@@ -86,7 +86,7 @@ class DistributedValues(abc.ABC):
     def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """`value`, meant for `leaf` of this tree, laid out as `leaf` is; `own`: it holds one row a replica."""
 
-    def given(self, to_rows: bool) -> tuple[PyTree, bool]:
+    def _assign_source(self, to_rows: bool) -> tuple[PyTree, bool]:
         """What another value is assigned from this one, and whether that is one row a replica; `to_rows`: if it has rows."""
         return self.read(), False
 
@@ -100,17 +100,17 @@ class DistributedValues(abc.ABC):
             ValueError: A shape or structure differs, or this value lies on no devices yet.
             TypeError: A dtype would lose what is assigned.
         """
-        return self._with_tree(self._incoming("assign", value))
+        return self._with_tree(self._assigned_tree("assign", value))
 
     def assign_add(self, value: PyTree) -> Self:
         """A new value in the same place, with `value` added. As `assign` otherwise."""
         self._check_addition("assign_add", value)
-        return self._with_tree(jax.tree.map(jnp.add, self.tree, self._incoming("assign_add", value)))
+        return self._with_tree(jax.tree.map(jnp.add, self.tree, self._assigned_tree("assign_add", value)))
 
     def assign_sub(self, value: PyTree) -> Self:
         """A new value in the same place, with `value` subtracted. As `assign` otherwise."""
         self._check_addition("assign_sub", value)
-        return self._with_tree(jax.tree.map(jnp.subtract, self.tree, self._incoming("assign_sub", value)))
+        return self._with_tree(jax.tree.map(jnp.subtract, self.tree, self._assigned_tree("assign_sub", value)))
 
     def _check_addition(self, word: str, value: PyTree) -> None:  # noqa: B027  # most have nothing to check
         """Raises ValueError if it is not clear what `word` of `value` would mean."""
@@ -119,7 +119,7 @@ class DistributedValues(abc.ABC):
         """The same wrapper around another tree."""
         return dataclasses.replace(self, tree=tree)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
 
-    def _incoming(self, word: str, value: PyTree) -> PyTree:
+    def _assigned_tree(self, word: str, value: PyTree) -> PyTree:
         leaves = [(name, _placed(name, leaf)) for name, leaf in named_leaves(f"`{word}`: value", self.tree)]
         if any(getattr(node, "shapes", None) for node in (self, value)):
             raise ValueError(
@@ -129,8 +129,8 @@ class DistributedValues(abc.ABC):
         own = False
         if isinstance(value, DistributedValues):
             for name, leaf in named_leaves(f"`{word}`: the new value", value.tree):
-                value.check(name, leaf, self._num_replicas(leaves[0][1]))
-            value, own = value.given(self.stacked)
+                value._check_leaf(name, leaf, self._num_replicas(leaves[0][1]))
+            value, own = value._assign_source(self._is_stacked)
         if jax.tree.structure(value) != jax.tree.structure(self.tree):
             raise ValueError(
                 f"`{word}` got a value of the structure {jax.tree.structure(value)} for {self!r}. Give a tree like the "
@@ -141,7 +141,7 @@ class DistributedValues(abc.ABC):
         return jax.tree.unflatten(jax.tree.structure(self.tree), new)
 
     def _num_replicas(self, leaf: jax.Array) -> int:
-        return len(leaf) if self.stacked else num_replicas_on(mesh_of(leaf))
+        return len(leaf) if self._is_stacked else num_replicas_on(mesh_of(leaf))
 
     def __repr__(self) -> str:
         _, *options = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass

@@ -51,7 +51,7 @@ class Mirrored(DistributedValues):
         0.5
     """
 
-    agrees = True
+    _is_replicated = True
     tree: PyTree
     aggregation: VariableAggregation = dataclasses.field(default=VariableAggregation.NONE, metadata={"static": True})
     trainable: bool = dataclasses.field(default=True, metadata={"static": True})
@@ -61,15 +61,15 @@ class Mirrored(DistributedValues):
             object.__setattr__(self, "aggregation", VariableAggregation.of(self.aggregation))
 
     @staticmethod
-    def spec(axes: tuple[str, ...]) -> PartitionSpec:
+    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
         """Whole on every device."""
         return PartitionSpec()
 
     @staticmethod
-    def check(name: str, leaf: Any, num_replicas: int) -> None:
+    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
         """Any array fits any number of replicas."""
 
-    def rows(self, num_replicas: int) -> PyTree:
+    def _rows(self, num_replicas: int) -> PyTree:
         """The value once for each replica."""
         return jax.tree.map(lambda x: repeat_rows(jnp.asarray(x), num_replicas, None), self.tree)
 

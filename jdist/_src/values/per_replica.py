@@ -51,31 +51,31 @@ class PerReplica(DistributedValues):
         TypeError: `+` on a PerReplica(int32[2]): it lies on many devices, ...
     """
 
-    stacked = True
+    _is_stacked = True
     tree: PyTree
     shapes: tuple[Shapes, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @staticmethod
-    def spec(axes: tuple[str, ...]) -> PartitionSpec:
+    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
         """The first dimension is split over the replica axes."""
         return PartitionSpec(axes)
 
     @staticmethod
-    def check(name: str, leaf: Any, num_replicas: int) -> None:
+    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
         """Raises ValueError if `leaf` has not one row for each replica."""
         check_rows(PerReplica, name, leaf, num_replicas)
 
     @staticmethod
-    def enter(tree: PyTree) -> PyTree:
+    def _from_block(tree: PyTree) -> PyTree:
         """`[1, ...]` to `[...]`."""
         return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
 
     @staticmethod
-    def leave(tree: PyTree) -> PyTree:
+    def _to_block(tree: PyTree) -> PyTree:
         """`[...]` to `[1, ...]`."""
         return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), tree)
 
-    def rows(self, num_replicas: int) -> PyTree:
+    def _rows(self, num_replicas: int) -> PyTree:
         """The leaves as they lie."""
         return self.tree
 
@@ -143,7 +143,7 @@ class PerReplica(DistributedValues):
         """The same for every replica, or to each its own."""
         return assigned_rows(name, leaf, value, own)
 
-    def given(self, to_rows: bool) -> tuple[PyTree, bool]:
+    def _assign_source(self, to_rows: bool) -> tuple[PyTree, bool]:
         """The rows."""
         return self.tree, True
 

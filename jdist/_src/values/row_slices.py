@@ -47,7 +47,7 @@ class RowSlices:
         Raises:
             ValueError: They are no rows of such a table.
         """
-        self.check("value")
+        self._check("value")
         table, rows = jnp.asarray(table), jnp.asarray(self.rows)
         if table.shape != (self.num_rows, *rows.shape[1:]):
             raise ValueError(
@@ -60,7 +60,7 @@ class RowSlices:
             )
         return table.at[jnp.asarray(self.indices)].add(rows.astype(table.dtype))
 
-    def check(self, name: str) -> None:
+    def _check(self, name: str) -> None:
         """Raises ValueError if there is not one index a row, or one is of no row; TypeError if they are no integers."""
         for part, leaf in (("rows", self.rows), ("indices", self.indices)):
             check_value(f"{name}.{part}", leaf)

@@ -35,12 +35,12 @@ class Sharded(DistributedValues):
     tree: PyTree
 
     @staticmethod
-    def spec(axes: tuple[str, ...]) -> PartitionSpec:
+    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
         """The first dimension is split over the replica axes."""
         return PartitionSpec(axes)
 
     @staticmethod
-    def check(name: str, leaf: Any, num_replicas: int) -> None:
+    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
         """Raises ValueError if `leaf` cannot be split into equal parts."""
         shape = np.shape(leaf)
         if not shape or shape[0] % num_replicas:
@@ -50,7 +50,7 @@ class Sharded(DistributedValues):
             )
 
     @staticmethod
-    def leave(tree: PyTree) -> PyTree:
+    def _to_block(tree: PyTree) -> PyTree:
         """Each replica's part as it is.
 
         Raises:
@@ -63,7 +63,7 @@ class Sharded(DistributedValues):
                 )
         return tree
 
-    def rows(self, num_replicas: int) -> PyTree:
+    def _rows(self, num_replicas: int) -> PyTree:
         """Each replica's part, `[replica, n / replica, ...]`."""
         return jax.tree.map(lambda x: x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:]), self.tree)
 

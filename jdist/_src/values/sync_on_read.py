@@ -43,7 +43,7 @@ class SyncOnRead(DistributedValues):
         [2.5, 2.5]
     """
 
-    stacked = True
+    _is_stacked = True
     tree: PyTree
     aggregation: VariableAggregation = dataclasses.field(metadata={"static": True})
     trainable: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -53,19 +53,19 @@ class SyncOnRead(DistributedValues):
             object.__setattr__(self, "aggregation", VariableAggregation.of(self.aggregation))
 
     @staticmethod
-    def spec(axes: tuple[str, ...]) -> PartitionSpec:
+    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
         """The first dimension is split over the replica axes."""
         return PartitionSpec(axes)
 
     @staticmethod
-    def check(name: str, leaf: Any, num_replicas: int) -> None:
+    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
         """Raises ValueError if `leaf` has not one row for each replica."""
         check_rows(SyncOnRead, name, leaf, num_replicas)
 
-    enter = staticmethod(PerReplica.enter)
-    leave = staticmethod(PerReplica.leave)
+    _from_block = staticmethod(PerReplica._from_block)
+    _to_block = staticmethod(PerReplica._to_block)
 
-    def rows(self, num_replicas: int) -> PyTree:
+    def _rows(self, num_replicas: int) -> PyTree:
         """The leaves as they lie."""
         return self.tree
 
@@ -89,7 +89,7 @@ class SyncOnRead(DistributedValues):
         leaves, treedef = jax.tree.flatten(self.tree)
         return treedef.unflatten([aggregate_rows(self.aggregation, "value", leaf) for leaf in leaves])
 
-    def over(self, num_replicas: int) -> "SyncOnRead":
+    def _for_num_replicas(self, num_replicas: int) -> "SyncOnRead":
         """Partial values for so many replicas that read the same: a sum is split into equal shares, else each has it all."""
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(self.tree)]
         is_read = self.aggregation is not VariableAggregation.NONE
@@ -112,13 +112,13 @@ class SyncOnRead(DistributedValues):
         )
         return split_into_shares(value, leaf.shape[0], leaf.sharding)
 
-    def given(self, to_rows: bool) -> tuple[PyTree, bool]:
+    def _assign_source(self, to_rows: bool) -> tuple[PyTree, bool]:
         """The partial values to what has rows, and what they read as to anything else."""
         return (self.tree, True) if to_rows else (self.read(), False)
 
     def _check_addition(self, word: str, value: PyTree) -> None:
         """Raises ValueError if the value is read as a sum, and there is one `value` for all replicas."""
-        shared = not is_distributed(value) or value.agrees
+        shared = not is_distributed(value) or value._is_replicated
         if shared and self.aggregation is VariableAggregation.SUM:
             raise ValueError(
                 f"`{word}` of one value to {self!r}: is it meant for each replica, or once for their sum? Say which: "
