@@ -233,7 +233,7 @@ def test_partial_values_without_aggregation_are_restored_on_as_many_replicas_onl
 
 def test_sharded_value_that_does_not_divide_is_refused(two, tmp_path):
     saved = jdist.Sharded(rows(1, 2, 3, 4))
-    with pytest.raises(ValueError, match=r"state/v.* cannot be split into 3 equal parts"):
+    with pytest.raises(ValueError, match=r"state/v.* cannot be split into 3 equal shards"):
         restored(tmp_path, saved, saved, two, STRATEGIES["mirrored_3"]())
 
 

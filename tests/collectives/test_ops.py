@@ -119,7 +119,7 @@ WITHOUT_MEANING = {
         r"value\['x'\] is boolean \(bool\[\]\), and SUM of booleans .*`x.astype\(jnp.int32\)`",
     ),
     "max_of_booleans": ("max", np.array([True]), r"value\['x'\] is boolean \(bool\[1\]\).*MAX is any, MIN is all"),
-    "mean_of_keys": ("mean", jax.random.key(0), r"value\['x'\] is a random key \(key<fry>\[\]\).*Reduce what is drawn"),
+    "mean_of_keys": ("mean", jax.random.key(0), r"value\['x'\] is a random key \(key<fry>\[\]\).*Reduce the numbers drawn"),
 }
 
 
@@ -393,5 +393,5 @@ CUT = {
 @pytest.mark.parametrize("ask, name", CUT.values(), ids=CUT)
 def test_host_number_that_would_be_cut_to_32_bits_is_refused_by_its_name(ask, name, two):
     for call in (lambda: two.run(lambda: ask(np.int64(2**40))), lambda: ask(np.int64(2**40))):
-        with pytest.raises(ValueError, match=f"^{name} holds 1099511627776, which int32 does not"):
+        with pytest.raises(ValueError, match=f"^{name} holds 1099511627776, which is out of the range of int32"):
             call()
