@@ -235,7 +235,7 @@ def test_sync_on_read_without_aggregation_is_restored_on_the_same_number_of_repl
 
 def test_sharded_value_that_cannot_be_split_evenly_is_refused(two, tmp_path):
     saved = jdist.Sharded(rows(1, 2, 3, 4))
-    with pytest.raises(ValueError, match=r"state/v.* cannot be split into 3 equal parts"):
+    with pytest.raises(ValueError, match=r"state/v.* cannot be split into 3 equal shards"):
         restored(tmp_path, saved, saved, two, STRATEGIES["mirrored_3"]())
 
 

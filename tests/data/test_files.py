@@ -296,7 +296,7 @@ NO_EXAMPLES = {
     "lengths": (lambda path: (np.zeros(3), np.zeros(4)), r"source\[0\] has 3 rows and source\[1\] has 4"),
     "words": (lambda path: np.array(["a", "b"]), r"source is <U1\[2\], which no device holds"),
     "objects": (lambda path: np.array([[1], [1, 2]], object), r"source is object\[2\], rows of different length"),
-    "too_large": (lambda path: np.array([2**40]), r"source holds 1099511627776, which int32 does not"),
+    "too_large": (lambda path: np.array([2**40]), r"source holds 1099511627776, which is out of the range of int32"),
 }
 
 

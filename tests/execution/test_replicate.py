@@ -169,7 +169,7 @@ WRONG_ROWS = {
     "scalar": (np.float32(1), r"x is a PerReplica of float32\[\], for no replicas; this strategy has 2"),
     "one_leaf": (
         {"a": np.ones((2, 1)), "b": np.ones(1, np.int32)},
-        r"x.*\['b'\] is a PerReplica of int32\[1\], for 1 replicas; .*belongs to the strategy that made it",
+        r"x.*\['b'\] is a PerReplica of int32\[1\], for 1 replicas; .*can only be used with the strategy that created it",
     ),
 }
 

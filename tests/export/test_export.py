@@ -485,7 +485,7 @@ GOOD = ({"pixels": np.ones((2, 3), np.float32)}, np.ones(2, np.int32))
         (GOOD[:1], r"takes 2 inputs \(image, label\), got 1", TypeError),
         ((GOOD[0], np.ones(3, np.int32)), r"of different sizes \(image.pixels: .*\[2,3\], label: int32\[3\]\)", ValueError),
         ((GOOD[0], np.ones(2, np.float32)), r"label is float32\[2\], and was exported as int32\[batch\]. Cast", TypeError),
-        ((GOOD[0], np.array([2**40, 0])), r"label holds 1099511627776, which int32 does not", ValueError),
+        ((GOOD[0], np.array([2**40, 0])), r"label holds 1099511627776, which is out of the range of int32", ValueError),
         ((GOOD[0], np.ones((2, 1), np.int32)), r"label is int32\[2,1\], and was exported as int32\[batch\]. Give", ValueError),
         (({"pixels": np.ones((2, 4), np.float32)}, GOOD[1]), r"image.pixels is float32\[2,4\], and was", ValueError),
         (({"pixel": GOOD[0]["pixels"]}, GOOD[1]), r"image is not as .* missing \(image.pixels\) and 1 of 1", ValueError),

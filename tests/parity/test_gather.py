@@ -52,7 +52,7 @@ def _wide(strategy):
     return _each(strategy, lambda i: np.ones((1, i + 1), np.float32))
 
 
-MISMATCH = r"value has the shapes \[1, 1\], \[1, 2\] on the replicas.*Join along the one that differs"
+MISMATCH = r"value has the shapes \[1, 1\], \[1, 2\] on the replicas.*Concatenate along the dimension that differs"
 
 
 def test_ga7_values_that_differ_along_another_dimension_are_refused(two):

@@ -102,7 +102,7 @@ def test_ru15_run_of_a_host_value_gives_the_same_on_each_replica(strategy):
 
 
 def test_ru16_arithmetic_of_per_replica_on_the_host_is_refused(two):
-    message = r"on a PerReplica\(float32\[2\]\): it lies on many devices.*`strategy\.run\(fn, \(value,\)\)`"
+    message = r"is not defined for PerReplica\(float32\[2\]\), whose values are stored on several devices.*`strategy\.run\(fn, \(value,\)\)`"
     for add in (lambda x: x + jnp.float32(1), lambda x: jnp.float32(1) + x, jnp.asarray, np.asarray):
         with pytest.raises(TypeError, match=message):
             add(two.run(lambda x: x, (jdist.PerReplica(np.float32([1, 2])),)))

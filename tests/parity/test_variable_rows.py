@@ -147,7 +147,7 @@ def test_va14_value_read_as_a_sum_is_assigned_in_equal_shares(two):
 def test_va14_addition_by_the_host_to_what_is_read_as_a_sum_is_refused(word, strategy):
     value = _made(strategy, 1.0, "on_read", "sum")
     message = (
-        rf"`{word}` of one value to SyncOnRead.*`value\.assign\(value\.read\(\) \+ x\)`, or `value\.{word}\(PerReplica"
+        rf"`{word}` of one value to SyncOnRead.*`value\.assign\(value\.read\(\) \+ x\)`; .*`value\.{word}\(PerReplica"
     )
     with pytest.raises(ValueError, match=message):
         getattr(value, word)(1.0)
@@ -215,7 +215,7 @@ def test_va24_one_value_a_replica_assigned_to_a_mirrored_value_is_aggregated(agg
 
 
 def test_va24_one_value_a_replica_assigned_without_aggregation_is_refused(two):
-    message = r"one value a replica with no aggregation.*`strategy\.reduce`.*`Mirrored\(tree, aggregation\)`"
+    message = r"one value per replica without an aggregation.*`strategy\.reduce`.*`Mirrored\(tree, aggregation\)`"
     with pytest.raises(ValueError, match=message):
         _made(two, 0.0, "on_write").assign(_per_replica(two, 1, 2))
 
@@ -316,7 +316,7 @@ def test_va35_value_is_no_key_no_truth_and_no_sequence(synchronization, aggregat
     with pytest.raises(TypeError, match=r"unhashable type"):
         hash(value)
     for name, ask in {"bool": bool, "iter": list, "len": len}.items():
-        with pytest.raises(TypeError, match=rf"`{name}` on a .*\.read\(\)`.*`\.values`"):
+        with pytest.raises(TypeError, match=rf"`{name}` is not defined for .*\.read\(\)`.*`\.values`"):
             ask(value)
 
 

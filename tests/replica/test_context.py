@@ -452,7 +452,7 @@ UNFIT = {
     ),
     "odd_parts": (
         lambda: jdist.Sharded(jnp.arange(3)),
-        r"is Sharded, of int32\[3\], .*cannot be split into 2 equal parts",
+        r"is Sharded, of int32\[3\], .*cannot be split into 2 equal shards",
     ),
 }
 

@@ -248,7 +248,7 @@ def test_weights_that_are_negative_or_not_finite_are_refused(weights, says, two)
 
 
 MEAN_REFUSED = {
-    "keys": (jax.random.key(0), None, None, TypeError, r"values is a random key .*Reduce what is drawn from it"),
+    "keys": (jax.random.key(0), None, None, TypeError, r"values is a random key .*Reduce the numbers drawn from it"),
     "key_weights": (
         np.ones((), np.float32),
         jax.random.key(0),

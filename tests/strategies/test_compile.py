@@ -303,7 +303,7 @@ REFUSED = {
     "table_that_does_not_divide": (
         ValueError,
         lambda s: s.compile(lambda w: (w, None), {"t": jdist.Sharded(SHAPE((9, 4), np.float32))}),
-        "w['t'] is Sharded, of float32[9,4], and its first dimension cannot be split into 8 equal parts",
+        "w['t'] is Sharded, of float32[9,4], and its first dimension cannot be split into 8 equal shards",
     ),
     "not_reduced": (
         jdist.NotMirroredError,

@@ -323,7 +323,7 @@ def test_a_state_whose_memory_was_given_away_is_refused(two):
     trainer = jdist.Trainer(LINEAR, optax.sgd(0.1), optax.squared_error, strategy=two)
     state = trainer.init(X)
     trainer.fit((X, Y), batch_size=4, state=state, progress="off")
-    refused(both(trainer, state, (X, Y), batch_size=4), ValueError, "a step took its memory over")
+    refused(both(trainer, state, (X, Y), batch_size=4), ValueError, "was deleted: it was donated to a step")
 
 
 @pytest.mark.parametrize("state", [np.ones(3, np.float32), {"params": np.ones(3)}, None], ids=["array", "dict", "none"])

@@ -203,7 +203,7 @@ def test_spent_state_is_refused_by_name(two):
     )
     for use in uses:
         with pytest.raises(
-            ValueError, match=r"^state\.step \(int32\[\]\) has no value any more: a step took its memory over"
+            ValueError, match=r"^state\.step \(int32\[\]\) was deleted: it was donated to a step"
         ):
             use(first.state)
 

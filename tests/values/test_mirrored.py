@@ -103,7 +103,7 @@ def test_assign_of_partial_values_is_what_they_are_read_as(two):
 def test_assign_of_one_value_a_replica_without_aggregation_is_refused(two):
     value = two.put(jdist.Mirrored({"x": np.zeros(3, np.float32)}))
     says = (
-        r"`{}`: value\['x'\] is the same on every replica, and got one value a replica.*`Mirrored\(tree, aggregation\)`"
+        r"`{}`: value\['x'\] is replicated, and received one value per replica.*`Mirrored\(tree, aggregation\)`"
     )
     for word in ("assign", "assign_add", "assign_sub"):
         with pytest.raises(ValueError, match=says.format(word)):

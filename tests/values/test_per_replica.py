@@ -101,12 +101,12 @@ def test_assign_of_rows_for_another_number_of_replicas_is_refused(two):
 
 def test_assign_where_the_replicas_hold_different_shapes_is_refused(two):
     value, other = _uneven(two), _uneven(two)
-    says = rf"`{{}}` to {SHAPES} of .*: values of different shapes .* `strategy\.distribute_values_from_function`"
+    says = rf"`{{}}` to {SHAPES} of .*: values with different shapes .* `strategy\.distribute_values_from_function`"
     for word, new in (("assign", other), ("assign", np.ones(2, np.float32)), ("assign_add", np.ones(2, np.float32))):
         with pytest.raises(ValueError, match=says.format(word)):
             getattr(value, word)(new)
     with pytest.raises(
-        ValueError, match=rf"`assign` to Mirrored\(float32\[2\], SUM\) of {SHAPES}: values of different"
+        ValueError, match=rf"`assign` to Mirrored\(float32\[2\], SUM\) of {SHAPES}: values with different"
     ):
         two.put(jdist.Mirrored(np.ones(2, np.float32), "sum")).assign(other)
 
@@ -211,7 +211,7 @@ SHAPES = r"PerReplica\(float32\[2\] \| float32\[1\]\)"
 
 
 def test_read_and_map_of_different_shapes_are_refused(two):
-    says = SHAPES + r" has no one shape\. Take `\.values`, or `\.padded\(\)`, or join them: `strategy\.gather`"
+    says = SHAPES + r" has different shapes on the replicas\. Use `\.values` or `\.padded\(\)`, or concatenate: `strategy\.gather`"
     with pytest.raises(ValueError, match=says):
         _uneven(two).read()
     with pytest.raises(ValueError, match=says):
@@ -219,7 +219,7 @@ def test_read_and_map_of_different_shapes_are_refused(two):
 
 
 def test_different_shapes_are_refused_by_programs_with_the_way_out(two):
-    says = rf"\['x'\] is {SHAPES}: .* different shapes.*`value, weights = value\.padded\(\)`; `jdist\.mean\(values, weights"
+    says = rf"\['x'\] is {SHAPES}: .* different shapes.*`value, weights = value\.padded\(\)`; `jdist\.global_mean\(values, weights"
     batch = {"x": _uneven(two)}
     with pytest.raises(ValueError, match="batch" + says):
         two.run(lambda batch: batch, (batch,))

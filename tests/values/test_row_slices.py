@@ -93,7 +93,7 @@ NOT_OF_TABLE = {
 @pytest.mark.parametrize("shape, said", NOT_OF_TABLE.values(), ids=NOT_OF_TABLE)
 def test_rows_of_another_table_are_refused(shape, said):
     slices = jdist.RowSlices(np.ones((1, 2), np.float32), np.int32([0]), 4)
-    with pytest.raises(ValueError, match=rf"A table of {said} has no place for rows of .* of a table of 4 rows"):
+    with pytest.raises(ValueError, match=rf"The table is {said}, and these are rows .* of a table of 4 rows"):
         slices.add_to(np.zeros(shape, np.float32))
 
 
@@ -102,37 +102,37 @@ BAD = {
         np.ones((2, 3), np.float32),
         np.int32([0]),
         ValueError,
-        r"is RowSlices with rows float32\[2,3\] and indices int32\[1\]: there is one index a row",
+        r"is RowSlices with rows float32\[2,3\] and indices int32\[1\]: it needs one index per row",
     ),
     "indices_of_rank_two": (
         np.ones((2, 3), np.float32),
         np.int32([[0], [1]]),
         ValueError,
-        r".*indices int32\[2,1\]: there",
+        r".*indices int32\[2,1\]: it",
     ),
     "scalar_index": (
         np.ones((1, 3), np.float32),
         np.int32(0),
         ValueError,
-        r".*indices int32\[\]: there is one index a row",
+        r".*indices int32\[\]: it needs one index per row",
     ),
     "scalar_rows": (
         np.float32(1),
         np.int32([0]),
         ValueError,
-        r".*rows float32\[\] and indices int32\[1\]: there is one",
+        r".*rows float32\[\] and indices int32\[1\]: it needs one",
     ),
     "float_indices": (
         np.ones((1, 3), np.float32),
         np.float32([0]),
         TypeError,
-        r"is RowSlices with indices of float32\[1\]: rows are counted in integers",
+        r"is RowSlices with indices float32\[1\]: indices must be integers",
     ),
     "bool_indices": (
         np.ones((1, 3), np.float32),
         np.array([True]),
         TypeError,
-        r".*indices of bool\[1\]: rows are counted",
+        r".*indices bool\[1\]: indices must be integers",
     ),
 }
 
@@ -141,7 +141,7 @@ BAD = {
 def test_rows_without_an_index_each_are_refused_by_name(rows, indices, error, says):
     slices = jdist.RowSlices(rows, indices, 4)
     with pytest.raises(error, match=r"grads\['e'\] " + says):
-        slices.check("grads['e']")
+        slices._check("grads['e']")
     with pytest.raises(error, match=r"value\['e'\] " + says):
         jdist.all_reduce("sum", {"e": slices})
     if np.ndim(rows):

@@ -161,7 +161,7 @@ def test_assign_of_one_value_a_replica_gives_each_its_own(aggregation, strategy)
 @pytest.mark.parametrize("word", ["assign_add", "assign_sub"])
 def test_addition_of_one_value_to_a_sum_is_refused_because_it_could_mean_two_things(word, two):
     value = two.put(jdist.SyncOnRead(np.float32([1, 2]), "sum"))
-    says = rf"`{word}` of one value to SyncOnRead\(float32\[2\], SUM\): .*`value\.assign\(.*`value\.{word}\(PerReplica\(rows"
+    says = rf"`{word}` of one value to SyncOnRead\(float32\[2\], SUM\) is ambiguous: .*`value\.assign\(.*`value\.{word}\(PerReplica\(rows"
     for one in (1.0, two.put(1.0), two.put(jdist.Mirrored(1.0))):
         with pytest.raises(ValueError, match=says):
             getattr(value, word)(one)
@@ -174,7 +174,7 @@ def test_partial_values_without_an_aggregation_are_written_and_refuse_to_be_read
     state, _ = strategy.step(lambda x: (x + jdist.replica_id(), None))(state)
     assert [float(x) for x in state.values] == [1.0 + i for i in range(n)]
     assert [float(x) for x in state.assign(4.0).values] == [4.0] * n
-    says = r"SyncOnRead\(float32\[.*\], NONE\) has no aggregation, so it cannot be read .*`\.values`.* make it with SUM, MEAN"
+    says = r"SyncOnRead\(float32\[.*\], NONE\) has no aggregation, so it cannot be read .*`\.values`.* use SUM, MEAN"
     for read in (
         state.read,
         lambda: jdist.read_values({"x": state}),

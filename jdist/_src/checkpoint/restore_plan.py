@@ -163,7 +163,7 @@ def _saved_shapes(tree: PyTree, num_replicas: int) -> PyTree:
     """Returns the shapes of a saved state on another number of replicas; the leaves of `tree` are `StoredArray`s."""
 
     def convert(node: Any) -> Any:
-        rows = (num_replicas,) if is_distributed(node) and node.stacked else ()
+        rows = (num_replicas,) if is_distributed(node) and node._is_stacked else ()
         wrapper = node if is_distributed(node) else None
         return jax.tree.map(
             lambda array: jax.ShapeDtypeStruct(rows + _shape_per_replica(Leaf((), array, wrapper)), array.array.dtype),
@@ -180,7 +180,7 @@ def _shapes_of_like(tree: PyTree, num_replicas: int) -> PyTree:
         name = "like" + jax.tree_util.keystr(path)
         check_not_nested(name, node)
         check_uniform_shape(name, node)
-        rows = (num_replicas,) if is_distributed(node) and node.stacked else ()
+        rows = (num_replicas,) if is_distributed(node) and node._is_stacked else ()
 
         def shape_of(x: Any) -> jax.ShapeDtypeStruct:
             if not hasattr(x, "dtype") or not hasattr(x, "shape"):

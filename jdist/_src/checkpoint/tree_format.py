@@ -44,7 +44,7 @@ class Leaf(NamedTuple):
     @property
     def is_stacked(self) -> bool:
         """Whether the array is `[replica, ...]`."""
-        return getattr(self.wrapper, "stacked", False)
+        return getattr(self.wrapper, "_is_stacked", False)
 
     @property
     def is_sum(self) -> bool:

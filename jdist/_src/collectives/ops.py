@@ -246,7 +246,7 @@ def _to_send(op: ReduceOp, name: str, node: Any, axes: Axes) -> Any:
     """Returns `node`, or for `RowSlices` the dense table where an all-reduce of it sends less."""
     if not is_row_slices(node):
         return node
-    node.check(name)
+    node._check(name)
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise TypeError(
             f"{name} is RowSlices, whose {op.name} over the replicas would include the zeros between the rows. Use SUM or "

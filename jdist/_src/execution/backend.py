@@ -36,7 +36,7 @@ class ReplicaFunction:
 
 def replica_shapes(item: Any, num_replicas: int) -> PyTree:
     """Returns the shapes of an argument that one replica receives: `[n, ...]` of `[replica * n, ...]`, or all of a shared one."""
-    is_shared = not is_distributed(item) or item.agrees
+    is_shared = not is_distributed(item) or item._is_replicated
 
     def leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
         aval = jax.typeof(leaf)
@@ -61,7 +61,7 @@ class ResultPlacements:
     def leave(self, values: Sequence[PyTree]) -> list[PyTree]:
         """From the results as one replica gives them to what a device holds."""
         pairs = zip(self.placements, values, strict=True)
-        return [placement.leave(value) if placement else value for placement, value in pairs]
+        return [placement._to_block(value) if placement else value for placement, value in pairs]
 
     def as_trees(self, leaves: Sequence[Any]) -> list[PyTree]:
         """So many leaves as the results that they make up."""
@@ -123,8 +123,8 @@ class Backend(abc.ABC):
         return state
 
     def _of_leaf(self, item: Any, leaf: Any) -> NamedSharding:
-        if not is_distributed(item) or item.agrees:
+        if not is_distributed(item) or item._is_replicated:
             return self.replicas.whole
         if isinstance(item, PerReplica):
             return self.replicas.batch(leaf.shape)
-        return NamedSharding(self.replicas.mesh, item.spec(self.replicas.per_replica_axes))
+        return NamedSharding(self.replicas.mesh, item._partition_spec(self.replicas.per_replica_axes))

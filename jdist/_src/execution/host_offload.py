@@ -135,7 +135,7 @@ class HostOffloadBackend(Backend):
         return list(self.replicas.mesh.shape.items())
 
     def _spec(self, wrapper: Any) -> PartitionSpec:
-        return wrapper.spec(self.replicas.per_replica_axes) if wrapper else PartitionSpec()
+        return wrapper._partition_spec(self.replicas.per_replica_axes) if wrapper else PartitionSpec()
 
     def _by_element(self, part: JaxprPart, known: Mapping[Any, Any]) -> dict[Any, Any]:
         """The update of each element, by the host if it can."""
@@ -183,7 +183,7 @@ def _leaves_given(one: ReplicaFunction) -> list[_Given]:
 
 
 def _differs(wrapper: Any) -> bool:
-    return wrapper is not None and not wrapper.agrees
+    return wrapper is not None and not wrapper._is_replicated
 
 
 def _is_on_host(x: Any) -> bool:

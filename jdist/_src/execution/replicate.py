@@ -129,7 +129,7 @@ def replicate(
 
     def enter_and_run(*blocks: PyTree) -> list[PyTree]:
         pairs = zip(items, blocks, strict=True)
-        return one_replica(*(item.enter(block) if is_distributed(item) else block for item, block in pairs))
+        return one_replica(*(item._from_block(block) if is_distributed(item) else block for item, block in pairs))
 
     num_state = len(jax.tree.leaves(call.args[0], is_leaf=is_distributed)) if has_state else 0
     one = ReplicaFunction(enter_and_run, items, num_state)
@@ -178,7 +178,7 @@ class _Results:
             found = [next(left) for _ in jax.tree.leaves(item.tree)] if item is not None else [next(left)]
             differs = next(filter(None, found), None)
             placements.append(type(item) if item is not None else PerReplica if differs else None)
-            if differs and (item.agrees if item is not None else number < self._num_state):
+            if differs and (item._is_replicated if item is not None else number < self._num_state):
                 refused.append((name, differs))
         if refused:
             raise NotMirroredError(_refusal(refused, self._num_state))
@@ -198,8 +198,8 @@ class _Results:
     def proof(self, placements: Sequence[Any]) -> Proof:
         pairs = list(zip(self._names, placements, strict=True))
         return Proof(
-            mirrored=tuple(name for name, placement in pairs if placement is None or placement.agrees),
-            per_replica=tuple(name for name, placement in pairs if placement and not placement.agrees),
+            mirrored=tuple(name for name, placement in pairs if placement is None or placement._is_replicated),
+            per_replica=tuple(name for name, placement in pairs if placement and not placement._is_replicated),
         )
 
 
@@ -227,7 +227,7 @@ def _inputs(placed: Sequence[Any], names: Sequence[str], axes: tuple[str, ...]) 
     inputs: list[replication.Input] = []
     for item, name in zip(placed, names, strict=True):
         if is_distributed(item):
-            differing = () if item.agrees else axes
+            differing = () if item._is_replicated else axes
             inputs += [replication.Input(leaf_name, differing) for leaf_name, _ in named_leaves(name, item.tree)]
         else:
             inputs.append(replication.Input(name, ()))

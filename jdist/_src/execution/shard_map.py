@@ -41,4 +41,4 @@ def map_over_mesh(
 
 def partition_specs(wrappers: Sequence[Any], replicas: Replicas) -> list[PartitionSpec]:
     """How values in wrappers of these classes are split over the devices; None for what is in no wrapper."""
-    return [wrapper.spec(replicas.per_replica_axes) if wrapper else PartitionSpec() for wrapper in wrappers]
+    return [wrapper._partition_spec(replicas.per_replica_axes) if wrapper else PartitionSpec() for wrapper in wrappers]

@@ -32,7 +32,7 @@ class VirtualBackend(Backend):
 
         def run(*blocks: PyTree) -> list[PyTree]:
             arguments = [
-                split_into_slots(block, slots) if is_distributed(item) and not item.agrees else block
+                split_into_slots(block, slots) if is_distributed(item) and not item._is_replicated else block
                 for item, block in zip(one.items, blocks, strict=True)
             ]
             values = run_virtual_replicas(program, jax.tree.leaves(arguments, is_leaf=is_stacked), slots)
@@ -40,8 +40,8 @@ class VirtualBackend(Backend):
             return [to_block(placement, tree) for placement, tree in pairs]
 
         def to_block(placement: Any, tree: PyTree) -> PyTree:
-            if placement is not None and not placement.agrees:
-                return join_slots(tree, placement.leave, slots)
+            if placement is not None and not placement._is_replicated:
+                return join_slots(tree, placement._to_block, slots)
             assert not any(map(is_stacked, jax.tree.leaves(tree, is_leaf=is_stacked))), "proved replicated, but stacked"
             return tree
 

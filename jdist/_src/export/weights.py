@@ -315,7 +315,7 @@ def _rewrapped(node: Any, value: PyTree, num_replicas: int | None) -> PyTree:
     if not isinstance(node, SyncOnRead):
         return node._with_tree(value) if is_distributed(node) else value
     one_row = node._with_tree(jax.tree.map(lambda x: x[None], value))
-    return one_row.over(num_replicas or np.shape(jax.tree.leaves(node.tree)[0])[0])
+    return one_row._for_num_replicas(num_replicas or np.shape(jax.tree.leaves(node.tree)[0])[0])
 
 
 def _told(total: int, what: str, names: Sequence[str]) -> str:

@@ -134,12 +134,12 @@ class ReplicaContext:
         if not is_distributed(node):
             return node
         for name, leaf in named_leaves("the result of merge_call", node.tree):
-            node.check(name, leaf, self.num_replicas_in_sync)
+            node._check_leaf(name, leaf, self.num_replicas_in_sync)
         check_uniform_shape("the result of merge_call", node)
-        if node.agrees:
+        if node._is_replicated:
             return node.read()
         mine = self.replica_id_in_sync_group
-        rows = node.rows(self.num_replicas_in_sync)
+        rows = node._rows(self.num_replicas_in_sync)
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, mine, keepdims=False), rows)
 
 

@@ -150,7 +150,7 @@ def _map_leaves(
         wrapper = _wrapped(node, replicas)
         check_wrapper(name, wrapper, replicas)
         check_range(name, wrapper.tree)
-        rows = wrapper.rows(replicas.size)
+        rows = wrapper._rows(replicas.size)
         if is_device_array(rows):
             check_same_devices(name, rows, replicas.mesh)
         return held(name, rows, wrapper._leaf_shapes()[0] if isinstance(wrapper, PerReplica) else None)
@@ -205,7 +205,7 @@ def _own_shapes(node: Any, replicas: Replicas) -> list[Shape]:
         return [node.shape] * replicas.size
     if isinstance(node, PerReplica) and node.shapes:
         return list(node.shapes[0])
-    return [jax.eval_shape(lambda: node.rows(replicas.size)).shape[1:]] * replicas.size
+    return [jax.eval_shape(lambda: node._rows(replicas.size)).shape[1:]] * replicas.size
 
 
 def _everywhere(rows: jax.Array, replicas: Replicas) -> Any:

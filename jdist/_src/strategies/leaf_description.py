@@ -71,7 +71,7 @@ def _placement(shape: tuple[int, ...], wrapper: Any, place: Sharding, replicas: 
     said = f"{type(wrapper).__name__} {aggregation.name if aggregation else ''}".strip()
     if wrapper is None or said == "Mirrored NONE":
         return split
-    if not wrapper.stacked:
+    if not wrapper._is_stacked:
         return f"{split} ({said})"
     if place.device_set != set(ours) or not in_order or shape[:1] <= (1,):
         return f"one a replica ({said}), {split}"

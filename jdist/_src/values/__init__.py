@@ -1,5 +1,6 @@
-"""Distributed values, and their placement on the devices.
+"""Distributed values: wrappers that say how a tree is placed on the devices, and functions that place trees.
 
-Read `base` first: it defines `DistributedValues`. `device_put` places trees on a mesh, `reduce_op` and `aggregation` define how
-values of the replicas become one, `state_sharding` which dimensions of a state are split.
+Read `base` first: it defines `DistributedValues`, the common type of `Mirrored`, `PerReplica`, `SyncOnRead` and `Sharded`.
+`device_put` places trees on a mesh, `reduce_op` and `aggregation` define how the replicas' values are combined,
+`state_sharding` computes which dimensions of a state are sharded. `process_checks` and `same_program` compare processes.
 """

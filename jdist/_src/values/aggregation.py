@@ -1,6 +1,7 @@
-"""When the replicas' writes to a value become one value, and how."""
+"""`VariableSynchronization` and `VariableAggregation`: when and how the replicas' writes to a value are combined."""
 
 import enum
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,22 @@ from jdist._src.devices.mesh import replicated_sharding
 from jdist._src.values.arrays import check_range, first_row, is_on_mesh, mesh_of, reduce_rows
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 
+SynchronizationName: TypeAlias = Literal["auto", "none", "on_write", "on_read", "AUTO", "NONE", "ON_WRITE", "ON_READ"]
+AggregationName: TypeAlias = Literal[
+    "none", "sum", "mean", "only_first_replica", "NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"
+]
+
 
 class VariableSynchronization(enum.Enum):
-    """When the replicas' writes to a value become one.
+    """When the replicas' writes to a value are combined.
 
-    Wherever one is asked for, its name does as well, in any case.
+    Functions that take a `VariableSynchronization` also accept its name, in any case: `"on_read"`.
 
     Attributes:
-        AUTO: Never: the value has to be proved the same on every replica. A plain array.
-        NONE: Never: each replica has a value of its own. `PerReplica`.
-        ON_WRITE: When it is written. `Mirrored`.
-        ON_READ: When the host program reads it. `SyncOnRead`.
+        AUTO: Never: the value must be proved replicated. A plain array.
+        NONE: Never: each replica has its own value. `PerReplica`.
+        ON_WRITE: At the write. `Mirrored`.
+        ON_READ: When the host program reads the value. `SyncOnRead`.
     """
 
     AUTO = "AUTO"
@@ -32,24 +38,24 @@ class VariableSynchronization(enum.Enum):
 
     @classmethod
     def of(cls, synchronization: "VariableSynchronization | str") -> "VariableSynchronization":
-        """The synchronization of that name.
+        """Returns the synchronization with this name.
 
         Raises:
-            ValueError: There is none.
+            ValueError: No synchronization has this name.
         """
         return enum_member(cls, synchronization, f"Invalid variable synchronization mode: {synchronization!r}")
 
 
 class VariableAggregation(enum.Enum):
-    """How the replicas' writes to a value become one.
+    """How the replicas' writes to a value are combined.
 
-    Wherever one is asked for, its name does as well, in any case.
+    Functions that take a `VariableAggregation` also accept its name, in any case: `"mean"`.
 
     Attributes:
-        NONE: They do not: where they have to agree, they have to be proved to.
+        NONE: Not at all: where the replicas must hold the same value, it must be proved replicated.
         SUM: Their sum.
         MEAN: Their mean.
-        ONLY_FIRST_REPLICA: What replica 0 wrote, on all.
+        ONLY_FIRST_REPLICA: The value of replica 0, on all replicas.
     """
 
     NONE = "NONE"
@@ -59,31 +65,31 @@ class VariableAggregation(enum.Enum):
 
     @classmethod
     def of(cls, aggregation: "VariableAggregation | str") -> "VariableAggregation":
-        """The aggregation of that name.
+        """Returns the aggregation with this name.
 
         Raises:
-            ValueError: There is none.
+            ValueError: No aggregation has this name.
         """
         return enum_member(cls, aggregation, f"Invalid variable aggregation mode: {aggregation!r}")
 
 
 def check_mean(name: str, tree: PyTree) -> None:
-    """Raises TypeError if `tree`, of which the mean over the replicas is to be stored, holds nothing but integers.
+    """Raises TypeError if all leaves of `tree`, whose mean over the replicas will be stored in it, are integers.
 
-    A count beside floats may stay: the aggregation is for what a step writes.
+    An integer leaf beside floats is accepted: the aggregation applies only to leaves that a step writes.
     """
     leaves = named_leaves(name, tree)
     dtypes = [getattr(leaf, "dtype", None) or np.asarray(leaf).dtype for _, leaf in leaves]
     if leaves and all(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes):
         leaf_name, leaf = leaves[0]
         raise TypeError(
-            f"{leaf_name} is {dtype_and_shape(leaf)}, and the mean of integers is a float, which it cannot hold. Make it a float, or "
-            "aggregate by SUM or ONLY_FIRST_REPLICA."
+            f"{leaf_name} is {dtype_and_shape(leaf)}, and the mean of integers is a float, which it cannot hold. Make it a "
+            "float, or aggregate by SUM or ONLY_FIRST_REPLICA."
         )
 
 
 def aggregate_rows(aggregation: VariableAggregation, name: str, rows: jax.Array) -> jax.Array:
-    """One value of the replicas' rows `[replica, ...]`, on the devices where these lie."""
+    """Returns the aggregation of the replicas' rows `[replica, ...]`, replicated on the devices of `rows`."""
     check_range(name, rows)
     sharding = replicated_sharding(mesh_of(rows)) if is_on_mesh(rows) else None
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:

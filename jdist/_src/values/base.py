@@ -1,15 +1,16 @@
-"""Values that live on many devices.
+"""Distributed values: the wrappers that say how the leaves of a tree are placed on the devices of a mesh.
 
-Words, used the same way everywhere:
+Terms:
 
 * *replica*: one copy of the computation, an index along the mesh axis `"replica"`.
-* *mirrored*: the same on every replica. What is not wrapped is mirrored: a plain array.
-* *per-replica*: one value a replica. *Sync-on-read*: one partial value a replica, aggregated when it is read. *Sharded*:
-  one value, split over the replicas.
-* *replica context*: inside a function that a strategy runs. There nobody sees a wrapper, only one replica's plain arrays.
+* *replicated* (mirrored): the same value on every replica. An unwrapped array is replicated.
+* *per-replica*: one value per replica. *Sync-on-read*: one partial value per replica, aggregated when it is read.
+  *Sharded*: one value, split over the replicas.
+* *replica context*: inside a function that a strategy runs. There are no wrappers there, only the plain arrays of one replica.
 
-A wrapper is a placement: it says how leaves lie on the mesh (`spec`), how they enter a replica and how they leave it.
-Wrappers stand anywhere in a tree: in arguments, in the state of a step, in what a replica function returns.
+A wrapper declares a placement: the partition spec of its leaves, the conversion from the block of one device to the value of
+one replica, and its inverse. Wrappers can be used anywhere in a tree: in arguments, in the state of a step, and in the results
+of a replica function.
 """
 
 import abc
@@ -28,150 +29,157 @@ from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of, num_repli
 
 
 class DistributedValues(abc.ABC):
-    """A tree of arrays that lies on the devices of a mesh in a way that its class names.
+    """Base class of the wrappers: a tree of arrays that is placed on the devices of a mesh as the subclass defines.
 
-    It is a frozen pytree. Outside a replica function it offers `values`, `read`, `map` and `assign`, and no arithmetic:
-    what a sum of two values on eight devices should mean is said by a replica function, or by `Strategy.reduce`.
+    It is a frozen pytree. Outside a replica function it has `values`, `read`, `map` and `assign`, and no arithmetic: compute
+    with plain arrays inside a replica function, or combine the replicas' values with `Strategy.reduce`.
+
+    Attributes:
+        tree: The wrapped tree.
     """
 
     __slots__ = ()
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a `jax.Array`
 
-    agrees: ClassVar[bool] = False  # whether every replica sees the same
-    stacked: ClassVar[bool] = False  # whether the host sees `[replica, ...]`
+    _is_replicated: ClassVar[bool] = False  # whether every replica has the same value
+    _is_stacked: ClassVar[bool] = False  # whether the leaves on the host are `[replica, ...]`
     tree: PyTree
 
     @staticmethod
     @abc.abstractmethod
-    def spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """How a leaf lies on a mesh whose replica axes are `axes`."""
+    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
+        """Returns the partition spec of a leaf on a mesh whose replica axes are `axes`."""
 
     @staticmethod
     @abc.abstractmethod
-    def check(name: str, leaf: Any, num_replicas: int) -> None:
-        """Raises ValueError if `leaf`, as the host sees it, does not fit so many replicas."""
+    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
+        """Raises ValueError if `leaf`, as stored on the host, cannot be divided among `num_replicas` replicas."""
 
     @staticmethod
-    def enter(tree: PyTree) -> PyTree:
-        """From what one device holds to what the replica function sees."""
+    def _from_block(tree: PyTree) -> PyTree:
+        """Returns the value of one replica, given the block of the arrays that one device holds."""
         return tree
 
     @staticmethod
-    def leave(tree: PyTree) -> PyTree:
-        """From what the replica function gives to what one device holds."""
+    def _to_block(tree: PyTree) -> PyTree:
+        """Returns the block that one device holds, given the value of one replica."""
         return tree
 
     @abc.abstractmethod
-    def rows(self, num_replicas: int) -> PyTree:
-        """What each replica holds, leaves `[replica, ...]`."""
+    def _rows(self, num_replicas: int) -> PyTree:
+        """Returns the value of each replica, with leaves `[replica, ...]`."""
 
     @property
     @abc.abstractmethod
     def values(self) -> tuple[PyTree, ...]:
-        """One tree a replica of this process."""
+        """One tree per replica of this process."""
 
     @abc.abstractmethod
     def read(self) -> PyTree:
-        """The value as plain arrays that every replica together holds."""
+        """Returns the value of all replicas together as plain arrays."""
 
     @abc.abstractmethod
     def map(self, fn: Callable[[PyTree], PyTree]) -> Self:
-        """The same placement of `fn` of each replica's value."""
+        """Returns `fn` of each replica's value, in the same placement."""
 
-    def over(self, num_replicas: int) -> Self:
-        """The same value for so many replicas, if it has a meaning for any number of them; else as it is."""
+    def _for_num_replicas(self, num_replicas: int) -> Self:
+        """Returns an equivalent value for `num_replicas` replicas; the value itself if there is no equivalent."""
         return self
 
     @abc.abstractmethod
-    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
-        """`value`, meant for `leaf` of this tree, laid out as `leaf` is; `own`: it holds one row a replica."""
+    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, is_per_replica: bool) -> jax.Array:
+        """Returns `value` placed like `leaf` of this tree; `is_per_replica`: its first dimension counts the replicas."""
 
-    def given(self, to_rows: bool) -> tuple[PyTree, bool]:
-        """What another value is assigned from this one, and whether that is one row a replica; `to_rows`: if it has rows."""
+    def _assign_source(self, wants_rows: bool) -> tuple[PyTree, bool]:
+        """Returns the tree to assign to another value, and whether it has one row per replica.
+
+        `wants_rows`: whether the other value stores one row per replica.
+        """
         return self.read(), False
 
     def assign(self, value: PyTree) -> Self:
-        """A new value in the same place: what the host program writes.
+        """Returns a new value with the same placement: a write by the host program.
 
         Args:
-            value: A tree like this one's, of plain values for all replicas, or a `PerReplica` with one for each.
+            value: A tree with the structure of this one: plain values for all replicas, or a `PerReplica` with one per replica.
 
         Raises:
-            ValueError: A shape or structure differs, or this value lies on no devices yet.
-            TypeError: A dtype would lose what is assigned.
+            ValueError: A shape or the structure differs, or this value is not placed on devices yet.
+            TypeError: The dtype of a leaf cannot represent the new value without loss.
         """
-        return self._with_tree(self._incoming("assign", value))
+        return self._with_tree(self._assigned_tree("assign", value))
 
     def assign_add(self, value: PyTree) -> Self:
-        """A new value in the same place, with `value` added. As `assign` otherwise."""
+        """Returns a new value with the same placement, with `value` added. See `assign` for arguments and errors."""
         self._check_addition("assign_add", value)
-        return self._with_tree(jax.tree.map(jnp.add, self.tree, self._incoming("assign_add", value)))
+        return self._with_tree(jax.tree.map(jnp.add, self.tree, self._assigned_tree("assign_add", value)))
 
     def assign_sub(self, value: PyTree) -> Self:
-        """A new value in the same place, with `value` subtracted. As `assign` otherwise."""
+        """Returns a new value with the same placement, with `value` subtracted. See `assign` for arguments and errors."""
         self._check_addition("assign_sub", value)
-        return self._with_tree(jax.tree.map(jnp.subtract, self.tree, self._incoming("assign_sub", value)))
+        return self._with_tree(jax.tree.map(jnp.subtract, self.tree, self._assigned_tree("assign_sub", value)))
 
-    def _check_addition(self, word: str, value: PyTree) -> None:  # noqa: B027  # most have nothing to check
-        """Raises ValueError if it is not clear what `word` of `value` would mean."""
+    def _check_addition(self, method: str, value: PyTree) -> None:  # noqa: B027  # most subclasses accept every value
+        """Raises ValueError if the meaning of `method` with `value` is ambiguous."""
 
     def _with_tree(self, tree: PyTree) -> Self:
-        """The same wrapper around another tree."""
+        """Returns the same wrapper around another tree."""
         return dataclasses.replace(self, tree=tree)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
 
-    def _incoming(self, word: str, value: PyTree) -> PyTree:
-        leaves = [(name, _placed(name, leaf)) for name, leaf in named_leaves(f"`{word}`: value", self.tree)]
+    def _assigned_tree(self, method: str, value: PyTree) -> PyTree:
+        leaves = named_leaves(f"`{method}`: value", self.tree)
+        for name, leaf in leaves:
+            if not is_on_mesh(leaf):
+                raise ValueError(
+                    f"{name} is {dtype_and_shape(leaf)}, and is not on the devices of a strategy yet. Place it first: "
+                    "`strategy.put(value)`."
+                )
         if any(getattr(node, "shapes", None) for node in (self, value)):
             raise ValueError(
-                f"`{word}` to {self!r} of {value!r}: values of different shapes on the replicas are not assigned. Make a new "
-                "one: `strategy.distribute_values_from_function`."
+                f"`{method}` to {self!r} of {value!r}: values with different shapes on the replicas cannot be assigned. Make a "
+                "new value: `strategy.distribute_values_from_function`."
             )
-        own = False
+        is_per_replica = False
         if isinstance(value, DistributedValues):
-            for name, leaf in named_leaves(f"`{word}`: the new value", value.tree):
-                value.check(name, leaf, self._num_replicas(leaves[0][1]))
-            value, own = value.given(self.stacked)
+            num_replicas = len(leaves[0][1]) if self._is_stacked else num_replicas_on(mesh_of(leaves[0][1]))
+            for name, leaf in named_leaves(f"`{method}`: the new value", value.tree):
+                value._check_leaf(name, leaf, num_replicas)
+            value, is_per_replica = value._assign_source(self._is_stacked)
         if jax.tree.structure(value) != jax.tree.structure(self.tree):
             raise ValueError(
-                f"`{word}` got a value of the structure {jax.tree.structure(value)} for {self!r}. Give a tree like the "
-                "one that it replaces."
+                f"`{method}` received a value with the structure {jax.tree.structure(value)} for {self!r}. Pass a tree with "
+                "the structure of the value that it replaces."
             )
         pairs = zip(leaves, jax.tree.leaves(value), strict=True)
-        new = [self._assigned_leaf(name, leaf, x, own) for (name, leaf), x in pairs]
-        return jax.tree.unflatten(jax.tree.structure(self.tree), new)
-
-    def _num_replicas(self, leaf: jax.Array) -> int:
-        return len(leaf) if self.stacked else num_replicas_on(mesh_of(leaf))
+        new_leaves = [self._assigned_leaf(name, leaf, new, is_per_replica) for (name, leaf), new in pairs]
+        return jax.tree.unflatten(jax.tree.structure(self.tree), new_leaves)
 
     def __repr__(self) -> str:
-        _, *options = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
-        said = [
-            _said(option.name, value) for option in options if (value := getattr(self, option.name)) != option.default
-        ]
-        return f"{type(self).__name__}({', '.join([repr(jax.tree.map(ReprText.of, self.tree)), *said])})"
+        parts = [repr(jax.tree.map(ReprText.of, self.tree))]
+        for option in dataclasses.fields(self)[1:]:  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
+            value = getattr(self, option.name)
+            if value != option.default:
+                parts.append(value.name if isinstance(value, enum.Enum) else f"{option.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(parts)})"
 
 
 class ReprText:
-    """Stands for a leaf in a repr."""
+    """A text without quotes in a repr: the dtype and shape of a leaf."""
 
     def __init__(self, text: str):
         self._text = text
 
     @classmethod
     def of(cls, leaf: Any) -> "ReprText":
-        """Dtype and shape of `leaf`."""
+        """Returns the dtype and shape of `leaf`."""
         return cls(dtype_and_shape(leaf))
 
     def __repr__(self) -> str:
         return self._text
 
 
-def _said(name: str, value: Any) -> str:
-    return value.name if isinstance(value, enum.Enum) else f"{name}={value!r}"
-
-
 def named_values(name: str, tree: PyTree) -> list[tuple[str, Any]]:
-    """Every leaf of `tree` with its name, in which wrappers leave no trace: `name`, then the leaf's path."""
+    """Returns each leaf of `tree` with its name, `name` followed by the leaf's path; wrappers are left out of the path."""
     nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_distributed)
     return [
         leaf
@@ -181,79 +189,68 @@ def named_values(name: str, tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def is_distributed(node: object) -> bool:
-    """Whether `node` is a wrapper; what `jax.tree` functions take as `is_leaf`."""
+    """Returns whether `node` is a wrapper. Used as `is_leaf` of `jax.tree` functions."""
     return isinstance(node, DistributedValues)
 
 
 def cast_without_loss(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    """`value` as an array of this shape and dtype.
+    """Returns `value` as an array of this shape and dtype.
 
     Raises:
-        ValueError: It has another shape.
-        TypeError: It is of a kind that this dtype cannot hold.
+        ValueError: `value` has another shape.
+        TypeError: This dtype cannot represent values of its kind.
     """
     check_array(name, value)
     if np.shape(value) != shape:
         raise ValueError(
             f"{name} has the shape {list(shape)}, and the new value has {list(np.shape(value))}. A value keeps its shape: "
-            "reshape the new one, or place it by itself with `strategy.put`."
+            "reshape the new value, or place it separately with `strategy.put`."
         )
-    given = jax.dtypes.result_type(value)
-    if any(jnp.issubdtype(kind, jax.dtypes.prng_key) for kind in (given, dtype)):
-        keeps = given == dtype
-    elif jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(given, jnp.integer):
-        # On the host `given` may be more than JAX says.
-        is_kept = given == dtype and isinstance(value, jax.Array)
-        keeps = is_kept or _is_in_range(np.asarray(value), jnp.iinfo(dtype))
+    value_dtype = jax.dtypes.result_type(value)
+    if any(jnp.issubdtype(kind, jax.dtypes.prng_key) for kind in (value_dtype, dtype)):
+        is_lossless = value_dtype == dtype
+    elif jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(value_dtype, jnp.integer):
+        # A host array may hold 64-bit integers where `result_type` reports 32 bits.
+        is_lossless = value_dtype == dtype and isinstance(value, jax.Array)
+        if not is_lossless:
+            numbers, limits = np.asarray(value), jnp.iinfo(dtype)
+            is_lossless = not numbers.size or bool(limits.min <= numbers.min() and numbers.max() <= limits.max)
     else:
-        keeps = jnp.can_cast(given, dtype, "same_kind")
-    if not keeps:
+        is_lossless = jnp.can_cast(value_dtype, dtype, "same_kind")
+    if not is_lossless:
         raise TypeError(
-            f"{name} is {dtype} and cannot hold {dtype_and_shape(value)} without loss. Cast it first, if that is meant."
+            f"{name} is {dtype} and cannot hold {dtype_and_shape(value)} without loss. Cast the new value first if the loss is "
+            "intended."
         )
-    return value if jnp.issubdtype(dtype, jax.dtypes.prng_key) else _cast(value, dtype)
-
-
-def _is_in_range(numbers: np.ndarray, limits: Any) -> bool:
-    return not numbers.size or bool(limits.min <= numbers.min() and numbers.max() <= limits.max)
-
-
-def _cast(value: Any, dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return value
     return value.astype(dtype) if isinstance(value, jax.Array) else np.asarray(value, dtype)
 
 
-def _placed(name: str, leaf: Any) -> jax.Array:
-    if is_on_mesh(leaf):
-        return leaf
-    raise ValueError(
-        f"{name} is {dtype_and_shape(leaf)}, and on no strategy's devices yet. Place it first: `strategy.put(value)`."
-    )
-
-
-def _refuse(sign: str) -> Callable[..., Any]:
-    def refuse(self: DistributedValues, *_: Any, **__: Any) -> Any:
+def _unsupported(operator: str) -> Callable[..., Any]:
+    def raise_type_error(self: DistributedValues, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            f"`{sign}` on a {self!r}: it lies on many devices, and arithmetic is for plain arrays. Compute inside a "
-            "replica function (`strategy.run(fn, (value,))`), make one value of it (`.read()`, `strategy.reduce`, "
-            f"`strategy.gather`), or take the values apart (`.values`, `.map(fn)`).{_instead(sign, self)}"
+            f"`{operator}` is not defined for {self!r}, whose values are stored on several devices. Compute inside a replica "
+            "function (`strategy.run(fn, (value,))`), combine the replicas' values (`.read()`, `strategy.reduce`, "
+            f"`strategy.gather`), or access the value of each replica (`.values`, `.map(fn)`).{_unpacking(operator, self)}"
         )
 
-    return refuse
+    return raise_type_error
 
 
-def _instead(sign: str, value: DistributedValues) -> str:
-    """What to write where a wrapper around a whole tuple or dict is unpacked or indexed."""
-    if sign not in ("iter", "[]") or not isinstance(value.tree, (tuple, list, dict)):
+def _unpacking(operator: str, value: DistributedValues) -> str:
+    """Returns the line to write where a wrapper around a tuple or dict was unpacked or indexed."""
+    if operator not in ("iter", "[]") or not isinstance(value.tree, (tuple, list, dict)):
         return ""
     kind = type(value).__name__
     if isinstance(value.tree, dict):
-        unpacked = f"`parts = {{name: jdist.{kind}(leaf) for name, leaf in value.tree.items()}}`"
+        line = f"`parts = {{name: jdist.{kind}(leaf) for name, leaf in value.tree.items()}}`"
     else:
-        unpacked = f"`x, y = map(jdist.{kind}, value.tree)`"
-    return f" This one wraps a whole {type(value.tree).__name__}. To unpack it, wrap each element: {unpacked}."
+        line = f"`x, y = map(jdist.{kind}, value.tree)`"
+    return f" This {kind} wraps a {type(value.tree).__name__}. To unpack it, wrap each element: {line}."
 
 
-for _sign, _names in {
+for _operator, _names in {
     "+": "add radd pos", "-": "sub rsub neg", "*": "mul rmul", "/": "truediv rtruediv", "//": "floordiv rfloordiv",
     "%": "mod rmod", "divmod": "divmod rdivmod", "<<": "lshift rlshift", ">>": "rshift rrshift", "**": "pow rpow",
     "@": "matmul rmatmul", "<": "lt", "<=": "le", ">": "gt", ">=": "ge",
@@ -262,4 +259,4 @@ for _sign, _names in {
     "numpy": "array array_ufunc", "jax.numpy": "jax_array",
 }.items():  # fmt: skip
     for _name in _names.split():
-        setattr(DistributedValues, f"__{_name}__", _refuse(_sign))
+        setattr(DistributedValues, f"__{_name}__", _unsupported(_operator))

@@ -28,7 +28,7 @@ def check_wrapper(name: str, node: Any, replicas: Replicas) -> None:
     """Raises ValueError if `node` is a wrapper that does not fit so many replicas."""
     check_not_nested(name, node)
     for leaf_name, leaf in named_leaves(name, node.tree) if is_distributed(node) else ():
-        node.check(leaf_name, leaf, replicas.size)
+        node._check_leaf(leaf_name, leaf, replicas.size)
 
 
 def check_not_nested(name: str, node: Any) -> None:
@@ -109,7 +109,7 @@ def put(
     _check_leaves([leaf for name, part in roots for leaf in named_values(name, part)], replicas)
 
     def fitting(path: Any, node: Any) -> Any:
-        node = node.over(replicas.size) if is_distributed(node) else node
+        node = node._for_num_replicas(replicas.size) if is_distributed(node) else node
         root, keys = ("value", path) if names is None else (str(names[path[0].idx]), path[1:])
         check_wrapper(root + jax.tree_util.keystr(keys), node, replicas)
         return node
@@ -188,7 +188,7 @@ def put_replicated(tree: PyTree, replicas: Replicas) -> PyTree:
 def put_on_every_replica(node: PyTree, replicas: Replicas) -> PyTree:
     """A value as a replica function would write it, the same on every replica, on their devices."""
     check_not_nested("value", node)
-    if not isinstance(node, DistributedValues) or node.agrees:
+    if not isinstance(node, DistributedValues) or node._is_replicated:
         return put_replicated(node, replicas)
     for name, leaf in named_values("value", node):
         check_value(name, leaf)

@@ -1,4 +1,4 @@
-"""`PerReplica`: one value a replica."""
+"""`PerReplica`: one value per replica."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,16 +28,16 @@ from jdist._src.values.base import DistributedValues, ReprText, cast_without_los
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PerReplica(DistributedValues):
-    """One value a replica.
+    """One value per replica.
 
-    Made by `Strategy.run` for what differs between replicas, by `Strategy.distribute_dataset` for batches and by
-    `Strategy.distribute_values_from_function`. Written in the state that `Strategy.init` makes, it says that these
-    leaves are not kept in step: in the replica function, `PerReplica(x)` holds that replica's own `x`.
+    Returned by `Strategy.run` for results that vary between replicas, by `Strategy.distribute_dataset` for batches, and by
+    `Strategy.distribute_values_from_function`. In the state that `Strategy.init` creates, it declares leaves that are not
+    synchronized: in the replica function, `PerReplica(x)` holds the `x` of that replica.
 
     Attributes:
-        tree: On the host, a tree of `[replica, ...]` arrays, sharded on the first dimension.
-        shapes: Where the replicas hold values of different shapes: for each leaf the true shape on each replica. The rows
-            are filled up with zeros, and the host program sees only what is true. See `padded`.
+        tree: On the host, a tree of `[replica, ...]` arrays, sharded along the first dimension.
+        shapes: None, or for each leaf the shape on each replica, where the replicas hold values of different shapes. The rows
+            are then padded with zeros to one shape; `values` returns them without padding. See `padded`.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -48,56 +48,58 @@ class PerReplica(DistributedValues):
         [0, 1]
         >>> ids + 1
         Traceback (most recent call last):
-        TypeError: `+` on a PerReplica(int32[2]): it lies on many devices, ...
+        TypeError: `+` is not defined for PerReplica(int32[2]), whose values are stored on several devices. ...
     """
 
-    stacked = True
+    _is_stacked = True
     tree: PyTree
     shapes: tuple[Shapes, ...] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @staticmethod
-    def spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """The first dimension is split over the replica axes."""
+    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
+        """Returns a spec that splits the first dimension over the replica axes."""
         return PartitionSpec(axes)
 
     @staticmethod
-    def check(name: str, leaf: Any, num_replicas: int) -> None:
-        """Raises ValueError if `leaf` has not one row for each replica."""
+    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
+        """Raises ValueError if `leaf` does not have one row per replica."""
         check_rows(PerReplica, name, leaf, num_replicas)
 
     @staticmethod
-    def enter(tree: PyTree) -> PyTree:
-        """`[1, ...]` to `[...]`."""
+    def _from_block(tree: PyTree) -> PyTree:
+        """Returns leaves `[...]`, given `[1, ...]`."""
         return jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
 
     @staticmethod
-    def leave(tree: PyTree) -> PyTree:
-        """`[...]` to `[1, ...]`."""
+    def _to_block(tree: PyTree) -> PyTree:
+        """Returns leaves `[1, ...]`, given `[...]`."""
         return jax.tree.map(lambda x: lax.expand_dims(x, (0,)), tree)
 
-    def rows(self, num_replicas: int) -> PyTree:
-        """The leaves as they lie."""
+    def _rows(self, num_replicas: int) -> PyTree:
+        """Returns the leaves unchanged."""
         return self.tree
 
     @property
     def values(self) -> tuple[PyTree, ...]:
-        """One tree a replica of this process, in the order of the replicas; leaves `[...]`, each on its own device."""
+        """One tree per replica of this process, in the order of the replicas; leaves `[...]`, each on its own device."""
         leaves, treedef = jax.tree.flatten(self.tree)
         rows = [local_rows(leaf, shapes) for leaf, shapes in zip(leaves, self._leaf_shapes(), strict=True)]
         return tuple(treedef.unflatten(row) for row in zip(*rows, strict=True))
 
     def read(self) -> PyTree:
-        """The leaves as they lie, `[replica, ...]`: nothing says how one value should be made of them.
+        """Returns the leaves, `[replica, ...]`: a `PerReplica` has no aggregation.
 
         Raises:
-            ValueError: The replicas hold values of different shapes, which are no rows of one array.
+            ValueError: The replicas hold values of different shapes, which are not rows of one array.
         """
         if self.shapes is None:
             return self.tree
-        raise ValueError(f"{self!r} has no one shape. Take `.values`, or `.padded()`, or join them: `strategy.gather`.")
+        raise ValueError(
+            f"{self!r} has different shapes on the replicas. Use `.values` or `.padded()`, or concatenate: `strategy.gather`."
+        )
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "PerReplica":
-        """`PerReplica` of `fn` of each replica's tree, computed where the values are.
+        """Returns a `PerReplica` of `fn` of each replica's tree, computed on the devices of the values.
 
         Raises:
             ValueError: The replicas hold values of different shapes.
@@ -105,15 +107,15 @@ class PerReplica(DistributedValues):
         return PerReplica(map_rows(fn, self.read()))
 
     def padded(self) -> tuple["PerReplica", "PerReplica"]:
-        """`(value, weights)` of one shape on all replicas, as a step needs them.
+        """Returns `(value, weights)` with the same shape on all replicas, which a step requires.
 
         Returns:
-            The value with every leaf `[replica, rows, ...]`, filled up with zeros, and float32 weights
-            `[replica, rows]`: 1 for a true row and 0 for one that only fills up. `jdist.global_mean`, metrics and batch
-            statistics take them, so that results are exact.
+            The value with every leaf `[replica, rows, ...]`, padded with zeros, and float32 weights `[replica, rows]`: 1 for
+            a row of the value and 0 for padding. Pass the weights to `jdist.global_mean`, metrics and batch statistics for
+            exact results.
 
         Raises:
-            ValueError: The leaves differ in their number of rows, or in more than that.
+            ValueError: The leaves of a replica differ in their number of rows, or the replicas differ in another dimension.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -129,26 +131,26 @@ class PerReplica(DistributedValues):
         rows = {tuple(shape[0] if shape else None for shape in leaf) for leaf in shapes}
         if len(rows) != 1 or None in next(iter(rows)) or any(len({s[1:] for s in leaf}) > 1 for leaf in shapes):
             raise ValueError(
-                f"{self!r} cannot be padded by rows: its leaves differ in how many they have, or in another dimension. Pad "
-                "each replica's value to one shape where it is made."
+                f"{self!r} cannot be padded by rows: its leaves differ in their number of rows, or in another dimension. Pad "
+                "each replica's value to one shape where you create it."
             )
         counts = next(iter(rows))
         width = leaves[0].shape[1]
         weights = (np.arange(width)[None] < np.asarray(counts)[:, None]).astype(np.float32)
         if is_device_array(leaves[0]):
             weights = device_put_copy(weights, leaves[0].sharding)
-        return PerReplica(jax.tree.map(lambda x: _zero_where(x, weights), self.tree)), PerReplica(weights)
+        return PerReplica(jax.tree.map(lambda x: _zero_padding(x, weights), self.tree)), PerReplica(weights)
 
-    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
-        """The same for every replica, or to each its own."""
-        return assigned_rows(name, leaf, value, own)
+    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, is_per_replica: bool) -> jax.Array:
+        """Returns the same row for every replica, or one row per replica."""
+        return assigned_rows(name, leaf, value, is_per_replica)
 
-    def given(self, to_rows: bool) -> tuple[PyTree, bool]:
-        """The rows."""
+    def _assign_source(self, wants_rows: bool) -> tuple[PyTree, bool]:
+        """Returns the rows."""
         return self.tree, True
 
     def _leaf_shapes(self) -> tuple[Shapes | None, ...]:
-        """For each leaf the true shape on each replica; None if every row is whole."""
+        """Returns for each leaf the shape on each replica; None if all rows have one shape."""
         return self.shapes or (None,) * len(jax.tree.leaves(self.tree))
 
     def __repr__(self) -> str:
@@ -163,36 +165,36 @@ class PerReplica(DistributedValues):
 
 
 @jax.jit
-def _zero_where(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    """`rows` with zeros where the weight is 0: they are no longer there once a function was mapped over them."""
-    keep = weights.reshape(weights.shape + (1,) * (rows.ndim - weights.ndim)) != 0
-    return jnp.where(keep, rows, jnp.zeros((), rows.dtype))
+def _zero_padding(rows: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns `rows` with zeros where the weight is 0: the padding may be nonzero after `map`."""
+    is_row = weights.reshape(weights.shape + (1,) * (rows.ndim - weights.ndim)) != 0
+    return jnp.where(is_row, rows, jnp.zeros((), rows.dtype))
 
 
 def check_rows(kind: type, name: str, leaf: Any, num_replicas: int) -> None:
-    """Raises ValueError if `leaf`, of a wrapper of this kind, has not one row for each replica."""
+    """Raises ValueError if `leaf`, of a wrapper of class `kind`, does not have one row per replica."""
     shape = np.shape(leaf)
     if not shape or shape[0] != num_replicas:
         raise ValueError(
-            f"{name} is a {kind.__name__} of {dtype_and_shape(leaf)}, for {shape[0] if shape else 'no'} replicas; this strategy has "
-            f"{num_replicas}. A {kind.__name__} belongs to the strategy that made it: distribute the data with this one, or "
-            "read the other's with `.values`."
+            f"{name} is a {kind.__name__} of {dtype_and_shape(leaf)}, for {shape[0] if shape else 'no'} replicas; this "
+            f"strategy has {num_replicas}. A {kind.__name__} can only be used with the strategy that created it: distribute "
+            "the data with this strategy, or read the values with `.values`."
         )
 
 
 def map_rows(fn: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
-    """`fn` of each row, computed where the rows are."""
+    """Returns `fn` of each row, computed on the devices of the rows."""
     leaves = jax.tree.leaves(rows)
     if not leaves:
         return fn(rows)
-    where = leaves[0].sharding if is_on_mesh(leaves[0]) and not spans_devices(mesh_of(leaves[0])) else None
-    # An argument that is not used would not say on which devices to compute.
-    return jax.jit(jax.vmap(fn), out_shardings=where, keep_unused=True)(rows)
+    sharding = leaves[0].sharding if is_on_mesh(leaves[0]) and not spans_devices(mesh_of(leaves[0])) else None
+    # Without `keep_unused`, a function that ignores its argument would run on the default device.
+    return jax.jit(jax.vmap(fn), out_shardings=sharding, keep_unused=True)(rows)
 
 
-def assigned_rows(name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
-    """Rows laid out as `leaf`: of one value for all, or of each replica's own."""
-    value = cast_without_loss(name, value, leaf.shape if own else leaf.shape[1:], leaf.dtype)
-    if own:
+def assigned_rows(name: str, leaf: jax.Array, value: Any, is_per_replica: bool) -> jax.Array:
+    """Returns rows placed like `leaf`: the rows of `value` if `is_per_replica`, else `value` repeated for each replica."""
+    value = cast_without_loss(name, value, leaf.shape if is_per_replica else leaf.shape[1:], leaf.dtype)
+    if is_per_replica:
         return device_put_copy(value, leaf.sharding)
     return repeat_rows(device_put_copy(value, replicated_sharding(mesh_of(leaf))), leaf.shape[0], leaf.sharding)

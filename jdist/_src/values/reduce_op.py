@@ -1,7 +1,7 @@
-"""`ReduceOp`: how the values of the replicas become one, and of what there is none."""
+"""`ReduceOp`: the reductions over the replicas, and the dtypes that support them."""
 
 import enum
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,13 @@ from jax import lax
 from jdist._src.core.arguments import enum_member
 from jdist._src.core.tree import dtype_and_shape
 
+ReduceOpName: TypeAlias = Literal["sum", "mean", "max", "min", "SUM", "MEAN", "MAX", "MIN"]
+
 
 class ReduceOp(enum.Enum):
-    """How the values of the replicas become one.
+    """A reduction over the replicas.
 
-    Wherever one is asked for, its name does as well, in any case: `"mean"`.
+    Functions that take a `ReduceOp` also accept its name, in any case: `"mean"`.
 
     Example:
         >>> ReduceOp.of("Sum")
@@ -29,36 +31,40 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, op: "ReduceOp | str") -> "ReduceOp":
-        """The operation of that name.
+        """Returns the reduction with this name.
 
         Raises:
-            ValueError: There is none.
+            ValueError: No reduction has this name.
         """
         return enum_member(cls, op, f"{op!r} is not a reduction")
 
 
 def check_reducible(op: ReduceOp, name: str, leaf: Any) -> None:
-    """Raises TypeError if `leaf` is of a dtype that has no reduction `op`: a key, a boolean, the order of complex numbers."""
+    """Raises TypeError if the dtype of `leaf` does not support `op`: keys, booleans, and MAX or MIN of complex numbers."""
     dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise TypeError(
-            f"{name} is a random key ({dtype_and_shape(leaf)}): keys cannot be reduced. Reduce what is drawn from it."
+            f"{name} is a random key ({dtype_and_shape(leaf)}): keys cannot be reduced. Reduce the numbers drawn from it."
         )
     if getattr(dtype, "kind", "") in "USOmM":
-        raise TypeError(f"{name} is {dtype_and_shape(leaf)}, no number or array of numbers: it has no {op.name}.")
+        raise TypeError(
+            f"{name} is {dtype_and_shape(leaf)}, not a number or an array of numbers, and cannot be reduced by "
+            f"{op.name}."
+        )
     if dtype == jnp.bool_:
         raise TypeError(
-            f"{name} is boolean ({dtype_and_shape(leaf)}), and {op.name} of booleans has no one meaning. Cast it: "
-            "`x.astype(jnp.int32)` and SUM counts, MAX is any, MIN is all."
+            f"{name} is boolean ({dtype_and_shape(leaf)}), and {op.name} of booleans is ambiguous. Cast it with "
+            "`x.astype(jnp.int32)`: SUM counts, MAX is any, MIN is all."
         )
     if op in (ReduceOp.MAX, ReduceOp.MIN) and jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{name} is complex ({dtype_and_shape(leaf)}), and complex numbers have no {op.name}. Reduce `abs(x)`, or the parts."
+            f"{name} is complex ({dtype_and_shape(leaf)}), and {op.name} is not defined for complex numbers. Reduce "
+            "`abs(x)`, or the real and imaginary parts."
         )
 
 
 def sortable(op: ReduceOp, x: jax.Array) -> jax.Array:
-    """Integers in the order of the floats `x`, so that their MAX or MIN is NaN where any operand is, as in `jnp.max`.
+    """Returns integers in the order of the floats `x`, so that their MAX or MIN is NaN where any operand is, as in `jnp.max`.
 
     XLA's all-reduce of floats drops NaN on the CPU. NaN becomes the greatest integer for MAX and the least for MIN; `-0.0` is
     less than `0.0`. Floats of less than 32 bits become int32, which every backend reduces. For another reduction, or another
@@ -77,7 +83,7 @@ def sortable(op: ReduceOp, x: jax.Array) -> jax.Array:
 
 
 def from_sortable(op: ReduceOp, x: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `sortable`: `x` as an array of its original dtype."""
+    """Returns `x` in its original dtype: the inverse of `sortable`."""
     if not _is_sorted(op, dtype):
         return x
     wide = lax.bitcast_convert_type(_mirror_negatives(x), np.dtype(f"float{x.dtype.itemsize * 8}"))
@@ -89,13 +95,13 @@ def _is_sorted(op: ReduceOp, dtype: Any) -> bool:
 
 
 def _mirror_negatives(bits: jax.Array) -> jax.Array:
-    """Reverses the order of negative numbers, whose floats are stored as sign and magnitude. It is its own inverse."""
+    """Reverses the order of negative numbers, whose floats are stored as sign and magnitude. Applied twice, the identity."""
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
 @jax.custom_jvp
 def _without_gradient(x: jax.Array) -> jax.Array:
-    """`x`, where the gradient of its bits would silently be zero."""
+    """Returns `x`. Raises when differentiated: the gradient of its bits would silently be zero."""
     return x
 
 

@@ -19,87 +19,89 @@ from jdist._src.values.base import DistributedValues, cast_without_loss
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Sharded(DistributedValues):
-    """One value, split over the replicas along its first dimension: each holds, sees and writes its own part.
+    """One value, split over the replicas along its first dimension: each replica holds, reads and writes its own shard.
 
     Attributes:
-        tree: On the host, a tree of whole arrays `[n, ...]`; in a replica function that replica's own part,
+        tree: On the host, a tree of full arrays `[n, ...]`; in a replica function, the shard of that replica,
             `[n / replica, ...]`.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> table = strategy.put(jdist.Sharded(np.arange(6)))
-        >>> [part.tolist() for part in table.values], table.read().tolist()
+        >>> [shard.tolist() for shard in table.values], table.read().tolist()
         ([[0, 1, 2], [3, 4, 5]], [0, 1, 2, 3, 4, 5])
     """
 
     tree: PyTree
 
     @staticmethod
-    def spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """The first dimension is split over the replica axes."""
+    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
+        """Returns a spec that splits the first dimension over the replica axes."""
         return PartitionSpec(axes)
 
     @staticmethod
-    def check(name: str, leaf: Any, num_replicas: int) -> None:
-        """Raises ValueError if `leaf` cannot be split into equal parts."""
+    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
+        """Raises ValueError if `leaf` cannot be split into equal shards."""
         shape = np.shape(leaf)
         if not shape or shape[0] % num_replicas:
             raise ValueError(
-                f"{name} is Sharded, of {dtype_and_shape(leaf)}, and its first dimension cannot be split into {num_replicas} equal parts. "
-                "Pad it to a multiple, or leave it whole."
+                f"{name} is Sharded, of {dtype_and_shape(leaf)}, and its first dimension cannot be split into {num_replicas} "
+                "equal shards. Pad it to a multiple, or do not shard it."
             )
 
     @staticmethod
-    def leave(tree: PyTree) -> PyTree:
-        """Each replica's part as it is.
+    def _to_block(tree: PyTree) -> PyTree:
+        """Returns the shard of each replica unchanged.
 
         Raises:
-            ValueError: A leaf has no dimension.
+            ValueError: A leaf is a scalar.
         """
         for name, leaf in named_leaves("value", tree):
             if not leaf.ndim:
                 raise ValueError(
-                    f"{name} of a Sharded is {dtype_and_shape(leaf)}: a replica's part of a value has a first dimension."
+                    f"{name} of a Sharded is {dtype_and_shape(leaf)}: the shard of a replica has at least one dimension."
                 )
         return tree
 
-    def rows(self, num_replicas: int) -> PyTree:
-        """Each replica's part, `[replica, n / replica, ...]`."""
+    def _rows(self, num_replicas: int) -> PyTree:
+        """Returns the shard of each replica, `[replica, n / replica, ...]`."""
         return jax.tree.map(lambda x: x.reshape(num_replicas, x.shape[0] // num_replicas, *x.shape[1:]), self.tree)
 
     @property
     def values(self) -> tuple[PyTree, ...]:
-        """The part of each replica of this process, `[n / replica, ...]`, each on its own device.
+        """The shard of each replica of this process, `[n / replica, ...]`, each on its own device.
 
         Raises:
-            ValueError: It lies on no strategy's devices yet.
+            ValueError: The value is not placed on the devices of a strategy yet.
         """
-        leaves, treedef = jax.tree.flatten(self._placed())
-        return tuple(treedef.unflatten(parts) for parts in zip(*map(local_shards, leaves), strict=True))
+        leaves, treedef = jax.tree.flatten(self._placed_tree())
+        return tuple(treedef.unflatten(shards) for shards in zip(*map(local_shards, leaves), strict=True))
 
     def read(self) -> PyTree:
-        """The whole arrays."""
+        """Returns the full arrays."""
         return self.tree
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "Sharded":
-        """The same placement of `fn` of each replica's part.
+        """Returns `fn` of each replica's shard, in the same placement.
 
         Raises:
-            ValueError: It lies on no strategy's devices yet.
+            ValueError: The value is not placed on the devices of a strategy yet.
         """
-        where = jax.tree.leaves(self._placed())[0].sharding
-        if spans_devices(where.mesh):
+        sharding = jax.tree.leaves(self._placed_tree())[0].sharding
+        if spans_devices(sharding.mesh):
             return Sharded(jax.jit(fn)(self.tree))
-        over_mesh = jax.shard_map(fn, mesh=where.mesh, in_specs=where.spec, out_specs=where.spec, check_vma=False)
-        return Sharded(jax.jit(over_mesh)(self.tree))
+        per_shard = jax.shard_map(
+            fn, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
+        )
+        return Sharded(jax.jit(per_shard)(self.tree))
 
-    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
-        """The whole value, or each replica's part as a row."""
-        if own:  # [replica, n / replica, ...]
+    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, is_per_replica: bool) -> jax.Array:
+        """Returns the full value, also if `value` has one row per replica, the shard of that replica."""
+        if is_per_replica:  # [replica, n / replica, ...]
             value = jnp.reshape(value, (np.shape(value)[0] * np.shape(value)[1], *np.shape(value)[2:]))
         return device_put_copy(cast_without_loss(name, value, leaf.shape, leaf.dtype), leaf.sharding)
 
-    def _placed(self) -> PyTree:
+    def _placed_tree(self) -> PyTree:
         if not all(map(is_on_mesh, jax.tree.leaves(self.tree))):
-            raise ValueError(f"{self!r} is not split over any devices yet. Place it first: `strategy.put(value)`.")
+            raise ValueError(f"{self!r} is not split over devices yet. Place it first: `strategy.put(value)`.")
         return self.tree

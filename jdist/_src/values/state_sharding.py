@@ -219,7 +219,7 @@ def state_leaves(state: PyTree) -> list[StateLeaf]:
         for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]:
             path = (*prefix, *path)
             if is_distributed(node):
-                add(path, node.tree, is_optimizer, node.stacked, not node.agrees)
+                add(path, node.tree, is_optimizer, node._is_stacked, not node._is_replicated)
             elif not is_optimizer and _is_of_optimizer(node):
                 visit(path, node, True)
             else:
@@ -259,7 +259,7 @@ class _Companions:
 def _is_of_optimizer(node: Any) -> bool:
     """Whether `node` is what an optimizer of optax, or a policy, keeps."""
     module = type(node).__module__
-    return isinstance(node, tuple) and (module.partition(".")[0] == "optax" or module.startswith("jdist.sync."))
+    return isinstance(node, tuple) and (module.partition(".")[0] == "optax" or module.startswith("jdist._src.sync."))
 
 
 def _is_key(value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""`SyncOnRead`: one partial value a replica, aggregated when it is read."""
+"""`SyncOnRead`: one partial value per replica, aggregated when it is read."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import replicated_sharding
-from jdist._src.values.aggregation import VariableAggregation, aggregate_rows
+from jdist._src.values.aggregation import AggregationName, VariableAggregation, aggregate_rows
 from jdist._src.values.arrays import device_put_copy, mesh_of, repeat_rows, split_into_shares
 from jdist._src.values.base import DistributedValues, cast_without_loss, is_distributed
 from jdist._src.values.per_replica import PerReplica, assigned_rows, check_rows, map_rows
@@ -21,15 +21,15 @@ from jdist._src.values.reduce_op import ReduceOp, check_reducible
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
 class SyncOnRead(DistributedValues):
-    """One partial value a replica, aggregated when it is read.
+    """One partial value per replica, aggregated when it is read.
 
-    Writing costs no communication, so this is the place for metrics and batch statistics, and for parameters that drift
-    between synchronisations. Within a replica function there is that replica's own partial value; `read` aggregates.
+    A write uses no communication, so it suits metrics, batch statistics, and parameters that diverge between synchronization
+    steps. In a replica function the value is the partial value of that replica; `read` aggregates.
 
     Attributes:
-        tree: On the host, a tree of `[replica, ...]` arrays, sharded on the first dimension; in a replica function, as
-            where `Strategy.init` makes it, that replica's own `[...]`.
-        aggregation: How `read` makes one value of them. With NONE, TensorFlow's default, there is no one value: only `values`.
+        tree: On the host, a tree of `[replica, ...]` arrays, sharded along the first dimension. In a replica function, and
+            where `Strategy.init` creates it, the partial value `[...]` of that replica.
+        aggregation: How `read` combines the partial values. With NONE, TensorFlow's default, only `values` can be read.
         trainable: Whether an optimizer may change it; see `jdist.trainable`.
 
     Example:
@@ -43,84 +43,94 @@ class SyncOnRead(DistributedValues):
         [2.5, 2.5]
     """
 
-    stacked = True
+    _is_stacked = True
     tree: PyTree
     aggregation: VariableAggregation = dataclasses.field(metadata={"static": True})
     trainable: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, tree: PyTree, aggregation: VariableAggregation | AggregationName, trainable: bool = False
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.aggregation, VariableAggregation):
             object.__setattr__(self, "aggregation", VariableAggregation.of(self.aggregation))
 
     @staticmethod
-    def spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """The first dimension is split over the replica axes."""
+    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
+        """Returns a spec that splits the first dimension over the replica axes."""
         return PartitionSpec(axes)
 
     @staticmethod
-    def check(name: str, leaf: Any, num_replicas: int) -> None:
-        """Raises ValueError if `leaf` has not one row for each replica."""
+    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
+        """Raises ValueError if `leaf` does not have one row per replica."""
         check_rows(SyncOnRead, name, leaf, num_replicas)
 
-    enter = staticmethod(PerReplica.enter)
-    leave = staticmethod(PerReplica.leave)
+    _from_block = staticmethod(PerReplica._from_block)
+    _to_block = staticmethod(PerReplica._to_block)
 
-    def rows(self, num_replicas: int) -> PyTree:
-        """The leaves as they lie."""
+    def _rows(self, num_replicas: int) -> PyTree:
+        """Returns the leaves unchanged."""
         return self.tree
 
     @property
     def values(self) -> tuple[PyTree, ...]:
-        """One partial tree a replica of this process; leaves `[...]`, each on its own device."""
+        """One partial tree per replica of this process; leaves `[...]`, each on its own device."""
         return PerReplica(self.tree).values
 
     def read(self) -> PyTree:
-        """The partial values, aggregated: leaves `[...]`, held by every replica.
+        """Returns the aggregated partial values: leaves `[...]`, replicated.
 
         Raises:
             ValueError: The aggregation is NONE.
-            TypeError: A leaf has no such aggregation.
+            TypeError: The dtype of a leaf does not support the aggregation.
         """
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
-                f"{self!r} has no aggregation, so it cannot be read as one value. Take the value of each replica (`.values`), "
-                "or make it with SUM, MEAN or ONLY_FIRST_REPLICA."
+                f"{self!r} has no aggregation, so it cannot be read as one value. Read the value of each replica (`.values`), "
+                "or use SUM, MEAN or ONLY_FIRST_REPLICA."
             )
         leaves, treedef = jax.tree.flatten(self.tree)
         return treedef.unflatten([aggregate_rows(self.aggregation, "value", leaf) for leaf in leaves])
 
-    def over(self, num_replicas: int) -> "SyncOnRead":
-        """Partial values for so many replicas that read the same: a sum is split into equal shares, else each has it all."""
+    def _for_num_replicas(self, num_replicas: int) -> "SyncOnRead":
+        """Returns partial values for `num_replicas` replicas with the same aggregate: equal shares of a sum, else copies."""
         shapes = [np.shape(leaf) for leaf in jax.tree.leaves(self.tree)]
-        is_read = self.aggregation is not VariableAggregation.NONE
-        if not is_read or not all(shapes) or all(shape[0] == num_replicas for shape in shapes):
+        is_readable = self.aggregation is not VariableAggregation.NONE
+        if not is_readable or not all(shapes) or all(shape[0] == num_replicas for shape in shapes):
             return self
-        shared = split_into_shares if self.aggregation is VariableAggregation.SUM else repeat_rows
-        return self._with_tree(jax.tree.map(lambda x: shared(x, num_replicas, None), self.read()))
+        to_rows = split_into_shares if self.aggregation is VariableAggregation.SUM else repeat_rows
+        return self._with_tree(jax.tree.map(lambda x: to_rows(x, num_replicas, None), self.read()))
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "SyncOnRead":
-        """The same placement of `fn` of each replica's partial tree."""
+        """Returns `fn` of each replica's partial tree, in the same placement."""
         return self._with_tree(map_rows(fn, self.tree))
 
-    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
-        """To each its own; or what reads as `value`: equal shares of a sum (integers keep their remainder), else itself."""
-        if own or self.aggregation is not VariableAggregation.SUM:
-            return assigned_rows(name, leaf, value, own)
+    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, is_per_replica: bool) -> jax.Array:
+        """Returns one row per replica, whose aggregate is `value` if that is one value for all replicas.
+
+        The rows of a SUM are equal shares; for integers, the first rows include the remainder.
+        """
+        if is_per_replica or self.aggregation is not VariableAggregation.SUM:
+            return assigned_rows(name, leaf, value, is_per_replica)
         check_reducible(ReduceOp.SUM, name, leaf)
-        value = device_put_copy(
-            cast_without_loss(name, value, leaf.shape[1:], leaf.dtype), replicated_sharding(mesh_of(leaf))
+        value = cast_without_loss(name, value, leaf.shape[1:], leaf.dtype)
+        return split_into_shares(
+            device_put_copy(value, replicated_sharding(mesh_of(leaf))), leaf.shape[0], leaf.sharding
         )
-        return split_into_shares(value, leaf.shape[0], leaf.sharding)
 
-    def given(self, to_rows: bool) -> tuple[PyTree, bool]:
-        """The partial values to what has rows, and what they read as to anything else."""
-        return (self.tree, True) if to_rows else (self.read(), False)
+    def _assign_source(self, wants_rows: bool) -> tuple[PyTree, bool]:
+        """Returns the partial values for a value that stores one row per replica, else the aggregate."""
+        return (self.tree, True) if wants_rows else (self.read(), False)
 
-    def _check_addition(self, word: str, value: PyTree) -> None:
-        """Raises ValueError if the value is read as a sum, and there is one `value` for all replicas."""
-        shared = not is_distributed(value) or value.agrees
-        if shared and self.aggregation is VariableAggregation.SUM:
+    def _check_addition(self, method: str, value: PyTree) -> None:
+        """Raises ValueError if the aggregation is SUM, and `value` is one value for all replicas."""
+        is_shared = not is_distributed(value) or value._is_replicated
+        if is_shared and self.aggregation is VariableAggregation.SUM:
             raise ValueError(
-                f"`{word}` of one value to {self!r}: is it meant for each replica, or once for their sum? Say which: "
-                f"`value.assign(value.read() + x)`, or `value.{word}(PerReplica(rows))`."
+                f"`{method}` of one value to {self!r} is ambiguous: it can be added on each replica, or once to their sum. To "
+                "add it to the sum, write `value.assign(value.read() + x)`; to add it on each replica, "
+                f"`value.{method}(PerReplica(rows))`."
             )
