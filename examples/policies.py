@@ -97,7 +97,7 @@ def make_settings(steps: int) -> dict[str, Setting]:
         "int8(stochastic)": Setting(optax.chain(sync.int8(rounding="stochastic"), adamw())),
         "top_k(0.1)": Setting(optax.chain(sync.top_k(0.1), adamw())),
         "power_sgd(16)": Setting(optax.chain(sync.power_sgd(rank=16), adamw())),
-        "every(4)": Setting(sync.every(4, optax.chain(sync.mean(), adamw(updates=max(steps // 4, 1)))), period=4),
+        "every(4)": Setting(sync.every(optax.chain(sync.mean(), adamw(updates=max(steps // 4, 1))), 4), period=4),
         "local_sgd(8)": Setting(sync.local_sgd(adamw(), every=8), period=8),
         "diloco(16)": Setting(sync.diloco(slower, every=16), period=16),
         "diloco(16, int8)": Setting(sync.diloco(slower, every=16, reduction=sync.int8()), period=16),

@@ -1,12 +1,13 @@
-"""Synchronisation policies: optax gradient transformations that say when and how the replicas agree.
+"""Synchronization policies: optax gradient transformations that decide when and how gradients are reduced over the replicas.
 
-The step stays as it is, `tx.update(grads, opt_state, params)` with each replica's own gradients; the policy is one argument:
+The step function does not change: it calls `tx.update(grads, opt_state, params)` with each replica's own gradients. The policy
+is one argument of the optimizer:
 
     tx = optax.chain(jdist.sync.mean(), optax.adamw(1e-3))
-    tx = jdist.sync.every(4, optax.chain(jdist.sync.int8(), optax.adamw(1e-3)))
+    tx = jdist.sync.every(optax.chain(jdist.sync.int8(), optax.adamw(1e-3)), 4)
     tx = jdist.sync.diloco(optax.adamw(1e-3), every=50)
 
-Make the state in `strategy.init`, which places what a policy keeps.
+Make the state in `strategy.init`, which places the state of the policy.
 """
 
 from jdist._src.sync.accumulation import every as every

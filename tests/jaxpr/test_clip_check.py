@@ -29,7 +29,7 @@ POLICIES = {
     "int8_of_small_leaves": sync.int8,
     "top_k": lambda: sync.top_k(0.5),
     "power_sgd": lambda: sync.power_sgd(1),
-    "every": lambda: sync.every(2, sync.mean()),
+    "every": lambda: sync.every(sync.mean(), 2),
     "skip_nonfinite": lambda: sync.skip_nonfinite(sync.mean()),
     "dynamic_loss_scale": lambda: sync.dynamic_loss_scale(sync.mean()),
 }
@@ -80,7 +80,7 @@ def test_clipping_ahead_of_a_hierarchy_is_said():
 @pytest.mark.parametrize(
     "tx",
     [
-        lambda: sync.every(2, optax.chain(optax.clip(1.0), sync.mean())),
+        lambda: sync.every(optax.chain(optax.clip(1.0), sync.mean()), 2),
         lambda: sync.skip_nonfinite(optax.chain(optax.clip_by_global_norm(1.0), sync.mean(), optax.adam(0.1))),
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.scale(0.5), sync.mean()),
         lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.chain(optax.identity(), sync.mean())),

@@ -172,7 +172,7 @@ def test_without_virtual_replicas_the_bits_depend_on_the_number_of_devices():
     assert hashed(one) != hashed(many)
 
 
-POLICIES = {"mean": jdist.sync.mean, "every_2": lambda: jdist.sync.every(2, jdist.sync.exact())}
+POLICIES = {"mean": jdist.sync.mean, "every_2": lambda: jdist.sync.every(jdist.sync.exact(), 2)}
 
 
 @pytest.mark.parametrize("policy", among(POLICIES, "every_2"))

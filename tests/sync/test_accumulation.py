@@ -79,7 +79,7 @@ def together(data, k):
 )
 def test_accumulated_steps_are_one_on_the_larger_batch(replicas, k, inner):
     data = list(batches(3 * k, replicas))
-    _, held = trained(mirrored(replicas), sync.every(k, reduced(INNERS[inner]())), data)
+    _, held = trained(mirrored(replicas), sync.every(reduced(INNERS[inner]()), k), data)
     expected = on_one_device(INNERS[inner](), together(data, k))
     np.testing.assert_allclose(held[k - 1 :: k, 0], expected, rtol=1e-4, atol=1e-5)
     for number in range(3 * k):
@@ -115,7 +115,7 @@ def weighted_step(strategy, tx, weight=lambda w: jdist.all_reduce("sum", w.sum()
 )
 def test_batches_of_different_weights_count_by_their_weights(replicas, k, inner):
     data, strategy = list(weighted_batches(2 * k, replicas)), mirrored(replicas)
-    tx = sync.every(k, reduced(INNERS[inner]()))
+    tx = sync.every(reduced(INNERS[inner]()), k)
     state, step, held = make_state(strategy, tx), weighted_step(strategy, tx), []
     for batch in data:
         state, _ = step(state, strategy.put(jdist.PerReplica(batch)))
@@ -127,7 +127,7 @@ def test_batches_of_different_weights_count_by_their_weights(replicas, k, inner)
 def test_batches_of_no_weight_at_all_change_nothing_and_leave_the_next_ones_right(two):
     data = list(weighted_batches(4, 2))
     data[:2] = [(x, y, 0 * w) for x, y, w in data[:2]]
-    tx = sync.every(2, reduced(optax.sgd(0.1)))
+    tx = sync.every(reduced(optax.sgd(0.1)), 2)
     state, step = make_state(two, tx), weighted_step(two, tx)
     for number, batch in enumerate(data):
         state, _ = step(state, two.put(jdist.PerReplica(batch)))
@@ -139,7 +139,7 @@ def test_batches_of_no_weight_at_all_change_nothing_and_leave_the_next_ones_righ
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_weight_of_one_replica_is_refused_by_the_proof(two, k):
-    tx = sync.every(k, reduced(optax.sgd(0.1)))
+    tx = sync.every(reduced(optax.sgd(0.1)), k)
     batch = two.put(jdist.PerReplica(next(weighted_batches(1, 2))))
     state, step = make_state(two, tx), weighted_step(two, tx, weight=lambda w: w.sum())
     if k == 1:  # one batch alone has no weight beside others
@@ -152,9 +152,9 @@ def test_weight_of_one_replica_is_refused_by_the_proof(two, k):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: sync.every(3, reduced(optax.adam(0.1))),
-        lambda: sync.every(3, optax.chain(sync.int8(block_size=2), optax.adam(0.1))),
-        lambda: sync.every(2, sync.every(2, reduced(optax.sgd(0.1)))),
+        lambda: sync.every(reduced(optax.adam(0.1)), 3),
+        lambda: sync.every(optax.chain(sync.int8(block_size=2), optax.adam(0.1)), 3),
+        lambda: sync.every(sync.every(reduced(optax.sgd(0.1)), 2), 2),
     ],
 )
 def test_step_that_does_not_count_executes_no_collective(two, make):
@@ -164,7 +164,7 @@ def test_step_that_does_not_count_executes_no_collective(two, make):
 
 
 def test_weight_costs_one_collective_a_step(two):
-    tx = sync.every(3, reduced(optax.adam(0.1)))
+    tx = sync.every(reduced(optax.adam(0.1)), 3)
     batch = two.put(jdist.PerReplica(next(weighted_batches(1, 2))))
     plain = weighted_step(two, tx, weight=lambda w: 1.0)
     weighted = weighted_step(two, tx)
@@ -175,7 +175,7 @@ def test_weight_costs_one_collective_a_step(two):
 def test_another_number_of_replicas_goes_on_amid_an_accumulation():
     before, after = list(batches(5, 2)), list(batches(1, 3, seed=1))
     two, three = mirrored(2), mirrored(3)
-    tx = sync.every(3, reduced(optax.adam(0.05)))
+    tx = sync.every(reduced(optax.adam(0.05)), 3)
     state, _ = trained(two, tx, before)
     assert kinds(state[1].sums) == [("MEAN", False)] * 3
     assert set(kinds(state[1]._replace(sums=()))) == {None}
@@ -194,15 +194,15 @@ def test_another_number_of_replicas_goes_on_amid_an_accumulation():
 
 def test_accumulation_within_accumulation_is_one_of_the_product(two):
     data = list(batches(12, 2))
-    _, nested = trained(two, sync.every(2, sync.every(3, reduced(optax.adam(0.1)))), data)
-    _, flat = trained(two, sync.every(6, reduced(optax.adam(0.1))), data)
+    _, nested = trained(two, sync.every(sync.every(reduced(optax.adam(0.1)), 3), 2), data)
+    _, flat = trained(two, sync.every(reduced(optax.adam(0.1)), 6), data)
     np.testing.assert_allclose(nested, flat, rtol=1e-4, atol=1e-6)
 
 
 def test_weights_reach_an_accumulation_within(two):
     """Four batches, two by two: each counts by its weight, as in one accumulation of four."""
     data, found = list(weighted_batches(4, 2)), []
-    for tx in (sync.every(4, reduced(optax.sgd(0.1))), sync.every(2, sync.every(2, reduced(optax.sgd(0.1))))):
+    for tx in (sync.every(reduced(optax.sgd(0.1)), 4), sync.every(sync.every(reduced(optax.sgd(0.1)), 2), 2)):
         state, step = make_state(two, tx), weighted_step(two, tx)
         for batch in data:
             state, _ = step(state, two.put(jdist.PerReplica(batch)))
@@ -212,7 +212,7 @@ def test_weights_reach_an_accumulation_within(two):
 
 def test_accumulation_of_one_is_the_policy_itself_to_the_bit(two):
     data = list(batches(3, 2))
-    state, held = trained(two, sync.every(1, reduced(optax.adam(0.1))), data)
+    state, held = trained(two, sync.every(reduced(optax.adam(0.1)), 1), data)
     plain, expected = trained(two, reduced(optax.adam(0.1)), data)
     np.testing.assert_array_equal(held, expected)
     assert jax.tree.structure(state) == jax.tree.structure(plain)
@@ -220,7 +220,7 @@ def test_accumulation_of_one_is_the_policy_itself_to_the_bit(two):
 
 def test_accumulation_around_local_sgd_is_local_sgd_on_the_larger_batches(two):
     data = list(batches(8, 2))
-    _, held = trained(two, sync.every(2, sync.local_sgd(optax.sgd(0.1), every=2)), data)
+    _, held = trained(two, sync.every(sync.local_sgd(optax.sgd(0.1), every=2), 2), data)
     larger = [tuple(np.concatenate(pair, axis=1) for pair in zip(*data[i : i + 2], strict=True)) for i in (0, 2, 4, 6)]
     _, expected = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), larger)
     np.testing.assert_allclose(held[1::2], expected, rtol=1e-4, atol=1e-6)
@@ -228,7 +228,7 @@ def test_accumulation_around_local_sgd_is_local_sgd_on_the_larger_batches(two):
 
 def test_accumulation_within_local_sgd_is_that_of_each_replica(two):
     data = list(batches(8, 2))
-    _, held = trained(two, sync.local_sgd(sync.every(2, optax.sgd(0.1)), every=4), data)
+    _, held = trained(two, sync.local_sgd(sync.every(optax.sgd(0.1), 2), every=4), data)
     larger = [tuple(np.concatenate(pair, axis=1) for pair in zip(*data[i : i + 2], strict=True)) for i in (0, 2, 4, 6)]
     _, expected = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), larger)
     np.testing.assert_allclose(held[1::2], expected, rtol=1e-4, atol=1e-6)
@@ -236,7 +236,7 @@ def test_accumulation_within_local_sgd_is_that_of_each_replica(two):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_gradients_of_few_bits_are_accumulated_in_float32(two, dtype):
-    tx = sync.every(300, reduced(optax.sgd(1.0)))
+    tx = sync.every(reduced(optax.sgd(1.0)), 300)
     state = two.init(lambda: (w := jnp.zeros(2, dtype), tx.init(w)))
 
     @two.step
@@ -252,7 +252,7 @@ def test_gradients_of_few_bits_are_accumulated_in_float32(two, dtype):
 
 
 def test_steps_trace_once_a_signature_and_move_nothing(two):
-    seen, tx = [], sync.every(2, sync.skip_nonfinite(reduced(optax.adam(0.1))))
+    seen, tx = [], sync.every(sync.skip_nonfinite(reduced(optax.adam(0.1))), 2)
     step, state = make_step(two, tx, seen=seen), make_state(two, tx)
     data = [two.put(jdist.PerReplica(batch)) for batch in batches(5, 2)]
     state, _ = step(state, data[0])
@@ -274,12 +274,12 @@ def test_steps_trace_once_a_signature_and_move_nothing(two):
 )
 def test_number_that_is_none_is_refused(k, error, message):
     with pytest.raises(error, match=rf"`k` of `jdist\.sync\.every` must be an integer.*{message.split(', ')[-1]}"):
-        sync.every(k, sync.mean())
+        sync.every(sync.mean(), k)
 
 
 @pytest.mark.parametrize("word", ["every", "skip_nonfinite"])
 def test_what_is_no_transformation_is_refused(word):
-    make = getattr(sync, word) if word == "skip_nonfinite" else lambda inner: sync.every(2, inner)
+    make = getattr(sync, word) if word == "skip_nonfinite" else lambda inner: sync.every(inner, 2)
     with pytest.raises(TypeError, match=rf"`jdist\.sync\.{word}` works on an optax gradient transformation.*Call it"):
         make(sync.mean)
 
@@ -313,7 +313,7 @@ POLICIES = {
     "int8": lambda: optax.chain(sync.int8(block_size=2), optax.adam(0.1)),
     "int8_stochastic": lambda: optax.chain(sync.int8(rounding="stochastic", block_size=2), optax.adam(0.1)),
     "top_k": lambda: optax.chain(sync.top_k(0.4), optax.adam(0.1)),
-    "every": lambda: sync.every(2, reduced(optax.adam(0.1))),
+    "every": lambda: sync.every(reduced(optax.adam(0.1)), 2),
     "local_sgd": lambda: sync.local_sgd(optax.adam(0.1), every=2),
     "diloco": lambda: sync.diloco(optax.adam(0.1), every=2, reduction=sync.int8(block_size=2)),
     "streaming_diloco": lambda: sync.streaming_diloco(optax.adam(0.1), every=3, fragments=2),
@@ -329,10 +329,10 @@ def test_step_with_a_bad_number_on_one_replica_changes_nothing_on_any(two, polic
         if number in (2, 3, 5):
             grads[number % 2, number] = {2: np.nan, 3: np.inf, 5: -np.inf}[number]
             left_out += 1
-        before = bits((state[0], state[1].inner))
+        before = bits((state[0], state[1].opt_state))
         state = step(state, grads)
         assert int(state[1].skipped) == left_out
-        assert (bits((state[0], state[1].inner)) == before) == (number in (2, 3, 5))
+        assert (bits((state[0], state[1].opt_state)) == before) == (number in (2, 3, 5))
     assert all(np.isfinite(np.asarray(leaf.astype(jnp.float32))).all() for leaf in jax.tree.leaves(state[0]))
 
 
@@ -359,7 +359,7 @@ def test_sum_that_overflows_on_no_replica_alone_is_left_out(two):
 
 
 def test_accumulation_of_steps_of_which_bad_ones_are_left_out_waits_for_good_ones(two):
-    tx = sync.skip_nonfinite(sync.every(2, reduced(optax.sgd(1.0))))
+    tx = sync.skip_nonfinite(sync.every(reduced(optax.sgd(1.0)), 2))
     state, step = make_state(two, tx), reports(two, tx)
     for grads in ([[1] * 6, [3] * 6], [[np.nan] * 6, [1] * 6], [[5] * 6, [7] * 6]):
         state = step(state, grads)
@@ -368,19 +368,19 @@ def test_accumulation_of_steps_of_which_bad_ones_are_left_out_waits_for_good_one
 
 
 def test_bad_batch_among_accumulated_ones_takes_the_others_with_it(two):
-    tx = sync.every(2, sync.skip_nonfinite(reduced(optax.sgd(1.0))))
+    tx = sync.every(sync.skip_nonfinite(reduced(optax.sgd(1.0))), 2)
     state, step = make_state(two, tx), reports(two, tx)
     for grads in ([[np.inf] * 6, [3] * 6], [[1] * 6, [1] * 6]):
         state = step(state, grads)
     np.testing.assert_array_equal(vector(state[0]), START)
-    assert int(state[1].inner.skipped) == 1
+    assert int(state[1].opt_state.skipped) == 1
     for grads in ([[1] * 6, [3] * 6], [[5] * 6, [7] * 6]):
         state = step(state, grads)
     np.testing.assert_allclose(vector(state[0]), START - 4, rtol=1e-6)
 
 
 def test_micro_batch_without_weight_counts_for_nothing_even_if_its_gradient_is_no_number(two):
-    tx = sync.every(2, reduced(optax.sgd(1.0)))
+    tx = sync.every(reduced(optax.sgd(1.0)), 2)
     state = two.init(lambda: (w := jnp.float32(0), tx.init(w)))
 
     @two.step
@@ -402,7 +402,7 @@ def test_whole_numbers_among_the_gradients_are_finite():
     assert (int(updates["n"]), int(state.skipped)) == (3, 0)
 
 
-@pytest.mark.parametrize("make", [lambda: sync.every(2, sync.mean()), lambda: sync.skip_nonfinite(sync.mean())])
+@pytest.mark.parametrize("make", [lambda: sync.every(sync.mean(), 2), lambda: sync.skip_nonfinite(sync.mean())])
 def test_update_by_the_host_program_within_a_scope_is_refused(two, make):
     tx = make()
     state = tx.init(jnp.zeros(2))

@@ -287,7 +287,7 @@ def test_diloco_with_int8_meets_near_the_mean_and_keeps_a_residual(two):
     )
     _, exact = trained(two, sync.diloco(optax.sgd(0.1), optax.sgd(1.0), every=3), data)
     np.testing.assert_allclose(held[2], exact[2], atol=0.02)
-    residual = state[1].reduction.residual
+    residual = state[1].reduction_state.residual
     assert kinds(residual) == [("SUM", False)] * 2
     np.testing.assert_array_equal(held[2][0], held[2][1])
 
@@ -340,7 +340,7 @@ def test_replicas_meet_to_the_bit_where_parameters_cross_zero(dtype):
 
 @pytest.mark.parametrize("name", QUIET)
 def test_replicas_meet_to_the_bit_below_accumulation(two, name):
-    tx = sync.every(2, QUIET[name]())
+    tx = sync.every(QUIET[name](), 2)
     _, held = trained(two, tx, batches(12, 2))
     apart = [len(np.unique(now, axis=0)) > 1 for now in held]
     assert apart[4] and not apart[5] and not apart[6] and not apart[11]
@@ -486,9 +486,9 @@ def test_init_places_what_drifts_in_any_container(two, container, policy):
     state = two.init(lambda: build(tree_of(START), tx))
     params, opt_state = parts(state)
     assert kinds(params) == DRIFTING
-    adam, schedule = opt_state.inner
+    adam, schedule = opt_state.opt_state
     assert (kinds(adam.mu), kinds(adam.nu), kinds(adam.count), kinds(schedule)) == (OWN, OWN, [None], [None])
-    rest = opt_state._replace(inner=())
+    rest = opt_state._replace(opt_state=())
     assert kinds(rest) == [None] * len(jax.tree.leaves(rest))
 
 
@@ -616,7 +616,7 @@ def test_apply_if_finite_around_a_policy_is_placed_and_its_choice_refused_by_the
 def test_inner_schedules_and_hyperparameters_stay_plain(two):
     inner = optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(0.1, 0.0, 10), b1=0.8)
     _, opt_state = make_state(two, sync.local_sgd(inner, every=2))
-    assert kinds(opt_state.inner.hyperparams) == [None] * len(opt_state.inner.hyperparams)
+    assert kinds(opt_state.opt_state.hyperparams) == [None] * len(opt_state.opt_state.hyperparams)
     assert kinds(opt_state).count(("MEAN", False)) == 6
 
 
@@ -624,7 +624,7 @@ def test_policy_of_every_step_leaves_the_parameters_mirrored_and_its_moments_apa
     for tx in (sync.local_sgd(optax.adam(0.1), every=1), sync.diloco(optax.adam(0.1), every=1)):
         params, opt_state = make_state(two, tx)
         assert kinds(params) == [None] * 3
-        assert kinds(opt_state.inner[0].mu) == OWN
+        assert kinds(opt_state.opt_state[0].mu) == OWN
 
 
 def test_moments_of_a_shared_norm_are_placed_with_those_they_touch(two):
@@ -634,9 +634,9 @@ def test_moments_of_a_shared_norm_are_placed_with_those_they_touch(two):
         lambda grads, state, params: (grads, jax.tree.map(lambda s, p: 0.9 * s + 0.1 * p, state, params)),
     )
     _, drifting = make_state(two, sync.local_sgd(optax.chain(average, optax.sgd(0.1)), every=2))
-    assert kinds(drifting.inner) == OWN
+    assert kinds(drifting.opt_state) == OWN
     _, together = make_state(two, sync.local_sgd(optax.chain(average, optax.sgd(0.1)), every=1))
-    assert kinds(together.inner) == [None] * 3
+    assert kinds(together.opt_state) == [None] * 3
 
 
 def test_evaluating_a_drifting_state_reads_the_average(two):
@@ -671,11 +671,11 @@ def test_diloco_with_a_residual_goes_on_with_another_number_of_replicas():
     two, others = mirrored(2), mirrored(replicas)
     tx = sync.diloco(optax.adam(0.05), every=2, reduction=sync.int8(block_size=2))
     state, _ = trained(two, tx, batches(3, 2))
-    owed = [np.asarray(state[1].reduction.residual[name].read()) for name in "ab"]
+    owed = [np.asarray(state[1].reduction_state.residual[name].read()) for name in "ab"]
     state = others.put(state)
     for name, sum_before in zip("ab", owed, strict=True):
         assert np.abs(sum_before).max() > 1e-5
-        np.testing.assert_allclose(state[1].reduction.residual[name].read(), sum_before, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(state[1].reduction_state.residual[name].read(), sum_before, rtol=1e-5, atol=1e-7)
     _, held = trained(others, tx, batches(5, replicas, seed=1), state=state)
     assert np.isfinite(held).all()
     np.testing.assert_array_equal(held[4], held[4][[0] * replicas])

@@ -62,7 +62,7 @@ def test_scale_moves_as_by_hand(two, initial, factor, interval):
         before = float(state[0])
         state, _ = step(state, rows(two, *grads))
         now = state[1]
-        np.testing.assert_allclose([now.scale, now.good, now.skipped], [scale, good, skipped], rtol=1e-6)
+        np.testing.assert_allclose([now.scale, now.finite_steps, now.skipped], [scale, good, skipped], rtol=1e-6)
         assert (float(state[0]) == before) == bool(bad)
 
 
@@ -80,11 +80,11 @@ def test_state_is_untouched_to_the_bit_by_a_bad_step(two):
     state = make_state(two, tx, 4, start=1.0)
     step = make_step(two, tx, lambda w, x: (w * x).sum(-1), precision=None)
     state, _ = step(state, two.put(jdist.PerReplica(np.random.default_rng(0).normal(size=(2, 3, 4)).astype("f"))))
-    before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state[0], state[1].inner))]
+    before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state[0], state[1].opt_state))]
     x = np.ones((2, 3, 4), np.float32)
     x[1, 0, 2] = np.inf
     state, _ = step(state, two.put(jdist.PerReplica(x)))
-    assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state[0], state[1].inner))] == before
+    assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state[0], state[1].opt_state))] == before
     assert int(state[1].skipped) == 1
 
 
@@ -153,7 +153,7 @@ def test_value_of_a_loss_is_not_scaled(two):
 
 
 def test_scale_is_found_however_deep_it_stands_in_the_state(two):
-    tx = optax.chain(optax.identity(), sync.every(2, sync.dynamic_loss_scale(reduced(optax.sgd(1.0)), initial=8.0)))
+    tx = optax.chain(optax.identity(), sync.every(sync.dynamic_loss_scale(reduced(optax.sgd(1.0)), initial=8.0), 2))
     state = two.init(lambda: {"deep": [(w := jnp.float32(1)), {"opt": tx.init(w)}]})
 
     @two.step(precision=FLOAT16)
@@ -172,7 +172,7 @@ def test_scale_within_local_sgd_is_that_of_all(two):
     tx = sync.local_sgd(sync.dynamic_loss_scale(optax.sgd(0.1), initial=2.0**8), every=2)
     state, step = make_state(two, tx, start=1.0), make_step(two, tx, lambda w, x: w * x * x)
     state, _ = step(state, rows(two, [1.0, 1.0], [200.0, 200.0]))
-    assert float(state[1].inner.scale) == 2.0**7
+    assert float(state[1].opt_state.scale) == 2.0**7
     assert [float(w) for w in state[0].values] == [1.0, 1.0]
 
 

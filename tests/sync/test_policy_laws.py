@@ -163,9 +163,9 @@ def mean_then(optimizer):
 
 
 LAWS = {
-    "every_1_is_mean": Law(lambda: sync.every(1, mean_then(sgd())), lambda: mean_then(sgd())),
-    "every_1_is_int8": Law(lambda: sync.every(1, REDUCING["int8"](sgd())), lambda: REDUCING["int8"](sgd())),
-    "every_1_is_adamw": Law(lambda: sync.every(1, mean_then(optax.adamw(1e-2))), lambda: mean_then(optax.adamw(1e-2))),
+    "every_1_is_mean": Law(lambda: sync.every(mean_then(sgd()), 1), lambda: mean_then(sgd())),
+    "every_1_is_int8": Law(lambda: sync.every(REDUCING["int8"](sgd()), 1), lambda: REDUCING["int8"](sgd())),
+    "every_1_is_adamw": Law(lambda: sync.every(mean_then(optax.adamw(1e-2)), 1), lambda: mean_then(optax.adamw(1e-2))),
     "skip_nonfinite_of_finite_is_inner": Law(
         lambda: sync.skip_nonfinite(mean_then(sgd())), lambda: mean_then(sgd()), 1e-6
     ),
@@ -223,7 +223,7 @@ def test_hierarchical_is_mean(place):
 @pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
 def test_every_2_is_a_step_on_twice_the_batch(place):
     strategy = PLACES[place]()
-    state, _ = train(strategy, sync.every(2, mean_then(sgd())), 4)
+    state, _ = train(strategy, sync.every(mean_then(sgd()), 2), 4)
     twice = start(strategy, mean_then(sgd()))
     step = stepper(strategy, mean_then(sgd()))
     pairs = [tuple(np.asarray(x) for x in strategy.gather(batch, 0)) for batch in batches(strategy, 4)]
@@ -466,11 +466,11 @@ def test_policy_keeps_structure_shapes_and_dtypes_of_any_tree(name, tree, two):
 # --- what is refused, of every policy
 
 WORDS = {
-    "in_dtype": lambda inner: sync.in_dtype(jnp.bfloat16, inner),
-    "int8": lambda inner: sync.int8(inner),
-    "top_k": lambda inner: sync.top_k(0.5, inner),
-    "power_sgd": lambda inner: sync.power_sgd(1, inner),
-    "every": lambda inner: sync.every(2, inner),
+    "in_dtype": lambda inner: sync.in_dtype(jnp.bfloat16, reduction=inner),
+    "int8": lambda inner: sync.int8(fallback=inner),
+    "top_k": lambda inner: sync.top_k(0.5, fallback=inner),
+    "power_sgd": lambda inner: sync.power_sgd(1, fallback=inner),
+    "every": lambda inner: sync.every(inner, 2),
     "skip_nonfinite": lambda inner: sync.skip_nonfinite(inner),
     "local_sgd": lambda inner: sync.local_sgd(inner, every=2),
     "diloco": lambda inner: sync.diloco(inner, every=2),
@@ -497,7 +497,7 @@ def test_policy_applied_by_the_host_program_within_a_scope_is_refused(name, two)
 
 def test_chain_with_a_policy_that_was_not_called_is_refused_by_what_uses_it():
     with pytest.raises(TypeError, match=r"Call it\."):
-        sync.every(2, sync.mean)
+        sync.every(sync.mean, 2)
 
 
 # --- gradients clipped before they are reduced

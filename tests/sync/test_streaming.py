@@ -121,11 +121,11 @@ def test_init_places_parameters_and_moments_and_leaves_fragments_plain(two):
     tx = sync.streaming_diloco(optax.adam(0.1), every=4, fragments=2, reduction=sync.int8(block_size=2))
     params, opt_state = make_state(two, tx)
     assert kinds(params) == [("MEAN", True)] * 3
-    assert kinds(opt_state.inner[0].mu) == kinds(opt_state.inner[0].nu) == [("MEAN", False)] * 3
-    assert kinds(opt_state.inner[0].count) == kinds(opt_state.steps) == [None]
+    assert kinds(opt_state.opt_state[0].mu) == kinds(opt_state.opt_state[0].nu) == [("MEAN", False)] * 3
+    assert kinds(opt_state.opt_state[0].count) == kinds(opt_state.steps) == [None]
     for fragment in opt_state.fragments:
-        assert set(kinds((fragment.params, fragment.outer))) == {None}
-        assert set(kinds(fragment.reduction.residual)) == {("SUM", False)}
+        assert set(kinds((fragment.params, fragment.outer_state))) == {None}
+        assert set(kinds(fragment.reduction_state.residual)) == {("SUM", False)}
 
 
 def test_policy_that_meets_at_every_step_leaves_the_parameters_mirrored_and_one_that_blends_does_not(two):

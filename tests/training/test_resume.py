@@ -42,7 +42,7 @@ CASES = {
     "int8": dict(optimizer=optax.chain(jdist.sync.int8(), optax.sgd(0.1))),
     "top_k": dict(optimizer=optax.chain(jdist.sync.top_k(0.1), optax.sgd(0.1))),
     "local_sgd": dict(optimizer=jdist.sync.local_sgd(optax.sgd(0.1, momentum=0.9), every=4)),
-    "every": dict(optimizer=jdist.sync.every(2, optax.chain(jdist.sync.mean(), optax.adam(3e-3)))),
+    "every": dict(optimizer=jdist.sync.every(optax.chain(jdist.sync.mean(), optax.adam(3e-3)), 2)),
 }
 
 

@@ -119,8 +119,8 @@ POLICIES = {
     "int8": (lambda sgd: optax.chain(jdist.sync.int8(), sgd), 2e-2),
     "in_dtype": (lambda sgd: optax.chain(jdist.sync.in_dtype(jnp.bfloat16), sgd), 2e-2),
     "local_sgd": (lambda sgd: jdist.sync.local_sgd(sgd, every=1), 1e-4),
-    "diloco": (lambda sgd: jdist.sync.diloco(sgd, every=1, outer=optax.sgd(1.0)), 1e-4),
-    "every_1": (lambda sgd: jdist.sync.every(1, optax.chain(jdist.sync.mean(), sgd)), 1e-4),
+    "diloco": (lambda sgd: jdist.sync.diloco(sgd, every=1, outer_optimizer=optax.sgd(1.0)), 1e-4),
+    "every_1": (lambda sgd: jdist.sync.every(optax.chain(jdist.sync.mean(), sgd), 1), 1e-4),
     "clipped": (lambda sgd: optax.chain(optax.clip_by_global_norm(1e6), sgd), 1e-4),
     "skip_nonfinite": (lambda sgd: jdist.sync.skip_nonfinite(optax.chain(jdist.sync.mean(), sgd)), 1e-4),
     "jitted": (lambda sgd: _jitted(sgd), 1e-4),
@@ -142,7 +142,7 @@ def test_a_step_under_a_policy_is_that_of_one_device(policy, tolerance, two):
 
 
 def test_an_optimizer_that_acts_every_second_step_takes_the_mean_of_two(two):
-    optimizer = jdist.sync.every(2, optax.chain(jdist.sync.mean(), optax.sgd(RATE)))
+    optimizer = jdist.sync.every(optax.chain(jdist.sync.mean(), optax.sgd(RATE)), 2)
     trainer = trainer_of(two, optimizer)
     fit = trained(trainer, batch_size=4, steps=1)
     np.testing.assert_array_equal(fit.state.params, BEGIN)

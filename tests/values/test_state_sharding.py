@@ -66,7 +66,7 @@ OPTIMIZERS = {
     "int8": optax.chain(sync.int8(block_size=16), optax.adam(1e-3)),
     "top_k": optax.chain(sync.top_k(0.25), optax.adam(1e-3)),
     "power_sgd": optax.chain(sync.power_sgd(2), optax.adam(1e-3)),
-    "every": sync.every(2, optax.chain(sync.mean(), optax.adam(1e-3))),
+    "every": sync.every(optax.chain(sync.mean(), optax.adam(1e-3)), 2),
     "local_sgd": sync.local_sgd(optax.adam(1e-3), every=2),
     "diloco": sync.diloco(optax.adam(1e-3), every=2),
     "streaming_diloco": sync.streaming_diloco(optax.adam(1e-3), every=2, fragments=1, overlap=0),

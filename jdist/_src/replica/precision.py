@@ -80,15 +80,15 @@ class LossScaleState(NamedTuple):
 
     Attributes:
         scale: What the loss is multiplied by, float32 `[]`; mirrored.
-        good: How many finite steps there were since it changed, int32 `[]`; mirrored.
-        skipped: How many steps were left out so far, int32 `[]`; mirrored.
-        inner: The state of the inner transformation.
+        finite_steps: The number of finite steps since the scale changed, int32 `[]`; replicated.
+        skipped: The number of steps skipped so far, int32 `[]`; replicated.
+        opt_state: The state of the optimizer.
     """
 
     scale: jax.Array
-    good: jax.Array
+    finite_steps: jax.Array
     skipped: jax.Array
-    inner: Any
+    opt_state: Any
 
 
 @dataclasses.dataclass

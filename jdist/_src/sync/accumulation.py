@@ -1,4 +1,4 @@
-"""Policies about when a step counts: every k-th one, with the gradients of k; and only if they are finite."""
+"""Policies that apply an optimizer at some steps only: gradient accumulation, and skipping of non-finite steps."""
 
 from typing import Any, NamedTuple
 
@@ -8,15 +8,13 @@ import optax
 from jax import lax
 
 from jdist._src.core.tree import PyTree
-from jdist._src.replica.leaf_annotations import collect_sync_targets, mark_local, snap_to_target, snap_to_target_if
-from jdist._src.sync.policy import (
-    Policy,
-    check_integer,
-    check_transformation,
-    mark_gradients,
-    policy_context,
-    policy_of,
+from jdist._src.replica.leaf_annotations import (
+    collect_sync_targets,
+    mark_local,
+    snap_to_target,
+    snap_to_target_if,
 )
+from jdist._src.sync.policy import Policy, check_integer, check_transformation, mark_gradients, policy_context
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -25,42 +23,41 @@ class EveryState(NamedTuple):
     """The state of `every`.
 
     Attributes:
-        steps: How many steps were accumulated since the last one that counted, int32 `[]`; mirrored.
-        weight: The sum of their weights, float32 `[]`; mirrored.
-        sums: The weighted sum of their gradients, one a replica.
-        inner: The state of the inner transformation.
+        steps: The number of steps accumulated since the last update, int32 `[]`; replicated.
+        weight: The sum of their weights, float32 `[]`; replicated.
+        sums: The weighted sums of the gradients; local to each replica.
+        opt_state: The state of the optimizer.
     """
 
     steps: jax.Array
     weight: jax.Array
     sums: PyTree
-    inner: Any
+    opt_state: Any
 
 
-def every(k: int, inner: optax.GradientTransformation) -> Policy:
-    """Gradient accumulation: `inner` sees the mean of `k` gradients at every k-th step, and the others change nothing.
+def every(optimizer: optax.GradientTransformation, steps: int) -> Policy:
+    """Accumulates gradients: every `steps` steps, `optimizer` receives their mean; the updates of other steps are zero.
 
-    It is the step on a batch `k` times as large, with one reduction. Put the whole optimizer inside:
-    `every(4, optax.chain(jdist.sync.mean(), optax.adamw(1e-3)))`. An optimizer behind it would see the zeros between.
+    The result is a step on a batch `steps` times as large, with one reduction. Wrap the complete chain,
+    `every(optax.chain(jdist.sync.mean(), optax.adamw(1e-3)), 4)`: an optimizer outside would receive the zero updates too.
 
-    Where the batches have different weights, because of padding, hand them in:
-    `tx.update(grads, opt_state, params, weight=w)`, with gradients of a mean over all replicas (`jdist.global_mean`,
-    `jdist.value_and_grad`) and the sum of its weights over all replicas, `jdist.all_reduce("sum", weights.sum())`. The
-    proof refuses one replica's own.
+    If the batches have different weights, because of padding, pass the weight: `tx.update(grads, opt_state, params, weight=w)`,
+    with gradients of a mean over all replicas (`jdist.global_mean`, `jdist.value_and_grad`) and the sum of the weights over
+    all replicas, `jdist.all_reduce("sum", weights.sum())`. The proof rejects a weight that differs between replicas.
 
     Args:
-        k: How many steps; 1 is `inner` itself.
-        inner: A gradient transformation, such as a policy and an optimizer in a chain.
+        optimizer: A gradient transformation, such as a policy and an optimizer in a chain.
+        steps: The number of steps per update. 1 returns `optimizer`.
 
     Returns:
-        A transformation of each replica's gradients `[...]` into the updates of `inner`, or zeros.
+        A transformation of each replica's gradients `[...]` into the updates of `optimizer`, or zeros.
 
     Raises:
-        ValueError: `k` is less than 1.
-        TypeError: `k` is no whole number, or `inner` no gradient transformation.
+        ValueError: `steps` is less than 1.
+        TypeError: `steps` is not an integer, or `optimizer` is not a gradient transformation.
 
     Example:
-        >>> tx = jdist.sync.every(2, optax.chain(jdist.sync.mean(), optax.sgd(1.0)))
+        >>> tx = jdist.sync.every(optax.chain(jdist.sync.mean(), optax.sgd(1.0)), 2)
         >>> w, state = jnp.float32(0), tx.init(jnp.float32(0))
         >>> for grad in (1.0, 3.0):
         ...     updates, state = tx.update(jnp.float32(grad), state, w)
@@ -68,75 +65,83 @@ def every(k: int, inner: optax.GradientTransformation) -> Policy:
         0.0
         -2.0
     """
-    k = check_integer("every", "k", k, 1)
-    inner = check_transformation("every", inner)
-    if k == 1:
-        return inner
+    if isinstance(steps, optax.GradientTransformation):
+        raise TypeError(
+            "`jdist.sync.every` takes the optimizer first and the number of steps second: write "
+            f"`jdist.sync.every(optimizer, {optimizer!r})`."
+        )
+    steps = check_integer("every", "steps", steps, 1)
+    optimizer = check_transformation("every", "optimizer", optimizer)
+    if steps == 1:
+        return optimizer
 
-    def first(params: PyTree) -> EveryState:
+    def init(params: PyTree) -> EveryState:
         sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
-        # What counts is the mean of the sums, so that is what another number of replicas goes on with.
+        # The reduction averages the sums, so their mean is the value that another number of replicas resumes with.
         mark_local("sync.every", sums, VariableAggregation.MEAN)
-        return EveryState(jnp.int32(0), jnp.float32(0), sums, inner.init(params))
+        return EveryState(jnp.int32(0), jnp.float32(0), sums, optimizer.init(params))
 
     def update(
-        grads: PyTree, state: EveryState, params: PyTree = None, *, weight: Any = None, **extra: Any
+        grads: PyTree, state: EveryState, params: PyTree = None, *, weight: Any = None, **extra_args: Any
     ) -> tuple[PyTree, EveryState]:
         policy_context("every")
-        share = jnp.float32(1 if weight is None else weight)
-        # What has no weight is left out, whatever it is.
-        sums = jax.tree.map(lambda s, g: s + jnp.where(share == 0, 0, share * g), state.sums, mark_gradients(grads))
-        total = state.weight + share
-        before: list[list[Any]] = []
+        step_weight = jnp.float32(1 if weight is None else weight)
+        # Gradients with weight zero are left out even where they are not finite.
+        sums = jax.tree.map(
+            lambda s, g: s + jnp.where(step_weight == 0, 0, step_weight * g), state.sums, mark_gradients(grads)
+        )
+        total = state.weight + step_weight
+        params_before: list[list[Any]] = []
 
-        def count() -> tuple[PyTree, EveryState, list[Any]]:
+        def apply() -> tuple[PyTree, EveryState, list[Any]]:
             means = jax.tree.map(lambda s, g: (s / jnp.where(total == 0, 1, total)).astype(g.dtype), sums, grads)
-            with collect_sync_targets() as inside:
-                updates, kept = inner.update(means, state.inner, params, weight=total, **extra)
-            before[:] = [one.before for one in inside]
-            state_after = EveryState(jnp.int32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, sums), kept)
-            return updates, state_after, [(one.update, one.target, one.when) for one in inside]
+            with collect_sync_targets() as targets:
+                updates, opt_state = optimizer.update(means, state.opt_state, params, weight=total, **extra_args)
+            params_before[:] = [one.before for one in targets]
+            new_state = EveryState(jnp.int32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, sums), opt_state)
+            return updates, new_state, [(one.update, one.target, one.when) for one in targets]
 
-        def wait() -> tuple[PyTree, EveryState, list[Any]]:
-            updates, _, inside = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return updates, EveryState(state.steps + 1, total, sums, state.inner), inside
+        def accumulate() -> tuple[PyTree, EveryState, list[Any]]:
+            updates, _, targets = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return updates, EveryState(state.steps + 1, total, sums, state.opt_state), targets
 
-        shapes = jax.eval_shape(count)
-        updates, state_after, inside = lax.cond(state.steps == k - 1, count, wait)
-        for params_before, (update, target, when) in zip(before, inside, strict=True):
-            snap_to_target(params_before, update, target, when)
-        return updates, state_after
+        shapes = jax.eval_shape(apply)
+        updates, new_state, targets = lax.cond(state.steps == steps - 1, apply, accumulate)
+        # A target recorded inside `cond` belongs to another trace, so each is recorded again in this one.
+        for before, (target_update, target, when) in zip(params_before, targets, strict=True):
+            snap_to_target(before, target_update, target, when)
+        return updates, new_state
 
-    return policy_of(first, update)
+    return Policy(init, update)
 
 
 class SkipState(NamedTuple):
     """The state of `skip_nonfinite`.
 
     Attributes:
-        skipped: How many steps were left out so far, int32 `[]`; mirrored.
-        inner: The state of the inner transformation.
+        skipped: The number of steps skipped so far, int32 `[]`; replicated.
+        opt_state: The state of the optimizer.
     """
 
     skipped: jax.Array
-    inner: Any
+    opt_state: Any
 
 
-def skip_nonfinite(inner: optax.GradientTransformation) -> Policy:
-    """`inner`, but for steps in which a number is NaN or infinite on any replica: these change nothing, on all of them.
+def skip_nonfinite(optimizer: optax.GradientTransformation) -> Policy:
+    """Applies `optimizer`, except for steps in which a number is NaN or infinite on any replica: all replicas skip these.
 
-    It looks at each replica's gradients and at the updates that `inner` makes of them, and the replicas agree by a reduction
-    of one number. What a skipped step would have left in the state of `inner` is gone with it. Put the whole optimizer
-    inside.
+    Checks each replica's gradients and the updates of `optimizer`, and reduces one number over the replicas. A skipped step
+    leaves the parameters and the state of `optimizer` unchanged. Wrap the complete chain.
 
     Args:
-        inner: A gradient transformation, such as a policy and an optimizer in a chain.
+        optimizer: A gradient transformation, such as a policy and an optimizer in a chain.
 
     Returns:
-        A transformation of each replica's gradients `[...]` into the updates of `inner`, or zeros; `state.skipped` counts.
+        A transformation of each replica's gradients `[...]` into the updates of `optimizer`, or zeros; `state.skipped` counts
+        the skipped steps.
 
     Raises:
-        TypeError: `inner` is no gradient transformation.
+        TypeError: `optimizer` is not a gradient transformation.
 
     Example:
         >>> tx = jdist.sync.skip_nonfinite(optax.chain(jdist.sync.mean(), optax.sgd(1.0)))
@@ -144,29 +149,29 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> Policy:
         >>> float(updates), int(state.skipped)
         (0.0, 1)
     """
-    inner = check_transformation("skip_nonfinite", inner)
+    optimizer = check_transformation("skip_nonfinite", "optimizer", optimizer)
 
-    def first(params: PyTree) -> SkipState:
-        return SkipState(jnp.int32(0), inner.init(params))
+    def init(params: PyTree) -> SkipState:
+        return SkipState(jnp.int32(0), optimizer.init(params))
 
-    def update(grads: PyTree, state: SkipState, params: PyTree = None, **extra: Any) -> tuple[PyTree, SkipState]:
-        with collect_sync_targets() as inside:
-            updates, kept = inner.update(grads, state.inner, params, **extra)
-        good = all_finite("skip_nonfinite", (grads, updates))
-        snap_to_target_if(good, inside)
-        updates = either(good, updates, jax.tree.map(jnp.zeros_like, updates))
-        return updates, SkipState(state.skipped + ~good, either(good, kept, state.inner))
+    def update(grads: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, SkipState]:
+        with collect_sync_targets() as targets:
+            updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
+        is_finite = all_finite("skip_nonfinite", (grads, updates))
+        snap_to_target_if(is_finite, targets)
+        updates = select(is_finite, updates, jax.tree.map(jnp.zeros_like, updates))
+        return updates, SkipState(state.skipped + ~is_finite, select(is_finite, opt_state, state.opt_state))
 
-    return policy_of(first, update)
-
-
-def all_finite(word: str, tree: PyTree) -> jax.Array:
-    """Whether every number of `tree` is finite, on every replica; a boolean `[]`, mirrored."""
-    numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)]
-    bad = sum((jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in numbers), jnp.int32(0))
-    return policy_context(word).all_reduce(ReduceOp.MAX, bad) == 0
+    return Policy(init, update)
 
 
-def either(condition: jax.Array, tree: PyTree, other: PyTree) -> PyTree:
-    """`tree` if `condition`, else `other`, leaf by leaf."""
+def all_finite(name: str, tree: PyTree) -> jax.Array:
+    """Returns whether every number of `tree` is finite on every replica, for the policy `name`: bool `[]`, replicated."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)]
+    num_bad = sum((jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in floats), jnp.int32(0))
+    return policy_context(name).all_reduce(ReduceOp.MAX, num_bad) == 0
+
+
+def select(condition: jax.Array, tree: PyTree, other: PyTree) -> PyTree:
+    """Returns the leaves of `tree` if `condition`, else the leaves of `other`."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), tree, other)

@@ -1,8 +1,8 @@
-"""Error feedback: what a policy does not send now, it sends later.
+"""Error feedback: a compressed gradient's residual is added to the next gradient.
 
-A policy that compresses keeps what it left out, its *residual*, and adds it to the next gradient, so that in the long run
-nothing is lost. Each replica has its own. It is kept as this replica's share of the mean over all, and placed
-`SyncOnRead(SUM)`: on another number of replicas the sum is split anew, and the mean that is yet to come stays the same.
+A policy that compresses stores the part of the gradient that it did not send, the *residual*, and adds it to the next
+gradient, so that nothing is lost in the long run. Each replica stores its own residual, as its share of the mean over all
+replicas, placed `SyncOnRead(SUM)`: another number of replicas splits the sum anew, and the pending mean stays the same.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import optax
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.replica.leaf_annotations import mark_local
-from jdist._src.sync.policy import Policy, mark_gradients, policy_context, policy_of
+from jdist._src.sync.policy import Policy, mark_gradients, policy_context
 from jdist._src.values.aggregation import VariableAggregation
 
 
@@ -23,45 +23,45 @@ class FeedbackState(NamedTuple):
     """The state of a policy with error feedback.
 
     Attributes:
-        residual: What is yet to be sent of each compressed leaf: this replica's share of the mean, `[...]`.
-        codec: What the compression keeps; mirrored.
-        inner: The state of the policy that reduces the rest.
+        residual: The unsent part of each compressed leaf: this replica's share of the mean, `[...]`.
+        codec: The state of the compression; replicated.
+        policy_state: The state of the policy `reduction` or `fallback`.
     """
 
     residual: PyTree
     codec: Any
-    inner: Any
+    policy_state: Any
 
 
 class CompressedMean(NamedTuple):
-    """What became of some gradients.
+    """The result of a compressed reduction.
 
     Attributes:
-        mean: Their mean over the replicas, as it arrived; mirrored.
-        lost: This replica's share of what the mean lacks.
-        codec: What the compression keeps from now on.
+        mean: The mean over the replicas as it was received; replicated.
+        residual: This replica's share of the difference to the exact mean.
+        codec: The new state of the compression.
     """
 
     mean: PyTree
-    lost: PyTree
+    residual: PyTree
     codec: Any
 
 
 def with_feedback(
-    word: str,
-    inner: Policy,
-    chosen: Callable[[Any], bool],
-    init: Callable[[list[Any]], Any],
+    name: str,
+    fallback: Policy,
+    is_compressed: Callable[[Any], bool],
+    init_codec: Callable[[list[Any]], Any],
     send: Callable[[ReplicaContext, list[jax.Array], Any], CompressedMean],
 ) -> Policy:
-    """A policy that compresses some leaves and makes up for it, and leaves the others to `inner`.
+    """Returns a policy that compresses some leaves, with error feedback, and leaves the others to `fallback`.
 
     Args:
-        word: Its name.
-        inner: The policy for the others.
-        chosen: Whether a leaf is compressed, by its shape and dtype.
-        init: From the compressed parameters to what the compression keeps.
-        send: From corrected gradients, float32 at least, and what the compression keeps, to what became of them.
+        name: The name of the policy.
+        fallback: The policy of the leaves that are not compressed.
+        is_compressed: Returns whether a leaf is compressed, by its shape and dtype.
+        init_codec: Returns the initial state of the compression, of the compressed parameters.
+        send: Reduces gradients with their residuals added, at least float32, with the state of the compression.
 
     Source:
         F. Seide et al., "1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
@@ -69,48 +69,47 @@ def with_feedback(
         schemes", arXiv:1901.09847.
     """
 
-    def first(params: PyTree) -> FeedbackState:
-        mine, others = partition_leaves(params, chosen)
-        residual = zero_residual(word, mine)
-        return FeedbackState(residual, init(jax.tree.leaves(mine)), inner.init(others))
+    def init(params: PyTree) -> FeedbackState:
+        compressed, others = partition_leaves(params, is_compressed)
+        residual = zero_residual(name, compressed)
+        return FeedbackState(residual, init_codec(jax.tree.leaves(compressed)), fallback.init(others))
 
     def update(
-        grads: PyTree, state: FeedbackState, params: PyTree = None, **extra: Any
+        grads: PyTree, state: FeedbackState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, FeedbackState]:
-        context = policy_context(word)
-        mine, others = partition_leaves(mark_gradients(grads), chosen)
-        leaves, treedef = jax.tree.flatten(add_residual(context, mine, state.residual))
-        sent = send(context, leaves, state.codec)
-        rest, kept = inner.update(others, state.inner, partition_leaves(params, chosen)[1], **extra)
-        arrived = jax.tree.map(lambda g, m: m.astype(g.dtype), mine, treedef.unflatten(sent.mean))
-        return merge_leaves(arrived, rest), FeedbackState(treedef.unflatten(sent.lost), sent.codec, kept)
+        context = policy_context(name)
+        compressed, others = partition_leaves(mark_gradients(grads), is_compressed)
+        leaves, treedef = jax.tree.flatten(add_residual(context, compressed, state.residual))
+        result = send(context, leaves, state.codec)
+        other_params = partition_leaves(params, is_compressed)[1]
+        others, policy_state = fallback.update(others, state.policy_state, other_params, **extra_args)
+        means = jax.tree.map(lambda g, m: m.astype(g.dtype), compressed, treedef.unflatten(result.mean))
+        new_state = FeedbackState(treedef.unflatten(result.residual), result.codec, policy_state)
+        return merge_leaves(means, others), new_state
 
-    return policy_of(first, update)
+    return Policy(init, update)
 
 
-def zero_residual(word: str, params: PyTree) -> PyTree:
-    """The residual to begin with: zeros, of which `Strategy.init` gives each replica its own."""
+def zero_residual(name: str, params: PyTree) -> PyTree:
+    """Returns the initial residual of the policy `name`: zeros, which `Strategy.init` makes local to each replica."""
     residual = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
-    mark_local(f"sync.{word}", residual, VariableAggregation.SUM)
+    mark_local(f"sync.{name}", residual, VariableAggregation.SUM)
     return residual
 
 
 def add_residual(context: ReplicaContext, grads: PyTree, residual: PyTree) -> PyTree:
-    """`grads` with what is owed from before, in the precision of the residual."""
+    """Returns `grads` plus the unsent part of earlier gradients, in the dtype of the residual."""
     return jax.tree.map(lambda g, r: g.astype(r.dtype) + context.num_replicas_in_sync * r, grads, residual)
 
 
-def partition_leaves(tree: PyTree, chosen: Callable[[Any], bool]) -> tuple[PyTree, PyTree]:
-    """`tree` twice: with the leaves that are chosen, and with the others; `optax.MaskedNode()` stands for what is missing."""
-    mine = jax.tree.map(lambda x: x if chosen(x) else optax.MaskedNode(), tree)
-    others = jax.tree.map(lambda x: optax.MaskedNode() if chosen(x) else x, tree)
-    return mine, others
+def partition_leaves(tree: PyTree, is_selected: Callable[[Any], bool]) -> tuple[PyTree, PyTree]:
+    """Returns `tree` with the selected leaves, and with the others; `optax.MaskedNode()` replaces a missing leaf."""
+    selected = jax.tree.map(lambda x: x if is_selected(x) else optax.MaskedNode(), tree)
+    others = jax.tree.map(lambda x: optax.MaskedNode() if is_selected(x) else x, tree)
+    return selected, others
 
 
-def merge_leaves(mine: PyTree, others: PyTree) -> PyTree:
-    """The tree of which `mine` and `others` are the parts."""
-    return jax.tree.map(lambda a, b: b if _is_missing(a) else a, mine, others, is_leaf=_is_missing)
-
-
-def _is_missing(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
+def merge_leaves(selected: PyTree, others: PyTree) -> PyTree:
+    """Returns the tree of which `selected` and `others` are the parts, as `partition_leaves` returned them."""
+    is_missing = lambda node: isinstance(node, optax.MaskedNode)
+    return jax.tree.map(lambda a, b: b if is_missing(a) else a, selected, others, is_leaf=is_missing)

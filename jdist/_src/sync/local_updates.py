@@ -1,8 +1,9 @@
-"""Policies under which each replica trains by itself, and all meet now and then.
+"""Policies under which each replica updates its own parameters, with a synchronization step every `every` steps.
 
-Between two meetings the parameters *drift*: every replica has its own. `Strategy.init` places them `SyncOnRead(MEAN)`, so
-the host program reads their average, and likewise what the inner optimizer keeps of its own replica's gradients. What to
-place is not guessed: the inner optimizer's update is traced, and the proof says which of its state may come to differ.
+Between two synchronization steps the parameters diverge. `Strategy.init` stores them as `SyncOnRead(MEAN)`, so the host
+program reads their average; the same applies to state that the optimizer computes from one replica's gradients. Which state
+leaves these are is proved, not guessed: `init` traces the optimizer's update, and the replication proof finds the leaves that
+may vary between replicas.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,6 @@ from jdist._src.sync.policy import (
     check_transformation,
     is_float,
     policy_context,
-    policy_of,
     require_params,
 )
 from jdist._src.sync.reduction import mean
@@ -37,51 +37,51 @@ class LocalState(NamedTuple):
     """The state of `local_sgd`.
 
     Attributes:
-        steps: How many steps since the last meeting, int32 `[]`; mirrored.
-        inner: The state of the inner optimizer, in part one a replica.
+        steps: The number of steps since the last synchronization step, int32 `[]`; replicated.
+        opt_state: The state of each replica's optimizer; leaves that may vary are local to each replica.
     """
 
     steps: jax.Array
-    inner: Any
+    opt_state: Any
 
 
 class DilocoState(NamedTuple):
     """The state of `diloco`.
 
     Attributes:
-        steps: How many steps since the last meeting, int32 `[]`; mirrored.
-        anchor: The parameters after the last meeting; mirrored.
-        inner: The state of the inner optimizer, in part one a replica.
-        reduction: The state of the policy that reduces.
-        outer: The state of the outer optimizer; mirrored.
+        steps: The number of steps since the last synchronization step, int32 `[]`; replicated.
+        anchor: The parameters after the last synchronization step; replicated.
+        opt_state: The state of each replica's optimizer; leaves that may vary are local to each replica.
+        reduction_state: The state of the policy `reduction`.
+        outer_state: The state of the outer optimizer; replicated.
     """
 
     steps: jax.Array
     anchor: PyTree
-    inner: Any
-    reduction: Any
-    outer: Any
+    opt_state: Any
+    reduction_state: Any
+    outer_state: Any
 
 
-def local_sgd(inner: optax.GradientTransformation, *, every: int) -> Policy:
-    """Each replica trains by itself, and every `every` steps all take the mean of their parameters.
+def local_sgd(optimizer: optax.GradientTransformation, *, every: int) -> Policy:
+    """Local SGD: each replica updates its own parameters, which are averaged every `every` steps.
 
-    A step between two meetings executes no collective. The parameters have to be in the state that `strategy.init` makes,
-    the same arrays that are handed to this policy's `init`; they are `SyncOnRead(MEAN)` there. What `inner` keeps stays
-    with each replica. After a meeting all parameters are equal to the bit, if `update` is called in the step itself, and
-    not in a `jax.jit` or loop within, where it cannot be seen how they are rounded.
+    Other steps do not use collectives. The parameters must be in the state that `strategy.init` makes, as the same arrays that
+    are passed to `init` of this policy; they are stored there as `SyncOnRead(MEAN)`. The optimizer's state stays local to each
+    replica. After a synchronization step the parameters of all replicas are bitwise equal if the step calls `update` directly.
+    Inside a `jax.jit` or a loop of the step, the rounding of the parameter update is not visible to the policy.
 
     Args:
-        inner: The optimizer of each replica, without a policy.
-        every: How many steps from meeting to meeting, from 1 up.
+        optimizer: The optimizer of each replica, without a policy.
+        every: The number of steps per synchronization step, at least 1.
 
     Returns:
         A transformation of each replica's gradients `[...]` into its own updates.
 
     Raises:
         ValueError: `every` is less than 1.
-        TypeError: It is no whole number, or `inner` no gradient transformation; or, by `init`, `inner` keeps of its gradients
-            what has no mean.
+        TypeError: `every` is not an integer, or `optimizer` is not a gradient transformation; or, raised by `init`, the
+            optimizer stores values computed from gradients that cannot be averaged.
 
     Source:
         S. U. Stich, "Local SGD converges fast and communicates little", arXiv:1805.09767.
@@ -102,50 +102,53 @@ def local_sgd(inner: optax.GradientTransformation, *, every: int) -> Policy:
         [0.0, 0.5]
         [0.375, 0.375]
     """
-    every = check_integer("local_sgd", "every", every, 1)
-    inner = check_transformation("local_sgd", inner)
+    name = "local_sgd"
+    every = check_integer(name, "every", every, 1)
+    optimizer = check_transformation(name, "optimizer", optimizer)
 
-    def first(params: PyTree) -> LocalState:
-        return LocalState(jnp.int32(0), init_local_optimizer("local_sgd", inner, params, every > 1))
+    def init(params: PyTree) -> LocalState:
+        return LocalState(jnp.int32(0), init_local_optimizer(name, optimizer, params, every > 1))
 
-    def update(grads: PyTree, state: LocalState, params: PyTree = None, **extra: Any) -> tuple[PyTree, LocalState]:
-        context = policy_context("local_sgd")
-        params = require_params("local_sgd", params)
-        updates, kept = inner.update(grads, state.inner, params, **extra)
-        own = optax.apply_updates(params, updates)
-        meet = lambda: (context.all_reduce(ReduceOp.MEAN, own), None)
-        steps, updates, _ = _met_or_not(every, state.steps, params, updates, meet, (own, None))
-        return updates, LocalState(steps, kept)
+    def update(grads: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, LocalState]:
+        context = policy_context(name)
+        params = require_params(name, params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
+        local_params = optax.apply_updates(params, updates)
+        synchronize = lambda: (context.all_reduce(ReduceOp.MEAN, local_params), None)
+        steps, updates, _ = _synchronize_every(every, state.steps, params, updates, synchronize, (local_params, None))
+        return updates, LocalState(steps, opt_state)
 
-    return policy_of(first, update)
+    return Policy(init, update)
 
 
 def diloco(
-    inner: optax.GradientTransformation,
-    outer: optax.GradientTransformation | None = None,
+    optimizer: optax.GradientTransformation,
+    outer_optimizer: optax.GradientTransformation | None = None,
     *,
     every: int,
     reduction: optax.GradientTransformation | None = None,
 ) -> Policy:
-    """Each replica trains by itself; every `every` steps an outer optimizer takes one step for all, along their mean way.
+    """DiLoCo: each replica updates its own parameters; every `every` steps an outer optimizer updates the parameters of all.
 
-    The way that a replica has gone since the last meeting counts as its gradient. A step between two meetings executes no
-    collective. The parameters have to be in the state that `strategy.init` makes, the same arrays that are handed to this
-    policy's `init`; they are `SyncOnRead(MEAN)` there. What `inner` keeps stays with each replica.
+    The gradient of the outer optimizer is the pseudo-gradient: the parameters after the last outer step minus the replica's
+    parameters, reduced over the replicas. Other steps do not use collectives. The parameters must be in the state that
+    `strategy.init` makes, as the same arrays that are passed to `init` of this policy; they are stored there as
+    `SyncOnRead(MEAN)`. The optimizer's state stays local to each replica.
 
     Args:
-        inner: The optimizer of each replica, without a policy; the paper takes AdamW.
-        outer: The optimizer of all; by default the paper's, `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-        every: How many steps from meeting to meeting, from 1 up; the paper takes 500.
-        reduction: The policy that makes one way of all replicas'; `mean()` by default, `int8()` to send less.
+        optimizer: The optimizer of each replica, without a policy; AdamW in the paper.
+        outer_optimizer: The optimizer of the outer step; by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`, as in the
+            paper.
+        every: The number of steps per outer step, at least 1; 500 in the paper.
+        reduction: The policy that reduces the pseudo-gradients; `mean()` by default. `int8()` sends fewer bytes.
 
     Returns:
         A transformation of each replica's gradients `[...]` into its own updates.
 
     Raises:
         ValueError: `every` is less than 1.
-        TypeError: It is no whole number, or an optimizer no gradient transformation; or, by `init`, `inner` keeps of its
-            gradients what has no mean.
+        TypeError: `every` is not an integer, or an optimizer is not a gradient transformation; or, raised by `init`, the
+            optimizer stores values computed from gradients that cannot be averaged.
 
     Source:
         A. Douillard et al., "DiLoCo: distributed low-communication training of language models", arXiv:2311.08105.
@@ -153,147 +156,172 @@ def diloco(
     Example:
         >>> tx = jdist.sync.diloco(optax.adamw(1e-3), every=50)
     """
-    every = check_integer("diloco", "every", every, 1)
-    inner = check_transformation("diloco", inner)
-    outer = check_transformation("diloco", nesterov() if outer is None else outer)
-    reduction = check_transformation("diloco", mean() if reduction is None else reduction)
+    name = "diloco"
+    every = check_integer(name, "every", every, 1)
+    optimizer = check_transformation(name, "optimizer", optimizer)
+    outer_optimizer = check_outer_optimizer(name, outer_optimizer)
+    reduction = check_transformation(name, "reduction", mean() if reduction is None else reduction)
 
-    def first(params: PyTree) -> DilocoState:
-        kept = init_local_optimizer("diloco", inner, params, every > 1)
+    def init(params: PyTree) -> DilocoState:
+        opt_state = init_local_optimizer(name, optimizer, params, every > 1)
         anchor = copy_params(params)
-        return DilocoState(jnp.int32(0), anchor, kept, reduction.init(anchor), outer.init(anchor))
+        return DilocoState(jnp.int32(0), anchor, opt_state, reduction.init(anchor), outer_optimizer.init(anchor))
 
-    def update(grads: PyTree, state: DilocoState, params: PyTree = None, **extra: Any) -> tuple[PyTree, DilocoState]:
-        policy_context("diloco")
-        params = require_params("diloco", params)
-        updates, kept = inner.update(grads, state.inner, params, **extra)
-        own = optax.apply_updates(params, updates)
+    def update(grads: PyTree, state: DilocoState, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, DilocoState]:
+        policy_context(name)
+        params = require_params(name, params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
+        local_params = optax.apply_updates(params, updates)
+        before = OuterStep(state.anchor, state.reduction_state, state.outer_state)
 
-        def meet() -> tuple[PyTree, OuterStep]:
-            met = outer_step(reduction, outer, own, state.anchor, state.reduction, state.outer)
-            return met.params, met
+        def synchronize() -> tuple[PyTree, OuterStep]:
+            after = outer_step(reduction, outer_optimizer, local_params, before)
+            return after.params, after
 
-        apart = (own, OuterStep(state.anchor, state.reduction, state.outer))
-        steps, updates, met = _met_or_not(every, state.steps, params, updates, meet, apart)
-        return updates, DilocoState(steps, met.params, kept, met.reduction, met.outer)
+        steps, updates, after = _synchronize_every(
+            every, state.steps, params, updates, synchronize, (local_params, before)
+        )
+        return updates, DilocoState(steps, after.params, opt_state, after.reduction_state, after.outer_state)
 
-    return policy_of(first, update)
+    return Policy(init, update)
 
 
 class OuterStep(NamedTuple):
-    """What a meeting comes to.
+    """The result of an outer step.
 
     Attributes:
-        params: The new parameters of all; mirrored.
-        reduction: The state of the policy that reduced.
-        outer: The state of the outer optimizer.
+        params: The new parameters; replicated.
+        reduction_state: The state of the policy `reduction`.
+        outer_state: The state of the outer optimizer; replicated.
     """
 
     params: PyTree
-    reduction: Any
-    outer: Any
+    reduction_state: Any
+    outer_state: Any
 
 
-def outer_step(
-    reduction: Policy, outer: Policy, own: PyTree, anchor: PyTree, reduction_state: Any, outer_state: Any
-) -> OuterStep:
-    """One step of the outer optimizer from `anchor`, along the mean of the ways from there to each replica's `own`."""
-    way = jax.tree.map(lambda a, p: checkpoint_name(a - p, PSEUDO_GRADIENT_MARK), anchor, own)
-    gradient, reduction_state = reduction.update(way, reduction_state, anchor)
-    updates, outer_state = outer.update(gradient, outer_state, anchor)
-    return OuterStep(optax.apply_updates(anchor, updates), reduction_state, outer_state)
+def outer_step(reduction: Policy, outer_optimizer: Policy, local_params: PyTree, last: OuterStep) -> OuterStep:
+    """Returns the next outer step after `last`, along the reduced pseudo-gradients `last.params - local_params`."""
+    pseudo_gradient = jax.tree.map(
+        lambda a, p: checkpoint_name(a - p, PSEUDO_GRADIENT_MARK), last.params, local_params
+    )
+    reduced, reduction_state = reduction.update(pseudo_gradient, last.reduction_state, last.params)
+    updates, outer_state = outer_optimizer.update(reduced, last.outer_state, last.params)
+    return OuterStep(optax.apply_updates(last.params, updates), reduction_state, outer_state)
 
 
-def nesterov() -> Policy:
-    """The outer optimizer of the DiLoCo papers."""
-    return check_transformation("diloco", optax.sgd(0.7, momentum=0.9, nesterov=True))
+def check_outer_optimizer(name: str, outer_optimizer: Any) -> Policy:
+    """Returns the outer optimizer of the policy `name`; for None, Nesterov momentum as in the DiLoCo papers."""
+    if outer_optimizer is None:
+        outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return check_transformation(name, "outer_optimizer", outer_optimizer)
 
 
 def copy_params(params: PyTree) -> PyTree:
-    """`params` as arrays of their own, which do not drift with them."""
+    """Returns a copy of `params` in new arrays, which `Strategy.init` keeps replicated."""
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
-def init_local_optimizer(word: str, inner: Policy, params: PyTree, drifting: bool) -> Any:
-    """The first state of the inner optimizer, with what may come to differ noted as such, and the parameters if they drift.
+def init_local_optimizer(name: str, optimizer: Policy, params: PyTree, params_diverge: bool) -> Any:
+    """Returns the initial state of each replica's optimizer, and marks the leaves that are local to each replica.
+
+    Args:
+        name: The policy, for messages.
+        optimizer: The optimizer.
+        params: The parameters.
+        params_diverge: Whether the parameters diverge between synchronization steps; they are then marked too.
 
     Raises:
-        TypeError: What may differ has no mean.
+        TypeError: A local leaf cannot be averaged.
     """
-    for name, leaf in named_leaves("params", params) if drifting else ():
+    for path, leaf in named_leaves("params", params) if params_diverge else ():
         if not jnp.issubdtype(jax.dtypes.result_type(leaf), jnp.inexact):
             raise TypeError(
-                f"{name} is {dtype_and_shape(leaf)}, and parameters that drift under `jdist.sync.{word}` are read as their mean, which is "
-                "no such value. Keep it out of the parameters (`optax.masked`, or a part of the state of its own)."
+                f"{path} is {dtype_and_shape(leaf)}. Parameters that diverge under `jdist.sync.{name}` are read as their mean, "
+                "which is not defined for this dtype. Exclude the leaf with `optax.masked`, or store it in another part of the "
+                "state."
             )
-    state = inner.init(params)
+    state = optimizer.init(params)
     leaves = named_leaves("its state", state)
-    differing = [
-        leaf for leaf, differs in zip(leaves, _may_differ(word, inner, params, state, drifting), strict=True) if differs
-    ]
-    for name, leaf in differing:
+    varying = _find_varying(name, optimizer, params, state, params_diverge)
+    local_leaves = [leaf for leaf, varies in zip(leaves, varying, strict=True) if varies]
+    for path, leaf in local_leaves:
         if not is_float(leaf):
             raise TypeError(
-                f"`jdist.sync.{word}` cannot place what its inner optimizer keeps: {name} is {dtype_and_shape(leaf)} and comes from each "
-                "replica's own gradients, so it would have to be read as a mean. Take that transformation out of the inner "
-                "optimizer, or put it around the policy, where all replicas agree."
+                f"`jdist.sync.{name}` cannot place the state of its optimizer: {path} is {dtype_and_shape(leaf)} and is computed "
+                "from each replica's gradients, so it would be read as a mean, which is not defined for this dtype. Remove "
+                "that transformation from the optimizer, or apply it outside the policy, where the replicas agree."
             )
-    mark_local(f"sync.{word}", [leaf for _, leaf in differing], VariableAggregation.MEAN)
-    if drifting:
-        mark_local(f"sync.{word}", params, VariableAggregation.MEAN, trainable=True)
+    mark_local(f"sync.{name}", [leaf for _, leaf in local_leaves], VariableAggregation.MEAN)
+    if params_diverge:
+        mark_local(f"sync.{name}", params, VariableAggregation.MEAN, trainable=True)
     return state
 
 
-def _may_differ(word: str, inner: Policy, params: PyTree, state: Any, drifting: bool) -> list[bool]:
-    """Of each leaf of the optimizer's state, whether its updates can make it differ between replicas."""
-    axes = getattr(current_context(), "axes", ()) or ("replica",)  # also where the host program makes a state
+def _find_varying(name: str, optimizer: Policy, params: PyTree, state: Any, params_diverge: bool) -> list[bool]:
+    """Returns for each leaf of the optimizer's state whether updates can make it vary between replicas."""
+    axes = getattr(current_context(), "axes", ()) or ("replica",)  # a state made on the host has no axes
     leaves, treedef = jax.tree.flatten(state)
 
     def update(grads: PyTree, leaves: list[Any], params: PyTree) -> list[Any]:
-        return jax.tree.leaves(inner.update(grads, treedef.unflatten(leaves), params)[1])
+        return jax.tree.leaves(optimizer.update(grads, treedef.unflatten(leaves), params)[1])
 
     try:
         program = jax.make_jaxpr(update)(params, leaves, params).jaxpr
     except TypeError as error:
         raise TypeError(
-            f"`jdist.sync.{word}` tries its inner optimizer out with gradients, state and parameters, to see what each replica "
-            f"keeps for itself, and it failed: {error}. An optimizer that needs more, such as the loss, has no place in it."
+            f"`jdist.sync.{name}` traces the update of its optimizer with gradients, state and parameters, to find the state "
+            f"that is local to each replica, and the trace failed: {error}. Optimizers that need further arguments, such as "
+            "the loss, are not supported here."
         ) from error
-    count = len(jax.tree.leaves(params))
-    own, agreed = replication.Input("gradients", axes), replication.Input("what is agreed on", ())
-    differ = [False] * len(leaves)
-    while True:
-        kept = [own if one else agreed for one in differ]
-        known = replication.prove(program, [own] * count + kept + [own if drifting else agreed] * count, axes)
-        after = [was or bool(now) for was, now in zip(differ, known, strict=True)]
-        if after == differ:
-            return differ
-        differ = after
+    num_params = len(jax.tree.leaves(params))
+    local, replicated = replication.Input("gradients", axes), replication.Input("replicated values", ())
+    param_inputs = [local if params_diverge else replicated] * num_params
+    varying = [False] * len(leaves)
+    while True:  # to a fixed point: a varying leaf may make others vary in the next update
+        state_inputs = [local if varies else replicated for varies in varying]
+        variations = replication.prove(program, [local] * num_params + state_inputs + param_inputs, axes)
+        next_varying = [varies or bool(new) for varies, new in zip(varying, variations, strict=True)]
+        if next_varying == varying:
+            return varying
+        varying = next_varying
 
 
-def _met_or_not(
+def _synchronize_every(
     every: int,
     steps: jax.Array,
     params: PyTree,
     updates: PyTree,
-    meet: Callable[[], tuple[PyTree, Any]],
-    apart: tuple[PyTree, Any],
+    synchronize: Callable[[], tuple[PyTree, Any]],
+    local: tuple[PyTree, Any],
 ) -> tuple[jax.Array, PyTree, Any]:
-    """One step of `every`: the number of the next one, the updates, and what else `meet` gives or `apart` has."""
+    """Synchronizes in every `every`-th step.
 
-    def together() -> tuple[PyTree, PyTree, Any]:
-        target, more = meet()
-        return target, updates_to_target(target, params, updates), more
+    Args:
+        every: The number of steps per synchronization step.
+        steps: The number of steps since the last synchronization step.
+        params: The parameters before the step.
+        updates: The updates of a step without synchronization.
+        synchronize: Returns the synchronized parameters and a further result.
+        local: The same pair for a step without synchronization.
+
+    Returns:
+        The new number of steps, the updates, and the further result.
+    """
+
+    def synchronized() -> tuple[PyTree, PyTree, Any]:
+        target, extra = synchronize()
+        return target, updates_to_target(target, params, updates), extra
 
     if every == 1:
-        _, updates, more = together()
-        return steps, updates, more
-    now = steps == every - 1
-    target, updates, more = lax.cond(now, together, lambda: (apart[0], updates, apart[1]))
-    snap_to_target(params, updates, target, now)
-    return jnp.where(now, 0, steps + 1), updates, more
+        _, new_updates, extra = synchronized()
+        return steps, new_updates, extra
+    is_sync_step = steps == every - 1
+    target, new_updates, extra = lax.cond(is_sync_step, synchronized, lambda: (local[0], updates, local[1]))
+    snap_to_target(params, new_updates, target, is_sync_step)
+    return jnp.where(is_sync_step, 0, steps + 1), new_updates, extra
 
 
 def updates_to_target(target: PyTree, params: PyTree, like: PyTree) -> PyTree:
-    """The updates that make `target` of `params`, in the dtypes of `like`."""
+    """Returns the updates that change `params` to `target`, in the dtypes of `like`."""
     return jax.tree.map(lambda t, p, u: (t - p).astype(u.dtype), target, params, like)

@@ -1,4 +1,4 @@
-"""What all policies share: what a policy is, and the words for what is wrong with its arguments."""
+"""Definitions that all policies share: the `Policy` type, its constructors, and argument checks."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -17,82 +17,79 @@ from jdist._src.replica.context import ReplicaContext, require_replica_context
 Policy: TypeAlias = optax.GradientTransformationExtraArgs
 
 
-def policy_of(init: Callable[..., Any], update: Callable[..., Any]) -> Policy:
-    """The transformation of these two functions; of a type of its own each has its state."""
-    return Policy(init, update)
+def stateless_policy(name: str, reduce: Callable[[ReplicaContext, PyTree], PyTree]) -> Policy:
+    """Returns the policy `name` without a state, which applies `reduce` to each replica's gradients `[...]`."""
+
+    def update(grads: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, Any]:
+        return reduce(policy_context(name), mark_gradients(grads)), state
+
+    return Policy(lambda params: optax.EmptyState(), update)
 
 
-def stateless_policy(word: str, reduce: Callable[[ReplicaContext, PyTree], PyTree]) -> Policy:
-    """A policy without a state: gradients `[...]` of each replica in, `reduce` of them out."""
-
-    def update(grads: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        return reduce(policy_context(word), mark_gradients(grads)), state
-
-    return policy_of(lambda params: optax.EmptyState(), update)
-
-
-def policy_context(word: str) -> ReplicaContext:
-    """The replica that applies the policy `word`.
+def policy_context(name: str) -> ReplicaContext:
+    """Returns the context of the replica that applies the policy `name`.
 
     Raises:
-        RuntimeError: It is the host program, within `strategy.scope()`.
+        RuntimeError: The policy is applied in the cross-replica context, within `strategy.scope()`.
     """
-    return require_replica_context(f"sync.{word}", "strategy.reduce")
+    return require_replica_context(f"sync.{name}", "strategy.reduce")
 
 
 def mark_gradients(grads: PyTree) -> PyTree:
-    """`grads`, named as what a policy was given, so that what was done to them before can be looked at."""
+    """Returns `grads` with a name on each array, by which `clip_check` finds the operations applied before the policy."""
     return jax.tree.map(lambda g: checkpoint_name(g, GRADIENT_MARK) if isinstance(g, jax.Array) else g, grads)
 
 
-def check_transformation(word: str, inner: Any) -> Policy:
-    """`inner`, taking whatever extra arguments the user hands in.
+def check_transformation(name: str, argument: str, value: Any) -> Policy:
+    """Returns an argument of the policy `name` as a transformation that accepts extra arguments.
 
     Raises:
-        TypeError: It is no gradient transformation.
+        TypeError: `value` is not a gradient transformation.
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        hint = " Call it." if callable(inner) else ""
-        raise TypeError(
-            f"`jdist.sync.{word}` works on an optax gradient transformation, such as `jdist.sync.mean()`, got {inner!r}.{hint}"
-        )
-    return optax.with_extra_args_support(inner)
+    if isinstance(value, optax.GradientTransformation):
+        return optax.with_extra_args_support(value)
+    example = "optax.adamw(1e-3)" if argument.endswith("optimizer") else "jdist.sync.mean()"
+    hint = " Call it." if callable(value) else ""
+    raise TypeError(
+        f"`{argument}` of `jdist.sync.{name}` must be an optax gradient transformation, such as `{example}`, got {value!r}."
+        f"{hint}"
+    )
 
 
-def check_integer(word: str, name: str, value: Any, least: int) -> int:
-    """`value` as a whole number from `least` up.
+def check_integer(name: str, argument: str, value: Any, least: int) -> int:
+    """Returns an argument of the policy `name` as an integer.
 
     Raises:
-        TypeError: It is no whole number.
-        ValueError: It is less than `least`.
+        TypeError: `value` is not an integer.
+        ValueError: `value` is less than `least`.
     """
-    return as_int(f"`{name}` of `jdist.sync.{word}`", value, least)
+    return as_int(f"`{argument}` of `jdist.sync.{name}`", value, least)
 
 
-def check_number(word: str, name: str, value: Any) -> float:
-    """`value` as a number.
+def check_number(name: str, argument: str, value: Any) -> float:
+    """Returns an argument of the policy `name` as a float.
 
     Raises:
-        TypeError: It is none.
+        TypeError: `value` is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"`{name}` of `jdist.sync.{word}` is a number, got {value!r}.")
+        raise TypeError(f"`{argument}` of `jdist.sync.{name}` must be a number, got {value!r}.")
     return float(value)
 
 
-def require_params(word: str, params: PyTree) -> PyTree:
-    """`params`.
+def require_params(name: str, params: PyTree) -> PyTree:
+    """Returns `params`.
 
     Raises:
-        ValueError: There are none.
+        ValueError: `params` is None.
     """
     if params is None:
         raise ValueError(
-            f"`jdist.sync.{word}` changes the parameters, and needs them: `tx.update(grads, opt_state, params)`."
+            f"`jdist.sync.{name}` needs the parameters in each update: write `tx.update(grads, opt_state, params)`."
         )
     return params
 
 
 def is_float(leaf: Any) -> bool:
-    """Whether `leaf` is an array of real floating-point numbers."""
+    """Returns whether `leaf` is an array of real floating-point numbers."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

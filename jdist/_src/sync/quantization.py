@@ -1,4 +1,4 @@
-"""Policies that send each number in fewer bits."""
+"""Policies that send gradients in fewer bits."""
 
 import math
 from typing import Any, Literal, NamedTuple
@@ -29,84 +29,85 @@ from jdist._src.sync.policy import (
     is_float,
     mark_gradients,
     policy_context,
-    policy_of,
 )
 from jdist._src.sync.reduction import mean
 
 
-def in_dtype(dtype: Any, inner: optax.GradientTransformation | None = None) -> Policy:
-    """Gradients rounded to `dtype` before `inner` reduces them, and given their own dtype again.
+def in_dtype(dtype: Any, *, reduction: optax.GradientTransformation | None = None) -> Policy:
+    """Rounds the gradients to `dtype`, reduces them by `reduction`, and converts the result to their own dtype.
 
-    What rounding takes away from what a replica sends is added to its next gradient (error feedback). The sum is then one of
-    numbers in `dtype`, and is rounded as they are; XLA may add up in a wider dtype, as its CPU backend does with bfloat16.
+    The rounding error of the gradient that a replica sends is added to its next gradient (error feedback). The sum is computed
+    in `dtype` and rounded accordingly; XLA may compute it in a wider dtype, as its CPU backend does with bfloat16.
 
     Args:
-        dtype: A floating-point dtype. Leaves that lose no digits in it are left as they are.
-        inner: The policy that reduces; `mean()` by default.
+        dtype: A floating-point dtype. Leaves that are not rounded by the conversion are left unchanged.
+        reduction: The policy that reduces the rounded gradients; `mean()` by default.
 
     Returns:
-        A transformation of each replica's gradients `[...]`, with a residual for each leaf in its state.
+        A transformation of each replica's gradients `[...]`, with a residual for each rounded leaf in its state.
 
     Raises:
-        TypeError: `dtype` is no floating-point dtype, or `inner` no gradient transformation.
+        TypeError: `dtype` is not a floating-point dtype, or `reduction` is not a gradient transformation.
 
     Example:
         >>> tx = optax.chain(jdist.sync.in_dtype(jnp.bfloat16), optax.adamw(1e-3))
     """
     dtype = float_dtype("`dtype` of `jdist.sync.in_dtype`", dtype)
-    digits = jnp.finfo(dtype).nmant
-    inner = check_transformation("in_dtype", mean() if inner is None else inner)
+    mantissa_bits = jnp.finfo(dtype).nmant
+    reduction = check_transformation("in_dtype", "reduction", mean() if reduction is None else reduction)
 
-    def loses(leaf: Any) -> bool:
-        return is_float(leaf) and jnp.finfo(leaf.dtype).nmant > digits
+    def is_rounded(leaf: Any) -> bool:
+        return is_float(leaf) and jnp.finfo(leaf.dtype).nmant > mantissa_bits
 
-    def lower(tree: PyTree) -> PyTree:
+    def cast(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: x.astype(dtype), tree)
 
-    def first(params: PyTree) -> FeedbackState:
-        mine, others = partition_leaves(params, loses)
-        return FeedbackState(zero_residual("in_dtype", mine), None, inner.init(merge_leaves(lower(mine), others)))
+    def init(params: PyTree) -> FeedbackState:
+        rounded, others = partition_leaves(params, is_rounded)
+        return FeedbackState(
+            zero_residual("in_dtype", rounded), None, reduction.init(merge_leaves(cast(rounded), others))
+        )
 
     def update(
-        grads: PyTree, state: FeedbackState, params: PyTree = None, **extra: Any
+        grads: PyTree, state: FeedbackState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, FeedbackState]:
         context = policy_context("in_dtype")
-        mine, others = partition_leaves(mark_gradients(grads), loses)
-        meant = add_residual(context, mine, state.residual)
-        low = lower(meant)
-        total, kept = inner.update(merge_leaves(low, others), state.inner, params, **extra)
-        count = context.num_replicas_in_sync
-        lost = jax.tree.map(lambda x, y: (x - y.astype(x.dtype)) / count, meant, low)
-        return jax.tree.map(lambda g, t: t.astype(g.dtype), grads, total), FeedbackState(lost, None, kept)
+        rounded, others = partition_leaves(mark_gradients(grads), is_rounded)
+        exact = add_residual(context, rounded, state.residual)
+        sent = cast(exact)
+        reduced, policy_state = reduction.update(merge_leaves(sent, others), state.policy_state, params, **extra_args)
+        replicas = context.num_replicas_in_sync
+        residual = jax.tree.map(lambda x, y: (x - y.astype(x.dtype)) / replicas, exact, sent)
+        return jax.tree.map(lambda g, r: r.astype(g.dtype), grads, reduced), FeedbackState(residual, None, policy_state)
 
-    return policy_of(first, update)
+    return Policy(init, update)
 
 
 def int8(
-    inner: optax.GradientTransformation | None = None,
     *,
+    fallback: optax.GradientTransformation | None = None,
     rounding: Literal["nearest", "stochastic"] = "nearest",
     block_size: int = 256,
     seed: int = 0,
 ) -> Policy:
-    """The mean over the replicas, sent in 8 bits a number: a quarter of the bytes of float32.
+    """Averages the gradients over the replicas, sent as int8: a quarter of the bytes of float32.
 
-    Every replica scales its gradient, block by block, to whole numbers from -127 to 127, and sends each other replica the
-    part that this one adds up (all-to-all); the sums go back in 8 bits again (all-gather). What rounding takes away, on both
-    ways, is added to the next gradient (error feedback).
+    Each replica scales its gradient, block by block, to integers from -127 to 127, and sends each other replica the part that
+    this replica sums (all-to-all); the sums are sent back as int8 (all-gather). The rounding errors of both messages are added
+    to the next gradient (error feedback).
 
     Args:
-        inner: The policy for leaves of fewer than `block_size` numbers and of no floats; `mean()` by default.
-        rounding: To the nearest number, or up and down at random, right on average.
-        block_size: How many neighbours share a scale, a float32 sent with them.
-        seed: Of the random rounding.
+        fallback: The policy of leaves that have fewer than `block_size` numbers or are not floats; `mean()` by default.
+        rounding: `"nearest"`, or `"stochastic"`: up or down at random, correct in expectation.
+        block_size: The number of consecutive numbers that share a scale, a float32 sent with them.
+        seed: The seed of stochastic rounding.
 
     Returns:
-        A transformation of each replica's gradients `[...]` into their mean; mirrored.
+        A transformation of each replica's gradients `[...]` into their mean; replicated.
 
     Raises:
-        ValueError: There is no such rounding, or `block_size` is not positive.
-        TypeError: `inner` is no gradient transformation.
+        ValueError: `rounding` is not one of the two names, or `block_size` is not positive.
+        TypeError: `fallback` is not a gradient transformation.
 
     Source:
         D. Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding", arXiv:1610.02132;
@@ -116,80 +117,82 @@ def int8(
         >>> tx = optax.chain(jdist.sync.int8(rounding="stochastic"), optax.adamw(1e-3))
     """
     if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"`rounding` of `jdist.sync.int8` is 'nearest' or 'stochastic', got {rounding!r}.")
+        raise ValueError(f"`rounding` of `jdist.sync.int8` must be 'nearest' or 'stochastic', got {rounding!r}.")
     block_size = check_integer("int8", "block_size", block_size, 1)
-    inner = check_transformation("int8", mean() if inner is None else inner)
+    fallback = check_transformation("int8", "fallback", mean() if fallback is None else fallback)
 
-    def chosen(leaf: Any) -> bool:
+    def is_compressed(leaf: Any) -> bool:
         return is_float(leaf) and leaf.size >= block_size
 
-    def init(leaves: list[Any]) -> jax.Array | None:
+    def init_codec(leaves: list[Any]) -> jax.Array | None:
         return jax.random.key(seed) if rounding == "stochastic" else None
 
     def send(context: ReplicaContext, leaves: list[jax.Array], key: jax.Array | None) -> CompressedMean:
         if not leaves:
             return CompressedMean([], [], key)
-        key, *draws = [None] * 3 if key is None else jax.random.split(key, 3)
-        count = context.num_replicas_in_sync
+        key, *rounding_keys = [None] * 3 if key is None else jax.random.split(key, 3)
+        replicas = context.num_replicas_in_sync
         flat = jnp.concatenate([leaf.ravel().astype(jnp.float32) for leaf in leaves])
-        parts = _blocks(flat, count, block_size)
-        there = _quantized(parts, draws[0])
-        received = _Blocks.of_bytes(ops.all_to_all_rows(there.bytes, context.axes))
-        own = jnp.sum(received.numbers, axis=0) / count
-        back = _quantized(own, draws[1])
-        arrived = _Blocks.of_bytes(ops.stack_replicas(back.bytes, context.axes))
-        lost = (parts - there.numbers) / count
-        lost = lost.at[context.replica_id_in_sync_group].add(own - back.numbers)
-        return CompressedMean(_like(arrived.numbers, leaves), _like(lost, leaves), key)
+        blocks = _split_into_blocks(flat, replicas, block_size)
+        sent = _quantize(blocks, rounding_keys[0])
+        received = _QuantizedBlocks.from_bytes(ops.all_to_all_rows(sent.bytes, context.axes))
+        part_mean = jnp.sum(received.numbers, axis=0) / replicas
+        sent_back = _quantize(part_mean, rounding_keys[1])
+        means = _QuantizedBlocks.from_bytes(ops.stack_replicas(sent_back.bytes, context.axes))
+        residual = (blocks - sent.numbers) / replicas
+        residual = residual.at[context.replica_id_in_sync_group].add(part_mean - sent_back.numbers)
+        return CompressedMean(_unflatten(means.numbers, leaves), _unflatten(residual, leaves), key)
 
-    return with_feedback("int8", inner, chosen, init, send)
+    return with_feedback("int8", fallback, is_compressed, init_codec, send)
 
 
-class _Blocks(NamedTuple):
-    """Numbers in 8 bits.
+class _QuantizedBlocks(NamedTuple):
+    """Numbers quantized to 8 bits.
 
     Attributes:
-        whole: int8 `[..., block, number]`.
-        scale: What 1 stands for, float32 `[..., block]`.
+        integers: int8 `[..., block, number]`.
+        scale: The value of the integer 1, float32 `[..., block]`.
     """
 
-    whole: jax.Array
+    integers: jax.Array
     scale: jax.Array
 
     @property
     def numbers(self) -> jax.Array:
-        """What they stand for, float32 `[..., block, number]`."""
-        return self.whole * self.scale[..., None]
+        """The dequantized numbers, float32 `[..., block, number]`."""
+        return self.integers * self.scale[..., None]
 
     @property
     def bytes(self) -> jax.Array:
-        """As they are sent, all in one: int8 `[..., block, number + 4]`."""
-        return jnp.concatenate([self.whole, lax.bitcast_convert_type(self.scale, jnp.int8)], axis=-1)
+        """Integers and scale in one array, for a single message: int8 `[..., block, number + 4]`."""
+        return jnp.concatenate([self.integers, lax.bitcast_convert_type(self.scale, jnp.int8)], axis=-1)
 
     @classmethod
-    def of_bytes(cls, sent: jax.Array) -> "_Blocks":
-        return cls(sent[..., :-4], lax.bitcast_convert_type(sent[..., -4:], jnp.float32))
+    def from_bytes(cls, message: jax.Array) -> "_QuantizedBlocks":
+        return cls(message[..., :-4], lax.bitcast_convert_type(message[..., -4:], jnp.float32))
 
 
-def _blocks(flat: jax.Array, count: int, size: int) -> jax.Array:
-    """`[number]` to `[count, block, number]`, filled up with zeros."""
-    each = math.ceil(flat.size / (count * size))
-    return jnp.pad(flat, (0, count * each * size - flat.size)).reshape(count, each, size)
+def _split_into_blocks(flat: jax.Array, replicas: int, size: int) -> jax.Array:
+    """Reshapes `[number]` to `[replica, block, number]`, padded with zeros."""
+    blocks = math.ceil(flat.size / (replicas * size))
+    return jnp.pad(flat, (0, replicas * blocks * size - flat.size)).reshape(replicas, blocks, size)
 
 
-def _quantized(x: jax.Array, draw: jax.Array | None) -> _Blocks:
+def _quantize(x: jax.Array, key: jax.Array | None) -> _QuantizedBlocks:
+    """Quantizes float32 `[..., block, number]`; rounds at random with `key`, else to the nearest integer."""
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
     scaled = x / jnp.where(scale == 0, 1, scale)[..., None]
-    # At random each replica for itself, or all would round to the same side.
-    noise = None if draw is None else jax.random.uniform(replica_key(draw), x.shape)
-    rounded = jnp.round(scaled) if noise is None else jnp.floor(scaled + noise)
-    return _Blocks(jnp.clip(rounded, -127, 127).astype(jnp.int8), scale)
+    # Each replica draws its own noise: with the same noise, the rounding errors would not average out.
+    rounded = (
+        jnp.round(scaled) if key is None else jnp.floor(scaled + jax.random.uniform(replica_key(key), x.shape))
+    )
+    return _QuantizedBlocks(jnp.clip(rounded, -127, 127).astype(jnp.int8), scale)
 
 
-def _like(parts: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
-    """The numbers of `parts`, in the shapes and dtypes of `leaves`."""
-    flat, found, start = parts.ravel(), [], 0
+def _unflatten(blocks: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+    """Returns the numbers of `blocks` in the shapes and dtypes of `leaves`."""
+    flat, arrays, start = blocks.ravel(), [], 0
     for leaf in leaves:
-        found.append(flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype))
+        arrays.append(flat[start : start + leaf.size].reshape(leaf.shape).astype(leaf.dtype))
         start += leaf.size
-    return found
+    return arrays

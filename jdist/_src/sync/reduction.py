@@ -1,4 +1,4 @@
-"""Policies that make one gradient of all replicas' at every step, and lose nothing but rounding."""
+"""Policies that reduce the gradients of all replicas at every step, exact up to rounding."""
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,12 @@ from jdist._src.values.reduce_op import ReduceOp
 
 
 def mean() -> Policy:
-    """The mean over the replicas: what one device would compute of the whole batch.
+    """Averages the gradients over the replicas: the result is the gradient of the global batch.
 
-    Put it ahead of the optimizer, and of clipping, so that this looks at the whole gradient.
+    Place it before the optimizer, and before clipping, which then sees the reduced gradient.
 
     Returns:
-        A transformation of each replica's gradients `[...]` into their mean; mirrored.
+        A transformation of each replica's gradients `[...]` into their mean; replicated.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -38,10 +38,10 @@ def mean() -> Policy:
 
 
 def sum() -> Policy:  # noqa: A001  # `sync.sum`
-    """The sum over the replicas, for losses that are divided by the global batch already (`jdist.compute_average_loss`).
+    """Sums the gradients over the replicas, for a loss that is divided by the global batch size (`jdist.compute_average_loss`).
 
     Returns:
-        A transformation of each replica's gradients `[...]` into their sum; mirrored.
+        A transformation of each replica's gradients `[...]` into their sum; replicated.
 
     Example:
         >>> tx = optax.chain(jdist.sync.sum(), optax.sgd(0.1))
@@ -50,21 +50,21 @@ def sum() -> Policy:  # noqa: A001  # `sync.sum`
 
 
 def hierarchical(inner_axis: str, outer_axis: str) -> Policy:
-    """The mean in two levels: reduce-scatter in a group, all-reduce between groups, all-gather in the group.
+    """Averages the gradients in two levels: reduce-scatter within a group, all-reduce between groups, all-gather in the group.
 
-    Between groups, where the network is slow, each replica sends one part only. For a strategy whose replicas lie along two
-    axes, as `MirroredStrategy(cross_device_ops=HierarchicalAllReduce(group_size))` has them. Outside any strategy it is the
-    identity.
+    Over the slow network between groups, each replica sends only its part of the gradient. For a strategy whose replicas span
+    two mesh axes, such as `MirroredStrategy(cross_device_ops=HierarchicalAllReduce(group_size))`. Outside any strategy it is
+    the identity.
 
     Args:
         inner_axis: The mesh axis within a group.
         outer_axis: The mesh axis between groups.
 
     Returns:
-        A transformation of each replica's gradients `[...]` into their mean; mirrored.
+        A transformation of each replica's gradients `[...]` into their mean; replicated.
 
     Raises:
-        ValueError: When applied: the strategy's mesh has not these two axes.
+        ValueError: When applied: the strategy's mesh does not have these two axes.
 
     Source:
         X. Jia et al., "Highly scalable deep learning training system with mixed-precision", arXiv:1807.11205.
@@ -77,7 +77,7 @@ def hierarchical(inner_axis: str, outer_axis: str) -> Policy:
         >>> float(strategy.run(reduce)["w"])
         1.5
     """
-    ways = HierarchicalAllReduce()
+    two_levels = HierarchicalAllReduce()
 
     def reduce(context: ReplicaContext, grads: PyTree) -> PyTree:
         if not context.axes:
@@ -85,29 +85,32 @@ def hierarchical(inner_axis: str, outer_axis: str) -> Policy:
         axes = (outer_axis, inner_axis)
         if sorted(axes) != sorted(context.axes):
             raise ValueError(
-                f"`jdist.sync.hierarchical({inner_axis!r}, {outer_axis!r})` needs replicas along these two axes, and this "
-                f"strategy has them along {', '.join(map(repr, context.axes))}. Two axes, 'replica' within 'group', come from "
-                "`MirroredStrategy(cross_device_ops=jdist.HierarchicalAllReduce(group_size))`."
+                f"`jdist.sync.hierarchical({inner_axis!r}, {outer_axis!r})` needs a mesh whose replicas span these two axes, but "
+                f"the mesh of this strategy has {', '.join(map(repr, context.axes))}. "
+                "`MirroredStrategy(cross_device_ops=jdist.HierarchicalAllReduce(group_size))` creates the two axes 'replica' "
+                "(inner) and 'group' (outer)."
             )
         leaves, treedef = jax.tree.flatten(grads)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
-        sums = cross_device_ops.all_reduce_packed(ReduceOp.SUM, arrays, axes, ways, context.communication_options)
+        sums = cross_device_ops.all_reduce_packed(
+            ReduceOp.SUM, arrays, axes, two_levels, context.communication_options
+        )
         return treedef.unflatten([total / num_replicas(axes) for total in sums])
 
     return stateless_policy("hierarchical", reduce)
 
 
 def exact() -> Policy:
-    """The mean, added up in one order whatever the number of devices: bit-equal results.
+    """Averages the gradients in an order of additions that does not depend on the number of devices: bitwise equal results.
 
-    For a strategy with virtual replicas, `MirroredStrategy(..., virtual_replicas=V)`: the mathematics is that of V replicas,
-    and the devices only decide how fast it is done. Outside any strategy it is the identity.
+    For a strategy with virtual replicas, `MirroredStrategy(..., virtual_replicas=V)`: the result is defined by V replicas, and
+    the devices only decide the speed. Outside any strategy it is the identity.
 
     Returns:
-        A transformation of each replica's gradients `[...]` into their mean; mirrored.
+        A transformation of each replica's gradients `[...]` into their mean; replicated.
 
     Raises:
-        ValueError: When applied: the strategy has no virtual replicas.
+        ValueError: When applied: the strategy does not have virtual replicas.
 
     Example:
         >>> tx = jdist.sync.exact()
@@ -121,8 +124,8 @@ def exact() -> Policy:
     def reduce(context: ReplicaContext, grads: PyTree) -> PyTree:
         if context.axes and not context.virtual:
             raise ValueError(
-                "`jdist.sync.exact()` adds up the gradients of a fixed number of virtual replicas, and this strategy has none. "
-                f"Say how many: `MirroredStrategy(..., virtual_replicas={context.num_replicas_in_sync})`."
+                "`jdist.sync.exact()` adds the gradients of a fixed number of virtual replicas, but this strategy does not have "
+                f"virtual replicas. Pass their number: `MirroredStrategy(..., virtual_replicas={context.num_replicas_in_sync})`."
             )
         return context.all_reduce(ReduceOp.MEAN, grads)
 

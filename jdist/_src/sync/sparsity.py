@@ -1,4 +1,4 @@
-"""A policy that sends the largest numbers only."""
+"""Top-k sparsification: replicas send their largest gradient entries only."""
 
 import math
 from typing import Any
@@ -16,23 +16,24 @@ from jdist._src.sync.policy import Policy, check_number, check_transformation, i
 from jdist._src.sync.reduction import mean
 
 
-def top_k(fraction: float, inner: optax.GradientTransformation | None = None) -> Policy:
-    """The mean over the replicas of the largest numbers of each, by magnitude; the others wait.
+def top_k(fraction: float, *, fallback: optax.GradientTransformation | None = None) -> Policy:
+    """Averages the largest entries of each replica's gradients, by magnitude; the other entries are sent later.
 
-    Of each leaf a replica sends `fraction` of its numbers and where they stand (all-gather). What it does not send is added
-    to its next gradient (error feedback), until it is large enough. Every replica receives what all others send: it pays
-    where `fraction` times the number of replicas is well below 1.
+    Of each leaf a replica sends the largest `fraction` of the entries and their indices, by an all-gather. Unsent entries are
+    added to the next gradient (error feedback). Every replica receives the entries of all others: the policy reduces the
+    bytes if `fraction` times the number of replicas is much less than 1.
 
     Args:
-        fraction: In (0, 1]; at least one number of each leaf is sent. 1 leaves all to `inner`.
-        inner: The policy for leaves of one number, of no floats, and of which all would be sent; `mean()` by default.
+        fraction: In (0, 1]; at least one entry of each leaf is sent. With 1, `fallback` reduces all leaves.
+        fallback: The policy of leaves that have a single entry, are not floats, or would be sent completely; `mean()` by
+            default.
 
     Returns:
-        A transformation of each replica's gradients `[...]` into the mean of what is sent; mirrored.
+        A transformation of each replica's gradients `[...]` into the mean of the sent entries; replicated.
 
     Raises:
         ValueError: `fraction` is not in (0, 1].
-        TypeError: It is no number, or `inner` no gradient transformation.
+        TypeError: `fraction` is not a number, or `fallback` is not a gradient transformation.
 
     Source:
         Y. Lin et al., "Deep gradient compression: reducing the communication bandwidth for distributed training",
@@ -43,15 +44,15 @@ def top_k(fraction: float, inner: optax.GradientTransformation | None = None) ->
     """
     if not 0 < check_number("top_k", "fraction", fraction) <= 1:
         raise ValueError(
-            f"`fraction` of `jdist.sync.top_k` is in (0, 1], got {fraction!r}: 0.01 sends one number in 100."
+            f"`fraction` of `jdist.sync.top_k` must be in (0, 1], got {fraction!r}. 0.01 sends one entry in 100."
         )
-    inner = check_transformation("top_k", mean() if inner is None else inner)
+    fallback = check_transformation("top_k", "fallback", mean() if fallback is None else fallback)
 
-    def count(leaf: Any) -> int:
+    def num_sent(leaf: Any) -> int:
         return math.ceil(fraction * leaf.size)
 
-    def chosen(leaf: Any) -> bool:
-        return is_float(leaf) and count(leaf) < leaf.size
+    def is_compressed(leaf: Any) -> bool:
+        return is_float(leaf) and num_sent(leaf) < leaf.size
 
     def send(context: ReplicaContext, leaves: list[jax.Array], codec: None) -> CompressedMean:
         if not leaves:
@@ -59,27 +60,26 @@ def top_k(fraction: float, inner: optax.GradientTransformation | None = None) ->
         replicas = context.num_replicas_in_sync
         starts = np.cumsum([0] + [leaf.size for leaf in leaves])
         flat = jnp.concatenate([leaf.ravel().astype(jnp.float32) for leaf in leaves])
-        places = jnp.concatenate(
-            [start + _largest(leaf, count(leaf)) for start, leaf in zip(starts, leaves, strict=False)]
+        indices = jnp.concatenate(
+            [
+                start + lax.top_k(jnp.abs(leaf.ravel()), num_sent(leaf))[1].astype(jnp.int32)
+                for start, leaf in zip(starts, leaves, strict=False)
+            ]
         )
-        message = jnp.stack([lax.bitcast_convert_type(flat[places], jnp.int32), places])
+        message = jnp.stack([lax.bitcast_convert_type(flat[indices], jnp.int32), indices])
         received = ops.stack_replicas(message, context.axes)
 
-        def add(total: jax.Array, one: jax.Array) -> tuple[jax.Array, None]:
-            # One replica after the other, each place once: an order of additions that all devices share.
-            return total.at[one[1]].add(lax.bitcast_convert_type(one[0], jnp.float32), unique_indices=True), None
+        def add(total: jax.Array, message: jax.Array) -> tuple[jax.Array, None]:
+            # Sequentially by replica, with unique indices each: all devices add in the same order.
+            entries = lax.bitcast_convert_type(message[0], jnp.float32)
+            return total.at[message[1]].add(entries, unique_indices=True), None
 
         total, _ = lax.scan(add, jnp.zeros_like(flat), received)
-        lost = flat.at[places].set(0) / replicas
-        cut = lambda x: [
+        residual = flat.at[indices].set(0) / replicas
+        split = lambda x: [
             part.reshape(leaf.shape).astype(leaf.dtype)
             for part, leaf in zip(jnp.split(x, starts[1:-1]), leaves, strict=True)
         ]
-        return CompressedMean(cut(total / replicas), cut(lost), codec)
+        return CompressedMean(split(total / replicas), split(residual), codec)
 
-    return with_feedback("top_k", inner, chosen, lambda leaves: None, send)
-
-
-def _largest(leaf: jax.Array, count: int) -> jax.Array:
-    """Where the `count` largest numbers of `leaf` stand in it, by magnitude; int32 `[count]`."""
-    return lax.top_k(jnp.abs(leaf.ravel()), count)[1].astype(jnp.int32)
+    return with_feedback("top_k", fallback, is_compressed, lambda leaves: None, send)

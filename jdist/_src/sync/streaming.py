@@ -1,4 +1,4 @@
-"""DiLoCo part by part, while training goes on."""
+"""Streaming DiLoCo: outer steps of parameter fragments, whose communication overlaps with computation."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from jdist._src.core.tree import PyTree
 from jdist._src.replica.leaf_annotations import snap_to_target
 from jdist._src.sync.local_updates import (
     OuterStep,
+    check_outer_optimizer,
     copy_params,
     init_local_optimizer,
-    nesterov,
     outer_step,
     updates_to_target,
 )
@@ -24,7 +24,6 @@ from jdist._src.sync.policy import (
     check_number,
     check_transformation,
     policy_context,
-    policy_of,
     require_params,
 )
 from jdist._src.sync.reduction import mean
@@ -34,19 +33,19 @@ class StreamingState(NamedTuple):
     """The state of `streaming_diloco`.
 
     Attributes:
-        steps: How many steps were taken, int32 `[]`; mirrored.
-        inner: The state of the inner optimizer, in part one a replica.
-        fragments: For each fragment its parameters after its last meeting, and the states of what reduced and stepped there.
+        steps: The number of steps taken, int32 `[]`; replicated.
+        opt_state: The state of each replica's optimizer; leaves that may vary are local to each replica.
+        fragments: The last outer step of each fragment: its parameters, and the states of `reduction` and the outer optimizer.
     """
 
     steps: jax.Array
-    inner: Any
+    opt_state: Any
     fragments: tuple[OuterStep, ...]
 
 
 def streaming_diloco(
-    inner: optax.GradientTransformation,
-    outer: optax.GradientTransformation | None = None,
+    optimizer: optax.GradientTransformation,
+    outer_optimizer: optax.GradientTransformation | None = None,
     *,
     every: int,
     fragments: int,
@@ -54,26 +53,27 @@ def streaming_diloco(
     blend: float = 0.5,
     reduction: optax.GradientTransformation | None = None,
 ) -> Policy:
-    """DiLoCo whose parameters meet in fragments, one after the other, while training goes on.
+    """Streaming DiLoCo: the outer steps of parameter fragments are spread over the steps, and overlap with computation.
 
-    Each fragment meets every `every` steps, at a time of its own, so that never more than a fragment is sent in a step. What
-    is sent is not waited for: it sets out with a step, beside whose work it has room, and is used `overlap` steps later,
-    when it is blended with what the replica has learned meanwhile.
+    Each fragment has an outer step every `every` steps, at its own offset, so that no step sends more than a fragment unless
+    there are more fragments than steps. Communication overlaps with computation: a fragment's all-reduce starts with one step,
+    and its result is applied `overlap` steps later, blended with the parameters that the replica has reached by then.
 
     Args:
-        inner: The optimizer of each replica, without a policy.
-        outer: The optimizer of all; by default the paper's, `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
-        every: How many steps from one meeting of a fragment to its next.
-        fragments: In how many parts the parameters are taken; whole leaves, of about as many numbers each.
-        overlap: How many steps later what was sent is used. 0 waits for it, as `diloco` does.
-        blend: How much of its own a replica keeps then, from 0 up and below 1. With 0 all agree after it.
-        reduction: The policy that makes one way of all replicas'; `mean()` by default, `int8()` to send less.
+        optimizer: The optimizer of each replica, without a policy.
+        outer_optimizer: The optimizer of the outer steps; by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`, as in the
+            paper.
+        every: The number of steps between two outer steps of a fragment.
+        fragments: The number of fragments; each contains complete leaves, with similar numbers of parameters.
+        overlap: The number of steps after which the result of an outer step is applied. 0 waits for it, as `diloco` does.
+        blend: The weight of the replica's own parameters at that time, at least 0 and less than 1. With 0 all replicas agree.
+        reduction: The policy that reduces the pseudo-gradients; `mean()` by default. `int8()` sends fewer bytes.
 
     Returns:
         A transformation of each replica's gradients `[...]` into its own updates.
 
     Raises:
-        ValueError: A number is out of range; by `init`, there are fewer leaves than fragments.
+        ValueError: A number is out of range; or, raised by `init`, there are fewer leaves than fragments.
         TypeError: As for `diloco`.
 
     Source:
@@ -83,99 +83,109 @@ def streaming_diloco(
     Example:
         >>> tx = jdist.sync.streaming_diloco(optax.adamw(1e-3), every=50, fragments=4)
     """
-    word = "streaming_diloco"
-    every = check_integer(word, "every", every, 1)
-    fragments = check_integer(word, "fragments", fragments, 1)
-    overlap = check_integer(word, "overlap", overlap, 0)
+    name = "streaming_diloco"
+    every = check_integer(name, "every", every, 1)
+    fragments = check_integer(name, "fragments", fragments, 1)
+    overlap = check_integer(name, "overlap", overlap, 0)
     if overlap >= every:
         raise ValueError(
-            f"`overlap` of `jdist.sync.{word}` is less than `every`, got {overlap} and {every}: what was sent is used before "
-            "the next is sent."
+            f"`overlap` of `jdist.sync.{name}` must be less than `every`, got overlap={overlap} and every={every}: the result of "
+            "an outer step is applied before the next one starts."
         )
-    if not 0 <= check_number(word, "blend", blend) < 1:
+    if not 0 <= check_number(name, "blend", blend) < 1:
         raise ValueError(
-            f"`blend` of `jdist.sync.{word}` is from 0 up and below 1, got {blend!r}: a replica's own part."
+            f"`blend` of `jdist.sync.{name}` must be at least 0 and less than 1, got {blend!r}. It is the weight of a replica's "
+            "own parameters."
         )
-    inner = check_transformation(word, inner)
-    outer = check_transformation(word, nesterov() if outer is None else outer)
-    reduction = check_transformation(word, mean() if reduction is None else reduction)
-    always = every == 1 and blend == 0  # then nothing drifts
+    optimizer = check_transformation(name, "optimizer", optimizer)
+    outer_optimizer = check_outer_optimizer(name, outer_optimizer)
+    reduction = check_transformation(name, "reduction", mean() if reduction is None else reduction)
+    always_synchronized = every == 1 and blend == 0
 
-    def first(params: PyTree) -> StreamingState:
-        kept = init_local_optimizer(word, inner, params, not always)
-        parts = [copy_params(part) for part in _parts(params, fragments)]
-        mets = [OuterStep(part, reduction.init(part), outer.init(part)) for part in parts]
-        return StreamingState(jnp.int32(0), kept, tuple(mets))
+    def init(params: PyTree) -> StreamingState:
+        opt_state = init_local_optimizer(name, optimizer, params, not always_synchronized)
+        parts = [copy_params(part) for part in _split_into_fragments(params, fragments)]
+        outer_steps = [OuterStep(part, reduction.init(part), outer_optimizer.init(part)) for part in parts]
+        return StreamingState(jnp.int32(0), opt_state, tuple(outer_steps))
 
     def update(
-        grads: PyTree, state: StreamingState, params: PyTree = None, **extra: Any
+        grads: PyTree, state: StreamingState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, StreamingState]:
-        policy_context(word)
-        params = require_params(word, params)
-        updates, kept = inner.update(grads, state.inner, params, **extra)
-        own = optax.apply_updates(params, updates)
-        parts = zip(state.fragments, *(_parts(tree, fragments) for tree in (params, own, updates)), strict=True)
-        results = [fragment(number, state.steps, *part) for number, part in enumerate(parts)]
-        mets, updates_of_parts = zip(*results, strict=True)
-        return _whole(updates, updates_of_parts), StreamingState(state.steps + 1, kept, mets)
+        policy_context(name)
+        params = require_params(name, params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
+        local_params = optax.apply_updates(params, updates)
+        trees = (_split_into_fragments(tree, fragments) for tree in (params, local_params, updates))
+        results = [
+            update_fragment(number, state.steps, *part)
+            for number, part in enumerate(zip(state.fragments, *trees, strict=True))
+        ]
+        outer_steps, fragment_updates = zip(*results, strict=True)
+        new_state = StreamingState(state.steps + 1, opt_state, outer_steps)
+        return _merge_fragments(updates, fragment_updates), new_state
 
-    def fragment(
+    def update_fragment(
         number: int,
         steps: jax.Array,
-        met: OuterStep,
-        old: list[jax.Array],
-        own: list[jax.Array],
-        update: list[jax.Array],
+        last: OuterStep,
+        params: list[jax.Array],
+        local_params: list[jax.Array],
+        updates: list[jax.Array],
     ) -> tuple[OuterStep, list[jax.Array]]:
-        """What becomes of a fragment in a step from `old` to `own`: its last meeting, and its updates."""
-        sends, arrives = (
-            True if always else (moment > 0) & ((moment - number * every // fragments) % every == 0)
+        """Returns the last outer step and the updates of a fragment after a step from `params` to `local_params`."""
+        starts, is_applied = (
+            True if always_synchronized else (moment > 0) & ((moment - number * every // fragments) % every == 0)
             for moment in (steps + (overlap == 0), steps + 1 - overlap)
         )
-        # What sets out is what the step began with, if there is time: then it need not wait for the gradients.
-        sent = old if overlap else own
-        meet = lambda: outer_step(reduction, outer, sent, met.params, met.reduction, met.outer)
-        after = meet() if always else lax.cond(sends, meet, lambda: met)
+        # With overlap, the parameters before the step are sent, so that the message does not depend on the step's gradients.
+        sent = params if overlap else local_params
+        start = lambda: outer_step(reduction, outer_optimizer, sent, last)
+        outer = start() if always_synchronized else lax.cond(starts, start, lambda: last)
 
-        def blended() -> list[jax.Array]:
-            new = (
-                [blend * a + (1 - blend) * b for a, b in zip(own, after.params, strict=True)] if blend else after.params
-            )
-            return updates_to_target(new, old, update)
+        def blended_updates() -> list[jax.Array]:
+            target = outer.params
+            if blend:
+                target = [blend * a + (1 - blend) * b for a, b in zip(local_params, target, strict=True)]
+            return updates_to_target(target, params, updates)
 
-        update = blended() if always else lax.cond(arrives, blended, lambda: update)
-        if not blend and not always:
-            snap_to_target(old, update, after.params, arrives)
-        return after, update
+        if always_synchronized:
+            return outer, blended_updates()
+        updates = lax.cond(is_applied, blended_updates, lambda: updates)
+        if not blend:
+            snap_to_target(params, updates, outer.params, is_applied)
+        return outer, updates
 
-    return policy_of(first, update)
+    return Policy(init, update)
 
 
-def _parts(tree: PyTree, count: int) -> list[list[Any]]:
-    """The leaves of `tree` in `count` parts of about as many numbers each, the largest ones dealt out first.
+def _split_into_fragments(tree: PyTree, count: int) -> list[list[Any]]:
+    """Returns the leaves of `tree` in `count` fragments of similar numbers of parameters.
 
     Raises:
-        ValueError: There are fewer leaves than parts.
+        ValueError: There are fewer leaves than fragments.
     """
     leaves = jax.tree.leaves(tree)
     if len(leaves) < count:
         raise ValueError(
-            f"`fragments` of `jdist.sync.streaming_diloco` is {count}, and there are {len(leaves)} arrays to share out. Take "
-            f"at most {len(leaves)}."
+            f"`fragments` of `jdist.sync.streaming_diloco` is {count}, but there are only {len(leaves)} arrays. Use at most "
+            f"{len(leaves)} fragments."
         )
-    return [[leaves[i] for i in part] for part in _dealt([leaf.size for leaf in leaves], count)]
+    return [[leaves[i] for i in indices] for indices in _assign_leaves([leaf.size for leaf in leaves], count)]
 
 
-def _dealt(sizes: list[int], count: int) -> list[list[int]]:
-    parts: list[list[int]] = [[] for _ in range(count)]
+def _assign_leaves(sizes: list[int], count: int) -> list[list[int]]:
+    """Returns the leaf indices of each fragment: the largest leaf first, each to the smallest fragment so far."""
+    fragments: list[list[int]] = [[] for _ in range(count)]
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        min(parts, key=lambda part: (sum(sizes[j] for j in part), len(part))).append(i)
-    return [sorted(part) for part in parts]
+        min(fragments, key=lambda indices: (sum(sizes[j] for j in indices), len(indices))).append(i)
+    return [sorted(indices) for indices in fragments]
 
 
-def _whole(like: PyTree, parts: Sequence[list[Any]]) -> PyTree:
+def _merge_fragments(like: PyTree, fragments: Sequence[list[Any]]) -> PyTree:
+    """Returns a tree like `like` of the leaves of its fragments."""
     leaves, treedef = jax.tree.flatten(like)
-    for part, places in zip(parts, _dealt([leaf.size for leaf in leaves], len(parts)), strict=True):
-        for place, leaf in zip(places, part, strict=True):
-            leaves[place] = leaf
+    indices_of_fragments = _assign_leaves([leaf.size for leaf in leaves], len(fragments))
+    for fragment, indices in zip(fragments, indices_of_fragments, strict=True):
+        for i, leaf in zip(indices, fragment, strict=True):
+            leaves[i] = leaf
     return treedef.unflatten(leaves)
