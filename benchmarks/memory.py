@@ -35,7 +35,7 @@ import jdist
 
 LAYERS, WIDTH, VOCABULARY, LENGTH, ROWS = (4, 384, 8192, 64, 8) if args.quick else (12, 768, 20480, 128, 8)
 COUNTS = (2, 4) if args.quick else (1, 2, 4, 8)
-DEVICES = jdist.described_devices(args.topology) if args.topology else jax.devices()
+DEVICES = jdist.topology_devices(args.topology) if args.topology else jax.devices()
 
 
 class Transformer(nn.Module):

@@ -25,7 +25,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 
 import jdist
-from jdist._src.replica.context import ReplicaContext, entered
+from jdist._src.replica.context import ReplicaContext, enter_context
 
 
 class Transformer(nn.Module):
@@ -69,7 +69,7 @@ def main():
     state = jax.eval_shape(make_state, jax.random.key(0))
 
     def by_hand(state, batch):
-        with entered(ReplicaContext(("replica",), 4)):
+        with enter_context(ReplicaContext(("replica",), 4)):
             return train_step(state, jax.tree.map(lambda x: x[0], batch))
 
     rows, whole = PartitionSpec("replica"), PartitionSpec()

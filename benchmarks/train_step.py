@@ -35,7 +35,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdist
-from jdist._src.training.steps import Carry, Outcome
+from jdist._src.training.steps import StepOutcome, TrainCarry
 
 DEVICES = jax.devices()[: args.devices or None]
 ON_CPU = DEVICES[0].platform == "cpu"
@@ -203,10 +203,10 @@ def compare_fit(steps):
         for batch, weights in dataset:
             carry, outcome = step(carry, batch, weights)
         jax.block_until_ready(carry)
-        return outcome.loss if isinstance(outcome, Outcome) else outcome
+        return outcome.loss if isinstance(outcome, StepOutcome) else outcome
 
     same, nothing_seen = strategy.step(trainer._recipe.train), trainer._recipe.nothing_seen
-    carried = lambda state: Carry(state, strategy.init(nothing_seen), strategy.put(np.bool_(False)))
+    carried = lambda state: TrainCarry(state, strategy.init(nothing_seen), strategy.put(np.bool_(False)))
     epochs = {
         "jdist": lambda state: trainer.fit(dataset, state=state, progress="off").history.losses[steps],
         "same step": lambda state: loop(same, carried(state)),

@@ -151,7 +151,7 @@ def main():
     found = trainer.evaluate(fit.state, held_out, batch_size=args.batch_size)
     console.print(f"Held out: {found['loss']:.3f} bits a character, of {found['examples']} windows")
 
-    window, params = held_out[0][0], jdist.read(fit.state.params)
+    window, params = held_out[0][0], jdist.read_values(fit.state.params)
     codes = write(model, params, window, args.length, args.temperature, jax.random.key(args.seed))
     seen, written = ("".join(characters[code] for code in part) for part in (window, np.asarray(codes)))
     console.print(

@@ -11,15 +11,15 @@ from jdist import data as data
 from jdist import metrics as metrics
 from jdist import sync as sync
 from jdist import weights as weights
-from jdist._src.checkpoint.checkpointer import Checkpoint as Checkpoint
 from jdist._src.checkpoint.checkpointer import Checkpointer as Checkpointer
+from jdist._src.checkpoint.checkpointer import RestoredCheckpoint as RestoredCheckpoint
 from jdist._src.checkpoint.storage import CheckpointError as CheckpointError
 from jdist._src.collectives.cross_device_ops import AllReduce as AllReduce
 from jdist._src.collectives.cross_device_ops import CommunicationOptions as CommunicationOptions
 from jdist._src.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jdist._src.collectives.cross_device_ops import HierarchicalAllReduce as HierarchicalAllReduce
 from jdist._src.collectives.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
-from jdist._src.core import tf_names
+from jdist._src.core import other_names
 from jdist._src.core.errors import BatchedElementsWarning as BatchedElementsWarning
 from jdist._src.core.errors import ClippedPerReplicaWarning as ClippedPerReplicaWarning
 from jdist._src.core.errors import DivergentCollectiveError as DivergentCollectiveError
@@ -32,7 +32,7 @@ from jdist._src.data.dataset import DistributedDataset as DistributedDataset
 from jdist._src.data.dataset import DistributedIterator as DistributedIterator
 from jdist._src.data.shards import AutoShardPolicy as AutoShardPolicy
 from jdist._src.data.shards import InputContext as InputContext
-from jdist._src.devices.topology import described_devices as described_devices
+from jdist._src.devices.topology import topology_devices as topology_devices
 from jdist._src.devices.xla_flags import XlaFlag as XlaFlag
 from jdist._src.devices.xla_flags import XlaFlags as XlaFlags
 from jdist._src.devices.xla_flags import xla_flags as xla_flags
@@ -50,7 +50,7 @@ from jdist._src.replica.context import num_replicas as num_replicas
 from jdist._src.replica.context import replica_id as replica_id
 from jdist._src.replica.gradients import value_and_grad as value_and_grad
 from jdist._src.replica.losses import compute_average_loss as compute_average_loss
-from jdist._src.replica.losses import mean as mean
+from jdist._src.replica.losses import global_mean as global_mean
 from jdist._src.replica.losses import scale_regularization_loss as scale_regularization_loss
 from jdist._src.replica.precision import Precision as Precision
 from jdist._src.replica.random import example_key as example_key
@@ -67,7 +67,7 @@ from jdist._src.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from jdist._src.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from jdist._src.strategies.sharded import ShardedStrategy as ShardedStrategy
 from jdist._src.strategies.tpu import TPUStrategy as TPUStrategy
-from jdist._src.strategies.variables import read as read
+from jdist._src.strategies.variables import read_values as read_values
 from jdist._src.strategies.variables import trainable as trainable
 from jdist._src.strategies.variables import variable as variable
 from jdist._src.training.events import Fit as Fit
@@ -87,7 +87,7 @@ from jdist._src.values.sync_on_read import SyncOnRead as SyncOnRead
 if not TYPE_CHECKING:  # a type checker would then accept every name
 
     def __getattr__(name: str) -> object:
-        raise tf_names.missing(f"module {__name__!r}", name, tf_names.IN_MODULE)
+        raise other_names.missing_attribute_error(f"module {__name__!r}", name, other_names.MODULE_NAMES)
 
 
 del TYPE_CHECKING

@@ -16,7 +16,7 @@ from jdist._src.callbacks.progress import progress as progress
 from jdist._src.callbacks.stopping import EarlyStopping as EarlyStopping
 from jdist._src.callbacks.stopping import time_limit as time_limit
 from jdist._src.callbacks.tensorboard import TensorBoard as TensorBoard
-from jdist._src.training.events import Answer as Answer
 from jdist._src.training.events import Callback as Callback
+from jdist._src.training.events import CallbackResult as CallbackResult
 from jdist._src.training.events import Event as Event
 from jdist._src.training.events import Moment as Moment

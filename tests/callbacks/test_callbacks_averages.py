@@ -84,11 +84,11 @@ def test_resumed_average_has_the_same_bits(name, wrap, debias):
 def test_average_of_what_drifts_reads_as_the_average_of_what_is_read():
     state, call = regression(TWO, wrap=_drifting)
     average, seen = callbacks.EMA(0.5), []
-    note = lambda event: seen.append(jax.device_get(jdist.read(event.state.params["w"])))
+    note = lambda event: seen.append(jax.device_get(jdist.read_values(event.state.params["w"])))
     train(TWO, [average, note], epochs=1, steps=3, state=state, call=call)
     after_steps = [seen[1], seen[2], seen[3]]
     expected = sum(w * x for w, x in zip((1 / 7, 2 / 7, 4 / 7), after_steps, strict=True))
-    np.testing.assert_allclose(jdist.read(average.params)["w"], expected, rtol=1e-5)
+    np.testing.assert_allclose(jdist.read_values(average.params)["w"], expected, rtol=1e-5)
 
 
 def test_average_of_small_floats_is_kept_in_large_ones():

@@ -145,7 +145,7 @@ def test_checkpoint_of_the_first_format_is_read_and_one_with_wrong_names_is_a_ch
     checkpointer = Checkpointer(tmp_path / "run")
     if old is None:
         found = checkpointer.restore(two)
-        assert float(jdist.read(found.state["n"])) == 3 and found.extra == {"best": 0.5}
+        assert float(jdist.read_values(found.state["n"])) == 3 and found.extra == {"best": 0.5}
         return
     with pytest.raises(CheckpointError, match=rf"step 3 in .* is damaged.*{error}"):
         checkpointer.restore(two)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
-from jdist._src.checkpoint.renaming import paired
+from jdist._src.checkpoint.renaming import pair_renamed
 
 from laws import STRATEGIES
 
@@ -18,7 +18,7 @@ def pairs(saved, wanted, kinds=None, **options):
     there, here = ({key: "" for key in keys(*paths)} for paths in (saved, wanted))
     if kinds is not None:
         there, here = (dict(zip(names, of, strict=True)) for names, of in zip((there, here), kinds, strict=True))
-    found = paired(there, here, **options)
+    found = pair_renamed(there, here, **options)
     return found if found is None else {" ".join(one): " ".join(other) for one, other in found.items()}
 
 

@@ -379,7 +379,7 @@ CUT = {
     "sum": (lambda x: jdist.all_reduce("sum", x), "value"),
     "all_gather": (lambda x: jdist.all_gather([x[None]], 0), r"value\[0\]"),
     "broadcast": (jdist.broadcast, "value"),
-    "mean": (lambda x: jdist.mean([x]), r"values\[0\]"),
+    "mean": (lambda x: jdist.global_mean([x]), r"values\[0\]"),
     "average_loss": (lambda x: jdist.compute_average_loss(x[None]), "per_example_loss"),
     "regularization": (jdist.scale_regularization_loss, "regularization_loss"),
     "merge_call": (lambda x: jdist.get_replica_context().merge_call(lambda s, x: x, (x,)), r"args\[0\]"),

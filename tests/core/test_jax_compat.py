@@ -53,17 +53,17 @@ def test_scan_counts_are_constants_and_carry():
 def test_lowered_program_holds_its_programs_and_gives_the_same():
     fn = lambda x: lax.psum(jnp.nonzero(jnp.sort(x), size=2, fill_value=7)[0], "replica")
     traced = jax.make_jaxpr(fn, axis_env=[("replica", 2)])(jnp.zeros(3))
-    program = jax_compat.lowered(traced, [("replica", 2)])
+    program = jax_compat.lower_hi_primitives(traced, [("replica", 2)])
     equations = jax_compat.open_jaxpr(program).eqns
     assert not any(jax_compat.contents(one).opaque for one in [*equations, *_held(equations)])
     given = jnp.array([[3.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
     run = lambda f: jax.vmap(f, axis_name="replica")(given)
-    np.testing.assert_array_equal(run(jax_compat.function_of(program))[0], run(fn))
+    np.testing.assert_array_equal(run(jax_compat.jaxpr_function(program))[0], run(fn))
 
 
 def test_program_without_python_code_in_it_is_lowered_already():
     traced = jax.make_jaxpr(jnp.sin)(1.0)
-    assert jax_compat.lowered(traced) is traced
+    assert jax_compat.lower_hi_primitives(traced) is traced
 
 
 def _scanned_sum(x):
@@ -110,7 +110,7 @@ EFFECTS = {
 def test_effect_taints_unless_it_gives_no_value(fn, taints):
     effects = set().union(*(equation.effects for equation in _equations(fn, 1.0)))
     assert effects
-    assert any(map(jax_compat.taints, effects)) == taints
+    assert any(map(jax_compat.may_vary_between_replicas, effects)) == taints
 
 
 LINES = {
@@ -123,10 +123,10 @@ LINES = {
 @pytest.mark.parametrize("fn", LINES.values(), ids=LINES)
 def test_user_frame_of_equation_is_the_line_that_called_the_library(fn):
     _, first = inspect.getsourcelines(fn)
-    frames = {source_lines.user_frame(equation) for equation in _equations(fn, jnp.ones(3))}
+    frames = {source_lines.equation_frame(equation) for equation in _equations(fn, jnp.ones(3))}
     assert {(frame.file, frame.line) for frame in frames} == {(__file__, first)}
 
 
 def test_store_of_a_process_that_has_not_joined_others_is_refused_with_the_way_out():
     with pytest.raises(RuntimeError, match=r"do not know each other: call `jax\.distributed\.initialize`"):
-        jax_compat.shared_store()
+        jax_compat.key_value_store()

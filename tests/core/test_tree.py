@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdist._src.core.tree import argument_names, named_leaves, spec
+from jdist._src.core.tree import argument_names, dtype_and_shape, named_leaves
 
 SPECS = {
     "scalar_array": (np.float32(1), "float32[]"),
@@ -24,7 +24,7 @@ SPECS = {
 
 @pytest.mark.parametrize("leaf, said", SPECS.values(), ids=SPECS)
 def test_spec_of_leaf_says_kind_and_shape(leaf, said):
-    assert spec(leaf) == said
+    assert dtype_and_shape(leaf) == said
 
 
 def test_named_leaves_are_named_by_path_under_the_name_of_the_tree():

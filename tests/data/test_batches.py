@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from jdist._src.data.batches import Position, Reading, batches
+from jdist._src.data.batches import InputConfig, Position, read_batches
 from jdist._src.data.files import Files
-from jdist._src.data.shards import Share
+from jdist._src.data.shards import ProcessShare
 from jdist._src.data.source_adapters import source_of
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -79,7 +79,7 @@ class _PlacedIterator:
 def _reading(source, batch_size, **options):
     options = {"shuffle": False, "seed": 3, "epochs": 1, "remainder": "pad", **options}
     found = source_of(source, batch_size is None, options["shuffle"], options["seed"])
-    return Reading(found, batch_size, **options)
+    return InputConfig(found, batch_size, **options)
 
 
 def _files(counts, batch_size, **options):
@@ -88,18 +88,18 @@ def _files(counts, batch_size, **options):
     edges = [0, *itertools.accumulate(counts)]
     tree = _arrays(edges[-1])
     files = Files(list(range(len(counts))), lambda i: _example(tree, slice(edges[i], edges[i + 1])))
-    return Reading(files, batch_size, **options)
+    return InputConfig(files, batch_size, **options)
 
 
 def _alone(replicas):
-    return [Share(tuple(range(replicas)), replicas)]
+    return [ProcessShare(tuple(range(replicas)), replicas)]
 
 
 def _together(reading, shares, start=START):
     """The batches of all shares put together: `(global rows, weights, examples, position behind)` each."""
     start = start._replace(batch_size=start.batch_size or reading.batch_size)
     found = []
-    for parts in zip(*(batches(reading, share, start) for share in shares), strict=True):
+    for parts in zip(*(read_batches(reading, share, start) for share in shares), strict=True):
         order = np.argsort(np.concatenate([share.replicas for share in shares]))
         whole = lambda *x, order=order: np.concatenate(x)[order].reshape(-1, *x[0].shape[2:])
         for part, share in zip(parts, shares, strict=True):
@@ -142,7 +142,7 @@ def layouts(draw, replicas=(1, 2, 3, 4, 8), processes=(1, 2, 4)):
     owner = draw(st.lists(st.integers(0, draw(st.sampled_from(processes)) - 1), min_size=n, max_size=n))
     used = sorted(set(owner))
     return [
-        Share(tuple(i for i in range(n) if owner[i] == process), n, number, len(used))
+        ProcessShare(tuple(i for i in range(n) if owner[i] == process), n, number, len(used))
         for number, process in enumerate(used)
     ]
 
@@ -179,7 +179,9 @@ def test_global_batches_are_the_same_bits_for_any_replicas_and_processes(
 def test_global_batches_are_the_same_bits_for_every_layout_of_the_issue(replicas, processes, interleaved, shuffle):
     processes = min(processes, replicas)
     owner = np.arange(replicas) % processes if interleaved else np.arange(replicas) * processes // replicas
-    shares = [Share(tuple(np.flatnonzero(owner == p).tolist()), replicas, p, processes) for p in range(processes)]
+    shares = [
+        ProcessShare(tuple(np.flatnonzero(owner == p).tolist()), replicas, p, processes) for p in range(processes)
+    ]
     reading = _reading(_arrays(61), 24, shuffle=shuffle, epochs=2)
     _same(_together(reading, shares), _together(reading, _alone(1)))
 
@@ -224,7 +226,7 @@ def test_batches_with_error_give_the_full_ones_and_then_say_how_many_are_left(sh
         return _same(_together(reading, shares), _together(_reading(_arrays(count), size, remainder="drop"), shares))
     says = rf"There are {count % size} of {size} examples in batch {count // size} of epoch 0, and remainder=\"error\""
     for share in shares:
-        iterator = batches(reading, share, START._replace(batch_size=size))
+        iterator = read_batches(reading, share, START._replace(batch_size=size))
         full = list(itertools.islice(iterator, count // size))
         assert [batch.examples for batch in full] == [size] * (count // size)
         with pytest.raises(ValueError, match=says):
@@ -243,7 +245,7 @@ def test_batches_of_fewer_examples_than_one_batch_with_drop_are_refused(shares, 
 @pytest.mark.parametrize("count", [1, 2, 7])
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_batches_of_fewer_examples_than_replicas_have_each_once(count, processes):
-    shares = [Share(tuple(range(p, 8, processes)), 8, p, processes) for p in range(processes)]
+    shares = [ProcessShare(tuple(range(p, 8, processes)), 8, p, processes) for p in range(processes)]
     ((rows, weights, examples, _),) = _together(_reading(_arrays(count), 8), shares)
     assert rows["number"].tolist() == list(range(count)) + [0] * (8 - count)
     assert weights.tolist() == [1.0] * count + [0.0] * (8 - count)
@@ -251,7 +253,7 @@ def test_batches_of_fewer_examples_than_replicas_have_each_once(count, processes
 
 
 def test_rows_that_fill_up_repeat_the_first_example_of_their_batch():
-    shares = [Share((1,), 2, 0, 2), Share((0,), 2, 1, 2)]
+    shares = [ProcessShare((1,), 2, 0, 2), ProcessShare((0,), 2, 1, 2)]
     _, (rows, *_) = _together(_reading(_arrays(9), 6, shuffle=True), shares)
     assert rows["number"].tolist() == rows["number"][:3].tolist() + [rows["number"][0]] * 3
 
@@ -266,7 +268,7 @@ SOURCES = {
 
 def _views(shares):
     """The shares, each as that of a process that has nobody to agree with: a whole source says the same to all."""
-    return [Share(share.replicas, share.num_replicas) for share in shares]
+    return [ProcessShare(share.replicas, share.num_replicas) for share in shares]
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -307,7 +309,7 @@ def test_batches_of_any_source_resumed_at_every_position_continue_exactly(kind):
     assert len(whole) == 10
     positions = [START, *(batch[3] for batch in whole)]
     for number, position in enumerate(positions):
-        for shares in (_alone(1), _alone(3), [Share((1, 2), 3), Share((0,), 3)]):
+        for shares in (_alone(1), _alone(3), [ProcessShare((1, 2), 3), ProcessShare((0,), 3)]):
             found = _together(reading, shares, _json(position))
             # What fills up behind the end is another example where the source is not read from the beginning.
             assert _counted(found) == _counted(whole[number:])
@@ -323,9 +325,9 @@ def test_function_of_the_step_resumed_is_called_with_the_steps_that_come():
         return {"number": np.arange(step * 4, step * 4 + 4, dtype=np.int32)}
 
     reading = _reading(source, None, epochs=None)
-    first = list(itertools.islice(batches(reading, Share((0, 1), 2), START), 3))
+    first = list(itertools.islice(read_batches(reading, ProcessShare((0, 1), 2), START), 3))
     assert steps == [0, 1, 2]
-    resumed = next(batches(reading, Share((0,), 1), _json(first[-1].after)))
+    resumed = next(read_batches(reading, ProcessShare((0,), 1), _json(first[-1].after)))
     assert steps == [0, 1, 2, 3]
     assert resumed.rows["number"].tolist() == [[12, 13, 14, 15]]
 
@@ -333,7 +335,9 @@ def test_function_of_the_step_resumed_is_called_with_the_steps_that_come():
 def test_stream_that_says_where_it_is_is_not_read_from_the_beginning_again():
     source = _Placed(20)
     reading = _reading(source, 4)
-    position = list(itertools.islice(batches(reading, Share((0,), 1), START._replace(batch_size=4)), 2))[-1].after
+    position = list(itertools.islice(read_batches(reading, ProcessShare((0,), 1), START._replace(batch_size=4)), 2))[
+        -1
+    ].after
     source.begun.clear()
     assert sum(_counted(_together(reading, _alone(2), _json(position))), []) == list(range(8, 20))
     assert source.begun == list(range(8, 20))
@@ -416,15 +420,15 @@ def test_stream_that_drops_examples_says_how_many_in_its_first_epoch():
 
 def test_stream_of_batches_that_one_replica_split_resumed_where_they_cannot_be_split_is_refused():
     reading = _reading(_Stream(18, 6), None, remainder="drop")
-    first = next(batches(reading, Share((0, 1), 2), START))
+    first = next(read_batches(reading, ProcessShare((0, 1), 2), START))
     with pytest.raises(ValueError, match=r"batch of 6 examples cannot be split over 4 replicas \(2 left over\)"):
-        next(batches(reading, Share((0, 1, 2, 3), 4), _json(first.after)))
+        next(read_batches(reading, ProcessShare((0, 1, 2, 3), 4), _json(first.after)))
 
 
 @pytest.mark.parametrize("before, now", [(1, 2), (1, 4), (2, 4), (4, 1), (3, 2), (4, 8)])
 def test_stream_of_batches_with_pad_resumed_on_other_replicas_has_every_example_of_the_rest(before, now):
     reading = _reading(_Stream(15, 5), None)
-    first = next(batches(reading, Share(tuple(range(before)), before), START))
+    first = next(read_batches(reading, ProcessShare(tuple(range(before)), before), START))
     rest = _together(reading, _alone(now), _json(first.after))
     assert _counted(rest) == [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist._src.data.shards import Share, check_split, share_of
+from jdist._src.data.shards import ProcessShare, check_split, process_share
 from jdist.data import AutoShardPolicy, InputContext
 
 from laws import STRATEGIES
@@ -146,7 +146,7 @@ def layouts(draw):
     owner = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
     used = sorted(set(owner))
     return [
-        Share(tuple(i for i in range(n) if owner[i] == process), n, number, len(used))
+        ProcessShare(tuple(i for i in range(n) if owner[i] == process), n, number, len(used))
         for number, process in enumerate(used)
     ]
 
@@ -199,14 +199,14 @@ def test_own_parts_of_all_processes_are_the_rows_of_their_replicas(shares, each)
 
 
 def test_share_of_equal_processes_reads_one_shard_each():
-    shares = [Share((0, 1), 4, 0, 2), Share((2, 3), 4, 1, 2)]
+    shares = [ProcessShare((0, 1), 4, 0, 2), ProcessShare((2, 3), 4, 1, 2)]
     assert [[part.shard for part in share.common(8, 2)] for share in shares] == [[0], [1]]
 
 
 @every_strategy
 def test_share_of_one_process_is_everything(strategy):
     n = strategy.num_replicas_in_sync
-    assert share_of(strategy.replicas) == Share(tuple(range(n)), n, 0, 1)
+    assert process_share(strategy.replicas) == ProcessShare(tuple(range(n)), n, 0, 1)
 
 
 # Policies in one process

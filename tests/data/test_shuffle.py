@@ -4,11 +4,11 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from jdist._src.data.shuffle import Order
+from jdist._src.data.shuffle import ExampleOrder
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 orders = st.builds(
-    Order,
+    ExampleOrder,
     num_examples=st.integers(1, 50),
     shuffle=st.booleans(),
     seed=st.integers(0, 2**64 - 1),
@@ -32,11 +32,11 @@ def test_batches_of_an_epoch_are_its_order_cut_up(order, epoch, size, first):
 
 
 def test_order_without_shuffle_is_that_of_the_source():
-    assert [batch.tolist() for batch in Order(5, shuffle=False, seed=3).batches(7, 2)] == [[0, 1], [2, 3], [4]]
+    assert [batch.tolist() for batch in ExampleOrder(5, shuffle=False, seed=3).batches(7, 2)] == [[0, 1], [2, 3], [4]]
 
 
 def test_order_with_shuffle_changes_with_epoch_seed_and_shard():
-    order = lambda *of: tuple(Order(50, True, of[0], of[2]).epoch(of[1]))
+    order = lambda *of: tuple(ExampleOrder(50, True, of[0], of[2]).epoch(of[1]))
     found = {
         of: order(*of)
         for of in [(seed, epoch, shard) for seed in (0, 1, 2**64 - 1) for epoch in (0, 1) for shard in (0, 1)]
@@ -55,4 +55,4 @@ def test_order_with_shuffle_changes_with_epoch_seed_and_shard():
     ],
 )
 def test_order_of_seed_and_epoch_is_the_same_in_every_version(seed, epoch, expected):
-    assert Order(8, shuffle=True, seed=seed).epoch(epoch).tolist() == expected
+    assert ExampleOrder(8, shuffle=True, seed=seed).epoch(epoch).tolist() == expected

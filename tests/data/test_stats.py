@@ -63,7 +63,7 @@ def test_stats_of_one_batch_have_a_start_and_no_rates(kind, prefetch):
     stats = jdist.data.stats(iterator)
     assert stats.startup > 0
     assert dataclasses.replace(stats, startup=0) == Stats(batches=1, examples=4, first=4)
-    assert (stats.stalled_fraction, stats.waiting_fraction, stats.rows_per_second) == (0, 0, 0)
+    assert (stats.stalled_fraction, stats.waiting_fraction, stats.examples_per_second) == (0, 0, 0)
     iterator.close()
 
 
@@ -186,7 +186,7 @@ def test_rows_a_second_are_those_of_the_steps_whose_time_was_taken(kind):
     list(iterator)
     stats = jdist.data.stats(iterator)
     # From having the first of 4 batches to having the last one 3 steps went by: 12 examples, and not 16.
-    assert stats.rows_per_second * (stats.waiting + stats.working) == pytest.approx(12)
+    assert stats.examples_per_second * (stats.waiting + stats.working) == pytest.approx(12)
 
 
 @few
@@ -195,7 +195,7 @@ def test_fractions_lie_between_none_and_all(batches, examples, startup, waiting,
     stats = Stats(batches, examples, startup, waiting, working, min(stalled, batches - 1))
     assert 0 <= stats.stalled_fraction <= 1
     assert 0 <= stats.waiting_fraction <= 1
-    assert stats.rows_per_second >= 0
+    assert stats.examples_per_second >= 0
     assert stats.stalled_fraction == min(stalled, batches - 1) / (batches - 1)
     hypothesis.assume(waiting + working > 1e-3)
     assert stats.waiting_fraction == pytest.approx(waiting / (waiting + working))
@@ -209,4 +209,4 @@ def test_stats_are_json_as_a_dict(kind):
     fields = json.loads(json.dumps(dataclasses.asdict(stats)))
     assert {"batches", "examples", "startup", "waiting", "working", "stalled"} <= set(fields)
     assert Stats(**fields) == stats
-    json.dumps([stats.stalled_fraction, stats.waiting_fraction, stats.rows_per_second])
+    json.dumps([stats.stalled_fraction, stats.waiting_fraction, stats.examples_per_second])

@@ -169,7 +169,7 @@ def test_shardings_of_mesh_are_whole_and_one_row_a_replica():
 )
 def test_virtual_replicas_are_dealt_out_in_blocks(virtual, each, axes, local):
     replicas = meshes.Replicas.on(meshes.replica_mesh(["cpu:5", "cpu:1"]), virtual)
-    assert (replicas.size, replicas.each, replicas.row_axes) == (virtual or 2, each, axes)
+    assert (replicas.size, replicas.each, replicas.per_replica_axes) == (virtual or 2, each, axes)
     assert [device.id for device in replicas.local.values()] == local
 
 
@@ -189,4 +189,4 @@ def test_virtual_replicas_that_cannot_be_are_refused(virtual, error, says):
 
 def test_local_replicas_are_numbered_in_the_order_of_the_mesh():
     mesh = meshes.replica_mesh(["cpu:5", "cpu:1"])
-    assert [(number, device.id) for number, device in meshes.local_replicas(mesh).items()] == [(0, 5), (1, 1)]
+    assert [(number, device.id) for number, device in meshes.local_mesh_devices(mesh).items()] == [(0, 5), (1, 1)]

@@ -17,7 +17,7 @@ CORES = {"v2": 2, "v3": 2, "v4": 2, "v5e": 1, "v5p": 1, "v6e": 1, "tpu7x": 2}  #
 def offered():
     """The topologies that the message lists: generation to shapes, the last of which may be a bound."""
     with pytest.raises(ValueError, match="There is no TPU topology 'v0:1x1'") as error:
-        jdist.described_devices("v0:1x1")
+        jdist.topology_devices("v0:1x1")
     listed = re.search(r"There are (.*?)\. Write", str(error.value))[1]
     return {name: re.findall(r"\d+(?:x\d+)+", shapes) for name, shapes in re.findall(r"(\w+): ([^;]*)", listed)}
 
@@ -35,7 +35,7 @@ def test_every_topology_that_the_message_lists_is_there(generation):
     shapes = offered()
     assert shapes.keys() == CORES.keys()
     for shape in shapes[generation]:
-        devices = jdist.described_devices(f"{generation}:{shape}")
+        devices = jdist.topology_devices(f"{generation}:{shape}")
         assert len(devices) == math.prod(map(int, shape.split("x"))) * CORES[generation], shape
         assert len(set(devices)) == len(devices)
         assert {device.platform for device in devices} == {"tpu"}
@@ -44,12 +44,12 @@ def test_every_topology_that_the_message_lists_is_there(generation):
 @pytest.mark.parametrize("topology", ["v4:4x4x8", "v5p:4x4x4", "v5p:8x4x4", "v5p:4x8x12", "tpu7x:4x4x4"])
 def test_shapes_of_multiples_of_four_are_there(topology):
     generation, shape = topology.split(":")
-    assert len(jdist.described_devices(topology)) == math.prod(map(int, shape.split("x"))) * CORES[generation]
+    assert len(jdist.topology_devices(topology)) == math.prod(map(int, shape.split("x"))) * CORES[generation]
 
 
 @pytest.mark.parametrize("slices", [2, 3])
 def test_slices_are_equal_and_numbered(slices):
-    devices = jdist.described_devices("v5e:2x4", num_slices=slices)
+    devices = jdist.topology_devices("v5e:2x4", num_slices=slices)
     assert [device.slice_index for device in devices] == sorted([*range(slices)] * 8)
     assert len({(device.slice_index, *device.coords) for device in devices}) == 8 * slices
 
@@ -92,11 +92,11 @@ def test_topology_that_does_not_exist_is_refused_with_those_that_do(topology):
     with pytest.raises(
         ValueError, match=says + r"multiples of 4 up to 16x16x24.*Write generation and shape: 'v5e:4x4'"
     ):
-        jdist.described_devices(topology)
+        jdist.topology_devices(topology)
 
 
 @pytest.mark.parametrize("number", [0, -1, True, False, "2", 2.0, None])
-@pytest.mark.parametrize("make", [jdist.described_devices, jdist.TPUStrategy], ids=["devices", "strategy"])
+@pytest.mark.parametrize("make", [jdist.topology_devices, jdist.TPUStrategy], ids=["devices", "strategy"])
 def test_number_of_slices_that_is_none_is_refused(make, number):
     with pytest.raises(
         (TypeError, ValueError), match=rf"`num_slices` is a whole number from 1 up, got {re.escape(repr(number))}\."
@@ -106,9 +106,9 @@ def test_number_of_slices_that_is_none_is_refused(make, number):
 
 def test_environment_is_left_as_it_was():
     before = dict(os.environ)
-    jdist.described_devices("v5e:2x2")
+    jdist.topology_devices("v5e:2x2")
     with pytest.raises(ValueError):
-        jdist.described_devices("v5e:2x3")
+        jdist.topology_devices("v5e:2x3")
     assert dict(os.environ) == before
 
 
@@ -166,7 +166,7 @@ def test_two_processes_compile_at_once():
     assert said == ["compiled\n"] * 2, [errors for _, errors in ended]
 
 
-@pytest.mark.parametrize("how", ["jdist.described_devices('v5e:4x4')", "jdist.TPUStrategy(topology='v5e:4x4')"])
+@pytest.mark.parametrize("how", ["jdist.topology_devices('v5e:4x4')", "jdist.TPUStrategy(topology='v5e:4x4')"])
 def test_without_the_compiler_it_is_said_how_to_get_it(how):
     code = f"import sys\nsys.modules['libtpu'] = None\nimport jdist\n{how}"
     done = run(code)
@@ -184,15 +184,15 @@ def test_without_the_compiler_a_wrong_topology_is_still_said_to_be_wrong():
 
 def test_target_config_that_is_not_there_is_named():
     with pytest.raises(FileNotFoundError, match="nowhere.txtpb"):
-        jdist.described_devices("1x1x8", gpu_target_config="nowhere.txtpb")
+        jdist.topology_devices("1x1x8", gpu_target_config="nowhere.txtpb")
 
 
 def test_order_is_that_of_ids():
-    devices = jdist.described_devices("v5p:2x2x4", num_slices=2)
+    devices = jdist.topology_devices("v5p:2x2x4", num_slices=2)
     assert [device.id for device in devices] == sorted({device.id for device in devices})
 
 
 def test_described_and_real_devices_are_no_mesh():
-    described, real = jdist.described_devices("v5e:2x2")[0], jax.devices()[0]
+    described, real = jdist.topology_devices("v5e:2x2")[0], jax.devices()[0]
     with pytest.raises(ValueError, match=r"`devices` mixes the platforms cpu and tpu"):
         jdist.MirroredStrategy([described, real])

@@ -98,7 +98,9 @@ def test_step_that_returns_no_pair_is_refused(fn, got, two):
 
 
 def test_settled_state_has_definite_dtypes():
-    found = states.settled({"f": 1.0, "n": 2, "b": True, "x": np.float32(3), "weak": jnp.asarray(1.0), "none": None})
+    found = states.strongly_typed(
+        {"f": 1.0, "n": 2, "b": True, "x": np.float32(3), "weak": jnp.asarray(1.0), "none": None}
+    )
     assert [jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(found)] == [False] * 5
     dtypes = jax.tree.map(lambda leaf: str(leaf.dtype), found)
     assert dtypes == {"f": "float32", "n": "int32", "b": "bool", "x": "float32", "weak": "float32", "none": None}

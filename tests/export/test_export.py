@@ -123,7 +123,7 @@ def exported(tmp_path_factory):
 
 def same(result, expected):
     """The leaves, in containers of another kind, are equal up to what the order of a sum does."""
-    result, expected = weight_files.named(result), weight_files.named(expected)
+    result, expected = weight_files.leaves_by_name(result), weight_files.leaves_by_name(expected)
     assert result.keys() == expected.keys()
     for name, leaf in expected.items():
         np.testing.assert_allclose(result[name], leaf, rtol=2e-5, atol=2e-6, err_msg=name)
@@ -159,9 +159,9 @@ def check_under(strategy, path, apply, state, inputs, size):
         *jax.tree.map(lambda x: x.reshape(replicas, size, *x.shape[1:]), batch)
     )
     split = [by_replica(strategy, tree, size) for tree in batch]
-    result = jdist.read(strategy.run(loaded.apply, (strategy.put(loaded.state), *split)))
+    result = jdist.read_values(strategy.run(loaded.apply, (strategy.put(loaded.state), *split)))
     same(jax.tree.map(lambda x: x.reshape(replicas, size, *x.shape[2:]), result), expected)
-    same(jdist.read(strategy.run(loaded, split)), result)
+    same(jdist.read_values(strategy.run(loaded, split)), result)
 
 
 @pytest.mark.parametrize("name", RUNS_ON)
@@ -194,7 +194,7 @@ def test_loaded_function_is_trained_on_under_every_strategy(name, exported):
 
     def step_of(apply):
         def step(state, x):
-            loss = lambda state: jdist.mean(jnp.square(apply(state, x)))
+            loss = lambda state: jdist.global_mean(jnp.square(apply(state, x)))
             value, gradient = jdist.value_and_grad(loss)(state)
             gradient = jdist.all_reduce("mean", gradient)
             return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient), jdist.all_reduce("mean", value)
@@ -207,7 +207,7 @@ def test_loaded_function_is_trained_on_under_every_strategy(name, exported):
     expected, _ = jdist.OneDeviceStrategy("cpu:0").step(step_of(apply))(
         jax.tree.map(np.asarray, state), jdist.PerReplica(x[None])
     )
-    same(jdist.read(trained), jdist.read(expected))
+    same(jdist.read_values(trained), jdist.read_values(expected))
 
 
 @pytest.mark.parametrize("name", RUNS_ON)

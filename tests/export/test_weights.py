@@ -70,7 +70,7 @@ def test_tree_that_is_saved_comes_back_bit_for_bit(tree, tmp_path_factory):
     path = tmp_path_factory.mktemp("law") / "w.safetensors"
     weights.save(path, tree)
     assert_same_bits(weights.load(path, like=tree), tree)
-    assert_same_bits(weight_files.named(weights.load(path)), weight_files.named(tree))
+    assert_same_bits(weight_files.leaves_by_name(weights.load(path)), weight_files.leaves_by_name(tree))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
@@ -167,14 +167,14 @@ def state_of(strategy):
 
 
 def read(tree):
-    return jax.tree.map(np.asarray, jdist.read(tree))
+    return jax.tree.map(np.asarray, jdist.read_values(tree))
 
 
 def test_state_of_any_strategy_is_saved_as_it_reads_and_goes_back_into_its_wrappers(strategy, tmp_path):
     state = state_of(strategy)
     weights.save(tmp_path / "w", state)
     plain = weights.load(tmp_path / "w")
-    np.testing.assert_array_equal(plain["drift"], np.asarray(jdist.read(state)["drift"]))
+    np.testing.assert_array_equal(plain["drift"], np.asarray(jdist.read_values(state)["drift"]))
     assert plain["total"].shape == () and plain["split"].shape == (24, 1)
     again = weights.load(tmp_path / "w", like=state, strategy=strategy)
     assert jax.tree.structure(again) == jax.tree.structure(state)

@@ -101,7 +101,7 @@ class Training:
             variables = {"params": params, "batch_stats": {"BatchNorm_0": {"mean": jnp.zeros(16), "var": jnp.ones(16)}}}
             logits = self.model.apply(variables, images, jdist.replica_key(draw), **extra)
             logits = logits[0] if extra else logits
-            return jdist.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), weights)
+            return jdist.global_mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels), weights)
 
         loss, grads = jax.value_and_grad(loss_fn)(state["params"])
         updates, opt = self.tx.update(grads, state["opt"], state["params"])

@@ -13,7 +13,7 @@ from jax import lax
 
 import jdist
 from jdist._src.core import jax_compat
-from jdist._src.execution.replicate import Call, replicated
+from jdist._src.execution.replicate import Call, replicate
 from jdist._src.jaxpr import replication
 from jdist._src.replica.context import ReplicaContext
 
@@ -57,7 +57,7 @@ def _traced(replica, *args):
     strategy = _strategy(4)
     call = Call(replica, args, {})
     context = ReplicaContext(strategy.mesh.axis_names, strategy.mesh.size, strategy)
-    run = lambda: replicated(call, lambda *a: ((), replica(*a)), strategy._view, context).pair[1]
+    run = lambda: replicate(call, lambda *a: ((), replica(*a)), strategy._backend, context).pair[1]
     return jax.eval_shape(run)
 
 
@@ -161,11 +161,11 @@ def _ordinary(flow, equation, operands, control):
 
 
 def _agreeing(flow, equation, operands, control):
-    return [replication.MIRRORED] * len(equation.outvars)
+    return [replication.REPLICATED] * len(equation.outvars)
 
 
 def _cond_without_predicate(flow, equation, operands, control):
-    return replication._Flow._cond(flow, equation, [replication.MIRRORED, *operands[1:]], control)
+    return replication._Flow._cond(flow, equation, [replication.REPLICATED, *operands[1:]], control)
 
 
 def _cond_of_one_branch(flow, equation, operands, control):
@@ -185,7 +185,7 @@ def _one_turn(patch):
 
 
 def _harmless_effects(patch):
-    patch.setattr(jax_compat, "taints", lambda effect: False)
+    patch.setattr(jax_compat, "may_vary_between_replicas", lambda effect: False)
 
 
 SAME, OWN = -1, -2  # what a program begins with

@@ -13,7 +13,7 @@ from jax.experimental import io_callback
 from jax.sharding import Mesh, PartitionSpec
 
 from jdist._src.core import jax_compat
-from jdist._src.jaxpr.single_replica import run_alone
+from jdist._src.jaxpr.single_replica import eliminate_collectives
 
 few = hypothesis.settings(max_examples=3, deadline=None, derandomize=True, database=None)
 more = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -21,18 +21,18 @@ X = np.random.default_rng(0).normal(size=(1, 2, 3)).astype(np.float32)
 
 
 def traced(fn, *args):
-    return jax_compat.lowered(jax.make_jaxpr(fn, axis_env=[("r", 1)])(*args), [("r", 1)])
+    return jax_compat.lower_hi_primitives(jax.make_jaxpr(fn, axis_env=[("r", 1)])(*args), [("r", 1)])
 
 
 def rest(fn, *args):
     """What is left of `fn` before `jax.vmap` sees it."""
-    run = lambda *leaves: run_alone(traced(fn, *args), "r", leaves)
+    run = lambda *leaves: eliminate_collectives(traced(fn, *args), "r", leaves)
     return jax.make_jaxpr(run, axis_env=[("r", 1)])(*jax.tree.leaves(args)).jaxpr
 
 
 def alone(fn, *args):
     """The leaves of what `fn` gives, as `jdist._src.execution.auto_sharded` has them."""
-    return jax.jit(lambda *leaves: run_alone(traced(fn, *args), "r", leaves))(*jax.tree.leaves(args))
+    return jax.jit(lambda *leaves: eliminate_collectives(traced(fn, *args), "r", leaves))(*jax.tree.leaves(args))
 
 
 def on_one_device(fn, *args):
@@ -55,7 +55,7 @@ def assert_same(found, expected):
 
 def speaking(jaxpr):
     """The primitives at the top of a program that say something along the axis."""
-    return [eqn.primitive.name for eqn in jaxpr.eqns if jax_compat.speaks(eqn, frozenset("r"))]
+    return [eqn.primitive.name for eqn in jaxpr.eqns if jax_compat.uses_axes(eqn, frozenset("r"))]
 
 
 def primitives(jaxpr):
@@ -362,7 +362,7 @@ def test_scan_keeps_its_length_direction_and_unrolling():
 def test_remat_that_says_something_computes_again_as_on_one_device(prevent_cse, barriers):
     layer = jax.checkpoint(lambda x: jnp.sin(jnp.sin(lax.pmean(x, "r"))), prevent_cse=prevent_cse)
     fn = jax.grad(lambda x: layer(layer(x)).sum())
-    run = lambda *leaves: run_alone(traced(fn, X), "r", leaves)
+    run = lambda *leaves: eliminate_collectives(traced(fn, X), "r", leaves)
     # Without these, the compiler finds what was computed before, and keeps it: nothing would be saved.
     assert jax.jit(run).lower(X).as_text().count("optimization_barrier") == barriers
 

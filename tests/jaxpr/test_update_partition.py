@@ -35,19 +35,19 @@ class Cut:
         strategy = jdist.MirroredStrategy(devices, communication_options=alone)
 
         def run(*given):
-            with jdist._src.replica.context.entered(strategy._context):
+            with jdist._src.replica.context.enter_context(strategy._context):
                 return jax.tree.leaves(step(treedef.unflatten(given[:-1]), given[-1]))
 
         self.given = [*leaves, x]
         traced = jax.make_jaxpr(run, axis_env=[(AXIS, REPLICAS)])(*leaves, x)
-        self.whole = jax_compat.function_of(traced)
-        flat = update_partition.flat(traced, [(AXIS, REPLICAS)])
-        self.program, self.consts = jax_compat.open_over_constants(flat), flat.consts
+        self.whole = jax_compat.jaxpr_function(traced)
+        flat = update_partition.inline_calls(traced, [(AXIS, REPLICAS)])
+        self.program, self.consts = jax_compat.consts_as_inputs(flat), flat.consts
         self.state = self.program.invars[len(self.consts) : -1]
         # Scalars stay on the devices.
         apart = [i for i, leaf in enumerate(leaves) if jnp.shape(leaf)] if apart is None else apart
         inputs = [Input("", ()) for _ in self.program.invars[:-1]] + [Input("x", (AXIS,))]
-        *self.parts, self.numbers = update_partition.split(
+        *self.parts, self.numbers = update_partition.split_update(
             self.program,
             inputs,
             (AXIS,),
@@ -84,7 +84,7 @@ class Cut:
         for found, expected in zip(over(True), over(False), strict=True):
             np.testing.assert_allclose(bits(found), bits(expected), rtol=1e-5, atol=1e-6)
         late = [*self.by_element.program.eqns, *self.rest.program.eqns]
-        assert not any(jax_compat.speaks(equation, frozenset((AXIS,))) or equation.effects for equation in late)
+        assert not any(jax_compat.uses_axes(equation, frozenset((AXIS,))) or equation.effects for equation in late)
         assert self.program.invars[-1] not in {*self.by_element.needs, *self.rest.needs}
         assert sum(len(part.program.eqns) for part in self.parts) == len(self.program.eqns)
         self.check_pieces()
@@ -250,7 +250,7 @@ def test_random_program_is_its_parts_one_after_the_other(program):
     except jdist.DivergentCollectiveError:
         hypothesis.reject()
     late = [*found.by_element.program.eqns, *found.rest.program.eqns]
-    assert not any(jax_compat.speaks(equation, frozenset((AXIS,))) for equation in late)
+    assert not any(jax_compat.uses_axes(equation, frozenset((AXIS,))) for equation in late)
     found.check_pieces()
     run = functools.partial(found.run, True)
     replica = lambda run: jax.shard_map(

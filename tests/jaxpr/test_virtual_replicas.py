@@ -85,7 +85,7 @@ FUNCTIONS = {
     "gather": lambda x: jdist.all_gather(jnp.stack([x, x]), 1),
     "broadcast": lambda x: jdist.broadcast((x, x > 0)),
     "id": lambda x: (jdist.replica_id(), jdist.num_replicas()),
-    "mean_of_losses": lambda x: jdist.mean(x**2, jnp.abs(x)),
+    "mean_of_losses": lambda x: jdist.global_mean(x**2, jnp.abs(x)),
     "key": lambda x: jax.random.uniform(jdist.replica_key(jax.random.key(3)), (2,)),
     "gradient_of_a_reduction": jax.grad(lambda x: jnp.sum(jdist.all_reduce("mean", x) ** 2 * x)),
     "merge_call": lambda x: jdist.get_replica_context().merge_call(lambda s, v: s.reduce("sum", v, axis=0), (x,)),

@@ -63,7 +63,7 @@ def test_ds3_ds4_partial_batch_fills_the_replicas_in_turn_and_the_weights_say_ho
 @pytest.mark.parametrize("count", [5, 6, 7, 9, 10, 13, 14])
 def test_ds4_mean_over_an_uneven_last_batch_is_that_of_its_examples(count, two):
     def mean(batch, weights):
-        return jdist.mean(batch.astype(jnp.float32), weights)
+        return jdist.global_mean(batch.astype(jnp.float32), weights)
 
     for source in _both(np.arange(count), 8):
         *_, last = two.distribute_dataset(*source, remainder="pad")
@@ -148,12 +148,12 @@ def test_ds17_mean_of_a_partial_batch_is_that_of_its_examples(two):
         (element,) = two.distribute_dataset(*source, remainder="pad")
         means, sizes = two.run(lambda x, w: ((x * w).sum() / w.sum(), w.sum()), element)
         assert ([float(x) for x in means.values], [int(x) for x in sizes.values]) == ([5.5, 7.0], [2, 1])
-        assert float(two.run(jdist.mean, element)) == 6.0
+        assert float(two.run(jdist.global_mean, element)) == 6.0
 
 
 def test_ds18_mean_over_examples_keeps_the_other_dimension(two):
     (element,) = two.distribute_dataset(np.ones((3, 2), np.float32), 4, remainder="pad")
-    assert two.run(lambda x, w: jdist.mean(x, w, axis=0), element).tolist() == [1, 1]
+    assert two.run(lambda x, w: jdist.global_mean(x, w, axis=0), element).tolist() == [1, 1]
 
 
 def test_ds20_steps_come_in_order(two):
@@ -174,7 +174,7 @@ def test_ds21_loop_to_the_end_adds_up_every_example(two):
 
 
 def test_ds22_each_loop_begins_anew(two):
-    mean = lambda batch: jdist.mean(batch)
+    mean = lambda batch: jdist.global_mean(batch)
     dataset = two.distribute_dataset(np.float32([5, 6, 7, 8]), 2)
     count, state = two.step(lambda state, batch: (state + 1, None)), two.put(1)
     for _ in range(2):

@@ -44,7 +44,7 @@ def test_ma3_average_by_the_host_is_the_same_on_all(aggregation, two):
 
 
 def test_ma4_average_by_the_host_without_bias_begins_at_the_value(strategy):
-    before = jdist.read(strategy.put(EMA.init(np.zeros(2, np.float32))))
+    before = jdist.read_values(strategy.put(EMA.init(np.zeros(2, np.float32))))
     average, state = EMA.update(np.float32([1, 2]), before)
     assert average.tolist() == [1.0, 2.0]
     assert [x.tolist() for x in strategy.local_results(state.ema)] == [[0.75, 1.5]] * strategy.num_replicas_in_sync

@@ -68,7 +68,7 @@ def test_sv6_plain_value_is_restored_as_a_mirrored_one_where_it_belongs(strategy
     restored = through_checkpoint({"v": np.float32([3, 4])}, {"v": like.read()})["v"]
     assert_in_step(restored)
     assert restored.sharding == like.read().sharding
-    assert _components(like.with_tree(restored)) == [[3.0, 4.0]] * strategy.num_replicas_in_sync
+    assert _components(like._with_tree(restored)) == [[3.0, 4.0]] * strategy.num_replicas_in_sync
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_sv11_value_split_over_four_is_restored_over_fewer(name, parts, four, th
     like = _sharded(STRATEGIES[name](), [0, 0, 0, 0])
     restored = through_checkpoint({"v": saved.read()}, {"v": like.read()})["v"]
     assert restored.sharding == like.read().sharding
-    assert _components(like.assign(restored)) == _components(like.with_tree(restored)) == parts
+    assert _components(like.assign(restored)) == _components(like._with_tree(restored)) == parts
 
 
 def test_sv11_value_restored_before_it_has_a_place_is_split_later(four, two, through_checkpoint):
@@ -103,4 +103,4 @@ def test_sv12_value_on_one_replica_is_restored_over_four(four, through_checkpoin
     saved = _sharded(STRATEGIES["one_device"](), [5, 10, 15, 20])
     like = _sharded(four, [0, 0, 0, 0])
     restored = through_checkpoint({"v": saved.read()}, {"v": like.read()})["v"]
-    assert _components(like.with_tree(restored)) == [[5.0], [10.0], [15.0], [20.0]]
+    assert _components(like._with_tree(restored)) == [[5.0], [10.0], [15.0], [20.0]]

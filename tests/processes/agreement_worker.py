@@ -20,7 +20,7 @@ jax.distributed.initialize(address, count, number, coordinator_bind_address=addr
 import jax.numpy as jnp
 
 import jdist
-from jdist._src.checkpoint.checkpointer import newest_of
+from jdist._src.checkpoint.checkpointer import newest_step
 
 is_wrong = number == who
 strategy = jdist.MirroredStrategy(jax.devices())
@@ -61,7 +61,7 @@ with jdist.Checkpointer(folder / "run") as checkpointer:
     hear("like", lambda: checkpointer.restore(strategy, other if is_wrong else state))
     hear("restored steps", lambda: checkpointer.restore(strategy, step=1 if is_wrong else 2))
     hear("no strategy", lambda: checkpointer.restore(None if is_wrong else strategy))
-    hear("restored", lambda: float(jdist.read(checkpointer.restore(strategy, state).state["n"])))
+    hear("restored", lambda: float(jdist.read_values(checkpointer.restore(strategy, state).state["n"])))
     hear("calls the other way round", lambda: save(3) if is_wrong else checkpointer.restore(strategy))
     hear("last", lambda: save(3))
     checkpointer.wait()
@@ -74,7 +74,7 @@ with jdist.Checkpointer(folder / "alone") as checkpointer:
 
 # On one process the newest checkpoint is another one, as where each process has a disk of its own.
 with jdist.Checkpointer(folder / ("own" if is_wrong else "run")) as own:
-    hear("resume", lambda: newest_of(own))
+    hear("resume", lambda: newest_step(own))
 
 # The process that holds the coordinator leaves last.
 jax.distributed.shutdown()

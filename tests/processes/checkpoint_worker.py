@@ -43,7 +43,7 @@ def count_up(state):
 
 def whole(strategy, state):
     """Every leaf as each process can read it."""
-    read = jdist.read({**state, "key": jax.random.key_data(state["key"])})
+    read = jdist.read_values({**state, "key": jax.random.key_data(state["key"])})
     return jax.tree.map(np.asarray, jax.jit(lambda tree: tree, out_shardings=strategy.replicas.whole)(read))
 
 

@@ -365,7 +365,8 @@ def _trained(strategy):
 
 def _keys_after_loops(strategy):
     """How many keys there are in the store that the processes share, after one more loop over ten batches and after six."""
-    from jdist._src.core.jax_compat import shared_store
+    from jdist._src.core.jax_compat import key_value_store
+
 
     data, found = strategy.distribute_dataset(Elements(lambda: _numbers(80)), 8), []
     for loops in (1, 5):
@@ -373,7 +374,7 @@ def _keys_after_loops(strategy):
             for _ in data:
                 pass
         strategy.put(1)  # all processes are here
-        found.append(len(shared_store().key_value_dir_get("jdist/input")))
+        found.append(len(key_value_store().key_value_dir_get("jdist/input")))
         strategy.put(1)
     return found
 

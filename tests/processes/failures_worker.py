@@ -26,8 +26,8 @@ jax.distributed.initialize(address, count, number, coordinator_bind_address=addr
 from jax.sharding import Mesh
 
 import jdist
-from jdist._src.checkpoint.process_sync import Group
-from jdist._src.core.jax_compat import shared_store
+from jdist._src.checkpoint.process_sync import ProcessGroup
+from jdist._src.core.jax_compat import key_value_store
 
 strategy = jdist.ShardedStrategy("all", Mesh(np.array(jax.devices()), ("data",)))
 state = strategy.init(lambda key: {"w": jax.random.normal(key, (1024, 512))}, jax.random.key(0))
@@ -100,11 +100,11 @@ with jdist.Checkpointer(folder / "checkpoints") as checkpointer:
         for _ in range(often):
             checkpointer.restore(strategy, step=1)
         strategy.put(1)
-        counts.append(len(shared_store().key_value_dir_get("jdist/checkpoint")))
+        counts.append(len(key_value_store().key_value_dir_get("jdist/checkpoint")))
         strategy.put(1)
     print("keys:", counts, flush=True)
 
-    group = Group()
+    group = ProcessGroup()
     strategy.put(1)
     if number == who:
         time.sleep(1.5)

@@ -58,7 +58,7 @@ def trained(strategy, tx):
     state = strategy.init(make, jax.random.key(0))
     for batch, weights in strategy.distribute_dataset(DATA, 32, shuffle=True, epochs=2, remainder="pad"):
         state, _ = step(state, batch, weights)
-    return jdist.read(state["params"])
+    return jdist.read_values(state["params"])
 
 
 POLICIES = {

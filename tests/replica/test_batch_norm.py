@@ -42,8 +42,8 @@ class CountedNorm(nn.Module):
             "mean": self.variable("batch_stats", "mean", jnp.zeros, features),
             "var": self.variable("batch_stats", "var", jnp.ones, features),
         }
-        mean = jdist.mean(x, weights, axis=axes)
-        var = jdist.mean(jnp.square(x - mean), weights, axis=axes)
+        mean = jdist.global_mean(x, weights, axis=axes)
+        var = jdist.global_mean(jnp.square(x - mean), weights, axis=axes)
         if not self.is_initializing():
             for name, now in (("mean", mean), ("var", var)):
                 running[name].value = self.momentum * running[name].value + (1 - self.momentum) * now
@@ -64,8 +64,8 @@ class CountedNnxNorm(nnx.Module):
 
     def __call__(self, x, weights):
         axes = tuple(range(x.ndim - 1))
-        mean = jdist.mean(x, weights, axis=axes)
-        var = jdist.mean(jnp.square(x - mean), weights, axis=axes)
+        mean = jdist.global_mean(x, weights, axis=axes)
+        var = jdist.global_mean(jnp.square(x - mean), weights, axis=axes)
         self.mean[...] = self.momentum * self.mean[...] + (1 - self.momentum) * mean
         self.var[...] = self.momentum * self.var[...] + (1 - self.momentum) * var
         return (x - mean) * jax.lax.rsqrt(var + 1e-5) * self.scale[...] + self.bias[...]
@@ -226,7 +226,7 @@ def training(apply):
 
         def loss(params):
             out, stats = apply(params, state["stats"], x, weights)
-            return jdist.mean(jnp.square(out - y).sum(-1), weights), (out, stats)
+            return jdist.global_mean(jnp.square(out - y).sum(-1), weights), (out, stats)
 
         (value, (out, stats)), grads = jax.value_and_grad(loss, has_aux=True)(state["params"])
         grads = jdist.all_reduce("mean", grads)

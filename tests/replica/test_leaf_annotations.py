@@ -7,7 +7,14 @@ import optax
 import pytest
 
 import jdist
-from jdist._src.replica.leaf_annotations import keep_partial, land, landed, landings, partials, placed
+from jdist._src.replica.leaf_annotations import (
+    apply_sync_targets,
+    collect_local_leaves,
+    collect_sync_targets,
+    mark_local,
+    snap_to_target,
+    wrap_local_leaves,
+)
 from jdist._src.values.aggregation import VariableAggregation
 
 MEAN, SUM = VariableAggregation.MEAN, VariableAggregation.SUM
@@ -23,10 +30,10 @@ def kinds(tree):
 
 def test_noted_leaves_are_found_by_identity_wherever_they_stand():
     one, other, plain = jnp.zeros(2), jnp.zeros(2), jnp.zeros(2)
-    with partials() as noted:
-        keep_partial("sync.some", [one], MEAN, trainable=True)
-        keep_partial("sync.some", {"x": other}, SUM)
-    state = placed({"a": (plain, [other]), "b": one}, noted)
+    with collect_local_leaves() as noted:
+        mark_local("sync.some", [one], MEAN, trainable=True)
+        mark_local("sync.some", {"x": other}, SUM)
+    state = wrap_local_leaves({"a": (plain, [other]), "b": one}, noted)
     assert kinds(state) == [None, SUM, MEAN]
     assert (state["b"].trainable, state["a"][1][0].trainable) == (True, False)
     assert state["a"][0] is plain
@@ -34,120 +41,123 @@ def test_noted_leaves_are_found_by_identity_wherever_they_stand():
 
 def test_leaf_of_equal_value_is_not_taken_for_the_one_that_was_noted():
     one = jnp.zeros(2)
-    with partials() as noted:
-        keep_partial("sync.some", one, MEAN)
-    assert kinds(placed((jnp.zeros(2), one), noted)) == [None, MEAN]
+    with collect_local_leaves() as noted:
+        mark_local("sync.some", one, MEAN)
+    assert kinds(wrap_local_leaves((jnp.zeros(2), one), noted)) == [None, MEAN]
 
 
 def test_nothing_is_noted_where_nobody_listens():
-    keep_partial("sync.some", (1.0, jnp.zeros(2)), MEAN)
-    land(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jnp.bool_(True))
-    with partials() as noted, landings() as points:
+    mark_local("sync.some", (1.0, jnp.zeros(2)), MEAN)
+    snap_to_target(jnp.zeros(2), jnp.zeros(2), jnp.zeros(2), jnp.bool_(True))
+    with collect_local_leaves() as noted, collect_sync_targets() as points:
         pass
     assert (noted, points) == ([], [])
 
 
 def test_listeners_within_one_another_hear_for_themselves():
-    with partials() as outer:
-        with partials() as inner:
-            keep_partial("sync.some", jnp.zeros(1), MEAN)
-        keep_partial("sync.other", jnp.zeros(1), MEAN)
+    with collect_local_leaves() as outer:
+        with collect_local_leaves() as inner:
+            mark_local("sync.some", jnp.zeros(1), MEAN)
+        mark_local("sync.other", jnp.zeros(1), MEAN)
     assert [one.policy for one in inner] == ["sync.some"]
     assert [one.policy for one in outer] == ["sync.other"]
 
 
 def test_listener_is_gone_after_an_error():
-    with pytest.raises(KeyError), partials() as noted:
+    with pytest.raises(KeyError), collect_local_leaves() as noted:
         raise KeyError
-    keep_partial("sync.some", jnp.zeros(1), MEAN)
+    mark_local("sync.some", jnp.zeros(1), MEAN)
     assert noted == []
 
 
 def test_python_number_is_refused_with_its_name():
-    with partials(), pytest.raises(TypeError, match=r"params\['b'\] is 2, no array, and `jdist\.sync\.some`"):
-        keep_partial("sync.some", {"a": jnp.zeros(1), "b": 2}, MEAN)
+    with (
+        collect_local_leaves(),
+        pytest.raises(TypeError, match=r"params\['b'\] is 2, no array, and `jdist\.sync\.some`"),
+    ):
+        mark_local("sync.some", {"a": jnp.zeros(1), "b": 2}, MEAN)
 
 
 def test_numbers_of_numpy_are_found_too():
     one = np.zeros(3, np.float32)
-    with partials() as noted:
-        keep_partial("sync.some", one, MEAN)
-    assert kinds(placed([one], noted)) == [MEAN]
+    with collect_local_leaves() as noted:
+        mark_local("sync.some", one, MEAN)
+    assert kinds(wrap_local_leaves([one], noted)) == [MEAN]
 
 
 def test_wrapped_leaf_of_a_policy_is_not_lost_in_silence():
     """The user wraps a parameter in `jdist.PerReplica`, which says another thing of it than the policy does."""
     one = jnp.zeros(2)
-    with partials() as noted:
-        keep_partial("sync.some", one, MEAN, trainable=True)
+    with collect_local_leaves() as noted:
+        mark_local("sync.some", one, MEAN, trainable=True)
     with pytest.raises(ValueError, match=r"`jdist\.sync\.some` keeps parameters that drift.* 0 of its 1 arrays"):
-        placed(jdist.PerReplica(one), noted)
+        wrap_local_leaves(jdist.PerReplica(one), noted)
 
 
 @pytest.mark.parametrize("there", [0, 1, 2])
 def test_missing_leaves_are_refused_with_their_number(there):
     leaves = [jnp.zeros(2) for _ in range(3)]
-    with partials() as noted:
-        keep_partial("sync.some", leaves, SUM)
+    with collect_local_leaves() as noted:
+        mark_local("sync.some", leaves, SUM)
     with pytest.raises(
         ValueError, match=rf"values of each replica's own, and {there} of its 3 arrays are in the state"
     ):
-        placed(leaves[:there], noted)
+        wrap_local_leaves(leaves[:there], noted)
 
 
 def test_policy_asked_in_vain_within_another_function_is_forgiven_if_it_is_asked_again():
     leaf = jnp.zeros(2)
 
     def ask(x):
-        keep_partial("sync.some", x, MEAN)
+        mark_local("sync.some", x, MEAN)
         return x
 
-    with partials() as noted:
+    with collect_local_leaves() as noted:
         jax.eval_shape(ask, leaf)
         ask(leaf)
-    assert kinds(placed([leaf], noted)) == [MEAN]
-    with partials() as noted:
+    assert kinds(wrap_local_leaves([leaf], noted)) == [MEAN]
+    with collect_local_leaves() as noted:
         jax.eval_shape(lambda x: ask(x), leaf)  # a new function: JAX remembers what it traced
     with pytest.raises(ValueError, match="0 of its 1 arrays"):
-        placed([leaf], noted)
+        wrap_local_leaves([leaf], noted)
 
 
 def test_each_of_two_policies_has_to_be_found():
     lost, found = [jnp.zeros(2), jnp.zeros(3)], [jnp.zeros(2), jnp.zeros(3)]
-    with partials() as noted:
-        keep_partial("sync.some", lost, MEAN)
-        keep_partial("sync.some", found, MEAN)
-    assert kinds(placed([*found, *lost], noted)) == [MEAN] * 4
+    with collect_local_leaves() as noted:
+        mark_local("sync.some", lost, MEAN)
+        mark_local("sync.some", found, MEAN)
+    assert kinds(wrap_local_leaves([*found, *lost], noted)) == [MEAN] * 4
     with pytest.raises(ValueError, match="1 of its 2 arrays"):
-        placed([*found, lost[0]], noted)
+        wrap_local_leaves([*found, lost[0]], noted)
 
 
 def test_note_of_no_leaves_does_not_excuse_one_that_is_lost():
-    with partials() as noted:
-        keep_partial("sync.some", [], MEAN)
-        keep_partial("sync.some", [jnp.zeros(2)], MEAN, trainable=True)
+    with collect_local_leaves() as noted:
+        mark_local("sync.some", [], MEAN)
+        mark_local("sync.some", [jnp.zeros(2)], MEAN, trainable=True)
     with pytest.raises(ValueError, match="0 of its 1 arrays"):
-        placed((jnp.zeros(2),), noted)
+        wrap_local_leaves((jnp.zeros(2),), noted)
 
 
 def test_leaf_that_stands_in_the_state_twice_is_placed_twice():
     one = jnp.zeros(2)
-    with partials() as noted:
-        keep_partial("sync.some", one, MEAN)
-    assert kinds(placed([one, {"again": one}], noted)) == [MEAN, MEAN]
+    with collect_local_leaves() as noted:
+        mark_local("sync.some", one, MEAN)
+    assert kinds(wrap_local_leaves([one, {"again": one}], noted)) == [MEAN, MEAN]
 
 
 # --- what lands
 
 
 def _landing(was, target, when=True):
-    with landings() as noted:
-        land([was], [target - was], [target], jnp.bool_(when))
+    with collect_sync_targets() as noted:
+        snap_to_target([was], [target - was], [target], jnp.bool_(when))
     return noted
 
 
 def _landed(was, now, target, when=True):
-    return landed([was], [now], _landing(was, target, when))[0]
+    return apply_sync_targets([was], [now], _landing(was, target, when))[0]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -181,8 +191,8 @@ def test_other_leaves_and_other_structures_are_left_alone():
     was, other = jnp.float32(1.0), jnp.float32(5.0)
     point = _landing(jnp.float32(1.0), jnp.float32(9.0))
     after = [jnp.float32(2.0), other]
-    assert landed([was, other], after, point)[1] is other
-    assert landed([was, other], after[:1], point) == after[:1]
+    assert apply_sync_targets([was, other], after, point)[1] is other
+    assert apply_sync_targets([was, other], after[:1], point) == after[:1]
 
 
 def test_leaf_whose_shape_the_step_changes_is_left_to_the_message_about_that():

@@ -21,7 +21,7 @@ some = hypothesis.settings(max_examples=30, deadline=None, derandomize=True, dat
 
 
 def mean_and_gradient(w, x, y, weights):
-    value, grad = jax.value_and_grad(lambda w: jdist.mean(jnp.square(x @ w - y), weights))(w)
+    value, grad = jax.value_and_grad(lambda w: jdist.global_mean(jnp.square(x @ w - y), weights))(w)
     return value, jdist.all_reduce("mean", grad)
 
 
@@ -89,14 +89,14 @@ def test_mean_outside_any_strategy_is_the_plain_weighted_mean():
 
 def test_mean_without_weights_is_that_of_all_values(strategy):
     whole = np.random.default_rng(2).normal(size=(strategy.num_replicas_in_sync, 4, 2)).astype(np.float32)
-    np.testing.assert_allclose(strategy.run(jdist.mean, (jdist.PerReplica(whole),)), whole.mean(), rtol=1e-5)
+    np.testing.assert_allclose(strategy.run(jdist.global_mean, (jdist.PerReplica(whole),)), whole.mean(), rtol=1e-5)
 
 
 def test_mean_of_uneven_values_counts_each_row_once(strategy):
     parts = [np.arange(i % 3, dtype=np.float32) + i for i in range(1, strategy.num_replicas_in_sync + 1)]
     uneven = strategy.distribute_values_from_function(lambda c: (parts[c.replica_id_in_sync_group],))
     (value,), weights = (part.tree for part in uneven.padded())
-    found = strategy.run(jdist.mean, (jdist.PerReplica(value), jdist.PerReplica(weights)))
+    found = strategy.run(jdist.global_mean, (jdist.PerReplica(value), jdist.PerReplica(weights)))
     np.testing.assert_allclose(found, np.concatenate(parts).mean(), rtol=1e-6)
 
 
@@ -106,7 +106,7 @@ def test_mean_of_tree_is_the_mean_of_each_leaf_and_none_stays(strategy):
     tokens = np.random.default_rng(4).normal(size=(n, 2, 3)).astype(np.float32)
     weights = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
     values = {"one": one, "tokens": tokens, "none": None}
-    found = strategy.run(jdist.mean, (jdist.PerReplica(values), jdist.PerReplica(weights)))
+    found = strategy.run(jdist.global_mean, (jdist.PerReplica(values), jdist.PerReplica(weights)))
     expected = {
         "one": np.average(one, weights=weights),
         "tokens": np.average(tokens, weights=np.repeat(weights[..., None], 3, -1)),
@@ -128,7 +128,7 @@ def test_mean_over_axis_keeps_the_other_dimensions(axis, over, left, strategy):
     n = strategy.num_replicas_in_sync
     values = np.random.default_rng(5).normal(size=(n, 2, 3, 2)).astype(np.float32)
     weights = np.arange(1, 2 * n + 1, dtype=np.float32).reshape(n, 2)
-    average = lambda values, weights: jdist.mean(values, weights, axis=axis)
+    average = lambda values, weights: jdist.global_mean(values, weights, axis=axis)
     found = strategy.run(average, (jdist.PerReplica(values), jdist.PerReplica(weights)))
     whole = np.broadcast_to(weights[:, :, None, None], values.shape)
     np.testing.assert_allclose(found, np.average(values, axis=(0, *over), weights=whole), rtol=1e-4, atol=1e-6)
@@ -147,15 +147,15 @@ WEIGHTS = {
 @pytest.mark.parametrize("weights, expected", WEIGHTS.values(), ids=WEIGHTS)
 def test_mean_takes_weights_of_the_first_dimensions(weights, expected, two):
     values = np.float32([[1, 2, 3], [4, 5, 6]])
-    assert float(two.run(jdist.mean, (values, weights))) == pytest.approx(expected)
-    assert float(jdist.mean(values, weights)) == pytest.approx(expected)
+    assert float(two.run(jdist.global_mean, (values, weights))) == pytest.approx(expected)
+    assert float(jdist.global_mean(values, weights)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_mean_leaves_out_a_row_of_weight_zero_that_is_not_finite(bad, two):
     values = jdist.PerReplica(np.float32([[1, bad], [3, 5]]))
     weights = jdist.PerReplica(np.float32([[1, 0], [1, 1]]))
-    average = lambda values, weights: jax.value_and_grad(jdist.mean)(values, weights)
+    average = lambda values, weights: jax.value_and_grad(jdist.global_mean)(values, weights)
     value, gradient = two.run(average, (values, weights))
     assert float(value) == 3
     np.testing.assert_allclose(gradient.tree, np.float32([[1, 0], [1, 1]]) * 2 / 3, rtol=1e-6)
@@ -163,20 +163,20 @@ def test_mean_leaves_out_a_row_of_weight_zero_that_is_not_finite(bad, two):
 
 def test_mean_counts_a_true_row_that_is_not_finite(two):
     values = jdist.PerReplica(np.float32([[1, np.nan], [3, 5]]))
-    assert np.isnan(two.run(jdist.mean, (values,)))
+    assert np.isnan(two.run(jdist.global_mean, (values,)))
 
 
 def test_mean_of_no_weight_is_zero_and_its_gradient_too(strategy):
     n = strategy.num_replicas_in_sync
     nothing = jdist.PerReplica(np.zeros((n, 2), np.float32))
-    average = lambda values, weights: jax.value_and_grad(jdist.mean)(values, weights)
+    average = lambda values, weights: jax.value_and_grad(jdist.global_mean)(values, weights)
     value, gradient = strategy.run(average, (jdist.PerReplica(np.ones((n, 2), np.float32)), nothing))
     assert float(value) == 0
     np.testing.assert_array_equal(gradient.tree, np.zeros((n, 2)))
 
 
 def test_mean_of_no_rows_is_zero_for_each_feature(two):
-    average = lambda values: jdist.mean(values, axis=0)
+    average = lambda values: jdist.global_mean(values, axis=0)
     np.testing.assert_array_equal(two.run(average, (jdist.PerReplica(np.zeros((2, 0, 3), np.float32)),)), np.zeros(3))
 
 
@@ -194,27 +194,27 @@ DTYPES = {
 @pytest.mark.parametrize("dtype, expected", DTYPES.items(), ids=DTYPES)
 def test_mean_is_float32_at_least(dtype, expected, two):
     values = jdist.PerReplica(jnp.asarray([[100, 101], [102, 104]], dtype))
-    found = two.run(jdist.mean, (values,))
+    found = two.run(jdist.global_mean, (values,))
     assert found.dtype == expected
     np.testing.assert_allclose(found, np.mean(np.asarray(values.tree, expected)), rtol=1e-6)
 
 
 def test_mean_of_complex_values_is_weighted_in_both_parts(two):
     values = jdist.PerReplica(np.complex64([[1 + 2j, 9], [3j, 9j]]))
-    found = two.run(jdist.mean, (values, np.float32([1, 0])))
+    found = two.run(jdist.global_mean, (values, np.float32([1, 0])))
     np.testing.assert_allclose(found, 0.5 + 2.5j)
 
 
 @pytest.mark.parametrize("weights", [None, np.ones(3, np.float32), np.float32([1, 0, 2])], ids=str)
 def test_mean_of_what_is_the_same_on_every_replica_is_that_without_a_warning(weights, strategy):
     values = np.float32([1, 2, 6])
-    found = strategy.run(jdist.mean, (values, weights))
+    found = strategy.run(jdist.global_mean, (values, weights))
     assert float(found) == pytest.approx(np.average(values, weights=weights))
 
 
 def test_mean_in_scan_is_the_same_as_outside(strategy):
     whole = np.random.default_rng(6).normal(size=(strategy.num_replicas_in_sync, 5, 2)).astype(np.float32)
-    turn = lambda total, x: (total + jdist.mean(x), jdist.mean(x, axis=0))
+    turn = lambda total, x: (total + jdist.global_mean(x), jdist.global_mean(x, axis=0))
     total, means = strategy.run(lambda xs: jax.lax.scan(turn, 0.0, xs), (jdist.PerReplica(whole[:, :, None]),))
     np.testing.assert_allclose(total, whole.mean((0, 2)).sum(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(means, whole.mean(0), rtol=1e-5, atol=1e-6)
@@ -236,9 +236,9 @@ BAD_WEIGHTS = {
 def test_weights_that_are_negative_or_not_finite_are_refused(weights, says, two):
     values, share = np.float32([1, 2]), jdist.compute_average_loss
     with pytest.raises(ValueError, match=says):
-        jdist.mean(values, weights)
+        jdist.global_mean(values, weights)
     with pytest.raises(ValueError, match=says):
-        two.run(lambda values: jdist.mean(values, weights), (values,))
+        two.run(lambda values: jdist.global_mean(values, weights), (values,))
     with pytest.raises(ValueError, match=says):
         two.run(lambda values: share(values, weights), (values,))
     with pytest.raises(ValueError, match=says):
@@ -298,9 +298,9 @@ MEAN_REFUSED = {
 @pytest.mark.parametrize("values, weights, axis, error, says", MEAN_REFUSED.values(), ids=MEAN_REFUSED)
 def test_mean_of_what_has_none_is_refused_by_name(values, weights, axis, error, says, two):
     with pytest.raises(error, match=says):
-        jdist.mean(values, weights, axis)
+        jdist.global_mean(values, weights, axis)
     with pytest.raises(error, match=says):
-        two.run(lambda values, weights: jdist.mean(values, weights, axis), (values, weights))
+        two.run(lambda values, weights: jdist.global_mean(values, weights, axis), (values, weights))
 
 
 @pytest.mark.parametrize("n", SPLITS)
@@ -388,7 +388,7 @@ def test_loss_of_shares_trains_as_one_device_does(strategy):
 
 
 IN_SCOPE = {
-    "mean": (lambda: jdist.mean(np.ones(2, np.float32)), r"strategy\.reduce"),
+    "mean": (lambda: jdist.global_mean(np.ones(2, np.float32)), r"strategy\.reduce"),
     "compute_average_loss": (lambda: jdist.compute_average_loss(np.ones(2, np.float32)), r"strategy\.reduce"),
     "scale_regularization_loss": (lambda: jdist.scale_regularization_loss(1.0), r"strategy\.num_replicas_in_sync"),
 }
@@ -411,7 +411,7 @@ def test_average_loss_of_a_batch_size_that_counts_nothing_is_refused(size):
         jdist.compute_average_loss(np.ones(3, np.float32), global_batch_size=size)
 
 
-@pytest.mark.parametrize("word", [jdist.compute_average_loss, jdist.scale_regularization_loss, jdist.mean])
+@pytest.mark.parametrize("word", [jdist.compute_average_loss, jdist.scale_regularization_loss, jdist.global_mean])
 def test_loss_of_a_wrapped_value_is_refused_with_the_way_out(word, two):
     with pytest.raises(TypeError, match=r"PerReplica\(float32\[2,3\]\) is for the host program.*`strategy\.run"):
         word(two.put(jdist.PerReplica(np.ones((2, 3), np.float32))))
@@ -425,7 +425,7 @@ def test_loss_that_is_a_key_is_refused_by_name(word):
 
 def test_mean_without_weights_sends_its_sum_and_no_count(two):
     values = two.put(jdist.PerReplica(np.arange(6, dtype=np.float32).reshape(2, 3)))
-    program = str(jax.make_jaxpr(lambda x: two.run(jdist.mean, (x,)))(values))
+    program = str(jax.make_jaxpr(lambda x: two.run(jdist.global_mean, (x,)))(values))
     sent = [line for line in program.splitlines() if "psum" in line]
     assert len(sent) == 1
     assert "f32[] = psum" in sent[0]

@@ -52,5 +52,5 @@ def test_machine_without_accelerators_has_cpu_devices_whether_the_compiler_is_th
 
 
 def test_described_devices_are_not_taken():
-    jdist.described_devices("v5e:2x2")
+    jdist.topology_devices("v5e:2x2")
     assert jdist.auto_strategy().mesh.devices.flat[0].platform == "cpu"

@@ -28,7 +28,7 @@ def deep_step(state, x):
 def chip_memory(offload, n):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("memory is not checked: libtpu, the TPU's compiler, is not installed (pip install jdist[plan])")
-    there = jdist.described_devices("v5e:2x4")[:n]
+    there = jdist.topology_devices("v5e:2x4")[:n]
     strategy = jdist.CentralStorageStrategy(there, offload=offload) if offload else jdist.MirroredStrategy(there)
 
     def make():
@@ -68,7 +68,7 @@ SMALL = {"vector": (128,), "odd": (7,), "table": (30, 64), "wide": (256, 512), "
 def test_small_and_odd_leaves_are_compiled_too(offload):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("programs are not compiled: libtpu, the TPU's compiler, is not installed (pip install jdist[plan])")
-    strategy = jdist.CentralStorageStrategy(jdist.described_devices("v5e:2x4")[:2], offload=offload)
+    strategy = jdist.CentralStorageStrategy(jdist.topology_devices("v5e:2x4")[:2], offload=offload)
 
     def make():
         params = {name: jnp.ones(shape) for name, shape in SMALL.items()}

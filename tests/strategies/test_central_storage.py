@@ -52,7 +52,7 @@ def placements(tree):
 def host(tree):
     """`tree` as the host reads it, random keys as their data."""
     bits = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return jax.tree.map(lambda x: np.asarray(bits(x)), jdist.read(tree))
+    return jax.tree.map(lambda x: np.asarray(bits(x)), jdist.read_values(tree))
 
 
 def assert_close(found, expected, rtol=2e-5, atol=2e-6):
@@ -366,9 +366,9 @@ ASKED = {
     "mean": lambda s, state: s.reduce("mean", state, axis=0),
     "gather": lambda s, state: s.gather(state, axis=0),
     "local_results": lambda s, state: [jax.tree.map(np.asarray, tree) for tree in s.local_results(state)],
-    "read": lambda s, state: jdist.read(state),
+    "read": lambda s, state: jdist.read_values(state),
     "arithmetic": lambda s, state: (state["w"] + 1, state["w"] * state["w"], jnp.sum(state["odd"])),
-    "index": lambda s, state: jdist.read(state["w"])[2:, 1],
+    "index": lambda s, state: jdist.read_values(state["w"])[2:, 1],
 }
 
 

@@ -51,7 +51,7 @@ def batch_of(strategy, rows=64):
 
 
 def described():
-    return jdist.described_devices("v5e:2x4")
+    return jdist.topology_devices("v5e:2x4")
 
 
 def sharded(shard):

@@ -22,7 +22,7 @@ few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, data
 
 
 def described(strategy, state=None, **options):
-    return describe(type(strategy).__name__, strategy._view, state, **options)
+    return describe(type(strategy).__name__, strategy._backend, state, **options)
 
 
 def only(strategy, leaf):

@@ -36,7 +36,7 @@ digits, wire = _example("digits"), _example("wire")
 
 
 def gpus(topology="1x1x8"):
-    return jdist.described_devices(topology, gpu_target_config=TARGET)
+    return jdist.topology_devices(topology, gpu_target_config=TARGET)
 
 
 def bytes_of(tree):
@@ -136,12 +136,12 @@ def test_file_that_describes_no_gpu_is_refused(tmp_path, text):
     path = tmp_path / "some.txtpb"
     path.write_bytes(text)
     with pytest.raises(ValueError, match="some.txtpb"):
-        jdist.described_devices("1x1x8", gpu_target_config=path)
+        jdist.topology_devices("1x1x8", gpu_target_config=path)
 
 
 def test_slices_of_gpus_are_refused():
     with pytest.raises(ValueError, match=r"`num_slices=2` is for TPUs; of GPUs the topology says it all"):
-        jdist.described_devices("1x1x8", num_slices=2, gpu_target_config=TARGET)
+        jdist.topology_devices("1x1x8", num_slices=2, gpu_target_config=TARGET)
 
 
 @needs_plugin

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jdist
-from jdist._src.devices.topology import described_devices
+from jdist._src.devices.topology import topology_devices
 
 from laws import STRATEGIES
 from processes.runner import ROOT
@@ -43,7 +43,7 @@ except ValueError as error:
 
 def facts(strategy):
     """What is to be the same of a strategy that is built again."""
-    view, context = strategy._view, strategy._context
+    view, context = strategy._backend, strategy._context
     layout = getattr(view, "layout", None)
     return (
         type(strategy),
@@ -111,7 +111,7 @@ def test_tpu_strategy_of_a_topology_is_built_again_by_its_name():
 
 
 def test_strategy_on_a_topology_is_refused_with_what_to_pickle():
-    strategy = jdist.MirroredStrategy(described_devices("v5e:2x2"))
+    strategy = jdist.MirroredStrategy(topology_devices("v5e:2x2"))
     says = r"A MirroredStrategy on the devices of a topology cannot be pickled.*build the strategy again on `jdist\.described"
     with pytest.raises(TypeError, match=says):
         pickle.dumps(strategy)

@@ -279,7 +279,7 @@ def test_evaluation_of_a_ragged_data_set_counts_every_example_once(where):
         counted, number = evaluate(counted, batch, weights)
         seen += float(number)
     assert seen == 22
-    assert float(jdist.read(counted).compute()) == pytest.approx(np.mean(logits.argmax(1) == labels), abs=1e-7)
+    assert float(jdist.read_values(counted).compute()) == pytest.approx(np.mean(logits.argmax(1) == labels), abs=1e-7)
 
 
 # --- what the host asks
@@ -334,7 +334,7 @@ def test_variables_of_a_scope_lie_as_the_state_does():
         assert value.sharding == strategy.put({"w": weights})["w"].sharding
     assert seen.tree.sharding.shard_shape((1, 8, 16)) == (1, 8, 8)
     for value in (kernel, agreed, seen):
-        np.testing.assert_array_equal(jdist.read(value), weights)
+        np.testing.assert_array_equal(jdist.read_values(value), weights)
 
 
 def test_parameters_given_to_init_become_a_state_that_is_split():

@@ -53,7 +53,7 @@ def placements(tree):
 def host(tree):
     """`tree` as the host reads it, random keys as their data."""
     bits = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return jax.tree.map(lambda x: np.asarray(bits(x)), jdist.read(tree))
+    return jax.tree.map(lambda x: np.asarray(bits(x)), jdist.read_values(tree))
 
 
 def assert_close(found, expected, rtol=2e-5, atol=2e-6):

@@ -234,7 +234,7 @@ def test_neighbours_are_neighbours_in_the_network(topology):
 def test_mesh_has_every_device_once(topology):
     strategy = jdist.TPUStrategy(topology=topology)
     places = [(*device.coords, device.core_on_chip) for device in strategy.mesh.devices.flat]
-    assert sorted(places) == sorted((*d.coords, d.core_on_chip) for d in jdist.described_devices(topology))
+    assert sorted(places) == sorted((*d.coords, d.core_on_chip) for d in jdist.topology_devices(topology))
     assert dict(strategy.mesh.shape) == {"replica": len(places)}
 
 
@@ -312,7 +312,7 @@ def test_slices_of_no_topology_are_refused():
 
 
 def test_same_bits_whatever_strategy_took_the_devices():
-    devices = jdist.described_devices("v5e:2x4")
+    devices = jdist.topology_devices("v5e:2x4")
     step = lambda w, x: (w + jdist.all_reduce("mean", x), None)
     arguments = SHAPE((4,), np.float32), jdist.PerReplica(SHAPE((8, 4), np.float32))
     texts = [

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_drift import (
+from test_local_updates import (
     INNERS,
     START,
     Nesterov,

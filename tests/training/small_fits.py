@@ -47,7 +47,7 @@ def host(tree):
         is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
-    return [one(leaf) for leaf in jax.tree.leaves(jdist.read(tree))]
+    return [one(leaf) for leaf in jax.tree.leaves(jdist.read_values(tree))]
 
 
 def assert_equal_bits(a, b):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from jdist._src.training.history import History, in_words
+from jdist._src.training.history import History, format_value
 from jdist._src.training.report import matplotlib_charts
 from jdist._src.training.report.charts import metrics_of, panels, shown
 
@@ -54,7 +54,7 @@ FULL = History(
     epochs(
         4,
         seconds=lambda e: 1.5 * e,
-        rows_per_second=lambda e: 1000.0 + e,
+        examples_per_second=lambda e: 1000.0 + e,
         stalled=lambda e: 0.1 * e,
         loss=lambda e: 2.0 - 0.3 * e,
         accuracy=lambda e: 0.2 * e,
@@ -141,7 +141,7 @@ def test_table_in_html_escapes_names_and_values():
     + [(98765.4, "98,765"), (1e30, "1e+30"), (float("inf"), "inf"), (None, "None"), (10**400, shown(str(10**400)))],
 )
 def test_value_is_read_in_few_figures(value, words):
-    assert in_words(value) == words
+    assert format_value(value) == words
 
 
 def test_metrics_are_what_is_no_fact_of_the_run_with_the_loss_first():

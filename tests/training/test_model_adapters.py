@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jdist
-from jdist._src.training.model_adapters import model_of
+from jdist._src.training.model_adapters import adapt_model
 
 from laws import assert_in_step
 
@@ -423,7 +423,7 @@ def test_a_model_of_keras_whose_call_takes_no_training_is_not_told_of_it(keras):
             return self.dense(x)
 
     plain = Plain()
-    expected, model = np.asarray(plain(X)), model_of(plain)
+    expected, model = np.asarray(plain(X)), adapt_model(plain)
     params, state = model.init(jax.random.key(0), X)
     for train in (True, False):
         outputs, _ = model.apply(params, state, X, jax.random.key(1), train, None)
@@ -442,7 +442,7 @@ def test_a_model_is_told_by_name_whether_it_is_trained(kind, name, trained, eval
     told = []
     scope = {"nn": nn, "nnx": nnx, "jnp": jnp, "told": told}
     exec(SOURCES[kind].format(name=name), scope)
-    model = model_of(scope["make"]())
+    model = adapt_model(scope["make"]())
     params, state = model.init(jax.random.key(0), X)
     for train, expected in ((True, trained), (False, evaluated)):
         del told[:]
@@ -505,7 +505,7 @@ def test_the_weights_that_a_model_is_told_are_those_of_its_micro_batch(two):
     ids=["weights", "key", "train"],
 )  # fmt: skip
 def test_parameters_and_inputs_of_a_pair_may_be_called_like_what_a_model_is_told(apply):
-    model = model_of((lambda key, x: jnp.ones((3, 1)), apply))
+    model = adapt_model((lambda key, x: jnp.ones((3, 1)), apply))
     params, state = model.init(jax.random.key(0), X)
     outputs, _ = model.apply(params, state, X, jax.random.key(1), True, jnp.ones(8))
     np.testing.assert_allclose(outputs[:, 0], X.sum(1), rtol=1e-5)
@@ -579,8 +579,8 @@ def test_keras_on_another_backend_is_refused(keras, tmp_path):
 
 
 def test_a_model_of_the_library_is_taken_as_it_is():
-    model = model_of(pair())
-    assert model_of(model) is model
+    model = adapt_model(pair())
+    assert adapt_model(model) is model
 
 
 # -- models of Keras that are built again -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def assert_close(found, expected):
 def test_results_do_not_depend_on_the_strategy(strategy, alone):
     found = fit(strategy, validation_data=digits())
     assert_close(found, alone)
-    assert_in_step(jdist.read(found.state.params))
+    assert_in_step(jdist.read_values(found.state.params))
     assert found.steps == 3 * 8 == int(found.state.step)
     for row, expected in zip(found.history.rows, alone.history.rows, strict=True):
         for name in ("loss", "accuracy", "val_loss", "val_accuracy"):

@@ -55,13 +55,13 @@ NUMPY = {**ADDED, jdist.VariableAggregation.ONLY_FIRST_REPLICA: lambda x, axis: 
 def test_aggregated_rows_lie_on_every_device_of_theirs(how, strategy):
     rows = np.random.default_rng(0).normal(size=(strategy.num_replicas_in_sync, 2, 3)).astype(np.float32)
     placed = strategy.put(jdist.PerReplica(rows)).tree
-    found = aggregations.aggregated(how, "value", placed)
+    found = aggregations.aggregate_rows(how, "value", placed)
     np.testing.assert_allclose(found, NUMPY[how](rows, axis=0), rtol=1e-5, atol=1e-6)
     assert found.sharding.device_set == set(strategy.mesh.devices.flat)
     assert found.sharding.is_fully_replicated
     for elsewhere in (rows, jnp.asarray(rows)):
-        np.testing.assert_allclose(aggregations.aggregated(how, "value", elsewhere), found, rtol=1e-5, atol=1e-6)
-    traced = jax.jit(lambda x: aggregations.aggregated(how, "value", x))(rows)
+        np.testing.assert_allclose(aggregations.aggregate_rows(how, "value", elsewhere), found, rtol=1e-5, atol=1e-6)
+    traced = jax.jit(lambda x: aggregations.aggregate_rows(how, "value", x))(rows)
     np.testing.assert_allclose(traced, found, rtol=1e-5, atol=1e-6)
 
 
@@ -69,12 +69,12 @@ def test_aggregated_rows_lie_on_every_device_of_theirs(how, strategy):
 @pytest.mark.parametrize("how", ADDED, ids=str)
 def test_rows_that_have_no_such_aggregation_are_refused_by_name(how, leaf):
     with pytest.raises(TypeError, match=r"state\['x'\] is .*(bool|key<fry>)\["):
-        aggregations.aggregated(how, "state['x']", leaf)
+        aggregations.aggregate_rows(how, "state['x']", leaf)
 
 
 @pytest.mark.parametrize("leaf", [np.array([False, True]), jax.random.split(jax.random.key(0))], ids=["bools", "keys"])
 def test_first_of_rows_may_be_of_any_dtype(leaf, two):
     plain = jax.random.key_data if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray
     for rows in (leaf, jnp.asarray(leaf), two.put(jdist.PerReplica(leaf)).tree):
-        found = aggregations.aggregated(jdist.VariableAggregation.ONLY_FIRST_REPLICA, "value", rows)
+        found = aggregations.aggregate_rows(jdist.VariableAggregation.ONLY_FIRST_REPLICA, "value", rows)
         np.testing.assert_array_equal(plain(found), plain(leaf)[0])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist._src.devices.mesh import Replicas, mirrored_sharding, replica_mesh
+from jdist._src.devices.mesh import Replicas, replica_mesh, replicated_sharding
 from jdist._src.values import arrays
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -21,11 +21,11 @@ def mesh(request):
 
 
 def test_array_is_placed_unless_it_is_on_the_host_or_traced():
-    assert arrays.is_placed(jnp.ones(2))
-    assert arrays.is_placed(jax.random.key(0))
-    assert not any(map(arrays.is_placed, (np.ones(2), 1.0, None)))
+    assert arrays.is_device_array(jnp.ones(2))
+    assert arrays.is_device_array(jax.random.key(0))
+    assert not any(map(arrays.is_device_array, (np.ones(2), 1.0, None)))
     seen = []
-    jax.eval_shape(lambda x: seen.append(arrays.is_placed(x)), 1.0)
+    jax.eval_shape(lambda x: seen.append(arrays.is_device_array(x)), 1.0)
     assert seen == [False]
 
 
@@ -45,26 +45,26 @@ PLACED = {
 @pytest.mark.parametrize("x", PLACED.values(), ids=PLACED)
 def test_placed_array_is_a_copy_of_definite_dtype(x, two):
     mesh = two.mesh
-    found = arrays.place(x, mirrored_sharding(mesh))
+    found = arrays.device_put_copy(x, replicated_sharding(mesh))
     assert found is not x
     assert not jax.typeof(found).weak_type
-    assert found.sharding == mirrored_sharding(mesh)
+    assert found.sharding == replicated_sharding(mesh)
     assert found.dtype == jnp.asarray(x).dtype
     plain = jax.random.key_data if jnp.issubdtype(found.dtype, jax.dtypes.prng_key) else np.asarray
     np.testing.assert_array_equal(plain(found), plain(x))
 
 
 def test_placed_array_has_memory_of_its_own(mesh):
-    x = jax.device_put(jnp.arange(3.0), mirrored_sharding(mesh))
-    arrays.place(x, mirrored_sharding(mesh)).delete()
+    x = jax.device_put(jnp.arange(3.0), replicated_sharding(mesh))
+    arrays.device_put_copy(x, replicated_sharding(mesh)).delete()
     assert not x.is_deleted()
 
 
 def test_copies_parts_and_rows_are_in_the_order_of_the_replicas():
     mesh = jdist.MirroredStrategy(["cpu:5", "cpu:1", "cpu:2"]).mesh
     ids = np.arange(6).reshape(3, 2)
-    rows = arrays.place(ids, Replicas.on(mesh, None).rows)
-    copies = arrays.local_shards(arrays.place(ids, mirrored_sharding(mesh)))
+    rows = arrays.device_put_copy(ids, Replicas.on(mesh, None).rows)
+    copies = arrays.local_shards(arrays.device_put_copy(ids, replicated_sharding(mesh)))
     for found, expected in (
         (arrays.local_rows(rows), ids),
         (arrays.local_shards(rows), ids[:, None]),
@@ -78,13 +78,15 @@ def test_rows_have_their_true_shapes(mesh):
     n = mesh.size
     x = np.random.default_rng(0).normal(size=(n, 3, 2)).astype(np.float32)
     shapes = tuple((i % 4, 1 + i % 2) for i in range(n))
-    for rows in (x, arrays.place(x, Replicas.on(mesh, None).rows)):
+    for rows in (x, arrays.device_put_copy(x, Replicas.on(mesh, None).rows)):
         for own, whole, shape in zip(arrays.local_rows(rows, shapes), x, shapes, strict=True):
             np.testing.assert_array_equal(own, whole[: shape[0], : shape[1]])
 
 
 def test_repeat_is_a_row_of_the_same_for_each(mesh):
-    found = arrays.repeat(arrays.place(np.arange(3), mirrored_sharding(mesh)), mesh.size, Replicas.on(mesh, None).rows)
+    found = arrays.repeat_rows(
+        arrays.device_put_copy(np.arange(3), replicated_sharding(mesh)), mesh.size, Replicas.on(mesh, None).rows
+    )
     np.testing.assert_array_equal(found, [np.arange(3)] * mesh.size)
     assert found.sharding.is_equivalent_to(Replicas.on(mesh, None).rows, 2)
 
@@ -92,7 +94,7 @@ def test_repeat_is_a_row_of_the_same_for_each(mesh):
 @pytest.mark.parametrize("times", [1, 2, 3, 8])
 def test_split_sum_of_integers_adds_up_exactly(times):
     for x in (np.int32([-9, -1, 0, 1, 7, 64]), np.int8([-128, 127]), np.uint8([255, 3])):
-        rows = np.asarray(arrays.split_sum(jnp.asarray(x), times, None))
+        rows = np.asarray(arrays.split_into_shares(jnp.asarray(x), times, None))
         assert rows.dtype == x.dtype
         np.testing.assert_array_equal(rows.astype(np.int64).sum(0), x)
 
@@ -165,8 +167,8 @@ def test_rows_that_differ_along_another_dimension_are_not_joined():
 
 def test_reduction_and_join_lie_where_they_are_asked_to():
     mesh = STRATEGIES["mirrored_3"]().mesh
-    x = arrays.place(_filled(UNEVEN)[0], Replicas.on(mesh, None).rows)
-    everywhere = mirrored_sharding(mesh)
+    x = arrays.device_put_copy(_filled(UNEVEN)[0], Replicas.on(mesh, None).rows)
+    everywhere = replicated_sharding(mesh)
     for shapes, op in itertools.product((UNEVEN, None), (ReduceOp.MEAN, ReduceOp.MAX)):
         assert arrays.reduce_rows(op, "value", x, shapes, (0,), everywhere).sharding.is_equivalent_to(everywhere, 1)
         assert arrays.join_rows("value", x, shapes, 0, everywhere).sharding.is_equivalent_to(everywhere, 2)

@@ -171,7 +171,7 @@ def test_padded_is_filled_up_with_zeros_and_weighted(strategy):
 def test_padded_goes_through_run_and_weighs_every_row_once(strategy):
     n = strategy.num_replicas_in_sync
     value, weights = _uneven(strategy).padded()
-    found = strategy.run(jdist.mean, (value, weights))
+    found = strategy.run(jdist.global_mean, (value, weights))
     every = np.concatenate([np.full(n - i, i + 1) for i in range(n)])
     np.testing.assert_allclose(found, every.mean(), rtol=1e-6)
 

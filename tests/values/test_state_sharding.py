@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jdist
 from jdist import sync
-from jdist._src.values.state_sharding import Layout, leaves_of
+from jdist._src.values.state_sharding import StateSharding, state_leaves
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 
@@ -32,12 +32,12 @@ def mesh(*shape, axes=("data",)):
 
 
 def layout(shard="optimizer", where=None, axis="data", **patterns):
-    return Layout(where or mesh(4), axis, shard, patterns)
+    return StateSharding(where or mesh(4), axis, shard, patterns)
 
 
 def splits(of, tree):
     """From the name of each leaf to how it is split."""
-    return {leaf.name: tuple(found.spec) for leaf, found in zip(leaves_of(tree), of.shardings(tree), strict=True)}
+    return {leaf.name: tuple(found.spec) for leaf, found in zip(state_leaves(tree), of.shardings(tree), strict=True)}
 
 
 # --- whose a leaf is
@@ -84,12 +84,12 @@ HOMES = {
 @pytest.mark.parametrize("home", HOMES.values(), ids=HOMES)
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_optimizer_state_is_known_wherever_it_lies(tx, home):
-    of_optimizer = lambda state: sum(leaf.is_optimizer for leaf in leaves_of(state))
+    of_optimizer = lambda state: sum(leaf.is_optimizer for leaf in state_leaves(state))
     opt_state = _shapes(tx)
     state = home(PARAMS, opt_state)
     assert of_optimizer(state) == len(jax.tree.leaves(opt_state))
     assert of_optimizer(home(PARAMS, ())) == 0
-    assert [leaf.value for leaf in leaves_of(state)] == jax.tree.leaves(state)
+    assert [leaf.value for leaf in state_leaves(state)] == jax.tree.leaves(state)
 
 
 class Net(nnx.Module):
@@ -103,12 +103,12 @@ def test_optimizer_state_of_nnx_is_known_and_follows_its_parameters():
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     state = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
-    expected = ["optimizer" in leaf.path for leaf in leaves_of(state)]
-    assert [leaf.is_optimizer for leaf in leaves_of(state)] == expected
+    expected = ["optimizer" in leaf.path for leaf in state_leaves(state)]
+    assert [leaf.is_optimizer for leaf in state_leaves(state)] == expected
     assert sum(expected) == 10
 
     _, alone = nnx.split((model, optimizer))  # by no name of ours but nnx's own, `opt_state`
-    assert sum(leaf.is_optimizer for leaf in leaves_of(alone)) == 9
+    assert sum(leaf.is_optimizer for leaf in state_leaves(alone)) == 9
     of = layout("all", mesh(2, 2, axes=("data", "model")), **{"dense/kernel": PartitionSpec(None, "model")})
     found = splits(of, state)
     kernels = [split for name, split in found.items() if "kernel" in name]
@@ -126,7 +126,7 @@ def test_state_of_an_optimizer_written_by_hand_is_known_by_its_name(name):
 
 def test_copies_that_the_user_keeps_are_no_optimizers():
     state = {"params": PARAMS, "ema": PARAMS, "opt_state": _shapes(optax.ema(0.9))}
-    owners = {leaf.path[0] for leaf in leaves_of(state) if leaf.is_optimizer}
+    owners = {leaf.path[0] for leaf in state_leaves(state) if leaf.is_optimizer}
     assert owners == {"opt_state"}
 
 
@@ -138,7 +138,7 @@ def test_copies_that_the_user_keeps_are_no_optimizers():
 def test_optimizer_keeps_for_a_parameter_is_split_as_that_is(tx, home):
     of = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"one/kernel": PartitionSpec("model")})
     state = home(PARAMS, _shapes(tx))
-    for leaf, sharding in zip(leaves_of(state), of.shardings(state), strict=True):
+    for leaf, sharding in zip(state_leaves(state), of.shardings(state), strict=True):
         if leaf.shape == (8, 16):  # no other parameter has it
             assert tuple(sharding.spec) == (("model", "data") if leaf.is_optimizer else ("model",)), leaf.name
         else:
@@ -225,7 +225,7 @@ def test_every_layout_is_valid_and_no_device_holds_more_than_its_part(data, size
     }
     patterns = {rf"^0/{name}$": data.draw(_wanted(leaf.shape, model)) for name, leaf in params.items()}
     state = params, jax.eval_shape(optax.adam(1e-3).init, params)
-    for leaf, sharding in zip(leaves_of(state), layout(shard, where, **patterns).shardings(state), strict=True):
+    for leaf, sharding in zip(state_leaves(state), layout(shard, where, **patterns).shardings(state), strict=True):
         part = sharding.shard_shape(leaf.shape)  # raises where it does not fit
         parts = math.prod(where.shape[axis] for axis in sharding.spec if axis)
         assert math.prod(part) * parts == math.prod(leaf.shape)
@@ -311,7 +311,7 @@ REFUSED = {
 @pytest.mark.parametrize("error, patterns, says", REFUSED.values(), ids=REFUSED)
 def test_pattern_that_fits_no_state_is_refused_at_once(error, patterns, says):
     with pytest.raises(error, match=says):
-        Layout(mesh(4, 2, axes=("data", "model")), "data", "all", patterns)
+        StateSharding(mesh(4, 2, axes=("data", "model")), "data", "all", patterns)
 
 
 @pytest.mark.parametrize("shard", ["params", 1, None, ["all"]])

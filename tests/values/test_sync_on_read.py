@@ -175,7 +175,11 @@ def test_partial_values_without_an_aggregation_are_written_and_refuse_to_be_read
     assert [float(x) for x in state.values] == [1.0 + i for i in range(n)]
     assert [float(x) for x in state.assign(4.0).values] == [4.0] * n
     says = r"SyncOnRead\(float32\[.*\], NONE\) has no aggregation, so it cannot be read .*`\.values`.* make it with SUM, MEAN"
-    for read in (state.read, lambda: jdist.read({"x": state}), lambda: strategy.put(jdist.Mirrored(1.0)).assign(state)):
+    for read in (
+        state.read,
+        lambda: jdist.read_values({"x": state}),
+        lambda: strategy.put(jdist.Mirrored(1.0)).assign(state),
+    ):
         with pytest.raises(ValueError, match=says):
             read()
 

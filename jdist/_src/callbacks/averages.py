@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, Sharding
 from jdist._src.callbacks.arguments import check_function
 from jdist._src.callbacks.state_copies import from_saved, leaves_to_save
 from jdist._src.core.tree import PyTree
-from jdist._src.devices.dispatch import is_bounded, land
+from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.training.events import Event, Moment
 
@@ -32,7 +32,7 @@ class EMA:
     """An exponential moving average of the parameters, kept on the devices.
 
     It lies as the parameters do, leaf by leaf, in their wrappers, so no device hears of another's part. Where they drift
-    (`SyncOnRead`) each replica averages its own, and `jdist.read` of the average is the average of what would have been
+    (`SyncOnRead`) each replica averages its own, and `jdist.read_values` of the average is the average of what would have been
     read. It is kept as float32 at least. Whole numbers are not averaged: the last ones are kept.
 
     Mutable: the average is in it. It is saved with checkpoints, and a resumed run goes on with the same bits. A further `fit`
@@ -163,7 +163,7 @@ def _landed(group: Sequence[int], found: Sequence[jax.Array], leaves: list[jax.A
     """Puts what was found in the place of the leaves."""
     sharding = found[0].sharding
     if isinstance(sharding, NamedSharding) and is_bounded(sharding.mesh):  # pyright: ignore[reportArgumentType]
-        land(found)
+        wait_for_results(found)
     for i, leaf in zip(group, found, strict=True):
         leaves[i] = leaf
 

@@ -29,7 +29,7 @@ def shares(state: PyTree) -> dict[str, Any]:
 def with_shares(state: PyTree, kept: Mapping[str, Any] | Sequence[PyTree], strategy: Strategy) -> PyTree:
     """`state` with what `shares` gave of it."""
     left = iter(in_order(kept, _summed(state)))
-    filled = lambda item: item.with_tree(jax.tree.map(lambda _: next(left), item.tree))
+    filled = lambda item: item._with_tree(jax.tree.map(lambda _: next(left), item.tree))
     own = lambda item: strategy.put(filled(item)) if _is_sum(item) else item
     return jax.tree.map(own, state, is_leaf=is_distributed)
 

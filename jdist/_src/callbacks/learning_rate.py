@@ -9,7 +9,7 @@ import optax
 from jdist._src.callbacks.arguments import check_function
 from jdist._src.callbacks.log_rows import Also
 from jdist._src.core.tree import PyTree
-from jdist._src.strategies.variables import read
+from jdist._src.strategies.variables import read_values
 from jdist._src.training.events import Event
 
 Schedule: TypeAlias = Callable[[Any], Any]
@@ -76,7 +76,7 @@ def _nodes(state: PyTree, is_wanted: Callable[[Any], bool]) -> list[Any]:
 
 
 def _read(values: Any) -> set[float]:
-    return {float(x) for value in values for x in jax.device_get(jax.tree.leaves(read(value)))}
+    return {float(x) for value in values for x in jax.device_get(jax.tree.leaves(read_values(value)))}
 
 
 def _has_rate(node: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 
 from jdist._src.callbacks.arguments import check_function
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 from jdist._src.training.events import Event, Moment
 
 Also: TypeAlias = Callable[[Event], Mapping[str, float]]
@@ -26,7 +26,7 @@ class Pace:
     """
 
     def __init__(self, every: int | None):
-        self._every = None if every is None else whole("`every`", every, 1)
+        self._every = None if every is None else as_int("`every`", every, 1)
         self._seen = self._due = 0
 
     def due(self, event: Event) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jdist._src.callbacks.arguments import path_of
 from jdist._src.callbacks.log_rows import FACTS, Also, RowWriter, row_of
-from jdist._src.core.atomic_files import replaced
+from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.training.events import Event
 
 Row: TypeAlias = dict[str, Any]
@@ -69,7 +69,7 @@ class _Log(RowWriter):
             ) from error
 
     def _replace(self, rows: Iterable[Row]) -> None:
-        with replaced(self.path) as new:
+        with replace_atomically(self.path) as new:
             new.write_text(self._text(rows), encoding="utf-8", newline="")
 
 

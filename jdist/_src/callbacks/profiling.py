@@ -7,7 +7,7 @@ from typing import final
 import jax
 
 from jdist._src.callbacks.arguments import make_directory, path_of
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 from jdist._src.training.events import Event, Moment
 
 
@@ -33,7 +33,7 @@ class Profile:
 
     def __init__(self, directory: str | os.PathLike[str], *, start: int, stop: int):
         self.directory = path_of("directory", directory)
-        self.start, self.stop = whole("`start`", start, 1), whole("`stop`", stop, 1)
+        self.start, self.stop = as_int("`start`", start, 1), as_int("`stop`", stop, 1)
         if stop < start:
             raise ValueError(f"Steps {start} to {stop} are none: `start` is the first of them, `stop` the last.")
         self._is_tracing = self._is_done = False

@@ -6,17 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist._src.checkpoint.renaming import paired
+from jdist._src.checkpoint.renaming import pair_renamed
 from jdist._src.checkpoint.tree_format import Leaf, leaves_of
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.strategies.base import Strategy
-from jdist._src.values.arrays import is_placed, place
+from jdist._src.values.arrays import device_put_copy, is_device_array
 
 
 def copied(tree: PyTree) -> PyTree:
     """A copy of each array of `tree`, on the devices that it lies on."""
     leaves, treedef = jax.tree.flatten(tree)
-    placed = [i for i, leaf in enumerate(leaves) if is_placed(leaf)]
+    placed = [i for i, leaf in enumerate(leaves) if is_device_array(leaf)]
     there = [leaves[i].sharding for i in placed]
     for i, leaf in zip(placed, jax.device_put([leaves[i] for i in placed], there, may_alias=False), strict=True):
         leaves[i] = leaf
@@ -47,7 +47,7 @@ def in_order(saved: Mapping[str, Any] | Sequence[Any], places: Sequence[Leaf]) -
         return jax.tree.leaves(list(saved))
     values = {tuple(keys): value for keys, value in zip(saved["names"], saved["leaves"], strict=True)}
     # The counters decide: the state, of which these are parts, was restored, so its names are certain.
-    pairs = paired(dict.fromkeys(values, ""), {place.keys: "" for place in places}, must_be_certain=False)
+    pairs = pair_renamed(dict.fromkeys(values, ""), {place.keys: "" for place in places}, must_be_certain=False)
     if pairs is None and len(values) != len(places):
         raise ValueError(f"was saved with {len(values)} leaves, and has {len(places)} now")
     if pairs is None:
@@ -75,8 +75,10 @@ def from_saved(name: str, saved: Mapping[str, Any] | Sequence[Any], like: PyTree
         keyed = jax.tree.leaves(strategy.put(jax.tree.unflatten(jax.tree.structure(like), keyed)))
     for leaf, (path, old) in zip(keyed, there, strict=True):
         if leaf.shape != old.shape or leaf.dtype != old.dtype:
-            raise ValueError(f"{path} was saved as {spec(leaf)}, and is {spec(old)} now. {_ANOTHER}")
-    placed = [place(leaf, old.sharding) for leaf, (_, old) in zip(keyed, there, strict=True)]
+            raise ValueError(
+                f"{path} was saved as {dtype_and_shape(leaf)}, and is {dtype_and_shape(old)} now. {_ANOTHER}"
+            )
+    placed = [device_put_copy(leaf, old.sharding) for leaf, (_, old) in zip(keyed, there, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), placed)
 
 
@@ -85,7 +87,7 @@ def _with_key(leaf: Any, like: jax.Array) -> Any:
 
 
 def _is_key(leaf: Any) -> bool:
-    return is_placed(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return is_device_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 _ANOTHER = "Resume with the model that was saved, or without this callback's part."

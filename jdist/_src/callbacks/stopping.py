@@ -10,9 +10,9 @@ import numpy as np
 
 from jdist._src.callbacks.arguments import check_seconds
 from jdist._src.callbacks.state_copies import copied, from_saved, leaves_to_save
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
-from jdist._src.training.events import Answer, Callback, Event, Moment
+from jdist._src.training.events import Callback, CallbackResult, Event, Moment
 
 _SIGNS = {"min": 1.0, "max": -1.0}
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -57,7 +57,7 @@ class EarlyStopping:
             raise ValueError(f"`min_delta` is a number from 0 up, got {min_delta!r}.")
         if mode not in _SIGNS:
             raise ValueError(f"`mode` is 'min' or 'max', whichever is better, got {mode!r}.")
-        self.patience = whole("`patience`", patience, 1)
+        self.patience = as_int("`patience`", patience, 1)
         self.metric, self.min_delta, self.mode = metric, float(min_delta), mode
         self.restore_best = restore_best
         self._saved: Mapping[str, Any] | None = None
@@ -76,7 +76,7 @@ class EarlyStopping:
         """The best value so far, if there is one."""
         return self._best if self._best_step >= 0 else None
 
-    def __call__(self, event: Event, /) -> Answer | None:
+    def __call__(self, event: Event, /) -> CallbackResult | None:
         """Called by the loop."""
         match event.moment:
             case Moment.START:
@@ -89,7 +89,7 @@ class EarlyStopping:
             case Moment.END:
                 # Not earlier: what is saved at the end is the last state, at the position of the data that belongs to it.
                 if self._best_state is not None and self._best_step != event.step:
-                    return Answer(state=self._best_state)
+                    return CallbackResult(state=self._best_state)
         return None
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class EarlyStopping:
             leaves = saved["best_state"]
             self._best_state = from_saved("The best state", leaves, event.state, event.strategy)
 
-    def _judge(self, event: Event) -> Answer | None:
+    def _judge(self, event: Event) -> CallbackResult | None:
         logs = event.logs
         if self.metric not in logs:
             return self._miss(logs)
@@ -139,7 +139,7 @@ class EarlyStopping:
             self._best_state = copied(event.state) if self.restore_best else None
             return None
         self._epochs_since += 1
-        return Answer(stop=self._sentence()) if self._epochs_since >= self.patience else None
+        return CallbackResult(stop=self._sentence()) if self._epochs_since >= self.patience else None
 
     def _miss(self, logs: Collection[str]) -> None:
         """An epoch without the metric. Validation may be every few epochs, but not before the first that is asked about."""
@@ -179,10 +179,10 @@ def time_limit(limit: float | str | datetime.timedelta) -> Callback:
     """
     seconds = _seconds(limit)
 
-    def stop_in_time(event: Event) -> Answer | None:
+    def stop_in_time(event: Event) -> CallbackResult | None:
         if event.moment is not Moment.STEP or event.seconds < seconds:
             return None
-        return Answer(stop=f"The time limit of {_words(seconds)} was over after step {event.step}.")
+        return CallbackResult(stop=f"The time limit of {_words(seconds)} was over after step {event.step}.")
 
     return stop_in_time
 

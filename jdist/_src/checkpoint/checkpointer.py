@@ -11,23 +11,23 @@ import jax
 
 from jdist._src.checkpoint import storage
 from jdist._src.checkpoint.lock import FolderLock
-from jdist._src.checkpoint.process_sync import Facts, Group
-from jdist._src.checkpoint.serialization import Contents, checked, packed, read
-from jdist._src.checkpoint.source import Source, found_step, manifest_in, source_of, warn_of_incomplete
-from jdist._src.checkpoint.storage import CheckpointError, in_short
+from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
+from jdist._src.checkpoint.serialization import SavePlan, checked, packed, read
+from jdist._src.checkpoint.source import RestorePlan, found_step, manifest_in, source_of, warn_of_incomplete
+from jdist._src.checkpoint.storage import CheckpointError, short_message
 from jdist._src.checkpoint.writer import Writer
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 from jdist._src.core.atomic_files import check_path
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import in_replica_function
 from jdist._src.strategies.base import Strategy
-from jdist._src.values.device_put import check_there
+from jdist._src.values.device_put import check_devices_attached
 
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Checkpoint:
+class RestoredCheckpoint:
     """What a checkpoint holds.
 
     Attributes:
@@ -79,10 +79,10 @@ class Checkpointer:
 
     def __init__(self, path: str | os.PathLike[str], keep: int | None = 3, every: int = 1):
         check_path("Checkpointer(path)", path)
-        self._keep, self.every = None if keep is None else whole("`keep`", keep, 1), whole("`every`", every, 1)
+        self._keep, self.every = None if keep is None else as_int("`keep`", keep, 1), as_int("`every`", every, 1)
         self._folder = storage.open_folder(path)
         self._writer: Writer | None = None
-        self._calls: Group | None = None  # in which the processes compare their calls
+        self._calls: ProcessGroup | None = None  # in which the processes compare their calls
         self._lock: FolderLock | None = None
         self._saving = -1
         self._damaged: set[int] = set()  # steps that `restore` could not read
@@ -150,7 +150,7 @@ class Checkpointer:
                 self._write(contents)
         return contents is not None
 
-    def restore(self, strategy: Strategy, like: PyTree = None, step: int | None = None) -> Checkpoint:
+    def restore(self, strategy: Strategy, like: PyTree = None, step: int | None = None) -> RestoredCheckpoint:
         """A checkpoint, its state on the devices of a strategy: each part is read to where it belongs.
 
         Wrappers keep their meaning. A sum over the replicas is shared out anew; other partial values, and what is
@@ -178,7 +178,7 @@ class Checkpointer:
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, in ascending order."""
-        return storage.steps_in(self._folder)
+        return storage.complete_steps(self._folder)
 
     @property
     def latest(self) -> int | None:
@@ -219,20 +219,20 @@ class Checkpointer:
 
     def _is_due(self, step: Any) -> bool:
         try:
-            return whole("`step`", step, 0) % self.every == 0
+            return as_int("`step`", step, 0) % self.every == 0
         except (TypeError, ValueError):
             return True  # it is refused where the other processes hear of it
 
     def _agreed(self, call: str, work: Callable[[], tuple[T, Facts]]) -> T:
         """See `Group.agreed`. One group for all calls, so that different calls are noticed."""
-        self._calls = self._calls or Group()
+        self._calls = self._calls or ProcessGroup()
         return self._calls.agreed(call, work)
 
     def _contents(
         self, step: int, state: PyTree, data_position: Any, seed: Any, extra: PyTree
-    ) -> tuple[Contents | None, Facts]:
+    ) -> tuple[SavePlan | None, Facts]:
         """The checked contents of a checkpoint, None if there is one of this step; and what all processes must agree on."""
-        step = whole("`step`", step, 0)
+        step = as_int("`step`", step, 0)
         if (
             self._lock is None and jax.process_index() == 0
         ):  # of a job of several processes, process 0 writes the manifest
@@ -251,10 +251,10 @@ class Checkpointer:
 
     def _to_set_aside(self, step: int) -> list[int]:
         """The steps of damaged folders that are in the way of a checkpoint of `step`, or would be taken for a newer one."""
-        incomplete = {int(child.name) for child in storage.incomplete_in(self._folder, step - 1)}
+        incomplete = {int(child.name) for child in storage.incomplete_folders(self._folder, step - 1)}
         return sorted(self._damaged | (incomplete & {step}))
 
-    def _write(self, contents: Contents) -> None:
+    def _write(self, contents: SavePlan) -> None:
         self._saving = contents.step
         try:
             damaged = self._to_set_aside(contents.step)
@@ -275,7 +275,7 @@ class Checkpointer:
             except Exception as again:
                 error.add_note(str(again))
         raise CheckpointError(
-            f"The checkpoint of step {self._saving} could not be written to {self._folder}: {in_short(error)} "
+            f"The checkpoint of step {self._saving} could not be written to {self._folder}: {short_message(error)} "
             f"{self._left()} The state of training is as it was, and the next checkpoint will be tried."
         ) from error
 
@@ -286,13 +286,13 @@ class Checkpointer:
             return "The folder cannot be read either."
         return f"Complete are those of the steps {', '.join(map(str, steps))}." if steps else "There is no other one."
 
-    def _source(self, strategy: Strategy, like: PyTree, step: int | None) -> tuple[Source, Facts]:
+    def _source(self, strategy: Strategy, like: PyTree, step: int | None) -> tuple[RestorePlan, Facts]:
         """What a restore reads, found without collectives, so that it can fail on one process of several."""
         if not isinstance(strategy, Strategy):
             raise TypeError(
                 f"`restore` takes a strategy first, to say where the state goes, got {type(strategy).__name__}."
             )
-        check_there(strategy.mesh)
+        check_devices_attached(strategy.mesh)
         step = found_step(self._folder, step)
         try:
             manifest, saved = manifest_in(self._folder, step)
@@ -300,17 +300,17 @@ class Checkpointer:
             self._refuse(step, error)
         return source_of(f"The checkpoint of step {step} in {self._folder}", manifest, saved, strategy, like)
 
-    def _restored(self, source: Source) -> Checkpoint:
+    def _restored(self, source: RestorePlan) -> RestoredCheckpoint:
         step, manifest = source.step, source.manifest
         try:
-            with Group() as group:
+            with ProcessGroup() as group:
                 leaves, extra = read(group, self._folder, step, manifest, source.plans)
         except Exception as error:
             self._refuse(step, error)
         leaves = [each.finish(leaf) for each, leaf in zip(source.plans, leaves, strict=True)]
         state = jax.tree.unflatten(source.structure, leaves)
         self._damaged.discard(step)
-        return Checkpoint(step, state, manifest["data_position"], extra, manifest)
+        return RestoredCheckpoint(step, state, manifest["data_position"], extra, manifest)
 
     def _refuse(self, step: int, error: Exception) -> NoReturn:
         self._damaged.add(step)
@@ -323,11 +323,11 @@ class Checkpointer:
             else "There is none before it."
         )
         raise CheckpointError(
-            f"The checkpoint of step {step} in {self._folder} is damaged, or cannot be read: {in_short(error)} {way_out}"
+            f"The checkpoint of step {step} in {self._folder} is damaged, or cannot be read: {short_message(error)} {way_out}"
         ) from error
 
 
-def newest_of(checkpointer: Checkpointer) -> int | None:
+def newest_step(checkpointer: Checkpointer) -> int | None:
     """Returns the step that a resumed run begins with, None if there is no checkpoint. All processes call it.
 
     Raises:

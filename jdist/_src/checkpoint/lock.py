@@ -8,7 +8,7 @@ import os
 import pathlib
 import weakref
 
-from jdist._src.checkpoint.storage import MARK, CheckpointError
+from jdist._src.checkpoint.storage import MARKER_FILE, CheckpointError
 
 try:
     import fcntl
@@ -37,7 +37,7 @@ class FolderLock:
         self._file: int | None = None
         if fcntl is None:
             return
-        file = _opened(folder / MARK)
+        file = _opened(folder / MARKER_FILE)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

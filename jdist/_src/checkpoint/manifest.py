@@ -20,7 +20,7 @@ _UNSIGNED = 1  # the format of manifests that have no fingerprint of their own
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class StoredArray:
     """An array of a checkpoint.
 
     Attributes:
@@ -61,7 +61,7 @@ class Entry:
         return math.prod(self.bits.shape) * self.bits.dtype.itemsize
 
     @classmethod
-    def of(cls, number: int, path: str, x: Any, wrapper: str, fingerprint: int) -> "Entry":
+    def of(cls, number: int, path: str, x: Any, wrapper: str, fingerprint: int) -> "StoredArray":
         """What there is to say of an array on the devices or on the host."""
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         key = str(jax.random.key_impl(x)) if is_key else None
@@ -71,8 +71,8 @@ class Entry:
         return jax.random.key(0, impl=self.key)
 
 
-def manifest_of(
-    step: int, seed: Any, position: Any, entries: Sequence[Entry], state: Any, extra: Any
+def make_manifest(
+    step: int, seed: Any, position: Any, entries: Sequence[StoredArray], state: Any, extra: Any
 ) -> dict[str, Any]:
     """The manifest of a checkpoint.
 
@@ -158,9 +158,9 @@ def from_text(text: str, step: int) -> dict[str, Any]:
     return manifest
 
 
-def entries_of(manifest: Mapping[str, Any]) -> list[Entry]:
+def stored_arrays(manifest: Mapping[str, Any]) -> list[StoredArray]:
     """Its arrays, by their numbers."""
-    return [Entry(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in manifest["leaves"]]
+    return [StoredArray(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in manifest["leaves"]]
 
 
 def checked_json(name: str, value: Any) -> Any:

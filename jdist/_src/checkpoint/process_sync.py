@@ -11,15 +11,15 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import jax
 
-from jdist._src.checkpoint.storage import CheckpointError, in_short
-from jdist._src.core.process_messages import Conversation, named
+from jdist._src.checkpoint.storage import CheckpointError, short_message
+from jdist._src.core.process_messages import MessageExchange, numbered_name
 
 T = TypeVar("T")
 Facts: TypeAlias = Mapping[str, Sequence[str]]  # by the name of an argument, lines that describe it
 _MOST_LINES = 20_000
 
 
-class Group:
+class ProcessGroup:
     """All processes, each of which hears how it goes with the others.
 
     Mutable: it knows whether all went well so far. Processes make theirs in the same order.
@@ -27,9 +27,9 @@ class Group:
 
     def __init__(self) -> None:
         count, late = jax.process_count(), lambda: time.monotonic() > self._deadline
-        self._conversation: Conversation | None = None
+        self._conversation: MessageExchange | None = None
         if count > 1:
-            self._conversation = Conversation(named("jdist/checkpoint"), jax.process_index(), count, late)
+            self._conversation = MessageExchange(numbered_name("jdist/checkpoint"), jax.process_index(), count, late)
         self._deadline = math.inf
         self._has_failed = False
 
@@ -60,13 +60,13 @@ class Group:
             result, facts = work()
         except Exception as error:
             if self._conversation is not None:
-                self._conversation.fail({"error": in_short(error)})
+                self._conversation.fail({"error": short_message(error)})
             raise
         if self._conversation is not None:
             self._compare(self._conversation, call, {"the call": [f"`{call}`"], **facts})
         return result
 
-    def _compare(self, conversation: Conversation, call: str, facts: Facts) -> None:
+    def _compare(self, conversation: MessageExchange, call: str, facts: Facts) -> None:
         self._deadline = math.inf
         digests = {name: hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest() for name, lines in facts.items()}
         heard = conversation.round({"digests": digests})
@@ -115,7 +115,7 @@ class Group:
     def fail(self, error: BaseException) -> None:
         """Lets the others hear, where they meet next, that `error` is why this process does not come."""
         if self._conversation is not None and not self._has_failed:
-            self._conversation.say({"error": in_short(error)})
+            self._conversation.post({"error": short_message(error)})
         self._has_failed = True
 
     def leave(self, reason: str = "it has left") -> None:

@@ -27,7 +27,7 @@ class _Name(NamedTuple):
 _Node: TypeAlias = dict[_Name, Any]  # its values are nodes, or the keys and the kind of a leaf
 
 
-def paired(
+def pair_renamed(
     saved: Mapping[Keys, str], wanted: Mapping[Keys, str], *, must_be_certain: bool = True
 ) -> dict[Keys, Keys] | None:
     """Returns the saved keys for each of the wanted keys.

@@ -14,18 +14,26 @@ import numpy as np
 from jax import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdist._src.checkpoint.manifest import Entry
+from jdist._src.checkpoint.manifest import StoredArray
 from jdist._src.checkpoint.tree_format import Leaf
-from jdist._src.core.tree import PyTree, spec
-from jdist._src.devices.dispatch import is_bounded, land
+from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import Replicas
-from jdist._src.values.aggregation import VariableAggregation, aggregated
-from jdist._src.values.arrays import check_array, first_row, is_placed, mesh_of, reduce_rows, repeat, split_sum
-from jdist._src.values.base import fitted, is_distributed
-from jdist._src.values.device_put import check_one_shape, check_single
+from jdist._src.values.aggregation import VariableAggregation, aggregate_rows
+from jdist._src.values.arrays import (
+    check_array,
+    first_row,
+    is_device_array,
+    mesh_of,
+    reduce_rows,
+    repeat_rows,
+    split_into_shares,
+)
+from jdist._src.values.base import cast_without_loss, is_distributed
+from jdist._src.values.device_put import check_not_nested, check_uniform_shape
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
-from jdist._src.values.state_sharding import Layout
+from jdist._src.values.state_sharding import StateSharding
 from jdist._src.values.sync_on_read import SyncOnRead
 
 _MOST_NAMED = 4
@@ -40,7 +48,7 @@ class Plan(NamedTuple):
         finish: What makes the leaf of it.
     """
 
-    entry: Entry
+    entry: StoredArray
     sharding: NamedSharding
     finish: Callable[[jax.Array], jax.Array]
 
@@ -57,19 +65,19 @@ def to_store(leaf: Leaf) -> Any:
     name, x = f"state/{leaf.path}", leaf.value
     if isinstance(x, core.Tracer):
         raise TypeError(f"{name} is being traced. Save between the calls of a step, with the state that it returned.")
-    check_single(name, leaf.wrapper)
-    check_one_shape(name, leaf.wrapper)
+    check_not_nested(name, leaf.wrapper)
+    check_uniform_shape(name, leaf.wrapper)
     check_array(name, x)
-    if is_placed(x) and x.is_deleted():
+    if is_device_array(x) and x.is_deleted():
         raise ValueError(
             f"{name} was given to a step before, which used its memory for the new state. Save the state that it returned."
         )
     if _is_total(leaf.wrapper):
         check_reducible(ReduceOp.SUM, name, x)
         return x
-    if is_placed(x) and (jax.process_count() == 1 or not x.is_fully_addressable):
+    if is_device_array(x) and (jax.process_count() == 1 or not x.is_fully_addressable):
         return x
-    if is_placed(x):  # of one process of several
+    if is_device_array(x):  # of one process of several
         return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x)
     return _as_devices_hold_it(name, np.array(x))
 
@@ -78,7 +86,7 @@ def total(leaf: Leaf, stored: Any) -> Any:
     """Returns what `to_store` returned; of a `SyncOnRead` SUM, the sum over the replicas. All processes call it."""
     if not _is_total(leaf.wrapper):
         return stored
-    return aggregated(VariableAggregation.SUM, f"state/{leaf.path}", stored)
+    return aggregate_rows(VariableAggregation.SUM, f"state/{leaf.path}", stored)
 
 
 def _is_total(wrapper: Any) -> bool:
@@ -90,7 +98,7 @@ def _as_devices_hold_it(name: str, host: np.ndarray) -> np.ndarray:
     held = host.astype(dtype)
     if host.dtype.kind in "iu" and (held != host).any():
         raise TypeError(
-            f"{name} is {spec(host)}, of numbers that do not fit into {dtype}, as which devices would hold them."
+            f"{name} is {dtype_and_shape(host)}, of numbers that do not fit into {dtype}, as which devices would hold them."
         )
     return held
 
@@ -113,8 +121,8 @@ def over(tree: PyTree, num_replicas: int) -> PyTree:
 
     def one(path: Any, node: Any) -> Any:
         name = "like" + jax.tree_util.keystr(path)
-        check_single(name, node)
-        check_one_shape(name, node)
+        check_not_nested(name, node)
+        check_uniform_shape(name, node)
         rows = num_replicas if is_distributed(node) and node.stacked else None
         return jax.tree.map(lambda x: _shape(x, rows), node)
 
@@ -152,7 +160,7 @@ def plan(saved: Leaf, wanted: Leaf, sharding: NamedSharding, replicas: Replicas)
     Raises:
         ValueError: It has a value for each of another number of replicas.
     """
-    entry: Entry = saved.value
+    entry: StoredArray = saved.value
     if not _has_rows(saved):
         return _from_one(entry, wanted, sharding, replicas)
     if _is_same_kind(saved.wrapper, wanted.wrapper) and entry.shape[0] == replicas.size:
@@ -167,7 +175,7 @@ def plan(saved: Leaf, wanted: Leaf, sharding: NamedSharding, replicas: Replicas)
     return _from_rows(saved, wanted, sharding, replicas)
 
 
-def _from_one(entry: Entry, wanted: Leaf, sharding: NamedSharding, replicas: Replicas) -> Plan:
+def _from_one(entry: StoredArray, wanted: Leaf, sharding: NamedSharding, replicas: Replicas) -> Plan:
     if not getattr(wanted.wrapper, "stacked", False):
         return Plan(entry, sharding, lambda x: _fitted(wanted, x, sharding))
     return Plan(entry, _of_a_row(sharding), lambda x: _shared(wanted, x, sharding, replicas))
@@ -176,7 +184,7 @@ def _from_one(entry: Entry, wanted: Leaf, sharding: NamedSharding, replicas: Rep
 def _from_rows(saved: Leaf, wanted: Leaf, sharding: NamedSharding, replicas: Replicas) -> Plan:
     """One value of the partial ones of another number of replicas, which are read in parts, as evenly as can be."""
     mesh = replicas.mesh
-    parts = Layout(mesh, max(mesh.shape, key=lambda axis: mesh.shape[axis]), "all", {}).part(saved.value.array)
+    parts = StateSharding(mesh, max(mesh.shape, key=lambda axis: mesh.shape[axis]), "all", {}).part(saved.value.array)
     stacked = getattr(wanted.wrapper, "stacked", False)
     target = _of_a_row(sharding) if stacked else sharding
     on_devices = NamedSharding(mesh, target.spec) if target.mesh == mesh else replicas.whole
@@ -197,15 +205,15 @@ def _shared(wanted: Leaf, x: jax.Array, sharding: NamedSharding, replicas: Repli
     """Rows that read as `x`."""
     x = _fitted(wanted, x, _of_a_row(sharding))
     is_sum = getattr(wanted.wrapper, "aggregation", None) is VariableAggregation.SUM
-    rows = (split_sum if is_sum else repeat)(x, replicas.size, sharding)
+    rows = (split_into_shares if is_sum else repeat_rows)(x, replicas.size, sharding)
     if is_bounded(mesh_of(rows)):
-        land(rows)
+        wait_for_results(rows)
     return rows
 
 
 def _fitted(wanted: Leaf, x: jax.Array, sharding: NamedSharding) -> jax.Array:
     dtype = wanted.value.dtype
-    x = x if x.dtype == dtype else fitted(f"state/{wanted.path}", x, x.shape, dtype)
+    x = x if x.dtype == dtype else cast_without_loss(f"state/{wanted.path}", x, x.shape, dtype)
     return x if x.sharding == sharding else jax.device_put(x, sharding)
 
 
@@ -232,7 +240,7 @@ def _is_same_kind(one: Any, other: Any) -> bool:
 
 def _value_shape(leaf: Leaf) -> tuple[int, ...]:
     """The shape of what one replica has."""
-    has_rows = _has_rows(leaf) if isinstance(leaf.value, Entry) else getattr(leaf.wrapper, "stacked", False)
+    has_rows = _has_rows(leaf) if isinstance(leaf.value, StoredArray) else getattr(leaf.wrapper, "stacked", False)
     return tuple(leaf.value.shape[has_rows:])
 
 

@@ -12,17 +12,17 @@ from jax.sharding import NamedSharding
 
 from jdist._src.checkpoint import storage
 from jdist._src.checkpoint.fingerprint import fingerprints
-from jdist._src.checkpoint.manifest import Entry, checked_json, entries_of, manifest_of, to_text
-from jdist._src.checkpoint.process_sync import Facts, Group
+from jdist._src.checkpoint.manifest import StoredArray, checked_json, make_manifest, stored_arrays, to_text
+from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.restore_plan import Plan, name_of, plan, to_store, total
 from jdist._src.checkpoint.tree_format import Leaf, check_distinct, from_json, is_inline, leaves_of, to_json
-from jdist._src.core.tree import PyTree, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.mesh import Replicas
-from jdist._src.values.arrays import check_array, place
-from jdist._src.values.device_put import check_fit
+from jdist._src.values.arrays import check_array, device_put_copy
+from jdist._src.values.device_put import check_wrapper
 
 
-class Contents(NamedTuple):
+class SavePlan(NamedTuple):
     """The checked arguments of a save. Making them uses no collectives, so that it can fail on one process of several.
 
     Attributes:
@@ -54,7 +54,7 @@ class Contents(NamedTuple):
         }
 
 
-def checked(step: int, state: PyTree, position: Any, seed: Any, extra: PyTree) -> Contents:
+def checked(step: int, state: PyTree, position: Any, seed: Any, extra: PyTree) -> SavePlan:
     """Checks and copies what a checkpoint is to contain.
 
     Raises:
@@ -66,7 +66,7 @@ def checked(step: int, state: PyTree, position: Any, seed: Any, extra: PyTree) -
     check_distinct(leaves)
     structures = to_json(state), to_json(extra, inline=True, start=len(leaves))
     json.dumps(structures)
-    return Contents(
+    return SavePlan(
         step,
         position,
         seed,
@@ -76,22 +76,24 @@ def checked(step: int, state: PyTree, position: Any, seed: Any, extra: PyTree) -
     )
 
 
-def packed(contents: Contents) -> tuple[list[Any], str]:
+def packed(contents: SavePlan) -> tuple[list[Any], str]:
     """Returns the arrays of a checkpoint and its manifest. All processes call it."""
     stored = [("state", leaf, total(leaf, x)) for leaf, x in contents.leaves]
     stored += [("extra", leaf, x) for leaf, x in contents.beside]
     bits = [_bits(x) for _, _, x in stored]
     entries = [
-        Entry.of(number, "/".join((where, *leaf.keys)), x, name_of(leaf.wrapper) if where == "state" else "host", found)
+        StoredArray.of(
+            number, "/".join((where, *leaf.keys)), x, name_of(leaf.wrapper) if where == "state" else "host", found
+        )
         for number, ((where, leaf, x), found) in enumerate(zip(stored, fingerprints(bits), strict=True))
     ]
-    manifest = manifest_of(contents.step, contents.seed, contents.position, entries, *contents.structures)
+    manifest = make_manifest(contents.step, contents.seed, contents.position, entries, *contents.structures)
     return bits, to_text(manifest)
 
 
 def saved_tree(manifest: Mapping[str, Any]) -> PyTree:
     """The state that was saved, with its entries for leaves."""
-    return from_json(manifest["state"], entries_of(manifest).__getitem__)
+    return from_json(manifest["state"], stored_arrays(manifest).__getitem__)
 
 
 def plans_of(
@@ -111,19 +113,19 @@ def plans_of(
     there = {leaf.keys: leaf for leaf in saved}
     wanted = leaves_of(target)
     for leaf in wanted:
-        check_fit("state/" + leaf.path, leaf.wrapper, replicas)
+        check_wrapper("state/" + leaf.path, leaf.wrapper, replicas)
     return [plan(there[leaf.keys], leaf, where, replicas) for leaf, where in zip(wanted, shardings, strict=True)]
 
 
 def read(
-    group: Group, folder: pathlib.Path, step: int, manifest: Mapping[str, Any], plans: Sequence[Plan]
+    group: ProcessGroup, folder: pathlib.Path, step: int, manifest: Mapping[str, Any], plans: Sequence[Plan]
 ) -> tuple[list[jax.Array], PyTree]:
     """What is stored of the leaves, for their plans to finish, and what was kept beside the state.
 
     Raises:
         ValueError: Something is not what was saved.
     """
-    beside = [entry for entry in entries_of(manifest) if entry.path.partition("/")[0] == "extra"]
+    beside = [entry for entry in stored_arrays(manifest) if entry.path.partition("/")[0] == "extra"]
     shapes = {
         each.entry.number: jax.ShapeDtypeStruct(each.entry.bits.shape, each.entry.bits.dtype, sharding=each.sharding)
         for each in plans
@@ -144,7 +146,7 @@ def read(
 
 def _described(leaf: Leaf, x: Any) -> str:
     wrapper = f" in {name_of(leaf.wrapper)}" if leaf.wrapper is not None else ""
-    return f"{leaf.path} {spec(x)}{wrapper}"
+    return f"{leaf.path} {dtype_and_shape(x)}{wrapper}"
 
 
 def _beside(leaf: Leaf) -> Any:
@@ -165,7 +167,7 @@ def _bits(x: Any) -> Any:
     return np.asarray(bits) if is_of_one else bits
 
 
-def _of_bits(entry: Entry, bits: Any) -> Any:
+def _of_bits(entry: StoredArray, bits: Any) -> Any:
     if entry.key is None:
         return bits
     keys = jax.random.wrap_key_data(bits, impl=entry.key)
@@ -175,4 +177,4 @@ def _of_bits(entry: Entry, bits: Any) -> Any:
 def _empty(shape: Any) -> Any:
     if isinstance(shape, np.ndarray):
         return shape
-    return place(np.zeros(shape.shape, shape.dtype), shape.sharding)
+    return device_put_copy(np.zeros(shape.shape, shape.dtype), shape.sharding)

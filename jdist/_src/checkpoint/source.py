@@ -10,16 +10,16 @@ import jax
 from jdist._src.checkpoint import storage
 from jdist._src.checkpoint.manifest import from_text, signed
 from jdist._src.checkpoint.process_sync import Facts
-from jdist._src.checkpoint.renaming import paired
+from jdist._src.checkpoint.renaming import pair_renamed
 from jdist._src.checkpoint.restore_plan import Plan, as_saved, differences, over, value_spec
 from jdist._src.checkpoint.serialization import plans_of, saved_tree
 from jdist._src.checkpoint.tree_format import Leaf, leaves_of
-from jdist._src.core.arguments import whole
-from jdist._src.core.tree import PyTree, spec
+from jdist._src.core.arguments import as_int
+from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.strategies.base import Strategy
 
 
-class Source(NamedTuple):
+class RestorePlan(NamedTuple):
     """What a restore reads.
 
     Attributes:
@@ -41,13 +41,13 @@ def found_step(folder: pathlib.Path, step: int | None) -> int:
     Raises:
         FileNotFoundError: There is no such checkpoint.
     """
-    steps = storage.steps_in(folder)
+    steps = storage.complete_steps(folder)
     if step is None and steps:
         return steps[-1]
-    damaged = "".join(f" {path} has no {_MANIFEST}." for path in storage.incomplete_in(folder, -1))
+    damaged = "".join(f" {path} has no {_MANIFEST}." for path in storage.incomplete_folders(folder, -1))
     if step is None:
         raise FileNotFoundError(f"There is no complete checkpoint in {folder}.{damaged}")
-    if whole("`step`", step, 0) not in steps:
+    if as_int("`step`", step, 0) not in steps:
         there = f"There are the steps {', '.join(map(str, steps))}." if steps else "There is none."
         raise FileNotFoundError(f"There is no complete checkpoint of step {step} in {folder}. {there}{damaged}")
     return step
@@ -55,7 +55,7 @@ def found_step(folder: pathlib.Path, step: int | None) -> int:
 
 def warn_of_incomplete(folder: pathlib.Path, newest: int | None) -> None:
     """Warns, on process 0, about folders of steps later than the newest complete checkpoint that have no manifest."""
-    damaged = storage.incomplete_in(folder, -1 if newest is None else newest)
+    damaged = storage.incomplete_folders(folder, -1 if newest is None else newest)
     if not damaged or jax.process_index() != 0:
         return
     way = (
@@ -76,7 +76,7 @@ def manifest_in(folder: pathlib.Path, step: int) -> tuple[Mapping[str, Any], PyT
     Raises:
         Exception: Of any kind: the manifest is damaged.
     """
-    manifest = from_text(storage.text_file(folder, step).read_text(), step)
+    manifest = from_text(storage.manifest_path(folder, step).read_text(), step)
     saved = saved_tree(manifest)
     for leaf in leaves_of(saved):  # a manifest of format 1 has no fingerprint: this raises where a dtype is none
         _ = leaf.value.bits
@@ -85,7 +85,7 @@ def manifest_in(folder: pathlib.Path, step: int) -> tuple[Mapping[str, Any], PyT
 
 def source_of(
     name: str, manifest: Mapping[str, Any], saved: PyTree, strategy: Strategy, like: PyTree
-) -> tuple[Source, Facts]:
+) -> tuple[RestorePlan, Facts]:
     """Returns what a restore reads, and what all processes must agree on.
 
     Args:
@@ -108,13 +108,13 @@ def source_of(
             f"{name} holds another state than `like`. {' '.join(found)} Hand in the state of the same model and optimizer; or "
             "restore without `like`, and take from it what is wanted."
         )
-    plans = plans_of(leaves, target, replicas, strategy._view.shardings(target, is_state=False))
+    plans = plans_of(leaves, target, replicas, strategy._backend.shardings(target, is_state=False))
     facts = {
         "`step`": [str(manifest["step"])],
         "the manifest of the checkpoint": [signed(manifest)["fingerprint"]],
-        "`like`": [f"{leaf.path} {spec(leaf.value)}" for leaf in wanted],
+        "`like`": [f"{leaf.path} {dtype_and_shape(leaf.value)}" for leaf in wanted],
     }
-    return Source(manifest["step"], manifest, jax.tree.structure(target), plans), facts
+    return RestorePlan(manifest["step"], manifest, jax.tree.structure(target), plans), facts
 
 
 def _named_as(name: str, saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> Sequence[Leaf]:
@@ -125,7 +125,7 @@ def _named_as(name: str, saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> Seque
     """
     there, here = ({leaf.keys: value_spec(leaf) for leaf in leaves} for leaves in (saved, wanted))
     try:
-        pairs = paired(there, here)
+        pairs = pair_renamed(there, here)
     except ValueError as error:
         raise ValueError(
             f"{name} has layers with other names than `like`, and which of them belong together is not certain: {error}. Give "
@@ -138,4 +138,4 @@ def _named_as(name: str, saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> Seque
     return [leaf._replace(keys=wanted_keys[leaf.keys]) for leaf in saved]
 
 
-_MANIFEST = f"{storage.MANIFEST}/{storage.TEXT}"
+_MANIFEST = f"{storage.MANIFEST}/{storage.MANIFEST_FILE}"

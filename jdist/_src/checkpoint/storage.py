@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-MARK = "jdist.json"
+MARKER_FILE = "jdist.json"
 _ABOUT = '{"holds": "checkpoints of jdist, a folder a step; STEP/manifest/manifest.json says what is in one"}\n'
 ARRAYS, MANIFEST = "arrays", "manifest"
-TEXT = "manifest.json"
-ASIDE = ".old"
+MANIFEST_FILE = "manifest.json"
+DELETED = ".old"
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class CheckpointError(RuntimeError):
     """
 
 
-def in_short(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     """What an error of orbax, or of the system, comes down to."""
     if isinstance(error, CheckpointError):
         return str(error)
@@ -65,17 +65,17 @@ def open_folder(path: Any) -> pathlib.Path:
     folder = pathlib.Path(path).expanduser().resolve()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`path` is the file {folder}. Give a folder for the checkpoints.")
-    if (folder / MARK).exists():
+    if (folder / MARKER_FILE).exists():
         return folder
     names = sorted(child.name for child in folder.iterdir()) if folder.exists() else []
-    if names and MARK not in names:  # which another process may have written by now
+    if names and MARKER_FILE not in names:  # which another process may have written by now
         raise ValueError(
-            f"`path` is {folder}, which has other things in it ({', '.join(names[:3])}) and no {MARK}, the sign of "
+            f"`path` is {folder}, which has other things in it ({', '.join(names[:3])}) and no {MARKER_FILE}, the sign of "
             "a folder of checkpoints. Give a new folder, or an empty one."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARK).write_text(_ABOUT)
+        (folder / MARKER_FILE).write_text(_ABOUT)
     except OSError as error:
         raise CheckpointError(
             f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Give a folder that can be written to."
@@ -83,18 +83,20 @@ def open_folder(path: Any) -> pathlib.Path:
     return folder
 
 
-def steps_in(folder: pathlib.Path) -> tuple[int, ...]:
+def complete_steps(folder: pathlib.Path) -> tuple[int, ...]:
     """The steps with a complete checkpoint, in ascending order."""
     found = [
-        child for child in folder.iterdir() if child.name.isdecimal() and text_file(folder, int(child.name)).exists()
+        child
+        for child in folder.iterdir()
+        if child.name.isdecimal() and manifest_path(folder, int(child.name)).exists()
     ]
     return tuple(sorted(int(child.name) for child in found))
 
 
-def incomplete_in(folder: pathlib.Path, after: int) -> tuple[pathlib.Path, ...]:
+def incomplete_folders(folder: pathlib.Path, after: int) -> tuple[pathlib.Path, ...]:
     """Returns the folders of steps later than `after` that have no manifest, in ascending order of their steps."""
     found = [child for child in folder.iterdir() if child.name.isdecimal() and int(child.name) > after]
-    missing = [child for child in found if not text_file(folder, int(child.name)).exists()]
+    missing = [child for child in found if not manifest_path(folder, int(child.name)).exists()]
     return tuple(sorted(missing, key=lambda child: int(child.name)))
 
 
@@ -106,9 +108,9 @@ def set_aside(folder: pathlib.Path, step: int) -> None:
         (folder / str(step)).rename(damaged)
 
 
-def text_file(folder: pathlib.Path, step: int) -> pathlib.Path:
+def manifest_path(folder: pathlib.Path, step: int) -> pathlib.Path:
     """Where the manifest of a step is."""
-    return folder / str(step) / MANIFEST / TEXT
+    return folder / str(step) / MANIFEST / MANIFEST_FILE
 
 
 def read(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> dict[int, Any]:
@@ -136,17 +138,17 @@ def read(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> dict[int
             found = handler.restore(where, args=ocp.args.StandardRestore(wanted or {"none": np.zeros(1)}))
             return {number: found[str(number)] for number in shapes}
         except Exception as error:
-            problem = in_short(error)
+            problem = short_message(error)
         finally:
             handler.close()
         gc.collect()
     raise CheckpointError(problem)
 
 
-def empty_aside(folder: Any) -> None:
+def empty_deleted(folder: Any) -> None:
     """Deletes what was moved aside."""
     if jax.process_index() == 0:
-        shutil.rmtree(pathlib.Path(folder) / ASIDE, ignore_errors=True)
+        shutil.rmtree(pathlib.Path(folder) / DELETED, ignore_errors=True)
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:

@@ -12,8 +12,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.checkpoint.process_sync import Group
-from jdist._src.checkpoint.storage import ARRAYS, ASIDE, MANIFEST, TEXT, empty_aside, set_aside, silence_orbax
+from jdist._src.checkpoint.process_sync import ProcessGroup
+from jdist._src.checkpoint.storage import (
+    ARRAYS,
+    DELETED,
+    MANIFEST,
+    MANIFEST_FILE,
+    empty_deleted,
+    set_aside,
+    silence_orbax,
+)
 
 _TRIAL = 2**16  # bytes that the disk has to take before orbax begins
 
@@ -27,7 +35,7 @@ class Writer:
 
     def __init__(self, folder: pathlib.Path, keep: int | None):
         self._folder, self._keep = folder, keep
-        self._group = Group()
+        self._group = ProcessGroup()
         self._manager: Any = None
         self._caller = threading.get_ident()
 
@@ -49,7 +57,7 @@ class Writer:
         import orbax.checkpoint as ocp
 
         self._caller = threading.get_ident()
-        empty_aside(self._folder)
+        empty_deleted(self._folder)
         stored = {str(number): x for number, x in enumerate(arrays) if x.size}  # orbax refuses arrays of no elements
         items = {ARRAYS: ocp.args.StandardSave(stored or {"none": np.zeros(1)}), MANIFEST: _text_item()(text)}
         try:
@@ -69,7 +77,7 @@ class Writer:
         try:
             if self._manager is not None:
                 self._manager.close()
-                empty_aside(self._folder)
+                empty_deleted(self._folder)
         finally:
             self._group.leave()
 
@@ -79,7 +87,7 @@ class Writer:
         silence_orbax()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
-            todelete_subdir=ASIDE,
+            todelete_subdir=DELETED,
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
@@ -116,14 +124,14 @@ def _text_item() -> Any:
         async def async_save(self, directory: Any, args: Any) -> Any:
             if jax.process_index() != 0:
                 return None
-            write = asyncio.to_thread((directory / TEXT).write_text, args.text)
+            write = asyncio.to_thread((directory / MANIFEST_FILE).write_text, args.text)
             return [CommitFutureAwaitingContractedSignals(write)]
 
         def save(self, directory: Any, args: Any) -> None:
-            (directory / TEXT).write_text(args.text)
+            (directory / MANIFEST_FILE).write_text(args.text)
 
         def restore(self, directory: Any, args: Any) -> str:
-            return (directory / TEXT).read_text()
+            return (directory / MANIFEST_FILE).read_text()
 
     @ocp.args.register_with_handler(TextHandler, for_save=True, for_restore=True)
     @dataclasses.dataclass

@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
-Answer: TypeAlias = tuple[int, str | None, str]
+MetadataResponse: TypeAlias = tuple[int, str | None, str]
 _MOST_BYTES = 1 << 20
 
 
-def answer_by(deadline: float, server: str, path: str) -> Answer:
+def get_attribute(deadline: float, server: str, path: str) -> MetadataResponse:
     """Status, `Metadata-Flavor` and text of the server's answer to `GET path`; a busy server is asked again.
 
     The time-out of a socket is one per read and per address, and does not cover the look-up of the name: a server that sends
@@ -29,20 +29,20 @@ def answer_by(deadline: float, server: str, path: str) -> Answer:
         http.client.HTTPException: The answer, or the address, is not HTTP.
         UnicodeError: The answer is not text.
     """
-    answer: concurrent.futures.Future[Answer] = concurrent.futures.Future()
+    answer: concurrent.futures.Future[MetadataResponse] = concurrent.futures.Future()
     # Not an executor: Python joins its threads when the program ends.
     threading.Thread(target=_settle, args=(answer, deadline, server, path), daemon=True).start()
     return answer.result(timeout=max(deadline - time.monotonic(), 0))
 
 
-def _settle(answer: concurrent.futures.Future[Answer], deadline: float, server: str, path: str) -> None:
+def _settle(answer: concurrent.futures.Future[MetadataResponse], deadline: float, server: str, path: str) -> None:
     try:
         answer.set_result(_answer(deadline, server, path))
     except BaseException as error:  # raised where the answer is awaited
         answer.set_exception(error)
 
 
-def _answer(deadline: float, server: str, path: str, pauses: Sequence[float] = (0.2, 0.5)) -> Answer:
+def _answer(deadline: float, server: str, path: str, pauses: Sequence[float] = (0.2, 0.5)) -> MetadataResponse:
     remaining = deadline - time.monotonic()
     if remaining <= 0:
         raise TimeoutError

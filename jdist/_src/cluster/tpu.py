@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-from jdist._src.cluster.metadata import answer_by
+from jdist._src.cluster.metadata import get_attribute
 
 _PORT = "8482"  # what JAX takes on a TPU; libtpu and Megascale have other ones
 _SKIP, _PATH = "TPU_SKIP_MDS_QUERY", "TPU_PROCESS_ADDRESSES_PATH"
@@ -323,7 +323,7 @@ def _ask(server: str, attribute: str, timeout: float, deadline: float) -> str:
     path = f"/computeMetadata/v1/instance/attributes/{attribute}"
     cause = None
     try:
-        status, flavor, text = answer_by(deadline, server, path)
+        status, flavor, text = get_attribute(deadline, server, path)
         if status == 404:
             return ""
         if status == 200 and flavor == "Google":

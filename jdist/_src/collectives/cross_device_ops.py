@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jdist._src.devices.mesh import grouped, local_replicas
+from jdist._src.devices.mesh import group_mesh, local_mesh_devices
 from jdist._src.values.reduce_op import ReduceOp, from_sortable, sortable
 
 Axes: TypeAlias = tuple[str, ...]
@@ -178,10 +178,10 @@ class HierarchicalAllReduce(CrossDeviceOps):
 
     def arranged(self, mesh: Mesh) -> Mesh:
         """See `CrossDeviceOps.arranged`."""
-        return grouped(mesh, len(local_replicas(mesh)) if self.group_size is None else self.group_size)
+        return group_mesh(mesh, len(local_mesh_devices(mesh)) if self.group_size is None else self.group_size)
 
 
-def all_reduce(
+def all_reduce_packed(
     op: ReduceOp, leaves: Sequence[jax.Array], axes: Axes, ops: CrossDeviceOps, options: CommunicationOptions
 ) -> list[jax.Array]:
     """Each leaf reduced by SUM, MAX or MIN over the replicas, small ones in packs of their dtype."""
@@ -228,7 +228,7 @@ def _on_cpu(mesh: Mesh) -> bool:
 
 
 def _in_one_process(mesh: Mesh) -> bool:
-    return len(local_replicas(mesh)) == mesh.size
+    return len(local_mesh_devices(mesh)) == mesh.size
 
 
 def _check_bytes(name: str, value: int | None) -> None:
@@ -243,7 +243,7 @@ _COLLECTIVES = {ReduceOp.SUM: lax.psum, ReduceOp.MAX: lax.pmax, ReduceOp.MIN: la
 _PAIRS = {ReduceOp.SUM: jnp.add, ReduceOp.MAX: jnp.maximum, ReduceOp.MIN: jnp.minimum}
 
 
-def ways(
+def resolve_communication(
     mesh: Mesh, ops: CrossDeviceOps | None, options: CommunicationOptions | None, virtual: bool
 ) -> tuple[Mesh, CrossDeviceOps, CommunicationOptions]:
     """What a strategy is asked for, with the defaults decided for these devices; and the mesh with the axes that it needs.

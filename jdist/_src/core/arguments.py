@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 E = TypeVar("E", bound=enum.Enum)
 
 
-def choice(kind: type[E], value: E | str, wrong: str) -> E:
+def enum_member(kind: type[E], value: E | str, wrong: str) -> E:
     """The member of `kind` of that name.
 
     Raises:
@@ -21,7 +21,7 @@ def choice(kind: type[E], value: E | str, wrong: str) -> E:
     raise ValueError(f"{wrong}; take one of {', '.join(map(repr, kind.__members__))}.")
 
 
-def keywords(word: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+def keyword_arguments(word: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """The arguments by name of a call of `word`.
 
     Raises:
@@ -36,7 +36,7 @@ def keywords(word: str, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     )
 
 
-def whole(said: str, value: Any, least: int | None = None) -> int:
+def as_int(said: str, value: Any, least: int | None = None) -> int:
     """`value` as a whole number; True and False are none.
 
     Args:

@@ -37,7 +37,7 @@ def _is_path(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike))
 
 
-def write_once(
+def write_on_process_0(
     path: Path,
     write: Callable[[pathlib.Path], None],
     may_replace: Callable[[pathlib.Path], bool] = pathlib.Path.is_file,
@@ -57,7 +57,7 @@ def write_once(
     problem: BaseException | None = None
     if jax.process_index() == 0:
         try:
-            with replaced(path, may_replace) as new:
+            with replace_atomically(path, may_replace) as new:
                 write(new)
         except BaseException as error:  # the others wait for a word of it, whatever it is
             problem = error
@@ -72,7 +72,9 @@ def write_once(
 
 
 @contextlib.contextmanager
-def replaced(path: Path, may_replace: Callable[[pathlib.Path], bool] = pathlib.Path.is_file) -> Iterator[pathlib.Path]:
+def replace_atomically(
+    path: Path, may_replace: Callable[[pathlib.Path], bool] = pathlib.Path.is_file
+) -> Iterator[pathlib.Path]:
     """The path of a new file or folder, to be written, that takes the place of `path` when all went well.
 
     Args:

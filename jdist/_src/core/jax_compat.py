@@ -26,7 +26,7 @@ def is_tracing() -> bool:
     return not private.trace_state_clean()
 
 
-def is_about_deleted_memory(error: BaseException) -> bool:
+def is_deleted_memory_error(error: BaseException) -> bool:
     """Whether JAX raised `error` because an argument was deleted, or donated before, or donated twice in one call."""
     first_line = str(error).partition("\n")[0]  # the text of a callback's own error follows on further lines
     return any(phrase in first_line for phrase in _DELETED) and "allback" not in first_line
@@ -62,7 +62,7 @@ def shard_map_body(program: Any) -> Any:
     return core.ClosedJaxpr(body.replace(constvars=captured, invars=inputs, debug_info=debug_info), constants)
 
 
-def part(program: Jaxpr, equations: Sequence[Equation], inputs: Sequence[Any], outputs: Sequence[Any]) -> Jaxpr:
+def sub_jaxpr(program: Jaxpr, equations: Sequence[Equation], inputs: Sequence[Any], outputs: Sequence[Any]) -> Jaxpr:
     """Some equations of `program` as one from the variables `inputs` to the variables `outputs`."""
     return program.replace(
         constvars=[],
@@ -73,18 +73,18 @@ def part(program: Jaxpr, equations: Sequence[Equation], inputs: Sequence[Any], o
     )
 
 
-def closed(program: Jaxpr) -> Any:
+def close_jaxpr(program: Jaxpr) -> Any:
     """A program without constants, as a closed one."""
     return core.ClosedJaxpr(program, ())
 
 
-def open_over_constants(program: Any) -> Jaxpr:
+def consts_as_inputs(program: Any) -> Jaxpr:
     """The jaxpr of a closed program with its constants as the first inputs."""
     jaxpr = program.jaxpr
-    return part(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
+    return sub_jaxpr(jaxpr, jaxpr.eqns, [*jaxpr.constvars, *jaxpr.invars], jaxpr.outvars)
 
 
-def lowered(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()) -> Any:
+def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()) -> Any:
     """A closed program, in which the axes have these sizes, without primitives that are Python code until they are lowered.
 
     jax 0.12 traces `custom_root`, `jnp.nonzero` and others to such primitives, whose equations do not have the program that
@@ -98,14 +98,14 @@ def lowered(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()) -> Any:
     # Constants may be values of a trace around this one, which JAX's cache of lowered programs must not hold: they are inputs.
     num_consts = len(program.consts)
     with private.extend_axis_env_nd(list(axis_sizes)):
-        low = partial_eval.lower_jaxpr2(closed(open_over_constants(program)))
+        low = partial_eval.lower_jaxpr2(close_jaxpr(consts_as_inputs(program)))
     jaxpr = low.jaxpr
     constants, inputs = jaxpr.invars[:num_consts], jaxpr.invars[num_consts:]
-    body = part(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars).replace(constvars=[*jaxpr.constvars, *constants])
+    body = sub_jaxpr(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars).replace(constvars=[*jaxpr.constvars, *constants])
     return core.ClosedJaxpr(body, [*low.consts, *program.consts])
 
 
-def computed_on_host(fn: Callable[..., Any]) -> Callable[..., Any]:
+def compute_on_host(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` of arrays in the memory of the host, computed by its processors; the results stay there."""
     from jax.experimental import compute_on
 
@@ -118,7 +118,7 @@ def evaluate_one(program: Jaxpr, equation: Equation) -> Callable[..., list[Any]]
     """An equation of `program` as a function of the values of its operands."""
     # Literals are operands too, so that it does not matter what an operand is.
     names: list[Any] = [core.Var(atom.aval) if isinstance(atom, Literal) else atom for atom in equation.invars]
-    one = part(program, [equation.replace(invars=names)], list(dict.fromkeys(names)), equation.outvars)
+    one = sub_jaxpr(program, [equation.replace(invars=names)], list(dict.fromkeys(names)), equation.outvars)
 
     def run(*values: Any) -> list[Any]:
         given = dict(zip(names, values, strict=True))
@@ -138,7 +138,7 @@ def with_variables(equation: Equation, values: dict[Any, Any]) -> Equation:
 
 def bind_with_program(equation: Equation, program: Any, operands: Sequence[Any]) -> list[Any]:
     """`equation` with another program, a closed one, in the place of its own."""
-    params = {**equation.params, "jaxpr": open_over_constants(program)}
+    params = {**equation.params, "jaxpr": consts_as_inputs(program)}
     return equation.primitive.bind(*program.consts, *operands, **params)
 
 
@@ -160,7 +160,7 @@ def follow(
     return [read(atom) for atom in program.outvars]
 
 
-def function_of(program: Any) -> Callable[..., list[Any]]:
+def jaxpr_function(program: Any) -> Callable[..., list[Any]]:
     """A closed program as a function of its inputs, leaf by leaf."""
     return core.jaxpr_as_fun(program)
 
@@ -196,11 +196,11 @@ def closed_programs(equation: Equation) -> list[Any]:
     return [value for value in _collect(equation.params.values(), []) if isinstance(value, core.ClosedJaxpr)]
 
 
-def speaks(equation: Equation, axes: frozenset[str]) -> bool:
+def uses_axes(equation: Equation, axes: frozenset[str]) -> bool:
     """Whether `equation`, or a program in it, names one of these axes, or may do so out of sight."""
     held = contents(equation)
     inner = (one for program in held.programs for one in program.eqns)
-    return bool(axes & held.names) or held.opaque or any(speaks(one, axes) for one in inner)
+    return bool(axes & held.names) or held.opaque or any(uses_axes(one, axes) for one in inner)
 
 
 def _collect(values: Iterable[Any], found: list[Any]) -> list[Any]:
@@ -228,7 +228,7 @@ def scan_counts(equation: Equation) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
-def taints(effect: Any) -> bool:
+def may_vary_between_replicas(effect: Any) -> bool:
     """Whether an equation with this effect may give each replica another value.
 
     Axis names are read from an equation's parameters, because not every collective has the effect, and printing gives
@@ -237,7 +237,7 @@ def taints(effect: Any) -> bool:
     return type(effect).__name__ not in ("DebugEffect", "NamedAxisEffect")
 
 
-def count_signatures(compiled: Any) -> int:
+def num_signatures(compiled: Any) -> int:
     """For how many kinds of arguments (arrays on devices or host values, dtypes, shapes) a `jax.jit` has been called.
 
     0 where JAX does not count: the private counter is gone, or every call goes through Python.
@@ -246,7 +246,7 @@ def count_signatures(compiled: Any) -> int:
     return count() if count else 0
 
 
-def shared_store() -> Any:
+def key_value_store() -> Any:
     """Keys and values that all processes which joined through `jax.distributed.initialize` can read and write.
 
     It has `key_value_set(key, text)`, `blocking_key_value_get(key, milliseconds)`, which raises if there is no such key after
@@ -265,7 +265,7 @@ def shared_store() -> Any:
     return client
 
 
-def has_started(variable: str) -> bool:
+def flags_are_read(variable: str) -> bool:
     """Whether it is too late for flags in this environment variable: who reads them has read them."""
     from jax._src import xla_bridge  # no public name for it
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]

@@ -5,19 +5,19 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jdist._src.core.jax_compat import shared_store
+from jdist._src.core.jax_compat import key_value_store
 
 _PATIENCE = 200  # milliseconds between two looks at whether to go on waiting
 _numbers: dict[str, Iterator[int]] = {}  # of the conversations there were, by what they were about
 _left: dict[str, list[str]] = {}  # keys that nobody waits for any more, likewise
 
 
-def named(subject: str) -> str:
+def numbered_name(subject: str) -> str:
     """A name for a new conversation. Its processes run the same program, and so count alike."""
     return f"{subject}/{next(_numbers.setdefault(subject, itertools.count()))}"
 
 
-class Conversation:
+class MessageExchange:
     """A conversation of processes, in which each says one thing a round.
 
     Mutable: it knows in which round it is.
@@ -31,7 +31,7 @@ class Conversation:
 
     def __init__(self, name: str, speaker: int, speakers: int, stopped: Callable[[], bool] = bool):
         self._name, self._speaker, self._speakers, self._stopped = name, speaker, speakers, stopped
-        self._store = shared_store()
+        self._store = key_value_store()
         self._heard_rounds = self._said_rounds = 0
         # Who speaks in this conversation has left those about the same that this process left before.
         self._left = _left.setdefault(name.rpartition("/")[0], [])
@@ -43,7 +43,7 @@ class Conversation:
         Raises:
             InterruptedError: It was given up.
         """
-        self.say(message)
+        self.post(message)
         said = [message if i == self._speaker else json.loads(self._heard(i)) for i in range(self._speakers)]
         if self._heard_rounds > 0:  # who has spoken in this round has heard the one before
             self._stale.append(self._key(self._heard_rounds - 1, self._speaker))
@@ -52,21 +52,21 @@ class Conversation:
         self._heard_rounds += 1
         return said
 
-    def say(self, message: dict[str, Any]) -> None:
+    def post(self, message: dict[str, Any]) -> None:
         """Says `message` in the next round, and does not wait for what others say."""
         self._store.key_value_set(self._key(self._said_rounds, self._speaker), json.dumps(message))
         self._said_rounds += 1
 
     def fail(self, message: dict[str, Any]) -> None:
         """Posts `message` in the next round without waiting for the other messages. The conversation can be continued."""
-        self.say(message)
+        self.post(message)
         if self._heard_rounds > 0:
             self._stale.append(self._key(self._heard_rounds - 1, self._speaker))
         self._heard_rounds += 1
 
     def leave(self, message: dict[str, Any]) -> None:
         """Says `message` to those that go on, who shall not wait; and nothing more."""
-        self.say(message)
+        self.post(message)
         self._left.extend(self._key(number, self._speaker) for number in range(self._said_rounds)[-3:])
 
     def _key(self, number: int, speaker: int) -> str:

@@ -30,7 +30,7 @@ class Frame(NamedTuple):
         return f"{self.file.removeprefix(here)}:{self.line}"
 
 
-def user_frame(equation: Equation) -> Frame | None:
+def equation_frame(equation: Equation) -> Frame | None:
     """The line of the user's own code that made `equation`: the innermost that is in no library below the user.
 
     None if jdist made it by itself, to bring an argument to the replicas.
@@ -44,7 +44,7 @@ def user_frame(equation: Equation) -> Frame | None:
     return next(own, outside_jax[0])
 
 
-def user_line(error: BaseException) -> Frame | None:
+def error_frame(error: BaseException) -> Frame | None:
     """Returns the innermost line of the user's own code that `error` passed through."""
     frames = [Frame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     outside_jax = [f for f in frames if not _absolute(f.file).startswith(_folders("jax", "jaxlib"))]
@@ -56,7 +56,7 @@ def is_in_jdist(frame: Frame) -> bool:
     return _absolute(frame.file).startswith(_JDIST)
 
 
-def calling_frame() -> Frame | None:
+def caller_frame() -> Frame | None:
     """The innermost line of the user's own code that is running now, on the host."""
     frame = sys._getframe()
     while frame is not None:
@@ -68,7 +68,7 @@ def calling_frame() -> Frame | None:
     return None
 
 
-def is_written_by(equation: Equation, package: str, word: str) -> bool:
+def is_from_file(equation: Equation, package: str, word: str) -> bool:
     """Whether a file of `package` with `word` in its name made `equation`."""
     stack = equation.source_info.traceback
     files = [_absolute(frame.file_name) for frame in stack.frames] if stack else []

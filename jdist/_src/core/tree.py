@@ -10,16 +10,16 @@ import numpy as np
 PyTree = Any
 
 
-def spec(leaf: Any) -> str:
+def dtype_and_shape(leaf: Any) -> str:
     """A leaf's dtype and shape, never its contents: `float32[8,3]`."""
     if not hasattr(leaf, "dtype"):
         return type(leaf).__name__ if not isinstance(leaf, (bool, int, float, complex)) else repr(leaf)
     return f"{leaf.dtype}[{','.join(str(size) for size in np.shape(leaf))}]"
 
 
-def kind(value: Any) -> str:
+def describe_type(value: Any) -> str:
     """The name of the class of an argument; dtype and shape of a JAX array, whose class has no public name."""
-    return spec(value) if isinstance(value, jax.Array) else type(value).__name__
+    return dtype_and_shape(value) if isinstance(value, jax.Array) else type(value).__name__
 
 
 def named_leaves(name: str, tree: PyTree) -> list[tuple[str, Any]]:

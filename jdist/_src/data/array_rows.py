@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.values.arrays import check_range
 
 # What JAX makes of 64 bits unless it is told to keep them.
@@ -36,7 +36,9 @@ def as_rows(tree: PyTree, where: str = "", if_not_batched: str = "") -> PyTree:
     for (name, leaf), array in zip(leaves, arrays, strict=True):
         if array.ndim == 0 or not hasattr(leaf, "__array__"):
             instead = if_not_batched or _LIST
-            raise ValueError(f"{name} is {spec(leaf)}{where}: an array with one row an example is needed. {instead}.")
+            raise ValueError(
+                f"{name} is {dtype_and_shape(leaf)}{where}: an array with one row an example is needed. {instead}."
+            )
         if len(array) != len(arrays[0]):
             raise ValueError(
                 f"{leaves[0][0]} has {len(arrays[0])} rows and {name} has {len(array)}{where}: row i of each array has to "
@@ -128,7 +130,7 @@ def _column(name: str, column: Sequence[Any], where: str) -> np.ndarray:
             )
         if len(kinds) > 1 and getattr(leaf, "dtype", None) != getattr(like, "dtype", None):
             raise ValueError(
-                f"{name} is {spec(leaf)} in example {number}{where}, and {spec(like)} in the first one. Give every example the "
+                f"{name} is {dtype_and_shape(leaf)} in example {number}{where}, and {dtype_and_shape(like)} in the first one. Give every example the "
                 "same dtype."
             )
     array = as_numbers(name, np.stack(column), where)
@@ -162,12 +164,12 @@ def as_numbers(name: str, leaf: Any, where: str) -> np.ndarray:
         raise ValueError(f"{name} is {type(leaf).__name__}{where}, which is no numpy array: {error}") from error
     if array.dtype == object:
         raise ValueError(
-            f"{name} is {spec(array)}{where}, rows of different length or no numbers. Pad the rows to one length, or turn "
+            f"{name} is {dtype_and_shape(array)}{where}, rows of different length or no numbers. Pad the rows to one length, or turn "
             "what they hold into numbers."
         )
     if not _on_devices(array.dtype):
         raise ValueError(
-            f"{name} is {spec(array)}{where}, which no device holds. Turn it into numbers first, or leave it out."
+            f"{name} is {dtype_and_shape(array)}{where}, which no device holds. Turn it into numbers first, or leave it out."
         )
     return array
 
@@ -181,7 +183,7 @@ def _on_devices(dtype: np.dtype) -> bool:
 def wide_floats(tree: PyTree) -> list[str]:
     """The leaves that lose digits where JAX keeps 32 bits, in words."""
     wide = (np.dtype(np.float64), np.dtype(np.complex128))
-    return [f"{name} ({spec(leaf)})" for name, leaf in named_leaves("source", tree) if leaf.dtype in wide]
+    return [f"{name} ({dtype_and_shape(leaf)})" for name, leaf in named_leaves("source", tree) if leaf.dtype in wide]
 
 
 def check_ranges(tree: PyTree) -> None:

@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
-from jdist._src.core.process_messages import Conversation, named
+from jdist._src.core.process_messages import MessageExchange, numbered_name
 
 T = TypeVar("T")
 
 
-def conversation(mesh: Mesh) -> str:
+def channel_name(mesh: Mesh) -> str:
     """A name for a new conversation of the processes of `mesh`."""
     among = tuple(sorted({device.process_index for device in mesh.devices.flat}))
-    return named(f"jdist/input/{zlib.crc32(repr(among).encode())}")
+    return numbered_name(f"jdist/input/{zlib.crc32(repr(among).encode())}")
 
 
-class Alone:
+class SingleProcessSync:
     """Nobody to agree with."""
 
     def told(self, work: Callable[[], T]) -> T:
@@ -38,7 +38,7 @@ class Alone:
         """Nobody waits."""
 
 
-class Agreement:
+class ProcessBatchSync:
     """One conversation of the processes that feed a strategy, a round a batch.
 
     Args:
@@ -49,14 +49,14 @@ class Agreement:
     """
 
     def __init__(self, name: str, pipeline: int, num_pipelines: int, stopped: Callable[[], bool] = bool):
-        self._conversation = Conversation(name, pipeline, num_pipelines, stopped)
+        self._conversation = MessageExchange(name, pipeline, num_pipelines, stopped)
 
     def told(self, work: Callable[[], T]) -> T:
         """What `work` gives; if it fails, the other processes hear of it in this round."""
         try:
             return work()
         except Exception as error:
-            self._conversation.say({"error": f"{type(error).__name__}: {error}"})
+            self._conversation.post({"error": f"{type(error).__name__}: {error}"})
             raise
 
     def same(self, what: str) -> None:

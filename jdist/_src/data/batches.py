@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
 from jdist._src.data.array_rows import check_alike, kind, narrowed, wide_floats
-from jdist._src.data.batch_sync import Agreement, Alone
+from jdist._src.data.batch_sync import ProcessBatchSync, SingleProcessSync
 from jdist._src.data.files import Files
-from jdist._src.data.shard_readers import Block, Feed, NumberedFeed, StreamFeed
-from jdist._src.data.shards import Part, Share, check_split
-from jdist._src.data.shuffle import Order
+from jdist._src.data.shard_readers import IndexedReader, ShardBlock, ShardReader, StreamReader
+from jdist._src.data.shards import ProcessShare, ShardRows, check_split
+from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.sources import READ_AGAIN, Arrays, Indexed, Stream
 
 Remainder: TypeAlias = Literal["drop", "pad", "error"]
@@ -27,7 +27,7 @@ _log = logging.getLogger("jdist")
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class InputConfig:
     """How a source is read.
 
     Attributes:
@@ -85,7 +85,7 @@ class Reading:
         which = (0, 1) if self.own else (shard, shards)
         return self.source.stream(self.batch_size is None, self.shuffle, self.seed, *which)
 
-    def num_examples(self, share: Share) -> int | None:
+    def num_examples(self, share: ProcessShare) -> int | None:
         """How many there are in an epoch, if that is known before they are read."""
         apart = self.own and share.num_pipelines > 1
         return None if apart or isinstance(self.source, (Stream, Files)) else len(self.source)
@@ -95,7 +95,7 @@ def check_epochs(epochs: Any) -> None:
     """Raises TypeError or ValueError if that is not how often something can be gone through."""
     if epochs is None:
         return
-    if whole("`epochs`", epochs) < 1:
+    if as_int("`epochs`", epochs) < 1:
         raise ValueError(f"`epochs` is at least 1, or None for no end, got {epochs}.")
 
 
@@ -117,7 +117,7 @@ class Position(NamedTuple):
     source: Any = None
 
 
-class Batch(NamedTuple):
+class LocalBatch(NamedTuple):
     """What a process holds of a global batch.
 
     Attributes:
@@ -135,9 +135,9 @@ class Batch(NamedTuple):
     warning: str | None = None
 
 
-def batches(
-    reading: Reading, share: Share, start: Position, name: str = "", stopped: Callable[[], bool] = bool
-) -> Iterator[Batch]:
+def read_batches(
+    reading: InputConfig, share: ProcessShare, start: Position, name: str = "", stopped: Callable[[], bool] = bool
+) -> Iterator[LocalBatch]:
     """All batches from `start` on.
 
     Args:
@@ -148,14 +148,14 @@ def batches(
         stopped: Says whether to give up waiting for them.
     """
     alone = share.num_pipelines == 1 or in_memory_on_all(reading, share)
-    agreement = Alone() if alone else Agreement(name, share.pipeline, share.num_pipelines, stopped)
+    agreement = SingleProcessSync() if alone else ProcessBatchSync(name, share.pipeline, share.num_pipelines, stopped)
     try:
         yield from _Reader(reading, share, start, agreement).read()
     finally:
         agreement.leave()
 
 
-def in_memory_on_all(reading: Reading, share: Share) -> bool:
+def in_memory_on_all(reading: InputConfig, share: ProcessShare) -> bool:
     """Whether every process has the same arrays in memory, which cannot fail on one of them."""
     return isinstance(reading.source, Arrays) and (share.num_pipelines == 1 or not reading.own)
 
@@ -163,7 +163,13 @@ def in_memory_on_all(reading: Reading, share: Share) -> bool:
 class _Reader:
     """One process on its way through the source."""
 
-    def __init__(self, reading: Reading, share: Share, start: Position, agreement: Alone | Agreement):
+    def __init__(
+        self,
+        reading: InputConfig,
+        share: ProcessShare,
+        start: Position,
+        agreement: SingleProcessSync | ProcessBatchSync,
+    ):
         self._reading, self._share, self._start = reading, share, start
         self._size = start.batch_size
         # Counted when there may have been another number of replicas.
@@ -177,7 +183,7 @@ class _Reader:
         self._keeps_64_bits = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
         self._agreement = agreement
 
-    def read(self) -> Iterator[Batch]:
+    def read(self) -> Iterator[LocalBatch]:
         """The batches of one epoch after the other."""
         start = self._start
         epochs = (
@@ -200,8 +206,8 @@ class _Reader:
                     f'a batch of {self._size}. remainder="pad" keeps them.'
                 )
 
-    def _epoch(self, begin: Position) -> Iterator[Batch]:
-        feeds: dict[int, Feed] = {}
+    def _epoch(self, begin: Position) -> Iterator[LocalBatch]:
+        feeds: dict[int, ShardReader] = {}
         try:
             self._agreement.told(lambda: self._open(feeds, begin))
             parts = self._parts(self._size or 0, begin.shards)
@@ -231,26 +237,28 @@ class _Reader:
                     continue
                 source = feeds[0].state() if begin.shards == 1 else None
                 after = Position(begin.epoch, number + 1, self._size, begin.shards, source)
-                yield Batch(self._joined(blocks, rows, where), self._weights(parts, blocks), examples, after)
+                yield LocalBatch(self._joined(blocks, rows, where), self._weights(parts, blocks), examples, after)
         finally:
             for feed in feeds.values():
                 feed.close()
 
-    def _open(self, feeds: dict[int, Feed], begin: Position) -> None:
+    def _open(self, feeds: dict[int, ShardReader], begin: Position) -> None:
         """Puts into `feeds` the shards that this process reads, at `begin`; and finds out how large a batch is."""
         pieces = len(self._share.replicas) if self._reading.replica_batches else 1
         for part in self._parts(self._size or self._share.num_replicas * begin.shards, begin.shards):
             source = self._reading.part(part.shard, begin.shards)
             if isinstance(source, Stream):
                 first = begin.batch * (pieces if source.batches else part.size)
-                feed = StreamFeed(source, begin.epoch, first, pieces, begin.source)
+                feed = StreamReader(source, begin.epoch, first, pieces, begin.source)
                 if self._size is None:
                     self._size = self._size_of(
                         source.batch_size or feed.rows_of_first(" in the first batch"), begin.shards
                     )
             else:
-                numbers = Order(len(source), self._reading.shuffle, self._reading.seed, part.shard).epoch(begin.epoch)
-                feed = NumberedFeed(source, numbers, begin.batch * part.size)
+                numbers = ExampleOrder(len(source), self._reading.shuffle, self._reading.seed, part.shard).epoch(
+                    begin.epoch
+                )
+                feed = IndexedReader(source, numbers, begin.batch * part.size)
             feeds[part.shard] = feed
 
     def _size_of(self, rows: int, shards: int) -> int:
@@ -271,10 +279,12 @@ class _Reader:
         check_split(rows, replicas)
         return rows
 
-    def _parts(self, size: int, shards: int) -> list[Part]:
+    def _parts(self, size: int, shards: int) -> list[ShardRows]:
         return self._share.own(size) if self._reading.own else self._share.common(size, shards)
 
-    def _read(self, parts: list[Part], feeds: dict[int, Feed], where: str) -> tuple[list[Block], list[PyTree]]:
+    def _read(
+        self, parts: list[ShardRows], feeds: dict[int, ShardReader], where: str
+    ) -> tuple[list[ShardBlock], list[PyTree]]:
         """A block of each shard, and its rows where it has any examples."""
         blocks = [feeds[part.shard].read(part, where) for part in parts]
         return blocks, [self._checked(block.rows(), where) if block.examples else None for block in blocks]
@@ -294,14 +304,14 @@ class _Reader:
             check_alike(self._like, rows, where)
         return rows if self._keeps_64_bits else narrowed(rows)
 
-    def _joined(self, blocks: list[Block], rows: list[PyTree], where: str) -> PyTree:
+    def _joined(self, blocks: list[ShardBlock], rows: list[PyTree], where: str) -> PyTree:
         """All rows of this process, one shard after the other, by replica."""
         given = [self._checked(b.rows(), where) if r is None else r for b, r in zip(blocks, rows, strict=True)]
         columns = zip(*map(jax.tree.leaves, given), strict=True)
         whole = [column[0] if len(column) == 1 else np.concatenate(column) for column in columns]
         return jax.tree.unflatten(jax.tree.structure(given[0]), [self._per_replica(array) for array in whole])
 
-    def _weights(self, parts: list[Part], blocks: list[Block]) -> np.ndarray | None:
+    def _weights(self, parts: list[ShardRows], blocks: list[ShardBlock]) -> np.ndarray | None:
         if self._reading.remainder != "pad":
             return None
         valid = [block.valid()[part.rows] for part, block in zip(parts, blocks, strict=True)]
@@ -312,7 +322,7 @@ class _Reader:
         return array.reshape(replicas, len(array) // replicas, *array.shape[1:])
 
 
-def _batched_elements(reading: Reading, rows: PyTree) -> str | None:
+def _batched_elements(reading: InputConfig, rows: PyTree) -> str | None:
     """Returns a warning if the examples of a source look like batches: the first dimension of every leaf is the batch size."""
     size, source = reading.batch_size, reading.source
     are_batches = isinstance(source, Stream) and source.batches
@@ -326,7 +336,7 @@ def _batched_elements(reading: Reading, rows: PyTree) -> str | None:
     )
 
 
-def _nothing(reading: Reading, epoch: int, left_out: int, size: int | None, short: list[int]) -> str:
+def _nothing(reading: InputConfig, epoch: int, left_out: int, size: int | None, short: list[int]) -> str:
     if left_out and len(short) > 1:
         return (
             f"Part {short.index(min(short))} of the {len(short)} that the data are read in has only {min(short)} examples, "

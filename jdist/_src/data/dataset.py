@@ -13,14 +13,14 @@ import numpy as np
 
 from jdist._src.core.errors import BatchedElementsWarning
 from jdist._src.data import summary
-from jdist._src.data.batch_sync import Agreement, conversation
-from jdist._src.data.batches import Position, Reading, batches, check_epochs, in_memory_on_all
+from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
+from jdist._src.data.batches import InputConfig, Position, check_epochs, in_memory_on_all, read_batches
 from jdist._src.data.files import Files
 from jdist._src.data.prefetch import Inline, Threaded
 from jdist._src.data.shard_readers import check_state
-from jdist._src.data.shards import Share, share_of
+from jdist._src.data.shards import ProcessShare, process_share
 from jdist._src.data.sources import Stream
-from jdist._src.data.stats import Clock, Stats
+from jdist._src.data.stats import LoopTimer, Stats
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.per_replica import PerReplica
 
@@ -33,9 +33,9 @@ class DistributedDataset:
     `[replica, batch / replica]`, float32, are 1 for an example and 0 for a row that only fills up.
     """
 
-    def __init__(self, reading: Reading, shards: int, replicas: Replicas, prefetch: int):
+    def __init__(self, reading: InputConfig, shards: int, replicas: Replicas, prefetch: int):
         self._reading, self._shards, self._replicas, self._prefetch = reading, shards, replicas, prefetch
-        self._share = share_of(replicas, reading.replica_batches)
+        self._share = process_share(replicas, reading.replica_batches)
 
     def __len__(self) -> int:
         """How many batches there are, all epochs together.
@@ -146,11 +146,11 @@ class DistributedDataset:
     def _ahead(self, position: Position) -> "Inline[_Sent] | Threaded[_Sent]":
         reading, share = self._reading, self._share
         # Named here and not by the thread, so that the order is the same on every process.
-        name = conversation(self._replicas.mesh)
+        name = channel_name(self._replicas.mesh)
         make = functools.partial(_sent, reading, share, self._replicas, position, name)
         in_memory = in_memory_on_all(reading, share)
         if in_memory and share.num_pipelines > 1:
-            agreement = Agreement(name, share.pipeline, share.num_pipelines)
+            agreement = ProcessBatchSync(name, share.pipeline, share.num_pipelines)
             try:
                 agreement.same(f"the position {position}")
             finally:
@@ -180,7 +180,7 @@ class DistributedIterator:
         self._position = dataset._begin()
         self._ahead: Inline[_Sent] | Threaded[_Sent] | None = None
         self._closed = False
-        self._clock = Clock()
+        self._clock = LoopTimer()
 
     def __iter__(self) -> "DistributedIterator":
         return self
@@ -289,7 +289,12 @@ def _levels_to_user() -> int:
 
 
 def _sent(
-    reading: Reading, share: Share, replicas: Replicas, position: Position, name: str, stopped: Callable[[], bool]
+    reading: InputConfig,
+    share: ProcessShare,
+    replicas: Replicas,
+    position: Position,
+    name: str,
+    stopped: Callable[[], bool],
 ) -> Generator[_Sent]:
     """The elements that the loop gets, on their way to the devices: they are given before they have arrived."""
     places = {part: place for place, part in enumerate(share.replicas)}
@@ -316,7 +321,7 @@ def _sent(
 
         return jax.make_array_from_callback(shape, replicas.batch(shape), rows)
 
-    for batch in batches(reading, share, position, name, stopped):
+    for batch in read_batches(reading, share, position, name, stopped):
         # What a guard is to find are transfers that nobody asked for.
         with jax.transfer_guard_host_to_device("allow"):
             element = jax.tree.map(lambda leaf: PerReplica(send(leaf)), batch.rows)

@@ -8,23 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from jdist._src.core.arguments import whole
-from jdist._src.core.tree import spec
+from jdist._src.core.arguments import as_int
+from jdist._src.core.tree import dtype_and_shape
 from jdist._src.data.array_rows import kind
-from jdist._src.data.batch_sync import Agreement, conversation
-from jdist._src.data.batches import Reading, Remainder, check_epochs
+from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
+from jdist._src.data.batches import InputConfig, Remainder, check_epochs
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator
 from jdist._src.data.files import Files
-from jdist._src.data.shards import AutoShardPolicy, InputContext, Share, check_split, share_of
+from jdist._src.data.shards import AutoShardPolicy, InputContext, ProcessShare, check_split, process_share
 from jdist._src.data.source_adapters import accepts_one, is_single, source_of
 from jdist._src.data.sources import READ_AGAIN, Arrays, Called, Stream, restarted
 from jdist._src.devices.mesh import Replicas
-from jdist._src.values.device_put import check_there
+from jdist._src.values.device_put import check_devices_attached
 
 _log = logging.getLogger("jdist")
 
 
-def from_source(
+def dataset_from_source(
     source: Any,
     batch_size: int | None,
     shuffle: bool | None,
@@ -36,8 +36,8 @@ def from_source(
     replicas: Replicas,
 ) -> DistributedDataset:
     """The batches of `source`; the arguments are those of `Strategy.distribute_dataset`."""
-    check_there(replicas.mesh)
-    share = share_of(replicas)
+    check_devices_attached(replicas.mesh)
+    share = process_share(replicas)
 
     def make() -> tuple[DistributedDataset, str]:
         _check_shuffle(shuffle)
@@ -52,7 +52,7 @@ def from_source(
         found = given if isinstance(given, Files) else source_of(given, batch_size is None, bool(shuffle), seed)
         size = None if batch_size is None else int(batch_size)  # an integer of numpy is no JSON
         shuffled = not isinstance(found, (Stream, Files)) if shuffle is None else bool(shuffle)
-        reading = Reading(found, size, shuffled, int(seed), epochs, remainder, own, warn=_once())
+        reading = InputConfig(found, size, shuffled, int(seed), epochs, remainder, own, warn=_once())
         _check_batches(reading, share, given)
         shards = share.num_pipelines if own or policy is AutoShardPolicy.FILE else 1
         options = f"{policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}"
@@ -61,19 +61,19 @@ def from_source(
     return _on_all(make, share, replicas)
 
 
-def from_function(
+def dataset_from_function(
     fn: Callable[[InputContext], Any], epochs: int | None, remainder: Remainder, prefetch: int, replicas: Replicas
 ) -> DistributedDataset:
     """The batches of what `fn` makes; the arguments are those of `Strategy.distribute_datasets_from_function`."""
-    check_there(replicas.mesh)
-    share = share_of(replicas, by_replica=True)
+    check_devices_attached(replicas.mesh)
+    share = process_share(replicas, by_replica=True)
 
     def make() -> tuple[DistributedDataset, str]:
         _check_pipeline_function(fn)
         _check_options(None, 0, epochs, remainder, prefetch)
         context = InputContext(share.num_pipelines, share.pipeline, share.num_replicas)
         source = _pipeline(lambda: fn(context))
-        reading = Reading(source, None, False, 0, epochs, remainder, own=True, replica_batches=True, warn=_once())
+        reading = InputConfig(source, None, False, 0, epochs, remainder, own=True, replica_batches=True, warn=_once())
         return DistributedDataset(reading, share.num_pipelines, replicas, prefetch), f"{epochs=}, {remainder=}"
 
     return _on_all(make, share, replicas)
@@ -83,7 +83,7 @@ def _check_pipeline_function(fn: Any) -> None:
     """Raises TypeError if `fn` is not a function of one argument."""
     if callable(fn) and accepts_one(fn):
         return
-    problem = "a function with other arguments" if callable(fn) else spec(fn)
+    problem = "a function with other arguments" if callable(fn) else dtype_and_shape(fn)
     raise TypeError(
         f"`fn` must be a function of one argument, an `InputContext`, that returns the batches of this process, got {problem}. "
         "Write `lambda context: batches`."
@@ -120,16 +120,18 @@ def _iterator(result: Any) -> Iterator[Any]:
 
 def _no_batches(result: Any) -> ValueError:
     return ValueError(
-        f"The function returned {spec(result)}, and not the batches of this process. Return an iterable whose elements are the "
+        f"The function returned {dtype_and_shape(result)}, and not the batches of this process. Return an iterable whose elements are the "
         "batches of one replica each: a generator, a list, or a dataset that makes batches."
     )
 
 
-def _on_all(make: Callable[[], tuple[DistributedDataset, str]], share: Share, replicas: Replicas) -> DistributedDataset:
+def _on_all(
+    make: Callable[[], tuple[DistributedDataset, str]], share: ProcessShare, replicas: Replicas
+) -> DistributedDataset:
     """A data set on every process, or an error on every one: what cannot be on one of them, and what is not alike."""
     if share.num_pipelines == 1:
         return make()[0]
-    agreement = Agreement(conversation(replicas.mesh), share.pipeline, share.num_pipelines)
+    agreement = ProcessBatchSync(channel_name(replicas.mesh), share.pipeline, share.num_pipelines)
     try:
         dataset, said = agreement.told(make)
         agreement.same(f"a data set of {said}")
@@ -138,7 +140,7 @@ def _on_all(make: Callable[[], tuple[DistributedDataset, str]], share: Share, re
         agreement.leave()
 
 
-def _described(reading: Reading, share: Share) -> str:
+def _described(reading: InputConfig, share: ProcessShare) -> str:
     """What has to be alike on all processes, beyond the options."""
     if reading.own:
         return "its own examples"
@@ -177,7 +179,7 @@ def _policy(policy: AutoShardPolicy, source: Any, processes: int) -> AutoShardPo
     return policy
 
 
-def _sharded(source: Any, share: Share) -> Any:
+def _sharded(source: Any, share: ProcessShare) -> Any:
     if not hasattr(source, "shard"):
         raise ValueError(
             f'auto_shard="hint" asks the source for its `shard(num_shards, index)`, and {type(source).__name__} has none. Take '
@@ -186,7 +188,7 @@ def _sharded(source: Any, share: Share) -> Any:
     return source.shard(num_shards=share.num_pipelines, index=share.pipeline)
 
 
-def _check_batches(reading: Reading, share: Share, source: Any) -> None:
+def _check_batches(reading: InputConfig, share: ProcessShare, source: Any) -> None:
     """Raises ValueError if the source has no batches as they are asked for; says what is left out."""
     _check_once(source, reading.epochs)
     size, count = reading.batch_size, reading.num_examples(share)
@@ -233,12 +235,12 @@ def _check_shuffle(shuffle: Any) -> None:
 
 def _check_options(batch_size: int | None, seed: int, epochs: int | None, remainder: Remainder, prefetch: int) -> None:
     if batch_size is not None:
-        whole("`batch_size`", batch_size)
-    whole("`seed`", seed)
+        as_int("`batch_size`", batch_size)
+    as_int("`seed`", seed)
     if remainder not in ("drop", "pad", "error"):
         raise ValueError(f'`remainder` is "drop", "pad" or "error", got {remainder!r}.')
     if not 0 <= seed < 2**64:
         raise ValueError(f"`seed` is a whole number from 0 to 2**64 - 1, got {seed}.")
     check_epochs(epochs)
-    if whole("`prefetch`", prefetch) < 0:
+    if as_int("`prefetch`", prefetch) < 0:
         raise ValueError(f"`prefetch` is how many batches to read ahead, 0 for none, got {prefetch}.")

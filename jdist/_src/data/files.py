@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.data.shuffle import Order
+from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.source_adapters import source_of
 from jdist._src.data.sources import Indexed, Stream
 
@@ -56,7 +56,7 @@ class Files:
         """What is in every file, or in those of one of several shards."""
 
         def start(epoch: int, first: int) -> Iterator[Any]:
-            order = Order(len(self.paths), shuffle, seed).epoch(epoch)
+            order = ExampleOrder(len(self.paths), shuffle, seed).epoch(epoch)
             for number in order[shard::shards].tolist():
                 try:
                     found = source_of(self.read(self.paths[number]), batches, shuffle, seed)
@@ -71,7 +71,7 @@ class Files:
                             first = max(0, first - 1)
                     else:
                         # The order within a file is that of a shard which comes after all others.
-                        within = Order(len(found), shuffle, seed, len(self.paths) + number)
+                        within = ExampleOrder(len(found), shuffle, seed, len(self.paths) + number)
                         yield from _in_order(found, within.epoch(epoch)[first:])
                         first = max(0, first - len(found))
                 except Exception as error:

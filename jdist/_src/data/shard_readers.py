@@ -10,11 +10,11 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree
 from jdist._src.data.array_rows import Stack, as_rows, check_alike, kept, num_rows
-from jdist._src.data.shards import Part
+from jdist._src.data.shards import ShardRows
 from jdist._src.data.sources import Indexed, Stream
 
 
-class Block(NamedTuple):
+class ShardBlock(NamedTuple):
     """What one shard has for one batch.
 
     Attributes:
@@ -28,10 +28,10 @@ class Block(NamedTuple):
     valid: Callable[[], np.ndarray]
 
 
-class Feed(Protocol):
+class ShardReader(Protocol):
     """The blocks of a shard in one epoch, one after the other."""
 
-    def read(self, part: Part, where: str) -> Block:
+    def read(self, part: ShardRows, where: str) -> ShardBlock:
         """The next block. After the last one all are without examples."""
         ...
 
@@ -44,7 +44,7 @@ class Feed(Protocol):
         ...
 
 
-class NumberedFeed:
+class IndexedReader:
     """Blocks of examples found by their numbers.
 
     Args:
@@ -56,7 +56,7 @@ class NumberedFeed:
     def __init__(self, source: Indexed, numbers: np.ndarray, first: int):
         self._source, self._numbers, self._next = source, numbers, first
 
-    def read(self, part: Part, where: str) -> Block:
+    def read(self, part: ShardRows, where: str) -> ShardBlock:
         """The next block."""
         numbers = self._numbers[self._next : self._next + part.size]
         self._next += part.size
@@ -65,7 +65,7 @@ class NumberedFeed:
         missing = part.size - len(numbers)
         filled = np.concatenate([numbers, np.repeat(first, missing)]) if missing else numbers
         rows = lambda: self._source.take(filled[part.rows], where)
-        return Block(len(numbers), rows, lambda: np.arange(part.size) < len(numbers))
+        return ShardBlock(len(numbers), rows, lambda: np.arange(part.size) < len(numbers))
 
     def state(self) -> Any:
         """None: the number of the batch says it all."""
@@ -75,7 +75,7 @@ class NumberedFeed:
         """Nothing is open."""
 
 
-class StreamFeed:
+class StreamReader:
     """Blocks of what a stream gives: of its examples, or of its batches.
 
     Args:
@@ -100,7 +100,7 @@ class StreamFeed:
         self._peeked = [self._batch(element, where) for element in self._next(1)]
         return num_rows(self._peeked[0]) if self._peeked else 0
 
-    def read(self, part: Part, where: str) -> Block:
+    def read(self, part: ShardRows, where: str) -> ShardBlock:
         """The next block."""
         return self._of_batches(part, where) if self._source.batches else self._of_examples(part, where)
 
@@ -124,7 +124,7 @@ class StreamFeed:
             yield element
             count -= 1
 
-    def _of_examples(self, part: Part, where: str) -> Block:
+    def _of_examples(self, part: ShardRows, where: str) -> ShardBlock:
         wanted = np.zeros(part.size, bool)
         wanted[part.rows] = True
         stack, count = Stack(where), 0
@@ -140,9 +140,9 @@ class StreamFeed:
                 stack.add(self._filler())
             return stack.rows()
 
-        return Block(count, rows, lambda: np.arange(part.size) < count)
+        return ShardBlock(count, rows, lambda: np.arange(part.size) < count)
 
-    def _of_batches(self, part: Part, where: str) -> Block:
+    def _of_batches(self, part: ShardRows, where: str) -> ShardBlock:
         size = part.size // self._pieces
         read = (self._batch(element, where) for element in self._next(self._pieces - len(self._peeked)))
         batches, self._peeked = [*self._peeked, *read], []
@@ -165,7 +165,7 @@ class StreamFeed:
             return jax.tree.map(lambda *pieces: np.concatenate(pieces)[part.rows], *whole)
 
         each = counts + [0] * missing
-        return Block(sum(counts), rows, lambda: np.concatenate([np.arange(size) < count for count in each]))
+        return ShardBlock(sum(counts), rows, lambda: np.concatenate([np.arange(size) < count for count in each]))
 
     def _batch(self, element: PyTree, where: str) -> PyTree:
         rows = as_rows(element, where, self._source.if_not_batched)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jdist._src.core.arguments import choice, whole
+from jdist._src.core.arguments import as_int, enum_member
 from jdist._src.devices.mesh import Replicas
 
 
@@ -35,7 +35,7 @@ class AutoShardPolicy(enum.Enum):
         Raises:
             ValueError: There is none.
         """
-        return choice(cls, policy, f"{policy!r} is no way to shard")
+        return enum_member(cls, policy, f"{policy!r} is no way to shard")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ class InputContext:
 
     def __post_init__(self) -> None:
         for name, least in (("num_input_pipelines", 1), ("input_pipeline_id", 0), ("num_replicas_in_sync", 1)):
-            whole(f"`{name}`", getattr(self, name), least)
+            as_int(f"`{name}`", getattr(self, name), least)
         if self.input_pipeline_id >= self.num_input_pipelines:
             raise ValueError(
                 f"`input_pipeline_id` must be less than `num_input_pipelines`, got input_pipeline_id={self.input_pipeline_id} "
@@ -82,7 +82,7 @@ class InputContext:
             >>> InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(12)
             2
         """
-        whole("`global_batch_size`", global_batch_size)
+        as_int("`global_batch_size`", global_batch_size)
         check_split(global_batch_size, self.num_replicas_in_sync, argument="global_batch_size")
         return global_batch_size // self.num_replicas_in_sync
 
@@ -98,7 +98,7 @@ def check_split(size: int, parts: int, what: str = "replicas", argument: str = "
         )
 
 
-class Part(NamedTuple):
+class ShardRows(NamedTuple):
     """What a process takes from one shard of the data in each batch.
 
     Attributes:
@@ -113,7 +113,7 @@ class Part(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class ProcessShare:
     """Which part of each global batch a process holds: that of its replicas. Replica i has the i-th of equal blocks of rows.
 
     Where one replica spans devices, the devices that share its batch stand for replicas here.
@@ -130,7 +130,7 @@ class Share:
     pipeline: int = 0
     num_pipelines: int = 1
 
-    def common(self, size: int, shards: int) -> list[Part]:
+    def common(self, size: int, shards: int) -> list[ShardRows]:
         """What this process takes where a batch of `size` is one block of rows after the other, one from each shard."""
         each = size // self.num_replicas
         mine = np.concatenate([np.arange(i * each, (i + 1) * each) for i in self.replicas])
@@ -138,20 +138,20 @@ class Share:
         parts = []
         for shard, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
             if len(rows := mine[(mine >= start) & (mine < stop)] - start):
-                parts.append(Part(shard, stop - start, rows))
+                parts.append(ShardRows(shard, stop - start, rows))
         return parts
 
-    def own(self, size: int) -> list[Part]:
+    def own(self, size: int) -> list[ShardRows]:
         """What this process takes where all its rows come from a shard of its own."""
         here = size // self.num_replicas * len(self.replicas)
-        return [Part(self.pipeline, here, np.arange(here))]
+        return [ShardRows(self.pipeline, here, np.arange(here))]
 
 
-def share_of(replicas: Replicas, by_replica: bool = False) -> Share:
+def process_share(replicas: Replicas, by_replica: bool = False) -> ProcessShare:
     """The share of this process in what feeds the replicas; `by_replica`: if it is read a replica's batch at a time."""
     processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
     here = jax.process_index()
     number = processes.index(here) if here in processes else 0
     if by_replica and replicas.split and len(processes) == 1:
-        return Share((0,), 1)
-    return Share(replicas.local_parts, replicas.num_parts, number, len(processes))
+        return ProcessShare((0,), 1)
+    return ProcessShare(replicas.local_parts, replicas.num_parts, number, len(processes))

@@ -7,7 +7,7 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class ExampleOrder:
     """The order of the examples: a function of the seed, the epoch and the position.
 
     Attributes:

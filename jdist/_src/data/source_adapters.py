@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from jdist._src.core.tree import PyTree, spec
-from jdist._src.data.shuffle import Order
+from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.sources import Arrays, Called, Columns, Examples, Indexed, Stream, by_number, restarted, shufflers
 from jdist._src.values.base import is_distributed
 
@@ -48,7 +48,7 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
         )
     if _is(source, "datasets", "Dataset"):
         found = Columns(_as_numpy(source))
-        return by_number(found, Order(len(found), shuffle, seed)) if batches else found
+        return by_number(found, ExampleOrder(len(found), shuffle, seed)) if batches else found
     if _is(source, "torch", "utils.data.DataLoader"):
         _refuse_shuffle(shuffle, "is a DataLoader")
         return _loader(source, batches)
@@ -56,7 +56,7 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not iterable:
         if len(source) < _ENDLESS:
             found = Examples(source)
-            return by_number(found, Order(len(found), shuffle, seed)) if batches else found
+            return by_number(found, ExampleOrder(len(found), shuffle, seed)) if batches else found
         _refuse_shuffle(shuffle, "has no end")
         start = lambda epoch, first: map(source.__getitem__, itertools.count(first))
         return Stream(start, batches, lends=True, endless=True)
@@ -135,7 +135,7 @@ def _elements(result: Any) -> Iterable[Any]:
     """
     if is_single(result) or not isinstance(result, Iterable):
         raise ValueError(
-            f"The source is a function without arguments, and returned {spec(result)}. Such a function returns an iterator "
+            f"The source is a function without arguments, and returned {dtype_and_shape(result)}. Such a function returns an iterator "
             "over the elements, as a generator function does. Pass arrays without a function. A function of the step has one "
             "argument."
         )
@@ -199,7 +199,7 @@ def _refuse_list_of_examples(source: PyTree) -> None:
         raise ValueError("The source lies on the devices of a strategy already. Hand in what it was made from.")
     if not isinstance(source, list) or len(source) < 2:
         return
-    like = {(jax.tree.structure(part), *(spec(x) for x in jax.tree.leaves(part))) for part in source}
+    like = {(jax.tree.structure(part), *(dtype_and_shape(x) for x in jax.tree.leaves(part))) for part in source}
     if len(like) == 1 and all(hasattr(x, "__array__") for x in jax.tree.leaves(source)):
         raise ValueError(
             f"The source is a list of {len(source)} parts that look alike: if each is an example, hand in "

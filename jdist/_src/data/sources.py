@@ -10,7 +10,7 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree
 from jdist._src.data.array_rows import Stack, as_rows, check_ranges
-from jdist._src.data.shuffle import Order
+from jdist._src.data.shuffle import ExampleOrder
 
 
 class Indexed(Protocol):
@@ -103,7 +103,7 @@ class Columns:
         return as_rows(self._dataset[numbers.tolist()], where)
 
 
-def by_number(source: Indexed, order: Order) -> Stream:
+def by_number(source: Indexed, order: ExampleOrder) -> Stream:
     """A stream of the batches that have these numbers."""
     batch = lambda number: jax.tree.map(lambda x: x[0], source.take(np.array([number]), ""))
     return Stream(lambda epoch, first: map(batch, order.epoch(epoch)[first:]), True)

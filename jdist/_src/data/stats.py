@@ -38,13 +38,13 @@ class Stats:
         return self.waiting / spent if spent else 0.0
 
     @property
-    def rows_per_second(self) -> float:
+    def examples_per_second(self) -> float:
         """How many examples a second it has taken since it had the first batch; 0 before there were two."""
         spent = self.waiting + self.working
         return (self.examples - self.first) / spent if spent else 0.0
 
 
-class Clock:
+class LoopTimer:
     """Measures a loop, from when it asks for a batch to when it has it."""
 
     def __init__(self) -> None:

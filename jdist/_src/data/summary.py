@@ -6,15 +6,15 @@ import numpy as np
 
 from jdist._src.core import html
 from jdist._src.data.array_rows import kind
-from jdist._src.data.batches import Reading
+from jdist._src.data.batches import InputConfig
 from jdist._src.data.files import Files
-from jdist._src.data.shards import Share
+from jdist._src.data.shards import ProcessShare
 from jdist._src.data.sources import Arrays, Stream
 
 _LONGEST = 120  # characters of a list of leaves
 
 
-def facts(reading: Reading, share: Share) -> dict[str, str]:
+def facts(reading: InputConfig, share: ProcessShare) -> dict[str, str]:
     """Returns the source and the options of a data set as text, by their names."""
     size = reading.batch_size
     return {
@@ -27,7 +27,7 @@ def facts(reading: Reading, share: Share) -> dict[str, str]:
     }
 
 
-def source_in_words(reading: Reading) -> str:
+def source_in_words(reading: InputConfig) -> str:
     """Returns the number and the kind of the examples, as far as they are known before the source is read."""
     source = reading.source
     if isinstance(source, Arrays):
@@ -56,5 +56,5 @@ def table(title: str, described: Mapping[str, str]) -> str:
     return html.block(html.heading(title), html.table(described.items()))
 
 
-def _is_endless(reading: Reading) -> bool:
+def _is_endless(reading: InputConfig) -> bool:
     return isinstance(reading.source, Stream) and reading.source.endless

@@ -41,7 +41,7 @@ def wait_for_previous(program: object = None) -> None:
         _in_flight.clear()  # not where Ctrl-C ends the wait
 
 
-def track(leaves: Sequence[Any], index: int, program: object = None) -> None:
+def record_call(leaves: Sequence[Any], index: int, program: object = None) -> None:
     """Records the results of a call: all are ready together, so `leaves[index]` stands for all of them."""
     if not leaves:
         jax.effects_barrier()
@@ -49,7 +49,7 @@ def track(leaves: Sequence[Any], index: int, program: object = None) -> None:
         _in_flight[:] = [(leaf, id(program))]
 
 
-def land(results: PyTree) -> None:
+def wait_for_results(results: PyTree) -> None:
     """Waits for `results`, all of one call: they are ready together, so the last stands for all."""
     leaves = jax.tree.leaves(results)
     if not leaves:

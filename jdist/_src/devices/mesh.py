@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 
 REPLICA_AXIS = "replica"
 GROUP_AXIS = "group"
@@ -50,7 +50,7 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None) -> Mesh:
     return Mesh(np.array(chosen), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
 
 
-def grouped(mesh: Mesh, group_size: int) -> Mesh:
+def group_mesh(mesh: Mesh, group_size: int) -> Mesh:
     """The same replicas in groups of neighbours: a mesh of the axes `"group"` and `"replica"`.
 
     Raises:
@@ -153,13 +153,13 @@ class Replicas:
         """
         if virtual is None:
             return cls(mesh, mesh.size)
-        if whole("`virtual_replicas`", virtual, 1) < mesh.size:
+        if as_int("`virtual_replicas`", virtual, 1) < mesh.size:
             raise ValueError(
                 f"`virtual_replicas={virtual}` are too few for {mesh.size} devices, which run at least one each. Take more, or "
                 f"{max(virtual, 1)} of the devices."
             )
         replicas = cls(mesh, virtual, virtual=True)
-        if not replicas.row_axes and len(local_replicas(mesh)) < mesh.size:
+        if not replicas.per_replica_axes and len(local_mesh_devices(mesh)) < mesh.size:
             raise ValueError(
                 f"`virtual_replicas={virtual}` cannot be shared equally by {mesh.size} devices, and these are of several "
                 f"processes, each of which reads its own rows. Take a multiple of {mesh.size}."
@@ -192,14 +192,14 @@ class Replicas:
         return tuple(i for i, row in enumerate(rows) if any(device.process_index == here for device in row))
 
     @property
-    def row_axes(self) -> tuple[str, ...]:
+    def per_replica_axes(self) -> tuple[str, ...]:
         """The mesh axes that `[replica, ...]` is split over; none if the devices cannot have equal parts of it."""
         return self.mesh.axis_names if self.size % self.mesh.size == 0 else ()
 
     @property
     def local(self) -> dict[int, jax.Device]:
         """The replicas whose device this process can reach: number to device, in the order of the numbers."""
-        devices = local_replicas(self.mesh)
+        devices = local_mesh_devices(self.mesh)
         if self.split:
             return {0: next(iter(devices.values()))} if devices else {}
         return {i: devices[i // self.each] for i in range(self.size) if i // self.each in devices}
@@ -207,12 +207,12 @@ class Replicas:
     @property
     def whole(self) -> NamedSharding:
         """The sharding of a value that every device holds whole."""
-        return mirrored_sharding(self.mesh)
+        return replicated_sharding(self.mesh)
 
     @property
     def rows(self) -> NamedSharding:
         """The sharding of `[replica, ...]` arrays."""
-        return NamedSharding(self.mesh, PartitionSpec(self.row_axes))
+        return NamedSharding(self.mesh, PartitionSpec(self.per_replica_axes))
 
     def batch(self, shape: tuple[int, ...]) -> NamedSharding:
         """The sharding of a batch `[replica, batch, ...]`."""
@@ -225,12 +225,12 @@ def spans_devices(mesh: Mesh) -> bool:
     return REPLICA_AXIS not in mesh.axis_names
 
 
-def mirrored_sharding(mesh: Mesh) -> NamedSharding:
+def replicated_sharding(mesh: Mesh) -> NamedSharding:
     """The sharding of a value that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def local_replicas(mesh: Mesh) -> dict[int, jax.Device]:
+def local_mesh_devices(mesh: Mesh) -> dict[int, jax.Device]:
     """The places in the mesh whose device this process can reach: number to device, in the order of the numbers."""
     here = jax.process_index()
     return {i: device for i, device in enumerate(mesh.devices.flat) if device.process_index == here}

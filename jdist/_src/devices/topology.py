@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 
 # What a generation is offered in: two dimensions, all of them; three, those below 4x4x4, and multiples of 4 up to the last.
 _FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -35,7 +35,7 @@ _NOWHERE = {
 _GPU_TOPOLOGY = "A topology of GPUs is '1x2x8': NVLink domains, hosts in each, GPUs in a host."
 
 
-def described_devices(
+def topology_devices(
     topology: str, *, num_slices: int = 1, gpu_target_config: str | os.PathLike[str] | None = None
 ) -> list[jax.Device]:
     """The devices of a machine that is not there, for strategies that are to compile for it: `Strategy.compile`.
@@ -53,11 +53,11 @@ def described_devices(
         FileNotFoundError: There is no such file.
 
     Example:
-        >>> devices = jdist.described_devices("v5e:4x4")
+        >>> devices = jdist.topology_devices("v5e:4x4")
         >>> len(devices), devices[0].device_kind
         (16, 'TPU v5 lite')
     """
-    num_slices = whole("`num_slices`", num_slices, 1)
+    num_slices = as_int("`num_slices`", num_slices, 1)
     if gpu_target_config is not None:
         if num_slices != 1:
             raise ValueError(f"`num_slices={num_slices}` is for TPUs; of GPUs the topology says it all: '1x2x8'.")
@@ -135,6 +135,6 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def is_described(device: Any) -> bool:
+def is_topology_device(device: Any) -> bool:
     """Whether `device` is not there."""
     return type(device.client).__name__ == "CompileOnlyPyClient"

@@ -67,7 +67,7 @@ class XlaFlags:
         """
         if not self.flags:
             return
-        if jax_compat.has_started(self.variable):
+        if jax_compat.flags_are_read(self.variable):
             raise RuntimeError(
                 f"`{self.variable}` is read once, when JAX starts its backends, and they have started. Call `apply()` before "
                 "the first array, `jax.devices()` or strategy, or hand `compiler_options` of these flags to `jax.jit`."

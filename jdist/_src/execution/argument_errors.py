@@ -7,14 +7,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdist._src.core import jax_compat
-from jdist._src.core.tree import PyTree, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.execution.replicate import Call
-from jdist._src.values.arrays import check_array, is_placed
+from jdist._src.values.arrays import check_array, is_device_array
 from jdist._src.values.base import named_values
-from jdist._src.values.device_put import check_place
+from jdist._src.values.device_put import check_same_devices
 
 
-def explain(error: Exception, call: Call, mesh: Mesh, storage: NamedSharding | None, donates: bool) -> None:
+def raise_argument_error(
+    error: Exception, call: Call, mesh: Mesh, storage: NamedSharding | None, donates: bool
+) -> None:
     """Raises the error that explains `error`, if an argument is the cause of it.
 
     Args:
@@ -28,25 +30,25 @@ def explain(error: Exception, call: Call, mesh: Mesh, storage: NamedSharding | N
         TypeError: An argument is not an array.
         ValueError: An argument was deleted, is donated twice, or is on other devices.
     """
-    is_about_memory = jax_compat.is_about_deleted_memory(error)
+    is_about_memory = jax_compat.is_deleted_memory_error(error)
     # A call that fails later has deleted the state itself, and its error is not about that.
     if is_about_memory and donates:
-        check_state(call.args[0], tuple(call.args[1:]))
+        check_donated_state(call.args[0], tuple(call.args[1:]))
     for name, leaf in call.leaves():
         if isinstance(error, TypeError):
             _check_argument(name, leaf)
-        if is_about_memory and is_placed(leaf) and leaf.is_deleted():
+        if is_about_memory and is_device_array(leaf) and leaf.is_deleted():
             raise ValueError(
-                f"{name} ({spec(leaf)}) was deleted: its memory was donated to a step, or freed by `delete`."
+                f"{name} ({dtype_and_shape(leaf)}) was deleted: its memory was donated to a step, or freed by `delete`."
             ) from None
-        if is_placed(leaf) and leaf.committed and leaf.sharding != storage:
-            check_place(name, leaf, mesh)
+        if is_device_array(leaf) and leaf.committed and leaf.sharding != storage:
+            check_same_devices(name, leaf, mesh)
 
 
-def check_state(state: PyTree, inputs: tuple[PyTree, ...]) -> None:
+def check_donated_state(state: PyTree, inputs: tuple[PyTree, ...]) -> None:
     """Raises ValueError if a leaf of a state that is to be donated was donated before, or is an argument twice."""
     names: dict[int, str] = {}
-    placed = [(name, leaf) for name, leaf in named_values("state", state) if is_placed(leaf)]
+    placed = [(name, leaf) for name, leaf in named_values("state", state) if is_device_array(leaf)]
     # First: when it is found out that memory was given away twice, it may be gone.
     for name, leaf in placed:
         if id(leaf) in names:

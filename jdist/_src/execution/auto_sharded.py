@@ -16,15 +16,15 @@ from jax.sharding import NamedSharding
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import REPLICA_AXIS, Replicas
-from jdist._src.execution.backend import OneReplica, Results, View
-from jdist._src.jaxpr.single_replica import run_alone
+from jdist._src.execution.backend import Backend, ReplicaFunction, ResultPlacements
+from jdist._src.jaxpr.single_replica import eliminate_collectives
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
-from jdist._src.values.state_sharding import Layout
+from jdist._src.values.state_sharding import StateSharding
 
 
 @final
-class WholeView(View):
+class AutoShardedBackend(Backend):
     """One replica over all devices.
 
     Args:
@@ -32,19 +32,19 @@ class WholeView(View):
         layout: How a state lies on its devices.
     """
 
-    def __init__(self, replicas: Replicas, layout: Layout):
+    def __init__(self, replicas: Replicas, layout: StateSharding):
         super().__init__(replicas)
         self.layout = layout
 
-    def trace(self, one: OneReplica) -> Any:
+    def trace(self, one: ReplicaFunction) -> Any:
         """See `View.trace`."""
         sizes = [(REPLICA_AXIS, 1)]
-        return jax_compat.lowered(jax.make_jaxpr(one.fn, axis_env=sizes)(*one.blocks), sizes)
+        return jax_compat.lower_hi_primitives(jax.make_jaxpr(one.fn, axis_env=sizes)(*one.blocks), sizes)
 
-    def run(self, one: OneReplica, program: Any, results: Results) -> list[PyTree]:
+    def run(self, one: ReplicaFunction, program: Any, results: ResultPlacements) -> list[PyTree]:
         """See `View.run`."""
         blocks = [*one.blocks[: one.num_state], *map(self._split_batch, one.items[one.num_state :])]
-        return results.leave(results.as_trees(run_alone(program, REPLICA_AXIS, jax.tree.leaves(blocks))))
+        return results.leave(results.as_trees(eliminate_collectives(program, REPLICA_AXIS, jax.tree.leaves(blocks))))
 
     def shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
         """See `View.shardings`."""
@@ -60,15 +60,17 @@ class WholeView(View):
     def arranged(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
         """See `View.arranged`."""
         is_state = bool(jax.tree.leaves(state))
-        return laid(state, self.shardings(state, is_state)), laid(outputs, self.inputs(outputs))
+        return constrain_shardings(state, self.shardings(state, is_state)), constrain_shardings(
+            outputs, self.inputs(outputs)
+        )
 
     def _split_batch(self, item: Any) -> PyTree:
         if isinstance(item, PerReplica):
-            return laid(item, self.inputs(item))
+            return constrain_shardings(item, self.inputs(item))
         return getattr(item, "tree", item)
 
 
-def laid(tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
+def constrain_shardings(tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
     """`tree` with each leaf where its sharding says, in a program that is being traced."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(map(lax.with_sharding_constraint, leaves, shardings))

@@ -15,7 +15,7 @@ from jdist._src.values.per_replica import PerReplica
 
 
 @dataclasses.dataclass(frozen=True)
-class OneReplica:
+class ReplicaFunction:
     """A replica function that is being traced.
 
     Attributes:
@@ -35,7 +35,7 @@ class OneReplica:
 
 
 @dataclasses.dataclass(frozen=True)
-class Results:
+class ResultPlacements:
     """What is known of the results of a traced replica function.
 
     Attributes:
@@ -57,7 +57,7 @@ class Results:
         return [jax.tree.map(lambda _: next(left), tree) for tree in self.trees]
 
 
-class View(abc.ABC):
+class Backend(abc.ABC):
     """How the program of one replica becomes a program over devices.
 
     Attributes:
@@ -73,11 +73,11 @@ class View(abc.ABC):
         self.replicas = replicas
 
     @abc.abstractmethod
-    def trace(self, one: OneReplica) -> Any:
+    def trace(self, one: ReplicaFunction) -> Any:
         """The closed program of one replica, with the axes of the replicas in it."""
 
     @abc.abstractmethod
-    def run(self, one: OneReplica, program: Any, results: Results) -> list[PyTree]:
+    def run(self, one: ReplicaFunction, program: Any, results: ResultPlacements) -> list[PyTree]:
         """The results as the host sees them."""
 
     def inputs(self, tree: PyTree) -> list[NamedSharding]:
@@ -115,4 +115,4 @@ class View(abc.ABC):
             return self.replicas.whole
         if isinstance(item, PerReplica):
             return self.replicas.batch(leaf.shape)
-        return NamedSharding(self.replicas.mesh, item.spec(self.replicas.row_axes))
+        return NamedSharding(self.replicas.mesh, item.spec(self.replicas.per_replica_axes))

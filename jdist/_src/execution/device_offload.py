@@ -8,15 +8,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jdist._src.core.tree import PyTree
-from jdist._src.devices.mesh import Replicas, mirrored_sharding
-from jdist._src.execution.backend import OneReplica, Results, View
-from jdist._src.execution.shard_map import ReplicaView
-from jdist._src.values.arrays import is_placed
-from jdist._src.values.state_sharding import Layout
+from jdist._src.devices.mesh import Replicas, replicated_sharding
+from jdist._src.execution.backend import Backend, ReplicaFunction, ResultPlacements
+from jdist._src.execution.shard_map import ShardMapBackend
+from jdist._src.values.arrays import is_device_array
+from jdist._src.values.state_sharding import StateSharding
 
 
 @final
-class StoredView(View):
+class DeviceOffloadBackend(Backend):
     """One replica a device; before a step the central part of the state is sent to all of them, after it one copy is kept.
 
     Args:
@@ -25,19 +25,19 @@ class StoredView(View):
         device: Where they lie. It may be one of those that compute, and of another platform.
     """
 
-    def __init__(self, replicas: Replicas, layout: Layout, device: jax.Device):
+    def __init__(self, replicas: Replicas, layout: StateSharding, device: jax.Device):
         super().__init__(replicas)
         self.layout = layout
-        self.home = self._storage = mirrored_sharding(Mesh(np.array([device]), replicas.mesh.axis_names))
-        self._view = ReplicaView(replicas)
+        self.home = self._storage = replicated_sharding(Mesh(np.array([device]), replicas.mesh.axis_names))
+        self._backend = ShardMapBackend(replicas)
 
-    def trace(self, one: OneReplica) -> Any:
+    def trace(self, one: ReplicaFunction) -> Any:
         """See `View.trace`."""
-        return self._view.trace(one)
+        return self._backend.trace(one)
 
-    def run(self, one: OneReplica, program: Any, results: Results) -> list[PyTree]:
+    def run(self, one: ReplicaFunction, program: Any, results: ResultPlacements) -> list[PyTree]:
         """See `View.run`."""
-        return self._view.run(one, program, results)
+        return self._backend.run(one, program, results)
 
     def shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
         """See `View.shardings`."""
@@ -46,7 +46,7 @@ class StoredView(View):
 
     def fetched(self, tree: PyTree) -> PyTree:
         """See `View.fetched`."""
-        return fetched(tree, lambda leaf: leaf.sharding == self.home, self.replicas.whole)
+        return move_to_devices(tree, lambda leaf: leaf.sharding == self.home, self.replicas.whole)
 
     def stored(self, state: PyTree) -> PyTree:
         """See `View.stored`."""
@@ -54,10 +54,10 @@ class StoredView(View):
         return treedef.unflatten(jax.device_put(leaves, self.shardings(state, is_state=False), donate=True))
 
 
-def fetched(tree: PyTree, lies_elsewhere: Callable[[jax.Array], bool], sharding: NamedSharding) -> PyTree:
+def move_to_devices(tree: PyTree, lies_elsewhere: Callable[[jax.Array], bool], sharding: NamedSharding) -> PyTree:
     """`tree` with those of its arrays that lie elsewhere sent to where `sharding` says."""
     leaves, treedef = jax.tree.flatten(tree)
-    central = [i for i, leaf in enumerate(leaves) if is_placed(leaf) and lies_elsewhere(leaf)]
+    central = [i for i, leaf in enumerate(leaves) if is_device_array(leaf) and lies_elsewhere(leaf)]
     for i, leaf in zip(central, jax.device_put([leaves[i] for i in central], sharding), strict=True):
         leaves[i] = leaf
     return treedef.unflatten(leaves)

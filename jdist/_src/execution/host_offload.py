@@ -21,14 +21,14 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Literal
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas
-from jdist._src.execution.backend import OneReplica, Results, View
-from jdist._src.execution.device_offload import fetched
+from jdist._src.execution.backend import Backend, ReplicaFunction, ResultPlacements
+from jdist._src.execution.device_offload import move_to_devices
 from jdist._src.jaxpr import update_partition
 from jdist._src.jaxpr.replication import Input
-from jdist._src.jaxpr.update_partition import Part
+from jdist._src.jaxpr.update_partition import JaxprPart
+from jdist._src.jaxpr.virtual_values import replica_shapes
 from jdist._src.values.base import is_distributed
-from jdist._src.values.state_sharding import Layout
-from jdist._src.values.virtual import one_of
+from jdist._src.values.state_sharding import StateSharding
 
 
 class _Given(NamedTuple):
@@ -50,7 +50,7 @@ class _Given(NamedTuple):
 
 
 @final
-class CentralView(View):
+class HostOffloadBackend(Backend):
     """One replica a device, and leaves of the state in the memory of the host: of each device's host an equal part.
 
     Args:
@@ -61,23 +61,25 @@ class CentralView(View):
 
     scans = False  # the update is found behind the last collective of the one step in a program
 
-    def __init__(self, replicas: Replicas, layout: Layout, host_computes: bool):
+    def __init__(self, replicas: Replicas, layout: StateSharding, host_computes: bool):
         super().__init__(replicas)
         self.layout = layout
         self._host_computes = host_computes
 
-    def trace(self, one: OneReplica) -> Any:
+    def trace(self, one: ReplicaFunction) -> Any:
         """See `View.trace`."""
-        shapes = [one_of(item, self.replicas) for item in one.items]
-        return jax_compat.lowered(jax.make_jaxpr(one.fn, axis_env=self._axis_sizes)(*shapes), self._axis_sizes)
+        shapes = [replica_shapes(item, self.replicas) for item in one.items]
+        return jax_compat.lower_hi_primitives(
+            jax.make_jaxpr(one.fn, axis_env=self._axis_sizes)(*shapes), self._axis_sizes
+        )
 
-    def run(self, one: OneReplica, program: Any, results: Results) -> list[PyTree]:
+    def run(self, one: ReplicaFunction, program: Any, results: ResultPlacements) -> list[PyTree]:
         """See `View.run`."""
-        flat = update_partition.flat(program, self._axis_sizes)
-        jaxpr = jax_compat.open_over_constants(flat)
+        flat = update_partition.inline_calls(program, self._axis_sizes)
+        jaxpr = jax_compat.consts_as_inputs(flat)
         given = dict(zip(jaxpr.invars, [*map(_Given, flat.consts), *_leaves_given(one)], strict=True))
         wrappers = [w for tree, w in zip(results.trees, results.placements, strict=True) for _ in jax.tree.leaves(tree)]
-        before, by_element, rest, numbers = update_partition.split(
+        before, by_element, rest, numbers = update_partition.split_update(
             jaxpr,
             [Input("", self.replicas.axes if _differs(item.wrapper) else ()) for item in given.values()],
             self.replicas.axes,
@@ -123,7 +125,7 @@ class CentralView(View):
 
     def fetched(self, tree: PyTree) -> PyTree:
         """See `View.fetched`."""
-        return fetched(tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.whole)
+        return move_to_devices(tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.whole)
 
     def arranged(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
         """See `View.arranged`."""
@@ -134,9 +136,9 @@ class CentralView(View):
         return list(self.replicas.mesh.shape.items())
 
     def _spec(self, wrapper: Any) -> PartitionSpec:
-        return wrapper.spec(self.replicas.row_axes) if wrapper else PartitionSpec()
+        return wrapper.spec(self.replicas.per_replica_axes) if wrapper else PartitionSpec()
 
-    def _by_element(self, part: Part, known: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _by_element(self, part: JaxprPart, known: Mapping[Any, Any]) -> dict[Any, Any]:
         """The update of each element, by the host if it can."""
         if not self._host_computes:
             return part.run({var: self._in_parts(known[var], "device") for var in part.needs})
@@ -147,7 +149,7 @@ class CentralView(View):
             needs = [self._in_parts(known[var], HOST_MEMORY) for var in piece.needs]
             needs, _ = lax.optimization_barrier((needs, last))
             run = lambda *values, piece=piece: list(piece.run(dict(zip(piece.needs, values, strict=True))).values())
-            last = jax_compat.computed_on_host(run)(*needs)
+            last = jax_compat.compute_on_host(run)(*needs)
             made.update(zip(piece.gives, last, strict=True))
         return made
 
@@ -173,7 +175,7 @@ class CentralView(View):
         return lax.with_sharding_constraint(self._in_parts(x, "device") if _is_on_host(x) else x, sharding)
 
 
-def _leaves_given(one: OneReplica) -> list[_Given]:
+def _leaves_given(one: ReplicaFunction) -> list[_Given]:
     return [
         _Given(leaf, type(item) if is_distributed(item) else None, number < one.num_state)
         for number, item in enumerate(one.items)

@@ -8,29 +8,29 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
 
 
-def scanned(step: Callable[..., tuple[PyTree, PyTree]], turns: int, state: PyTree, *inputs: PyTree) -> Any:
+def scan_steps(step: Callable[..., tuple[PyTree, PyTree]], turns: int, state: PyTree, *inputs: PyTree) -> Any:
     """The state after so many steps, and their outputs, leaves `[step, ...]`; in a replica function."""
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each_turn(inputs, turns))
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs_per_step(inputs, turns))
     return lax.scan(lambda state, inputs: step(state, *inputs), jax.tree.map(jnp.asarray, state), stacked, turns)
 
 
-def in_turn(
+def run_sequentially(
     launch: Callable[..., tuple[PyTree, PyTree]], turns: int, state: PyTree, *inputs: PyTree
 ) -> tuple[PyTree, PyTree]:
     """The same of a program of one step, as the host calls it."""
     seen = []
-    for given in each_turn(inputs, turns):
+    for given in inputs_per_step(inputs, turns):
         state, outputs = launch(state, *given)
         seen.append(outputs)
     return state, _stacked(seen)
 
 
-def each_turn(inputs: Sequence[Any], turns: int) -> list[tuple[PyTree, ...]]:
+def inputs_per_step(inputs: Sequence[Any], turns: int) -> list[tuple[PyTree, ...]]:
     """The inputs of each step.
 
     Raises:
@@ -55,7 +55,7 @@ def _check_alike(name: str, first: PyTree, turn: int, other: PyTree) -> None:
     for (leaf_name, a), (_, b) in zip(named_leaves(f"{name}[{turn}]", other), named_leaves(name, first), strict=True):
         if np.shape(a) != np.shape(b):
             raise ValueError(
-                f"{leaf_name} is {spec(a)} and was {spec(b)} in the first: steps of a call take inputs alike."
+                f"{leaf_name} is {dtype_and_shape(a)} and was {dtype_and_shape(b)} in the first: steps of a call take inputs alike."
             )
 
 

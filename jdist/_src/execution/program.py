@@ -15,20 +15,27 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from jdist._src.core import jax_compat
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree, named_leaves
-from jdist._src.devices.dispatch import is_bounded, track, wait_for_previous
-from jdist._src.execution.argument_errors import check_state, explain
-from jdist._src.execution.backend import View
-from jdist._src.execution.multi_step import each_turn, in_turn, scanned
-from jdist._src.execution.replicate import Call, Proof, Traced, replicated
-from jdist._src.execution.state_update import in_wrappers, kept_in_place, settled, split_result
+from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
+from jdist._src.execution.argument_errors import check_donated_state, raise_argument_error
+from jdist._src.execution.backend import Backend
+from jdist._src.execution.multi_step import inputs_per_step, run_sequentially, scan_steps
+from jdist._src.execution.replicate import Call, Proof, Traced, replicate
+from jdist._src.execution.state_update import apply_writes, rewrap, split_result, strongly_typed
 from jdist._src.replica import leaf_annotations, precision
 from jdist._src.replica.context import ReplicaContext, in_replica_function
 from jdist._src.replica.precision import Precision
-from jdist._src.values.arrays import check_array, check_not_leaked, check_range, fits, host_values, is_placed
-from jdist._src.values.device_put import check_there
+from jdist._src.values.arrays import (
+    check_array,
+    check_not_leaked,
+    check_range,
+    host_leaves,
+    is_device_array,
+    is_jit_argument,
+)
+from jdist._src.values.device_put import check_devices_attached
 from jdist._src.values.same_program import check_same_program
 
 _NO_MESH = Mesh(np.empty((), object), ())
@@ -55,7 +62,7 @@ class Program:
         call: Callable[..., Call],
         trace: Callable[[Call], Traced],
         name: str,
-        view: View,
+        view: Backend,
         has_state: bool = False,
         donates: bool = False,
         turns: int | None = None,
@@ -91,7 +98,7 @@ class Program:
         if view.home is not None:
             self._launch = functools.partial(self._fetch_and_store, self._launch)
         if turns is not None:
-            self._launch = functools.partial(in_turn, self._launch, turns)
+            self._launch = functools.partial(run_sequentially, self._launch, turns)
         self._signatures = 0  # how many JAX has seen; 0 if it does not say
         self._sees_host_state = False  # whether one of them had a host value in the state
         self._launch = functools.partial(self._check_and_launch, self._launch)
@@ -113,15 +120,15 @@ class Program:
                 return self._launch_apart(*args)
             return self._launch(*args)
         except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            check_there(self.view.replicas.mesh)
+            check_devices_attached(self.view.replicas.mesh)
             has_donated = self._donates and bool(args)
-            explain(error, self._call_of(*args), self.view.replicas.mesh, self.view.home, has_donated)
+            raise_argument_error(error, self._call_of(*args), self.view.replicas.mesh, self.view.home, has_donated)
             raise
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """The program for arguments of these shapes, to be compiled and looked at: `lower(...).compile().as_text()`."""
         if self._turns is not None:
-            args = (args[0], *each_turn(args[1:], self._turns)[0])
+            args = (args[0], *inputs_per_step(args[1:], self._turns)[0])
         state, inputs = args[: self._has_state], args[self._has_state :]
         where = self.view.shardings if self.view.home is None else self.view.inputs
         shardings = where(state[0]) if self._has_state else []
@@ -174,15 +181,15 @@ class Program:
         trusts_state = self._has_state and self._signatures and not self._sees_host_state
         self._check_host_values(args, args[1:] if trusts_state else args)
         pair = launch(*args)
-        signatures = jax_compat.count_signatures(self._compiled)
+        signatures = jax_compat.num_signatures(self._compiled)
         if self._has_state and signatures != self._signatures:
             self._signatures = signatures
-            self._sees_host_state |= bool(host_values(args[0]))
+            self._sees_host_state |= bool(host_leaves(args[0]))
             self._check_host_values(args, args[0])
         return pair
 
     def _check_host_values(self, args: tuple[PyTree, ...], checked: PyTree) -> None:
-        if not all(map(fits, host_values(checked))):
+        if not all(map(is_jit_argument, host_leaves(checked))):
             for name, leaf in self._call_of(*args).leaves():
                 check_not_leaked(name, leaf)
                 check_range(name, leaf)
@@ -192,7 +199,7 @@ class Program:
             self._check_memory(args)
         wait_for_previous(self)
         pair = self._compiled(*args)
-        track(jax.tree.leaves(pair), self._smallest, self)
+        record_call(jax.tree.leaves(pair), self._smallest, self)
         return pair
 
     def _launch_together(self, launch: Callable[..., Any], *args: PyTree) -> tuple[PyTree, PyTree]:
@@ -225,7 +232,7 @@ class Program:
         state, outputs = launch(*self.view.fetched(args))
         # A central leaf was fetched into memory of its own, so XLA has not deleted it.
         for leaf in jax.tree.leaves(args[: self._donates]):
-            if is_placed(leaf) and not leaf.is_deleted():
+            if is_device_array(leaf) and not leaf.is_deleted():
                 leaf.delete()
         return self.view.stored(state), outputs
 
@@ -237,7 +244,7 @@ class Program:
         except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers
             fresh = False
         if not fresh:
-            check_state(args[0], args[1:])
+            check_donated_state(args[0], args[1:])
 
 
 def _shapes(args: tuple[PyTree, ...], shardings: Sequence[Sharding]) -> tuple[PyTree, ...]:
@@ -254,27 +261,27 @@ def _copy(fn: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(fn)(lambda *args: fn(*args))
 
 
-def run_program(fn: Callable[[], Callable[..., PyTree]], view: View, context: ReplicaContext) -> Program:
+def run_program(fn: Callable[[], Callable[..., PyTree]], view: Backend, context: ReplicaContext) -> Program:
     """What `Strategy.run` calls: from positional and named arguments to the outputs of `fn()`, which it does not keep alive."""
     _require_function(fn())
 
     def trace(call: Call) -> Traced:
-        return replicated(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), view, context)
+        return replicate(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), view, context)
 
     return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _name(fn()), view)
 
 
-def init_program(fn: Callable[[], Callable[..., PyTree]], view: View, context: ReplicaContext) -> Program:
+def init_program(fn: Callable[[], Callable[..., PyTree]], view: Backend, context: ReplicaContext) -> Program:
     """What `Strategy.init` calls: from its arguments to the state that `fn()` makes."""
     _require_function(fn())
 
     def trace(call: Call) -> Traced:
         def body(*args: PyTree) -> tuple[PyTree, PyTree]:
-            with leaf_annotations.partials() as partials:
+            with leaf_annotations.collect_local_leaves() as partials:
                 state = call.fn(*args)
-            return settled(leaf_annotations.placed(state, partials)), ()
+            return strongly_typed(leaf_annotations.wrap_local_leaves(state, partials)), ()
 
-        return replicated(call, body, view, context)
+        return replicate(call, body, view, context)
 
     return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), view)
 
@@ -284,7 +291,7 @@ def step_program(
     dtypes: Precision | None,
     steps_per_call: int | None,
     donate: bool,
-    view: View,
+    view: Backend,
     context: ReplicaContext,
 ) -> Program:
     """What `Strategy.step` returns: from state and inputs to new state and outputs."""
@@ -292,7 +299,7 @@ def step_program(
     if not isinstance(dtypes, Precision | None):
         raise TypeError(f"`precision` is a `jdist.Precision(params, compute, output)`, got {dtypes!r}.")
     if steps_per_call is not None:
-        steps_per_call = whole("`steps_per_call`", steps_per_call, 1)
+        steps_per_call = as_int("`steps_per_call`", steps_per_call, 1)
     scans = steps_per_call if view.scans else None
 
     def trace(call: Call) -> Traced:
@@ -300,16 +307,16 @@ def step_program(
 
         def one(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
             # Containers of its own, so that what `fn` changes in place is seen as a change.
-            with leaf_annotations.landings() as landings, precision.in_force(dtypes, before):
+            with leaf_annotations.collect_sync_targets() as landings, precision.use_precision(dtypes, before):
                 after, outputs = split_result(fn(jax.tree.map(lambda x: x, before), *inputs))
-            return kept_in_place(placed, before, leaf_annotations.landed(before, after, landings)), outputs
+            return apply_writes(placed, before, leaf_annotations.apply_sync_targets(before, after, landings)), outputs
 
         def body(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
-            run = one if scans is None else functools.partial(scanned, one, scans)
+            run = one if scans is None else functools.partial(scan_steps, one, scans)
             after, outputs = run(before, *inputs)
-            return in_wrappers(placed, after), outputs
+            return rewrap(placed, after), outputs
 
-        return replicated(call, body, view, context, has_state=True)
+        return replicate(call, body, view, context, has_state=True)
 
     def call(*args: PyTree) -> Call:
         if not args:

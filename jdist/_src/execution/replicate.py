@@ -19,15 +19,15 @@ import jax
 from jdist._src.core import jax_compat
 from jdist._src.core.errors import NotMirroredError
 from jdist._src.core.tree import PyTree, argument_names, named_leaves
-from jdist._src.execution.backend import OneReplica, Results, View
+from jdist._src.execution.backend import Backend, ReplicaFunction, ResultPlacements
 from jdist._src.jaxpr import clip_check, replication
 from jdist._src.jaxpr.batch_check import warn_of_replicated_batch
-from jdist._src.jaxpr.replication import Knowledge
-from jdist._src.jaxpr.trace_errors import explained
-from jdist._src.replica.context import ReplicaContext, entered
+from jdist._src.jaxpr.replication import Variation
+from jdist._src.jaxpr.trace_errors import explain_trace_errors
+from jdist._src.replica.context import ReplicaContext, enter_context
 from jdist._src.values.arrays import check_value
 from jdist._src.values.base import DistributedValues, is_distributed, named_values
-from jdist._src.values.device_put import check_fit, check_one_shape, check_single
+from jdist._src.values.device_put import check_not_nested, check_uniform_shape, check_wrapper
 from jdist._src.values.per_replica import PerReplica
 
 
@@ -89,8 +89,12 @@ class Call(NamedTuple):
         return list(zip(argument_names(self.fn, self.args, self.kwargs), values, strict=True))
 
 
-def replicated(
-    call: Call, body: Callable[..., tuple[PyTree, PyTree]], view: View, context: ReplicaContext, has_state: bool = False
+def replicate(
+    call: Call,
+    body: Callable[..., tuple[PyTree, PyTree]],
+    view: Backend,
+    context: ReplicaContext,
+    has_state: bool = False,
 ) -> Traced:
     """Runs `body` once a replica, on the arguments of `call` as one replica sees them.
 
@@ -111,8 +115,8 @@ def replicated(
     items, treedef = jax.tree.flatten((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
     names = call.item_names()
     for item, name in zip(items, names, strict=True):
-        check_fit(name, item, view.replicas)
-        check_one_shape(name, item)
+        check_wrapper(name, item, view.replicas)
+        check_uniform_shape(name, item)
     taken_apart = _Results()
     if has_state:
         context = dataclasses.replace(context, reduced=view.reduced(call.args[0]))
@@ -120,7 +124,7 @@ def replicated(
     @jax.jit
     def one_replica(*given: PyTree) -> list[PyTree]:
         args, kwargs = treedef.unflatten(given)
-        with entered(context):
+        with enter_context(context):
             return taken_apart.of(body(*args, **kwargs))
 
     def enter_and_run(*blocks: PyTree) -> list[PyTree]:
@@ -128,18 +132,18 @@ def replicated(
         return one_replica(*(item.enter(block) if is_distributed(item) else block for item, block in pairs))
 
     num_state = len(jax.tree.leaves(call.args[0], is_leaf=is_distributed)) if has_state else 0
-    one = OneReplica(enter_and_run, items, num_state)
-    with explained(names, view.replicas.mesh):
+    one = ReplicaFunction(enter_and_run, items, num_state)
+    with explain_trace_errors(names, view.replicas.mesh):
         traced = view.trace(one)
     program = jax_compat.open_jaxpr(traced)
     inputs = _inputs(items, names, context.axes)
     known = replication.prove(program, inputs, context.axes)
-    clip_check.warn(program)
+    clip_check.warn_of_clipped_gradients(program)
     if has_state:
         num_state_leaves = len(jax.tree.leaves(call.args[0]))
         warn_of_replicated_batch(program, inputs, num_state_leaves, context.axes, context.num_replicas_in_sync)
     placements = taken_apart.place(known)
-    values = view.run(one, traced, Results(taken_apart.trees(), placements))
+    values = view.run(one, traced, ResultPlacements(taken_apart.trees(), placements))
     pair = taken_apart.put_together(placements, values)
     return Traced(view.arranged(*pair), taken_apart.proof(placements), traced)
 
@@ -160,16 +164,16 @@ class _Results:
         self._names = [*_names_of_items("state", state), *_names_of_items("output", output)]
         self._num_state = len(jax.tree.leaves(state, is_leaf=is_distributed))
         for item, name in zip(items, self._names, strict=True):
-            check_single(name, item)
+            check_not_nested(name, item)
             for leaf_name, leaf in named_values(name, item):
                 check_value(leaf_name, leaf)
         return [item.tree if is_distributed(item) else item for item in items]
 
-    def place(self, known: list[Knowledge]) -> list[type[DistributedValues] | None]:
+    def place(self, known: list[Variation]) -> list[type[DistributedValues] | None]:
         """How each result lies on the mesh: in its wrapper; else whole where it is proved mirrored."""
         left = iter(known)
         placements: list[type[DistributedValues] | None] = []
-        refused: list[tuple[str, Knowledge]] = []
+        refused: list[tuple[str, Variation]] = []
         for number, (item, name) in enumerate(zip(self._items, self._names, strict=True)):
             found = [next(left) for _ in jax.tree.leaves(item.tree)] if item is not None else [next(left)]
             differs = next(filter(None, found), None)
@@ -186,7 +190,7 @@ class _Results:
 
     def put_together(self, placements: Sequence[Any], values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         wrapped = [
-            item.with_tree(value) if item is not None else placement(value) if placement else value
+            item._with_tree(value) if item is not None else placement(value) if placement else value
             for item, placement, value in zip(self._items, placements, values, strict=True)
         ]
         return self._treedef.unflatten(wrapped)
@@ -199,15 +203,15 @@ class _Results:
         )
 
 
-def _refusal(refused: Sequence[tuple[str, Knowledge]], num_state: int) -> str:
+def _refusal(refused: Sequence[tuple[str, Variation]], num_state: int) -> str:
     (name, knowledge), *others = refused
     cause = min(knowledge.values(), key=lambda cause: cause.depth)
     more = ", ".join(other for other, _ in others[:3]) + (", ..." if len(others) > 3 else "")
     also = f" (and so are {len(others)} more of {num_state}: {more})" if others else ""
     return (
         f"{name} is not proved to be the same on every replica{also}.\n"
-        f"  It may differ because of\n    {replication.explain(cause)}\n"
-        f"  {replication.way_out(cause)}\n"
+        f"  It may differ because of\n    {replication.explain_cause(cause)}\n"
+        f"  {replication.fix_for(cause)}\n"
         "  If each replica is meant to keep its own, wrap it where the state is made: `jdist.PerReplica(x)`; if its writes "
         "are meant to agree by themselves, `jdist.Mirrored(x, aggregation)`. What a policy of `jdist.sync` keeps is placed by "
         "`strategy.init`, if the state is made there."

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.replica.context import all_reduce, broadcast
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.arrays import check_value
@@ -17,7 +17,7 @@ from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 
 
-def settled(state: PyTree) -> PyTree:
+def strongly_typed(state: PyTree) -> PyTree:
     """`state` with array leaves of a definite dtype: a Python number would let the next step change it.
 
     Raises:
@@ -37,14 +37,14 @@ def split_result(result: Any) -> tuple[PyTree, PyTree]:
     """
     if isinstance(result, tuple) and len(result) == 2:
         return result
-    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else spec(result)
+    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else dtype_and_shape(result)
     raise TypeError(
         f"A step returns a pair `(state, outputs)`, and this one returned {got}. A step with nothing to report "
         "returns `(state, None)`."
     )
 
 
-def kept_in_place(placed: PyTree, before: PyTree, after: PyTree) -> PyTree:
+def apply_writes(placed: PyTree, before: PyTree, after: PyTree) -> PyTree:
     """What the new state writes to the places of the old one; without wrappers, like `before`.
 
     Args:
@@ -66,17 +66,17 @@ def kept_in_place(placed: PyTree, before: PyTree, after: PyTree) -> PyTree:
         if (old.shape, old.dtype) != (new.shape, new.dtype):
             name, _ = named_leaves("state", before)[number]
             raise TypeError(
-                f"The step changes {name} from {spec(was)} to {spec(now)}. A state keeps its shapes and dtypes, or "
+                f"The step changes {name} from {dtype_and_shape(was)} to {dtype_and_shape(now)}. A state keeps its shapes and dtypes, or "
                 "every step would be another program: cast the new value (`.astype`), or begin with this shape."
             )
-    return settled(_agreed(jax.tree.leaves(placed, is_leaf=is_distributed), before, after))
+    return strongly_typed(_agreed(jax.tree.leaves(placed, is_leaf=is_distributed), before, after))
 
 
-def in_wrappers(placed: PyTree, state: PyTree) -> PyTree:
+def rewrap(placed: PyTree, state: PyTree) -> PyTree:
     """`state`, as a replica function sees it, in the wrappers of `placed`."""
     items, treedef = jax.tree.flatten(placed, is_leaf=is_distributed)
     parts = zip(items, treedef.flatten_up_to(state), strict=True)
-    return treedef.unflatten([item.with_tree(part) if is_distributed(item) else part for item, part in parts])
+    return treedef.unflatten([item._with_tree(part) if is_distributed(item) else part for item, part in parts])
 
 
 def _agreed(items: Sequence[Any], before: PyTree, after: PyTree) -> PyTree:
@@ -112,12 +112,12 @@ def _check_write(aggregation: VariableAggregation, name: str, leaf: Any) -> None
         check_reducible(ReduceOp.of(aggregation.name), name, leaf)
     if aggregation is VariableAggregation.SUM and not isinstance(leaf, jax.Array):
         raise ValueError(
-            f"{name} becomes the sum of what the replicas write, and they wrote {spec(leaf)}, a host value that none of them "
+            f"{name} becomes the sum of what the replicas write, and they wrote {dtype_and_shape(leaf)}, a host value that none of them "
             "holds. Write an array (`jnp.asarray`) for its sum over the replicas, or aggregate by MEAN."
         )
     if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact):
         raise TypeError(
-            f"{name} is {spec(leaf)}, and the mean of what the replicas write is no such value. Make it a float, or "
+            f"{name} is {dtype_and_shape(leaf)}, and the mean of what the replicas write is no such value. Make it a float, or "
             "aggregate by SUM or ONLY_FIRST_REPLICA."
         )
 

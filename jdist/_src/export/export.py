@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from jdist._src.core import jax_compat, source_lines
-from jdist._src.core.atomic_files import Path, check_path, write_once
-from jdist._src.core.tree import PyTree, argument_names, spec
+from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
+from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape
 from jdist._src.core.version import __version__
 from jdist._src.export import weights
-from jdist._src.replica.context import ReplicaContext, entered, require_host
+from jdist._src.replica.context import ReplicaContext, enter_context, require_cross_replica_context
 from jdist._src.values.arrays import check_array
 from jdist._src.values.base import is_distributed
 
@@ -48,7 +48,7 @@ def export(
         path: The folder.
         apply: `apply(state, *inputs)` gives a tree of arrays `[batch, ...]`: what it makes of each example. It sees the state
             without wrappers, and there is one replica: jdist's words are the identity.
-        state: The weights, wherever they lie, under any strategy; wrapped values are read, as by `jdist.read`.
+        state: The weights, wherever they lie, under any strategy; wrapped values are read, as by `jdist.read_values`.
         signature: What the inputs are, in a tuple: for each a tree of arrays, or `jax.ShapeDtypeStruct`, of a batch of any
             size. The first dim of each is the batch; an input without dims is the same for all examples.
         platforms: What the program is for.
@@ -69,16 +69,16 @@ def export(
         >>> jdist.load(path)(np.ones((5, 3), np.float32)).shape
         (5, 2)
     """
-    require_host("export")
+    require_cross_replica_context("export")
     check_path("export(path, apply, state, signature)", path, apply)
-    need_flatbuffers()
+    require_flatbuffers()
     inputs = _inputs(apply, signature)
     _check_platforms(platforms)
-    values = jax.tree.map(_as_jax_has_it, weights.fetched(state))
+    values = jax.tree.map(_as_jax_has_it, weights.to_host(state))
     exported = _exported(apply, values, inputs, tuple(platforms))
     function, gradient = _serialized(exported)
     manifest = _manifest(exported, list(inputs), function, gradient)
-    write_weights = weights.writer(values)
+    write_weights = weights.file_writer(values)
 
     def write(folder: pathlib.Path) -> None:
         folder.mkdir()
@@ -86,7 +86,7 @@ def export(
         write_weights(folder / WEIGHTS)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
-    write_once(path, write, lambda there: is_export(there) or (there.is_dir() and not any(there.iterdir())))
+    write_on_process_0(path, write, lambda there: is_export(there) or (there.is_dir() and not any(there.iterdir())))
 
 
 def is_export(folder: pathlib.Path) -> bool:
@@ -94,7 +94,7 @@ def is_export(folder: pathlib.Path) -> bool:
     return (folder / MANIFEST).is_file() and (folder / FUNCTION).is_file()
 
 
-def need_flatbuffers() -> None:
+def require_flatbuffers() -> None:
     """Raises ImportError, with what to install, if `jax.export` cannot work."""
     try:
         import flatbuffers as flatbuffers  # pyright: ignore[reportMissingImports]
@@ -132,11 +132,11 @@ def _kinds(name: str, tree: PyTree) -> PyTree:
             raise TypeError(
                 f"The signature has {node!r} for {name}. Say what one replica sees: an array of `.values[0]`."
             )
-    for leaf_name, leaf in weights.named(tree, name).items():
+    for leaf_name, leaf in weights.leaves_by_name(tree, name).items():
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             check_array(leaf_name, leaf)
     host = lambda leaf: leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    kind = lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), weights.kept_dtype(host(leaf)))
+    kind = lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), weights.jax_dtype(host(leaf)))
     some = lambda kind: (
         _with_batch(kind, max(kind.shape[0], 1)) if kind.shape else kind
     )  # an empty batch is a signature too
@@ -144,7 +144,7 @@ def _kinds(name: str, tree: PyTree) -> PyTree:
 
 
 def _as_jax_has_it(leaf: Any) -> Any:
-    return leaf if weights.is_key(leaf) else np.asarray(leaf, weights.kept_dtype(leaf))
+    return leaf if weights.is_random_key(leaf) else np.asarray(leaf, weights.jax_dtype(leaf))
 
 
 def _exported(
@@ -154,9 +154,9 @@ def _exported(
     trees = (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values), *inputs.values())
     program = jax.jit(_of_plain_trees(apply, trees))
     (batch,) = jax.export.symbolic_shape("batch")
-    state, *kinds = map(plain, trees)
+    state, *kinds = map(plain_containers, trees)
     symbolic = (state, *jax.tree.map(lambda x: _with_batch(x, batch), kinds))
-    with entered(ReplicaContext()):
+    with enter_context(ReplicaContext()):
         _check_takes(program, (state, *kinds), inputs)
         _check_any_batch(program, symbolic, batch)
         try:
@@ -176,24 +176,24 @@ def _exported(
 
 def _of_plain_trees(apply: Callable[..., PyTree], trees: Sequence[PyTree]) -> Callable[..., PyTree]:
     """`apply` of trees without containers of the user's own, giving one."""
-    treedefs = [(list(weights.named(tree)), jax.tree.structure(tree)) for tree in trees]
+    treedefs = [(list(weights.leaves_by_name(tree)), jax.tree.structure(tree)) for tree in trees]
 
     def of_plain_trees(*given: PyTree) -> PyTree:
-        leaves = map(weights.named, given)
+        leaves = map(weights.leaves_by_name, given)
         back = [treedef.unflatten([x[n] for n in names]) for x, (names, treedef) in zip(leaves, treedefs, strict=True)]
-        return plain(apply(*back))
+        return plain_containers(apply(*back))
 
     return of_plain_trees
 
 
-def plain(node: PyTree) -> PyTree:
+def plain_containers(node: PyTree) -> PyTree:
     """A tree of dictionaries, lists and tuples: any other container becomes a dictionary of what it has."""
     if node is None or type(node) in (list, tuple):
-        return node if node is None else type(node)(map(plain, node))
+        return node if node is None else type(node)(map(plain_containers, node))
     children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if [path for path, _ in children] == [()]:
         return node
-    return {jax.tree_util.keystr(path, simple=True): plain(child) for path, child in children}
+    return {jax.tree_util.keystr(path, simple=True): plain_containers(child) for path, child in children}
 
 
 def _check_takes(program: Callable[..., PyTree], trees: Sequence[PyTree], inputs: Mapping[str, PyTree]) -> None:
@@ -204,7 +204,7 @@ def _check_takes(program: Callable[..., PyTree], trees: Sequence[PyTree], inputs
         raise ValueError(f"`apply` does not take the signature ({_told(inputs)}): {_said(error)}") from error
     for equation in _equations(traced.jaxpr):
         if equation.primitive.name in _OF_DEVICES:
-            line = source_lines.user_frame(equation)
+            line = source_lines.equation_frame(equation)
             where = f"`{equation.primitive.name}`" + (f" at {line}" if line else "")
             raise ValueError(
                 f"`apply` says how it is split over devices, by a {where}. An export is the function of one device, which "
@@ -232,10 +232,10 @@ def _check_any_batch(program: Any, trees: Sequence[PyTree], batch: Any) -> None:
             "`apply` takes the batch of the signature, and not one of any size. Take sizes from the array, as in "
             f"`x.reshape(x.shape[0], -1)`, and neither write them as numbers nor decide by them: {_said(error)}"
         ) from error
-    for name, leaf in weights.named(outputs, "output").items():
+    for name, leaf in weights.leaves_by_name(outputs, "output").items():
         if not leaf.shape or leaf.shape[0] != batch:
             raise ValueError(
-                f"`apply` returns {name} as {spec(leaf)}, whose first dim is not the batch, of any size. Return a row for "
+                f"`apply` returns {name} as {dtype_and_shape(leaf)}, whose first dim is not the batch, of any size. Return a row for "
                 "each example, however many there are: reshape by `x.shape[0]`, and leave averages over them to the caller."
             )
 
@@ -261,8 +261,8 @@ def _manifest(exported: Any, arguments: Sequence[str], function: bytes, gradient
         "function": {"bytes": len(function), "sha256": hashlib.sha256(function).hexdigest()},
         "arguments": list(arguments),
         "inputs": _listed(_named(dict(zip(arguments, inputs, strict=True)))),
-        "outputs": _listed(weights.named(outputs, "output")),
-        "weights": _listed(weights.named(state)),
+        "outputs": _listed(weights.leaves_by_name(outputs, "output")),
+        "weights": _listed(weights.leaves_by_name(state)),
     }
 
 
@@ -272,11 +272,15 @@ def _listed(kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(inputs: Mapping[str, PyTree]) -> dict[str, Any]:
-    return {leaf_name: leaf for name, tree in inputs.items() for leaf_name, leaf in weights.named(tree, name).items()}
+    return {
+        leaf_name: leaf
+        for name, tree in inputs.items()
+        for leaf_name, leaf in weights.leaves_by_name(tree, name).items()
+    }
 
 
 def _told(inputs: Mapping[str, PyTree]) -> str:
-    return ", ".join(f"{name}: {spec(kind)}" for name, kind in _named(inputs).items())
+    return ", ".join(f"{name}: {dtype_and_shape(kind)}" for name, kind in _named(inputs).items())
 
 
 def _said(error: Exception) -> str:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.atomic_files import Path, check_path
-from jdist._src.core.tree import PyTree, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.export import weights
-from jdist._src.export.export import FORMAT, FUNCTION, MANIFEST, WEIGHTS, is_export, need_flatbuffers
-from jdist._src.values.arrays import check_range, fits, host_values
+from jdist._src.export.export import FORMAT, FUNCTION, MANIFEST, WEIGHTS, is_export, require_flatbuffers
+from jdist._src.values.arrays import check_range, host_leaves, is_jit_argument
 from jdist._src.values.base import is_distributed
 
 
@@ -60,9 +60,9 @@ class Loaded:
                 range.
             TypeError: An input has another dtype, or there are too few or too many.
         """
-        if not all(map(fits, host_values(inputs))):
+        if not all(map(is_jit_argument, host_leaves(inputs))):
             for name, tree in zip(self.manifest["arguments"], inputs, strict=False):
-                for leaf_name, leaf in weights.named(tree, name).items():
+                for leaf_name, leaf in weights.leaves_by_name(tree, name).items():
                     check_range(leaf_name, leaf)
         return self._compiled(self._on_device, *inputs)
 
@@ -102,7 +102,7 @@ def load(path: Path) -> Loaded:
         >>> jdist.load(path)(np.arange(3, dtype=np.float32)).tolist()
         [0.0, 2.0, 4.0]
     """
-    need_flatbuffers()
+    require_flatbuffers()
     check_path("load(path)", path)
     folder = pathlib.Path(path)
     manifest = _manifest(folder)
@@ -149,7 +149,7 @@ def _exported(folder: pathlib.Path, manifest: Mapping[str, Any]) -> Any:
 
 
 def _check_bits(folder: pathlib.Path, kinds: Sequence[Any]) -> None:
-    if any(kind.dtype != weights.kept_dtype(kind) for kind in kinds):
+    if any(kind.dtype != weights.jax_dtype(kind) for kind in kinds):
         raise RuntimeError(
             f'{folder} computes with 64 bits. Turn them on, before all else: `jax.config.update("jax_enable_x64", True)`.'
         )
@@ -175,10 +175,10 @@ def _fitting(name: str, tree: PyTree, kinds: PyTree) -> PyTree:
         if is_distributed(node):
             raise TypeError(
                 f"{name} has {node!r} in it, which lies on the devices of a strategy: `strategy.run(loaded.apply, (state, "
-                "batch))`; or take one value out, `jdist.read(value)`."
+                "batch))`; or take one value out, `jdist.read_values(value)`."
             )
-    wanted = weights.named(kinds, name)
-    leaves = weights.matched(f"{name} is not as it was exported", weights.named(tree, name), wanted)
+    wanted = weights.leaves_by_name(kinds, name)
+    leaves = weights.in_order_of(f"{name} is not as it was exported", weights.leaves_by_name(tree, name), wanted)
     fitting = [_array(leaf_name, leaf, wanted[leaf_name]) for leaf_name, leaf in zip(wanted, leaves, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(kinds), fitting)
 
@@ -189,21 +189,23 @@ def _array(name: str, leaf: Any, kind: Any) -> Any:
     if number and jnp.result_type(leaf, kind.dtype) == kind.dtype:
         leaf = jnp.asarray(leaf, kind.dtype)
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    if getattr(leaf.dtype, "kind", "") in tuple("OUSMm") or weights.kept_dtype(leaf) != kind.dtype:
-        raise TypeError(f"{name} is {spec(leaf)}, and was exported as {spec(kind)}. Cast it.")
+    if getattr(leaf.dtype, "kind", "") in tuple("OUSMm") or weights.jax_dtype(leaf) != kind.dtype:
+        raise TypeError(f"{name} is {dtype_and_shape(leaf)}, and was exported as {dtype_and_shape(kind)}. Cast it.")
     same = [
         one == other or jax.export.is_symbolic_dim(other) for one, other in zip(leaf.shape, kind.shape, strict=False)
     ]
     if len(leaf.shape) != len(kind.shape) or not all(same):
-        raise ValueError(f"{name} is {spec(leaf)}, and was exported as {spec(kind)}. Give it these dims.")
+        raise ValueError(
+            f"{name} is {dtype_and_shape(leaf)}, and was exported as {dtype_and_shape(kind)}. Give it these dims."
+        )
     return leaf
 
 
 def _check_batch(names: Sequence[str], given: Sequence[PyTree], kinds: Sequence[PyTree]) -> None:
-    leaves = [x for name, tree in zip(names, given, strict=True) for x in weights.named(tree, name).items()]
+    leaves = [x for name, tree in zip(names, given, strict=True) for x in weights.leaves_by_name(tree, name).items()]
     pairs = zip(leaves, jax.tree.leaves(kinds), strict=True)
     batch = {name: leaf for (name, leaf), kind in pairs if any(map(jax.export.is_symbolic_dim, kind.shape))}
-    told = ", ".join(f"{name}: {spec(leaf)}" for name, leaf in batch.items())
+    told = ", ".join(f"{name}: {dtype_and_shape(leaf)}" for name, leaf in batch.items())
     sizes = [leaf.shape[0] for leaf in batch.values()]
     if any(size != sizes[0] for size in sizes):
         raise ValueError(

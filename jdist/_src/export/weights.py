@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jdist._src.core.atomic_files import Path, check_path, write_once
-from jdist._src.core.tree import PyTree, spec
+from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
+from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.core.version import __version__
-from jdist._src.replica.context import require_host
+from jdist._src.replica.context import require_cross_replica_context
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.arrays import check_array
 from jdist._src.values.base import is_distributed
@@ -41,7 +41,7 @@ def save(path: Path, tree: PyTree) -> None:
 
     Args:
         path: The file; by custom its name ends in `.safetensors`.
-        tree: Arrays and numbers, in any containers. Wrapped values are read, as by `jdist.read`; random keys are kept.
+        tree: Arrays and numbers, in any containers. Wrapped values are read, as by `jdist.read_values`; random keys are kept.
 
     Raises:
         ValueError: Two leaves have the same name, or a leaf was donated to a step.
@@ -56,9 +56,9 @@ def save(path: Path, tree: PyTree) -> None:
         {'layers': {'0': {'kernel': array([[1., 1., 1.],
                [1., 1., 1.]], dtype=float32)}}}
     """
-    require_host("weights.save")
+    require_cross_replica_context("weights.save")
     check_path("weights.save(path, tree)", path, tree)
-    write_once(path, writer(fetched(tree)))
+    write_on_process_0(path, file_writer(to_host(tree)))
 
 
 def load(path: Path, like: PyTree = None, strategy: Strategy | None = None) -> PyTree:
@@ -87,7 +87,7 @@ def load(path: Path, like: PyTree = None, strategy: Strategy | None = None) -> P
         >>> jdist.weights.load(path, like={"w": jax.ShapeDtypeStruct((3,), "float32")}, strategy=strategy)
         {'w': Array([1., 1., 1.], dtype=float32)}
     """
-    require_host("weights.load")
+    require_cross_replica_context("weights.load")
     check_path("weights.load(path, like=tree)", path, like)
     values = _read(path)
     if strategy is not None:
@@ -101,7 +101,7 @@ def load(path: Path, like: PyTree = None, strategy: Strategy | None = None) -> P
     return strategy.put(tree) if strategy else tree
 
 
-def named(tree: PyTree, name: str = "") -> dict[str, Any]:
+def leaves_by_name(tree: PyTree, name: str = "") -> dict[str, Any]:
     """The leaves of `tree` by their names, which begin with `name`; those of a wrapper by what is in it.
 
     Raises:
@@ -120,30 +120,30 @@ def named(tree: PyTree, name: str = "") -> dict[str, Any]:
     return found
 
 
-def fetched(tree: PyTree) -> PyTree:
+def to_host(tree: PyTree) -> PyTree:
     """`tree` with every wrapper read, and every leaf whole in this process: numpy arrays, and random keys.
 
     Leaf by leaf, so no device has to hold all of it. On several processes all call it.
     """
-    for name, leaf in named(tree).items():
+    for name, leaf in leaves_by_name(tree).items():
         check_array(name, leaf)
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ValueError(
-                f"{name} ({spec(leaf)}) was donated to a step. Hand in the state that the step returned, in its place."
+                f"{name} ({dtype_and_shape(leaf)}) was donated to a step. Hand in the state that the step returned, in its place."
             )
     return jax.tree.map(
         lambda node: jax.tree.map(_on_host, node.read() if is_distributed(node) else node), tree, is_leaf=is_distributed
     )
 
 
-def kept_dtype(leaf: Any) -> Any:
+def jax_dtype(leaf: Any) -> Any:
     """The dtype that JAX makes of that of `leaf`: without 64 bits turned on, it has no more than 32."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return leaf.dtype
     return jax.dtypes.canonicalize_dtype(leaf.dtype)
 
 
-def writer(tree: PyTree) -> Callable[[pathlib.Path], None]:
+def file_writer(tree: PyTree) -> Callable[[pathlib.Path], None]:
     """What writes a tree of host values to a file.
 
     Raises:
@@ -151,13 +151,13 @@ def writer(tree: PyTree) -> Callable[[pathlib.Path], None]:
         TypeError: A leaf is of a dtype that these files do not have.
     """
     package = _safetensors()
-    leaves = named(tree)
-    keys = {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if is_key(leaf)}
+    leaves = leaves_by_name(tree)
+    keys = {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if is_random_key(leaf)}
     arrays = {name: jax.random.key_data(leaf) if name in keys else leaf for name, leaf in leaves.items()}
     for name, array in arrays.items():
         if array.dtype.name not in _NAMES:
             raise TypeError(
-                f"{name} is {spec(array)}, and safetensors files have no such dtype. Cast it, to one of "
+                f"{name} is {dtype_and_shape(array)}, and safetensors files have no such dtype. Cast it, to one of "
                 f"{', '.join(sorted(_NAMES))}."
             )
     # What is not in C order would be written in the order in which it lies.
@@ -173,7 +173,7 @@ def writer(tree: PyTree) -> Callable[[pathlib.Path], None]:
     return write
 
 
-def matched(wrong: str, values: Mapping[str, Any], like: Mapping[str, Any]) -> list[Any]:
+def in_order_of(wrong: str, values: Mapping[str, Any], like: Mapping[str, Any]) -> list[Any]:
     """Those `values` that are wanted, in the order of `like`.
 
     Raises:
@@ -190,7 +190,7 @@ def matched(wrong: str, values: Mapping[str, Any], like: Mapping[str, Any]) -> l
     return [values[name] for name in like]
 
 
-def is_key(leaf: Any) -> bool:
+def is_random_key(leaf: Any) -> bool:
     """Whether `leaf` is an array of random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -200,14 +200,14 @@ def _unwrapped(tree: PyTree) -> PyTree:
 
 
 def _on_host(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array) and is_key(leaf):
+    if isinstance(leaf, jax.Array) and is_random_key(leaf):
         return jax.random.wrap_key_data(_on_host(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         from jax.experimental import multihost_utils
 
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     if isinstance(leaf, (bool, int, float, complex)):
-        return np.asarray(leaf, kept_dtype(np.asarray(leaf)))
+        return np.asarray(leaf, jax_dtype(np.asarray(leaf)))
     return np.asarray(leaf)
 
 
@@ -257,9 +257,9 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 def _check_kept(path: Path, values: Mapping[str, Any]) -> None:
     for name, leaf in values.items():
-        if leaf.dtype != (kept := kept_dtype(leaf)):
+        if leaf.dtype != (kept := jax_dtype(leaf)):
             raise TypeError(
-                f"{name} in {path} is {spec(leaf)}, and would become {kept} on the devices. Load it without a strategy, cast "
+                f"{name} in {path} is {dtype_and_shape(leaf)}, and would become {kept} on the devices. Load it without a strategy, cast "
                 'it, and `strategy.put` it; or turn on 64 bits: `jax.config.update("jax_enable_x64", True)`.'
             )
 
@@ -287,9 +287,13 @@ def _nested(path: Path, values: Mapping[str, Any]) -> PyTree:
 def _filled(path: Path, values: Mapping[str, Any], like: PyTree) -> PyTree:
     """The plain tree that is read of `like`, with `values` in it."""
     plain = jax.tree.map(_read_kind, like, is_leaf=is_distributed)
-    found = matched(f"{path} does not fit `like`", values, named(plain))
-    kinds = zip(named(plain), found, jax.tree.leaves(plain), strict=True)
-    other = [f"{name}: {spec(x)}, and not {spec(kind)}" for name, x, kind in kinds if spec(x) != spec(kind)]
+    found = in_order_of(f"{path} does not fit `like`", values, leaves_by_name(plain))
+    kinds = zip(leaves_by_name(plain), found, jax.tree.leaves(plain), strict=True)
+    other = [
+        f"{name}: {dtype_and_shape(x)}, and not {dtype_and_shape(kind)}"
+        for name, x, kind in kinds
+        if dtype_and_shape(x) != dtype_and_shape(kind)
+    ]
     if other:
         told = _told(len(found), "of another shape or dtype", other)
         raise ValueError(
@@ -309,8 +313,8 @@ def _read_kind(node: Any) -> PyTree:
 def _rewrapped(node: Any, value: PyTree, num_replicas: int | None) -> PyTree:
     """`value` in the wrapper that `node` is."""
     if not isinstance(node, SyncOnRead):
-        return node.with_tree(value) if is_distributed(node) else value
-    one_row = node.with_tree(jax.tree.map(lambda x: x[None], value))
+        return node._with_tree(value) if is_distributed(node) else value
+    one_row = node._with_tree(jax.tree.map(lambda x: x[None], value))
     return one_row.over(num_replicas or np.shape(jax.tree.leaves(node.tree)[0])[0])
 
 

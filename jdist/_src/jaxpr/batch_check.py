@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import DivergentCollectiveError, ReplicatedBatchWarning
 from jdist._src.core.jax_compat import Jaxpr
-from jdist._src.jaxpr.replication import Input, reductions, warn_once
+from jdist._src.jaxpr.replication import Input, find_reductions, warn_once
 
 
 def warn_of_replicated_batch(
@@ -28,11 +28,11 @@ def warn_of_replicated_batch(
         return
     if_split = [Input(one.name, tuple(axes) if batch else ()) for one, batch in zip(inputs, is_batch, strict=True)]
     try:
-        replicated, split = (reductions(program, assumed, axes) for assumed in (inputs, if_split))
+        replicated, split = (find_reductions(program, assumed, axes) for assumed in (inputs, if_split))
     except DivergentCollectiveError:  # of the assumption: a predicate depends on the batch
         return
     equations = [equation for key, (equation, varies) in replicated.items() if not varies and split[key][1]]
-    place = next(filter(None, map(source_lines.user_frame, equations)), None)
+    place = next(filter(None, map(source_lines.equation_frame, equations)), None)
     if place:
         names = [one.name for one, batch in zip(inputs, is_batch, strict=True) if batch]
         warn_once(

@@ -13,20 +13,22 @@ from jdist._src.core.errors import ClippedPerReplicaWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr
 
 GRADIENT_MARK = "jdist.sync.gradients"  # names what a policy is to reduce
-WAY_MARK = "jdist.sync.way"  # names what it is made of, where that is the way that a replica has gone by itself
+PSEUDO_GRADIENT_MARK = (
+    "jdist.sync.way"  # names what it is made of, where that is the way that a replica has gone by itself
+)
 
 _REACH = 12  # equations back: a few transformations may stand between
 _warned: dict[str | tuple[str, type[Warning], int], int] = {}  # once a line, where warnings are shown once
 
 
-def warn(program: Jaxpr) -> None:
+def warn_of_clipped_gradients(program: Jaxpr) -> None:
     """Says where a policy of `program` is handed what was clipped.
 
     Warns:
         ClippedPerReplicaWarning: There is such a place.
     """
     for clip in _clips(program):
-        place = source_lines.user_frame(clip)
+        place = source_lines.equation_frame(clip)
         if place:
             warnings.warn_explicit(_MESSAGE, ClippedPerReplicaWarning, place.file, place.line, registry=_warned)
             return
@@ -58,4 +60,4 @@ def _behind(mark: Equation, makers: dict[Any, Equation]) -> Iterator[Equation]:
         ]
         front = [one for one in behind if id(one) not in seen and one.primitive.name != "name"]
         seen.update(map(id, front))
-        yield from (one for one in front if source_lines.is_written_by(one, "optax", "clip"))
+        yield from (one for one in front if source_lines.is_from_file(one, "optax", "clip"))

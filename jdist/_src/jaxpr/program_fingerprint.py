@@ -16,7 +16,7 @@ from jax import core
 
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
-from jdist._src.core.tree import spec
+from jdist._src.core.tree import dtype_and_shape
 from jdist._src.jaxpr import calls
 
 
@@ -94,7 +94,7 @@ def _plain(value: Any) -> str:
     if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0 and value.dtype.kind in "biufc":
         return repr(value.item())
     if isinstance(value, (np.ndarray, np.generic, jax.Array)):
-        return f"{spec(value)}#{crc_of(value)}"
+        return f"{dtype_and_shape(value)}#{crc_of(value)}"
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(_plain, value))) + "}"
     if isinstance(value, (tuple, list)):
@@ -110,7 +110,7 @@ def _constants(program: Any) -> Iterator[Constant]:
     jaxpr = jax_compat.open_jaxpr(program)
     for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
         if not isinstance(value, core.Tracer):
-            yield Constant(spec(value), crc_of(value), _first_use(jaxpr, var))
+            yield Constant(dtype_and_shape(value), crc_of(value), _first_use(jaxpr, var))
     for equation in jaxpr.eqns:
         for inner in jax_compat.closed_programs(equation):
             yield from _constants(inner)
@@ -127,5 +127,5 @@ def _first_use(program: Jaxpr, var: Any) -> str:
 
 
 def _place(equation: Equation) -> str:
-    frame = source_lines.user_frame(equation)
+    frame = source_lines.equation_frame(equation)
     return f"{frame} in {frame.function}" if frame else ""

@@ -66,11 +66,11 @@ class Cause(NamedTuple):
         return links[::-1]
 
 
-Knowledge: TypeAlias = dict[str, Cause]  # mesh axis -> why the value may differ along it; empty: mirrored
-MIRRORED: Knowledge = {}
+Variation: TypeAlias = dict[str, Cause]  # mesh axis -> why the value may differ along it; empty: mirrored
+REPLICATED: Variation = {}
 
 
-def prove(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> list[Knowledge]:
+def prove(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> list[Variation]:
     """What is known of each output of `program`, the body of a `shard_map`.
 
     Args:
@@ -92,23 +92,23 @@ def prove(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> lis
         POPL 1977. The lattice here has one bit an axis.
     """
     flow = _Flow(frozenset(axes))
-    outputs = flow.follow(program, [{axis: Cause(one) for axis in one.axes} for one in inputs], MIRRORED)
+    outputs = flow.follow(program, [{axis: Cause(one) for axis in one.axes} for one in inputs], REPLICATED)
     flow.warn()
     return outputs
 
 
-def reductions(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> dict[int, tuple[Equation, bool]]:
+def find_reductions(program: Jaxpr, inputs: Sequence["Input"], axes: Sequence[str]) -> dict[int, tuple[Equation, bool]]:
     """Returns the sums over `axes` in `program`, each with whether an operand may differ, by the identity of the equation.
 
     Raises:
         DivergentCollectiveError: Some replicas may reach a collective that others do not.
     """
     flow = _Flow(frozenset(axes))
-    flow.follow(program, [{axis: Cause(one) for axis in one.axes} for one in inputs], MIRRORED)
+    flow.follow(program, [{axis: Cause(one) for axis in one.axes} for one in inputs], REPLICATED)
     return flow.reductions
 
 
-def explain(cause: Cause) -> str:
+def explain_cause(cause: Cause) -> str:
     """The chain of causes in words, a line for each place in the user's code."""
     start, *links = [link.site for link in cause.chain()]
     if not isinstance(start, Input):
@@ -116,7 +116,7 @@ def explain(cause: Cause) -> str:
     places = [
         (place, equation.primitive.name)
         for equation in links
-        if isinstance(equation, Equation) and (place := source_lines.user_frame(equation))
+        if isinstance(equation, Equation) and (place := source_lines.equation_frame(equation))
     ]
     lines = [f"{start.name}, which holds one value a replica"] if isinstance(start, Input) else []
     for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
@@ -128,7 +128,7 @@ def explain(cause: Cause) -> str:
     return "\n    -> ".join(lines)
 
 
-def way_out(cause: Cause) -> str:
+def fix_for(cause: Cause) -> str:
     """What to do about a value that differs for this reason and should not."""
     start = cause.chain()[0].site
     kind = "input" if isinstance(start, Input) else start.primitive.name
@@ -169,12 +169,12 @@ class _Flow:
         # By identity: the sums, and whether an operand may differ.
         self.reductions: dict[int, tuple[Equation, bool]] = {}
 
-    def follow(self, program: Jaxpr, inputs: Sequence[Knowledge], control: Knowledge) -> list[Knowledge]:
+    def follow(self, program: Jaxpr, inputs: Sequence[Variation], control: Variation) -> list[Variation]:
         """The knowledge of the program's outputs; `control` says why replicas may not all be running it."""
         known = {var: value for var, value in zip(program.invars, inputs, strict=True) if value}
 
-        def look(atoms: Sequence[Any]) -> list[Knowledge]:
-            return [MIRRORED if isinstance(atom, Literal) else known.get(atom, MIRRORED) for atom in atoms]
+        def look(atoms: Sequence[Any]) -> list[Variation]:
+            return [REPLICATED if isinstance(atom, Literal) else known.get(atom, REPLICATED) for atom in atoms]
 
         for equation in program.eqns:
             if equation.primitive.name == "name":
@@ -195,15 +195,15 @@ class _Flow:
 
     def _place(self, equation: Equation) -> source_lines.Frame | None:
         """The user's line of a sum. Of a sum that aggregates a write to the state: the line that computed what is written."""
-        place = source_lines.user_frame(equation)
+        place = source_lines.equation_frame(equation)
         if place is None or not source_lines.is_in_jdist(place):
             return place
         (operand,), program = equation.invars, self._programs[id(equation)]
         maker = next((one for one in program.eqns if operand in one.outvars), None)
-        written = source_lines.user_frame(maker) if maker else None
-        return source_lines.calling_frame() if written is None or source_lines.is_in_jdist(written) else written
+        written = source_lines.equation_frame(maker) if maker else None
+        return source_lines.caller_frame() if written is None or source_lines.is_in_jdist(written) else written
 
-    def _other(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+    def _other(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
         result = _join(equation, operands)
         held = jax_compat.contents(equation)
         if held.names or held.programs or held.opaque or equation.effects or equation.primitive.name in _OWN:
@@ -213,18 +213,18 @@ class _Flow:
                 self.follow(program, [result] * len(program.invars), control)
         return [result] * len(equation.outvars)
 
-    def _beyond_operands(self, equation: Equation, held: jax_compat.Contents, control: Knowledge) -> Knowledge:
+    def _beyond_operands(self, equation: Equation, held: jax_compat.Contents, control: Variation) -> Variation:
         """Along which axes results may differ for a reason that is no operand: something here, or in a program within."""
         parts = list(_with_all_inside(equation, held))
         waits = [inner.names for part, inner in parts if part.primitive.name not in _LOCAL]
         self._check_all_arrive(equation, self._axes & frozenset().union(*waits), control)
         own = any(part.primitive.name in _OWN or inner.opaque for part, inner in parts)
-        if own or any(map(jax_compat.taints, equation.effects)):
+        if own or any(map(jax_compat.may_vary_between_replicas, equation.effects)):
             return dict.fromkeys(self._axes, Cause(equation))
         named = frozenset().union(*(inner.names for _, inner in parts))
         return dict.fromkeys(self._axes & named, Cause(equation))
 
-    def _agree(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+    def _agree(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
         if equation.params.get("axis_index_groups") is not None:
             return self._other(equation, operands, control)
         named = self._axes & jax_compat.contents(equation).names
@@ -233,34 +233,34 @@ class _Flow:
             self.reductions[id(equation)] = equation, any(operands)
         return [_passed_on(equation, {a: c for a, c in value.items() if a not in named}) for value in operands]
 
-    def _name(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+    def _name(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
         if equation.params["name"] == SUM_MARK:
             constant = isinstance(equation.invars[0], Literal)
             self._sums[id(equation)] = equation, not any(operands) and not constant
         return operands
 
-    def _each(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+    def _each(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
         return [_passed_on(equation, value) for value in operands]
 
-    def _call(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+    def _call(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
         # Sound, because the results are those of this program, and no other program of the equation is run.
         call = calls.call_of(equation)
         if call is None:
             return self._other(equation, operands, control)
         return self.follow(call.program, call.operands(operands), control)
 
-    def _cond(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+    def _cond(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
         predicate = _passed_on(equation, operands[0])
         branches = [jax_compat.open_jaxpr(branch) for branch in equation.params["branches"]]
         results = [self.follow(branch, operands[1:], predicate | control) for branch in branches]
         return [_nearest(predicate, *alternatives) for alternatives in zip(*results, strict=True)]
 
-    def _while(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+    def _while(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
         test, body = (jax_compat.open_jaxpr(equation.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
         first, second = equation.params["cond_nconsts"], equation.params["body_nconsts"]
         test_consts, body_consts = operands[:first], operands[first : first + second]
 
-        def turn(carry: list[Knowledge]) -> list[Knowledge]:
+        def turn(carry: list[Variation]) -> list[Variation]:
             (predicate,) = self.follow(test, test_consts + carry, control)
             predicate = _passed_on(equation, predicate)
             if predicate:  # from the second turn on, not every replica asks
@@ -270,7 +270,7 @@ class _Flow:
 
         return _fixed_point(turn, operands[first + second :])
 
-    def _scan(self, equation: Equation, operands: list[Knowledge], control: Knowledge) -> list[Knowledge]:
+    def _scan(self, equation: Equation, operands: list[Variation], control: Variation) -> list[Variation]:
         body = jax_compat.open_jaxpr(equation.params["jaxpr"])
         num_consts, num_carry = jax_compat.scan_counts(equation)
         consts, start, slices = (
@@ -278,28 +278,28 @@ class _Flow:
             operands[num_consts : num_consts + num_carry],
             operands[num_consts + num_carry :],
         )
-        ys: list[Knowledge] = []
+        ys: list[Variation] = []
 
-        def turn(carry: list[Knowledge]) -> list[Knowledge]:
+        def turn(carry: list[Variation]) -> list[Variation]:
             after = self.follow(body, consts + carry + slices, control)
             ys[:] = after[num_carry:]
             return after[:num_carry]
 
         return _fixed_point(turn, start) + ys
 
-    def _check_all_arrive(self, equation: Equation, named: frozenset[str], control: Knowledge) -> None:
+    def _check_all_arrive(self, equation: Equation, named: frozenset[str], control: Variation) -> None:
         divided = next((control[axis] for axis in named if axis in control), None)
         if divided is not None:
-            place = source_lines.user_frame(equation)
+            place = source_lines.equation_frame(equation)
             raise DivergentCollectiveError(
                 f"{equation.primitive.name} at {place} waits for every replica, and stands where some may not come: "
                 "the predicate above it is not the same on all of them.\n"
-                f"  It may differ because of\n    {explain(divided)}\n"
+                f"  It may differ because of\n    {explain_cause(divided)}\n"
                 "  Make the predicate agree (`jdist.all_reduce` it), or move the collective out of the branch or loop."
             )
 
 
-_Rule: TypeAlias = Callable[[_Flow, Equation, list[Knowledge], Knowledge], list[Knowledge]]
+_Rule: TypeAlias = Callable[[_Flow, Equation, list[Variation], Variation], list[Variation]]
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(_AGREEING, _Flow._agree),
     **dict.fromkeys(calls.CALLS, _Flow._call),
@@ -311,7 +311,7 @@ _RULES: dict[str, _Rule] = {
 }
 
 
-def _fixed_point(turn: Callable[[list[Knowledge]], list[Knowledge]], carry: list[Knowledge]) -> list[Knowledge]:
+def _fixed_point(turn: Callable[[list[Variation]], list[Variation]], carry: list[Variation]) -> list[Variation]:
     """The knowledge of a loop's carry after any number of turns; it only grows, so this ends."""
     while True:
         joined = [_nearest(old, new) for old, new in zip(carry, turn(carry), strict=True)]
@@ -327,9 +327,9 @@ def _with_all_inside(equation: Equation, held: jax_compat.Contents) -> Iterator[
             yield from _with_all_inside(inner, jax_compat.contents(inner))
 
 
-def _nearest(*values: Knowledge) -> Knowledge:
+def _nearest(*values: Variation) -> Variation:
     """All the axes of `values`, each with the cause that is nearest to where the difference began."""
-    found: Knowledge = {}
+    found: Variation = {}
     for value in values:
         for axis, cause in value.items():
             if axis not in found or cause.depth < found[axis].depth:
@@ -337,9 +337,9 @@ def _nearest(*values: Knowledge) -> Knowledge:
     return found
 
 
-def _passed_on(equation: Equation, value: Knowledge) -> Knowledge:
-    return {axis: Cause(equation, cause, cause.depth + 1) for axis, cause in value.items()} if value else MIRRORED
+def _passed_on(equation: Equation, value: Variation) -> Variation:
+    return {axis: Cause(equation, cause, cause.depth + 1) for axis, cause in value.items()} if value else REPLICATED
 
 
-def _join(equation: Equation, operands: list[Knowledge]) -> Knowledge:
-    return _passed_on(equation, _nearest(*operands)) if any(operands) else MIRRORED
+def _join(equation: Equation, operands: list[Variation]) -> Variation:
+    return _passed_on(equation, _nearest(*operands)) if any(operands) else REPLICATED

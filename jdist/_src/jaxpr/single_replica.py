@@ -21,7 +21,7 @@ _Runner: TypeAlias = Callable[
 ]  # from an inner program, and its constants, to its function
 
 
-def run_alone(program: Any, axis: str, arguments: Sequence[Any]) -> list[Any]:
+def eliminate_collectives(program: Any, axis: str, arguments: Sequence[Any]) -> list[Any]:
     """The results of a closed program without what it says along `axis`, which is of size one."""
 
     def without(equation: Equation, operands: list[Any]) -> list[Any] | None:
@@ -31,8 +31,8 @@ def run_alone(program: Any, axis: str, arguments: Sequence[Any]) -> list[Any]:
     axes = frozenset((axis,))
     alone = lambda *arguments: jax_compat.follow(program.jaxpr, program.consts, arguments, rewriting(axes, without))
     quiet = jax.make_jaxpr(alone, axis_env=[(axis, 1)])(*arguments)
-    run = jax_compat.function_of(quiet)
-    if not any(jax_compat.speaks(equation, axes) for equation in quiet.jaxpr.eqns):
+    run = jax_compat.jaxpr_function(quiet)
+    if not any(jax_compat.uses_axes(equation, axes) for equation in quiet.jaxpr.eqns):
         return run(*arguments)
     # What says something in a way that is not known is left to JAX's own rules.
     rows = jax.vmap(run, in_axes=None, axis_name=axis, axis_size=1)(*arguments)
@@ -51,7 +51,7 @@ def rewriting(axes: frozenset[str], rule: Rule) -> Rule:
     """
 
     def replaced(equation: Equation, operands: list[Any]) -> list[Any] | None:
-        if not jax_compat.speaks(equation, axes):
+        if not jax_compat.uses_axes(equation, axes):
             return None
         results = rule(equation, operands)
         structure = _STRUCTURES.get(equation.primitive.name)

@@ -18,7 +18,7 @@ _ARGUMENT = re.compile(r"value of the arguments? .*?\bgiven\[(\d+)\]")
 
 
 @contextlib.contextmanager
-def explained(names: Sequence[str], mesh: jax.sharding.Mesh) -> Iterator[None]:
+def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh) -> Iterator[None]:
     """Replaces JAX's errors about traced values, and about captured sharded arrays, by errors that name them.
 
     Args:
@@ -71,5 +71,5 @@ def _unknown_value(error: Exception, names: Sequence[str]) -> str:
 
 
 def _place(error: Exception) -> str:
-    line = source_lines.user_line(error)
+    line = source_lines.error_frame(error)
     return f"{line} in {line.function}" if line else "The function"

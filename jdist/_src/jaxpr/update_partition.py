@@ -27,7 +27,7 @@ _ELEMENTWISE = frozenset(
 )
 
 
-class Part(NamedTuple):
+class JaxprPart(NamedTuple):
     """Some equations of a program.
 
     Attributes:
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     gives: list[Any]
     program: Jaxpr
 
-    def pieces(self) -> list["Part"]:
+    def pieces(self) -> list["JaxprPart"]:
         """An elementwise update in pieces that have no array in common: one a parameter."""
         leader: dict[Any, Any] = {}  # of each array, another one of the same piece, or itself
 
@@ -59,11 +59,11 @@ class Part(NamedTuple):
 
     def run(self, known: dict[Any, Any]) -> dict[Any, Any]:
         """What they make of what is known of the variables."""
-        values = jax_compat.function_of(jax_compat.closed(self.program))(*(known[var] for var in self.needs))
+        values = jax_compat.jaxpr_function(jax_compat.close_jaxpr(self.program))(*(known[var] for var in self.needs))
         return dict(zip(self.gives, values, strict=True))
 
 
-def flat(program: Any, axis_sizes: Sequence[tuple[str, int]]) -> Any:
+def inline_calls(program: Any, axis_sizes: Sequence[tuple[str, int]]) -> Any:
     """The closed program without calls, the equations of what was called in their place."""
 
     def called(equation: Equation, operands: list[Any]) -> list[Any] | None:
@@ -75,14 +75,14 @@ def flat(program: Any, axis_sizes: Sequence[tuple[str, int]]) -> Any:
     return jax.make_jaxpr(run, axis_env=list(axis_sizes))(*shapes)
 
 
-def split(
+def split_update(
     program: Jaxpr,
     inputs: Sequence[Input],
     axes: Sequence[str],
     apart: Collection[Any],
     own: Collection[Any],
     num_state: int,
-) -> tuple[Part, Part, Part, dict[Any, Any]]:
+) -> tuple[JaxprPart, JaxprPart, JaxprPart, dict[Any, Any]]:
     """Takes the update out of a flat program.
 
     Args:
@@ -125,19 +125,19 @@ def split(
     )
 
 
-def _part(program: Jaxpr, equations: Sequence[Equation], wanted: Sequence[Any]) -> Part:
+def _part(program: Jaxpr, equations: Sequence[Equation], wanted: Sequence[Any]) -> JaxprPart:
     made = {var for equation in equations for var in equation.outvars}
     read = _variables(atom for equation in equations for atom in equation.invars)
     needs = [var for var in dict.fromkeys(read) if var not in made]
     gives = [var for var in dict.fromkeys(wanted) if var in made]
-    return Part(needs, gives, jax_compat.part(program, equations, needs, gives))
+    return JaxprPart(needs, gives, jax_compat.sub_jaxpr(program, equations, needs, gives))
 
 
 def _last(
     program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str], own: frozenset[Any], users: Mapping[Any, list[int]]
 ) -> list[bool]:
     """For each equation, whether after it nothing comes that differs between the replicas, and nothing that they say."""
-    everything = jax_compat.part(
+    everything = jax_compat.sub_jaxpr(
         program, program.eqns, program.invars, [v for one in program.eqns for v in one.outvars]
     )
     known = iter(replication.prove(everything, inputs, axes))
@@ -145,7 +145,7 @@ def _last(
     last = [False] * len(program.eqns)
     for number in reversed(range(len(program.eqns))):
         equation = program.eqns[number]
-        silent = not equation.effects and not jax_compat.speaks(equation, frozenset(axes))
+        silent = not equation.effects and not jax_compat.uses_axes(equation, frozenset(axes))
         ends = own.isdisjoint(equation.outvars) and all(last[user] for user in _users(equation, users))
         last[number] = agrees[number] and silent and ends
     return last

@@ -27,10 +27,21 @@ from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr import calls, replication
 from jdist._src.jaxpr.single_replica import Rule, rewriting
-from jdist._src.values.virtual import Rows, Value, folded, gathered, ids, is_rows, parted, rows_of, written, zeros
+from jdist._src.jaxpr.virtual_values import (
+    Stacked,
+    Value,
+    gather_slots,
+    is_stacked,
+    replica_ids,
+    scatter_slots,
+    slots_of,
+    tree_fold,
+    write_slot,
+    zeros,
+)
 
 
-def run_in_turn(program: Any, arguments: Sequence[Value], replicas: Replicas) -> list[Value]:
+def run_virtual_replicas(program: Any, arguments: Sequence[Value], replicas: Replicas) -> list[Value]:
     """What a program of one replica gives for these arguments, on this device and beside the others.
 
     Raises:
@@ -71,7 +82,7 @@ class _Run:
                 values = self._together(equation, [look(atom) for atom in equation.invars])
                 known.update(zip(equation.outvars, values, strict=True))
             else:
-                own = {v for v in operands if v in made or is_rows(known[v])}
+                own = {v for v in operands if v in made or is_stacked(known[v])}
                 differing = _differing(program, equation, own, self._axes)
                 if differing:
                     waiting.append(equation)
@@ -91,22 +102,22 @@ class _Run:
         inner = {v for one in equations for v in one.outvars}
         inputs = list(dict.fromkeys(v for one in equations for v in _variables(one.invars) if v not in inner))
 
-        slots = {v: self._at_least_two(known[v].slots) for v in inputs if is_rows(known[v])}
+        slots = {v: self._at_least_two(known[v].slots) for v in inputs if is_stacked(known[v])}
 
         def turn(slot: jax.Array, buffers: list[jax.Array]) -> list[jax.Array]:
             own = [lax.dynamic_index_in_dim(slots[v], slot, keepdims=False) if v in slots else known[v] for v in inputs]
-            number = [ids(self._replicas)[0] + slot] if needs_number else []
+            number = [replica_ids(self._replicas)[0] + slot] if needs_number else []
             # What is computed is not fused with its way from and to the slots, of which each device has another number.
             own, number = lax.optimization_barrier((own, number))
             as_number = lambda equation, _: number if equation.primitive.name == "axis_index" else None
             rule = rewriting(self._axes, as_number)
             made = _evaluated(program, equations, dict(zip(inputs, own, strict=True)), results, rule)
-            return [written(x, y, slot) for x, y in zip(buffers, lax.optimization_barrier(made), strict=True)]
+            return [write_slot(x, y, slot) for x, y in zip(buffers, lax.optimization_barrier(made), strict=True)]
 
         each = self._replicas.each
         empty = [zeros((max(each, _LEAST_SLOTS), *v.aval.shape), v.aval.dtype) for v in results]
         filled = lax.fori_loop(0, self._num_slots(), turn, empty)
-        known.update((v, Rows(x[:each])) for v, x in zip(results, filled, strict=True))
+        known.update((v, Stacked(x[:each])) for v, x in zip(results, filled, strict=True))
 
     def _at_least_two(self, slots: jax.Array) -> jax.Array:
         missing = _LEAST_SLOTS - self._replicas.each
@@ -134,31 +145,31 @@ class _Run:
         if call is not None:
             return self.follow(call.program, call.consts, call.operands(values))
         raise ValueError(
-            f"{equation.primitive.name} at {source_lines.user_frame(equation)} is not there for virtual replicas, whose results "
+            f"{equation.primitive.name} at {source_lines.equation_frame(equation)} is not there for virtual replicas, whose results "
             "are to be the same on any number of devices. `all_reduce`, `all_gather`, `reduce_scatter`, `broadcast` and "
             "`sync.exact()` are, also in `cond`, `scan` and `while_loop`; for others leave `virtual_replicas` out."
         )
 
     def _sum(self, equation: Equation, values: list[Value]) -> list[Value]:
-        return [folded(operator.add, value, self._replicas) for value in values]
+        return [tree_fold(operator.add, value, self._replicas) for value in values]
 
     def _max(self, equation: Equation, values: list[Value]) -> list[Value]:
-        return [folded(jnp.maximum, value, self._replicas) for value in values]
+        return [tree_fold(jnp.maximum, value, self._replicas) for value in values]
 
     def _min(self, equation: Equation, values: list[Value]) -> list[Value]:
-        return [folded(jnp.minimum, value, self._replicas) for value in values]
+        return [tree_fold(jnp.minimum, value, self._replicas) for value in values]
 
     def _index(self, equation: Equation, values: list[Value]) -> list[Value]:
-        return [Rows(ids(self._replicas))]
+        return [Stacked(replica_ids(self._replicas))]
 
     def _gather(self, equation: Equation, values: list[Value]) -> list[Value]:
         dim, tiled = equation.params["all_gather_dimension"], equation.params["tiled"]
-        return [gathered(value, dim, tiled, self._replicas) for value in values]
+        return [gather_slots(value, dim, tiled, self._replicas) for value in values]
 
     def _scatter(self, equation: Equation, values: list[Value]) -> list[Value]:
         dim, tiled = equation.params["scatter_dimension"], equation.params["tiled"]
-        totals = [folded(operator.add, value, self._replicas) for value in values]
-        return [Rows(parted(total, dim, tiled, self._replicas)) for total in totals]
+        totals = [tree_fold(operator.add, value, self._replicas) for value in values]
+        return [Stacked(scatter_slots(total, dim, tiled, self._replicas)) for total in totals]
 
     def _cond(self, equation: Equation, values: list[Value]) -> list[Value]:
         index, *operands = values
@@ -167,7 +178,7 @@ class _Run:
             for branch in equation.params["branches"]
         ]
         kinds = [jax.eval_shape(lambda *xs, branch=branch: branch(xs), *operands) for branch in branches]
-        own = [any(is_rows(value) for value in column) for column in zip(*kinds, strict=True)]
+        own = [any(is_stacked(value) for value in column) for column in zip(*kinds, strict=True)]
         alike = [lambda *xs, branch=branch: self._of_kinds(own, branch(xs)) for branch in branches]
         return lax.switch(index, alike, *operands)
 
@@ -179,7 +190,7 @@ class _Run:
             values[num_consts : num_consts + num_carry],
             values[num_consts + num_carry :],
         )
-        xs = [Rows(x.slots.swapaxes(0, 1)) if is_rows(x) else x for x in xs]
+        xs = [Stacked(x.slots.swapaxes(0, 1)) if is_stacked(x) else x for x in xs]
 
         def turn(carry: list[Value], slices: list[Value]) -> tuple[list[Value], list[Value]]:
             results = self.follow(jax_compat.open_jaxpr(body), getattr(body, "consts", ()), [*consts, *carry, *slices])
@@ -194,7 +205,7 @@ class _Run:
 
         options = {name: equation.params[name] for name in ("length", "reverse")}
         carry, ys = lax.scan(alike, self._of_kinds(own, carry), xs, **options)
-        return [*carry, *(Rows(y.slots.swapaxes(0, 1)) if is_rows(y) else y for y in ys)]
+        return [*carry, *(Stacked(y.slots.swapaxes(0, 1)) if is_stacked(y) else y for y in ys)]
 
     def _while(self, equation: Equation, values: list[Value]) -> list[Value]:
         programs = (equation.params[key] for key in ("cond_jaxpr", "body_jaxpr"))
@@ -210,16 +221,16 @@ class _Run:
 
     def _kinds(self, carry: list[Value], turn: Callable[[list[Value]], list[Value]]) -> list[bool]:
         """For each part of a loop's carry, whether it differs between replicas after any number of turns."""
-        own = [is_rows(value) for value in carry]
+        own = [is_stacked(value) for value in carry]
         while True:
             after = turn(self._of_kinds(own, carry))
-            grown = [was or is_rows(now) for was, now in zip(own, after, strict=True)]
+            grown = [was or is_stacked(now) for was, now in zip(own, after, strict=True)]
             if grown == own:
                 return own
             own = grown
 
     def _of_kinds(self, own: Sequence[bool], values: Sequence[Value]) -> list[Value]:
-        return [Rows(rows_of(x, self._replicas)) if rows else x for rows, x in zip(own, values, strict=True)]
+        return [Stacked(slots_of(x, self._replicas)) if rows else x for rows, x in zip(own, values, strict=True)]
 
 
 # Every read of the only slot of a device gives the same value in every iteration. XLA, and LLVM after it, would move the
@@ -284,7 +295,7 @@ def _differing(program: Jaxpr, equation: Equation, own: set[Any], axes: frozense
         return list(equation.outvars) if own else []
     inputs = _variables(equation.invars)
     known = replication.prove(
-        jax_compat.part(program, [equation], inputs, equation.outvars),
+        jax_compat.sub_jaxpr(program, [equation], inputs, equation.outvars),
         [replication.Input("", tuple(axes) if v in own else ()) for v in inputs],
         tuple(axes),
     )

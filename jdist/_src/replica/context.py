@@ -17,13 +17,13 @@ from jax import lax
 
 from jdist._src.collectives import ops
 from jdist._src.collectives.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
-from jdist._src.core.arguments import keywords
+from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.trace_key import keyed, set_outermost_key
-from jdist._src.core.tree import PyTree, kind, named_leaves
+from jdist._src.core.tree import PyTree, describe_type, named_leaves
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.arrays import check_value
 from jdist._src.values.base import is_distributed
-from jdist._src.values.device_put import check_one_shape
+from jdist._src.values.device_put import check_uniform_shape
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -68,16 +68,16 @@ class ReplicaContext:
             raise TypeError(f"`options` are `jdist.CommunicationOptions(bytes_per_pack)`, got {options!r}.")
         if options is None or options.bytes_per_pack is None:
             options = self.communication_options
-        total = ops.all_reduce(ReduceOp.of(op), tree, self.axes, self.cross_device_ops, options)
+        total = ops.all_reduce_tree(ReduceOp.of(op), tree, self.axes, self.cross_device_ops, options)
         return self.reduced(total) if self.reduced else total
 
     def all_gather(self, tree: PyTree, axis: int) -> PyTree:
         """See `jdist.all_gather`."""
-        return ops.all_gather(tree, axis, self.axes)
+        return ops.all_gather_tree(tree, axis, self.axes)
 
     def broadcast(self, tree: PyTree) -> PyTree:
         """See `jdist.broadcast`."""
-        return ops.broadcast(tree, self.axes, self.cross_device_ops, self.communication_options)
+        return ops.broadcast_tree(tree, self.axes, self.cross_device_ops, self.communication_options)
 
     def merge_call(
         self,
@@ -112,15 +112,17 @@ class ReplicaContext:
             1.0
         """
         if not isinstance(args, (tuple, list)):
-            raise TypeError(f"`args` is a tuple of arguments, got {kind(args)}: write `merge_call(fn, (value,))`.")
-        given = tuple(args), keywords("merge_call", kwargs)
+            raise TypeError(
+                f"`args` is a tuple of arguments, got {describe_type(args)}: write `merge_call(fn, (value,))`."
+            )
+        given = tuple(args), keyword_arguments("merge_call", kwargs)
         for name, leaf in named_leaves("args", given[0]) + named_leaves("kwargs", given[1]):
             check_value(name, leaf)
         if self.num_replicas_in_sync == 1:
             given = jax.tree.map(jnp.asarray, given)
         else:
-            given = jax.tree.map(PerReplica, ops.stacked(given, self.axes))
-        with entered(CrossReplicaContext(self.strategy, merging=True, axes=self.axes)):
+            given = jax.tree.map(PerReplica, ops.stack_replicas(given, self.axes))
+        with enter_context(CrossReplicaContext(self.strategy, merging=True, axes=self.axes)):
             result = fn(self.strategy, *given[0], **given[1])
         return jax.tree.map(self._own_part, result, is_leaf=is_distributed)
 
@@ -129,7 +131,7 @@ class ReplicaContext:
             return node
         for name, leaf in named_leaves("the result of merge_call", node.tree):
             node.check(name, leaf, self.num_replicas_in_sync)
-        check_one_shape("the result of merge_call", node)
+        check_uniform_shape("the result of merge_call", node)
         if node.agrees:
             return node.read()
         mine = self.replica_id_in_sync_group
@@ -172,7 +174,7 @@ _outermost: list[_Context] = [_OUTSIDE]  # of all threads and tasks
 
 
 @contextlib.contextmanager
-def entered(context: _Context) -> Iterator[None]:
+def enter_context(context: _Context) -> Iterator[None]:
     """Makes `context` the current one of this thread or task, and restores the former one whatever happens."""
     token = _context.set(context)
     try:
@@ -182,7 +184,7 @@ def entered(context: _Context) -> Iterator[None]:
         _context.reset(token)
 
 
-def set_outermost(context: CrossReplicaContext | None) -> None:
+def set_default_context(context: CrossReplicaContext | None) -> None:
     """What is current wherever nothing is entered; None for the default, one replica.
 
     Raises:
@@ -203,7 +205,7 @@ def _key_of(context: _Context) -> Hashable:
     return weakref.ref(context.strategy), type(context), getattr(context, "merging", None)
 
 
-def current() -> _Context:
+def current_context() -> _Context:
     """The context of this thread or task."""
     return _context.get() or _outermost[0]
 
@@ -214,7 +216,7 @@ def in_replica_function() -> bool:
     return context.merging if isinstance(context, CrossReplicaContext) else context is not None
 
 
-def merged_axes() -> tuple[str, ...]:
+def merge_call_axes() -> tuple[str, ...]:
     """The mesh axes of the replicas whose `merge_call` is around this call; empty elsewhere."""
     context = _context.get()
     return context.axes if isinstance(context, CrossReplicaContext) else ()
@@ -227,7 +229,7 @@ def in_cross_replica_context() -> bool:
         >>> jdist.in_cross_replica_context()
         False
     """
-    return isinstance(current(), CrossReplicaContext)
+    return isinstance(current_context(), CrossReplicaContext)
 
 
 def all_reduce(op: ReduceOp | str, tree: PyTree, options: CommunicationOptions | None = None) -> PyTree:
@@ -257,7 +259,7 @@ def all_reduce(op: ReduceOp | str, tree: PyTree, options: CommunicationOptions |
         >>> jdist.all_reduce("sum", 3.0).item()  # outside any strategy there is one replica
         3.0
     """
-    return replica_context("all_reduce", "strategy.reduce").all_reduce(op, tree, options)
+    return require_replica_context("all_reduce", "strategy.reduce").all_reduce(op, tree, options)
 
 
 def all_gather(tree: PyTree, axis: int) -> PyTree:
@@ -279,7 +281,7 @@ def all_gather(tree: PyTree, axis: int) -> PyTree:
         >>> strategy.run(lambda: jdist.all_gather(jdist.replica_id()[None], axis=0)).tolist()
         [0, 1]
     """
-    return replica_context("all_gather", "strategy.gather").all_gather(tree, axis)
+    return require_replica_context("all_gather", "strategy.gather").all_gather(tree, axis)
 
 
 def broadcast(tree: PyTree) -> PyTree:
@@ -299,7 +301,7 @@ def broadcast(tree: PyTree) -> PyTree:
         >>> int(strategy.run(lambda: jdist.broadcast(7 + jdist.replica_id())))
         7
     """
-    return replica_context("broadcast", "strategy.put").broadcast(tree)
+    return require_replica_context("broadcast", "strategy.put").broadcast(tree)
 
 
 def replica_id() -> jax.Array:
@@ -313,7 +315,7 @@ def replica_id() -> jax.Array:
         >>> [int(i) for i in strategy.run(jdist.replica_id).values]
         [0, 1]
     """
-    return replica_context("replica_id", "strategy.num_replicas_in_sync").replica_id_in_sync_group
+    return require_replica_context("replica_id", "strategy.num_replicas_in_sync").replica_id_in_sync_group
 
 
 def num_replicas() -> int:
@@ -326,16 +328,16 @@ def num_replicas() -> int:
         >>> jdist.num_replicas()
         1
     """
-    return replica_context("num_replicas", "strategy.num_replicas_in_sync").num_replicas_in_sync
+    return require_replica_context("num_replicas", "strategy.num_replicas_in_sync").num_replicas_in_sync
 
 
-def replica_context(word: str, instead: str) -> ReplicaContext:
+def require_replica_context(word: str, instead: str) -> ReplicaContext:
     """The replica that is asking.
 
     Raises:
         RuntimeError: It is the host program, which should take `instead`.
     """
-    context = current()
+    context = current_context()
     if not isinstance(context, ReplicaContext):
         raise RuntimeError(
             f"`jdist.{word}` is a word of replica functions, and within `strategy.scope()` the host program speaks for "
@@ -344,7 +346,7 @@ def replica_context(word: str, instead: str) -> ReplicaContext:
     return context
 
 
-def require_host(word: str, instead: str = "call it before, and hand in what it gives") -> None:
+def require_cross_replica_context(word: str, instead: str = "call it before, and hand in what it gives") -> None:
     """Raises RuntimeError if a replica function is running: `word` is a method of strategies for the host program."""
-    if isinstance(current(), ReplicaContext) and in_replica_function():
+    if isinstance(current_context(), ReplicaContext) and in_replica_function():
         raise RuntimeError(f"`strategy.{word}` is called by the host program, not in a replica function: {instead}.")

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdist._src.collectives.ops import check_plain
-from jdist._src.core.arguments import whole
-from jdist._src.core.tree import PyTree, argument_names, named_leaves, spec
+from jdist._src.collectives.ops import check_unwrapped
+from jdist._src.core.arguments import as_int
+from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, named_leaves
 from jdist._src.replica import precision
-from jdist._src.replica.context import replica_context
+from jdist._src.replica.context import require_replica_context
 from jdist._src.replica.losses import weighted_sums
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -59,13 +59,13 @@ def value_and_grad(
         >>> float(w), float(loss)  # the mean of 1, 2 and 6, and of their squares
         (3.0, 13.666666984558105)
     """
-    micro_batches = whole("`micro_batches`", micro_batches, 1)
+    micro_batches = as_int("`micro_batches`", micro_batches, 1)
 
     @functools.wraps(loss_fn)
     def share(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
-        context = replica_context("value_and_grad", "strategy.step")
-        check_plain((params, batch, weights))
-        here = precision.used()
+        context = require_replica_context("value_and_grad", "strategy.step")
+        check_unwrapped((params, batch, weights))
+        here = precision.step_precision()
         if here.precision:
             here.precision.check_params(params)
         differentiate = _differentiated(loss_fn, has_aux, here, micro_batches)
@@ -86,7 +86,7 @@ def value_and_grad(
 
 
 def _differentiated(
-    loss_fn: Callable[..., Any], has_aux: bool, here: precision.InForce, parts: int
+    loss_fn: Callable[..., Any], has_aux: bool, here: precision.StepPrecision, parts: int
 ) -> Callable[..., Any]:
     """From parameters, rows and their weights to `(total, count)`, the gradient of the total, and what else there is.
 
@@ -145,7 +145,7 @@ def _split(loss_fn: Callable[..., Any], batch: tuple[PyTree, ...], weights: Any,
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % parts:
             rows = f"{jnp.shape(leaf)[0]} rows" if jnp.ndim(leaf) else "no rows"
             raise ValueError(
-                f"{name} is {spec(leaf)}, and its {rows} do not make {parts} micro-batches. Take a divisor of the rows of a "
+                f"{name} is {dtype_and_shape(leaf)}, and its {rows} do not make {parts} micro-batches. Take a divisor of the rows of a "
                 "replica, and let the loss function close over what is not data."
             )
     return jax.tree.map(

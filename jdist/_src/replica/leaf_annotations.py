@@ -15,13 +15,13 @@ import jax.numpy as jnp
 
 from jdist._src.core import jax_compat
 from jdist._src.core.trace_key import keyed
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import is_distributed
 from jdist._src.values.sync_on_read import SyncOnRead
 
 
-class Partial(NamedTuple):
+class LocalLeaves(NamedTuple):
     """Leaves of a new state of which every replica is to hold its own value.
 
     Attributes:
@@ -39,7 +39,7 @@ class Partial(NamedTuple):
     where: Any
 
 
-class Landing(NamedTuple):
+class SyncTarget(NamedTuple):
     """Parameters that a step brings to the same value on every replica.
 
     Attributes:
@@ -57,11 +57,11 @@ class Landing(NamedTuple):
     where: Any
 
 
-_partials: ContextVar[list[Partial] | None] = ContextVar("jdist_partials", default=None)
-_landings: ContextVar[list[Landing] | None] = ContextVar("jdist_landings", default=None)
+_partials: ContextVar[list[LocalLeaves] | None] = ContextVar("jdist_partials", default=None)
+_landings: ContextVar[list[SyncTarget] | None] = ContextVar("jdist_landings", default=None)
 
 
-def keep_partial(policy: str, tree: PyTree, aggregation: VariableAggregation, trainable: bool = False) -> None:
+def mark_local(policy: str, tree: PyTree, aggregation: VariableAggregation, trainable: bool = False) -> None:
     """Says of the leaves of `tree` that `Strategy.init`, if it runs around this call, makes them `SyncOnRead`.
 
     Raises:
@@ -73,14 +73,14 @@ def keep_partial(policy: str, tree: PyTree, aggregation: VariableAggregation, tr
     for name, leaf in named_leaves("params", tree):
         if not hasattr(leaf, "dtype"):
             raise TypeError(
-                f"{name} is {spec(leaf)}, no array, and `jdist.{policy}` has to find it again in the state. Make it one: "
+                f"{name} is {dtype_and_shape(leaf)}, no array, and `jdist.{policy}` has to find it again in the state. Make it one: "
                 "`jnp.asarray(x)`."
             )
     if leaves := jax.tree.leaves(tree):
-        noted.append(Partial(policy, leaves, aggregation, trainable, jax_compat.trace_state()))
+        noted.append(LocalLeaves(policy, leaves, aggregation, trainable, jax_compat.trace_state()))
 
 
-def land(before: PyTree, update: PyTree, target: PyTree, when: Any) -> None:
+def snap_to_target(before: PyTree, update: PyTree, target: PyTree, when: Any) -> None:
     """Says that the parameters `before`, to which the user adds `update`, are to be `target` to the bit, if `when` is true.
 
     The sum is rounded, on every replica from another starting point, and so would not be quite the same on all.
@@ -88,17 +88,17 @@ def land(before: PyTree, update: PyTree, target: PyTree, when: Any) -> None:
     noted = _landings.get()
     if noted is not None:
         leaves = [jax.tree.leaves(tree) for tree in (before, update, target)]
-        noted.append(Landing(leaves[0], leaves[1], leaves[2], jnp.asarray(when), jax_compat.trace_state()))
+        noted.append(SyncTarget(leaves[0], leaves[1], leaves[2], jnp.asarray(when), jax_compat.trace_state()))
 
 
-def land_if(condition: jax.Array, noted: Sequence[Landing]) -> None:
+def snap_to_target_if(condition: jax.Array, noted: Sequence[SyncTarget]) -> None:
     """Says again what was said within, for the case that `condition` is true."""
     for one in noted:
-        land(one.before, one.update, one.target, one.when & condition)
+        snap_to_target(one.before, one.update, one.target, one.when & condition)
 
 
 @contextlib.contextmanager
-def partials() -> Iterator[list[Partial]]:
+def collect_local_leaves() -> Iterator[list[LocalLeaves]]:
     """Collects what is said by `keep_partial`."""
     token = _partials.set(noted := [])
     try:
@@ -109,7 +109,7 @@ def partials() -> Iterator[list[Partial]]:
 
 
 @contextlib.contextmanager
-def landings() -> Iterator[list[Landing]]:
+def collect_sync_targets() -> Iterator[list[SyncTarget]]:
     """Collects what is said by `land`."""
     token = _landings.set(noted := [])
     try:
@@ -118,7 +118,7 @@ def landings() -> Iterator[list[Landing]]:
         _landings.reset(token)
 
 
-def placed(state: PyTree, noted: Sequence[Partial]) -> PyTree:
+def wrap_local_leaves(state: PyTree, noted: Sequence[LocalLeaves]) -> PyTree:
     """A new state with the leaves that were noted as `SyncOnRead`.
 
     Raises:
@@ -138,7 +138,7 @@ def placed(state: PyTree, noted: Sequence[Partial]) -> PyTree:
     )
 
 
-def landed(before: PyTree, after: PyTree, noted: Sequence[Landing]) -> PyTree:
+def apply_sync_targets(before: PyTree, after: PyTree, noted: Sequence[SyncTarget]) -> PyTree:
     """What a step made of its state, with what reached its target but for rounding exactly there."""
     if not noted or jax.tree.structure(before) != jax.tree.structure(after):
         return after
@@ -160,7 +160,7 @@ def _snapped(was: jax.Array, update: jax.Array, now: Any, target: jax.Array, whe
     return jnp.where(when & untouched, target.astype(now.dtype), now)
 
 
-def _not_found(one: Partial, found: int) -> str:
+def _not_found(one: LocalLeaves, found: int) -> str:
     what = "parameters that drift apart between synchronisations" if one.trainable else "values of each replica's own"
     return (
         f"`jdist.{one.policy}` keeps {what}, and {found} of its {len(one.leaves)} arrays are in the state that "

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jdist._src.collectives.ops import check_no_slices, check_plain, dims_in, dims_of
-from jdist._src.core.tree import PyTree, named_leaves, spec
-from jdist._src.replica.context import replica_context
+from jdist._src.collectives.ops import axes_argument, check_no_row_slices, check_unwrapped, normalize_axes
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.replica.context import require_replica_context
 from jdist._src.values.arrays import check_range
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 
 
-def mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...] | None = None) -> PyTree:
+def global_mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...] | None = None) -> PyTree:
     """The weighted mean over the examples of all replicas together; the same on each.
 
     As a loss, its gradient is right after `jdist.all_reduce("mean", grads)`: it is then the gradient of the mean over the
@@ -44,12 +44,12 @@ def mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...] | None
         >>> uneven = strategy.distribute_values_from_function(lambda c: np.arange(1.0, 4 - 2 * c.replica_id_in_sync_group))
         >>> uneven  # 1, 2, 3 and 1
         PerReplica(float32[3] | float32[1])
-        >>> float(strategy.run(jdist.mean, uneven.padded()))
+        >>> float(strategy.run(jdist.global_mean, uneven.padded()))
         1.75
     """
-    context = replica_context("mean", "strategy.reduce")
-    check_plain((values, weights))
-    check_no_slices("mean", values)
+    context = require_replica_context("mean", "strategy.reduce")
+    check_unwrapped((values, weights))
+    check_no_row_slices("mean", values)
     sums = [weighted_sums(name, leaf, weights, axis) for name, leaf in named_leaves("values", values)]
     totals, counts = [total for total, _ in sums], [count for _, count in sums]
     # Both are divided by the number of replicas, which is gone from their ratio. A count without weights is known, and the
@@ -65,7 +65,7 @@ def mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...] | None
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> jax.Array:
     """This replica's share of the average loss: its sum, divided by the size of the global batch.
 
-    The shares of all replicas add up to the average, so reduce losses and gradients by SUM. `jdist.mean` counts the examples
+    The shares of all replicas add up to the average, so reduce losses and gradients by SUM. `jdist.global_mean` counts the examples
     by itself, and knows of padding.
 
     Args:
@@ -86,21 +86,21 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         >>> float(strategy.reduce("sum", share, axis=None))
         2.0
     """
-    context = replica_context("compute_average_loss", "strategy.reduce")
-    check_plain((per_example_loss, sample_weight))
+    context = require_replica_context("compute_average_loss", "strategy.reduce")
+    check_unwrapped((per_example_loss, sample_weight))
     check_reducible(ReduceOp.MEAN, "per_example_loss", per_example_loss)
     check_range("per_example_loss", per_example_loss)
     loss = jnp.asarray(per_example_loss)
     if global_batch_size is None:
         if not loss.ndim or not loss.size:
             raise ValueError(
-                f"`per_example_loss` is {spec(loss)}, without examples to count. Give `global_batch_size`."
+                f"`per_example_loss` is {dtype_and_shape(loss)}, without examples to count. Give `global_batch_size`."
             )
         global_batch_size = len(loss) * context.num_replicas_in_sync
     whole = isinstance(global_batch_size, (int, np.integer))
     if not isinstance(global_batch_size, jax.Array) and not (whole and global_batch_size > 0):
         raise ValueError(f"`global_batch_size` is a positive number of examples, got {global_batch_size!r}.")
-    weighted = loss if sample_weight is None else loss * beside(sample_weight, loss, "per_example_loss")
+    weighted = loss if sample_weight is None else loss * broadcast_weights(sample_weight, loss, "per_example_loss")
     return jnp.sum(weighted) / global_batch_size
 
 
@@ -117,8 +117,8 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
         >>> float(strategy.run(jdist.scale_regularization_loss, (np.float32([1, 2]),)))
         1.5
     """
-    context = replica_context("scale_regularization_loss", "strategy.num_replicas_in_sync")
-    check_plain(regularization_loss)
+    context = require_replica_context("scale_regularization_loss", "strategy.num_replicas_in_sync")
+    check_unwrapped(regularization_loss)
     check_reducible(ReduceOp.MEAN, "regularization_loss", regularization_loss)
     check_range("regularization_loss", regularization_loss)
     return jnp.sum(jnp.asarray(regularization_loss)) / context.num_replicas_in_sync
@@ -134,17 +134,17 @@ def weighted_sums(
     check_reducible(ReduceOp.MEAN, name, leaf)
     check_range(name, leaf)
     values = jnp.asarray(leaf)
-    dims_in(name, values, dims_of(axis))
+    normalize_axes(name, values, axes_argument(axis))
     values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
     if weights is None:
         total = jnp.sum(values, axis=axis)
         return total, np.float32(values.size // max(total.size, 1))
-    weight = jnp.ones(values.shape, values.real.dtype) * beside(weights, values, name)
+    weight = jnp.ones(values.shape, values.real.dtype) * broadcast_weights(weights, values, name)
     # Not weight * value alone: 0 leaves out what is not finite too.
     return jnp.sum(jnp.where(weight == 0, 0, values * weight), axis=axis), jnp.sum(weight, axis=axis)
 
 
-def beside(weights: Any, values: jax.Array, name: str) -> jax.Array:
+def broadcast_weights(weights: Any, values: jax.Array, name: str) -> jax.Array:
     """`weights` with dimensions of 1 on the right, up to the rank of `values`.
 
     Raises:
@@ -154,10 +154,10 @@ def beside(weights: Any, values: jax.Array, name: str) -> jax.Array:
     """
     given, weights = weights, jnp.asarray(weights)
     if jnp.issubdtype(weights.dtype, jax.dtypes.prng_key):
-        raise TypeError(f"weights are random keys, {spec(weights)}: weigh with numbers.")
+        raise TypeError(f"weights are random keys, {dtype_and_shape(weights)}: weigh with numbers.")
     if weights.ndim > values.ndim or weights.shape != values.shape[: weights.ndim]:
         raise ValueError(
-            f"weights {spec(weights)} do not stand beside {name} {spec(values)}: their dimensions are the first ones of the "
+            f"weights {dtype_and_shape(weights)} do not stand beside {name} {dtype_and_shape(values)}: their dimensions are the first ones of the "
             "values, as [batch] for [batch, ...]."
         )
     check_weights("weights", given)

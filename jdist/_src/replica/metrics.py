@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.core.arguments import whole
-from jdist._src.core.tree import spec
-from jdist._src.replica.losses import beside, weighted_sums
+from jdist._src.core.arguments import as_int
+from jdist._src.core.tree import dtype_and_shape
+from jdist._src.replica.losses import broadcast_weights, weighted_sums
 
 
 class Metric(abc.ABC):
@@ -156,7 +156,7 @@ class TopKAccuracy(Metric):
     correct: Mean = dataclasses.field(default_factory=Mean)
 
     def __post_init__(self) -> None:
-        whole("`k`", self.k, 1)
+        as_int("`k`", self.k, 1)
 
     def update(self, logits: Any, labels: Any, *, weights: Any = None) -> "TopKAccuracy":
         """This metric with `logits` `[batch, ..., class]` and integer `labels` `[batch, ...]`."""
@@ -253,7 +253,7 @@ class ConfusionMatrix(Metric):
         predictions, labels = _classes(predictions, labels)
         size = len(self.counts)
         known = (labels >= 0) & (labels < size) & (predictions >= 0) & (predictions < size)
-        weight = 1.0 if weights is None else beside(weights, labels, "labels").astype(jnp.float32)
+        weight = 1.0 if weights is None else broadcast_weights(weights, labels, "labels").astype(jnp.float32)
         ones = jnp.where(known, weight, 0)
         places = jnp.where(known, labels, 0), jnp.where(known, predictions, 0)
         return ConfusionMatrix(self.counts.at[places].add(ones))
@@ -308,7 +308,7 @@ class F1(Metric):
 def _floats(name: str, values: Any) -> jax.Array:
     is_key = isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jax.dtypes.prng_key)
     if is_key or np.iscomplexobj(values):
-        raise TypeError(f"{name} is {spec(values)}: metrics add up real numbers.")
+        raise TypeError(f"{name} is {dtype_and_shape(values)}: metrics add up real numbers.")
     # On the host first: an int64 that JAX would cut to 32 bits is a float32 here.
     return jnp.asarray(values if isinstance(values, jax.Array) else np.asarray(values, np.float32)).astype(jnp.float32)
 
@@ -320,7 +320,9 @@ def _ratio(a: Any, b: Any) -> jax.Array:
 def _difference(predictions: Any, targets: Any) -> jax.Array:
     predictions, targets = _floats("predictions", predictions), _floats("targets", targets)
     if predictions.shape != targets.shape:
-        raise ValueError(f"predictions {spec(predictions)} and targets {spec(targets)} have different shapes.")
+        raise ValueError(
+            f"predictions {dtype_and_shape(predictions)} and targets {dtype_and_shape(targets)} have different shapes."
+        )
     return predictions - targets
 
 
@@ -329,7 +331,7 @@ def _logits_and_labels(logits: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     fits = logits.ndim > 0 and logits.shape[:-1] == labels.shape and logits.shape[-1] > 0
     if not fits or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
-            f"logits {spec(logits)} are [batch, ..., class] and need integer labels [batch, ...], got {spec(labels)}."
+            f"logits {dtype_and_shape(logits)} are [batch, ..., class] and need integer labels [batch, ...], got {dtype_and_shape(labels)}."
         )
     return logits, labels
 
@@ -339,7 +341,7 @@ def _classes(predictions: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (predictions, labels))
     if predictions.shape != labels.shape or not integers:
         raise ValueError(
-            f"predictions {spec(predictions)} and labels {spec(labels)} are classes, integers of one shape. Of logits, take "
+            f"predictions {dtype_and_shape(predictions)} and labels {dtype_and_shape(labels)} are classes, integers of one shape. Of logits, take "
             "`logits.argmax(-1)`."
         )
     return predictions.astype(jnp.int32), labels.astype(jnp.int32)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.trace_key import keyed
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Precision:
             dtype = jax.dtypes.result_type(leaf)
             if jnp.issubdtype(dtype, jnp.floating) and dtype != self.params:
                 raise ValueError(
-                    f"{name} is {spec(leaf)}, and this precision keeps parameters in {self.params}. Cast them once, where the "
+                    f"{name} is {dtype_and_shape(leaf)}, and this precision keeps parameters in {self.params}. Cast them once, where the "
                     "state is made: `precision.cast_params(params)`."
                 )
 
@@ -92,7 +92,7 @@ class LossScaleState(NamedTuple):
 
 
 @dataclasses.dataclass
-class InForce:
+class StepPrecision:
     """The precision of the step that is being traced.
 
     Attributes:
@@ -106,11 +106,11 @@ class InForce:
     is_used: bool = False
 
 
-_in_force: ContextVar[InForce | None] = ContextVar("jdist_precision", default=None)
+_in_force: ContextVar[StepPrecision | None] = ContextVar("jdist_precision", default=None)
 
 
 @contextlib.contextmanager
-def in_force(precision: Precision | None, state: PyTree) -> Iterator[None]:
+def use_precision(precision: Precision | None, state: PyTree) -> Iterator[None]:
     """Makes `precision` that of the step which is traced within, with the loss scale of its state.
 
     Raises:
@@ -125,7 +125,7 @@ def in_force(precision: Precision | None, state: PyTree) -> Iterator[None]:
         raise ValueError(
             f"The state has {len(scales)} loss scales, and a loss is multiplied by one. Put one around the others."
         )
-    here = InForce(precision, scales[0] if scales else None)
+    here = StepPrecision(precision, scales[0] if scales else None)
     # A cached trace of a helper would hold another step's precision and scale, and would not set `is_used`.
     key = object() if here.precision or scales else None
     token = _in_force.set(here)
@@ -141,19 +141,19 @@ def in_force(precision: Precision | None, state: PyTree) -> Iterator[None]:
         )
 
 
-def used() -> InForce:
+def step_precision() -> StepPrecision:
     """The precision in force, for one who applies it.
 
     Raises:
         ValueError: It computes in float16, and there is no loss scale.
     """
-    here = _in_force.get() or InForce()
+    here = _in_force.get() or StepPrecision()
     here.is_used = True
-    check_scale(here.precision, here.scale)
+    check_loss_scale(here.precision, here.scale)
     return here
 
 
-def check_scale(precision: Precision | None, scale: Any) -> None:
+def check_loss_scale(precision: Precision | None, scale: Any) -> None:
     """Raises ValueError if the precision needs a loss scale, and there is none."""
     if precision and precision.compute == jnp.float16 and scale is None:
         raise ValueError(

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.core.tree import spec
-from jdist._src.replica.context import replica_context
+from jdist._src.core.tree import dtype_and_shape
+from jdist._src.replica.context import require_replica_context
 
 
 def replica_key(key: jax.Array) -> jax.Array:
@@ -26,7 +26,7 @@ def replica_key(key: jax.Array) -> jax.Array:
         >>> float(a) == float(b)
         False
     """
-    context = replica_context("replica_key", "jax.random.split")
+    context = require_replica_context("replica_key", "jax.random.split")
     return jax.random.fold_in(key, context.replica_id_in_sync_group)
 
 
@@ -55,7 +55,7 @@ def example_key(key: jax.Array, index: jax.Array) -> jax.Array:
     """
     numbers = index if isinstance(index, jax.Array) else jnp.asarray(_in_32_bits(np.asarray(index)))
     if not jnp.issubdtype(numbers.dtype, jnp.integer):
-        raise TypeError(f"`index` numbers examples, in integers, got {spec(index)}.")
+        raise TypeError(f"`index` numbers examples, in integers, got {dtype_and_shape(index)}.")
     fold = jax.random.fold_in
     for _ in numbers.shape:
         fold = jax.vmap(fold, in_axes=(None, 0))

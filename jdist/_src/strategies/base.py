@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 
 from jdist._src.collectives.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
-from jdist._src.core import tf_names
-from jdist._src.core.arguments import keywords
+from jdist._src.core import other_names
+from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.identity_cache import IdentityCache
-from jdist._src.core.tree import PyTree, argument_names, kind
-from jdist._src.execution.backend import View
+from jdist._src.core.tree import PyTree, argument_names, describe_type
+from jdist._src.execution.backend import Backend
 from jdist._src.execution.program import Program, init_program, run_program, step_program
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.replica.precision import Precision
@@ -38,14 +38,14 @@ class Strategy(HostSide):
 
     def __init__(
         self,
-        view: View,
+        view: Backend,
         cross_device_ops: CrossDeviceOps = AllReduce(),  # noqa: B008  # immutable
         communication_options: CommunicationOptions = CommunicationOptions(0),  # noqa: B008
         *,
         arguments: Mapping[str, Any],
     ):
         self._arguments = dict(arguments)
-        self._view = view
+        self._backend = view
         self._context = ReplicaContext.of(self, view.replicas, cross_device_ops, communication_options)
         self._runs: IdentityCache[Program] = IdentityCache()
         self._inits: IdentityCache[Program] = IdentityCache()
@@ -65,8 +65,10 @@ class Strategy(HostSide):
     if not TYPE_CHECKING:  # a type checker would then accept every name
 
         def __getattr__(self, name: str) -> Any:
-            if name in tf_names.ON_STRATEGIES:
-                raise tf_names.missing(f"{type(self).__name__!r} object", name, tf_names.ON_STRATEGIES)
+            if name in other_names.STRATEGY_NAMES:
+                raise other_names.missing_attribute_error(
+                    f"{type(self).__name__!r} object", name, other_names.STRATEGY_NAMES
+                )
             # Also called where a property raises AttributeError: raises that error again.
             return object.__getattribute__(self, name)
 
@@ -120,9 +122,9 @@ class Strategy(HostSide):
             {'all': Array(10, dtype=int32), 'mine': PerReplica(int32[2])}
         """
         if not isinstance(args, (tuple, list)):
-            raise TypeError(f"`args` is a tuple of arguments, got {kind(args)}: write `run(fn, (value,))`.")
-        program = self._runs.get(fn, lambda reference: run_program(reference, self._view, self._context))
-        return program(tuple(args), keywords("run", kwargs))[1]
+            raise TypeError(f"`args` is a tuple of arguments, got {describe_type(args)}: write `run(fn, (value,))`.")
+        program = self._runs.get(fn, lambda reference: run_program(reference, self._backend, self._context))
+        return program(tuple(args), keyword_arguments("run", kwargs))[1]
 
     def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """A state, created on the devices by a replica function: no leaf is ever whole on the host, or on one device first.
@@ -143,9 +145,9 @@ class Strategy(HostSide):
             >>> len(state["w"].sharding.device_set)
             2
         """
-        program = self._inits.get(fn, lambda reference: init_program(reference, self._view, self._context))
+        program = self._inits.get(fn, lambda reference: init_program(reference, self._backend, self._context))
         names = argument_names(fn, args, {})
-        return program(*put(args, self.replicas, self._view.inputs, names))[0]
+        return program(*put(args, self.replicas, self._backend.inputs, names))[0]
 
     def step(
         self,
@@ -201,7 +203,7 @@ class Strategy(HostSide):
             return functools.partial(self.step, precision=precision, steps_per_call=steps_per_call, donate=donate)
         if not isinstance(donate, bool):
             raise TypeError(f"`donate` is True or False, got {donate!r}.")
-        return step_program(fn, precision, steps_per_call, donate, self._view, self._context)
+        return step_program(fn, precision, steps_per_call, donate, self._backend, self._context)
 
     def compile(
         self, step: Any, state: PyTree, *inputs: PyTree, compiler_options: Mapping[str, Any] | None = None
@@ -222,7 +224,7 @@ class Strategy(HostSide):
             ValueError: The state cannot be laid out; or `step` is another strategy's.
         """
         program = step if isinstance(step, Program) else self.step(step)
-        if program.view is not self._view:
+        if program.view is not self._backend:
             raise ValueError(
                 "The step was made by another strategy. Hand in its function, or what this one made of it."
             )

@@ -6,21 +6,21 @@ from typing import Literal, final, get_args
 import jax
 from jax.sharding import Mesh
 
-from jdist._src.collectives.cross_device_ops import ways
+from jdist._src.collectives.cross_device_ops import resolve_communication
 from jdist._src.devices.mesh import (
     HOST_MEMORY,
     REPLICA_AXIS,
     Replicas,
     find_device,
-    local_replicas,
+    local_mesh_devices,
     replica_mesh,
     warn_if_local,
 )
-from jdist._src.devices.topology import is_described
-from jdist._src.execution.device_offload import StoredView
-from jdist._src.execution.host_offload import CentralView
+from jdist._src.devices.topology import is_topology_device
+from jdist._src.execution.device_offload import DeviceOffloadBackend
+from jdist._src.execution.host_offload import HostOffloadBackend
 from jdist._src.strategies.base import Strategy
-from jdist._src.values.state_sharding import Layout
+from jdist._src.values.state_sharding import StateSharding
 
 _Offload = Literal["all", "optimizer"]
 
@@ -63,25 +63,25 @@ class CentralStorageStrategy(Strategy):
     ):
         if offload not in get_args(_Offload):
             raise ValueError(f'`offload` is "all" or "optimizer", got {offload!r}.')
-        mesh, ops, options = ways(replica_mesh(compute_devices), None, None, False)
+        mesh, ops, options = resolve_communication(replica_mesh(compute_devices), None, None, False)
         instead = "CentralStorageStrategy(compute_devices=jax.devices())"
         warn_if_local("CentralStorageStrategy", compute_devices, instead)
         replicas = Replicas.on(mesh)
         platform = mesh.devices.flat[0].platform
         # Between the memories of a TPU and its host, the compiler copies parts of arrays only in whole tiles.
         tile = (8, 128) if platform == "tpu" and parameter_device == "host" else ()
-        layout = Layout(mesh, REPLICA_AXIS, "all" if offload == "all" else "optimizer", {}, tile)
+        layout = StateSharding(mesh, REPLICA_AXIS, "all" if offload == "all" else "optimizer", {}, tile)
         if parameter_device == "host":
             _check_memory(mesh)
-            storage, view = "host", CentralView(replicas, layout, host_computes=platform in ("cpu", "tpu"))
+            storage, view = "host", HostOffloadBackend(replicas, layout, host_computes=platform in ("cpu", "tpu"))
         else:
             device = find_device(parameter_device)
-            if is_described(device) or is_described(mesh.devices.flat[0]):
+            if is_topology_device(device) or is_topology_device(mesh.devices.flat[0]):
                 raise ValueError(
                     f"The host sends a state from {device} to {mesh.devices.flat[0]}, and there is no sending where one of "
                     'them is described: keep the state in the memory of the host, `parameter_device="host"`.'
                 )
-            storage, view = device, StoredView(replicas, layout, device)
+            storage, view = device, DeviceOffloadBackend(replicas, layout, device)
         arguments = {
             "compute_devices": list(mesh.devices.flat),
             "parameter_device": storage,
@@ -92,7 +92,7 @@ class CentralStorageStrategy(Strategy):
 
 def _check_memory(mesh: Mesh) -> None:
     """Raises ValueError if programs for these devices cannot name the memory of their host."""
-    device = next(iter(local_replicas(mesh).values()), mesh.devices.flat[0])
+    device = next(iter(local_mesh_devices(mesh).values()), mesh.devices.flat[0])
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST_MEMORY not in kinds:
         raise ValueError(

@@ -5,7 +5,7 @@ import functools
 
 import jax
 
-from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, current, set_outermost
+from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, current_context, set_default_context
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.one_device import OneDeviceStrategy
 
@@ -19,7 +19,7 @@ def get_strategy() -> Strategy:
         ...     jdist.get_strategy() is strategy
         True
     """
-    return current().strategy or _default()
+    return current_context().strategy or _default()
 
 
 def has_strategy() -> bool:
@@ -29,7 +29,7 @@ def has_strategy() -> bool:
         >>> jdist.has_strategy()
         False
     """
-    strategy = current().strategy
+    strategy = current_context().strategy
     return strategy is not None and strategy is not _default()
 
 
@@ -50,7 +50,7 @@ def set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None and not isinstance(strategy, Strategy):
         raise TypeError(f"A strategy is needed, or None, got {type(strategy).__name__}.")
-    set_outermost(CrossReplicaContext(strategy) if strategy else None)
+    set_default_context(CrossReplicaContext(strategy) if strategy else None)
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -60,7 +60,7 @@ def get_replica_context() -> ReplicaContext | None:
         >>> jdist.get_replica_context().num_replicas_in_sync
         1
     """
-    context = current()
+    context = current_context()
     if not isinstance(context, ReplicaContext):
         return None
     return dataclasses.replace(context, strategy=get_strategy())

@@ -15,17 +15,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jdist._src.core import html
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 from jdist._src.core.html import Row
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
-from jdist._src.execution.backend import View
+from jdist._src.execution.backend import Backend
 from jdist._src.strategies.leaf_description import LeafDescription, describe_leaf, is_shape, listed, names_of, shape_of
-from jdist._src.strategies.mesh_drawing import WIDTH, picture
+from jdist._src.strategies.mesh_drawing import WIDTH, draw_mesh
 from jdist._src.values.base import is_distributed
-from jdist._src.values.device_put import check_fit
+from jdist._src.values.device_put import check_wrapper
 from jdist._src.values.per_replica import PerReplica
-from jdist._src.values.state_sharding import Layout, Leaf, leaves_of
+from jdist._src.values.state_sharding import StateLeaf, StateSharding, state_leaves
 
 _HEAD = ("leaf", "spec", "placement", "bytes", "bytes a device", "host bytes a device")
 
@@ -121,7 +121,7 @@ class Description:
         return [row if self.host_bytes else row[:-1] for row in (*rows, total)]
 
 
-def describe(name: str, view: View, state: PyTree = None, max_rows: int = 40) -> Description:
+def describe(name: str, view: Backend, state: PyTree = None, max_rows: int = 40) -> Description:
     """Describes a strategy, and where the leaves of a state lie.
 
     Args:
@@ -153,19 +153,19 @@ def describe(name: str, view: View, state: PyTree = None, max_rows: int = 40) ->
         │ 0   1 │
         └───────┘
     """
-    max_rows = whole("`max_rows`", max_rows, 1)
+    max_rows = as_int("`max_rows`", max_rows, 1)
     items = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_distributed)[0]
     for path, item in items:
         if any(map(is_shape, jax.tree.leaves(item))):
-            check_fit("state" + jax.tree_util.keystr(path), item, view.replicas)
+            check_wrapper("state" + jax.tree_util.keystr(path), item, view.replicas)
     values, shapes = jax.tree.leaves(state), jax.tree.map(shape_of, state)
     wrappers = [item if is_distributed(item) else None for _, item in items for _ in jax.tree.leaves(item)]
     # What is only a shape is to be placed by the strategy, as a state. Arrays may be any part of one.
     wanted = view.shardings(shapes, any(map(is_shape, values)))
     home = frozenset().union(view.replicas.mesh.devices.flat, *(place.device_set for place in wanted))
-    layout: Layout | None = getattr(view, "layout", None)
+    layout: StateSharding | None = getattr(view, "layout", None)
     leaves, unsplit = [], []
-    for leaf, value, wrapper, place in zip(leaves_of(shapes), values, wrappers, wanted, strict=True):
+    for leaf, value, wrapper, place in zip(state_leaves(shapes), values, wrappers, wanted, strict=True):
         described = describe_leaf("/".join(leaf.path) or "state", value, wrapper, place, view.replicas, home)
         leaves.append(described)
         if layout and described.devices and not isinstance(wrapper, PerReplica) and _is_unsplit(layout, leaf, place):
@@ -174,7 +174,7 @@ def describe(name: str, view: View, state: PyTree = None, max_rows: int = 40) ->
     return Description(name, view.replicas, tuple(leaves), tuple(unsplit), note, max_rows)
 
 
-def _is_unsplit(layout: Layout, leaf: Leaf, place: NamedSharding) -> bool:
+def _is_unsplit(layout: StateSharding, leaf: StateLeaf, place: NamedSharding) -> bool:
     """Whether `layout` would split the leaf over its axis, if it could: scalars and keys are never meant to be."""
     is_key = jnp.issubdtype(leaf.value.dtype, jax.dtypes.prng_key)
     is_meant = (leaf.is_optimizer or layout.shard == "all") and math.prod(leaf.shape) > 1 and not is_key
@@ -182,7 +182,7 @@ def _is_unsplit(layout: Layout, leaf: Leaf, place: NamedSharding) -> bool:
     return is_meant and is_spread and all(layout.axis not in names_of(axes) for axes in place.spec)
 
 
-def _unsplit_in_words(layout: Layout, paths: Sequence[str]) -> str:
+def _unsplit_in_words(layout: StateSharding, paths: Sequence[str]) -> str:
     leaves = "1 leaf is" if len(paths) == 1 else f"{len(paths):,} leaves are"
     dim = "no dim that `layout` leaves" if layout.patterns else "no dim"
     names = paths if len(paths) <= 6 else list(dict.fromkeys(map(_numberless, paths)))
@@ -283,4 +283,4 @@ def _picture_of(replicas: Replicas) -> str:
     ids, processes = (
         np.vectorize(lambda device, of=of: getattr(device, of))(devices) for of in ("id", "process_index")
     )
-    return picture(replicas.mesh.axis_names, ids, processes)
+    return draw_mesh(replicas.mesh.axis_names, ids, processes)

@@ -12,26 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from jdist._src.collectives.ops import check_no_slices, dim_in, dims_in, stacked
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.collectives.ops import check_no_row_slices, normalize_axes, normalize_axis, stack_replicas
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.mesh import Replicas
-from jdist._src.replica.context import in_replica_function, merged_axes
+from jdist._src.replica.context import in_replica_function, merge_call_axes
 from jdist._src.values.arrays import (
     Shape,
     Shapes,
     check_array,
     check_not_leaked,
     check_range,
-    is_placed,
+    is_device_array,
     join_rows,
     reduce_rows,
 )
 from jdist._src.values.base import is_distributed
-from jdist._src.values.device_put import check_fit, check_place
+from jdist._src.values.device_put import check_same_devices, check_wrapper
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
-from jdist._src.values.row_slices import RowSlices, is_sparse
+from jdist._src.values.row_slices import RowSlices, is_row_slices
 
 _OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
 
@@ -56,18 +56,18 @@ def reduce(op: ReduceOp, value: PyTree, dims: Shape, replicas: Replicas) -> PyTr
     def held(name: str, rows: jax.Array, shapes: Shapes | None) -> jax.Array:
         own = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
         check_reducible(op, name, own)
-        return reduce_rows(op, name, rows, shapes, dims_in(name, own, dims), _everywhere(rows, replicas))
+        return reduce_rows(op, name, rows, shapes, normalize_axes(name, own, dims), _everywhere(rows, replicas))
 
     def host(name: str, value: Any) -> Any:
         check_reducible(op, name, value)
         if op is ReduceOp.SUM and replicas.size > 1:
             raise ValueError(
-                f"{name} is {spec(value)}, a host value, held by none of the {replicas.size} replicas, so it has no SUM over "
+                f"{name} is {dtype_and_shape(value)}, a host value, held by none of the {replicas.size} replicas, so it has no SUM over "
                 "them. Sum what `strategy.run` returned, or say what you mean: `value * strategy.num_replicas_in_sync`."
             )
-        dims_in(name, value, dims)
+        normalize_axes(name, value, dims)
         if op is not ReduceOp.SUM and dims and not np.size(value):
-            raise ValueError(f"{name} is {spec(value)}, empty, and nothing has no {op.name}.")
+            raise ValueError(f"{name} is {dtype_and_shape(value)}, empty, and nothing has no {op.name}.")
         if op is ReduceOp.MEAN and np.asarray(value).dtype.kind in "iu":
             value = np.asarray(value).astype(np.float32)[()]
         # The mean, greatest and least over the replicas of one value is the value.
@@ -102,12 +102,12 @@ def gather(value: PyTree, dim: int, replicas: Replicas) -> PyTree:
     Raises:
         ValueError: A leaf has no such dimension, or the replicas' shapes differ along another.
     """
-    check_no_slices("gather", value)
+    check_no_row_slices("gather", value)
 
     def held(name: str, rows: jax.Array, shapes: Shapes | None) -> jax.Array:
         check_array(name, rows)
         own = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
-        return join_rows(name, rows, shapes, dim_in(name, own, dim), _everywhere(rows, replicas))
+        return join_rows(name, rows, shapes, normalize_axis(name, own, dim), _everywhere(rows, replicas))
 
     return _map_leaves(held, lambda name, value: value, lambda name, value: value, value, replicas)
 
@@ -118,8 +118,8 @@ def local_results(value: PyTree, replicas: Replicas) -> tuple[PyTree, ...]:
     if not any(_is_held(node, replicas) for node in nodes):
         return (value,)
     for name, leaf in named_leaves("value", [node.tree for node in nodes if is_distributed(node)]):
-        if is_placed(leaf):
-            check_place(name, leaf, replicas.mesh)
+        if is_device_array(leaf):
+            check_same_devices(name, leaf, replicas.mesh)
     columns = [_local(node, replicas) for node in nodes]
     return tuple(treedef.unflatten(row) for row in zip(*columns, strict=True))
 
@@ -142,21 +142,23 @@ def _map_leaves(
     """`held` of the name, the rows and the true shapes of each leaf that the replicas hold, `host` of each other leaf."""
 
     def one(name: str, node: Any) -> Any:
-        if is_sparse(node):
+        if is_row_slices(node):
             return sparse(name, node)
         check_not_leaked(name, node)
         if not _is_held(node, replicas):
             return host(name, node)
         wrapper = _wrapped(node, replicas)
-        check_fit(name, wrapper, replicas)
+        check_wrapper(name, wrapper, replicas)
         check_range(name, wrapper.tree)
         rows = wrapper.rows(replicas.size)
-        if is_placed(rows):
-            check_place(name, rows, replicas.mesh)
-        return held(name, rows, wrapper.leaf_shapes()[0] if isinstance(wrapper, PerReplica) else None)
+        if is_device_array(rows):
+            check_same_devices(name, rows, replicas.mesh)
+        return held(name, rows, wrapper._leaf_shapes()[0] if isinstance(wrapper, PerReplica) else None)
 
     value = jax.tree.map(_leaf_by_leaf, value, is_leaf=is_distributed)
-    nodes, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: is_distributed(x) or is_sparse(x))
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(
+        value, is_leaf=lambda x: is_distributed(x) or is_row_slices(x)
+    )
     return treedef.unflatten([one("value" + jax.tree_util.keystr(path), node) for path, node in nodes])
 
 
@@ -165,7 +167,7 @@ def _leaf_by_leaf(node: Any) -> PyTree:
     if not is_distributed(node):
         return node
     if not isinstance(node, PerReplica) or node.shapes is None:
-        return jax.tree.map(node.with_tree, node.tree)
+        return jax.tree.map(node._with_tree, node.tree)
     leaves, treedef = jax.tree.flatten(node.tree)
     pairs = zip(leaves, node.shapes, strict=True)
     return treedef.unflatten([PerReplica(leaf, (shapes,)) for leaf, shapes in pairs])
@@ -181,7 +183,9 @@ def _check_slices(name: str, slices: RowSlices, replicas: Replicas) -> None:
         )
     numbers = slices.indices.tree if is_distributed(slices.indices) else slices.indices
     if not jnp.issubdtype(numbers.dtype, jnp.integer):
-        raise TypeError(f"{name} is RowSlices with indices of {spec(numbers)}: rows are counted in integers.")
+        raise TypeError(
+            f"{name} is RowSlices with indices of {dtype_and_shape(numbers)}: rows are counted in integers."
+        )
 
 
 def _wrapped(node: Any, replicas: Replicas) -> Any:
@@ -189,7 +193,7 @@ def _wrapped(node: Any, replicas: Replicas) -> Any:
         return node
     if isinstance(node, core.Tracer) and replicas.size == 1:
         # The argument of a `merge_call`. What it becomes has to be proved mirrored on one replica as on several.
-        return PerReplica(stacked(node, merged_axes()))
+        return PerReplica(stack_replicas(node, merge_call_axes()))
     return Mirrored(node)
 
 
@@ -214,7 +218,7 @@ def _local(node: Any, replicas: Replicas) -> Sequence[PyTree]:
     if is_distributed(node):
         leaves = jax.tree.leaves(node.tree)
         # What has no leaves, or is on no device yet, is the same for all.
-        alike = not leaves or (isinstance(node, Mirrored) and not all(map(is_placed, leaves)))
+        alike = not leaves or (isinstance(node, Mirrored) and not all(map(is_device_array, leaves)))
         if isinstance(node, Mirrored) and not alike:
             copies = zip(*(_copies(leaf, replicas) for leaf in leaves), strict=True)
             return [jax.tree.unflatten(jax.tree.structure(node.tree), copy) for copy in copies]
@@ -222,7 +226,7 @@ def _local(node: Any, replicas: Replicas) -> Sequence[PyTree]:
     if not _is_held(node, replicas):
         return [node] * count
     if isinstance(node, core.Tracer):
-        return [stacked(node, merged_axes())[0]] if replicas.size == 1 else [node] * count
+        return [stack_replicas(node, merge_call_axes())[0]] if replicas.size == 1 else [node] * count
     return _copies(node, replicas)
 
 

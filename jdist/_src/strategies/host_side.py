@@ -5,18 +5,18 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jdist._src.collectives.ops import dim_of, dims_of
+from jdist._src.collectives.ops import axes_argument, axis_argument
 from jdist._src.core.tree import PyTree
 from jdist._src.data.batches import Remainder
 from jdist._src.data.dataset import DistributedDataset
-from jdist._src.data.distribute import from_function, from_source
+from jdist._src.data.distribute import dataset_from_function, dataset_from_source
 from jdist._src.data.shards import AutoShardPolicy, InputContext
 from jdist._src.devices.mesh import Replicas
-from jdist._src.execution.backend import View
-from jdist._src.replica.context import ValueContext, require_host
+from jdist._src.execution.backend import Backend
+from jdist._src.replica.context import ValueContext, require_cross_replica_context
 from jdist._src.strategies import host_reductions
 from jdist._src.strategies.description import Description, describe
-from jdist._src.values.device_put import check_there, put, put_rows, split_batch
+from jdist._src.values.device_put import check_devices_attached, put, put_per_replica, split_batch
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -24,12 +24,12 @@ from jdist._src.values.reduce_op import ReduceOp
 class HostSide:
     """The half of a strategy that runs no replica function: the other half is `Strategy`, which has its fields."""
 
-    _view: View
+    _backend: Backend
 
     @property
     def replicas(self) -> Replicas:
         """How many replicas there are, and on which devices."""
-        return self._view.replicas
+        return self._backend.replicas
 
     @property
     def mesh(self) -> Mesh:
@@ -64,9 +64,9 @@ class HostSide:
             >>> [float(x) for x in strategy.reduce("sum", rows, axis=None)]
             [2.0, 5.0]
         """
-        require_host("reduce", "use `jdist.all_reduce` there")
-        check_there(self.mesh)
-        return host_reductions.reduce(ReduceOp.of(op), self._view.fetched(value), dims_of(axis), self.replicas)
+        require_cross_replica_context("reduce", "use `jdist.all_reduce` there")
+        check_devices_attached(self.mesh)
+        return host_reductions.reduce(ReduceOp.of(op), self._backend.fetched(value), axes_argument(axis), self.replicas)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """What all replicas hold, joined along a dimension.
@@ -88,9 +88,9 @@ class HostSide:
             >>> strategy.gather(ids, axis=0).tolist()
             [0, 1]
         """
-        require_host("gather", "use `jdist.all_gather` there")
-        check_there(self.mesh)
-        return host_reductions.gather(self._view.fetched(value), dim_of(axis), self.replicas)
+        require_cross_replica_context("gather", "use `jdist.all_gather` there")
+        check_devices_attached(self.mesh)
+        return host_reductions.gather(self._backend.fetched(value), axis_argument(axis), self.replicas)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """What each replica of this process holds, one tree a replica; `(value,)` of a host value.
@@ -100,8 +100,8 @@ class HostSide:
             >>> [int(i) for i in strategy.local_results(strategy.run(jdist.replica_id))]
             [0, 1]
         """
-        require_host("local_results")
-        return host_reductions.local_results(self._view.fetched(value), self.replicas)
+        require_cross_replica_context("local_results")
+        return host_reductions.local_results(self._backend.fetched(value), self.replicas)
 
     def put(self, tree: PyTree) -> PyTree:
         """`tree` on the strategy's devices: plain leaves on every one, wrapped leaves as their wrapper says.
@@ -116,8 +116,8 @@ class HostSide:
             >>> len(strategy.put(1.0).sharding.device_set)
             2
         """
-        require_host("put")
-        return put(tree, self.replicas, lambda tree: self._view.shardings(tree, is_state=False))
+        require_cross_replica_context("put")
+        return put(tree, self.replicas, lambda tree: self._backend.shardings(tree, is_state=False))
 
     def split(self, batch: PyTree) -> PyTree:
         """Splits one global batch over the replicas, for a loop that has batches already.
@@ -143,8 +143,8 @@ class HostSide:
             >>> x, y.tree.tolist()
             (PerReplica(float32[2,4,3]), [[0, 1, 2, 3], [4, 5, 6, 7]])
         """
-        require_host("split")
-        return split_batch(batch, self.replicas, lambda tree: self._view.shardings(tree, is_state=False))
+        require_cross_replica_context("split")
+        return split_batch(batch, self.replicas, lambda tree: self._backend.shardings(tree, is_state=False))
 
     def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
         """A value for each replica, made on the host.
@@ -163,8 +163,8 @@ class HostSide:
             >>> strategy.distribute_values_from_function(lambda c: {"id": c.replica_id_in_sync_group})
             PerReplica({'id': int32[2]})
         """
-        require_host("distribute_values_from_function")
-        return put_rows([fn(ValueContext(i, self.replicas.size)) for i in self.replicas.local], self.replicas)
+        require_cross_replica_context("distribute_values_from_function")
+        return put_per_replica([fn(ValueContext(i, self.replicas.size)) for i in self.replicas.local], self.replicas)
 
     def distribute_dataset(
         self,
@@ -211,7 +211,9 @@ class HostSide:
             ...     print(batch.tree.tolist(), weights.tree.tolist())
             [[0, 1], [2, 0]] [[1.0, 1.0], [1.0, 0.0]]
         """
-        return from_source(source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, self.replicas)
+        return dataset_from_source(
+            source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, self.replicas
+        )
 
     def distribute_datasets_from_function(
         self,
@@ -239,7 +241,7 @@ class HostSide:
             >>> [batch.tree.tolist() for batch in strategy.distribute_datasets_from_function(batches)]
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
-        return from_function(fn, epochs, remainder, prefetch, self.replicas)
+        return dataset_from_function(fn, epochs, remainder, prefetch, self.replicas)
 
     def describe(self, state: PyTree = None, max_rows: int = 40) -> Description:
         """The mesh, the devices and the processes, and where each leaf of a state lies and what it takes; to be printed.
@@ -254,5 +256,5 @@ class HostSide:
             >>> found.leaves[0].placement, found.bytes, found.device_bytes
             ("split dim 0 over 'data' (8 parts)", 128, 16)
         """
-        require_host("describe")
-        return describe(type(self).__name__, self._view, state, max_rows)
+        require_cross_replica_context("describe")
+        return describe(type(self).__name__, self._backend, state, max_rows)

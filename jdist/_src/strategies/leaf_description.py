@@ -10,9 +10,9 @@ import numpy as np
 from jax import core
 from jax.sharding import NamedSharding, Sharding
 
-from jdist._src.core.tree import spec
+from jdist._src.core.tree import dtype_and_shape
 from jdist._src.devices.mesh import Replicas
-from jdist._src.values.arrays import is_placed
+from jdist._src.values.arrays import is_device_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +42,13 @@ def describe_leaf(
     path: str, value: Any, wrapper: Any, wanted: Sharding, replicas: Replicas, home: frozenset[jax.Device]
 ) -> LeafDescription:
     """What lies, or would lie, under `path`: `wanted` is where the strategy would put it, `home` all devices that it uses."""
-    if not is_placed(value) and not is_shape(value):
+    if not is_device_array(value) and not is_shape(value):
         is_number = hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
         placement = "on the host; not placed" if is_number else "no array"
-        return LeafDescription(path, spec(value), placement, getattr(value, "nbytes", 0))
-    if is_placed(value) and value.is_deleted():
-        return LeafDescription(path, spec(value), "deleted: its memory was given to a step, or freed")
-    place = value.sharding if is_placed(value) else wanted
+        return LeafDescription(path, dtype_and_shape(value), placement, getattr(value, "nbytes", 0))
+    if is_device_array(value) and value.is_deleted():
+        return LeafDescription(path, dtype_and_shape(value), "deleted: its memory was given to a step, or freed")
+    place = value.sharding if is_device_array(value) else wanted
     devices = frozenset(place.device_set)
     is_host = place.memory_kind not in (None, replicas.whole.memory_kind)
     placement = _placement(value.shape, wrapper, place, replicas)
@@ -59,7 +59,7 @@ def describe_leaf(
     size = math.prod(value.shape) * value.dtype.itemsize
     held = math.prod(place.shard_shape(value.shape)) * value.dtype.itemsize if devices & home else 0
     held_in = (0, held) if is_host else (held, 0)
-    return LeafDescription(path, spec(value), placement, size, *held_in, devices & home)
+    return LeafDescription(path, dtype_and_shape(value), placement, size, *held_in, devices & home)
 
 
 def _placement(shape: tuple[int, ...], wrapper: Any, place: Sharding, replicas: Replicas) -> str:
@@ -103,7 +103,7 @@ def is_shape(value: Any) -> bool:
 
 def shape_of(value: Any) -> jax.ShapeDtypeStruct:
     """What a view is asked about: what is on no device, and so is not described by it, is any number."""
-    if is_placed(value) or is_shape(value):
+    if is_device_array(value) or is_shape(value):
         return jax.ShapeDtypeStruct(value.shape, value.dtype)
     return jax.ShapeDtypeStruct(value.shape if isinstance(value, np.ndarray) else (), np.float32)
 

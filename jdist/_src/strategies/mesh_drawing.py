@@ -9,7 +9,7 @@ import numpy as np
 WIDTH = 120  # columns of text
 
 
-def picture(axes: Sequence[str], ids: np.ndarray, processes: np.ndarray) -> str:
+def draw_mesh(axes: Sequence[str], ids: np.ndarray, processes: np.ndarray) -> str:
     """The devices of a mesh in rows and columns, with lines between those of different processes.
 
     Args:

@@ -5,10 +5,10 @@ from typing import final
 
 import jax
 
-from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps, ways
+from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps, resolve_communication
 from jdist._src.devices.mesh import Replicas, replica_mesh, warn_if_local
-from jdist._src.execution.shard_map import ReplicaView
-from jdist._src.execution.virtual_backend import VirtualView
+from jdist._src.execution.shard_map import ShardMapBackend
+from jdist._src.execution.virtual import VirtualBackend
 from jdist._src.strategies.base import Strategy
 
 
@@ -47,7 +47,7 @@ class MirroredStrategy(Strategy):
     ):
         mesh, virtual = replica_mesh(devices), virtual_replicas is not None
         warn_if_local("MirroredStrategy", devices, "MirroredStrategy(devices=jax.devices())")
-        mesh, ops, options = ways(mesh, cross_device_ops, communication_options, virtual)
+        mesh, ops, options = resolve_communication(mesh, cross_device_ops, communication_options, virtual)
         replicas = Replicas.on(mesh, virtual_replicas)
         arguments = {
             "devices": list(mesh.devices.flat),
@@ -55,5 +55,5 @@ class MirroredStrategy(Strategy):
             "communication_options": communication_options,
             "virtual_replicas": virtual_replicas,
         }
-        view = VirtualView(replicas) if replicas.virtual else ReplicaView(replicas)
+        view = VirtualBackend(replicas) if replicas.virtual else ShardMapBackend(replicas)
         super().__init__(view, ops, options, arguments=arguments)

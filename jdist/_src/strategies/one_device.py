@@ -5,7 +5,7 @@ from typing import final
 import jax
 
 from jdist._src.devices.mesh import Replicas, replica_mesh, warn_if_local
-from jdist._src.execution.shard_map import ReplicaView
+from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.strategies.base import Strategy
 
 
@@ -31,4 +31,4 @@ class OneDeviceStrategy(Strategy):
         instead = "MirroredStrategy(devices=jax.devices())"
         warn_if_local("OneDeviceStrategy", None if device is None else [device], instead)
         mesh = replica_mesh([jax.local_devices()[0] if device is None else device])
-        super().__init__(ReplicaView(Replicas.on(mesh)), arguments={"device": mesh.devices.flat[0]})
+        super().__init__(ShardMapBackend(Replicas.on(mesh)), arguments={"device": mesh.devices.flat[0]})

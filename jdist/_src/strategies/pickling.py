@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdist._src.devices.mesh import find_device
-from jdist._src.devices.topology import is_described
+from jdist._src.devices.topology import is_topology_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +67,10 @@ def with_names(strategy: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: The devices are those of a topology, which no process has.
     """
     devices = [device for value in arguments.values() for device in _devices_in(value)]
-    if any(map(is_described, devices)):
+    if any(map(is_topology_device, devices)):
         raise TypeError(
             f"A {strategy} on the devices of a topology cannot be pickled, since no process has these devices. Pickle the name "
-            "of the topology, and build the strategy again on `jdist.described_devices(topology)`."
+            "of the topology, and build the strategy again on `jdist.topology_devices(topology)`."
         )
     # Names of this process's own devices are those of the reading process, which may have another index.
     is_local = all(device.process_index == jax.process_index() for device in devices)

@@ -5,7 +5,13 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
-from jdist._src.replica.context import CrossReplicaContext, current, entered, in_replica_function, require_host
+from jdist._src.replica.context import (
+    CrossReplicaContext,
+    current_context,
+    enter_context,
+    in_replica_function,
+    require_cross_replica_context,
+)
 
 # Not in the `Scope` object, which several threads may enter. With `with`, the last scope entered is the first one left.
 _entries: ContextVar[tuple[AbstractContextManager[None], ...]] = ContextVar("jdist_scopes", default=())
@@ -27,15 +33,15 @@ class Scope(contextlib.ContextDecorator):
         return f"{self._strategy!r}.scope()"
 
     def __enter__(self) -> Any:
-        require_host("scope", "enter it around the call that runs the function")
-        outer = current().strategy
+        require_cross_replica_context("scope", "enter it around the call that runs the function")
+        outer = current_context().strategy
         if outer is not None and outer is not self._strategy:
             raise RuntimeError(
                 f"The scope of {self._strategy!r} is inside the scope of {outer!r}. Leave that one first "
                 "(`set_strategy(None)`, if `set_strategy` entered it)."
             )
-        axes = getattr(current(), "axes", ())  # of a `merge_call` around this scope
-        entry = entered(CrossReplicaContext(self._strategy, merging=in_replica_function(), axes=axes))
+        axes = getattr(current_context(), "axes", ())  # of a `merge_call` around this scope
+        entry = enter_context(CrossReplicaContext(self._strategy, merging=in_replica_function(), axes=axes))
         entry.__enter__()
         _entries.set((*_entries.get(), entry))
         return self._strategy

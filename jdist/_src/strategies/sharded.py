@@ -8,9 +8,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, warn_if_local
-from jdist._src.execution.auto_sharded import WholeView
+from jdist._src.execution.auto_sharded import AutoShardedBackend
 from jdist._src.strategies.base import Strategy
-from jdist._src.values.state_sharding import Layout, Shard
+from jdist._src.values.state_sharding import Shard, StateSharding
 
 DATA_AXIS = "data"
 
@@ -66,7 +66,7 @@ class ShardedStrategy(Strategy):
         batch_axes = tuple(axis for axis in mesh.axis_names if axis != model_axis)
         replicas = Replicas(mesh, 1, split=batch_axes)
         arguments = {"shard": shard, "mesh": mesh, "model_axis": model_axis, "layout": layout}
-        view = WholeView(replicas, Layout(mesh, batch_axes[-1], shard, dict(layout or {})))
+        view = AutoShardedBackend(replicas, StateSharding(mesh, batch_axes[-1], shard, dict(layout or {})))
         super().__init__(view, arguments=arguments)
 
 

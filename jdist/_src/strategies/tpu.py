@@ -7,10 +7,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jdist._src.cluster.resolver import ClusterResolver
-from jdist._src.collectives.cross_device_ops import ways
+from jdist._src.collectives.cross_device_ops import resolve_communication
 from jdist._src.devices.mesh import GROUP_AXIS, REPLICA_AXIS, Replicas
-from jdist._src.devices.topology import described_devices
-from jdist._src.execution.shard_map import ReplicaView
+from jdist._src.devices.topology import topology_devices
+from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.strategies.base import Strategy
 
 
@@ -62,15 +62,15 @@ class TPUStrategy(Strategy):
                 "there, and a resolver is for TPUs that are. Leave one out."
             )
         if topology is not None:
-            devices = described_devices(topology, num_slices=num_slices)
+            devices = topology_devices(topology, num_slices=num_slices)
         else:
             if cluster_resolver is not None:
                 cluster_resolver.initialize()
             devices = _tpus()
-        mesh, ops, options = ways(_mesh(devices), None, None, False)
+        mesh, ops, options = resolve_communication(_mesh(devices), None, None, False)
         # Not the resolver: it knows which process this is, and another one may read the pickle.
         arguments = {"topology": topology, "num_slices": num_slices}
-        super().__init__(ReplicaView(Replicas.on(mesh)), ops, options, arguments=arguments)
+        super().__init__(ShardMapBackend(Replicas.on(mesh)), ops, options, arguments=arguments)
 
 
 def _tpus() -> list[jax.Device]:

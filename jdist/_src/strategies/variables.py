@@ -5,12 +5,12 @@ from typing import Any
 import jax
 
 from jdist._src.core.tree import PyTree
-from jdist._src.replica.context import ReplicaContext, current, in_replica_function
+from jdist._src.replica.context import ReplicaContext, current_context, in_replica_function
 from jdist._src.strategies.current import get_strategy
 from jdist._src.values.aggregation import VariableAggregation, VariableSynchronization, check_mean
-from jdist._src.values.arrays import whole
+from jdist._src.values.arrays import fully_replicated
 from jdist._src.values.base import is_distributed
-from jdist._src.values.device_put import check_there, put_on_each
+from jdist._src.values.device_put import check_devices_attached, put_on_every_replica
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.sharded import Sharded
@@ -58,13 +58,13 @@ def variable(
     wrapped = _wrapped(
         value, VariableSynchronization.of(synchronization), VariableAggregation.of(aggregation), trainable
     )
-    if isinstance(current(), ReplicaContext) and in_replica_function():
+    if isinstance(current_context(), ReplicaContext) and in_replica_function():
         return wrapped
     if in_replica_function():
         raise RuntimeError("`jdist.variable` is called in a `merge_call`. Make the value before, in `strategy.init`.")
     strategy = get_strategy()
-    check_there(strategy.mesh)
-    return strategy.put(put_on_each(wrapped, strategy.replicas))
+    check_devices_attached(strategy.mesh)
+    return strategy.put(put_on_every_replica(wrapped, strategy.replicas))
 
 
 def trainable(state: PyTree) -> PyTree:
@@ -90,7 +90,7 @@ def trainable(state: PyTree) -> PyTree:
     return jax.tree.map(one, state, is_leaf=is_distributed)
 
 
-def read(tree: PyTree) -> PyTree:
+def read_values(tree: PyTree) -> PyTree:
     """`tree` with every wrapper read: what the replicas have together, as plain arrays.
 
     So a model is evaluated, or saved, whose parameters drift: `SyncOnRead(MEAN)` gives their mean. A `PerReplica` gives the
@@ -99,10 +99,12 @@ def read(tree: PyTree) -> PyTree:
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> state = strategy.put({"w": jdist.SyncOnRead(np.float32([1, 3]), "mean"), "step": np.int32(7)})
-        >>> {name: x.item() for name, x in jdist.read(state).items()}
+        >>> {name: x.item() for name, x in jdist.read_values(state).items()}
         {'step': 7, 'w': 2.0}
     """
-    return jax.tree.map(lambda node: node.read() if is_distributed(node) else whole(node), tree, is_leaf=is_distributed)
+    return jax.tree.map(
+        lambda node: node.read() if is_distributed(node) else fully_replicated(node), tree, is_leaf=is_distributed
+    )
 
 
 def _wrapped(

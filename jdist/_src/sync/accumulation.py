@@ -8,8 +8,15 @@ import optax
 from jax import lax
 
 from jdist._src.core.tree import PyTree
-from jdist._src.replica.leaf_annotations import keep_partial, land, land_if, landings
-from jdist._src.sync.policy import Policy, asking, counted, marked, policy_of, transformation
+from jdist._src.replica.leaf_annotations import collect_sync_targets, mark_local, snap_to_target, snap_to_target_if
+from jdist._src.sync.policy import (
+    Policy,
+    check_integer,
+    check_transformation,
+    mark_gradients,
+    policy_context,
+    policy_of,
+)
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -37,7 +44,7 @@ def every(k: int, inner: optax.GradientTransformation) -> Policy:
     `every(4, optax.chain(jdist.sync.mean(), optax.adamw(1e-3)))`. An optimizer behind it would see the zeros between.
 
     Where the batches have different weights, because of padding, hand them in:
-    `tx.update(grads, opt_state, params, weight=w)`, with gradients of a mean over all replicas (`jdist.mean`,
+    `tx.update(grads, opt_state, params, weight=w)`, with gradients of a mean over all replicas (`jdist.global_mean`,
     `jdist.value_and_grad`) and the sum of its weights over all replicas, `jdist.all_reduce("sum", weights.sum())`. The
     proof refuses one replica's own.
 
@@ -61,30 +68,30 @@ def every(k: int, inner: optax.GradientTransformation) -> Policy:
         0.0
         -2.0
     """
-    k = counted("every", "k", k, 1)
-    inner = transformation("every", inner)
+    k = check_integer("every", "k", k, 1)
+    inner = check_transformation("every", inner)
     if k == 1:
         return inner
 
     def first(params: PyTree) -> EveryState:
         sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
         # What counts is the mean of the sums, so that is what another number of replicas goes on with.
-        keep_partial("sync.every", sums, VariableAggregation.MEAN)
+        mark_local("sync.every", sums, VariableAggregation.MEAN)
         return EveryState(jnp.int32(0), jnp.float32(0), sums, inner.init(params))
 
     def update(
         grads: PyTree, state: EveryState, params: PyTree = None, *, weight: Any = None, **extra: Any
     ) -> tuple[PyTree, EveryState]:
-        asking("every")
+        policy_context("every")
         share = jnp.float32(1 if weight is None else weight)
         # What has no weight is left out, whatever it is.
-        sums = jax.tree.map(lambda s, g: s + jnp.where(share == 0, 0, share * g), state.sums, marked(grads))
+        sums = jax.tree.map(lambda s, g: s + jnp.where(share == 0, 0, share * g), state.sums, mark_gradients(grads))
         total = state.weight + share
         before: list[list[Any]] = []
 
         def count() -> tuple[PyTree, EveryState, list[Any]]:
             means = jax.tree.map(lambda s, g: (s / jnp.where(total == 0, 1, total)).astype(g.dtype), sums, grads)
-            with landings() as inside:
+            with collect_sync_targets() as inside:
                 updates, kept = inner.update(means, state.inner, params, weight=total, **extra)
             before[:] = [one.before for one in inside]
             state_after = EveryState(jnp.int32(0), jnp.float32(0), jax.tree.map(jnp.zeros_like, sums), kept)
@@ -97,7 +104,7 @@ def every(k: int, inner: optax.GradientTransformation) -> Policy:
         shapes = jax.eval_shape(count)
         updates, state_after, inside = lax.cond(state.steps == k - 1, count, wait)
         for params_before, (update, target, when) in zip(before, inside, strict=True):
-            land(params_before, update, target, when)
+            snap_to_target(params_before, update, target, when)
         return updates, state_after
 
     return policy_of(first, update)
@@ -137,16 +144,16 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> Policy:
         >>> float(updates), int(state.skipped)
         (0.0, 1)
     """
-    inner = transformation("skip_nonfinite", inner)
+    inner = check_transformation("skip_nonfinite", inner)
 
     def first(params: PyTree) -> SkipState:
         return SkipState(jnp.int32(0), inner.init(params))
 
     def update(grads: PyTree, state: SkipState, params: PyTree = None, **extra: Any) -> tuple[PyTree, SkipState]:
-        with landings() as inside:
+        with collect_sync_targets() as inside:
             updates, kept = inner.update(grads, state.inner, params, **extra)
         good = all_finite("skip_nonfinite", (grads, updates))
-        land_if(good, inside)
+        snap_to_target_if(good, inside)
         updates = either(good, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, SkipState(state.skipped + ~good, either(good, kept, state.inner))
 
@@ -157,7 +164,7 @@ def all_finite(word: str, tree: PyTree) -> jax.Array:
     """Whether every number of `tree` is finite, on every replica; a boolean `[]`, mirrored."""
     numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)]
     bad = sum((jnp.sum(~jnp.isfinite(x), dtype=jnp.int32) for x in numbers), jnp.int32(0))
-    return asking(word).all_reduce(ReduceOp.MAX, bad) == 0
+    return policy_context(word).all_reduce(ReduceOp.MAX, bad) == 0
 
 
 def either(condition: jax.Array, tree: PyTree, other: PyTree) -> PyTree:

@@ -14,8 +14,8 @@ import optax
 
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext
-from jdist._src.replica.leaf_annotations import keep_partial
-from jdist._src.sync.policy import Policy, asking, marked, policy_of
+from jdist._src.replica.leaf_annotations import mark_local
+from jdist._src.sync.policy import Policy, mark_gradients, policy_context, policy_of
 from jdist._src.values.aggregation import VariableAggregation
 
 
@@ -33,7 +33,7 @@ class FeedbackState(NamedTuple):
     inner: Any
 
 
-class Sent(NamedTuple):
+class CompressedMean(NamedTuple):
     """What became of some gradients.
 
     Attributes:
@@ -52,7 +52,7 @@ def with_feedback(
     inner: Policy,
     chosen: Callable[[Any], bool],
     init: Callable[[list[Any]], Any],
-    send: Callable[[ReplicaContext, list[jax.Array], Any], Sent],
+    send: Callable[[ReplicaContext, list[jax.Array], Any], CompressedMean],
 ) -> Policy:
     """A policy that compresses some leaves and makes up for it, and leaves the others to `inner`.
 
@@ -70,44 +70,44 @@ def with_feedback(
     """
 
     def first(params: PyTree) -> FeedbackState:
-        mine, others = parted(params, chosen)
-        residual = no_residual(word, mine)
+        mine, others = partition_leaves(params, chosen)
+        residual = zero_residual(word, mine)
         return FeedbackState(residual, init(jax.tree.leaves(mine)), inner.init(others))
 
     def update(
         grads: PyTree, state: FeedbackState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, FeedbackState]:
-        context = asking(word)
-        mine, others = parted(marked(grads), chosen)
-        leaves, treedef = jax.tree.flatten(corrected(context, mine, state.residual))
+        context = policy_context(word)
+        mine, others = partition_leaves(mark_gradients(grads), chosen)
+        leaves, treedef = jax.tree.flatten(add_residual(context, mine, state.residual))
         sent = send(context, leaves, state.codec)
-        rest, kept = inner.update(others, state.inner, parted(params, chosen)[1], **extra)
+        rest, kept = inner.update(others, state.inner, partition_leaves(params, chosen)[1], **extra)
         arrived = jax.tree.map(lambda g, m: m.astype(g.dtype), mine, treedef.unflatten(sent.mean))
-        return joined(arrived, rest), FeedbackState(treedef.unflatten(sent.lost), sent.codec, kept)
+        return merge_leaves(arrived, rest), FeedbackState(treedef.unflatten(sent.lost), sent.codec, kept)
 
     return policy_of(first, update)
 
 
-def no_residual(word: str, params: PyTree) -> PyTree:
+def zero_residual(word: str, params: PyTree) -> PyTree:
     """The residual to begin with: zeros, of which `Strategy.init` gives each replica its own."""
     residual = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), params)
-    keep_partial(f"sync.{word}", residual, VariableAggregation.SUM)
+    mark_local(f"sync.{word}", residual, VariableAggregation.SUM)
     return residual
 
 
-def corrected(context: ReplicaContext, grads: PyTree, residual: PyTree) -> PyTree:
+def add_residual(context: ReplicaContext, grads: PyTree, residual: PyTree) -> PyTree:
     """`grads` with what is owed from before, in the precision of the residual."""
     return jax.tree.map(lambda g, r: g.astype(r.dtype) + context.num_replicas_in_sync * r, grads, residual)
 
 
-def parted(tree: PyTree, chosen: Callable[[Any], bool]) -> tuple[PyTree, PyTree]:
+def partition_leaves(tree: PyTree, chosen: Callable[[Any], bool]) -> tuple[PyTree, PyTree]:
     """`tree` twice: with the leaves that are chosen, and with the others; `optax.MaskedNode()` stands for what is missing."""
     mine = jax.tree.map(lambda x: x if chosen(x) else optax.MaskedNode(), tree)
     others = jax.tree.map(lambda x: optax.MaskedNode() if chosen(x) else x, tree)
     return mine, others
 
 
-def joined(mine: PyTree, others: PyTree) -> PyTree:
+def merge_leaves(mine: PyTree, others: PyTree) -> PyTree:
     """The tree of which `mine` and `others` are the parts."""
     return jax.tree.map(lambda a, b: b if _is_missing(a) else a, mine, others, is_leaf=_is_missing)
 

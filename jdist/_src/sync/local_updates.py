@@ -14,12 +14,20 @@ import optax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.jaxpr import replication
-from jdist._src.jaxpr.clip_check import WAY_MARK
-from jdist._src.replica.context import current
-from jdist._src.replica.leaf_annotations import keep_partial, land
-from jdist._src.sync.policy import Policy, asking, counted, is_float, needs, policy_of, transformation
+from jdist._src.jaxpr.clip_check import PSEUDO_GRADIENT_MARK
+from jdist._src.replica.context import current_context
+from jdist._src.replica.leaf_annotations import mark_local, snap_to_target
+from jdist._src.sync.policy import (
+    Policy,
+    check_integer,
+    check_transformation,
+    is_float,
+    policy_context,
+    policy_of,
+    require_params,
+)
 from jdist._src.sync.reduction import mean
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.reduce_op import ReduceOp
@@ -94,15 +102,15 @@ def local_sgd(inner: optax.GradientTransformation, *, every: int) -> Policy:
         [0.0, 0.5]
         [0.375, 0.375]
     """
-    every = counted("local_sgd", "every", every, 1)
-    inner = transformation("local_sgd", inner)
+    every = check_integer("local_sgd", "every", every, 1)
+    inner = check_transformation("local_sgd", inner)
 
     def first(params: PyTree) -> LocalState:
-        return LocalState(jnp.int32(0), set_apart("local_sgd", inner, params, every > 1))
+        return LocalState(jnp.int32(0), init_local_optimizer("local_sgd", inner, params, every > 1))
 
     def update(grads: PyTree, state: LocalState, params: PyTree = None, **extra: Any) -> tuple[PyTree, LocalState]:
-        context = asking("local_sgd")
-        params = needs("local_sgd", params)
+        context = policy_context("local_sgd")
+        params = require_params("local_sgd", params)
         updates, kept = inner.update(grads, state.inner, params, **extra)
         own = optax.apply_updates(params, updates)
         meet = lambda: (context.all_reduce(ReduceOp.MEAN, own), None)
@@ -145,34 +153,34 @@ def diloco(
     Example:
         >>> tx = jdist.sync.diloco(optax.adamw(1e-3), every=50)
     """
-    every = counted("diloco", "every", every, 1)
-    inner = transformation("diloco", inner)
-    outer = transformation("diloco", nesterov() if outer is None else outer)
-    reduction = transformation("diloco", mean() if reduction is None else reduction)
+    every = check_integer("diloco", "every", every, 1)
+    inner = check_transformation("diloco", inner)
+    outer = check_transformation("diloco", nesterov() if outer is None else outer)
+    reduction = check_transformation("diloco", mean() if reduction is None else reduction)
 
     def first(params: PyTree) -> DilocoState:
-        kept = set_apart("diloco", inner, params, every > 1)
-        anchor = copied(params)
+        kept = init_local_optimizer("diloco", inner, params, every > 1)
+        anchor = copy_params(params)
         return DilocoState(jnp.int32(0), anchor, kept, reduction.init(anchor), outer.init(anchor))
 
     def update(grads: PyTree, state: DilocoState, params: PyTree = None, **extra: Any) -> tuple[PyTree, DilocoState]:
-        asking("diloco")
-        params = needs("diloco", params)
+        policy_context("diloco")
+        params = require_params("diloco", params)
         updates, kept = inner.update(grads, state.inner, params, **extra)
         own = optax.apply_updates(params, updates)
 
-        def meet() -> tuple[PyTree, Met]:
+        def meet() -> tuple[PyTree, OuterStep]:
             met = outer_step(reduction, outer, own, state.anchor, state.reduction, state.outer)
             return met.params, met
 
-        apart = (own, Met(state.anchor, state.reduction, state.outer))
+        apart = (own, OuterStep(state.anchor, state.reduction, state.outer))
         steps, updates, met = _met_or_not(every, state.steps, params, updates, meet, apart)
         return updates, DilocoState(steps, met.params, kept, met.reduction, met.outer)
 
     return policy_of(first, update)
 
 
-class Met(NamedTuple):
+class OuterStep(NamedTuple):
     """What a meeting comes to.
 
     Attributes:
@@ -188,25 +196,25 @@ class Met(NamedTuple):
 
 def outer_step(
     reduction: Policy, outer: Policy, own: PyTree, anchor: PyTree, reduction_state: Any, outer_state: Any
-) -> Met:
+) -> OuterStep:
     """One step of the outer optimizer from `anchor`, along the mean of the ways from there to each replica's `own`."""
-    way = jax.tree.map(lambda a, p: checkpoint_name(a - p, WAY_MARK), anchor, own)
+    way = jax.tree.map(lambda a, p: checkpoint_name(a - p, PSEUDO_GRADIENT_MARK), anchor, own)
     gradient, reduction_state = reduction.update(way, reduction_state, anchor)
     updates, outer_state = outer.update(gradient, outer_state, anchor)
-    return Met(optax.apply_updates(anchor, updates), reduction_state, outer_state)
+    return OuterStep(optax.apply_updates(anchor, updates), reduction_state, outer_state)
 
 
 def nesterov() -> Policy:
     """The outer optimizer of the DiLoCo papers."""
-    return transformation("diloco", optax.sgd(0.7, momentum=0.9, nesterov=True))
+    return check_transformation("diloco", optax.sgd(0.7, momentum=0.9, nesterov=True))
 
 
-def copied(params: PyTree) -> PyTree:
+def copy_params(params: PyTree) -> PyTree:
     """`params` as arrays of their own, which do not drift with them."""
     return jax.tree.map(lambda x: jnp.array(x, copy=True), params)
 
 
-def set_apart(word: str, inner: Policy, params: PyTree, drifting: bool) -> Any:
+def init_local_optimizer(word: str, inner: Policy, params: PyTree, drifting: bool) -> Any:
     """The first state of the inner optimizer, with what may come to differ noted as such, and the parameters if they drift.
 
     Raises:
@@ -215,7 +223,7 @@ def set_apart(word: str, inner: Policy, params: PyTree, drifting: bool) -> Any:
     for name, leaf in named_leaves("params", params) if drifting else ():
         if not jnp.issubdtype(jax.dtypes.result_type(leaf), jnp.inexact):
             raise TypeError(
-                f"{name} is {spec(leaf)}, and parameters that drift under `jdist.sync.{word}` are read as their mean, which is "
+                f"{name} is {dtype_and_shape(leaf)}, and parameters that drift under `jdist.sync.{word}` are read as their mean, which is "
                 "no such value. Keep it out of the parameters (`optax.masked`, or a part of the state of its own)."
             )
     state = inner.init(params)
@@ -226,19 +234,19 @@ def set_apart(word: str, inner: Policy, params: PyTree, drifting: bool) -> Any:
     for name, leaf in differing:
         if not is_float(leaf):
             raise TypeError(
-                f"`jdist.sync.{word}` cannot place what its inner optimizer keeps: {name} is {spec(leaf)} and comes from each "
+                f"`jdist.sync.{word}` cannot place what its inner optimizer keeps: {name} is {dtype_and_shape(leaf)} and comes from each "
                 "replica's own gradients, so it would have to be read as a mean. Take that transformation out of the inner "
                 "optimizer, or put it around the policy, where all replicas agree."
             )
-    keep_partial(f"sync.{word}", [leaf for _, leaf in differing], VariableAggregation.MEAN)
+    mark_local(f"sync.{word}", [leaf for _, leaf in differing], VariableAggregation.MEAN)
     if drifting:
-        keep_partial(f"sync.{word}", params, VariableAggregation.MEAN, trainable=True)
+        mark_local(f"sync.{word}", params, VariableAggregation.MEAN, trainable=True)
     return state
 
 
 def _may_differ(word: str, inner: Policy, params: PyTree, state: Any, drifting: bool) -> list[bool]:
     """Of each leaf of the optimizer's state, whether its updates can make it differ between replicas."""
-    axes = getattr(current(), "axes", ()) or ("replica",)  # also where the host program makes a state
+    axes = getattr(current_context(), "axes", ()) or ("replica",)  # also where the host program makes a state
     leaves, treedef = jax.tree.flatten(state)
 
     def update(grads: PyTree, leaves: list[Any], params: PyTree) -> list[Any]:
@@ -275,17 +283,17 @@ def _met_or_not(
 
     def together() -> tuple[PyTree, PyTree, Any]:
         target, more = meet()
-        return target, towards(target, params, updates), more
+        return target, updates_to_target(target, params, updates), more
 
     if every == 1:
         _, updates, more = together()
         return steps, updates, more
     now = steps == every - 1
     target, updates, more = lax.cond(now, together, lambda: (apart[0], updates, apart[1]))
-    land(params, updates, target, now)
+    snap_to_target(params, updates, target, now)
     return jnp.where(now, 0, steps + 1), updates, more
 
 
-def towards(target: PyTree, params: PyTree, like: PyTree) -> PyTree:
+def updates_to_target(target: PyTree, params: PyTree, like: PyTree) -> PyTree:
     """The updates that make `target` of `params`, in the dtypes of `like`."""
     return jax.tree.map(lambda t, p, u: (t - p).astype(u.dtype), target, params, like)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from jdist._src.core.tree import PyTree
-from jdist._src.replica.leaf_annotations import land_if, landings
+from jdist._src.replica.leaf_annotations import collect_sync_targets, snap_to_target_if
 from jdist._src.replica.precision import LossScaleState
 from jdist._src.sync.accumulation import all_finite, either
-from jdist._src.sync.policy import Policy, counted, policy_of, real, transformation
+from jdist._src.sync.policy import Policy, check_integer, check_number, check_transformation, policy_of
 
 _MOST = 2.0**24  # where all gradients are zero, nothing else would stop it
 
@@ -49,11 +49,11 @@ def dynamic_loss_scale(
         (4.0, 1)
     """
     word = "dynamic_loss_scale"
-    inner = transformation(word, inner)
-    interval = counted(word, "interval", interval, 1)
-    if not 1 <= real(word, "initial", initial) <= _MOST:
+    inner = check_transformation(word, inner)
+    interval = check_integer(word, "interval", interval, 1)
+    if not 1 <= check_number(word, "initial", initial) <= _MOST:
         raise ValueError(f"`initial` of `jdist.sync.{word}` is at most 2**24, and from 1 up, got {initial!r}.")
-    if not 1 < real(word, "factor", factor) < math.inf:
+    if not 1 < check_number(word, "factor", factor) < math.inf:
         raise ValueError(f"`factor` of `jdist.sync.{word}` is above 1, got {factor!r}.")
 
     def first(params: PyTree) -> LossScaleState:
@@ -62,10 +62,10 @@ def dynamic_loss_scale(
     def update(
         grads: PyTree, state: LossScaleState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, LossScaleState]:
-        with landings() as inside:
+        with collect_sync_targets() as inside:
             updates, kept = inner.update(grads, state.inner, params, **extra)
         good = all_finite(word, (grads, updates))
-        land_if(good, inside)
+        snap_to_target_if(good, inside)
         grows = good & (state.good + 1 == interval)
         scale = jnp.where(good, state.scale * jnp.where(grows, factor, 1), jnp.maximum(state.scale / factor, 1))
         count = jnp.where(good & ~grows, state.good + 1, 0)

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.replica.context import ReplicaContext
-from jdist._src.sync.error_feedback import Sent, with_feedback
-from jdist._src.sync.policy import Policy, counted, is_float, policy_of, transformation
+from jdist._src.sync.error_feedback import CompressedMean, with_feedback
+from jdist._src.sync.policy import Policy, check_integer, check_transformation, is_float, policy_of
 from jdist._src.sync.reduction import mean
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -39,8 +39,8 @@ def power_sgd(rank: int, inner: optax.GradientTransformation | None = None, *, s
     Example:
         >>> tx = optax.chain(jdist.sync.power_sgd(rank=4), optax.adamw(1e-3))
     """
-    rank = counted("power_sgd", "rank", rank, 1)
-    inner = transformation("power_sgd", mean() if inner is None else inner)
+    rank = check_integer("power_sgd", "rank", rank, 1)
+    inner = check_transformation("power_sgd", mean() if inner is None else inner)
 
     def chosen(leaf: Any) -> bool:
         rows, columns = _sides(leaf)
@@ -50,9 +50,9 @@ def power_sgd(rank: int, inner: optax.GradientTransformation | None = None, *, s
         keys = jax.random.split(jax.random.key(seed), max(len(leaves), 1))
         return [jax.random.normal(key, (_sides(leaf)[1], rank)) for key, leaf in zip(keys, leaves, strict=False)]
 
-    def send(context: ReplicaContext, leaves: list[jax.Array], columns: list[jax.Array]) -> Sent:
+    def send(context: ReplicaContext, leaves: list[jax.Array], columns: list[jax.Array]) -> CompressedMean:
         if not leaves:
-            return Sent([], [], columns)
+            return CompressedMean([], [], columns)
         matrices = [leaf.reshape(_sides(leaf)).astype(jnp.float32) for leaf in leaves]
         left = [matrix @ q for matrix, q in zip(matrices, columns, strict=True)]
         left = [jnp.linalg.qr(p)[0] for p in context.all_reduce(ReduceOp.MEAN, left)]
@@ -63,14 +63,14 @@ def power_sgd(rank: int, inner: optax.GradientTransformation | None = None, *, s
             (leaf - x.astype(leaf.dtype)) / context.num_replicas_in_sync
             for leaf, x in zip(leaves, products, strict=True)
         ]
-        return Sent(products, lost, right)
+        return CompressedMean(products, lost, right)
 
     policy = with_feedback("power_sgd", inner, chosen, init, send)
 
     def first(params: PyTree) -> Any:
         matrices = [(name, leaf) for name, leaf in named_leaves("params", params) if min(_sides(leaf)) > 1]
         if matrices and all(rank > min(_sides(leaf)) for _, leaf in matrices):
-            found = ", ".join(f"{name} {spec(leaf)}" for name, leaf in matrices[:3])
+            found = ", ".join(f"{name} {dtype_and_shape(leaf)}" for name, leaf in matrices[:3])
             raise ValueError(
                 f"`jdist.sync.power_sgd(rank={rank})`: the rank is larger than every matrix among the parameters ({found}). "
                 f"Take one of at most {max(min(_sides(leaf)) for _, leaf in matrices)}."

@@ -9,10 +9,10 @@ import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
 from jdist._src.jaxpr.clip_check import GRADIENT_MARK
-from jdist._src.replica.context import ReplicaContext, replica_context
+from jdist._src.replica.context import ReplicaContext, require_replica_context
 
 Policy: TypeAlias = optax.GradientTransformationExtraArgs
 
@@ -22,30 +22,30 @@ def policy_of(init: Callable[..., Any], update: Callable[..., Any]) -> Policy:
     return Policy(init, update)
 
 
-def reducing(word: str, reduce: Callable[[ReplicaContext, PyTree], PyTree]) -> Policy:
+def stateless_policy(word: str, reduce: Callable[[ReplicaContext, PyTree], PyTree]) -> Policy:
     """A policy without a state: gradients `[...]` of each replica in, `reduce` of them out."""
 
     def update(grads: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
-        return reduce(asking(word), marked(grads)), state
+        return reduce(policy_context(word), mark_gradients(grads)), state
 
     return policy_of(lambda params: optax.EmptyState(), update)
 
 
-def asking(word: str) -> ReplicaContext:
+def policy_context(word: str) -> ReplicaContext:
     """The replica that applies the policy `word`.
 
     Raises:
         RuntimeError: It is the host program, within `strategy.scope()`.
     """
-    return replica_context(f"sync.{word}", "strategy.reduce")
+    return require_replica_context(f"sync.{word}", "strategy.reduce")
 
 
-def marked(grads: PyTree) -> PyTree:
+def mark_gradients(grads: PyTree) -> PyTree:
     """`grads`, named as what a policy was given, so that what was done to them before can be looked at."""
     return jax.tree.map(lambda g: checkpoint_name(g, GRADIENT_MARK) if isinstance(g, jax.Array) else g, grads)
 
 
-def transformation(word: str, inner: Any) -> Policy:
+def check_transformation(word: str, inner: Any) -> Policy:
     """`inner`, taking whatever extra arguments the user hands in.
 
     Raises:
@@ -59,17 +59,17 @@ def transformation(word: str, inner: Any) -> Policy:
     return optax.with_extra_args_support(inner)
 
 
-def counted(word: str, name: str, value: Any, least: int) -> int:
+def check_integer(word: str, name: str, value: Any, least: int) -> int:
     """`value` as a whole number from `least` up.
 
     Raises:
         TypeError: It is no whole number.
         ValueError: It is less than `least`.
     """
-    return whole(f"`{name}` of `jdist.sync.{word}`", value, least)
+    return as_int(f"`{name}` of `jdist.sync.{word}`", value, least)
 
 
-def real(word: str, name: str, value: Any) -> float:
+def check_number(word: str, name: str, value: Any) -> float:
     """`value` as a number.
 
     Raises:
@@ -80,7 +80,7 @@ def real(word: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def needs(word: str, params: PyTree) -> PyTree:
+def require_params(word: str, params: PyTree) -> PyTree:
     """`params`.
 
     Raises:

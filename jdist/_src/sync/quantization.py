@@ -13,8 +13,24 @@ from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.replica.precision import float_dtype
 from jdist._src.replica.random import replica_key
-from jdist._src.sync.error_feedback import FeedbackState, Sent, corrected, joined, no_residual, parted, with_feedback
-from jdist._src.sync.policy import Policy, asking, counted, is_float, marked, policy_of, transformation
+from jdist._src.sync.error_feedback import (
+    CompressedMean,
+    FeedbackState,
+    add_residual,
+    merge_leaves,
+    partition_leaves,
+    with_feedback,
+    zero_residual,
+)
+from jdist._src.sync.policy import (
+    Policy,
+    check_integer,
+    check_transformation,
+    is_float,
+    mark_gradients,
+    policy_context,
+    policy_of,
+)
 from jdist._src.sync.reduction import mean
 
 
@@ -39,7 +55,7 @@ def in_dtype(dtype: Any, inner: optax.GradientTransformation | None = None) -> P
     """
     dtype = float_dtype("`dtype` of `jdist.sync.in_dtype`", dtype)
     digits = jnp.finfo(dtype).nmant
-    inner = transformation("in_dtype", mean() if inner is None else inner)
+    inner = check_transformation("in_dtype", mean() if inner is None else inner)
 
     def loses(leaf: Any) -> bool:
         return is_float(leaf) and jnp.finfo(leaf.dtype).nmant > digits
@@ -48,17 +64,17 @@ def in_dtype(dtype: Any, inner: optax.GradientTransformation | None = None) -> P
         return jax.tree.map(lambda x: x.astype(dtype), tree)
 
     def first(params: PyTree) -> FeedbackState:
-        mine, others = parted(params, loses)
-        return FeedbackState(no_residual("in_dtype", mine), None, inner.init(joined(lower(mine), others)))
+        mine, others = partition_leaves(params, loses)
+        return FeedbackState(zero_residual("in_dtype", mine), None, inner.init(merge_leaves(lower(mine), others)))
 
     def update(
         grads: PyTree, state: FeedbackState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, FeedbackState]:
-        context = asking("in_dtype")
-        mine, others = parted(marked(grads), loses)
-        meant = corrected(context, mine, state.residual)
+        context = policy_context("in_dtype")
+        mine, others = partition_leaves(mark_gradients(grads), loses)
+        meant = add_residual(context, mine, state.residual)
         low = lower(meant)
-        total, kept = inner.update(joined(low, others), state.inner, params, **extra)
+        total, kept = inner.update(merge_leaves(low, others), state.inner, params, **extra)
         count = context.num_replicas_in_sync
         lost = jax.tree.map(lambda x, y: (x - y.astype(x.dtype)) / count, meant, low)
         return jax.tree.map(lambda g, t: t.astype(g.dtype), grads, total), FeedbackState(lost, None, kept)
@@ -101,8 +117,8 @@ def int8(
     """
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"`rounding` of `jdist.sync.int8` is 'nearest' or 'stochastic', got {rounding!r}.")
-    block_size = counted("int8", "block_size", block_size, 1)
-    inner = transformation("int8", mean() if inner is None else inner)
+    block_size = check_integer("int8", "block_size", block_size, 1)
+    inner = check_transformation("int8", mean() if inner is None else inner)
 
     def chosen(leaf: Any) -> bool:
         return is_float(leaf) and leaf.size >= block_size
@@ -110,21 +126,21 @@ def int8(
     def init(leaves: list[Any]) -> jax.Array | None:
         return jax.random.key(seed) if rounding == "stochastic" else None
 
-    def send(context: ReplicaContext, leaves: list[jax.Array], key: jax.Array | None) -> Sent:
+    def send(context: ReplicaContext, leaves: list[jax.Array], key: jax.Array | None) -> CompressedMean:
         if not leaves:
-            return Sent([], [], key)
+            return CompressedMean([], [], key)
         key, *draws = [None] * 3 if key is None else jax.random.split(key, 3)
         count = context.num_replicas_in_sync
         flat = jnp.concatenate([leaf.ravel().astype(jnp.float32) for leaf in leaves])
         parts = _blocks(flat, count, block_size)
         there = _quantized(parts, draws[0])
-        received = _Blocks.of_bytes(ops.exchange(there.bytes, context.axes))
+        received = _Blocks.of_bytes(ops.all_to_all_rows(there.bytes, context.axes))
         own = jnp.sum(received.numbers, axis=0) / count
         back = _quantized(own, draws[1])
-        arrived = _Blocks.of_bytes(ops.stacked(back.bytes, context.axes))
+        arrived = _Blocks.of_bytes(ops.stack_replicas(back.bytes, context.axes))
         lost = (parts - there.numbers) / count
         lost = lost.at[context.replica_id_in_sync_group].add(own - back.numbers)
-        return Sent(_like(arrived.numbers, leaves), _like(lost, leaves), key)
+        return CompressedMean(_like(arrived.numbers, leaves), _like(lost, leaves), key)
 
     return with_feedback("int8", inner, chosen, init, send)
 

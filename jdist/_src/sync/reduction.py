@@ -7,7 +7,7 @@ from jdist._src.collectives import cross_device_ops
 from jdist._src.collectives.cross_device_ops import HierarchicalAllReduce, num_replicas
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext
-from jdist._src.sync.policy import Policy, reducing
+from jdist._src.sync.policy import Policy, stateless_policy
 from jdist._src.values.reduce_op import ReduceOp
 
 
@@ -34,7 +34,7 @@ def mean() -> Policy:
         >>> float(w)
         0.75
     """
-    return reducing("mean", lambda context, grads: context.all_reduce(ReduceOp.MEAN, grads))
+    return stateless_policy("mean", lambda context, grads: context.all_reduce(ReduceOp.MEAN, grads))
 
 
 def sum() -> Policy:  # noqa: A001  # `sync.sum`
@@ -46,7 +46,7 @@ def sum() -> Policy:  # noqa: A001  # `sync.sum`
     Example:
         >>> tx = optax.chain(jdist.sync.sum(), optax.sgd(0.1))
     """
-    return reducing("sum", lambda context, grads: context.all_reduce(ReduceOp.SUM, grads))
+    return stateless_policy("sum", lambda context, grads: context.all_reduce(ReduceOp.SUM, grads))
 
 
 def hierarchical(inner_axis: str, outer_axis: str) -> Policy:
@@ -91,10 +91,10 @@ def hierarchical(inner_axis: str, outer_axis: str) -> Policy:
             )
         leaves, treedef = jax.tree.flatten(grads)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
-        sums = cross_device_ops.all_reduce(ReduceOp.SUM, arrays, axes, ways, context.communication_options)
+        sums = cross_device_ops.all_reduce_packed(ReduceOp.SUM, arrays, axes, ways, context.communication_options)
         return treedef.unflatten([total / num_replicas(axes) for total in sums])
 
-    return reducing("hierarchical", reduce)
+    return stateless_policy("hierarchical", reduce)
 
 
 def exact() -> Policy:
@@ -126,4 +126,4 @@ def exact() -> Policy:
             )
         return context.all_reduce(ReduceOp.MEAN, grads)
 
-    return reducing("exact", reduce)
+    return stateless_policy("exact", reduce)

@@ -11,8 +11,8 @@ from jax import lax
 
 from jdist._src.collectives import ops
 from jdist._src.replica.context import ReplicaContext
-from jdist._src.sync.error_feedback import Sent, with_feedback
-from jdist._src.sync.policy import Policy, is_float, real, transformation
+from jdist._src.sync.error_feedback import CompressedMean, with_feedback
+from jdist._src.sync.policy import Policy, check_number, check_transformation, is_float
 from jdist._src.sync.reduction import mean
 
 
@@ -41,11 +41,11 @@ def top_k(fraction: float, inner: optax.GradientTransformation | None = None) ->
     Example:
         >>> tx = optax.chain(jdist.sync.top_k(0.01), optax.sgd(0.1))
     """
-    if not 0 < real("top_k", "fraction", fraction) <= 1:
+    if not 0 < check_number("top_k", "fraction", fraction) <= 1:
         raise ValueError(
             f"`fraction` of `jdist.sync.top_k` is in (0, 1], got {fraction!r}: 0.01 sends one number in 100."
         )
-    inner = transformation("top_k", mean() if inner is None else inner)
+    inner = check_transformation("top_k", mean() if inner is None else inner)
 
     def count(leaf: Any) -> int:
         return math.ceil(fraction * leaf.size)
@@ -53,9 +53,9 @@ def top_k(fraction: float, inner: optax.GradientTransformation | None = None) ->
     def chosen(leaf: Any) -> bool:
         return is_float(leaf) and count(leaf) < leaf.size
 
-    def send(context: ReplicaContext, leaves: list[jax.Array], codec: None) -> Sent:
+    def send(context: ReplicaContext, leaves: list[jax.Array], codec: None) -> CompressedMean:
         if not leaves:
-            return Sent([], [], codec)
+            return CompressedMean([], [], codec)
         replicas = context.num_replicas_in_sync
         starts = np.cumsum([0] + [leaf.size for leaf in leaves])
         flat = jnp.concatenate([leaf.ravel().astype(jnp.float32) for leaf in leaves])
@@ -63,7 +63,7 @@ def top_k(fraction: float, inner: optax.GradientTransformation | None = None) ->
             [start + _largest(leaf, count(leaf)) for start, leaf in zip(starts, leaves, strict=False)]
         )
         message = jnp.stack([lax.bitcast_convert_type(flat[places], jnp.int32), places])
-        received = ops.stacked(message, context.axes)
+        received = ops.stack_replicas(message, context.axes)
 
         def add(total: jax.Array, one: jax.Array) -> tuple[jax.Array, None]:
             # One replica after the other, each place once: an order of additions that all devices share.
@@ -75,7 +75,7 @@ def top_k(fraction: float, inner: optax.GradientTransformation | None = None) ->
             part.reshape(leaf.shape).astype(leaf.dtype)
             for part, leaf in zip(jnp.split(x, starts[1:-1]), leaves, strict=True)
         ]
-        return Sent(cut(total / replicas), cut(lost), codec)
+        return CompressedMean(cut(total / replicas), cut(lost), codec)
 
     return with_feedback("top_k", inner, chosen, lambda leaves: None, send)
 

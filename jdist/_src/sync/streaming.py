@@ -9,9 +9,24 @@ import optax
 from jax import lax
 
 from jdist._src.core.tree import PyTree
-from jdist._src.replica.leaf_annotations import land
-from jdist._src.sync.local_updates import Met, copied, nesterov, outer_step, set_apart, towards
-from jdist._src.sync.policy import Policy, asking, counted, needs, policy_of, real, transformation
+from jdist._src.replica.leaf_annotations import snap_to_target
+from jdist._src.sync.local_updates import (
+    OuterStep,
+    copy_params,
+    init_local_optimizer,
+    nesterov,
+    outer_step,
+    updates_to_target,
+)
+from jdist._src.sync.policy import (
+    Policy,
+    check_integer,
+    check_number,
+    check_transformation,
+    policy_context,
+    policy_of,
+    require_params,
+)
 from jdist._src.sync.reduction import mean
 
 
@@ -26,7 +41,7 @@ class StreamingState(NamedTuple):
 
     steps: jax.Array
     inner: Any
-    fragments: tuple[Met, ...]
+    fragments: tuple[OuterStep, ...]
 
 
 def streaming_diloco(
@@ -69,34 +84,34 @@ def streaming_diloco(
         >>> tx = jdist.sync.streaming_diloco(optax.adamw(1e-3), every=50, fragments=4)
     """
     word = "streaming_diloco"
-    every = counted(word, "every", every, 1)
-    fragments = counted(word, "fragments", fragments, 1)
-    overlap = counted(word, "overlap", overlap, 0)
+    every = check_integer(word, "every", every, 1)
+    fragments = check_integer(word, "fragments", fragments, 1)
+    overlap = check_integer(word, "overlap", overlap, 0)
     if overlap >= every:
         raise ValueError(
             f"`overlap` of `jdist.sync.{word}` is less than `every`, got {overlap} and {every}: what was sent is used before "
             "the next is sent."
         )
-    if not 0 <= real(word, "blend", blend) < 1:
+    if not 0 <= check_number(word, "blend", blend) < 1:
         raise ValueError(
             f"`blend` of `jdist.sync.{word}` is from 0 up and below 1, got {blend!r}: a replica's own part."
         )
-    inner = transformation(word, inner)
-    outer = transformation(word, nesterov() if outer is None else outer)
-    reduction = transformation(word, mean() if reduction is None else reduction)
+    inner = check_transformation(word, inner)
+    outer = check_transformation(word, nesterov() if outer is None else outer)
+    reduction = check_transformation(word, mean() if reduction is None else reduction)
     always = every == 1 and blend == 0  # then nothing drifts
 
     def first(params: PyTree) -> StreamingState:
-        kept = set_apart(word, inner, params, not always)
-        parts = [copied(part) for part in _parts(params, fragments)]
-        mets = [Met(part, reduction.init(part), outer.init(part)) for part in parts]
+        kept = init_local_optimizer(word, inner, params, not always)
+        parts = [copy_params(part) for part in _parts(params, fragments)]
+        mets = [OuterStep(part, reduction.init(part), outer.init(part)) for part in parts]
         return StreamingState(jnp.int32(0), kept, tuple(mets))
 
     def update(
         grads: PyTree, state: StreamingState, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, StreamingState]:
-        asking(word)
-        params = needs(word, params)
+        policy_context(word)
+        params = require_params(word, params)
         updates, kept = inner.update(grads, state.inner, params, **extra)
         own = optax.apply_updates(params, updates)
         parts = zip(state.fragments, *(_parts(tree, fragments) for tree in (params, own, updates)), strict=True)
@@ -105,8 +120,13 @@ def streaming_diloco(
         return _whole(updates, updates_of_parts), StreamingState(state.steps + 1, kept, mets)
 
     def fragment(
-        number: int, steps: jax.Array, met: Met, old: list[jax.Array], own: list[jax.Array], update: list[jax.Array]
-    ) -> tuple[Met, list[jax.Array]]:
+        number: int,
+        steps: jax.Array,
+        met: OuterStep,
+        old: list[jax.Array],
+        own: list[jax.Array],
+        update: list[jax.Array],
+    ) -> tuple[OuterStep, list[jax.Array]]:
         """What becomes of a fragment in a step from `old` to `own`: its last meeting, and its updates."""
         sends, arrives = (
             True if always else (moment > 0) & ((moment - number * every // fragments) % every == 0)
@@ -121,11 +141,11 @@ def streaming_diloco(
             new = (
                 [blend * a + (1 - blend) * b for a, b in zip(own, after.params, strict=True)] if blend else after.params
             )
-            return towards(new, old, update)
+            return updates_to_target(new, old, update)
 
         update = blended() if always else lax.cond(arrives, blended, lambda: update)
         if not blend and not always:
-            land(old, update, after.params, arrives)
+            snap_to_target(old, update, after.params, arrives)
         return after, update
 
     return policy_of(first, update)

@@ -20,7 +20,7 @@ from jdist._src.strategies.description import Description
 from jdist._src.training.history import History
 from jdist._src.training.report.page import report
 from jdist._src.training.summary import is_spent, last_row, state_in_words, table
-from jdist._src.values.arrays import is_placed
+from jdist._src.values.arrays import is_device_array
 
 
 class Moment(enum.StrEnum):
@@ -116,7 +116,7 @@ class Event:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class CallbackResult:
     """What a callback may return: that training stops, or goes on with another state.
 
     Attributes:
@@ -139,7 +139,7 @@ class Callback(Protocol):
     the class and the `repr`, if the class defines one. Two callbacks of one class need one of these to be told apart.
     """
 
-    def __call__(self, event: Event, /) -> Answer | None:
+    def __call__(self, event: Event, /) -> CallbackResult | None:
         """Called at every event, in the order in which callbacks were handed in."""
         ...
 
@@ -223,11 +223,11 @@ class Fit:
 
 
 def _copied(leaf: Any) -> Any:
-    return jax.device_put(leaf, leaf.sharding, may_alias=False) if is_placed(leaf) else copy.deepcopy(leaf)
+    return jax.device_put(leaf, leaf.sharding, may_alias=False) if is_device_array(leaf) else copy.deepcopy(leaf)
 
 
 def _on_host(leaf: Any) -> Any:
-    if not is_placed(leaf):
+    if not is_device_array(leaf):
         return leaf
     if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
         raise ValueError(

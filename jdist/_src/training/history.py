@@ -114,12 +114,14 @@ class History:
         left_out = f"… {len(self.rows) - 2 * half:,} more"
         blank = [""] * (len(self.columns) - 1)
         return [
-            [left_out, *blank] if row is None else [in_words(row[name]) if name in row else "" for name in self.columns]
+            [left_out, *blank]
+            if row is None
+            else [format_value(row[name]) if name in row else "" for name in self.columns]
             for row in rows
         ]
 
 
-def in_words(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value of a row as it is read: whole numbers in full, others to four digits.
 
     Example:

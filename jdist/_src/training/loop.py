@@ -20,15 +20,15 @@ from jdist._src.core.errors import FitError
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.replicate import Proof
 from jdist._src.strategies.base import Strategy
-from jdist._src.strategies.variables import read
+from jdist._src.strategies.variables import read_values
 from jdist._src.training.callback_state import Memory, saved_memories
-from jdist._src.training.events import Answer, Callback, Event, Fit, Moment
+from jdist._src.training.events import Callback, CallbackResult, Event, Fit, Moment
 from jdist._src.training.interrupt import interrupts
-from jdist._src.training.recorder import Failure, Record
-from jdist._src.training.resume import Beginning, with_seen
-from jdist._src.training.state import parts_of
+from jdist._src.training.recorder import NonFiniteStep, Recorder
+from jdist._src.training.resume import StartPoint, with_seen
+from jdist._src.training.state import state_fields
 from jdist._src.training.step_inputs import Turn
-from jdist._src.training.steps import Carry, Outcome
+from jdist._src.training.steps import StepOutcome, TrainCarry
 from jdist._src.training.summary import is_spent
 
 CHECKED = 32  # calls after which losses are looked at, and processes agree whether to stop
@@ -55,7 +55,7 @@ class Work:
     """
 
     strategy: Strategy
-    step: Callable[[Carry, Turn], tuple[Carry, Outcome]]
+    step: Callable[[TrainCarry, Turn], tuple[TrainCarry, StepOutcome]]
     read: Callable[[PyTree], Mapping[str, Any]]
     nothing_seen: Callable[[], PyTree]
     validate: Callable[[PyTree], Mapping[str, Any]] | None
@@ -80,15 +80,15 @@ class Loop:
         position: Where the data begin.
     """
 
-    def __init__(self, work: Work, begin: Beginning, position: Mapping[str, Any]):
+    def __init__(self, work: Work, begin: StartPoint, position: Mapping[str, Any]):
         self._work = work
         seen: Any = with_seen(work.nothing_seen(), begin.kept.get("seen", ()))
-        self._carry = Carry(begin.state, seen, work.strategy.put(np.bool_(False)))
-        self._first = self._step = self._epoch_first = int(parts_of(begin.state).step)
+        self._carry = TrainCarry(begin.state, seen, work.strategy.put(np.bool_(False)))
+        self._first = self._step = self._epoch_first = int(state_fields(begin.state).step)
         self._calls = self._taken = self._epoch_taken = 0
         self._epoch, self._position, self._stalled = position["epoch"], position, 0.0
         self._metrics: Mapping[str, Any] = {}
-        self._record = Record(begin.kept)
+        self._record = Recorder(begin.kept)
         self._began = self._epoch_began = time.perf_counter()
         self._stop: str | None = None
         self._failed = self._ends_epoch = False
@@ -179,7 +179,7 @@ class Loop:
             return _ENDED
         return no_step_left(asked, self._first)
 
-    def _look_at(self, failure: Failure | None) -> None:
+    def _look_at(self, failure: NonFiniteStep | None) -> None:
         """Stops at a loss that is not finite, if that is asked for: the steps from there on were refused."""
         if failure is None or not self._work.stops_at_failure or self._failed:
             return
@@ -239,7 +239,7 @@ class Loop:
             "callbacks": saved_memories(self._work.memories),
             "history": [dict(row) for row in self._record.history.rows],
             "losses": self._record.as_arrays(),
-            "seen": jax.tree.leaves(read(self._carry.seen)),
+            "seen": jax.tree.leaves(read_values(self._carry.seen)),
         }
 
     @contextlib.contextmanager
@@ -304,8 +304,8 @@ def _is_lost(state: PyTree, error: Exception) -> bool:
     return False
 
 
-def _checked(callback: Callback, answer: Any) -> Answer | None:
-    if isinstance(answer, Answer | None):
+def _checked(callback: Callback, answer: Any) -> CallbackResult | None:
+    if isinstance(answer, CallbackResult | None):
         return answer
     name = getattr(callback, "__name__", type(callback).__name__)
     raise TypeError(

@@ -10,7 +10,7 @@ from typing import Any
 _TARGETS_FIRST = {("y_true", "y_pred"), ("target", "output")}
 
 
-def in_trainer_order(loss: Any) -> Any:
+def adapt_loss(loss: Any) -> Any:
     """Returns `loss` as a function from outputs and targets to losses `[batch, ...]`.
 
     A `keras.losses.Loss` is called with the targets first and without its reduction. A function whose first two parameters
@@ -42,7 +42,7 @@ def is_keras_metric(metric: Any) -> bool:
     return _is_keras(metric, "metrics", "Metric")
 
 
-def check_backend() -> None:
+def check_keras_backend() -> None:
     """Raises ValueError if Keras is imported and does not compute with JAX."""
     keras = sys.modules.get("keras")
     if keras is not None and keras.backend.backend() != "jax":
@@ -59,7 +59,7 @@ def _is_keras(value: Any, module: str, name: str) -> bool:
 
 def _per_example(loss: Any) -> Any:
     """A copy of a Keras loss that returns one value per example."""
-    check_backend()
+    check_keras_backend()
     if loss.reduction == "sum":
         raise ValueError(
             f'The Keras loss {loss.name} has reduction="sum". A `Trainer` averages the losses over the examples of all '

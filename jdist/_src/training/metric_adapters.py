@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist._src.core.tree import PyTree, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.replica.metrics import Mean, Metric
-from jdist._src.training.loss_adapters import in_trainer_order, is_keras_metric
+from jdist._src.training.loss_adapters import adapt_loss, is_keras_metric
 
 # What else is in a row of the history, or in what `evaluate` gives.
 _TAKEN = ("loss", "examples", "epoch", "step", "seconds", "rows_per_second", "stalled", "learning_rate")
 
 
-class Measure(NamedTuple):
+class MetricAdapter(NamedTuple):
     """A metric, and how it is fed.
 
     Attributes:
@@ -26,7 +26,7 @@ class Measure(NamedTuple):
     of: Callable[[PyTree, PyTree], tuple[Any, ...]]
 
 
-def measures_of(metrics: Any) -> dict[str, Measure]:
+def adapt_metrics(metrics: Any) -> dict[str, MetricAdapter]:
     """The metrics that a user hands in, by name.
 
     Raises:
@@ -45,14 +45,14 @@ def measures_of(metrics: Any) -> dict[str, Measure]:
     return {name: _measure(name, metric) for name, metric in metrics.items()}
 
 
-def epoch_names(measures: Mapping[str, Measure], has_validation: bool) -> list[str]:
+def epoch_names(measures: Mapping[str, MetricAdapter], has_validation: bool) -> list[str]:
     """Returns the names of the loss and the metrics at the end of an epoch."""
     names = ["loss", *measures]
     return names + [f"val_{name}" for name in names if has_validation]
 
 
-def measured(
-    measures: Mapping[str, Measure], losses: jax.Array, outputs: PyTree, targets: PyTree, weights: Any
+def batch_metrics(
+    measures: Mapping[str, MetricAdapter], losses: jax.Array, outputs: PyTree, targets: PyTree, weights: Any
 ) -> dict[str, Metric]:
     """The loss and the metrics of one batch."""
     seen: dict[str, Metric] = {"loss": Mean().update(losses, weights=weights)}
@@ -77,24 +77,24 @@ def checked_losses(losses: Any, rows: int) -> jax.Array:
         raise TypeError(f"`loss` returns one array, the losses of the examples, and returned {_specs(losses)}.")
     if jnp.ndim(losses) == 0 or jnp.shape(losses)[0] != rows:
         raise ValueError(
-            f"`loss` returned {spec(losses)} for {rows} examples, and a value for each of them is needed, [{rows}, ...]: leave "
+            f"`loss` returned {dtype_and_shape(losses)} for {rows} examples, and a value for each of them is needed, [{rows}, ...]: leave "
             "`.mean()` or `.sum()` out. They are averaged over the examples of all replicas; padding counts for nothing."
         )
     return jnp.asarray(losses)
 
 
-def _measure(name: str, metric: Any) -> Measure:
+def _measure(name: str, metric: Any) -> MetricAdapter:
     if isinstance(metric, Metric):
-        return Measure(metric, lambda outputs, targets: (outputs, targets))
+        return MetricAdapter(metric, lambda outputs, targets: (outputs, targets))
     if isinstance(metric, (tuple, list)) and len(metric) == 2 and isinstance(metric[0], Metric) and callable(metric[1]):
-        return Measure(metric[0], _tuple_from(name, metric[1]))
+        return MetricAdapter(metric[0], _tuple_from(name, metric[1]))
     if is_keras_metric(metric):
         raise TypeError(
             f"The metric {name!r} is a Keras metric, {type(metric).__name__}, which counts in variables of its own. Take one "
             "of `jdist.metrics`, or a function from outputs and targets to values [batch, ...]."
         )
     if callable(metric) and not isinstance(metric, type):
-        return Measure(Mean(), _values_from(name, in_trainer_order(metric)))
+        return MetricAdapter(Mean(), _values_from(name, adapt_loss(metric)))
     called = f"the class {metric.__name__}: call it" if isinstance(metric, type) else repr(metric)
     raise TypeError(
         f"The metric {name!r} is a metric of `jdist.metrics`, a pair of one and a function from outputs and targets to what it "
@@ -137,4 +137,4 @@ def _check_sums(name: str, empty: Metric, seen: Metric) -> None:
 
 
 def _specs(tree: PyTree) -> str:
-    return str(jax.tree.map(spec, tree)).replace("'", "")
+    return str(jax.tree.map(dtype_and_shape, tree)).replace("'", "")

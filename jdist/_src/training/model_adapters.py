@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._src.core.tree import PyTree
-from jdist._src.training.loss_adapters import check_backend
+from jdist._src.training.loss_adapters import check_keras_backend
 
 _MODES = {
     "train": lambda train: train,
@@ -20,7 +20,7 @@ _MODES = {
 }
 
 
-class Model(NamedTuple):
+class ModelFunctions(NamedTuple):
     """A model as training sees it.
 
     Attributes:
@@ -33,13 +33,13 @@ class Model(NamedTuple):
     apply: Callable[[PyTree, PyTree, PyTree, jax.Array, bool, Any], tuple[PyTree, PyTree]]
 
 
-def model_of(model: Any) -> Model:
+def adapt_model(model: Any) -> ModelFunctions:
     """A model of flax (linen or nnx) or Keras, or a pair of functions `(init, apply)`, as a `Model`.
 
     Raises:
         TypeError: It is none of these.
     """
-    if isinstance(model, Model):
+    if isinstance(model, ModelFunctions):
         return model
     for (library, name), adapter in _ADAPTERS.items():
         kind = getattr(sys.modules.get(library), name, None)  # whoever has such a model has imported its library
@@ -65,16 +65,16 @@ def _keywords(fn: Callable[..., Any], known: int) -> Callable[..., dict[str, Any
     return told
 
 
-def _of_pair(init: Callable[..., PyTree], apply: Callable[..., Any]) -> Model:
+def _of_pair(init: Callable[..., PyTree], apply: Callable[..., Any]) -> ModelFunctions:
     told = _keywords(apply, 2)
 
     def run(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> Any:
         return apply(params, inputs, **told(train, weights, key=key)), state
 
-    return Model(lambda key, inputs: (init(key, inputs), {}), run)
+    return ModelFunctions(lambda key, inputs: (init(key, inputs), {}), run)
 
 
-def _of_linen(module: Any) -> Model:
+def _of_linen(module: Any) -> ModelFunctions:
     from flax.core import meta
 
     told = _keywords(type(module).__call__, 2)
@@ -96,10 +96,10 @@ def _of_linen(module: Any) -> Model:
         )
         return outputs, {**state, **new}
 
-    return Model(init, apply)
+    return ModelFunctions(init, apply)
 
 
-def _of_nnx(module: Any) -> Model:
+def _of_nnx(module: Any) -> ModelFunctions:
     from flax import nnx
 
     told = _keywords(type(module).__call__, 2)
@@ -124,7 +124,7 @@ def _of_nnx(module: Any) -> Model:
         outputs = merged(inputs, **told(train, weights))
         return outputs, nnx.to_pure_dict(nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
 
-    return Model(init, apply)
+    return ModelFunctions(init, apply)
 
 
 def _drawn_from(key: jax.Array, keys: PyTree) -> PyTree:
@@ -137,8 +137,8 @@ def _drawn_from(key: jax.Array, keys: PyTree) -> PyTree:
     return treedef.unflatten(fresh)
 
 
-def _of_keras(model: Any) -> Model:
-    check_backend()
+def _of_keras(model: Any) -> ModelFunctions:
+    check_keras_backend()
     if not model.built:
         raise ValueError(
             "The Keras model has no weights yet. Begin it with a `keras.Input(shape)`, or call `model.build((None, ...))` "
@@ -167,7 +167,7 @@ def _of_keras(model: Any) -> Model:
         outputs, new = model.stateless_call(*values, inputs, **told(train))
         return outputs, {**dict(zip(kept, new, strict=True)), **seeds}
 
-    return Model(init, apply)
+    return ModelFunctions(init, apply)
 
 
 def _names(variables: Any) -> list[str]:

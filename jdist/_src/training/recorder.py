@@ -10,10 +10,10 @@ import numpy as np
 
 from jdist._src.training.history import History
 from jdist._src.training.step_inputs import Turn
-from jdist._src.training.steps import Outcome
+from jdist._src.training.steps import StepOutcome
 
 
-class Failure(NamedTuple):
+class NonFiniteStep(NamedTuple):
     """A step whose loss, or whose update, was not finite.
 
     Attributes:
@@ -36,7 +36,7 @@ class Failure(NamedTuple):
         return f"The {what} of step {self.step} is {found}, of batch {self.batch} of epoch {self.epoch}."
 
 
-class Record:
+class Recorder:
     """The history so far, and losses that are still on the devices.
 
     Mutable. A loss is fetched some calls after its step was, so that nobody waits for it; which losses are fetched when
@@ -47,7 +47,7 @@ class Record:
         self._rows: list[Mapping[str, float]] = list(kept.get("history", ()))
         steps, losses = kept.get("losses", ((), ()))
         self._losses: dict[int, float] = dict(zip(map(int, steps), map(float, losses), strict=True))
-        self._waiting: list[tuple[int, Mapping[str, Any], Sequence[Mapping[str, Any]], Outcome]] = []
+        self._waiting: list[tuple[int, Mapping[str, Any], Sequence[Mapping[str, Any]], StepOutcome]] = []
 
     @property
     def history(self) -> History:
@@ -63,12 +63,12 @@ class Record:
         """The steps whose losses were fetched, and their losses."""
         return [np.array(list(self._losses)), np.array(list(self._losses.values()), np.float32)]
 
-    def wait_for(self, step: int, before: Mapping[str, Any], turn: Turn, outcome: Outcome) -> None:
+    def wait_for(self, step: int, before: Mapping[str, Any], turn: Turn, outcome: StepOutcome) -> None:
         """How the steps of a call went, leaves `[]` or `[step]`, from number `step` on; and where the data stood before."""
         # Not the batches: their memory is to be free when the step is over.
         self._waiting.append((step, before, [draw.position for draw in turn.draws], outcome))
 
-    def fetch(self, but: int = 0) -> Failure | None:
+    def fetch(self, but: int = 0) -> NonFiniteStep | None:
         """Fetches what is waiting, but for that of the last `but` calls; gives the first step that was not sound."""
         number = max(0, len(self._waiting) - but)
         ready, self._waiting = self._waiting[:number], self._waiting[number:]
@@ -81,7 +81,7 @@ class Record:
                 if failure is None and not sound:
                     here = positions[offset]
                     before = positions[offset - 1] if offset else before
-                    failure = Failure(first + offset, loss, here["epoch"], here["batch"] - 1, before)
+                    failure = NonFiniteStep(first + offset, loss, here["epoch"], here["batch"] - 1, before)
         return failure
 
     def forget_after(self, step: int) -> None:

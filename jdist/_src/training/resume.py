@@ -13,17 +13,17 @@ from jdist._src.callbacks.checkpoint import Checkpoint, with_shares
 from jdist._src.callbacks.log_rows import check_destinations
 from jdist._src.callbacks.progress import Progress
 from jdist._src.callbacks.progress import progress as display
-from jdist._src.checkpoint.checkpointer import Checkpointer, newest_of
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.checkpoint.checkpointer import Checkpointer, newest_step
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.events import Callback
-from jdist._src.training.state import parts_of
-from jdist._src.values.arrays import check_alive, is_placed
+from jdist._src.training.state import state_fields
+from jdist._src.values.arrays import check_not_deleted, is_device_array
 from jdist._src.values.sync_on_read import SyncOnRead
 
 
-class Beginning(NamedTuple):
+class StartPoint(NamedTuple):
     """What training begins with.
 
     Attributes:
@@ -37,7 +37,7 @@ class Beginning(NamedTuple):
     kept: Mapping[str, Any] = MappingProxyType({})
 
 
-def beginning(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | None, resume: Any) -> Beginning:
+def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | None, resume: Any) -> StartPoint:
     """The newest checkpoint of `resume`, if there is one; else `state`, or what `make` makes.
 
     Raises:
@@ -48,15 +48,15 @@ def beginning(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | No
         _check(state)
     if resume is not None:
         with _opened(resume) as checkpointer:
-            newest = newest_of(checkpointer)
+            newest = newest_step(checkpointer)
             if newest is not None:
                 like = state if make is None else jax.eval_shape(make)
                 found = checkpointer.restore(strategy, like, newest)
                 kept, begun = found.extra or {}, found.state
                 if kept.get("replicas") == strategy.num_replicas_in_sync:
                     begun = with_shares(begun, kept["shares"], strategy)
-                return Beginning(begun, found.data_position, kept)
-    return Beginning(state if make is None else make())
+                return StartPoint(begun, found.data_position, kept)
+    return StartPoint(state if make is None else make())
 
 
 def with_seen(nothing: SyncOnRead, totals: Sequence[Any]) -> SyncOnRead:
@@ -85,7 +85,7 @@ def last_checkpoint(callbacks: Sequence[Callback], resume: Any) -> str:
     )
 
 
-def total_steps(dataset: DistributedDataset, begin: Beginning, steps: int | None) -> int | None:
+def total_steps(dataset: DistributedDataset, begin: StartPoint, steps: int | None) -> int | None:
     """After how many steps training is at its end, those before it included; None if that is not known."""
     try:
         batches = len(dataset)
@@ -95,7 +95,7 @@ def total_steps(dataset: DistributedDataset, begin: Beginning, steps: int | None
     if begin.position is not None:
         per_epoch = len(dataset.repeated(1))
         gone = begin.position["epoch"] * per_epoch + begin.position["batch"]
-    total = int(parts_of(begin.state).step) + batches - gone
+    total = int(state_fields(begin.state).step) + batches - gone
     return total if steps is None else min(total, steps)
 
 
@@ -148,11 +148,11 @@ def _opened(resume: Any):
 
 
 def _check(state: PyTree) -> None:
-    parts_of(state)
+    state_fields(state)
     for name, leaf in named_leaves("state", state):
-        check_alive(name, leaf)
-        if not is_placed(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
+        check_not_deleted(name, leaf)
+        if not is_device_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
-                f"{name} is {spec(leaf)} on the host, and `fit` takes a state on the devices of the strategy. Place it: "
+                f"{name} is {dtype_and_shape(leaf)} on the host, and `fit` takes a state on the devices of the strategy. Place it: "
                 "`strategy.put(state)`."
             )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist._src.core.tree import PyTree, named_leaves
-from jdist._src.values.arrays import check_alive
+from jdist._src.values.arrays import check_not_deleted
 from jdist._src.values.base import is_distributed
 
 
@@ -61,7 +61,7 @@ class TrainState:
         return cls(jnp.int32(0), params, optimizer.init(params), {} if model_state is None else model_state, rng)
 
 
-class Parts(NamedTuple):
+class StateFields(NamedTuple):
     """What a training step needs of a state, whatever class that is of.
 
     Attributes:
@@ -79,7 +79,7 @@ class Parts(NamedTuple):
     rng: Any
 
 
-def parts_of(state: PyTree) -> Parts:
+def state_fields(state: PyTree) -> StateFields:
     """The parts of a `TrainState`, or of another dataclass with `step`, `params` and `opt_state`.
 
     That may have a `model_state` too, or `batch_stats` as is the custom with flax, and a `rng`.
@@ -99,12 +99,12 @@ def parts_of(state: PyTree) -> Parts:
     if model_state is None and getattr(state, "batch_stats", None):
         model_state = {"batch_stats": state.batch_stats}
     rng = getattr(state, "rng", None)
-    return Parts(
+    return StateFields(
         state.step, state.params, state.opt_state, model_state or {}, jax.random.key(0) if rng is None else rng
     )
 
 
-class Parameters(NamedTuple):
+class ModelVariables(NamedTuple):
     """The part of a training state that the model is applied with.
 
     Attributes:
@@ -116,7 +116,7 @@ class Parameters(NamedTuple):
     model_state: PyTree
 
 
-def parameters_of(state: PyTree) -> Parameters:
+def model_variables(state: PyTree) -> ModelVariables:
     """Returns the parameters, and the other variables of the model, as plain arrays.
 
     Of values that differ between the replicas it is the mean; of values that are split, each part where it is stored.
@@ -125,14 +125,14 @@ def parameters_of(state: PyTree) -> Parameters:
         ValueError: The memory of the state was given away.
         TypeError: `state` is no training state.
     """
-    parts = parts_of(state)
+    parts = state_fields(state)
     for name, leaf in named_leaves("state", state):
-        check_alive(name, leaf)
+        check_not_deleted(name, leaf)
     read = lambda node: node.read() if is_distributed(node) else node
-    return Parameters(*jax.tree.map(read, (parts.params, parts.model_state), is_leaf=is_distributed))
+    return ModelVariables(*jax.tree.map(read, (parts.params, parts.model_state), is_leaf=is_distributed))
 
 
-def with_parts(state: Any, step: Any, params: PyTree, opt_state: PyTree, model_state: PyTree) -> Any:
+def replace_fields(state: Any, step: Any, params: PyTree, opt_state: PyTree, model_state: PyTree) -> Any:
     """`state` with what a step made of it."""
     new = {"step": step, "params": params, "opt_state": opt_state}
     if getattr(state, "model_state", None):

@@ -7,7 +7,7 @@ from jdist._src.core.tree import PyTree
 from jdist._src.data.dataset import DistributedIterator, stats
 
 
-class Draw(NamedTuple):
+class DrawnBatch(NamedTuple):
     """A batch, and what is known of it.
 
     Attributes:
@@ -33,24 +33,24 @@ class Turn(NamedTuple):
         ends_epoch: Whether the last of them is the last of the epoch, or the last of all.
     """
 
-    draws: Sequence[Draw]
+    draws: Sequence[DrawnBatch]
     ends_epoch: bool
 
 
-def draws(iterator: DistributedIterator, has_weights: bool) -> Iterator[Draw]:
+def draws(iterator: DistributedIterator, has_weights: bool) -> Iterator[DrawnBatch]:
     """What `iterator` has still to give."""
     for element in iterator:
         position, seen = iterator.get_state(), stats(iterator)
         inputs = element if has_weights else (element,)
-        yield Draw(inputs, position["epoch"], position, seen.examples, seen.stalled_fraction)
+        yield DrawnBatch(inputs, position["epoch"], position, seen.examples, seen.stalled_fraction)
 
 
-def turns(given: Iterable[Draw], steps_per_call: int) -> Iterator[Turn]:
+def turns(given: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[Turn]:
     """Batches in groups of `steps_per_call`; those that are left at the end of an epoch one by one.
 
     The next batch is drawn before a group is given, which is how the last of an epoch is known.
     """
-    group: list[Draw] = []
+    group: list[DrawnBatch] = []
     for draw, following in _with_next(given):
         group.append(draw)
         ends = following is None or following.epoch != draw.epoch
@@ -62,7 +62,7 @@ def turns(given: Iterable[Draw], steps_per_call: int) -> Iterator[Turn]:
             group = []
 
 
-def _with_next(given: Iterable[Draw]) -> Iterator[tuple[Draw, Draw | None]]:
+def _with_next(given: Iterable[DrawnBatch]) -> Iterator[tuple[DrawnBatch, DrawnBatch | None]]:
     iterator = iter(given)
     draw = next(iterator, None)
     while draw is not None:

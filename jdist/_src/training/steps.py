@@ -12,21 +12,21 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from jdist._src.core import jax_compat
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.replica import leaf_annotations, precision
-from jdist._src.replica.context import all_reduce, replica_context
+from jdist._src.replica.context import all_reduce, require_replica_context
 from jdist._src.replica.gradients import value_and_grad
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.replica.precision import Precision
 from jdist._src.replica.random import replica_key
-from jdist._src.training.metric_adapters import Measure, checked_losses, measured
-from jdist._src.training.model_adapters import Model
-from jdist._src.training.state import Parameters, TrainState, parts_of, with_parts
+from jdist._src.training.metric_adapters import MetricAdapter, batch_metrics, checked_losses
+from jdist._src.training.model_adapters import ModelFunctions
+from jdist._src.training.state import ModelVariables, TrainState, replace_fields, state_fields
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.sync_on_read import SyncOnRead
 
 
-class Outcome(NamedTuple):
+class StepOutcome(NamedTuple):
     """How a step went.
 
     Attributes:
@@ -46,7 +46,7 @@ class _NoName:
 
 
 @dataclasses.dataclass(frozen=True)
-class Carry:
+class TrainCarry:
     """The input of a training step that the step before it returned.
 
     Attributes:
@@ -63,15 +63,15 @@ class Carry:
 # Messages name the leaves of the training state as the caller does: `state.params`, not `state.state.params`.
 _CARRY_KEYS = _NoName(), GetAttrKey("seen"), GetAttrKey("failed")
 jax.tree_util.register_pytree_with_keys(
-    Carry,
+    TrainCarry,
     lambda carry: (tuple(zip(_CARRY_KEYS, (carry.state, carry.seen, carry.failed), strict=True)), None),
-    lambda _, children: Carry(*children),
+    lambda _, children: TrainCarry(*children),
     lambda carry: ((carry.state, carry.seen, carry.failed), None),
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class StepFunctions:
     """What is trained, and how.
 
     Attributes:
@@ -84,9 +84,9 @@ class Recipe:
         non_finite: What becomes of a step whose loss or update is not finite: it ends training, is left out, or is taken.
     """
 
-    model: Model
+    model: ModelFunctions
     loss: Any
-    measures: Mapping[str, Measure]
+    measures: Mapping[str, MetricAdapter]
     precision: Precision | None
     optimizer: Any = None
     micro_batches: int = 1
@@ -118,13 +118,13 @@ class Recipe:
         return SyncOnRead(jax.tree.map(jnp.asarray, empty), VariableAggregation.SUM)
 
     # The parameters of these three have the names that messages give to the state and to the batch.
-    def train(self, state: Carry, batch: PyTree, weights: Any = None) -> tuple[Carry, Outcome]:
+    def train(self, state: TrainCarry, batch: PyTree, weights: Any = None) -> tuple[TrainCarry, StepOutcome]:
         """A step of training: the carry after it, and how it went."""
-        carry, parts = state, parts_of(state.state)
-        inputs, targets, weights = taken_apart(batch, weights)
+        carry, parts = state, state_fields(state.state)
+        inputs, targets, weights = split_element(batch, weights)
         key = replica_key(jax.random.fold_in(parts.rng, parts.step))
         if self.precision:
-            precision.check_scale(self.precision, precision.used().scale)
+            precision.check_loss_scale(self.precision, precision.step_precision().scale)
             self.precision.check_params(parts.params)
 
         def losses_of(params: PyTree, inputs: PyTree, targets: PyTree, weights: Any, ids: jax.Array) -> Any:
@@ -135,9 +135,9 @@ class Recipe:
             losses = checked_losses(losses, len(ids))
             if not jnp.issubdtype(losses.dtype, jnp.floating):
                 raise TypeError(
-                    f"`loss` returned {spec(losses)}, which has no gradient: train on floating-point numbers."
+                    f"`loss` returned {dtype_and_shape(losses)}, which has no gradient: train on floating-point numbers."
                 )
-            return losses, (measured(self.measures, losses, outputs, targets, weights), model_state)
+            return losses, (batch_metrics(self.measures, losses, outputs, targets, weights), model_state)
 
         ids = jnp.arange(len(jax.tree.leaves(inputs)[0]))
         differentiate = value_and_grad(losses_of, micro_batches=self.micro_batches, has_aux=True, weights=weights)
@@ -154,38 +154,38 @@ class Recipe:
             value, grads = all_reduce("mean", (value, grads))
         updates, opt_state = self.optimizer.update(grads, parts.opt_state, parts.params)
         params = optax.apply_updates(parts.params, updates)
-        new = with_parts(carry.state, parts.step + 1, params, opt_state, _agreed(model_state, weights))
-        after = Carry(new, jax.tree.map(jnp.add, carry.seen, seen), carry.failed)
+        new = replace_fields(carry.state, parts.step + 1, params, opt_state, _agreed(model_state, weights))
+        after = TrainCarry(new, jax.tree.map(jnp.add, carry.seen, seen), carry.failed)
         if self.non_finite == "keep":
-            return after, Outcome(value.astype(jnp.float32), jnp.bool_(True))
+            return after, StepOutcome(value.astype(jnp.float32), jnp.bool_(True))
         # What each replica makes of its own gradients, it does not know of the others.
         agree = functools.partial(all_reduce, "min") if talks else lambda x: x
         sound = jnp.isfinite(value) & (agree(_are_finite(updates)) == 1)
-        return self._guarded(carry, after, sound), Outcome(value.astype(jnp.float32), sound)
+        return self._guarded(carry, after, sound), StepOutcome(value.astype(jnp.float32), sound)
 
-    def evaluate(self, seen: PyTree, state: Parameters, batch: PyTree, weights: Any = None) -> Any:
+    def evaluate(self, seen: PyTree, state: ModelVariables, batch: PyTree, weights: Any = None) -> Any:
         """The loss and the metrics with those of one more batch."""
-        inputs, targets, weights = taken_apart(batch, weights)
+        inputs, targets, weights = split_element(batch, weights)
         with explained(batch):
             outputs = self.outputs(state, inputs, weights)
             losses = self.loss(outputs, targets)
         losses = checked_losses(losses, len(jax.tree.leaves(inputs)[0]))
-        return jax.tree.map(jnp.add, seen, measured(self.measures, losses, outputs, targets, weights)), None
+        return jax.tree.map(jnp.add, seen, batch_metrics(self.measures, losses, outputs, targets, weights)), None
 
-    def predict(self, state: Parameters, batch: PyTree, weights: Any = None) -> tuple[PyTree, Any]:
+    def predict(self, state: ModelVariables, batch: PyTree, weights: Any = None) -> tuple[PyTree, Any]:
         """The outputs for a batch, `[batch, ...]`, and the weights of its rows."""
-        inputs, _, _ = taken_apart(batch, weights)
+        inputs, _, _ = split_element(batch, weights)
         with explained(batch):
             outputs = self.outputs(state, inputs, weights)
         rows = len(jax.tree.leaves(inputs)[0])
         for name, leaf in named_leaves("outputs", outputs):
             if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != rows:
                 raise ValueError(
-                    f"{name} is {spec(leaf)} for {rows} examples: to predict, a model gives each output as [batch, ...]."
+                    f"{name} is {dtype_and_shape(leaf)} for {rows} examples: to predict, a model gives each output as [batch, ...]."
                 )
         return outputs, jnp.ones(rows) if weights is None else weights
 
-    def outputs(self, parameters: Parameters, inputs: PyTree, weights: Any = None) -> PyTree:
+    def outputs(self, parameters: ModelVariables, inputs: PyTree, weights: Any = None) -> PyTree:
         """Returns the outputs of the model for `inputs`, outside of training."""
         outputs, _ = self._apply(*parameters, inputs, jax.random.key(0), False, weights)
         return outputs
@@ -197,17 +197,17 @@ class Recipe:
         outputs, model_state = self.model.apply(params, model_state, inputs, key, train, weights)
         return self.precision.cast_output(outputs), model_state
 
-    def _guarded(self, before: Carry, after: Carry, sound: jax.Array) -> Carry:
+    def _guarded(self, before: TrainCarry, after: TrainCarry, sound: jax.Array) -> TrainCarry:
         """`after`; or `before`, if the step was not sound, or one before it was not and that ends training."""
         if self.non_finite == "stop":
             failed = before.failed | ~sound
             guarded = jax.tree.map(lambda old, new: _where(failed, old, new), before, after)
             return dataclasses.replace(guarded, failed=failed)
         kept = jax.tree.map(lambda old, new: _where(~sound, old, new), before, after)
-        return dataclasses.replace(kept, state=dataclasses.replace(kept.state, step=parts_of(after.state).step))
+        return dataclasses.replace(kept, state=dataclasses.replace(kept.state, step=state_fields(after.state).step))
 
 
-def taken_apart(element: PyTree, padding: Any) -> tuple[PyTree, PyTree, Any]:
+def split_element(element: PyTree, padding: Any) -> tuple[PyTree, PyTree, Any]:
     """Inputs, targets and weights of what the data give for a batch.
 
     A tuple of two is inputs and targets, one of three weights `[batch]` too. Anything else is both inputs and targets.
@@ -299,7 +299,7 @@ def _agreed(model_state: PyTree, weights: Any) -> PyTree:
 
 def _talks(update: Callable[..., Any], *args: PyTree) -> bool:
     """Whether an optimizer says something to the other replicas, as a policy of `jdist.sync` does."""
-    axes = frozenset(replica_context("sync", "strategy.step").axes)
-    with leaf_annotations.landings():  # what it says of this trace is not for the step
+    axes = frozenset(require_replica_context("sync", "strategy.step").axes)
+    with leaf_annotations.collect_sync_targets():  # what it says of this trace is not for the step
         program = jax.make_jaxpr(update)(*args).jaxpr
-    return any(jax_compat.speaks(equation, axes) for equation in program.eqns)
+    return any(jax_compat.uses_axes(equation, axes) for equation in program.eqns)

@@ -9,9 +9,9 @@ import numpy as np
 
 from jdist._src.core import html
 from jdist._src.core.tree import PyTree
-from jdist._src.training.history import in_words
+from jdist._src.training.history import format_value
 from jdist._src.training.report.charts import shown
-from jdist._src.values.arrays import is_placed
+from jdist._src.values.arrays import is_device_array
 
 SPENT = "spent: a later step took its memory over"
 LOST = "lost: an error ended the step that had taken its memory over"
@@ -32,13 +32,13 @@ def state_in_words(state: PyTree) -> str:
 
 def is_spent(state: PyTree) -> bool:
     """Whether the memory of a leaf was given to a step, or freed."""
-    return any(is_placed(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    return any(is_device_array(leaf) and leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 def last_row(row: Mapping[str, Any]) -> dict[str, str]:
     """Returns the loss and the metrics of a row of the history, as text."""
     facts = ("epoch", "step", "seconds", "rows_per_second", "stalled", "learning_rate")
-    return {name: in_words(value) for name, value in row.items() if name not in facts}
+    return {name: format_value(value) for name, value in row.items() if name not in facts}
 
 
 def table(title: str, facts: Mapping[str, str]) -> str:

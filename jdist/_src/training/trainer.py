@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
-from jdist._src.core.arguments import whole
+from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.execution.replicate import Proof
@@ -24,13 +24,20 @@ from jdist._src.training.callback_state import memories_of, restore_memories
 from jdist._src.training.datasets import check_end, distributed, one_pass
 from jdist._src.training.events import Callback, Fit
 from jdist._src.training.loop import Loop, Work, no_step_left
-from jdist._src.training.loss_adapters import in_trainer_order
-from jdist._src.training.metric_adapters import epoch_names, measures_of
-from jdist._src.training.model_adapters import model_of
-from jdist._src.training.resume import Beginning, beginning, callbacks_in_order, last_checkpoint, require, total_steps
-from jdist._src.training.state import TrainState, parameters_of
-from jdist._src.training.step_inputs import Draw, Turn, draws, turns
-from jdist._src.training.steps import Carry, Outcome, Recipe, explained, taken_apart, totals
+from jdist._src.training.loss_adapters import adapt_loss
+from jdist._src.training.metric_adapters import adapt_metrics, epoch_names
+from jdist._src.training.model_adapters import adapt_model
+from jdist._src.training.resume import (
+    StartPoint,
+    callbacks_in_order,
+    last_checkpoint,
+    require,
+    start_point,
+    total_steps,
+)
+from jdist._src.training.state import TrainState, model_variables
+from jdist._src.training.step_inputs import DrawnBatch, Turn, draws, turns
+from jdist._src.training.steps import StepFunctions, StepOutcome, TrainCarry, explained, split_element, totals
 from jdist._src.training.summary import name_of, table
 from jdist._src.values.base import is_distributed
 
@@ -96,12 +103,12 @@ class Trainer:
         if not isinstance(strategy, Strategy | None):
             raise TypeError(f"`strategy` is a strategy, such as `jdist.MirroredStrategy()`; got {strategy!r}.")
         self.strategy = strategy or (get_strategy() if has_strategy() else auto_strategy())
-        self._seed = whole("`seed`", seed, 0)
+        self._seed = as_int("`seed`", seed, 0)
         self._names = {"model": name_of(model), "loss": name_of(loss)}
-        self._recipe = Recipe(
-            model_of(model),
-            in_trainer_order(loss),
-            measures_of(metrics or {}),
+        self._recipe = StepFunctions(
+            adapt_model(model),
+            adapt_loss(loss),
+            adapt_metrics(metrics or {}),
             precision,
             optimizer,
             non_finite=non_finite,
@@ -190,7 +197,7 @@ class Trainer:
             FitError: An error ended it after the first step.
         """
         require("fit", optimizer=self._recipe.optimizer, loss=self._recipe.loss)
-        steps = None if steps is None else whole("`steps`", steps, 0)
+        steps = None if steps is None else as_int("`steps`", steps, 0)
         dataset = distributed(self.strategy, "data", data, batch_size, shuffle, self._seed)
         if steps is None:
             check_end(dataset, epochs)
@@ -260,7 +267,7 @@ class Trainer:
             ValueError: There are no data, or an output has not one row an example.
             TypeError: `state` is no state.
         """
-        dataset, model, found = one_pass(self.strategy, "data", data, batch_size), parameters_of(state), []
+        dataset, model, found = one_pass(self.strategy, "data", data, batch_size), model_variables(state), []
         for draw in draws(iter(dataset), dataset.has_weights):
             given = self.strategy.gather(self.strategy.run(self._recipe.predict, (model, *draw.inputs)), axis=0)
             outputs, weights = jax.device_get(given)
@@ -276,22 +283,22 @@ class Trainer:
             >>> trainer.apply(trainer.init(np.zeros((1, 3))), np.ones((2, 3))).tolist()
             [3.0, 3.0]
         """
-        return self._recipe.outputs(parameters_of(state), inputs)
+        return self._recipe.outputs(model_variables(state), inputs)
 
     def _begin(
         self, dataset: DistributedDataset, state: PyTree, resume: "Checkpointer | str | os.PathLike[str] | None"
-    ) -> tuple[Beginning, Iterable[Draw]]:
+    ) -> tuple[StartPoint, Iterable[DrawnBatch]]:
         """Where training begins, and the batches from there on."""
         iterator = iter(dataset)
-        given: Iterable[Draw] = draws(iterator, dataset.has_weights)
+        given: Iterable[DrawnBatch] = draws(iterator, dataset.has_weights)
         make = None
         if state is None:
             first = next(iter(given))  # of no data the data set says so
             given = itertools.chain([first], given)
             row_of = lambda value: jax.ShapeDtypeStruct(value.tree.shape[1:], value.tree.dtype)
             shapes = jax.tree.map(row_of, first.inputs[0], is_leaf=is_distributed)
-            make = explained(shapes)(functools.partial(self.init, taken_apart(shapes, None)[0]))
-        begin = beginning(self.strategy, state, make, resume)
+            make = explained(shapes)(functools.partial(self.init, split_element(shapes, None)[0]))
+        begin = start_point(self.strategy, state, make, resume)
         if begin.position is not None:
             iterator.set_state(begin.position)
             given = draws(iterator, dataset.has_weights)
@@ -302,7 +309,7 @@ class Trainer:
         return lambda state: self._evaluated(state, dataset)[0]
 
     def _evaluated(self, state: PyTree, dataset: DistributedDataset) -> tuple[dict[str, Any], int]:
-        model, iterator = parameters_of(state), iter(dataset)
+        model, iterator = model_variables(state), iter(dataset)
         step = self._program("evaluate", lambda: self.strategy.step(self._recipe.evaluate))
         seen, examples = self.strategy.init(self._recipe.nothing_seen), 0
         for draw in draws(iterator, dataset.has_weights):
@@ -310,7 +317,9 @@ class Trainer:
             examples = draw.rows
         return self._read(seen), examples
 
-    def _training(self, steps_per_call: int, micro_batches: int) -> Callable[[Carry, Turn], tuple[Carry, Outcome]]:
+    def _training(
+        self, steps_per_call: int, micro_batches: int
+    ) -> Callable[[TrainCarry, Turn], tuple[TrainCarry, StepOutcome]]:
         """What takes the batches of a call: one program for as many as a call has, another for one that is left over."""
         recipe = dataclasses.replace(self._recipe, micro_batches=micro_batches)
         make = functools.partial(self.strategy.step, recipe.train)
@@ -319,7 +328,7 @@ class Trainer:
             return lambda carry, turn: one(carry, *turn.draws[0].inputs)
         many = self._program(("train", micro_batches, steps_per_call), lambda: make(steps_per_call=steps_per_call))
 
-        def take(carry: Carry, turn: Turn) -> tuple[Carry, Outcome]:
+        def take(carry: TrainCarry, turn: Turn) -> tuple[TrainCarry, StepOutcome]:
             if len(turn.draws) == 1:
                 return one(carry, *turn.draws[0].inputs)
             return many(carry, *map(list, zip(*(draw.inputs for draw in turn.draws), strict=True)))

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.core.arguments import choice
-from jdist._src.core.tree import PyTree, named_leaves, spec
-from jdist._src.devices.mesh import mirrored_sharding
+from jdist._src.core.arguments import enum_member
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.devices.mesh import replicated_sharding
 from jdist._src.values.arrays import check_range, first_row, is_on_mesh, mesh_of, reduce_rows
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 
@@ -37,7 +37,7 @@ class VariableSynchronization(enum.Enum):
         Raises:
             ValueError: There is none.
         """
-        return choice(cls, synchronization, f"Invalid variable synchronization mode: {synchronization!r}")
+        return enum_member(cls, synchronization, f"Invalid variable synchronization mode: {synchronization!r}")
 
 
 class VariableAggregation(enum.Enum):
@@ -64,7 +64,7 @@ class VariableAggregation(enum.Enum):
         Raises:
             ValueError: There is none.
         """
-        return choice(cls, aggregation, f"Invalid variable aggregation mode: {aggregation!r}")
+        return enum_member(cls, aggregation, f"Invalid variable aggregation mode: {aggregation!r}")
 
 
 def check_mean(name: str, tree: PyTree) -> None:
@@ -77,15 +77,15 @@ def check_mean(name: str, tree: PyTree) -> None:
     if leaves and all(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes):
         leaf_name, leaf = leaves[0]
         raise TypeError(
-            f"{leaf_name} is {spec(leaf)}, and the mean of integers is a float, which it cannot hold. Make it a float, or "
+            f"{leaf_name} is {dtype_and_shape(leaf)}, and the mean of integers is a float, which it cannot hold. Make it a float, or "
             "aggregate by SUM or ONLY_FIRST_REPLICA."
         )
 
 
-def aggregated(aggregation: VariableAggregation, name: str, rows: jax.Array) -> jax.Array:
+def aggregate_rows(aggregation: VariableAggregation, name: str, rows: jax.Array) -> jax.Array:
     """One value of the replicas' rows `[replica, ...]`, on the devices where these lie."""
     check_range(name, rows)
-    sharding = mirrored_sharding(mesh_of(rows)) if is_on_mesh(rows) else None
+    sharding = replicated_sharding(mesh_of(rows)) if is_on_mesh(rows) else None
     if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return first_row(rows, sharding)
     op = ReduceOp.of(aggregation.name)

@@ -16,23 +16,23 @@ from jax import core, lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
-from jdist._src.core.tree import PyTree, spec
-from jdist._src.devices.dispatch import is_bounded, land
-from jdist._src.devices.mesh import HOST_MEMORY, Replicas, local_replicas, mirrored_sharding, spans_devices
+from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.devices.dispatch import is_bounded, wait_for_results
+from jdist._src.devices.mesh import HOST_MEMORY, Replicas, local_mesh_devices, replicated_sharding, spans_devices
 from jdist._src.values.reduce_op import ReduceOp
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = tuple[Shape, ...]  # a shape a replica
 
 
-def is_placed(leaf: object) -> bool:
+def is_device_array(leaf: object) -> bool:
     """Whether `leaf` is an array on devices, and not a host value or a tracer."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer)
 
 
 def is_on_mesh(leaf: object) -> bool:
     """Whether `leaf` is an array that a strategy placed."""
-    return is_placed(leaf) and isinstance(leaf.sharding, NamedSharding)  # pyright: ignore[reportAttributeAccessIssue]
+    return is_device_array(leaf) and isinstance(leaf.sharding, NamedSharding)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def check_array(name: str, leaf: Any) -> None:
@@ -42,14 +42,16 @@ def check_array(name: str, leaf: Any) -> None:
     if isinstance(leaf, np.ma.MaskedArray):  # numpy would drop the mask silently
         raise TypeError(f"{name} is a masked array, and devices hold no masks. Fill it: `x.filled(0)`.")
     if np.asarray(leaf).dtype.kind in "USOmM":
-        raise TypeError(f"{name} is {spec(leaf)}: devices hold numbers, booleans and random keys. Keep it on the host.")
+        raise TypeError(
+            f"{name} is {dtype_and_shape(leaf)}: devices hold numbers, booleans and random keys. Keep it on the host."
+        )
 
 
-def check_alive(name: str, leaf: Any) -> None:
+def check_not_deleted(name: str, leaf: Any) -> None:
     """Raises ValueError if the memory of `leaf` was given away, or freed."""
-    if is_placed(leaf) and leaf.is_deleted():
+    if is_device_array(leaf) and leaf.is_deleted():
         raise ValueError(
-            f"{name} ({spec(leaf)}) has no value any more: a step took its memory over, or `delete` freed it. Pass the state "
+            f"{name} ({dtype_and_shape(leaf)}) has no value any more: a step took its memory over, or `delete` freed it. Pass the state "
             "that the last step or `fit` returned."
         )
 
@@ -77,12 +79,12 @@ def check_not_leaked(name: str, leaf: Any) -> None:
     """Raises TypeError if `leaf` is a traced value, and no function is being traced."""
     if isinstance(leaf, core.Tracer) and not jax_compat.is_tracing():
         raise TypeError(
-            f"{name} is a traced value ({spec(leaf)}) from a function that is no longer traced. Return it from that function, "
+            f"{name} is a traced value ({dtype_and_shape(leaf)}) from a function that is no longer traced. Return it from that function, "
             "and use what the call returns."
         )
 
 
-def fits(leaf: Any) -> bool:
+def is_jit_argument(leaf: Any) -> bool:
     """Whether `jax.jit` takes `leaf` without an error about a leaked tracer and without cutting a whole number."""
     try:
         check_not_leaked("", leaf)
@@ -104,12 +106,12 @@ def is_traceable(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) or hasattr(leaf, "__jax_array__")
 
 
-def host_values(tree: PyTree) -> list[Any]:
+def host_leaves(tree: PyTree) -> list[Any]:
     """The leaves that are not arrays on devices. Every call of a program asks, so no Python code runs per array."""
     leaves = jax.tree.leaves(tree)
     if _ARRAY_CLASSES.issuperset(map(type, leaves)):
         return []
-    _ARRAY_CLASSES.update(type(leaf) for leaf in leaves if is_placed(leaf))
+    _ARRAY_CLASSES.update(type(leaf) for leaf in leaves if is_device_array(leaf))
     return [leaf for leaf in leaves if type(leaf) not in _ARRAY_CLASSES]
 
 
@@ -127,7 +129,7 @@ def num_replicas_on(mesh: Mesh) -> int:
     return 1 if spans_devices(mesh) else mesh.size
 
 
-def place(x: Any, sharding: Sharding) -> jax.Array:
+def device_put_copy(x: Any, sharding: Sharding) -> jax.Array:
     """A copy of `x` that lies as `sharding` says: a step takes over the memory of its state, and `x` is the caller's."""
     if isinstance(x, core.Tracer) or jax_compat.is_tracing():
         return x
@@ -136,7 +138,7 @@ def place(x: Any, sharding: Sharding) -> jax.Array:
             x = jax.device_put(x, x.sharding.with_memory_kind(sharding.memory_kind or "device"))
         return jax.device_put(x.copy(), sharding)
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = place(np.asarray(jax.random.key_data(x)), sharding)
+        data = device_put_copy(np.asarray(jax.random.key_data(x)), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.array(x)  # no dtype of its own that may change, as a Python number would have
     if sharding.is_fully_addressable:
@@ -144,11 +146,11 @@ def place(x: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def whole(x: jax.Array) -> jax.Array:
+def fully_replicated(x: jax.Array) -> jax.Array:
     """`x` whole on every device that a replica has to itself, wherever parts of it may lie."""
     if not is_on_mesh(x) or spans_devices(mesh_of(x)):
         return x
-    everywhere = mirrored_sharding(mesh_of(x))
+    everywhere = replicated_sharding(mesh_of(x))
     return x if x.is_fully_replicated and x.sharding.memory_kind != HOST_MEMORY else jax.device_put(x, everywhere)
 
 
@@ -157,7 +159,7 @@ def local_shards(x: jax.Array) -> list[jax.Array]:
     if spans_devices(mesh_of(x)):
         return [x]
     held = {shard.device: shard.data for shard in x.addressable_shards}
-    return [held[device] for device in local_replicas(mesh_of(x)).values()]
+    return [held[device] for device in local_mesh_devices(mesh_of(x)).values()]
 
 
 def local_rows(x: Any, shapes: Shapes | None = None) -> list[Any]:
@@ -178,13 +180,13 @@ def _row(start: int, block: jax.Array, number: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def repeat(x: jax.Array, times: int, sharding: Sharding | None) -> jax.Array:
+def repeat_rows(x: jax.Array, times: int, sharding: Sharding | None) -> jax.Array:
     """Rows of the same `x` for each of `times` replicas."""
     return _laid(jnp.broadcast_to(x[None], (times, *x.shape)), sharding)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def split_sum(x: jax.Array, times: int, sharding: Sharding | None) -> jax.Array:
+def split_into_shares(x: jax.Array, times: int, sharding: Sharding | None) -> jax.Array:
     """Rows that add up to `x`: the same share each, the first ones with one more of what does not divide."""
     if not jnp.issubdtype(x.dtype, jnp.integer):
         return _laid(jnp.broadcast_to((x / times).astype(x.dtype)[None], (times, *x.shape)), sharding)
@@ -285,7 +287,7 @@ def _laid(x: jax.Array, sharding: Sharding | None) -> jax.Array:
 
 def _landed(x: jax.Array, sharding: Sharding | None) -> jax.Array:
     if isinstance(sharding, NamedSharding) and is_bounded(sharding.mesh):  # pyright: ignore[reportArgumentType]
-        land(x)
+        wait_for_results(x)
     return x
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of, num_replicas_on
 
 
@@ -83,7 +83,7 @@ class DistributedValues(abc.ABC):
         return self
 
     @abc.abstractmethod
-    def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
+    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """`value`, meant for `leaf` of this tree, laid out as `leaf` is; `own`: it holds one row a replica."""
 
     def given(self, to_rows: bool) -> tuple[PyTree, bool]:
@@ -100,22 +100,22 @@ class DistributedValues(abc.ABC):
             ValueError: A shape or structure differs, or this value lies on no devices yet.
             TypeError: A dtype would lose what is assigned.
         """
-        return self.with_tree(self._incoming("assign", value))
+        return self._with_tree(self._incoming("assign", value))
 
     def assign_add(self, value: PyTree) -> Self:
         """A new value in the same place, with `value` added. As `assign` otherwise."""
-        self.check_addition("assign_add", value)
-        return self.with_tree(jax.tree.map(jnp.add, self.tree, self._incoming("assign_add", value)))
+        self._check_addition("assign_add", value)
+        return self._with_tree(jax.tree.map(jnp.add, self.tree, self._incoming("assign_add", value)))
 
     def assign_sub(self, value: PyTree) -> Self:
         """A new value in the same place, with `value` subtracted. As `assign` otherwise."""
-        self.check_addition("assign_sub", value)
-        return self.with_tree(jax.tree.map(jnp.subtract, self.tree, self._incoming("assign_sub", value)))
+        self._check_addition("assign_sub", value)
+        return self._with_tree(jax.tree.map(jnp.subtract, self.tree, self._incoming("assign_sub", value)))
 
-    def check_addition(self, word: str, value: PyTree) -> None:  # noqa: B027  # most have nothing to check
+    def _check_addition(self, word: str, value: PyTree) -> None:  # noqa: B027  # most have nothing to check
         """Raises ValueError if it is not clear what `word` of `value` would mean."""
 
-    def with_tree(self, tree: PyTree) -> Self:
+    def _with_tree(self, tree: PyTree) -> Self:
         """The same wrapper around another tree."""
         return dataclasses.replace(self, tree=tree)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
 
@@ -137,7 +137,7 @@ class DistributedValues(abc.ABC):
                 "one that it replaces."
             )
         pairs = zip(leaves, jax.tree.leaves(value), strict=True)
-        new = [self.incoming(name, leaf, x, own) for (name, leaf), x in pairs]
+        new = [self._assigned_leaf(name, leaf, x, own) for (name, leaf), x in pairs]
         return jax.tree.unflatten(jax.tree.structure(self.tree), new)
 
     def _num_replicas(self, leaf: jax.Array) -> int:
@@ -148,19 +148,19 @@ class DistributedValues(abc.ABC):
         said = [
             _said(option.name, value) for option in options if (value := getattr(self, option.name)) != option.default
         ]
-        return f"{type(self).__name__}({', '.join([repr(jax.tree.map(Text.of, self.tree)), *said])})"
+        return f"{type(self).__name__}({', '.join([repr(jax.tree.map(ReprText.of, self.tree)), *said])})"
 
 
-class Text:
+class ReprText:
     """Stands for a leaf in a repr."""
 
     def __init__(self, text: str):
         self._text = text
 
     @classmethod
-    def of(cls, leaf: Any) -> "Text":
+    def of(cls, leaf: Any) -> "ReprText":
         """Dtype and shape of `leaf`."""
-        return cls(spec(leaf))
+        return cls(dtype_and_shape(leaf))
 
     def __repr__(self) -> str:
         return self._text
@@ -185,7 +185,7 @@ def is_distributed(node: object) -> bool:
     return isinstance(node, DistributedValues)
 
 
-def fitted(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+def cast_without_loss(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """`value` as an array of this shape and dtype.
 
     Raises:
@@ -209,7 +209,7 @@ def fitted(name: str, value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         keeps = jnp.can_cast(given, dtype, "same_kind")
     if not keeps:
         raise TypeError(
-            f"{name} is {dtype} and cannot hold {spec(value)} without loss. Cast it first, if that is meant."
+            f"{name} is {dtype} and cannot hold {dtype_and_shape(value)} without loss. Cast it first, if that is meant."
         )
     return value if jnp.issubdtype(dtype, jax.dtypes.prng_key) else _cast(value, dtype)
 
@@ -226,7 +226,7 @@ def _placed(name: str, leaf: Any) -> jax.Array:
     if is_on_mesh(leaf):
         return leaf
     raise ValueError(
-        f"{name} is {spec(leaf)}, and on no strategy's devices yet. Place it first: `strategy.put(value)`."
+        f"{name} is {dtype_and_shape(leaf)}, and on no strategy's devices yet. Place it first: `strategy.put(value)`."
     )
 
 

@@ -9,9 +9,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdist._src.core.tree import PyTree
-from jdist._src.values.aggregation import VariableAggregation, aggregated
-from jdist._src.values.arrays import is_on_mesh, is_placed, local_shards, place, repeat, whole
-from jdist._src.values.base import DistributedValues, fitted
+from jdist._src.values.aggregation import VariableAggregation, aggregate_rows
+from jdist._src.values.arrays import (
+    device_put_copy,
+    fully_replicated,
+    is_device_array,
+    is_on_mesh,
+    local_shards,
+    repeat_rows,
+)
+from jdist._src.values.base import DistributedValues, cast_without_loss
 
 
 @final
@@ -64,7 +71,7 @@ class Mirrored(DistributedValues):
 
     def rows(self, num_replicas: int) -> PyTree:
         """The value once for each replica."""
-        return jax.tree.map(lambda x: repeat(jnp.asarray(x), num_replicas, None), self.tree)
+        return jax.tree.map(lambda x: repeat_rows(jnp.asarray(x), num_replicas, None), self.tree)
 
     @property
     def values(self) -> tuple[PyTree, ...]:
@@ -72,29 +79,29 @@ class Mirrored(DistributedValues):
         leaves, treedef = jax.tree.flatten(self.tree)
         if not leaves or not all(map(is_on_mesh, leaves)):
             return (self.tree,)
-        shards = map(local_shards, map(whole, leaves))
+        shards = map(local_shards, map(fully_replicated, leaves))
         return tuple(treedef.unflatten(copies) for copies in zip(*shards, strict=True))
 
     def read(self) -> PyTree:
         """The arrays, on the devices if they lie in another memory."""
         leaves, treedef = jax.tree.flatten(self.tree)
-        there = list(map(whole, leaves))
+        there = list(map(fully_replicated, leaves))
         alike = all(one is other for one, other in zip(leaves, there, strict=True))
         return self.tree if alike else treedef.unflatten(there)
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "Mirrored":
         """`fn` of the tree, on every device."""
-        tree = jax.tree.map(whole, self.tree)
+        tree = jax.tree.map(fully_replicated, self.tree)
         leaves = jax.tree.leaves(tree)
-        where = leaves[0].sharding if leaves and is_placed(leaves[0]) else None
-        return self.with_tree(jax.jit(fn, out_shardings=where)(tree))
+        where = leaves[0].sharding if leaves and is_device_array(leaves[0]) else None
+        return self._with_tree(jax.jit(fn, out_shardings=where)(tree))
 
-    def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
+    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """One value for all, or the aggregation of each replica's own."""
         if own and self.aggregation is VariableAggregation.NONE:
             raise ValueError(
                 f"{name} is the same on every replica, and got one value a replica with no aggregation to make one of them. "
                 "Reduce them first (`strategy.reduce`), or make it `Mirrored(tree, aggregation)`."
             )
-        value = aggregated(self.aggregation, name, value) if own else value
-        return place(fitted(name, value, leaf.shape, leaf.dtype), leaf.sharding)
+        value = aggregate_rows(self.aggregation, name, value) if own else value
+        return device_put_copy(cast_without_loss(name, value, leaf.shape, leaf.dtype), leaf.sharding)

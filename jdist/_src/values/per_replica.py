@@ -10,10 +10,18 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jdist._src.core.tree import PyTree, spec
-from jdist._src.devices.mesh import mirrored_sharding, spans_devices
-from jdist._src.values.arrays import Shapes, is_on_mesh, is_placed, local_rows, mesh_of, place, repeat
-from jdist._src.values.base import DistributedValues, Text, fitted
+from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.devices.mesh import replicated_sharding, spans_devices
+from jdist._src.values.arrays import (
+    Shapes,
+    device_put_copy,
+    is_device_array,
+    is_on_mesh,
+    local_rows,
+    mesh_of,
+    repeat_rows,
+)
+from jdist._src.values.base import DistributedValues, ReprText, cast_without_loss
 
 
 @final
@@ -75,7 +83,7 @@ class PerReplica(DistributedValues):
     def values(self) -> tuple[PyTree, ...]:
         """One tree a replica of this process, in the order of the replicas; leaves `[...]`, each on its own device."""
         leaves, treedef = jax.tree.flatten(self.tree)
-        rows = [local_rows(leaf, shapes) for leaf, shapes in zip(leaves, self.leaf_shapes(), strict=True)]
+        rows = [local_rows(leaf, shapes) for leaf, shapes in zip(leaves, self._leaf_shapes(), strict=True)]
         return tuple(treedef.unflatten(row) for row in zip(*rows, strict=True))
 
     def read(self) -> PyTree:
@@ -101,7 +109,7 @@ class PerReplica(DistributedValues):
 
         Returns:
             The value with every leaf `[replica, rows, ...]`, filled up with zeros, and float32 weights
-            `[replica, rows]`: 1 for a true row and 0 for one that only fills up. `jdist.mean`, metrics and batch
+            `[replica, rows]`: 1 for a true row and 0 for one that only fills up. `jdist.global_mean`, metrics and batch
             statistics take them, so that results are exact.
 
         Raises:
@@ -117,7 +125,7 @@ class PerReplica(DistributedValues):
             [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
         """
         leaves = jax.tree.leaves(self.tree)
-        shapes = [s or (leaf.shape[1:],) * leaf.shape[0] for leaf, s in zip(leaves, self.leaf_shapes(), strict=True)]
+        shapes = [s or (leaf.shape[1:],) * leaf.shape[0] for leaf, s in zip(leaves, self._leaf_shapes(), strict=True)]
         rows = {tuple(shape[0] if shape else None for shape in leaf) for leaf in shapes}
         if len(rows) != 1 or None in next(iter(rows)) or any(len({s[1:] for s in leaf}) > 1 for leaf in shapes):
             raise ValueError(
@@ -127,28 +135,28 @@ class PerReplica(DistributedValues):
         counts = next(iter(rows))
         width = leaves[0].shape[1]
         weights = (np.arange(width)[None] < np.asarray(counts)[:, None]).astype(np.float32)
-        if is_placed(leaves[0]):
-            weights = place(weights, leaves[0].sharding)
+        if is_device_array(leaves[0]):
+            weights = device_put_copy(weights, leaves[0].sharding)
         return PerReplica(jax.tree.map(lambda x: _zero_where(x, weights), self.tree)), PerReplica(weights)
 
-    def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
+    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """The same for every replica, or to each its own."""
-        return incoming_rows(name, leaf, value, own)
+        return assigned_rows(name, leaf, value, own)
 
     def given(self, to_rows: bool) -> tuple[PyTree, bool]:
         """The rows."""
         return self.tree, True
 
-    def leaf_shapes(self) -> tuple[Shapes | None, ...]:
+    def _leaf_shapes(self) -> tuple[Shapes | None, ...]:
         """For each leaf the true shape on each replica; None if every row is whole."""
         return self.shapes or (None,) * len(jax.tree.leaves(self.tree))
 
     def __repr__(self) -> str:
         if self.shapes is None:
-            return f"PerReplica({jax.tree.map(Text.of, self.tree)!r})"
+            return f"PerReplica({jax.tree.map(ReprText.of, self.tree)!r})"
         leaves, treedef = jax.tree.flatten(self.tree)
         texts = [
-            Text(" | ".join(spec(jax.ShapeDtypeStruct(shape, leaf.dtype)) for shape in shapes))
+            ReprText(" | ".join(dtype_and_shape(jax.ShapeDtypeStruct(shape, leaf.dtype)) for shape in shapes))
             for leaf, shapes in zip(leaves, self.shapes, strict=True)
         ]
         return f"PerReplica({treedef.unflatten(texts)!r})"
@@ -166,7 +174,7 @@ def check_rows(kind: type, name: str, leaf: Any, num_replicas: int) -> None:
     shape = np.shape(leaf)
     if not shape or shape[0] != num_replicas:
         raise ValueError(
-            f"{name} is a {kind.__name__} of {spec(leaf)}, for {shape[0] if shape else 'no'} replicas; this strategy has "
+            f"{name} is a {kind.__name__} of {dtype_and_shape(leaf)}, for {shape[0] if shape else 'no'} replicas; this strategy has "
             f"{num_replicas}. A {kind.__name__} belongs to the strategy that made it: distribute the data with this one, or "
             "read the other's with `.values`."
         )
@@ -182,9 +190,9 @@ def map_rows(fn: Callable[[PyTree], PyTree], rows: PyTree) -> PyTree:
     return jax.jit(jax.vmap(fn), out_shardings=where, keep_unused=True)(rows)
 
 
-def incoming_rows(name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
+def assigned_rows(name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
     """Rows laid out as `leaf`: of one value for all, or of each replica's own."""
-    value = fitted(name, value, leaf.shape if own else leaf.shape[1:], leaf.dtype)
+    value = cast_without_loss(name, value, leaf.shape if own else leaf.shape[1:], leaf.dtype)
     if own:
-        return place(value, leaf.sharding)
-    return repeat(place(value, mirrored_sharding(mesh_of(leaf))), leaf.shape[0], leaf.sharding)
+        return device_put_copy(value, leaf.sharding)
+    return repeat_rows(device_put_copy(value, replicated_sharding(mesh_of(leaf))), leaf.shape[0], leaf.sharding)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdist._src.core.arguments import choice
-from jdist._src.core.tree import spec
+from jdist._src.core.arguments import enum_member
+from jdist._src.core.tree import dtype_and_shape
 
 
 class ReduceOp(enum.Enum):
@@ -34,24 +34,26 @@ class ReduceOp(enum.Enum):
         Raises:
             ValueError: There is none.
         """
-        return choice(cls, op, f"{op!r} is not a reduction")
+        return enum_member(cls, op, f"{op!r} is not a reduction")
 
 
 def check_reducible(op: ReduceOp, name: str, leaf: Any) -> None:
     """Raises TypeError if `leaf` is of a dtype that has no reduction `op`: a key, a boolean, the order of complex numbers."""
     dtype = getattr(leaf, "dtype", None) or np.asarray(leaf).dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        raise TypeError(f"{name} is a random key ({spec(leaf)}): keys cannot be reduced. Reduce what is drawn from it.")
+        raise TypeError(
+            f"{name} is a random key ({dtype_and_shape(leaf)}): keys cannot be reduced. Reduce what is drawn from it."
+        )
     if getattr(dtype, "kind", "") in "USOmM":
-        raise TypeError(f"{name} is {spec(leaf)}, no number or array of numbers: it has no {op.name}.")
+        raise TypeError(f"{name} is {dtype_and_shape(leaf)}, no number or array of numbers: it has no {op.name}.")
     if dtype == jnp.bool_:
         raise TypeError(
-            f"{name} is boolean ({spec(leaf)}), and {op.name} of booleans has no one meaning. Cast it: "
+            f"{name} is boolean ({dtype_and_shape(leaf)}), and {op.name} of booleans has no one meaning. Cast it: "
             "`x.astype(jnp.int32)` and SUM counts, MAX is any, MIN is all."
         )
     if op in (ReduceOp.MAX, ReduceOp.MIN) and jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{name} is complex ({spec(leaf)}), and complex numbers have no {op.name}. Reduce `abs(x)`, or the parts."
+            f"{name} is complex ({dtype_and_shape(leaf)}), and complex numbers have no {op.name}. Reduce `abs(x)`, or the parts."
         )
 
 

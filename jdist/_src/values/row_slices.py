@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import core
 
-from jdist._src.core.tree import spec
+from jdist._src.core.tree import dtype_and_shape
 from jdist._src.values.arrays import check_value
 
 
@@ -51,12 +51,12 @@ class RowSlices:
         table, rows = jnp.asarray(table), jnp.asarray(self.rows)
         if table.shape != (self.num_rows, *rows.shape[1:]):
             raise ValueError(
-                f"A table of {spec(table)} has no place for rows of {spec(rows)} of a table of {self.num_rows} rows. Give the "
+                f"A table of {dtype_and_shape(table)} has no place for rows of {dtype_and_shape(rows)} of a table of {self.num_rows} rows. Give the "
                 "table that they were taken from."
             )
         if not jnp.can_cast(rows.dtype, table.dtype, "same_kind"):
             raise TypeError(
-                f"A table of {spec(table)} cannot hold rows of {spec(rows)} without loss. Cast the rows first."
+                f"A table of {dtype_and_shape(table)} cannot hold rows of {dtype_and_shape(rows)} without loss. Cast the rows first."
             )
         return table.at[jnp.asarray(self.indices)].add(rows.astype(table.dtype))
 
@@ -67,10 +67,12 @@ class RowSlices:
         rows, indices = jnp.asarray(self.rows), jnp.asarray(self.indices)
         if not rows.ndim or indices.shape != rows.shape[:1]:
             raise ValueError(
-                f"{name} is RowSlices with rows {spec(rows)} and indices {spec(indices)}: there is one index a row."
+                f"{name} is RowSlices with rows {dtype_and_shape(rows)} and indices {dtype_and_shape(indices)}: there is one index a row."
             )
         if not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise TypeError(f"{name} is RowSlices with indices of {spec(indices)}: rows are counted in integers.")
+            raise TypeError(
+                f"{name} is RowSlices with indices of {dtype_and_shape(indices)}: rows are counted in integers."
+            )
         if isinstance(indices, core.Tracer) or not indices.size or not indices.is_fully_addressable:
             return
         least, greatest = int(indices.min()), int(indices.max())
@@ -81,6 +83,6 @@ class RowSlices:
             )
 
 
-def is_sparse(node: object) -> bool:
+def is_row_slices(node: object) -> bool:
     """Whether `node` is rows of a table."""
     return isinstance(node, RowSlices)

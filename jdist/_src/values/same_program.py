@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from jdist._src.core import jax_compat
-from jdist._src.core.process_messages import named
-from jdist._src.core.tree import spec
+from jdist._src.core.process_messages import numbered_name
+from jdist._src.core.tree import dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr.program_fingerprint import Constant, Line, constants_of, crc_of, lines_of
 
@@ -122,7 +122,7 @@ def _equation_difference(lines: Sequence[Line], mine: Sequence[int], theirs: Seq
 
 
 def _spec(leaf: Any) -> str:
-    return spec(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
+    return dtype_and_shape(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
 
 
 def _listed(processes: Sequence[int]) -> str:
@@ -131,14 +131,14 @@ def _listed(processes: Sequence[int]) -> str:
 
 def _post(processes: Sequence[int], message: dict[str, Any]) -> str:
     """Stores the message of this process, and returns the prefix of the keys of all processes."""
-    prefix = named(f"jdist/programs/{'-'.join(map(str, processes))}")
-    jax_compat.shared_store().key_value_set(f"{prefix}/{jax.process_index()}", json.dumps(message))
+    prefix = numbered_name(f"jdist/programs/{'-'.join(map(str, processes))}")
+    jax_compat.key_value_store().key_value_set(f"{prefix}/{jax.process_index()}", json.dumps(message))
     return prefix
 
 
 def _received(processes: Sequence[int], prefix: str, name: str) -> dict[int, dict[str, Any]]:
     """The messages of the other processes; waits for them."""
-    store, start, due = jax_compat.shared_store(), time.monotonic(), _REPORT
+    store, start, due = jax_compat.key_value_store(), time.monotonic(), _REPORT
     messages: dict[int, dict[str, Any]] = {}
     others = [process for process in processes if process != jax.process_index()]
     while missing := [process for process in others if process not in messages]:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdist._src.core.tree import PyTree, named_leaves, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.mesh import spans_devices
-from jdist._src.values.arrays import is_on_mesh, local_shards, place
-from jdist._src.values.base import DistributedValues, fitted
+from jdist._src.values.arrays import device_put_copy, is_on_mesh, local_shards
+from jdist._src.values.base import DistributedValues, cast_without_loss
 
 
 @final
@@ -45,7 +45,7 @@ class Sharded(DistributedValues):
         shape = np.shape(leaf)
         if not shape or shape[0] % num_replicas:
             raise ValueError(
-                f"{name} is Sharded, of {spec(leaf)}, and its first dimension cannot be split into {num_replicas} equal parts. "
+                f"{name} is Sharded, of {dtype_and_shape(leaf)}, and its first dimension cannot be split into {num_replicas} equal parts. "
                 "Pad it to a multiple, or leave it whole."
             )
 
@@ -59,7 +59,7 @@ class Sharded(DistributedValues):
         for name, leaf in named_leaves("value", tree):
             if not leaf.ndim:
                 raise ValueError(
-                    f"{name} of a Sharded is {spec(leaf)}: a replica's part of a value has a first dimension."
+                    f"{name} of a Sharded is {dtype_and_shape(leaf)}: a replica's part of a value has a first dimension."
                 )
         return tree
 
@@ -93,11 +93,11 @@ class Sharded(DistributedValues):
         over_mesh = jax.shard_map(fn, mesh=where.mesh, in_specs=where.spec, out_specs=where.spec, check_vma=False)
         return Sharded(jax.jit(over_mesh)(self.tree))
 
-    def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
+    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """The whole value, or each replica's part as a row."""
         if own:  # [replica, n / replica, ...]
             value = jnp.reshape(value, (np.shape(value)[0] * np.shape(value)[1], *np.shape(value)[2:]))
-        return place(fitted(name, value, leaf.shape, leaf.dtype), leaf.sharding)
+        return device_put_copy(cast_without_loss(name, value, leaf.shape, leaf.dtype), leaf.sharding)
 
     def _placed(self) -> PyTree:
         if not all(map(is_on_mesh, jax.tree.leaves(self.tree))):

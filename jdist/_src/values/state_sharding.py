@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdist._src.core.tree import PyTree, spec
+from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.values.arrays import Shape
 from jdist._src.values.base import is_distributed
 
@@ -32,7 +32,7 @@ _SEPARATOR = "/"
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class StateLeaf:
     """A leaf of a state.
 
     Attributes:
@@ -55,7 +55,7 @@ class Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class StateSharding:
     """How the state of a model lies on a mesh.
 
     Attributes:
@@ -108,7 +108,7 @@ class Layout:
         Raises:
             ValueError: A pattern is found in no parameter, or two in one; or it does not fit there.
         """
-        leaves = leaves_of(tree)
+        leaves = state_leaves(tree)
         wanted = self._wanted(leaves, is_state)
         companions = _Companions(leaves, wanted)
         shardings: list[NamedSharding] = []
@@ -123,24 +123,24 @@ class Layout:
         """For each leaf of `tree`, whether it is an array for all replicas, and of a kind that is split."""
         return [
             self._splits(leaf) and not leaf.is_own and bool(leaf.shape) and not _is_key(leaf.value)
-            for leaf in leaves_of(tree)
+            for leaf in state_leaves(tree)
         ]
 
     def part(self, x: Any) -> NamedSharding:
         """How an array of this shape is split, if it is of a kind that is, and no pattern says otherwise."""
-        leaf = Leaf("value", (), jnp.shape(x), x, is_optimizer=True)
+        leaf = StateLeaf("value", (), jnp.shape(x), x, is_optimizer=True)
         return NamedSharding(self.mesh, self._split(leaf, PartitionSpec()))
 
     def reduced(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
         """What brings reduced gradients to the devices that hold that part of the optimizer's state; None if nothing has to."""
         if self.shard == "optimizer":
             return None
-        leaves = leaves_of(state)
+        leaves = state_leaves(state)
         wanted = self._wanted(leaves, is_state=True)
         companions = _Companions(leaves, wanted)
 
         def one(path: Any, x: Any) -> Any:
-            gradient = Leaf("gradient", _keys(path), jnp.shape(x), x, is_optimizer=True)
+            gradient = StateLeaf("gradient", _keys(path), jnp.shape(x), x, is_optimizer=True)
             parameter = companions.parameter(gradient)
             if parameter is gradient:
                 return x
@@ -149,7 +149,7 @@ class Layout:
 
         return lambda tree: jax.tree_util.tree_map_with_path(one, tree)
 
-    def _wanted(self, leaves: Sequence[Leaf], is_state: bool) -> dict[tuple[str, ...], PartitionSpec]:
+    def _wanted(self, leaves: Sequence[StateLeaf], is_state: bool) -> dict[tuple[str, ...], PartitionSpec]:
         """How patterns split the parameters that they are found in, by their paths."""
         parameters = [leaf for leaf in leaves if not leaf.is_optimizer]
         wanted: dict[tuple[str, ...], PartitionSpec] = {}
@@ -175,25 +175,25 @@ class Layout:
             )
         return wanted
 
-    def _splits(self, leaf: Leaf) -> bool:
+    def _splits(self, leaf: StateLeaf) -> bool:
         return leaf.is_optimizer or self.shard == "all"
 
-    def _check(self, pattern: str, leaf: Leaf) -> None:
+    def _check(self, pattern: str, leaf: StateLeaf) -> None:
         """Raises ValueError if the leaf cannot be split as the pattern says."""
         wanted = self.patterns[pattern]
         if len(wanted) > len(leaf.shape):
             raise ValueError(
-                f"`layout[{pattern!r}]` is {wanted}, for {len(wanted)} dims, and {leaf.name} is {spec(leaf.value)}."
+                f"`layout[{pattern!r}]` is {wanted}, for {len(wanted)} dims, and {leaf.name} is {dtype_and_shape(leaf.value)}."
             )
         for dim, (size, axes) in enumerate(zip(leaf.shape, wanted, strict=False)):
             parts = math.prod(self.mesh.shape[axis] for axis in _axes_of([axes]))
             if size % parts:
                 raise ValueError(
-                    f"`layout[{pattern!r}]` splits dim {dim} of {leaf.name}, {spec(leaf.value)}, over {axes!r}, and {size} is "
+                    f"`layout[{pattern!r}]` splits dim {dim} of {leaf.name}, {dtype_and_shape(leaf.value)}, over {axes!r}, and {size} is "
                     f"no multiple of {parts}. Split another dim, or make this one a multiple."
                 )
 
-    def _split(self, leaf: Leaf, base: PartitionSpec) -> PartitionSpec:
+    def _split(self, leaf: StateLeaf, base: PartitionSpec) -> PartitionSpec:
         """`base`, and the largest dim that is left and divides over the data axis."""
         parts = self.mesh.shape[self.axis]
         if parts == 1 or self.axis in _axes_of(base) or _is_key(leaf.value):
@@ -210,9 +210,9 @@ class Layout:
         return PartitionSpec(*axes)
 
 
-def leaves_of(state: PyTree) -> list[Leaf]:
+def state_leaves(state: PyTree) -> list[StateLeaf]:
     """The leaves of a state, in order."""
-    leaves: list[Leaf] = []
+    leaves: list[StateLeaf] = []
 
     def visit(prefix: tuple[Any, ...], tree: PyTree, is_optimizer: bool) -> None:
         stops = lambda node: is_distributed(node) or (not is_optimizer and _is_of_optimizer(node))
@@ -231,7 +231,7 @@ def leaves_of(state: PyTree) -> list[Leaf]:
             shape = np.shape(leaf)[1:] if is_stacked else np.shape(leaf)
             by_name = is_optimizer or not _OPTIMIZER.isdisjoint(keys)
             name = "state" + jax.tree_util.keystr((*prefix, *path))
-            leaves.append(Leaf(name, keys, shape, leaf, by_name, is_stacked, is_own))
+            leaves.append(StateLeaf(name, keys, shape, leaf, by_name, is_stacked, is_own))
 
     visit((), state, False)
     return leaves
@@ -243,14 +243,14 @@ class _Companions:
     Of several, it is one that a pattern is found in: the others are copies of it.
     """
 
-    def __init__(self, leaves: Sequence[Leaf], wanted: Collection[tuple[str, ...]]):
-        self._by_end: dict[tuple[tuple[str, ...], Shape], Leaf] = {}
+    def __init__(self, leaves: Sequence[StateLeaf], wanted: Collection[tuple[str, ...]]):
+        self._by_end: dict[tuple[tuple[str, ...], Shape], StateLeaf] = {}
         for leaf in sorted(leaves, key=lambda leaf: leaf.path not in wanted):
             if not leaf.is_optimizer:
                 for start in range(len(leaf.path) + 1):
                     self._by_end.setdefault((leaf.path[start:], leaf.shape), leaf)
 
-    def parameter(self, leaf: Leaf) -> Leaf:
+    def parameter(self, leaf: StateLeaf) -> StateLeaf:
         """That parameter; the leaf itself if there is none."""
         ends = ((leaf.path[start:], leaf.shape) for start in range(len(leaf.path) + 1))
         return next((self._by_end[end] for end in ends if end in self._by_end), leaf)

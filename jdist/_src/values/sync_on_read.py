@@ -9,11 +9,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist._src.core.tree import PyTree
-from jdist._src.devices.mesh import mirrored_sharding
-from jdist._src.values.aggregation import VariableAggregation, aggregated
-from jdist._src.values.arrays import mesh_of, place, repeat, split_sum
-from jdist._src.values.base import DistributedValues, fitted, is_distributed
-from jdist._src.values.per_replica import PerReplica, check_rows, incoming_rows, map_rows
+from jdist._src.devices.mesh import replicated_sharding
+from jdist._src.values.aggregation import VariableAggregation, aggregate_rows
+from jdist._src.values.arrays import device_put_copy, mesh_of, repeat_rows, split_into_shares
+from jdist._src.values.base import DistributedValues, cast_without_loss, is_distributed
+from jdist._src.values.per_replica import PerReplica, assigned_rows, check_rows, map_rows
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 
 
@@ -87,7 +87,7 @@ class SyncOnRead(DistributedValues):
                 "or make it with SUM, MEAN or ONLY_FIRST_REPLICA."
             )
         leaves, treedef = jax.tree.flatten(self.tree)
-        return treedef.unflatten([aggregated(self.aggregation, "value", leaf) for leaf in leaves])
+        return treedef.unflatten([aggregate_rows(self.aggregation, "value", leaf) for leaf in leaves])
 
     def over(self, num_replicas: int) -> "SyncOnRead":
         """Partial values for so many replicas that read the same: a sum is split into equal shares, else each has it all."""
@@ -95,26 +95,28 @@ class SyncOnRead(DistributedValues):
         is_read = self.aggregation is not VariableAggregation.NONE
         if not is_read or not all(shapes) or all(shape[0] == num_replicas for shape in shapes):
             return self
-        shared = split_sum if self.aggregation is VariableAggregation.SUM else repeat
-        return self.with_tree(jax.tree.map(lambda x: shared(x, num_replicas, None), self.read()))
+        shared = split_into_shares if self.aggregation is VariableAggregation.SUM else repeat_rows
+        return self._with_tree(jax.tree.map(lambda x: shared(x, num_replicas, None), self.read()))
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "SyncOnRead":
         """The same placement of `fn` of each replica's partial tree."""
-        return self.with_tree(map_rows(fn, self.tree))
+        return self._with_tree(map_rows(fn, self.tree))
 
-    def incoming(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
+    def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, own: bool) -> jax.Array:
         """To each its own; or what reads as `value`: equal shares of a sum (integers keep their remainder), else itself."""
         if own or self.aggregation is not VariableAggregation.SUM:
-            return incoming_rows(name, leaf, value, own)
+            return assigned_rows(name, leaf, value, own)
         check_reducible(ReduceOp.SUM, name, leaf)
-        value = place(fitted(name, value, leaf.shape[1:], leaf.dtype), mirrored_sharding(mesh_of(leaf)))
-        return split_sum(value, leaf.shape[0], leaf.sharding)
+        value = device_put_copy(
+            cast_without_loss(name, value, leaf.shape[1:], leaf.dtype), replicated_sharding(mesh_of(leaf))
+        )
+        return split_into_shares(value, leaf.shape[0], leaf.sharding)
 
     def given(self, to_rows: bool) -> tuple[PyTree, bool]:
         """The partial values to what has rows, and what they read as to anything else."""
         return (self.tree, True) if to_rows else (self.read(), False)
 
-    def check_addition(self, word: str, value: PyTree) -> None:
+    def _check_addition(self, word: str, value: PyTree) -> None:
         """Raises ValueError if the value is read as a sum, and there is one `value` for all replicas."""
         shared = not is_distributed(value) or value.agrees
         if shared and self.aggregation is VariableAggregation.SUM:

@@ -15,10 +15,10 @@ from typing import Protocol
 
 import jax
 
-from jdist._src.core.atomic_files import replaced
+from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.execution.replicate import Proof
 from jdist._src.strategies.description import Description
-from jdist._src.training.history import History, in_words
+from jdist._src.training.history import History, format_value
 from jdist._src.training.report import matplotlib_charts
 from jdist._src.training.report.charts import VALIDATION, metrics_of, number, panels, shown
 
@@ -88,7 +88,7 @@ def report(fit: Ended, path: str | os.PathLike[str], *, title: str = "Training")
     path = pathlib.Path(path)
     if jax.process_index() == 0:
         page = _page(fit, title)
-        with replaced(path) as new:
+        with replace_atomically(path) as new:
             new.write_text(page, encoding="utf-8", errors="xmlcharrefreplace")
     return path
 
@@ -150,10 +150,10 @@ def _results(history: History) -> Iterable[str]:
     for name in metrics_of(history.columns):
         training, validation = (history[of][-1] if of in history else None for of in (name, VALIDATION + name))
         if validation is None:
-            yield _card(name, in_words(training), "training")
+            yield _card(name, format_value(training), "training")
         else:
-            beside = "" if training is None else f" · training {in_words(training)}"
-            yield _card(name, in_words(validation), "validation" + beside)
+            beside = "" if training is None else f" · training {format_value(training)}"
+            yield _card(name, format_value(validation), "validation" + beside)
 
 
 def _facts(fit: Ended) -> Iterable[str]:
@@ -163,7 +163,7 @@ def _facts(fit: Ended) -> Iterable[str]:
     if "seconds" in history:
         yield _card("time", _duration(number(history["seconds"][-1])), "compilation included")
     if "rows_per_second" in history:
-        yield _card("rows a second", in_words(_median(history["rows_per_second"])), "median of the epochs")
+        yield _card("rows a second", format_value(_median(history["rows_per_second"])), "median of the epochs")
     if "stalled" in history:
         yield _card("waited for input", f"{_median(history['stalled']):.1%}", "of the steps, median of the epochs")
 
@@ -180,7 +180,7 @@ def _median(values: Sequence[float]) -> float:
 
 def _duration(seconds: float) -> str:
     if not 0 <= seconds < 1e12:
-        return in_words(seconds)
+        return format_value(seconds)
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 import jdist
-from jdist._src.core import tf_names
+from jdist._src.core import other_names
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 GUIDE = (ROOT / "docs/from_tf_distribute.md").read_text()
@@ -28,7 +28,7 @@ def _plain_names():
     return sorted({name for name in NAMES if "." not in name})
 
 
-@pytest.mark.parametrize("name", tf_names.ON_STRATEGIES)
+@pytest.mark.parametrize("name", other_names.STRATEGY_NAMES)
 def test_name_of_tensorflow_on_a_strategy_raises_with_what_to_write(name, two):
     says = rf"^'MirroredStrategy' object has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
     with pytest.raises(AttributeError, match=says):
@@ -37,7 +37,7 @@ def test_name_of_tensorflow_on_a_strategy_raises_with_what_to_write(name, two):
     assert name not in dir(two)
 
 
-@pytest.mark.parametrize("name", tf_names.IN_MODULE)
+@pytest.mark.parametrize("name", other_names.MODULE_NAMES)
 def test_name_of_tensorflow_in_the_module_raises_with_what_to_write(name):
     says = rf"^module 'jdist' has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
     with pytest.raises(AttributeError, match=says):
@@ -63,16 +63,16 @@ def test_name_of_tensorflow_on_every_strategy_names_the_new_one(name, new, strat
 
 @pytest.mark.parametrize("name", _names_after("Strategy."))
 def test_name_of_the_guide_on_a_strategy_is_there_or_has_an_error_of_its_own(name, two):
-    assert hasattr(two, name) or name in tf_names.ON_STRATEGIES
+    assert hasattr(two, name) or name in other_names.STRATEGY_NAMES
 
 
 @pytest.mark.parametrize("name", [*_names_after("tf.distribute.", "tf.distribute.experimental."), *_plain_names()])
 def test_name_of_the_guide_in_the_module_is_there_or_has_an_error_of_its_own(name):
-    assert hasattr(jdist, name) or name in tf_names.IN_MODULE
+    assert hasattr(jdist, name) or name in other_names.MODULE_NAMES
 
 
 @pytest.mark.parametrize(
-    "advice", [*tf_names.ON_STRATEGIES.items(), *tf_names.IN_MODULE.items()], ids=lambda advice: advice[0]
+    "advice", [*other_names.STRATEGY_NAMES.items(), *other_names.MODULE_NAMES.items()], ids=lambda advice: advice[0]
 )
 def test_advice_names_only_what_there_is(advice, two):
     for owner, name in re.findall(r"`(jdist|strategy|jdist\.cluster)\.(\w+)", advice[1]):
@@ -92,6 +92,6 @@ def test_name_that_nobody_has_is_refused_as_ever(two):
 
 def test_error_within_a_property_of_a_strategy_is_not_hidden(two):
     empty = object.__new__(jdist.MirroredStrategy)  # its fields are missing, as while it is unpickled
-    with pytest.raises(AttributeError, match="has no attribute '_view'"):
+    with pytest.raises(AttributeError, match="has no attribute '_backend'"):
         empty.mesh  # noqa: B018
     assert copy.copy(two).mesh is two.mesh

@@ -14,7 +14,7 @@ _RESOLVER = (
 _PARAMETER_SERVERS = "it belongs to parameter servers, which jdist does not have"
 _STATE = "write a plain array in the state, or `jdist.Mirrored(x, aggregation)`"
 
-ON_STRATEGIES = {
+STRATEGY_NAMES = {
     "cluster_resolver": "pass it to `jdist.TPUStrategy`; then `jax.process_index()`, `jax.process_count()`, `strategy.mesh`",
     "colocate_vars_with": _DEPRECATED,
     "configure": _DEPRECATED,
@@ -41,7 +41,7 @@ ON_STRATEGIES = {
 
 _PARTITIONERS = "it belongs to parameter servers; `jdist.ShardedStrategy` splits each leaf over the devices"
 
-IN_MODULE = {
+MODULE_NAMES = {
     "ClusterResolver": "write `jdist.cluster.ClusterResolver`",
     "FixedShardsPartitioner": _PARTITIONERS,
     "KubernetesExecutableLocation": _RESOLVER,
@@ -100,7 +100,7 @@ IN_MODULE = {
 }
 
 
-def missing(owner_name: str, name: str, moved: dict[str, str]) -> AttributeError:
+def missing_attribute_error(owner_name: str, name: str, moved: dict[str, str]) -> AttributeError:
     """The error about an attribute that does not exist, with what to write instead if TensorFlow has it.
 
     Args:

@@ -16,7 +16,7 @@ from jdist._src.values.base import is_distributed
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class Stacked:
     """A value of which each virtual replica has its own.
 
     Attributes:
@@ -29,12 +29,12 @@ class Rows:
 Value: TypeAlias = Any  # `Rows`, or an array `[...]` that all replicas share
 
 
-def is_rows(node: object) -> bool:
+def is_stacked(node: object) -> bool:
     """Whether `node` is a value of which each virtual replica has its own."""
-    return isinstance(node, Rows)
+    return isinstance(node, Stacked)
 
 
-def one_of(item: Any, replicas: Replicas) -> PyTree:
+def replica_shapes(item: Any, replicas: Replicas) -> PyTree:
     """The shapes that one replica is given of an argument: its part `[n, ...]` of `[replica * n, ...]`, or all of it."""
 
     def one(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -45,29 +45,31 @@ def one_of(item: Any, replicas: Replicas) -> PyTree:
     return jax.tree.map(one, item.tree if is_distributed(item) else item)
 
 
-def taken(item: Any, block: PyTree, replicas: Replicas) -> PyTree:
+def split_into_slots(item: Any, block: PyTree, replicas: Replicas) -> PyTree:
     """The parts of this device's replicas, of the block of `item` that the device holds: all replicas' parts, or theirs."""
 
-    def one(leaf: jax.Array) -> Rows:
-        count = replicas.each if replicas.row_axes else replicas.size
+    def one(leaf: jax.Array) -> Stacked:
+        count = replicas.each if replicas.per_replica_axes else replicas.size
         rows = leaf.reshape(count, leaf.shape[0] // count, *leaf.shape[1:])
-        return Rows(rows if replicas.row_axes else rows[jnp.minimum(ids(replicas), replicas.size - 1)])
+        return Stacked(
+            rows if replicas.per_replica_axes else rows[jnp.minimum(replica_ids(replicas), replicas.size - 1)]
+        )
 
     return block if _is_shared(item) else jax.tree.map(one, block)
 
 
-def given(placement: Any, item: PyTree, replicas: Replicas) -> PyTree:
+def join_slots(placement: Any, item: PyTree, replicas: Replicas) -> PyTree:
     """What the device holds of a result, of what its replicas have: the inverse of `taken`."""
 
     def one(value: Value) -> jax.Array:
-        rows = jax.vmap(placement.leave)(rows_of(value, replicas))
-        if not replicas.row_axes:
+        rows = jax.vmap(placement.leave)(slots_of(value, replicas))
+        if not replicas.per_replica_axes:
             rows = lax.all_gather(rows, replicas.mesh.axis_names, tiled=True)[: replicas.size]
         return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
 
     if placement is not None and not placement.agrees:
-        return jax.tree.map(one, item, is_leaf=is_rows)
-    assert not any(map(is_rows, jax.tree.leaves(item, is_leaf=is_rows))), "proved to be shared, and is not"
+        return jax.tree.map(one, item, is_leaf=is_stacked)
+    assert not any(map(is_stacked, jax.tree.leaves(item, is_leaf=is_stacked))), "proved to be shared, and is not"
     return item
 
 
@@ -75,16 +77,16 @@ def _is_shared(item: Any) -> bool:
     return not is_distributed(item) or item.agrees
 
 
-def folded(add: Callable[[Any, Any], Any], value: Value, replicas: Replicas) -> jax.Array:
+def tree_fold(add: Callable[[Any, Any], Any], value: Value, replicas: Replicas) -> jax.Array:
     """What all replicas have, `[...]`, put together by `add` along the fixed tree over all of them."""
-    rows = rows_of(value, replicas)
+    rows = slots_of(value, replicas)
     shape, dtype = rows.shape[1:], rows.dtype
     if not rows.size:
         return rows[0]
     axes, devices, wide = replicas.mesh.axis_names, replicas.mesh.size, jnp.promote_types(dtype, jnp.float32)
     flat = rows.reshape(replicas.each, -1).astype(wide if jnp.issubdtype(dtype, jnp.floating) else dtype)
     # Where every device has as many replicas, and a power of two of them are neighbours there, so they are in the tree.
-    height = replicas.each & -replicas.each if replicas.row_axes else 1
+    height = replicas.each & -replicas.each if replicas.per_replica_axes else 1
     branches = _tree(add, flat.reshape(-1, height, flat.shape[1]).swapaxes(0, 1))
     # The same on one device as on many: what XLA fuses, it may round in another way.
     branches = lax.optimization_barrier(branches)
@@ -96,19 +98,19 @@ def folded(add: Callable[[Any, Any], Any], value: Value, replicas: Replicas) -> 
     return lax.optimization_barrier(total.astype(dtype).reshape(shape))
 
 
-def gathered(value: Value, dim: int, tiled: bool, replicas: Replicas) -> jax.Array:
+def gather_slots(value: Value, dim: int, tiled: bool, replicas: Replicas) -> jax.Array:
     """The values of all replicas `[...]`, side by side along a new dimension `dim`; tiled: joined along the one there is."""
-    rows = lax.all_gather(rows_of(value, replicas), replicas.mesh.axis_names, tiled=True)[: replicas.size]
+    rows = lax.all_gather(slots_of(value, replicas), replicas.mesh.axis_names, tiled=True)[: replicas.size]
     moved = jnp.moveaxis(rows, 0, dim)
     return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :]) if tiled else moved
 
 
-def parted(value: jax.Array, dim: int, tiled: bool, replicas: Replicas) -> jax.Array:
+def scatter_slots(value: jax.Array, dim: int, tiled: bool, replicas: Replicas) -> jax.Array:
     """The parts of this device's replicas, `[slot, ...]`, of an array that is split over all replicas along `dim`."""
     shape = value.shape
     if tiled:
         value = value.reshape(*shape[:dim], replicas.size, shape[dim] // replicas.size, *shape[dim + 1 :])
-    return jnp.moveaxis(value, dim, 0)[jnp.minimum(ids(replicas), replicas.size - 1)]
+    return jnp.moveaxis(value, dim, 0)[jnp.minimum(replica_ids(replicas), replicas.size - 1)]
 
 
 def _tree(add: Callable[[Any, Any], Any], rows: jax.Array) -> jax.Array:
@@ -120,14 +122,14 @@ def _tree(add: Callable[[Any, Any], Any], rows: jax.Array) -> jax.Array:
     return rows[0]
 
 
-def ids(replicas: Replicas) -> jax.Array:
+def replica_ids(replicas: Replicas) -> jax.Array:
     """The numbers of this device's replicas, int32 `[slot]`; beyond the last one if there are fewer."""
     return lax.axis_index(replicas.mesh.axis_names) * replicas.each + jnp.arange(replicas.each, dtype=jnp.int32)
 
 
-def rows_of(value: Value, replicas: Replicas) -> jax.Array:
+def slots_of(value: Value, replicas: Replicas) -> jax.Array:
     """A value as each of this device's replicas has it, `[slot, ...]`."""
-    if isinstance(value, Rows):
+    if isinstance(value, Stacked):
         return value.slots
     value = jnp.asarray(value)
     return jnp.broadcast_to(value[None], (replicas.each, *value.shape))
@@ -140,6 +142,6 @@ def zeros(shape: Shape, dtype: Any) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 
-def written(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
+def write_slot(buffer: jax.Array, value: jax.Array, slot: jax.Array) -> jax.Array:
     """`buffer`, `[slot, ...]`, with `value` in its place."""
     return lax.dynamic_update_index_in_dim(buffer, value, slot, 0)
