@@ -367,7 +367,6 @@ def _keys_after_loops(strategy):
     """How many keys there are in the store that the processes share, after one more loop over ten batches and after six."""
     from jdist._src.core.jax_compat import key_value_store
 
-
     data, found = strategy.distribute_dataset(Elements(lambda: _numbers(80)), 8), []
     for loops in (1, 5):
         for _ in range(loops):
