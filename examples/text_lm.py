@@ -111,7 +111,7 @@ def main():
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     train, held_out, characters = load_data()
-    # An epoch is a whole number of calls: other remainders would compile a second program.
+    # A multiple of the examples of a call: a remainder would compile a second program.
     examples = len(train[0]) // (args.batch_size * STEPS_PER_CALL) * args.batch_size * STEPS_PER_CALL
     train = tuple(x[:examples] for x in train)
     console.print(
