@@ -3,8 +3,9 @@
     python examples/resume.py
     python examples/resume.py --kills 5 --replicas 4
 
-A process trains a small CNN on the digits of scikit-learn, saves checkpoints, and kills itself with SIGKILL after a random step.
-The next process resumes from the newest checkpoint. After the last one, the script trains once without interruption and compares.
+A process trains a small CNN on the digits of scikit-learn, saves checkpoints, and kills itself with SIGKILL after a random
+step. The next process resumes from the newest checkpoint. After the last one, the script trains once without interruption and
+compares.
 """
 
 import argparse
