@@ -1,22 +1,22 @@
-"""Sums over the replicas, by `jdist.all_reduce` and by `lax.psum(tree)` written by hand: 2, 4 and 8 devices.
+"""Sums over the replicas: `jdist.all_reduce` against hand-written `lax.psum(tree)` on 2, 4 and 8 devices.
 
     python benchmarks/all_reduce.py [--quick] [--json] [--devices 4] [--case small]
 
-Cases: `small` (200 leaves of 1k float32), `large` (10 of 1M), `transformer` (the gradients of a GPT of 10.7M parameters, 6
-layers of width 384) and `edges`: trees beside the sizes at which jdist begins to pack leaves, and to split large ones. Peers:
-`psum` (`lax.psum(tree)` in `jax.jit(jax.shard_map(...))`, one replica's values donated) and, of jdist, each other algorithm.
+Cases: `small` (200 leaves of 1k float32), `large` (10 leaves of 1M), `transformer` (gradients of a GPT with 10.7M parameters, 6
+layers of width 384) and `edges` (leaf sizes around the thresholds of packing and splitting). Peers: `psum` (`lax.psum(tree)` in
+`jax.jit(jax.shard_map(...))`, per-replica values donated) and, with `--algorithms`, the other algorithms of jdist.
 """
 
 import jax
 
 import sidebyside
 
-options = sidebyside.parser("Sums over the replicas, beside lax.psum.")
+options = sidebyside.parser("Sums over the replicas, against lax.psum.")
 options.add_argument(
-    "--devices", type=int, nargs="+", help="how many; all accelerators by default, else 2, 4 and 8 on the CPU"
+    "--devices", type=int, nargs="+", help="numbers of devices (default: all accelerators, or 2, 4 and 8 CPU devices)"
 )
-options.add_argument("--case", choices=["small", "large", "transformer", "edges"], help="only this one")
-options.add_argument("--algorithms", action="store_true", help="compare jdist's algorithms too")
+options.add_argument("--case", choices=["small", "large", "transformer", "edges"], help="run only this case")
+options.add_argument("--algorithms", action="store_true", help="also compare the algorithms of jdist")
 args = options.parse_args()
 jax.config.update("jax_num_cpu_devices", max(args.devices or [8]))
 
@@ -73,7 +73,7 @@ def by_jdist(tree, count, algorithm=None):
 
 
 def loop(step, state, times):
-    """A function that sums `times` times and gives the seconds; what is summed lives on between its calls."""
+    """Returns a function that sums `times` times and returns the seconds. The operand of a call is the result of the last."""
     kept = [state]
 
     def work():

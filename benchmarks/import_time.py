@@ -1,4 +1,4 @@
-"""What `import jdist` costs beside `import jax, optax`, each in a fresh process.
+"""Time of `import jdist` against `import jax, optax`, each in a fresh process.
 
 python benchmarks/import_time.py [--quick] [--json]
 """

@@ -1,12 +1,11 @@
-"""Batches on the devices, as jdist brings them there, beside what one writes by hand and what other libraries do.
+"""Batches placed on the devices by jdist, against hand-written code and other libraries.
 
     python benchmarks/input.py [--quick] [--json] [--devices 4] [--case arrays]
 
 The data are 60,000 images of 28 x 28 bytes and their labels, in batches of 256. Cases: `arrays` (shuffled arrays in memory;
-by hand: index with numpy, one `device_put`), against tf.data with `experimental_distribute_dataset` and torch's `DataLoader`
-with a `device_put` too, where they are installed; `grain` (a `grain` pipeline that jdist takes over, against the same
-pipeline iterated and placed by hand); `step` (arrays, and a step on each batch). Each work ends when its last batch has
-arrived.
+hand-written: numpy indexing and one `device_put`; if installed, tf.data with `experimental_distribute_dataset`, and torch's
+`DataLoader` with a `device_put`); `grain` (a `grain` pipeline passed to jdist, against the same pipeline iterated and placed by
+hand); `step` (arrays, and a step on each batch). A measurement ends when the last batch is on the devices.
 """
 
 import functools
@@ -14,15 +13,15 @@ import importlib.util
 import json
 import os
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow greets on standard error
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow logs to standard error when it is imported
 
 import jax
 
 import sidebyside
 
-options = sidebyside.parser("Input of jdist beside input by hand and by other libraries.")
-options.add_argument("--devices", type=int, default=0, help="all accelerators by default, else 4 CPU devices")
-options.add_argument("--case", choices=["arrays", "grain", "step"], help="only this one")
+options = sidebyside.parser("Input of jdist against hand-written input and other libraries.")
+options.add_argument("--devices", type=int, default=0, help="default: all accelerators, or 4 CPU devices")
+options.add_argument("--case", choices=["arrays", "grain", "step"], help="run only this case")
 args = options.parse_args()
 jax.config.update("jax_num_cpu_devices", args.devices or 4)
 
@@ -42,7 +41,7 @@ strategy = jdist.MirroredStrategy(DEVICES)
 
 
 def arrived(batches):
-    """Takes every batch, and waits for the last."""
+    """Iterates over all batches, and waits for the last."""
     *_, (count, last) = enumerate(batches, 1)
     jax.block_until_ready(last)
     assert count == STEPS, count
@@ -61,7 +60,7 @@ def with_torch(loader):
 
 
 def with_tensorflow(tf, count):
-    """A strategy of as many CPU devices, and its distributed data set."""
+    """Returns a TensorFlow strategy with the same number of CPU devices, and its distributed data set."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     theirs = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(count)])

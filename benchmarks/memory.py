@@ -1,11 +1,11 @@
-"""What a device holds of a 100M-parameter transformer under each strategy: programs compiled, and not run.
+"""Memory per device of a 100M-parameter transformer under each strategy. Programs are compiled, not run.
 
     python benchmarks/memory.py [--quick] [--json] [--topology v5e:2x4]
 
-For each strategy and number of devices, from the memory analysis of the compiled programs: what a device holds between
-steps (`state`), what a step takes besides (`step`: its temporary memory, and results that no argument makes room for), what
-creating the state takes at most (`init`), and what is in the memory of its host (`host`). On CPU devices by default, where
-the memory of the host is only a name; with `--topology` (`pip install "jdist[plan]"`) by the compiler for TPUs.
+For each strategy and number of devices, from the memory analysis of the compiled programs: memory per device between steps
+(`state`), additional memory of a step (`step`: temporary buffers and results that no donated argument provides), the peak of
+creating the state (`init`), and host memory (`host`). By default for CPU devices, where host memory is device memory; with
+`--topology` (`pip install "jdist[plan]"`) with the compiler for TPUs.
 """
 
 import argparse
@@ -16,8 +16,8 @@ import jax
 parser = argparse.ArgumentParser(
     description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
 )
-parser.add_argument("--quick", action="store_true", help="a tenth of the parameters, on 2 and 4 devices")
-parser.add_argument("--json", action="store_true", help="a line of JSON a row")
+parser.add_argument("--quick", action="store_true", help="10M parameters, on 2 and 4 devices")
+parser.add_argument("--json", action="store_true", help="print one JSON object per row")
 parser.add_argument("--topology", help="a TPU slice to compile for, such as v5e:2x4")
 args = parser.parse_args()
 if not args.topology:
@@ -83,7 +83,7 @@ STRATEGIES = {
 
 
 def taken(strategy):
-    """Bytes a device: between steps, by a step besides, by init at most, and in the memory of its host."""
+    """Returns bytes per device: between steps, additionally in a step, at the peak of `init`, and in host memory."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = jax.eval_shape(lambda key: strategy.init(make, key), key)
     batch = (strategy.num_replicas_in_sync, ROWS * strategy.mesh.size // strategy.num_replicas_in_sync, LENGTH + 1)

@@ -1,10 +1,10 @@
-"""What a policy costs: `sync.mean` beside `pmean` written by hand, `sync.exact` beside `sync.mean`.
+"""Cost of policies: `sync.mean` against hand-written `pmean`, `sync.exact` against `sync.mean`.
 
     python benchmarks/policies.py [--quick] [--json] [--devices 4] [--case cnn]
 
-Cases: `mlp` (two layers) and `cnn` (the digits example's), AdamW, batch 64, the same for all. `exact` runs 8 virtual replicas
-on the devices; its peers are one replica a device under `sync.mean()`, whole or with the gradients of as many micro-batches.
-All losses of the first steps are checked to be equal but for rounding. On the CPU all wait for each step.
+Cases: `mlp` (two layers) and `cnn` (of the digits example), AdamW, batch 64, the same for all. `exact` runs 8 virtual replicas
+on the devices; its peers are one replica per device under `sync.mean()`, without micro-batches and with 8 micro-batches.
+The losses of the first steps are checked to agree up to rounding. On CPU every candidate waits for each step.
 """
 
 import functools
@@ -13,9 +13,9 @@ import jax
 
 import sidebyside
 
-options = sidebyside.parser("Policies beside what they stand for.")
-options.add_argument("--devices", type=int, default=0, help="all accelerators by default, else 4 CPU devices")
-options.add_argument("--case", choices=["mlp", "cnn"], help="only this one")
+options = sidebyside.parser("Policies against hand-written steps.")
+options.add_argument("--devices", type=int, default=0, help="default: all accelerators, or 4 CPU devices")
+options.add_argument("--case", choices=["mlp", "cnn"], help="run only this case")
 args = options.parse_args()
 jax.config.update("jax_num_cpu_devices", args.devices or 4)
 
@@ -66,7 +66,7 @@ def mean_gradient(loss_fn):
 
 
 class Loop:
-    """Steps one after the other; the state lives on between the calls."""
+    """Runs steps sequentially; the state continues from call to call."""
 
     def __init__(self, step, state, batch):
         self.step, self.state, self.batch = step, state, batch

@@ -1,7 +1,7 @@
-"""How the benchmarks measure: the same work by jdist and by its peers, in turn, in one process; a ratio a round.
+"""Interleaved measurements: the same work by jdist and by its peers, alternating in one process, as a ratio per round.
 
-A ratio is jdist's rate over the peer's: higher is better, 1 is the same. Each round times every candidate once, in random
-order, so that a machine that slows down slows all of them; the row gives the median over the rounds, and the quartiles.
+A ratio is jdist's rate divided by the peer's: higher is better, 1 means equal. Each round times every candidate once, in random
+order, so that a machine that slows down affects all of them; a row has the median over the rounds, and the quartiles.
 """
 
 import argparse
@@ -14,22 +14,22 @@ from collections.abc import Callable
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Returns a parser with the options that all benchmarks share."""
     options = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    options.add_argument("--quick", action="store_true", help="fewer rounds: a look, not a figure to quote")
-    options.add_argument("--json", action="store_true", help="one JSON object a row")
+    options.add_argument("--quick", action="store_true", help="fewer rounds, for a quick check")
+    options.add_argument("--json", action="store_true", help="print one JSON object per row")
     return options
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """The time that `work` takes."""
+    """Returns the seconds that `work` takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def rounds(candidates: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
-    """Asks every candidate for its seconds, `count` times in turn, in random order; one more round before warms up."""
+    """Times every candidate once per round, in random order, for `count` rounds after one warm-up round."""
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(count + 1):
         for name, measure in random.sample(list(candidates.items()), len(candidates)):
@@ -40,7 +40,7 @@ def rounds(candidates: dict[str, Callable[[], float]], count: int) -> dict[str, 
 
 
 def report(case: str, taken: dict[str, list[float]], as_json: bool, steps: int = 1) -> None:
-    """Prints a row for each peer of `"jdist"`; `steps` is how many steps one measurement has."""
+    """Prints a row for each peer of `"jdist"`; `steps` is the number of steps per measurement."""
     ours = taken["jdist"]
     for peer, theirs in taken.items():
         if peer == "jdist":
@@ -63,13 +63,13 @@ def report(case: str, taken: dict[str, list[float]], as_json: bool, steps: int =
         else:
             print(
                 f"{case:28} against {peer:20} ratio {middle:6.3f}  [{low:6.3f}, {high:6.3f}]   "
-                f"{step:12,.1f} us a step, {more:+10.1f} us",
+                f"{step:12,.1f} us per step, {more:+10.1f} us",
                 flush=True,
             )
 
 
 def mesh_of(devices):
-    """A mesh as one writes it by hand: a replica a device."""
+    """Returns a hand-written mesh with one replica per device."""
     import numpy as np
     from jax.sharding import AxisType, Mesh
 
@@ -77,7 +77,7 @@ def mesh_of(devices):
 
 
 def versions(as_json: bool) -> None:
-    """Says what is measured, and on what."""
+    """Prints the versions and the devices."""
     import jax
     import jaxlib
 

@@ -1,12 +1,12 @@
-"""What jdist's step costs beside the same step written by hand, in four ways.
+"""Steps of jdist against the same steps written by hand (four variants).
 
     python benchmarks/step_overhead.py [--quick] [--json] [--devices 4]
 
-Cases: `tiny` (a step of a few microseconds, so that what is left is the call), `mlp` and `transformer` (a block with its
+Cases: `tiny` (a step of a few microseconds, which measures the call), `mlp` and `transformer` (a block with its
 loss and AdamW). Peers: `shard_map` (`jax.jit(jax.shard_map(...))`), `jit` (`jax.jit` over `NamedSharding`s) and `pmap`. `run`
-is `strategy.run` against the same `shard_map`, and `sharded step` that of `ShardedStrategy("all")` against `jit` with the same
-placements. The state is donated by all of them; on the CPU all wait for each step, and jdist is told to use the collectives
-of its peers, each leaf alone: what it does by itself is measured by `train_step.py`.
+is `strategy.run` against the same `shard_map`, `sharded step` a step of `ShardedStrategy("all")` against `jit` with the same
+placements. All of them donate the state; on CPU every candidate waits for each step, and jdist uses the collectives
+of its peers, one per leaf: `train_step.py` measures the defaults.
 """
 
 import functools
@@ -16,9 +16,9 @@ import jax
 
 import sidebyside
 
-options = sidebyside.parser("Steps of jdist beside steps written by hand.")
-options.add_argument("--devices", type=int, default=0, help="all accelerators by default, else 4 CPU devices")
-options.add_argument("--case", choices=["tiny", "mlp", "transformer"], help="only this one")
+options = sidebyside.parser("Steps of jdist against hand-written steps.")
+options.add_argument("--devices", type=int, default=0, help="default: all accelerators, or 4 CPU devices")
+options.add_argument("--case", choices=["tiny", "mlp", "transformer"], help="run only this case")
 args = options.parse_args()
 jax.config.update("jax_num_cpu_devices", args.devices or 4)
 
@@ -96,7 +96,7 @@ def split(batch):
 
 
 def loop(step, state, batch, steps):
-    """A function that runs `steps` steps and gives their seconds; the state lives on between its calls."""
+    """Returns a function that runs `steps` steps and returns the seconds. The state continues from call to call."""
     kept = [state]
 
     def work():
@@ -158,7 +158,7 @@ def run_candidates(make, steps):
 
 
 def sharded_candidates(make, steps):
-    """The state split over the devices, under "all": the same placements, by jdist and by `jax.jit` with shardings."""
+    """Returns the candidates with a sharded state: the same placements, by jdist and by `jax.jit` with shardings."""
     mesh = Mesh(np.array(DEVICES), ("data",))
     strategy = jdist.ShardedStrategy("all", mesh)
     state, step, batch = make(functools.partial(jdist.all_reduce, "mean"))

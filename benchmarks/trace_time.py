@@ -1,11 +1,11 @@
-"""What tracing a step with jdist, and so with the proof, costs beside tracing the step written by hand.
+"""Time to trace a step with jdist, including the replication analysis, against tracing the hand-written step.
 
     python benchmarks/trace_time.py [--quick] [--json]
 
-The step is that of a transformer of 12 layers with dropout and AdamW. Peers: `shard_map` (`jax.jit(jax.shard_map(...))` of the
-same step) and `no proof` (jdist with the analysis of the traced program left out). The time is the processor's. Each
-measurement is made at another depth of Python's stack: CPython's calls become slower by a third where the stack crosses the
-end of a block of its memory, and at one depth this falls on the one program, at another on the other.
+The step trains a transformer of 12 layers with dropout and AdamW. Peers: `shard_map` (`jax.jit(jax.shard_map(...))` of the
+same step) and `no proof` (jdist without the analysis of the traced program). The time is CPU time. Each
+measurement uses another depth of Python's stack: CPython's calls become slower by a third where the stack crosses the
+end of a memory block, and at a single depth this would affect only one of the candidates.
 """
 
 import gc

@@ -1,16 +1,16 @@
-"""Whole training steps as jdist runs them by default, beside `jit` and `shard_map` written by hand; and `Trainer.fit`.
+"""Training steps of jdist with its defaults against hand-written `jit` and `shard_map`, and `Trainer.fit`.
 
     python benchmarks/train_step.py [--quick] [--json] [--devices 4] [--case mlp]
 
-Cases: `small` (two hidden layers of width 16) and `deep` (ten layers of width 64), both with SGD: what is left is many small
-leaves; `mlp` (two layers), `cnn` (the digits example's) and `transformer` (4 blocks of width 256), with AdamW. `alone` is the
-step by hand without any reduction: what no reduction can be faster than, but no training. The others begin with the same
-state, and the losses of their first steps are checked to be equal. On the CPU all wait for each step.
+Cases: `small` (two hidden layers of width 16) and `deep` (ten layers of width 64), both with SGD, which have many small
+leaves; `mlp` (two layers), `cnn` (of the digits example) and `transformer` (4 blocks of width 256), with AdamW. `alone` is the
+hand-written step without any reduction: a bound for every reduction, not a correct training step. The others start from
+the same state, and the losses of their first steps are checked to be equal. On CPU every candidate waits for each step.
 
-`small, 10 steps a call` is `strategy.step(fn, steps_per_call=10)` beside peers that take a step a call, and beside `scan`,
-written by hand with all leaves in one reduction, which takes as many. `fit, cnn` is an epoch of `Trainer.fit`, without
-progress, beside `for batch in dataset: state, loss = step(state, batch)`: `same step` takes the trainer's own, metrics and
-all, and `written step` one as users write it.
+`small, 10 steps per call` is `strategy.step(fn, steps_per_call=10)` against peers with one step per call, and against `scan`, a
+hand-written scan over the same number of steps that packs all leaves into one reduction. `fit, cnn` is an epoch of `Trainer.fit`
+without progress, against `for batch in dataset: state, loss = step(state, batch)`: `same step` calls the step of the trainer, with
+its metrics, and `written step` a step as users write it.
 """
 
 import dataclasses
@@ -20,9 +20,9 @@ import jax
 
 import sidebyside
 
-options = sidebyside.parser("Training steps of jdist beside steps written by hand.")
-options.add_argument("--devices", type=int, default=0, help="all accelerators by default, else 4 CPU devices")
-options.add_argument("--case", choices=["small", "mlp", "deep", "cnn", "transformer", "fit"], help="only this one")
+options = sidebyside.parser("Training steps of jdist against hand-written steps.")
+options.add_argument("--devices", type=int, default=0, help="default: all accelerators, or 4 CPU devices")
+options.add_argument("--case", choices=["small", "mlp", "deep", "cnn", "transformer", "fit"], help="run only this case")
 args = options.parse_args()
 jax.config.update("jax_num_cpu_devices", args.devices or 4)
 
@@ -99,12 +99,12 @@ def train_step(model, optimizer, mean, state, batch):
 
 
 def packed_mean(tree):
-    """All leaves in one reduction."""
+    """Reduces all leaves with one collective."""
     flat, unpacked = ravel_pytree(tree)
     return unpacked(lax.pmean(flat, "replica"))
 
 
-PER_CALL = {"small": 10, "mlp": 10, "deep": 10}  # cases with a row for several steps a call
+PER_CALL = {"small": 10, "mlp": 10, "deep": 10}  # cases with a row for several steps per call
 ROUNDS = 3 if args.quick else 31
 
 
@@ -148,7 +148,7 @@ def candidates(model, optimizer, batch, per_call):
 
 
 class Loop:
-    """Steps one after the other; the state lives on between the calls."""
+    """Runs steps sequentially; the state continues from call to call."""
 
     def __init__(self, step, state, batch, per_call=1):
         self.step, self.state, self.batch, self.per_call = step, state, batch, per_call
@@ -165,7 +165,7 @@ class Loop:
 
 
 def compare(name, steps, model, optimizer, batch):
-    """A case: the rows of a step a call, and those of several."""
+    """Runs a case: rows with one step per call, and rows with several."""
     per_call = PER_CALL.get(name, 1)
     loops = candidates(model, optimizer, batch, per_call)
     first, *others = (np.hstack(one.losses(max(5, per_call))) for peer, one in loops.items() if peer != "alone")
@@ -179,11 +179,11 @@ def compare(name, steps, model, optimizer, batch):
     sidebyside.report(f"{name}, {len(DEVICES)} devices", taken, args.json, steps)
     if several:
         taken = {"jdist": several, "scan": scan, "shard_map": taken["shard_map"], "jit": taken["jit"]}
-        sidebyside.report(f"{name}, {per_call} steps a call", taken, args.json, steps)
+        sidebyside.report(f"{name}, {per_call} steps per call", taken, args.json, steps)
 
 
 def compare_fit(steps):
-    """An epoch of `fit` beside a bare loop over the same batches."""
+    """Times an epoch of `fit` against a plain loop over the same batches."""
     model, optimizer, (x, y) = CNN(), optax.adamw(1e-3), labelled((64 * steps, 8, 8, 1))
     strategy = jdist.MirroredStrategy(DEVICES)
     dataset = strategy.distribute_dataset((x, y), 64, shuffle=True, remainder="pad")

@@ -4,7 +4,7 @@
     python examples/policies.py --policy mean int8 --plot policies.png
 
 A policy is one argument: the step below is the same function for all of them. The model predicts the next character of
-the standard library's own reference text, `pydoc_data.topics`. The bytes are counted in the compiled programs (`wire`).
+the standard library's own reference text, `pydoc_data.topics`. The bytes are counted in the compiled programs (`jdist.hlo`).
 """
 
 import argparse
@@ -24,9 +24,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 import jdist
-from jdist import sync
-
-import wire
+from jdist import hlo, sync
 
 WINDOW = 64  # characters that the model predicts in one example
 VIRTUAL_REPLICAS = 8
@@ -152,7 +150,7 @@ def train(setting: Setting, model: nn.Module, train_data: np.ndarray, test_data:
     batches = strategy.distribute_dataset(train_data, args.batch_size, shuffle=True, seed=args.seed, epochs=None)
     batches = itertools.islice(batches, args.steps)
     first = next(batches)
-    sent = wire.collectives(train_step.lower(state, first).compile().as_text())
+    sent = hlo.collectives(train_step.lower(state, first).compile())
     state, loss = train_step(state, first)
     jax.block_until_ready(loss)
     start = time.perf_counter()
@@ -162,7 +160,7 @@ def train(setting: Setting, model: nn.Module, train_data: np.ndarray, test_data:
     seconds = time.perf_counter() - start
 
     # A loop of unknown length would make the count a guess; no policy has a collective in one.
-    runs = [one.times / (setting.period if one.conditional else 1) for one in sent]
+    runs = [one.count / (setting.period if one.conditional else 1) for one in sent]
     return Result(
         loss=evaluate(strategy, model, jdist.read_values(state["params"]), test_data, args.batch_size),
         sent=math.fsum(run * one.bytes_sent for run, one in zip(runs, sent, strict=True)),

@@ -1,10 +1,11 @@
-"""Training that is killed again and again, and ends with the same bits as training that is not.
+"""Training that is killed repeatedly and resumed, and ends with bitwise the same parameters as uninterrupted training.
 
     python examples/resume.py
     python examples/resume.py --kills 5 --replicas 4
 
-A process trains a small CNN on the digits that come with scikit-learn, saves checkpoints on its way, and after a random step
-kills itself with SIGKILL, which leaves it no time for anything. Another one goes on from the newest checkpoint, and so forth.
+A process trains a small CNN on the digits of scikit-learn, saves checkpoints, and kills itself with SIGKILL after a random
+step. The next process resumes from the newest checkpoint. After the last one, the script trains once without interruption and
+compares.
 """
 
 import argparse
@@ -28,8 +29,8 @@ try:
 except ModuleNotFoundError:
     raise SystemExit('The digits come with scikit-learn: python -m pip install -e ".[examples]"') from None
 
-BATCH_SIZE, STEPS = 120, 15  # of each epoch, whose last batch is not full
-EVERY = 7  # steps from one checkpoint to the next: most of them lie within an epoch
+BATCH_SIZE, STEPS_PER_EPOCH = 120, 15  # the last batch of an epoch is padded
+CHECKPOINT_EVERY = 7  # steps: most checkpoints are in the middle of an epoch
 
 
 class CNN(nn.Module):
@@ -37,14 +38,20 @@ class CNN(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        """The logits of each class."""
+        """Returns the logits of each class."""
         x = nn.max_pool(nn.relu(nn.Conv(32, (3, 3))(images)), (2, 2), strides=(2, 2))
         x = nn.relu(nn.Dense(64)(x.reshape(len(x), -1)))
         return nn.Dense(10)(nn.Dropout(0.2, deterministic=not train)(x))
 
 
+def use_cpu(replicas: int) -> None:
+    """Uses CPU devices, since the processes of this script cannot share an accelerator. Called before JAX starts."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", replicas)
+
+
 def train(folder: str, args: argparse.Namespace, kill_after: int | None = None) -> jdist.Fit:
-    """Trains, from the newest checkpoint in `folder` if there is one."""
+    """Trains from the newest checkpoint in `folder`, or from the beginning; kills the process after step `kill_after`."""
 
     def kill(event):
         if event.step == kill_after:
@@ -60,7 +67,7 @@ def train(folder: str, args: argparse.Namespace, kill_after: int | None = None) 
         strategy=jdist.MirroredStrategy(),
         seed=args.seed,
     )
-    with jdist.Checkpointer(folder, every=EVERY) as checkpointer:
+    with jdist.Checkpointer(folder, every=CHECKPOINT_EVERY) as checkpointer:
         return trainer.fit(
             (images, labels),
             batch_size=BATCH_SIZE,
@@ -71,92 +78,75 @@ def train(folder: str, args: argparse.Namespace, kill_after: int | None = None) 
         )
 
 
-def train_and_die(folder: str, args: argparse.Namespace, kill_after: int) -> None:
-    """What a process that will be killed does."""
+def train_in_process(folder: str, args: argparse.Namespace, kill_after: int) -> None:
+    """The main function of a process that is killed."""
     use_cpu(args.replicas)
     train(folder, args, kill_after)
 
 
-def use_cpu(replicas: int) -> None:
-    """Before the first use of JAX. Several processes would have to share an accelerator, and get in each other's way."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", replicas)
-
-
-def newest(folder: str) -> int:
-    """The step of the newest checkpoint, 0 if there is none."""
+def newest_step(folder: str) -> int:
+    """Returns the step of the newest checkpoint, 0 if there is none."""
     with jdist.Checkpointer(folder) as checkpointer:
         return checkpointer.latest or 0
 
 
 def train_with_kills(folder: str, args: argparse.Namespace, console: Console) -> jdist.Fit:
-    """Trains in one process after the other, of which the last, this one, is not killed; prints what became of each."""
-    table = Table("process", "began after step", "was killed after step")
-    kills = random.Random(args.seed).sample(range(1, args.epochs * STEPS), args.kills)
+    """Trains in several processes that are killed, one after the other, and completes the training in this process."""
+    table = Table("process", "resumed after step", "killed after step")
+    kills = random.Random(args.seed).sample(range(1, args.epochs * STEPS_PER_EPOCH), args.kills)
     for number, kill_after in enumerate(sorted(kills), start=1):
-        began = newest(folder)
-        with console.status(f"Process {number} trains from step {began}"):
+        start = newest_step(folder)
+        with console.status(f"Process {number} trains from step {start}"):
             process = multiprocessing.get_context("spawn").Process(
-                target=train_and_die, args=(folder, args, kill_after)
+                target=train_in_process, args=(folder, args, kill_after)
             )
             process.start()
             process.join()
         if process.exitcode != -signal.SIGKILL:
             raise SystemExit(
-                f"Process {number} was to be killed after step {kill_after}, and ended with {process.exitcode}."
+                f"Expected process {number} to be killed after step {kill_after}: exit {process.exitcode}."
             )
-        console.print(f"Process {number} trained from step {began} and was killed after step {kill_after}")
-        table.add_row(str(number), str(began), str(kill_after))
-    began = newest(folder)
-    with console.status(f"This process trains from step {began}"):
+        console.print(f"Process {number} trained from step {start} and was killed after step {kill_after}")
+        table.add_row(str(number), str(start), str(kill_after))
+    start = newest_step(folder)
+    with console.status(f"This process trains from step {start}"):
         fit = train(folder, args)
-    table.add_row("this", str(began), f"none: it ended after {fit.steps}")
+    table.add_row("this", str(start), f"none: complete after {fit.steps}")
     console.print(table)
     return fit
 
 
-def count_different(one, other) -> tuple[int, int]:
-    """How many numbers of two trees differ in a bit, and how many there are."""
-    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)]
-    return sum(int((a.view(np.uint32) != b.view(np.uint32)).sum()) for a, b in pairs), sum(a.size for a, _ in pairs)
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description="Kill training at random steps, resume it, and compare with training that was left alone.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--replicas", type=int, default=2, help="CPU devices to use")
-    parser.add_argument("--epochs", type=int, default=6, help=f"times to go through the images, of {STEPS} steps each")
-    parser.add_argument("--kills", type=int, default=3, help="processes to kill")
-    parser.add_argument("--seed", type=int, default=0, help="of the training, and of the steps to kill it after")
-    args = parser.parse_args()
-    for name, least in {"replicas": 1, "epochs": 1, "kills": 0, "seed": 0}.items():
-        if getattr(args, name) < least:
-            parser.error(f"--{name} is at least {least}, got {getattr(args, name)}")
-    if args.kills >= args.epochs * STEPS:
-        parser.error(f"--kills is less than the {args.epochs * STEPS} steps of all epochs, got {args.kills}")
-    if BATCH_SIZE % args.replicas:
-        parser.error(f"--replicas divides the {BATCH_SIZE} images of a batch, got {args.replicas}")
-    return args
+def count_differences(a, b) -> tuple[int, int]:
+    """Returns the number of elements of two pytrees that are not bitwise equal, and the number of elements."""
+    pairs = [(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)]
+    return sum(int((x.view(np.uint32) != y.view(np.uint32)).sum()) for x, y in pairs), sum(x.size for x, _ in pairs)
 
 
 def main():
-    args = parse_arguments()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=2, help="CPU devices (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=6, help=f"of {STEPS_PER_EPOCH} steps (default: %(default)s)")
+    parser.add_argument("--kills", type=int, default=3, help="processes to kill (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of training and kills (default: %(default)s)")
+    args = parser.parse_args()
     use_cpu(args.replicas)
+    steps = args.epochs * STEPS_PER_EPOCH
+    if not 0 <= args.kills < steps:
+        parser.error(f"--kills must be less than the {steps} training steps, got {args.kills}")
+
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{args.epochs * STEPS} steps on {args.replicas} replicas, with a checkpoint every {EVERY} steps")
+    console.print(f"{steps} steps on {args.replicas} replicas, a checkpoint every {CHECKPOINT_EVERY} steps")
     with tempfile.TemporaryDirectory() as folder:
-        killed = train_with_kills(os.path.join(folder, "killed"), args, console)
-        with console.status("And once without being killed"):
-            straight = train(os.path.join(folder, "straight"), args)
-    for word, fit in {"Killed and resumed": killed, "Left alone": straight}.items():
-        console.print(f"{word:18}   loss {fit.history['loss'][-1]:.6f}   accuracy {fit.history['accuracy'][-1]:.2%}")
+        resumed = train_with_kills(os.path.join(folder, "resumed"), args, console)
+        with console.status("Training without interruption"):
+            uninterrupted = train(os.path.join(folder, "uninterrupted"), args)
+    for name, fit in {"Killed and resumed": resumed, "Uninterrupted": uninterrupted}.items():
+        console.print(f"{name:18}   loss {fit.history['loss'][-1]:.6f}   accuracy {fit.history['accuracy'][-1]:.2%}")
     for part in ("params", "opt_state"):
-        different, numbers = count_different(getattr(killed.state, part), getattr(straight.state, part))
-        console.print(f"{part:9}   {different} of {numbers:,} numbers differ in a bit")
-        if different:
-            raise SystemExit("Resuming is not exact.")
+        differences, total = count_differences(getattr(resumed.state, part), getattr(uninterrupted.state, part))
+        console.print(f"{part:9}   {differences} of {total:,} numbers differ in a bit")
+        if differences:
+            raise SystemExit("The resumed training is not bitwise equal.")
 
 
 if __name__ == "__main__":

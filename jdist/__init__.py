@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jdist import callbacks as callbacks
 from jdist import cluster as cluster
 from jdist import data as data
+from jdist import hlo as hlo
 from jdist import metrics as metrics
 from jdist import sync as sync
 from jdist import weights as weights

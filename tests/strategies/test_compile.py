@@ -1,10 +1,7 @@
 """`Strategy.compile`: what every strategy makes for devices that are there and for those that are not, and what it refuses."""
 
 import functools
-import importlib.util
-import pathlib
 import re
-import sys
 
 import chex
 import jax
@@ -15,13 +12,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jdist
+from jdist import hlo
 
 from laws import STRATEGIES
-
-_PATH = pathlib.Path(__file__).parent.parent.parent / "examples" / "wire.py"
-_SPEC = importlib.util.spec_from_file_location("wire", _PATH)
-wire = sys.modules["wire"] = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(wire)
 
 SHAPE = jax.ShapeDtypeStruct
 TX = optax.adam(1e-2)
@@ -100,15 +93,15 @@ def test_every_strategy_compiles_and_says_what_it_takes():
 
 def test_replicas_send_their_gradients_and_one_device_nothing():
     for name in ("tpu", "mirrored"):
-        (one,) = wire.collectives(program_of(name).as_text())
+        (one,) = hlo.collectives(program_of(name).as_text())
         assert one == ("all-reduce", (PARAMS + 4) * 2 * 7 / 8, 8, 1, False)
-    assert wire.collectives(program_of("one_device").as_text()) == []
+    assert hlo.collectives(program_of("one_device").as_text()) == []
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "all"])
 def test_sharded_state_is_gathered_where_it_is_needed_and_gradients_reduced(shard):
-    found = wire.collectives(program_of(f"sharded_{shard}").as_text())
-    assert {one.group for one in found} == {8}
+    found = hlo.collectives(program_of(f"sharded_{shard}").as_text())
+    assert {one.group_size for one in found} == {8}
     sent = {}
     for one in found:
         sent[one.kind] = sent.get(one.kind, 0) + one.bytes_sent
@@ -127,7 +120,7 @@ def test_layout_of_a_model_axis_is_compiled(shard):
     program = strategy.compile(step, shapes_of(strategy), batch_of(strategy))
     taken = program.memory_analysis().argument_size_in_bytes / PARAMS
     assert taken == pytest.approx({"optimizer": 1 / 2 + 2 / 8, "all": 3 / 8}[shard], abs=0.1)
-    assert {2, 4} & {one.group for one in wire.collectives(program.as_text())}
+    assert {2, 4} & {one.group_size for one in hlo.collectives(program.as_text())}
 
 
 RUNS = {
@@ -199,7 +192,7 @@ def test_step_and_its_function_and_shapes_and_arrays_are_the_same_program():
             (add, (arrays[0], shapes[1])),
         ]
     ]
-    found = [wire.collectives(program.as_text()) for program in programs]
+    found = [hlo.collectives(program.as_text()) for program in programs]
     assert found == [[("all-reduce", 4 * 2 * 7 / 8, 8, 1, False)]] * len(programs)
     assert len({program.memory_analysis().argument_size_in_bytes for program in programs}) == 1
 
@@ -219,8 +212,8 @@ def test_wrappers_of_every_kind_are_taken():
         return {**state, **moved}, None
 
     program = strategy.compile(count, state, jdist.PerReplica(SHAPE((8, 3), np.float32)))
-    (one,) = wire.collectives(program.as_text())
-    assert (one.kind, one.group, one.bytes_sent) == ("all-reduce", 8, 3 * 4 * 2 * 7 / 8)
+    (one,) = hlo.collectives(program.as_text())
+    assert (one.kind, one.group_size, one.bytes_sent) == ("all-reduce", 8, 3 * 4 * 2 * 7 / 8)
     after, _ = program.out_info
     assert jax.tree.map(lambda x: x.shape, after["own"].tree) == (8, 3)
 

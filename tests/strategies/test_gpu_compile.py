@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jdist
+from jdist import hlo
 
 _EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 TARGET = pathlib.Path(__file__).parent.parent / "h100_target_config.txtpb"
@@ -32,7 +33,7 @@ def _example(name):
     return module
 
 
-digits, wire = _example("digits"), _example("wire")
+digits = _example("digits")
 
 
 def gpus(topology="1x1x8"):
@@ -92,7 +93,7 @@ def test_every_strategy_compiles_and_says_what_it_takes(name):
     host = sum(4 * math.prod(map(int, dims.split(","))) for dims in on_host)
     held = (memory.argument_size_in_bytes - host) / params, host / params
     assert held == pytest.approx(HELD[name], abs=0.15)
-    groups = {one.group for one in wire.collectives(text)}
+    groups = {one.group_size for one in hlo.collectives(text)}
     assert groups == (set() if name == "one_device" else {8})
 
 
@@ -107,8 +108,10 @@ def test_digits_step_reduces_its_gradients_over_all_replicas_and_sends_nothing_e
     state = shapes_of(strategy, lambda key: digits.make_state(key, 10))
     images, labels = SHAPE((replicas, 8, 8, 8, 1), jnp.float32), SHAPE((replicas, 8), jnp.int32)
     batch = jdist.PerReplica((images, labels)), jdist.PerReplica(SHAPE((replicas, 8), jnp.float32))
-    found = wire.collectives(strategy.compile(digits.make_step(10), state, *batch).as_text())
-    assert {(one.kind, one.group, one.times, one.conditional) for one in found} == {("all-reduce", replicas, 1, False)}
+    found = hlo.collectives(strategy.compile(digits.make_step(10), state, *batch).as_text())
+    assert {(one.kind, one.group_size, one.count, one.conditional) for one in found} == {
+        ("all-reduce", replicas, 1, False)
+    }
     put_in = sum(one.bytes_sent * replicas / (2 * (replicas - 1)) for one in found)
     assert put_in == pytest.approx(bytes_of(state["params"]) + 8, abs=1e-3)  # the loss, and the number of rows
 

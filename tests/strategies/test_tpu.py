@@ -16,6 +16,7 @@ import pytest
 from flax import linen as nn
 
 import jdist
+from jdist import hlo
 
 
 def _example(name):
@@ -26,7 +27,7 @@ def _example(name):
     return module
 
 
-digits, wire = _example("digits"), _example("wire")
+digits = _example("digits")
 SHAPE = jax.ShapeDtypeStruct
 KEY = jax.eval_shape(lambda: jax.random.key(0))
 TOPOLOGIES = {
@@ -117,7 +118,7 @@ def bytes_of(tree):
 
 def put_in(one):
     """The bytes that a device puts into an all-reduce or a reduce-scatter."""
-    return one.bytes_sent / {"all-reduce": 2, "reduce-scatter": 1}[one.kind] * one.group / (one.group - 1)
+    return one.bytes_sent / {"all-reduce": 2, "reduce-scatter": 1}[one.kind] * one.group_size / (one.group_size - 1)
 
 
 # The compiler takes its time for a transformer.
@@ -134,8 +135,10 @@ def test_step_on_one_slice_reduces_its_gradients_once_over_all_replicas_and_send
     replicas = TOPOLOGIES[where][2]
     *_, numbers, calls = MODELS[model]
     assert strategy.num_replicas_in_sync == replicas
-    found = wire.collectives(program.as_text())
-    assert {(one.kind, one.group, one.times, one.conditional) for one in found} == {("all-reduce", replicas, 1, False)}
+    found = hlo.collectives(program.as_text())
+    assert {(one.kind, one.group_size, one.count, one.conditional) for one in found} == {
+        ("all-reduce", replicas, 1, False)
+    }
     assert len(found) == calls
     assert sum(map(put_in, found)) == bytes_of(state["params"]) + 4 * numbers
 
@@ -145,10 +148,10 @@ def test_step_on_two_slices_reduces_within_each_and_sends_the_parts_across(model
     _, state, program = compiled(model, where)
     lines = program.as_text().splitlines()
     across = [line for line in lines if re.search(r" (send|recv)(-done)?\(", line)]
-    within = wire.collectives("\n".join(line for line in lines if line not in across))
+    within = hlo.collectives("\n".join(line for line in lines if line not in across))
     gradients = bytes_of(state["params"])
     assert {one.kind for one in within} <= {"all-reduce", "reduce-scatter", "all-gather"}
-    assert {one.group for one in within} == {16}
+    assert {one.group_size for one in within} == {16}
     reduced = sum(put_in(one) for one in within if one.kind != "all-gather")
     # Small arrays are joined, and filled up to whole rows of 128.
     assert gradients + 4 <= reduced <= gradients + 4 * 128 * len(jax.tree.leaves(state["params"]))
@@ -173,7 +176,7 @@ def test_flags_that_are_recommended_are_taken():
     options = jdist.xla_flags("tpu").compiler_options
     assert options
     program = strategy.compile(step, state, *batch, compiler_options=options)
-    found, expected = (sum(map(put_in, wire.collectives(each.as_text()))) for each in (program, plain))
+    found, expected = (sum(map(put_in, hlo.collectives(each.as_text()))) for each in (program, plain))
     assert found == expected
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         strategy.compile(step, state, *batch, compiler_options={"xla_no_such_option": True})
@@ -321,5 +324,5 @@ def test_same_bits_whatever_strategy_took_the_devices():
         strategy.compile(step, *arguments).as_text()
         for strategy in (jdist.MirroredStrategy(devices), jdist.TPUStrategy(topology="v5e:2x4"))
     ]
-    found = [wire.collectives(text) for text in texts]
+    found = [hlo.collectives(text) for text in texts]
     assert found[0] == found[1] != []
