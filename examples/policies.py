@@ -160,7 +160,7 @@ def train(setting: Setting, model: nn.Module, train_data: np.ndarray, test_data:
     seconds = time.perf_counter() - start
 
     # A loop of unknown length would make the count a guess; no policy has a collective in one.
-    runs = [one.count / (setting.period if one.conditional else 1) for one in sent]
+    runs = [one.executions / (setting.period if one.conditional else 1) for one in sent]
     return Result(
         loss=evaluate(strategy, model, jdist.read_values(state["params"]), test_data, args.batch_size),
         sent=math.fsum(run * one.bytes_sent for run, one in zip(runs, sent, strict=True)),

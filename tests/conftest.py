@@ -29,6 +29,12 @@ def strategy(request):
     return STRATEGIES[request.param]()
 
 
+@pytest.fixture
+def two():
+    """Two replicas, for the concrete cases."""
+    return STRATEGIES["mirrored_2"]()
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     """Marks as slow all but enough pairs of a strategy and other parameters: each strategy and each other value remain."""

@@ -27,7 +27,9 @@ REDUCING: dict[str, Callable[[Any], Any]] = {
     "int8_stochastic": lambda optimizer: optax.chain(sync.int8(rounding="stochastic", block_size=16), optimizer),
     "top_k": lambda optimizer: optax.chain(sync.top_k(0.25), optimizer),
     "power_sgd": lambda optimizer: optax.chain(sync.power_sgd(2), optimizer),
-    "top_k_in_bfloat16": lambda optimizer: optax.chain(sync.top_k(0.25, fallback=sync.in_dtype(jnp.bfloat16)), optimizer),
+    "top_k_in_bfloat16": lambda optimizer: optax.chain(
+        sync.top_k(0.25, fallback=sync.in_dtype(jnp.bfloat16)), optimizer
+    ),
 }
 # Count some steps only; parameters agree all the time.
 GATED: dict[str, Callable[[Any], Any]] = {

@@ -233,7 +233,11 @@ NOT_REDUCIBLE = {
         r"value\['x'\] is boolean \(bool\[\]\), and SUM of booleans .*`x.astype\(jnp.int32\)`",
     ),
     "max_of_booleans": ("max", np.array([True]), r"value\['x'\] is boolean \(bool\[1\]\).*MAX is any, MIN is all"),
-    "mean_of_keys": ("mean", jax.random.key(0), r"value\['x'\] is a random key \(key<fry>\[\]\).*Reduce the numbers drawn"),
+    "mean_of_keys": (
+        "mean",
+        jax.random.key(0),
+        r"value\['x'\] is a random key \(key<fry>\[\]\).*Reduce the numbers drawn",
+    ),
 }
 
 
@@ -247,7 +251,9 @@ def test_all_reduce_of_a_leaf_without_that_reduction_is_an_error_with_its_path(o
 
 @pytest.mark.parametrize("axis", [1, -2])
 def test_all_gather_along_a_missing_dimension_is_an_error_with_the_path(axis, strategy):
-    message = rf"value\['x'\] is float32\[3\]: it does .* dimension {axis}\. Its dimensions are 0 to 0, or -1 to -1; `axis`"
+    message = (
+        rf"value\['x'\] is float32\[3\]: it does .* dimension {axis}\. Its dimensions are 0 to 0, or -1 to -1; `axis`"
+    )
     with pytest.raises(ValueError, match=message):
         strategy.run(lambda x: jdist.all_gather({"x": x}, axis), (np.ones(3, np.float32),))
     with pytest.raises(ValueError, match=message):

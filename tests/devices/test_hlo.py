@@ -66,7 +66,7 @@ def test_collectives_of_branches_are_conditional():
         x = lax.switch(x[0, 0].astype(int), branches, x)
         return lax.cond(x.sum() > 3, lambda x: lax.psum(x, "r"), lambda x: x * 2, lax.psum_scatter(x, "r", tiled=True))
 
-    collectives = sorted((one.kind, one.conditional, one.count) for one in collectives_of(fn))
+    collectives = sorted((one.kind, one.conditional, one.executions) for one in collectives_of(fn))
     assert collectives == [
         ("all-gather", True, 1),
         ("all-reduce", True, 1),
@@ -78,12 +78,12 @@ def test_collectives_of_branches_are_conditional():
 def test_count_in_nested_loops_is_the_product_of_the_trip_counts():
     inner = lambda x: lax.fori_loop(0, 5, lambda i, x: lax.psum(x, "r") / 4, x)
     (one,) = collectives_of(lambda x: lax.fori_loop(0, 3, lambda i, x: inner(x * 2), x))
-    assert (one.count, one.conditional) == (15, False)
+    assert (one.executions, one.conditional) == (15, False)
 
 
 def test_count_in_a_loop_of_unknown_length_is_none():
     (one,) = collectives_of(lambda x: lax.while_loop(lambda x: x.sum() < 5, lambda x: lax.psum(x, "r"), x))
-    assert one.count is None
+    assert one.executions is None
 
 
 PROGRAM = """HloModule m, is_scheduled=true, num_partitions=8

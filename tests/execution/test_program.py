@@ -505,9 +505,7 @@ def test_result_without_tangents_is_returned(strategy):
 
 
 BIG = np.int64(2**40)
-TOO_LARGE = (
-    r" holds -?\d+, which is out of the range of u?int32\. Use smaller numbers, or enable 64-bit types: `jax\.config\.update"
-)
+TOO_LARGE = r" holds -?\d+, which is out of the range of u?int32\. Use smaller numbers, or enable 64-bit types: `jax\.config\.update"
 AS_IT_IS = lambda x: x
 
 

@@ -178,7 +178,9 @@ def test_ar19_context_in_merge_call_is_that_of_the_host(strategy):
 @pytest.mark.parametrize("word", WORDS.values(), ids=WORDS)
 def test_ar20_word_that_only_replica_0_says_is_refused(word, strategy):
     lonely = lambda x: lax.cond(jdist.replica_id() == 0, word, lambda x: x, x)
-    message = r"(psum|all_gather) .* waits for every replica(.|\n)*Make the predicate the same on every replica \(`jdist"
+    message = (
+        r"(psum|all_gather) .* waits for every replica(.|\n)*Make the predicate the same on every replica \(`jdist"
+    )
     with pytest.raises(jdist.DivergentCollectiveError, match=message):
         strategy.run(lonely, (np.float32(1),))
 

@@ -83,7 +83,8 @@ def test_ma7_average_by_the_host_of_one_value_a_replica_is_refused_until_it_is_o
     value = _made(two, 10, "mean")
     given = two.put(jdist.PerReplica(np.float32([1, 2])))
     with pytest.raises(
-        TypeError, match=r"is not defined for PerReplica\(float32\[2\]\), whose values are stored on several devices.*`strategy\.reduce`"
+        TypeError,
+        match=r"is not defined for PerReplica\(float32\[2\]\), whose values are stored on several devices.*`strategy\.reduce`",
     ):
         _average(value.read(), given)
     averaged = value.assign(_average(value.read(), two.reduce("mean", given, axis=None)))

@@ -96,7 +96,7 @@ HOST_VALUES = {
 @pytest.mark.parametrize("value, message", HOST_VALUES.values(), ids=HOST_VALUES)
 def test_rd22_rd24_sum_of_host_value_is_refused(value, message, two):
     value = value() if callable(value) else value
-    with pytest.raises(ValueError, match=rf"{says}, held by none of the 2 replicas.*`value \* strategy"):
+    with pytest.raises(ValueError, match=rf"{message}, held by none of the 2 replicas.*`value \* strategy"):
         two.reduce("sum", value, axis=None)
 
 

@@ -404,7 +404,7 @@ def test_merge_call_outside_any_strategy_sees_plain_arrays():
 
 
 def test_merge_call_of_kwargs_that_are_a_list_is_refused(two):
-    says = r'^`kwargs` must be a mapping from argument names to values, got list\. Write `merge_call\(fn, kwargs='
+    says = r"^`kwargs` must be a mapping from argument names to values, got list\. Write `merge_call\(fn, kwargs="
     with pytest.raises(TypeError, match=says):
         two.run(lambda: jdist.get_replica_context().merge_call(lambda s: 1, (), [1]))
 

@@ -109,7 +109,7 @@ def test_digits_step_reduces_its_gradients_over_all_replicas_and_sends_nothing_e
     images, labels = SHAPE((replicas, 8, 8, 8, 1), jnp.float32), SHAPE((replicas, 8), jnp.int32)
     batch = jdist.PerReplica((images, labels)), jdist.PerReplica(SHAPE((replicas, 8), jnp.float32))
     found = hlo.collectives(strategy.compile(digits.make_step(10), state, *batch).as_text())
-    assert {(one.kind, one.group_size, one.count, one.conditional) for one in found} == {
+    assert {(one.kind, one.group_size, one.executions, one.conditional) for one in found} == {
         ("all-reduce", replicas, 1, False)
     }
     put_in = sum(one.bytes_sent * replicas / (2 * (replicas - 1)) for one in found)
@@ -126,7 +126,9 @@ def test_running_on_described_gpus_says_that_they_are_not_there():
 @needs_plugin
 @pytest.mark.parametrize("topology", ["", "8", "1x8", "axb", "0x1x8", "1x1x8x2", "v5e:4x4", None, 8])
 def test_topology_of_gpus_that_is_none_is_refused(topology):
-    says = rf"{re.escape(repr(topology))} is not a GPU topology\. A GPU topology is three numbers, such as '1x2x8': NVLink"
+    says = (
+        rf"{re.escape(repr(topology))} is not a GPU topology\. A GPU topology is three numbers, such as '1x2x8': NVLink"
+    )
     with pytest.raises(ValueError, match=says):
         gpus(topology)
 

@@ -324,7 +324,9 @@ def test_reduce_and_gather_of_any_rows_are_those_of_all_together(counts, op, see
     if len(whole) or op == "sum":
         np.testing.assert_allclose(strategy.reduce(op, value, axis=0), NUMPY[op](whole, axis=0), rtol=1e-5)
     else:
-        with pytest.raises(ValueError, match=rf"Cannot compute the {op.upper()} of value: it has no elements on any replica"):
+        with pytest.raises(
+            ValueError, match=rf"Cannot compute the {op.upper()} of value: it has no elements on any replica"
+        ):
             strategy.reduce(op, value, axis=0)
 
 
@@ -408,7 +410,9 @@ def test_question_that_uneven_rows_do_not_fit_is_refused_with_their_shapes(ask, 
 def test_reduce_of_nothing_is_refused(op, counts, two):
     width = lambda i: 1 + i if len(counts) == 2 else 1
     value = two.distribute_values_from_function(lambda c: np.ones((0, width(c.replica_id_in_sync_group)), np.float32))
-    with pytest.raises(ValueError, match=rf"Cannot compute the {op.upper()} of value: it has no elements on any replica"):
+    with pytest.raises(
+        ValueError, match=rf"Cannot compute the {op.upper()} of value: it has no elements on any replica"
+    ):
         two.reduce(op, value, axis=(0, 1))
     assert float(two.reduce("sum", value, axis=(0, 1))) == 0
 

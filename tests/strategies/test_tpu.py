@@ -136,7 +136,7 @@ def test_step_on_one_slice_reduces_its_gradients_once_over_all_replicas_and_send
     *_, numbers, calls = MODELS[model]
     assert strategy.num_replicas_in_sync == replicas
     found = hlo.collectives(program.as_text())
-    assert {(one.kind, one.group_size, one.count, one.conditional) for one in found} == {
+    assert {(one.kind, one.group_size, one.executions, one.conditional) for one in found} == {
         ("all-reduce", replicas, 1, False)
     }
     assert len(found) == calls

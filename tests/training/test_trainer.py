@@ -202,9 +202,7 @@ def test_spent_state_is_refused_by_name(two):
         lambda state: of_two.apply(state, digits()[0]),
     )
     for use in uses:
-        with pytest.raises(
-            ValueError, match=r"^state\.step \(int32\[\]\) was deleted: it was donated to a step"
-        ):
+        with pytest.raises(ValueError, match=r"^state\.step \(int32\[\]\) was deleted: it was donated to a step"):
             use(first.state)
 
 

@@ -63,9 +63,7 @@ def test_put_of_wrapped_leaves_lies_as_each_wrapper_says(strategy):
 def test_put_of_an_array_without_memory_is_refused_by_name(two):
     spent = two.put({"w": np.float32([1, 2])})
     spent["w"].delete()
-    with pytest.raises(
-        ValueError, match=r"^value\['w'\] \(float32\[2\]\) was deleted: it was donated to a step"
-    ):
+    with pytest.raises(ValueError, match=r"^value\['w'\] \(float32\[2\]\) was deleted: it was donated to a step"):
         two.put({"new": np.zeros(3, np.float32), **spent})
 
 
@@ -302,7 +300,11 @@ WRONG_BATCHES = {
         TypeError,
         r"batch\['x'\] is a masked array.*x\.filled\(0\)",
     ),
-    "wide": ({"id": np.array([1, 2**40])}, ValueError, r"batch\['id'\] holds 1099511627776, which is out of the range of int32"),
+    "wide": (
+        {"id": np.array([1, 2**40])},
+        ValueError,
+        r"batch\['id'\] holds 1099511627776, which is out of the range of int32",
+    ),
 }
 
 

@@ -102,9 +102,7 @@ def test_assign_of_partial_values_is_what_they_are_read_as(two):
 
 def test_assign_of_one_value_a_replica_without_aggregation_is_refused(two):
     value = two.put(jdist.Mirrored({"x": np.zeros(3, np.float32)}))
-    says = (
-        r"`{}`: value\['x'\] is replicated, and received one value per replica.*`Mirrored\(tree, aggregation\)`"
-    )
+    says = r"`{}`: value\['x'\] is replicated, and received one value per replica.*`Mirrored\(tree, aggregation\)`"
     for word in ("assign", "assign_add", "assign_sub"):
         with pytest.raises(ValueError, match=says.format(word)):
             getattr(value, word)(jdist.PerReplica({"x": np.zeros((2, 3), np.float32)}))

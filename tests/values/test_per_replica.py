@@ -211,7 +211,10 @@ SHAPES = r"PerReplica\(float32\[2\] \| float32\[1\]\)"
 
 
 def test_read_and_map_of_different_shapes_are_refused(two):
-    says = SHAPES + r" has different shapes on the replicas\. Use `\.values` or `\.padded\(\)`, or concatenate: `strategy\.gather`"
+    says = (
+        SHAPES
+        + r" has different shapes on the replicas\. Use `\.values` or `\.padded\(\)`, or concatenate: `strategy\.gather`"
+    )
     with pytest.raises(ValueError, match=says):
         _uneven(two).read()
     with pytest.raises(ValueError, match=says):

@@ -302,7 +302,9 @@ def test_assign_of_another_structure_is_refused(two):
         ValueError, match=r"`assign_add` received a value with the structure .*'a': \*\}.*Pass a tree with the"
     ):
         value.assign_add({"a": X})
-    with pytest.raises(ValueError, match=r"`assign` received a value with the structure .*'b': None\}.*Pass a tree with the"):
+    with pytest.raises(
+        ValueError, match=r"`assign` received a value with the structure .*'b': None\}.*Pass a tree with the"
+    ):
         value.assign({"a": X, "b": None})
     with pytest.raises(ValueError, match=r"`assign_sub` received a value with the structure .*Pass a tree with the"):
         value.assign_sub(two.put(jdist.PerReplica(X)))

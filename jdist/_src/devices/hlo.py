@@ -19,14 +19,14 @@ class Collective(NamedTuple):
         kind: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"` or `"collective-permute"`.
         bytes_sent: Bytes that one device sends per execution.
         group_size: The number of participating devices; for a permutation, all devices.
-        count: Executions per run of the program, more than 1 in a loop; None if the trip count of the loop is unknown.
+        executions: Executions per run of the program, more than 1 in a loop; None if the trip count of the loop is unknown.
         conditional: Whether the operation is in a branch of a conditional, and may not be executed.
     """
 
     kind: str
     bytes_sent: float
     group_size: int
-    count: int | None
+    executions: int | None
     conditional: bool
 
 

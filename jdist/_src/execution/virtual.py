@@ -26,7 +26,6 @@ class VirtualBackend(Backend):
 
     def run(self, one: ReplicaFunction, program: Any, results: ResultPlacements) -> list[PyTree]:
         """See `View.run`."""
-
         mesh = self.replicas.mesh
         slots = Slots(mesh.axis_names, mesh.size, self.replicas.size)
 

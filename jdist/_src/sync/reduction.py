@@ -92,9 +92,7 @@ def hierarchical(inner_axis: str, outer_axis: str) -> Policy:
             )
         leaves, treedef = jax.tree.flatten(grads)
         arrays = [jnp.asarray(leaf) for leaf in leaves]
-        sums = cross_device_ops.all_reduce_packed(
-            ReduceOp.SUM, arrays, axes, two_levels, context.communication_options
-        )
+        sums = cross_device_ops.all_reduce_packed(ReduceOp.SUM, arrays, axes, two_levels, context.communication_options)
         return treedef.unflatten([total / num_replicas(axes) for total in sums])
 
     return stateless_policy("hierarchical", reduce)
