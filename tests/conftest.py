@@ -18,7 +18,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import pytest
 
-from laws import STRATEGIES, among
+from laws import STRATEGIES, among, each_value
 
 TABLE = [name for name in STRATEGIES if name != "mirrored_1"]  # which is as `one_device`, elsewhere
 
@@ -37,16 +37,13 @@ def two():
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
-    """Marks as slow all but enough pairs of a strategy and other parameters: each strategy and each other value remain."""
+    """Leaves of the pairs of a strategy and other parameters so many that each of both occurs; others are slow."""
     tests = {}
     for item in items:
         if "strategy" in item.fixturenames and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
             strategy = item.callspec.params.get("strategy", "")
             others = item.callspec.id.replace(str(strategy), "", 1)
-            tests.setdefault(item.nodeid.partition("[")[0], []).append((item, strategy, others))
+            tests.setdefault(item.nodeid.partition("[")[0], {})[strategy, others] = item
     for pairs in tests.values():
-        strategies, others = (list(dict.fromkeys(values)) for values in list(zip(*pairs, strict=True))[1:])
-        fewer = min(len(strategies), len(others))
-        for item, strategy, other in pairs:
-            if len(others) > 1 and strategies.index(strategy) % fewer != others.index(other) % fewer:
-                item.add_marker(pytest.mark.slow)
+        for pair in pairs.keys() - each_value(list(pairs)):
+            pairs[pair].add_marker(pytest.mark.slow)

@@ -26,6 +26,17 @@ def among(names, *chosen):
     return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+def each_value(pairs):
+    """Few of the pairs, such that each first and each second value that occurs in one occurs in one of these."""
+    firsts, seconds = (list(dict.fromkeys(values)) for values in zip(*pairs, strict=True))
+    fewer = min(len(firsts), len(seconds))
+    chosen = [pair for pair in pairs if firsts.index(pair[0]) % fewer == seconds.index(pair[1]) % fewer]
+    for pair in pairs:
+        if not all(value in values for value, values in zip(pair, zip(*chosen, strict=True), strict=True)):
+            chosen.append(pair)
+    return chosen
+
+
 def homes(strategy):
     """For each replica, the devices that hold what is its own."""
     devices = strategy.mesh.devices.flat
