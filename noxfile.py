@@ -1,4 +1,7 @@
-"""The sessions: `nox` runs the tests on both Pythons, the lint and the types; `nox -s docs` and others by name."""
+"""The sessions: `nox` runs the quick tests on both Pythons, the lint and the types; `nox -s slow` and others by name."""
+
+import pathlib
+import shutil
 
 import nox
 
@@ -10,17 +13,17 @@ nox.options.sessions = ["tests", "lint", "types"]
 OLDEST, NEWEST = "3.11", "3.12"  # with the oldest JAX that jdist supports, and the newest
 PYTHONS = [OLDEST, NEWEST]
 CONSTRAINTS = ("-c", "constraints.txt")
-# Tests of what depends on JAX's version: jaxprs and what is compiled from them, and one file for each larger part.
-JAX_VERSION = (
+# Tests of what depends on JAX's version: jaxprs, what is compiled from them, and one file for each larger part.
+JAX_VERSION = [
     "tests/core",
     "tests/execution",
     "tests/jaxpr",
     "tests/checkpoint/test_restore_laws.py",
     "tests/sync/test_policy_laws.py",
     "tests/training/test_loop.py",
-)
-# Tests about bits, memory and the compiled program. The session `slow` runs all of them with XLA's own optimization level.
-COMPILED = (
+]
+# Tests about bits, memory and the compiled program: all of them also run with XLA's own optimization level.
+COMPILED = [
     "tests/checkpoint/test_restore_laws.py",
     "tests/jaxpr/test_exact.py",
     "tests/jaxpr/test_virtual_replicas.py",
@@ -28,29 +31,65 @@ COMPILED = (
     "tests/strategies/test_same_program.py",
     "tests/strategies/test_sharded_memory.py",
     "tests/training/test_resume.py",
-)
+]
+# What a newer Python may change: the language, pickles, threads and files, one training.
+PYTHON_VERSION = [
+    "tests/core",
+    "tests/data/test_iterator.py",
+    "tests/jaxpr/test_replication.py",
+    "tests/strategies/test_pickling.py",
+    "tests/training/test_loop.py",
+    "tests/values",
+]
 
 
-def _install(session: nox.Session, *packages: str) -> None:
-    session.install("--no-compile", *CONSTRAINTS, *packages)
+def _install(session: nox.Session) -> None:
+    session.install("--no-compile", *CONSTRAINTS, "-e", ".[test]")
 
 
-def _pytest(session: nox.Session, *arguments: str, **environment: str) -> None:
-    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(session.cache_dir / "xla"))
+def _pytest(session: nox.Session, *arguments: str, xla_flags: str | None = None) -> None:
+    """Runs pytest in two processes. The sessions share a compilation cache, whose keys hold the versions and the flags."""
+    cache = pathlib.Path(session.cache_dir).absolute() / "xla"
+    if sum(path.stat().st_size for path in cache.glob("*")) > 2**30:
+        shutil.rmtree(cache)
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+    if xla_flags is not None:
+        environment["XLA_FLAGS"] = xla_flags
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *arguments, env=environment)
+
+
+def _without(paths: list[str]) -> list[str]:
+    return [f"--ignore={path}" for path in paths]
 
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """The tests that are not slow: all on the newest Python, and on the oldest those that depend on JAX's version."""
-    _install(session, "-e", ".[test]")
-    _pytest(session, "-m", "not slow", *(session.posargs or (JAX_VERSION if session.python == OLDEST else ())))
+    """The quick tests: all on the newest Python, and on the oldest those of what depends on JAX's version."""
+    _install(session)
+    paths = JAX_VERSION if session.python == OLDEST else []
+    _pytest(session, "-m", "not slow", *(session.posargs or paths))
+
+
+@nox.session(python=[*PYTHONS, "3.13"])
+def slow(session: nox.Session) -> None:
+    """The slow tests, and those of the compiled program as users compile it; on other Pythons what `tests` left out there."""
+    _install(session)
+    if session.posargs:
+        _pytest(session, "-m", "slow", *session.posargs)
+    elif session.python == NEWEST:
+        _pytest(session, "-m", "slow", *_without(COMPILED))
+        _pytest(session, *COMPILED, xla_flags="")
+    elif session.python == OLDEST:
+        _pytest(session, "-m", "not slow", *_without(JAX_VERSION))
+        _pytest(session, "-m", "slow", *JAX_VERSION, *_without(COMPILED))
+    else:
+        _pytest(session, "-m", "not slow", *PYTHON_VERSION)
 
 
 @nox.session(python="3.11")
 def lint(session: nox.Session) -> None:
     """Style, unused code, import order, docstrings."""
-    session.install(*CONSTRAINTS, "ruff")
+    session.install("--no-compile", *CONSTRAINTS, "ruff")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
@@ -58,7 +97,8 @@ def lint(session: nox.Session) -> None:
 @nox.session(python="3.11")
 def types(session: nox.Session) -> None:
     """The annotations of the package."""
-    session.install(*CONSTRAINTS, "-e", ".[test]", "pyright[nodejs]")
+    optional = ".[export,plot,tensorboard]"  # which the package imports where they are there
+    session.install("--no-compile", *CONSTRAINTS, "-e", optional, "pyright[nodejs]")
     session.run("pyright")
 
 

@@ -17,7 +17,8 @@ OTHERS = ("sidebyside", "memory")  # what they share, and one that compares byte
 
 def printed(path):
     """What a benchmark prints as JSON, a line a row."""
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    of_tests = ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")
+    environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     command = [sys.executable, path, "--quick", "--json"]
     lines = subprocess.run(command, env=environment, text=True, capture_output=True, check=True, timeout=280).stdout
     return [json.loads(line) for line in lines.splitlines()]
