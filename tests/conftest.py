@@ -1,6 +1,7 @@
 """Eight CPU devices and a quick compiler for every test, set before jax starts; and the `strategy` fixture."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -37,13 +38,24 @@ def two():
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
-    """Leaves of the pairs of a strategy and other parameters so many that each of both occurs; others are slow."""
-    tests = {}
+    """Marks as slow the pairs of a strategy and other parameters that no value needs, and the cases left out by `one_in`."""
+    pairs, cases = {}, {}
     for item in items:
-        if "strategy" in item.fixturenames and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
-            strategy = item.callspec.params.get("strategy", "")
-            others = item.callspec.id.replace(str(strategy), "", 1)
-            tests.setdefault(item.nodeid.partition("[")[0], {})[strategy, others] = item
-    for pairs in tests.values():
-        for pair in pairs.keys() - each_value(list(pairs)):
-            pairs[pair].add_marker(pytest.mark.slow)
+        if not hasattr(item, "callspec") or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if one_in := item.get_closest_marker("one_in"):
+            cases.setdefault((test, one_in.args[0]), []).append(item)
+        elif "strategy" in item.fixturenames:
+            name = str(item.callspec.params.get("strategy", ""))
+            pairs.setdefault(test, {})[name, item.callspec.id.replace(name, "", 1)] = item
+    slow = [pairs_of[pair] for pairs_of in pairs.values() for pair in pairs_of.keys() - each_value(list(pairs_of))]
+    slow += [item for (_, n), items_of in cases.items() for number, item in enumerate(items_of) if number % n]
+    for item in slow:
+        item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """Keeps modules and tests, which stay until the end, out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()

@@ -2,11 +2,14 @@
 
 import re
 
+import pytest
+
 from example_runs import EXAMPLES, assert_refused, run
 
 DIGITS = EXAMPLES / "digits.py"
 
 
+@pytest.mark.slow
 def test_digits_reaches_its_accuracy_and_says_what_was_proved():
     done = run(DIGITS)
     assert done.returncode == 0, done.stderr

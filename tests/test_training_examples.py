@@ -21,6 +21,7 @@ def _column(printed, name):
     return [float(row[lines[head].index(name)].replace(",", "")) for row in rows]
 
 
+@pytest.mark.slow
 def test_digits_fit_trains_and_tests_on_every_image_once(tmp_path):
     printed = _printed("digits_fit.py", "--epochs", "2", "--replicas", "2", folder=tmp_path)
     assert _column(printed, "step") == [10, 20]
@@ -99,11 +100,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("example", WRONG)
+@pytest.mark.one_in(3)
 def test_example_given_a_wrong_flag_says_so(example):
     assert_refused(example, WRONG[example])
 
 
 @pytest.mark.parametrize("example", ["digits_fit.py", "text_lm.py", "resume.py"])
+@pytest.mark.one_in(3)
 def test_example_help_says_defaults(example):
     printed = _printed(example, "--help")
     assert "--replicas" in printed

@@ -325,6 +325,7 @@ print(refused)
 """
 
 
+@pytest.mark.slow
 def test_damaged_file_of_many_arrays_prints_nothing_on_stderr(tmp_path):
     completed = in_another_process(MANY_ARRAYS, tmp_path)
     assert int(completed.stdout) >= 3 and completed.stderr == ""

@@ -48,6 +48,7 @@ def batches_of(strategy, seed=0):
     return list(strategy.distribute_dataset(data, ROWS, remainder="pad"))
 
 
+@pytest.mark.one_in(3)
 def test_call_of_several_steps_is_as_many_calls_of_one(place):
     batches, one = batches_of(place), place.step(step)
     state, seen = place.init(begin), []
@@ -69,6 +70,7 @@ def test_call_of_several_steps_is_as_many_calls_of_one(place):
     assert_in_step(after["w"])
 
 
+@pytest.mark.one_in(3)
 def test_state_is_donated_and_goes_on_through_further_calls_without_a_new_program(place):
     traced = []
 

@@ -118,6 +118,7 @@ def argument(strategy):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.one_in(3)
 def test_words_mean_what_they_mean_with_a_replica_a_device(name):
     fn, strategy = FUNCTIONS[name], ON[4]
     expected, found = (s.run(fn, (argument(s),)) for s in (ALONE, strategy))
@@ -134,6 +135,7 @@ NOW = (
 
 
 @pytest.mark.parametrize("name", among(FUNCTIONS, *NOW))
+@pytest.mark.one_in(3)
 def test_results_are_the_same_bits_on_any_number_of_devices(name):
     fn = FUNCTIONS[name]
     results = [s.run(fn, (argument(s),)) for s in ON.values()]

@@ -1,5 +1,6 @@
 """Data over real processes: the same batches on any number of them, and nothing hangs when one fails."""
 
+import functools
 import json
 import logging
 import pickle
@@ -29,12 +30,12 @@ from processes.data_worker import (
 )
 from processes.runner import run_processes
 
-COUNTS = [1, 2, 4]
+FOUR = pytest.mark.slow  # four processes
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, request):
-    """What 1, 2 and 4 processes read, and what each went on with from the positions of the others."""
+    """What 1 and 2 processes read, and what each went on with from the positions of the other."""
     folder = tmp_path_factory.mktemp("data")
     jdist_log = logging.getLogger("jdist")
     level = jdist_log.level
@@ -43,17 +44,28 @@ def folder(tmp_path_factory, request):
     strategy = jdist.MirroredStrategy(jax.devices()[:DEVICES])
     data_worker.write(strategy, folder, 1, 0)
     run_processes(data_worker.__file__, 2, 2, folder, "write", "resume:1", "refusals")
-    run_processes(data_worker.__file__, 4, 1, folder, "write", "resume:2")
-    run_processes(data_worker.__file__, 2, 2, folder, "resume:4")
     data_worker.resume(strategy, folder, "1_0", 2)
-    data_worker.resume(strategy, folder, "1_0", 4)
     return folder
 
 
 @pytest.fixture(scope="module")
-def batches(folder):
-    """From a number of processes to case -> global batches, leaves `[replica, row, ...]`."""
-    return {count: _joined(folder, "batches", count) for count in COUNTS}
+def folder_of_4(folder):
+    """The same folder, to which 4 processes have added theirs."""
+    run_processes(data_worker.__file__, 4, 1, folder, "write", "resume:2")
+    run_processes(data_worker.__file__, 2, 2, folder, "resume:4")
+    data_worker.resume(jdist.MirroredStrategy(jax.devices()[:DEVICES]), folder, "1_0", 4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batches(folder, request):
+    """A function from a number of processes to case -> global batches, leaves `[replica, row, ...]`."""
+
+    @functools.cache
+    def of(count):
+        return _joined(request.getfixturevalue("folder_of_4") if count == 4 else folder, "batches", count)
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -84,33 +96,34 @@ def _same(found, expected):
     chex.assert_trees_all_equal_dtypes(found, expected)
 
 
+@pytest.mark.parametrize("counts", [(1, 2), pytest.param((1, 2, 4), marks=FOUR)], ids=str)
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 @pytest.mark.parametrize("name", SOURCES)
 def test_global_batches_are_the_same_on_any_number_of_processes_however_far_ahead_they_are_read(
-    name, remainder, batches
+    name, remainder, counts, batches
 ):
     if (name, remainder) in NEVER:
         pytest.skip("no batch is full")
     found = {
-        (count, prefetch): batches[count][name, remainder, prefetch]
-        for count in COUNTS
+        (count, prefetch): batches(count)[name, remainder, prefetch]
+        for count in counts
         for case, kept, prefetch in cases(count)
         if (case, kept) == (name, remainder)
     }
-    assert len(found) == 4 - ((name, remainder) in LEFT_OUT)
+    assert len(found) == 3 + (4 in counts and (name, remainder) not in LEFT_OUT)
     expected = found.popitem()[1]
     assert expected
     for steps in found.values():
         _same(steps, expected)
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=FOUR)])
 @pytest.mark.parametrize(
     "name", sorted(ALL.keys() - {"function", "map_dataset_without_end", "iter_dataset_of_batches"})
 )
 def test_epoch_with_pad_has_each_example_once_and_the_weights_count_them(name, count, batches):
     source, size, options = ALL[name]()
-    steps = batches[count][name, "pad", 2 if count == 1 else 0]
+    steps = batches(count)[name, "pad", 2 if count == 1 else 0]
     numbers = np.concatenate([jax.tree.leaves(_examples(step))[-1] for step in steps])  # after "image"
     epochs = np.split(numbers, options.get("epochs", 1))
     for epoch in epochs:
@@ -119,15 +132,18 @@ def test_epoch_with_pad_has_each_example_once_and_the_weights_count_them(name, c
     assert sum(float(weights.sum()) for _, weights in steps) == len(numbers)
 
 
-@pytest.mark.parametrize("reader, writer", [(2, 1), (2, 4), (1, 2), (1, 4), (4, 2)])
+@pytest.mark.parametrize(
+    "reader, writer", [(2, 1), (1, 2), *(pytest.param(*case, marks=FOUR) for case in [(2, 4), (1, 4), (4, 2)])]
+)
 @pytest.mark.parametrize("name", ALL)
 def test_position_taken_on_some_processes_continues_exactly_on_another_number(name, reader, writer, batches, folder):
+    expected_of, _ = batches(writer), batches(reader)  # which start 4 processes where one of them is 4
     follows = _joined(folder, f"follows_{writer}", reader)
     found = {case[1:]: steps for case, steps in follows.items() if case[0] == name}
     assert found
     for (remainder, left), steps in found.items():
         prefetch = dict(HOW[4] if writer == 2 else HOW[writer])[remainder]
-        expected = batches[writer][name, remainder, prefetch][left:]
+        expected = expected_of[name, remainder, prefetch][left:]
         if name in SHARED_OUT:  # a part that is at its end is filled up with another of its examples
             _same([_examples(x) for x in steps], [_examples(x) for x in expected])
             assert [len(jax.tree.leaves(x)[0]) for x in steps] == [DEVICES] * len(expected)
@@ -135,8 +151,9 @@ def test_position_taken_on_some_processes_continues_exactly_on_another_number(na
             _same(steps, expected)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_positions_are_the_same_on_every_process(count, folder):
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=FOUR)])
+def test_positions_are_the_same_on_every_process(count, batches, folder):
+    batches(count)
     positions = [json.loads((folder / f"states_{count}_{number}.json").read_text()) for number in range(count)]
     assert len(positions[0]) > 2 * len(ALL)
     assert all(found == positions[0] for found in positions)

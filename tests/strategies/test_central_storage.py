@@ -133,6 +133,7 @@ MORE = [
 
 
 @pytest.mark.parametrize("name, place, offload, n", some(CASES, MORE))
+@pytest.mark.one_in(3)
 def test_training_is_that_of_mirrored_and_the_state_stays_where_it_is(name, place, offload, n):
     strategy, tx = central(n, place, offload), OPTIMIZERS[name]
     state = made(strategy, tx)

@@ -130,6 +130,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("model, where", [case for case in CASES if case.values[1] != "two_slices"])
+@pytest.mark.one_in(3)
 def test_step_on_one_slice_reduces_its_gradients_once_over_all_replicas_and_sends_nothing_else(model, where):
     strategy, state, program = compiled(model, where)
     replicas = TOPOLOGIES[where][2]
@@ -204,6 +205,7 @@ UNREADABLE = pytest.mark.xfail(
 @pytest.mark.parametrize(
     "generation", [pytest.param(name, marks=UNREADABLE if name == "tpu7x" else ()) for name in SMALLEST]
 )
+@pytest.mark.one_in(3)
 def test_every_generation_compiles_a_step(generation, num_slices):
     strategy = jdist.TPUStrategy(topology=f"{generation}:{SMALLEST[generation]}", num_slices=num_slices)
     replicas = strategy.num_replicas_in_sync

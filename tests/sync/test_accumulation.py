@@ -77,6 +77,7 @@ def together(data, k):
         (4, 2, "adamw"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_accumulated_steps_are_one_on_the_larger_batch(replicas, k, inner):
     data = list(batches(3 * k, replicas))
     _, held = trained(mirrored(replicas), sync.every(reduced(INNERS[inner]()), k), data)
@@ -321,6 +322,7 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.one_in(3)
 def test_step_with_a_bad_number_on_one_replica_changes_nothing_on_any(two, policy):
     tx, rng = sync.skip_nonfinite(POLICIES[policy]()), np.random.default_rng(0)
     state, step, left_out = make_state(two, tx), reports(two, tx), 0

@@ -86,6 +86,7 @@ def test_residual_is_one_a_replica_and_read_as_a_sum(name, two):
 
 @pytest.mark.parametrize("name", FEEDBACK)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.one_in(3)
 def test_residual_of_half_precision_is_float32(name, dtype, two):
     make = lambda: jax.tree.map(lambda x: x.astype(dtype), zeros())
     state = start(two, POLICIES[name](optax.identity()), make)
@@ -94,6 +95,7 @@ def test_residual_of_half_precision_is_float32(name, dtype, two):
 
 @pytest.mark.parametrize("change", among([(2, 3), (3, 1), (1, 4)], (2, 3)), ids=str)
 @pytest.mark.parametrize("policy", ["in_dtype", "int8", "int8_stochastic", "top_k", "power_sgd"])
+@pytest.mark.one_in(3)
 def test_residual_on_another_number_of_replicas_is_shared_out_and_nothing_is_lost(policy, change):
     before, after = change
     tx, first, second = POLICIES[policy](optax.identity()), gradients(before), gradients(after, seed=1)

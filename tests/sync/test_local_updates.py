@@ -248,6 +248,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("replicas, every, inner", CASES)
+@pytest.mark.one_in(3)
 def test_local_sgd_is_that_of_numpy(replicas, every, inner):
     strategy, (make, rule) = mirrored(replicas), INNERS[inner]
     data = list(batches(9, replicas))
@@ -259,6 +260,7 @@ def test_local_sgd_is_that_of_numpy(replicas, every, inner):
 
 
 @pytest.mark.parametrize("replicas, every, inner", CASES)
+@pytest.mark.one_in(3)
 def test_diloco_is_that_of_numpy(replicas, every, inner):
     strategy, (make, rule) = mirrored(replicas), INNERS[inner]
     data = list(batches(9, replicas))
@@ -339,6 +341,7 @@ def test_replicas_meet_to_the_bit_where_parameters_cross_zero(dtype):
 
 
 @pytest.mark.parametrize("name", QUIET)
+@pytest.mark.one_in(2)
 def test_replicas_meet_to_the_bit_below_accumulation(two, name):
     tx = sync.every(QUIET[name](), 2)
     _, held = trained(two, tx, batches(12, 2))
@@ -555,6 +558,7 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
+@pytest.mark.one_in(3)
 def test_wrapper_around_a_policy_hides_nothing_from_init(two, wrapper):
     tx = WRAPPED[wrapper](lambda rate: sync.local_sgd(optax.sgd(rate, momentum=0.9), every=2))
     state = make_state(two, tx)

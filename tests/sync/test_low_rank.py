@@ -50,6 +50,7 @@ def test_power_iteration_goes_on_where_it_ended():
 
 
 @pytest.mark.parametrize("shape", [(3, 3, 8, 16), (2, 40, 20), (100, 6)])
+@pytest.mark.one_in(3)
 def test_leaf_of_any_rank_is_taken_as_a_matrix_of_its_last_dimension(shape, two):
     grads = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
     state, found = once(two, sync.power_sgd(1), two.put(jdist.PerReplica(grads)))

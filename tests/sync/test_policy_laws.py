@@ -205,6 +205,7 @@ LAWS = {
 
 @pytest.mark.parametrize("place", among(["one_device", "mirrored_2", "mirrored_3"], "mirrored_3"))
 @pytest.mark.parametrize("law", LAWS)
+@pytest.mark.one_in(2)
 def test_policy_is_another_one(law, place):
     one, other, tolerance = LAWS[law]
     strategy = PLACES[place]()
@@ -285,6 +286,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
 @pytest.mark.parametrize("name", among(SOME, "power_sgd", "every"))
+@pytest.mark.one_in(3)
 def test_policy_within_a_transformation_of_optax_leaves_replicas_in_step(name, wrapper, two):
     wrap, frozen = WRAPPED[wrapper]
     state, _ = train(two, wrap(POLICIES[name]), 4)
@@ -440,6 +442,7 @@ ANY_TREE = [name for name in POLICIES if name not in ("hierarchical", "streaming
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", among(ANY_TREE, "int8", "power_sgd"))
+@pytest.mark.one_in(3)
 def test_policy_keeps_structure_shapes_and_dtypes_of_any_tree(name, tree, two):
     tx, make = POLICIES[name](optax.sgd(0.5)), TREES[tree]
 

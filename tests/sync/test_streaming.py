@@ -59,6 +59,7 @@ def streaming_by_numpy(workers, data, every, fragments, overlap, blend):
         (4, 4, 3, 1, 0.75, "adamw"),
     ],
 )
+@pytest.mark.one_in(3)
 def test_streaming_diloco_is_that_of_numpy(replicas, every, fragments, overlap, blend, inner):
     make, rule = INNERS[inner]
     data = list(batches(14, replicas))
@@ -70,6 +71,7 @@ def test_streaming_diloco_is_that_of_numpy(replicas, every, fragments, overlap, 
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("outer", [None, lambda: optax.adam(0.1)])
+@pytest.mark.one_in(3)
 def test_one_fragment_that_is_waited_for_and_not_blended_is_diloco(two, every, outer):
     data = list(batches(7, 2))
     make = lambda: (optax.adamw(0.05), outer and outer())
@@ -80,6 +82,7 @@ def test_one_fragment_that_is_waited_for_and_not_blended_is_diloco(two, every, o
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.one_in(3)
 def test_fragment_is_equal_to_the_bit_on_all_replicas_when_it_has_met_and_no_other_is(dtype, overlap):
     strategy = mirrored(3)
     tx = sync.streaming_diloco(optax.adam(0.1), every=4, fragments=2, overlap=overlap, blend=0.0)

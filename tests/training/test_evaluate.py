@@ -70,6 +70,7 @@ SIZES = [("mirrored_2", size) for size in (14, 1796, 2000)] + [("mirrored_3", 6)
 
 
 @pytest.mark.parametrize("name, size", [*((name, 240) for name in PLACES), *SIZES])
+@pytest.mark.one_in(3)
 def test_all_digits_are_counted_once_and_measured_as_numpy_does(name, size):
     trainer, state = classifier(name)
     found, expected = trainer.evaluate(state, (IMAGES, LABELS), batch_size=size), by_numpy(IMAGES, LABELS)
