@@ -67,4 +67,3 @@ class FitError(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         attributes = {name: value for name, value in vars(self).items() if name != "fit"}
         return type(self), (*self.args, self.fit), attributes
-

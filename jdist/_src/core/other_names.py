@@ -45,6 +45,7 @@ STRATEGY_NAMES = {
 _PARTITIONERS = "part of parameter server training; `jdist.ShardedStrategy` shards each leaf over the devices"
 
 MODULE_NAMES = {
+    "Checkpoint": "write `jdist.Checkpointer(path)`; the callback of `Trainer.fit` is `jdist.callbacks.Checkpoint`",
     "ClusterResolver": "write `jdist.cluster.ClusterResolver`",
     "FixedShardsPartitioner": _PARTITIONERS,
     "KubernetesExecutableLocation": _RESOLVER,
@@ -128,6 +129,7 @@ JAX_NAMES = {
     "jit": f"{_PROGRAM}; both compile `fn`",
     "local_device_count": _JAX_DEVICES,
     "local_devices": _JAX_DEVICES,
+    "mean": "write `jdist.global_mean(values)` for the mean over all examples, `jdist.sync.mean()` for gradients",
     "make_mesh": "write `jax.make_mesh`, and pass the mesh to `jdist.ShardedStrategy(mesh=mesh)`",
     "pmap": _PROGRAM,
     "pmax": f'write `jdist.all_reduce("max", tree)` {_REPLICA_FUNCTION}',
