@@ -1,9 +1,9 @@
 """Distribution strategies for JAX: write a training step for one replica, choose where it runs with a strategy object.
 
 jdist proves, while it traces the step, that the replicas stay synchronized. Read `jdist.MirroredStrategy` and
-`jdist.Strategy.step` first. The documented names are in this package and in its public modules `callbacks`, `cluster`, `data`,
-`metrics`, `sync` and `weights`; everything in `_src` is private. Importing jdist does not start a JAX backend and does not import
-optional packages.
+`jdist.Strategy.step` first. The public names are in this package and in its modules `callbacks`, `cluster`, `data`, `metrics`,
+`sync` and `weights`; everything in `_src` is private. Importing jdist does not start a JAX backend and does not import optional
+packages.
 """
 
 from typing import TYPE_CHECKING

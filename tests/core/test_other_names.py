@@ -75,7 +75,7 @@ def test_name_of_the_guide_in_the_module_exists_or_has_advice(name):
 
 @pytest.mark.parametrize("name", other_names.JAX_NAMES)
 def test_jax_name_in_the_module_is_an_error_with_the_line_to_write(name):
-    message = rf"^module 'jdist' has no attribute '{name}'\. JAX's `{name}`: (write|not needed|call) .*`"
+    message = rf"^module 'jdist' has no attribute '{name}'\. JAX's `{name}`: (write|not needed|call)"
     with pytest.raises(AttributeError, match=message):
         getattr(jdist, name)
     assert not hasattr(jdist, name)
@@ -109,7 +109,8 @@ def test_error_in_a_property_of_a_strategy_is_raised(two):
     assert copy.copy(two).mesh is two.mesh
 
 
-PUBLIC_MODULES = [jdist, jdist.callbacks, jdist.cluster, jdist.data, jdist.metrics, jdist.sync, jdist.weights]
+_MODULES = [jdist, *filter(inspect.ismodule, vars(jdist).values())]
+PUBLIC_MODULES = [module for module in _MODULES if "._" not in module.__name__]
 
 
 @pytest.mark.parametrize("module", PUBLIC_MODULES, ids=lambda module: module.__name__)

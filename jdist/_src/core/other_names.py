@@ -18,7 +18,9 @@ _STATE = "write a plain array in the state, or `jdist.Mirrored(x, aggregation)`"
 _COMMUNICATION = "not configurable: XLA uses NCCL on GPUs, the interconnect on TPUs, and gloo between CPU processes"
 
 STRATEGY_NAMES = {
-    "cluster_resolver": "pass it to `jdist.TPUStrategy`; for its values use `jax.process_index()`, `jax.process_count()` and `strategy.mesh`",
+    "cluster_resolver": (
+        "pass it to `jdist.TPUStrategy`; for its values use `jax.process_index()`, `jax.process_count()` and `strategy.mesh`"
+    ),
     "colocate_vars_with": _DEPRECATED,
     "configure": _DEPRECATED,
     "experimental_assign_to_logical_device": _LAYOUT,
@@ -121,7 +123,7 @@ JAX_NAMES = {
     "axis_size": f"write `jdist.num_replicas()` {_REPLICA_FUNCTION}",
     "device_count": _JAX_DEVICES,
     "device_get": "write `jdist.read_values(tree)`, or `jax.device_get(tree)`",
-    "device_put": "write `strategy.put(tree)` for replicated values, `strategy.put(jdist.PerReplica(tree))` for one per replica",
+    "device_put": "write `strategy.put(tree)` for replicated values, `strategy.put(jdist.PerReplica(tree))` for varying ones",
     "devices": _JAX_DEVICES,
     "distributed": _PROCESSES,
     "grad": f"write `jdist.value_and_grad`, or `jax.grad` {_REPLICA_FUNCTION}",
