@@ -1,6 +1,9 @@
-"""jdist: write the step for one replica, say where it runs, and have it proved that the replicas stay in step.
+"""Distribution strategies for JAX: write a training step for one replica, choose where it runs with a strategy object.
 
-Importing jdist starts no backend and imports no optional package.
+jdist proves, while it traces the step, that the replicas stay synchronized. Read `jdist.MirroredStrategy` and
+`jdist.Strategy.step` first. The public names are in this package and in its modules `callbacks`, `cluster`, `data`, `metrics`,
+`sync` and `weights`; everything in `_src` is private. Importing jdist does not start a JAX backend and does not import optional
+packages.
 """
 
 from typing import TYPE_CHECKING
@@ -20,7 +23,7 @@ from jdist._src.collectives.cross_device_ops import CommunicationOptions as Comm
 from jdist._src.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jdist._src.collectives.cross_device_ops import HierarchicalAllReduce as HierarchicalAllReduce
 from jdist._src.collectives.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
-from jdist._src.core import other_names
+from jdist._src.core import other_names as _other_names
 from jdist._src.core.errors import BatchedElementsWarning as BatchedElementsWarning
 from jdist._src.core.errors import ClippedPerReplicaWarning as ClippedPerReplicaWarning
 from jdist._src.core.errors import DivergentCollectiveError as DivergentCollectiveError
@@ -89,7 +92,13 @@ from jdist._src.values.sync_on_read import SyncOnRead as SyncOnRead
 if not TYPE_CHECKING:  # a type checker would then accept every name
 
     def __getattr__(name: str) -> object:
-        raise other_names.missing_attribute_error(f"module {__name__!r}", name, other_names.MODULE_NAMES)
+        raise _other_names.missing_attribute_error(
+            f"module {__name__!r}", name, _other_names.MODULE_NAMES, _other_names.JAX_NAMES
+        )
 
 
 del TYPE_CHECKING
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_")) + ["__version__"]

@@ -20,3 +20,7 @@ from jdist._src.training.events import Callback as Callback
 from jdist._src.training.events import CallbackResult as CallbackResult
 from jdist._src.training.events import Event as Event
 from jdist._src.training.events import Moment as Moment
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_"))

@@ -1,7 +1,11 @@
-"""Which processes: a resolver a kind of cluster, one file each, that looks once who they are and which this one is.
+"""Cluster resolvers: the processes of a cluster and the index of this process.
 
-`ClusterResolver` is all that jdist asks of one, so a record of your own with these names does as well.
+`ClusterResolver` is a protocol: an object of any class with these attributes and methods is a resolver.
 """
 
 from jdist._src.cluster.resolver import ClusterResolver as ClusterResolver
 from jdist._src.cluster.tpu import TPUClusterResolver as TPUClusterResolver
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_"))

@@ -1,4 +1,4 @@
-"""Data: which replica gets which example, in which order, ahead of the step that takes it."""
+"""Input pipelines: distributed data sets, sharding policies, files as sources, and statistics of the input pipeline."""
 
 from jdist._src.data.dataset import DistributedDataset as DistributedDataset
 from jdist._src.data.dataset import DistributedIterator as DistributedIterator
@@ -7,3 +7,7 @@ from jdist._src.data.files import Files as Files
 from jdist._src.data.shards import AutoShardPolicy as AutoShardPolicy
 from jdist._src.data.shards import InputContext as InputContext
 from jdist._src.data.stats import Stats as Stats
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_"))

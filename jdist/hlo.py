@@ -2,3 +2,7 @@
 
 from jdist._src.devices.hlo import Collective as Collective
 from jdist._src.devices.hlo import collectives as collectives
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_"))

@@ -1,4 +1,4 @@
-"""Metrics that merge exactly over batches and replicas."""
+"""Metrics whose states merge exactly over batches and replicas."""
 
 from jdist._src.replica.metrics import F1 as F1
 from jdist._src.replica.metrics import Accuracy as Accuracy
@@ -9,3 +9,7 @@ from jdist._src.replica.metrics import MeanSquaredError as MeanSquaredError
 from jdist._src.replica.metrics import Metric as Metric
 from jdist._src.replica.metrics import Sum as Sum
 from jdist._src.replica.metrics import TopKAccuracy as TopKAccuracy
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_"))

@@ -24,3 +24,7 @@ from jdist._src.sync.reduction import mean as mean
 from jdist._src.sync.reduction import sum as sum
 from jdist._src.sync.sparsity import top_k as top_k
 from jdist._src.sync.streaming import streaming_diloco as streaming_diloco
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_"))

@@ -1,4 +1,4 @@
-"""The examples of docstrings and of the documentation pages run and print the documented output."""
+"""The examples of docstrings and documentation pages run and print the documented output. Public names are documented."""
 
 import doctest
 import importlib
@@ -25,7 +25,7 @@ MODULES = [importlib.import_module(m.name) for m in pkgutil.walk_packages(jdist.
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = {"jdist": jdist, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
 
-# A closing fence ends the expected output of an example. Nothing but the page itself defines a name.
+# A closing fence ends the expected output of an example. Only the page itself defines names.
 RUN_PAGE = f"""
 import doctest, pathlib, sys
 page = pathlib.Path(sys.argv[1])
@@ -60,22 +60,35 @@ def test_page_runs_in_a_fresh_interpreter_on_one_device(page, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pictures_are_what_the_code_draws():
+def test_pictures_equal_the_output_of_their_script():
     drawing = runpy.run_path(str(ROOT / "docs/pictures.py"))
     assert (ROOT / "docs/who_reads.svg").read_text() == drawing["who_reads"]()
 
 
+PUBLIC_MODULES = [jdist, *(getattr(jdist, name) for name in dir(jdist) if inspect.ismodule(getattr(jdist, name)))]
+
+
 def _public():
-    for name, value in vars(jdist).items():
-        if not name.startswith("_") and not inspect.ismodule(value):
-            yield name, value
-            if inspect.isclass(value):
-                members = inspect.getmembers_static(value)
-                yield from ((f"{name}.{m}", v) for m, v in members if not m.startswith("_") and m in vars(value))
+    """Yields the public names of all public modules, and of their classes, with the objects."""
+    for module in PUBLIC_MODULES:
+        prefix = module.__name__.removeprefix("jdist").removeprefix(".")
+        for name in dir(module):
+            value = getattr(module, name)
+            is_in_jdist = module is not jdist and getattr(jdist, name, None) is value
+            if not inspect.ismodule(value) and not is_in_jdist and name != "__version__":
+                full_name = f"{prefix}.{name}" if prefix else name
+                yield full_name, value
+                if inspect.isclass(value):
+                    members = inspect.getmembers_static(value)
+                    yield from ((f"{full_name}.{m}", v) for m, v in members if m[0] != "_" and m in vars(value))
 
 
-@pytest.mark.parametrize("name, value", list(_public()), ids=[name for name, _ in _public()])
-def test_public_name_is_documented(name, value):
+PUBLIC = dict(_public())
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_name_is_documented(name):
+    value = PUBLIC[name]
     target = getattr(value, "__func__", getattr(value, "fget", value))
     if callable(target):
         assert inspect.getdoc(target), name
@@ -85,19 +98,7 @@ API_PAGE = (ROOT / "docs/api.md").read_text(encoding="utf-8")
 LISTED = re.findall(r"`([\w.]+)`", API_PAGE.partition("## Public names")[2].partition("\n## ")[0])
 
 
-def _public_names():
-    """Names of `jdist`, and of its public submodules where `jdist` itself does not have the object."""
-    yield from (name for name, _ in _public() if "." not in name)
-    for package in (jdist.callbacks, jdist.cluster, jdist.data, jdist.sync):
-        for name, value in vars(package).items():
-            elsewhere = inspect.ismodule(value) or getattr(jdist, name, None) is value
-            if not name.startswith("_") and not elsewhere:
-                yield f"{package.__name__.removeprefix('jdist.')}.{name}"
-    classes = inspect.getmembers(jdist.metrics, inspect.isclass)
-    yield from (f"metrics.{name}" for name, value in classes if value.__module__ == "jdist.metrics")
-    yield from ("weights.save", "weights.load")
-
-
 def test_api_page_lists_every_public_name_once_and_no_other():
-    modules = {"jdist", *(f"jdist.{name}" for name in ("callbacks", "cluster", "data", "metrics", "sync"))}
-    assert sorted(name for name in LISTED if name not in modules) == sorted(_public_names())
+    modules = [module.__name__ for module in PUBLIC_MODULES]
+    names = [name for name in PUBLIC if name.count(".") == 0 or f"jdist.{name.rpartition('.')[0]}" in modules]
+    assert sorted(name for name in LISTED if name not in modules) == sorted(names)

@@ -1,4 +1,4 @@
-"""What arguments may be."""
+"""Checks of integer arguments."""
 
 import numpy as np
 import pytest
@@ -7,20 +7,20 @@ from jdist._src.core.arguments import as_int
 
 
 @pytest.mark.parametrize("value", [3, np.int8(3), np.uint64(3), np.array(3)], ids=repr)
-def test_whole_number_is_given_as_a_python_one(value):
-    found = as_int("`steps`", value, 3)
-    assert type(found) is int and found == 3
+def test_integer_of_any_type_becomes_a_python_int(value):
+    number = as_int("`steps`", value, 3)
+    assert type(number) is int and number == 3
 
 
 @pytest.mark.parametrize("value", [3.0, "3", None, True, np.float32(3), np.array([3, 4])], ids=repr)
-def test_what_is_no_whole_number_is_refused_as_of_the_wrong_type(value):
+def test_value_that_is_not_an_integer_is_a_type_error(value):
     with pytest.raises(TypeError, match="^`steps` must be an integer >= 1, got "):
         as_int("`steps`", value, 1)
     with pytest.raises(TypeError, match="^`steps` must be an integer, got "):
         as_int("`steps`", value)
 
 
-def test_whole_number_that_is_too_small_is_refused_as_a_wrong_value():
+def test_integer_below_the_minimum_is_a_value_error():
     with pytest.raises(ValueError, match=r"^`steps` must be an integer >= 1, got 0\.$"):
         as_int("`steps`", 0, 1)
     assert as_int("`steps`", -(10**30)) == -(10**30)

@@ -1,4 +1,4 @@
-"""What is remembered of a function, for how long, and under what identity."""
+"""The identity cache: which functions share an entry, and how long an entry lives."""
 
 import functools
 import gc
@@ -16,7 +16,7 @@ class Model:
     def __eq__(self, other):
         return isinstance(other, Model)
 
-    __hash__ = None  # equal, and in no dict: identity is all there is
+    __hash__ = None  # equal and not hashable: only identity distinguishes instances
 
     def step(self, x):
         return x * self.scale
@@ -38,13 +38,13 @@ def function():
     return 1
 
 
-def _made(cache, fn):
-    """What the cache has of `fn`: a new object if it had none."""
+def _get(cache, fn):
+    """Returns the value of `fn` in the cache, a new object on the first call."""
     return cache.get(fn, lambda ref: [ref])
 
 
 MODEL, SLOTTED, PARTIAL = Model(), Slotted(), functools.partial(function)
-FOUND = {
+SAME = {
     "function": lambda: function,
     "bound_method": lambda: MODEL.step,
     "method_of_class": lambda: Model.step,
@@ -55,18 +55,18 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("mention", FOUND.values(), ids=FOUND)
-def test_cache_asked_for_same_function_finds_it_again(mention):
+@pytest.mark.parametrize("make", SAME.values(), ids=SAME)
+def test_same_function_has_the_same_value(make):
     cache = IdentityCache()
-    first = _made(cache, mention())
+    first = _get(cache, make())
     gc.collect()
-    assert _made(cache, mention()) is first
+    assert _get(cache, make()) is first
     assert len(cache) == 1
-    assert first[0]() == mention()
+    assert first[0]() == make()
 
 
-APART = {
-    "two_lambdas_written_alike": lambda: [(lambda x: x) for _ in range(2)],
+DIFFERENT = {
+    "two_lambdas_of_the_same_source": lambda: [(lambda x: x) for _ in range(2)],
     "methods_of_equal_objects": lambda: [Model().step, Model().step],
     "methods_of_one_object": lambda: [MODEL.step, MODEL.other],
     "equal_callable_objects": lambda: [Model(), Model()],
@@ -75,24 +75,24 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("make", APART.values(), ids=APART)
-def test_cache_asked_for_other_function_makes_another(make):
-    cache, (one, other) = IdentityCache(), make()
-    assert _made(cache, one) is not _made(cache, other)
+@pytest.mark.parametrize("make", DIFFERENT.values(), ids=DIFFERENT)
+def test_different_functions_have_different_values(make):
+    cache, (first, second) = IdentityCache(), make()
+    assert _get(cache, first) is not _get(cache, second)
     assert len(cache) == 2
 
 
-FORGOTTEN = {
+COLLECTED = {
     "function": lambda: lambda x: x,
     "partial": lambda: functools.partial(function),
     "callable_object": Model,
 }
 
 
-@pytest.mark.parametrize("make", FORGOTTEN.values(), ids=FORGOTTEN)
-def test_cache_of_function_that_is_gone_is_empty(make):
+@pytest.mark.parametrize("make", COLLECTED.values(), ids=COLLECTED)
+def test_entry_is_removed_with_its_function(make):
     cache, fn = IdentityCache(), make()
-    value = _made(cache, fn)
+    value = _get(cache, fn)
     assert (len(cache), value[0]()) == (1, fn)
     del fn
     gc.collect()
@@ -100,26 +100,26 @@ def test_cache_of_function_that_is_gone_is_empty(make):
     assert value[0]() is None
 
 
-def test_cache_of_method_lives_as_long_as_its_object():
+def test_entry_of_a_method_lives_as_long_as_its_object():
     cache, model = IdentityCache(), Model()
     value = weakref.ref(cache.get(model.step, lambda _: Model()))
     gc.collect()
-    assert len(cache) == 1  # the method object of the call above is gone, the model is not
+    assert len(cache) == 1  # the method object of the call above is collected, the model is not
     del model
     gc.collect()
     assert len(cache) == 0
     assert value() is None
 
 
-def test_cache_whose_making_fails_keeps_nothing():
+def test_failed_make_adds_no_entry():
     cache = IdentityCache()
     with pytest.raises(ZeroDivisionError):
         cache.get(function, lambda _: 1 / 0)
     assert len(cache) == 0
 
 
-def test_cache_that_is_gone_before_its_function_does_no_harm():
+def test_cache_may_be_collected_before_its_functions():
     fn = lambda: 1
-    _made(IdentityCache(), fn)
+    _get(IdentityCache(), fn)
     gc.collect()
     assert fn() == 1

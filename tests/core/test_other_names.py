@@ -1,7 +1,9 @@
-"""TensorFlow's names on a strategy and on `jdist`: errors that name what to write, and nothing else changes."""
+"""Names of TensorFlow and JAX on a strategy and on `jdist`: errors with the line to write, and the lists of public names."""
 
 import copy
+import inspect
 import pathlib
+import pickle
 import re
 
 import pytest
@@ -18,18 +20,18 @@ NAMES = [
 
 
 def _names_after(*prefixes):
-    """The names of the guide and of `api.txt` that follow one of the prefixes directly."""
+    """Returns the names of the guide and of `api.txt` directly after one of the prefixes."""
     pattern = re.compile(rf"(?:{'|'.join(map(re.escape, prefixes))})(\w+)$")
-    return sorted({found[1] for name in NAMES if (found := pattern.match(name))})
+    return sorted({match[1] for name in NAMES if (match := pattern.match(name))})
 
 
 def _plain_names():
-    """The classes and functions that `api.txt` lists without a prefix."""
+    """Returns the classes and functions that `api.txt` lists without a prefix."""
     return sorted({name for name in NAMES if "." not in name})
 
 
 @pytest.mark.parametrize("name", other_names.STRATEGY_NAMES)
-def test_name_of_tensorflow_on_a_strategy_raises_with_what_to_write(name, two):
+def test_tensorflow_name_on_a_strategy_is_an_error_with_the_line_to_write(name, two):
     message = rf"^'MirroredStrategy' object has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
     with pytest.raises(AttributeError, match=message):
         getattr(two, name)
@@ -38,7 +40,7 @@ def test_name_of_tensorflow_on_a_strategy_raises_with_what_to_write(name, two):
 
 
 @pytest.mark.parametrize("name", other_names.MODULE_NAMES)
-def test_name_of_tensorflow_in_the_module_raises_with_what_to_write(name):
+def test_tensorflow_name_in_the_module_is_an_error_with_the_line_to_write(name):
     message = rf"^module 'jdist' has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
     with pytest.raises(AttributeError, match=message):
         getattr(jdist, name)
@@ -47,7 +49,7 @@ def test_name_of_tensorflow_in_the_module_raises_with_what_to_write(name):
 
 
 @pytest.mark.parametrize(
-    "name, new",
+    "name, line",
     [
         ("experimental_distribute_dataset", "strategy.distribute_dataset(source, batch_size)"),
         ("experimental_local_results", "strategy.local_results(value)"),
@@ -56,30 +58,40 @@ def test_name_of_tensorflow_in_the_module_raises_with_what_to_write(name):
         ("extended", "strategy.mesh.devices"),
     ],
 )
-def test_name_of_tensorflow_on_every_strategy_names_the_new_one(name, new, strategy):
-    with pytest.raises(AttributeError, match=re.escape(new)):
+def test_tensorflow_name_on_every_strategy_is_an_error_with_the_new_name(name, line, strategy):
+    with pytest.raises(AttributeError, match=re.escape(line)):
         getattr(strategy, name)
 
 
 @pytest.mark.parametrize("name", _names_after("Strategy."))
-def test_name_of_the_guide_on_a_strategy_is_there_or_has_an_error_of_its_own(name, two):
+def test_name_of_the_guide_on_a_strategy_exists_or_has_advice(name, two):
     assert hasattr(two, name) or name in other_names.STRATEGY_NAMES
 
 
 @pytest.mark.parametrize("name", [*_names_after("tf.distribute.", "tf.distribute.experimental."), *_plain_names()])
-def test_name_of_the_guide_in_the_module_is_there_or_has_an_error_of_its_own(name):
+def test_name_of_the_guide_in_the_module_exists_or_has_advice(name):
     assert hasattr(jdist, name) or name in other_names.MODULE_NAMES
 
 
-@pytest.mark.parametrize(
-    "advice", [*other_names.STRATEGY_NAMES.items(), *other_names.MODULE_NAMES.items()], ids=lambda advice: advice[0]
-)
-def test_advice_names_only_what_there_is(advice, two):
+@pytest.mark.parametrize("name", other_names.JAX_NAMES)
+def test_jax_name_in_the_module_is_an_error_with_the_line_to_write(name):
+    message = rf"^module 'jdist' has no attribute '{name}'\. JAX's `{name}`: (write|not needed|call)"
+    with pytest.raises(AttributeError, match=message):
+        getattr(jdist, name)
+    assert not hasattr(jdist, name)
+    assert name not in dir(jdist)
+
+
+ADVICE = [*other_names.STRATEGY_NAMES.items(), *other_names.MODULE_NAMES.items(), *other_names.JAX_NAMES.items()]
+
+
+@pytest.mark.parametrize("advice", ADVICE, ids=lambda advice: advice[0])
+def test_advice_mentions_existing_names_only(advice, two):
     for owner, name in re.findall(r"`(jdist|strategy|jdist\.cluster)\.(\w+)", advice[1]):
         assert hasattr({"jdist": jdist, "strategy": two, "jdist.cluster": jdist.cluster}[owner], name)
 
 
-def test_name_that_nobody_has_is_refused_as_ever(two):
+def test_unknown_name_has_the_usual_error(two):
     with pytest.raises(AttributeError, match="^'MirroredStrategy' object has no attribute 'nothing'$"):
         two.nothing  # noqa: B018
     with pytest.raises(AttributeError, match="^module 'jdist' has no attribute 'nothing'$"):
@@ -90,8 +102,34 @@ def test_name_that_nobody_has_is_refused_as_ever(two):
     assert not hasattr(two, "__jax_array__")
 
 
-def test_error_within_a_property_of_a_strategy_is_not_hidden(two):
-    empty = object.__new__(jdist.MirroredStrategy)  # its fields are missing, as while it is unpickled
+def test_error_in_a_property_of_a_strategy_is_raised(two):
+    empty = object.__new__(jdist.MirroredStrategy)  # without fields, as during unpickling
     with pytest.raises(AttributeError, match="has no attribute '_backend'"):
         empty.mesh  # noqa: B018
     assert copy.copy(two).mesh is two.mesh
+
+
+_MODULES = [jdist, *filter(inspect.ismodule, vars(jdist).values())]
+PUBLIC_MODULES = [module for module in _MODULES if "._" not in module.__name__]
+
+
+@pytest.mark.parametrize("module", PUBLIC_MODULES, ids=lambda module: module.__name__)
+def test_dir_of_a_public_module_lists_public_names_only(module):
+    names = dir(module)
+    assert len(names) == len(set(names))
+    for name in names:
+        assert name == "__version__" or not name.startswith("_")
+        value = getattr(module, name)
+        assert not inspect.ismodule(value) or value in PUBLIC_MODULES
+    assert {name for name in vars(module) if not name.startswith("_")} == set(names) - {"__version__"}
+
+
+ERRORS = [value for value in vars(jdist).values() if isinstance(value, type) and issubclass(value, Exception)]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: error.__name__)
+def test_exceptions_and_warnings_show_their_public_name_and_pickle(error):
+    assert f"{error.__module__}.{error.__qualname__}" == f"jdist.{error.__name__}"
+    instance = error("message", None) if error is jdist.FitError else error("message")
+    copied = pickle.loads(pickle.dumps(instance))
+    assert (type(copied), copied.args) == (error, ("message",))

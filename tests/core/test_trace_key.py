@@ -1,4 +1,4 @@
-"""What is entered around a trace is part of JAX's cache key."""
+"""The context around a trace is part of JAX's cache key."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ from jdist._src.core.trace_key import is_keyed, keyed, set_outermost_key, unkeye
 
 
 def counted():
-    """A jitted identity, and the list that it appends to whenever it is traced."""
+    """Returns a jitted identity, and a list to which every trace of it appends."""
     traces = []
     return jax.jit(lambda x: (traces.append(1), x)[1]), traces
 
@@ -36,17 +36,17 @@ def test_nested_keys_add_up_and_unkeyed_removes_them():
     assert len(traces) == 2
 
 
-def test_outermost_key_holds_in_all_threads_outside_any_block():
-    seen = []
+def test_outermost_key_applies_to_all_threads_outside_any_block():
+    is_keyed_in_thread = []
     set_outermost_key("a")
     try:
-        thread = threading.Thread(target=lambda: seen.append(is_keyed()))
+        thread = threading.Thread(target=lambda: is_keyed_in_thread.append(is_keyed()))
         thread.start()
         thread.join()
         assert is_keyed()
     finally:
         set_outermost_key(None)
-    assert seen == [True] and not is_keyed()
+    assert is_keyed_in_thread == [True] and not is_keyed()
 
 
 def test_blocks_of_tasks_that_are_left_in_the_order_of_entry_leave_no_key():

@@ -1,4 +1,4 @@
-"""Rows MW19 and CR29 of `rows.txt`: a process without a cluster, and TPU strategies away from a TPU."""
+"""Rows MW19 and CR29 of `rows.txt`: a process without a cluster, and TPU strategies without a TPU."""
 
 import pytest
 
@@ -7,7 +7,7 @@ import jdist
 from processes.runner import run_processes
 
 
-def test_mw19_process_that_joined_no_cluster_has_one_replica_on_its_own_device(tmp_path):
+def test_mw19_process_without_a_cluster_has_one_replica_on_its_device(tmp_path):
     script = tmp_path / "alone.py"
     script.write_text(
         "import jax, jdist\n"
@@ -18,11 +18,11 @@ def test_mw19_process_that_joined_no_cluster_has_one_replica_on_its_own_device(t
     assert printed.splitlines()[-1] == "1 cpu 1"
 
 
-def test_cr29_tpu_strategy_away_from_a_tpu_names_the_devices_and_the_alternatives():
+def test_cr29_tpu_strategy_without_a_tpu_is_an_error_with_the_alternatives():
     with pytest.raises(RuntimeError, match=r"There is no TPU: JAX has cpu:0.*`jdist\.auto_strategy\(\)`"):
         jdist.TPUStrategy()
 
 
-def test_cr29_resolver_of_a_tpu_by_name_names_the_command_that_runs_on_its_hosts():
+def test_cr29_resolver_of_a_tpu_by_name_is_an_error_with_the_command_for_its_hosts():
     with pytest.raises(ValueError, match=r"TPU 'nope'.*gcloud compute tpus tpu-vm ssh nope"):
         jdist.cluster.TPUClusterResolver("nope")

@@ -18,7 +18,7 @@ from laws import STRATEGIES, arrays, homes
 
 
 class Batched:
-    """The batches of an array, the last one partial, as often as they are asked for."""
+    """The batches of an array, the last one partial; can be iterated repeatedly."""
 
     def __init__(self, array, size):
         self._array, self._size = np.asarray(array), size
@@ -28,11 +28,11 @@ class Batched:
 
 
 def _per_replica(element, leaf=lambda batch: batch):
-    """What each replica holds of an element, without the rows that fill up."""
+    """Returns the rows of an element on each replica, without padding."""
     batch, weights = element if isinstance(element, tuple) else (element, None)
     rows = np.asarray(leaf(batch).tree)
-    keep = np.ones(rows.shape[:2]) if weights is None else np.asarray(weights.tree)
-    return [part[kept > 0].tolist() for part, kept in zip(rows, keep, strict=True)]
+    is_example = np.ones(rows.shape[:2], bool) if weights is None else np.asarray(weights.tree) > 0
+    return [part[mask].tolist() for part, mask in zip(rows, is_example, strict=True)]
 
 
 def _steps(dataset, **options):
@@ -40,7 +40,7 @@ def _steps(dataset, **options):
 
 
 def _both(array, size):
-    """The two ways to ask for batches: of examples that have numbers, and of a source that makes them."""
+    """Returns the two kinds of batches: batches of indexed examples, and batches from the source."""
     return {"of_examples": (np.asarray(array), size), "of_batches": (Batched(array, size), None)}.values()
 
 
@@ -49,7 +49,7 @@ def test_ds2_partial_batch_is_dropped(two):
         assert _steps(two.distribute_dataset(*source)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
-def test_ds3_ds4_partial_batch_fills_the_replicas_in_turn_and_the_weights_say_how_far(two):
+def test_ds3_ds4_partial_batch_fills_the_replicas_sequentially_and_the_weights_mark_its_examples(two):
     for source in _both(np.arange(10), 4):
         steps = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], []]]
         assert _steps(two.distribute_dataset(*source, remainder="pad")) == steps
@@ -61,7 +61,7 @@ def test_ds3_ds4_partial_batch_fills_the_replicas_in_turn_and_the_weights_say_ho
 
 
 @pytest.mark.parametrize("count", [5, 6, 7, 9, 10, 13, 14])
-def test_ds4_mean_over_an_uneven_last_batch_is_that_of_its_examples(count, two):
+def test_ds4_mean_over_an_uneven_last_batch_is_the_mean_of_its_examples(count, two):
     def mean(batch, weights):
         return jdist.global_mean(batch.astype(jnp.float32), weights)
 
@@ -70,7 +70,7 @@ def test_ds4_mean_over_an_uneven_last_batch_is_that_of_its_examples(count, two):
         assert float(two.run(mean, last)) == np.mean(range(count // 9 * 8, count))
 
 
-def test_ds6_batch_that_three_replicas_cannot_share_is_refused_or_filled_up():
+def test_ds6_batch_that_three_replicas_do_not_divide_is_an_error_or_padded():
     three = STRATEGIES["mirrored_3"]()
     for source in _both(np.arange(8), 4):
         message = r"batch of 4 examples cannot be split over 3 replicas \(1 left over\).*take 3 or 6"
@@ -80,7 +80,7 @@ def test_ds6_batch_that_three_replicas_cannot_share_is_refused_or_filled_up():
     assert _steps(padded) == [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]
 
 
-def test_ds10_examples_where_batches_are_expected_are_refused_and_vectors_are_split(two):
+def test_ds10_examples_instead_of_batches_are_errors_and_vectors_are_split(two):
     with pytest.raises(ValueError, match=r"source is int32\[\] in the first batch: an array with one row an example"):
         list(two.distribute_dataset((np.int32(i) for i in range(4)), None))
     with pytest.raises(ValueError, match=r"batch of 3 examples cannot be split over 2 replicas \(1 left over\)"):
@@ -90,13 +90,13 @@ def test_ds10_examples_where_batches_are_expected_are_refused_and_vectors_are_sp
 
 
 @pytest.mark.parametrize("source", [object(), 5, 1.5], ids=["object", "int", "float"])
-def test_ds11_what_is_no_data_set_is_refused_by_its_kind(source, two):
+def test_ds11_invalid_source_is_an_error_with_its_type(source, two):
     with pytest.raises(ValueError, match=rf"The source is {type(source).__name__}, from which no examples can be had"):
         two.distribute_dataset(source, 2)
 
 
 @pytest.mark.parametrize("remainder", ["drop", "pad", "error"])
-def test_ds12_empty_data_set_is_refused(remainder, two):
+def test_ds12_empty_data_set_is_an_error(remainder, two):
     empty = "The source is empty: there is nothing to distribute"
     with pytest.raises(ValueError, match=empty):
         two.distribute_dataset(np.zeros((0, 3)), 2, remainder=remainder)
@@ -106,7 +106,7 @@ def test_ds12_empty_data_set_is_refused(remainder, two):
             list(dataset)
 
 
-def test_ds13_leaves_of_a_dict_are_split_alike_and_keep_their_dtype_without_rows(two):
+def test_ds13_leaves_of_a_dict_are_split_alike_and_keep_their_dtype_if_empty(two):
     source = {"a": np.int32([1, 2, 3]), "b": np.float32([4, 5, 6])}
     dataset = two.distribute_dataset(source, 2, remainder="pad")
     assert _steps(dataset, leaf=lambda batch: batch["a"]) == [[[1], [2]], [[3], []]]
@@ -118,7 +118,7 @@ def test_ds13_leaves_of_a_dict_are_split_alike_and_keep_their_dtype_without_rows
         }
 
 
-def test_ds15_repeating_batches_keeps_a_partial_one_an_epoch_and_batching_what_repeats_does_not(two):
+def test_ds15_repeated_batches_have_a_partial_one_per_epoch_and_batches_of_a_repeated_source_do_not(two):
     epoch = [[[0], [1]], [[2], []]]
     for source in _both(np.arange(3), 2):
         assert _steps(two.distribute_dataset(*source, epochs=2, remainder="pad")) == epoch * 2
@@ -128,7 +128,7 @@ def test_ds15_repeating_batches_keeps_a_partial_one_an_epoch_and_batching_what_r
     assert _steps(two.distribute_dataset(mapped, None, remainder="pad")) == [[[10, 11], [12]]]
 
 
-def test_ds16_batches_padded_to_widths_of_their_own_are_refused_and_to_one_width_are_split(two):
+def test_ds16_batches_of_different_widths_are_errors_and_of_one_width_are_split(two):
     rows = [[1], [2, 2], [3, 3, 3]]
     widen = lambda rows, width: np.stack([np.pad(np.int32(row), (0, width - len(row))) for row in rows])
     with pytest.raises(
@@ -143,7 +143,7 @@ def test_ds16_batches_padded_to_widths_of_their_own_are_refused_and_to_one_width
     assert _steps(widened) == [[[[1, 0, 0]], [[2, 2, 0]]], [[[3, 3, 3]], []]]
 
 
-def test_ds17_mean_of_a_partial_batch_is_that_of_its_examples(two):
+def test_ds17_mean_of_a_partial_batch_is_the_mean_of_its_examples(two):
     for source in _both(np.float32([5, 6, 7]), 4):
         (element,) = two.distribute_dataset(*source, remainder="pad")
         means, sizes = two.run(lambda x, w: ((x * w).sum() / w.sum(), w.sum()), element)
@@ -166,14 +166,14 @@ def _sum_of_all(state, batch):
     return state + jdist.all_reduce("sum", batch.sum()), None
 
 
-def test_ds21_loop_to_the_end_adds_up_every_example(two):
+def test_ds21_loop_to_the_end_sums_every_example(two):
     step, state = two.step(_sum_of_all), two.put(np.int32(0))
     for batch in two.distribute_dataset(np.int32([5, 6, 7, 8]), 2):
         state, _ = step(state, batch)
     assert int(state) == 26
 
 
-def test_ds22_each_loop_begins_anew(two):
+def test_ds22_each_loop_starts_again(two):
     mean = lambda batch: jdist.global_mean(batch)
     dataset = two.distribute_dataset(np.float32([5, 6, 7, 8]), 2)
     count, state = two.step(lambda state, batch: (state + 1, None)), two.put(1)
@@ -198,14 +198,14 @@ def test_ds23_step_of_batch_and_state_is_reduced_over_the_replicas(name, expecte
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_ds24_next_past_the_end_stops_and_stays_so(prefetch, two):
+def test_ds24_next_after_the_end_keeps_raising_stop_iteration(prefetch, two):
     for source in _both(np.arange(4), 4):
         iterator = iter(two.distribute_dataset(*source, prefetch=prefetch))
         assert _per_replica(next(iterator)) == [[0, 1], [2, 3]]
         for _ in range(3):
             with pytest.raises(StopIteration):
                 next(iterator)
-        assert next(iterator, None) is None  # in place of `get_next_as_optional`
+        assert next(iterator, None) is None  # the counterpart of `get_next_as_optional`
 
 
 def test_ds26_reduction_over_the_batches_is_a_loop(two):
@@ -214,7 +214,7 @@ def test_ds26_reduction_over_the_batches_is_a_loop(two):
     assert int(total) == 15
 
 
-def test_ds27_length_is_known_where_the_examples_are_counted_and_an_element_is_its_own_spec(two):
+def test_ds27_length_is_known_if_the_source_has_a_length_and_an_element_is_its_spec(two):
     for remainder, steps in {"drop": 2, "pad": 3}.items():
         dataset = two.distribute_dataset(np.arange(10), 4, remainder=remainder)
         assert len(dataset) == len(list(dataset)) == steps
@@ -226,21 +226,21 @@ def test_ds27_length_is_known_where_the_examples_are_counted_and_an_element_is_i
         assert (repr(spec), spec.tree.dtype, spec.tree.shape) == ("PerReplica(int32[2,1])", np.int32, (2, 1))
 
 
-def test_ds28_function_is_asked_once_with_what_its_pipeline_has_to_know(two):
-    asked = []
+def test_ds28_function_is_called_once_with_its_input_context(two):
+    calls = []
 
     def batches(context):
-        asked.append(context)
+        calls.append(context)
         return Batched(np.arange(6), context.get_per_replica_batch_size(4))
 
     dataset = two.distribute_datasets_from_function(batches, remainder="pad")
-    assert asked == [jdist.data.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=2)]
+    assert calls == [jdist.data.InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=2)]
     assert _steps(dataset) == _steps(dataset) == [[[0, 1], [2, 3]], [[4, 5], []]]
-    assert len(asked) == 1
+    assert len(calls) == 1
 
 
 def _pipeline_for_each_replica(strategy, make):
-    """The counterpart of `InputReplicationMode.PER_REPLICA`: the pipelines of a process's replicas, in turn."""
+    """The counterpart of `InputReplicationMode.PER_REPLICA`: the pipelines of the replicas of a process, alternating."""
 
     def batches(context):
         here = len(strategy.mesh.local_devices)
@@ -250,18 +250,18 @@ def _pipeline_for_each_replica(strategy, make):
     return strategy.distribute_datasets_from_function(batches)
 
 
-def test_ds30_pipeline_for_each_replica_is_one_that_takes_them_in_turn(two):
-    asked = []
+def test_ds30_pipeline_per_replica_is_one_pipeline_that_alternates(two):
+    calls = []
 
     def pipeline(replica):
-        asked.append(replica)
+        calls.append(replica)
         return Batched(np.arange(4), 1)
 
     assert _steps(_pipeline_for_each_replica(two, pipeline)) == [[[i], [i]] for i in range(4)]
-    assert asked == [0, 1]
+    assert calls == [0, 1]
 
 
-def test_ds32_pipeline_for_each_replica_leaves_later_data_sets_alone(two):
+def test_ds32_pipeline_per_replica_does_not_affect_later_data_sets(two):
     files = jdist.data.Files(["a", "b"], lambda path: np.arange(2) + 2 * "ab".index(path))
     before = _steps(two.distribute_dataset(files, 2, auto_shard="off"))
     _steps(_pipeline_for_each_replica(two, lambda replica: Batched(np.arange(4), 1)))
@@ -270,7 +270,7 @@ def test_ds32_pipeline_for_each_replica_leaves_later_data_sets_alone(two):
 
 
 @pytest.mark.parametrize("remainder, total", [("pad", 310), ("drop", 200)])
-def test_ds33_ragged_rows_are_refused_and_padded_ones_are_split_with_their_masks(remainder, total, two):
+def test_ds33_ragged_rows_are_errors_and_padded_ones_are_split_with_their_masks(remainder, total, two):
     ragged = [np.full(i % 4, i, np.int32) for i in range(20)]
     with pytest.raises(ValueError, match=r"source has the shape \[1\] in example 1 in batch 0 of epoch 0, and \[0\]"):
         list(two.distribute_dataset(iter(ragged), 8, remainder=remainder))
@@ -286,7 +286,7 @@ def test_ds33_ragged_rows_are_refused_and_padded_ones_are_split_with_their_masks
     assert sum(np.sum(part) for step in values for part in step if part) == total
 
 
-def test_ds34_batch_that_cannot_be_split_evenly_is_refused():
+def test_ds34_batch_that_cannot_be_split_evenly_is_an_error():
     sixth = jdist.data.InputContext(num_replicas_in_sync=6)
     assert sixth.get_per_replica_batch_size(12) == 2
     message = r"batch of 13 examples cannot be split over 6 replicas \(1 left over\).*take 12 or 18"
@@ -297,7 +297,7 @@ def test_ds34_batch_that_cannot_be_split_evenly_is_refused():
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_ds35_each_part_lies_on_the_device_of_its_replica(prefetch, strategy):
+def test_ds35_each_part_is_placed_on_the_device_of_its_replica(prefetch, strategy):
     n = strategy.mesh.size
     for source in _both(np.arange(2 * n), n):
         for batch, weights in strategy.distribute_dataset(*source, remainder="pad", prefetch=prefetch):
@@ -305,8 +305,8 @@ def test_ds35_each_part_lies_on_the_device_of_its_replica(prefetch, strategy):
                 assert [part.devices() for part in tree.values] == homes(strategy)
 
 
-def test_position_takes_the_place_of_skipping(two):
-    """`get_next` in a loop over a range of steps, left and taken up again."""
+def test_position_replaces_skipping(two):
+    """`get_next` in a loop over a range of steps, interrupted and resumed."""
     iterator = iter(two.distribute_dataset(np.arange(8), 2))
     taken = [_per_replica(next(iterator)) for _ in range(2)]
     later = iter(two.distribute_dataset(np.arange(8), 2))

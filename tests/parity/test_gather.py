@@ -1,4 +1,4 @@
-"""Rows GA of `rows.txt`: the values of all replicas joined, on the host and between replicas."""
+"""Rows GA of `rows.txt`: gathers on the host and in replica functions."""
 
 import chex
 import jax
@@ -9,8 +9,8 @@ import pytest
 import jdist
 
 
-def _own(strategy, *values):
-    """`PerReplica` of one value a replica, each an array of float32 or int32."""
+def _per_replica(strategy, *values):
+    """Returns a `PerReplica` with one array of float32 or int32 per replica."""
     return strategy.distribute_values_from_function(lambda c: jnp.asarray(values[c.replica_id_in_sync_group]))
 
 
@@ -19,15 +19,15 @@ def _each(strategy, fn):
 
 
 @pytest.mark.parametrize("axis, shape", [(0, (2, 2, 2)), (1, (1, 4, 2)), (2, (1, 2, 4))])
-def test_ga3_even_values_are_joined_along_any_dimension(axis, shape, two):
-    whole = np.arange(8).reshape(2, 1, 2, 2)
-    value = _own(two, *whole)
-    for found in (two.gather(value, axis=axis), two.run(lambda x: jdist.all_gather(x, axis), (value,))):
-        assert found.shape == shape
-        np.testing.assert_array_equal(found, np.concatenate(whole, axis=axis))
+def test_ga3_even_values_are_concatenated_along_any_dimension(axis, shape, two):
+    arrays = np.arange(8).reshape(2, 1, 2, 2)
+    value = _per_replica(two, *arrays)
+    for gathered in (two.gather(value, axis=axis), two.run(lambda x: jdist.all_gather(x, axis), (value,))):
+        assert gathered.shape == shape
+        np.testing.assert_array_equal(gathered, np.concatenate(arrays, axis=axis))
 
 
-def test_ga4_uneven_values_are_joined_along_the_dimension_that_differs(strategy):
+def test_ga4_uneven_values_are_concatenated_along_the_dimension_that_differs(strategy):
     n = strategy.num_replicas_in_sync
     tall = strategy.gather(_each(strategy, lambda i: jnp.full((i + 1, 1), i)), axis=0)
     wide = strategy.gather(_each(strategy, lambda i: jnp.full((1, i + 1), i)), axis=1)
@@ -37,11 +37,11 @@ def test_ga4_uneven_values_are_joined_along_the_dimension_that_differs(strategy)
     np.testing.assert_array_equal(wide, numbers[None])
 
 
-def test_ga5_rows_of_different_lengths_are_joined_in_order(two):
-    assert two.gather(_own(two, [1, 2, 3], [4]), axis=0).tolist() == [1, 2, 3, 4]
+def test_ga5_rows_of_different_lengths_are_concatenated_in_order(two):
+    assert two.gather(_per_replica(two, [1, 2, 3], [4]), axis=0).tolist() == [1, 2, 3, 4]
 
 
-def test_ga6_matrices_are_joined_along_their_second_dimension(two):
+def test_ga6_matrices_are_concatenated_along_their_second_dimension(two):
     value = two.run(lambda: jnp.int32([[1, 2], [3, 4]]) * (jdist.replica_id() + 1))
     expected = [[1, 2, 2, 4], [3, 4, 6, 8]]
     assert two.gather(value, axis=1).tolist() == expected
@@ -55,18 +55,18 @@ def _wide(strategy):
 MISMATCH = r"value has the shapes \[1, 1\], \[1, 2\] on the replicas.*Concatenate along the dimension that differs"
 
 
-def test_ga7_values_that_differ_along_another_dimension_are_refused(two):
+def test_ga7_values_that_differ_along_another_dimension_are_errors(two):
     with pytest.raises(ValueError, match=MISMATCH):
         two.gather(_wide(two), axis=0)
 
 
-def test_ga8_values_of_different_ranks_are_refused(two):
+def test_ga8_values_of_different_ranks_are_errors(two):
     message = r"replica 1 has float32\[1,1\] for value, and not the float32\[1\] of replica 0.*same structure, ranks"
     with pytest.raises(ValueError, match=message):
-        two.gather(_own(two, [1.0], [[1.0]]), axis=0)
+        two.gather(_per_replica(two, [1.0], [[1.0]]), axis=0)
 
 
-def test_ga10_row_slices_are_refused(strategy):
+def test_ga10_row_slices_are_errors(strategy):
     slices = lambda: jdist.RowSlices(jnp.ones((1, 2)) * jdist.replica_id(), jnp.int32([0]), num_rows=3)
     message = r"does not support RowSlices\. Pass the table \(`value\.dense\(\)`\).*`value\.rows`, `value\.indices`"
     with pytest.raises(TypeError, match="`gather` " + message):
@@ -75,39 +75,39 @@ def test_ga10_row_slices_are_refused(strategy):
         strategy.run(lambda: jdist.all_gather(slices(), 0))
 
 
-def test_ga11_gather_in_a_replica_function_is_refused(strategy):
+def test_ga11_gather_in_a_replica_function_is_an_error(strategy):
     with pytest.raises(RuntimeError, match=r"`strategy\.gather` is called by the host.*use `jdist\.all_gather` there"):
         strategy.run(lambda: strategy.gather(jnp.zeros(2) + jdist.replica_id(), axis=0))
 
 
-def test_ga12_host_value_is_given_back_and_a_tree_is_gathered_leaf_by_leaf(two):
+def test_ga12_host_value_is_unchanged_and_a_tree_is_gathered_leaf_by_leaf(two):
     host = np.int32([1, 2])
     assert two.gather(host, axis=0) is host
     assert two.gather([1, 2], axis=0) == [1, 2]
-    found = two.gather({"a": _own(two, [1, 2, 3], [4]), "b": [_own(two, [5], [6]), host]}, axis=0)
-    chex.assert_trees_all_equal(found, {"a": np.int32([1, 2, 3, 4]), "b": [np.int32([5, 6]), host]})
+    gathered = two.gather({"a": _per_replica(two, [1, 2, 3], [4]), "b": [_per_replica(two, [5], [6]), host]}, axis=0)
+    chex.assert_trees_all_equal(gathered, {"a": np.int32([1, 2, 3, 4]), "b": [np.int32([5, 6]), host]})
 
 
-def test_ga13_uneven_rows_are_gathered_padded_between_replicas(two):
-    rows, weights = _own(two, [1, 2, 3], [4]).padded()
+def test_ga13_uneven_rows_are_padded_to_be_gathered_in_a_replica_function(two):
+    rows, weights = _per_replica(two, [1, 2, 3], [4]).padded()
     gather = lambda x, w: jdist.all_gather({"a": x, "b": 2 * x, "weights": w}, 0)
-    for found in two.local_results(two.run(gather, (rows, weights))):
-        true = np.asarray(found["weights"]) > 0
-        assert np.asarray(found["a"])[true].tolist() == [1, 2, 3, 4]
-        assert np.asarray(found["b"])[true].tolist() == [2, 4, 6, 8]
+    for gathered in two.local_results(two.run(gather, (rows, weights))):
+        is_example = np.asarray(gathered["weights"]) > 0
+        assert np.asarray(gathered["a"])[is_example].tolist() == [1, 2, 3, 4]
+        assert np.asarray(gathered["b"])[is_example].tolist() == [2, 4, 6, 8]
 
 
-def test_ga13_uneven_rows_between_replicas_are_refused_with_the_way_out(two):
+def test_ga13_uneven_rows_in_a_replica_function_are_errors_with_the_fix(two):
     message = r"PerReplica\(int32\[3\] \| int32\[1\]\): .*different shapes.*`value, weights = value\.padded\(\)`"
     with pytest.raises(ValueError, match=message):
-        two.run(lambda x: jdist.all_gather(x, 0), (_own(two, [1, 2, 3], [4]),))
+        two.run(lambda x: jdist.all_gather(x, 0), (_per_replica(two, [1, 2, 3], [4]),))
 
 
 def test_ga14_leaves_of_a_list_are_gathered_separately(two):
-    first, second = _own(two, [[1], [2]], [[3], [4]]), _own(two, [[5, 6]], [[7, 8]])
-    found = two.run(lambda *pair: jdist.all_gather(list(pair), 1), (first, second))
-    chex.assert_trees_all_equal(found, [np.int32([[1, 3], [2, 4]]), np.int32([[5, 6, 7, 8]])])
-    uneven = two.gather([_own(two, [[1]], [[2, 3]]), _own(two, [[4, 5]], [[6]])], axis=1)
+    first, second = _per_replica(two, [[1], [2]], [[3], [4]]), _per_replica(two, [[5, 6]], [[7, 8]])
+    gathered = two.run(lambda *pair: jdist.all_gather(list(pair), 1), (first, second))
+    chex.assert_trees_all_equal(gathered, [np.int32([[1, 3], [2, 4]]), np.int32([[5, 6, 7, 8]])])
+    uneven = two.gather([_per_replica(two, [[1]], [[2, 3]]), _per_replica(two, [[4, 5]], [[6]])], axis=1)
     chex.assert_trees_all_equal(uneven, [np.int32([[1, 2, 3]]), np.int32([[4, 5, 6]])])
 
 
@@ -117,16 +117,16 @@ def test_ga16_gradient_through_all_gather_sums_over_the_losses_of_all_replicas(s
     def gradient(c):
         return jax.grad(lambda x: (jdist.all_gather(x, 1) * c).sum())(jnp.float32([[3], [5]]))
 
-    found = strategy.run(gradient, (_each(strategy, lambda i: jnp.float32([i + 1])),))
+    grads = strategy.run(gradient, (_each(strategy, lambda i: jnp.float32([i + 1])),))
     total = n * (n + 1) / 2
-    for own in strategy.local_results(found):
-        assert own.tolist() == [[total], [total]]
+    for grad in strategy.local_results(grads):
+        assert grad.tolist() == [[total], [total]]
 
 
-def test_ga17_gradient_through_all_gather_is_that_of_the_own_part(two):
+def test_ga17_gradient_through_all_gather_is_the_gradient_of_the_local_part(two):
     gradient = lambda x: jax.grad(lambda x: (jdist.all_gather(x[None], 0) * jnp.float32([3, 5])).sum())(x)
-    found = two.run(gradient, (_own(two, 1.0, 2.0),))
-    assert [float(x) for x in found.values] == [6.0, 10.0]
+    grads = two.run(gradient, (_per_replica(two, 1.0, 2.0),))
+    assert [float(x) for x in grads.values] == [6.0, 10.0]
 
 
 def test_ga18_all_gather_of_one_replica_is_the_identity():
@@ -135,7 +135,7 @@ def test_ga18_all_gather_of_one_replica_is_the_identity():
         chex.assert_trees_all_equal(jdist.all_gather(x, axis), x)
 
 
-def test_ga19_ga20_refused_gather_leaves_later_sums_alone(two):
+def test_ga19_ga20_failed_gather_does_not_affect_later_sums(two):
     with pytest.raises(ValueError, match=MISMATCH):
         two.gather(_wide(two), axis=0)
     for strategy in (two, jdist.MirroredStrategy(["cpu:0", "cpu:1"])):

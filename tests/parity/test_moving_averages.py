@@ -16,13 +16,13 @@ def _made(strategy, value, aggregation="none"):
         return jdist.variable(np.float32(value), "on_write", aggregation)
 
 
-def _average(own, value, decay=0.25):
-    return own * decay + value * (1 - decay)
+def _average(old, value, decay=0.25):
+    return old * decay + value * (1 - decay)
 
 
-def test_ma1_average_of_what_the_replicas_give_is_that_of_their_mean(strategy):
-    given = lambda: jnp.stack([1.0 + jdist.replica_id(), 2.0 - jdist.replica_id()])
-    written, _ = strategy.step(lambda own: (_average(own, given()), None))(_made(strategy, [10, 11], "mean"))
+def test_ma1_average_of_varying_values_is_the_average_of_their_mean(strategy):
+    values = lambda: jnp.stack([1.0 + jdist.replica_id(), 2.0 - jdist.replica_id()])
+    written, _ = strategy.step(lambda old: (_average(old, values()), None))(_made(strategy, [10, 11], "mean"))
     more = 0.5 * (strategy.num_replicas_in_sync - 1)
     np.testing.assert_allclose(
         written.read(), [10 * 0.25 + (1 + more) * 0.75, 11 * 0.25 + (2 - more) * 0.75], rtol=1e-6
@@ -30,20 +30,20 @@ def test_ma1_average_of_what_the_replicas_give_is_that_of_their_mean(strategy):
 
 
 def test_ma1_average_on_two_replicas(two):
-    given = lambda: jnp.stack([1.0 + jdist.replica_id(), 2.0 - jdist.replica_id()])
-    written, _ = two.step(lambda own: (_average(own, given()), None))(_made(two, [10, 11], "mean"))
+    values = lambda: jnp.stack([1.0 + jdist.replica_id(), 2.0 - jdist.replica_id()])
+    written, _ = two.step(lambda old: (_average(old, values()), None))(_made(two, [10, 11], "mean"))
     assert [x.tolist() for x in written.values] == [[3.625, 3.875]] * 2
 
 
 @pytest.mark.parametrize("aggregation", ["none", "sum", "mean", "only_first_replica"])
-def test_ma3_average_by_the_host_is_the_same_on_all(aggregation, two):
+def test_ma3_average_computed_on_the_host_is_replicated(aggregation, two):
     value = _made(two, [10, 11], aggregation)
     for expected in ([3.25, 4.25], [1.5625, 2.5625]):
         value = value.assign(_average(value.read(), np.float32([1, 2])))
         assert [x.tolist() for x in value.values] == [expected] * 2
 
 
-def test_ma4_average_by_the_host_without_bias_begins_at_the_value(strategy):
+def test_ma4_debiased_average_on_the_host_starts_at_the_value(strategy):
     before = jdist.read_values(strategy.put(EMA.init(np.zeros(2, np.float32))))
     average, state = EMA.update(np.float32([1, 2]), before)
     assert average.tolist() == [1.0, 2.0]
@@ -54,19 +54,19 @@ AVERAGES = {"without_bias": (EMA, [2.0, 4.0]), "with_bias": (PLAIN_EMA, [1.5, 3.
 
 
 @pytest.mark.parametrize("ema, expected", AVERAGES.values(), ids=AVERAGES)
-def test_ma5_average_within_a_step_is_that_of_the_replica(ema, expected, strategy):
+def test_ma5_average_in_a_step_is_local_to_the_replica(ema, expected, strategy):
     state = strategy.init(lambda: ema.init(jnp.zeros(2)))
     state, average = strategy.step(lambda state: ema.update(jnp.array([2.0, 4.0]), state)[::-1])(state)
     assert average.tolist() == expected
     assert state.ema.tolist() == [1.5, 3.0]
 
 
-def test_ma5_average_within_a_map_is_that_of_every_copy(two):
-    averaged = _made(two, [0, 0]).map(lambda own: _average(own, jnp.array([2.0, 4.0])))
+def test_ma5_average_in_a_map_applies_to_every_copy(two):
+    averaged = _made(two, [0, 0]).map(lambda old: _average(old, jnp.array([2.0, 4.0])))
     assert [x.tolist() for x in averaged.values] == [[1.5, 3.0]] * 2
 
 
-def test_ma6_average_of_a_changing_weight_follows_it(strategy):
+def test_ma6_average_of_a_changing_weight_tracks_it(strategy):
     def follow(state):
         w = state["w"] - 0.5
         return {"w": w, "average": optax.incremental_update(w, state["average"], step_size=0.2)}, None
@@ -79,19 +79,19 @@ def test_ma6_average_of_a_changing_weight_follows_it(strategy):
     np.testing.assert_allclose([float(x) for x in average.values], 0.9, rtol=1e-6)
 
 
-def test_ma7_average_by_the_host_of_one_value_a_replica_is_refused_until_it_is_one_value(two):
+def test_ma7_average_on_the_host_of_per_replica_values_is_an_error_until_they_are_reduced(two):
     value = _made(two, 10, "mean")
-    given = two.put(jdist.PerReplica(np.float32([1, 2])))
+    values = two.put(jdist.PerReplica(np.float32([1, 2])))
     with pytest.raises(
         TypeError,
         match=r"is not defined for PerReplica\(float32\[2\]\), whose values are stored on several devices.*`strategy\.reduce`",
     ):
-        _average(value.read(), given)
-    averaged = value.assign(_average(value.read(), two.reduce("mean", given, axis=None)))
+        _average(value.read(), values)
+    averaged = value.assign(_average(value.read(), two.reduce("mean", values, axis=None)))
     assert [float(x) for x in averaged.values] == [3.625, 3.625]
 
 
-def test_va37_average_is_kept_and_read_in_and_out_of_scope(strategy):
+def test_va37_average_is_stored_and_read_in_and_out_of_scope(strategy):
     ema = optax.ema(0.9)
 
     def apply(state, w):

@@ -17,24 +17,24 @@ def _floats(value):
     return [float(x) for x in value.values]
 
 
-def test_ru1_run_hands_each_replica_its_own_and_all_the_rest(two):
-    found = two.run(lambda a, b, k: a * b + k, (_per_replica(1.0, 2.0), 10.0), {"k": 1.0})
-    assert _floats(found) == [11.0, 21.0]
+def test_ru1_run_passes_per_replica_values_and_replicated_ones(two):
+    result = two.run(lambda a, b, k: a * b + k, (_per_replica(1.0, 2.0), 10.0), {"k": 1.0})
+    assert _floats(result) == [11.0, 21.0]
 
 
-def test_ru2_result_that_is_the_same_on_all_is_one_plain_value(strategy):
+def test_ru2_replicated_result_is_one_plain_value(strategy):
     assert strategy.run(lambda: 3).item() == 3
     assert strategy.run(lambda: None) is None
     constant = strategy.run(lambda: jnp.float32(1.5))
     assert [x.item() for x in strategy.local_results(constant)] == [1.5] * strategy.num_replicas_in_sync
 
 
-def test_ru3_result_of_a_nest_is_a_nest_of_what_the_replicas_returned(strategy):
+def test_ru3_result_of_a_tree_is_a_tree_of_per_replica_values(strategy):
     n = strategy.num_replicas_in_sync
     nest = lambda x: {"a": x, "b": (x + 1, None), "c": {}}
-    found = strategy.run(nest, (jdist.PerReplica(np.arange(n)),))
+    result = strategy.run(nest, (jdist.PerReplica(np.arange(n)),))
     expected = {"a": jdist.PerReplica(np.arange(n)), "b": (jdist.PerReplica(np.arange(1, n + 1)), None), "c": {}}
-    chex.assert_trees_all_equal(found, expected)
+    chex.assert_trees_all_equal(result, expected)
 
 
 def test_ru6_values_from_function_are_made_for_each_replica(two):
@@ -60,12 +60,12 @@ MADE = {
 
 
 @pytest.mark.parametrize("make, numbers", MADE.values(), ids=MADE)
-def test_ru7_values_from_function_may_be_arrays_of_any_kind(make, numbers, strategy):
+def test_ru7_values_from_function_may_be_arrays_of_any_type(make, numbers, strategy):
     made = strategy.distribute_values_from_function(lambda context: make(context.replica_id_in_sync_group))
     assert isinstance(made, jdist.PerReplica)
-    found = strategy.local_results(strategy.run(numbers, (made,)))
-    for number, own in enumerate(found):
-        np.testing.assert_array_equal(own, np.full(2, number, np.float32))
+    result = strategy.local_results(strategy.run(numbers, (made,)))
+    for number, row in enumerate(result):
+        np.testing.assert_array_equal(row, np.full(2, number, np.float32))
 
 
 def test_ru7_values_from_function_may_be_none(strategy):
@@ -80,29 +80,29 @@ def test_ru8_run_takes_values_from_function(strategy):
     assert [int(x) for x in squares.values] == [i**2 for i in range(strategy.num_replicas_in_sync)]
 
 
-def test_ru9_values_from_function_may_be_pulled_from_an_iterator(two):
+def test_ru9_values_from_function_may_come_from_an_iterator(two):
     numbers = iter(range(2))
     made = two.distribute_values_from_function(lambda context: next(numbers))
     assert [int(x) for x in made.values] == [0, 1]
 
 
 @pytest.mark.parametrize("fn, got", [(3, "int"), (None, "NoneType"), ("f", "str")])
-def test_ru13_run_of_what_is_no_function_is_refused(fn, got, strategy):
+def test_ru13_run_of_an_object_that_is_not_a_function_is_an_error(fn, got, strategy):
     with pytest.raises(TypeError, match=f"A function is needed, got {got}"):
         strategy.run(fn)
 
 
-def test_ru13_run_takes_its_arguments_as_a_list(two):
+def test_ru13_run_accepts_its_arguments_as_a_list(two):
     assert _floats(two.run(lambda a, b: a + b, [_per_replica(1.0, 2.0), 10.0])) == [11.0, 12.0]
 
 
-def test_ru15_run_of_a_host_value_gives_the_same_on_each_replica(strategy):
-    found = strategy.local_results(strategy.run(lambda x: x**2, (2.0,)))
-    assert [float(x) for x in found] == [4.0] * strategy.num_replicas_in_sync
+def test_ru15_result_of_a_host_value_is_the_same_on_each_replica(strategy):
+    result = strategy.local_results(strategy.run(lambda x: x**2, (2.0,)))
+    assert [float(x) for x in result] == [4.0] * strategy.num_replicas_in_sync
 
 
-def test_ru16_arithmetic_of_per_replica_on_the_host_is_refused(two):
-    message = r"is not defined for PerReplica\(float32\[2\]\), whose values are stored on several devices.*`strategy\.run\(fn, \(value,\)\)`"
+def test_ru16_arithmetic_of_per_replica_on_the_host_is_an_error(two):
+    message = r"is not defined for PerReplica\(float32\[2\]\), whose values are .*`strategy\.run\(fn, \(value,\)\)`"
     for add in (lambda x: x + jnp.float32(1), lambda x: jnp.float32(1) + x, jnp.asarray, np.asarray):
         with pytest.raises(TypeError, match=message):
             add(two.run(lambda x: x, (jdist.PerReplica(np.float32([1, 2])),)))

@@ -13,7 +13,7 @@ from laws import STRATEGIES, assert_in_step
 
 @pytest.fixture
 def through_checkpoint(tmp_path):
-    """Saves a tree of arrays, and restores it as what is handed in with it."""
+    """Saves a tree of arrays, and restores it like another tree."""
 
     def save_and_restore(tree, like):
         with ocp.StandardCheckpointer() as checkpointer:
@@ -35,14 +35,14 @@ def _components(value):
 HOST = {"v": np.zeros((), np.float32)}
 
 
-def test_sv1_value_read_as_a_sum_is_saved_as_one_value(two, through_checkpoint):
+def test_sv1_sync_on_read_sum_is_saved_as_one_value(two, through_checkpoint):
     restored = through_checkpoint({"v": _read_as_sum(two, 4, 3).read()}, HOST)
     assert restored["v"].item() == 7.0
     assert [float(x) for x in two.local_results(two.put(restored["v"]))] == [7.0, 7.0]
     assert _components(_read_as_sum(two, 0, 0).assign(restored["v"])) == [3.5, 3.5]
 
 
-def test_sv4_value_read_as_a_sum_is_restored_in_equal_shares(two, through_checkpoint):
+def test_sv4_sync_on_read_sum_is_restored_in_equal_shares(two, through_checkpoint):
     saved = _read_as_sum(two, 1.5, 2)
     assert float(saved.read()) == 3.5
     restored = through_checkpoint({"v": saved.read()}, HOST)
@@ -64,7 +64,7 @@ def test_sv6_mirrored_value_is_restored_as_a_plain_one_and_back(strategy, throug
     assert _components(again) == [[1.0, 2.0]] * strategy.num_replicas_in_sync
 
 
-def test_sv6_plain_value_is_restored_as_a_mirrored_one_where_it_belongs(strategy, through_checkpoint):
+def test_sv6_plain_value_is_restored_as_a_mirrored_one_with_its_placement(strategy, through_checkpoint):
     with strategy.scope():
         like = jdist.variable(np.zeros(2, np.float32), "on_write", "mean")
     restored = through_checkpoint({"v": np.float32([3, 4])}, {"v": like.read()})["v"]
@@ -86,7 +86,7 @@ PARTS = {"one_device": [[0.0, 1.0, 2.0, 3.0]], "mirrored_2": [[0.0, 1.0], [2.0, 
 
 
 @pytest.mark.parametrize("name, parts", PARTS.items(), ids=PARTS)
-def test_sv11_value_split_over_four_is_restored_over_fewer(name, parts, four, through_checkpoint):
+def test_sv11_value_sharded_over_four_devices_is_restored_over_fewer(name, parts, four, through_checkpoint):
     saved = _sharded(four, [0, 1, 2, 3])
     assert _components(saved) == [[0.0], [1.0], [2.0], [3.0]]
     like = _sharded(STRATEGIES[name](), [0, 0, 0, 0])
@@ -95,7 +95,7 @@ def test_sv11_value_split_over_four_is_restored_over_fewer(name, parts, four, th
     assert _components(like.assign(restored)) == _components(dataclasses.replace(like, tree=restored)) == parts
 
 
-def test_sv11_value_restored_before_it_has_a_place_is_split_later(four, two, through_checkpoint):
+def test_sv11_value_restored_without_a_placement_is_sharded_later(four, two, through_checkpoint):
     saved = _sharded(four, [0, 1, 2, 3])
     loaded = through_checkpoint({"v": saved.read()}, {"v": np.zeros(4, np.float32)})["v"]
     assert _components(_sharded(two, loaded)) == [[0.0, 1.0], [2.0, 3.0]]

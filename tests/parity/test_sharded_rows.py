@@ -14,7 +14,7 @@ TABLE = np.float32([[1, 2], [3, 4], [5, 6], [7, 8], [9, 10], [11, 12], [13, 14],
 
 @pytest.fixture(params=["mirrored", "sharded"])
 def sharded_table(request, two):
-    """Rows [1, 2] to [15, 16] split over several devices, and the strategy that holds them."""
+    """Returns a table of rows [1, 2] to [15, 16] sharded over several devices, and its strategy."""
     if request.param == "mirrored":
         return two, two.put(jdist.Sharded(TABLE)).read()
     strategy = STRATEGIES["sharded_4"]()
@@ -23,7 +23,7 @@ def sharded_table(request, two):
     return strategy, table
 
 
-def test_pt11_assignment_of_the_global_value_reaches_the_part_of_each_replica(two):
+def test_pt11_assignment_of_the_global_value_sets_the_shard_of_each_replica(two):
     table = two.put(jdist.Sharded(np.float32([[0, 0], [1, 1], [2, 2], [3, 3]])))
     parts = lambda value: [np.asarray(part).tolist() for part in value.values]
     new = np.float32([[4, 4], [5, 5], [6, 6], [7, 7]])
@@ -45,16 +45,16 @@ SLICES = {
 
 
 @pytest.mark.parametrize("index", SLICES.values(), ids=SLICES)
-def test_pt12_pt13_slice_of_a_sharded_table_is_that_of_the_global_array(index, sharded_table):
+def test_pt12_pt13_slice_of_a_sharded_table_equals_the_slice_of_the_global_array(index, sharded_table):
     _, table = sharded_table
     assert len(table.sharding.device_set) > 1 and not table.sharding.is_fully_replicated
     np.testing.assert_array_equal(table[index], TABLE[index])
 
 
-def test_pt14_embedding_lookup_in_a_sharded_table_gives_the_rows(sharded_table):
+def test_pt14_embedding_lookup_in_a_sharded_table_returns_the_rows(sharded_table):
     strategy, table = sharded_table
-    found = strategy.run(lambda table, ids: table[ids], (table, np.int32([0, 3, 4])))
-    assert np.asarray(found).tolist() == [[1, 2], [7, 8], [9, 10]]
+    results = strategy.run(lambda table, ids: table[ids], (table, np.int32([0, 3, 4])))
+    assert np.asarray(results).tolist() == [[1, 2], [7, 8], [9, 10]]
 
 
 def test_pt15_sparse_lookup_averages_the_rows_of_each_example_by_their_weights(sharded_table):
@@ -71,7 +71,7 @@ def test_pt15_sparse_lookup_averages_the_rows_of_each_example_by_their_weights(s
     assert lookup([1, 0, 0, 1]) == [[1, 2], [0, 0], [3, 4]]
 
 
-def test_pt17_rows_added_to_a_sharded_table_arrive_in_their_parts():
+def test_pt17_rows_added_to_a_sharded_table_are_added_to_their_shards():
     strategy = jdist.ShardedStrategy("all", STRATEGIES["sharded_4"]().mesh)
     table = strategy.init(lambda: jnp.zeros(8))
     update = jdist.RowSlices(rows=np.float32([1, 2]), indices=np.int32([0, 2]), num_rows=8)
@@ -80,7 +80,7 @@ def test_pt17_rows_added_to_a_sharded_table_arrive_in_their_parts():
     assert added.sharding == table.sharding and not added.sharding.is_fully_replicated
 
 
-def test_pt17_each_replica_adds_rows_to_its_own_part_of_a_sharded_table(two):
+def test_pt17_each_replica_adds_rows_to_its_shard_of_a_table(two):
     table = two.put(jdist.Sharded(np.zeros(4, np.float32)))
     add = two.step(lambda part: (part.at[jdist.replica_id()].add(1.0 + jdist.replica_id()), None))
     assert add(table)[0].read().tolist() == [1, 0, 0, 2]

@@ -1,4 +1,4 @@
-"""What the replicas write, and what the host reads and writes: the rows VA of `rows.txt`."""
+"""Rows VA of `rows.txt`: writes by the replicas, and reads and writes by the host."""
 
 import copy
 
@@ -22,8 +22,8 @@ def _made(strategy, value, synchronization, aggregation="none", **options):
 
 
 def _written(strategy, variable, write):
-    """The value after a step in which each replica wrote `write(its own value, its number)`."""
-    return strategy.step(lambda own: (write(own, _number()), None))(variable)[0]
+    """Returns the variable after a step that writes `write(value, replica index)` on each replica."""
+    return strategy.step(lambda old: (write(old, _number()), None))(variable)[0]
 
 
 def _number():
@@ -39,18 +39,18 @@ def _per_replica(strategy, *values):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_va1_value_that_is_never_synchronised_is_one_a_replica(aggregation, strategy):
+def test_va1_value_without_synchronization_is_one_per_replica(aggregation, strategy):
     value = _made(strategy, 1.0, "none", aggregation)
     assert isinstance(value, jdist.PerReplica)
     n = strategy.num_replicas_in_sync
-    assert _components(_written(strategy, value, lambda own, number: own + number)) == [1.0 + i for i in range(n)]
+    assert _components(_written(strategy, value, lambda old, number: old + number)) == [1.0 + i for i in range(n)]
 
 
-def test_va2_value_that_is_never_synchronised_is_allowed_on_one_device():
+def test_va2_value_without_synchronization_is_allowed_on_one_device():
     assert _components(_made(STRATEGIES["one_device"](), 1.0, "none")) == [1.0]
 
 
-def test_va3_choice_that_there_is_none_of_is_refused(two):
+def test_va3_unknown_choice_is_an_error(two):
     with pytest.raises(ValueError, match=r"Invalid variable synchronization mode: 'x'; take one of 'AUTO', 'NONE'"):
         _made(two, 1.0, "x")
     message = r"Invalid variable aggregation mode: 'x'; take one of 'NONE', 'SUM', 'MEAN', 'ONLY_FIRST_REPLICA'"
@@ -59,29 +59,29 @@ def test_va3_choice_that_there_is_none_of_is_refused(two):
             make()
 
 
-def test_va4_value_that_is_read_together_is_trainable_only_if_it_says_so(strategy):
+def test_va4_sync_on_read_value_is_not_trainable_by_default(strategy):
     assert jdist.trainable(_made(strategy, 1.0, "on_read", "sum")) is False
     assert jdist.trainable(_made(strategy, 1.0, "on_read", "sum", trainable=True)) is True
 
 
 @pytest.mark.parametrize("synchronization", ["auto", "on_write"])
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_va5_what_the_host_assigns_is_the_same_on_all(aggregation, synchronization, two):
+def test_va5_value_that_the_host_assigns_is_replicated(aggregation, synchronization, two):
     value = _made(two, 1.0, synchronization, aggregation)
     if isinstance(value, jdist.Mirrored):
         assigned = value.assign(5)
         assert _components(assigned) == [5.0, 5.0]
         assert _components(assigned.assign_add(1)) == [6.0, 6.0]
         assert _components(assigned.assign_sub(1)) == [4.0, 4.0]
-    else:  # AUTO with no aggregation is a plain array, and plain arithmetic is what writes it
+    else:  # AUTO without aggregation is a plain array, which plain arithmetic writes
         assigned = two.put(np.full_like(value, 5))
         assert [float(x) for x in two.local_results(assigned)] == [5.0, 5.0]
         assert [float(x) for x in two.local_results(assigned + 1)] == [6.0, 6.0]
 
 
-@pytest.mark.parametrize("write", [lambda own, number: number + 1, lambda own, number: own + number])
+@pytest.mark.parametrize("write", [lambda old, number: number + 1, lambda old, number: old + number])
 @pytest.mark.parametrize("synchronization", ["auto", "on_write"])
-def test_va6_writes_that_differ_without_aggregation_are_refused(synchronization, write, strategy):
+def test_va6_varying_writes_without_aggregation_are_errors(synchronization, write, strategy):
     value = _made(strategy, 1.0, synchronization)
     message = r"state is not proved to be the same on every replica(.|\n)*`jdist\.Mirrored\(x, aggregation\)`"
     with pytest.raises(jdist.NotMirroredError, match=message):
@@ -89,18 +89,18 @@ def test_va6_writes_that_differ_without_aggregation_are_refused(synchronization,
     assert [float(x) for x in strategy.local_results(value)] == [1.0] * strategy.num_replicas_in_sync
 
 
-def test_va7_on_write_sum_is_the_sum_of_what_the_replicas_wrote(two):
+def test_va7_on_write_sum_is_the_sum_of_the_written_values(two):
     value = _made(two, 1.0, "on_write", "sum")
-    written = _written(two, value, lambda own, number: number + 1)
+    written = _written(two, value, lambda old, number: number + 1)
     assert _components(written) == [3.0, 3.0]
-    assert [float(x) for x in two.local_results(two.run(lambda own: own, (written,)))] == [3.0, 3.0]
-    added = _written(two, two.put(1.0), lambda own, number: own + jdist.all_reduce("sum", number + 1))
+    assert [float(x) for x in two.local_results(two.run(lambda old: old, (written,)))] == [3.0, 3.0]
+    added = _written(two, two.put(1.0), lambda old, number: old + jdist.all_reduce("sum", number + 1))
     assert [float(x) for x in two.local_results(added)] == [4.0, 4.0]
 
 
-def test_va8_on_write_mean_is_the_mean_of_what_the_replicas_wrote(two):
-    assert _components(_written(two, _made(two, 1.0, "on_write", "mean"), lambda own, number: number + 1)) == [1.5, 1.5]
-    added = _written(two, _made(two, 1.0, "on_write", "mean"), lambda own, number: own + number + 1)
+def test_va8_on_write_mean_is_the_mean_of_the_written_values(two):
+    assert _components(_written(two, _made(two, 1.0, "on_write", "mean"), lambda old, number: number + 1)) == [1.5, 1.5]
+    added = _written(two, _made(two, 1.0, "on_write", "mean"), lambda old, number: old + number + 1)
     assert _components(added) == [2.5, 2.5]
 
 
@@ -110,41 +110,41 @@ ON_WRITE = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda rows, a
 @pytest.mark.parametrize("aggregation, expected", ON_WRITE.items(), ids=ON_WRITE)
 def test_va7_va8_on_write_is_its_aggregation_under_every_strategy(aggregation, expected, strategy):
     value = _made(strategy, np.float32([0, 0]), "on_write", aggregation)
-    written = _written(strategy, value, lambda own, number: own + number + jnp.arange(2) + 1)
+    written = _written(strategy, value, lambda old, number: old + number + jnp.arange(2) + 1)
     rows = np.arange(strategy.num_replicas_in_sync)[:, None] + np.float32([1, 2])
     np.testing.assert_allclose(written.read(), expected(rows, axis=0), rtol=1e-6)
     assert_in_step(written.read())
 
 
-def test_va10_host_number_written_where_writes_are_summed_is_refused(strategy):
-    message = r"they wrote 3\.0, a host value that none of them holds\. Write an array \(`jnp\.asarray`\).*, or aggregate by MEAN"
+def test_va10_host_number_written_to_an_on_write_sum_is_an_error(strategy):
+    message = r"they wrote 3\.0, a host value that none of them holds\. Write an array \(`jnp\.as.*or aggregate by MEAN"
     with pytest.raises(ValueError, match=message):
-        _written(strategy, _made(strategy, 1.0, "on_write", "sum"), lambda own, number: 3.0)
+        _written(strategy, _made(strategy, 1.0, "on_write", "sum"), lambda old, number: 3.0)
 
 
 @pytest.mark.parametrize("aggregation", ["mean", "only_first_replica", "none"])
-def test_va11_host_number_written_is_that_number_on_all(aggregation, strategy):
-    written = _written(strategy, _made(strategy, 1.0, "on_write", aggregation), lambda own, number: 3.0)
+def test_va11_written_host_number_is_replicated(aggregation, strategy):
+    written = _written(strategy, _made(strategy, 1.0, "on_write", aggregation), lambda old, number: 3.0)
     assert _components(written) == [3.0] * strategy.num_replicas_in_sync
 
 
-def test_va12_mean_of_the_numbers_of_the_replicas_is_in_the_middle(two):
-    assert float(_written(two, _made(two, 1.0, "on_write", "mean"), lambda own, number: number).read()) == 0.5
+def test_va12_mean_of_the_replica_indices(two):
+    assert float(_written(two, _made(two, 1.0, "on_write", "mean"), lambda old, number: number).read()) == 0.5
 
 
-def test_va13_value_read_as_a_sum_begins_on_every_replica(strategy):
+def test_va13_initial_sync_on_read_sum_is_on_every_replica(strategy):
     value = _made(strategy, 1.0, "on_read", "sum")
     n = strategy.num_replicas_in_sync
     assert (_components(value), float(value.read())) == ([1.0] * n, n)
 
 
-def test_va14_value_read_as_a_sum_is_assigned_in_equal_shares(two):
+def test_va14_sync_on_read_sum_is_assigned_in_equal_shares(two):
     assigned = _made(two, 1.0, "on_read", "sum").assign(5.0)
     assert (_components(assigned), float(assigned.read())) == ([2.5, 2.5], 5.0)
 
 
 @pytest.mark.parametrize("word", ["assign_add", "assign_sub"])
-def test_va14_addition_by_the_host_to_what_is_read_as_a_sum_is_refused(word, strategy):
+def test_va14_addition_on_the_host_to_a_sync_on_read_sum_is_an_error(word, strategy):
     value = _made(strategy, 1.0, "on_read", "sum")
     message = (
         rf"`{word}` of one value to SyncOnRead.*`value\.assign\(value\.read\(\) \+ x\)`; .*`value\.{word}\(PerReplica"
@@ -156,34 +156,34 @@ def test_va14_addition_by_the_host_to_what_is_read_as_a_sum_is_refused(word, str
     assert float(added.read()) == {"assign_add": 2.0, "assign_sub": 0.0}[word] * strategy.num_replicas_in_sync
 
 
-def test_va15_integer_read_as_a_sum_loses_nothing(two):
+def test_va15_integer_sync_on_read_sum_has_no_remainder(two):
     assigned = _made(two, np.int32(0), "on_read", "sum").assign(7)
     assert (_components(assigned), int(assigned.read())) == ([4, 3], 7)
 
 
 @pytest.mark.parametrize("number", [-7, -1, 0, 1, 5, 7])
-def test_va15_integer_read_as_a_sum_is_what_was_assigned_under_every_strategy(number, strategy):
+def test_va15_integer_sync_on_read_sum_equals_the_assigned_value_under_every_strategy(number, strategy):
     assert int(_made(strategy, np.int32(0), "on_read", "sum").assign(number).read()) == number
 
 
-def test_va16_value_read_as_a_sum_keeps_what_each_replica_wrote(two):
-    written = _written(two, _made(two, 1.0, "on_read", "sum"), lambda own, number: number + 1)
+def test_va16_sync_on_read_sum_stores_the_value_of_each_replica(two):
+    written = _written(two, _made(two, 1.0, "on_read", "sum"), lambda old, number: number + 1)
     assert _components(written) == [1.0, 2.0]
     assert float(written.read()) == 3.0
     assert float(written.read() + 1) == 4.0
-    assert _components(two.run(lambda own: own, (written,))) == [1.0, 2.0]
+    assert _components(two.run(lambda old: old, (written,))) == [1.0, 2.0]
 
 
-def test_va17_value_read_as_a_mean_is_written_by_the_host_and_by_the_replicas(two):
+def test_va17_sync_on_read_mean_is_written_by_the_host_and_by_the_replicas(two):
     assigned = _made(two, 1.0, "on_read", "mean").assign(5.0)
     assert _components(assigned) == [5.0, 5.0]
     assert _components(assigned.assign_add(1.0)) == [6.0, 6.0]
-    written = _written(two, _made(two, 1.0, "on_read", "mean"), lambda own, number: number + 1)
+    written = _written(two, _made(two, 1.0, "on_read", "mean"), lambda old, number: number + 1)
     assert (_components(written), float(written.read()), float(written.read() + 1)) == ([1.0, 2.0], 1.5, 2.5)
 
 
-def test_va18_value_read_from_the_first_replica_is_what_it_wrote(two):
-    written = _written(two, _made(two, 0.0, "on_read", "only_first_replica"), lambda own, number: number + 1)
+def test_va18_value_read_from_the_first_replica_is_its_written_value(two):
+    written = _written(two, _made(two, 0.0, "on_read", "only_first_replica"), lambda old, number: number + 1)
     assert (_components(written), float(written.read())) == ([1.0, 2.0], 1.0)
 
 
@@ -191,30 +191,30 @@ ON_READ = {"sum": lambda n: n * (n - 1) / 2, "mean": lambda n: (n - 1) / 2, "onl
 
 
 @pytest.mark.parametrize("aggregation, expected", ON_READ.items(), ids=ON_READ)
-def test_va20_read_is_the_aggregation_of_what_the_replicas_wrote(aggregation, expected, strategy):
-    written = _written(strategy, _made(strategy, 7.0, "on_read", aggregation), lambda own, number: number)
+def test_va20_read_is_the_aggregation_of_the_written_values(aggregation, expected, strategy):
+    written = _written(strategy, _made(strategy, 7.0, "on_read", aggregation), lambda old, number: number)
     assert float(written.read()) == expected(strategy.num_replicas_in_sync)
     assert_in_step(written.read())
 
 
 @pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
-def test_va21_value_read_together_on_one_device_is_a_single_value(aggregation):
+def test_va21_sync_on_read_value_on_one_device_is_a_single_value(aggregation):
     strategy = STRATEGIES["one_device"]()
     value = _made(strategy, 1.0, "on_read", aggregation)
     assert float(value.assign(5.0).read()) == 5.0
-    assert float(_written(strategy, value, lambda own, number: own + 2).read()) == 3.0
+    assert float(_written(strategy, value, lambda old, number: old + 2).read()) == 3.0
 
 
 AGGREGATED = {"sum": 3.0, "mean": 1.5, "only_first_replica": 1.0}
 
 
 @pytest.mark.parametrize("aggregation, expected", AGGREGATED.items(), ids=AGGREGATED)
-def test_va24_one_value_a_replica_assigned_to_a_mirrored_value_is_aggregated(aggregation, expected, two):
+def test_va24_per_replica_value_assigned_to_a_mirrored_value_is_aggregated(aggregation, expected, two):
     assigned = _made(two, 0.0, "on_write", aggregation).assign(_per_replica(two, 1, 2))
     assert _components(assigned) == [expected, expected]
 
 
-def test_va24_one_value_a_replica_assigned_without_aggregation_is_refused(two):
+def test_va24_per_replica_value_assigned_without_aggregation_is_an_error(two):
     message = r"one value per replica without an aggregation.*`strategy\.reduce`.*`Mirrored\(tree, aggregation\)`"
     with pytest.raises(ValueError, match=message):
         _made(two, 0.0, "on_write").assign(_per_replica(two, 1, 2))
@@ -224,14 +224,14 @@ def _drawn(key):
     return jdist.variable(jax.random.normal(key, (3,)), "on_write")
 
 
-def test_va27_value_begun_at_random_is_the_same_on_every_replica(strategy):
+def test_va27_random_initial_value_is_the_same_on_every_replica(strategy):
     value = strategy.init(_drawn, jax.random.key(3))
     assert isinstance(value, jdist.Mirrored)
     np.testing.assert_array_equal(value.read(), jax.random.normal(jax.random.key(3), (3,)))
     assert_in_step(value.read())
 
 
-def test_va27_value_begun_from_the_replicas_own_key_is_refused_until_it_is_broadcast(two):
+def test_va27_initial_value_from_a_replica_key_is_an_error_until_it_is_broadcast(two):
     key = jax.random.key(3)
     message = r"state is not proved to be the same on every replica(.|\n)*`replica_key`"
     with pytest.raises(jdist.NotMirroredError, match=message):
@@ -242,14 +242,14 @@ def test_va27_value_begun_from_the_replicas_own_key_is_refused_until_it_is_broad
 
 
 def _row(number):
-    """Replica `i` has `i + 2` for row `i` of three."""
+    """Returns `i + 2` for row `i` of three on replica `i`."""
     return jdist.RowSlices((number + 2)[None], jdist.replica_id()[None], num_rows=3)
 
 
 ADDED_ROWS = {
-    "mean": (lambda own, number: own + jdist.all_reduce("mean", _row(number)).dense(), [5.0, 5.5, 4.0]),
-    "sum": (lambda own, number: jdist.all_reduce("sum", _row(number)).add_to(own), [6.0, 7.0, 4.0]),
-    "only_first_replica": (lambda own, number: jdist.broadcast(_row(number)).add_to(own), [6.0, 4.0, 4.0]),
+    "mean": (lambda old, number: old + jdist.all_reduce("mean", _row(number)).dense(), [5.0, 5.5, 4.0]),
+    "sum": (lambda old, number: jdist.all_reduce("sum", _row(number)).add_to(old), [6.0, 7.0, 4.0]),
+    "only_first_replica": (lambda old, number: jdist.broadcast(_row(number)).add_to(old), [6.0, 4.0, 4.0]),
 }
 
 
@@ -259,8 +259,8 @@ def test_va31_rows_added_by_all_replicas_are_aggregated(write, expected, two):
     assert [x.tolist() for x in two.local_results(written)] == [expected, expected]
 
 
-def test_va31_rows_that_each_replica_adds_for_itself_stay_its_own(two):
-    add_own = lambda own, number: _row(number).add_to(own)
+def test_va31_rows_that_a_replica_adds_without_aggregation_are_local(two):
+    add_own = lambda old, number: _row(number).add_to(old)
     table = np.float32([4, 4, 4])
     assert _components(_written(two, _made(two, table, "none"), add_own)) == [[6.0, 4.0, 4.0], [4.0, 7.0, 4.0]]
     with pytest.raises(jdist.NotMirroredError, match=r"state is not proved(.|\n)*or all-reduce the result"):
@@ -268,17 +268,17 @@ def test_va31_rows_that_each_replica_adds_for_itself_stay_its_own(two):
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
-def test_va32_least_or_greatest_of_slices_is_refused(op, strategy):
+def test_va32_min_and_max_of_slices_are_errors(op, strategy):
     message = rf"value is RowSlices, whose {op.upper()} over the replicas.*Use SUM or MEAN.*`value\.dense\(\)`"
     with pytest.raises(TypeError, match=message):
         strategy.run(lambda: jdist.all_reduce(op, _row(_number())))
 
 
 def _from_all(change):
-    def write(own, number):
+    def write(old, number):
         slices = _row(number)
         rows, indices = jdist.all_gather((slices.rows, slices.indices), 0)
-        return change(own.at[indices], rows)
+        return change(old.at[indices], rows)
 
     return write
 
@@ -291,7 +291,7 @@ CHANGED_ROWS = {
 
 
 @pytest.mark.parametrize("write, expected", CHANGED_ROWS.values(), ids=CHANGED_ROWS)
-def test_va32_rows_of_all_replicas_change_a_table_once_they_are_gathered(write, expected, two):
+def test_va32_gathered_rows_of_all_replicas_change_a_table(write, expected, two):
     written = _written(two, two.put(np.float32([2.5, 2.5, 2.5])), write)
     assert [x.tolist() for x in two.local_results(written)] == [expected, expected]
 
@@ -302,16 +302,16 @@ def _two_rows():
 
 
 def test_va33_rows_of_all_replicas_are_subtracted_and_added(two):
-    mean = lambda own, number: own - jdist.all_reduce("mean", _two_rows()).dense()
+    mean = lambda old, number: old - jdist.all_reduce("mean", _two_rows()).dense()
     assert _written(two, two.put(np.zeros(3, np.float32)), mean).tolist() == [0.0, -1.0, -1.0]
     total = _written(
-        two, two.put(np.zeros(3, np.int32)), lambda own, number: jdist.all_reduce("sum", _two_rows()).add_to(own)
+        two, two.put(np.zeros(3, np.int32)), lambda old, number: jdist.all_reduce("sum", _two_rows()).add_to(old)
     )
     assert (total.tolist(), total.dtype) == ([0, 2, 2], jnp.int32)
 
 
 @pytest.mark.parametrize("synchronization, aggregation", PLACES)
-def test_va35_value_is_no_key_no_truth_and_no_sequence(synchronization, aggregation, two):
+def test_va35_value_is_not_hashable_not_a_bool_and_not_a_sequence(synchronization, aggregation, two):
     value = _made(two, np.ones(2, np.float32), synchronization, aggregation)
     with pytest.raises(TypeError, match=r"unhashable type"):
         hash(value)
@@ -321,27 +321,27 @@ def test_va35_value_is_no_key_no_truth_and_no_sequence(synchronization, aggregat
 
 
 @pytest.mark.parametrize("synchronization, aggregation", PLACES)
-def test_va36_copy_is_a_value_of_its_own_in_the_same_place(synchronization, aggregation, two):
+def test_va36_copy_is_an_independent_value_with_the_same_placement(synchronization, aggregation, two):
     value = _made(two, 3.0, synchronization, aggregation)
     copied = copy.deepcopy(value)
     changed = copied.assign(9.0)
     assert (type(copied), copied.tree.sharding, repr(copied)) == (type(value), value.tree.sharding, repr(value))
     assert _components(value) == _components(copied) == [3.0, 3.0]
     assert float(changed.read()) == 9.0
-    two.step(lambda own: (own, None))(copied)  # which takes over the copy's memory
+    two.step(lambda old: (old, None))(copied)  # donates the memory of the copy
     assert _components(value) == [3.0, 3.0]
 
 
-def test_va38_value_begun_differently_is_refused_until_it_is_broadcast(two):
+def test_va38_varying_initial_value_is_an_error_until_it_is_broadcast(two):
     begins = _per_replica(two, 5, 15)
-    with pytest.raises(jdist.NotMirroredError, match=r"state is not proved(.|\n)*holds one value a replica"):
+    with pytest.raises(jdist.NotMirroredError, match=r"state is not proved(.|\n)*has one value per replica"):
         two.init(lambda x: jdist.variable(x, "on_write"), begins)
     value = two.init(lambda x: jdist.variable(jdist.broadcast(x), "on_write"), begins)
     assert _components(value) == [5.0, 5.0]
 
 
-def test_va40_first_replica_is_that_of_all_groups(two):
+def test_va40_first_replica_is_the_first_of_all_groups(two):
     groups = jdist.HierarchicalAllReduce(group_size=2)
     strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(4)], cross_device_ops=groups)
     value = _made(strategy, 0.0, "on_write", "only_first_replica")
-    assert _components(_written(strategy, value, lambda own, number: number + 1)) == [1.0] * 4
+    assert _components(_written(strategy, value, lambda old, number: number + 1)) == [1.0] * 4

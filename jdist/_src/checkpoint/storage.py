@@ -45,9 +45,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read. The training state is unchanged.
 
     Example:
-        >>> issubclass(CheckpointError, RuntimeError)
+        >>> issubclass(jdist.CheckpointError, RuntimeError)
         True
     """
+
+    __module__ = "jdist"  # tracebacks show the public name
 
 
 def short_message(error: BaseException) -> str:

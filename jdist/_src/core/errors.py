@@ -1,4 +1,7 @@
-"""The exception and warning classes of jdist. Other errors are `ValueError`, `TypeError` or `RuntimeError`."""
+"""The exception and warning classes of jdist. Other errors are `ValueError`, `TypeError` or `RuntimeError`.
+
+`__module__` is the public one: tracebacks and warnings show `jdist.NotMirroredError`.
+"""
 
 from typing import Any
 
@@ -10,6 +13,8 @@ class NotMirroredError(ValueError):
     with source lines of the user's code, and the possible fixes.
     """
 
+    __module__ = "jdist"
+
 
 class DivergentCollectiveError(ValueError):
     """A collective that only some replicas may reach; the replicas that reach it would wait forever.
@@ -18,21 +23,31 @@ class DivergentCollectiveError(ValueError):
     differ between replicas.
     """
 
+    __module__ = "jdist"
+
 
 class RepeatedSumWarning(UserWarning):
     """A replicated value is summed over the replicas, which multiplies it by the number of replicas."""
+
+    __module__ = "jdist"
 
 
 class ReplicatedBatchWarning(UserWarning):
     """A step receives its batch as a plain array: every replica computes all examples, and the mean is over equal values."""
 
+    __module__ = "jdist"
+
 
 class BatchedElementsWarning(UserWarning):
     """Each element of a data source has as many rows as the batch size: the elements may already be batches."""
 
+    __module__ = "jdist"
+
 
 class ClippedPerReplicaWarning(UserWarning):
     """Gradients are clipped before they are reduced, so each replica clips by the norm of its local gradients."""
+
+    __module__ = "jdist"
 
 
 class FitError(RuntimeError):
@@ -43,6 +58,8 @@ class FitError(RuntimeError):
             failed step had already received the state's memory by donation; the message then names the last checkpoint.
     """
 
+    __module__ = "jdist"
+
     def __init__(self, message: str, fit: Any):
         super().__init__(message)
         self.fit = fit
@@ -50,16 +67,3 @@ class FitError(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         attributes = {name: value for name, value in vars(self).items() if name != "fit"}
         return type(self), (*self.args, self.fit), attributes
-
-
-# Tracebacks and warnings print the public name: `jdist.NotMirroredError`, not the path of this module.
-for _error in (
-    NotMirroredError,
-    DivergentCollectiveError,
-    RepeatedSumWarning,
-    ReplicatedBatchWarning,
-    BatchedElementsWarning,
-    ClippedPerReplicaWarning,
-    FitError,
-):
-    _error.__module__ = "jdist"

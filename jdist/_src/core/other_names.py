@@ -1,21 +1,26 @@
-"""The names of `tf.distribute` that jdist does not have, each with what to write instead.
+"""Names of `tf.distribute` and of JAX that jdist does not have, each with the line to write instead.
 
-`docs/from_tf_distribute.md` is the guide for whoever moves a program.
+`docs/from_tf_distribute.md` is the guide for moving a program from TensorFlow.
 """
 
-_BATCHES = "write `strategy.distribute_dataset(source, batch_size)`, whose size is that of the global batch"
-_DEPRECATED = "deprecated in TensorFlow, and not in jdist"
-_LAYOUT = "write `jdist.ShardedStrategy(mesh=mesh, model_axis=..., layout=...)`, which splits parameters over devices"
+from collections.abc import Mapping
+
+_BATCHES = "write `strategy.distribute_dataset(source, batch_size)`, with the global batch size"
+_DEPRECATED = "deprecated in TensorFlow; jdist does not have it"
+_LAYOUT = "write `jdist.ShardedStrategy(mesh=mesh, model_axis=..., layout=...)`, which shards the parameters"
 _PROCESSES = "call `jax.distributed.initialize()` in each process"
 _RESOLVER = (
-    "`jdist.cluster` has the cluster resolvers; `jax.distributed.initialize()` finds the processes of Slurm, Open MPI and "
-    "Kubernetes"
+    "write `jdist.cluster.TPUClusterResolver()` on a TPU; for Slurm, Open MPI and Kubernetes, `jax.distributed.initialize()` "
+    "detects the processes"
 )
-_PARAMETER_SERVERS = "it belongs to parameter servers, which jdist does not have"
+_PARAMETER_SERVERS = "part of parameter server training, which jdist does not have"
 _STATE = "write a plain array in the state, or `jdist.Mirrored(x, aggregation)`"
+_COMMUNICATION = "not configurable: XLA uses NCCL on GPUs, the interconnect on TPUs, and gloo between CPU processes"
 
 STRATEGY_NAMES = {
-    "cluster_resolver": "pass it to `jdist.TPUStrategy`; then `jax.process_index()`, `jax.process_count()`, `strategy.mesh`",
+    "cluster_resolver": (
+        "pass it to `jdist.TPUStrategy`; for its values use `jax.process_index()`, `jax.process_count()` and `strategy.mesh`"
+    ),
     "colocate_vars_with": _DEPRECATED,
     "configure": _DEPRECATED,
     "experimental_assign_to_logical_device": _LAYOUT,
@@ -30,18 +35,19 @@ STRATEGY_NAMES = {
     "experimental_split_to_logical_devices": _LAYOUT,
     "extended": (
         "not needed: `strategy.reduce` replaces `reduce_to` and `batch_reduce_to`, `strategy.mesh.devices` replaces "
-        "`worker_devices` and `parameter_devices`, a step or `value.map(fn)` replaces `update`"
+        "`worker_devices` and `parameter_devices`, and a step or `value.map(fn)` replaces `update`"
     ),
-    "group": "not needed: there is no graph to hold operations together",
+    "group": "not needed: JAX has no graph of operations to group",
     "make_dataset_iterator": f"{_DEPRECATED}: {_BATCHES}",
     "make_input_fn_iterator": f"{_DEPRECATED}: write `strategy.distribute_datasets_from_function(fn)`",
     "unwrap": "write `strategy.local_results(value)`",
     "update_config_proto": _DEPRECATED,
 }
 
-_PARTITIONERS = "it belongs to parameter servers; `jdist.ShardedStrategy` splits each leaf over the devices"
+_PARTITIONERS = "part of parameter server training; `jdist.ShardedStrategy` shards each leaf over the devices"
 
 MODULE_NAMES = {
+    "Checkpoint": "write `jdist.Checkpointer(path)`; the callback of `Trainer.fit` is `jdist.callbacks.Checkpoint`",
     "ClusterResolver": "write `jdist.cluster.ClusterResolver`",
     "FixedShardsPartitioner": _PARTITIONERS,
     "KubernetesExecutableLocation": _RESOLVER,
@@ -56,17 +62,17 @@ MODULE_NAMES = {
     "experimental_get_current_worker_index": _PARAMETER_SERVERS,
     "AggregatingVariable": _PARAMETER_SERVERS,
     "CachingVariable": _PARAMETER_SERVERS,
-    "CollectiveCommunication": "no choice: XLA takes NCCL on GPUs, the interconnect on TPUs, gloo between CPU processes",
+    "CollectiveCommunication": _COMMUNICATION,
     "CollectiveHints": "write `jdist.CommunicationOptions(bytes_per_pack)`",
-    "CommunicationImplementation": "no choice: XLA takes NCCL on GPUs, the interconnect on TPUs, gloo between CPU processes",
+    "CommunicationImplementation": _COMMUNICATION,
     "ClusterCoordinator": _PARAMETER_SERVERS,
     "DistributedDelegate": "not needed: inside a replica function a value is a plain array",
-    "DistributedTable": "use a dictionary on the host, and look up before the step",
+    "DistributedTable": "use a dictionary on the host, and look values up before the step",
     "DistributedVariable": _STATE,
     "GCEClusterResolver": _RESOLVER,
     "HierarchicalCopyAllReduce": "write `jdist.HierarchicalAllReduce(group_size)`",
     "InputOptions": "write `prefetch=` and `auto_shard=` of `strategy.distribute_dataset`",
-    "InputReplicationMode": "not needed: an input pipeline feeds all replicas of its process, on their devices",
+    "InputReplicationMode": "not needed: an input pipeline places the batches of all replicas of its process on their devices",
     "KubernetesClusterResolver": _RESOLVER,
     "MirroredVariable": _STATE,
     "MultiWorkerMirroredStrategy": (
@@ -74,14 +80,14 @@ MODULE_NAMES = {
     ),
     "NcclAllReduce": "write `jdist.AllReduce()`, which uses NCCL on GPUs",
     "ParameterServerStrategy": (
-        "jdist has no parameter servers: `jdist.CentralStorageStrategy` stores the state in one place, "
-        "`jdist.ShardedStrategy` splits it over the devices"
+        "jdist has no parameter servers: `jdist.CentralStorageStrategy` stores the state in one place, and "
+        "`jdist.ShardedStrategy` shards it over the devices"
     ),
     "PerWorkerValues": _PARAMETER_SERVERS,
     "PerWorkerVariable": _PARAMETER_SERVERS,
     "PreemptionCheckpointHandler": "write `jdist.Checkpointer(path)` and `trainer.fit(resume=checkpointer)`",
-    "RunOptions": "not needed: shapes are static, and everything is compiled",
-    "Server": f"not needed: {_PROCESSES}, which needs no server",
+    "RunOptions": "not needed: shapes are static, and every step is compiled",
+    "Server": f"not needed: {_PROCESSES}",
     "ShardedVariable": "write `jdist.Sharded(x)`",
     "SimpleClusterResolver": _RESOLVER,
     "SlurmClusterResolver": _RESOLVER,
@@ -93,20 +99,70 @@ MODULE_NAMES = {
     "cluster_resolver": _RESOLVER,
     "coordinator": _PARAMETER_SERVERS,
     "experimental": (
-        "its names are in `jdist` itself: `jdist.CentralStorageStrategy`, `jdist.CommunicationOptions`, `jdist.ValueContext`, "
+        "its names are in `jdist`: `jdist.CentralStorageStrategy`, `jdist.CommunicationOptions`, `jdist.ValueContext`, "
         "`jdist.auto_strategy()`"
     ),
     "experimental_set_strategy": "write `jdist.set_strategy(strategy)`",
 }
 
 
-def missing_attribute_error(owner_name: str, name: str, moved: dict[str, str]) -> AttributeError:
-    """The error about an attribute that does not exist, with what to write instead if TensorFlow has it.
+_REPLICA_FUNCTION = "in a function that `strategy.run` or `strategy.step` runs"
+_PROGRAM = "write `strategy.run(fn, args)`, or `@strategy.step` for a training step"
+_JAX_DEVICES = "write `strategy.mesh.devices`, or `jax.devices()`"
+_JAX_PROCESSES = "write `jax.process_index()` and `jax.process_count()`"
+_JAX_LAYOUT = "write `jdist.ShardedStrategy(mesh=mesh, layout=...)` to shard a state, with `jax.sharding.PartitionSpec`"
+
+# First guesses of JAX users: names of `jax`, `jax.lax`, `jax.sharding` and `flax.jax_utils`.
+JAX_NAMES = {
+    "Mesh": "write `jax.make_mesh`, and pass the mesh to `jdist.ShardedStrategy(mesh=mesh)`",
+    "NamedSharding": _JAX_LAYOUT,
+    "P": _JAX_LAYOUT,
+    "PartitionSpec": _JAX_LAYOUT,
+    "all_to_all": f'write `jax.lax.all_to_all(x, "replica", ...)` {_REPLICA_FUNCTION}',
+    "axis_index": f"write `jdist.replica_id()` {_REPLICA_FUNCTION}",
+    "axis_size": f"write `jdist.num_replicas()` {_REPLICA_FUNCTION}",
+    "device_count": _JAX_DEVICES,
+    "device_get": "write `jdist.read_values(tree)`, or `jax.device_get(tree)`",
+    "device_put": "write `strategy.put(tree)` for replicated values, `strategy.put(jdist.PerReplica(tree))` for varying ones",
+    "devices": _JAX_DEVICES,
+    "distributed": _PROCESSES,
+    "grad": f"write `jdist.value_and_grad`, or `jax.grad` {_REPLICA_FUNCTION}",
+    "initialize": _PROCESSES,
+    "jit": f"{_PROGRAM}; both compile `fn`",
+    "local_device_count": _JAX_DEVICES,
+    "local_devices": _JAX_DEVICES,
+    "mean": "write `jdist.global_mean(values)` for the mean over all examples, `jdist.sync.mean()` for gradients",
+    "make_mesh": "write `jax.make_mesh`, and pass the mesh to `jdist.ShardedStrategy(mesh=mesh)`",
+    "pmap": _PROGRAM,
+    "pmax": f'write `jdist.all_reduce("max", tree)` {_REPLICA_FUNCTION}',
+    "pmean": f'write `jdist.all_reduce("mean", tree)` {_REPLICA_FUNCTION}',
+    "pmin": f'write `jdist.all_reduce("min", tree)` {_REPLICA_FUNCTION}',
+    "ppermute": f'write `jax.lax.ppermute(x, "replica", perm)` {_REPLICA_FUNCTION}',
+    "process_count": _JAX_PROCESSES,
+    "process_index": _JAX_PROCESSES,
+    "psum": f'write `jdist.all_reduce("sum", tree)` {_REPLICA_FUNCTION}',
+    "psum_scatter": f'write `jdist.reduce_scatter("sum", tree)` {_REPLICA_FUNCTION}',
+    "replicate": "write `strategy.put(tree)`",
+    "shard_map": f"{_PROGRAM}; both run `fn` in a `jax.shard_map` over the replicas",
+    "unreplicate": "not needed: a replicated value is a plain array",
+    "with_sharding_constraint": "write `jax.lax.with_sharding_constraint` in a step of `jdist.ShardedStrategy`",
+}
+
+
+def missing_attribute_error(
+    owner_name: str, name: str, tensorflow_names: Mapping[str, str], jax_names: Mapping[str, str] | None = None
+) -> AttributeError:
+    """Returns the error for an attribute that does not exist, with the line to write if it is a name of TensorFlow or JAX.
 
     Args:
-        owner_name: How the error names the object or module.
+        owner_name: The object or module as the error names it.
         name: The attribute.
-        moved: What to write instead, by TensorFlow's name.
+        tensorflow_names: The advice for each name of TensorFlow.
+        jax_names: The advice for each name of JAX.
     """
-    instead = f". TensorFlow's `{name}`: {moved[name]}. See docs/from_tf_distribute.md." if name in moved else ""
-    return AttributeError(f"{owner_name} has no attribute {name!r}{instead}")
+    advice = ""
+    if name in tensorflow_names:
+        advice = f". TensorFlow's `{name}`: {tensorflow_names[name]}. See docs/from_tf_distribute.md."
+    elif jax_names and name in jax_names:
+        advice = f". JAX's `{name}`: {jax_names[name]}."
+    return AttributeError(f"{owner_name} has no attribute {name!r}{advice}")
