@@ -32,7 +32,7 @@ def _params(state: PyTree) -> PyTree:
 class EMA(Callback):
     """An exponential moving average of the parameters, stored on the devices.
 
-    Each leaf has the sharding and the wrapper of its parameter, so updating it needs no communication. Where parameters differ
+    Each leaf has the sharding and the wrapper of its parameter, so updating it does not communicate. Where parameters differ
     between replicas (`SyncOnRead`), each replica averages its values, and `jdist.read_values` of the average is the average of
     the values read. It is stored as float32 or wider. Integers are not averaged: the last values are stored.
 
@@ -77,7 +77,7 @@ class EMA(Callback):
             RuntimeError: Training has not started.
         """
         if self._average is None:
-            raise RuntimeError("There is no average yet: it starts with training.")
+            raise RuntimeError("The average does not exist yet: it starts with training.")
         return _cast(self._average, self._dtypes)
 
     def __call__(self, event: Event, /) -> None:
@@ -180,9 +180,7 @@ def _mix(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _cast_leaves(
-    leaves: Sequence[jax.Array], dtypes: Sequence[Any], shardings: Sequence[Sharding]
-) -> list[jax.Array]:
+def _cast_leaves(leaves: Sequence[jax.Array], dtypes: Sequence[Any], shardings: Sequence[Sharding]) -> list[jax.Array]:
     cast = lambda x, dtype: jnp.copy(x) if x.dtype == dtype else x.astype(dtype)
     triples = zip(leaves, dtypes, shardings, strict=True)
     return [_to_storage(cast(_to_device(x, sharding), dtype), sharding) for x, dtype, sharding in triples]

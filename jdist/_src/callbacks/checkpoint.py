@@ -35,8 +35,6 @@ class Checkpoint(Callback):
         (2, 4, 5)
     """
 
-    checkpointer: Checkpointer
-
     def __init__(self, checkpointer: Checkpointer):
         if not isinstance(checkpointer, Checkpointer):
             raise TypeError(
@@ -44,13 +42,13 @@ class Checkpoint(Callback):
                 "`with jdist.Checkpointer(path, every=100) as checkpointer:` and, inside, "
                 "`trainer.fit(..., callbacks=[jdist.callbacks.Checkpoint(checkpointer)], resume=checkpointer)`."
             )
-        self.checkpointer = checkpointer
+        self.checkpointer = self._checkpointer = checkpointer
         self._last_step = self._last_saved = 0
         self._is_due = False
 
     def __call__(self, event: Event, /) -> None:
         """Saves a checkpoint if one is due."""
-        every = self.checkpointer.every
+        every = self._checkpointer.every
         self._is_due |= event.step // every > self._last_step // every
         self._last_step = event.step
         match event.moment:
@@ -64,16 +62,16 @@ class Checkpoint(Callback):
                 # The step number may have decreased: steps after a loss that is not finite were rejected.
                 if event.step > self._last_saved:
                     self._save(event)
-                self.checkpointer.wait()
+                self._checkpointer.wait()
 
     def close(self) -> None:
         """Waits for the checkpoint that is being saved."""
-        self.checkpointer.wait()
+        self._checkpointer.wait()
 
     def _save(self, event: Event) -> None:
         self._is_due = False
         if not event.is_finite() and event.moment is not Moment.END:
             return
         seed, extra = event.position.get("seed"), event.resume_data()
-        self.checkpointer.save(event.step, event.state, event.position, seed=seed, extra=extra, now=True)
+        self._checkpointer.save(event.step, event.state, event.position, seed=seed, extra=extra, now=True)
         self._last_saved = event.step

@@ -33,7 +33,7 @@ class EarlyStopping(Callback):
         restore_best: Whether training ends with the state that had the best value instead of the last state.
 
     Raises:
-        ValueError: Raised by `Trainer.fit` before the first step: there is no such metric.
+        ValueError: Raised by `Trainer.fit` before the first step: `metric` does not exist.
 
     Example:
         >>> stopping = jdist.callbacks.EarlyStopping("val_accuracy", mode="max", patience=5)
@@ -129,8 +129,8 @@ class EarlyStopping(Callback):
         if np.ndim(value):
             raise ValueError(f"EarlyStopping needs a scalar metric; {self.metric!r} has {np.size(value)} values.")
         self._has_compared = True
-        improvement = self._best - float(value) if self.mode == "min" else float(value) - self._best
-        if improvement > self.min_delta:
+        sign = 1.0 if self.mode == "min" else -1.0
+        if sign * float(value) < sign * self._best - self.min_delta:
             self._best, self._best_step, self._epochs_since = float(value), event.step, 0
             self._best_state = None  # released first, so that there are at most two states
             self._best_state = copy_state(event.state) if self.restore_best else None
@@ -150,7 +150,9 @@ class EarlyStopping(Callback):
         epochs = f"{self._epochs_since} epoch{'s' * (self._epochs_since != 1)}"
         if self.best is None:
             return f"{self.metric} was NaN or infinite for {epochs}."
-        return f"{self.metric} was best, {self._best:.6g}, after step {self._best_step}, and did not improve for {epochs}."
+        return (
+            f"{self.metric} was best, {self._best:.6g}, after step {self._best_step}, and did not improve for {epochs}."
+        )
 
 
 @final
@@ -179,7 +181,9 @@ class TimeLimit(Callback):
         """Stops if the limit is exceeded."""
         if event.moment is not Moment.STEP or event.seconds < self.seconds:
             return None
-        return CallbackResult(f"The time limit of {_format_seconds(self.seconds)} was exceeded after step {event.step}.")
+        return CallbackResult(
+            f"The time limit of {_format_seconds(self.seconds)} was exceeded after step {event.step}."
+        )
 
 
 def _parse_seconds(limit: Any) -> float:

@@ -41,7 +41,9 @@ class TensorBoard(RowWriter):
         1
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, every: int | None = None, also: Sequence[ExtraColumns] = ()):
+    def __init__(
+        self, directory: str | os.PathLike[str], *, every: int | None = None, also: Sequence[ExtraColumns] = ()
+    ):
         super().__init__(every, also)
         self.directory = self.destination = as_path("directory", directory)
         if importlib.util.find_spec("tensorboardX") is None:

@@ -30,9 +30,7 @@ def explain_keras_arguments(call: str, num_positional: int) -> Callable[[Callabl
         @functools.wraps(method)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             if len(args) > 1 + num_positional:
-                raise TypeError(
-                    f"`{method.__name__}` takes inputs and targets as one tuple. Write `trainer.{call}`."
-                )
+                raise TypeError(f"`{method.__name__}` takes inputs and targets as one tuple. Write `trainer.{call}`.")
             for name in kwargs:
                 if name in _KERAS_ARGUMENTS:
                     hint = _KERAS_ARGUMENTS[name].format(call=call)

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, cast, final
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.tree import PyTree
@@ -65,7 +65,7 @@ class Event:
         validation: The loss and the metrics of the validation data; empty except in EPOCH events.
         strategy: The strategy of the trainer.
         history: The rows and losses recorded so far.
-        resume_data: Returns the data that a resumed run needs besides state and position: the states of the callbacks, the
+        resume_data: Returns the data that a resumed run needs in addition to state and position: the states of the callbacks, the
             metrics of the current epoch, the history.
         is_finite: Waits for the last step. Returns False if a step was rejected because its loss or update was not finite.
         read_metrics: Returns the metrics of this epoch so far. See `metrics`.
@@ -95,8 +95,8 @@ class Event:
     def metrics(self) -> Mapping[str, float]:
         """The loss and the metrics of this epoch so far, exact over all its examples. Every access reads them from the devices.
 
-        With several processes, reading them is a collective. Within an epoch, where a single process may ask, this is the last
-        loss that was fetched.
+        With several processes, reading them is a collective. In a STEP event, where possibly one process reads them, this is
+        the last loss that was fetched.
         """
         return self.read_metrics()
 
@@ -218,7 +218,9 @@ def _as_callback(callback: Any) -> Callback:
         return callback
     if not callable(callback) or isinstance(callback, type):
         name = f"the class {callback.__name__}: call it" if isinstance(callback, type) else repr(callback)
-        raise TypeError(f"`callbacks` must contain `jdist.callbacks.Callback` objects or functions of an event, got {name}.")
+        raise TypeError(
+            f"`callbacks` must contain `jdist.callbacks.Callback` objects or functions of an event, got {name}."
+        )
     ignored = [name for name in ("get_state", "set_state", "close") if hasattr(callback, name)]
     if ignored:
         name = type(callback).__name__
@@ -226,4 +228,4 @@ def _as_callback(callback: Any) -> Callback:
             f"{name} has the method `{ignored[0]}`, which is called for subclasses of `jdist.callbacks.Callback` only. Write "
             f"`class {name}(jdist.callbacks.Callback)`."
         )
-    return FunctionCallback(callback)
+    return FunctionCallback(cast(CallbackFunction, callback))

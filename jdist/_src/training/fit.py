@@ -1,4 +1,4 @@
-"""The record that `Trainer.fit` returns, and how it is shown as text and HTML.
+"""The record that `Trainer.fit` returns, and its display as text and HTML.
 
 No device is read to show it: the donated arrays of a state still have shapes.
 """
@@ -100,7 +100,7 @@ class Fit:
             )
 
     def report(self, path: str | os.PathLike[str], *, title: str = "Training") -> pathlib.Path:
-        """Writes an HTML page: results, charts, epochs, devices, proof, environment. The page needs no other file.
+        """Writes an HTML page: results, charts, epochs, devices, proof, environment. The page is self-contained.
 
         Args:
             path: The file to write. With several processes, process 0 writes it.

@@ -79,7 +79,10 @@ class History:
     def _repr_html_(self) -> str:
         head, *body = (
             "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-            for tag, cells in [("th", map(printable, self.columns)), *(("td", row) for row in self._cells(_MAX_HTML_ROWS))]
+            for tag, cells in [
+                ("th", map(printable, self.columns)),
+                *(("td", row) for row in self._cells(_MAX_HTML_ROWS)),
+            ]
         )
         rows = "".join(f"<tr>{row}</tr>" for row in body)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
@@ -116,7 +119,9 @@ class History:
         left_out = f"… {len(self.rows) - 2 * half:,} more"
         blank = [""] * (len(self.columns) - 1)
         return [
-            [left_out, *blank] if row is None else [format_value(row[name]) if name in row else "" for name in self.columns]
+            [left_out, *blank]
+            if row is None
+            else [format_value(row[name]) if name in row else "" for name in self.columns]
             for row in rows
         ]
 

@@ -227,7 +227,7 @@ class Loop:
         if self._step == self._epoch_first_step:
             return self._epoch_metrics
         if jax.process_count() > 1 and moment is Moment.STEP:
-            return self._recorder.last_loss  # reading the metrics is a collective, and a single process may ask
+            return self._recorder.last_loss  # reading the metrics is a collective, and possibly one process reads them
         return self._config.read_metrics(self._carry.metrics)
 
     def _is_finite(self) -> bool:
@@ -256,13 +256,14 @@ class Loop:
             self._stop_reason = f"{type(error).__name__}: {error}"
             if is_lost:
                 raise FitError(
-                    f"Training failed at step {self._step + 1}, or shortly before it: {self._stop_reason}\n  The state is lost: it "
-                    f"was donated to the step that failed. {self._config.last_checkpoint()} The history is `error.fit.history`.",
+                    f"Training failed at step {self._step + 1}, or shortly before it: {self._stop_reason}\n  The state is "
+                    f"lost: it was donated to the step that failed. {self._config.last_checkpoint()} The history is "
+                    "`error.fit.history`.",
                     self._fit(is_lost=True),
                 ) from error
             raise FitError(
-                f"Training failed after step {self._step}: {self._stop_reason}\n  The state and the history after that step are "
-                "`error.fit.state` and `error.fit.history`.",
+                f"Training failed after step {self._step}: {self._stop_reason}\n  The state and the history after that step "
+                "are `error.fit.state` and `error.fit.history`.",
                 self._fit(),
             ) from error
         finally:
@@ -280,7 +281,7 @@ class Loop:
 
 
 def no_step_message(requested_steps: int, steps: int) -> str:
-    """Returns a sentence for a `fit` that has no step to take."""
+    """Returns a sentence for a `fit` whose state has already taken the requested steps."""
     return (
         f"No step was taken: steps={requested_steps} counts from the beginning of training, and the state has already taken "
         f"{steps:,}. To take more steps, pass a larger number: `steps={steps} + ...`."
@@ -288,7 +289,7 @@ def no_step_message(requested_steps: int, steps: int) -> str:
 
 
 def _is_lost(state: PyTree, error: Exception) -> bool:
-    """Returns whether the arrays of `state` have no values after `error`."""
+    """Returns whether the arrays of `state` were lost by `error`."""
     if is_donated(state):
         return True
     # An error at run time may surface one step later, or where a callback reads the state; the state is then a result of the

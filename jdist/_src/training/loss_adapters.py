@@ -47,8 +47,8 @@ def check_keras_backend() -> None:
     keras = sys.modules.get("keras")
     if keras is not None and keras.backend.backend() != "jax":
         raise ValueError(
-            f"The backend of Keras is {keras.backend.backend()}; it must be JAX. Set the environment variable KERAS_BACKEND=jax "
-            "before Keras is imported."
+            f"The backend of Keras is {keras.backend.backend()}; it must be JAX. Set the environment variable "
+            "KERAS_BACKEND=jax before Keras is imported."
         )
 
 

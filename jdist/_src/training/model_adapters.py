@@ -145,7 +145,7 @@ def _adapt_keras(model: Any) -> ModelFunctions:
     check_keras_backend()
     if not model.built:
         raise ValueError(
-            "The Keras model has no weights yet. Add a `keras.Input(shape)` as its first layer, or call "
+            "The Keras model is not built. Add a `keras.Input(shape)` as its first layer, or call "
             "`model.build((None, ...))` with the shape of its inputs."
         )
     if model.losses:

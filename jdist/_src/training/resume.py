@@ -120,9 +120,7 @@ def saved_callback_states(callbacks: Sequence[tuple[str, Callback]]) -> list[dic
     return [{"of": identity, "memory": callback.get_state()} for identity, callback in callbacks]
 
 
-def restore_callback_states(
-    callbacks: Sequence[tuple[str, Callback]], entries: Sequence[Mapping[str, Any]]
-) -> None:
+def restore_callback_states(callbacks: Sequence[tuple[str, Callback]], entries: Sequence[Mapping[str, Any]]) -> None:
     """Passes to each stateful callback the state that was saved under its identity.
 
     Callbacks with the same identity get their states in order, with a warning.
@@ -132,7 +130,7 @@ def restore_callback_states(
         entries: The result of `saved_callback_states`, as a checkpoint returns it.
 
     Raises:
-        ValueError: A saved state has no callback, or the numbers of callbacks with one identity differ.
+        ValueError: A saved state does not belong to a callback, or the numbers of callbacks with one identity differ.
     """
     saved_counts = collections.Counter(entry["of"] for entry in entries)
     counts = collections.Counter(identity for identity, _ in callbacks)
@@ -140,7 +138,7 @@ def restore_callback_states(
     if missing:
         present = f"The callbacks with a state are: {', '.join(counts)}" if counts else "No callback has a state"
         raise ValueError(
-            f"The checkpoint contains the state of {', '.join(missing)}, and `callbacks` has no such callback. {present}. Pass "
+            f"The checkpoint contains the state of {', '.join(missing)}, which is not in `callbacks`. {present}. Pass "
             "a callback of the same class and options; or continue without the saved callback states: "
             "`fit(state=checkpointer.restore(strategy, like=state).state)`."
         )
@@ -182,7 +180,9 @@ def _opened(resume: Any) -> Iterator[Checkpointer]:
         with Checkpointer(resume) as checkpointer:
             yield checkpointer
     else:
-        raise TypeError(f"`resume` must be a `jdist.Checkpointer` or the path of its folder, got {type(resume).__name__}.")
+        raise TypeError(
+            f"`resume` must be a `jdist.Checkpointer` or the path of its folder, got {type(resume).__name__}."
+        )
 
 
 def _check_state(state: PyTree) -> None:

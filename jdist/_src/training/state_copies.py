@@ -102,7 +102,7 @@ def _in_order(saved: Mapping[str, Any] | Sequence[Any], wanted: Sequence[Leaf]) 
     """Returns the values that `_with_names` stored, in the order of `wanted`.
 
     Names may differ in the counters of layers. JAX orders the leaves of a dict by name, so the order then differs too. The
-    first checkpoint format of jdist has no names: its values are in the order in which they were saved.
+    first checkpoint format of jdist does not store names: its values are in the order of saving.
 
     Raises:
         ValueError: The names differ otherwise.
@@ -116,7 +116,7 @@ def _in_order(saved: Mapping[str, Any] | Sequence[Any], wanted: Sequence[Leaf]) 
         raise ValueError(f"was saved with {len(values)} leaves, and has {len(wanted)} now")
     if pairs is None:
         missing = next("/".join(keys) for keys in values if all(leaf.keys != keys for leaf in wanted))
-        raise ValueError(f"was saved with a leaf {missing}, and has no leaf of this name now")
+        raise ValueError(f"was saved with a leaf {missing}, which does not exist now")
     return [values[pairs[leaf.keys]] for leaf in wanted]
 
 

@@ -65,7 +65,7 @@ def distribute_one_pass(strategy: Strategy, name: str, data: Any, batch_size: in
     dataset = distribute(strategy, name, data, batch_size, False, 0)
     if dataset.is_endless:
         raise ValueError(
-            f"`{name}` has no end, and one pass over it would never end. Pass a finite source, such as arrays."
+            f"`{name}` is endless, and one pass over it would never end. Pass a finite source, such as arrays."
         )
     return dataset.repeated(1)
 
@@ -87,8 +87,10 @@ def distribute_epochs(
     """
     dataset = distribute(strategy, "data", data, batch_size, shuffle, seed)
     if dataset.is_endless and steps is None:
-        epochs_hint = "" if epochs is None else f", so it has no epochs: epochs={epochs} would never be reached"
-        raise ValueError(f"`data` has no end{epochs_hint}. Pass the number of steps after which training ends: `steps=1000`.")
+        epochs_hint = "" if epochs is None else f", so epochs={epochs} would never be reached"
+        raise ValueError(
+            f"`data` is endless{epochs_hint}. Pass the number of steps after which training ends: `steps=1000`."
+        )
     if dataset is data and epochs is None and steps is None:
         return dataset
     if epochs is None and steps is None:

@@ -74,7 +74,7 @@ jax.tree_util.register_pytree_with_keys(
 
 @dataclasses.dataclass(frozen=True)
 class StepFunctions:
-    """The replica functions of a trainer, made from its model, loss, metrics and optimizer.
+    """The replica functions of a trainer, for its model, loss, metrics and optimizer.
 
     Attributes:
         model: The model.
@@ -211,9 +211,7 @@ class StepFunctions:
             guarded = jax.tree.map(lambda a, b: _select(has_failed, a, b), old, new)
             return dataclasses.replace(guarded, has_failed=has_failed)
         guarded = jax.tree.map(lambda a, b: _select(~is_finite, a, b), old, new)
-        return dataclasses.replace(
-            guarded, state=dataclasses.replace(guarded.state, step=state_fields(new.state).step)
-        )
+        return dataclasses.replace(guarded, state=dataclasses.replace(guarded.state, step=state_fields(new.state).step))
 
 
 def split_element(element: PyTree, padding_weights: Any) -> tuple[PyTree, PyTree, Any]:
@@ -238,7 +236,7 @@ def split_element(element: PyTree, padding_weights: Any) -> tuple[PyTree, PyTree
 def explained_data_errors(element: PyTree) -> Iterator[None]:
     """Raises errors of a model or a loss as errors that name the data, if the data are a dict or a list.
 
-    Such data have no targets: the model and the loss both receive all of it, and fail with an unrelated error.
+    The model and the loss both receive all of such data, without targets, and fail with an unrelated error.
     """
     try:
         yield
@@ -247,9 +245,9 @@ def explained_data_errors(element: PyTree) -> Iterator[None]:
             raise
         kind = f"dicts of {', '.join(map(repr, element))}" if isinstance(element, dict) else "lists"
         raise TypeError(
-            f"The model or the loss failed on data that are {kind} ({type(error).__name__}: {error}). A `Trainer` passes all of "
-            "it to the model as inputs, and to the loss as targets. Pass tuples `(inputs, targets)`; or select the entries in "
-            "the model and in the loss."
+            f"The model or the loss failed on data that are {kind} ({type(error).__name__}: {error}). A `Trainer` passes all "
+            "of it to the model as inputs, and to the loss as targets. Pass tuples `(inputs, targets)`; or select the entries "
+            "in the model and in the loss."
         ) from error
 
 

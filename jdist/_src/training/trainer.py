@@ -60,8 +60,8 @@ class Trainer:
     """Trains, evaluates and applies a model under a strategy.
 
     Each element of the data is a tuple `(inputs, targets)` or `(inputs, targets, weights)` with weights `[batch]` of the
-    examples; anything else is both inputs and targets. The model receives those of the keyword arguments `train`, `training`,
-    `deterministic`, `weights` (0 for padding) and, if it is a function, `key` that it accepts.
+    examples; anything else is both inputs and targets. The model receives the keyword arguments that it accepts out of `train`,
+    `training`, `deterministic`, `weights` (0 for padding) and, if it is a function, `key`.
 
     Losses and metrics are computed over all examples of all replicas, without padding. Gradients are averaged over the
     replicas, unless the optimizer itself uses collectives, as the policies of `jdist.sync` do. The other variables of the
@@ -156,7 +156,7 @@ class Trainer:
         """Returns the state before the first step, created on the devices.
 
         Args:
-            inputs: The inputs of a batch, or their shapes: arrays `[batch, ...]`. Their values and the batch size do not matter.
+            inputs: The inputs of a batch, or their shapes: arrays `[batch, ...]`. Values and batch size do not matter.
 
         Example:
             >>> import optax
@@ -191,8 +191,8 @@ class Trainer:
     ) -> Fit:
         """Trains, and returns the state with the history.
 
-        Ctrl-C ends training after the current step. An error of the data or of a callback is raised as a `jdist.FitError`, which
-        contains the state and the history so far.
+        Ctrl-C ends training after the current step. An error of the data or of a callback is raised as a `jdist.FitError`,
+        which contains the state and the history so far.
 
         Args:
             data: A distributed data set, or a source for `strategy.distribute_dataset`.
@@ -214,7 +214,7 @@ class Trainer:
                 one, bitwise equal to training without the interruption.
 
         Raises:
-            ValueError: There are no data; an option does not fit; a checkpoint is of another model; or, while the step is
+            ValueError: The data are empty; an option does not fit; a checkpoint is of another model; or, while the step is
                 traced, the loss or a metric is not one value per example.
             TypeError: The optimizer or the loss is missing, `state` is not a state, or a number is not an integer.
             FitError: An error ended training after the first step.
@@ -268,7 +268,7 @@ class Trainer:
             A dict: `loss` and the metrics, as numbers or numpy arrays, and `examples`, the number of examples.
 
         Raises:
-            ValueError: There are no data, or the loss or a metric is not one value per example.
+            ValueError: The data are empty, or the loss or a metric is not one value per example.
             TypeError: The loss is missing, or `state` is not a state.
         """
         require_arguments("evaluate", loss=self._functions.loss)
@@ -287,7 +287,7 @@ class Trainer:
             A tree like the outputs: numpy arrays `[example, ...]`.
 
         Raises:
-            ValueError: There are no data, or an output is not one value per example.
+            ValueError: The data are empty, or an output is not one value per example.
             TypeError: `state` is not a state.
         """
         dataset = distribute_one_pass(self.strategy, "data", data, batch_size)

@@ -59,7 +59,9 @@ class Progress(Callback):
         if interval_seconds is not None:
             check_seconds("interval_seconds", interval_seconds)
         if kind == "notebook" and importlib.util.find_spec("IPython") is None:
-            raise ModuleNotFoundError('A "notebook" display needs IPython, which is not installed. Use "lines" or "auto".')
+            raise ModuleNotFoundError(
+                'A "notebook" display needs IPython, which is not installed. Use "lines" or "auto".'
+            )
         self._kind, self._requested_interval, self._stream = kind, interval_seconds, stream
         self._display: Display | None = None
 

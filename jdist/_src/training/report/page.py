@@ -26,7 +26,7 @@ _MAX_NAMES = 2_000  # in a list of results
 _MAX_PROOF_LENGTH = 400
 # The page loads nothing and runs no script, even if a metric name contains markup.
 _CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-# The background, the text and the borders on light and dark; the other colors are those of the charts.
+# The background, the text and the borders on light and dark; the other colors come from the charts.
 _PAGE_COLORS = {"ground": ("#f5f6f7", "#0e1013"), "text": ("#1c2126", "#e4e7eb"), "line": ("#e2e5e9", "#272c32")}
 
 
