@@ -65,8 +65,8 @@ class Event:
         validation: The loss and the metrics of the validation data; empty except in EPOCH events.
         strategy: The strategy of the trainer.
         history: The rows and losses recorded so far.
-        resume_data: Returns the data that a resumed run needs in addition to state and position: the states of the callbacks, the
-            metrics of the current epoch, the history.
+        resume_data: Returns the data that a resumed run needs in addition to state and position: the states of the callbacks,
+            the metrics of the current epoch, the history.
         is_finite: Waits for the last step. Returns False if a step was rejected because its loss or update was not finite.
         read_metrics: Returns the metrics of this epoch so far. See `metrics`.
         ends_epoch: Whether the last step was the last of its epoch. After such a STEP event follows an EPOCH event.

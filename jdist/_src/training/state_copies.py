@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdist._src.checkpoint.renaming import pair_renamed
-from jdist._src.checkpoint.tree_format import Leaf, leaves_of
+from jdist._src.checkpoint.tree_format import Leaf, leaves_of, pair_renamed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.aggregation import VariableAggregation
@@ -121,7 +120,7 @@ def _in_order(saved: Mapping[str, Any] | Sequence[Any], wanted: Sequence[Leaf]) 
 
 
 def _sum_leaves(state: PyTree) -> list[Leaf]:
-    return [leaf for leaf in leaves_of(state) if _is_sum(leaf.wrapper)]
+    return [leaf for leaf in leaves_of(state) if leaf.is_sum]
 
 
 def _is_sum(node: Any) -> bool:
