@@ -9,8 +9,8 @@ import types
 import pytest
 
 from jdist import callbacks
-from jdist._src.callbacks import displays
-from jdist._src.callbacks.progress import kind_for
+from jdist._src.training.progress import displays
+from jdist._src.training.progress.display_callback import detect_kind
 
 from small_loop import place, regression, train
 
@@ -29,24 +29,24 @@ def _run(shown, **options):
 
 def _lines(every=None, **options):
     stream = io.StringIO()
-    run = _run(callbacks.progress("lines", every=every, stream=stream), **options)
+    run = _run(callbacks.Progress("lines", every=every, stream=stream), **options)
     return stream.getvalue().splitlines(), run
 
 
 def test_lines_say_all_of_it():
-    lines, _ = _lines(every=4, seconds=1.0, stalled=0.25)
+    lines, _ = _lines(every=4, seconds=1.0, stalled_fraction=0.25)
     assert lines == [
-        "step 4/10  epoch 0  4 rows/s  0:00:06 left  loss 0.2  input stall 25 %",
-        "step 8/10  epoch 0  4 rows/s  0:00:02 left  loss 0.1111  input stall 25 %",
-        "step 10/10  epoch 0  4 rows/s  0:00:10  loss 0.09091  input stall 25 %",
+        "step 4/10  epoch 0  4 examples/s  0:00:06 left  loss 0.2  input stall 25 %",
+        "step 8/10  epoch 0  4 examples/s  0:00:02 left  loss 0.1111  input stall 25 %",
+        "step 10/10  epoch 0  4 examples/s  0:00:10  loss 0.09091  input stall 25 %",
     ]
 
 
 def test_line_at_the_end_of_training_that_stops_says_how_long_it_took():
     stream = io.StringIO()
-    shown = [callbacks.time_limit(4), callbacks.progress("lines", every=60, stream=stream)]
+    shown = [callbacks.TimeLimit(4), callbacks.Progress("lines", every=60, stream=stream)]
     train(ONE, shown, epochs=1, steps=10, state=0, call=_idle, seconds=1.0, logs=lambda step: {"loss": 0.5})
-    assert stream.getvalue() == "step 4/10  epoch 0  4 rows/s  0:00:04  loss 0.5  input stall 0 %\n"
+    assert stream.getvalue() == "step 4/10  epoch 0  4 examples/s  0:00:04  loss 0.5  input stall 0 %\n"
 
 
 def test_line_is_not_said_twice_at_the_end():
@@ -56,7 +56,7 @@ def test_line_is_not_said_twice_at_the_end():
 
 def test_lines_of_unknown_length_say_how_long_it_has_run():
     lines, _ = _lines(every=5, seconds=1.0, total=None)
-    assert lines[0] == "step 5  epoch 0  4 rows/s  0:00:05  loss 0.1667  input stall 0 %"
+    assert lines[0] == "step 5  epoch 0  4 examples/s  0:00:05  loss 0.1667  input stall 0 %"
 
 
 def test_validation_is_shown_until_there_is_another():
@@ -70,16 +70,16 @@ def test_rate_is_that_of_the_last_seconds():
     times = [0.0, 100.0, *(100.0 + 0.25 * number for number in range(1, 101))]  # the first step is compiled
     stream, events = io.StringIO(), []
     _run(events.append, steps=101)
-    shown = callbacks.progress("lines", every=1, stream=stream)
+    shown = callbacks.Progress("lines", every=1, stream=stream)
     for event in events:
         shown(event.__class__(**{**vars(event), "seconds": times[event.step]}))
-    assert " 16 rows/s" in stream.getvalue().splitlines()[-1]
+    assert " 16 examples/s" in stream.getvalue().splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind, every", [("live", 0.25), ("lines", 10.0)])
 @pytest.mark.parametrize("seconds", [0.001, 0.1, 1.0])
 def test_metrics_are_read_as_often_as_they_are_shown_and_no_oftener(kind, every, seconds):
-    run = _run(callbacks.progress(kind, stream=io.StringIO()), steps=300, seconds=seconds)
+    run = _run(callbacks.Progress(kind, stream=io.StringIO()), steps=300, seconds=seconds)
     shown_at_most = 300 * seconds / every + 2
     assert run.reads - 1 <= shown_at_most  # one is for the row of the history
     assert run.reads - 1 >= min(300, math.floor(shown_at_most / 2))
@@ -93,7 +93,7 @@ def test_metrics_of_several_numbers_are_not_shown():
 def test_live_line_is_one_line_and_leaves_the_cursor(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     stream = io.StringIO()
-    _run(callbacks.progress("live", stream=stream))
+    _run(callbacks.Progress("live", stream=stream))
     text = stream.getvalue()
     assert text.count(HIDE) == text.count(SHOW) == 1 and text.index(HIDE) < text.index(SHOW)
     assert text.count("\n") == 2  # that of the epoch; all readings but the last are written over
@@ -122,7 +122,7 @@ def test_live_line_of_80_columns_shows_metrics_and_validation_and_leaves_a_line_
     stream = io.StringIO()
     metrics = lambda step: {"loss": 1 / (step + 1), "accuracy": step / 100}
     _run(
-        callbacks.progress("live", stream=stream),
+        callbacks.Progress("live", stream=stream),
         epochs=2,
         steps=1200,
         seconds=0.01,
@@ -136,7 +136,7 @@ def test_live_line_of_80_columns_shows_metrics_and_validation_and_leaves_a_line_
         "epoch 1  step 2,400  0:00:24  loss 0.0004165  accuracy 24  val_loss 3.5",
         "val_accuracy 0.125",
     ]
-    assert shown[4].endswith("step 2,400/2,400  epoch 1  400 rows/s  0:00:24  loss 0.0004165")
+    assert shown[4].endswith("step 2,400/2,400  epoch 1  400 examples/s  0:00:24  loss 0.0004165")
     assert shown[5] == "accuracy 24  val_loss 3.5  val_accuracy 0.125  input stall 0 %"
 
 
@@ -148,14 +148,14 @@ def test_live_line_leaves_the_terminal_where_a_callback_ends_training():
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train(ONE, [callbacks.progress("live", stream=stream), fails], state=0, call=_idle)
+        train(ONE, [callbacks.Progress("live", stream=stream), fails], state=0, call=_idle)
     assert stream.getvalue().count(SHOW) == 1
     assert sys.stdout is out
 
 
 def test_live_line_begun_anew_leaves_no_other_behind():
     stream = io.StringIO()
-    shown = callbacks.progress("live", stream=stream)
+    shown = callbacks.Progress("live", stream=stream)
     events = []
     _run(events.append)
     shown(events[0])  # of a loop that did not close it
@@ -165,12 +165,12 @@ def test_live_line_begun_anew_leaves_no_other_behind():
 
 def test_names_are_text_and_no_markup():
     stream = io.StringIO()
-    _run(callbacks.progress("live", stream=stream), logs=lambda step: {"[red]x": 1.0}, total=None)
+    _run(callbacks.Progress("live", stream=stream), logs=lambda step: {"[red]x": 1.0}, total=None)
     assert "[red]x 1" in stream.getvalue()
 
 
 def test_off_shows_nothing_and_reads_nothing(capfd):
-    run = _run(callbacks.progress("off"))
+    run = _run(callbacks.Progress("off"))
     assert (run.reads, capfd.readouterr()) == (1, ("", ""))
 
 
@@ -181,7 +181,7 @@ class _Terminal(io.StringIO):
 
 def test_auto_shows_what_suits_the_place(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    assert (kind_for(io.StringIO()), kind_for(_Terminal())) == ("lines", "live")
+    assert (detect_kind(io.StringIO()), detect_kind(_Terminal())) == ("lines", "live")
     for shell, kind in [
         (types.SimpleNamespace(kernel=1), "notebook"),
         (types.SimpleNamespace(), "live"),
@@ -189,11 +189,11 @@ def test_auto_shows_what_suits_the_place(monkeypatch):
     ]:
         ipython = types.SimpleNamespace(get_ipython=lambda shell=shell: shell)
         monkeypatch.setitem(sys.modules, "IPython", ipython)
-        assert kind_for(_Terminal()) == kind
+        assert detect_kind(_Terminal()) == kind
 
 
 def test_auto_is_chosen_when_training_begins(capsys):
-    _run(callbacks.progress())  # made before or after, it writes to what `sys.stdout` is now
+    _run(callbacks.Progress())  # made before or after, it writes to what `sys.stdout` is now
     assert re.fullmatch(r"step 10/10 .*\n", capsys.readouterr().out)
 
 
@@ -210,7 +210,7 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 from jdist import callbacks
 from small_loop import place, train
-run = train(place("one_device"), [callbacks.progress()], epochs=1, steps=30, state=0,
+run = train(place("one_device"), [callbacks.Progress()], epochs=1, steps=30, state=0,
             call=lambda state, number: (state, 0.0), logs=lambda step: {"loss": 0.5})
 """
 
@@ -238,7 +238,7 @@ def test_notebook_form_is_displayed_once_and_updated(monkeypatch):
     InteractiveShell.instance()
     try:
         with capture_output() as captured:
-            _run(callbacks.progress("notebook"), seconds=1.0)
+            _run(callbacks.Progress("notebook"), seconds=1.0)
     finally:
         InteractiveShell.clear_instance()
     assert "step 10/10" in captured.outputs[-1].data["text/html"]
@@ -253,19 +253,19 @@ def test_notebook_without_ipython_is_refused(monkeypatch):
     with pytest.raises(
         ModuleNotFoundError, match='There is no IPython here, so no notebook shows this: take "lines", or "auto"'
     ):
-        callbacks.progress("notebook")
+        callbacks.Progress("notebook")
 
 
 def test_progress_refuses_what_makes_no_sense():
     with pytest.raises(ValueError, match="^`kind` of progress is one of 'auto', .*'off', got 'loud'"):
-        callbacks.progress("loud")
+        callbacks.Progress("loud")
     with pytest.raises(ValueError, match="`every` is a positive number of seconds, got 0"):
-        callbacks.progress(every=0)
+        callbacks.Progress(every=0)
 
 
 @pytest.mark.parametrize("name", ["mirrored_2", "central_2"])
 def test_progress_of_real_steps_shows_their_loss(name):
     strategy, stream = place(name), io.StringIO()
     state, call = regression(strategy)
-    train(strategy, [callbacks.progress("lines", stream=stream)], state=state, call=call)
+    train(strategy, [callbacks.Progress("lines", stream=stream)], state=state, call=call)
     assert re.search(r"loss \d+\.\d+", stream.getvalue())
