@@ -205,8 +205,8 @@ def compare_fit(steps):
         jax.block_until_ready(carry)
         return outcome.loss if isinstance(outcome, StepOutcome) else outcome
 
-    same, nothing_seen = strategy.step(trainer._recipe.train), trainer._recipe.nothing_seen
-    carried = lambda state: TrainCarry(state, strategy.init(nothing_seen), strategy.put(np.bool_(False)))
+    same, empty_metrics = strategy.step(trainer._functions.train), trainer._functions.empty_metrics
+    carried = lambda state: TrainCarry(state, strategy.init(empty_metrics), strategy.put(np.bool_(False)))
     epochs = {
         "jdist": lambda state: trainer.fit(dataset, state=state, progress="off").history.losses[steps],
         "same step": lambda state: loop(same, carried(state)),

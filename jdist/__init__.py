@@ -75,7 +75,7 @@ from jdist._src.strategies.tpu import TPUStrategy as TPUStrategy
 from jdist._src.strategies.variables import read_values as read_values
 from jdist._src.strategies.variables import trainable as trainable
 from jdist._src.strategies.variables import variable as variable
-from jdist._src.training.events import Fit as Fit
+from jdist._src.training.fit import Fit as Fit
 from jdist._src.training.history import History as History
 from jdist._src.training.state import TrainState as TrainState
 from jdist._src.training.trainer import Trainer as Trainer

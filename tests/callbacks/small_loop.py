@@ -1,4 +1,4 @@
-"""A small regression, and a loop of real steps that tells callbacks of it, as the one of the trainer does."""
+"""A small regression, and a training loop that sends events to callbacks as `Trainer.fit` does."""
 
 import dataclasses
 import functools
@@ -9,12 +9,12 @@ import numpy as np
 import optax
 
 import jdist
-from jdist._src.training.events import Event, Moment
+from jdist._src.training.events import Callback, Event, Moment, as_callbacks
 from jdist._src.training.history import History
 
 from laws import STRATEGIES
 
-ROWS = 4  # a step
+EXAMPLES = 4  # per replica and step
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +30,7 @@ place = functools.cache(lambda name: STRATEGIES[name]())
 
 
 def plain(params):
-    """Parameters in no wrapper."""
+    """Returns the parameters without a wrapper."""
     return params
 
 
@@ -54,11 +54,11 @@ def _compiled(strategy, optimizer, wrap):
 
 
 def regression(strategy, optimizer=ADAM, wrap=plain):
-    """A state and a step, `step(state, number of the batch) -> (state, loss)`."""
+    """Returns a state and a step, `step(state, batch number) -> (state, loss)`."""
     make, step = _compiled(strategy, optimizer, wrap)
 
     def call(state, number):
-        x = np.random.default_rng(number).normal(size=(strategy.num_replicas_in_sync, ROWS, 8)).astype(np.float32)
+        x = np.random.default_rng(number).normal(size=(strategy.num_replicas_in_sync, EXAMPLES, 8)).astype(np.float32)
         return step(state, strategy.put(jdist.PerReplica(x)))
 
     return strategy.init(make), call
@@ -66,79 +66,85 @@ def regression(strategy, optimizer=ADAM, wrap=plain):
 
 @dataclasses.dataclass
 class Run:
-    """What a run came to, and what it told."""
+    """The result of a run, and its events."""
 
     state: object
-    stop: str = ""
+    stop_reason: str = ""
     step: int = 0
     events: list = dataclasses.field(default_factory=list)
     states: list = dataclasses.field(default_factory=list)  # the parameters after each call
     reads: int = 0
-    saved: dict = dataclasses.field(default_factory=dict)  # by step, what callbacks wanted kept
+    saved: dict = dataclasses.field(default_factory=dict)  # the resume data, by step
 
 
-def train(strategy, callbacks, *, epochs=2, steps=3, a_call=1, start=0, state=None, call=None, saved=None, validation=None,
-          logs=None, seconds=0.1, total=..., stalled=0.0):  # fmt: skip
-    """Trains, and tells `callbacks`.
+def train(strategy, callbacks, *, epochs=2, steps=3, steps_per_call=1, start=0, state=None, call=None, saved=None, validation=None,
+          logs=None, seconds=0.1, total=..., stalled_fraction=0.0):  # fmt: skip
+    """Trains, and sends the events to `callbacks`.
 
-    `validation`: from the epoch to what was found. `logs`: from the step to the metrics, in place of the loss. A step takes
-    `seconds`. `saved`: what callbacks wanted kept of the run that this one resumes, at step `start`.
+    `validation`: from the epoch to its metrics. `logs`: from the step to the metrics, instead of the loss. A step takes
+    `seconds`. `saved`: the resume data of the run that this one resumes, at step `start`.
     """
+    callbacks = as_callbacks(callbacks)
     if call is None:
-        fresh, call = regression(strategy)
-        state = fresh if state is None else state
+        new_state, call = regression(strategy)
+        state = new_state if state is None else state
     run, losses, rows = Run(state, step=start), [], []
     total = epochs * steps if total is ... else total
     for number, tree in (saved or {}).get("callbacks", {}).items():
         callbacks[int(number)].set_state(jax.device_get(tree))
 
-    def read():
+    def read_metrics():
         run.reads += 1
         return logs(run.step) if logs else {"loss": float(losses[-1])} if losses else {}
 
-    def tell(moment, epoch, found=None):
+    def notify(moment, epoch, validation_metrics=None):
         number = run.step - start
-        answers = []
+        results = []
         for callback in callbacks:
             event = Event(
                 moment=moment, step=run.step, epoch=epoch, state=run.state, position={"batch": run.step},
-                rows=number * ROWS * strategy.num_replicas_in_sync, seconds=number * seconds, stalled=stalled,
-                total_steps=total, validation=found or {}, strategy=strategy, history=History(tuple(rows)), read=read,
-                kept=kept, is_sound=lambda: True,
+                examples=number * EXAMPLES * strategy.num_replicas_in_sync, seconds=number * seconds,
+                stalled_fraction=stalled_fraction, total_steps=total, validation=validation_metrics or {},
+                strategy=strategy, history=History(tuple(rows)), read_metrics=read_metrics, resume_data=resume_data,
+                is_finite=lambda: True,
             )  # fmt: skip
             run.events.append(event)
-            answers.append(callback(event))
-        for answer in filter(None, answers):
-            run.stop = run.stop or answer.stop or ""
-            run.state = run.state if answer.state is None else answer.state
+            results.append(callback(event))
+        for result in filter(None, results):
+            run.stop_reason = run.stop_reason or result.stop_reason or ""
+            run.state = run.state if result.state is None else result.state
 
-    def kept():
+    def resume_data():
         return {
-            "callbacks": {str(i): one.get_state() for i, one in enumerate(callbacks) if hasattr(one, "get_state")},
+            "callbacks": {
+                str(i): callback.get_state()
+                for i, callback in enumerate(callbacks)
+                if type(callback).get_state is not Callback.get_state
+            },
             "history": [dict(row) for row in rows],
         }
 
     epoch = first = start // steps
     try:
-        tell(Moment.START, first)
+        notify(Moment.START, first)
         for epoch in range(first, epochs):
-            while run.step < (epoch + 1) * steps and not run.stop:
-                for _ in range(min(a_call, (epoch + 1) * steps - run.step)):
+            while run.step < (epoch + 1) * steps and not run.stop_reason:
+                for _ in range(min(steps_per_call, (epoch + 1) * steps - run.step)):
                     run.state, loss = call(run.state, run.step)
                     losses.append(loss)
                     run.step += 1
                 run.states.append((run.step, jax.device_get(getattr(run.state, "params", run.state))))
-                tell(Moment.STEP, epoch)
-                run.saved[run.step] = jax.device_get(kept())
-            if run.stop:
+                notify(Moment.STEP, epoch)
+                run.saved[run.step] = jax.device_get(resume_data())
+            if run.stop_reason:
                 break
-            rows.append({"epoch": epoch, "step": run.step, **read()})
-            tell(Moment.EPOCH, epoch, validation(epoch) if validation else None)
-            run.saved[run.step] = jax.device_get(kept())
-            if run.stop:
+            rows.append({"epoch": epoch, "step": run.step, **read_metrics()})
+            notify(Moment.EPOCH, epoch, validation(epoch) if validation else None)
+            run.saved[run.step] = jax.device_get(resume_data())
+            if run.stop_reason:
                 break
-        tell(Moment.END, epoch)
+        notify(Moment.END, epoch)
     finally:
         for callback in callbacks:
-            getattr(callback, "close", lambda: None)()
+            callback.close()
     return run

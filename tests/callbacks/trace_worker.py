@@ -1,6 +1,6 @@
-"""Trains a little under the real profiler: `python trace_worker.py FOLDER`; prints the names of what was traced.
+"""Trains a few steps under the real profiler: `python trace_worker.py FOLDER`; prints the names of the traced events.
 
-In a process of its own: the profiler of jax 0.10.2 ends one in which programs were compiled for TPUs that are not there.
+In a separate process: the profiler of jax 0.10.2 aborts a process that has compiled programs for absent TPUs.
 """
 
 import glob

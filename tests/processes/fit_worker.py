@@ -17,7 +17,7 @@ import optax
 from sklearn.datasets import load_digits
 
 import jdist
-from jdist.callbacks import Answer, Moment
+from jdist.callbacks import CallbackResult, Moment
 
 loaded = load_digits()
 DIGITS = (loaded.images / 16).astype(np.float32).reshape(-1, 64), loaded.target.astype(np.int32)
@@ -31,7 +31,7 @@ OPTIMIZERS = {"adam": optax.adam(1e-2), "top_k": optax.chain(jdist.sync.top_k(0.
 def stop_on_last_process(event):
     """Only one process wants to stop: all of them do, at the same step."""
     if event.moment is Moment.STEP and event.step >= 5 and number == count - 1:
-        return Answer(stop="Enough.")
+        return CallbackResult(stop_reason="Enough.")
 
 
 results = {}

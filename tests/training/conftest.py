@@ -8,14 +8,14 @@ import pytest
 
 @pytest.fixture(scope="session")
 def keras(tmp_path_factory):
-    """Keras on JAX; the environment is as before afterwards."""
+    """Returns Keras with JAX as its backend. The environment variables are restored."""
     if "keras" not in sys.modules:
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             patch.setenv("KERAS_BACKEND", "jax")
             patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
-            pytest.importorskip("keras", reason="Keras is optional, and is not installed here.")
-    found = sys.modules["keras"]
-    if found.backend.backend() != "jax":
-        pytest.skip("Keras was imported with another backend than JAX before.")
-    return found
+            pytest.importorskip("keras", reason="Keras is optional and not installed.")
+    module = sys.modules["keras"]
+    if module.backend.backend() != "jax":
+        pytest.skip("Keras was imported with another backend than JAX.")
+    return module

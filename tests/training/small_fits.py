@@ -1,4 +1,4 @@
-"""The handwritten digits, a small model of them, and how it is trained in the tests."""
+"""The handwritten digits, a small model, and its training in the tests."""
 
 import functools
 
@@ -15,7 +15,7 @@ CROSS_ENTROPY = optax.softmax_cross_entropy_with_integer_labels
 
 @functools.cache
 def digits():
-    """1,797 images `[example, 64]` and their classes."""
+    """Returns 1,797 images `[example, 64]` and their classes."""
     data = load_digits()
     return (data.images / 16).astype(np.float32).reshape(-1, 64), data.target.astype(np.int32)
 
@@ -29,29 +29,29 @@ class MLP(nn.Module):
 
 
 def trainer(strategy, optimizer=None, **options):
-    """Trains the model, with its accuracy."""
+    """Returns a trainer of the model, with the accuracy as a metric."""
     options = {"metrics": {"accuracy": jdist.metrics.Accuracy()}, **options}
     return jdist.Trainer(MLP(), optimizer or optax.adam(3e-3), CROSS_ENTROPY, strategy=strategy, **options)
 
 
 def fit(strategy, data=None, optimizer=None, trainer_options=None, **options):
-    """How 3 epochs of it end."""
+    """Returns the result of 3 epochs."""
     options = {"batch_size": 240, "epochs": 3, "progress": "off", **options}
     return trainer(strategy, optimizer, **(trainer_options or {})).fit(data or digits(), **options)
 
 
-def host(tree):
-    """The numbers of a tree as they are read, keys among them as such."""
+def to_host(tree):
+    """Returns the leaves of a tree as numpy arrays, with the data of random keys."""
 
-    def one(leaf):
+    def to_numpy(leaf):
         is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
-    return [one(leaf) for leaf in jax.tree.leaves(jdist.read_values(tree))]
+    return [to_numpy(leaf) for leaf in jax.tree.leaves(jdist.read_values(tree))]
 
 
-def assert_equal_bits(a, b):
-    """Both trees have the same bits."""
-    pairs = list(zip(host(a), host(b), strict=True))
+def assert_bitwise_equal(a, b):
+    """Asserts that the trees are bitwise equal."""
+    pairs = list(zip(to_host(a), to_host(b), strict=True))
     assert pairs
     assert all(x.tobytes() == y.tobytes() and x.dtype == y.dtype for x, y in pairs)

@@ -17,7 +17,7 @@ from matplotlib.colors import to_hex
 
 from jdist._src.training.history import History, format_value
 from jdist._src.training.report import matplotlib_charts
-from jdist._src.training.report.charts import metrics_of, panels, shown
+from jdist._src.training.report.charts import chart_panels, metric_names, printable
 
 few = hypothesis.settings(
     max_examples=12,
@@ -31,7 +31,7 @@ few = hypothesis.settings(
 VALUES = st.one_of(st.floats(), st.integers(), st.sampled_from([0.5, 1.0, 0.0, -1.0, 1e-320, 1.7e308, None, "text"]))
 NAMES = st.one_of(
     st.sampled_from(["epoch", "step", "loss", "val_loss", "accuracy", "val_accuracy", "learning_rate", "val_", ""]),
-    st.sampled_from(["rows_per_second", "stalled", "$x$", "_hidden", "<script>", "\ud800", "a\nb", "損失", "val_val_"]),
+    st.sampled_from(["examples_per_second", "stalled_fraction", "$x$", "_hidden", "<script>", "\ud800", "a\nb", "損失", "val_val_"]),
     st.text(max_size=40),
 )
 HISTORIES = st.builds(
@@ -138,14 +138,14 @@ def test_table_in_html_escapes_names_and_values():
 @pytest.mark.parametrize(
     "value, words",
     [(0, "0"), (12, "12"), (1234567, "1,234,567"), (10**15, "1,000,000,000,000,000"), (1.0, "1"), (0.98765, "0.9877")]
-    + [(98765.4, "98,765"), (1e30, "1e+30"), (float("inf"), "inf"), (None, "None"), (10**400, shown(str(10**400)))],
+    + [(98765.4, "98,765"), (1e30, "1e+30"), (float("inf"), "inf"), (None, "None"), (10**400, printable(str(10**400)))],
 )
 def test_value_is_read_in_few_figures(value, words):
     assert format_value(value) == words
 
 
 def test_metrics_are_what_is_no_fact_of_the_run_with_the_loss_first():
-    assert metrics_of(FULL.columns) == ["loss", "accuracy", "perplexity", "recall"]
+    assert metric_names(FULL.columns) == ["loss", "accuracy", "perplexity", "recall"]
 
 
 # ---- pictures
@@ -157,7 +157,7 @@ def test_figure_has_a_panel_for_all_that_is_known(full):
         "Metrics": 1,
         "Perplexity": 1,
         "Learning rate": 1,
-        "Rows a second": 2,
+        "Examples per second": 2,
     }
 
 
@@ -178,7 +178,7 @@ def test_line_has_the_values_of_its_column(full, title, label, column):
 
 
 @pytest.mark.parametrize(
-    "title, number, column", [("Learning rate", 0, "learning_rate"), ("Rows a second", 1, "stalled")]
+    "title, number, column", [("Learning rate", 0, "learning_rate"), ("Examples per second", 1, "stalled_fraction")]
 )
 def test_line_without_a_name_has_the_values_of_its_column(full, title, number, column):
     (line,) = full[title][number].lines
@@ -191,7 +191,7 @@ def test_loss_of_every_step_is_drawn_as_it_is(full):
 
 
 def test_steps_that_come_in_another_order_are_drawn_in_order():
-    (panel,) = panels((), dict(reversed(steps(20).items())))
+    (panel,) = chart_panels((), dict(reversed(steps(20).items())))
     assert panel.trace.x.tolist() == list(range(1, 21)) and panel.trace.mean.tolist() == list(steps(20).values())
 
 
@@ -222,7 +222,7 @@ def test_label_stands_at_the_height_where_its_line_ends(label, first):
 
 
 def test_more_metrics_than_colours_share_panels():
-    found = panels(epochs(2, **{f"m{i}": lambda e: 0.5 for i in range(7)}), {})
+    found = chart_panels(epochs(2, **{f"m{i}": lambda e: 0.5 for i in range(7)}), {})
     assert [len(panel.lines) for panel in found] == [5, 2]
     assert all(len({line.color for line in panel.lines}) == len(panel.lines) for panel in found)
 
@@ -237,15 +237,15 @@ def test_metrics_whose_names_begin_alike_have_a_label_each():
     [((1.0, 0.5), False), ((1.0, 1e-3), True), ((1.0, 0.0), False), ((1e3, -1.0), False), ((0.0, 0.0), False)],
 )
 def test_scale_is_logarithmic_if_the_values_are_of_different_orders(values, log):
-    (panel,) = panels(epochs(2, loss=values.__getitem__), {})
+    (panel,) = chart_panels(epochs(2, loss=values.__getitem__), {})
     (axes,) = axes_of(History(epochs(2, loss=values.__getitem__)))["Loss"]
-    assert panel.log is log is ("log scale" in panel.reading) and axes.get_yscale() == ("log" if log else "linear")
+    assert panel.log is log is ("log scale" in panel.caption) and axes.get_yscale() == ("log" if log else "linear")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.7e308])
 def test_value_that_is_not_finite_is_marked_and_said(bad):
-    (panel,) = panels(epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s in (7, 20) else 1.0))
-    assert panel.bad.tolist() == [7, 20] and "2 not finite (×)" in panel.reading
+    (panel,) = chart_panels(epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s in (7, 20) else 1.0))
+    assert panel.bad.tolist() == [7, 20] and "2 not finite (×)" in panel.caption
     (axes,) = axes_of(
         History(epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s == 7 else 1.0))
     )["Loss"]
@@ -264,7 +264,7 @@ def test_losses_none_of_which_is_finite_still_span_their_steps():
 def test_long_run_is_drawn_between_its_least_and_its_most(count):
     values = np.random.default_rng(0).standard_normal(count)
     values[count // 2] = 99.0
-    (panel,) = panels((), dict(enumerate(values.tolist(), start=1)))
+    (panel,) = chart_panels((), dict(enumerate(values.tolist(), start=1)))
     trace = panel.trace
     assert len(trace.x) <= 2_000 and trace.every == -(-count // 2_000)
     parts = np.split(values, range(trace.every, count, trace.every))
@@ -273,16 +273,16 @@ def test_long_run_is_drawn_between_its_least_and_its_most(count):
     ]
     np.testing.assert_allclose(trace.mean, [part.mean() for part in parts], atol=1e-12)
     assert trace.high.max() == 99.0 and trace.smooth.shape == trace.x.shape
-    assert (f"every {trace.every} steps" in panel.reading) == (count > 2_000)
+    assert (f"every {trace.every} steps" in panel.caption) == (count > 2_000)
 
 
 def test_smooth_line_of_a_constant_is_that_constant_though_some_losses_are_missing():
-    (panel,) = panels((), steps(500, lambda step: math.nan if step % 7 == 0 else 3.0))
+    (panel,) = chart_panels((), steps(500, lambda step: math.nan if step % 7 == 0 else 3.0))
     np.testing.assert_allclose(panel.trace.smooth, 3.0)
 
 
 def test_smooth_line_stays_between_the_least_and_the_most():
-    (panel,) = panels((), steps(300))
+    (panel,) = chart_panels((), steps(300))
     assert panel.trace.smooth.min() >= panel.trace.low.min() and panel.trace.smooth.max() <= panel.trace.high.max()
 
 
@@ -290,7 +290,7 @@ def test_one_row_and_one_loss_are_points():
     axes = axes_of(History(epochs(1, loss=lambda e: 2.0, stalled=lambda e: 0.25), {10: 2.5}))
     lines = lines_of(axes["Loss"][0])
     assert lines["training"].get_marker() == "o" and lines["every step"].get_marker() == "."
-    assert axes["Rows a second"][0].patches[0].get_height() == 0.25
+    assert axes["Examples per second"][0].patches[0].get_height() == 0.25
 
 
 def test_figure_of_nothing_says_so():
@@ -307,8 +307,8 @@ def test_figure_of_nothing_says_so():
     ],
 )
 def test_rows_stand_at_their_steps_or_else_their_epochs_or_else_their_numbers(rows, across, places):
-    (panel,) = panels(rows, {})
-    assert panel.across == across and panel.lines[0].x.tolist() == places
+    (panel,) = chart_panels(rows, {})
+    assert panel.x_label == across and panel.lines[0].x.tolist() == places
 
 
 def test_names_with_dollars_and_underscores_are_written_as_they_are():
@@ -353,11 +353,11 @@ def test_without_matplotlib_the_error_names_what_to_install(monkeypatch):
 
 
 def test_panel_as_svg_is_text_in_the_colours_of_the_page_and_the_same_each_time():
-    for i, panel in enumerate(panels(FULL.rows, FULL.losses)):
-        text = matplotlib_charts.svg(panel, f"p{i}")
+    for i, panel in enumerate(chart_panels(FULL.rows, FULL.losses)):
+        text = matplotlib_charts.draw_svg(panel, f"p{i}")
         root = ET.fromstring(text)
         assert root.tag.endswith("svg") and "viewBox" in root.attrib and "width" not in root.attrib
-        assert text == matplotlib_charts.svg(panel, f"p{i}")
+        assert text == matplotlib_charts.draw_svg(panel, f"p{i}")
         assert "var(--muted)" in text and not any(light in text for light, _ in matplotlib_charts.COLORS.values())
         ids = {element.attrib["id"] for element in root.iter() if "id" in element.attrib}
         assert ids and all(name.startswith(f"p{i}-") for name in ids)
@@ -368,18 +368,18 @@ def test_panel_as_svg_is_text_in_the_colours_of_the_page_and_the_same_each_time(
 def test_any_history_is_shown_as_text_as_a_table_and_as_pictures(history):
     assert str(history) and repr(history) and history._repr_html_().startswith("<table>")
     str(history).encode()
-    for i, panel in enumerate(panels(history.rows, history.losses)):
-        ET.fromstring(matplotlib_charts.svg(panel, f"p{i}"))
+    for i, panel in enumerate(chart_panels(history.rows, history.losses)):
+        ET.fromstring(matplotlib_charts.draw_svg(panel, f"p{i}"))
 
 
 @few
 @hypothesis.given(HISTORIES)
 def test_any_history_is_drawn_with_each_of_its_values_or_a_mark(history):
-    found = panels(history.rows, history.losses)
+    found = chart_panels(history.rows, history.losses)
     drawn = sum(len(line.y) for panel in found for line in (*panel.lines, *([panel.strip] if panel.strip else [])))
     assert drawn == sum(name not in ("epoch", "step", "seconds") for row in history.rows for name in row)
     traced = [panel.trace for panel in found if panel.trace]
     assert sum(len(trace.x) for trace in traced) == len(history.losses)
     with io.BytesIO() as file:
         hypothesis.assume(all(ord(c) < 256 for row in history.rows for name in row for c in name))  # the font has them
-        matplotlib_charts.figure(found).savefig(file, format="png", dpi=40)
+        matplotlib_charts.draw_figure(found).savefig(file, format="png", dpi=40)

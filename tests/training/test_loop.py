@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import jdist
-from jdist.callbacks import Answer, Moment
+from jdist.callbacks import CallbackResult, Moment
 
-from small_fits import assert_equal_bits, digits, fit, host, trainer
+from small_fits import assert_bitwise_equal, digits, fit, to_host, trainer
 
 SMALL = tuple(array[:240] for array in digits())  # 4 batches of 60
 
@@ -36,7 +36,7 @@ def test_callbacks_are_told_in_order_of_every_call_epoch_and_end(two, a_call):
     told = []
 
     def note(event):
-        told.append((event.moment.name, event.step, event.epoch, event.rows))
+        told.append((event.moment.name, event.step, event.epoch, event.examples))
         if event.moment is Moment.EPOCH:
             assert {"loss", "accuracy"} == set(event.metrics)
             assert set(event.logs) == {"loss", "accuracy", "val_loss", "val_accuracy"}
@@ -83,10 +83,10 @@ def test_metrics_within_an_epoch_are_those_of_its_examples_so_far(two):
 
 
 def test_callback_stops_training_with_its_sentence(two):
-    stop = lambda event: Answer(stop="Enough.") if event.step == 3 else None
+    stop = lambda event: CallbackResult(stop_reason="Enough.") if event.step == 3 else None
     found = small(two, callbacks=[stop])
-    assert (found.stop, found.steps, int(found.state.step)) == ("Enough.", 3, 3)
-    assert_equal_bits(found.state, small(two, epochs=None, steps=3).state)
+    assert (found.stop_reason, found.steps, int(found.state.step)) == ("Enough.", 3, 3)
+    assert_bitwise_equal(found.state, small(two, epochs=None, steps=3).state)
 
 
 def test_callback_hands_in_another_state_and_all_are_told_the_same(two):
@@ -97,7 +97,7 @@ def test_callback_hands_in_another_state_and_all_are_told_the_same(two):
         if event.moment is Moment.START:
             first["state"] = jax.tree.map(jnp.copy, event.state)
         if event.moment is Moment.END:
-            return Answer(state=first["state"])
+            return CallbackResult(state=first["state"])
 
     look = lambda event: steps_seen.append(int(event.state.step))
     found = small(two, callbacks=[swap, look])
@@ -138,7 +138,7 @@ def test_error_of_a_callback_comes_with_the_state_so_far(two):
     assert error.value.fit.steps == int(error.value.fit.state.step) == 5
     assert len(error.value.fit.history.rows) == 1
     assert closed == [1]
-    assert_equal_bits(error.value.fit.state, small(two, epochs=None, steps=5).state)
+    assert_bitwise_equal(error.value.fit.state, small(two, epochs=None, steps=5).state)
 
 
 def test_error_before_the_first_step_is_itself(two):
@@ -233,9 +233,9 @@ def poisoned(number):
 @pytest.mark.parametrize("a_call", [1, 3])
 def test_loss_that_is_not_finite_stops_with_the_state_before(two, a_call):
     found = fit(two, poisoned(2), batch_size=60, epochs=2, shuffle=False, steps_per_call=a_call)
-    assert found.stop == "The loss of step 3 is nan, of batch 2 of epoch 0. The state is that before the step."
+    assert found.stop_reason == "The loss of step 3 is nan, of batch 2 of epoch 0. The state is that before the step."
     assert found.steps == int(found.state.step) == 2
-    assert_equal_bits(found.state, fit(two, SMALL, batch_size=60, epochs=None, steps=2, shuffle=False).state)
+    assert_bitwise_equal(found.state, fit(two, SMALL, batch_size=60, epochs=None, steps=2, shuffle=False).state)
     assert list(found.history.losses) == [1, 2, 3]
     assert np.isnan(found.history.losses[3])
 
@@ -252,7 +252,7 @@ def test_loss_that_is_not_finite_is_skipped(two):
     )
     without = tuple(np.concatenate([array[:120], array[180:]]) for array in SMALL)
     expected = fit(two, without, batch_size=60, epochs=1, shuffle=False, optimizer=optax.sgd(0.1))
-    assert_equal_bits(found.state.params, expected.state.params)
+    assert_bitwise_equal(found.state.params, expected.state.params)
     assert found.steps == int(found.state.step) == 4
     assert found.history["loss"] == pytest.approx(expected.history["loss"])
 
@@ -260,17 +260,17 @@ def test_loss_that_is_not_finite_is_skipped(two):
 def test_loss_that_is_not_finite_is_kept_if_asked_for(two):
     found = fit(two, poisoned(2), batch_size=60, epochs=1, shuffle=False, trainer_options={"non_finite": "keep"})
     assert found.steps == 4
-    assert not all(np.isfinite(leaf).all() for leaf in host(found.state.params))
+    assert not all(np.isfinite(leaf).all() for leaf in to_host(found.state.params))
 
 
 def test_data_that_end_before_the_steps_say_so(two):
     found = small(two, epochs=1, steps=10)
-    assert (found.stop, found.steps) == ("The data ended after 4 of 10 steps.", 4)
+    assert (found.stop_reason, found.steps) == ("The data ended after 4 of 10 steps.", 4)
 
 
 def test_no_step_at_all_gives_the_state_that_there_is(two):
     found = small(two, epochs=None, steps=0)
-    assert (found.steps, found.history.rows, found.stop) == (0, (), "Every step was taken that was asked for.")
+    assert (found.steps, found.history.rows, found.stop_reason) == (0, (), "All requested steps were taken.")
 
 
 def test_ctrl_c_in_a_step_ends_after_it_with_its_state(two):
@@ -278,8 +278,8 @@ def test_ctrl_c_in_a_step_ends_after_it_with_its_state(two):
         os.kill(os.getpid(), signal.SIGINT) if event.moment is Moment.STEP and event.step == 3 else None
     )
     found = small(two, callbacks=[press])
-    assert (found.stop, found.steps, int(found.state.step)) == ("Ctrl-C was pressed.", 3, 3)
-    assert_equal_bits(found.state, small(two, epochs=None, steps=3).state)
+    assert (found.stop_reason, found.steps, int(found.state.step)) == ("Ctrl-C was pressed.", 3, 3)
+    assert_bitwise_equal(found.state, small(two, epochs=None, steps=3).state)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
@@ -291,7 +291,7 @@ def test_ctrl_c_while_waiting_for_data_ends_with_the_state_so_far(two):
             threading.Event().wait(60)
 
     found = trainer(two).fit(Slow(), progress="off")
-    assert found.stop == "Ctrl-C was pressed."
+    assert found.stop_reason == "Ctrl-C was pressed."
     assert found.steps == int(found.state.step) == 3
 
 
@@ -328,5 +328,5 @@ def test_handler_of_somebody_else_is_left_alone(two):
 def test_report_of_a_fit_is_a_page_with_its_numbers(two, tmp_path):
     found = small(two, validation_data=SMALL)
     text = found.report(tmp_path / "run.html").read_text()
-    for said in (found.stop, "MirroredStrategy", str(found.proof), jax.__version__, sys.version.split()[0]):
+    for said in (found.stop_reason, "MirroredStrategy", str(found.proof), jax.__version__, sys.version.split()[0]):
         assert said in text

@@ -15,8 +15,8 @@ LABELS = (X[:, :1] > 0).astype(np.float32)
 CLASSES = RNG.integers(0, 4, 10)
 
 
-def evaluated(two, loss, targets, width, **options):
-    """The loss over 10 examples in batches of 4, and the metrics."""
+def evaluate(two, loss, targets, width, **options):
+    """Returns the loss and the metrics of 10 examples in batches of 4, and the outputs."""
     weights = RNG.normal(size=(3, width)).astype(np.float32)
     model = (lambda key, x: jnp.asarray(weights), lambda w, x: x @ w)
     trainer = jdist.Trainer(model, optax.sgd(0.1), loss, strategy=two, **options)
@@ -40,47 +40,47 @@ LOSSES = {
 @pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
 def test_keras_loss_is_called_with_the_targets_first_and_averaged_over_the_examples(make, two, keras):
     loss, targets, width = make(keras)
-    found, outputs = evaluated(two, loss, targets, width)
-    assert found["loss"] == pytest.approx(float(np.mean(loss(jnp.asarray(targets), jnp.asarray(outputs)))), abs=1e-6)
+    results, outputs = evaluate(two, loss, targets, width)
+    assert results["loss"] == pytest.approx(float(np.mean(loss(jnp.asarray(targets), jnp.asarray(outputs)))), abs=1e-6)
 
 
 def test_keras_loss_trains_as_the_loss_of_optax_does(two, keras):
     model = (lambda key, x: jnp.zeros((3, 1)), lambda w, x: x @ w)
 
-    def trained(loss):
+    def train(loss):
         trainer = jdist.Trainer(model, optax.sgd(0.1), loss, strategy=two)
         return trainer.fit((X, LABELS), batch_size=4, progress="off").state.params
 
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
-    np.testing.assert_allclose(trained(loss), trained(optax.sigmoid_binary_cross_entropy), atol=1e-6)
-    assert loss.reduction == "sum_over_batch_size"  # the user's own object
+    np.testing.assert_allclose(train(loss), train(optax.sigmoid_binary_cross_entropy), atol=1e-6)
+    assert loss.reduction == "sum_over_batch_size"  # the object of the user is not changed
 
 
 def test_keras_function_as_a_metric_is_called_with_the_targets_first(two, keras):
     metrics = {"percent": keras.losses.mean_absolute_percentage_error, "huber": keras.losses.Huber()}
-    found, outputs = evaluated(two, optax.squared_error, LABELS + 1, 1, metrics=metrics)
+    results, outputs = evaluate(two, optax.squared_error, LABELS + 1, 1, metrics=metrics)
     for name, metric in metrics.items():
-        assert found[name] == pytest.approx(float(np.mean(metric(LABELS + 1, outputs))), rel=1e-5)
+        assert results[name] == pytest.approx(float(np.mean(metric(LABELS + 1, outputs))), rel=1e-5)
 
 
-def test_function_with_parameters_called_as_in_keras_is_called_with_the_targets_first(two):
-    found, outputs = evaluated(two, lambda y_true, y_pred: y_pred - 2 * y_true, LABELS, 1)
-    assert found["loss"] == pytest.approx(float(np.mean(outputs - 2 * LABELS)), abs=1e-6)
+def test_function_with_parameters_named_as_in_keras_is_called_with_the_targets_first(two):
+    results, outputs = evaluate(two, lambda y_true, y_pred: y_pred - 2 * y_true, LABELS, 1)
+    assert results["loss"] == pytest.approx(float(np.mean(outputs - 2 * LABELS)), abs=1e-6)
 
 
-def test_keras_loss_of_sums_is_refused(two, keras):
+def test_keras_loss_with_sum_reduction_raises(two, keras):
     loss = keras.losses.MeanSquaredError(reduction="sum")
     with pytest.raises(ValueError, match=r'Keras loss mean_squared_error has reduction="sum".*`reduction=None`'):
         jdist.Trainer((lambda key, x: x, lambda w, x: x), loss=loss, strategy=two)
 
 
-def test_class_of_losses_is_refused(two, keras):
+def test_loss_class_raises(two, keras):
     with pytest.raises(TypeError, match=r"`loss` is the class Huber\. Pass an instance of it: `Huber\(\.\.\.\)`"):
         jdist.Trainer((lambda key, x: x, lambda w, x: x), loss=keras.losses.Huber, strategy=two)
 
 
-def test_keras_metric_is_refused(two, keras):
+def test_keras_metric_raises(two, keras):
     with pytest.raises(
-        TypeError, match="The metric 'auc' is a Keras metric, AUC, which counts in variables of its own"
+        TypeError, match="The metric 'auc' is a Keras metric, AUC, which updates variables in place"
     ):
         jdist.Trainer((lambda key, x: x, lambda w, x: x), metrics={"auc": keras.metrics.AUC()}, strategy=two)

@@ -16,7 +16,7 @@ import pytest
 import jdist
 from jdist._src.execution.replicate import Proof
 from jdist._src.training.history import History
-from jdist._src.training.report.page import report
+from jdist._src.training.report.page import write_report
 
 few = hypothesis.settings(
     max_examples=6,
@@ -40,8 +40,8 @@ def full(**other):
             "epoch": 0,
             "step": 20,
             "seconds": 2.0,
-            "rows_per_second": 500.0,
-            "stalled": 0.25,
+            "examples_per_second": 500.0,
+            "stalled_fraction": 0.25,
             "loss": 2.5,
             "accuracy": 0.25,
         },
@@ -49,8 +49,8 @@ def full(**other):
             "epoch": 1,
             "step": 40,
             "seconds": 75.0,
-            "rows_per_second": 1500.0,
-            "stalled": 0.0,
+            "examples_per_second": 1500.0,
+            "stalled_fraction": 0.0,
             "loss": 1.25,
             "accuracy": 0.75,
         },
@@ -105,7 +105,7 @@ def page(tmp_path_factory):
     about = two.describe(two.put({"kernel": np.zeros((4, 8), np.float32)}))
     proof = Proof(mirrored=("state['w']", "state['<i>']"), per_replica=("output[3]",))
     return Page(
-        report(full(description=about, proof=proof), tmp_path_factory.mktemp("page") / "run.html", title="Digits & <b>")
+        write_report(full(description=about, proof=proof), tmp_path_factory.mktemp("page") / "run.html", title="Digits & <b>")
     )
 
 
@@ -122,7 +122,7 @@ def test_page_is_whole_and_needs_nothing_else(page):
         ["accuracy", "0.75", "training"],
         ["steps", "40", "2 epochs"],
         ["time", "1 min 15 s"],
-        ["rows a second", "1,000", "median of the epochs"],
+        ["examples per second", "1,000", "median of the epochs"],
         ["waited for input", "12.5%"],
         ["1", "40", "75", "1,500", "0", "1.25", "0.75", "1.375", "0.5"],
         ["Strategy", "MirroredStrategy"],
@@ -140,7 +140,7 @@ def test_page_says_what_there_is_to_say(page, words):
 
 def test_page_has_a_picture_for_each_panel_that_says_what_it_is(page):
     labels = [value for tag, name, value in page.attributes if (tag, name) == ("figure", "aria-label")]
-    assert labels == ["Loss", "Metrics", "Rows a second"] and page.tags.count("svg") == 3
+    assert labels == ["Loss", "Metrics", "Examples per second"] and page.tags.count("svg") == 3
 
 
 def test_page_has_colours_for_light_and_dark_and_those_of_the_pictures_are_among_them(page):
@@ -158,28 +158,28 @@ def test_name_that_is_markup_is_shown_and_is_none(page):
     "fit", [run(), run(losses={1: math.nan}), run([{"loss": math.inf}])], ids=["none", "step", "row"]
 )
 def test_page_of_a_run_that_came_to_little_is_whole(tmp_path, fit):
-    page = Page(report(fit, tmp_path / "run.html"))
+    page = Page(write_report(fit, tmp_path / "run.html"))
     check_alone(page)
     assert ("Nothing was recorded." in page.words) == (not fit.history.rows and not fit.history.losses)
 
 
 def test_proof_of_very_many_results_is_cut_and_says_so(tmp_path):
     proof = Proof((), tuple(f"output[{i}]" for i in range(5_000)))
-    page = Page(report(run(proof=proof), tmp_path / "run.html"))
+    page = Page(write_report(run(proof=proof), tmp_path / "run.html"))
     assert "… 3,000 more" in page.words and max(map(len, page.words)) <= 400
 
 
 def test_page_replaces_an_older_one_and_leaves_nothing_beside_it(tmp_path):
     path = tmp_path / "run.html"
     path.write_text("old")
-    assert report(run(), str(path)) == path
+    assert write_report(run(), str(path)) == path
     assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and list(tmp_path.iterdir()) == [path]
 
 
 def test_link_to_a_page_stays_a_link(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "run.html").symlink_to(tmp_path / "there" / "page.html")
-    report(run(), tmp_path / "run.html")
+    write_report(run(), tmp_path / "run.html")
     assert (tmp_path / "run.html").is_symlink() and (tmp_path / "there" / "page.html").is_file()
 
 
@@ -205,7 +205,7 @@ def test_path_that_cannot_be_written_is_an_error_that_names_it_and_nothing_is_le
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("kept")
     with pytest.raises(error, match=says):
-        report(run(), tmp_path / path)
+        write_report(run(), tmp_path / path)
     assert (
         sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"] and (tmp_path / "file").read_text() == "kept"
     )
@@ -213,13 +213,13 @@ def test_path_that_cannot_be_written_is_an_error_that_names_it_and_nothing_is_le
 
 def test_only_process_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert report(run(), tmp_path / "run.html") == tmp_path / "run.html" and not list(tmp_path.iterdir())
+    assert write_report(run(), tmp_path / "run.html") == tmp_path / "run.html" and not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib_the_error_names_what_to_install_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r'python -m pip install "jdist\[plot\]"'):
-        report(full(), tmp_path / "run.html")
+        write_report(full(), tmp_path / "run.html")
     assert not list(tmp_path.iterdir())
 
 
@@ -230,7 +230,7 @@ def test_without_matplotlib_the_error_names_what_to_install_and_nothing_is_writt
     st.text(max_size=50),
 )
 def test_page_of_any_history_is_whole(tmp_path, rows, stop, title):
-    page = Page(report(run(rows, {1: 1.0}, stop=stop), tmp_path / "run.html", title=title))
+    page = Page(write_report(run(rows, {1: 1.0}, stop=stop), tmp_path / "run.html", title=title))
     check_alone(page)
 
 
@@ -238,6 +238,6 @@ def test_page_of_any_history_is_whole(tmp_path, rows, stop, title):
     "name", ["\ud800", "a\x00b", "]]>", "--><b>", "</style>", "{x}", "\\1", "$\\frac", "損失 🙂", "\x1b[0m"]
 )
 def test_name_of_any_letters_leaves_the_page_whole(tmp_path, name):
-    page = Page(report(run([{name: 0.5, "other": 0.25}], stop=name), tmp_path / "run.html", title=name))
+    page = Page(write_report(run([{name: 0.5, "other": 0.25}], stop=name), tmp_path / "run.html", title=name))
     check_alone(page)
     assert "b" not in page.tags

@@ -8,10 +8,10 @@ import optax
 import pytest
 
 import jdist
-from jdist.callbacks import Answer, Moment
+from jdist.callbacks import CallbackResult, Moment
 
 from laws import STRATEGIES
-from small_fits import assert_equal_bits, digits, fit, trainer
+from small_fits import assert_bitwise_equal, digits, fit, trainer
 
 DATA = tuple(array[:500] for array in digits())  # 9 batches of 60 an epoch, the last of which has 20
 STEPS = 27
@@ -19,7 +19,7 @@ STEPS = 27
 
 def train(strategy, path=None, stop_at=None, every=1, **options):
     """Three epochs with checkpoints, from the newest there is, until `stop_at`."""
-    stops = lambda event: Answer(stop="Killed.") if event.moment is Moment.STEP and event.step == stop_at else None
+    stops = lambda event: CallbackResult(stop_reason="Killed.") if event.moment is Moment.STEP and event.step == stop_at else None
     if path is None:
         return fit(strategy, DATA, batch_size=60, **options)
     with jdist.Checkpointer(path, every=every) as checkpointer:
@@ -57,7 +57,7 @@ def test_interrupted_training_ends_in_the_same_bits(two, tmp_path, options):
     found = interrupted(two, tmp_path, seed=0, every=3, **options)
     expected = train(two, **options)
     assert found.steps == expected.steps == STEPS
-    assert_equal_bits(found.state, expected.state)
+    assert_bitwise_equal(found.state, expected.state)
     for row, straight in zip(found.history.rows, expected.history.rows, strict=True):
         assert row["step"] == straight["step"]
         assert row["loss"] == pytest.approx(straight["loss"], rel=1e-6)
@@ -69,7 +69,7 @@ def test_interrupted_training_ends_in_the_same_bits(two, tmp_path, options):
 @pytest.mark.parametrize("place", ["one_device", "mirrored_3", "sharded_4", "central_2"])
 def test_interrupted_training_ends_in_the_same_bits_under_every_strategy(place, tmp_path):
     strategy = STRATEGIES[place]()
-    assert_equal_bits(interrupted(strategy, tmp_path, seed=1, every=2).state, train(strategy).state)
+    assert_bitwise_equal(interrupted(strategy, tmp_path, seed=1, every=2).state, train(strategy).state)
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_exact_training_goes_on_over_another_number_of_devices_to_the_same_bits(
     on = lambda n: jdist.MirroredStrategy([f"cpu:{i}" for i in range(n)], virtual_replicas=4)
     train(on(1), tmp_path, stop_at=5, **exact)
     train(on(4), tmp_path, stop_at=16, **exact)
-    assert_equal_bits(train(on(2), tmp_path, **exact).state, train(on(2), **exact).state)
+    assert_bitwise_equal(train(on(2), tmp_path, **exact).state, train(on(2), **exact).state)
 
 
 @pytest.mark.slow
@@ -94,7 +94,7 @@ def test_training_that_is_at_its_end_takes_no_further_step(two, tmp_path):
     first = train(two, tmp_path, every=100)
     again = train(two, tmp_path, every=100)
     assert again.steps == first.steps == STEPS
-    assert_equal_bits(again.state, first.state)
+    assert_bitwise_equal(again.state, first.state)
     assert again.history.rows == first.history.rows
     assert again.history.losses == first.history.losses
 
@@ -107,7 +107,7 @@ def test_callbacks_go_on_with_what_they_kept(two, tmp_path):
         for stop_at in stops:
             ema = jdist.callbacks.EMA(0.9)
             stop = lambda event, at=stop_at: (
-                Answer(stop="") if event.step == at and event.moment is Moment.STEP else None
+                CallbackResult(stop_reason="") if event.step == at and event.moment is Moment.STEP else None
             )
             with jdist.Checkpointer(path) as checkpointer:
                 saving = jdist.callbacks.Checkpoint(checkpointer)
@@ -116,14 +116,14 @@ def test_callbacks_go_on_with_what_they_kept(two, tmp_path):
 
     averages["straight"] = averaged(tmp_path / "a", [None])
     averages["resumed"] = averaged(tmp_path / "b", [7, 20, None])
-    assert_equal_bits(averages["straight"], averages["resumed"])
+    assert_bitwise_equal(averages["straight"], averages["resumed"])
 
 
 @pytest.mark.slow
 def test_path_of_checkpoints_is_enough_to_go_on(two, tmp_path):
     train(two, tmp_path, stop_at=13)
     found = fit(two, DATA, batch_size=60, resume=tmp_path)
-    assert_equal_bits(found.state, train(two).state)
+    assert_bitwise_equal(found.state, train(two).state)
 
 
 def test_path_without_checkpoints_begins_anew(two, tmp_path):
@@ -180,8 +180,8 @@ def test_callbacks_in_another_order_and_new_ones_get_their_own_memory(two, tmp_p
     _, slow_again, fast_again = run(
         patient, jdist.callbacks.EMA(0.9), jdist.callbacks.EMA(0.5), path=tmp_path / "b", epochs=2
     )
-    assert_equal_bits(fast_again.params, fast.params)
-    assert_equal_bits(slow_again.params, slow.params)
+    assert_bitwise_equal(fast_again.params, fast.params)
+    assert_bitwise_equal(slow_again.params, slow.params)
     # The patience may change: what is remembered does not depend on it.
     run(
         *[fast_again, slow_again, jdist.callbacks.EarlyStopping("loss", patience=9)],
@@ -197,7 +197,7 @@ def test_checkpoint_at_the_end_of_an_epoch_has_what_callbacks_made_of_it(two, tm
         for stop_at in stops:
             stopping = jdist.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0, restore_best=False)
             stop = lambda event, at=stop_at: (
-                Answer(stop="") if event.step == at and event.moment is Moment.STEP else None
+                CallbackResult(stop_reason="") if event.step == at and event.moment is Moment.STEP else None
             )
             with jdist.Checkpointer(path, every=9) as checkpointer:
                 saving = jdist.callbacks.Checkpoint(checkpointer)
@@ -206,5 +206,5 @@ def test_checkpoint_at_the_end_of_an_epoch_has_what_callbacks_made_of_it(two, tm
 
     straight, resumed = stopped(tmp_path / "a", [None]), stopped(tmp_path / "b", [10, None])
     assert straight.steps == resumed.steps == 18
-    assert straight.stop == resumed.stop
+    assert straight.stop_reason == resumed.stop_reason
     assert len(resumed.history.rows) == 2

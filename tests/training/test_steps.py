@@ -242,7 +242,7 @@ def test_training_stops_with_the_state_before_the_bad_step(value, steps_per_call
     fit = trained(trainer, poisoned(value), batch_size=BATCH, steps_per_call=steps_per_call, epochs=2)
     np.testing.assert_allclose(fit.state.params, after([0]), rtol=1e-5)
     assert fit.steps == int(fit.state.step) == 1
-    assert "step 2 is" in fit.stop and "batch 1 of epoch 0" in fit.stop
+    assert "step 2 is" in fit.stop_reason and "batch 1 of epoch 0" in fit.stop_reason
     assert fit.history.losses[1] == pytest.approx(by_hand(BEGIN, X[:4], Y[:4])[0], rel=1e-5)
 
 
@@ -264,7 +264,7 @@ def test_a_bad_step_is_left_out_and_counted(name):
     assert fit.steps == int(fit.state.step) == 3 and good.steps == 2
     assert not np.isfinite(fit.history.losses[2]) and np.isfinite(fit.history.losses[3])
     assert fit.history.rows[0]["loss"] == pytest.approx(good.history.rows[0]["loss"], rel=1e-5)
-    assert fit.stop == "Every step was taken that was asked for."
+    assert fit.stop_reason == "All requested steps were taken."
 
 
 def test_a_bad_step_leaves_what_the_model_keeps_and_draws(two):
@@ -282,7 +282,7 @@ def test_a_bad_step_leaves_what_the_model_keeps_and_draws(two):
 def test_a_bad_step_is_taken_when_it_is_to_be_kept(two):
     fit = trained(trainer_of(two, non_finite="keep"), poisoned(), batch_size=BATCH)
     assert not np.isfinite(np.asarray(fit.state.params)).any() and fit.steps == 3
-    assert fit.stop == "Every step was taken that was asked for."
+    assert fit.stop_reason == "All requested steps were taken."
 
 
 def test_bad_padding_stops_nothing(two):
@@ -295,7 +295,7 @@ def test_a_gradient_that_is_not_finite_does_not_reach_the_state_that_training_st
     """The root of 0 is finite, and its slope is not: the loss of the step after it is the first to show that."""
     loss = lambda outputs, targets: jnp.sqrt(jnp.abs(outputs - targets))
     fit = trained(trainer_of(two, loss=loss), (X, (X @ BEGIN).astype(np.float32)), epochs=3)
-    assert np.isfinite(np.asarray(fit.state.params)).all(), fit.stop
+    assert np.isfinite(np.asarray(fit.state.params)).all(), fit.stop_reason
 
 
 # -- losses and metrics of other shapes --------------------------------------------------------------------------------
@@ -372,7 +372,7 @@ def test_what_is_no_metric_is_refused(metrics, error, said, two):
 
 
 @pytest.mark.parametrize(
-    "name", ["epoch", "step", "seconds", "rows_per_second", "stalled", "learning_rate", "val_loss"]
+    "name", ["epoch", "step", "seconds", "examples_per_second", "stalled_fraction", "learning_rate", "val_loss"]
 )
 def test_a_metric_does_not_take_the_place_of_what_a_row_of_the_history_has(name, two):
     with pytest.raises(ValueError, match=f"A metric is called '{name}'"):

@@ -12,7 +12,7 @@ import jdist
 from jdist.callbacks import Moment
 
 from laws import STRATEGIES, assert_in_step
-from small_fits import CROSS_ENTROPY, MLP, assert_equal_bits, digits, fit, host, trainer
+from small_fits import CROSS_ENTROPY, MLP, assert_bitwise_equal, digits, fit, to_host, trainer
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def alone():
 
 
 def assert_close(found, expected):
-    for a, b in zip(host(found.state.params), host(expected.state.params), strict=True):
+    for a, b in zip(to_host(found.state.params), to_host(expected.state.params), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
@@ -65,7 +65,7 @@ def test_results_do_not_depend_on_how_steps_are_taken(place, options, alone):
     assert_close(found, alone)
     assert found.steps == 24
     assert len(found.history.losses) == 24
-    assert found.stop == "Every step was taken that was asked for."
+    assert found.stop_reason == "All requested steps were taken."
 
 
 def test_last_batch_of_one_example_counts_as_one_example(two):
@@ -79,7 +79,7 @@ def test_last_batch_of_one_example_counts_as_one_example(two):
 
 def test_policy_of_the_optimizer_is_left_to_it(two):
     reduced = fit(two, optimizer=optax.chain(jdist.sync.mean(), optax.adam(3e-3)))
-    assert_equal_bits(reduced.state.params, fit(two, optimizer=optax.adam(3e-3)).state.params)
+    assert_bitwise_equal(reduced.state.params, fit(two, optimizer=optax.adam(3e-3)).state.params)
 
 
 def test_policy_under_which_parameters_drift_keeps_one_set_a_replica(two):
@@ -105,7 +105,7 @@ def test_exact_policy_trains_to_the_same_bits_on_any_number_of_devices(optimizer
         for devices in (1, 2, 4)
     ]
     for state in states[1:]:
-        assert_equal_bits(state, states[0])
+        assert_bitwise_equal(state, states[0])
 
 
 def test_dataset_that_is_distributed_already_is_taken_as_it_is(two, alone):
@@ -158,7 +158,7 @@ def test_training_goes_on_from_a_state_that_is_handed_in(two):
 
 def test_function_of_the_step_trains_for_so_many_steps(two):
     found = trainer(two).fit(_batch, steps=3, progress="off")
-    assert (found.steps, found.stop) == (3, "Every step was taken that was asked for.")
+    assert (found.steps, found.stop_reason) == (3, "All requested steps were taken.")
     for use in (trainer(two).evaluate, trainer(two).predict):
         with pytest.raises(ValueError, match="`data` has no end, and one pass over it would never end"):
             use(found.state, _endless)
@@ -170,7 +170,7 @@ def test_steps_that_the_state_has_taken_already_are_said(two):
     said = r"No step was taken: steps=8 counts from the beginning of training, and the state has gone through 8 already"
     with pytest.warns(UserWarning, match=said):
         again = of_two.fit(digits(), batch_size=240, steps=8, state=first.state, progress="off")
-    assert again.stop.startswith("No step was taken: steps=8") and again.steps == 8
+    assert again.stop_reason.startswith("No step was taken: steps=8") and again.steps == 8
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(first.state))
 
 
@@ -296,9 +296,9 @@ NOT_TO_BE = {
     "progress": ({}, dict(progress="loud"), ValueError, "loud"),
     "display_as_progress": (
         {},
-        dict(progress=jdist.callbacks.progress()),
+        dict(progress=jdist.callbacks.Progress()),
         TypeError,
-        "got a display. What `jdist.callbacks.progress(...)` returns is a callback: pass it as `callbacks=[",
+        "got a display. What `jdist.callbacks.Progress(...)` returns is a callback: pass it as `callbacks=[",
     ),
     "two_logs_on_one_path": (
         {},

@@ -1,4 +1,4 @@
-"""Callbacks of the training loop.
+"""Callbacks of the training loop: checkpoints, logs, early stopping, averages, profiles.
 
-Read `jdist._src.training.events` first: it defines the events that a callback receives.
+Read `jdist._src.training.events` first: it defines the base class `Callback` and the events that it receives.
 """

@@ -1,48 +1,39 @@
-"""What callbacks ask of their arguments."""
+"""Checks of the arguments of callbacks."""
 
-import math
 import os
 import pathlib
 from typing import Any
 
-import numpy as np
 
-
-def check_seconds(name: str, value: Any) -> None:
-    """Raises ValueError if `value` is no positive number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 < value < math.inf:
-        raise ValueError(f"`{name}` is a positive number of seconds, got {value!r}.")
-
-
-def check_function(name: str, value: Any, of: str) -> None:
-    """Raises TypeError if `value` cannot be called."""
+def check_function(name: str, value: Any, argument: str) -> None:
+    """Raises TypeError if the argument `name` is not a function of `argument`."""
     if not callable(value):
-        raise TypeError(f"`{name}` is a function of {of}, got {type(value).__name__}.")
+        raise TypeError(f"`{name}` must be a function of {argument}, got {type(value).__name__}.")
 
 
-def path_of(name: str, value: Any) -> pathlib.Path:
-    """`value` as a path.
+def as_path(name: str, value: Any) -> pathlib.Path:
+    """Returns the argument `name` as a path.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a path.
         ValueError: It is empty.
     """
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(f"`{name}` is a path, got {type(value).__name__}.")
+        raise TypeError(f"`{name}` must be a path, got {type(value).__name__}.")
     if not os.fspath(value):
-        raise ValueError(f"`{name}` is empty: say where to write.")
+        raise ValueError(f"`{name}` must not be empty.")
     return pathlib.Path(value)  # pyright: ignore[reportArgumentType]
 
 
 def make_directory(path: pathlib.Path) -> None:
-    """Makes a directory that can be written to.
+    """Makes a directory, and checks that it is writable.
 
     Raises:
-        ValueError: It cannot be made, or not be written to.
+        ValueError: The directory cannot be made, or is not writable.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"The directory {str(path)!r} cannot be made: {error}. Give one that can.") from error
+        raise ValueError(f"The directory {str(path)!r} cannot be made: {error}. Pass another path.") from error
     if not os.access(path, os.W_OK):
-        raise ValueError(f"The directory {str(path)!r} cannot be written to. Give one that can.")
+        raise ValueError(f"The directory {str(path)!r} is not writable. Pass another path.")

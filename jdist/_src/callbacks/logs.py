@@ -1,4 +1,4 @@
-"""Logs of training as files: tables (CSV), and a JSON object a line."""
+"""Logs of training as CSV and JSON Lines files."""
 
 import abc
 import csv
@@ -12,8 +12,8 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from jdist._src.callbacks.arguments import path_of
-from jdist._src.callbacks.log_rows import FACTS, Also, RowWriter, row_of
+from jdist._src.callbacks.arguments import as_path
+from jdist._src.callbacks.log_rows import FACTS, ExtraColumns, RowWriter, row_of
 from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.training.events import Event
 
@@ -21,37 +21,32 @@ Row: TypeAlias = dict[str, Any]
 
 
 class _Log(RowWriter):
-    """A file of rows. It is opened for each: what is written is there, and nothing is left to close."""
+    """A file of rows. Each row opens and closes the file, so it is complete on disk after each row."""
 
-    def __init__(self, path: str | os.PathLike[str], *, every: int | None = None, also: Sequence[Also] = ()):
+    def __init__(self, path: str | os.PathLike[str], *, every: int | None = None, also: Sequence[ExtraColumns] = ()):
         super().__init__(every, also)
-        self.path = path_of("path", path)
+        self.path = self.destination = as_path("path", path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
 
-    @property
-    def destination(self) -> pathlib.Path:
-        """The file."""
-        return self.path
-
     def _write(self, event: Event) -> None:
-        row = {name: _plain(value) for name, value in row_of(event, self._also).items()}
-        line = self._line(row)  # first: it may replace the file
+        row = {name: _to_python(value) for name, value in row_of(event, self._also).items()}
+        line = self._line(row)  # before the file is opened, because this may replace it
         with self.path.open("a", encoding="utf-8", newline="") as file:
             file.write(line)
 
     @abc.abstractmethod
     def _rows(self, text: str) -> list[Row]:
-        """The rows of a file; of one that was cut off, those that are whole. ValueError if it is no log."""
+        """Returns the complete rows of a file. Raises ValueError if it is not such a log."""
 
     @abc.abstractmethod
     def _text(self, rows: Iterable[Row]) -> str:
-        """The file of these rows."""
+        """Returns the contents of a file with these rows."""
 
     @abc.abstractmethod
     def _line(self, row: Row) -> str:
-        """What is appended for a row."""
+        """Returns the text that is appended for a row."""
 
     def _begin(self, step: int) -> None:
         try:
@@ -59,13 +54,13 @@ class _Log(RowWriter):
             text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
             rows = self._rows(text)
             if rows and step == 0:
-                self.path.rename(_free(self.path))
+                self.path.rename(_unused_path(self.path))
             self._replace(row for row in rows if int(row["step"]) <= step and step > 0)
         except OSError as error:
-            raise ValueError(f"The log {str(self.path)!r} cannot be written: {error}. Give a path that can.") from error
+            raise ValueError(f"The log {str(self.path)!r} cannot be written: {error}. Pass another path.") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{str(self.path)!r} is there, and no log that {type(self).__name__} wrote. Give another path."
+                f"{str(self.path)!r} exists, and is not a log that {type(self).__name__} wrote. Pass another path."
             ) from error
 
     def _replace(self, rows: Iterable[Row]) -> None:
@@ -75,20 +70,20 @@ class _Log(RowWriter):
 
 @final
 class CSVLog(_Log):
-    """Writes a table: a row after each epoch, and each `every` steps.
+    """Writes a CSV table: a row after each epoch, and every `every` steps.
 
-    The columns are `moment` (`step`, `epoch`, or `end` for what an epoch that was not finished came to), `epoch`, `step`,
-    `seconds` since this `fit` began, `rows` it took, `stalled`, and the metrics. A column that comes later, as with the first
-    validation, is empty in the rows before. A resumed run goes on in the file, without the rows beyond the step that it
-    resumes from; a run from the start leaves the log of another beside it, as `<path>.1`. Process 0 writes.
+    The columns are `moment` (`step`, `epoch`, or `end` for an incomplete epoch), `epoch`, `step`, `seconds` and `examples`
+    since the start of this `fit`, `stalled_fraction`, and the metrics. A column that appears later, as with the first
+    validation, is empty in the previous rows. A resumed run continues the file, without the rows after the step that it
+    resumes from; a run from the beginning renames an existing log to `<path>.1`. Process 0 writes.
 
     Args:
-        path: Where to. Directories are made.
-        every: Each how many steps there is a row besides; each of them reads the metrics from the devices.
-        also: What to write besides, functions from an event to names and numbers, as `jdist.callbacks.learning_rate()`.
+        path: The file. Directories are created.
+        every: The number of steps between additional rows; each of them reads the metrics from the devices.
+        also: Additional columns: functions from an event to names and numbers, such as `jdist.callbacks.learning_rate()`.
 
     Raises:
-        ValueError: Said before the first step: it cannot be written there, or what is there is no such log.
+        ValueError: Raised before the first step: the file is not writable, or exists and is not such a log.
 
     Example:
         >>> log = jdist.callbacks.CSVLog("run/log.csv", every=100)
@@ -97,10 +92,10 @@ class CSVLog(_Log):
     _columns: list[str]
 
     def _rows(self, text: str) -> list[Row]:
-        table = csv.DictReader(io.StringIO(_whole_lines(text), newline=""))
+        table = csv.DictReader(io.StringIO(_complete_lines(text), newline=""))
         self._columns = list(table.fieldnames or FACTS)
         if not set(FACTS) <= set(self._columns):
-            raise ValueError("The columns are others.")
+            raise ValueError("The columns differ.")
         return [row for row in table if int(row["step"]) >= 0]
 
     def _text(self, rows: Iterable[Row]) -> str:
@@ -111,64 +106,64 @@ class CSVLog(_Log):
         return file.getvalue()
 
     def _line(self, row: Row) -> str:
-        new = [name for name in row if name not in self._columns]
-        if new:
+        new_columns = [name for name in row if name not in self._columns]
+        if new_columns:
             rows = self._rows(self.path.read_text(encoding="utf-8"))
-            self._columns += new
+            self._columns += new_columns
             self._replace(rows)
         return self._text([row]).split("\n", 1)[1]
 
 
 @final
 class JSONLog(_Log):
-    """Writes a JSON object a line: one after each epoch, and each `every` steps.
+    """Writes JSON Lines: an object after each epoch, and every `every` steps.
 
-    As `CSVLog` otherwise. What is no number is a string: `"nan"`, `"inf"`, `"-inf"`, which `float` takes back.
+    Otherwise like `CSVLog`. Values that are not finite are the strings `"nan"`, `"inf"` and `"-inf"`, which `float` parses.
 
     Args:
-        path: Where to. Directories are made.
-        every: Each how many steps there is a line besides.
-        also: What to write besides, functions from an event to names and numbers.
+        path: The file. Directories are created.
+        every: The number of steps between additional lines.
+        also: Additional columns: functions from an event to names and numbers.
 
     Raises:
-        ValueError: Said before the first step: it cannot be written there, or what is there is no such log.
+        ValueError: Raised before the first step: the file is not writable, or exists and is not such a log.
 
     Example:
         >>> log = jdist.callbacks.JSONLog("run/log.jsonl", also=[jdist.callbacks.learning_rate()])
     """
 
     def _rows(self, text: str) -> list[Row]:
-        rows = [json.loads(line) for line in _whole_lines(text).splitlines()]
+        rows = [json.loads(line) for line in _complete_lines(text).splitlines()]
         if not all(isinstance(row, dict) and set(FACTS) <= set(row) for row in rows):
-            raise ValueError("The lines are others.")
+            raise ValueError("The lines differ.")
         return rows
 
     def _text(self, rows: Iterable[Row]) -> str:
         return "".join(map(self._line, rows))
 
     def _line(self, row: Row) -> str:
-        return json.dumps({name: _spelled(value) for name, value in row.items()}, allow_nan=False) + "\n"
+        return json.dumps({name: _without_non_finite(value) for name, value in row.items()}, allow_nan=False) + "\n"
 
 
-def _whole_lines(text: str) -> str:
-    """`text` without a last line that was cut off."""
+def _complete_lines(text: str) -> str:
+    """Returns `text` without an incomplete last line."""
     return text[: text.rfind("\n") + 1]
 
 
-def _plain(value: Any) -> Any:
-    """A number, or an array of numbers, as Python has it."""
+def _to_python(value: Any) -> Any:
+    """Returns a number or an array as Python numbers and lists."""
     return value if isinstance(value, (str, int, float)) else np.asarray(value).tolist()
 
 
-def _spelled(value: Any) -> Any:
+def _without_non_finite(value: Any) -> Any:
     if isinstance(value, list):
-        return [_spelled(item) for item in value]
+        return [_without_non_finite(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _free(path: pathlib.Path) -> pathlib.Path:
-    """The first of `path.1`, `path.2`, ... that is not there."""
+def _unused_path(path: pathlib.Path) -> pathlib.Path:
+    """Returns the first of `path.1`, `path.2`, ... that does not exist."""
     number = 1
-    while (beside := path.with_name(f"{path.name}.{number}")).exists():
+    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    return beside
+    return candidate

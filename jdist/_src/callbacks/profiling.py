@@ -1,4 +1,4 @@
-"""Traces of a few steps."""
+"""Profiles of a few steps."""
 
 import os
 import warnings
@@ -6,55 +6,61 @@ from typing import final
 
 import jax
 
-from jdist._src.callbacks.arguments import make_directory, path_of
+from jdist._src.callbacks.arguments import as_path, make_directory
 from jdist._src.core.arguments import as_int
-from jdist._src.training.events import Event, Moment
+from jdist._src.training.events import Callback, Event, Moment
 
 
 @final
-class Profile:
+class Profile(Callback):
     """Traces steps with `jax.profiler`, for XProf, TensorBoard or Perfetto.
 
-    Begins before the first call that starts with step `start` or later, and ends when step `stop` is through: of calls of
-    several steps it traces whole ones, and at least one. Both times it waits for the devices, so that the trace has the work
-    of these steps and of no others. Process 0 writes.
+    The trace starts before the first call whose first step is `start` or later, and ends after step `stop`. If a call takes
+    several steps, the trace contains complete calls, and at least one. At both ends the callback waits for the devices, so that
+    the trace contains the work of these steps only. Process 0 writes.
 
     Args:
-        directory: Where to.
-        start: The first step, from 1. The very first ones are compiled: not them, usually.
+        directory: The directory of the trace.
+        start: The first step, from 1. The first call also compiles, so choose a later step.
         stop: The last step.
 
     Raises:
-        ValueError: `stop` is before `start`. Said before the first step: it cannot be written there.
+        ValueError: `stop` is less than `start`; or, before the first step, the directory is not writable.
 
     Example:
-        >>> traced = jdist.callbacks.Profile("run/trace", start=10, stop=12)
+        >>> profile = jdist.callbacks.Profile("run/trace", start=10, stop=12)
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, start: int, stop: int):
-        self.directory = path_of("directory", directory)
+        self.directory = as_path("directory", directory)
         self.start, self.stop = as_int("`start`", start, 1), as_int("`stop`", stop, 1)
         if stop < start:
-            raise ValueError(f"Steps {start} to {stop} are none: `start` is the first of them, `stop` the last.")
+            raise ValueError(f"`stop` must be >= `start`, got start={start}, stop={stop}.")
         self._is_tracing = self._is_done = False
 
     def __repr__(self) -> str:
         return f"Profile({str(self.directory)!r}, start={self.start}, stop={self.stop})"
 
     def __call__(self, event: Event, /) -> None:
-        """Called by the loop."""
+        """Starts or ends the trace if it is due."""
         if jax.process_index() != 0:
             return
         match event.moment:
             case Moment.START:
                 make_directory(self.directory)
                 self._is_done = event.step >= self.stop
-                self._begin(event)
+                self._start_if_due(event)
             case Moment.STEP:
-                self._end(event)
-                self._begin(event)
+                if self._is_tracing and event.step >= self.stop:
+                    jax.block_until_ready(event.state)
+                    self.close()
+                self._start_if_due(event)
             case Moment.END:
-                self._miss(event)
+                if not self._is_tracing and not self._is_done:
+                    warnings.warn(
+                        f"Steps {self.start} to {self.stop} were not traced: training ended after step {event.step}.",
+                        stacklevel=2,
+                    )
                 self.close()
 
     def close(self) -> None:
@@ -63,21 +69,9 @@ class Profile:
             self._is_tracing, self._is_done = False, True
             jax.profiler.stop_trace()
 
-    def _begin(self, event: Event) -> None:
+    def _start_if_due(self, event: Event) -> None:
         if self._is_tracing or self._is_done or event.step < self.start - 1:
             return
         jax.block_until_ready(event.state)
         jax.profiler.start_trace(self.directory)
         self._is_tracing = True
-
-    def _end(self, event: Event) -> None:
-        if self._is_tracing and event.step >= self.stop:
-            jax.block_until_ready(event.state)
-            self.close()
-
-    def _miss(self, event: Event) -> None:
-        if not self._is_tracing and not self._is_done:
-            warnings.warn(
-                f"Steps {self.start} to {self.stop} were to be traced, and training was at its end after step {event.step}.",
-                stacklevel=2,
-            )

@@ -1,40 +1,39 @@
-"""When to stop: training that gets no better, and time that is over."""
+"""Callbacks that stop training: without improvement, or after a time limit."""
 
 import datetime
 import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy as np
 
-from jdist._src.callbacks.arguments import check_seconds
-from jdist._src.callbacks.state_copies import copied, from_saved, leaves_to_save
-from jdist._src.core.arguments import as_int
+from jdist._src.core.arguments import as_int, check_seconds
 from jdist._src.core.tree import PyTree
 from jdist._src.training.events import Callback, CallbackResult, Event, Moment
+from jdist._src.training.state_copies import copy_state, from_saved, to_saved
 
-_SIGNS = {"min": 1.0, "max": -1.0}
+Mode: TypeAlias = Literal["min", "max"]
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 @final
-class EarlyStopping:
-    """Stops when a metric has not got better for some epochs.
+class EarlyStopping(Callback):
+    """Stops when a metric has not improved for some epochs.
 
-    Mutable: it remembers the best value and, on the devices, a copy of the state that had it, which takes the memory of one
-    more state. Both are saved with checkpoints, so a resumed run decides the same. Training ends with that copy, in the event
-    at the end, however it comes to its end. NaN is never better.
+    Mutable: it stores the best value and, on the devices, a copy of the state that had it, which takes the memory of one more
+    state. Checkpoints contain both, so a resumed run decides the same. Training ends with that copy, whatever ends it. NaN is
+    never an improvement.
 
     Args:
-        metric: Whose values: `"loss"` or a metric of training, or `"val_loss"` and so on of the validation data.
-        patience: After how many epochs in a row without a better value it stops.
-        min_delta: By how much more than this a value has to be better.
-        mode: Whether a better value is a smaller one, `"min"`, or a greater one, `"max"`.
-        restore_best: Whether training ends with the state that had the best value, and not with the last.
+        metric: The name of the metric: `"loss"` or a metric of training, or `"val_loss"` and so on of the validation data.
+        patience: The number of consecutive epochs without improvement after which to stop.
+        min_delta: The minimum change that counts as an improvement.
+        mode: Whether a smaller value, `"min"`, or a larger one, `"max"`, is better.
+        restore_best: Whether training ends with the state that had the best value instead of the last state.
 
     Raises:
-        ValueError: Raised before the first step by `Trainer.fit`, or after an epoch by another loop: there is no such metric.
+        ValueError: Raised by `Trainer.fit` before the first step: `metric` does not exist.
 
     Example:
         >>> stopping = jdist.callbacks.EarlyStopping("val_accuracy", mode="max", patience=5)
@@ -48,28 +47,24 @@ class EarlyStopping:
         *,
         patience: int = 1,
         min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
+        mode: Mode = "min",
         restore_best: bool = True,
     ):
         if not isinstance(metric, str):
-            raise TypeError(f"`metric` is the name of one, got {type(metric).__name__}.")
+            raise TypeError(f"`metric` must be the name of a metric, got {type(metric).__name__}.")
         if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
-            raise ValueError(f"`min_delta` is a number from 0 up, got {min_delta!r}.")
-        if mode not in _SIGNS:
-            raise ValueError(f"`mode` is 'min' or 'max', whichever is better, got {mode!r}.")
+            raise ValueError(f"`min_delta` must be a number >= 0, got {min_delta!r}.")
+        if mode not in get_args(Mode):
+            raise ValueError(f"`mode` must be 'min' or 'max', got {mode!r}.")
         self.patience = as_int("`patience`", patience, 1)
         self.metric, self.min_delta, self.mode = metric, float(min_delta), mode
         self.restore_best = restore_best
+        self.identity = f"EarlyStopping({metric!r}, mode={mode!r})"  # the options that the best value depends on
         self._saved: Mapping[str, Any] | None = None
-        self._begin()
+        self._reset()
 
     def __repr__(self) -> str:
         return f"EarlyStopping({self.metric!r}, patience={self.patience}, mode={self.mode!r})"
-
-    @property
-    def identity(self) -> str:
-        """What its memory in a checkpoint is found by: the options that the best value depends on."""
-        return f"EarlyStopping({self.metric!r}, mode={self.mode!r})"
 
     @property
     def best(self) -> float | None:
@@ -77,132 +72,138 @@ class EarlyStopping:
         return self._best if self._best_step >= 0 else None
 
     def __call__(self, event: Event, /) -> CallbackResult | None:
-        """Called by the loop."""
+        """Compares the metric after each epoch."""
         match event.moment:
             case Moment.START:
-                self._begin()
-                self._resume(event)
+                self._reset()
+                self._restore(event)
                 if event.metric_names is not None and self.metric not in event.metric_names:
-                    self._miss(event.metric_names)
+                    self._check_missing(event.metric_names)
             case Moment.EPOCH:
-                return self._judge(event)
+                return self._compare(event)
             case Moment.END:
-                # Not earlier: what is saved at the end is the last state, at the position of the data that belongs to it.
+                # Not earlier: a checkpoint at the end contains the last state, which corresponds to the data position.
                 if self._best_state is not None and self._best_step != event.step:
                     return CallbackResult(state=self._best_state)
         return None
 
     def close(self) -> None:
-        """Gives the copy back: the state may be in use elsewhere now."""
+        """Releases the copy of the state, which the caller may own now."""
         self._best_state = None
 
     def get_state(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """Returns the best value, its step and its state."""
         return {
             "best": self._best,
             "best_step": self._best_step,
             "epochs_since": self._epochs_since,
-            "best_state": [] if self._best_state is None else leaves_to_save(self._best_state),
+            "best_state": [] if self._best_state is None else to_saved(self._best_state),
         }
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Takes it back."""
+    def set_state(self, state: Mapping[str, Any], /) -> None:
+        """Stores the result of `get_state` until the START event."""
         self._saved = state
 
-    def _begin(self) -> None:
-        self._best = _SIGNS[self.mode] * math.inf
+    def _reset(self) -> None:
+        self._best = math.inf if self.mode == "min" else -math.inf
         self._best_step = -1
         self._epochs_since = 0
         self._best_state: PyTree = None
-        self._found = False
+        self._has_compared = False
 
-    def _resume(self, event: Event) -> None:
+    def _restore(self, event: Event) -> None:
         saved, self._saved = self._saved, None
         if saved is None:
             return
         self._best, self._best_step = float(saved["best"]), int(saved["best_step"])
         self._epochs_since = int(saved["epochs_since"])
-        self._found = self._best_step >= 0 or self._epochs_since > 0
+        self._has_compared = self._best_step >= 0 or self._epochs_since > 0
         if self.restore_best and len(saved["best_state"]):
-            leaves = saved["best_state"]
-            self._best_state = from_saved("The best state", leaves, event.state, event.strategy)
+            self._best_state = from_saved("The best state", saved["best_state"], event.state, event.strategy)
 
-    def _judge(self, event: Event) -> CallbackResult | None:
+    def _compare(self, event: Event) -> CallbackResult | None:
         logs = event.logs
         if self.metric not in logs:
-            return self._miss(logs)
-        self._found = True
-        sign, value = _SIGNS[self.mode], self._number(logs[self.metric])
-        if sign * value < sign * self._best - self.min_delta:
-            self._best, self._best_step, self._epochs_since = value, event.step, 0
-            self._best_state = None  # first, or there would be three states
-            self._best_state = copied(event.state) if self.restore_best else None
+            return self._check_missing(logs)
+        value = logs[self.metric]
+        if np.ndim(value):
+            raise ValueError(f"EarlyStopping needs a scalar metric; {self.metric!r} has {np.size(value)} values.")
+        self._has_compared = True
+        sign = 1.0 if self.mode == "min" else -1.0
+        if sign * float(value) < sign * self._best - self.min_delta:
+            self._best, self._best_step, self._epochs_since = float(value), event.step, 0
+            self._best_state = None  # released first, so that there are at most two states
+            self._best_state = copy_state(event.state) if self.restore_best else None
             return None
         self._epochs_since += 1
-        return CallbackResult(stop=self._sentence()) if self._epochs_since >= self.patience else None
+        return CallbackResult(self._stop_reason()) if self._epochs_since >= self.patience else None
 
-    def _miss(self, logs: Collection[str]) -> None:
-        """An epoch without the metric. Validation may be every few epochs, but not before the first that is asked about."""
-        if self._found:
+    def _check_missing(self, names: Collection[str]) -> None:
+        """Raises ValueError if the metric was never present. Later it may be missing: validation can be every few epochs."""
+        if self._has_compared:
             return
-        there = ", ".join(map(repr, logs))
-        data = " Hand in `validation_data`." if self.metric.startswith("val_") else ""
-        raise ValueError(f"EarlyStopping watches {self.metric!r}, and there are only {there}.{data}")
+        available = ", ".join(map(repr, names))
+        hint = " Pass `validation_data`." if self.metric.startswith("val_") else ""
+        raise ValueError(f"EarlyStopping needs the metric {self.metric!r}; available are {available}.{hint}")
 
-    def _number(self, value: Any) -> float:
-        if np.ndim(value):
-            raise ValueError(
-                f"EarlyStopping watches {self.metric!r}, which is {np.size(value)} numbers. Watch a metric that is one."
-            )
-        return float(value)
-
-    def _sentence(self) -> str:
+    def _stop_reason(self) -> str:
         epochs = f"{self._epochs_since} epoch{'s' * (self._epochs_since != 1)}"
         if self.best is None:
-            return f"{self.metric} was no number in {epochs}."
-        return f"{self.metric} was best, {self._best:.6g}, after step {self._best_step}, and got no better in {epochs}."
+            return f"{self.metric} was NaN or infinite for {epochs}."
+        return (
+            f"{self.metric} was best, {self._best:.6g}, after step {self._best_step}, and did not improve for {epochs}."
+        )
 
 
-def time_limit(limit: float | str | datetime.timedelta) -> Callback:
-    """Stops after the step in which the time is over.
+@final
+class TimeLimit(Callback):
+    """Stops after the step in which a time limit is exceeded.
 
-    On several processes one whose time is over stops all of them, where they next agree whether to go on.
+    With several processes, a process that exceeds the limit stops all of them, at the next step at which they agree.
 
     Args:
-        limit: How long one `fit` may run: seconds, a `timedelta`, or words such as `"90s"`, `"1h30m"` or `"2d"`.
+        limit: The maximum duration of one `fit`: seconds, a `timedelta`, or a string such as `"90s"`, `"1h30m"` or `"2d"`.
 
     Raises:
-        ValueError: It is no positive time.
+        ValueError: `limit` is not a positive duration.
 
     Example:
-        >>> callbacks = [jdist.callbacks.time_limit("1h30m")]
+        >>> callbacks = [jdist.callbacks.TimeLimit("1h30m")]
     """
-    seconds = _seconds(limit)
 
-    def stop_in_time(event: Event) -> CallbackResult | None:
-        if event.moment is not Moment.STEP or event.seconds < seconds:
+    def __init__(self, limit: float | str | datetime.timedelta):
+        self.seconds = _parse_seconds(limit)
+
+    def __repr__(self) -> str:
+        return f"TimeLimit({_format_seconds(self.seconds)!r})"
+
+    def __call__(self, event: Event, /) -> CallbackResult | None:
+        """Stops if the limit is exceeded."""
+        if event.moment is not Moment.STEP or event.seconds < self.seconds:
             return None
-        return CallbackResult(stop=f"The time limit of {_words(seconds)} was over after step {event.step}.")
+        return CallbackResult(
+            f"The time limit of {_format_seconds(self.seconds)} was exceeded after step {event.step}."
+        )
 
-    return stop_in_time
 
-
-def _seconds(limit: Any) -> float:
+def _parse_seconds(limit: Any) -> float:
     if isinstance(limit, datetime.timedelta):
         limit = limit.total_seconds()
     if isinstance(limit, str):
-        found = re.fullmatch(r"\s*" + "".join(rf"(?:(\d+(?:\.\d+)?)\s*{unit}\s*)?" for unit in _UNITS), limit)
-        if not found or not any(found.groups()):
-            raise ValueError(f"A time limit is seconds, or words such as '90s', '1h30m' or '2d', got {limit!r}.")
-        limit = sum(float(number or 0) * size for number, size in zip(found.groups(), _UNITS.values(), strict=True))
+        pattern = "".join(rf"(?:(\d+(?:\.\d+)?)\s*{unit}\s*)?" for unit in _UNITS)
+        match = re.fullmatch(rf"\s*{pattern}", limit)
+        if not match or not any(match.groups()):
+            raise ValueError(f"`limit` must be seconds, or a string such as '90s', '1h30m' or '2d', got {limit!r}.")
+        numbers = [float(number or 0) for number in match.groups()]
+        limit = sum(number * size for number, size in zip(numbers, _UNITS.values(), strict=True))
     check_seconds("limit", limit)
     return float(limit)
 
 
-def _words(seconds: float) -> str:
-    """`5400` as `1h30m`."""
-    words = ""
+def _format_seconds(seconds: float) -> str:
+    """Returns `5400` as `1h30m`."""
+    text = ""
     for unit, size in _UNITS.items():
         number, seconds = (seconds, 0.0) if unit == "s" else divmod(seconds, size)
-        words += f"{number:g}{unit}" if number else ""
-    return words
+        text += f"{number:g}{unit}" if number else ""
+    return text

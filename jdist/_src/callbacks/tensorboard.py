@@ -1,33 +1,32 @@
-"""Scalars for TensorBoard."""
+"""Logs for TensorBoard."""
 
 import importlib.util
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 
-from jdist._src.callbacks.arguments import make_directory, path_of
-from jdist._src.callbacks.log_rows import Also, RowWriter, measured
+from jdist._src.callbacks.arguments import as_path, make_directory
+from jdist._src.callbacks.log_rows import ExtraColumns, RowWriter, measured_columns
 from jdist._src.training.events import Event, Moment
 
 
 @final
 class TensorBoard(RowWriter):
-    """Writes the metrics by step, for TensorBoard: after each epoch, and each `every` steps. Needs the extra `tensorboard`.
+    """Writes scalars for TensorBoard: after each epoch, and every `every` steps. Needs the extra `tensorboard`.
 
-    A resumed run writes a new file into the directory, and hides what others in it have beyond the step that it resumes
+    A resumed run writes a new file into the directory, and hides the values of other files after the step that it resumes
     from. Process 0 writes.
 
     Args:
-        directory: Where to.
-        every: Each how many steps besides; each time reads the metrics from the devices.
-        also: What to write besides, functions from an event to names and numbers, as `jdist.callbacks.learning_rate()`.
+        directory: The directory of the logs.
+        every: The number of steps between additional values; each time the metrics are read from the devices.
+        also: Additional scalars: functions from an event to names and numbers, such as `jdist.callbacks.learning_rate()`.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
-        ValueError: Said before the first step: it cannot be written there.
+        ValueError: Raised before the first step: the directory is not writable.
 
     Example:
         >>> import tempfile
@@ -42,23 +41,20 @@ class TensorBoard(RowWriter):
         1
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, every: int | None = None, also: Sequence[Also] = ()):
+    def __init__(
+        self, directory: str | os.PathLike[str], *, every: int | None = None, also: Sequence[ExtraColumns] = ()
+    ):
         super().__init__(every, also)
-        self.directory = path_of("directory", directory)
+        self.directory = self.destination = as_path("directory", directory)
         if importlib.util.find_spec("tensorboardX") is None:
             raise ModuleNotFoundError(
                 'TensorBoard logs need tensorboardX: `python -m pip install "jdist[tensorboard]"`.'
             )
         self._writer: Any = None
-        self._written: tuple[int, set[str]] = (-1, set())  # the last step, and what was written of it
-
-    @property
-    def destination(self) -> pathlib.Path:
-        """The directory."""
-        return self.directory
+        self._written: tuple[int, set[str]] = (-1, set())  # the last step, and the names written at this step
 
     def __call__(self, event: Event, /) -> None:
-        """Called by the loop."""
+        """Writes scalars if they are due."""
         super().__call__(event)
         if event.moment is Moment.END:
             self.close()
@@ -75,16 +71,16 @@ class TensorBoard(RowWriter):
         self.close()
         make_directory(self.directory)
         self._written = (-1, set())
-        # The suffix: without it, two runs that begin in the same second write the same file.
+        # Without the suffix, two runs that start in the same second write the same file.
         options: dict[str, Any] = {"purge_step": step + 1, "filename_suffix": f".{step}"} if step else {}
         self._writer = tensorboardX.SummaryWriter(str(self.directory), flush_secs=5, **options)
 
     def _write(self, event: Event) -> None:
         step, names = self._written
         names = names if step == event.step else set()
-        found = {name: value for name, value in measured(event, self._also).items() if name not in names}
-        for name, value in found.items():
-            if np.ndim(value):  # no scalar
-                continue
-            self._writer.add_scalar(name, float(value), event.step)
-        self._written = (event.step, names | set(found))
+        columns = measured_columns(event, self._also)
+        new_columns = {name: value for name, value in columns.items() if name not in names}
+        for name, value in new_columns.items():
+            if np.ndim(value) == 0:
+                self._writer.add_scalar(name, float(value), event.step)
+        self._written = (event.step, names | set(new_columns))

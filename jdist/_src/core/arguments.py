@@ -1,6 +1,8 @@
 """Argument checks: enum members by name, keyword arguments, integers."""
 
 import enum
+import math
+import numbers
 import operator
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -61,3 +63,9 @@ def as_int(name: str, value: Any, minimum: int | None = None) -> int:
         bound = "" if minimum is None else f" >= {minimum}"
         raise (TypeError if number is None else ValueError)(f"{name} must be an integer{bound}, got {value!r}.")
     return number
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raises ValueError if the argument `name` is not a positive, finite number of seconds."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+        raise ValueError(f"`{name}` must be a positive number of seconds, got {value!r}.")

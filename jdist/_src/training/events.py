@@ -1,37 +1,26 @@
-"""What the training loop tells, and what it may be told: events, answers, and the record that it ends with."""
+"""Events of the training loop, and the base class of the callbacks that receive them."""
 
-import copy
 import dataclasses
 import enum
-import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeAlias, cast, final
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from jdist._src.core import html
+from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.tree import PyTree
-from jdist._src.execution.replicate import Proof
 from jdist._src.strategies.base import Strategy
-from jdist._src.strategies.description import Description
 from jdist._src.training.history import History
-from jdist._src.training.report.page import report
-from jdist._src.training.summary import is_spent, last_row, state_in_words, table
-from jdist._src.values.arrays import is_device_array
 
 
 class Moment(enum.StrEnum):
-    """When an event is.
+    """The point of training at which an event is sent.
 
-    A moment is equal to its name in lower case. A comparison with any other text raises ValueError.
+    A moment is equal to its name in lower case. Comparing it with any other string raises ValueError.
 
     Attributes:
         START: Before the first step.
         STEP: After a call of the step.
-        EPOCH: After the last step of an epoch, and its validation.
+        EPOCH: After the last step of an epoch and its validation.
         END: After the last step.
 
     Example:
@@ -44,7 +33,7 @@ class Moment(enum.StrEnum):
     EPOCH = "epoch"
     END = "end"
 
-    # A wrong name would be silently unequal for ever.
+    # A misspelled name would otherwise compare unequal at every event, silently.
     def __eq__(self, other: object) -> bool:
         if isinstance(other, str) and str(other) not in _MOMENTS:
             raise ValueError(f"There is no moment {other!r}. The moments are {', '.join(map(repr, _MOMENTS))}.")
@@ -61,26 +50,27 @@ _MOMENTS = tuple(map(str, Moment))
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What a callback is told.
+    """The argument of a callback: the state of training at one moment.
 
     Attributes:
-        moment: When it is. After the last step of an epoch there are two events: STEP, then EPOCH.
-        step: How many steps the state has gone through, those before a resume included.
-        epoch: Which epoch the last step was of, from 0.
-        state: The training state. The next step takes its memory over: copy, within the call, what is to be kept.
-        position: Where the data go on behind the last step, as `DistributedIterator.get_state` gives it.
-        rows: How many examples were taken since the start of this `fit`, over all replicas.
-        seconds: How long this `fit` has run.
-        stalled: Which part of the steps had to wait for their batch, 0 to 1.
-        total_steps: After how many steps training is at its end, if that is known.
-        validation: What evaluation on the validation data gave; of EPOCH events, else empty.
-        strategy: Where it runs.
-        history: What was recorded so far.
-        kept: Gives what a resumed run needs besides state and position: what callbacks and this epoch have seen, the history.
-        is_sound: Waits for the last step, and says whether no step was refused because its loss was not finite.
-        read: Gives the metrics of this epoch so far. See `metrics`.
-        ends_epoch: Whether the last step was the last of its epoch; of STEP events, an EPOCH event follows then.
-        metric_names: The names that `logs` has at the end of an epoch, where they are known before it.
+        moment: The moment. After the last step of an epoch there are two events: STEP, then EPOCH.
+        step: The number of steps taken so far, including those before a resume.
+        epoch: The epoch of the last step, from 0.
+        state: The training state. Its buffers are donated to the next step: copy what you need later during the call.
+        position: The position of the data after the last step, as `DistributedIterator.get_state` returns it.
+        examples: The number of examples since the start of this `fit`, over all replicas.
+        seconds: The duration of this `fit` so far.
+        stalled_fraction: The fraction of steps that had to wait for their batch, 0 to 1.
+        total_steps: The number of steps after which training ends, if known.
+        validation: The loss and the metrics of the validation data; empty except in EPOCH events.
+        strategy: The strategy of the trainer.
+        history: The rows and losses recorded so far.
+        resume_data: Returns the data that a resumed run needs in addition to state and position: the states of the callbacks,
+            the metrics of the current epoch, the history.
+        is_finite: Waits for the last step. Returns False if a step was rejected because its loss or update was not finite.
+        read_metrics: Returns the metrics of this epoch so far. See `metrics`.
+        ends_epoch: Whether the last step was the last of its epoch. After such a STEP event follows an EPOCH event.
+        metric_names: The names in `logs` at the end of an epoch, if known in advance.
     """
 
     moment: Moment
@@ -88,154 +78,154 @@ class Event:
     epoch: int
     state: PyTree
     position: Mapping[str, Any]
-    rows: int
+    examples: int
     seconds: float
-    stalled: float
+    stalled_fraction: float
     total_steps: int | None
     validation: Mapping[str, float]
     strategy: Strategy
     history: History
-    kept: Callable[[], dict[str, Any]]
-    is_sound: Callable[[], bool]
-    read: Callable[[], Mapping[str, float]]
+    resume_data: Callable[[], dict[str, Any]]
+    is_finite: Callable[[], bool]
+    read_metrics: Callable[[], Mapping[str, float]]
     ends_epoch: bool = False
     metric_names: Sequence[str] | None = None
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The loss and the metrics of this epoch so far, exact over all its examples; read from the devices when asked for.
+        """The loss and the metrics of this epoch so far, exact over all its examples. Every access reads them from the devices.
 
-        With several processes, which would all have to ask at once, within an epoch it is the last loss that is known.
+        With several processes, reading them is a collective. In a STEP event, where possibly one process reads them, this is
+        the last loss that was fetched.
         """
-        return self.read()
+        return self.read_metrics()
 
     @property
     def logs(self) -> dict[str, float]:
-        """`metrics`, and those of the validation with `val_` before their names."""
+        """The entries of `metrics` and of `validation`, the latter with the prefix `val_`."""
         return {**self.metrics, **{f"val_{name}": value for name, value in self.validation.items()}}
 
 
 @dataclasses.dataclass(frozen=True)
 class CallbackResult:
-    """What a callback may return: that training stops, or goes on with another state.
+    """The result of a callback that stops training or replaces the state.
 
     Attributes:
-        stop: A sentence that says why; None to go on.
-        state: What to go on, or to end, with; None for what there is.
+        stop_reason: The reason to stop, a sentence, which becomes `Fit.stop_reason`; None to continue.
+        state: The state to continue or end with; None for the current state.
+
+    Raises:
+        TypeError: `stop_reason` is not a string.
     """
 
-    stop: str | None = None
+    stop_reason: str | None = None
     state: PyTree = None
 
-
-@runtime_checkable
-class Callback(Protocol):
-    """A function of events. At each event all callbacks are told the same; then what they answer is done.
-
-    One that has begun something may have a method `close()`: it is called in the end, whatever happened. One that remembers
-    what a resumed run needs has two more: `get_state()` gives it as a dict of arrays and numbers (it may hold further dicts
-    and lists), which is saved with each checkpoint; `set_state(tree)` takes the same back, as arrays on the host, before the
-    START event. In the checkpoint it is found again by the attribute `identity`, a string, if the callback has one; else by
-    the class and the `repr`, if the class defines one. Two callbacks of one class need one of these to be told apart.
-    """
-
-    def __call__(self, event: Event, /) -> CallbackResult | None:
-        """Called at every event, in the order in which callbacks were handed in."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Fit:
-    """How training ended. A short text when printed, tables in a notebook.
-
-    It can be pickled: the state comes back as numpy arrays, for `strategy.put` to place, and `description` as None.
-
-    Attributes:
-        state: The training state after the last step; None if an error in a step has lost it.
-        history: What was recorded: a row an epoch, and the loss of every step.
-        steps: How many steps were taken, those before a resume included. A state of an earlier step that a callback ended
-            with, the best one, says in its `step` which it is.
-        stop: Why training stopped, a sentence.
-        description: Where it ran, and where the state lies.
-        proof: What was proved of the step; None if there was none.
-    """
-
-    state: PyTree
-    history: History
-    steps: int
-    stop: str
-    description: Description | None = None
-    proof: Proof | None = None
-
-    def __repr__(self) -> str:
-        epochs = len(self.history)
-        metrics = [f"{name} {value}" for name, value in self._last().items()]
-        parts = [f"{self.steps:,} steps", f"{epochs:,} epoch{'s' * (epochs != 1)}", *metrics, repr(self.stop)]
-        return f"Fit({', '.join(parts)}; state: {state_in_words(self.state)})"
-
-    def _repr_html_(self) -> str:
-        facts = {"steps": f"{self.steps:,}", **self._last(), "stop": self.stop, "state": state_in_words(self.state)}
-        proof = {} if self.proof is None else {"proof": str(self.proof)}
-        return html.block(table("Fit", facts | proof), self.history._repr_html_())
-
-    def _last(self) -> dict[str, str]:
-        return last_row(self.history.rows[-1]) if self.history.rows else {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        self._check_copy("pickled")
-        # Without the description, which has the devices of this process.
-        return Fit, (jax.tree.map(_on_host, self.state), self.history, self.steps, self.stop, None, self.proof)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Fit":
-        self._check_copy("copied")
-        history = copy.deepcopy(self.history, memo)
-        return dataclasses.replace(self, state=jax.tree.map(_copied, self.state), history=history)
-
-    def _check_copy(self, word: str) -> None:
-        if is_spent(self.state):
-            raise ValueError(
-                f"This `Fit` cannot be {word}: the memory of its state was given to a later step. Use the record that the "
-                "later `fit` returned, or leave the state out: `dataclasses.replace(fit, state=None)`."
+    def __post_init__(self) -> None:
+        if not isinstance(self.stop_reason, str | None):
+            raise TypeError(
+                "`stop_reason` must be a sentence that explains why training stops, got "
+                f'{self.stop_reason!r}: `CallbackResult(stop_reason="The loss is below 0.1.")`.'
             )
 
-    def report(self, path: str | os.PathLike[str], *, title: str = "Training") -> pathlib.Path:
-        """Writes one page of HTML: how it ended, pictures, the epochs, where it ran, what was proved, the environment.
 
-        Args:
-            path: Where to write it; on several processes the first one does. Nothing else belongs to the page.
-            title: What it is called.
+class Callback:
+    """Base class of callbacks. Subclasses override `__call__`, and the other methods if they need them.
 
-        Returns:
-            The path.
+    At each event all callbacks receive the same event; their results take effect after the last of them was called. A plain
+    function of an event is accepted wherever a callback is.
 
-        Raises:
-            ModuleNotFoundError: matplotlib is missing; the message says how to install it.
-            OSError: The page cannot be written there.
+    Attributes:
+        identity: The name under which a checkpoint stores the state of this callback. By default it is the class and the
+            `repr`, if the class defines one. Two callbacks of one class need different identities.
+        destination: The file or directory that this callback writes to. `fit` refuses two callbacks with one destination.
+        checkpointer: The checkpointer that this callback saves with. Such callbacks are called after the others, so that a
+            checkpoint contains the states of the others at the same event.
 
-        Example:
-            >>> import tempfile
-            >>> history = History([{"epoch": 0, "step": 9, "loss": 0.5}], {1: 0.9, 9: 0.4})
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     Fit(None, history, 9, "Every step was taken.").report(folder + "/run.html").name
-            'run.html'
+    Example:
+        >>> class BestLoss(jdist.callbacks.Callback):
+        ...     best = float("inf")
+        ...     def __call__(self, event):
+        ...         if event.moment == "epoch":
+        ...             self.best = min(self.best, event.metrics["loss"])
+        ...     def get_state(self):
+        ...         return {"best": self.best}
+        ...     def set_state(self, state):
+        ...         self.best = float(state["best"])
+    """
+
+    identity: str | None = None
+    destination: pathlib.Path | None = None
+    checkpointer: Checkpointer | None = None
+
+    def __call__(self, event: Event, /) -> CallbackResult | None:
+        """Called at every event, in the order of the callbacks in `fit(callbacks=)`."""
+        return None
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the state of this callback that checkpoints store: a dict of arrays, numbers, and further dicts and lists.
+
+        Called for callbacks whose class overrides it.
         """
-        return report(self, path, title=title)
+        return {}
+
+    def set_state(self, state: Mapping[str, Any], /) -> None:
+        """Restores what `get_state` returned, with arrays on the host. Called before the START event of a resumed run."""
+
+    def close(self) -> None:
+        """Releases resources. Called once at the end of `fit`, also after an error."""
 
 
-def _copied(leaf: Any) -> Any:
-    return jax.device_put(leaf, leaf.sharding, may_alias=False) if is_device_array(leaf) else copy.deepcopy(leaf)
+CallbackFunction: TypeAlias = Callable[[Event], CallbackResult | None]
 
 
-def _on_host(leaf: Any) -> Any:
-    if not is_device_array(leaf):
-        return leaf
-    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-        raise ValueError(
-            f"This `Fit` cannot be pickled: an array of its state ({leaf.dtype}, shape {list(leaf.shape)}) has parts on other "
-            "processes. Save the state with a `jdist.Checkpointer`."
+@final
+class FunctionCallback(Callback):
+    """A function as a `Callback`."""
+
+    def __init__(self, function: CallbackFunction):
+        self.function = function
+
+    def __call__(self, event: Event, /) -> CallbackResult | None:
+        """Calls the function."""
+        return self.function(event)
+
+
+def as_callbacks(callbacks: Sequence[Callback | CallbackFunction]) -> list[Callback]:
+    """Returns `callbacks` as `Callback` objects in calling order, those with a checkpointer last.
+
+    Raises:
+        TypeError: `callbacks` is not a list, or one of them is not a callback.
+        ValueError: Two callbacks write to one destination.
+    """
+    if callable(callbacks) or not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
+        raise TypeError(f"`callbacks` must be a list of callbacks, got {callbacks!r}. Write `callbacks=[...]`.")
+    adapted = [_as_callback(callback) for callback in callbacks]
+    writers: dict[pathlib.Path, Callback] = {}
+    for callback in adapted:
+        if callback.destination is None:
+            continue
+        path = callback.destination.resolve()
+        if path in writers:
+            names = " and ".join(type(writer).__name__ for writer in (writers[path], callback))
+            raise ValueError(f"Two callbacks, {names}, write to {str(path)!r}. Pass a different path to each.")
+        writers[path] = callback
+    return sorted(adapted, key=lambda callback: callback.checkpointer is not None)
+
+
+def _as_callback(callback: Any) -> Callback:
+    if isinstance(callback, Callback):
+        return callback
+    if not callable(callback) or isinstance(callback, type):
+        name = f"the class {callback.__name__}: call it" if isinstance(callback, type) else repr(callback)
+        raise TypeError(
+            f"`callbacks` must contain `jdist.callbacks.Callback` objects or functions of an event, got {name}."
         )
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(
-            jnp.asarray(np.asarray(jax.random.key_data(leaf))), impl=jax.random.key_impl(leaf)
+    ignored = [name for name in ("get_state", "set_state", "close") if hasattr(callback, name)]
+    if ignored:
+        name = type(callback).__name__
+        raise TypeError(
+            f"{name} has the method `{ignored[0]}`, which is called for subclasses of `jdist.callbacks.Callback` only. Write "
+            f"`class {name}(jdist.callbacks.Callback)`."
         )
-    return np.asarray(leaf)
+    return FunctionCallback(cast(CallbackFunction, callback))

@@ -1,4 +1,4 @@
-"""What is recorded of training: a row an epoch, and the loss of every step."""
+"""The record of training: one row per epoch, and the loss of every step."""
 
 import dataclasses
 import html
@@ -7,22 +7,24 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jdist._src.training.report import matplotlib_charts
-from jdist._src.training.report.charts import panels, shown
+from jdist._src.training.report.charts import FACTS as FACTS
+from jdist._src.training.report.charts import chart_panels, printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_IN_TEXT, _ON_PAGE = 30, 200  # rows of a table at most
+_MAX_TEXT_ROWS, _MAX_HTML_ROWS = 30, 200
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class History:
-    """A record of training. A table when printed or shown in a notebook; `plot` draws it.
+    """The record of training. A table when printed or shown in a notebook; `plot` draws it.
 
     Attributes:
-        rows: One an epoch: `epoch`, `step`, `seconds`, `rows_per_second`, `stalled`, `loss` and the metrics, the same of the
-            validation as `val_loss` and so on, and `learning_rate` where it is known.
-        losses: The loss of each step, by its number.
+        rows: One row per epoch: `epoch`, `step`, `seconds`, `examples_per_second`, `stalled_fraction` (the fraction of steps
+            that waited for their batch), `loss` and the metrics, the same of the validation data as `val_loss` and so on, and
+            `learning_rate` if known.
+        losses: The loss of each step, by step number.
 
     Example:
         >>> rows = [{"epoch": 0, "loss": 2.25}, {"epoch": 1, "loss": 0.125, "val_loss": 0.5}]
@@ -40,14 +42,14 @@ class History:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The names of what the rows have, in the order in which they first occur."""
+        """The column names of all rows, in the order of their first occurrence."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row))
 
     def __getitem__(self, column: str) -> list[float]:
-        """A column: its value in each row that has it.
+        """Returns the values of a column, from the rows that have it.
 
         Raises:
-            KeyError: No row has it.
+            KeyError: No row has this column.
         """
         values = [row[column] for row in self.rows if column in row]
         if not values:
@@ -69,7 +71,7 @@ class History:
     def __str__(self) -> str:
         if not self.rows:
             return repr(self)
-        lines = [[shown(name, 24) for name in self.columns], *self._cells(_IN_TEXT)]
+        lines = [[printable(name, 24) for name in self.columns], *self._cells(_MAX_TEXT_ROWS)]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         aligned = ("  ".join(map(str.rjust, cells, widths)).rstrip() for cells in lines)
         return "\n".join(aligned)
@@ -77,7 +79,10 @@ class History:
     def _repr_html_(self) -> str:
         head, *body = (
             "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-            for tag, cells in [("th", map(shown, self.columns)), *(("td", row) for row in self._cells(_ON_PAGE))]
+            for tag, cells in [
+                ("th", map(printable, self.columns)),
+                *(("td", row) for row in self._cells(_MAX_HTML_ROWS)),
+            ]
         )
         rows = "".join(f"<tr>{row}</tr>" for row in body)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
@@ -85,14 +90,14 @@ class History:
     def plot(self, path: str | os.PathLike[str] | None = None) -> "Figure":
         """Draws loss, metrics, learning rate and throughput.
 
-        What validation gave has the colour of what it is the validation of, and is dashed. Of a long run the loss is drawn as
-        what it was at least and at most within every so many steps. Values that are not finite are marked by a cross.
+        Validation curves are dashed and have the color of their training curve. The loss of a long run is drawn as its range
+        over groups of consecutive steps. Values that are not finite are marked by a cross.
 
         Args:
-            path: Where to save the figure as well, if anywhere: `.png`, `.svg`, `.pdf`.
+            path: A file to save the figure to: `.png`, `.svg`, `.pdf`.
 
         Returns:
-            A figure of matplotlib, which pyplot does not know of: there is nothing to close.
+            A matplotlib figure that is not registered with pyplot, so it need not be closed.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -102,15 +107,15 @@ class History:
             >>> len(history.plot().axes)
             1
         """
-        drawn = matplotlib_charts.figure(panels(self.rows, self.losses))
+        figure = matplotlib_charts.draw_figure(chart_panels(self.rows, self.losses))
         if path is not None:
-            drawn.savefig(path)
-        return drawn
+            figure.savefig(path)
+        return figure
 
-    def _cells(self, most: int) -> list[list[str]]:
-        """The rows as text; of too many, the first and the last ones."""
-        half = most // 2
-        rows = list(self.rows) if len(self.rows) <= most else [*self.rows[:half], None, *self.rows[-half:]]
+    def _cells(self, max_rows: int) -> list[list[str]]:
+        """Returns the rows as text; if there are more than `max_rows`, the first and the last ones."""
+        half = max_rows // 2
+        rows = list(self.rows) if len(self.rows) <= max_rows else [*self.rows[:half], None, *self.rows[-half:]]
         left_out = f"… {len(self.rows) - 2 * half:,} more"
         blank = [""] * (len(self.columns) - 1)
         return [
@@ -122,16 +127,16 @@ class History:
 
 
 def format_value(value: Any) -> str:
-    """A value of a row as it is read: whole numbers in full, others to four digits.
+    """Returns a value of a row as text: integers and large numbers with all digits before the point, others with four digits.
 
     Example:
-        >>> in_words(12345), in_words(0.123456), in_words(98765.4), in_words(float("nan"))
+        >>> format_value(12345), format_value(0.123456), format_value(98765.4), format_value(float("nan"))
         ('12,345', '0.1235', '98,765', 'nan')
     """
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        return shown(str(value))
+        return printable(str(value))
     if 1e3 <= abs(number) < 1e12 or (number.is_integer() and not isinstance(value, float)):
         return f"{number:,.0f}"
     return f"{number:.4g}"

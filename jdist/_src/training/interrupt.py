@@ -1,4 +1,4 @@
-"""Ctrl-C, which must not come between a step and its state."""
+"""Handles Ctrl-C, which must not separate a step from its state."""
 
 import contextlib
 import signal
@@ -8,41 +8,41 @@ from types import FrameType
 
 
 class Interrupt:
-    """Whether somebody has pressed Ctrl-C while it was held back.
+    """Records Ctrl-C while it is deferred.
 
-    Mutable: a handler of signals writes to it.
+    Mutable: a signal handler writes to it.
     """
 
     def __init__(self) -> None:
-        self.asked = False
-        self._held = False
+        self.is_requested = False
+        self._is_deferred = False
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Within, Ctrl-C is only noted; the second time it interrupts, whatever is lost by it."""
-        self._held = True
+    def deferred(self) -> Iterator[None]:
+        """Inside, the first Ctrl-C is only recorded; the second one raises KeyboardInterrupt."""
+        self._is_deferred = True
         try:
             yield
         finally:
-            self._held = False
+            self._is_deferred = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """The handler of the signal."""
-        if not self._held or self.asked:
+        """Handles the signal."""
+        if not self._is_deferred or self.is_requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.is_requested = True
 
 
 @contextlib.contextmanager
-def interrupts() -> Iterator[Interrupt]:
-    """Handles Ctrl-C within; in another thread than the main one, where nothing is told of signals, it does nothing."""
+def handle_interrupts() -> Iterator[Interrupt]:
+    """Handles Ctrl-C inside. Has no effect in other threads than the main one, which receive no signals."""
     interrupt = Interrupt()
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
-        yield interrupt  # whoever handles it otherwise knows why
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous_handler is not signal.default_int_handler:
+        yield interrupt  # the application has installed a handler: leave it in place
         return
     signal.signal(signal.SIGINT, interrupt.handle)
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)

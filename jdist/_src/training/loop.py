@@ -1,7 +1,7 @@
-"""The loop of training: a `for` over calls of the step, and what is told of each.
+"""The training loop: a `for` over calls of the step, and the events after each.
 
-Read `run` first. The order within is fixed: the step, then what callbacks are told of it, then, at the end of an epoch, its
-validation, its row in the history, and what they are told of that.
+Read `Loop.run` first. The order is: the step, its STEP event; at the end of an epoch the validation, the row of the history,
+the EPOCH event.
 """
 
 import contextlib
@@ -9,196 +9,197 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdist._src.callbacks.learning_rate import learning_rate_of
 from jdist._src.core.errors import FitError
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.replicate import Proof
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.variables import read_values
-from jdist._src.training.callback_state import Memory, saved_memories
-from jdist._src.training.events import Callback, CallbackResult, Event, Fit, Moment
-from jdist._src.training.interrupt import interrupts
+from jdist._src.training.events import Callback, CallbackResult, Event, FunctionCallback, Moment
+from jdist._src.training.fit import Fit, is_donated
+from jdist._src.training.interrupt import handle_interrupts
+from jdist._src.training.learning_rate import learning_rate_of
 from jdist._src.training.recorder import NonFiniteStep, Recorder
-from jdist._src.training.resume import StartPoint, with_seen
+from jdist._src.training.resume import StartPoint, restore_epoch_metrics, saved_callback_states
 from jdist._src.training.state import state_fields
-from jdist._src.training.step_inputs import Turn
+from jdist._src.training.state_copies import summands
+from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import StepOutcome, TrainCarry
-from jdist._src.training.summary import is_spent
 
-CHECKED = 32  # calls after which losses are looked at, and processes agree whether to stop
+CALLS_PER_CHECK = 32  # calls between two checks of the losses, and of whether a process stops
+_INTERRUPTED = "Ctrl-C was pressed."
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
-    """What a loop calls.
+class LoopConfig:
+    """The functions and options of a loop.
 
     Attributes:
-        strategy: Where all of it runs.
-        step: From a carry and the batches of a call to the next carry, and how its steps went.
-        read: From what was seen to numbers on the host.
-        nothing_seen: Gives what is seen before the first step of an epoch.
-        validate: From a state to the numbers of its evaluation, or None.
-        callbacks: Whom to tell.
-        memories: The callbacks with something to remember.
+        strategy: The strategy.
+        step: From a carry and the batches of a call to the next carry and the outcome.
+        read_metrics: From metrics on the devices to numbers on the host.
+        empty_metrics: Returns the metrics before the first step of an epoch.
+        validate: From a state to the metrics of the validation data, or None.
+        callbacks: The callbacks, in calling order.
+        stateful_callbacks: The callbacks with a state, with their identities.
         metric_names: The names in `Event.logs` at the end of an epoch.
         last_checkpoint: Returns a sentence that names the newest checkpoint.
-        proof: Gives what was proved of the step.
-        total_steps: After how many steps training is at its end, if that is known.
-        asked_steps: How many steps were asked for, if that was said.
+        proof: Returns the result of the replication proof of the step.
+        total_steps: The number of steps after which training ends, if known.
+        requested_steps: The number of steps that the caller requested, if any.
         stops_at_failure: Whether a loss that is not finite ends training.
     """
 
     strategy: Strategy
-    step: Callable[[TrainCarry, Turn], tuple[TrainCarry, StepOutcome]]
-    read: Callable[[PyTree], Mapping[str, Any]]
-    nothing_seen: Callable[[], PyTree]
+    step: Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, StepOutcome]]
+    read_metrics: Callable[[PyTree], Mapping[str, Any]]
+    empty_metrics: Callable[[], PyTree]
     validate: Callable[[PyTree], Mapping[str, Any]] | None
     callbacks: Sequence[Callback]
-    memories: Sequence[Memory]
+    stateful_callbacks: Sequence[tuple[str, Callback]]
     metric_names: Sequence[str]
     last_checkpoint: Callable[[], str]
     proof: Callable[[], Proof]
     total_steps: int | None
-    asked_steps: int | None
+    requested_steps: int | None
     stops_at_failure: bool
 
 
 class Loop:
-    """Training as it goes on.
+    """One run of the training loop.
 
-    Mutable: the carry of the last step, how far it is, and why it stops.
+    Mutable: it holds the carry of the last step, the position of the data, and the reason to stop.
 
     Args:
-        work: What it calls.
-        begin: The state to begin with, and what was kept beside it.
-        position: Where the data begin.
+        config: The functions and options.
+        start: The state to start with.
+        position: The position of the data at the start.
     """
 
-    def __init__(self, work: Work, begin: StartPoint, position: Mapping[str, Any]):
-        self._work = work
-        seen: Any = with_seen(work.nothing_seen(), begin.kept.get("seen", ()))
-        self._carry = TrainCarry(begin.state, seen, work.strategy.put(np.bool_(False)))
-        self._first = self._step = self._epoch_first = int(state_fields(begin.state).step)
-        self._calls = self._taken = self._epoch_taken = 0
-        self._epoch, self._position, self._stalled = position["epoch"], position, 0.0
-        self._metrics: Mapping[str, Any] = {}
-        self._record = Recorder(begin.kept)
-        self._began = self._epoch_began = time.perf_counter()
-        self._stop: str | None = None
-        self._failed = self._ends_epoch = False
+    def __init__(self, config: LoopConfig, start: StartPoint, position: Mapping[str, Any]):
+        self._config = config
+        metrics: Any = restore_epoch_metrics(config.empty_metrics(), start.resume_data.get("seen", ()))
+        self._carry = TrainCarry(start.state, metrics, config.strategy.put(np.bool_(False)))
+        self._first_step = self._step = self._epoch_first_step = int(state_fields(start.state).step)
+        self._calls = self._examples = self._epoch_first_example = 0
+        self._epoch, self._position, self._stalled_fraction = position["epoch"], position, 0.0
+        self._epoch_metrics: Mapping[str, Any] = {}
+        self._recorder = Recorder(start.resume_data)
+        self._start_time = self._epoch_start_time = time.perf_counter()
+        self._stop_reason: str | None = None
+        self._has_failed = self._ends_epoch = False
 
     @property
     def step(self) -> int:
-        """How many steps the state has gone through."""
+        """The number of steps taken."""
         return self._step
 
-    def run(self, turns: Iterable[Turn]) -> Fit:
-        """Takes the steps, and says how it ended."""
-        with self._keeping_state(), jax.transfer_guard("disallow"), interrupts() as interrupt:
-            self._tell(Moment.START)
+    def run(self, groups: Iterable[Sequence[DrawnBatch]]) -> Fit:
+        """Takes a call of the step per group of batches, and returns the result of training."""
+        with self._keeping_state(), jax.transfer_guard("disallow"), handle_interrupts() as interrupt:
+            self._notify(Moment.START)
             try:
-                for turn in turns:
-                    with interrupt.held():
-                        self._take(turn)
-                        self._tell(Moment.STEP)
-                        if turn.ends_epoch:
+                for batches in groups:
+                    with interrupt.deferred():
+                        self._take(batches)
+                        self._notify(Moment.STEP)
+                        if self._ends_epoch:
                             self._end_epoch()
-                    if self._is_over(turn, interrupt.asked):
+                    if self._is_over(interrupt.is_requested):
                         break
             except KeyboardInterrupt:
-                if interrupt.asked:  # twice
+                if interrupt.is_requested:  # Ctrl-C was pressed twice
                     raise
-                self._stop = _INTERRUPTED
+                self._stop_reason = _INTERRUPTED
             self._end()
         return self._fit()
 
-    def _take(self, turn: Turn) -> None:
-        self._carry, outcome = self._work.step(self._carry, turn)
-        self._record.wait_for(self._step + 1, self._position, turn, outcome)
-        last = turn.draws[-1]
-        self._step, self._calls = self._step + len(turn.draws), self._calls + 1
-        self._epoch, self._position, self._stalled, self._taken = last.epoch, last.position, last.stalled, last.rows
-        self._ends_epoch = turn.ends_epoch
-        if self._calls % CHECKED == 0:
-            self._look_at(self._record.fetch(but=CHECKED // 2))
+    def _take(self, batches: Sequence[DrawnBatch]) -> None:
+        self._carry, outcome = self._config.step(self._carry, batches)
+        self._recorder.add_call(self._step + 1, self._position, batches, outcome)
+        last = batches[-1]
+        self._step, self._calls = self._step + len(batches), self._calls + 1
+        self._epoch, self._position, self._ends_epoch = last.epoch, last.position, last.ends_epoch
+        self._examples, self._stalled_fraction = last.examples, last.stalled_fraction
+        if self._calls % CALLS_PER_CHECK == 0:
+            self._check_failure(self._recorder.fetch(keep_pending=CALLS_PER_CHECK // 2))
 
     def _end_epoch(self) -> None:
-        self._look_at(self._record.fetch())
-        seconds = time.perf_counter() - self._epoch_began
-        self._metrics = self._work.read(self._carry.seen)
+        self._check_failure(self._recorder.fetch())
+        seconds = time.perf_counter() - self._epoch_start_time
+        self._epoch_metrics = self._config.read_metrics(self._carry.metrics)
         rate = learning_rate_of(self._carry.state, step=self._step)
-        validation = self._work.validate(self._carry.state) if self._work.validate else {}
-        self._record.add_row(
+        validation = self._config.validate(self._carry.state) if self._config.validate else {}
+        self._recorder.add_row(
             {
                 "epoch": self._epoch,
                 "step": self._step,
-                "seconds": time.perf_counter() - self._began,
-                "rows_per_second": (self._taken - self._epoch_taken) / seconds,
-                "stalled": self._stalled,
+                "seconds": time.perf_counter() - self._start_time,
+                "examples_per_second": (self._examples - self._epoch_first_example) / seconds,
+                "stalled_fraction": self._stalled_fraction,
                 **({} if rate is None else {"learning_rate": rate}),
-                **self._metrics,
+                **self._epoch_metrics,
                 **{f"val_{name}": value for name, value in validation.items()},
             }
         )
-        self._carry = dataclasses.replace(self._carry, seen=self._work.nothing_seen())
-        self._epoch_first, self._epoch_taken = self._step, self._taken
-        self._tell(Moment.EPOCH, validation)
-        self._epoch_began = time.perf_counter()
+        self._carry = dataclasses.replace(self._carry, metrics=self._config.empty_metrics())
+        self._epoch_first_step, self._epoch_first_example = self._step, self._examples
+        self._notify(Moment.EPOCH, validation)
+        self._epoch_start_time = time.perf_counter()
 
-    def _is_over(self, turn: Turn, interrupted: bool) -> bool:
-        if interrupted:
-            self._stop = self._stop or _INTERRUPTED
+    def _is_over(self, is_interrupted: bool) -> bool:
+        if is_interrupted:
+            self._stop_reason = self._stop_reason or _INTERRUPTED
         if jax.process_count() == 1:
-            return self._stop is not None
-        if not turn.ends_epoch and self._calls % CHECKED:
+            return self._stop_reason is not None
+        if not self._ends_epoch and self._calls % CALLS_PER_CHECK:
             return False
-        asked = multihost_utils.process_allgather(np.bool_(self._stop is not None))
-        if asked.any():
-            self._stop = self._stop or "Another process stopped."
-        return bool(asked.any())
+        stops = multihost_utils.process_allgather(np.bool_(self._stop_reason is not None))
+        if stops.any():
+            self._stop_reason = self._stop_reason or "Another process stopped."
+        return bool(stops.any())
 
     def _end(self) -> None:
-        self._look_at(self._record.fetch())
-        if self._step != self._epoch_first:
-            self._metrics = self._work.read(self._carry.seen)
-            self._epoch_first = self._step
-        if self._stop is None:
-            asked = self._work.asked_steps
-            short = asked is not None and self._step < asked
-            self._stop = f"The data ended after {self._step} of {asked} steps." if short else self._ended(asked)
-        self._tell(Moment.END)
+        self._check_failure(self._recorder.fetch())
+        if self._step != self._epoch_first_step:
+            self._epoch_metrics = self._config.read_metrics(self._carry.metrics)
+            self._epoch_first_step = self._step
+        if self._stop_reason is None:
+            self._stop_reason = self._end_reason(self._config.requested_steps)
+        self._notify(Moment.END)
 
-    def _ended(self, asked: int | None) -> str:
-        if asked is None or not self._first or self._step > self._first:
-            return _ENDED
-        return no_step_left(asked, self._first)
+    def _end_reason(self, requested_steps: int | None) -> str:
+        if requested_steps is not None and self._step < requested_steps:
+            return f"The data ended after {self._step} of {requested_steps} steps."
+        if requested_steps is not None and 0 < self._first_step == self._step:
+            return no_step_message(requested_steps, self._first_step)
+        return "All requested steps were taken."
 
-    def _look_at(self, failure: NonFiniteStep | None) -> None:
-        """Stops at a loss that is not finite, if that is asked for: the steps from there on were refused."""
-        if failure is None or not self._work.stops_at_failure or self._failed:
+    def _check_failure(self, failure: NonFiniteStep | None) -> None:
+        """Stops at a loss that is not finite, if configured. The step function rejected all steps from there on."""
+        if failure is None or not self._config.stops_at_failure or self._has_failed:
             return
-        self._failed = True
-        self._step, self._position = failure.step - 1, failure.before
-        self._record.forget_after(failure.step)
-        self._stop = f"{failure} The state is that before the step."
+        self._has_failed = True
+        self._step, self._position = failure.step - 1, failure.position_before
+        self._recorder.remove_losses_after(failure.step)
+        self._stop_reason = f"{failure} The state is the one before that step."
 
-    def _tell(self, moment: Moment, validation: Mapping[str, Any] | None = None) -> None:
-        """Calls the callbacks, all with the same event, and then does what they answer."""
-        if not self._work.callbacks:
+    def _notify(self, moment: Moment, validation: Mapping[str, Any] | None = None) -> None:
+        """Calls all callbacks with the same event, then applies their results."""
+        if not self._config.callbacks:
             return
         event = self._event(moment, validation or {})
         with jax.transfer_guard("allow"):
-            answers = [_checked(callback, callback(event)) for callback in self._work.callbacks]
-        for answer in filter(None, answers):
-            if answer.state is not None:
-                self._carry = dataclasses.replace(self._carry, state=answer.state)
-            self._stop = self._stop or answer.stop
+            results = [_checked(callback, callback(event)) for callback in self._config.callbacks]
+        for result in filter(None, results):
+            if result.state is not None:
+                self._carry = dataclasses.replace(self._carry, state=result.state)
+            self._stop_reason = self._stop_reason or result.stop_reason
 
     def _event(self, moment: Moment, validation: Mapping[str, Any]) -> Event:
         return Event(
@@ -207,94 +208,93 @@ class Loop:
             epoch=self._epoch,
             state=self._carry.state,
             position=self._position,
-            rows=self._taken,
-            seconds=time.perf_counter() - self._began,
-            stalled=self._stalled,
-            total_steps=self._work.total_steps,
+            examples=self._examples,
+            seconds=time.perf_counter() - self._start_time,
+            stalled_fraction=self._stalled_fraction,
+            total_steps=self._config.total_steps,
             validation=validation,
-            strategy=self._work.strategy,
-            history=self._record.history,
-            kept=self._kept,
-            is_sound=self._is_sound,
-            read=functools.partial(self._metrics_at, moment),
+            strategy=self._config.strategy,
+            history=self._recorder.history,
+            resume_data=self._resume_data,
+            is_finite=self._is_finite,
+            read_metrics=functools.partial(self._read_metrics, moment),
             ends_epoch=self._ends_epoch,
-            metric_names=self._work.metric_names,
+            metric_names=self._config.metric_names,
         )
 
-    def _metrics_at(self, moment: Moment) -> Mapping[str, Any]:
-        """What is seen of the epoch so far; of one that has just ended, what was seen of it."""
-        if self._step == self._epoch_first:
-            return self._metrics
+    def _read_metrics(self, moment: Moment) -> Mapping[str, Any]:
+        """Returns the metrics of the current epoch; at its end, the complete ones."""
+        if self._step == self._epoch_first_step:
+            return self._epoch_metrics
         if jax.process_count() > 1 and moment is Moment.STEP:
-            return self._record.last_loss  # to read it all, every process would have to ask
-        return self._work.read(self._carry.seen)
+            return self._recorder.last_loss  # reading the metrics is a collective, and possibly one process reads them
+        return self._config.read_metrics(self._carry.metrics)
 
-    def _is_sound(self) -> bool:
-        self._look_at(self._record.fetch())
-        return not self._failed
+    def _is_finite(self) -> bool:
+        self._check_failure(self._recorder.fetch())
+        return not self._has_failed
 
-    def _kept(self) -> dict[str, Any]:
-        """What a resumed run needs besides the state."""
+    def _resume_data(self) -> dict[str, Any]:
         return {
-            "callbacks": saved_memories(self._work.memories),
-            "history": [dict(row) for row in self._record.history.rows],
-            "losses": self._record.as_arrays(),
-            "seen": jax.tree.leaves(read_values(self._carry.seen)),
+            "callbacks": saved_callback_states(self._config.stateful_callbacks),
+            "history": [dict(row) for row in self._recorder.history.rows],
+            "losses": self._recorder.losses_as_arrays(),
+            "seen": jax.tree.leaves(read_values(self._carry.metrics)),
+            "replicas": self._config.strategy.num_replicas_in_sync,
+            "shares": summands(self._carry.state),
         }
 
     @contextlib.contextmanager
     def _keeping_state(self) -> Iterator[None]:
-        """Gives the state that there is together with an error; and ends what callbacks have begun."""
+        """Raises errors as `FitError` with the current state; finally closes the callbacks."""
         try:
             yield
         except Exception as error:
-            lost = _is_lost(self._carry.state, error)
-            if not lost and self._step == self._first:
+            is_lost = _is_lost(self._carry.state, error)
+            if not is_lost and self._step == self._first_step:
                 raise
-            self._stop = f"{type(error).__name__}: {error}"
-            if lost:
+            self._stop_reason = f"{type(error).__name__}: {error}"
+            if is_lost:
                 raise FitError(
-                    f"Training was ended at step {self._step + 1}, or shortly before it, by {self._stop}\n  The state is lost: "
-                    f"the step had taken its memory over. {self._work.last_checkpoint()} The history is `error.fit.history`.",
-                    self._fit(lost=True),
+                    f"Training failed at step {self._step + 1}, or shortly before it: {self._stop_reason}\n  The state is "
+                    f"lost: it was donated to the step that failed. {self._config.last_checkpoint()} The history is "
+                    "`error.fit.history`.",
+                    self._fit(is_lost=True),
                 ) from error
             raise FitError(
-                f"Training was ended behind step {self._step} by {self._stop}\n  What there is by then is the `fit` of this "
-                "error: `error.fit.state`, `error.fit.history`.",
+                f"Training failed after step {self._step}: {self._stop_reason}\n  The state and the history after that step "
+                "are `error.fit.state` and `error.fit.history`.",
                 self._fit(),
             ) from error
         finally:
-            with contextlib.ExitStack() as closing:
-                for callback in self._work.callbacks:
-                    closing.callback(getattr(callback, "close", lambda: None))
+            with contextlib.ExitStack() as stack:
+                for callback in self._config.callbacks:
+                    stack.callback(callback.close)
 
-    def _fit(self, lost: bool = False) -> Fit:
-        history = self._record.history
+    def _fit(self, is_lost: bool = False) -> Fit:
+        history = self._recorder.history
         history = dataclasses.replace(history, losses=dict(history.losses))
-        proof = self._work.proof() if self._step > self._first else None
-        state = None if lost else self._carry.state
-        description = self._work.strategy.describe(state)
-        return Fit(state, history, self._step, self._stop or "", description, proof)
+        proof = self._config.proof() if self._step > self._first_step else None
+        state = cast(Any, None if is_lost else self._carry.state)
+        description = self._config.strategy.describe(state)
+        return Fit(state, history, self._step, self._stop_reason or "", description, proof)
 
 
-_INTERRUPTED = "Ctrl-C was pressed."
-_ENDED = "Every step was taken that was asked for."
-
-
-def no_step_left(steps: int, taken: int) -> str:
-    """Returns a sentence for a `fit` that has no step to take."""
+def no_step_message(requested_steps: int, steps: int) -> str:
+    """Returns a sentence for a `fit` whose state has already taken the requested steps."""
     return (
-        f"No step was taken: steps={steps} counts from the beginning of training, and the state has gone through {taken:,} "
-        f"already. To take more of them, pass a larger number: `steps={taken} + ...`."
+        f"No step was taken: steps={requested_steps} counts from the beginning of training, and the state has already taken "
+        f"{steps:,}. To take more steps, pass a larger number: `steps={steps} + ...`."
     )
 
 
 def _is_lost(state: PyTree, error: Exception) -> bool:
-    """Whether the arrays of `state` have no values any more."""
-    if is_spent(state):
+    """Returns whether the arrays of `state` were lost by `error`."""
+    if is_donated(state):
         return True
-    # An error at run time may surface a step later, or where a callback reads the state: the state is then the result of
-    # what failed. Of several processes one may wait for ever for what another did not send, so there it takes such an error.
+    # An error at run time may surface one step later, or where a callback reads the state; the state is then a result of the
+    # step that failed. With several processes, `block_until_ready` could wait forever for data of another process, so there
+    # it is called after such an error only.
     if jax.process_count() > 1 and not isinstance(error, jax.errors.JaxRuntimeError):
         return False
     try:
@@ -304,11 +304,12 @@ def _is_lost(state: PyTree, error: Exception) -> bool:
     return False
 
 
-def _checked(callback: Callback, answer: Any) -> CallbackResult | None:
-    if isinstance(answer, CallbackResult | None):
-        return answer
-    name = getattr(callback, "__name__", type(callback).__name__)
+def _checked(callback: Callback, result: Any) -> CallbackResult | None:
+    if isinstance(result, CallbackResult | None):
+        return result
+    function = callback.function if isinstance(callback, FunctionCallback) else callback
+    name = getattr(function, "__name__", type(function).__name__)
     raise TypeError(
-        f"The callback {name} returned {answer!r}: a callback returns None, or a `jdist.callbacks.Answer`, which says to stop, "
-        "or what to go on with."
+        f"The callback {name} returned {result!r}. A callback must return None, or a `jdist.callbacks.CallbackResult` to stop "
+        "training or to replace the state."
     )

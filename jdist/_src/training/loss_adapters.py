@@ -15,14 +15,14 @@ def adapt_loss(loss: Any) -> Any:
 
     A `keras.losses.Loss` is called with the targets first and without its reduction. A function whose first two parameters
     are called `y_true, y_pred` (all of `keras.losses`) or `target, output` (`keras.ops`) is called with the targets first.
-    Anything else is returned as it is. Keras is never imported here: the caller of a Keras loss has imported it.
+    Any other loss is returned unchanged. Keras is not imported here: the creator of a Keras loss has imported it.
 
     Args:
         loss: A loss function, a Keras loss object, or None.
 
     Raises:
         TypeError: `loss` is a class.
-        ValueError: `loss` is a Keras loss with the reduction "sum", or Keras does not compute with JAX.
+        ValueError: `loss` is a Keras loss with the reduction "sum", or the backend of Keras is not JAX.
 
     Example:
         >>> in_trainer_order(lambda y_true, y_pred: y_pred - y_true)(5.0, 3.0)
@@ -32,33 +32,33 @@ def adapt_loss(loss: Any) -> Any:
     """
     if isinstance(loss, type):
         raise TypeError(f"`loss` is the class {loss.__name__}. Pass an instance of it: `{loss.__name__}(...)`.")
-    if _is_keras(loss, "losses", "Loss"):
-        return _swapped(_per_example(loss))
-    return _swapped(loss) if callable(loss) and _first_two(loss) in _TARGETS_FIRST else loss
+    if _is_keras_object(loss, "losses", "Loss"):
+        return _with_targets_first(_per_example(loss))
+    return _with_targets_first(loss) if callable(loss) and _first_two_parameters(loss) in _TARGETS_FIRST else loss
 
 
 def is_keras_metric(metric: Any) -> bool:
-    """Whether `metric` is a Keras metric object, which counts in variables of its own."""
-    return _is_keras(metric, "metrics", "Metric")
+    """Returns whether `metric` is a Keras metric object, which updates variables in place."""
+    return _is_keras_object(metric, "metrics", "Metric")
 
 
 def check_keras_backend() -> None:
-    """Raises ValueError if Keras is imported and does not compute with JAX."""
+    """Raises ValueError if Keras is imported with another backend than JAX."""
     keras = sys.modules.get("keras")
     if keras is not None and keras.backend.backend() != "jax":
         raise ValueError(
-            f"Keras computes with {keras.backend.backend()} here, and has to with JAX: set the environment variable "
-            "KERAS_BACKEND=jax before it is imported."
+            f"The backend of Keras is {keras.backend.backend()}; it must be JAX. Set the environment variable "
+            "KERAS_BACKEND=jax before Keras is imported."
         )
 
 
-def _is_keras(value: Any, module: str, name: str) -> bool:
+def _is_keras_object(value: Any, module: str, name: str) -> bool:
     kind = getattr(getattr(sys.modules.get("keras"), module, None), name, None)
     return kind is not None and isinstance(value, kind)
 
 
 def _per_example(loss: Any) -> Any:
-    """A copy of a Keras loss that returns one value per example."""
+    """Returns a copy of a Keras loss that returns one value per example."""
     check_keras_backend()
     if loss.reduction == "sum":
         raise ValueError(
@@ -70,14 +70,14 @@ def _per_example(loss: Any) -> Any:
     return loss
 
 
-def _first_two(fn: Callable[..., Any]) -> tuple[str, ...]:
+def _first_two_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
     try:
         return tuple(inspect.signature(fn).parameters)[:2]
     except (TypeError, ValueError):  # some builtins have no signature
         return ()
 
 
-def _swapped(loss: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+def _with_targets_first(loss: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     def targets_first(outputs: Any, targets: Any) -> Any:
         return loss(targets, outputs)
 

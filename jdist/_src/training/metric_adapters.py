@@ -1,4 +1,4 @@
-"""What is measured besides the loss: metrics, and how they are fed."""
+"""Adapts the metrics of a `Trainer`, and checks the values of losses and metrics."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -8,133 +8,150 @@ import jax.numpy as jnp
 
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.replica.metrics import Mean, Metric
+from jdist._src.training.history import FACTS
 from jdist._src.training.loss_adapters import adapt_loss, is_keras_metric
 
-# What else is in a row of the history, or in what `evaluate` gives.
-_TAKEN = ("loss", "examples", "epoch", "step", "seconds", "rows_per_second", "stalled", "learning_rate")
+_RESERVED_NAMES = ("loss", "examples", *FACTS)  # the other entries of a history row or an `evaluate` result
+_CLASSES = {
+    "accuracy": "Accuracy",
+    "mae": "MeanAbsoluteError",
+    "mean_absolute_error": "MeanAbsoluteError",
+    "mean_squared_error": "MeanSquaredError",
+    "mse": "MeanSquaredError",
+}
 
 
 class MetricAdapter(NamedTuple):
-    """A metric, and how it is fed.
+    """A metric, and the function that computes its arguments.
 
     Attributes:
         empty: The metric of no examples.
-        of: From outputs and targets to what its `update` takes.
+        arguments: From outputs and targets to the arguments of `Metric.update`.
     """
 
     empty: Metric
-    of: Callable[[PyTree, PyTree], tuple[Any, ...]]
+    arguments: Callable[[PyTree, PyTree], tuple[Any, ...]]
 
 
 def adapt_metrics(metrics: Any) -> dict[str, MetricAdapter]:
-    """The metrics that a user hands in, by name.
+    """Returns the metrics of a user by name.
 
     Raises:
-        TypeError: They are no mapping, or there is something else among them.
-        ValueError: One is called as the library calls something itself.
+        TypeError: `metrics` is not a mapping, or a value is not a metric.
+        ValueError: A name is reserved.
     """
     if not isinstance(metrics, Mapping):
         raise TypeError(
-            f"`metrics` maps names to metrics, as in {{'accuracy': jdist.metrics.Accuracy()}}; got {metrics!r}."
+            f"`metrics` must be a dict from names to metrics, got {metrics!r}. Write `metrics={_example(metrics)}`."
         )
-    taken = [name for name in metrics if not isinstance(name, str) or name in _TAKEN or name.startswith("val_")]
-    if taken:
+    reserved = [
+        name for name in metrics if not isinstance(name, str) or name in _RESERVED_NAMES or name.startswith("val_")
+    ]
+    if reserved:
         raise ValueError(
-            f"A metric is called {taken[0]!r}, and {', '.join(_TAKEN)} and what begins with val_ mean something else."
+            f"A metric has the name {reserved[0]!r}. Reserved are {', '.join(_RESERVED_NAMES)} and names that start with val_."
         )
-    return {name: _measure(name, metric) for name, metric in metrics.items()}
+    return {name: _adapt_metric(name, metric) for name, metric in metrics.items()}
 
 
-def epoch_names(measures: Mapping[str, MetricAdapter], has_validation: bool) -> list[str]:
+def epoch_metric_names(metrics: Mapping[str, MetricAdapter], has_validation: bool) -> list[str]:
     """Returns the names of the loss and the metrics at the end of an epoch."""
-    names = ["loss", *measures]
+    names = ["loss", *metrics]
     return names + [f"val_{name}" for name in names if has_validation]
 
 
 def batch_metrics(
-    measures: Mapping[str, MetricAdapter], losses: jax.Array, outputs: PyTree, targets: PyTree, weights: Any
+    metrics: Mapping[str, MetricAdapter], losses: jax.Array, outputs: PyTree, targets: PyTree, weights: Any
 ) -> dict[str, Metric]:
-    """The loss and the metrics of one batch."""
-    seen: dict[str, Metric] = {"loss": Mean().update(losses, weights=weights)}
-    for name, measure in measures.items():
+    """Returns the loss and the metrics of one batch."""
+    updated: dict[str, Metric] = {"loss": Mean().update(losses, weights=weights)}
+    for name, adapter in metrics.items():
         try:
-            seen[name] = measure.empty.update(*measure.of(outputs, targets), weights=weights)  # type: ignore[attr-defined]
+            updated[name] = adapter.empty.update(*adapter.arguments(outputs, targets), weights=weights)  # type: ignore[attr-defined]
         except (TypeError, ValueError) as error:
-            error.add_note(f"It is the metric {name!r}, of outputs {_specs(outputs)} and targets {_specs(targets)}.")
+            error.add_note(
+                f"In the metric {name!r}, of outputs {_dtypes_and_shapes(outputs)} and targets {_dtypes_and_shapes(targets)}."
+            )
             raise
-        _check_sums(name, measure.empty, seen[name])
-    return jax.tree.map(jnp.asarray, seen)
+        empty_shapes, shapes = (jax.tree.map(jnp.shape, metric) for metric in (adapter.empty, updated[name]))
+        if empty_shapes != shapes:
+            raise ValueError(
+                f"The metric {name!r} has the shapes {empty_shapes} without examples, and {shapes} with a batch. The shapes of "
+                "its sums must not depend on the batch."
+            )
+    return jax.tree.map(jnp.asarray, updated)
 
 
-def checked_losses(losses: Any, rows: int) -> jax.Array:
-    """What a loss function returned for so many examples.
+def check_losses(losses: Any, num_examples: int) -> jax.Array:
+    """Returns the result of a loss function as an array.
 
     Raises:
         TypeError: It is not one array.
-        ValueError: It is not one value an example, or several.
+        ValueError: It has not one or several values per example.
     """
     if not hasattr(losses, "dtype") and not isinstance(losses, (int, float)):
-        raise TypeError(f"`loss` returns one array, the losses of the examples, and returned {_specs(losses)}.")
-    if jnp.ndim(losses) == 0 or jnp.shape(losses)[0] != rows:
+        raise TypeError(f"`loss` must return one array, the losses of the examples, got {_dtypes_and_shapes(losses)}.")
+    if jnp.ndim(losses) == 0 or jnp.shape(losses)[0] != num_examples:
         raise ValueError(
-            f"`loss` returned {dtype_and_shape(losses)} for {rows} examples, and a value for each of them is needed, [{rows}, ...]: leave "
-            "`.mean()` or `.sum()` out. They are averaged over the examples of all replicas; padding counts for nothing."
+            f"`loss` returned {dtype_and_shape(losses)} for {num_examples} examples. It must return one value per example, "
+            f"[{num_examples}, ...]: remove `.mean()` or `.sum()`. The trainer averages over the examples of all replicas, "
+            "without padding."
         )
     return jnp.asarray(losses)
 
 
-def _measure(name: str, metric: Any) -> MetricAdapter:
+def _example(metrics: Any) -> str:
+    """Returns the dict to write instead of a list of names or metrics."""
+    entries = metrics if isinstance(metrics, (list, tuple)) else [metrics]
+    names = [entry.lower() if isinstance(entry, str) else type(entry).__name__.lower() for entry in entries]
+    known_names = [name for name in names if name in _CLASSES] or ["accuracy"]
+    return "{" + ", ".join(f'"{name}": jdist.metrics.{_CLASSES[name]}()' for name in known_names) + "}"
+
+
+def _adapt_metric(name: str, metric: Any) -> MetricAdapter:
     if isinstance(metric, Metric):
         return MetricAdapter(metric, lambda outputs, targets: (outputs, targets))
     if isinstance(metric, (tuple, list)) and len(metric) == 2 and isinstance(metric[0], Metric) and callable(metric[1]):
-        return MetricAdapter(metric[0], _tuple_from(name, metric[1]))
+        return MetricAdapter(metric[0], _checked_arguments(name, metric[1]))
     if is_keras_metric(metric):
         raise TypeError(
-            f"The metric {name!r} is a Keras metric, {type(metric).__name__}, which counts in variables of its own. Take one "
+            f"The metric {name!r} is a Keras metric, {type(metric).__name__}, which updates variables in place. Pass a metric "
             "of `jdist.metrics`, or a function from outputs and targets to values [batch, ...]."
         )
     if callable(metric) and not isinstance(metric, type):
-        return MetricAdapter(Mean(), _values_from(name, adapt_loss(metric)))
-    called = f"the class {metric.__name__}: call it" if isinstance(metric, type) else repr(metric)
+        return MetricAdapter(Mean(), _checked_values(name, adapt_loss(metric)))
+    got = f"the class {metric.__name__}: call it" if isinstance(metric, type) else repr(metric)
     raise TypeError(
-        f"The metric {name!r} is a metric of `jdist.metrics`, a pair of one and a function from outputs and targets to what it "
-        f"takes, or a function from them to values [batch, ...]; got {called}."
+        f"The metric {name!r} must be a metric of `jdist.metrics`, a pair of a metric and a function from outputs and targets "
+        f"to its arguments, or a function from outputs and targets to values [batch, ...]; got {got}."
     )
 
 
-def _tuple_from(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], tuple[Any, ...]]:
-    def of(outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
-        given = fn(outputs, targets)
-        if not isinstance(given, tuple):
+def _checked_arguments(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], tuple[Any, ...]]:
+    def arguments(outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
+        result = fn(outputs, targets)
+        if not isinstance(result, tuple):
             raise TypeError(
-                f"The function of the metric {name!r} returns a tuple of what the metric takes, got {_specs(given)}."
+                f"The function of the metric {name!r} must return a tuple of the metric's arguments, got "
+                f"{_dtypes_and_shapes(result)}."
             )
-        return given
+        return result
 
-    return of
+    return arguments
 
 
-def _values_from(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], tuple[Any, ...]]:
-    def of(outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
-        values, rows = fn(outputs, targets), len(jax.tree.leaves((targets, outputs))[0])
-        if jnp.ndim(values) == 0 or jnp.shape(values)[0] != rows:
+def _checked_values(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], tuple[Any, ...]]:
+    def arguments(outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
+        values, num_examples = fn(outputs, targets), len(jax.tree.leaves((targets, outputs))[0])
+        if jnp.ndim(values) == 0 or jnp.shape(values)[0] != num_examples:
             raise ValueError(
-                f"The metric {name!r} returned {_specs(values)} for {rows} examples, and a value for each is needed, "
-                f"[{rows}, ...], to be averaged over the examples of all replicas."
+                f"The metric {name!r} returned {_dtypes_and_shapes(values)} for {num_examples} examples. It must return one "
+                f"value per example, [{num_examples}, ...], which the trainer averages over the examples of all replicas."
             )
         return (values,)
 
-    return of
+    return arguments
 
 
-def _check_sums(name: str, empty: Metric, seen: Metric) -> None:
-    before, now = (jax.tree.map(jnp.shape, metric) for metric in (empty, seen))
-    if before != now:
-        raise ValueError(
-            f"The metric {name!r} of no examples is {before}, and with some it is {now}: its sums keep their shapes, whatever "
-            "the batch."
-        )
-
-
-def _specs(tree: PyTree) -> str:
+def _dtypes_and_shapes(tree: PyTree) -> str:
     return str(jax.tree.map(dtype_and_shape, tree)).replace("'", "")

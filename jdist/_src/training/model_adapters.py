@@ -1,4 +1,4 @@
-"""Models of any library as two functions: one makes parameters, one applies them."""
+"""Adapts models of flax and Keras to a pair of functions: one creates parameters, one applies them."""
 
 import collections
 import inspect
@@ -21,12 +21,12 @@ _MODES = {
 
 
 class ModelFunctions(NamedTuple):
-    """A model as training sees it.
+    """A model as a pair of pure functions.
 
     Attributes:
-        init: From a key and inputs `[batch, ...]` to parameters, and what the model keeps besides.
-        apply: From both of these, inputs, a key, whether it is trained, and weights `[batch]` of the examples (None: all
-            count alike), to outputs and what it keeps then.
+        init: From a random key and inputs `[batch, ...]` to parameters and model state (the other variables).
+        apply: From parameters, model state, inputs, a random key, whether the model is trained, and weights `[batch]` of the
+            examples (None: equal weights), to outputs and the new model state.
     """
 
     init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]]
@@ -34,54 +34,57 @@ class ModelFunctions(NamedTuple):
 
 
 def adapt_model(model: Any) -> ModelFunctions:
-    """A model of flax (linen or nnx) or Keras, or a pair of functions `(init, apply)`, as a `Model`.
+    """Returns a model of flax (linen or nnx) or Keras, or a pair of functions `(init, apply)`, as `ModelFunctions`.
 
     Raises:
-        TypeError: It is none of these.
+        TypeError: `model` is none of these.
     """
     if isinstance(model, ModelFunctions):
         return model
     for (library, name), adapter in _ADAPTERS.items():
-        kind = getattr(sys.modules.get(library), name, None)  # whoever has such a model has imported its library
+        kind = getattr(sys.modules.get(library), name, None)  # the creator of such a model has imported its library
         if kind is not None and isinstance(model, kind):
             return adapter(model)
     if isinstance(model, (tuple, list)) and len(model) == 2 and all(map(callable, model)):
-        return _of_pair(*model)
-    what = f"the class {model.__name__}: hand in an instance" if isinstance(model, type) else type(model).__name__
+        return _adapt_pair(*model)
+    got = f"the class {model.__name__}: pass an instance" if isinstance(model, type) else type(model).__name__
     raise TypeError(
-        "`model` is a module of flax (linen or nnx), a Keras model, or a pair of functions `(init, apply)`, where "
-        f"`init(key, inputs)` makes parameters and `apply(params, inputs)` gives outputs; got {what}."
+        "`model` must be a module of flax (linen or nnx), a Keras model, or a pair of functions `(init, apply)`, where "
+        f"`init(key, inputs)` returns parameters and `apply(params, inputs)` returns outputs; got {got}."
     )
 
 
-def _keywords(fn: Callable[..., Any], known: int) -> Callable[..., dict[str, Any]]:
-    """What `fn` is told by name, of those names that it takes behind its first `known` parameters."""
-    names = list(inspect.signature(fn).parameters)[known:]
+def _accepted_keywords(fn: Callable[..., Any], num_positional: int) -> Callable[..., dict[str, Any]]:
+    """Returns a function that returns the keyword arguments that `fn` accepts after its first `num_positional` parameters."""
+    accepted_names = list(inspect.signature(fn).parameters)[num_positional:]
 
-    def told(train: bool, weights: Any = None, **more: Any) -> dict[str, Any]:
+    def keywords(train: bool, weights: Any = None, **optional: Any) -> dict[str, Any]:
         modes = {name: mode(train) for name, mode in _MODES.items()}
-        return {name: value for name, value in {**modes, "weights": weights, **more}.items() if name in names}
+        candidates = {**modes, "weights": weights, **optional}
+        return {name: value for name, value in candidates.items() if name in accepted_names}
 
-    return told
-
-
-def _of_pair(init: Callable[..., PyTree], apply: Callable[..., Any]) -> ModelFunctions:
-    told = _keywords(apply, 2)
-
-    def run(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> Any:
-        return apply(params, inputs, **told(train, weights, key=key)), state
-
-    return ModelFunctions(lambda key, inputs: (init(key, inputs), {}), run)
+    return keywords
 
 
-def _of_linen(module: Any) -> ModelFunctions:
+def _adapt_pair(init: Callable[..., PyTree], apply: Callable[..., Any]) -> ModelFunctions:
+    keywords = _accepted_keywords(apply, 2)
+
+    def apply_with_state(
+        params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
+    ) -> tuple[PyTree, PyTree]:
+        return apply(params, inputs, **keywords(train, weights, key=key)), state
+
+    return ModelFunctions(lambda key, inputs: (init(key, inputs), {}), apply_with_state)
+
+
+def _adapt_linen(module: Any) -> ModelFunctions:
     from flax.core import meta
 
-    told = _keywords(type(module).__call__, 2)
+    keywords = _accepted_keywords(type(module).__call__, 2)
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
-        variables = dict(meta.unbox(module.init(keys, inputs, **told(False))))
+        variables = dict(meta.unbox(module.init(keys, inputs, **keywords(False))))
         variables.pop("intermediates", None)
         return variables.pop("params", {}), variables
 
@@ -90,19 +93,19 @@ def _of_linen(module: Any) -> ModelFunctions:
     ) -> tuple[PyTree, PyTree]:
         variables = {"params": params, **state}
         if not train or not state:
-            return module.apply(variables, inputs, rngs={"dropout": key}, **told(train, weights)), state
-        outputs, new = module.apply(
-            variables, inputs, rngs={"dropout": key}, mutable=list(state), **told(train, weights)
+            return module.apply(variables, inputs, rngs={"dropout": key}, **keywords(train, weights)), state
+        outputs, new_state = module.apply(
+            variables, inputs, rngs={"dropout": key}, mutable=list(state), **keywords(train, weights)
         )
-        return outputs, {**state, **new}
+        return outputs, {**state, **new_state}
 
     return ModelFunctions(init, apply)
 
 
-def _of_nnx(module: Any) -> ModelFunctions:
+def _adapt_nnx(module: Any) -> ModelFunctions:
     from flax import nnx
 
-    told = _keywords(type(module).__call__, 2)
+    keywords = _accepted_keywords(type(module).__call__, 2)
     module, graphs = nnx.clone(module), {}
     for train in (False, True):
         module.train() if train else module.eval()
@@ -111,77 +114,76 @@ def _of_nnx(module: Any) -> ModelFunctions:
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
-    def of(like: Any, tree: PyTree) -> Any:
-        state = jax.tree.map(lambda x: x, like)
-        nnx.replace_by_pure_dict(state, tree)
+    def with_values(template: Any, values: PyTree) -> Any:
+        state = jax.tree.map(lambda x: x, template)
+        nnx.replace_by_pure_dict(state, values)
         return state
 
     def apply(
         values: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
     ) -> tuple[PyTree, PyTree]:
-        streams = _drawn_from(key, keys)
-        merged = nnx.merge(graphs[train], of(params, values), streams, of(rest, state), copy=True)
-        outputs = merged(inputs, **told(train, weights))
+        merged = nnx.merge(
+            graphs[train], with_values(params, values), _new_keys(key, keys), with_values(rest, state), copy=True
+        )
+        outputs = merged(inputs, **keywords(train, weights))
         return outputs, nnx.to_pure_dict(nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
 
     return ModelFunctions(init, apply)
 
 
-def _drawn_from(key: jax.Array, keys: PyTree) -> PyTree:
-    """The random state of a module of nnx with other keys, and its counts at the beginning."""
+def _new_keys(key: jax.Array, keys: PyTree) -> PyTree:
+    """Returns the random state of an nnx module with keys derived from `key`, and its counters set to 0."""
     leaves, treedef = jax.tree.flatten(keys)
-    fresh = [
+    new_leaves = [
         jax.random.fold_in(key, number) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.zeros_like(leaf)
         for number, leaf in enumerate(leaves)
     ]
-    return treedef.unflatten(fresh)
+    return treedef.unflatten(new_leaves)
 
 
-def _of_keras(model: Any) -> ModelFunctions:
+def _adapt_keras(model: Any) -> ModelFunctions:
     check_keras_backend()
     if not model.built:
         raise ValueError(
-            "The Keras model has no weights yet. Begin it with a `keras.Input(shape)`, or call `model.build((None, ...))` "
-            "with the shape of its inputs."
+            "The Keras model is not built. Add a `keras.Input(shape)` as its first layer, or call "
+            "`model.build((None, ...))` with the shape of its inputs."
         )
-
     if model.losses:
         raise ValueError(
-            f"The Keras model adds {len(model.losses)} losses of its own, by regularizers or `add_loss`, and they would be "
-            "left out. Leave them out of the model: let the optimizer decay the weights, or put them into `loss`."
+            f"The Keras model adds {len(model.losses)} losses by regularizers or `add_loss`, which a `Trainer` would ignore. "
+            "Remove them from the model: use an optimizer with weight decay, or add them in `loss`."
         )
-    trained, kept = _names(model.trainable_variables), _names(model.non_trainable_variables)
-    told = _keywords(model.call, 1)
+    param_names, state_names = _names(model.trainable_variables), _names(model.non_trainable_variables)
+    keywords = _accepted_keywords(model.call, 1)
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        pairs = (trained, model.trainable_variables), (kept, model.non_trainable_variables)
-        params, state = ({name: v.value for name, v in zip(names, held, strict=True)} for names, held in pairs)
-        return params, state
+        params = {name: v.value for name, v in zip(param_names, model.trainable_variables, strict=True)}
+        return params, {name: v.value for name, v in zip(state_names, model.non_trainable_variables, strict=True)}
 
     def apply(
         params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
     ) -> tuple[PyTree, PyTree]:
-        seeds = {name: state[name] for name in kept if "seed_generator" in name}
-        given = {**state, **_drawn(key, seeds)}
-        values = [params[name] for name in trained], [given[name] for name in kept]
-        outputs, new = model.stateless_call(*values, inputs, **told(train))
-        return outputs, {**dict(zip(kept, new, strict=True)), **seeds}
+        seeds = {name: state[name] for name in state_names if "seed_generator" in name}
+        seeded_state = {**state, **_new_seeds(key, seeds)}
+        values = [params[name] for name in param_names], [seeded_state[name] for name in state_names]
+        outputs, new_values = model.stateless_call(*values, inputs, **keywords(train))
+        return outputs, {**dict(zip(state_names, new_values, strict=True)), **seeds}
 
     return ModelFunctions(init, apply)
 
 
 def _names(variables: Any) -> list[str]:
-    """The paths of the variables of a Keras model, numbered where several have the same."""
-    paths, seen = [variable.path for variable in variables], collections.Counter[str]()
-    names = []
-    for path in paths:
-        seen[path] += 1
-        names.append(path if seen[path] == 1 else f"{path}#{seen[path]}")
+    """Returns the paths of the variables of a Keras model, numbered if several are equal."""
+    counts, names = collections.Counter[str](), []
+    for variable in variables:
+        path = variable.path
+        counts[path] += 1
+        names.append(path if counts[path] == 1 else f"{path}#{counts[path]}")
     return names
 
 
-def _drawn(key: jax.Array, seeds: Mapping[str, Any]) -> dict[str, Any]:
-    """States of random generators that draw from `key`: with their own, every replica would drop out the same."""
+def _new_seeds(key: jax.Array, seeds: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns seeds derived from `key`: with the seeds of the model, every replica would drop out the same units."""
     return {
         name: jax.random.bits(jax.random.fold_in(key, number), value.shape, value.dtype)
         for number, (name, value) in enumerate(seeds.items())
@@ -189,7 +191,7 @@ def _drawn(key: jax.Array, seeds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ADAPTERS = {
-    ("flax.linen", "Module"): _of_linen,
-    ("flax.nnx", "Module"): _of_nnx,
-    ("keras", "Model"): _of_keras,
+    ("flax.linen", "Module"): _adapt_linen,
+    ("flax.nnx", "Module"): _adapt_nnx,
+    ("keras", "Model"): _adapt_keras,
 }

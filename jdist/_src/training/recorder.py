@@ -1,4 +1,4 @@
-"""What is recorded while training goes on; and losses that are not finite, which are found there."""
+"""Records the history of training, and finds losses that are not finite."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,49 +9,67 @@ import jax
 import numpy as np
 
 from jdist._src.training.history import History
-from jdist._src.training.step_inputs import Turn
+from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import StepOutcome
 
 
 class NonFiniteStep(NamedTuple):
-    """A step whose loss, or whose update, was not finite.
+    """A step whose loss or update was not finite.
 
     Attributes:
-        step: Its number, from 1.
-        loss: Its loss.
-        epoch: The epoch of its batch, from 0.
-        batch: The number of its batch in the epoch, from 0.
-        before: Where the data stood before that batch.
+        step: The step number, from 1.
+        loss: The loss.
+        epoch: The epoch of the batch, from 0.
+        batch: The number of the batch in its epoch, from 0.
+        position_before: The position of the data before the batch.
     """
 
     step: int
     loss: float
     epoch: int
     batch: int
-    before: Mapping[str, Any]
+    position_before: Mapping[str, Any]
 
     def __str__(self) -> str:
-        what = "update" if math.isfinite(self.loss) else "loss"
-        found = "not finite" if what == "update" else self.loss
-        return f"The {what} of step {self.step} is {found}, of batch {self.batch} of epoch {self.epoch}."
+        subject, value = ("update", "not finite") if math.isfinite(self.loss) else ("loss", str(self.loss))
+        return f"The {subject} of step {self.step} is {value} (batch {self.batch} of epoch {self.epoch})."
+
+
+class _PendingCall(NamedTuple):
+    """A call of the step whose outcome is still on the devices.
+
+    Attributes:
+        first_step: The number of its first step.
+        position_before: The position of the data before its first batch.
+        positions: The position after each batch. The batches themselves are released when the step ends.
+        outcome: The outcome, leaves `[]` or `[step]`.
+    """
+
+    first_step: int
+    position_before: Mapping[str, Any]
+    positions: Sequence[Mapping[str, Any]]
+    outcome: StepOutcome
 
 
 class Recorder:
-    """The history so far, and losses that are still on the devices.
+    """The history so far, and the outcomes that are still on the devices.
 
-    Mutable. A loss is fetched some calls after its step was, so that nobody waits for it; which losses are fetched when
-    depends on the number of calls alone, so that all processes find the same ones.
+    Mutable. A loss is fetched some calls after its step, so that the host does not wait for the devices. The number of calls
+    alone determines which losses are fetched when, so all processes find the same ones.
+
+    Args:
+        resume_data: The result of `Event.resume_data` in the run that is resumed.
     """
 
-    def __init__(self, kept: Mapping[str, Any]):
-        self._rows: list[Mapping[str, float]] = list(kept.get("history", ()))
-        steps, losses = kept.get("losses", ((), ()))
+    def __init__(self, resume_data: Mapping[str, Any]):
+        self._rows: list[Mapping[str, float]] = list(resume_data.get("history", ()))
+        steps, losses = resume_data.get("losses", ((), ()))
         self._losses: dict[int, float] = dict(zip(map(int, steps), map(float, losses), strict=True))
-        self._waiting: list[tuple[int, Mapping[str, Any], Sequence[Mapping[str, Any]], StepOutcome]] = []
+        self._pending: list[_PendingCall] = []
 
     @property
     def history(self) -> History:
-        """What is recorded so far."""
+        """The history so far."""
         return History(tuple(self._rows), MappingProxyType(self._losses))
 
     @property
@@ -59,36 +77,38 @@ class Recorder:
         """The last loss that was fetched, if there is one."""
         return {"loss": self._losses[max(self._losses)]} if self._losses else {}
 
-    def as_arrays(self) -> list[np.ndarray]:
-        """The steps whose losses were fetched, and their losses."""
+    def losses_as_arrays(self) -> list[np.ndarray]:
+        """Returns the steps whose losses were fetched, and these losses."""
         return [np.array(list(self._losses)), np.array(list(self._losses.values()), np.float32)]
 
-    def wait_for(self, step: int, before: Mapping[str, Any], turn: Turn, outcome: StepOutcome) -> None:
-        """How the steps of a call went, leaves `[]` or `[step]`, from number `step` on; and where the data stood before."""
-        # Not the batches: their memory is to be free when the step is over.
-        self._waiting.append((step, before, [draw.position for draw in turn.draws], outcome))
+    def add_call(
+        self, first_step: int, position_before: Mapping[str, Any], batches: Sequence[DrawnBatch], outcome: StepOutcome
+    ) -> None:
+        """Adds the outcome of a call of the step."""
+        self._pending.append(_PendingCall(first_step, position_before, [batch.position for batch in batches], outcome))
 
-    def fetch(self, but: int = 0) -> NonFiniteStep | None:
-        """Fetches what is waiting, but for that of the last `but` calls; gives the first step that was not sound."""
-        number = max(0, len(self._waiting) - but)
-        ready, self._waiting = self._waiting[:number], self._waiting[number:]
-        failure = None
-        outcomes = jax.device_get([outcome for *_, outcome in ready])
-        for (first, before, positions, _), outcome in zip(ready, outcomes, strict=True):
-            pairs = zip(np.atleast_1d(outcome.loss).tolist(), np.atleast_1d(outcome.sound), strict=True)
-            for offset, (loss, sound) in enumerate(pairs):
-                self._losses[first + offset] = loss
-                if failure is None and not sound:
-                    here = positions[offset]
-                    before = positions[offset - 1] if offset else before
-                    failure = NonFiniteStep(first + offset, loss, here["epoch"], here["batch"] - 1, before)
-        return failure
+    def fetch(self, keep_pending: int = 0) -> NonFiniteStep | None:
+        """Fetches all pending outcomes except for the last `keep_pending` calls. Returns the first step that was not finite."""
+        count = max(0, len(self._pending) - keep_pending)
+        calls, self._pending = self._pending[:count], self._pending[count:]
+        first_failure = None
+        outcomes = jax.device_get([call.outcome for call in calls])
+        for call, outcome in zip(calls, outcomes, strict=True):
+            pairs = zip(np.atleast_1d(outcome.loss).tolist(), np.atleast_1d(outcome.is_finite), strict=True)
+            for offset, (loss, is_finite) in enumerate(pairs):
+                step = call.first_step + offset
+                self._losses[step] = loss
+                if first_failure is None and not is_finite:
+                    position = call.positions[offset]
+                    before = call.positions[offset - 1] if offset else call.position_before
+                    first_failure = NonFiniteStep(step, loss, position["epoch"], position["batch"] - 1, before)
+        return first_failure
 
-    def forget_after(self, step: int) -> None:
-        """Leaves out the losses of steps that were refused."""
+    def remove_losses_after(self, step: int) -> None:
+        """Removes the losses of rejected steps."""
         for number in [number for number in self._losses if number > step]:
             del self._losses[number]
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """Records an epoch: what is one number."""
+        """Adds the row of an epoch, without values that are not scalars."""
         self._rows.append({name: value for name, value in row.items() if np.ndim(value) == 0})

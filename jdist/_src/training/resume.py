@@ -1,142 +1,178 @@
-"""Where training begins: with a new state, one that is handed in, or the newest of a checkpointer."""
+"""The start of training: a new state, a state from the caller, or a checkpoint; and the callback states in a checkpoint."""
 
+import collections
 import contextlib
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jdist._src.callbacks.checkpoint import Checkpoint, with_shares
-from jdist._src.callbacks.log_rows import check_destinations
-from jdist._src.callbacks.progress import Progress
-from jdist._src.callbacks.progress import progress as display
 from jdist._src.checkpoint.checkpointer import Checkpointer, newest_step
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.events import Callback
 from jdist._src.training.state import state_fields
+from jdist._src.training.state_copies import with_summands
 from jdist._src.values.arrays import check_not_deleted, is_device_array
 from jdist._src.values.sync_on_read import SyncOnRead
 
+_log = logging.getLogger("jdist")
+_SET_IDENTITY = "Set a different string as the attribute `identity` of each, before the checkpoint is saved."
+
 
 class StartPoint(NamedTuple):
-    """What training begins with.
+    """The state and the position at which training starts.
 
     Attributes:
         state: The state.
-        position: Where the data go on; None for where they begin.
-        kept: What a run before kept beside the state, see `Event.kept`.
+        position: The position of the data; None for the beginning.
+        resume_data: The result of `Event.resume_data` in the run that saved the checkpoint.
     """
 
     state: PyTree
     position: Mapping[str, Any] | None = None
-    kept: Mapping[str, Any] = MappingProxyType({})
+    resume_data: Mapping[str, Any] = MappingProxyType({})
 
 
 def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | None, resume: Any) -> StartPoint:
-    """The newest checkpoint of `resume`, if there is one; else `state`, or what `make` makes.
+    """Returns the newest checkpoint of `resume`; if there is none, `state`, or the result of `make`.
 
     Raises:
-        ValueError: The checkpoint is of another model; or the memory of `state` was given away, or it is not on the devices.
-        TypeError: `resume` is no checkpointer, and no path of one; or `state` is no state.
+        ValueError: The checkpoint is of another model, or `state` was donated.
+        TypeError: `resume` is neither a checkpointer nor a path, or `state` is not a training state on devices.
     """
     if make is None:
-        _check(state)
+        _check_state(state)
     if resume is not None:
         with _opened(resume) as checkpointer:
-            newest = newest_step(checkpointer)
-            if newest is not None:
+            step = newest_step(checkpointer)
+            if step is not None:
                 like = state if make is None else jax.eval_shape(make)
-                found = checkpointer.restore(strategy, like=like, step=newest)
-                kept, begun = found.extra or {}, found.state
-                if kept.get("replicas") == strategy.num_replicas_in_sync:
-                    begun = with_shares(begun, kept["shares"], strategy)
-                return StartPoint(begun, found.data_position, kept)
+                checkpoint = checkpointer.restore(strategy, like=like, step=step)
+                resume_data, state = checkpoint.extra or {}, checkpoint.state
+                if resume_data.get("replicas") == strategy.num_replicas_in_sync:
+                    state = with_summands(state, resume_data["shares"], strategy)
+                return StartPoint(state, checkpoint.data_position, resume_data)
     return StartPoint(state if make is None else make())
 
 
-def with_seen(nothing: SyncOnRead, totals: Sequence[Any]) -> SyncOnRead:
-    """What an epoch has seen before: these totals, if they are of the same metrics."""
-    shapes = [np.shape(leaf)[1:] for leaf in jax.tree.leaves(nothing.tree)]
+def restore_epoch_metrics(empty: SyncOnRead, totals: Sequence[Any]) -> SyncOnRead:
+    """Returns the metrics of a partial epoch from a checkpoint; `empty` if the checkpoint has other metrics."""
+    shapes = [np.shape(leaf)[1:] for leaf in jax.tree.leaves(empty.tree)]
     if [np.shape(total) for total in totals] != shapes:
-        return nothing
-    return nothing.assign(jax.tree.unflatten(jax.tree.structure(nothing.tree), totals))
+        return empty
+    return empty.assign(jax.tree.unflatten(jax.tree.structure(empty.tree), totals))
 
 
-def last_checkpoint(callbacks: Sequence[Callback], resume: Any) -> str:
+def describe_last_checkpoint(callbacks: Sequence[Callback], resume: Any) -> str:
     """Returns a sentence that names the newest checkpoint of this training run."""
-    saving = [callback.checkpointer for callback in callbacks if isinstance(callback, Checkpoint)]
-    for place in (*saving, resume):
-        if place is None:
+    for source in (*(callback.checkpointer for callback in callbacks), resume):
+        if source is None:
             continue
-        with contextlib.suppress(Exception), _opened(place) as checkpointer:  # an error is being reported already
+        with contextlib.suppress(Exception), _opened(source) as checkpointer:  # the caller already reports an error
             if checkpointer.latest is not None:
+                folder = str(checkpointer.folder)
                 return (
-                    f"The last checkpoint is that of step {checkpointer.latest}, in {str(checkpointer.folder)!r}: "
-                    f"`fit(resume={str(checkpointer.folder)!r})` goes on from there."
+                    f"The last checkpoint is that of step {checkpointer.latest}, in {folder!r}: `fit(resume={folder!r})` "
+                    "continues from it."
                 )
     return (
-        "There is no checkpoint to go on from. To have one, save while training: "
+        "There is no checkpoint to resume from. To save checkpoints during training, pass "
         "`callbacks=[jdist.callbacks.Checkpoint(checkpointer)]`."
     )
 
 
-def total_steps(dataset: DistributedDataset, begin: StartPoint, steps: int | None) -> int | None:
-    """After how many steps training is at its end, those before it included; None if that is not known."""
+def total_steps(dataset: DistributedDataset, start: StartPoint, steps: int | None) -> int | None:
+    """Returns the number of steps after which training ends, including previous ones; None if it is not known."""
     try:
-        batches = len(dataset)
+        remaining = len(dataset)
     except TypeError:
         return steps
-    gone = 0
-    if begin.position is not None:
-        per_epoch = len(dataset.repeated(1))
-        gone = begin.position["epoch"] * per_epoch + begin.position["batch"]
-    total = int(state_fields(begin.state).step) + batches - gone
+    if start.position is not None:
+        batches_per_epoch = len(dataset.repeated(1))
+        remaining -= start.position["epoch"] * batches_per_epoch + start.position["batch"]
+    total = int(state_fields(start.state).step) + remaining
     return total if steps is None else min(total, steps)
 
 
-def callbacks_in_order(callbacks: Any, progress: str) -> list[Callback]:
-    """Returns the callbacks in the order in which they are called, with the display of progress.
+def stateful_callbacks(callbacks: Sequence[Callback]) -> list[tuple[str, Callback]]:
+    """Returns the callbacks whose class overrides `get_state`, each with its identity.
+
+    Call it before the first event, because the `repr` of a callback may change later.
+
+    Example:
+        >>> stateful_callbacks([jdist.callbacks.TimeLimit(9), jdist.callbacks.EMA(0.9)])[0][0]
+        'EMA(0.9, debias=True)'
+    """
+    stateful = [callback for callback in callbacks if type(callback).get_state is not Callback.get_state]
+    return [(_identity(callback), callback) for callback in stateful]
+
+
+def saved_callback_states(callbacks: Sequence[tuple[str, Callback]]) -> list[dict[str, PyTree]]:
+    """Returns the states of stateful callbacks, in the format of a checkpoint."""
+    return [{"of": identity, "memory": callback.get_state()} for identity, callback in callbacks]
+
+
+def restore_callback_states(callbacks: Sequence[tuple[str, Callback]], entries: Sequence[Mapping[str, Any]]) -> None:
+    """Passes to each stateful callback the state that was saved under its identity.
+
+    Callbacks with the same identity get their states in order, with a warning.
+
+    Args:
+        callbacks: The stateful callbacks with their identities.
+        entries: The result of `saved_callback_states`, as a checkpoint returns it.
 
     Raises:
-        TypeError: One is not a function of an event, or `progress` is not a name.
-        ValueError: Two write to one place, or `progress` is not the name of a display.
+        ValueError: A saved state does not belong to a callback, or the numbers of callbacks with one identity differ.
     """
-    if callable(callbacks) or not isinstance(callbacks, Sequence):
-        raise TypeError(f"`callbacks` is a list of functions of an event, got {callbacks!r}.")
-    for callback in callbacks:
-        if not callable(callback) or isinstance(callback, type):
-            what = f"the class {callback.__name__}: call it" if isinstance(callback, type) else repr(callback)
-            raise TypeError(f"A callback is a function of an event, and among `callbacks` there is {what}.")
-    check_destinations(callbacks)
-    if not isinstance(progress, str):
-        made = "display" if isinstance(progress, Progress) else type(progress).__name__
-        raise TypeError(
-            f'`progress` is the name of a display, such as "auto", "lines" or "off"; got a {made}. What '
-            "`jdist.callbacks.progress(...)` returns is a callback: pass it as `callbacks=[jdist.callbacks.progress(...)]`."
-        )
-    # What other callbacks remember of an event is to be in the checkpoint of it.
-    told: list[Callback] = sorted(callbacks, key=lambda callback: isinstance(callback, Checkpoint))
-    displays = progress != "off" and not any(isinstance(callback, Progress) for callback in told)
-    return [*told, display(progress)] if displays else told  # type: ignore[arg-type]
-
-
-def require(word: str, **needed: Any) -> None:
-    """Raises TypeError if an argument of the trainer is None that `word` needs."""
-    missing = [name for name, value in needed.items() if value is None]
+    saved_counts = collections.Counter(entry["of"] for entry in entries)
+    counts = collections.Counter(identity for identity, _ in callbacks)
+    missing = [name for name in saved_counts if name not in counts]
     if missing:
-        raise TypeError(
-            f"To {word}, a trainer needs `{'`, `'.join(missing)}`: `jdist.Trainer(model, optimizer, loss)`, such as "
-            "`jdist.Trainer(model, optax.adamw(1e-3), optax.softmax_cross_entropy_with_integer_labels)`."
+        present = f"The callbacks with a state are: {', '.join(counts)}" if counts else "No callback has a state"
+        raise ValueError(
+            f"The checkpoint contains the state of {', '.join(missing)}, which is not in `callbacks`. {present}. Pass "
+            "a callback of the same class and options; or continue without the saved callback states: "
+            "`fit(state=checkpointer.restore(strategy, like=state).state)`."
         )
+    for name, count in saved_counts.items():
+        if counts[name] != count:
+            raise ValueError(
+                f"The checkpoint contains the states of {count} callbacks named {name}, and `callbacks` has {counts[name]} of "
+                f"them, which cannot be distinguished. {_SET_IDENTITY}"
+            )
+        if count > 1:
+            warnings.warn(
+                f"{count} callbacks are named {name}; their states are restored in order. {_SET_IDENTITY}", stacklevel=4
+            )
+    for name in counts:
+        if name not in saved_counts:
+            _log.warning("The checkpoint contains no state of %s: it starts without one.", name)
+    for name in saved_counts:
+        states = [entry["memory"] for entry in entries if entry["of"] == name]
+        receivers = [callback for identity, callback in callbacks if identity == name]
+        for callback, state in zip(receivers, states, strict=True):
+            callback.set_state(state)
+
+
+def _identity(callback: Callback) -> str:
+    if callback.identity is not None:
+        return callback.identity
+    kind = type(callback)
+    if kind.__repr__ is object.__repr__:
+        return kind.__qualname__
+    return f"{kind.__qualname__} {re.sub(r' at 0x[0-9a-fA-F]+', '', repr(callback))}"
 
 
 @contextlib.contextmanager
-def _opened(resume: Any):
+def _opened(resume: Any) -> Iterator[Checkpointer]:
     if isinstance(resume, Checkpointer):
         resume.wait()
         yield resume
@@ -144,15 +180,17 @@ def _opened(resume: Any):
         with Checkpointer(resume) as checkpointer:
             yield checkpointer
     else:
-        raise TypeError(f"`resume` is a `jdist.Checkpointer`, or a path of checkpoints; got {type(resume).__name__}.")
+        raise TypeError(
+            f"`resume` must be a `jdist.Checkpointer` or the path of its folder, got {type(resume).__name__}."
+        )
 
 
-def _check(state: PyTree) -> None:
+def _check_state(state: PyTree) -> None:
     state_fields(state)
     for name, leaf in named_leaves("state", state):
         check_not_deleted(name, leaf)
         if not is_device_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
             raise TypeError(
-                f"{name} is {dtype_and_shape(leaf)} on the host, and `fit` takes a state on the devices of the strategy. Place it: "
-                "`strategy.put(state)`."
+                f"{name} is {dtype_and_shape(leaf)} on the host, and `fit` needs a state on the devices of the strategy. Write "
+                "`fit(state=strategy.put(state))`."
             )

@@ -1,4 +1,4 @@
-"""The state of training, as one tree."""
+"""The training state as one pytree."""
 
 import dataclasses
 from typing import Any, NamedTuple, Self, final
@@ -16,14 +16,14 @@ from jdist._src.values.base import is_distributed
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What training goes on from: a frozen tree, of which each step makes a new one.
+    """The state of training: a frozen pytree. Each step returns a new one.
 
     Attributes:
-        step: How many steps it has gone through, int32 `[]`.
-        params: What the optimizer changes.
-        opt_state: What the optimizer keeps.
-        model_state: What the model keeps besides, such as batch statistics.
-        rng: The key that every step draws from, together with its number; the same in all steps.
+        step: The number of steps taken, int32 `[]`.
+        params: The parameters, which the optimizer updates.
+        opt_state: The state of the optimizer.
+        model_state: The other variables of the model, such as batch statistics.
+        rng: The random key from which, with the step number, every step derives its keys; the same in all steps.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -49,27 +49,27 @@ class TrainState:
         model_state: PyTree = None,
         rng: jax.Array | None = None,
     ) -> Self:
-        """The state before the first step; to be called in `strategy.init`, where it is made on the devices.
+        """Returns the state before the first step. Call it inside `strategy.init`, which creates it on the devices.
 
         Args:
-            params: The parameters to begin with.
-            optimizer: What will change them.
-            model_state: What the model keeps besides.
-            rng: A key; by default `jax.random.key(0)`.
+            params: The initial parameters.
+            optimizer: The optimizer that will update them.
+            model_state: The other variables of the model.
+            rng: A random key; by default `jax.random.key(0)`.
         """
         rng = jax.random.key(0) if rng is None else rng
         return cls(jnp.int32(0), params, optimizer.init(params), {} if model_state is None else model_state, rng)
 
 
 class StateFields(NamedTuple):
-    """What a training step needs of a state, whatever class that is of.
+    """The fields that a training step uses of a state of any class.
 
     Attributes:
-        step: How many steps it has gone through.
-        params: What the optimizer changes.
-        opt_state: What the optimizer keeps.
-        model_state: What the model keeps besides.
-        rng: The key of all steps.
+        step: The number of steps taken.
+        params: The parameters.
+        opt_state: The state of the optimizer.
+        model_state: The other variables of the model.
+        rng: The random key of all steps.
     """
 
     step: Any
@@ -80,28 +80,27 @@ class StateFields(NamedTuple):
 
 
 def state_fields(state: PyTree) -> StateFields:
-    """The parts of a `TrainState`, or of another dataclass with `step`, `params` and `opt_state`.
+    """Returns the fields of a `TrainState`, or of another dataclass with `step`, `params` and `opt_state`.
 
-    That may have a `model_state` too, or `batch_stats` as is the custom with flax, and a `rng`.
+    Such a dataclass may also have `model_state`, or `batch_stats` as is common with flax, and `rng`.
 
     Raises:
-        TypeError: It has not.
+        TypeError: A field is missing, or `state` is not a dataclass.
     """
     missing = [name for name in ("step", "params", "opt_state") if not hasattr(state, name)]
-    is_record = dataclasses.is_dataclass(type(state))
-    if missing or not is_record:
-        what = f"lacks {', '.join(missing)}" if is_record else "is none"
+    is_dataclass = dataclasses.is_dataclass(type(state))
+    if missing or not is_dataclass:
+        problem = f"lacks {', '.join(missing)}" if is_dataclass else "is not a dataclass"
         raise TypeError(
-            f"The state of training is a `jdist.TrainState`, or a dataclass with `step`, `params` and `opt_state`; "
-            f"{type(state).__name__} {what}."
+            "The training state must be a `jdist.TrainState`, or a dataclass with `step`, `params` and `opt_state`; "
+            f"{type(state).__name__} {problem}."
         )
     model_state = getattr(state, "model_state", None)
     if model_state is None and getattr(state, "batch_stats", None):
         model_state = {"batch_stats": state.batch_stats}
     rng = getattr(state, "rng", None)
-    return StateFields(
-        state.step, state.params, state.opt_state, model_state or {}, jax.random.key(0) if rng is None else rng
-    )
+    rng = jax.random.key(0) if rng is None else rng
+    return StateFields(state.step, state.params, state.opt_state, model_state or {}, rng)
 
 
 class ModelVariables(NamedTuple):
@@ -117,26 +116,26 @@ class ModelVariables(NamedTuple):
 
 
 def model_variables(state: PyTree) -> ModelVariables:
-    """Returns the parameters, and the other variables of the model, as plain arrays.
+    """Returns the variables of the model as plain arrays.
 
-    Of values that differ between the replicas it is the mean; of values that are split, each part where it is stored.
+    Values that differ between replicas are averaged; sharded values stay sharded.
 
     Raises:
-        ValueError: The memory of the state was given away.
-        TypeError: `state` is no training state.
+        ValueError: The state was donated.
+        TypeError: `state` is not a training state.
     """
-    parts = state_fields(state)
+    fields = state_fields(state)
     for name, leaf in named_leaves("state", state):
         check_not_deleted(name, leaf)
     read = lambda node: node.read() if is_distributed(node) else node
-    return ModelVariables(*jax.tree.map(read, (parts.params, parts.model_state), is_leaf=is_distributed))
+    return ModelVariables(*jax.tree.map(read, (fields.params, fields.model_state), is_leaf=is_distributed))
 
 
 def replace_fields(state: Any, step: Any, params: PyTree, opt_state: PyTree, model_state: PyTree) -> Any:
-    """`state` with what a step made of it."""
-    new = {"step": step, "params": params, "opt_state": opt_state}
+    """Returns `state` with the fields that a step updates replaced."""
+    fields = {"step": step, "params": params, "opt_state": opt_state}
     if getattr(state, "model_state", None):
-        new["model_state"] = model_state
+        fields["model_state"] = model_state
     elif getattr(state, "batch_stats", None):
-        new["batch_stats"] = model_state["batch_stats"]
-    return dataclasses.replace(state, **new)
+        fields["batch_stats"] = model_state["batch_stats"]
+    return dataclasses.replace(state, **fields)

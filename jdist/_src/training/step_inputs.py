@@ -1,71 +1,133 @@
-"""The batches of a loop, put together as calls of its step."""
+"""The data of `fit`, `evaluate` and `predict` as batches on the devices, grouped by calls of the step."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
+
 from jdist._src.core.tree import PyTree
-from jdist._src.data.dataset import DistributedIterator, stats
+from jdist._src.data.dataset import DistributedDataset, DistributedIterator, stats
+from jdist._src.replica.losses import check_weights
+from jdist._src.strategies.base import Strategy
 
 
 class DrawnBatch(NamedTuple):
-    """A batch, and what is known of it.
+    """A batch, and the state of its iterator after it.
 
     Attributes:
-        inputs: The batch; and its weights, if it is padded.
-        epoch: The epoch that it is of, from 0.
-        position: Where the data go on behind it.
-        rows: How many examples were taken with it, since the iterator began.
-        stalled: Which part of the steps had to wait for their batch.
+        inputs: The arguments of a step function: the batch; and its weights, if it is padded.
+        position: The position of the data after the batch.
+        examples: The number of examples since the start of the iterator, with this batch.
+        stalled_fraction: The fraction of steps that had to wait for their batch.
+        ends_epoch: Whether it is the last batch of its epoch, or of all; set by `step_groups`.
     """
 
     inputs: tuple[PyTree, ...]
-    epoch: int
     position: Mapping[str, Any]
-    rows: int
-    stalled: float
+    examples: int
+    stalled_fraction: float
+    ends_epoch: bool = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch, from 0."""
+        return self.position["epoch"]
 
 
-class Turn(NamedTuple):
-    """Batches that one call of the step takes.
+def distribute(
+    strategy: Strategy, name: str, data: Any, batch_size: int | None, shuffle: bool | None, seed: int
+) -> DistributedDataset:
+    """Returns `data` as a distributed data set whose last batch is padded.
 
-    Attributes:
-        draws: The batches, all of one epoch.
-        ends_epoch: Whether the last of them is the last of the epoch, or the last of all.
+    Raises:
+        TypeError, ValueError: The errors of `distribute_dataset`, with the name of the argument in a note.
     """
+    if isinstance(data, DistributedDataset):
+        if batch_size is not None:
+            raise ValueError(f"`{name}` is already distributed, with its batch size: leave `batch_size` out.")
+        return data
+    if isinstance(data, tuple) and len(data) == 3 and isinstance(data[2], (np.ndarray, jax.Array)):
+        check_weights(f"`{name}`[2], the weights of the examples,", data[2])
+    try:
+        return strategy.distribute_dataset(data, batch_size, shuffle=shuffle, seed=seed, remainder="pad")
+    except (TypeError, ValueError) as error:
+        error.add_note(f"The error is in the argument `{name}`.")
+        raise
 
-    draws: Sequence[DrawnBatch]
-    ends_epoch: bool
+
+def distribute_one_pass(strategy: Strategy, name: str, data: Any, batch_size: int | None) -> DistributedDataset:
+    """Returns the batches of one pass over `data`, in order.
+
+    Raises:
+        ValueError: The data are endless.
+    """
+    dataset = distribute(strategy, name, data, batch_size, False, 0)
+    if dataset.is_endless:
+        raise ValueError(
+            f"`{name}` is endless, and one pass over it would never end. Pass a finite source, such as arrays."
+        )
+    return dataset.repeated(1)
 
 
-def draws(iterator: DistributedIterator, has_weights: bool) -> Iterator[DrawnBatch]:
-    """What `iterator` has still to give."""
+def distribute_epochs(
+    strategy: Strategy,
+    data: Any,
+    *,
+    batch_size: int | None,
+    shuffle: bool | None,
+    seed: int,
+    epochs: int | None,
+    steps: int | None,
+) -> DistributedDataset:
+    """Returns the batches of `epochs` passes over `data`, of one pass by default, or endless for a number of steps.
+
+    Raises:
+        ValueError: The data are endless, and `steps` is None.
+    """
+    dataset = distribute(strategy, "data", data, batch_size, shuffle, seed)
+    if dataset.is_endless and steps is None:
+        epochs_hint = "" if epochs is None else f", so epochs={epochs} would never be reached"
+        raise ValueError(
+            f"`data` is endless{epochs_hint}. Pass the number of steps after which training ends: `steps=1000`."
+        )
+    if dataset is data and epochs is None and steps is None:
+        return dataset
+    if epochs is None and steps is None:
+        return dataset.repeated(1)
+    # An endless source is one infinite epoch, which the number of steps ends.
+    return dataset.repeated(None if dataset.is_endless else epochs)
+
+
+def drawn_batches(iterator: DistributedIterator, has_weights: bool) -> Iterator[DrawnBatch]:
+    """Yields the remaining batches of `iterator`."""
     for element in iterator:
-        position, seen = iterator.get_state(), stats(iterator)
         inputs = element if has_weights else (element,)
-        yield DrawnBatch(inputs, position["epoch"], position, seen.examples, seen.stalled_fraction)
+        totals = stats(iterator)
+        yield DrawnBatch(inputs, iterator.get_state(), totals.examples, totals.stalled_fraction)
 
 
-def turns(given: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[Turn]:
-    """Batches in groups of `steps_per_call`; those that are left at the end of an epoch one by one.
+def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[list[DrawnBatch]]:
+    """Yields groups of `steps_per_call` batches; the remaining batches of an epoch one by one.
 
-    The next batch is drawn before a group is given, which is how the last of an epoch is known.
+    The next batch is drawn before a group is yielded, because only then is it known whether the group ends an epoch.
     """
     group: list[DrawnBatch] = []
-    for draw, following in _with_next(given):
-        group.append(draw)
-        ends = following is None or following.epoch != draw.epoch
+    for batch, next_batch in _with_next(batches):
+        ends_epoch = next_batch is None or next_batch.epoch != batch.epoch
+        group.append(batch._replace(ends_epoch=ends_epoch))
         if len(group) == steps_per_call:
-            yield Turn(group, ends)
+            yield group
             group = []
-        elif ends:
-            yield from (Turn([one], one is draw) for one in group)
+        elif ends_epoch:
+            yield from ([remaining] for remaining in group)
             group = []
 
 
-def _with_next(given: Iterable[DrawnBatch]) -> Iterator[tuple[DrawnBatch, DrawnBatch | None]]:
-    iterator = iter(given)
-    draw = next(iterator, None)
-    while draw is not None:
-        following = next(iterator, None)
-        yield draw, following
-        draw = following
+def _with_next(batches: Iterable[DrawnBatch]) -> Iterator[tuple[DrawnBatch, DrawnBatch | None]]:
+    iterator = iter(batches)
+    batch = next(iterator, None)
+    while batch is not None:
+        next_batch = next(iterator, None)
+        yield batch, next_batch
+        batch = next_batch

@@ -1,4 +1,4 @@
-"""`Trainer`: fit, evaluate and predict, under any strategy, with the same results."""
+"""`Trainer`: fit, evaluate and predict, with the same results under every strategy."""
 
 import dataclasses
 import functools
@@ -6,7 +6,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -20,57 +20,72 @@ from jdist._src.replica.precision import Precision
 from jdist._src.strategies.automatic import auto_strategy
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.current import get_strategy, has_strategy
-from jdist._src.training.callback_state import memories_of, restore_memories
-from jdist._src.training.datasets import check_end, distributed, one_pass
-from jdist._src.training.events import Callback, Fit
-from jdist._src.training.loop import Loop, Work, no_step_left
+from jdist._src.training.arguments import explain_keras_arguments, require_arguments
+from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
+from jdist._src.training.fit import Fit, html_table, name_of
+from jdist._src.training.loop import Loop, LoopConfig, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
-from jdist._src.training.metric_adapters import adapt_metrics, epoch_names
+from jdist._src.training.metric_adapters import adapt_metrics, epoch_metric_names
 from jdist._src.training.model_adapters import adapt_model
+from jdist._src.training.progress.display_callback import Progress, ProgressKind
 from jdist._src.training.resume import (
     StartPoint,
-    callbacks_in_order,
-    last_checkpoint,
-    require,
+    describe_last_checkpoint,
+    restore_callback_states,
     start_point,
+    stateful_callbacks,
     total_steps,
 )
 from jdist._src.training.state import TrainState, model_variables
-from jdist._src.training.step_inputs import DrawnBatch, Turn, draws, turns
-from jdist._src.training.steps import StepFunctions, StepOutcome, TrainCarry, explained, split_element, totals
-from jdist._src.training.summary import name_of, table
+from jdist._src.training.step_inputs import (
+    DrawnBatch,
+    distribute_epochs,
+    distribute_one_pass,
+    drawn_batches,
+    step_groups,
+)
+from jdist._src.training.steps import (
+    NonFinite,
+    StepFunctions,
+    StepOutcome,
+    TrainCarry,
+    explained_data_errors,
+    split_element,
+    total_metrics,
+)
 from jdist._src.values.base import is_distributed
 
 
 class Trainer:
-    """A model, how it is trained, and where: what `fit`, `evaluate` and `predict` need to know.
+    """Trains, evaluates and applies a model under a strategy.
 
-    The data give `(inputs, targets)`, or `(inputs, targets, weights)` with weights `[batch]` of the examples, or anything
-    else, which is both inputs and targets. The model is told, by name, those of `train`, `training`, `deterministic`,
-    `weights` (of the examples, 0 for rows that only fill up) and (of functions) `key` that it takes.
+    Each element of the data is a tuple `(inputs, targets)` or `(inputs, targets, weights)` with weights `[batch]` of the
+    examples; anything else is both inputs and targets. The model receives the keyword arguments that it accepts out of `train`,
+    `training`, `deterministic`, `weights` (0 for padding) and, if it is a function, `key`.
 
-    Losses and metrics are those of all examples, wherever they are computed; padding counts for nothing. An optimizer that
-    says nothing to the other replicas is given gradients averaged over them; one with a policy of `jdist.sync` does it
-    itself. Numbers that the model keeps besides its parameters, such as batch statistics, are averaged over the replicas.
+    Losses and metrics are computed over all examples of all replicas, without padding. Gradients are averaged over the
+    replicas, unless the optimizer itself uses collectives, as the policies of `jdist.sync` do. The other variables of the
+    model, such as batch statistics, are averaged over the replicas.
 
-    Immutable, but for the compiled functions that it remembers.
+    Immutable, except for a cache of compiled functions.
 
     Args:
-        model: A module of flax (linen or nnx), a Keras model on JAX, or functions `init(key, inputs)`, which gives
-            parameters, and `apply(params, inputs)`, which gives outputs.
-        optimizer: A transformation of optax. Not needed to evaluate and to predict.
-        loss: `loss(outputs, targets)`, outputs first, returns losses `[batch, ...]`, one or several per example. A Keras loss,
-            or a function with parameters called `y_true, y_pred`, is called with the targets first. Not needed to predict.
-        metrics: By name: a metric of `jdist.metrics`, which takes outputs and targets; a pair of a metric and a function from
-            outputs and targets to a tuple of what it takes; or a function from them to values `[batch, ...]` to be averaged.
-        strategy: Where it runs; by default the strategy in force, else `jdist.auto_strategy()`.
-        precision: The dtypes to compute in.
-        seed: Of the parameters, the order of the data, and what is drawn while training.
-        non_finite: What becomes of a step whose loss or update is inf or nan. `"stop"`: training ends with the state before it.
-            `"skip"`: it changes nothing, and training goes on. `"keep"`: it is taken as any other.
+        model: A module of flax (linen or nnx), a Keras model on JAX, or a pair of functions: `init(key, inputs)`, which returns
+            parameters, and `apply(params, inputs)`, which returns outputs.
+        optimizer: An optax transformation. Not needed for `evaluate` and `predict`.
+        loss: `loss(outputs, targets)` returns losses `[batch, ...]`, one or several per example. A Keras loss, or a function
+            with parameters named `y_true, y_pred`, is called with the targets first. Not needed for `predict`.
+        metrics: A dict from names to: a metric of `jdist.metrics`, whose arguments are outputs and targets; a pair of a metric
+            and a function from outputs and targets to a tuple of its arguments; or a function from outputs and targets to
+            values `[batch, ...]`, which are averaged.
+        strategy: The strategy; by default the current strategy, else `jdist.auto_strategy()`.
+        precision: The dtypes of the computation.
+        seed: The seed of the parameters, of the order of the data, and of random numbers during training.
+        non_finite: The treatment of a step whose loss or update is infinite or NaN. `"stop"`: training ends with the state
+            before it. `"skip"`: the step changes nothing, and training continues. `"keep"`: no treatment.
 
     Raises:
-        TypeError: There is no such model, optimizer, loss or metric.
+        TypeError: The model, the optimizer, the loss or a metric is of an unknown type.
 
     Example:
         >>> import optax
@@ -82,8 +97,8 @@ class Trainer:
         ...     strategy=jdist.MirroredStrategy(["cpu:0", "cpu:1"]),
         ... )
         >>> fit = trainer.fit((x, x @ np.float32([1, -2, 3])), batch_size=16, epochs=10, progress="off")
-        >>> fit.state.params.round(1).tolist(), fit.steps, fit.stop
-        ([1.0, -2.0, 3.0], 70, 'Every step was taken that was asked for.')
+        >>> fit.state.params.round(1).tolist(), fit.steps, fit.stop_reason
+        ([1.0, -2.0, 3.0], 70, 'All requested steps were taken.')
         >>> trainer.evaluate(fit.state, (x, x @ np.float32([1, -2, 3])), batch_size=16)["examples"]
         100
     """
@@ -98,14 +113,14 @@ class Trainer:
         strategy: Strategy | None = None,
         precision: Precision | None = None,
         seed: int = 0,
-        non_finite: Literal["stop", "skip", "keep"] = "stop",
+        non_finite: NonFinite = "stop",
     ):
         if not isinstance(strategy, Strategy | None):
-            raise TypeError(f"`strategy` is a strategy, such as `jdist.MirroredStrategy()`; got {strategy!r}.")
+            raise TypeError(f"`strategy` must be a strategy, such as `jdist.MirroredStrategy()`, got {strategy!r}.")
         self.strategy = strategy or (get_strategy() if has_strategy() else auto_strategy())
         self._seed = as_int("`seed`", seed, 0)
         self._names = {"model": name_of(model), "loss": name_of(loss)}
-        self._recipe = StepFunctions(
+        self._functions = StepFunctions(
             adapt_model(model),
             adapt_loss(loss),
             adapt_metrics(metrics or {}),
@@ -113,34 +128,35 @@ class Trainer:
             optimizer,
             non_finite=non_finite,
         )
-        self._programs: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         return f"Trainer({', '.join(f'{name}={fact}' for name, fact in self._facts().items())})"
 
     def _repr_html_(self) -> str:
-        return table("Trainer", self._facts())
+        return html_table("Trainer", self._facts())
 
     def _facts(self) -> dict[str, str]:
-        missing = {} if self._recipe.optimizer is not None else {"optimizer": "None"}
-        metrics = ", ".join(self._recipe.measures) or "none"
-        return {**self._names, "metrics": metrics, **missing, "strategy": repr(self.strategy), "seed": str(self._seed)}
+        no_optimizer = {} if self._functions.optimizer is not None else {"optimizer": "None"}
+        metrics = ", ".join(self._functions.metrics) or "none"
+        strategy_and_seed = {"strategy": repr(self.strategy), "seed": str(self._seed)}
+        return {**self._names, "metrics": metrics, **no_optimizer, **strategy_and_seed}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Trainer":
-        return self  # it is immutable, and what it has compiled would be compiled again
+        return self  # immutable; a copy would compile its functions again
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "A Trainer cannot be pickled: it has the functions of the model and of the optimizer, and programs compiled for "
-            "devices. Make it anew in the other process, by a function such as `def make(): return jdist.Trainer(...)`. To "
-            "move the trained state, save it with a `jdist.Checkpointer`, or pickle the `Fit`."
+            "A Trainer cannot be pickled: it contains functions, and programs compiled for devices. Create it in the other "
+            "process, by a function such as `def make(): return jdist.Trainer(...)`. To transfer the trained state, save it "
+            "with a `jdist.Checkpointer`, or pickle the `Fit`."
         )
 
     def init(self, inputs: PyTree) -> TrainState:
-        """The state before the first step, made on the devices.
+        """Returns the state before the first step, created on the devices.
 
         Args:
-            inputs: Like those of a batch: arrays, or their shapes, `[batch, ...]`. Of the batch only its kind matters.
+            inputs: The inputs of a batch, or their shapes: arrays `[batch, ...]`. Values and batch size do not matter.
 
         Example:
             >>> import optax
@@ -148,9 +164,15 @@ class Trainer:
             >>> trainer.init(np.zeros((1, 3), np.float32)).params.shape
             (3,)
         """
-        require("make a state", optimizer=self._recipe.optimizer)
-        return self.strategy.init(self._maker(inputs), jax.random.key(self._seed))
+        require_arguments("init", optimizer=self._functions.optimizer)
+        # `strategy.init` caches its program by the function, so inputs of the same kind use the same function.
+        leaves, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, inputs))
+        example = treedef.unflatten([jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
+        key = ("init", treedef, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
+        make = self._cached(key, lambda: functools.partial(self._functions.init, example))
+        return self.strategy.init(make, jax.random.key(self._seed))
 
+    @explain_keras_arguments("fit((x, y), batch_size=...)", num_positional=1)
     def fit(
         self,
         data: Any,
@@ -161,121 +183,123 @@ class Trainer:
         shuffle: bool | None = None,
         state: PyTree = None,
         validation_data: Any = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Sequence[Callback | CallbackFunction] = (),
         steps_per_call: int = 1,
         micro_batches: int = 1,
-        progress: str = "auto",
+        progress: ProgressKind = "auto",
         resume: "Checkpointer | str | os.PathLike[str] | None" = None,
     ) -> Fit:
-        """Trains, and gives the state with a record of how it went.
+        """Trains, and returns the state with the history.
 
-        Ctrl-C ends it after the step that runs. An error of the data or of a callback comes as a `jdist.FitError`, which has
-        the record with the state by then.
+        Ctrl-C ends training after the current step. An error of the data or of a callback is raised as a `jdist.FitError`,
+        which contains the state and the history so far.
 
         Args:
-            data: What `strategy.distribute_dataset` gives, or takes.
-            batch_size: Examples in a batch of all replicas together, where `data` is what it takes. The last batch of an epoch
-                is filled up, with rows that count for nothing.
-            epochs: How often to go through the data; by default once, or with `steps` as often as that needs.
-            steps: After how many steps to end; those that the state has gone through before count too.
-            shuffle: As in `distribute_dataset`; by default where the examples are found by their numbers, as in arrays.
-            state: What to begin with: a `TrainState`, or another dataclass with `step`, `params` and `opt_state` on the
-                devices of the strategy. Training takes its memory over. By default it is made of `seed`.
-            validation_data: What to evaluate on at the end of each epoch, like `data`.
-            callbacks: Functions of events, see `jdist.callbacks`.
-            steps_per_call: How many steps to run in one program, with one dispatch. Callbacks are told of all of them at once.
-                Steps that are left at the end of an epoch run one by one, which takes a second program.
-            micro_batches: In how many parts to take a batch, for activations to need less memory; the results are the same.
-            progress: Where to show how far it is: "live" in a terminal, "notebook", in "lines", "off", or "auto".
-            resume: A `Checkpointer`, or the path of its checkpoints. If there is one, training goes on from the newest, to the
-                same bits as without the interruption.
+            data: A distributed data set, or a source for `strategy.distribute_dataset`.
+            batch_size: The number of examples in the global batch, if `data` is a source. The last batch of an epoch is padded;
+                padding does not count in the loss and the metrics.
+            epochs: The number of passes over the data; by default 1, or with `steps` as many as needed.
+            steps: The number of steps after which to stop, including those that `state` has already taken.
+            shuffle: See `distribute_dataset`; by default, sources with random access, such as arrays, are shuffled.
+            state: The state to start with: a `TrainState`, or another dataclass with `step`, `params` and `opt_state`, on the
+                devices of the strategy. It is donated. By default, `init` creates one.
+            validation_data: The data to evaluate at the end of each epoch, like `data`.
+            callbacks: Callbacks, or functions of an event; see `jdist.callbacks`.
+            steps_per_call: The number of steps per call of the compiled program. Callbacks receive one event per call. The
+                remaining steps of an epoch run one by one, by a second program.
+            micro_batches: The number of parts that a batch is split into, to reduce the memory of activations. The results are
+                the same.
+            progress: The progress display: "live" in a terminal, "notebook", in "lines", "off", or "auto".
+            resume: A `Checkpointer`, or the path of its folder. If it contains a checkpoint, training continues from the newest
+                one, bitwise equal to training without the interruption.
 
         Raises:
-            ValueError: There are no data, or an option does not fit; a checkpoint is of another model; or, while the step is
-                traced, the loss or a metric is not one value an example.
-            TypeError: There is no optimizer or loss, `state` is no state, or a number is no whole one.
-            FitError: An error ended it after the first step.
+            ValueError: The data are empty; an option does not fit; a checkpoint is of another model; or, while the step is
+                traced, the loss or a metric is not one value per example.
+            TypeError: The optimizer or the loss is missing, `state` is not a state, or a number is not an integer.
+            FitError: An error ended training after the first step.
         """
-        require("fit", optimizer=self._recipe.optimizer, loss=self._recipe.loss)
+        require_arguments("fit", optimizer=self._functions.optimizer, loss=self._functions.loss)
         steps = None if steps is None else as_int("`steps`", steps, 0)
-        dataset = distributed(self.strategy, "data", data, batch_size, shuffle, self._seed)
-        if steps is None:
-            check_end(dataset, epochs)
-        if dataset is not data or epochs is not None or steps is not None:
-            # Without an end there is one epoch for ever, and the number of steps ends it.
-            repeats = 1 if epochs is None and steps is None else None if dataset.is_endless else epochs
-            dataset = dataset.repeated(repeats)
-        validate = None if validation_data is None else self._validation(validation_data, batch_size)
-        callbacks = callbacks_in_order(callbacks, progress)
-        step = self._training(steps_per_call, micro_batches)
-        begin, given = self._begin(dataset, state, resume)
-        memories = memories_of(callbacks)
-        if "callbacks" in begin.kept:
-            restore_memories(memories, begin.kept["callbacks"])
-        work = Work(
+        dataset = distribute_epochs(
+            self.strategy, data, batch_size=batch_size, shuffle=shuffle, seed=self._seed, epochs=epochs, steps=steps
+        )
+        validate = None
+        if validation_data is not None:
+            validation = distribute_one_pass(self.strategy, "validation_data", validation_data, batch_size)
+            validate = lambda state: self._evaluate(state, validation)[0]
+        ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
+        step = self._step_function(steps_per_call, micro_batches)
+        start, batches = self._start(dataset, state, resume)
+        stateful = stateful_callbacks(ordered_callbacks)
+        if "callbacks" in start.resume_data:
+            restore_callback_states(stateful, start.resume_data["callbacks"])
+        config = LoopConfig(
             strategy=self.strategy,
             step=step,
-            read=self._read,
-            nothing_seen=lambda: self.strategy.init(self._recipe.nothing_seen),
+            read_metrics=self._read_metrics,
+            empty_metrics=lambda: self.strategy.init(self._functions.empty_metrics),
             validate=validate,
-            callbacks=callbacks,
-            memories=memories,
-            metric_names=epoch_names(self._recipe.measures, validate is not None),
-            last_checkpoint=functools.partial(last_checkpoint, callbacks, resume),
+            callbacks=ordered_callbacks,
+            stateful_callbacks=stateful,
+            metric_names=epoch_metric_names(self._functions.metrics, validate is not None),
+            last_checkpoint=functools.partial(describe_last_checkpoint, ordered_callbacks, resume),
             proof=lambda: self._proof(micro_batches, steps_per_call),
-            total_steps=total_steps(dataset, begin, steps),
-            asked_steps=steps,
-            stops_at_failure=self._recipe.non_finite == "stop",
+            total_steps=total_steps(dataset, start, steps),
+            requested_steps=steps,
+            stops_at_failure=self._functions.non_finite == "stop",
         )
-        loop = Loop(work, begin, begin.position or iter(dataset).get_state())
-        left = None if steps is None else max(0, steps - loop.step)
-        if left == 0 and state is not None and begin.state is state and loop.step:
-            warnings.warn(no_step_left(steps or 0, loop.step), stacklevel=2)
-        return loop.run(turns(itertools.islice(given, left), steps_per_call))
+        loop = Loop(config, start, start.position or iter(dataset).get_state())
+        remaining_steps = None if steps is None else max(0, steps - loop.step)
+        if remaining_steps == 0 and state is not None and start.state is state and loop.step:
+            warnings.warn(no_step_message(steps or 0, loop.step), stacklevel=3)
+        return loop.run(step_groups(itertools.islice(batches, remaining_steps), steps_per_call))
 
+    @explain_keras_arguments("evaluate(state, (x, y), batch_size=...)", num_positional=2)
     def evaluate(self, state: PyTree, data: Any, *, batch_size: int | None = None) -> dict[str, Any]:
-        """The loss and the metrics of a model, exact over all examples.
+        """Returns the loss and the metrics of a model, exact over all examples.
 
         Args:
-            state: A state of training.
-            data: What `strategy.distribute_dataset` gives, or takes.
-            batch_size: Examples in a batch of all replicas together, where `data` is what it takes.
+            state: A training state.
+            data: A distributed data set, or a source for `strategy.distribute_dataset`.
+            batch_size: The number of examples in the global batch, if `data` is a source.
 
         Returns:
-            By name: `loss`, the metrics, as numbers or numpy arrays, and `examples`, how many there were.
+            A dict: `loss` and the metrics, as numbers or numpy arrays, and `examples`, the number of examples.
 
         Raises:
-            ValueError: There are no data; or the loss, or a metric, is not one value an example.
-            TypeError: There is no loss, or `state` is no state.
+            ValueError: The data are empty, or the loss or a metric is not one value per example.
+            TypeError: The loss is missing, or `state` is not a state.
         """
-        require("evaluate", loss=self._recipe.loss)
-        metrics, examples = self._evaluated(state, one_pass(self.strategy, "data", data, batch_size))
+        require_arguments("evaluate", loss=self._functions.loss)
+        metrics, examples = self._evaluate(state, distribute_one_pass(self.strategy, "data", data, batch_size))
         return {**metrics, "examples": examples}
 
     def predict(self, state: PyTree, data: Any, *, batch_size: int | None = None) -> PyTree:
-        """The outputs of a model, in the order of the data, for each example once.
+        """Returns the outputs of a model for all examples, in the order of the data.
 
         Args:
-            state: A state of training.
-            data: As for `evaluate`; inputs alone, or with what else there is, which is not used.
-            batch_size: As for `evaluate`.
+            state: A training state.
+            data: See `evaluate`; inputs alone, or tuples whose other parts are not used.
+            batch_size: See `evaluate`.
 
         Returns:
             A tree like the outputs: numpy arrays `[example, ...]`.
 
         Raises:
-            ValueError: There are no data, or an output has not one row an example.
-            TypeError: `state` is no state.
+            ValueError: The data are empty, or an output is not one value per example.
+            TypeError: `state` is not a state.
         """
-        dataset, model, found = one_pass(self.strategy, "data", data, batch_size), model_variables(state), []
-        for draw in draws(iter(dataset), dataset.has_weights):
-            given = self.strategy.gather(self.strategy.run(self._recipe.predict, (model, *draw.inputs)), axis=0)
-            outputs, weights = jax.device_get(given)
-            found.append(jax.tree.map(lambda rows, real=weights > 0: rows[real], outputs))
-        return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+        dataset = distribute_one_pass(self.strategy, "data", data, batch_size)
+        variables, parts = model_variables(state), []
+        for batch in drawn_batches(iter(dataset), dataset.has_weights):
+            results = self.strategy.run(self._functions.predict, (variables, *batch.inputs))
+            outputs, weights = jax.device_get(self.strategy.gather(results, axis=0))
+            parts.append(jax.tree.map(lambda rows, is_example=weights > 0: rows[is_example], outputs))
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def apply(self, state: PyTree, inputs: PyTree) -> PyTree:
-        """The outputs of the model for inputs `[batch, ...]`, as it is used and not trained: a pure function, for `jax.jit`.
+        """Returns the outputs of the model for inputs `[batch, ...]`, in evaluation mode: a pure function, for `jax.jit`.
 
         Example:
             >>> import optax
@@ -283,77 +307,82 @@ class Trainer:
             >>> trainer.apply(trainer.init(np.zeros((1, 3))), np.ones((2, 3))).tolist()
             [3.0, 3.0]
         """
-        return self._recipe.outputs(model_variables(state), inputs)
+        return self._functions.outputs(model_variables(state), inputs)
 
-    def _begin(
+    def _start(
         self, dataset: DistributedDataset, state: PyTree, resume: "Checkpointer | str | os.PathLike[str] | None"
     ) -> tuple[StartPoint, Iterable[DrawnBatch]]:
-        """Where training begins, and the batches from there on."""
+        """Returns the state and the position to start with, and the batches from there on."""
         iterator = iter(dataset)
-        given: Iterable[DrawnBatch] = draws(iterator, dataset.has_weights)
+        batches: Iterable[DrawnBatch] = drawn_batches(iterator, dataset.has_weights)
         make = None
         if state is None:
-            first = next(iter(given))  # of no data the data set says so
-            given = itertools.chain([first], given)
-            row_of = lambda value: jax.ShapeDtypeStruct(value.tree.shape[1:], value.tree.dtype)
-            shapes = jax.tree.map(row_of, first.inputs[0], is_leaf=is_distributed)
-            make = explained(shapes)(functools.partial(self.init, split_element(shapes, None)[0]))
-        begin = start_point(self.strategy, state, make, resume)
-        if begin.position is not None:
-            iterator.set_state(begin.position)
-            given = draws(iterator, dataset.has_weights)
-        return begin, given
+            first = next(iter(batches))  # an empty data set raises here
+            batches = itertools.chain([first], batches)
+            without_replicas = lambda value: jax.ShapeDtypeStruct(value.tree.shape[1:], value.tree.dtype)
+            shapes = jax.tree.map(without_replicas, first.inputs[0], is_leaf=is_distributed)
+            make = explained_data_errors(shapes)(functools.partial(self.init, split_element(shapes, None)[0]))
+        start = start_point(self.strategy, state, make, resume)
+        if start.position is not None:
+            iterator.set_state(start.position)
+            batches = drawn_batches(iterator, dataset.has_weights)
+        return start, batches
 
-    def _validation(self, data: Any, batch_size: int | None) -> Callable[[PyTree], Mapping[str, Any]]:
-        dataset = one_pass(self.strategy, "validation_data", data, batch_size)
-        return lambda state: self._evaluated(state, dataset)[0]
+    def _evaluate(self, state: PyTree, dataset: DistributedDataset) -> tuple[dict[str, Any], int]:
+        variables, iterator = model_variables(state), iter(dataset)
+        step = self._cached("evaluate", lambda: self.strategy.step(self._functions.evaluate))
+        metrics, examples = self.strategy.init(self._functions.empty_metrics), 0
+        for batch in drawn_batches(iterator, dataset.has_weights):
+            metrics, _ = step(metrics, variables, *batch.inputs)
+            examples = batch.examples
+        return self._read_metrics(metrics), examples
 
-    def _evaluated(self, state: PyTree, dataset: DistributedDataset) -> tuple[dict[str, Any], int]:
-        model, iterator = model_variables(state), iter(dataset)
-        step = self._program("evaluate", lambda: self.strategy.step(self._recipe.evaluate))
-        seen, examples = self.strategy.init(self._recipe.nothing_seen), 0
-        for draw in draws(iterator, dataset.has_weights):
-            seen, _ = step(seen, model, *draw.inputs)
-            examples = draw.rows
-        return self._read(seen), examples
-
-    def _training(
+    def _step_function(
         self, steps_per_call: int, micro_batches: int
-    ) -> Callable[[TrainCarry, Turn], tuple[TrainCarry, StepOutcome]]:
-        """What takes the batches of a call: one program for as many as a call has, another for one that is left over."""
-        recipe = dataclasses.replace(self._recipe, micro_batches=micro_batches)
-        make = functools.partial(self.strategy.step, recipe.train)
-        one = self._program(("train", micro_batches, 1), make)
+    ) -> Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, StepOutcome]]:
+        """Returns a function that runs a group of batches: by one program for a complete group, by another for one batch."""
+        functions = dataclasses.replace(self._functions, micro_batches=micro_batches)
+        make = functools.partial(self.strategy.step, functions.train)
+        single = self._cached(("train", micro_batches, 1), make)
         if steps_per_call == 1:
-            return lambda carry, turn: one(carry, *turn.draws[0].inputs)
-        many = self._program(("train", micro_batches, steps_per_call), lambda: make(steps_per_call=steps_per_call))
+            return lambda carry, batches: single(carry, *batches[0].inputs)
+        several = self._cached(("train", micro_batches, steps_per_call), lambda: make(steps_per_call=steps_per_call))
 
-        def take(carry: TrainCarry, turn: Turn) -> tuple[TrainCarry, StepOutcome]:
-            if len(turn.draws) == 1:
-                return one(carry, *turn.draws[0].inputs)
-            return many(carry, *map(list, zip(*(draw.inputs for draw in turn.draws), strict=True)))
+        def take(carry: TrainCarry, batches: Sequence[DrawnBatch]) -> tuple[TrainCarry, StepOutcome]:
+            if len(batches) == 1:
+                return single(carry, *batches[0].inputs)
+            return several(carry, *map(list, zip(*(batch.inputs for batch in batches), strict=True)))
 
         return take
 
     def _proof(self, micro_batches: int, steps_per_call: int) -> Proof:
         try:
-            return self._programs["train", micro_batches, steps_per_call].proof
-        except RuntimeError:  # there were fewer steps than a call takes
-            return self._programs["train", micro_batches, 1].proof
+            return self._cache["train", micro_batches, steps_per_call].proof
+        except RuntimeError:  # not called, because there were fewer steps than steps per call
+            return self._cache["train", micro_batches, 1].proof
 
-    def _program(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._programs:
-            self._programs[key] = make()
-        return self._programs[key]
+    def _cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
-    def _maker(self, inputs: PyTree) -> Callable[[jax.Array], TrainState]:
-        """The function that makes a state for such inputs; always the same for the same kind."""
-        leaves, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, inputs))
-        one = treedef.unflatten([jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
-        kinds = tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
-        return self._program(("init", treedef, kinds), lambda: functools.partial(self._recipe.begin, one))
+    def _read_metrics(self, metrics: PyTree) -> dict[str, Any]:
+        totals = jax.device_get(self.strategy.run(total_metrics, (metrics,)))
+        values = {name: totals[name] for name in ("loss", *self._functions.metrics)}  # in the order of the user
+        return {name: value.item() if np.ndim(value) == 0 else np.asarray(value) for name, value in values.items()}
 
-    def _read(self, seen: PyTree) -> dict[str, Any]:
-        values = jax.device_get(self.strategy.run(totals, (seen,)))
-        found = {name: values[name] for name in ("loss", *self._recipe.measures)}
-        return {name: value.item() if np.ndim(value) == 0 else np.asarray(value) for name, value in found.items()}
+
+def _with_progress(callbacks: list[Callback], progress: ProgressKind) -> list[Callback]:
+    """Returns `callbacks` with a progress display, unless there is one.
+
+    Raises:
+        TypeError: `progress` is not a string.
+        ValueError: `progress` is not the name of a display.
+    """
+    if not isinstance(progress, str):
+        kinds = ", ".join(f'"{kind}"' for kind in get_args(ProgressKind))
+        hint = ": pass it as `callbacks=[jdist.callbacks.Progress(...)]`" if isinstance(progress, Progress) else ""
+        raise TypeError(f"`progress` must be one of {kinds}, got a {type(progress).__name__}{hint}.")
+    display = Progress(progress)
+    has_display = any(isinstance(callback, Progress) for callback in callbacks)
+    return callbacks if has_display or progress == "off" else [*callbacks, display]

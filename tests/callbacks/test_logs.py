@@ -1,4 +1,4 @@
-"""Logs as files: what is in them, and that a run that goes on leaves no row out and none twice."""
+"""Log files: their contents, and that a resumed run neither omits nor repeats a row."""
 
 import csv
 import importlib
@@ -13,7 +13,8 @@ import optax
 import pytest
 
 from jdist import callbacks
-from jdist._src.callbacks.log_rows import FACTS, check_destinations
+from jdist._src.callbacks.log_rows import FACTS
+from jdist._src.training.events import as_callbacks
 
 from small_loop import State, place, regression, train
 
@@ -44,22 +45,23 @@ def _moments(path):
 
 
 @every_kind
-def test_log_has_a_row_an_epoch(kind, tmp_path):
+def test_log_has_one_row_per_epoch(kind, tmp_path):
     path = tmp_path / "new" / "log"
     _run(KINDS[kind](path), validation=lambda epoch: {"loss": 2.0 + epoch})
     assert _moments(path) == [("epoch", 3), ("epoch", 6)]
     last = {name: float(value) for name, value in _rows(path)[1].items() if name != "moment"}
-    facts = {"epoch": 1, "step": 6, "seconds": pytest.approx(0.6), "rows": 24, "stalled": 0}
+    facts = {"epoch": 1, "step": 6, "seconds": pytest.approx(0.6), "examples": 24, "stalled_fraction": 0}
     assert last == {**facts, "loss": 1 / 7, "val_loss": 3.0}
 
 
 @every_kind
 @few
-@hypothesis.given(every=st.integers(1, 5), a_call=st.integers(1, 4), steps=st.integers(1, 6))
-def test_log_has_a_row_whenever_so_many_steps_went_by(kind, tmp_path_factory, every, a_call, steps):
+@hypothesis.given(every=st.integers(1, 5), steps_per_call=st.integers(1, 4), steps=st.integers(1, 6))
+def test_log_has_a_row_every_given_number_of_steps(kind, tmp_path_factory, every, steps_per_call, steps):
     path = tmp_path_factory.mktemp("logs") / "log"
-    _run(KINDS[kind](path, every=every), steps=steps, a_call=a_call)
-    ends = [min(first + a_call, steps) + epoch * steps for epoch in range(2) for first in range(0, steps, a_call)]
+    _run(KINDS[kind](path, every=every), steps=steps, steps_per_call=steps_per_call)
+    first_steps = range(0, steps, steps_per_call)
+    ends = [min(first + steps_per_call, steps) + epoch * steps for epoch in range(2) for first in first_steps]
     due = [end for before, end in zip([0, *ends], ends, strict=False) if end // every > before // every]
     expected = [("step", end) for end in due] + [("epoch", steps), ("epoch", 2 * steps)]
     assert _moments(path) == sorted(expected, key=lambda row: (row[1], row[0] == "epoch"))
@@ -67,21 +69,21 @@ def test_log_has_a_row_whenever_so_many_steps_went_by(kind, tmp_path_factory, ev
 
 @every_kind
 @pytest.mark.parametrize("killed", range(1, 7))
-def test_resumed_run_goes_on_in_the_log(kind, killed, tmp_path):
-    whole, path = tmp_path / "whole", tmp_path / "log"
-    options = dict(validation=lambda epoch: {"loss": 1.0}, seconds=0.0)  # which is counted anew
-    _run(KINDS[kind](whole, every=2), **options)
+def test_resumed_run_continues_the_log(kind, killed, tmp_path):
+    uninterrupted, path = tmp_path / "uninterrupted", tmp_path / "log"
+    options = dict(validation=lambda epoch: {"loss": 1.0}, seconds=0.0)  # because a resumed run measures from 0
+    _run(KINDS[kind](uninterrupted, every=2), **options)
     _run(KINDS[kind](path, every=2), **options)
     with path.open("a") as file:
-        file.write(path.read_text().splitlines()[-1][:9])  # cut off in the middle of a row
+        file.write(path.read_text().splitlines()[-1][:9])  # an incomplete row
     _run(KINDS[kind](path, every=2), start=killed, **options)
-    counted = lambda path: [{**row, "rows": 0} for row in _rows(path)]
-    assert counted(path) == counted(whole)
-    assert [entry.name for entry in tmp_path.iterdir() if entry.name not in ("whole", "log")] == []
+    without_examples = lambda path: [{**row, "examples": 0} for row in _rows(path)]
+    assert without_examples(path) == without_examples(uninterrupted)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"uninterrupted", "log"}
 
 
 @every_kind
-def test_run_from_the_start_leaves_the_log_of_another_beside_it(kind, tmp_path):
+def test_run_from_the_beginning_renames_an_existing_log(kind, tmp_path):
     path = tmp_path / "log"
     texts = []
     for epochs in (1, 2, 3):
@@ -91,21 +93,21 @@ def test_run_from_the_start_leaves_the_log_of_another_beside_it(kind, tmp_path):
 
 
 @every_kind
-def test_training_that_stops_within_an_epoch_has_a_row_at_its_end(kind, tmp_path):
+def test_training_that_stops_within_an_epoch_writes_a_row_at_the_end(kind, tmp_path):
     path = tmp_path / "log"
-    train(ONE, [callbacks.time_limit(0.4), KINDS[kind](path)], state=0, call=_idle)
+    train(ONE, [callbacks.TimeLimit(0.4), KINDS[kind](path)], state=0, call=_idle)
     assert _moments(path) == [("epoch", 3), ("end", 4)]
 
 
 @every_kind
-def test_row_is_in_the_file_when_the_next_step_begins(kind, tmp_path):
-    path, seen = tmp_path / "log", []
-    note = lambda event: seen.append(len(path.read_text().splitlines()))
-    train(ONE, [KINDS[kind](path, every=1), note], steps=2, epochs=1, state=0, call=_idle)
-    assert [number - seen[0] for number in seen] == [0, 1, 2, 3, 3]
+def test_row_is_in_the_file_before_the_next_step(kind, tmp_path):
+    path, counts = tmp_path / "log", []
+    count = lambda event: counts.append(len(path.read_text().splitlines()))
+    train(ONE, [KINDS[kind](path, every=1), count], steps=2, epochs=1, state=0, call=_idle)
+    assert [number - counts[0] for number in counts] == [0, 1, 2, 3, 3]
 
 
-def test_column_that_comes_later_is_empty_before(tmp_path):
+def test_column_that_appears_later_is_empty_before(tmp_path):
     path = tmp_path / "log.csv"
     _run(callbacks.CSVLog(path, every=3), validation=lambda epoch: {"loss": 5.0} if epoch else None)
     assert [row["val_loss"] for row in _rows(path)] == ["", "", "", "5.0"]
@@ -115,22 +117,22 @@ def test_column_that_comes_later_is_empty_before(tmp_path):
 
 
 @every_kind
-def test_numbers_that_are_not_finite_come_back(kind, tmp_path):
+def test_non_finite_numbers_are_read_back(kind, tmp_path):
     path = tmp_path / "log"
-    odd = {"a": math.nan, "b": math.inf, "c": np.float32(-math.inf), "d": np.array(1.5), "e": np.int32(3)}
-    _run(KINDS[kind](path), epochs=1, logs=lambda step: odd)
+    numbers = {"a": math.nan, "b": math.inf, "c": np.float32(-math.inf), "d": np.array(1.5), "e": np.int32(3)}
+    _run(KINDS[kind](path), epochs=1, logs=lambda step: numbers)
     (row,) = _rows(path)
-    np.testing.assert_equal([float(row[name]) for name in odd], [math.nan, math.inf, -math.inf, 1.5, 3])
+    np.testing.assert_equal([float(row[name]) for name in numbers], [math.nan, math.inf, -math.inf, 1.5, 3])
 
 
-def test_json_has_metrics_of_several_numbers_and_nothing_json_lacks(tmp_path):
+def test_json_contains_array_metrics_and_only_standard_json(tmp_path):
     path = tmp_path / "log"
     _run(callbacks.JSONLog(path), epochs=1, logs=lambda step: {"table": np.float32([[1, math.nan]])})
-    refuse = lambda word: pytest.fail(f"{word} is no JSON")
-    assert json.loads(path.read_text(), parse_constant=refuse)["table"] == [[1.0, "nan"]]
+    reject = lambda constant: pytest.fail(f"{constant} is not JSON")
+    assert json.loads(path.read_text(), parse_constant=reject)["table"] == [[1.0, "nan"]]
 
 
-BLOCKED = {
+UNWRITABLE = {
     "under_a_file": lambda tmp: tmp / "file" / "log",
     "a_directory": lambda tmp: tmp,
     "not_text": lambda tmp: tmp / "bytes",
@@ -138,73 +140,73 @@ BLOCKED = {
 
 
 @every_kind
-@pytest.mark.parametrize("where", BLOCKED.values(), ids=BLOCKED)
-def test_log_that_cannot_be_written_is_refused_before_the_first_step(kind, where, tmp_path):
+@pytest.mark.parametrize("path_in", UNWRITABLE.values(), ids=UNWRITABLE)
+def test_unwritable_log_raises_before_the_first_step(kind, path_in, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
     steps = []
-    with pytest.raises(ValueError, match=r"cannot be written: .*Give a path that can|no log that .*Give another path"):
-        train(ONE, [KINDS[kind](where(tmp_path)), steps.append], state=0, call=_idle)
+    with pytest.raises(ValueError, match=r"cannot be written: .*Pass another path|is not a log that .*Pass another path"):
+        train(ONE, [KINDS[kind](path_in(tmp_path)), steps.append], state=0, call=_idle)
     assert steps == []
 
 
-def test_callbacks_that_write_to_one_place_are_refused(tmp_path):
-    check_destinations([callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b"), print])
+def test_callbacks_with_one_destination_raise(tmp_path):
+    as_callbacks([callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b"), print])
     pair = [callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b" / ".." / "a", every=2)]
     with pytest.raises(
-        ValueError, match=r"Two callbacks, CSVLog and JSONLog, write to '.*a'\. Give each a path of its own"
+        ValueError, match=r"Two callbacks, CSVLog and JSONLog, write to '.*a'\. Pass a different path to each"
     ):
-        check_destinations(pair)
+        as_callbacks(pair)
 
 
 @every_kind
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", '{"a": 1}\n', "hello\n", "[1]\n"])
-def test_file_that_is_no_log_is_left_alone(kind, text, tmp_path):
+def test_file_that_is_not_a_log_is_not_changed(kind, text, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(text)
     with pytest.raises(
-        ValueError, match=r"mine\.csv' is there, and no log that (CSV|JSON)Log wrote\. Give another path"
+        ValueError, match=r"mine\.csv' exists, and is not a log that (CSV|JSON)Log wrote\. Pass another path"
     ):
         _run(KINDS[kind](path))
     assert path.read_text() == text
 
 
 @every_kind
-def test_metric_with_the_name_of_a_column_is_refused(kind, tmp_path):
-    with pytest.raises(ValueError, match=r"Two things to write are called 'step'\. Give one another name"):
+def test_metric_with_the_name_of_a_column_raises(kind, tmp_path):
+    with pytest.raises(ValueError, match=r"Two columns have the name 'step'\. Rename one of them"):
         _run(KINDS[kind](tmp_path / "log"), logs=lambda step: {"step": 0.5})
-    twice = KINDS[kind](tmp_path / "log", also=[lambda event: {"loss": 0.0}])
-    with pytest.raises(ValueError, match="Two things to write are called 'loss'"):
-        _run(twice)
+    log_with_two_losses = KINDS[kind](tmp_path / "log", also=[lambda event: {"loss": 0.0}])
+    with pytest.raises(ValueError, match="Two columns have the name 'loss'"):
+        _run(log_with_two_losses)
 
 
-BAD = {
-    "path": (dict(path=3), TypeError, "`path` is a path, got int"),
-    "empty": (dict(path=""), ValueError, "`path` is empty: say where to write"),
+WRONG_OPTIONS = {
+    "path": (dict(path=3), TypeError, "`path` must be a path, got int"),
+    "empty": (dict(path=""), ValueError, "`path` must not be empty"),
     "every": (dict(path="x", every=0), ValueError, "`every` must be an integer >= 1, got 0"),
     "also": (
         dict(path="x", also=callbacks.learning_rate()),
         TypeError,
-        "`also` is a list of functions of an event, got f",
+        "`also` must be a list of functions of an event, got f",
     ),
-    "function": (dict(path="x", also=[1]), TypeError, "`also` is a function of an event, got int"),
+    "function": (dict(path="x", also=[1]), TypeError, "`also` must be a function of an event, got int"),
 }
 
 
 @every_kind
-@pytest.mark.parametrize("options, error, says", BAD.values(), ids=BAD)
-def test_log_refuses_what_makes_no_sense(kind, options, error, says):
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize("options, error, message", WRONG_OPTIONS.values(), ids=WRONG_OPTIONS)
+def test_wrong_options_of_a_log_raise(kind, options, error, message):
+    with pytest.raises(error, match=message):
         KINDS[kind](**options)
 
 
-def test_processes_other_than_the_first_write_nothing(tmp_path, monkeypatch):
+def test_processes_other_than_process_0_do_not_write(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    silent = [callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b"), callbacks.progress("lines")]
-    silent.append(callbacks.Profile(tmp_path / "c", start=1, stop=2))
+    writers = [callbacks.CSVLog(tmp_path / "a"), callbacks.JSONLog(tmp_path / "b"), callbacks.Progress("lines")]
+    writers.append(callbacks.Profile(tmp_path / "c", start=1, stop=2))
     if importlib.util.find_spec("tensorboardX"):
-        silent.append(callbacks.TensorBoard(tmp_path / "d"))
-    run = train(ONE, silent, state=0, call=_idle)
+        writers.append(callbacks.TensorBoard(tmp_path / "d"))
+    run = train(ONE, writers, state=0, call=_idle)
     assert list(tmp_path.iterdir()) == []
     assert run.reads == 2  # for the rows of the history
 
@@ -212,7 +214,7 @@ def test_processes_other_than_the_first_write_nothing(tmp_path, monkeypatch):
 SCHEDULE = optax.linear_schedule(1.0, 0.0, 10)
 OPTIMIZERS = {
     "schedule": (optax.adam(SCHEDULE), SCHEDULE, 0.6),
-    "step": (optax.adam(0.1), SCHEDULE, 0.6),  # the optimizer counts nothing for a schedule: the number of steps does
+    "step": (optax.adam(0.1), SCHEDULE, 0.6),  # the optimizer does not count: the number of steps is used
     "injected": (optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE), None, 0.6),
     "constant": (optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)), None, 0.25),
     "accumulated": (optax.MultiSteps(optax.sgd(SCHEDULE), 2), SCHEDULE, 0.9),  # the second update of 5 steps
@@ -229,23 +231,23 @@ def test_learning_rate_is_that_of_the_last_update(name, optimizer, schedule, rat
     assert _rows(tmp_path / "log")[0]["learning_rate"] == pytest.approx(rate)
 
 
-def test_learning_rate_that_nothing_says_is_asked_for(tmp_path):
+def test_learning_rate_that_is_not_in_the_state_raises(tmp_path):
     state, call = regression(ONE)
     log = callbacks.CSVLog(tmp_path / "log", also=[callbacks.learning_rate()])
     with pytest.raises(
-        ValueError, match=r"The state says no learning rate, or several\. Hand in the schedule, `learning"
+        ValueError, match=r"The state contains no learning rate, or several\. Pass the schedule, `learning"
     ):
         train(ONE, [log], state=state, call=call)
     assert callbacks.learning_rate_of(state) is None
 
 
-def test_learning_rate_of_parts_with_different_ones_is_unknown():
+def test_learning_rate_is_none_if_parts_have_different_rates():
     sgd = optax.inject_hyperparams(optax.sgd)
     states = [sgd(learning_rate=rate).init({"w": np.zeros(2, np.float32)}) for rate in (0.5, 0.25, 0.25)]
     assert callbacks.learning_rate_of(State(0, None, states)) is None
     assert callbacks.learning_rate_of(State(0, None, states[1:])) == 0.25
 
 
-def test_schedule_that_is_no_function_is_refused():
-    with pytest.raises(TypeError, match="`schedule` is a function of the number of updates, got float"):
+def test_schedule_that_is_not_a_function_raises():
+    with pytest.raises(TypeError, match="`schedule` must be a function of the number of updates, got float"):
         callbacks.learning_rate(0.1)

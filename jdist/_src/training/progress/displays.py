@@ -1,0 +1,230 @@
+"""Displays of the training progress: a line of a terminal, lines of text, the output of a notebook cell."""
+
+import dataclasses
+import datetime
+import html
+import importlib
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, TextIO, final
+
+_BAR_WIDTH = 12  # in characters
+_MAX_EPOCH_LINES = 50  # in a notebook
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgressReport:
+    """The progress of training at one time.
+
+    Attributes:
+        step: The number of steps taken.
+        total_steps: The number of steps after which training ends, if known.
+        epoch: The current epoch, from 0.
+        seconds: The duration so far.
+        examples_per_second: The throughput; None before it was measured.
+        seconds_left: The estimated remaining duration, if known.
+        stalled_fraction: The fraction of steps that waited for their batch, 0 to 1.
+        metrics: The loss and the metrics; empty before the first step.
+    """
+
+    step: int
+    total_steps: int | None
+    epoch: int
+    seconds: float
+    examples_per_second: float | None
+    seconds_left: float | None
+    stalled_fraction: float
+    metrics: Mapping[str, float]
+
+    def __str__(self) -> str:
+        return "  ".join(self.parts())
+
+    def parts(self) -> list[str]:
+        """Returns the facts and the metrics as texts, in order. Epochs count from 0, as in the history."""
+        total = "" if self.total_steps is None else f"/{self.total_steps:,}"
+        parts = [f"step {self.step:,}{total}", f"epoch {self.epoch}"]
+        if not self.metrics:
+            parts.append("waiting for the first step, which is compiled")
+        if self.examples_per_second is not None:
+            throughput = self.examples_per_second
+            parts.append(f"{throughput:,.0f} examples/s" if throughput >= 100 else f"{throughput:.3g} examples/s")
+        if self.seconds_left is not None and self.step != self.total_steps:
+            parts.append(f"{_duration(self.seconds_left)} left")
+        else:
+            parts.append(_duration(self.seconds))
+        return [*parts, *self._metric_parts(), f"input stall {100 * self.stalled_fraction:.0f} %"]
+
+    def epoch_parts(self) -> list[str]:
+        """Returns the texts of the line that remains after an epoch."""
+        return [f"epoch {self.epoch}", f"step {self.step:,}", _duration(self.seconds), *self._metric_parts()]
+
+    def _metric_parts(self) -> list[str]:
+        return [f"{name} {value:.4g}" for name, value in self.metrics.items()]
+
+
+def wrap_parts(parts: Iterable[str], width: int, indent: int = 0) -> list[str]:
+    """Returns the parts in lines of at most `width` characters; no part is split.
+
+    Args:
+        parts: The texts.
+        width: The number of characters per line.
+        indent: The number of characters of the first line that are used otherwise.
+
+    Example:
+        >>> wrap_parts(["step 1", "loss 0.5", "val_loss 0.25"], 16)
+        ['step 1  loss 0.5', 'val_loss 0.25']
+    """
+    lines, left = [""], width - indent
+    for part in parts:
+        needed = len(part) + 2 * bool(lines[-1])
+        if needed > left and lines[-1]:
+            lines.append(part)
+            left = width - len(part)
+        else:
+            lines[-1] += "  " * bool(lines[-1]) + part
+            left -= needed
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    return str(datetime.timedelta(seconds=round(seconds)))
+
+
+class Display(Protocol):
+    """Shows progress reports until it is closed.
+
+    Attributes:
+        keeps_epochs: Whether the display keeps a line per epoch, see `add_epoch`.
+    """
+
+    keeps_epochs: bool
+
+    def show(self, report: ProgressReport) -> None:
+        """Replaces the last report."""
+        ...
+
+    def add_epoch(self, report: ProgressReport) -> None:
+        """Shows the end of an epoch in a line that remains."""
+        ...
+
+    def close(self) -> None:
+        """Ends the display. The last report remains visible."""
+        ...
+
+
+@final
+class LinesDisplay:
+    """Prints each report as a line of text.
+
+    Args:
+        stream: The stream to write to.
+    """
+
+    keeps_epochs = False  # every line remains; the interval determines their number
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+        self._last_line = ""
+
+    def show(self, report: ProgressReport) -> None:
+        """See `Display`."""
+        line = str(report)
+        if line != self._last_line:  # the END event may follow the last step directly
+            print(line, file=self._stream, flush=True)
+        self._last_line = line
+
+    def add_epoch(self, report: ProgressReport) -> None:
+        """See `Display`."""
+
+    def close(self) -> None:
+        """See `Display`."""
+
+
+@final
+class LiveDisplay:
+    """Rewrites one line of a terminal, or several if it is narrow. Other output appears above it.
+
+    Args:
+        stream: The terminal.
+    """
+
+    keeps_epochs = True
+
+    def __init__(self, stream: TextIO):
+        from rich.console import Console
+        from rich.live import Live
+
+        # The caller chose this display, so the stream is treated as a terminal. It is drawn when there is a new report, not
+        # by a thread.
+        console = Console(file=stream, force_terminal=True, force_jupyter=False)
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start()
+
+    def show(self, report: ProgressReport) -> None:
+        """See `Display`."""
+        self._live.update(_bar_and_text(report, self._live.console.width), refresh=True)
+
+    def add_epoch(self, report: ProgressReport) -> None:
+        """See `Display`."""
+        from rich.text import Text
+
+        text = "\n".join(wrap_parts(report.epoch_parts(), self._live.console.width))
+        self._live.console.print(Text(text), highlight=False)
+
+    def close(self) -> None:
+        """See `Display`."""
+        self._live.stop()
+
+
+def _bar_and_text(report: ProgressReport, width: int) -> Any:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text  # rich parses a plain string as markup
+
+    indent = 0 if report.total_steps is None else _BAR_WIDTH + 2
+    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in wrap_parts(report.parts(), width, indent)]
+    if report.total_steps is None:
+        return Group(*lines)
+    first_line = Table.grid(padding=(0, 2))
+    bar = ProgressBar(total=max(1, report.total_steps), completed=report.step, width=_BAR_WIDTH)
+    first_line.add_row(bar, lines[0])
+    return Group(first_line, *lines[1:])
+
+
+@final
+class NotebookDisplay:
+    """Updates a bar and a line in the output of a notebook cell, below a line per epoch.
+
+    Args:
+        stream: Not used: IPython displays the output.
+    """
+
+    keeps_epochs = True
+
+    def __init__(self, stream: TextIO):
+        self._ipython: Any = importlib.import_module("IPython.display")
+        self._handle = self._ipython.display(self._ipython.HTML(""), display_id=True)
+        self._epochs: deque[str] = deque(maxlen=_MAX_EPOCH_LINES)
+
+    def show(self, report: ProgressReport) -> None:
+        """See `Display`."""
+        if self._handle is not None:  # None outside of IPython's shells, where nothing is displayed
+            self._handle.update(self._ipython.HTML(to_html(report, self._epochs)))
+
+    def add_epoch(self, report: ProgressReport) -> None:
+        """See `Display`."""
+        self._epochs.append("  ".join(report.epoch_parts()))
+
+    def close(self) -> None:
+        """See `Display`."""
+
+
+def to_html(report: ProgressReport, epochs: Iterable[str] = ()) -> str:
+    """Returns a report as HTML, below the lines of the epochs."""
+    bar = ""
+    if report.total_steps is not None:
+        bar = f'<progress value="{report.step}" max="{max(1, report.total_steps)}"></progress> '
+    style = "font-family:monospace;font-variant-numeric:tabular-nums;overflow-x:auto;white-space:nowrap"
+    epoch_lines = "".join(f"{html.escape(line)}<br>" for line in epochs)
+    return f'<div style="{style}">{epoch_lines}{bar}{html.escape(str(report))}</div>'
