@@ -262,7 +262,7 @@ def test_parts_of_a_random_program_compute_the_program(program):
         out_specs=jax.P(AXIS),
         check_vma=False,
     )
-    rows = jnp.stack([split.given[-1], 1 - split.given[-1]])
-    results = [jax.jit(replica(one))(*split.given[:-1], rows) for one in (run, functools.partial(split.run, False))]
+    rows = jnp.stack([split.arguments[-1], 1 - split.arguments[-1]])
+    results = [jax.jit(replica(one))(*split.arguments[:-1], rows) for one in (run, functools.partial(split.run, False))]
     for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
