@@ -19,3 +19,7 @@ from jdist._src.training.events import Event as Event
 from jdist._src.training.events import Moment as Moment
 from jdist._src.training.learning_rate import learning_rate_of as learning_rate_of
 from jdist._src.training.progress.display_callback import Progress as Progress
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_"))

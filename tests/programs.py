@@ -1,7 +1,7 @@
-"""Random replica functions, for the proof to be wrong about.
+"""Random replica functions, to test the replication analysis with.
 
-A program is a tuple of steps. A step names one of `OPERATIONS`, the values that it takes, and the programs that it runs
-as branches, as loop bodies or as functions. Every value is a float32 vector of `SIZE` numbers in (-1, 1).
+A program is a tuple of steps. A step names one of `OPERATIONS`, its operands, and the programs that it runs as branches, loop
+bodies or functions. Every value is a float32 vector of `SIZE` numbers in (-1, 1).
 """
 
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ class Step(NamedTuple):
 
     Attributes:
         name: A key of `OPERATIONS`.
-        operands: Where each operand stands among the values so far: -1 is the newest. Wraps around.
-        blocks: The programs that the operation runs. They see the values so far, and then their own arguments.
+        operands: The index of each operand among the values so far: -1 is the newest. Wraps around.
+        blocks: The programs that the operation runs. Their values are the values so far, followed by their arguments.
     """
 
     name: str
@@ -39,15 +39,15 @@ Program = tuple[Step, ...]
 
 
 class Operation(NamedTuple):
-    """What a step does.
+    """The computation of a step.
 
     Attributes:
-        apply: From the operands, and then the blocks as functions of vectors, to a vector or a tuple of them.
-        operands: How many values it takes.
-        blocks: How many programs it runs.
-        smooth: Whether a gradient can be taken of it.
-        smooth_blocks: Whether its blocks have to be smooth.
-        sealed: Whether its blocks see their own arguments only: JAX forbids these functions to close over values.
+        apply: Maps the operands, and the blocks as functions of vectors, to a vector or a tuple of vectors.
+        operands: The number of operands.
+        blocks: The number of programs that it runs.
+        smooth: Whether it is differentiable.
+        smooth_blocks: Whether its blocks have to be differentiable.
+        sealed: Whether its blocks use their arguments only: JAX forbids these functions to close over values.
     """
 
     apply: Callable[..., Any]
@@ -59,42 +59,44 @@ class Operation(NamedTuple):
 
 
 def evaluate(program: Program, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """The values that the steps of `program` make one after the other, each from `values` and those made before."""
+    """Returns the results of the steps of `program`; each step computes from `values` and the results before."""
     values = list(values)
     start = len(values)
     for step in program:
         operation = OPERATIONS[step.name]
-        operands = [values[place % len(values)] for place in step.operands]
-        seen = () if operation.sealed else tuple(values)
-        blocks = [lambda *own, block=block, seen=seen: evaluate(block, seen + own)[-1] for block in step.blocks]
-        made = operation.apply(*operands, *blocks)
-        # Keeps the numbers small, and different numbers different.
-        values += [jax.nn.soft_sign(value) for value in (made if isinstance(made, tuple) else (made,))]
+        operands = [values[index % len(values)] for index in step.operands]
+        closure = () if operation.sealed else tuple(values)
+        blocks = [
+            lambda *args, block=block, closure=closure: evaluate(block, closure + args)[-1] for block in step.blocks
+        ]
+        results = operation.apply(*operands, *blocks)
+        # Bounded and injective: different numbers stay different.
+        values += [jax.nn.soft_sign(value) for value in (results if isinstance(results, tuple) else (results,))]
     return values[start:]
 
 
 def replica_function(program: Program) -> Callable[..., Any]:
-    """The replica function that returns what `program` makes: plainly, and again with each replica's own in view.
+    """Returns the replica function that returns the results of `program` twice: plain, and as `PerReplica`.
 
-    It takes a vector and a random key that are the same on every replica, and a vector that is not. The values that the
-    program begins with are, from -1 back: the same vector, the replica's own, a constant, its number, noise from the key.
+    Its arguments are a replicated vector, a replicated random key, and a varying vector. The program starts with the values,
+    from -1 back: the replicated vector, the varying vector, a constant, the replica index, noise from the key.
     """
 
     def replica(same: jax.Array, key: jax.Array, own: jax.Array) -> tuple[list[jax.Array], jdist.PerReplica]:
-        number = jnp.full(SIZE, jdist.replica_id(), jnp.float32)
-        values = evaluate(program, [jax.random.normal(key, SIZE), number, jnp.linspace(-1, 1, SIZE), own, same])
+        index = jnp.full(SIZE, jdist.replica_id(), jnp.float32)
+        values = evaluate(program, [jax.random.normal(key, SIZE), index, jnp.linspace(-1, 1, SIZE), own, same])
         return values, jdist.PerReplica(values)
 
     return replica
 
 
 def programs(depth: int = 3, steps: int = 5, smooth: bool = False) -> st.SearchStrategy[Program]:
-    """Programs of up to `steps` steps, with programs in them `depth` deep; of smooth ones a gradient can be taken."""
+    """Returns a strategy of programs of up to `steps` steps, with blocks nested `depth` deep."""
     return st.lists(_steps(depth, smooth), min_size=1, max_size=steps).map(tuple)
 
 
 def _steps(depth: int, smooth: bool) -> st.SearchStrategy[Step]:
-    # Few collectives: most below a predicate that differs are refused. And where they abound, all is mirrored.
+    # Few collectives: most of those below a varying predicate are refused, and with many of them all values are replicated.
     kinds = [_WITHIN] * 3 + [_ACROSS] + ([_FLOW] * 2 + [_FUNCTIONS] if depth else [])
     names = [[name for name in kind if OPERATIONS[name].smooth or not smooth] for kind in kinds]
     return st.one_of(*map(st.sampled_from, names)).flatmap(lambda name: _step(name, depth, smooth))
@@ -108,12 +110,12 @@ def _step(name: str, depth: int, smooth: bool) -> st.SearchStrategy[Step]:
 
 
 def _number(x: jax.Array, below: int) -> jax.Array:
-    """A whole number below `below` that depends on every bit of `x`."""
+    """Returns an integer below `below` that depends on every bit of `x`."""
     return (lax.bitcast_convert_type(x, jnp.uint32).sum() % below).astype(jnp.int32)
 
 
 def _replicas(x: jax.Array) -> jax.Array:
-    """One multiple of `x` for each replica: `[replica, SIZE]`."""
+    """Returns one multiple of `x` per replica: `[replica, SIZE]`."""
     return jnp.outer(jnp.arange(1.0, jdist.num_replicas() + 1), x)
 
 
@@ -123,7 +125,7 @@ def _ring(wrap: bool) -> list[tuple[int, int]]:
 
 
 def _groups() -> list[list[int]]:
-    """Pairs of neighbours, or each replica by itself where that leaves one over."""
+    """Returns pairs of neighbours, or groups of one replica if the number of replicas is odd or 2."""
     n = jdist.num_replicas()
     size = 2 if n % 2 == 0 and n > 2 else 1
     return [list(range(i, i + size)) for i in range(0, n, size)]
@@ -148,28 +150,28 @@ def _switch(x, y, *branches):
     return lax.switch(_number(x, len(branches)), branches, y)
 
 
-def _turn(carry, block, *more):
-    """The carry changes places, so that what is known of one entry reaches another only with the next turn."""
+def _rotate(carry, block, *args):
+    """Rotates the carry, so that the variation of one entry reaches another in the next iteration only."""
     a, b, c = carry
-    return b, c, block(a, *more)
+    return b, c, block(a, *args)
 
 
 def _scan(a, b, c, x, block):
-    carry, ys = lax.scan(lambda carry, row: (_turn(carry, block, row), carry[0]), (a, b, c), jnp.stack([x, -x]))
+    carry, ys = lax.scan(lambda carry, row: (_rotate(carry, block, row), carry[0]), (a, b, c), jnp.stack([x, -x]))
     return *carry, ys.sum(0)
 
 
 def _fori(a, b, c, block):
-    return lax.fori_loop(0, 2, lambda i, carry: _turn(carry, block, jnp.full(SIZE, i, jnp.float32)), (a, b, c))
+    return lax.fori_loop(0, 2, lambda i, carry: _rotate(carry, block, jnp.full(SIZE, i, jnp.float32)), (a, b, c))
 
 
 def _fori_to(x, a, b, c, block):
-    return lax.fori_loop(0, _number(x, 4), lambda _, carry: _turn(carry, block), (a, b, c))
+    return lax.fori_loop(0, _number(x, 4), lambda _, carry: _rotate(carry, block), (a, b, c))
 
 
 def _while(a, b, c, test, block):
     more = lambda state: (state[0] < 4) & (_number(test(state[1]), 4) > 0)
-    _, *carry = lax.while_loop(more, lambda state: (state[0] + 1, *_turn(state[1:], block)), (0, a, b, c))
+    _, *carry = lax.while_loop(more, lambda state: (state[0] + 1, *_rotate(state[1:], block)), (0, a, b, c))
     return tuple(carry)
 
 

@@ -1,8 +1,8 @@
-"""Training programs as people write them: every model here with every optimizer, one step of one replica each.
+"""Ordinary training programs: every model here with every optimizer.
 
-`program("mlp", "adamw")` is a `Program`: how its state is made, its step, and one global batch. The gradients are
-averaged over the replicas before the optimizer; `step(state, batch, reduce=False)` is the program without that line.
-`controlled(program, "scan")` has the whole step, collectives and all, inside control flow.
+`program("mlp", "adamw")` is a `Program`: a function that makes the state, the step of one replica, and one global batch. The
+gradients are averaged over the replicas before the optimizer; `step(state, batch, reduce=False)` is the program without that
+line. `controlled(program, "scan")` has the step, including its collectives, inside control flow.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ class Model:
     Attributes:
         inputs: The shape of one example.
         init: Makes `(params, batch_stats)` from a key.
-        apply: `(params, batch_stats, x, key)` of one replica to `(logits, new batch_stats)`; the key is its own.
+        apply: `(params, batch_stats, x, key)` of one replica to `(logits, new batch_stats)`; one key per replica.
     """
 
     inputs: tuple[int, ...]
@@ -41,7 +41,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A model and an optimizer, put together.
+    """A training program with one model and one optimizer.
 
     Attributes:
         name: `"model-optimizer"`.
@@ -57,7 +57,7 @@ class Program:
 
 
 def controlled(inner: Program, flow_name: str) -> Program:
-    """A program whose step stands in control flow, by its name in `FLOWS`."""
+    """Returns a program whose step is inside control flow, by its name in `FLOWS`."""
 
     def step(state, batch, *, reduce=True):
         return FLOWS[flow_name](functools.partial(inner.step, reduce=reduce), state, batch)
@@ -66,7 +66,7 @@ def controlled(inner: Program, flow_name: str) -> Program:
 
 
 def program(model_name: str, optimizer_name: str) -> Program:
-    """The program of this model and this optimizer, by their names in `MODELS` and `OPTIMIZERS`."""
+    """Returns the program of a model and an optimizer, by their names in `MODELS` and `OPTIMIZERS`."""
     model, optimizer = MODELS[model_name], OPTIMIZERS[optimizer_name]
 
     def make_state(key):
@@ -92,14 +92,14 @@ def program(model_name: str, optimizer_name: str) -> Program:
         if reduce:
             grads = jdist.all_reduce("mean", grads)
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        after = {
+        new_state = {
             "params": optax.apply_updates(state["params"], updates),
             "opt_state": opt_state,
             "batch_stats": batch_stats,
             "key": state["key"],
             "step": state["step"] + 1,
         }
-        return after, {"loss": jdist.all_reduce("mean", loss), "own_loss": loss}
+        return new_state, {"loss": jdist.all_reduce("mean", loss), "own_loss": loss}
 
     rng = np.random.default_rng(0)
     batch = {
@@ -110,20 +110,20 @@ def program(model_name: str, optimizer_name: str) -> Program:
 
 
 def _scanned(step, state, batch):
-    """Two steps in one, each with half of the batch."""
+    """Runs two steps, each with half of the batch."""
     halves = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
     state, outputs = jax.lax.scan(step, state, halves)
     return state, jax.tree.map(lambda x: x[-1], outputs)
 
 
 def _repeated(step, state, batch):
-    """Steps with the same batch until the state counts four."""
-    once = step(state, batch)
-    return jax.lax.while_loop(lambda pair: pair[0]["step"] < 4, lambda pair: step(pair[0], batch), once)
+    """Repeats the step with the same batch until the state has counted four."""
+    first = step(state, batch)
+    return jax.lax.while_loop(lambda pair: pair[0]["step"] < 4, lambda pair: step(pair[0], batch), first)
 
 
 def _alternating(step, state, batch):
-    """A step where the count is even, and otherwise only the count."""
+    """Runs the step if the count is even, and otherwise only counts."""
     outputs = jax.tree.map(jnp.zeros_like, jax.eval_shape(step, state, batch)[1])
     skip = lambda state, batch: (state | {"step": state["step"] + 1}, outputs)
     return jax.lax.cond(state["step"] % 2 == 0, step, skip, state, batch)
@@ -161,9 +161,8 @@ class Recurrent(nn.Module):
 class EncoderBlock(nn.Module):
     @nn.compact
     def __call__(self, x):
-        seen = nn.LayerNorm()(x)
-        seen = nn.MultiHeadDotProductAttention(num_heads=2, dropout_rate=0.1, deterministic=False)(seen)
-        x = x + nn.Dropout(0.1, deterministic=False)(seen)
+        attention = nn.MultiHeadDotProductAttention(num_heads=2, dropout_rate=0.1, deterministic=False)
+        x = x + nn.Dropout(0.1, deterministic=False)(attention(nn.LayerNorm()(x)))
         hidden = nn.gelu(nn.Dense(16)(nn.LayerNorm()(x)))
         return x + nn.Dropout(0.1, deterministic=False)(nn.Dense(8)(hidden))
 
@@ -207,7 +206,7 @@ class NnxMLP(nnx.Module):
 
 
 def _linen(module: nn.Module, inputs: tuple[int, ...], average_stats: bool = False) -> Model:
-    """Of a linen module; `average_stats` for statistics that each replica takes of its own examples."""
+    """Returns the model of a linen module; `average_stats` averages batch statistics that are computed per replica."""
 
     def init(key):
         keys = {"params": key, "dropout": key}
@@ -216,15 +215,15 @@ def _linen(module: nn.Module, inputs: tuple[int, ...], average_stats: bool = Fal
 
     def apply(params, batch_stats, x, key):
         variables = {"params": params, "batch_stats": batch_stats}
-        logits, changed = module.apply(variables, x, rngs={"dropout": key}, mutable=["batch_stats"])
-        batch_stats = changed.get("batch_stats", {})
+        logits, updated = module.apply(variables, x, rngs={"dropout": key}, mutable=["batch_stats"])
+        batch_stats = updated.get("batch_stats", {})
         return logits, jdist.all_reduce("mean", batch_stats) if average_stats else batch_stats
 
     return Model(inputs, init, apply)
 
 
 def _nnx(make: Callable[[nnx.Rngs], nnx.Module], inputs: tuple[int, ...]) -> Model:
-    """Of an nnx module, whose statistics are averaged over the replicas."""
+    """Returns the model of an nnx module; its batch statistics are averaged over the replicas."""
 
     def init(key):
         _, params, batch_stats = nnx.split(make(nnx.Rngs(key)), nnx.Param, nnx.BatchStat)

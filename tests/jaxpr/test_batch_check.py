@@ -17,8 +17,8 @@ def _mean_step(state, batch):
 
 def test_batch_that_is_replicated_warns_on_the_line_of_the_reduction(two):
     batch = np.ones((4, 3), np.float32)
-    says = r"batch is replicated, so each of the 2 replicas computes all of its examples.*strategy\.split\(batch\)"
-    with pytest.warns(jdist.ReplicatedBatchWarning, match=says) as caught:
+    message = r"batch is replicated, so each of the 2 replicas computes all of its examples.*strategy\.split\(batch\)"
+    with pytest.warns(jdist.ReplicatedBatchWarning, match=message) as caught:
         two.step(lambda state, batch: _mean_step(state, batch))(two.put(np.ones(3, np.float32)), batch)
     assert [(w.filename, w.category) for w in caught] == [(__file__, jdist.ReplicatedBatchWarning)]
 

@@ -1,4 +1,4 @@
-"""Gradients that are clipped before they are reduced: said once, at the line that does it, and nowhere else."""
+"""Gradients that are clipped before they are reduced: one warning, on the line of the update."""
 
 import inspect
 import warnings
@@ -36,14 +36,14 @@ POLICIES = {
 
 
 @pytest.fixture(autouse=True)
-def nothing_said_yet(monkeypatch):
+def no_warnings_yet(monkeypatch):
     monkeypatch.setattr(clip_check, "_warned", {})
 
 
 def warned(strategy, tx, calls=1):
-    """The warnings of tracing `calls` steps with `tx`, and the line of this file that updates."""
+    """Returns the warnings of tracing `calls` steps with `tx`, and the line of this file that calls `tx.update`."""
     params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
-    state = strategy.init(lambda: (own := jax.tree.map(jnp.copy, params), tx.init(own)))
+    state = strategy.init(lambda: (copied := jax.tree.map(jnp.copy, params), tx.init(copied)))
     lines = []
 
     def step(state, x):
@@ -54,23 +54,23 @@ def warned(strategy, tx, calls=1):
         return (optax.apply_updates(params, updates), opt_state), None
 
     x = strategy.put(jdist.PerReplica(np.ones((strategy.num_replicas_in_sync, 2, 8), np.float32)))
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(calls):
             strategy.step(lambda state, x: step(state, x)).lower(state, x)
-    return found, lines[0]
+    return caught, lines[0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("clip", ["clip_by_global_norm", "clip", "adaptive_grad_clip"])
-def test_clipping_ahead_of_a_policy_is_said_with_the_users_line(two, clip, policy):
-    found, line = warned(two, optax.chain(CLIPS[clip](), POLICIES[policy](), optax.sgd(0.1)))
-    assert [(w.category, w.filename, w.lineno) for w in found] == [(ClippedPerReplicaWarning, __file__, line)]
-    assert "each replica clips its own" in str(found[0].message)
-    assert "`optax.chain(jdist.sync.mean(), optax.clip_by_global_norm(1.0), ...)`" in str(found[0].message)
+def test_clipping_before_a_policy_warns_on_the_users_line(two, clip, policy):
+    caught, line = warned(two, optax.chain(CLIPS[clip](), POLICIES[policy](), optax.sgd(0.1)))
+    assert [(w.category, w.filename, w.lineno) for w in caught] == [(ClippedPerReplicaWarning, __file__, line)]
+    assert "each replica clips its own" in str(caught[0].message)
+    assert "`optax.chain(jdist.sync.mean(), optax.clip_by_global_norm(1.0), ...)`" in str(caught[0].message)
 
 
-def test_clipping_ahead_of_a_hierarchy_is_said():
+def test_clipping_before_a_hierarchy_warns():
     ops = jdist.HierarchicalAllReduce(group_size=2)
     strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(4)], cross_device_ops=ops)
     tx = optax.chain(optax.clip_by_global_norm(1.0), sync.hierarchical("replica", "group"))
@@ -92,17 +92,17 @@ def test_clipping_ahead_of_a_hierarchy_is_said():
     ],
     ids=["in_every", "in_skip", "scale_between", "chain_in_chain", "masked", "injected", "reduction_of_diloco"],
 )
-def test_clipping_is_seen_through_what_stands_around(two, tx):
+def test_clipping_inside_other_transformations_warns(two, tx):
     assert [w.category for w in warned(two, tx())[0]] == [ClippedPerReplicaWarning]
 
 
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("policy", ["mean", "int8", "top_k", "every"])
-def test_clipping_behind_a_policy_is_right_and_not_said(two, clip, policy):
+def test_clipping_after_a_policy_does_not_warn(two, clip, policy):
     assert warned(two, optax.chain(POLICIES[policy](), CLIPS[clip](), optax.sgd(0.1)))[0] == []
 
 
-BY_ITSELF = {
+LOCAL_POLICIES = {
     "local_sgd_2": lambda inner: sync.local_sgd(inner, every=2),
     "local_sgd_1": lambda inner: sync.local_sgd(inner, every=1),
     "diloco_2": lambda inner: sync.diloco(inner, every=2),
@@ -113,10 +113,10 @@ BY_ITSELF = {
 }
 
 
-@pytest.mark.parametrize("name", among(BY_ITSELF, "local_sgd_1", "diloco_2", "streaming_2"))
+@pytest.mark.parametrize("name", among(LOCAL_POLICIES, "local_sgd_1", "diloco_2", "streaming_2"))
 @pytest.mark.parametrize("clip", CLIPS)
-def test_clipping_of_a_replica_that_trains_by_itself_is_meant_and_not_said(two, name, clip):
-    policy, clipped = BY_ITSELF[name], CLIPS[clip]()
+def test_clipping_in_local_steps_does_not_warn(two, name, clip):
+    policy, clipped = LOCAL_POLICIES[name], CLIPS[clip]()
     assert warned(two, policy(optax.chain(clipped, optax.sgd(0.1))))[0] == []
     assert warned(two, policy(optax.chain(optax.sgd(0.1), clipped)))[0] == []
 
@@ -124,16 +124,16 @@ def test_clipping_of_a_replica_that_trains_by_itself_is_meant_and_not_said(two, 
 @pytest.mark.parametrize(
     "first", [optax.scale(2.0), optax.add_decayed_weights(0.1), optax.identity(), optax.centralize()]
 )
-def test_other_transformations_ahead_of_a_policy_are_not_said(two, first):
+def test_other_transformations_before_a_policy_do_not_warn(two, first):
     assert warned(two, optax.chain(first, sync.mean(), optax.sgd(0.1)))[0] == []
 
 
-def test_clipping_of_what_is_reduced_already_is_not_said(two):
+def test_clipping_of_reduced_gradients_does_not_warn(two):
     assert warned(two, optax.chain(sync.mean(), optax.clip(1.0), optax.scale(1.0), optax.adam(0.1)))[0] == []
 
 
-def test_clipped_loss_is_no_clipped_gradient(two):
-    """`jnp.clip` in the model, and the user's own function of that name."""
+def test_clipped_loss_does_not_warn(two):
+    """Uses `jnp.clip` in the model, and a function of the user with the name `clip`."""
 
     def clip(x):
         return jnp.clip(x, -1, 1)
@@ -151,12 +151,12 @@ def test_clipped_loss_is_no_clipped_gradient(two):
     step(state, two.put(jdist.PerReplica(np.float32([1, 2]))))  # a warning would be an error
 
 
-def test_one_line_says_it_once_however_often_it_is_traced(two):
+def test_line_that_is_traced_several_times_warns_once(two):
     tx = optax.chain(optax.clip_by_global_norm(1.0), sync.mean(), optax.sgd(0.1))
     assert len(warned(two, tx, calls=3)[0]) == 1
 
 
-def test_two_leaves_of_many_transformations_say_it_once(two):
+def test_two_leaves_and_several_transformations_warn_once(two):
     tx = optax.chain(optax.clip(1.0), optax.clip_by_global_norm(1.0), sync.mean(), sync.mean())
     assert len(warned(two, tx)[0]) == 1
 

@@ -1,4 +1,4 @@
-"""Virtual replicas: training gives the same bits on any number of devices."""
+"""Virtual replicas: the results of training are bitwise equal on any number of devices."""
 
 import hashlib
 
@@ -16,7 +16,7 @@ from laws import among
 
 VIRTUAL = 8
 DIGITS = load_digits()
-IMAGES = (DIGITS.images / 16).astype(np.float32)[:203]  # divisible by none of the batches: each epoch ends in padding
+IMAGES = (DIGITS.images / 16).astype(np.float32)[:203]  # no batch size divides it: each epoch ends in padding
 LABELS = DIGITS.target.astype(np.int32)[:203]
 
 
@@ -27,7 +27,7 @@ class MLP(nn.Module):
 
 
 class CNN(nn.Module):
-    """In bfloat16, with dropout."""
+    """A convolutional network in bfloat16, with dropout."""
 
     @nn.compact
     def __call__(self, images, key):
@@ -38,12 +38,12 @@ class CNN(nn.Module):
 
 
 class RNN(nn.Module):
-    """Over the rows of an image, with a batch norm over all replicas."""
+    """A recurrent network over the rows of an image, with a batch norm over all replicas."""
 
     @nn.compact
     def __call__(self, images, key):
         x = nn.RNN(nn.GRUCell(16))(images)[:, -1]
-        # Of this batch alone: the averages that it keeps are not used.
+        # The statistics of this batch; the running averages are not used.
         x = nn.BatchNorm(use_running_average=False, axis_name="replica", use_fast_variance=False)(x)
         return nn.Dense(10)(x)
 
@@ -60,7 +60,7 @@ OPTIMIZERS = {
 }
 
 
-def hashed(tree):
+def digest_of(tree):
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         digest.update(np.asarray(leaf).tobytes())
@@ -121,18 +121,18 @@ def after(steps, *args, **kwargs):
     return training.run(training.begin(), steps)
 
 
-# A recurrent model takes the longest, and its gradients come to the optimizers like those of others.
+# The recurrent model is the slowest, so it is trained with few optimizers.
 TRAINED = [(model, tx) for model in MODELS for tx in OPTIMIZERS if model != "rnn" or tx in ("sgd", "adamw", "clipped")]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model, optimizer", TRAINED)
-def test_parameters_after_100_steps_are_the_same_bits_on_any_number_of_devices(model, optimizer):
-    whole = [after(100, model, optimizer, devices) for devices in (1, 2, 3, 4, 8)]
-    hashes = {hashed(state) for state, _ in whole}
+def test_parameters_after_100_steps_are_bitwise_equal_on_any_number_of_devices(model, optimizer):
+    runs = [after(100, model, optimizer, devices) for devices in (1, 2, 3, 4, 8)]
+    hashes = {digest_of(state) for state, _ in runs}
     assert len(hashes) == 1
-    losses = whole[0][1]
-    assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])  # it has learned
+    losses = runs[0][1]
+    assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])  # the model has learned
 
 
 LONG = [("cnn", "adamw", 3), ("cnn", "clipped", 3), ("rnn", "sgd", 4)]
@@ -140,53 +140,53 @@ FEW = [("mlp", "muon", 8), ("mlp", "adamw", 4), *(pytest.param(*case, marks=pyte
 
 
 @pytest.mark.parametrize("model, optimizer, devices", FEW)
-def test_parameters_after_a_few_steps_are_the_same_bits_as_on_one_device(model, optimizer, devices):
+def test_parameters_after_a_few_steps_are_bitwise_equal_to_one_device(model, optimizer, devices):
     (one, first), (many, losses) = after(8, model, optimizer, 1), after(8, model, optimizer, devices)
     assert first == losses
-    assert hashed(one) == hashed(many)
+    assert digest_of(one) == digest_of(many)
 
 
 @pytest.mark.parametrize(
     "virtual, devices", [(6, 4), pytest.param(5, 2, marks=pytest.mark.slow), pytest.param(7, 7, marks=pytest.mark.slow)]
 )
-def test_parameters_are_the_same_bits_where_devices_have_unequal_parts(virtual, devices):
+def test_parameters_are_bitwise_equal_if_devices_have_unequal_numbers_of_replicas(virtual, devices):
     one, _ = after(6, "mlp", "adamw", 1, virtual=virtual)
     many, _ = after(6, "mlp", "adamw", devices, virtual=virtual)
-    assert hashed(one) == hashed(many)
+    assert digest_of(one) == digest_of(many)
 
 
 @pytest.mark.slow
-def test_training_goes_on_with_the_same_bits_on_another_number_of_devices():
-    whole, _ = after(6, "cnn", "adamw", 2)
-    first, then = Training("cnn", "adamw", 8), Training("cnn", "adamw", 3)
+def test_training_resumes_bitwise_equal_on_another_number_of_devices():
+    expected, _ = after(6, "cnn", "adamw", 2)
+    first, second = Training("cnn", "adamw", 8), Training("cnn", "adamw", 3)
     state, _ = first.run(first.begin(), 4)
     position = first.batches.get_state()
-    then.batches.set_state(position)
-    state, _ = then.run(then.strategy.put(jax.tree.map(np.asarray, state)), 2)
-    assert hashed(state) == hashed(whole)
+    second.batches.set_state(position)
+    state, _ = second.run(second.strategy.put(jax.tree.map(np.asarray, state)), 2)
+    assert digest_of(state) == digest_of(expected)
 
 
-def test_without_virtual_replicas_the_bits_depend_on_the_number_of_devices():
-    """What the mode is for: were these equal, the tests above would show nothing."""
+def test_without_virtual_replicas_the_parameters_depend_on_the_number_of_devices():
+    """If these were equal, the tests above would be vacuous."""
     one, many = (after(6, "mlp", "adamw", devices, jdist.sync.mean, virtual=None) for devices in (1, 8))
-    assert hashed(one) != hashed(many)
+    assert digest_of(one) != digest_of(many)
 
 
 POLICIES = {"mean": jdist.sync.mean, "every_2": lambda: jdist.sync.every(jdist.sync.exact(), 2)}
 
 
 @pytest.mark.parametrize("policy", among(POLICIES, "every_2"))
-def test_policies_of_sums_are_exact_under_virtual_replicas_too(policy):
+def test_policies_of_sums_are_exact_with_virtual_replicas(policy):
     one, many = (after(6, "mlp", "sgd", devices, POLICIES[policy])[0] for devices in (1, 4))
-    assert hashed(one) == hashed(many)
+    assert digest_of(one) == digest_of(many)
 
 
-# Rows per replica, columns, outputs: other remainders of the vector width, in which XLA's kernels round in other orders.
+# Rows per replica, columns, outputs: different remainders of the vector width, for which XLA's kernels round differently.
 SHAPES = ["22x10x1", "11x10x1", "22x16x1", "5x10x1", "14x16x1", "3x7x1", "22x10x3", "9x33x5"]
 
 
 def after_regression(shape, devices, virtual, steps=3):
-    """The weights of one dense layer, and the error of each replica in the last step."""
+    """Returns the weights of one dense layer, and the error of each replica in the last step."""
     rows, columns, outputs = map(int, shape.split("x"))
     draw = np.random.default_rng(0)
     x, y, weights = (
@@ -211,7 +211,7 @@ def after_regression(shape, devices, virtual, steps=3):
 
 @pytest.mark.parametrize("virtual, devices", [(4, (2, 4, 1, 3)), (8, (4, 8))])
 @pytest.mark.parametrize("shape", among(SHAPES, "22x10x1", "14x16x1"))
-def test_dense_layer_of_any_width_is_the_same_bits_with_one_virtual_replica_per_device(shape, virtual, devices):
+def test_dense_layer_of_any_width_is_bitwise_equal_with_one_virtual_replica_per_device(shape, virtual, devices):
     expected, *others = [after_regression(shape, n, virtual) for n in devices]
     for weights, errors in others:
         np.testing.assert_array_equal(weights, expected[0], strict=True)

@@ -1,4 +1,4 @@
-"""Lines and constants of a program are equal in all processes that trace the same code, and differ where programs differ."""
+"""Lines and constants of a jaxpr are equal on all processes that trace the same code, and differ if the jaxprs differ."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ print(zlib.crc32("".join(line.text for line in lines_of(program)).encode()), [on
 """
 
 
-def test_program_has_the_same_lines_in_processes_of_other_hash_seeds():
+def test_lines_do_not_depend_on_the_hash_seed_of_the_process():
     printed = [
         subprocess.run(
             [sys.executable, "-c", SCRIPT], env={**os.environ, "PYTHONHASHSEED": seed}, text=True, capture_output=True
@@ -77,5 +77,5 @@ def test_line_names_the_place_of_its_equation():
     assert "test_program_fingerprint.py:" in line.place
 
 
-def test_key_has_the_sum_of_its_data():
+def test_crc_of_key_is_that_of_its_data():
     assert crc_of(jax.random.key(1)) == crc_of(jax.random.key_data(jax.random.key(1))) != crc_of(jax.random.key(2))

@@ -1,7 +1,7 @@
-"""The corpus: right and wrong programs, and the verdict on each, under every strategy.
+"""A corpus of correct and incorrect programs, with the verdict of the replication analysis on each, under every strategy.
 
-Each program is a step `(state, x) -> (state, outputs)`. The state has a mirrored weight `w`, `[4]`, a mirrored random key
-and a running mean; `x`, `[4]`, is per replica. A verdict is "in step", or the error and what its message has to say.
+Each program is a step `(state, x) -> (state, outputs)`. The state has a replicated weight `w`, `[4]`, a replicated random key
+and a running mean; `x`, `[4]`, is per replica. A verdict is "replicated", or an error and parts of its message.
 """
 
 import pathlib
@@ -23,23 +23,23 @@ RIGHT, WRONG, HANGS, WARNS = {}, {}, {}, {}
 
 
 def right(step):
-    """The state stays in step."""
+    """The state stays replicated."""
     RIGHT[step.__name__] = step
     return step
 
 
-def wrong(*said):
-    """The state would not stay in step; the refusal says all of `said`."""
-    return lambda step: WRONG.setdefault(step.__name__, (step, said))[0]
+def wrong(*parts):
+    """The state would not stay replicated; the message of the error contains all of `parts`."""
+    return lambda step: WRONG.setdefault(step.__name__, (step, parts))[0]
 
 
-def hangs(*said):
-    """Some replicas would wait for ever for the others; the refusal says all of `said`."""
-    return lambda step: HANGS.setdefault(step.__name__, (step, said))[0]
+def hangs(*parts):
+    """Some replicas would wait forever for the others; the message of the error contains all of `parts`."""
+    return lambda step: HANGS.setdefault(step.__name__, (step, parts))[0]
 
 
 def warns(step):
-    """The state stays in step, and is not what its author meant."""
+    """The state stays replicated, but is probably not what the user intended."""
     WARNS[step.__name__] = step
     return step
 
@@ -134,7 +134,7 @@ def gradients_scattered_and_not_gathered(state, x):
 
 
 @wrong("state['w']", "ppermute")
-def gradients_passed_round(state, x):
+def gradients_permuted(state, x):
     gradient = jdist.all_reduce("mean", jax.grad(loss)(state["w"], x))
     last = jdist.num_replicas() - 1
     return descend(state, lax.ppermute(gradient, "replica", [(0, last)])), None
@@ -170,13 +170,13 @@ def counter_of_steps(state, x):
     return {**state, "mean": state["mean"] + 1}, {"loss": loss(state["w"], x)}
 
 
-@wrong("state['mean']", "axis_index", "Each replica has its own number")
-def replica_number_stored(state, x):
+@wrong("state['mean']", "axis_index", "Each replica has its own index")
+def replica_index_stored(state, x):
     return {**state, "mean": jdist.replica_id().astype(jnp.float32)}, None
 
 
 @right
-def shape_of_the_batch_is_no_value_of_it(state, x):
+def shape_of_the_batch_does_not_vary(state, x):
     return {**state, "mean": jnp.zeros_like(x)[0] + x.shape[0]}, None
 
 
@@ -192,12 +192,12 @@ def same_dropout_key_everywhere(state, x):
 @right
 def replica_key_used_and_not_stored(state, x):
     key, use = jax.random.split(state["key"])
-    kept = jax.random.bernoulli(jdist.replica_key(use), 0.5, (4,))
-    gradient = jdist.all_reduce("mean", jax.grad(loss)(state["w"], x * kept))
+    mask = jax.random.bernoulli(jdist.replica_key(use), 0.5, (4,))
+    gradient = jdist.all_reduce("mean", jax.grad(loss)(state["w"], x * mask))
     return {**descend(state, gradient), "key": key}, None
 
 
-@wrong("state['key']", "axis_index", "Each replica has its own number")
+@wrong("state['key']", "axis_index", "Each replica has its own index")
 def replica_key_stored(state, x):
     return {**state, "key": jdist.replica_key(state["key"])}, None
 
@@ -209,20 +209,20 @@ def key_folded_with_the_data(state, x):
 
 
 @wrong("state['w']", "rng_uniform")
-def numbers_of_the_device_itself(state, x):
+def random_numbers_of_the_device(state, x):
     return {**state, "w": lax.rng_uniform(0.0, 1.0, (4,))}, None
 
 
 @wrong("state['mean']", "io_callback", "Each replica runs the callback separately")
-def answer_of_a_callback(state, x):
-    answer = io_callback(lambda: np.float32(0), jax.ShapeDtypeStruct((), jnp.float32))
-    return {**state, "mean": answer}, None
+def result_of_a_callback(state, x):
+    result = io_callback(lambda: np.float32(0), jax.ShapeDtypeStruct((), jnp.float32))
+    return {**state, "mean": result}, None
 
 
 @right
-def answer_of_a_pure_callback(state, x):
-    answer = jax.pure_callback(lambda m: np.float32(m + 1), jax.ShapeDtypeStruct((), jnp.float32), state["mean"])
-    return {**state, "mean": answer}, None
+def result_of_a_pure_callback(state, x):
+    result = jax.pure_callback(lambda m: np.float32(m + 1), jax.ShapeDtypeStruct((), jnp.float32), state["mean"])
+    return {**state, "mean": result}, None
 
 
 @wrong("state['mean']", "get", "mutable reference")
@@ -258,12 +258,12 @@ def reduction_every_other_step(state, x):
 
 
 @wrong("state['w']", "cond")
-def branch_taken_by_the_data(state, x):
+def branch_chosen_by_the_data(state, x):
     return {**state, "w": lax.cond(x[0] > 0, lambda: state["w"], lambda: -state["w"])}, None
 
 
 @right
-def branch_taken_by_all_together(state, x):
+def branch_chosen_by_a_reduced_predicate(state, x):
     finite = jdist.all_reduce("min", jnp.isfinite(x).all().astype(jnp.int32))
     return {**state, "w": lax.cond(finite > 0, lambda: state["w"], lambda: -state["w"])}, None
 
@@ -299,13 +299,13 @@ def fori_loop_with_a_reduction_inside(state, x):
 
 
 @wrong("state['w']", "x, which")
-def fori_loop_as_long_as_the_data_says(state, x):
-    turns = jnp.clip(x[0].astype(jnp.int32), 0, 3)
-    return {**state, "w": lax.fori_loop(0, turns, lambda i, w: w + 1.0, state["w"])}, None
+def fori_loop_with_a_length_from_the_data(state, x):
+    length = jnp.clip(x[0].astype(jnp.int32), 0, 3)
+    return {**state, "w": lax.fori_loop(0, length, lambda i, w: w + 1.0, state["w"])}, None
 
 
 @wrong("state['w']", "x, which")
-def scan_that_moves_the_data_to_the_weight_in_the_third_turn(state, x):
+def scan_that_moves_the_data_to_the_weight_in_the_third_iteration(state, x):
     def shift(carry, _):
         a, b, c = carry
         return (b, c, x), None
@@ -345,7 +345,7 @@ def jit_remat_and_custom_rules_inside(state, x):
 
 
 @wrong("state['w']", "x, which")
-def custom_rule_that_lets_the_data_through(state, x):
+def custom_gradient_rule_that_uses_the_data(state, x):
     @jax.custom_vjp
     def scaled(w):
         return w
@@ -370,7 +370,7 @@ def _reduced(x):
     return jdist.all_reduce("mean", x)
 
 
-_reduced(jnp.ones(4))  # traced where it is the identity, and not to be found again inside a replica function
+_reduced(jnp.ones(4))  # traced where it is the identity: JAX must not reuse that trace inside a replica function
 
 
 @right
@@ -380,32 +380,32 @@ def barrier_between_the_two(state, x):
 
 
 @wrong("state['w']", "x, which", "mul at")
-def primitive_with_programs_of_its_own(state, x):
+def primitive_that_contains_jaxprs(state, x):
     solve = lambda _, b: b * 1.0
     return {**state, "w": lax.custom_linear_solve(lambda v: v, x, solve, symmetric=True)}, None
 
 
 @right
-def primitive_with_programs_of_its_own_on_mirrored_values(state, x):
+def primitive_that_contains_jaxprs_on_replicated_values(state, x):
     return {**state, "w": jnp.linalg.solve(jnp.eye(4) * 2, state["w"])}, None
 
 
-# --- what would wait for ever
+# --- programs that would wait forever
 
 
 @hangs("psum", "x, which", "the predicate above it")
-def collective_in_a_branch_of_some(state, x):
+def collective_in_a_branch_of_some_replicas(state, x):
     return {**state, "w": lax.cond(x[0] > 0, lambda: jdist.all_reduce("mean", x), lambda: x)}, None
 
 
 @hangs("psum", "x, which")
-def collective_in_a_loop_that_ends_at_other_times(state, x):
+def collective_in_a_loop_of_varying_length(state, x):
     w = lax.while_loop(lambda w: w[0] < x[0], lambda w: w + 1 + jdist.all_reduce("mean", x), state["w"])
     return {**state, "w": w}, None
 
 
 @hangs("pmax", "x, which")
-def collective_in_the_test_of_a_loop_that_ends_at_other_times(state, x):
+def collective_in_the_test_of_a_loop_of_varying_length(state, x):
     w = lax.while_loop(lambda w: w[0] + jdist.all_reduce("max", x)[0] < x[0], lambda w: w + 1, state["w"])
     return {**state, "w": w}, None
 
@@ -425,15 +425,15 @@ def exchange_in_a_branch(state, x):
 
 
 @right
-def replica_number_in_a_branch_waits_for_nobody(state, x):
+def replica_index_in_a_branch_does_not_wait(state, x):
     return state, lax.cond(x[0] > 0, lambda: jdist.replica_id(), lambda: 0)
 
 
-# --- what is probably not meant
+# --- probable mistakes
 
 
 @warns
-def sum_of_what_is_mirrored(state, x):
+def sum_of_a_replicated_value(state, x):
     return {**state, "w": jdist.all_reduce("sum", state["w"])}, None
 
 
@@ -443,22 +443,22 @@ def sum_of_a_mean(state, x):
 
 
 @right
-def mean_of_what_is_mirrored(state, x):
+def mean_of_a_replicated_value(state, x):
     return {**state, "w": jdist.all_reduce("mean", state["w"])}, None
 
 
 @right
-def sum_of_a_constant_counts(state, x):
+def sum_of_a_constant_is_a_count(state, x):
     return {**state, "mean": jdist.all_reduce("sum", 4.0)}, None
 
 
 @right
-def sum_in_a_loop_whose_carry_differs_from_the_second_turn_on(state, x):
-    def turn(_, carry):
+def sum_in_a_loop_whose_carry_varies_from_the_second_iteration_on(state, x):
+    def body(_, carry):
         a, b = carry
         return x, b + jdist.all_reduce("sum", a)
 
-    _, w = lax.fori_loop(0, 3, turn, (state["w"], state["w"]))
+    _, w = lax.fori_loop(0, 3, body, (state["w"], state["w"]))
     return {**state, "w": w}, None
 
 
@@ -466,7 +466,7 @@ def sum_in_a_loop_whose_carry_differs_from_the_second_turn_on(state, x):
 
 
 def reduced_curvature(state, x):
-    """The product of the Hessian of the mean loss with a vector."""
+    """Returns the function that multiplies a vector by the Hessian of the mean loss."""
     product = lambda v: jax.jvp(lambda w: jax.grad(loss)(w, x), (state["w"],), (v,))[1]
     return lambda v: jdist.all_reduce("mean", product(v))
 
@@ -485,20 +485,20 @@ def gradient_of_a_solution_by_conjugate_gradients(state, x):
 
 
 @wrong("state['w']", "x, which")
-def newton_step_with_each_replicas_own_curvature(state, x):
+def newton_step_with_a_curvature_per_replica(state, x):
     gradient = jdist.all_reduce("mean", jax.grad(loss)(state["w"], x))
     curvature = lambda v: jax.jvp(lambda w: jax.grad(loss)(w, x), (state["w"],), (v,))[1]
     return {**state, "w": jax.scipy.sparse.linalg.cg(curvature, gradient, maxiter=4)[0]}, None
 
 
 @hangs("psum", "x, which")
-def conjugate_gradients_that_end_at_other_times(state, x):
+def conjugate_gradients_of_varying_length(state, x):
     gradient = jax.grad(loss)(state["w"], x)
     return state, jax.scipy.sparse.linalg.cg(reduced_curvature(state, x), gradient, maxiter=4)[0]
 
 
 def root_of(level, x):
-    """`r` with `mean(x**2) * r == level`, the mean over all replicas."""
+    """Returns `r` with `mean(x**2) * r == level`; the mean is over all replicas."""
     slope = lambda r: jdist.all_reduce("mean", jnp.mean(x**2)) * r
     solve = lambda f, r: lax.fori_loop(0, 3, lambda _, r: r - f(r) / jax.grad(f)(r), r)
     return lax.custom_root(lambda r: slope(r) - level, jnp.float32(1), solve, lambda g, y: y / g(jnp.float32(1)))
@@ -511,7 +511,7 @@ def gradient_of_a_root_of_a_reduced_function(state, x):
 
 
 @wrong("state['mean']", "x, which")
-def root_of_a_reduced_function_at_each_replicas_own_level(state, x):
+def root_of_a_reduced_function_at_a_level_per_replica(state, x):
     return {**state, "mean": root_of(jnp.sum(x), x)}, None
 
 
@@ -524,29 +524,29 @@ summed.def_vmap(lambda size, batched, x: (jdist.all_reduce("mean", x), batched[0
 
 
 @right
-def reduction_with_its_own_rule_for_vmap(state, x):
+def reduction_with_a_custom_vmap_rule(state, x):
     return {**state, "w": summed(x) + jax.vmap(summed)(x)}, None
 
 
 @wrong("state['w']", "x, which")
-def function_with_its_own_rule_for_vmap_that_is_not_reduced(state, x):
+def function_with_a_custom_vmap_rule_that_is_not_reduced(state, x):
     return {**state, "w": jax.custom_batching.sequential_vmap(lambda x: x + 1)(x)}, None
 
 
 @right
-def linear_function_with_its_own_transpose(state, x):
+def linear_function_with_a_custom_transpose(state, x):
     mean = lambda scale, x: jdist.all_reduce("mean", scale * x)
     return {**state, "w": jax.custom_derivatives.linear_call(mean, lambda scale, y: scale * y, 2.0, x)}, None
 
 
 @right
-def functions_that_jax_keeps_as_python_code(state, x):
+def functions_that_jax_traces_to_python_code(state, x):
     w = jdist.all_reduce("mean", x)
     return {**state, "w": w + jnp.nonzero(w, size=4)[0] + jnp.searchsorted(w, 0.5) + jnp.ldexp(w, 2)}, None
 
 
 @wrong("state['w']", "x, which")
-def functions_that_jax_keeps_as_python_code_of_each_replicas_own_value(state, x):
+def functions_that_jax_traces_to_python_code_of_a_varying_value(state, x):
     return {**state, "w": state["w"] + jnp.nonzero(x, size=4)[0]}, None
 
 
@@ -554,7 +554,7 @@ def functions_that_jax_keeps_as_python_code_of_each_replicas_own_value(state, x)
 
 
 @pytest.mark.parametrize("step", RIGHT.values(), ids=RIGHT)
-def test_right_program_runs_and_stays_in_step(step, strategy):
+def test_correct_program_runs_and_its_state_stays_replicated(step, strategy):
     state = strategy.init(make_state, jax.random.key(0))
     compiled = strategy.step(step)
     for seed in range(2):
@@ -563,55 +563,55 @@ def test_right_program_runs_and_stays_in_step(step, strategy):
     assert [name for name in compiled.proof.per_replica if name.startswith("state")] == []
 
 
-@pytest.mark.parametrize("step, said", WRONG.values(), ids=WRONG)
-def test_wrong_program_is_refused_with_its_reason(step, said, strategy):
+@pytest.mark.parametrize("step, parts", WRONG.values(), ids=WRONG)
+def test_incorrect_program_raises_with_the_cause(step, parts, strategy):
     state = strategy.init(make_state, jax.random.key(0))
-    with pytest.raises(jdist.NotMirroredError) as refusal:
+    with pytest.raises(jdist.NotMirroredError) as error:
         strategy.step(step)(state, rows(strategy, 4))
-    for words in said:
-        assert words in str(refusal.value)
+    for part in parts:
+        assert part in str(error.value)
     assert not state["w"].is_deleted()  # nothing ran
 
 
-@pytest.mark.parametrize("step, said", HANGS.values(), ids=HANGS)
-def test_program_that_would_hang_is_refused_with_its_reason(step, said, strategy):
+@pytest.mark.parametrize("step, parts", HANGS.values(), ids=HANGS)
+def test_program_that_would_hang_raises_with_the_cause(step, parts, strategy):
     state = strategy.init(make_state, jax.random.key(0))
-    with pytest.raises(jdist.DivergentCollectiveError) as refusal:
+    with pytest.raises(jdist.DivergentCollectiveError) as error:
         strategy.run(step, (state, rows(strategy, 4)))
-    for words in (*said, "test_replication.py:"):
-        assert words in str(refusal.value)
+    for part in (*parts, "test_replication.py:"):
+        assert part in str(error.value)
 
 
 @pytest.mark.parametrize("step", WARNS.values(), ids=WARNS)
-def test_doubtful_program_is_warned_about_at_its_line(step, strategy):
+def test_probable_mistake_warns_on_its_line(step, strategy):
     state = strategy.init(make_state, jax.random.key(0))
-    with pytest.warns(jdist.RepeatedSumWarning, match="multiplies it by the number of replicas") as caught:
+    with pytest.warns(jdist.RepeatedSumWarning, match="multiplies it by the number of replicas") as warned:
         strategy.step(step)(state, rows(strategy, 4))
-    assert caught[0].filename == __file__
+    assert warned[0].filename == __file__
 
 
-def test_write_that_is_summed_though_the_same_on_all_is_warned_about_at_its_line(strategy):
+def test_sum_of_a_replicated_write_warns_on_its_line(strategy):
     def step(state):
         doubled = state["n"] * 2.0  # here
         return {"n": doubled, "copied": state["n"]}, None
 
     state = {name: jdist.Mirrored(np.float32(1), "sum") for name in ("n", "copied")}
-    with pytest.warns(jdist.RepeatedSumWarning) as caught:
+    with pytest.warns(jdist.RepeatedSumWarning) as warned:
         strategy.step(step)(strategy.put(state))  # the call
     lines = pathlib.Path(__file__).read_text().splitlines()
-    assert {one.filename for one in caught} == {__file__}
-    assert {lines[one.lineno - 1].partition("# ")[2] for one in caught} == {"here", "the call"}
+    assert {one.filename for one in warned} == {__file__}
+    assert {lines[one.lineno - 1].partition("# ")[2] for one in warned} == {"here", "the call"}
 
 
-def test_doubtful_program_warns_once_where_warnings_are_shown_once():
+def test_probable_mistake_warns_once_where_warnings_are_shown_once():
     strategy = STRATEGIES["mirrored_2"]()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("default")
         for _ in range(2):
-            strategy.step(sum_of_what_is_mirrored)(strategy.init(make_state, jax.random.key(0)), rows(strategy, 4))
-    assert len(caught) == 1
+            strategy.step(sum_of_a_replicated_value)(strategy.init(make_state, jax.random.key(0)), rows(strategy, 4))
+    assert len(warned) == 1
 
 
-def test_corpus_has_right_and_wrong_programs():
+def test_corpus_has_correct_and_incorrect_programs():
     assert min(len(RIGHT), len(WRONG)) >= 15
     assert len(RIGHT) + len(WRONG) + len(HANGS) + len(WARNS) >= 50

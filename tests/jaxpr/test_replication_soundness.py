@@ -1,4 +1,4 @@
-"""What the proof calls mirrored is the same on every replica, bit by bit; and these checks would see it if not."""
+"""Values that are proved replicated are bitwise equal on all replicas, and these tests detect mistakes in the analysis."""
 
 import collections
 import functools
@@ -35,25 +35,25 @@ def _inputs(num_replicas, seed):
     return same, jax.random.key(seed), jdist.PerReplica(np.stack(own))
 
 
-def _held(x):
-    """The different byte strings that the devices hold of `x`."""
+def _distinct_shards(x):
+    """Returns the distinct byte strings of the shards of `x`."""
     return {np.asarray(shard.data).tobytes() for shard in x.addressable_shards}
 
 
-def _broken_promises(program, num_replicas=4):
-    """Which values of `program` were called mirrored and are not, on a few random inputs: their numbers."""
+def _unsound_values(program, num_replicas=4):
+    """Returns the numbers of the values of `program` that are proved replicated and vary on a few random inputs."""
     replica = replica_function(program)
-    broken = set()
+    unsound = set()
     for seed in range(3):
         values, each = _strategy(num_replicas).run(replica, _inputs(num_replicas, seed))
         for number, (value, own) in enumerate(zip(values, each.tree, strict=True)):
-            if isinstance(value, jax.Array) and len(_held(value) | _held(own)) > 1:
-                broken.add(number)
-    return broken
+            if isinstance(value, jax.Array) and len(_distinct_shards(value) | _distinct_shards(own)) > 1:
+                unsound.add(number)
+    return unsound
 
 
 def _traced(replica, *args):
-    """What `replica` returns as the host sees it, with shapes for arrays: the whole proof, and nothing is run."""
+    """Returns the results of `replica` as the host sees them, with shapes for arrays: it is analyzed, but not run."""
     strategy = _strategy(4)
     call = Call(replica, args, {})
     context = ReplicaContext(strategy.mesh.axis_names, strategy.mesh.size, strategy)
@@ -62,31 +62,31 @@ def _traced(replica, *args):
 
 
 def _check(program, num_replicas):
-    """Fails if a promise is broken. A program that is refused makes none; one that would hang ends the process."""
+    """Fails if a value is wrongly proved replicated. A program that would hang and is not refused ends the process."""
     try:
-        broken = _broken_promises(program, num_replicas)
+        unsound = _unsound_values(program, num_replicas)
     except jdist.DivergentCollectiveError:
         event("refused")
     else:
         event("run")
-        assert not broken, f"values {broken} of {program} were called mirrored and differ"
+        assert not unsound, f"values {unsound} of {program} were proved replicated and vary"
 
 
 @settings(REPRODUCIBLE, max_examples=40)
 @random_programs
-def test_value_called_mirrored_in_random_program_is_bit_equal_on_all_replicas(program, num_replicas):
+def test_value_proved_replicated_in_random_program_is_bitwise_equal_on_all_replicas(program, num_replicas):
     _check(program, num_replicas)
 
 
 @pytest.mark.slow
 @settings(REPRODUCIBLE, max_examples=300)
 @random_programs
-def test_value_called_mirrored_in_many_random_programs_is_bit_equal_on_all_replicas(program, num_replicas):
+def test_value_proved_replicated_in_many_random_programs_is_bitwise_equal_on_all_replicas(program, num_replicas):
     _check(program, num_replicas)
 
 
 def test_random_programs_have_every_verdict_often():
-    """The property above would be empty if all were refused, or nothing called mirrored."""
+    """The property above would be vacuous if all programs were refused, or no value were proved replicated."""
     verdicts = collections.Counter()
 
     @settings(REPRODUCIBLE, max_examples=60, phases=[Phase.generate])
@@ -98,15 +98,15 @@ def test_random_programs_have_every_verdict_often():
             verdicts["refused"] += 1
         else:
             verdicts["accepted"] += 1
-            verdicts.update("per replica" if isinstance(value, jdist.PerReplica) else "mirrored" for value in values)
+            verdicts.update("per replica" if isinstance(value, jdist.PerReplica) else "replicated" for value in values)
 
     judge()
     assert verdicts["accepted"] >= 30
     assert verdicts["refused"] >= 5
-    assert min(verdicts["mirrored"], verdicts["per replica"]) >= 25
+    assert min(verdicts["replicated"], verdicts["per replica"]) >= 25
 
 
-# Functions that JAX keeps as a program within one equation, most of which the random programs do not have.
+# Functions that JAX traces to one equation that contains a jaxpr. Most of them do not occur in the random programs.
 HOLDERS = {
     "composite": lambda fn, x: lax.composite(fn, name="test.fn")(x),
     "custom_linear_solve": lambda fn, x: lax.custom_linear_solve(lambda y: y, x, lambda _, b: fn(b)),
@@ -124,19 +124,19 @@ def _custom_vmap(fn):
 
 
 @every_holder
-def test_replica_id_within_one_equation_is_not_called_mirrored(holder):
+def test_replica_id_inside_one_equation_is_not_proved_replicated(holder):
     replica = lambda x: holder(lambda y: y * jdist.replica_id(), x)
     assert isinstance(_traced(replica, jnp.ones(SIZE)), jdist.PerReplica)
 
 
 @every_holder
-def test_collective_below_own_predicate_within_one_equation_is_refused(holder):
+def test_collective_below_varying_predicate_inside_one_equation_raises(holder):
     with pytest.raises(jdist.DivergentCollectiveError):
         _traced(lambda x: holder(lambda y: _on_first_replica(_rotate, y), x), jnp.ones(SIZE))
 
 
 @every_holder
-def test_collective_within_one_equation_below_own_predicate_is_refused(holder):
+def test_collective_inside_one_equation_below_varying_predicate_raises(holder):
     with pytest.raises(jdist.DivergentCollectiveError):
         _traced(lambda x: _on_first_replica(lambda y: holder(_rotate, y), x), jnp.ones(SIZE))
 
@@ -192,7 +192,7 @@ def _harmless_effects(patch):
     patch.setattr(jax_compat, "may_vary_between_replicas", lambda effect: False)
 
 
-SAME, OWN = -1, -2  # what a program begins with
+SAME, OWN = -1, -2  # the inputs of a program: a replicated value, and one value per replica
 ONE, TANH, ID = (Step("one", (-1,)),), (Step("tanh", (-1,)),), (Step("replica_id", (-1,)),)
 
 MISTAKES = {
@@ -200,19 +200,19 @@ MISTAKES = {
     "ppermute is arithmetic": (_rule("ppermute", _ordinary), Step("shift", (SAME,))),
     "psum_scatter is arithmetic": (_rule("reduce_scatter", _ordinary), Step("scatter", (SAME,))),
     "all_to_all is arithmetic": (_rule("all_to_all", _ordinary), Step("all_to_all", (SAME,))),
-    "groups agree with each other": (_rule("psum", _replicated), Step("group_sum", (OWN,))),
+    "sums over groups are replicated": (_rule("psum", _replicated), Step("group_sum", (OWN,))),
     "cond has no predicate": (_method("switch", _cond_without_predicate), Step("cond", (OWN, SAME), (ONE, TANH))),
     "cond has one branch": (_method("switch", _cond_of_one_branch), Step("cond", (SAME, OWN), (ONE, TANH))),
     "while has no predicate": (_method("while_loop", _while_without_predicate), Step("while", (SAME,) * 3, (ID, TANH))),
-    "scan turns once": (_one_iteration, Step("scan", (OWN, SAME, SAME, SAME), ((Step("tanh", (-2,)),),))),
-    "while turns once": (_one_iteration, Step("fori_to", (SAME, OWN, SAME, SAME), (TANH,))),
+    "scan runs once": (_one_iteration, Step("scan", (OWN, SAME, SAME, SAME), ((Step("tanh", (-2,)),),))),
+    "while runs once": (_one_iteration, Step("fori_to", (SAME, OWN, SAME, SAME), (TANH,))),
     "calls are not followed": (_method("call", _remat_not_followed), Step("checkpoint", (SAME,), (ID,))),
     "references are values": (_harmless_effects, Step("write", (SAME, OWN))),
 }
 
 
 @pytest.mark.parametrize(("mistake", "witness"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_in_the_proof_is_seen(mistake, witness, monkeypatch):
-    assert not _broken_promises((witness,))
+def test_mistake_in_the_analysis_is_detected(mistake, witness, monkeypatch):
+    assert not _unsound_values((witness,))
     mistake(monkeypatch)
-    assert _broken_promises((witness,))
+    assert _unsound_values((witness,))

@@ -1,4 +1,4 @@
-"""The proof raises no false alarm on ordinary training programs, and refuses each one that forgets its reduction."""
+"""The replication analysis accepts ordinary training programs, and refuses each one without its gradient reduction."""
 
 import functools
 
@@ -17,10 +17,10 @@ PROGRAMS += [
     for model in ("mlp", "cnn_synchronised", "transformer")
     for flow in zoo.FLOWS
 ]
-# Each model, each optimizer and each kind of control flow; their other products are slow.
-NOW = [program for program in PROGRAMS if program.name.startswith("mlp") or program.name.endswith("adamw")]
-every_program = pytest.mark.parametrize("program", among(PROGRAMS, *NOW), ids=lambda program: program.name)
-# A running "transformer" would show nothing more than a running "transformer_scanned", which has the same blocks.
+# Each model, each optimizer and each kind of control flow; the other combinations are slow.
+QUICK = [program for program in PROGRAMS if program.name.startswith("mlp") or program.name.endswith("adamw")]
+every_program = pytest.mark.parametrize("program", among(PROGRAMS, *QUICK), ids=lambda program: program.name)
+# "transformer" has the same blocks as "transformer_scanned".
 RUNNING = [model for model in zoo.MODELS if model != "transformer"]
 
 
@@ -35,7 +35,7 @@ def _state_shapes(make_state):
 
 
 def _trace(step, program):
-    """Traces `step` on the shapes of the program's state and batch: all of the proof, and nothing is compiled."""
+    """Traces and analyzes `step` on the shapes of the program's state and batch; nothing is compiled."""
     state = _state_shapes(program.make_state)
     batch = {name: jax.ShapeDtypeStruct((2, len(x) // 2, *x.shape[1:]), x.dtype) for name, x in program.batch.items()}
     jax.eval_shape(step, state, jdist.PerReplica(batch))
@@ -47,13 +47,13 @@ def _names(root, tree):
 
 
 def _bits(x):
-    """What each device holds of `x`, byte by byte."""
+    """Returns the bytes of the shard of `x` on each device."""
     data = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return [np.asarray(shard.data).tobytes() for shard in data.addressable_shards]
 
 
 @every_program
-def test_proof_of_reduced_program_calls_every_state_leaf_mirrored(program):
+def test_every_state_leaf_of_reduced_program_is_proved_replicated(program):
     step = _strategy().step(program.step)
     state = _trace(step, program)
     assert set(_names("state", state)) <= set(step.proof.mirrored)
@@ -61,14 +61,14 @@ def test_proof_of_reduced_program_calls_every_state_leaf_mirrored(program):
 
 
 @every_program
-def test_proof_of_unreduced_program_names_leaf_and_line(program):
+def test_error_of_unreduced_program_names_leaf_and_line(program):
     step = _strategy().step(functools.partial(program.step, reduce=False))
     with pytest.raises(jdist.NotMirroredError, match=r"state\['(params|opt_state)'\].*(?s:.*)\bzoo\.py:\d+"):
         _trace(step, program)
 
 
 @pytest.mark.parametrize("model", among(RUNNING, "cnn_synchronised", "nnx"))
-def test_mirrored_leaf_of_running_program_is_bit_equal_on_all_devices(model):
+def test_leaf_proved_replicated_is_bitwise_equal_on_all_devices(model):
     program = zoo.program(model, "adamw")
     step = _strategy().step(program.step)
     state = _strategy().init(program.make_state, jax.random.key(0))
@@ -77,8 +77,8 @@ def test_mirrored_leaf_of_running_program_is_bit_equal_on_all_devices(model):
 
     assert int(state["step"]) == 2
     assert np.isfinite(outputs["loss"])
-    own = [float(x) for x in outputs["own_loss"].values]
-    assert own[0] != own[1]
+    losses = [float(x) for x in outputs["own_loss"].values]
+    assert losses[0] != losses[1]
     leaves = _names("state", state) | _names("output", outputs)
     for name in step.proof.mirrored:
         first, second = _bits(leaves[name])

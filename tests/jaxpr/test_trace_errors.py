@@ -22,8 +22,8 @@ NEEDS_A_VALUE = {
 
 @pytest.mark.parametrize("case", NEEDS_A_VALUE)
 def test_traced_value_used_in_python_is_named_with_the_line(case, two):
-    fn, args, says = NEEDS_A_VALUE[case]
-    with pytest.raises(TypeError, match=rf"test_trace_errors\.py:\d+ in .* needs {says}") as caught:
+    fn, args, message = NEEDS_A_VALUE[case]
+    with pytest.raises(TypeError, match=rf"test_trace_errors\.py:\d+ in .* needs {message}") as caught:
         two.run(fn, args)
     assert isinstance(caught.value.__cause__, TypeError)
 
@@ -35,24 +35,24 @@ def test_flag_bound_by_partial_selects_code(two):
 
 def test_captured_array_that_is_sharded_over_the_mesh_is_refused_with_the_fix(two):
     table = two.put(jdist.PerReplica(np.arange(2.0))).tree
-    says = (
+    message = (
         r"test_trace_errors\.py:\d+ in <lambda> uses an array that the function closes over.*`jdist\.PerReplica\(x\)`"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         two.run(lambda x: x + table[0], (1.0,))
 
 
 def test_type_error_of_the_function_itself_passes_through(two):
     def fail(x):
-        raise TypeError("of its own")
+        raise TypeError("of the function")
 
-    with pytest.raises(TypeError, match=r"^of its own"):
+    with pytest.raises(TypeError, match=r"^of the function"):
         two.run(fail, (1.0,))
 
 
 def test_value_error_of_the_function_itself_passes_through(two):
     def fail(x):
-        raise ValueError("of its own")
+        raise ValueError("of the function")
 
-    with pytest.raises(ValueError, match=r"^of its own"):
+    with pytest.raises(ValueError, match=r"^of the function"):
         two.run(fail, (1.0,))

@@ -1,4 +1,4 @@
-"""The update that is cut out of a step: what it may hold, and that the parts together are the whole."""
+"""The split of a step into a compute part and an update part: the parts together compute the step."""
 
 import functools
 
@@ -26,81 +26,82 @@ few = hypothesis.settings(
 pytestmark = pytest.mark.filterwarnings("ignore::jdist.RepeatedSumWarning")
 
 
-class Cut:
-    """A step `(state, x) -> (state, output)` of one replica, and its parts; `x` differs between the replicas."""
+class SplitStep:
+    """A step `(state, x) -> (state, output)` of one replica, and its parts; `x` varies between the replicas."""
 
-    def __init__(self, step, state, x, apart=None, own=()):
+    def __init__(self, step, state, x, remote=None, per_replica=()):
         leaves, treedef = jax.tree.flatten(state)
-        # Each array goes alone, as on most platforms.
-        devices, alone = [f"cpu:{i}" for i in range(REPLICAS)], jdist.CommunicationOptions(bytes_per_pack=0)
-        strategy = jdist.MirroredStrategy(devices, communication_options=alone)
+        # One all-reduce per array, as on most platforms.
+        options = jdist.CommunicationOptions(bytes_per_pack=0)
+        strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(REPLICAS)], communication_options=options)
 
-        def run(*given):
+        def run(*arguments):
             with jdist._src.replica.context.enter_context(strategy._context):
-                return jax.tree.leaves(step(treedef.unflatten(given[:-1]), given[-1]))
+                return jax.tree.leaves(step(treedef.unflatten(arguments[:-1]), arguments[-1]))
 
-        self.given = [*leaves, x]
+        self.arguments = [*leaves, x]
         traced = jax.make_jaxpr(run, axis_env=[(AXIS, REPLICAS)])(*leaves, x)
-        self.whole = jax_compat.jaxpr_function(traced)
+        self.run_unsplit = jax_compat.jaxpr_function(traced)
         flat = update_partition.inline_calls(traced, [(AXIS, REPLICAS)])
         self.program, self.consts = jax_compat.consts_as_inputs(flat), flat.consts
         self.state = self.program.invars[len(self.consts) : -1]
         # Scalars stay on the devices.
-        apart = [i for i, leaf in enumerate(leaves) if jnp.shape(leaf)] if apart is None else apart
+        remote = [i for i, leaf in enumerate(leaves) if jnp.shape(leaf)] if remote is None else remote
         inputs = [Input("", ()) for _ in self.program.invars[:-1]] + [Input("x", (AXIS,))]
-        *self.parts, self.numbers = update_partition.split_update(
+        partition = update_partition.split_update(
             self.program,
             inputs,
             (AXIS,),
-            [self.state[i] for i in apart],
-            [self.program.outvars[i] for i in own],
+            [self.state[i] for i in remote],
+            [self.program.outvars[i] for i in per_replica],
             len(leaves),
         )
-        self.before, self.by_element, self.rest = self.parts
-        self.late = {*self.by_element.outputs, *self.rest.outputs}
+        *self.parts, self.literals = partition
+        self.compute, self.elementwise, self.rest = self.parts
+        self.updated = {*self.elementwise.outputs, *self.rest.outputs}
 
-    def is_late(self, number):
-        """Whether the update makes this result."""
-        return self.program.outvars[number] in self.late
+    def is_updated(self, number):
+        """Whether the update part computes this result."""
+        return self.program.outvars[number] in self.updated
 
     def arrays_sent(self):
-        """The arrays that the update needs of the replicas."""
-        needs = {var for part in (self.by_element, self.rest) for var in part.inputs}
-        return [var for var in self.before.outputs if var in needs and var.aval.shape]
+        """Returns the arrays that the compute part sends to the update part."""
+        inputs = {var for part in (self.elementwise, self.rest) for var in part.inputs}
+        return [var for var in self.compute.outputs if var in inputs and var.aval.shape]
 
-    def run(self, split, *given):
-        """The results of one replica."""
-        if not split:
-            return self.whole(*given)
-        known = dict(zip(self.program.invars, [*self.consts, *given], strict=True)) | self.numbers
+    def run(self, is_split, *arguments):
+        """Returns the results of one replica, computed by the parts one after the other or by the unsplit step."""
+        if not is_split:
+            return self.run_unsplit(*arguments)
+        values = dict(zip(self.program.invars, [*self.consts, *arguments], strict=True)) | self.literals
         for part in self.parts:
-            known.update(part.run(known))
-        return [atom.val if isinstance(atom, jax_compat.Literal) else known[atom] for atom in self.program.outvars]
+            values.update(part.run(values))
+        return [atom.val if isinstance(atom, jax_compat.Literal) else values[atom] for atom in self.program.outvars]
 
     def check(self):
-        """The parts one after the other give what the whole gives, and the update is what it may be."""
-        rows = jnp.stack([self.given[-1], 1 - self.given[-1]])
-        one = lambda split, x: [jnp.asarray(y) for y in self.run(split, *self.given[:-1], x)]
-        over = lambda split: jax.jit(jax.vmap(functools.partial(one, split), axis_name=AXIS))(rows)
-        for found, expected in zip(over(True), over(False), strict=True):
-            np.testing.assert_allclose(bits(found), bits(expected), rtol=1e-5, atol=1e-6)
-        late = [*self.by_element.program.eqns, *self.rest.program.eqns]
-        assert not any(uses_axes(equation, frozenset((AXIS,))) or equation.effects for equation in late)
-        assert self.program.invars[-1] not in {*self.by_element.inputs, *self.rest.inputs}
+        """Checks that the parts one after the other compute the step, and that the update is pure and without collectives."""
+        rows = jnp.stack([self.arguments[-1], 1 - self.arguments[-1]])
+        replica = lambda is_split, x: [jnp.asarray(y) for y in self.run(is_split, *self.arguments[:-1], x)]
+        replicas = lambda is_split: jax.jit(jax.vmap(functools.partial(replica, is_split), axis_name=AXIS))(rows)
+        for result, expected in zip(replicas(True), replicas(False), strict=True):
+            np.testing.assert_allclose(numbers(result), numbers(expected), rtol=1e-5, atol=1e-6)
+        update = [*self.elementwise.program.eqns, *self.rest.program.eqns]
+        assert not any(uses_axes(equation, frozenset((AXIS,))) or equation.effects for equation in update)
+        assert self.program.invars[-1] not in {*self.elementwise.inputs, *self.rest.inputs}
         assert sum(len(part.program.eqns) for part in self.parts) == len(self.program.eqns)
-        self.check_pieces()
+        self.check_split_by_array()
 
-    def check_pieces(self):
-        pieces = self.by_element.split_by_array()
-        assert sum(len(piece.program.eqns) for piece in pieces) == len(self.by_element.program.eqns)
-        gives = [var for piece in pieces for var in piece.outputs]
-        assert len(gives) == len(set(gives))
-        assert set(gives) == set(self.by_element.outputs)
-        arrays = [{v for v in [*p.inputs, *p.outputs] if v.aval.shape} for p in pieces]
+    def check_split_by_array(self):
+        parts = self.elementwise.split_by_array()
+        assert sum(len(part.program.eqns) for part in parts) == len(self.elementwise.program.eqns)
+        outputs = [var for part in parts for var in part.outputs]
+        assert len(outputs) == len(set(outputs))
+        assert set(outputs) == set(self.elementwise.outputs)
+        arrays = [{v for v in [*part.inputs, *part.outputs] if v.aval.shape} for part in parts]
         assert sum(map(len, arrays)) == len(set().union(*arrays))
 
 
-def bits(x):
+def numbers(x):
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
@@ -125,9 +126,9 @@ def step_of(tx, loss=loss_of):
     return step
 
 
-def cut(tx, loss=loss_of, **options):
+def split_step(tx, loss=loss_of, **options):
     state = ((params := first_params()), tx.init(params))
-    return Cut(step_of(tx, loss), state, jnp.linspace(-1, 1, 12).reshape(3, 4), **options)
+    return SplitStep(step_of(tx, loss), state, jnp.linspace(-1, 1, 12).reshape(3, 4), **options)
 
 
 OPTIMIZERS = {
@@ -172,96 +173,96 @@ STEPS |= {f"adamw_{name}": (OPTIMIZERS["adamw"], loss) for name, loss in LOSSES.
 
 
 @pytest.mark.parametrize("name", among(STEPS, "sgd", "muon", "adamw_scan", "adamw_cond", "adamw_while"))
-def test_parts_of_a_training_step_one_after_the_other_are_the_step(name):
+def test_parts_of_a_training_step_compute_the_step(name):
     tx, loss = STEPS[name]
-    found = cut(tx, loss)
-    found.check()
-    assert all(map(found.is_late, range(3)))  # the new parameters
-    loss, norm = len(found.state), len(found.state) + 1  # where the outputs stand
-    assert not found.is_late(loss)
-    assert found.is_late(norm) or tx is OPTIMIZERS["sgd"]
+    split = split_step(tx, loss)
+    split.check()
+    assert all(map(split.is_updated, range(3)))  # the new parameters
+    loss, norm = len(split.state), len(split.state) + 1  # the positions of the outputs
+    assert not split.is_updated(loss)
+    assert split.is_updated(norm) or tx is OPTIMIZERS["sgd"]
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
-def test_update_by_element_needs_one_array_a_parameter_of_the_replicas(name):
-    found = cut(OPTIMIZERS[name])
-    assert sorted(var.aval.shape for var in found.arrays_sent()) == [(4,), (4, 6), (6, 4)]
-    assert len(found.by_element.split_by_array()) >= 3
-    assert not any(map(_is_array_of_state(found), found.rest.outputs))
+def test_elementwise_update_receives_one_array_per_parameter(name):
+    split = split_step(OPTIMIZERS[name])
+    assert sorted(var.aval.shape for var in split.arrays_sent()) == [(4,), (4, 6), (6, 4)]
+    assert len(split.elementwise.split_by_array()) >= 3
+    assert not any(map(_is_array_of_state(split), split.rest.outputs))
 
 
-def _is_array_of_state(found):
-    results = set(found.program.outvars[: len(found.state)])
+def _is_array_of_state(split):
+    results = set(split.program.outvars[: len(split.state)])
     return lambda var: bool(var.aval.shape) and var in results
 
 
-def test_update_is_empty_where_nothing_is_apart():
-    found = cut(OPTIMIZERS["adamw"], apart=())
-    assert not found.late
-    assert not found.by_element.split_by_array()
-    found.check()
+def test_update_is_empty_without_remote_state():
+    split = split_step(OPTIMIZERS["adamw"], remote=())
+    assert not split.updated
+    assert not split.elementwise.split_by_array()
+    split.check()
 
 
-def test_update_makes_only_what_depends_on_what_is_apart():
+def test_update_computes_only_results_that_depend_on_remote_state():
     state = {"a": jnp.ones(4), "b": jnp.ones(4)}
     step = lambda s, x: ({"a": s["a"] + lax.psum(x, AXIS), "b": s["b"] * 2}, ())
-    found = Cut(step, state, jnp.ones(4), apart=(0,))
-    assert (found.is_late(0), found.is_late(1)) == (True, False)
-    found.check()
+    split = SplitStep(step, state, jnp.ones(4), remote=(0,))
+    assert (split.is_updated(0), split.is_updated(1)) == (True, False)
+    split.check()
 
 
-def test_update_does_not_make_what_each_replica_keeps_as_its_own():
+def test_update_does_not_compute_results_that_are_stored_per_replica():
     step = lambda s, x: ({"a": s["a"] * 2, "b": s["b"] + 1}, ())
-    found = Cut(step, {"a": jnp.ones(4), "b": jnp.ones(4)}, jnp.ones(4), own=(1,))
-    assert (found.is_late(0), found.is_late(1)) == (True, False)
-    found.check()
+    split = SplitStep(step, {"a": jnp.ones(4), "b": jnp.ones(4)}, jnp.ones(4), per_replica=(1,))
+    assert (split.is_updated(0), split.is_updated(1)) == (True, False)
+    split.check()
 
 
-KEPT_OUT = {
-    "differs": lambda w, x: (w + lax.psum(x, AXIS), w * x),
-    "said after": lambda w, x: (lax.pmean(w * 2 + x, AXIS), w),
-    "number": lambda w, x: (w * 2, w + lax.axis_index(AXIS)),
+OTHER_STEPS = {
+    "varying": lambda w, x: (w + lax.psum(x, AXIS), w * x),
+    "reduced after": lambda w, x: (lax.pmean(w * 2 + x, AXIS), w),
+    "index": lambda w, x: (w * 2, w + lax.axis_index(AXIS)),
     "gathered": lambda w, x: (lax.all_gather(w + x, AXIS).sum(0), x),
     "printed": lambda w, x: (w * 2, jax.debug.print("{}", w * 3)),
     "in a loop": lambda w, x: (lax.fori_loop(0, 2, lambda _, w: lax.pmean(w + x, AXIS), w), x),
-    "handed on": lambda w, x: (w, (w, lax.psum(x, AXIS))),
+    "returned unchanged": lambda w, x: (w, (w, lax.psum(x, AXIS))),
     "constant": lambda w, x: (jnp.zeros(4), w),
-    "handed twice": lambda w, x: ((v := w * 2 + lax.psum(x, AXIS)), (v, v + 1)),
-    "one in all": lambda w, x: (w.at[0].set(lax.psum(x, AXIS)[0]), w.sum()),
+    "returned twice": lambda w, x: ((v := w * 2 + lax.psum(x, AXIS)), (v, v + 1)),
+    "indexed": lambda w, x: (w.at[0].set(lax.psum(x, AXIS)[0]), w.sum()),
 }
 
 
-@pytest.mark.parametrize("step", KEPT_OUT.values(), ids=KEPT_OUT)
-def test_step_of_any_kind_is_its_parts_one_after_the_other(step):
-    Cut(step, jnp.linspace(0, 1, 4), jnp.linspace(-1, 2, 4)).check()
+@pytest.mark.parametrize("step", OTHER_STEPS.values(), ids=OTHER_STEPS)
+def test_parts_of_a_step_of_any_kind_compute_the_step(step):
+    SplitStep(step, jnp.linspace(0, 1, 4), jnp.linspace(-1, 2, 4)).check()
 
 
 @few
 @hypothesis.given(programs.programs(depth=2))
-def test_random_program_is_its_parts_one_after_the_other(program):
+def test_parts_of_a_random_program_compute_the_program(program):
     def step(state, own):
-        number = jnp.full(programs.SIZE, lax.axis_index(AXIS), jnp.float32)
-        same, other = state
-        values = programs.evaluate(program, [other * 2, number, jnp.linspace(-1, 1, programs.SIZE), own, same])
-        return (lax.pmean(values[-1], AXIS) * same, other + lax.pmean(values[0], AXIS)), values
+        index = jnp.full(programs.SIZE, lax.axis_index(AXIS), jnp.float32)
+        first, second = state
+        values = programs.evaluate(program, [second * 2, index, jnp.linspace(-1, 1, programs.SIZE), own, first])
+        return (lax.pmean(values[-1], AXIS) * first, second + lax.pmean(values[0], AXIS)), values
 
     state = jnp.linspace(-0.5, 0.5, programs.SIZE), jnp.linspace(0.1, 0.2, programs.SIZE)
     try:
-        found = Cut(step, state, jnp.linspace(0.2, 0.9, programs.SIZE))
+        split = SplitStep(step, state, jnp.linspace(0.2, 0.9, programs.SIZE))
     except jdist.DivergentCollectiveError:
         hypothesis.reject()
-    late = [*found.by_element.program.eqns, *found.rest.program.eqns]
-    assert not any(uses_axes(equation, frozenset((AXIS,))) for equation in late)
-    found.check_pieces()
-    run = functools.partial(found.run, True)
+    update = [*split.elementwise.program.eqns, *split.rest.program.eqns]
+    assert not any(uses_axes(equation, frozenset((AXIS,))) for equation in update)
+    split.check_split_by_array()
+    run = functools.partial(split.run, True)
     replica = lambda run: jax.shard_map(
-        lambda *given: [jnp.asarray(y)[None] for y in run(*given[:-1], given[-1][0])],
+        lambda *arguments: [jnp.asarray(y)[None] for y in run(*arguments[:-1], arguments[-1][0])],
         mesh=jdist.MirroredStrategy(["cpu:0", "cpu:1"]).mesh,
         in_specs=(jax.P(), jax.P(), jax.P(AXIS)),
         out_specs=jax.P(AXIS),
         check_vma=False,
     )
-    rows = jnp.stack([found.given[-1], 1 - found.given[-1]])
-    results = [jax.jit(replica(one))(*found.given[:-1], rows) for one in (run, functools.partial(found.run, False))]
+    rows = jnp.stack([split.arguments[-1], 1 - split.arguments[-1]])
+    results = [jax.jit(replica(one))(*split.arguments[:-1], rows) for one in (run, functools.partial(split.run, False))]
     for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What a replica function may say under virtual replicas, and what the host sees of them."""
+"""Replica functions under virtual replicas, and the values that the host sees of them."""
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,15 @@ from laws import among
 
 VIRTUAL = 6
 ON = {devices: jdist.MirroredStrategy(jax.devices()[:devices], virtual_replicas=VIRTUAL) for devices in (1, 2, 3, 4, 6)}
-ALONE = jdist.MirroredStrategy(jax.devices()[:VIRTUAL])  # a replica a device: what the words mean
+ONE_PER_DEVICE = jdist.MirroredStrategy(jax.devices()[:VIRTUAL])
 
 
 def _loop(x):
-    def turn(carry, t):
+    def body(carry, t):
         carry = carry + jdist.all_reduce("mean", x * t)
         return carry, (carry.sum(), x[0] * t)
 
-    return lax.scan(turn, jnp.zeros(3), jnp.arange(4.0))
+    return lax.scan(body, jnp.zeros(3), jnp.arange(4.0))
 
 
 def _branches(x):
@@ -35,22 +35,22 @@ def _nested(x):
 
 
 def _loop_of_both(x):
-    """A carry of which one part is the same on all replicas and one is not, without a collective."""
+    """Returns a loop without collectives; one part of its carry is replicated, the other varies."""
     return lax.scan(lambda carry, _: ((carry[0] + 1, carry[1] * x), None), (jnp.zeros(2), x), None, length=3)[0]
 
 
 def _looped_while(x):
-    """A loop of a reduction: one part of the carry is replicated from the start, one from the first turn on, one never."""
+    """A loop with a reduction: one part of the carry is replicated from the start, one after one iteration, one never."""
 
-    def turn(carry):
-        number, total, own = carry
-        return number + 1, jdist.all_reduce("mean", total * own), own + x
+    def body(carry):
+        number, total, value = carry
+        return number + 1, jdist.all_reduce("mean", total * value), value + x
 
-    return lax.while_loop(lambda carry: carry[0] + jdist.all_reduce("max", carry[2])[0] < 40, turn, (0, x, x))
+    return lax.while_loop(lambda carry: carry[0] + jdist.all_reduce("max", carry[2])[0] < 40, body, (0, x, x))
 
 
 def _solved(x):
-    """By conjugate gradients, of a sum of products that differ between replicas."""
+    """Conjugate gradients of a sum of products that vary between replicas."""
     matrix = lambda v: jdist.all_reduce("mean", v + x * jnp.vdot(x, v))
     return jax.scipy.sparse.linalg.cg(matrix, jdist.all_reduce("mean", jnp.sin(x)), maxiter=3)[0]
 
@@ -63,13 +63,13 @@ def _summed(x):
 _summed.def_vmap(lambda size, batched, x: (jdist.all_reduce("sum", x), batched[0]))
 
 
-def _numbers_in_a_loop(x):
-    turn = lambda carry: (carry[0] + 1, carry[1] + jdist.replica_id())
-    return lax.while_loop(lambda carry: carry[0] < jdist.replica_id(), turn, (0, x))
+def _index_in_a_loop(x):
+    body = lambda carry: (carry[0] + 1, carry[1] + jdist.replica_id())
+    return lax.while_loop(lambda carry: carry[0] < jdist.replica_id(), body, (0, x))
 
 
-def _numbers_in_branches(x):
-    """Branches of each replica's own, that ask for its number; of one result, all replicas have the same."""
+def _index_in_branches(x):
+    """Branches that are chosen per replica and use the replica index; one of the results is replicated."""
     return lax.cond(x[0] > 1, lambda: (x[1] * jdist.replica_id(), 1), lambda: (x[1], 1)), jax.jit(jdist.replica_id)()
 
 
@@ -101,42 +101,42 @@ FUNCTIONS = {
     "scattered_sum": lambda x: lax.psum_scatter(jnp.arange(12.0)[:, None] * x, "replica", tiled=True),
     "conjugate_gradients": _solved,
     "custom_vmap": lambda x: (_summed(x), jax.vmap(_summed)(x)),
-    "numbers_in_a_loop": _numbers_in_a_loop,
-    "numbers_in_branches": _numbers_in_branches,
+    "index_in_a_loop": _index_in_a_loop,
+    "index_in_branches": _index_in_branches,
 }
 
 
-def held(strategy, result):
+def sums(strategy, result):
     return [np.asarray(strategy.reduce("sum", leaf, axis=None)) for leaf in jax.tree.leaves(result)]
 
 
 def argument(strategy):
-    def own(context):
+    def value(context):
         return np.float32([context.replica_id_in_sync_group, 0.1 * context.replica_id_in_sync_group, 0.7])
 
-    return strategy.distribute_values_from_function(own)
+    return strategy.distribute_values_from_function(value)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.one_in(3)
-def test_words_mean_what_they_mean_with_a_replica_a_device(name):
+def test_results_are_those_of_one_replica_per_device(name):
     fn, strategy = FUNCTIONS[name], ON[4]
-    expected, found = (s.run(fn, (argument(s),)) for s in (ALONE, strategy))
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    # Bits are not to be expected: XLA adds up in an order of its own.
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    expected, results = (s.run(fn, (argument(s),)) for s in (ONE_PER_DEVICE, strategy))
+    assert jax.tree.structure(results) == jax.tree.structure(expected)
+    # Not bitwise equal: XLA adds in another order.
+    for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5)
 
 
-NOW = (
+QUICK = (
     *("sum", "mean", "bfloat16", "gather", "mean_of_losses", "gradient_of_a_reduction", "scan", "cond", "nested"),
     *("while_loop", "gradient_of_a_gather", "conjugate_gradients"),
 )
 
 
-@pytest.mark.parametrize("name", among(FUNCTIONS, *NOW))
+@pytest.mark.parametrize("name", among(FUNCTIONS, *QUICK))
 @pytest.mark.one_in(3)
-def test_results_are_the_same_bits_on_any_number_of_devices(name):
+def test_results_are_bitwise_equal_on_any_number_of_devices(name):
     fn = FUNCTIONS[name]
     results = [s.run(fn, (argument(s),)) for s in ON.values()]
     bits = {tuple(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(result)) for result in results}
@@ -160,28 +160,28 @@ def test_host_sees_every_virtual_replica(devices):
 
 
 @pytest.mark.parametrize("devices", ON)
-def test_state_in_every_wrapper_goes_through_a_step(devices):
+def test_step_updates_a_state_with_every_wrapper(devices):
     strategy = ON[devices]
 
     def make():
-        mine = jdist.replica_id()
+        index = jdist.replica_id()
         return {
             "w": jnp.zeros(2),
             "mirrored": jdist.Mirrored(jnp.float32(1), "mean"),
-            "seen": jdist.SyncOnRead(1.0 * mine, "sum"),
-            "own": jdist.PerReplica(jax.random.fold_in(jax.random.key(0), mine)),
-            "table": jdist.Sharded(jnp.arange(2) + 10 * mine),
+            "seen": jdist.SyncOnRead(1.0 * index, "sum"),
+            "own": jdist.PerReplica(jax.random.fold_in(jax.random.key(0), index)),
+            "table": jdist.Sharded(jnp.arange(2) + 10 * index),
         }
 
     @strategy.step
     def step(state):
-        mine = jdist.replica_id()
+        index = jdist.replica_id()
         return {
             **state,
-            "mirrored": state["mirrored"] + mine,
+            "mirrored": state["mirrored"] + index,
             "seen": state["seen"] + 1,
             "table": state["table"] + 1,
-        }, mine
+        }, index
 
     state, ids = step(strategy.init(make))
     assert state["w"].tolist() == [0, 0]
@@ -192,7 +192,7 @@ def test_state_in_every_wrapper_goes_through_a_step(devices):
     assert [int(i) for i in ids.values] == [0, 1, 2, 3, 4, 5]
 
 
-def test_state_goes_on_with_another_number_of_virtual_replicas():
+def test_state_continues_with_another_number_of_virtual_replicas():
     state = ON[2].init(lambda: {"seen": jdist.SyncOnRead(1.0 * jdist.replica_id(), "sum"), "w": jnp.ones(2)})
     other = jdist.MirroredStrategy(jax.devices()[:2], virtual_replicas=4)
     moved = other.put(state)
@@ -200,33 +200,33 @@ def test_state_goes_on_with_another_number_of_virtual_replicas():
 
 
 @pytest.mark.parametrize(
-    "talk",
+    "communicate",
     [
         lambda x: lax.ppermute(x, "replica", [(0, 1)]),
         lambda x: jdist.sync.int8(block_size=1).update({"w": x}, jdist.sync.int8(block_size=1).init({"w": x}))[0],
     ],
     ids=["ppermute", "int8"],
 )
-def test_collective_without_a_fixed_order_is_refused_with_its_line(talk):
-    with pytest.raises(ValueError, match=r"(ppermute|all_to_all) at .*py:\d+ is not there for virtual"):
-        ON[2].run(talk, (argument(ON[2]),))
+def test_collective_without_a_fixed_order_raises_with_its_line(communicate):
+    with pytest.raises(ValueError, match=r"(ppermute|all_to_all) at .*py:\d+ is not supported with virtual"):
+        ON[2].run(communicate, (argument(ON[2]),))
 
 
-def test_exact_without_virtual_replicas_says_how_to_have_them():
+def test_exact_without_virtual_replicas_raises_with_the_fix():
     tx = jdist.sync.exact()
     with pytest.raises(ValueError, match=r"this strategy has none\. Say how many: .*virtual_replicas=6"):
-        ALONE.run(lambda x: tx.update(x, tx.init(x))[0], (argument(ALONE),))
+        ONE_PER_DEVICE.run(lambda x: tx.update(x, tx.init(x))[0], (argument(ONE_PER_DEVICE),))
     assert float(tx.update(jnp.float32(3), tx.init(None))[0]) == 3  # outside any strategy there is one replica
 
 
-def test_ways_to_add_up_are_refused_for_virtual_replicas():
+def test_cross_device_ops_are_refused_with_virtual_replicas():
     with pytest.raises(ValueError, match=r"tree of their own: leave `cross_device_ops=ReductionToOneDevice\(\)` out"):
         jdist.MirroredStrategy(
             jax.devices()[:2], cross_device_ops=jdist.ReductionToOneDevice(), virtual_replicas=VIRTUAL
         )
 
 
-def test_state_that_differs_is_refused_for_virtual_replicas_too():
+def test_varying_state_is_refused_with_virtual_replicas():
     step = ON[2].step(lambda state, x: (state + x.sum(), None))
     with pytest.raises(jdist.NotMirroredError, match=r"state is not proved to be the same"):
         step(ON[2].put(np.float32(0)), argument(ON[2]))

@@ -30,7 +30,7 @@ def is_tracing() -> bool:
 
 
 def trace_state() -> Any:
-    """Returns a value that is equal in two places if and only if they belong to one trace."""
+    """Returns a value that is equal in two places if and only if they are in one trace."""
     return core.get_opaque_trace_state(convention="flax")
 
 
@@ -141,7 +141,7 @@ def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()
     """Returns a closed jaxpr without primitives that are Python code until they are lowered.
 
     jax 0.12 traces `custom_root`, `jnp.nonzero` and others to such primitives. Their equations do not contain the jaxpr that
-    they stand for. All derivatives were taken before, so the jaxpr that JAX lowers them to has the same results.
+    they represent. All derivatives were taken before, so the jaxpr that JAX lowers them to has the same results.
 
     Args:
         program: The closed jaxpr.
@@ -180,7 +180,7 @@ def evaluate_equation(jaxpr: Jaxpr, equation: Equation, operands: Sequence[Any])
 
 
 def bind_with_jaxpr(equation: Equation, program: Any, operands: Sequence[Any]) -> list[Any]:
-    """Returns the results of `equation` with the closed jaxpr `program` in the place of its own."""
+    """Returns the results of `equation` with the closed jaxpr `program` instead of the one among its parameters."""
     params = {**equation.params, "jaxpr": consts_as_inputs(program)}
     return equation.primitive.bind(*program.consts, *operands, **params)
 
@@ -197,8 +197,8 @@ def literals_to_variables(equation: Equation, values: dict[Any, Any]) -> Equatio
 def may_vary_between_replicas(effect: Any) -> bool:
     """Whether an equation with this effect may give each replica another value.
 
-    Axis names are read from an equation's parameters, because not every collective has the effect, and printing gives no
-    value. The other effects (callbacks with side effects, mutable references, infeeds) may.
+    Axis names are read from an equation's parameters, because not every collective has the effect, and printing does not
+    return a value. The other effects (callbacks with side effects, mutable references, infeeds) may.
     """
     return type(effect).__name__ not in ("DebugEffect", "NamedAxisEffect")
 
@@ -259,8 +259,8 @@ class Call(NamedTuple):
     """The jaxpr that an equation calls.
 
     Attributes:
-        program: The jaxpr, closed or open; its results are those of the equation.
-        positions: For each of its inputs, the position of the operand among those of the equation.
+        program: The jaxpr, closed or open. It has the results of the equation.
+        positions: For each of its inputs, the position among the operands of the equation.
     """
 
     program: Any
@@ -297,7 +297,7 @@ def cond_branches(equation: Equation) -> Sequence[Any]:
 
 
 class WhileParts(NamedTuple):
-    """The parts of a `while`; its operands are the constants of the test, those of the body, and the carry.
+    """The parts of a `while`; its operands are the constants of the test, the constants of the body, and the carry.
 
     Attributes:
         test: The closed jaxpr of the predicate.

@@ -1,7 +1,7 @@
 """Interprets jaxprs: the rules of calls, `cond`, `while` and `scan`, once for every analysis and rewrite.
 
-An `Interpreter` runs a jaxpr equation by equation over the values of a domain. It takes the control-flow equations apart and
-passes their jaxprs on as functions, in the form of `jax.lax`: a subclass defines `call`, `switch`, `while_loop` and `scan`
+An `Interpreter` runs a jaxpr equation by equation over the values of a domain. It unpacks the control-flow equations and
+passes their jaxprs as functions, in the form of `jax.lax`: a subclass defines `call`, `switch`, `while_loop` and `scan`
 for its domain, and `primitive` for all other equations. The domains are
 
 * causes of variation between replicas (`replication`): a loop is followed to a fixed point, a branch joins all branches;
@@ -51,7 +51,7 @@ class Interpreter(abc.ABC, Generic[V]):
         return self.primitive(jaxpr, equation, operands) if results is None else results
 
     def enters(self, equation: Equation) -> bool:
-        """Whether a call or control-flow equation is taken apart; otherwise it is treated as a primitive."""
+        """Whether to unpack a call or control-flow equation; otherwise `primitive` evaluates it."""
         return True
 
     @abc.abstractmethod
@@ -60,7 +60,7 @@ class Interpreter(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[V]) -> list[V]:
-        """Returns the results of an equation of `jaxpr` that is not taken apart."""
+        """Returns the results of an equation of `jaxpr` without control flow, or that `enters` excludes."""
 
     @abc.abstractmethod
     def call(self, equation: Equation, body: Function[V], operands: list[V]) -> list[V]:
@@ -139,7 +139,7 @@ def fixed_point(
 
 
 class Evaluator(Interpreter[Any]):
-    """Evaluates jaxprs on arrays or tracers. As it is, it computes what the jaxpr computes; subclasses replace equations."""
+    """Evaluates jaxprs on arrays or tracers. Subclasses replace equations."""
 
     def constant(self, value: Any) -> Any:
         """See `Interpreter.constant`."""

@@ -1,7 +1,10 @@
-"""Describes a traced program such that processes can compare their programs: one line per equation, one sum per constant.
+"""Describes a jaxpr so that processes can compare theirs: one line per equation, one checksum per constant.
 
-The lines contain only what is the same in every process that traces the same code: no addresses, no identities, and sets in
-sorted order. A parameter of a type that is not known here is described by its type alone.
+The lines are equal on all processes that trace the same code: they contain no addresses, and sets are in sorted order. For a
+parameter of an unknown type, a line contains the type alone.
+
+The module does not use the interpreter: it lists the equations of each jaxpr with its variables numbered, and computes no
+values.
 """
 
 import enum
@@ -21,11 +24,11 @@ from jdist._src.jaxpr.primitives import CALLS
 
 
 class Constant(NamedTuple):
-    """A value that a traced function closes over.
+    """A value that a traced function captures.
 
     Attributes:
-        spec: Its dtype and shape.
-        crc: The CRC-32 of its bytes; 0 for an array that other processes hold a part of.
+        spec: The dtype and shape.
+        crc: The CRC-32 of its bytes; 0 for an array that other processes hold shards of.
         place: The line of the user's code that uses it, or "".
     """
 
@@ -35,11 +38,11 @@ class Constant(NamedTuple):
 
 
 class Line(NamedTuple):
-    """An equation of a program, or a boundary of one.
+    """An equation of a jaxpr, or the start or return of one.
 
     Attributes:
         text: The primitive, its operands and its parameters.
-        place: The line of the user's code that made it, or "".
+        place: The line of the user's code that the equation comes from, or "".
     """
 
     text: str
@@ -47,17 +50,17 @@ class Line(NamedTuple):
 
 
 def lines_of(program: Any) -> list[Line]:
-    """Returns a line for each equation of a closed jaxpr, in order, with the equations of the jaxprs that it contains."""
+    """Returns a line for each equation of a closed jaxpr, in order, with the equations of the jaxprs inside it."""
     return list(_lines(jax_compat.open_jaxpr(program)))
 
 
 def constants_of(program: Any) -> list[Constant]:
-    """Returns the constants of a closed jaxpr and of the jaxprs that it contains."""
+    """Returns the constants of a closed jaxpr and of the jaxprs inside it."""
     return list(_constants(program))
 
 
 def crc_of(value: Any) -> int:
-    """Returns the CRC-32 of a value's bytes, or 0 for an array that other processes hold a part of."""
+    """Returns the CRC-32 of a value's bytes, or 0 for an array that other processes hold shards of."""
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return 0
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -120,10 +123,12 @@ def _first_use(program: Jaxpr, var: Any) -> str:
     for equation in program.eqns:
         if var in (atom for atom in equation.invars if not isinstance(atom, Literal)):
             call = jax_compat.called_jaxpr(equation) if equation.primitive.name in CALLS else None
-            called = jax_compat.open_jaxpr(call.program) if call else None
-            pairs = zip(call.operands(equation.invars), called.invars, strict=True) if call and called else ()
-            inner_places = (_first_use(called, inner) for atom, inner in pairs if atom is var)
-            return next(inner_places, "") or _place(equation)
+            place_in_call = ""
+            if call is not None:
+                called = jax_compat.open_jaxpr(call.program)
+                pairs = zip(call.operands(equation.invars), called.invars, strict=True)
+                place_in_call = next((_first_use(called, inner) for atom, inner in pairs if atom is var), "")
+            return place_in_call or _place(equation)
     return ""
 
 

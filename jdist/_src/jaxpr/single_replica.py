@@ -1,7 +1,7 @@
 """Removes collectives over a size-one mesh axis from a jaxpr.
 
-The auto-sharded backend traces a step with an axis `"replica"` of size one, so that the replication analysis applies. XLA has
-no such axis where one program spans all devices, so the jaxpr is traced anew without it, including called jaxprs, branches
+The auto-sharded backend traces a step with an axis `"replica"` of size one, so that the replication analysis applies. The axis
+does not exist in a program that spans all devices, so the jaxpr is traced anew without it, including called jaxprs, branches
 and loop bodies. Left to `jax.vmap`, an `all_to_all` of a value that is not mapped has another shape.
 """
 
@@ -26,7 +26,7 @@ def eliminate_collectives(program: Any, axis: str, arguments: Sequence[Any]) -> 
     run = jax_compat.jaxpr_function(rewritten)
     if not any(uses_axes(equation, frozenset((axis,))) for equation in rewritten.jaxpr.eqns):
         return run(*arguments)
-    # JAX's own batching rules remove the collectives that have no rule here.
+    # JAX's own batching rules remove the remaining collectives.
     rows = jax.vmap(run, in_axes=None, axis_name=axis, axis_size=1)(*arguments)
     return [lax.squeeze(row, (0,)) for row in rows]
 

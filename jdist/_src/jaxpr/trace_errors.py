@@ -14,6 +14,7 @@ _UNKNOWN_VALUE = (
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+# JAX's messages name the arguments of the function that it traced: `given[0]`, of `replicate.one_replica`.
 _ARGUMENT = re.compile(r"value of the arguments? .*?\bgiven\[(\d+)\]")
 
 
@@ -39,9 +40,9 @@ def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh) -> Itera
         if "should match the mesh" not in str(error):
             raise
         raise ValueError(
-            f"{_place(error)} uses an array that the function closes over and that is placed on the mesh "
-            f"{dict(mesh.shape)}. Inside a replica function JAX has no sharding for it. Pass it as an argument: a replicated "
-            "array as it is, an array `[replica, ...]` in `jdist.PerReplica(x)`."
+            f"{_place(error)} uses an array that the function closes over and that is sharded over the mesh "
+            f"{dict(mesh.shape)}. Inside a replica function JAX cannot represent its sharding. Pass it as an argument: a "
+            "replicated array as it is, an array `[replica, ...]` in `jdist.PerReplica(x)`."
         ) from error
 
 

@@ -1,10 +1,9 @@
 """Splits a step's jaxpr into a compute part and an optimizer-update part.
 
 A step computes a gradient per replica, reduces the gradients, and updates the state. The update is the same on every replica,
-so it can be computed once, where the state is stored. No line of the step marks where the update begins; it is found from
-the end of the jaxpr. An equation belongs to the update if its operands and results are replicated, no collective follows it,
-its results are used by the update and by results of the step only, and it leads from the state that is stored elsewhere to
-the new state.
+so it can be computed once, where the state is stored. No line of the step marks where the update begins, so the search starts
+at the end of the jaxpr. An equation is part of the update if it and all that depend on it are replicated, without collectives
+and without effects, and if it leads from the state that is stored elsewhere to the new state.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +33,7 @@ class JaxprPart(NamedTuple):
     program: Jaxpr
 
     def split_by_array(self) -> list["JaxprPart"]:
-        """Splits an elementwise update into parts that have no array in common: one per parameter."""
+        """Splits an elementwise update into parts that do not share an array: one per parameter."""
         parent: dict[Any, Any] = {}  # a union-find forest over the arrays
 
         def root(var: Any) -> Any:
@@ -51,7 +50,7 @@ class JaxprPart(NamedTuple):
         return [_part(self.program, group, self.outputs) for group in groups.values()]
 
     def run(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Returns the values of `outputs`, given those of `inputs`."""
+        """Returns the values of `outputs`, given the values of `inputs`."""
         evaluate = jax_compat.jaxpr_function(jax_compat.close_jaxpr(self.program))
         return dict(zip(self.outputs, evaluate(*(values[var] for var in self.inputs)), strict=True))
 
@@ -75,7 +74,7 @@ class UpdatePartition(NamedTuple):
     Attributes:
         compute: The part before the update.
         elementwise: The part of the update that computes each element from the same elements of its operands.
-        rest: The rest of the update, such as norms, and what depends on them.
+        rest: The rest of the update, such as norms and the equations that depend on them.
         literals: The values of the variables that replace literals in the update.
     """
 

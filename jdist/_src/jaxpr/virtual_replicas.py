@@ -1,12 +1,12 @@
 """Runs the program of one replica for V virtual replicas on N devices, with bitwise equal results for every N.
 
-The result is that of V replicas; the number of devices only decides the speed. Each device runs its virtual replicas
+The result is defined by V; the number of devices only decides the speed. Each device runs its virtual replicas
 sequentially, in a loop whose body is compiled separately, so that every kernel has the shapes of one replica. Values that all
 replicas share are computed once. Sums over the replicas are taken along one fixed tree over all V:
 
     ((r0 + r1) + (r2 + r3)) + ((r4 + r5) + (r6 + r7))
 
-A device adds the subtrees of its own replicas; then each device receives one part of the elements from all devices
+A device adds the subtrees of its replicas; then each device receives one part of the elements from all devices
 (all-to-all), continues up the tree, and sends the total to all devices (all-gather).
 
 `run_virtual_replicas` schedules the equations of the jaxpr: those with varying results are collected until a collective uses
@@ -45,7 +45,7 @@ def run_virtual_replicas(program: Any, arguments: Sequence[Value], slots: Slots)
     """Returns the results of a closed jaxpr of one replica, for all virtual replicas of this device.
 
     Raises:
-        ValueError: The jaxpr has a collective whose result depends on the order of the replicas and has no fixed one yet.
+        ValueError: The jaxpr has a collective that is not implemented for virtual replicas.
     """
     return _VirtualReplicas(slots).run(jax_compat.open_jaxpr(program), program.consts, arguments)
 
@@ -140,7 +140,7 @@ class _VirtualReplicas(Evaluator):
     def scan(
         self, equation: Equation, body: ScanFunction[Value], carry: Sequence[Value], xs: Sequence[Value]
     ) -> list[Value]:
-        """See `Interpreter.scan`. The scanned dimension of a `Stacked` value comes before that of the slots."""
+        """See `Interpreter.scan`. The scanned dimension of a `Stacked` value comes before the dimension of the slots."""
         xs = list(map(_swap_slots, xs))
         slices = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
         kinds = self._kinds_of_carry(lambda carry, slices: body(carry, slices)[0], carry, slices)
@@ -211,7 +211,7 @@ class _VirtualReplicas(Evaluator):
 
     def _varying_results(self, jaxpr: Jaxpr, equation: Equation, varying_operands: set[Any]) -> list[Any]:
         """Returns the results of an equation that vary between replicas if these operands do."""
-        # Some of several results may not depend on the operands: those of an `optimization_barrier`, or of a call.
+        # Some of several results may not depend on the operands, as of an `optimization_barrier` or of a call.
         may_be_mixed = len(equation.outvars) > 1 or jax_compat.contents(equation).jaxprs
         if not may_be_mixed or not (varying_operands or uses_axes(equation, self._axes)):
             return list(equation.outvars) if varying_operands else []

@@ -31,7 +31,7 @@ class Slots(NamedTuple):
 
     @property
     def per_device(self) -> int:
-        """The number of slots per device. The last slots have no replica if the devices do not divide the replicas."""
+        """The number of slots per device. The last slots are empty if the devices do not divide the replicas."""
         return -(-self.num_replicas // self.num_devices)
 
     @property
@@ -63,7 +63,7 @@ def is_stacked(node: object) -> bool:
 def split_into_slots(block: PyTree, slots: Slots) -> PyTree:
     """Returns a device's block of `[replica * n, ...]` arrays as `Stacked` values `[slot, n, ...]`.
 
-    The block holds the rows of the device's replicas if all slots are full; otherwise those of all replicas.
+    The block holds the rows of the device's replicas if all slots are full; otherwise the rows of all replicas.
     """
 
     def split_leaf(leaf: jax.Array) -> Stacked:
@@ -113,7 +113,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def replica_ids(slots: Slots) -> jax.Array:
-    """Returns the replica index of each slot of this device, int32 `[slot]`; `>= num_replicas` for a slot without replica."""
+    """Returns the replica index of each slot of this device, int32 `[slot]`; `>= num_replicas` for an empty slot."""
     return lax.axis_index(slots.axes) * slots.per_device + jnp.arange(slots.per_device, dtype=jnp.int32)
 
 
@@ -125,7 +125,7 @@ def tree_fold(combine: Callable[[Any, Any], Any], value: Value, slots: Slots) ->
         return rows[0]
     accumulator = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
     flat = rows.reshape(slots.per_device, -1).astype(accumulator)
-    # If all slots are full, subtrees of the largest power of two that divides `per_device` lie on one device.
+    # If all slots are full, each device has complete subtrees, of the largest power of two that divides `per_device`.
     subtree_size = slots.per_device & -slots.per_device if slots.are_full else 1
     subtotals = _fold_rows(combine, flat.reshape(-1, subtree_size, flat.shape[1]).swapaxes(0, 1))
     # XLA may round fused operations differently, and the fusions depend on the number of devices.
@@ -164,5 +164,5 @@ def scatter_slots(value: jax.Array, dim: int, tiled: bool, slots: Slots) -> Stac
 
 
 def _rows_of_slots(slots: Slots) -> jax.Array:
-    """Returns the row, of all replicas', of each slot; the last row for a slot without replica."""
+    """Returns the row, of all replicas', of each slot; the last row for an empty slot."""
     return jnp.minimum(replica_ids(slots), slots.num_replicas - 1)
