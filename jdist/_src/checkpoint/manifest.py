@@ -159,8 +159,8 @@ def from_text(text: str, step: int) -> dict[str, Any]:
     manifest = json.loads(text)
     if manifest["format"] > _FORMAT:
         raise ValueError(
-            f"It was written by jdist {manifest['jdist']} in format {manifest['format']}. jdist {__version__} reads formats up to "
-            f"{_FORMAT}. Install jdist {manifest['jdist']} or later"
+            f"It was written by jdist {manifest['jdist']} in format {manifest['format']}. jdist {__version__} reads formats up "
+            f"to {_FORMAT}. Install jdist {manifest['jdist']} or later"
         )
     has_fingerprint = manifest["format"] != _UNSIGNED or "fingerprint" in manifest
     if has_fingerprint and manifest.get("fingerprint") != signed(manifest)["fingerprint"]:
