@@ -223,7 +223,7 @@ def test_invalid_numbers_are_refused(options, error, message, tmp_path):
 
 
 def test_missing_checkpoints_and_wrong_arguments_of_restore_are_errors(checkpointer, one):
-    with pytest.raises(FileNotFoundError, match="There is no complete checkpoint in .*run"):
+    with pytest.raises(FileNotFoundError, match="Found no complete checkpoint in .*run"):
         checkpointer.restore(one)
     checkpointer.save(3, one.put(STATE))
     with pytest.raises(FileNotFoundError, match=r"no complete checkpoint of step 4 in .*run\. Complete steps: 3\."):

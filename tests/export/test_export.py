@@ -519,7 +519,7 @@ def test_text_as_an_input_is_refused_by_its_name(tmp_path):
 
 def test_folder_that_is_not_an_export_is_an_error(tmp_path):
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(FileNotFoundError, match="There is no export at .*`jdist.export` writes one"):
+        with pytest.raises(FileNotFoundError, match="is not an export: a folder with .*`jdist.export` writes one"):
             load(path)
 
 

@@ -53,8 +53,8 @@ def export(
         platforms: The platforms of the program.
 
     Raises:
-        ValueError: `apply` does not accept such inputs, or not for any batch size; a result has no batch dimension; or `apply`
-            refers to a mesh.
+        ValueError: `apply` does not accept such inputs, or not for any batch size; a result is without a batch dimension; or
+            `apply` refers to a mesh.
         TypeError: The signature is not a tuple of arrays, or a leaf of the state is not an array.
         OSError: The folder cannot be written, or exists and is not an export. Its previous content is unchanged.
         ImportError: flatbuffers or safetensors is not installed.
@@ -219,7 +219,7 @@ def _with_batch_size(leaf: jax.ShapeDtypeStruct, batch: Any) -> jax.ShapeDtypeSt
 
 
 def _check_any_batch_size(program: Any, trees: Sequence[PyTree], batch: Any) -> None:
-    """Raises ValueError if `apply` works for some batch sizes only, or a result has no batch dimension."""
+    """Raises ValueError if `apply` works for some batch sizes only, or a result is without a batch dimension."""
     try:
         outputs = program.eval_shape(*trees)
     except Exception as error:

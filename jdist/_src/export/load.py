@@ -26,7 +26,7 @@ class Loaded:
 
     Attributes:
         apply: The function `apply(state, *inputs)`, for any strategy: `strategy.run(loaded.apply, (state, batch))` with
-            `state = strategy.put(loaded.state)`. It has a gradient if the manifest says so. The state may have the
+            `state = strategy.put(loaded.state)`. It is differentiable if `manifest["gradient"]` is true. The state may have the
             containers that it had before the export, or any others with the same paths of leaves.
         state: The weights: numpy arrays in dicts, lists and tuples.
         manifest: The description: inputs, outputs and weights with shapes and dtypes, the platforms, and the versions.
@@ -121,7 +121,7 @@ def load(path: Path) -> Loaded:
 def _read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     if not is_export(folder):
         raise FileNotFoundError(
-            f"There is no export at {folder}: a folder with {MANIFEST}, {FUNCTION} and {WEIGHTS}. `jdist.export` writes one."
+            f"{folder} is not an export: a folder with {MANIFEST}, {FUNCTION} and {WEIGHTS}. `jdist.export` writes one."
         )
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
@@ -143,7 +143,7 @@ def _read_program(folder: pathlib.Path, manifest: Mapping[str, Any]) -> Any:
     data = (folder / FUNCTION).read_bytes()
     if hashlib.sha256(data).hexdigest() != manifest["function"].get("sha256"):
         raise ValueError(
-            f"{folder / FUNCTION} is damaged or incomplete: its SHA-256 is not that of the manifest. Export again."
+            f"{folder / FUNCTION} is damaged or incomplete: its SHA-256 does not match the manifest. Export again."
         )
     try:
         exported = jax.export.deserialize(bytearray(data))

@@ -46,7 +46,7 @@ def save(path: Path, tree: PyTree) -> None:
 
     Raises:
         ValueError: Two leaves have the same name, or a leaf was donated to a step.
-        TypeError: A leaf is not an array, or safetensors has no such dtype; or the two arguments are swapped.
+        TypeError: A leaf is not an array, or safetensors does not have its dtype; or the two arguments are swapped.
         OSError: The folder does not exist, or cannot be written to. An existing file is unchanged.
 
     Example:
@@ -77,7 +77,7 @@ def load(path: Path, *, like: PyTree = None, strategy: Strategy | None = None) -
     Raises:
         ValueError: The file is damaged or not a safetensors file; or it has other names, shapes or dtypes than `like`.
         TypeError: With a strategy: the file has 64-bit numbers, which JAX would truncate to 32 bits.
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
 
     Example:
         >>> import tempfile
@@ -216,7 +216,7 @@ def _import_safetensors() -> Any:
 def _read_file(path: Path) -> dict[str, Any]:
     package = _import_safetensors()
     if not os.path.isfile(path):
-        raise FileNotFoundError(f"There is no safetensors file {path}. Pass the path of a file.")
+        raise FileNotFoundError(f"The file {path} does not exist, or is a folder. Pass the path of a safetensors file.")
     try:
         with package.safe_open(path, framework="np") as file:  # checks that the header fits the file
             metadata = file.metadata() or {}
@@ -272,7 +272,7 @@ def _nested_dicts(path: Path, values: Mapping[str, Any]) -> PyTree:
                 break
         if not isinstance(node, dict) or last in node:
             raise ValueError(
-                f"`{name}` in {path} begins with the name of another array, so the names are not those of nested dicts. Pass "
+                f"`{name}` in {path} begins with the name of another array, so the names do not form nested dicts. Pass "
                 "the tree as `like=`."
             )
         node[last] = value
