@@ -60,7 +60,7 @@ def test_error_of_a_truncated_file_names_the_step_and_what_to_do(run, one):
 def test_error_of_a_damaged_first_checkpoint_says_that_there_is_no_earlier_one(run, one):
     (run / "1/manifest/manifest.json").write_text('{"format": 1')
     with pytest.raises(
-        CheckpointError, match=r"step 1 in .* is damaged.*JSONDecodeError.*There is no earlier checkpoint\."
+        CheckpointError, match=r"step 1 in .* is damaged.*JSONDecodeError.*does not contain an earlier checkpoint\."
     ):
         Checkpointer(run).restore(one, step=1)
 
@@ -128,7 +128,7 @@ def test_edited_manifest_is_refused(old, new, summed, tmp_path, two):
 def test_folder_that_was_renamed_to_another_step_is_refused(run, one):
     (run / "3").rename(run / "8")
     with pytest.raises(
-        CheckpointError, match=r"step 8 in .* is damaged.*manifest belongs to step 3, but the folder is named 8"
+        CheckpointError, match=r"step 8 in .* is damaged.*manifest is of step 3, but the folder is named 8"
     ):
         Checkpointer(run).restore(one)
 
@@ -185,7 +185,9 @@ def test_checkpoint_whose_manifest_is_lost_is_saved_again_by_the_same_checkpoint
 def test_folder_without_manifest_is_named_in_the_error_if_there_is_no_complete_checkpoint(run, one):
     for step in (1, 2, 3):
         (run / f"{step}/manifest/manifest.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint in .*/3 has no manifest/manifest\.json\."):
+    with pytest.raises(
+        FileNotFoundError, match=r"no complete checkpoint in .*/3 does not contain manifest/manifest\.json\."
+    ):
         Checkpointer(run).restore(one)
 
 

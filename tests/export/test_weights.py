@@ -1,4 +1,4 @@
-"""Weights in safetensors files: bits that come back, names, placements, and what is no such file."""
+"""Weights in safetensors files: restored bits, names, shardings, and files that cannot be read."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def assert_same_bits(tree, other):
 
 @settings(deadline=None, max_examples=150)
 @given(tree=TREES)
-def test_tree_that_is_saved_comes_back_bit_for_bit(tree, tmp_path_factory):
+def test_saved_tree_is_loaded_bit_for_bit(tree, tmp_path_factory):
     path = tmp_path_factory.mktemp("law") / "w.safetensors"
     weights.save(path, tree)
     assert_same_bits(weights.load(path, like=tree), tree)
@@ -74,7 +74,7 @@ def test_tree_that_is_saved_comes_back_bit_for_bit(tree, tmp_path_factory):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
-def test_every_dtype_of_these_files_comes_back_bit_for_bit(dtype, tmp_path):
+def test_every_dtype_of_safetensors_is_loaded_bit_for_bit(dtype, tmp_path):
     bits = np.arange(256, dtype=np.uint8)
     array = (bits % 2).view(np.bool_) if dtype == np.bool_ else bits.view(dtype)
     weights.save(tmp_path / "w", [array])
@@ -95,7 +95,7 @@ def test_every_dtype_of_these_files_comes_back_bit_for_bit(dtype, tmp_path):
     ],
     ids=["fortran", "strided", "reversed", "big_endian", "broadcast", "empty", "scalar", "numpy_number"],
 )
-def test_array_that_lies_in_memory_in_another_way_is_saved_as_it_reads(array, tmp_path):
+def test_array_in_another_memory_order_is_saved_with_its_values(array, tmp_path):
     weights.save(tmp_path / "w", {"x": array})
     loaded = weights.load(tmp_path / "w")["x"]
     np.testing.assert_array_equal(loaded, array)
@@ -111,28 +111,28 @@ def test_names_are_the_paths_of_the_leaves(tmp_path):
     assert weights.load(tmp_path / "w", like=tree)["layers"][0].bias.shape == (2,)
 
 
-def test_file_says_which_jdist_wrote_it(tmp_path):
+def test_file_names_the_version_of_jdist(tmp_path):
     weights.save(tmp_path / "w", {"x": np.zeros(1)})
     with safetensors.safe_open(tmp_path / "w", framework="np") as file:
         assert file.metadata() == {"format": "np", "jdist": jdist.__version__}
 
 
-def test_file_that_others_wrote_is_read_into_a_tree(tmp_path):
-    theirs = {"blocks.0.weight": np.ones((2, 3), np.float16), "head.bias": np.ones(1, ml_dtypes.bfloat16)}
-    safetensors.numpy.save_file(theirs, tmp_path / "w", {"format": "pt"})
+def test_file_of_another_program_is_loaded_as_a_tree(tmp_path):
+    arrays = {"blocks.0.weight": np.ones((2, 3), np.float16), "head.bias": np.ones(1, ml_dtypes.bfloat16)}
+    safetensors.numpy.save_file(arrays, tmp_path / "w", {"format": "pt"})
     tree = weights.load(tmp_path / "w")
     assert_same_bits(
-        tree, {"blocks": {"0": {"weight": theirs["blocks.0.weight"]}}, "head": {"bias": theirs["head.bias"]}}
+        tree, {"blocks": {"0": {"weight": arrays["blocks.0.weight"]}}, "head": {"bias": arrays["head.bias"]}}
     )
-    assert_same_bits(weights.load(tmp_path / "w", like=theirs), theirs)
+    assert_same_bits(weights.load(tmp_path / "w", like=arrays), arrays)
 
 
-def test_one_array_is_a_tree(tmp_path):
+def test_single_array_is_a_tree(tmp_path):
     weights.save(tmp_path / "w", np.arange(3))
     assert weights.load(tmp_path / "w").tolist() == [0, 1, 2]
 
 
-def test_numbers_of_python_are_saved_with_the_dtypes_of_jax(tmp_path):
+def test_python_numbers_are_saved_with_the_dtypes_of_jax(tmp_path):
     weights.save(tmp_path / "w", {"step": 3, "rate": 0.5, "on": True})
     tree = weights.load(tmp_path / "w", like={"step": 0, "rate": 0.0, "on": False})
     assert {name: (x.dtype.name, x.item()) for name, x in tree.items()} == {
@@ -143,7 +143,7 @@ def test_numbers_of_python_are_saved_with_the_dtypes_of_jax(tmp_path):
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_random_keys_come_back_as_keys(impl, tmp_path, strategy):
+def test_random_keys_are_loaded_as_keys(impl, tmp_path, strategy):
     key = jax.random.split(jax.random.key(3, impl=impl), 2)
     weights.save(tmp_path / "w", {"rng": strategy.put(key), "w": np.zeros(1, np.float32)})
     for loaded in (weights.load(tmp_path / "w"), weights.load(tmp_path / "w", like={"rng": key, "w": np.float32([0])})):
@@ -170,60 +170,60 @@ def read(tree):
     return jax.tree.map(np.asarray, jdist.read_values(tree))
 
 
-def test_state_of_any_strategy_is_saved_as_it_reads_and_goes_back_into_its_wrappers(strategy, tmp_path):
+def test_state_of_any_strategy_is_saved_as_read_and_loaded_into_its_wrappers(strategy, tmp_path):
     state = state_of(strategy)
     weights.save(tmp_path / "w", state)
     plain = weights.load(tmp_path / "w")
     np.testing.assert_array_equal(plain["drift"], np.asarray(jdist.read_values(state)["drift"]))
     assert plain["total"].shape == () and plain["split"].shape == (24, 1)
-    again = weights.load(tmp_path / "w", like=state, strategy=strategy)
-    assert jax.tree.structure(again) == jax.tree.structure(state)
-    assert [x.shape for x in jax.tree.leaves(again)] == [x.shape for x in jax.tree.leaves(state)]
-    assert [x.sharding for x in jax.tree.leaves(again)] == [x.sharding for x in jax.tree.leaves(state)]
-    for a, b in zip(jax.tree.leaves(read(again)), jax.tree.leaves(read(state)), strict=True):
+    loaded = weights.load(tmp_path / "w", like=state, strategy=strategy)
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    assert [x.shape for x in jax.tree.leaves(loaded)] == [x.shape for x in jax.tree.leaves(state)]
+    assert [x.sharding for x in jax.tree.leaves(loaded)] == [x.sharding for x in jax.tree.leaves(state)]
+    for a, b in zip(jax.tree.leaves(read(loaded)), jax.tree.leaves(read(state)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-@pytest.mark.parametrize("there", ["mirrored_2", "sharded_4", "central_2"])
-def test_state_goes_on_under_another_strategy(there, strategy, tmp_path):
-    state, there = state_of(strategy), STRATEGIES[there]()
+@pytest.mark.parametrize("target", ["mirrored_2", "sharded_4", "central_2"])
+def test_state_is_loaded_under_another_strategy(target, strategy, tmp_path):
+    state, target = state_of(strategy), STRATEGIES[target]()
     weights.save(tmp_path / "w", state)
-    again = weights.load(tmp_path / "w", like=state, strategy=there)
-    assert len(again["seen"].values) == there.num_replicas_in_sync
-    for a, b in zip(jax.tree.leaves(read(again)), jax.tree.leaves(read(state)), strict=True):
+    loaded = weights.load(tmp_path / "w", like=state, strategy=target)
+    assert len(loaded["seen"].values) == target.num_replicas_in_sync
+    for a, b in zip(jax.tree.leaves(read(loaded)), jax.tree.leaves(read(state)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-def test_wrappers_of_like_are_kept_without_a_strategy(two, tmp_path):
+def test_wrappers_of_like_are_loaded_without_a_strategy(two, tmp_path):
     state = state_of(two)
     weights.save(tmp_path / "w", state)
-    again = weights.load(tmp_path / "w", like=state)
-    assert again["total"].tree.tolist() == [1.5, 1.5]
-    assert again["seen"].tree.tolist() == [1, 0]
+    loaded = weights.load(tmp_path / "w", like=state)
+    assert loaded["total"].tree.tolist() == [1.5, 1.5]
+    assert loaded["seen"].tree.tolist() == [1, 0]
 
 
 def test_per_replica_values_are_saved_as_rows(two, tmp_path):
     state = two.put(jdist.PerReplica(np.arange(4).reshape(2, 2)))
     weights.save(tmp_path / "w", state)
-    again = weights.load(tmp_path / "w", like=state, strategy=two)
-    assert again.tree.tolist() == [[0, 1], [2, 3]] and isinstance(again, jdist.PerReplica)
+    loaded = weights.load(tmp_path / "w", like=state, strategy=two)
+    assert loaded.tree.tolist() == [[0, 1], [2, 3]] and isinstance(loaded, jdist.PerReplica)
 
 
-def test_array_split_by_a_mesh_of_the_users_own_is_saved_whole(tmp_path):
+def test_array_that_is_sharded_over_a_mesh_of_the_user_is_saved(tmp_path):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
-    split = jax.device_put(np.arange(8), jax.NamedSharding(mesh, jax.P(("b", "a"))))
-    weights.save(tmp_path / "w", split)
+    sharded = jax.device_put(np.arange(8), jax.NamedSharding(mesh, jax.P(("b", "a"))))
+    weights.save(tmp_path / "w", sharded)
     assert weights.load(tmp_path / "w").tolist() == list(range(8))
 
 
-def test_file_that_is_there_is_replaced_and_nothing_else_left(tmp_path):
+def test_existing_file_is_replaced_and_no_other_file_is_left(tmp_path):
     for value in (1, 2):
         weights.save(tmp_path / "w", np.int32(value))
     assert weights.load(tmp_path / "w") == 2
     assert os.listdir(tmp_path) == ["w"]
 
 
-def test_link_is_written_through(tmp_path):
+def test_save_follows_a_symbolic_link(tmp_path):
     weights.save(tmp_path / "w", np.int32(1))
     (tmp_path / "link").symlink_to(tmp_path / "w")
     weights.save(tmp_path / "link", np.int32(2))
@@ -243,13 +243,13 @@ except OSError as error:
 """
 
 
-def test_disk_that_is_full_leaves_what_was_there(tmp_path):
+def test_full_disk_leaves_the_existing_file(tmp_path):
     weights.save(tmp_path / "w", np.int32(1))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", FULL, tmp_path / "w"], env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.stdout.startswith("refused: The weights could not be written"), done.stderr
+    assert completed.stdout.startswith("refused: The weights could not be written to "), completed.stderr
     assert weights.load(tmp_path / "w") == 1 and os.listdir(tmp_path) == ["w"]
 
 
@@ -258,12 +258,12 @@ def saved(tmp_path, tree):
     return tmp_path / "w"
 
 
-def test_like_with_other_names_is_refused_with_few_of_them_and_their_number(tmp_path):
+def test_like_with_other_names_is_refused_with_some_names_and_their_number(tmp_path):
     path = saved(tmp_path, {"kept": np.zeros(1), **{f"old{i}": np.zeros(1) for i in range(5)}})
     like = {"kept": np.zeros(1), "new": np.zeros(1)}
     with pytest.raises(
         ValueError,
-        match=r"does not fit `like`: of the names, 1 of 2 are missing \(new\) and 5 of 6 are not wanted \(old",
+        match=r"does not match `like`: 1 of 2 names are missing \(new\) and 5 of 6 names are unknown \(old",
     ):
         weights.load(path, like=like)
 
@@ -271,31 +271,34 @@ def test_like_with_other_names_is_refused_with_few_of_them_and_their_number(tmp_
 def test_like_with_other_shapes_and_dtypes_is_refused_by_name(tmp_path):
     path = saved(tmp_path, {"a": np.zeros((2, 3), np.float32), "b": np.zeros(1, np.float32), "c": np.zeros(1)})
     like = {"a": np.zeros((3, 2), np.float32), "b": np.zeros(1, np.float16), "c": np.zeros(1)}
-    wrong = (
-        r"2 of 3 are of another shape or dtype \(a: float32\[2,3\], and not float32\[3,2\], b: float32\[1\], and not "
+    message = (
+        r"2 of 3 arrays have another shape or dtype \(a: float32\[2,3\] instead of float32\[3,2\], "
+        r"b: float32\[1\] instead of float16"
     )
-    with pytest.raises(ValueError, match=wrong):
+    with pytest.raises(ValueError, match=message):
         weights.load(path, like=like)
 
 
 @pytest.mark.parametrize("contents", [b"", b"abcdefgh", b"x" * 200, json.dumps({"a": 1}).encode()])
-def test_file_that_is_none_of_these_is_refused(contents, tmp_path):
+def test_file_that_is_not_a_safetensors_file_is_refused(contents, tmp_path):
     (tmp_path / "w").write_bytes(contents)
-    with pytest.raises(ValueError, match="is no safetensors file, or not all of one"):
+    with pytest.raises(ValueError, match="is not a safetensors file, or it is incomplete"):
         weights.load(tmp_path / "w")
 
 
-@pytest.mark.parametrize("left", [3, 50, -1])
-def test_file_that_is_cut_off_is_refused(left, tmp_path):
+@pytest.mark.parametrize("size", [3, 50, -1])
+def test_truncated_file_is_refused(size, tmp_path):
     path = saved(tmp_path, {"a": np.zeros(100)})
-    path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(ValueError, match="is no safetensors file, or not all of one"):
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match="is not a safetensors file, or it is incomplete"):
         weights.load(path)
 
 
-def test_missing_file_and_folder_are_told(tmp_path):
+def test_missing_file_and_folder_are_errors(tmp_path):
     for path in (tmp_path / "none", tmp_path):
-        with pytest.raises(FileNotFoundError, match="There is no safetensors file"):
+        with pytest.raises(
+            FileNotFoundError, match="The file .* does not exist, or is a folder. Pass the path of a safetensors file"
+        ):
             weights.load(path)
     with pytest.raises(FileNotFoundError, match="The folder .*none does not exist. Create it before writing w to it"):
         weights.save(tmp_path / "none" / "w", np.zeros(1))
@@ -308,14 +311,14 @@ def test_file_of_a_dtype_that_jax_lacks_is_refused_by_name(name, tmp_path):
     data = np.zeros(4, np.uint8)
     tensor = safetensors.TensorSpec(dtype=name, shape=(4,), data_ptr=data.ctypes.data, data_len=4)
     (tmp_path / "w").write_bytes(safetensors.serialize({"odd": tensor}))
-    with pytest.raises(ValueError, match="odd in .* is of the dtype F.*; jdist reads BOOL, I8"):
+    with pytest.raises(ValueError, match="odd in .* has dtype F.*, and jdist reads BOOL, I8"):
         weights.load(tmp_path / "w")
 
 
 @pytest.mark.parametrize("array", [np.zeros(1, complex), np.zeros(1, ml_dtypes.int4)], ids=["complex128", "int4"])
-def test_dtype_that_the_file_lacks_is_refused_before_anything_is_written(array, tmp_path):
+def test_dtype_that_safetensors_does_not_have_is_refused_before_anything_is_written(array, tmp_path):
     with pytest.raises(
-        TypeError, match=r"a\.b is (complex128|int4)\[1\], and safetensors files have no such dtype. Cast"
+        TypeError, match=r"a\.b is (complex128|int4)\[1\], and safetensors files do not have this dtype. Cast"
     ):
         weights.save(tmp_path / "w", {"a": {"b": array}})
     assert not os.listdir(tmp_path)
@@ -327,7 +330,7 @@ def test_arguments_of_save_and_load_that_are_swapped_are_refused_with_the_right_
     with pytest.raises(TypeError, match=message + r".*Call `jdist\.weights\.save\(path, tree\)`"):
         weights.save(tree, path)
     with pytest.raises(TypeError, match=message + r".*Call `jdist\.weights\.load\(path, like=tree\)`"):
-        weights.load(tree, pathlib.Path(path))
+        weights.load(tree, like=pathlib.Path(path))
     with pytest.raises(TypeError, match=r"must be .* got function\. The path .* Call `jdist\.export\(path, apply"):
         jdist.export(lambda state, x: x, path, tree, ())
     for make, call in ((jdist.load, "load"), (jdist.Checkpointer, "Checkpointer")):
@@ -337,22 +340,22 @@ def test_arguments_of_save_and_load_that_are_swapped_are_refused_with_the_right_
 
 
 @pytest.mark.parametrize("leaf", ["text", np.array("text"), np.zeros(1, "M8[s]")])
-def test_leaf_that_is_no_array_is_refused_by_name(leaf, tmp_path):
+def test_leaf_that_is_not_an_array_is_refused_by_name(leaf, tmp_path):
     with pytest.raises(TypeError, match="x is .*: devices hold numbers"):
         weights.save(tmp_path / "w", {"x": leaf})
 
 
-def test_object_that_is_no_array_is_refused_by_name(tmp_path):
+def test_object_that_is_not_an_array_is_refused_by_name(tmp_path):
     with pytest.raises(TypeError, match="x is object"):
         weights.save(tmp_path / "w", {"x": object()})
 
 
-def test_names_that_are_the_same_are_refused(tmp_path):
+def test_equal_names_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"Two leaves have the name `a\.b`"):
         weights.save(tmp_path / "w", {"a": {"b": np.zeros(1)}, "a.b": np.zeros(1)})
 
 
-def test_names_that_are_no_tree_are_read_into_like(tmp_path):
+def test_names_that_are_not_nested_dicts_are_loaded_into_like(tmp_path):
     flat = {"a": np.zeros(1), "a.b": np.zeros(2), "a.b.c.d": np.zeros(3)}
     path = saved(tmp_path, flat)
     with pytest.raises(ValueError, match=r"`a.*` in .* begins with the name of another array.*`like=`"):
@@ -360,26 +363,26 @@ def test_names_that_are_no_tree_are_read_into_like(tmp_path):
     assert_same_bits(weights.load(path, like=flat), flat)
 
 
-def test_leaf_that_was_given_to_a_step_is_refused_by_name(two, tmp_path):
+def test_leaf_that_was_donated_to_a_step_is_refused_by_name(two, tmp_path):
     state = two.put({"w": np.zeros(1, np.float32)})
     two.step(lambda state: (state, None))(state)
     with pytest.raises(ValueError, match=r"w \(float32\[1\]\) was donated to a step"):
         weights.save(tmp_path / "w", state)
 
 
-def test_64_bits_are_not_cut_for_a_strategy_in_silence(two, tmp_path):
+def test_64_bit_numbers_are_not_truncated_silently_for_a_strategy(two, tmp_path):
     path = saved(tmp_path, {"n": np.array([2**40])})
     with pytest.raises(TypeError, match=r"n in .* is int64\[1\], and would become int32 on the devices"):
         weights.load(path, strategy=two)
 
 
-def test_missing_package_is_told_with_what_to_install(tmp_path, monkeypatch):
+def test_missing_package_is_an_error_with_the_command_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
     with pytest.raises(ImportError, match=r'`python -m pip install "jdist\[export\]"`'):
         weights.save(tmp_path / "w", jnp.zeros(1))
 
 
-def test_weights_are_the_business_of_the_host(two, tmp_path):
-    for word, call in {"save": lambda: weights.save(tmp_path, 1), "load": lambda: weights.load(tmp_path)}.items():
-        with pytest.raises(RuntimeError, match=f"weights.{word}"):
+def test_weights_in_a_replica_function_are_refused(two, tmp_path):
+    for name, call in {"save": lambda: weights.save(tmp_path, 1), "load": lambda: weights.load(tmp_path)}.items():
+        with pytest.raises(RuntimeError, match=f"weights.{name}"):
             two.run(call)

@@ -1,4 +1,4 @@
-"""One process of several that leaves the choice of a strategy to jdist; prints what it was given, and a sum over all.
+"""One process of several that uses `auto_strategy`; prints the strategy, and a sum over all replicas.
 
 python automatic_worker.py COORDINATOR COUNT NUMBER
 """
@@ -17,9 +17,9 @@ import jdist
 
 logging.basicConfig(stream=sys.stdout, format="%(name)s: %(message)s")
 strategy = jdist.auto_strategy()
-mine = strategy.distribute_values_from_function(lambda context: np.float32(1 + context.replica_id_in_sync_group))
-total = strategy.run(lambda x: jdist.all_reduce("sum", x), (mine,))
+values = strategy.distribute_values_from_function(lambda context: np.float32(1 + context.replica_id_in_sync_group))
+total = strategy.run(lambda x: jdist.all_reduce("sum", x), (values,))
 print(type(strategy).__name__, strategy.num_replicas_in_sync, len(strategy.replicas.local), float(total))
 
-# The process that holds the coordinator leaves last.
+# The process that hosts the coordinator exits last.
 jax.distributed.shutdown()

@@ -1,4 +1,4 @@
-"""One process of several whose hosts keep a state; writes the parameters and the state that it ended with.
+"""One process of several that train with the state in host memory; writes the final state.
 
 python central_worker.py COORDINATOR COUNT NUMBER FOLDER
 """
@@ -55,6 +55,6 @@ for name, strategy in STRATEGIES.items():
         results[f"{name}{jax.tree_util.keystr(path)}"] = np.asarray(leaf)
 np.savez(folder / f"{count}_{number}.npz", **results)
 
-# The process that holds the coordinator leaves last.
+# The process that hosts the coordinator exits last.
 if count > 1:
     jax.distributed.shutdown()

@@ -1,4 +1,4 @@
-"""One process of several that train, save and restore together; writes what it restored, as far as it can read it.
+"""One process of several that train, save and restore together; writes the restored state.
 
 python checkpoint_worker.py COORDINATOR COUNT NUMBER FOLDER
 """
@@ -28,12 +28,12 @@ STRATEGIES = {
 
 
 def make(key):
-    mine = jdist.replica_id()
+    index = jdist.replica_id()
     return {
         "w": jax.random.normal(key, (8, 4)),
         "key": key,
-        "total": jdist.SyncOnRead(1.0 + mine, "sum"),
-        "drift": jdist.SyncOnRead(jnp.arange(4.0) + mine, "mean"),
+        "total": jdist.SyncOnRead(1.0 + index, "sum"),
+        "drift": jdist.SyncOnRead(jnp.arange(4.0) + index, "mean"),
     }
 
 
@@ -41,8 +41,8 @@ def count_up(state):
     return {name: leaf if name == "key" else leaf + 1 for name, leaf in state.items()}, None
 
 
-def whole(strategy, state):
-    """Every leaf as each process can read it."""
+def gathered(strategy, state):
+    """Returns every leaf as a numpy array, on each process."""
     read = jdist.read_values({**state, "key": jax.random.key_data(state["key"])})
     return jax.tree.map(np.asarray, jax.jit(lambda tree: tree, out_shardings=strategy.replicas.whole)(read))
 
@@ -57,22 +57,24 @@ for name, strategy in STRATEGIES.items():
             extra = {"at": np.int64(at), "w": state["w"] if count == 1 or name == "mirrored" else None}
             assert checkpointer.save(at, state, {"batch": at}, extra=extra)
         assert not checkpointer.save(3, state)
-        found = checkpointer.restore(strategy, state)
-        assert checkpointer.steps() == (2, 3) and found.step == 3 and found.data_position == {"batch": 3}
-        assert found.extra["at"] == 3
-        shardings = [[leaf.sharding for leaf in jax.tree.leaves(tree)] for tree in (found.state, strategy.put(state))]
+        restored = checkpointer.restore(strategy, like=state)
+        assert checkpointer.steps() == (2, 3) and restored.step == 3 and restored.data_position == {"batch": 3}
+        assert restored.extra["at"] == 3
+        shardings = [
+            [leaf.sharding for leaf in jax.tree.leaves(tree)] for tree in (restored.state, strategy.put(state))
+        ]
         assert shardings[0] == shardings[1]
-        results |= {f"{name}/{key}": leaf for key, leaf in whole(strategy, found.state).items()}
-        after, _ = step(found.state)
-        assert whole(strategy, after)["drift"].tolist() == (whole(strategy, state)["drift"] + 1).tolist()
-    if count > 1:  # what one process saved alone
+        results |= {f"{name}/{key}": leaf for key, leaf in gathered(strategy, restored.state).items()}
+        after, _ = step(restored.state)
+        assert gathered(strategy, after)["drift"].tolist() == (gathered(strategy, state)["drift"] + 1).tolist()
+    if count > 1:  # a checkpoint that a single process saved
         with Checkpointer(folder / f"{name}_1") as checkpointer:
             state = checkpointer.restore(
-                strategy, jax.eval_shape(functools.partial(strategy.init, make), jax.random.key(0))
+                strategy, like=jax.eval_shape(functools.partial(strategy.init, make), jax.random.key(0))
             ).state
-            results |= {f"from one on {name}/{key}": leaf for key, leaf in whole(strategy, state).items()}
+            results |= {f"of one process {name}/{key}": leaf for key, leaf in gathered(strategy, state).items()}
 np.savez(folder / f"{count}_{number}.npz", **results)
 
-# The process that holds the coordinator leaves last.
+# The process that hosts the coordinator exits last.
 if count > 1:
     jax.distributed.shutdown()

@@ -1,4 +1,4 @@
-"""One process of several that reads data as tf.distribute was asked to; writes which examples its replicas got.
+"""One process of several that reads data in the cases that were run with tf.distribute; writes the examples of its replicas.
 
 python data_parity_worker.py COORDINATOR COUNT NUMBER FOLDER
 """
@@ -17,9 +17,9 @@ jax.distributed.initialize(address, count, number, coordinator_bind_address=addr
 import jdist
 
 
-def refusal(ask):
+def refusal(call):
     try:
-        ask()
+        call()
     except (ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
@@ -36,7 +36,7 @@ class Batched:
 
 
 class Numbers:
-    """A range that can be sharded as a data set of TensorFlow can."""
+    """A range with the `shard` method of a TensorFlow data set."""
 
     def __init__(self, numbers):
         self._numbers = numbers
@@ -48,13 +48,13 @@ class Numbers:
         return Numbers(self._numbers[index::num_shards])
 
 
-def got(dataset):
-    """For each step what each replica of this process got, without the rows that fill up."""
+def examples_of(dataset):
+    """Returns for each step the examples of each replica of this process, without padding."""
     steps = []
     for element in dataset:
         batch, weights = element if isinstance(element, tuple) else (element, None)
-        kept = [np.ones(len(x)) for x in batch.values] if weights is None else weights.values
-        steps.append([np.asarray(x)[np.asarray(w) > 0].tolist() for x, w in zip(batch.values, kept, strict=True)])
+        masks = [np.ones(len(x)) for x in batch.values] if weights is None else weights.values
+        steps.append([np.asarray(x)[np.asarray(w) > 0].tolist() for x, w in zip(batch.values, masks, strict=True)])
     return steps
 
 
@@ -69,20 +69,20 @@ handler.emit = lambda record: log.append(record.getMessage())
 logging.getLogger("jdist").addHandler(handler)
 
 
-def logged(ask):
+def logged(call):
     log.clear()
-    return ask(), list(log)
+    return call(), list(log)
 
 
 def both(array, size):
-    """Of examples that have numbers, and of a source of batches."""
+    """Returns an indexed source of examples, and a source of batches."""
     return {"examples": (np.asarray(array), size), "batches": (Batched(array, size), None)}
 
 
 firsts = [next(d for d in jax.devices() if d.process_index == process) for process in range(count)]
 one_each = jdist.MirroredStrategy(firsts)
 every = jdist.MirroredStrategy(jax.devices())
-read = lambda *source, **options: got(one_each.distribute_dataset(*source, **{"remainder": "pad", **options}))
+read = lambda *source, **options: examples_of(one_each.distribute_dataset(*source, **{"remainder": "pad", **options}))
 results = {}
 
 for policy in ("auto", "data"):
@@ -109,13 +109,15 @@ for policy in ("auto", "data", "off", "hint"):
     results[f"mw11_{policy}"] = read(Numbers(range(7)), 2, auto_shard=policy)
 results["mw11_no_hint"] = refusal(lambda: read(np.arange(7), 2, auto_shard="hint"))
 results["mw12_dataset"] = read(np.arange(4), 2)
-results["mw12_function"] = got(one_each.distribute_datasets_from_function(lambda context: Batched(np.arange(4), 1)))
-results["mw13_function"] = got(
+results["mw12_function"] = examples_of(
+    one_each.distribute_datasets_from_function(lambda context: Batched(np.arange(4), 1))
+)
+results["mw13_function"] = examples_of(
     every.distribute_datasets_from_function(lambda context: Batched(np.arange(9), 2), remainder="pad")
 )
 
 results["mw13_refused"] = refusal(lambda: every.distribute_dataset(np.arange(9), 2))
-results["mw13_dataset"] = got(every.distribute_dataset(np.arange(9), 8, remainder="pad"))
+results["mw13_dataset"] = examples_of(every.distribute_dataset(np.arange(9), 8, remainder="pad"))
 
 contexts = []
 
@@ -126,9 +128,9 @@ def sharded(context):
     return batches[context.input_pipeline_id :: context.num_input_pipelines].__iter__()
 
 
-results["mw15"] = got(one_each.distribute_datasets_from_function(sharded, remainder="pad"))
+results["mw15"] = examples_of(one_each.distribute_datasets_from_function(sharded, remainder="pad"))
 results["mw15_contexts"] = contexts
 (folder / f"{number}.json").write_text(json.dumps(results))
 
-# The process that holds the coordinator leaves last.
+# The process that hosts the coordinator exits last.
 jax.distributed.shutdown()

@@ -1,4 +1,4 @@
-"""One process of several that train on the digits together; writes what it ended with.
+"""One process of several that train on the digits together; writes the final state and results.
 
 python digits_worker.py COORDINATOR COUNT NUMBER FOLDER
 """
@@ -49,6 +49,6 @@ for path, leaf in jax.tree_util.tree_leaves_with_path(state):
     results["state" + jax.tree_util.keystr(path)] = np.asarray(leaf.addressable_shards[-1].data)
 np.savez(folder / f"{count}_{number}.npz", **results)
 
-# The process that holds the coordinator leaves last.
+# The process that hosts the coordinator exits last.
 if count > 1:
     jax.distributed.shutdown()

@@ -1,4 +1,7 @@
-"""A state on the devices of several processes is exported, and its weights are saved; what each process then reads."""
+"""One process of several that export a state, save its weights, and load both.
+
+python export_worker.py COORDINATOR COUNT NUMBER FOLDER
+"""
 
 import sys
 
@@ -22,11 +25,11 @@ for strategy in (jdist.MirroredStrategy(jax.devices()), jdist.ShardedStrategy(me
     export(f"{folder}/x", lambda state, x: x @ state["w"] + state["b"], state, (x,))
     np.testing.assert_allclose(load(f"{folder}/x")(x), x @ np.arange(12).reshape(4, 3) + 1)
     weights.save(f"{folder}/w", state)
-    again = weights.load(f"{folder}/w", like=state, strategy=strategy)
-    assert [x.sharding for x in jax.tree.leaves(again)] == [x.sharding for x in jax.tree.leaves(state)]
+    loaded = weights.load(f"{folder}/w", like=state, strategy=strategy)
+    assert [x.sharding for x in jax.tree.leaves(loaded)] == [x.sharding for x in jax.tree.leaves(state)]
 try:
     weights.save(f"{folder}/none/w", state)
 except FileNotFoundError as error:
-    print(f"told: {error}")
+    print(f"FileNotFoundError: {error}")
 except RuntimeError as error:
-    print(f"heard: {error}")
+    print(f"RuntimeError: {error}")

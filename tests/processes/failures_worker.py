@@ -1,6 +1,6 @@
-"""One of two processes that save and restore together, where the disk of one of them fails; prints what it hears.
+"""One of two processes that save and restore together; the disk of process FAILING fails. Prints the result of each call.
 
-python failures_worker.py COORDINATOR COUNT NUMBER FOLDER WHO
+python failures_worker.py COORDINATOR COUNT NUMBER FOLDER FAILING
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import optax
 
-address, count, number, folder, who = (
+address, count, number, folder, failing_process = (
     *sys.argv[1:2],
     *map(int, sys.argv[2:4]),
     pathlib.Path(sys.argv[4]),
@@ -31,27 +31,28 @@ from jdist._src.core.jax_compat import key_value_store
 
 strategy = jdist.ShardedStrategy("all", Mesh(np.array(jax.devices()), ("data",)))
 state = strategy.init(lambda key: {"w": jax.random.normal(key, (1024, 512))}, jax.random.key(0))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is an error then, as on a full disk
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is then an error, as on a full disk
 
 
 @contextlib.contextmanager
-def disk_takes(bytes_a_file):
-    """On process `who`."""
-    if number == who:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (bytes_a_file, resource.RLIM_INFINITY))
+def file_size_limit(num_bytes):
+    """Limits the size of files on the failing process."""
+    if number == failing_process:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def hear(what, function):
+def attempt(case, function):
     try:
-        print(what, "went well", function(), flush=True)
+        print(f"{case}: returned {function()}", flush=True)
     except jdist.CheckpointError as error:
-        print(what, str(error).replace("\n", " "), flush=True)
+        text = str(error).replace("\n", " ")
+        print(f"{case}: {text}", flush=True)
 
 
 def trained():
-    """Trains with a checkpoint every second step, none of which can be written."""
+    """Trains with a checkpoint every second step; no checkpoint can be written."""
     model = (lambda key, x: {"w": jax.random.normal(key, (1024, 512))}, lambda params, x: x @ params["w"])
     trainer = jdist.Trainer(model, optax.sgd(0.1), lambda y, _: (y**2).mean(-1), strategy=strategy)
     data = (np.ones((24, 1024), np.float32), np.zeros(24, np.float32))
@@ -59,8 +60,8 @@ def trained():
     try:
         trainer.fit(data, batch_size=4, callbacks=[jdist.callbacks.Checkpoint(checkpointer)], progress="off")
     except jdist.FitError as error:
-        read = float(jax.jit(lambda w: w.sum(), out_shardings=strategy.replicas.whole)(error.fit.state.params["w"]))
-        return type(error.__cause__).__name__, error.fit.steps, int(error.fit.state.step), read == read
+        total = float(jax.jit(lambda w: w.sum(), out_shardings=strategy.replicas.whole)(error.fit.state.params["w"]))
+        return type(error.__cause__).__name__, error.fit.steps, int(error.fit.state.step), total == total
 
 
 with jdist.Checkpointer(folder / "checkpoints") as checkpointer:
@@ -70,34 +71,34 @@ with jdist.Checkpointer(folder / "checkpoints") as checkpointer:
         checkpointer.wait()
         return checkpointer.steps()
 
-    hear("before:", lambda: saved(1))
-    with disk_takes(300_000):
-        hear("in the background:", lambda: saved(2))
-    with disk_takes(30_000):
-        hear("before it begins:", lambda: saved(2))
+    attempt("before", lambda: saved(1))
+    with file_size_limit(300_000):
+        attempt("in the background", lambda: saved(2))
+    with file_size_limit(30_000):
+        attempt("before it begins", lambda: saved(2))
     try:
-        raise ValueError("one of the caller's, which is none of the disk's")
+        raise ValueError("an exception of the caller, not of the disk")
     except ValueError:
-        hear("after:", lambda: saved(3))
+        attempt("after", lambda: saved(3))
 
-    with disk_takes(300_000):
-        hear("training:", trained)
+    with file_size_limit(300_000):
+        attempt("training", trained)
 
-    if number == 0:  # a file of one of the parts that process `who` reads
-        part = "ocdbt.process_1" if who else "ocdbt.process_0"
+    if number == 0:  # damages a file that the failing process reads
+        part = "ocdbt.process_1" if failing_process else "ocdbt.process_0"
         largest = max(
             (folder / "checkpoints" / "3" / "arrays" / part).glob("d/*"), key=lambda file: file.stat().st_size
         )
         os.truncate(largest, 100_000)
-    strategy.put(1)  # all are here
-    hear("damaged:", lambda: checkpointer.restore(strategy).step)
-    found = checkpointer.restore(strategy, step=1).state["w"]
-    mine, saved_by_me = ([np.asarray(part.data) for part in x.addressable_shards] for x in (found, state["w"]))
-    print("whole:", np.array_equal(mine, saved_by_me), flush=True)
+    strategy.put(1)  # a barrier
+    attempt("damaged", lambda: checkpointer.restore(strategy).step)
+    restored = checkpointer.restore(strategy, step=1).state["w"]
+    shards, saved_shards = ([np.asarray(shard.data) for shard in x.addressable_shards] for x in (restored, state["w"]))
+    print("equal:", np.array_equal(shards, saved_shards), flush=True)
 
     counts = []
-    for often in (1, 5):
-        for _ in range(often):
+    for repeats in (1, 5):
+        for _ in range(repeats):
             checkpointer.restore(strategy, step=1)
         strategy.put(1)
         counts.append(len(key_value_store().key_value_dir_get("jdist/checkpoint")))
@@ -106,12 +107,12 @@ with jdist.Checkpointer(folder / "checkpoints") as checkpointer:
 
     group = ProcessGroup()
     strategy.put(1)
-    if number == who:
+    if number == failing_process:
         time.sleep(1.5)
     else:
-        hear("late:", lambda: group.meet(0.3))
+        attempt("late", lambda: group.barrier(0.3))
     strategy.put(1)
-    group.leave()
+    group.close()
 
-# The process that holds the coordinator leaves last.
+# The process that hosts the coordinator exits last.
 jax.distributed.shutdown()

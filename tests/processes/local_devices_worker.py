@@ -56,5 +56,5 @@ for strategy in pickle.loads((folder / str((number + 1) % count)).read_bytes()):
     print("read:", *(everyone.index(device) for device in strategy.mesh.devices.flat))
 
 if count > 1:
-    # The process that holds the coordinator leaves last.
+    # The process that hosts the coordinator exits last.
     jax.distributed.shutdown()

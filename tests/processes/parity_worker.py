@@ -102,5 +102,5 @@ for kind, where in {"all_reduce": every, "hierarchical": groups}.items():
         results[f"{kind}_{leaf}"] = here(total)
 np.savez(folder / f"{number}.npz", **results)
 
-# The process that holds the coordinator leaves last.
+# The process that hosts the coordinator exits last.
 jax.distributed.shutdown()

@@ -75,6 +75,6 @@ for name in sys.argv[6:]:
         results[name + jax.tree_util.keystr(path)] = np.asarray(leaf.addressable_shards[-1].data)
 np.savez(pathlib.Path(folder) / f"{count}_{devices}_{number}.npz", **results)
 
-# The process that holds the coordinator leaves last.
+# The process that hosts the coordinator exits last.
 if count > 1:
     jax.distributed.shutdown()

@@ -96,5 +96,5 @@ same_program._TIME_LIMIT, same_program._REPORT = 4.0, 1.0
 if number == 0:
     attempt("alone", lambda: strategy.run(lambda x: x + 2, (1.0,)))
 
-# The process that holds the coordinator leaves last.
+# The process that hosts the coordinator exits last.
 jax.distributed.shutdown()

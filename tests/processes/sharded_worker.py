@@ -80,6 +80,6 @@ for name, strategy in GRIDS.items():
     results[f"{name}/moved"] = whole(strategy, moved)["in"]
 np.savez(folder / f"{count}_{number}.npz", **results)
 
-# The process that holds the coordinator leaves last.
+# The process that hosts the coordinator exits last.
 if count > 1:
     jax.distributed.shutdown()

@@ -1,4 +1,4 @@
-"""Checkpoints that two real processes save and restore together, and that one saved for both."""
+"""Checkpoints that two processes save and restore together, and one that a single process saved."""
 
 import ast
 import pathlib
@@ -16,80 +16,77 @@ WORKER = pathlib.Path(__file__).parent / "checkpoint_worker.py"
 
 
 @pytest.mark.slow
-def test_two_processes_save_and_restore_together_what_one_does_alone(tmp_path):
+def test_two_processes_save_and_restore_the_same_state_as_one(tmp_path):
     run_processes(WORKER, 1, 4, tmp_path)
     run_processes(WORKER, 2, 2, tmp_path)
     one, first, second = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("1_0", "2_0", "2_1"))
     assert len(one) == 2 * 4 and len(first) == 2 * len(one)
     for name, leaf in first.items():
         assert second[name].tobytes() == leaf.tobytes(), name
-        np.testing.assert_array_equal(leaf, one[name.removeprefix("from one on ")], err_msg=name)
+        np.testing.assert_array_equal(leaf, one[name.removeprefix("of one process ")], err_msg=name)
     assert one["mirrored/total"] == sum(range(1, 5)) + 4 * 3
 
 
-@pytest.mark.parametrize("who", among([0, 1], 1))
-def test_what_fails_on_one_process_fails_on_all_at_once_and_the_next_goes_well(tmp_path, who):
-    heard = [heard_by(printed) for printed in run_processes(FAILURES, 2, 2, tmp_path, who, seconds=60)]
-    other = 1 - who
-    for process, there in enumerate(heard):
-        where = "" if process == who else f"It failed on process {who}: "
-        assert there["before"] == "went well (1,)"
+@pytest.mark.parametrize("failing", among([0, 1], 1))
+def test_save_or_restore_that_fails_on_one_process_fails_on_both_and_the_next_succeeds(tmp_path, failing):
+    results = [results_by_case(output) for output in run_processes(FAILURES, 2, 2, tmp_path, failing, seconds=60)]
+    for process, result in enumerate(results):
+        prefix = "" if process == failing else f"Process {failing} failed: "
+        assert result["before"] == "returned (1,)"
         assert re.search(
-            rf"step 2 could not be written to .*checkpoints: {where}File too large\..*those of the steps 1\..*will be tried",
-            there["in the background"],
+            rf"step 2 could not be written to .*checkpoints: {prefix}File too large\..*Complete checkpoints: step 1\..*tries again",
+            result["in the background"],
         )
-        assert re.search(rf"step 2 could not be written to .*: {where}File too large\.", there["before it begins"])
-        assert there["after"] == "went well (1, 3)"
-        assert there["training"] == heard[0]["training"] == "went well ('CheckpointError', 4, 4, True)"
-        assert re.search(rf"step 3 in .* is damaged, or cannot be read: {where}.*OUT_OF_RANGE", there["damaged"])
-        assert there["whole"] == "True"
-        one_loop, six_loops = ast.literal_eval(there["keys"])
-        assert one_loop == six_loops  # nothing is left in the store
-    assert heard[other]["late"] == "Another process was waited for, and did not come within 0.3 seconds."
+        assert re.search(rf"step 2 could not be written to .*: {prefix}File too large\.", result["before it begins"])
+        assert result["after"] == "returned (1, 3)"
+        assert result["training"] == results[0]["training"] == "returned ('CheckpointError', 4, 4, True)"
+        assert re.search(rf"step 3 in .* is damaged or cannot be read: {prefix}.*OUT_OF_RANGE", result["damaged"])
+        assert result["equal"] == "True"
+        one_restore, six_restores = ast.literal_eval(result["keys"])
+        assert one_restore == six_restores  # no keys remain in the key-value store
+    assert results[1 - failing]["late"] == "Another process did not reach the same point within 0.3 seconds."
 
 
-DIFFERENT = {  # by the call: what both processes hear
+DIFFERENT = {  # case -> the error of both processes
     "steps": r"differ in `step`: process 0 has {0}, process 1 has {1}\. Make the same call",
     "states": r"differ in `state`: process 0 has w float32\[8,{2}\], process 1 has w float32\[8,{3}\]\.",
     "positions": r'differ in `data_position`: process 0 has {{"batch": {4}}}, process 1 has {{"batch": {5}}}\.',
     "calls": r"differ in the call: process 0 has `{6}`, process 1 has `{7}`\.",
-    "calls the other way round": r"differ in the call: process 0 has `{7}`, process 1 has `{6}`\.",
+    "calls exchanged": r"differ in the call: process 0 has `{7}`, process 1 has `{6}`\.",
     "restored steps": r"differ in `step`: process 0 has {8}, process 1 has {9}\.",
-    "resume": r"differ in the latest checkpoint: process 0 has {10}, process 1 has {11}\. .* a folder that all of them see",
+    "resume": r"differ in the latest checkpoint: process 0 has {10}, process 1 has {11}\. .* a folder that all of them can read and write",
 }
 VALUES = [(2, 3), (4, 5), (7, 8), ("save", "restore"), (2, 1), ("step 3", "none")]
-WRONG = {  # by the call: the error of the process whose argument is wrong
+WRONG = {  # case -> the error of the process whose argument is wrong
     "leaf": "TypeError: state/w is str: devices hold numbers",
-    "position": "TypeError: `data_position` is kept as JSON, and <object",
+    "position": "TypeError: `data_position` is saved as JSON, which cannot represent <object",
     "extra": "TypeError: extra/f is builtin_function_or_method: devices hold numbers",
     "step of a wrong kind": "TypeError: `step` must be an integer >= 0, got '1'",
-    "behind": "ValueError: .* has a checkpoint of step 2, and one of step 1 would not be found",
-    "like": r"ValueError: .* another state than `like`\. .* w was float32\[8,4\] and is to be float32\[8,5\]",
-    "no strategy": "TypeError: `restore` takes a strategy first, .* got NoneType",
+    "earlier step": "ValueError: .* has a checkpoint of step 2, so a checkpoint of step 1 would not be the newest",
+    "like": r"ValueError: .* does not match `like`\. .* w is float32\[8,4\] in the checkpoint and float32\[8,5\] in `like`",
+    "no strategy": "TypeError: The first argument of `restore` must be the strategy .* got NoneType",
 }
 
 
-@pytest.mark.parametrize("who", among([0, 1], 1))
-def test_calls_that_fail_or_differ_on_one_process_fail_on_both_and_the_next_go_well(tmp_path, who):
-    printed = run_processes(AGREEMENT, 2, 2, tmp_path, who, seconds=60)
-    heard = [dict(re.findall(r"^([a-z ]+): (.*)$", text, re.M)) for text in printed]
-    values = [value for pair in VALUES for value in (pair if who == 1 else pair[::-1])]
-    for process, there in enumerate(heard):
-        for what, error in WRONG.items():
-            call = "restore" if what in ("like", "no strategy") else "save"
-            where = "" if process == who else f"CheckpointError: `{call}` failed on process {who}: "
-            assert re.match(where + error, there[what]), (what, there[what])
-        for what, error in DIFFERENT.items():
-            assert re.match(f"CheckpointError: The processes {error.format(*values)}", there[what]), (what, there[what])
-        for what in ("first", "second", "last", "alone"):
-            assert there[what] == "went well True"
-        assert there["restored"] == "went well 6.0"
+@pytest.mark.parametrize("wrong", among([0, 1], 1))
+def test_calls_that_fail_or_differ_on_one_process_fail_on_both_and_the_next_succeed(tmp_path, wrong):
+    outputs = run_processes(AGREEMENT, 2, 2, tmp_path, wrong, seconds=60)
+    values = [value for pair in VALUES for value in (pair if wrong == 1 else pair[::-1])]
+    for process, result in enumerate(map(results_by_case, outputs)):
+        for case, error in WRONG.items():
+            call = "restore" if case in ("like", "no strategy") else "save"
+            prefix = "" if process == wrong else f"CheckpointError: `{call}` failed on process {wrong}: "
+            assert re.match(prefix + error, result[case]), (case, result[case])
+        for case, error in DIFFERENT.items():
+            assert re.match(f"CheckpointError: The processes {error.format(*values)}", result[case]), (
+                case,
+                result[case],
+            )
+        for case in ("first", "second", "last", "one process"):
+            assert result[case] == "returned True"
+        assert result["restored"] == "returned 6.0"
 
 
-def heard_by(printed):
-    """What a process printed, by what it was about."""
-    return dict(
-        re.findall(
-            r"^(before|in the background|before it begins|after|training|damaged|whole|keys|late): (.*)$", printed, re.M
-        )
-    )
+def results_by_case(output):
+    """Returns the printed result of each case."""
+    return dict(re.findall(r"^([a-z ]+): (.*)$", output, re.M))

@@ -30,7 +30,7 @@ class RestoredCheckpoint:
     """A checkpoint that `Checkpointer.restore` returned.
 
     Attributes:
-        step: The step after which it was saved.
+        step: The number of steps that led to the state.
         state: The state, on the strategy's devices.
         data_position: The data position that was passed to `save`.
         extra: The `extra` that was passed to `save`, in dicts and lists, with arrays on the host.
@@ -155,8 +155,8 @@ class Checkpointer:
         """Restores a checkpoint onto the devices of a strategy. Each device reads its own part.
 
         Wrappers are preserved. A `SyncOnRead` SUM is split into shares for the new replicas. Other values per replica, of a
-        `SyncOnRead` or a `PerReplica`, are restored bit for bit on the same number of replicas. On another number, those of a
-        `SyncOnRead` are aggregated and every replica gets the result; a `PerReplica` is an error.
+        `SyncOnRead` or a `PerReplica`, are restored bit for bit on the same number of replicas. On another number, the
+        values of a `SyncOnRead` are aggregated and every replica gets the result; a `PerReplica` is an error.
 
         Args:
             strategy: The strategy of the restored state.
@@ -165,7 +165,7 @@ class Checkpointer:
             step: The step of the checkpoint; the newest by default.
 
         Raises:
-            FileNotFoundError: There is no checkpoint, or none of this step.
+            FileNotFoundError: The folder does not contain a checkpoint, or not one of this step.
             ValueError: The saved state does not match `like`, or does not fit the strategy; the message names the leaves.
             CheckpointError: A file is damaged, or cannot be read.
         """
@@ -278,7 +278,11 @@ class Checkpointer:
                 error.add_note(str(close_error))
         try:
             steps = self.steps()
-            complete = f"Complete checkpoints: {_listed(steps)}." if steps else "There is no complete checkpoint."
+            complete = (
+                f"Complete checkpoints: {_listed(steps)}."
+                if steps
+                else "The folder does not contain a complete checkpoint."
+            )
         except OSError:
             complete = "The folder cannot be read either."
         raise CheckpointError(
@@ -319,7 +323,7 @@ class Checkpointer:
             f"The next `save` of this `Checkpointer` renames the damaged folder to {step}.damaged. To continue with "
             f"`fit(resume=...)`, delete {self._folder / str(step)}."
             if older
-            else "There is no earlier checkpoint."
+            else "The folder does not contain an earlier checkpoint."
         )
         raise CheckpointError(
             f"The checkpoint of step {step} in {self._folder} is damaged or cannot be read: {short_message(error)} {advice}"
@@ -327,7 +331,7 @@ class Checkpointer:
 
 
 def newest_step(checkpointer: Checkpointer) -> int | None:
-    """Returns the newest step, from which training resumes; None if there is no checkpoint. All processes call it.
+    """Returns the newest step, from which training resumes; None without a checkpoint. All processes call it.
 
     Raises:
         CheckpointError: The processes see different checkpoints.

@@ -51,7 +51,7 @@ def _group_key(x: Any, index: int) -> Any:
 
 
 def _device_words(x: Any) -> Any:
-    """Returns `x` in device memory; numpy arrays of 64-bit numbers as 32-bit words, because JAX may have no 64-bit types."""
+    """Returns `x` in device memory. A numpy array of 64-bit numbers becomes 32-bit words: JAX may disable 64-bit types."""
     if _is_in_host_memory(x):
         return jax.device_put(x, x.sharding.with_memory_kind("device"))
     is_wide = isinstance(x, np.ndarray) and x.dtype.itemsize >= 8 and x.dtype.kind in "iufc"

@@ -52,7 +52,7 @@ class StoredArray:
 
     @property
     def bits(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of the array in the file: for random keys, those of the key data."""
+        """The shape and dtype of the array in the file: for random keys, of the key data."""
         if self.key is None:
             return self.array
         data = jax.eval_shape(lambda: jax.random.key_data(self._make_key()))
@@ -147,7 +147,7 @@ def to_text(manifest: Mapping[str, Any]) -> str:
 
 
 def from_text(text: str, step: int) -> dict[str, Any]:
-    """Returns the manifest that `to_text` wrote. Format 1 has no fingerprint, and is read without the check.
+    """Returns the manifest that `to_text` wrote. Format 1 is read without the check of the fingerprint.
 
     Args:
         text: The content of the file.
@@ -159,14 +159,14 @@ def from_text(text: str, step: int) -> dict[str, Any]:
     manifest = json.loads(text)
     if manifest["format"] > _FORMAT:
         raise ValueError(
-            f"It was written by jdist {manifest['jdist']} in format {manifest['format']}. jdist {__version__} reads formats up to "
-            f"{_FORMAT}. Install jdist {manifest['jdist']} or later"
+            f"It was written by jdist {manifest['jdist']} in format {manifest['format']}. jdist {__version__} reads formats up "
+            f"to {_FORMAT}. Install jdist {manifest['jdist']} or later"
         )
     has_fingerprint = manifest["format"] != _UNSIGNED or "fingerprint" in manifest
     if has_fingerprint and manifest.get("fingerprint") != signed(manifest)["fingerprint"]:
         raise ValueError("The manifest was changed after it was written: its fingerprint does not match its content")
     if manifest["step"] != step:
-        raise ValueError(f"The manifest belongs to step {manifest['step']}, but the folder is named {step}")
+        raise ValueError(f"The manifest is of step {manifest['step']}, but the folder is named {step}")
     return manifest
 
 

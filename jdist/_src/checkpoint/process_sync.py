@@ -97,7 +97,7 @@ class ProcessGroup:
         return result
 
     def barrier(self, seconds: float = math.inf) -> None:
-        """Waits until all processes have called it. Returns at once if a call has failed before.
+        """Waits until all processes have called it. Returns immediately if a call has failed before.
 
         Raises:
             CheckpointError: Another process failed, or did not call it within `seconds`.

@@ -1,8 +1,8 @@
 """How a checkpoint is restored: for each leaf of the new state, the stored array, the sharding it is read in, and its value.
 
 A leaf that is stored as one value is read directly in the sharding of the new state; a `SyncOnRead` SUM is split into equal
-shares. Values per replica are restored bit for bit on the same number of replicas. On another number, those of a `SyncOnRead`
-are aggregated, and every replica gets the result; those of a `PerReplica` are an error.
+shares. Values per replica are restored bit for bit on the same number of replicas. On another number, a `SyncOnRead` is
+aggregated, and every replica gets the result; a `PerReplica` is an error.
 """
 
 import pathlib
@@ -112,7 +112,9 @@ def read_manifest(folder: pathlib.Path, step: int) -> tuple[Mapping[str, Any], P
     """
     manifest = from_text(storage.manifest_path(folder, step).read_text(), step)
     saved = from_json(manifest["state"], stored_arrays(manifest).__getitem__)
-    for leaf in leaves_of(saved):  # a manifest of format 1 has no fingerprint: this raises for an invalid dtype
+    for leaf in leaves_of(
+        saved
+    ):  # a manifest of format 1 is not checked by a fingerprint: this raises for an invalid dtype
         _ = leaf.value.bits
     return manifest, saved
 
@@ -127,7 +129,7 @@ def make_restore_plan(
         manifest: The manifest of the checkpoint.
         saved: The saved state, with a `StoredArray` for each leaf.
         strategy: The strategy of the new state.
-        like: A state with the structure of the new state; None for that of the checkpoint.
+        like: A state with the structure of the new state; None for the structure of the checkpoint.
 
     Raises:
         ValueError: The saved state does not match `like`, or does not fit the strategy.
@@ -208,7 +210,7 @@ def _with_names_of_like(name: str, saved: Sequence[Leaf], wanted: Sequence[Leaf]
         raise ValueError(
             f"{name} has layers with other names than `like`, and they can be paired in several ways: {error}. Give "
             "the layers fixed names when the model is built (`name=`), or call `keras.utils.clear_session()` before, "
-            "so that the names are those of the checkpoint."
+            "so that the names match the checkpoint."
         ) from None
     if pairs is None:
         return saved
@@ -241,7 +243,7 @@ def _matches(saved: Leaf, wanted: Leaf) -> bool:
         return False
     if str(saved.value.dtype) == str(wanted.value.dtype):
         return True
-    # A sum of small integers is stored with a larger dtype, that of a sum in numpy.
+    # A sum of small integers is stored with a larger dtype, as numpy computes sums.
     is_sum = getattr(saved.wrapper, "aggregation", None) is VariableAggregation.SUM
     dtypes = (saved.value.bits.dtype, wanted.value.dtype)
     return is_sum and saved.value.key is None and all(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)

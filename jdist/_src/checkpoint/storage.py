@@ -111,7 +111,7 @@ def complete_steps(folder: pathlib.Path) -> tuple[int, ...]:
 
 
 def incomplete_folders(folder: pathlib.Path, after: int) -> tuple[pathlib.Path, ...]:
-    """Returns the folders of steps later than `after` that have no manifest, in ascending order of their steps."""
+    """Returns the folders of steps later than `after` without a manifest, in ascending order of their steps."""
     later = [child for child in folder.iterdir() if child.name.isdecimal() and int(child.name) > after]
     incomplete = [child for child in later if not manifest_path(folder, int(child.name)).exists()]
     return tuple(sorted(incomplete, key=lambda child: int(child.name)))
@@ -121,27 +121,29 @@ def find_step(folder: pathlib.Path, step: int | None) -> int:
     """Returns `step`, or for None the step of the newest complete checkpoint.
 
     Raises:
-        FileNotFoundError: There is no such checkpoint.
+        FileNotFoundError: The folder does not contain this checkpoint.
     """
     steps = complete_steps(folder)
     if step is None and steps:
         return steps[-1]
-    incomplete = "".join(f" {child} has no {MANIFEST}/{MANIFEST_FILE}." for child in incomplete_folders(folder, -1))
+    incomplete = "".join(
+        f" {child} does not contain {MANIFEST}/{MANIFEST_FILE}." for child in incomplete_folders(folder, -1)
+    )
     if step is None:
-        raise FileNotFoundError(f"There is no complete checkpoint in {folder}.{incomplete}")
+        raise FileNotFoundError(f"Found no complete checkpoint in {folder}.{incomplete}")
     if as_int("`step`", step, 0) not in steps:
-        others = f"Complete steps: {', '.join(map(str, steps))}." if steps else "The folder has no complete checkpoint."
-        raise FileNotFoundError(f"There is no complete checkpoint of step {step} in {folder}. {others}{incomplete}")
+        others = f"Complete steps: {', '.join(map(str, steps))}." if steps else "Complete steps: none."
+        raise FileNotFoundError(f"Found no complete checkpoint of step {step} in {folder}. {others}{incomplete}")
     return step
 
 
 def warn_of_incomplete(folder: pathlib.Path, newest: int | None) -> None:
-    """Warns, on process 0, about folders of steps later than the newest complete checkpoint that have no manifest."""
+    """Warns, on process 0, about folders of steps later than the newest complete checkpoint without a manifest."""
     incomplete = incomplete_folders(folder, -1 if newest is None else newest)
     if not incomplete or jax.process_index() != 0:
         return
     complete = (
-        "There is no complete checkpoint."
+        "The folder does not contain a complete checkpoint."
         if newest is None
         else f"The newest complete checkpoint is that of step {newest}."
     )
@@ -172,7 +174,7 @@ def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> d
     Args:
         folder: The folder of checkpoints.
         step: The step.
-        shapes: For each array a `jax.ShapeDtypeStruct` with the sharding in which it is read, or a numpy array of its shape and
+        shapes: For each array a `jax.ShapeDtypeStruct` with its sharding, or a numpy array of its shape and
             dtype, for an array on the host.
 
     Raises:
@@ -201,7 +203,7 @@ def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> d
 
 
 class FolderLock:
-    """A lock on a folder of checkpoints, so that only one job at a time writes into it. Reading needs no lock.
+    """A lock on a folder of checkpoints, so that only one job at a time writes into it. Reading does not need the lock.
 
     The lock is held from the creation until `release`. The operating system releases it when the process ends, also by SIGKILL.
     On Windows and on file systems without locks it has no effect.
@@ -279,7 +281,7 @@ def silence_orbax() -> None:
     from orbax.checkpoint._src import asyncio_utils
 
     # orbax closes its event loop at the first error. A read or write that ends later finds the loop closed, and Python
-    # prints a traceback. orbax has no option for it, and all of its loops run in this function.
+    # prints a traceback. orbax does not have an option for it, and all of its loops run in this function.
     run_sync = getattr(asyncio_utils, "run_sync", None)
     if run_sync is not None:
         asyncio_utils.run_sync = lambda coro: run_sync(_until_all_tasks_end(coro))

@@ -161,7 +161,7 @@ def _json_key(key: Any) -> Any:
 
 
 class _Name(NamedTuple):
-    """One part of a path. A key that contains slashes, such as that of a Keras variable, has several parts."""
+    """One part of a path. A key that contains slashes, such as the path of a Keras variable, has several parts."""
 
     begins_key: bool
     base: str

@@ -1,4 +1,4 @@
-"""Functions with their weights exported as a directory, and weights as safetensors files.
+"""Writes a function together with its weights, and weights alone as safetensors files.
 
-Read `export` first; `load` reads what it writes.
+Read `export` first; `load` reads what `export` wrote. `weights` writes and reads the safetensors files of both.
 """

@@ -1,10 +1,10 @@
-"""`export`: a function and its weights, for use without the code that made them."""
+"""`export`: writes a function and its weights to a folder, for use without the Python code of the function."""
 
 import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from jdist._src.values.base import is_distributed
 FORMAT = 1
 MANIFEST, FUNCTION, WEIGHTS = "manifest.json", "function.bin", "weights.safetensors"
 
+Platform = Literal["cpu", "cuda", "rocm", "tpu"]
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -32,31 +33,31 @@ def export(
     state: PyTree,
     signature: Sequence[PyTree],
     *,
-    platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
+    platforms: Sequence[Platform] = ("cpu", "cuda", "tpu"),
 ) -> None:
-    """Writes a function and its weights to a folder, to be used without the code of the function; see `jdist.load`.
+    """Writes a function and its weights to a folder, for use without the code of the function; see `jdist.load`.
 
-    The function takes a batch of any size. The folder has the program (`function.bin`, of `jax.export`), the weights
-    (`weights.safetensors`) and what they are, in words (`manifest.json`). An export that is there is replaced, once the new
-    one is whole. On several processes all call it, and process 0 writes.
+    The exported function takes a batch of any size. The folder contains the program (`function.bin`, of `jax.export`), the
+    weights (`weights.safetensors`) and a description (`manifest.json`). An existing export is replaced when the new one is
+    complete. On several processes all of them call `export`, and process 0 writes.
 
-    A later JAX reads what an earlier one wrote, and not the other way round.
+    An export can be loaded by the same or a later version of JAX, not by an earlier one.
 
     Args:
         path: The folder.
-        apply: `apply(state, *inputs)` gives a tree of arrays `[batch, ...]`: what it makes of each example. It sees the state
-            without wrappers, and there is one replica: jdist's words are the identity.
-        state: The weights, wherever they lie, under any strategy; wrapped values are read, as by `jdist.read_values`.
-        signature: What the inputs are, in a tuple: for each a tree of arrays, or `jax.ShapeDtypeStruct`, of a batch of any
-            size. The first dim of each is the batch; an input without dims is the same for all examples.
-        platforms: What the program is for.
+        apply: A function `apply(state, *inputs)` that returns a tree of arrays `[batch, ...]`, one result per example. The
+            state is passed without wrappers, and there is one replica: jdist's collectives are the identity.
+        state: The weights, with any sharding, under any strategy. Wrapped values are read, as by `jdist.read_values`.
+        signature: The inputs, as a tuple: for each input a tree of arrays, or of `jax.ShapeDtypeStruct`, of a batch of any
+            size. The first dimension is the batch. An input without dimensions is the same for all examples.
+        platforms: The platforms of the program.
 
     Raises:
-        ValueError: `apply` does not take such inputs, or not in batches of any size; what it returns has no batch; or it says
-            how it is split over devices.
-        TypeError: The signature is no tuple of arrays, or a leaf of the state is no array.
-        OSError: The folder cannot be written, or is there and no export; what was there before is there still.
-        ImportError: The packages that it needs are not there.
+        ValueError: `apply` does not accept such inputs, or not for any batch size; a result is without a batch dimension; or
+            `apply` refers to a mesh.
+        TypeError: The signature is not a tuple of arrays, or a leaf of the state is not an array.
+        OSError: The folder cannot be written, or exists and is not an export. Its previous content is unchanged.
+        ImportError: flatbuffers or safetensors is not installed.
 
     Example:
         >>> import tempfile
@@ -70,12 +71,17 @@ def export(
     require_cross_replica_context("export")
     check_path("export(path, apply, state, signature)", path, apply)
     require_flatbuffers()
-    inputs = _inputs(apply, signature)
-    _check_platforms(platforms)
-    values = jax.tree.map(_as_jax_has_it, weights.to_host(state))
-    exported = _exported(apply, values, inputs, tuple(platforms))
-    function, gradient = _serialized(exported)
-    manifest = _manifest(exported, list(inputs), function, gradient)
+    inputs = _input_shapes(apply, signature)
+    if isinstance(platforms, str) or not platforms or not set(platforms) <= set(_PLATFORMS):
+        raise ValueError(
+            f"`platforms` must be a non-empty tuple of {', '.join(map(repr, _PLATFORMS))}, got {platforms!r}."
+        )
+    values = jax.tree.map(
+        lambda x: x if weights.is_random_key(x) else np.asarray(x, weights.jax_dtype(x)), weights.to_host(state)
+    )
+    exported = _export_program(apply, values, inputs, tuple(platforms))
+    function, has_gradient = _serialize(exported)
+    manifest = _make_manifest(exported, list(inputs), function, has_gradient)
     write_weights = weights.file_writer(values)
 
     def write(folder: pathlib.Path) -> None:
@@ -84,108 +90,103 @@ def export(
         write_weights(folder / WEIGHTS)
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
 
-    write_on_process_0(path, write, lambda there: is_export(there) or (there.is_dir() and not any(there.iterdir())))
+    write_on_process_0(path, write, lambda folder: is_export(folder) or (folder.is_dir() and not any(folder.iterdir())))
 
 
 def is_export(folder: pathlib.Path) -> bool:
-    """Whether `export` wrote this folder."""
+    """Whether `folder` was written by `export`."""
     return (folder / MANIFEST).is_file() and (folder / FUNCTION).is_file()
 
 
 def require_flatbuffers() -> None:
-    """Raises ImportError, with what to install, if `jax.export` cannot work."""
+    """Raises ImportError if the package that `jax.export` needs is not installed."""
     try:
         import flatbuffers as flatbuffers  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ImportError('Programs are exported with flatbuffers: `python -m pip install "jdist[export]"`.') from error
+        raise ImportError('Exported programs need flatbuffers: `python -m pip install "jdist[export]"`.') from error
 
 
-def _inputs(apply: Callable[..., PyTree], signature: Sequence[PyTree]) -> dict[str, PyTree]:
-    """What each input is, by the name that `apply` has for it."""
+def _input_shapes(apply: Callable[..., PyTree], signature: Sequence[PyTree]) -> dict[str, PyTree]:
+    """Returns the shapes and dtypes of each input, by the name of the parameter of `apply`."""
     if not isinstance(signature, (tuple, list)):
-        raise TypeError(f"`signature` is a tuple of inputs, got {type(signature).__name__}: write `(value,)`.")
+        raise TypeError(f"`signature` must be a tuple of inputs, got {type(signature).__name__}. Write `(value,)`.")
     names = argument_names(apply, (None, *signature), {})[1:]
-    inputs = {name: _kinds(name, tree) for name, tree in zip(names, signature, strict=True)}
-    sizes = {leaf: kind.shape[0] for leaf, kind in _named(inputs).items() if kind.shape}
+    inputs = {name: _shapes(name, tree) for name, tree in zip(names, signature, strict=True)}
+    sizes = {name: leaf.shape[0] for name, leaf in _named_leaves(inputs).items() if leaf.shape}
     if not sizes:
         raise ValueError(
-            f"No input has a batch: the signature is ({_told(inputs)}). Give at least one a first dim for it."
+            f"No input has a batch dimension: the signature is ({_signature_text(inputs)}). Add a first dimension to at least "
+            "one input."
         )
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"The first dim of every input is the batch, and it is of one size: the signature is ({_told(inputs)}). What "
-            "has no batch belongs to the state."
+            f"The first dimension of every input is the batch, and must have the same size: the signature is "
+            f"({_signature_text(inputs)}). Make a value without a batch dimension part of the state."
         )
     return inputs
 
 
-def _check_platforms(platforms: Sequence[str]) -> None:
-    if isinstance(platforms, str) or not platforms or not set(platforms) <= set(_PLATFORMS):
-        raise ValueError(f"`platforms` is a tuple of some of {', '.join(map(repr, _PLATFORMS))}, got {platforms!r}.")
-
-
-def _kinds(name: str, tree: PyTree) -> PyTree:
+def _shapes(name: str, tree: PyTree) -> PyTree:
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         if is_distributed(node):
             raise TypeError(
-                f"The signature has {node!r} for {name}. Say what one replica sees: an array of `.values[0]`."
+                f"The signature has {node!r} for {name}. Pass the arrays of one replica, such as `value.values[0]`."
             )
     for leaf_name, leaf in weights.leaves_by_name(tree, name).items():
         if not isinstance(leaf, jax.ShapeDtypeStruct):
             check_array(leaf_name, leaf)
-    host = lambda leaf: leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    kind = lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), weights.jax_dtype(host(leaf)))
-    some = lambda kind: (
-        _with_batch(kind, max(kind.shape[0], 1)) if kind.shape else kind
-    )  # an empty batch is a signature too
-    return jax.tree.map(lambda leaf: some(kind(leaf)), tree)
+
+    def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = weights.jax_dtype(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
+        shape = jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+        return _with_batch_size(shape, max(shape.shape[0], 1)) if shape.shape else shape  # an empty batch is allowed
+
+    return jax.tree.map(shape_of, tree)
 
 
-def _as_jax_has_it(leaf: Any) -> Any:
-    return leaf if weights.is_random_key(leaf) else np.asarray(leaf, weights.jax_dtype(leaf))
-
-
-def _exported(
+def _export_program(
     apply: Callable[..., PyTree], values: PyTree, inputs: Mapping[str, PyTree], platforms: tuple[str, ...]
 ) -> Any:
-    """The program of `apply` on one device, with a batch of any size."""
+    """Returns the `jax.export.Exported` of `apply` for one device and a batch of any size."""
     trees = (jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values), *inputs.values())
-    program = jax.jit(_of_plain_trees(apply, trees))
+    program = jax.jit(_on_plain_containers(apply, trees))
     (batch,) = jax.export.symbolic_shape("batch")
-    state, *kinds = map(plain_containers, trees)
-    symbolic = (state, *jax.tree.map(lambda x: _with_batch(x, batch), kinds))
+    plain_state, *plain_inputs = map(plain_containers, trees)
+    symbolic = (plain_state, *jax.tree.map(lambda x: _with_batch_size(x, batch), plain_inputs))
     with enter_context(ReplicaContext()):
-        _check_takes(program, (state, *kinds), inputs)
-        _check_any_batch(program, symbolic, batch)
+        _check_accepts(program, (plain_state, *plain_inputs), inputs)
+        _check_any_batch_size(program, symbolic, batch)
         try:
             exported = jax.export.export(program, platforms=platforms)(*symbolic)
         except Exception as error:
             raise ValueError(
-                f"`apply` cannot be exported for {', '.join(platforms)}: {_said(error)}. If one of them cannot do it, leave it "
-                'out: `platforms=("cpu",)`.'
+                f"`apply` cannot be exported for {', '.join(platforms)}: {_error_text(error)}. If one of them does not "
+                'support it, leave it out: `platforms=("cpu",)`.'
             ) from error
     if exported.nr_devices != 1:
         raise ValueError(
-            f"`apply` is written for {exported.nr_devices} devices, and an export is the function of one, which every "
-            "strategy can split. Leave out of it where things lie."
+            f"`apply` is compiled for {exported.nr_devices} devices, and an export is a function for one device, which every "
+            "strategy can split. Remove the shardings from `apply`."
         )
     return exported
 
 
-def _of_plain_trees(apply: Callable[..., PyTree], trees: Sequence[PyTree]) -> Callable[..., PyTree]:
-    """`apply` of trees without containers of the user's own, giving one."""
+def _on_plain_containers(apply: Callable[..., PyTree], trees: Sequence[PyTree]) -> Callable[..., PyTree]:
+    """Returns `apply` with arguments and a result in dicts, lists and tuples; `trees` have the containers of the arguments."""
     treedefs = [(list(weights.leaves_by_name(tree)), jax.tree.structure(tree)) for tree in trees]
 
-    def of_plain_trees(*given: PyTree) -> PyTree:
-        leaves = map(weights.leaves_by_name, given)
-        back = [treedef.unflatten([x[n] for n in names]) for x, (names, treedef) in zip(leaves, treedefs, strict=True)]
-        return plain_containers(apply(*back))
+    def apply_to_plain(*args: PyTree) -> PyTree:
+        leaves = map(weights.leaves_by_name, args)
+        trees = [
+            treedef.unflatten([x[name] for name in names]) for x, (names, treedef) in zip(leaves, treedefs, strict=True)
+        ]
+        return plain_containers(apply(*trees))
 
-    return of_plain_trees
+    return apply_to_plain
 
 
 def plain_containers(node: PyTree) -> PyTree:
-    """A tree of dictionaries, lists and tuples: any other container becomes a dictionary of what it has."""
+    """Returns a tree of dicts, lists and tuples. Any other container becomes a dict of its children."""
     if node is None or type(node) in (list, tuple):
         return node if node is None else type(node)(map(plain_containers, node))
     children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
@@ -194,53 +195,56 @@ def plain_containers(node: PyTree) -> PyTree:
     return {jax.tree_util.keystr(path, simple=True): plain_containers(child) for path, child in children}
 
 
-def _check_takes(program: Callable[..., PyTree], trees: Sequence[PyTree], inputs: Mapping[str, PyTree]) -> None:
-    """Raises ValueError if `apply` fails with such inputs, or speaks of devices."""
+def _check_accepts(program: Callable[..., PyTree], trees: Sequence[PyTree], inputs: Mapping[str, PyTree]) -> None:
+    """Raises ValueError if `apply` fails with the inputs of the signature, or refers to a mesh."""
     try:
-        traced = jax.make_jaxpr(program)(*trees)
+        jaxpr = jax.make_jaxpr(program)(*trees).jaxpr
     except Exception as error:
-        raise ValueError(f"`apply` does not take the signature ({_told(inputs)}): {_said(error)}") from error
-    # With a symbolic batch size and several devices, JAX ends the process when such a program is called.
-    for equation in all_equations(traced.jaxpr):
+        raise ValueError(
+            f"`apply` does not accept the signature ({_signature_text(inputs)}): {_error_text(error)}"
+        ) from error
+    # JAX ends the process when a program with one of these primitives, and a symbolic batch size, is called on several devices.
+    for equation in all_equations(jaxpr):
         if equation.primitive.name in PARTITIONING:
             line = source_lines.equation_frame(equation)
-            where = f"`{equation.primitive.name}`" + (f" at {line}" if line else "")
+            location = f" at {line}" if line else ""
             raise ValueError(
-                f"`apply` says how it is split over devices, by a {where}. An export is the function of one device, which "
-                "every strategy can split: leave that out of it."
+                f"`apply` refers to a mesh, in `{equation.primitive.name}`{location}. An export is a function for one device, "
+                "which every strategy can split: remove it from `apply`."
             )
 
 
-def _with_batch(kind: jax.ShapeDtypeStruct, batch: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((batch, *kind.shape[1:]), kind.dtype) if kind.shape else kind
+def _with_batch_size(leaf: jax.ShapeDtypeStruct, batch: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, *leaf.shape[1:]), leaf.dtype) if leaf.shape else leaf
 
 
-def _check_any_batch(program: Any, trees: Sequence[PyTree], batch: Any) -> None:
-    """Raises ValueError if `apply` works for some sizes of the batch only, or loses it."""
+def _check_any_batch_size(program: Any, trees: Sequence[PyTree], batch: Any) -> None:
+    """Raises ValueError if `apply` works for some batch sizes only, or a result is without a batch dimension."""
     try:
         outputs = program.eval_shape(*trees)
     except Exception as error:
         raise ValueError(
-            "`apply` takes the batch of the signature, and not one of any size. Take sizes from the array, as in "
-            f"`x.reshape(x.shape[0], -1)`, and neither write them as numbers nor decide by them: {_said(error)}"
+            "`apply` accepts the batch size of the signature, but not any batch size. Take sizes from the arrays, as in "
+            "`x.reshape(x.shape[0], -1)`, instead of numbers, and do not branch on the batch size: "
+            f"{_error_text(error)}"
         ) from error
     for name, leaf in weights.leaves_by_name(outputs, "output").items():
         if not leaf.shape or leaf.shape[0] != batch:
             raise ValueError(
-                f"`apply` returns {name} as {dtype_and_shape(leaf)}, whose first dim is not the batch, of any size. Return a row for "
-                "each example, however many there are: reshape by `x.shape[0]`, and leave averages over them to the caller."
+                f"`apply` returns {name} as {dtype_and_shape(leaf)}, whose first dimension is not the batch. Return one result "
+                "per example: reshape with `x.shape[0]`, and let the caller compute means over the batch."
             )
 
 
-def _serialized(exported: Any) -> tuple[bytes, bool]:
-    """The program in bytes, and whether its gradient is with it."""
+def _serialize(exported: Any) -> tuple[bytes, bool]:
+    """Returns the bytes of the program, and whether they contain its gradient."""
     try:
         return bytes(exported.serialize(vjp_order=1)), True
-    except Exception:  # not every function has one
+    except Exception:  # not every function has a gradient
         return bytes(exported.serialize()), False
 
 
-def _manifest(exported: Any, arguments: Sequence[str], function: bytes, gradient: bool) -> dict[str, Any]:
+def _make_manifest(exported: Any, arguments: Sequence[str], function: bytes, has_gradient: bool) -> dict[str, Any]:
     (state, *inputs), _ = exported.in_tree.unflatten(exported.in_avals)
     outputs = exported.out_tree.unflatten(exported.out_avals)
     return {
@@ -249,21 +253,21 @@ def _manifest(exported: Any, arguments: Sequence[str], function: bytes, gradient
         "jax": jax.__version__,
         "calling_convention_version": exported.calling_convention_version,
         "platforms": list(exported.platforms),
-        "gradient": gradient,
+        "gradient": has_gradient,
         "function": {"bytes": len(function), "sha256": hashlib.sha256(function).hexdigest()},
         "arguments": list(arguments),
-        "inputs": _listed(_named(dict(zip(arguments, inputs, strict=True)))),
-        "outputs": _listed(weights.leaves_by_name(outputs, "output")),
-        "weights": _listed(weights.leaves_by_name(state)),
+        "inputs": _describe(_named_leaves(dict(zip(arguments, inputs, strict=True)))),
+        "outputs": _describe(weights.leaves_by_name(outputs, "output")),
+        "weights": _describe(weights.leaves_by_name(state)),
     }
 
 
-def _listed(kinds: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(leaves: Mapping[str, Any]) -> dict[str, Any]:
     size = lambda dim: int(dim) if isinstance(dim, int) else str(dim)
-    return {name: {"shape": list(map(size, kind.shape)), "dtype": str(kind.dtype)} for name, kind in kinds.items()}
+    return {name: {"shape": list(map(size, leaf.shape)), "dtype": str(leaf.dtype)} for name, leaf in leaves.items()}
 
 
-def _named(inputs: Mapping[str, PyTree]) -> dict[str, Any]:
+def _named_leaves(inputs: Mapping[str, PyTree]) -> dict[str, Any]:
     return {
         leaf_name: leaf
         for name, tree in inputs.items()
@@ -271,9 +275,9 @@ def _named(inputs: Mapping[str, PyTree]) -> dict[str, Any]:
     }
 
 
-def _told(inputs: Mapping[str, PyTree]) -> str:
-    return ", ".join(f"{name}: {dtype_and_shape(kind)}" for name, kind in _named(inputs).items())
+def _signature_text(inputs: Mapping[str, PyTree]) -> str:
+    return ", ".join(f"{name}: {dtype_and_shape(leaf)}" for name, leaf in _named_leaves(inputs).items())
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""`load`: what `jdist.export` wrote, without the code that it was made by."""
+"""`load`: reads a function and its weights that `jdist.export` wrote, without the Python code of the function."""
 
 import dataclasses
 import functools
@@ -22,14 +22,14 @@ from jdist._src.values.base import is_distributed
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Loaded:
-    """A function and its weights; called with a batch, it computes with these on JAX's default device.
+    """A loaded function and its weights. Calling it with a batch computes on JAX's default device.
 
     Attributes:
-        apply: `apply(state, *inputs)`, for any strategy: `strategy.run(loaded.apply, (state, batch))`, where `state` is
-            `strategy.put(loaded.state)`. It has a gradient, if the manifest says so. A state in other containers does as well,
-            if its leaves have the same paths: such as the one that was exported.
-        state: The weights, numpy arrays in dictionaries, lists and tuples.
-        manifest: What it is: inputs, outputs and weights with shapes and dtypes, and by which JAX for which platforms.
+        apply: The function `apply(state, *inputs)`, for any strategy: `strategy.run(loaded.apply, (state, batch))` with
+            `state = strategy.put(loaded.state)`. It is differentiable if `manifest["gradient"]` is true. The state may have the
+            containers that it had before the export, or any others with the same paths of leaves.
+        state: The weights: numpy arrays in dicts, lists and tuples.
+        manifest: The description: inputs, outputs and weights with shapes and dtypes, the platforms, and the versions.
 
     Example:
         >>> import tempfile
@@ -50,50 +50,51 @@ class Loaded:
     manifest: Mapping[str, Any]
 
     def __call__(self, *inputs: PyTree) -> PyTree:
-        """What the function makes of a batch, with the weights that came with it.
+        """Computes the function for a batch, with the loaded weights.
 
         Args:
-            inputs: As the signature said, of any size of the batch.
+            inputs: The inputs of the signature, with a batch of any size.
 
         Raises:
-            ValueError: An input has another shape or other leaves, the sizes of the batches differ, or a whole number is out of
-                range.
-            TypeError: An input has another dtype, or there are too few or too many.
+            ValueError: An input has another shape or other leaves than exported, the batch sizes differ, or an integer is out
+                of range.
+            TypeError: An input has another dtype than exported, or the number of inputs is wrong.
         """
         if not all(map(is_jit_argument, host_leaves(inputs))):
             for name, tree in zip(self.manifest["arguments"], inputs, strict=False):
                 for leaf_name, leaf in weights.leaves_by_name(tree, name).items():
                     check_range(leaf_name, leaf)
-        return self._compiled(self._on_device, *inputs)
+        return self._compiled(self._device_state, *inputs)
 
     @functools.cached_property
     def _compiled(self) -> Callable[..., PyTree]:
         return jax.jit(self.apply)
 
     @functools.cached_property
-    def _on_device(self) -> PyTree:
-        with jax.ensure_compile_time_eval():  # not for the program alone that may be traced here
+    def _device_state(self) -> PyTree:
+        with jax.ensure_compile_time_eval():  # the first call may be in a function that is being traced
             return jax.device_put(self.state)
 
     def __repr__(self) -> str:
-        inputs, outputs = ([*map(_text, self.manifest[key].values())] for key in ("inputs", "outputs"))
-        takes = ", ".join(f"{name}: {text}" for name, text in zip(self.manifest["inputs"], inputs, strict=True))
+        text = lambda leaf: f"{leaf['dtype']}[{','.join(map(str, leaf['shape']))}]"
+        inputs = ", ".join(f"{name}: {text(leaf)}" for name, leaf in self.manifest["inputs"].items())
+        outputs = ", ".join(map(text, self.manifest["outputs"].values()))
         leaves = jax.tree.leaves(self.state)
         arrays = f"{len(leaves)} array{'s' * (len(leaves) != 1)} of weights"
-        return f"Loaded({takes} -> {', '.join(outputs)}; {arrays}, {sum(leaf.nbytes for leaf in leaves)} bytes)"
+        return f"Loaded({inputs} -> {outputs}; {arrays}, {sum(leaf.nbytes for leaf in leaves)} bytes)"
 
 
 def load(path: Path) -> Loaded:
-    """What `jdist.export` wrote: a function and its weights, without the code that it was made by.
+    """Returns the function and the weights that `jdist.export` wrote. The code of the function is not needed.
 
     Args:
         path: The folder.
 
     Raises:
-        FileNotFoundError: There is no export.
-        ValueError: It is damaged, or a later JAX or jdist wrote it, which this one cannot read.
-        RuntimeError: It computes with 64 bits, and these are not turned on.
-        ImportError: The packages that it needs are not there.
+        FileNotFoundError: The folder is not an export.
+        ValueError: The export is damaged, or was written by a later version of JAX or jdist than this one can read.
+        RuntimeError: The export uses 64-bit types, and they are not enabled.
+        ImportError: flatbuffers or safetensors is not installed.
 
     Example:
         >>> import tempfile
@@ -105,115 +106,118 @@ def load(path: Path) -> Loaded:
     require_flatbuffers()
     check_path("load(path)", path)
     folder = pathlib.Path(path)
-    manifest = _manifest(folder)
-    exported = _exported(folder, manifest)
+    manifest = _read_manifest(folder)
+    exported = _read_program(folder, manifest)
     (state, *inputs), _ = exported.in_tree.unflatten(exported.in_avals)
-    _check_bits(folder, jax.tree.leaves((state, inputs)))
-    apply = _apply(exported, [state, *inputs], manifest["arguments"])
+    if any(leaf.dtype != weights.jax_dtype(leaf) for leaf in jax.tree.leaves((state, inputs))):
+        raise RuntimeError(
+            f"{folder} uses 64-bit types. Enable them at the start of the program: "
+            '`jax.config.update("jax_enable_x64", True)`.'
+        )
+    apply = _checked_apply(exported, [state, *inputs], manifest["arguments"])
     return Loaded(apply, weights.load(folder / WEIGHTS, like=state), manifest)
 
 
-def _manifest(folder: pathlib.Path) -> dict[str, Any]:
+def _read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     if not is_export(folder):
         raise FileNotFoundError(
-            f"There is no export at {folder}: a folder with {MANIFEST}, {FUNCTION} and {WEIGHTS}. `jdist.export` writes one."
+            f"{folder} is not an export: a folder with {MANIFEST}, {FUNCTION} and {WEIGHTS}. `jdist.export` writes one."
         )
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
-        form = manifest["format"], manifest["jdist"], manifest["jax"], manifest["arguments"], manifest["function"]
+        export_format, jdist_version = manifest["format"], manifest["jdist"]
+        _ = manifest["jax"], manifest["arguments"], manifest["function"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / MANIFEST} is not what `jdist.export` writes: {error!r}. Export again.") from error
-    if form[0] != FORMAT:
         raise ValueError(
-            f"{folder} is of the form {form[0]}, written by jdist {form[1]}, and this one reads the form {FORMAT}. Upgrade "
-            "jdist here, or export again."
+            f"{folder / MANIFEST} is not a manifest of `jdist.export`: {error!r}. Export again."
+        ) from error
+    if export_format != FORMAT:
+        raise ValueError(
+            f"{folder} has format {export_format}, written by jdist {jdist_version}, and this version reads format {FORMAT}. "
+            "Upgrade jdist here, or export again with this version."
         )
     return manifest
 
 
-def _exported(folder: pathlib.Path, manifest: Mapping[str, Any]) -> Any:
+def _read_program(folder: pathlib.Path, manifest: Mapping[str, Any]) -> Any:
     data = (folder / FUNCTION).read_bytes()
     if hashlib.sha256(data).hexdigest() != manifest["function"].get("sha256"):
         raise ValueError(
-            f"{folder / FUNCTION} is not what was exported: it is damaged, or not all there. Export again."
+            f"{folder / FUNCTION} is damaged or incomplete: its SHA-256 does not match the manifest. Export again."
         )
     try:
         exported = jax.export.deserialize(bytearray(data))
-        exported.mlir_module()  # what this JAX cannot read it finds out here, and else at the first call
+        exported.mlir_module()  # raises now, instead of at the first call, if this version of JAX cannot read it
     except Exception as error:
         raise ValueError(
-            f"{folder} was written by JAX {manifest['jax']}, and JAX {jax.__version__} cannot read it. A later JAX reads what "
-            f"an earlier one wrote, and not the other way round: upgrade JAX here, or export with this one. ({error})"
+            f"{folder} was written by JAX {manifest['jax']}, and JAX {jax.__version__} cannot read it: JAX reads exports of "
+            f"the same and of earlier versions only. Upgrade JAX here, or export with this version. ({error})"
         ) from error
     return exported
 
 
-def _check_bits(folder: pathlib.Path, kinds: Sequence[Any]) -> None:
-    if any(kind.dtype != weights.jax_dtype(kind) for kind in kinds):
-        raise RuntimeError(
-            f'{folder} computes with 64 bits. Turn them on, before all else: `jax.config.update("jax_enable_x64", True)`.'
-        )
+def _checked_apply(exported: Any, shapes: Sequence[PyTree], arguments: Sequence[str]) -> Callable[..., PyTree]:
+    """Returns `apply`, which checks its arguments against the exported shapes."""
 
-
-def _apply(exported: Any, kinds: Sequence[PyTree], arguments: Sequence[str]) -> Callable[..., PyTree]:
     def apply(state: PyTree, *inputs: PyTree) -> PyTree:
         if len(inputs) != len(arguments):
             raise TypeError(
                 f"The loaded function takes {len(arguments)} inputs ({', '.join(arguments)}), got {len(inputs)}."
             )
         names = ["state", *arguments]
-        given = [_fitting(*one) for one in zip(names, (state, *inputs), kinds, strict=True)]
-        _check_batch(names, given, kinds)
-        return exported.call(*given)
+        args = [_in_exported_containers(*each) for each in zip(names, (state, *inputs), shapes, strict=True)]
+        _check_batch_sizes(names, args, shapes)
+        return exported.call(*args)
 
     return apply
 
 
-def _fitting(name: str, tree: PyTree, kinds: PyTree) -> PyTree:
-    """`tree` in the containers that the program knows, by the names of its leaves."""
+def _in_exported_containers(name: str, tree: PyTree, shapes: PyTree) -> PyTree:
+    """Returns the leaves of `tree`, matched by name, in the containers of the exported program."""
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         if is_distributed(node):
             raise TypeError(
-                f"{name} has {node!r} in it, which lies on the devices of a strategy: `strategy.run(loaded.apply, (state, "
-                "batch))`; or take one value out, `jdist.read_values(value)`."
+                f"{name} contains {node!r}, a value of a strategy. Call `strategy.run(loaded.apply, (state, batch))`, or pass "
+                "the plain value: `jdist.read_values(value)`."
             )
-    wanted = weights.leaves_by_name(kinds, name)
-    leaves = weights.in_order_of(f"{name} is not as it was exported", weights.leaves_by_name(tree, name), wanted)
-    fitting = [_array(leaf_name, leaf, wanted[leaf_name]) for leaf_name, leaf in zip(wanted, leaves, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(kinds), fitting)
+    shapes_by_name = weights.leaves_by_name(shapes, name)
+    leaves = weights.in_order_of(
+        f"{name} does not match the exported {name}", weights.leaves_by_name(tree, name), shapes_by_name
+    )
+    arrays = [_check_leaf(*each) for each in zip(shapes_by_name, leaves, shapes_by_name.values(), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
 
-def _array(name: str, leaf: Any, kind: Any) -> Any:
-    """`leaf`, if it is of that kind. A Python number, which has no dtype of its own, takes on that of `kind`."""
-    number = isinstance(leaf, (bool, int, float, complex)) or getattr(leaf, "weak_type", False)
-    if number and jnp.result_type(leaf, kind.dtype) == kind.dtype:
-        leaf = jnp.asarray(leaf, kind.dtype)
+def _check_leaf(name: str, leaf: Any, exported: Any) -> Any:
+    """Returns `leaf` as an array, if it has the exported shape and dtype. A Python number takes the exported dtype."""
+    is_weak = isinstance(leaf, (bool, int, float, complex)) or getattr(leaf, "weak_type", False)
+    if is_weak and jnp.result_type(leaf, exported.dtype) == exported.dtype:
+        leaf = jnp.asarray(leaf, exported.dtype)
     leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    if getattr(leaf.dtype, "kind", "") in tuple("OUSMm") or weights.jax_dtype(leaf) != kind.dtype:
-        raise TypeError(f"{name} is {dtype_and_shape(leaf)}, and was exported as {dtype_and_shape(kind)}. Cast it.")
-    same = [
-        one == other or jax.export.is_symbolic_dim(other) for one, other in zip(leaf.shape, kind.shape, strict=False)
+    if getattr(leaf.dtype, "kind", "") in tuple("OUSMm") or weights.jax_dtype(leaf) != exported.dtype:
+        raise TypeError(
+            f"{name} is {dtype_and_shape(leaf)}, and was exported as {dtype_and_shape(exported)}. Cast it to {exported.dtype}."
+        )
+    is_same = [
+        size == other or jax.export.is_symbolic_dim(other)
+        for size, other in zip(leaf.shape, exported.shape, strict=False)
     ]
-    if len(leaf.shape) != len(kind.shape) or not all(same):
+    if len(leaf.shape) != len(exported.shape) or not all(is_same):
         raise ValueError(
-            f"{name} is {dtype_and_shape(leaf)}, and was exported as {dtype_and_shape(kind)}. Give it these dims."
+            f"{name} is {dtype_and_shape(leaf)}, and was exported as {dtype_and_shape(exported)}. Pass an array of this shape."
         )
     return leaf
 
 
-def _check_batch(names: Sequence[str], given: Sequence[PyTree], kinds: Sequence[PyTree]) -> None:
-    leaves = [x for name, tree in zip(names, given, strict=True) for x in weights.leaves_by_name(tree, name).items()]
-    pairs = zip(leaves, jax.tree.leaves(kinds), strict=True)
-    batch = {name: leaf for (name, leaf), kind in pairs if any(map(jax.export.is_symbolic_dim, kind.shape))}
-    told = ", ".join(f"{name}: {dtype_and_shape(leaf)}" for name, leaf in batch.items())
+def _check_batch_sizes(names: Sequence[str], args: Sequence[PyTree], shapes: Sequence[PyTree]) -> None:
+    leaves = [x for name, tree in zip(names, args, strict=True) for x in weights.leaves_by_name(tree, name).items()]
+    pairs = zip(leaves, jax.tree.leaves(shapes), strict=True)
+    batch = {name: leaf for (name, leaf), shape in pairs if any(map(jax.export.is_symbolic_dim, shape.shape))}
+    text = ", ".join(f"{name}: {dtype_and_shape(leaf)}" for name, leaf in batch.items())
     sizes = [leaf.shape[0] for leaf in batch.values()]
     if any(size != sizes[0] for size in sizes):
         raise ValueError(
-            f"The inputs have batches of different sizes ({told}). Cut them alike: the first dim is the batch."
+            f"The inputs have different batch sizes ({text}). The first dimension is the batch, and must be the same for all."
         )
     if isinstance(sizes[0], int) and not sizes[0]:
-        raise ValueError(f"The batch is empty ({told}). Give it an example, at least.")
-
-
-def _text(kind: Mapping[str, Any]) -> str:
-    return f"{kind['dtype']}[{','.join(map(str, kind['shape']))}]"
+        raise ValueError(f"The batch is empty ({text}). Pass at least one example.")
