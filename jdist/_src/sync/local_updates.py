@@ -167,7 +167,9 @@ def diloco(
         anchor = copy_params(params)
         return DilocoState(jnp.int32(0), anchor, opt_state, reduction.init(anchor), outer_optimizer.init(anchor))
 
-    def update(grads: PyTree, state: DilocoState, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, DilocoState]:
+    def update(
+        grads: PyTree, state: DilocoState, params: PyTree = None, **extra_args: Any
+    ) -> tuple[PyTree, DilocoState]:
         policy_context(name)
         params = require_params(name, params)
         updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
@@ -202,9 +204,7 @@ class OuterStep(NamedTuple):
 
 def outer_step(reduction: Policy, outer_optimizer: Policy, local_params: PyTree, last: OuterStep) -> OuterStep:
     """Returns the next outer step after `last`, along the reduced pseudo-gradients `last.params - local_params`."""
-    pseudo_gradient = jax.tree.map(
-        lambda a, p: checkpoint_name(a - p, PSEUDO_GRADIENT_MARK), last.params, local_params
-    )
+    pseudo_gradient = jax.tree.map(lambda a, p: checkpoint_name(a - p, PSEUDO_GRADIENT_MARK), last.params, local_params)
     reduced, reduction_state = reduction.update(pseudo_gradient, last.reduction_state, last.params)
     updates, outer_state = outer_optimizer.update(reduced, last.outer_state, last.params)
     return OuterStep(optax.apply_updates(last.params, updates), reduction_state, outer_state)
@@ -248,9 +248,9 @@ def init_local_optimizer(name: str, optimizer: Policy, params: PyTree, params_di
     for path, leaf in local_leaves:
         if not is_float(leaf):
             raise TypeError(
-                f"`jdist.sync.{name}` cannot place the state of its optimizer: {path} is {dtype_and_shape(leaf)} and is computed "
-                "from each replica's gradients, so it would be read as a mean, which is not defined for this dtype. Remove "
-                "that transformation from the optimizer, or apply it outside the policy, where the replicas agree."
+                f"`jdist.sync.{name}` cannot place the state of its optimizer: {path} is {dtype_and_shape(leaf)} and is "
+                "computed from each replica's gradients, so it would be read as a mean, which is not defined for this dtype. "
+                "Remove that transformation from the optimizer, or apply it outside the policy, where the replicas agree."
             )
     mark_local(f"sync.{name}", [leaf for _, leaf in local_leaves], VariableAggregation.MEAN)
     if params_diverge:

@@ -72,8 +72,8 @@ def power_sgd(rank: int, *, fallback: optax.GradientTransformation | None = None
         if matrices and all(rank > min(_matrix_shape(leaf)) for _, leaf in matrices):
             examples = ", ".join(f"{name} {dtype_and_shape(leaf)}" for name, leaf in matrices[:3])
             raise ValueError(
-                f"`jdist.sync.power_sgd(rank={rank})`: the rank is larger than every matrix of the parameters ({examples}). Use "
-                f"a rank of at most {max(min(_matrix_shape(leaf)) for _, leaf in matrices)}."
+                f"`jdist.sync.power_sgd(rank={rank})`: the rank is larger than every matrix of the parameters ({examples}). "
+                f"Use a rank of at most {max(min(_matrix_shape(leaf)) for _, leaf in matrices)}."
             )
         return policy.init(params)
 

@@ -183,9 +183,7 @@ def _quantize(x: jax.Array, key: jax.Array | None) -> _QuantizedBlocks:
     scale = jnp.max(jnp.abs(x), axis=-1) / 127
     scaled = x / jnp.where(scale == 0, 1, scale)[..., None]
     # Each replica draws its own noise: with the same noise, the rounding errors would not average out.
-    rounded = (
-        jnp.round(scaled) if key is None else jnp.floor(scaled + jax.random.uniform(replica_key(key), x.shape))
-    )
+    rounded = jnp.round(scaled) if key is None else jnp.floor(scaled + jax.random.uniform(replica_key(key), x.shape))
     return _QuantizedBlocks(jnp.clip(rounded, -127, 127).astype(jnp.int8), scale)
 
 

@@ -89,13 +89,13 @@ def streaming_diloco(
     overlap = check_integer(name, "overlap", overlap, 0)
     if overlap >= every:
         raise ValueError(
-            f"`overlap` of `jdist.sync.{name}` must be less than `every`, got overlap={overlap} and every={every}: the result of "
-            "an outer step is applied before the next one starts."
+            f"`overlap` of `jdist.sync.{name}` must be less than `every`, got overlap={overlap} and every={every}: the result "
+            "of an outer step is applied before the next one starts."
         )
     if not 0 <= check_number(name, "blend", blend) < 1:
         raise ValueError(
-            f"`blend` of `jdist.sync.{name}` must be at least 0 and less than 1, got {blend!r}. It is the weight of a replica's "
-            "own parameters."
+            f"`blend` of `jdist.sync.{name}` must be at least 0 and less than 1, got {blend!r}. It is the weight of a "
+            "replica's own parameters."
         )
     optimizer = check_transformation(name, "optimizer", optimizer)
     outer_optimizer = check_outer_optimizer(name, outer_optimizer)
