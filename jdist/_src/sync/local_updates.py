@@ -25,6 +25,7 @@ from jdist._src.sync.policy import (
     check_integer,
     check_transformation,
     is_float,
+    make_policy,
     policy_context,
     require_params,
 )
@@ -118,7 +119,7 @@ def local_sgd(optimizer: optax.GradientTransformation, *, every: int) -> Policy:
         steps, updates, _ = _synchronize_every(every, state.steps, params, updates, synchronize, (local_params, None))
         return updates, LocalState(steps, opt_state)
 
-    return Policy(init, update)
+    return make_policy(init, update)
 
 
 def diloco(
@@ -185,7 +186,7 @@ def diloco(
         )
         return updates, DilocoState(steps, after.params, opt_state, after.reduction_state, after.outer_state)
 
-    return Policy(init, update)
+    return make_policy(init, update)
 
 
 class OuterStep(NamedTuple):

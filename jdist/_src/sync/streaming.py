@@ -23,6 +23,7 @@ from jdist._src.sync.policy import (
     check_integer,
     check_number,
     check_transformation,
+    make_policy,
     policy_context,
     require_params,
 )
@@ -155,7 +156,7 @@ def streaming_diloco(
             snap_to_target(params, updates, outer.params, is_applied)
         return outer, updates
 
-    return Policy(init, update)
+    return make_policy(init, update)
 
 
 def _split_into_fragments(tree: PyTree, count: int) -> list[list[Any]]:
