@@ -1,4 +1,4 @@
-"""What the tests of policies share: the table of policies, the strategies with two levels, and a small model to train."""
+"""Shared by the tests of policies: the table of policies, strategies with two mesh axes, and a small model."""
 
 import re
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from jdist import sync
 
 from laws import STRATEGIES, assert_in_step, rows
 
-ROWS = 12  # in a batch of all replicas: 1, 2, 3 and 4 of them share it evenly
+ROWS = 12  # examples in a global batch; 1, 2, 3 and 4 replicas divide it
 
-# Reduce at every step: from an optimizer to the optimizer under the policy.
+# Reduce at every step. Each function returns the policy chained with an optimizer.
 REDUCING: dict[str, Callable[[Any], Any]] = {
     "mean": lambda optimizer: optax.chain(sync.mean(), optimizer),
     "sum": lambda optimizer: optax.chain(sync.sum(), optimizer),
@@ -31,21 +31,21 @@ REDUCING: dict[str, Callable[[Any], Any]] = {
         sync.top_k(0.25, fallback=sync.in_dtype(jnp.bfloat16)), optimizer
     ),
 }
-# Count some steps only; parameters agree all the time.
-GATED: dict[str, Callable[[Any], Any]] = {
+# Apply the optimizer at some steps only; parameters are replicated.
+CONDITIONAL: dict[str, Callable[[Any], Any]] = {
     "every": lambda optimizer: sync.every(optax.chain(sync.mean(), optimizer), 2),
     "every_int8": lambda optimizer: sync.every(optax.chain(sync.int8(block_size=16), optimizer), 2),
     "skip_nonfinite": lambda optimizer: sync.skip_nonfinite(optax.chain(sync.mean(), optimizer)),
     "skip_nonfinite_top_k": lambda optimizer: sync.skip_nonfinite(optax.chain(sync.top_k(0.25), optimizer)),
 }
-# Parameters drift, and meet every 2 steps.
-DRIFTING: dict[str, Callable[[Any], Any]] = {
+# Parameters diverge between synchronization steps, every 2 steps.
+LOCAL_UPDATES: dict[str, Callable[[Any], Any]] = {
     "local_sgd": lambda optimizer: sync.local_sgd(optimizer, every=2),
     "diloco": lambda optimizer: sync.diloco(optimizer, every=2),
     "diloco_int8": lambda optimizer: sync.diloco(optimizer, every=2, reduction=sync.int8(block_size=16)),
     "streaming_diloco": lambda optimizer: sync.streaming_diloco(optimizer, every=2, fragments=1, overlap=0, blend=0.0),
 }
-POLICIES = REDUCING | GATED | DRIFTING
+POLICIES = REDUCING | CONDITIONAL | LOCAL_UPDATES
 FEEDBACK = ("in_dtype", "in_dtype_float16", "int8", "int8_stochastic", "top_k", "power_sgd", "top_k_in_bfloat16")
 
 ONE_LEVEL = {name: STRATEGIES[name] for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
@@ -55,11 +55,11 @@ TWO_LEVELS = {
     )
     for size in (1, 2)
 }
-PLACES = ONE_LEVEL | TWO_LEVELS
+POLICY_STRATEGIES = ONE_LEVEL | TWO_LEVELS
 
 
 class State(NamedTuple):
-    """What a step takes and gives.
+    """The state of a step.
 
     Attributes:
         params: The parameters.
@@ -70,13 +70,18 @@ class State(NamedTuple):
     opt_state: Any
 
 
-def cases(policies, places=PLACES):
-    """Each policy with each strategy that it can run under, as `(policy, place)`."""
-    return [(name, place) for name in policies for place in places if name != "hierarchical" or place in TWO_LEVELS]
+def cases(policies, strategies=POLICY_STRATEGIES):
+    """Returns each policy with each strategy that supports it, as `(policy, strategy)`."""
+    return [
+        (name, strategy_name)
+        for name in policies
+        for strategy_name in strategies
+        if name != "hierarchical" or strategy_name in TWO_LEVELS
+    ]
 
 
 def first_params():
-    """Two matrices, a vector and a number."""
+    """Returns two matrices, a vector and a scalar."""
     draw = np.random.default_rng(1).normal
     return {
         "in": {"w": jnp.float32(0.5 * draw(size=(6, 16))), "b": jnp.zeros(16)},
@@ -86,25 +91,25 @@ def first_params():
 
 
 def loss(params, x, y):
-    """Of a network with one hidden layer, the mean squared error."""
+    """Returns the mean squared error of a network with one hidden layer."""
     hidden = jnp.tanh(x @ params["in"]["w"] + params["in"]["b"])
     return jnp.mean((params["scale"] * (hidden @ params["out"]) - y) ** 2)
 
 
 def batches(strategy, steps):
-    """So many batches of numbers drawn at random, the same for any number of replicas."""
+    """Returns `steps` batches of random numbers, the same for any number of replicas."""
     draw = np.random.default_rng(0).normal
     x, y = draw(size=(steps * ROWS, 6)).astype(np.float32), draw(size=(steps * ROWS, 4)).astype(np.float32)
     return strategy.distribute_dataset((x, y), ROWS)
 
 
 def start(strategy, tx, make=first_params):
-    """The state before the first step."""
+    """Returns the initial state."""
     return strategy.init(lambda: State(params := make(), tx.init(params)))
 
 
 def stepper(strategy, tx, loss=loss):
-    """A step of `loss(params, *batch)`, whose output is each replica's own loss."""
+    """Returns a step of `loss(params, *batch)`, whose output is each replica's own loss."""
 
     @strategy.step
     def step(state, batch):
@@ -116,7 +121,7 @@ def stepper(strategy, tx, loss=loss):
 
 
 def train(strategy, tx, steps, state=None):
-    """The state after so many steps, and the step."""
+    """Returns the state after `steps` steps, and the step."""
     state, step = state or start(strategy, tx), stepper(strategy, tx)
     for batch in batches(strategy, steps):
         state, _ = step(state, batch)
@@ -124,7 +129,7 @@ def train(strategy, tx, steps, state=None):
 
 
 def once(strategy, tx, grads):
-    """What a policy makes of gradients `[replica, ...]` at its first step."""
+    """Returns the updates of gradients `[replica, ...]` at the first step of a policy, and its state."""
     like = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), grads.tree)
     state = strategy.init(lambda: tx.init(like))
     update = strategy.step(lambda state, grads: tx.update(grads, state, like)[::-1])
@@ -132,7 +137,7 @@ def once(strategy, tx, grads):
 
 
 def compiled(strategy, tx, shapes):
-    """The compiled step of a model with leaves of these shapes."""
+    """Returns the compiled step of a model with leaves of these shapes, as text."""
     make = lambda: {f"leaf{i}": jnp.ones(shape) for i, shape in enumerate(shapes)}
 
     def step(state, x):
@@ -144,18 +149,18 @@ def compiled(strategy, tx, shapes):
 
 
 def sent(text, collective):
-    """The dtypes of what each collective of a kind in a compiled program gives."""
-    found = re.findall(rf"= (.*?) {collective}(?:-start)?\(", text)
-    return [dtype for result in found for dtype in re.findall(r"(\w+)\[", result)]
+    """Returns the result dtypes of each collective of one kind in a compiled program."""
+    results = re.findall(rf"= (.*?) {collective}(?:-start)?\(", text)
+    return [dtype for result in results for dtype in re.findall(r"(\w+)\[", result)]
 
 
 def read(tree):
-    """`tree` as the host reads it, in numpy arrays."""
+    """Returns `tree` as the host reads it, as numpy arrays."""
     return jax.tree.map(np.asarray, jdist.read_values(tree))
 
 
-def assert_met(params):
-    """Every replica holds the same bits of every leaf, whether it is mirrored or drifts."""
+def assert_synchronized(params):
+    """Asserts that every leaf is bitwise equal on all replicas, whether it is replicated or local."""
     for leaf in jax.tree.leaves(params, is_leaf=_is_wrapped):
         if _is_wrapped(leaf):
             assert len({np.asarray(own).tobytes() for own in leaf.values}) == 1

@@ -1,4 +1,4 @@
-"""Which steps count: every k-th one, as if on a batch k times as large; and only those with finite numbers."""
+"""Gradient accumulation (a step on a batch k times as large), and skipping of non-finite steps."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from test_local_updates import (
 import jdist
 from jdist import sync
 
-INNERS = {
+OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.05, momentum=0.8, nesterov=True),
     "adamw": lambda: optax.adamw(0.03, weight_decay=0.1),
@@ -41,7 +41,7 @@ def reduced(optimizer):
 
 
 def on_one_device(optimizer, data):
-    """The parameters after each step on a whole batch of rows x, targets y and weights."""
+    """Returns the parameters after each step on a global batch of inputs x, targets y and weights."""
     params, held = tree_of(START), []
     opt_state = optimizer.init(params)
     weighted = lambda params, x, y, w: jnp.sum(w * (predictions(params, x) - y) ** 2) / max(w.sum(), 1e-30)
@@ -53,7 +53,7 @@ def on_one_device(optimizer, data):
 
 
 def together(data, k):
-    """The rows of all replicas and of `k` batches at a time, as one batch."""
+    """Returns the examples of all replicas, of `k` batches each, as one batch."""
     for start in range(0, len(data), k):
         parts = data[start : start + k]
         joined = [
@@ -66,7 +66,7 @@ def together(data, k):
 
 
 @pytest.mark.parametrize(
-    "replicas, k, inner",
+    "replicas, k, name",
     [
         (1, 3, "adamw"),
         (2, 1, "momentum"),
@@ -78,10 +78,10 @@ def together(data, k):
     ],
 )
 @pytest.mark.one_in(3)
-def test_accumulated_steps_are_one_on_the_larger_batch(replicas, k, inner):
+def test_accumulated_steps_equal_one_step_on_the_larger_batch(replicas, k, name):
     data = list(batches(3 * k, replicas))
-    _, held = trained(mirrored(replicas), sync.every(reduced(INNERS[inner]()), k), data)
-    expected = on_one_device(INNERS[inner](), together(data, k))
+    _, held = trained(mirrored(replicas), sync.every(reduced(OPTIMIZERS[name]()), k), data)
+    expected = on_one_device(OPTIMIZERS[name](), together(data, k))
     np.testing.assert_allclose(held[k - 1 :: k, 0], expected, rtol=1e-4, atol=1e-5)
     for number in range(3 * k):
         counted = (number + 1) // k
@@ -89,7 +89,7 @@ def test_accumulated_steps_are_one_on_the_larger_batch(replicas, k, inner):
 
 
 def weighted_batches(steps, replicas, seed=3):
-    """With rows of different weights: some zero, and of one batch all on replica 0."""
+    """Returns weighted batches: some weights are zero, and in one batch all weights of replica 0 are zero."""
     rng = np.random.default_rng(seed)
     for number, (x, y) in enumerate(batches(steps, replicas, seed=seed)):
         weights = np.float32(rng.integers(0, 3, size=y.shape))
@@ -112,20 +112,20 @@ def weighted_step(strategy, tx, weight=lambda w: jdist.all_reduce("sum", w.sum()
 
 
 @pytest.mark.parametrize(
-    "replicas, k, inner", [(1, 2, "adamw"), (2, 3, "sgd"), (2, 4, "momentum"), (3, 1, "sgd"), (3, 4, "adamw")]
+    "replicas, k, name", [(1, 2, "adamw"), (2, 3, "sgd"), (2, 4, "momentum"), (3, 1, "sgd"), (3, 4, "adamw")]
 )
-def test_batches_of_different_weights_count_by_their_weights(replicas, k, inner):
+def test_batches_are_averaged_by_their_weights(replicas, k, name):
     data, strategy = list(weighted_batches(2 * k, replicas)), mirrored(replicas)
-    tx = sync.every(reduced(INNERS[inner]()), k)
+    tx = sync.every(reduced(OPTIMIZERS[name]()), k)
     state, step, held = make_state(strategy, tx), weighted_step(strategy, tx), []
     for batch in data:
         state, _ = step(state, strategy.put(jdist.PerReplica(batch)))
         held.append(vector(state[0]))
-    expected = on_one_device(INNERS[inner](), together(data, k))
+    expected = on_one_device(OPTIMIZERS[name](), together(data, k))
     np.testing.assert_allclose(held[k - 1 :: k], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_batches_of_no_weight_at_all_change_nothing_and_leave_the_next_ones_right(two):
+def test_batches_of_weight_zero_do_not_change_the_state_or_later_updates(two):
     data = list(weighted_batches(4, 2))
     data[:2] = [(x, y, 0 * w) for x, y, w in data[:2]]
     tx = sync.every(reduced(optax.sgd(0.1)), 2)
@@ -139,11 +139,11 @@ def test_batches_of_no_weight_at_all_change_nothing_and_leave_the_next_ones_righ
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_weight_of_one_replica_is_refused_by_the_proof(two, k):
+def test_weight_that_varies_between_replicas_is_refused_by_the_proof(two, k):
     tx = sync.every(reduced(optax.sgd(0.1)), k)
     batch = two.put(jdist.PerReplica(next(weighted_batches(1, 2))))
     state, step = make_state(two, tx), weighted_step(two, tx, weight=lambda w: w.sum())
-    if k == 1:  # one batch alone has no weight beside others
+    if k == 1:  # the weight of a single batch cancels
         step(state, batch)
     else:
         with pytest.raises((jdist.NotMirroredError, jdist.DivergentCollectiveError), match=r"batch"):
@@ -158,13 +158,13 @@ def test_weight_of_one_replica_is_refused_by_the_proof(two, k):
         lambda: sync.every(sync.every(reduced(optax.sgd(0.1)), 2), 2),
     ],
 )
-def test_step_that_does_not_count_executes_no_collective(two, make):
+def test_step_without_an_update_executes_no_collective(two, make):
     in_every_call, when_it_counts = collectives_of(two, make())
     assert in_every_call == 0
     assert when_it_counts >= 1
 
 
-def test_weight_costs_one_collective_a_step(two):
+def test_weight_costs_one_collective_per_step(two):
     tx = sync.every(reduced(optax.adam(0.1)), 3)
     batch = two.put(jdist.PerReplica(next(weighted_batches(1, 2))))
     plain = weighted_step(two, tx, weight=lambda w: 1.0)
@@ -173,7 +173,7 @@ def test_weight_costs_one_collective_a_step(two):
     assert counts[1] <= counts[0] + 1
 
 
-def test_another_number_of_replicas_goes_on_amid_an_accumulation():
+def test_another_number_of_replicas_resumes_in_the_middle_of_an_accumulation():
     before, after = list(batches(5, 2)), list(batches(1, 3, seed=1))
     two, three = mirrored(2), mirrored(3)
     tx = sync.every(reduced(optax.adam(0.05)), 3)
@@ -184,7 +184,7 @@ def test_another_number_of_replicas_goes_on_amid_an_accumulation():
 
     weights = lambda batch, rows: np.full(
         rows, 1 / rows, np.float32
-    )  # each batch counts alike, however many rows it has
+    )  # batches have equal weight, independent of their number of examples
     rows = [[*next(together([batch], 1))[:2]] for batch in before + after]
     data = [
         tuple(np.concatenate(part) for part in zip(*[(x, y, weights(x, len(y))) for x, y in group], strict=True))
@@ -193,15 +193,15 @@ def test_another_number_of_replicas_goes_on_amid_an_accumulation():
     np.testing.assert_allclose(held[-1][0], on_one_device(optax.adam(0.05), data)[-1], rtol=1e-4, atol=1e-5)
 
 
-def test_accumulation_within_accumulation_is_one_of_the_product(two):
+def test_nested_accumulation_equals_one_of_the_product(two):
     data = list(batches(12, 2))
     _, nested = trained(two, sync.every(sync.every(reduced(optax.adam(0.1)), 3), 2), data)
     _, flat = trained(two, sync.every(reduced(optax.adam(0.1)), 6), data)
     np.testing.assert_allclose(nested, flat, rtol=1e-4, atol=1e-6)
 
 
-def test_weights_reach_an_accumulation_within(two):
-    """Four batches, two by two: each counts by its weight, as in one accumulation of four."""
+def test_weights_reach_a_nested_accumulation(two):
+    """Four batches, accumulated in pairs, are averaged by their weights as in one accumulation of four."""
     data, found = list(weighted_batches(4, 2)), []
     for tx in (sync.every(reduced(optax.sgd(0.1)), 4), sync.every(sync.every(reduced(optax.sgd(0.1)), 2), 2)):
         state, step = make_state(two, tx), weighted_step(two, tx)
@@ -211,7 +211,7 @@ def test_weights_reach_an_accumulation_within(two):
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
 
 
-def test_accumulation_of_one_is_the_policy_itself_to_the_bit(two):
+def test_accumulation_of_one_step_is_bitwise_equal_to_the_optimizer(two):
     data = list(batches(3, 2))
     state, held = trained(two, sync.every(reduced(optax.adam(0.1)), 1), data)
     plain, expected = trained(two, reduced(optax.adam(0.1)), data)
@@ -227,7 +227,7 @@ def test_accumulation_around_local_sgd_is_local_sgd_on_the_larger_batches(two):
     np.testing.assert_allclose(held[1::2], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_accumulation_within_local_sgd_is_that_of_each_replica(two):
+def test_accumulation_within_local_sgd_is_local_to_each_replica(two):
     data = list(batches(8, 2))
     _, held = trained(two, sync.local_sgd(sync.every(optax.sgd(0.1), 2), every=4), data)
     larger = [tuple(np.concatenate(pair, axis=1) for pair in zip(*data[i : i + 2], strict=True)) for i in (0, 2, 4, 6)]
@@ -266,30 +266,37 @@ def test_steps_trace_once_a_signature_and_move_nothing(two):
 @pytest.mark.parametrize(
     "k, error, message",
     [
-        (0, ValueError, "from 1 up, got 0"),
-        (-1, ValueError, "from 1 up, got -1"),
+        (0, ValueError, ">= 1, got 0"),
+        (-1, ValueError, ">= 1, got -1"),
         (True, TypeError, "got True"),
-        (2.5, TypeError, "from 1 up, got 2.5"),
-        (None, TypeError, "from 1 up, got None"),
+        (2.5, TypeError, ">= 1, got 2.5"),
+        (None, TypeError, ">= 1, got None"),
     ],
 )
-def test_number_that_is_none_is_refused(k, error, message):
-    with pytest.raises(error, match=rf"`k` of `jdist\.sync\.every` must be an integer.*{message.split(', ')[-1]}"):
+def test_steps_that_are_not_a_positive_integer_are_refused(k, error, message):
+    with pytest.raises(error, match=rf"`steps` of `jdist\.sync\.every` must be an integer.*{message.split(', ')[-1]}"):
         sync.every(sync.mean(), k)
 
 
 @pytest.mark.parametrize("word", ["every", "skip_nonfinite"])
-def test_what_is_no_transformation_is_refused(word):
+def test_optimizer_that_is_not_a_transformation_is_refused(word):
     make = getattr(sync, word) if word == "skip_nonfinite" else lambda inner: sync.every(inner, 2)
-    with pytest.raises(TypeError, match=rf"`jdist\.sync\.{word}` works on an optax gradient transformation.*Call it"):
+    with pytest.raises(
+        TypeError, match=rf"`optimizer` of `jdist\.sync\.{word}` must be an optax gradient transformation.*Call it"
+    ):
         make(sync.mean)
 
 
-# --- leaving out what is not finite
+def test_arguments_of_every_in_the_wrong_order_are_refused_with_the_call_to_write():
+    with pytest.raises(TypeError, match=r"write `jdist\.sync\.every\(optimizer, 4\)`"):
+        sync.every(4, sync.mean())
+
+
+# --- skipping non-finite steps
 
 
 def reports(strategy, tx):
-    """A step that takes its gradients as they are handed in: `[replica, 6]`."""
+    """Returns a step that takes gradients `[replica, 6]` as its input."""
 
     @strategy.step
     def step(state, vector):
@@ -323,7 +330,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.one_in(3)
-def test_step_with_a_bad_number_on_one_replica_changes_nothing_on_any(two, policy):
+def test_step_with_a_non_finite_number_on_one_replica_is_skipped_by_all(two, policy):
     tx, rng = sync.skip_nonfinite(POLICIES[policy]()), np.random.default_rng(0)
     state, step, left_out = make_state(two, tx), reports(two, tx), 0
     for number in range(6):
@@ -338,8 +345,8 @@ def test_step_with_a_bad_number_on_one_replica_changes_nothing_on_any(two, polic
     assert all(np.isfinite(np.asarray(leaf.astype(jnp.float32))).all() for leaf in jax.tree.leaves(state[0]))
 
 
-def test_meeting_that_is_left_out_leaves_replicas_that_differ_by_a_rounding_as_they_are(two):
-    """A leaf without a gradient, whose replicas lie one rounding apart, in a step that is left out for another leaf."""
+def test_skipped_synchronization_step_does_not_change_replicas_that_differ_by_a_rounding(two):
+    """A leaf without a gradient, whose replicas differ by one rounding, in a step that is skipped because of another leaf."""
     tx = sync.skip_nonfinite(sync.local_sgd(optax.sgd(1.0), every=2))
     state, step = make_state(two, tx), reports(two, tx)
     grads = np.zeros((2, 6))
@@ -352,7 +359,7 @@ def test_meeting_that_is_left_out_leaves_replicas_that_differ_by_a_rounding_as_t
     assert bits(state[0]) == apart
 
 
-def test_sum_that_overflows_on_no_replica_alone_is_left_out(two):
+def test_step_whose_sum_overflows_but_no_replica_alone_is_skipped(two):
     tx = sync.skip_nonfinite(optax.chain(sync.sum(), optax.sgd(0.1)))
     state, step = make_state(two, tx), reports(two, tx)
     state = step(state, np.full((2, 6), 3e38))
@@ -360,7 +367,7 @@ def test_sum_that_overflows_on_no_replica_alone_is_left_out(two):
     np.testing.assert_array_equal(vector(state[0]), START)
 
 
-def test_accumulation_of_steps_of_which_bad_ones_are_left_out_waits_for_good_ones(two):
+def test_accumulation_does_not_count_skipped_steps(two):
     tx = sync.skip_nonfinite(sync.every(reduced(optax.sgd(1.0)), 2))
     state, step = make_state(two, tx), reports(two, tx)
     for grads in ([[1] * 6, [3] * 6], [[np.nan] * 6, [1] * 6], [[5] * 6, [7] * 6]):
@@ -369,7 +376,7 @@ def test_accumulation_of_steps_of_which_bad_ones_are_left_out_waits_for_good_one
     assert int(state[1].skipped) == 1
 
 
-def test_bad_batch_among_accumulated_ones_takes_the_others_with_it(two):
+def test_non_finite_batch_skips_the_complete_accumulation(two):
     tx = sync.every(sync.skip_nonfinite(reduced(optax.sgd(1.0))), 2)
     state, step = make_state(two, tx), reports(two, tx)
     for grads in ([[np.inf] * 6, [3] * 6], [[1] * 6, [1] * 6]):
@@ -381,7 +388,7 @@ def test_bad_batch_among_accumulated_ones_takes_the_others_with_it(two):
     np.testing.assert_allclose(vector(state[0]), START - 4, rtol=1e-6)
 
 
-def test_micro_batch_without_weight_counts_for_nothing_even_if_its_gradient_is_no_number(two):
+def test_batch_of_weight_zero_is_ignored_even_if_its_gradient_is_nan(two):
     tx = sync.every(reduced(optax.sgd(1.0)), 2)
     state = two.init(lambda: (w := jnp.float32(0), tx.init(w)))
 
@@ -397,7 +404,7 @@ def test_micro_batch_without_weight_counts_for_nothing_even_if_its_gradient_is_n
     assert float(state[0]) == -2.0
 
 
-def test_whole_numbers_among_the_gradients_are_finite():
+def test_integers_among_the_gradients_are_finite():
     tx = sync.skip_nonfinite(optax.identity())
     state = tx.init({"n": jnp.int32(0)})
     updates, state = tx.update({"n": jnp.int32(3)}, state)
@@ -412,8 +419,8 @@ def test_update_by_the_host_program_within_a_scope_is_refused(two, make):
         tx.update(jnp.ones(2), state, jnp.zeros(2))
 
 
-def test_mean_loss_by_hand_is_the_loss_of_the_model():
-    """The reference above is written with weights, and the steps without."""
+def test_weighted_reference_loss_equals_the_loss_of_the_model():
+    """The reference above uses weights, the steps do not."""
     x, y, w = next(together(list(batches(2, 2)), 2))
     error = x @ START - y
     np.testing.assert_allclose(loss(tree_of(START), x, y), np.mean(w * error**2), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Error feedback: nothing is lost, also on another number of replicas and after a checkpoint."""
+"""Error feedback: no part of a gradient is lost, also on another number of replicas and after a checkpoint."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import jdist
 from jdist import sync
 
 from laws import among
-from policies import FEEDBACK, POLICIES, State, assert_met, batches, read, start, stepper
+from policies import FEEDBACK, POLICIES, State, assert_synchronized, batches, read, start, stepper
 
 SHAPES = {"w": (12, 10), "v": (40,), "b": (3,)}
 STEPS = 7
@@ -25,13 +25,13 @@ def zeros():
 
 
 def gradients(replicas, seed=0):
-    """Constant gradients, one a replica: `[replica, ...]` numpy arrays."""
+    """Returns constant gradients, one per replica: numpy arrays `[replica, ...]`."""
     draw = np.random.default_rng(seed).normal
     return {name: np.float32(draw(size=(replicas, *shape))) for name, shape in SHAPES.items()}
 
 
 def adder(strategy, tx):
-    """A step that adds what `tx` makes of gradients to the parameters."""
+    """Returns a step that adds the updates of `tx` to the parameters."""
 
     @strategy.step
     def step(state, grads):
@@ -42,19 +42,19 @@ def adder(strategy, tx):
 
 
 def residuals(opt_state):
-    """The residual of each leaf that has one, as it lies."""
+    """Returns the stored residual of each compressed leaf."""
     is_partial = lambda x: isinstance(x, jdist.SyncOnRead)
     found = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_partial)
     return {path[-1].key: leaf for path, leaf in found if is_partial(leaf)}
 
 
 def pending(opt_state):
-    """What is yet to come of each leaf's mean."""
+    """Returns the unsent part of each leaf's mean."""
     return {name: np.asarray(leaf.read()) for name, leaf in residuals(opt_state).items()}
 
 
 def assert_nothing_lost(policy, state, expected):
-    # What `in_dtype` sends is made up for, and not how the sum of it is rounded.
+    # `in_dtype` compensates the rounding of the sent gradients, not the rounding of their sum.
     rounding = {"in_dtype": 2e-2, "in_dtype_float16": 2e-3}.get(policy, 1e-4)
     owed = pending(state.opt_state)
     assert owed
@@ -65,7 +65,7 @@ def assert_nothing_lost(policy, state, expected):
 
 @pytest.mark.parametrize("replicas", among([1, 2, 3], 3))
 @pytest.mark.parametrize("name", [name for name in FEEDBACK if name != "top_k_in_bfloat16"])
-def test_what_was_applied_and_what_is_pending_is_all_there_was(name, replicas):
+def test_applied_and_unsent_gradients_add_up_to_all_gradients(name, replicas):
     strategy, tx, grads = strategy_of(replicas), POLICIES[name](optax.identity()), gradients(replicas)
     state, step, rows = start(strategy, tx, zeros), adder(strategy, tx), strategy.put(jdist.PerReplica(grads))
     for _ in range(STEPS):
@@ -75,7 +75,7 @@ def test_what_was_applied_and_what_is_pending_is_all_there_was(name, replicas):
 
 
 @pytest.mark.parametrize("name", FEEDBACK)
-def test_residual_is_one_a_replica_and_read_as_a_sum(name, two):
+def test_residual_is_local_to_each_replica_and_read_as_a_sum(name, two):
     state = start(two, POLICIES[name](optax.identity()), zeros)
     for leaf in residuals(state.opt_state).values():
         assert leaf.aggregation is jdist.VariableAggregation.SUM
@@ -96,7 +96,7 @@ def test_residual_of_half_precision_is_float32(name, dtype, two):
 @pytest.mark.parametrize("change", among([(2, 3), (3, 1), (1, 4)], (2, 3)), ids=str)
 @pytest.mark.parametrize("policy", ["in_dtype", "int8", "int8_stochastic", "top_k", "power_sgd"])
 @pytest.mark.one_in(3)
-def test_residual_on_another_number_of_replicas_is_shared_out_and_nothing_is_lost(policy, change):
+def test_residual_on_another_number_of_replicas_is_split_and_nothing_is_lost(policy, change):
     before, after = change
     tx, first, second = POLICIES[policy](optax.identity()), gradients(before), gradients(after, seed=1)
     strategy = strategy_of(before)
@@ -112,12 +112,12 @@ def test_residual_on_another_number_of_replicas_is_shared_out_and_nothing_is_los
         np.testing.assert_allclose(now, owed[name], rtol=1e-5, atol=1e-6)
     for _ in range(STEPS):
         state, _ = step(state, rows)
-    assert_met(state.params)
+    assert_synchronized(state.params)
     assert_nothing_lost(policy, state, {name: STEPS * (first[name].mean(0) + second[name].mean(0)) for name in SHAPES})
 
 
 def to_numpy(state):
-    """`state` in numpy arrays, keys as their data."""
+    """Returns `state` as numpy arrays, with random keys as their data."""
     return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if _is_key(x) else x), state)
 
 
@@ -133,10 +133,10 @@ def _is_key(leaf):
     "name",
     among([name for name in POLICIES if name != "hierarchical"], "int8_stochastic", "power_sgd", "every", "diloco"),
 )
-def test_state_that_was_saved_and_restored_goes_on_to_the_same_bits(name, two):
+def test_restored_state_continues_bitwise_equal(name, two):
     tx = POLICIES[name](optax.sgd(0.1, momentum=0.9))
     step, state, data = stepper(two, tx), start(two, tx), list(batches(two, 6))
-    for batch in data[:3]:  # in the midst of two that make one
+    for batch in data[:3]:  # in the middle of an accumulation of two
         state, _ = step(state, batch)
     saved = to_numpy(state)
     restored = two.put(from_numpy(saved, state))
@@ -146,7 +146,7 @@ def test_state_that_was_saved_and_restored_goes_on_to_the_same_bits(name, two):
     jax.tree.map(np.testing.assert_array_equal, to_numpy(state), to_numpy(restored))
 
 
-def test_stochastic_rounding_goes_on_with_its_key_after_a_restore(two):
+def test_stochastic_rounding_continues_with_its_key_after_a_restore(two):
     tx = sync.int8(rounding="stochastic", block_size=16)
     state, step, rows = start(two, tx, zeros), adder(two, tx), two.put(jdist.PerReplica(gradients(2)))
     keys = []
@@ -158,7 +158,7 @@ def test_stochastic_rounding_goes_on_with_its_key_after_a_restore(two):
 
 
 @pytest.mark.parametrize("name", ["in_dtype", "int8", "top_k", "power_sgd"])
-def test_state_that_was_not_made_by_the_strategy_is_refused_by_name(name, two):
+def test_state_made_outside_the_strategy_is_refused_by_name(name, two):
     tx = POLICIES[name](optax.identity())
     state = two.put(State(zeros(), tx.init(zeros())))
     with pytest.raises(jdist.NotMirroredError, match=r"state\.opt_state\[0\]\.residual\['\w'\]"):

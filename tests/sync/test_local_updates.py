@@ -1,4 +1,4 @@
-"""Policies under which each replica trains by itself: where their state lies, what they compute, and when they talk."""
+"""Local SGD and DiLoCo: the placement of their state, their results, and the steps that use collectives."""
 
 import dataclasses
 import re
@@ -40,7 +40,7 @@ def loss(params, x, y):
 
 
 def batches(steps, replicas, rows=4, seed=0):
-    """Pairs of x `[replica, rows, 6]` and y `[replica, rows]`, each replica's about a plane of its own."""
+    """Yields pairs of x `[replica, rows, 6]` and y `[replica, rows]`; each replica fits another plane."""
     rng = np.random.default_rng(seed)
     planes = rng.normal(size=(replicas, 6))
     for _ in range(steps):
@@ -49,7 +49,7 @@ def batches(steps, replicas, rows=4, seed=0):
 
 
 def each(params, replicas):
-    """What each replica holds, `[replica, 6]`."""
+    """Returns the parameters of each replica, `[replica, 6]`."""
     rows = [
         np.asarray(one.tree) if isinstance(one, jdist.SyncOnRead) else np.stack([one] * replicas)
         for one in (params[name] for name in SIZES)
@@ -74,7 +74,7 @@ def make_step(strategy, tx, after=lambda params: params, seen=None):
 
 
 def trained(strategy, tx, data, state=None, **options):
-    """The state in the end, and what each replica held after each step, `[step, replica, 6]`."""
+    """Returns the final state, and the parameters of each replica after each step, `[step, replica, 6]`."""
     state = make_state(strategy, tx) if state is None else state
     step, held = make_step(strategy, tx, **options), []
     for batch in data:
@@ -84,7 +84,7 @@ def trained(strategy, tx, data, state=None, **options):
 
 
 class Workers:
-    """Replicas by numpy, in double precision."""
+    """Replicas in numpy, in double precision."""
 
     def __init__(self, rule, replicas):
         self._rule, self._memory = rule, None
@@ -97,7 +97,7 @@ class Workers:
         self.w = self.w + updates
 
     def share_out(self, replicas):
-        """Goes on with another number of replicas, from the mean of all."""
+        """Continues with another number of replicas, from the mean over all replicas."""
         self.w = np.stack([self.w.mean(0)] * replicas)
         self._memory = [m if np.ndim(m) == 0 else np.stack([m.mean(0)] * replicas) for m in self._memory or []] or None
 
@@ -115,11 +115,11 @@ def momentum(memory, grads, w):
 def adamw(memory, grads, w):
     count, mu, nu = memory or (0, 0, 0)
     count, mu, nu = count + 1, 0.9 * mu + 0.1 * grads, 0.999 * nu + 0.001 * grads**2
-    way = mu / (1 - 0.9**count) / (np.sqrt(nu / (1 - 0.999**count)) + 1e-8)
-    return [count, mu, nu], -0.03 * (way + 0.1 * w)
+    direction = mu / (1 - 0.9**count) / (np.sqrt(nu / (1 - 0.999**count)) + 1e-8)
+    return [count, mu, nu], -0.03 * (direction + 0.1 * w)
 
 
-INNERS = {
+OPTIMIZERS = {
     "sgd": (lambda: optax.sgd(0.1), sgd),
     "momentum": (lambda: optax.sgd(0.05, momentum=0.8), momentum),
     "adamw": (lambda: optax.adamw(0.03, weight_decay=0.1), adamw),
@@ -127,16 +127,16 @@ INNERS = {
 
 
 class Nesterov:
-    """The outer optimizer of the paper: momentum 0.9, learning rate 0.7."""
+    """The outer optimizer of the paper: learning rate 0.7, momentum 0.9."""
 
     def __init__(self):
         self._velocity = 0
 
-    def __call__(self, anchor, own):
-        """The new parameters of all, from those of before and each replica's own."""
-        way = anchor - own.mean(0)
-        self._velocity = 0.9 * self._velocity + way
-        return anchor - 0.7 * (way + 0.9 * self._velocity)
+    def __call__(self, anchor, local):
+        """Returns the new replicated parameters of the previous ones and each replica's own."""
+        pseudo_gradient = anchor - local.mean(0)
+        self._velocity = 0.9 * self._velocity + pseudo_gradient
+        return anchor - 0.7 * (pseudo_gradient + 0.9 * self._velocity)
 
 
 def local_sgd_by_numpy(workers, data, every, number=0):
@@ -169,7 +169,7 @@ _COLLECTIVE = re.compile(
 
 
 def collectives(compiled):
-    """How many collectives the text of a compiled program has: in every call, and below a conditional only."""
+    """Returns the number of collectives of a compiled program that every call executes, and of those inside a conditional."""
     bodies, entry, name = {}, None, None
     for line in compiled.splitlines():
         head = re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line)
@@ -214,22 +214,22 @@ QUIET = {
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_step_between_two_meetings_executes_no_collective(two, name):
-    in_every_call, at_meetings = collectives_of(two, QUIET[name]())
+def test_step_between_synchronization_steps_executes_no_collective(two, name):
+    in_every_call, in_sync_steps = collectives_of(two, QUIET[name]())
     assert in_every_call == 0
-    assert at_meetings >= 1
+    assert in_sync_steps >= 1
 
 
-def test_step_that_clips_its_weights_between_meetings_executes_no_collective(two):
+def test_step_that_clips_its_weights_executes_no_collective_between_synchronization_steps(two):
     tx = sync.local_sgd(optax.sgd(0.1), every=3)
     clip = lambda params: jax.tree.map(lambda w: jnp.clip(w, -1, 1), params)
-    in_every_call, at_meetings = collectives_of(two, tx, after=clip)
-    assert (in_every_call, at_meetings > 0) == (0, True)
+    in_every_call, in_sync_steps = collectives_of(two, tx, after=clip)
+    assert (in_every_call, in_sync_steps > 0) == (0, True)
 
 
-def test_collectives_of_every_step_are_seen_as_such(two):
-    in_every_call, at_meetings = collectives_of(two, optax.chain(sync.mean(), optax.sgd(0.1)))
-    assert (in_every_call > 0, at_meetings) == (True, 0)
+def test_collectives_of_every_step_are_counted_as_unconditional(two):
+    in_every_call, in_sync_steps = collectives_of(two, optax.chain(sync.mean(), optax.sgd(0.1)))
+    assert (in_every_call > 0, in_sync_steps) == (True, 0)
     in_every_call, _ = collectives_of(two, sync.local_sgd(optax.sgd(0.1), every=1))
     assert in_every_call > 0
 
@@ -247,10 +247,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("replicas, every, inner", CASES)
+@pytest.mark.parametrize("replicas, every, name", CASES)
 @pytest.mark.one_in(3)
-def test_local_sgd_is_that_of_numpy(replicas, every, inner):
-    strategy, (make, rule) = mirrored(replicas), INNERS[inner]
+def test_local_sgd_equals_numpy(replicas, every, name):
+    strategy, (make, rule) = mirrored(replicas), OPTIMIZERS[name]
     data = list(batches(9, replicas))
     state, held = trained(strategy, sync.local_sgd(make(), every=every), data)
     np.testing.assert_allclose(held, local_sgd_by_numpy(Workers(rule, replicas), data, every), rtol=1e-4, atol=1e-5)
@@ -259,30 +259,30 @@ def test_local_sgd_is_that_of_numpy(replicas, every, inner):
         np.testing.assert_allclose(read, held[-1].mean(0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("replicas, every, inner", CASES)
+@pytest.mark.parametrize("replicas, every, name", CASES)
 @pytest.mark.one_in(3)
-def test_diloco_is_that_of_numpy(replicas, every, inner):
-    strategy, (make, rule) = mirrored(replicas), INNERS[inner]
+def test_diloco_equals_numpy(replicas, every, name):
+    strategy, (make, rule) = mirrored(replicas), OPTIMIZERS[name]
     data = list(batches(9, replicas))
     _, held = trained(strategy, sync.diloco(make(), every=every), data)
     np.testing.assert_allclose(held, diloco_by_numpy(Workers(rule, replicas), data, every), rtol=1e-4, atol=1e-5)
 
 
-def test_local_sgd_of_every_step_is_the_mean_with_plain_sgd(two):
+def test_local_sgd_with_every_1_equals_mean_with_plain_sgd(two):
     data = list(batches(6, 2))
     _, local = trained(two, sync.local_sgd(optax.sgd(0.1), every=1), data)
     _, mean = trained(two, optax.chain(sync.mean(), optax.sgd(0.1)), data)
     np.testing.assert_allclose(local, mean, rtol=1e-5, atol=1e-6)
 
 
-def test_diloco_of_every_step_with_a_plain_outer_step_is_the_mean(two):
+def test_diloco_with_every_1_and_a_plain_outer_step_equals_mean(two):
     data = list(batches(6, 2))
     _, diloco = trained(two, sync.diloco(optax.sgd(0.1), optax.sgd(1.0), every=1), data)
     _, mean = trained(two, optax.chain(sync.mean(), optax.sgd(0.1)), data)
     np.testing.assert_allclose(diloco, mean, rtol=1e-5, atol=1e-6)
 
 
-def test_diloco_with_int8_meets_near_the_mean_and_keeps_a_residual(two):
+def test_diloco_with_int8_is_close_to_diloco_and_stores_a_residual(two):
     data = list(batches(6, 2))
     state, held = trained(
         two, sync.diloco(optax.sgd(0.1), optax.sgd(1.0), every=3, reduction=sync.int8(block_size=2)), data
@@ -294,7 +294,7 @@ def test_diloco_with_int8_meets_near_the_mean_and_keeps_a_residual(two):
     np.testing.assert_array_equal(held[2][0], held[2][1])
 
 
-# --- meetings
+# --- synchronization steps
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_diloco_with_int8_meets_near_the_mean_and_keeps_a_residual(two):
         ("diloco_int8", jnp.bfloat16),
     ],
 )
-def test_replicas_are_equal_to_the_bit_after_a_meeting_and_not_before(name, dtype):
+def test_replicas_are_bitwise_equal_after_a_synchronization_step_and_not_before(name, dtype):
     strategy, tx = mirrored(3), QUIET[name]()
     state, step = make_state(strategy, tx, dtype), make_step(strategy, tx)
     for number, batch in enumerate(batches(9, 3), 1):
@@ -318,8 +318,8 @@ def test_replicas_are_equal_to_the_bit_after_a_meeting_and_not_before(name, dtyp
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_replicas_meet_to_the_bit_where_parameters_cross_zero(dtype):
-    """Each replica starts its step elsewhere, up to 10**8 times as far from the target as that is from zero."""
+def test_replicas_are_bitwise_equal_where_parameters_cross_zero(dtype):
+    """Each replica starts its step elsewhere, up to 10**8 times as far from the target as the target is from zero."""
     rng = np.random.default_rng(0)
     goals = rng.normal(size=(64, 2, 500)) * 10.0 ** rng.integers(-9, 1, size=(64, 1, 500))
     goals[:, 1] = -goals[:, 0] * (1 + rng.normal(size=(64, 500)) * 1e-7)
@@ -342,7 +342,7 @@ def test_replicas_meet_to_the_bit_where_parameters_cross_zero(dtype):
 
 @pytest.mark.parametrize("name", QUIET)
 @pytest.mark.one_in(2)
-def test_replicas_meet_to_the_bit_below_accumulation(two, name):
+def test_replicas_are_bitwise_equal_inside_an_accumulation(two, name):
     tx = sync.every(QUIET[name](), 2)
     _, held = trained(two, tx, batches(12, 2))
     apart = [len(np.unique(now, axis=0)) > 1 for now in held]
@@ -366,7 +366,7 @@ WITHIN = {
 }
 
 
-def test_replicas_meet_to_the_bit_in_large_leaves(two):
+def test_replicas_are_bitwise_equal_in_large_leaves(two):
     tx = sync.local_sgd(optax.sgd(0.01), every=2)
     state = two.init(lambda: (w := jnp.full(300, 0.3), tx.init(w)))
 
@@ -384,7 +384,7 @@ def test_replicas_meet_to_the_bit_in_large_leaves(two):
 
 
 @pytest.mark.parametrize("name", WITHIN)
-def test_replicas_meet_but_for_a_rounding_where_the_update_is_called_within_a_function_of_its_own(two, name):
+def test_replicas_are_equal_up_to_rounding_if_update_is_called_inside_a_traced_function(two, name):
     tx = sync.local_sgd(optax.sgd(0.01), every=2)
     state = two.init(lambda: (w := jnp.full(300, 0.3), tx.init(w)))
 
@@ -400,7 +400,7 @@ def test_replicas_meet_but_for_a_rounding_where_the_update_is_called_within_a_fu
     np.testing.assert_allclose(first, second, rtol=1e-6)
 
 
-def test_what_the_user_does_to_the_parameters_after_the_update_is_kept(two):
+def test_user_changes_to_the_parameters_after_the_update_are_preserved(two):
     box = lambda params: jax.tree.map(lambda w: jnp.clip(w, -0.25, 0.25), params)
     data = list(batches(6, 2))
     _, held = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), data, after=box)
@@ -422,8 +422,8 @@ def test_what_the_user_does_to_the_parameters_after_the_update_is_kept(two):
         (1.0, [[2.0, 2.0], [1 - 1e-7, 1 - 1e-7]]),
     ],
 )
-def test_bound_that_a_meeting_misses_by_a_rounding_is_kept(two, least, goals):
-    """The user cuts off what is below a bound, and the mean of the replicas lies a hair below it."""
+def test_bound_that_the_mean_misses_by_a_rounding_is_preserved(two, least, goals):
+    """The user clips at a lower bound, and the mean of the replicas is slightly below it."""
     tx = sync.local_sgd(optax.sgd(1.0), every=2)
     state = two.init(lambda: (w := jnp.float32(least + 1), tx.init(w)))
 
@@ -438,7 +438,7 @@ def test_bound_that_a_meeting_misses_by_a_rounding_is_kept(two, least, goals):
     assert [float(w) for w in state[0].values] == [least, least]
 
 
-# --- where things lie
+# --- placement
 
 
 @jax.tree_util.register_dataclass
@@ -464,31 +464,31 @@ CONTAINERS = {
 
 
 def kinds(tree):
-    """For each leaf: `(aggregation, trainable)` if it is a replica's own, None if it is plain."""
+    """Returns for each leaf `(aggregation, trainable)` if it is local to each replica, and None if it is replicated."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, jdist.SyncOnRead))
     return [(x.aggregation.name, x.trainable) if isinstance(x, jdist.SyncOnRead) else None for x in leaves]
 
 
-DRIFTING = [("MEAN", True)] * 3
+LOCAL_KINDS = [("MEAN", True)] * 3
 OWN = [("MEAN", False)] * 3
 
 
 MADE = {
-    "local_sgd": lambda inner: sync.local_sgd(inner, every=2),
-    "diloco": lambda inner: sync.diloco(inner, every=2),
-    "streaming_diloco": lambda inner: sync.streaming_diloco(inner, every=2, fragments=2),
+    "local_sgd": lambda optimizer: sync.local_sgd(optimizer, every=2),
+    "diloco": lambda optimizer: sync.diloco(optimizer, every=2),
+    "streaming_diloco": lambda optimizer: sync.streaming_diloco(optimizer, every=2, fragments=2),
 }
 
 
 @pytest.mark.parametrize(
     "container, policy", [*((name, "local_sgd") for name in CONTAINERS), *(("dict", name) for name in list(MADE)[1:])]
 )
-def test_init_places_what_drifts_in_any_container(two, container, policy):
+def test_init_places_local_leaves_in_any_container(two, container, policy):
     build, parts = CONTAINERS[container]
     tx = MADE[policy](optax.adam(optax.linear_schedule(0.1, 0.0, 9)))
     state = two.init(lambda: build(tree_of(START), tx))
     params, opt_state = parts(state)
-    assert kinds(params) == DRIFTING
+    assert kinds(params) == LOCAL_KINDS
     adam, schedule = opt_state.opt_state
     assert (kinds(adam.mu), kinds(adam.nu), kinds(adam.count), kinds(schedule)) == (OWN, OWN, [None], [None])
     rest = opt_state._replace(opt_state=())
@@ -559,10 +559,10 @@ WRAPPED = {
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
 @pytest.mark.one_in(3)
-def test_wrapper_around_a_policy_hides_nothing_from_init(two, wrapper):
+def test_local_leaves_of_a_wrapped_policy_are_placed_by_init(two, wrapper):
     tx = WRAPPED[wrapper](lambda rate: sync.local_sgd(optax.sgd(rate, momentum=0.9), every=2))
     state = make_state(two, tx)
-    assert kinds(state[0]) == DRIFTING
+    assert kinds(state[0]) == LOCAL_KINDS
     assert kinds(state[1]).count(("MEAN", False)) == 3
     assert kinds(state[1]).count(None) == len(kinds(state[1])) - 3
     _, held = trained(two, tx, batches(4, 2), state=state)
@@ -584,7 +584,7 @@ PARTED = {
 
 
 @pytest.mark.parametrize("wrapper", PARTED)
-def test_policy_of_some_parameters_places_those_alone(two, wrapper):
+def test_policy_for_some_parameters_places_only_these(two, wrapper):
     tx = PARTED[wrapper](sync.local_sgd(optax.sgd(0.1, momentum=0.9), every=2))
     state = make_state(two, tx)
     assert kinds(state[0]) == [("MEAN", True), ("MEAN", True), None]
@@ -594,7 +594,7 @@ def test_policy_of_some_parameters_places_those_alone(two, wrapper):
     assert [len(np.unique(now[:, 5])) for now in held] == [1, 1, 1, 1]
 
 
-def test_two_policies_for_parts_of_a_model_each_place_their_own(two):
+def test_two_policies_for_parts_of_a_model_each_place_their_part(two):
     labels = {"a": "one", "b": "two", "c": "two"}
     parts = {
         "one": sync.local_sgd(optax.adam(0.1), every=2),
@@ -602,37 +602,37 @@ def test_two_policies_for_parts_of_a_model_each_place_their_own(two):
     }
     tx = optax.multi_transform(parts, labels)
     state = make_state(two, tx)
-    assert kinds(state[0]) == DRIFTING
+    assert kinds(state[0]) == LOCAL_KINDS
     _, held = trained(two, tx, batches(6, 2), state=state)
     assert [len(np.unique(now[:, :3], axis=0)) for now in held] == [2, 1, 2, 1, 2, 1]
     assert [len(np.unique(now[:, 3:], axis=0)) for now in held] == [2, 2, 1, 2, 2, 1]
 
 
-def test_apply_if_finite_around_a_policy_is_placed_and_its_choice_refused_by_the_proof(two):
-    """It looks at one replica's numbers and leaves out the meeting on that one alone; `skip_nonfinite` asks all."""
+def test_apply_if_finite_around_a_policy_is_placed_and_its_condition_is_refused_by_the_proof(two):
+    """Its condition depends on one replica's numbers, so one replica would skip a collective; `skip_nonfinite` reduces it."""
     tx = optax.apply_if_finite(sync.local_sgd(optax.sgd(0.1), every=2), 3)
     state = make_state(two, tx)
-    assert kinds(state[0]) == DRIFTING
+    assert kinds(state[0]) == LOCAL_KINDS
     with pytest.raises(jdist.DivergentCollectiveError, match=r"is_finite.*cond at .*test_local_updates\.py"):
         make_step(two, tx)(state, two.put(jdist.PerReplica(next(batches(1, 2)))))
 
 
-def test_inner_schedules_and_hyperparameters_stay_plain(two):
-    inner = optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(0.1, 0.0, 10), b1=0.8)
-    _, opt_state = make_state(two, sync.local_sgd(inner, every=2))
+def test_schedules_and_hyperparameters_of_the_optimizer_stay_replicated(two):
+    optimizer = optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(0.1, 0.0, 10), b1=0.8)
+    _, opt_state = make_state(two, sync.local_sgd(optimizer, every=2))
     assert kinds(opt_state.opt_state.hyperparams) == [None] * len(opt_state.opt_state.hyperparams)
     assert kinds(opt_state).count(("MEAN", False)) == 6
 
 
-def test_policy_of_every_step_leaves_the_parameters_mirrored_and_its_moments_apart(two):
+def test_policy_with_every_1_has_replicated_parameters_and_local_moments(two):
     for tx in (sync.local_sgd(optax.adam(0.1), every=1), sync.diloco(optax.adam(0.1), every=1)):
         params, opt_state = make_state(two, tx)
         assert kinds(params) == [None] * 3
         assert kinds(opt_state.opt_state[0].mu) == OWN
 
 
-def test_moments_of_a_shared_norm_are_placed_with_those_they_touch(two):
-    """What the inner optimizer makes of parameters that drift may come to differ, without any gradient."""
+def test_state_computed_from_diverging_parameters_is_local(two):
+    """State that the optimizer computes from diverging parameters varies, even where no gradient enters."""
     average = optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params),
         lambda grads, state, params: (grads, jax.tree.map(lambda s, p: 0.9 * s + 0.1 * p, state, params)),
@@ -643,7 +643,7 @@ def test_moments_of_a_shared_norm_are_placed_with_those_they_touch(two):
     assert kinds(together.opt_state) == [None] * 3
 
 
-def test_evaluating_a_drifting_state_reads_the_average(two):
+def test_evaluation_of_diverging_parameters_reads_their_average(two):
     state, held = trained(two, sync.local_sgd(optax.sgd(0.1), every=5), batches(3, 2))
     assert len(np.unique(held[-1], axis=0)) == 2
     x = np.float32(np.random.default_rng(1).normal(size=(5, 6)))
@@ -652,10 +652,10 @@ def test_evaluating_a_drifting_state_reads_the_average(two):
     np.testing.assert_allclose(found, x @ held[-1].mean(0), rtol=1e-5, atol=1e-6)
 
 
-# --- going on
+# --- resuming
 
 
-def test_another_number_of_replicas_goes_on_from_the_average():
+def test_another_number_of_replicas_continues_from_the_average():
     data = list(batches(4, 2)), list(batches(5, 3, seed=1))
     two, three = mirrored(2), mirrored(3)
     tx = sync.local_sgd(optax.sgd(0.05, momentum=0.8), every=3)
@@ -670,7 +670,7 @@ def test_another_number_of_replicas_goes_on_from_the_average():
 
 
 @pytest.mark.slow
-def test_diloco_with_a_residual_goes_on_with_another_number_of_replicas():
+def test_diloco_with_a_residual_continues_with_another_number_of_replicas():
     replicas = 3
     two, others = mirrored(2), mirrored(replicas)
     tx = sync.diloco(optax.adam(0.05), every=2, reduction=sync.int8(block_size=2))
@@ -686,7 +686,7 @@ def test_diloco_with_a_residual_goes_on_with_another_number_of_replicas():
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco_int8"])
-def test_steps_trace_once_and_move_nothing_and_give_their_memory_away(two, name):
+def test_steps_trace_once_without_transfers_and_donate_their_state(two, name):
     seen, tx = [], QUIET[name]()
     step, state = make_step(two, tx, seen=seen), make_state(two, tx)
     data = [two.put(jdist.PerReplica(batch)) for batch in batches(7, 2)]
@@ -711,7 +711,7 @@ def test_outside_any_strategy_there_is_one_replica():
     np.testing.assert_allclose(each(params, 1), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_update_with_extra_arguments_reaches_the_inner_optimizer(two):
+def test_extra_arguments_of_update_reach_the_optimizer(two):
     scaled = optax.GradientTransformationExtraArgs(
         lambda params: optax.EmptyState(),
         lambda grads, state, params=None, *, by=1.0, **extra: (jax.tree.map(lambda g: -by * g, grads), state),
@@ -730,28 +730,28 @@ def test_update_with_extra_arguments_reaches_the_inner_optimizer(two):
     assert [float(w) for w in state[0].values] == [-4, -4]
 
 
-# --- what is wrong
+# --- errors
 
 
 @pytest.mark.parametrize("word", ["local_sgd", "diloco", "streaming_diloco"])
 @pytest.mark.parametrize(
     "every, error, message",
     [
-        (0, ValueError, "from 1 up, got 0"),
-        (-3, ValueError, "from 1 up, got -3"),
-        (2.5, TypeError, "from 1 up, got 2.5"),
-        (True, TypeError, "from 1 up, got True"),
-        (None, TypeError, "from 1 up, got None"),
-        ("3", TypeError, "from 1 up, got '3'"),
+        (0, ValueError, ">= 1, got 0"),
+        (-3, ValueError, ">= 1, got -3"),
+        (2.5, TypeError, ">= 1, got 2.5"),
+        (True, TypeError, ">= 1, got True"),
+        (None, TypeError, ">= 1, got None"),
+        ("3", TypeError, ">= 1, got '3'"),
     ],
 )
-def test_number_of_steps_that_is_none_is_refused(word, every, error, message):
+def test_every_that_is_not_a_positive_integer_is_refused(word, every, error, message):
     options = {"fragments": 1} if word == "streaming_diloco" else {}
-    with pytest.raises(error, match=rf"`every` of `jdist\.sync\.{word}` is a .*{re.escape(message)}"):
+    with pytest.raises(error, match=rf"`every` of `jdist\.sync\.{word}` must be an integer .*{re.escape(message)}"):
         getattr(sync, word)(optax.sgd(0.1), every=every, **options)
 
 
-def test_number_of_steps_may_be_one_of_numpy():
+def test_every_may_be_a_numpy_integer():
     sync.local_sgd(optax.sgd(0.1), every=np.int64(3))
 
 
@@ -766,8 +766,8 @@ def test_number_of_steps_may_be_one_of_numpy():
     ],
 )
 @pytest.mark.parametrize("bad, hint", [(optax.sgd, "Call it"), (0.1, "got 0.1")])
-def test_optimizer_that_is_none_is_refused(make, bad, hint):
-    with pytest.raises(TypeError, match=rf"works on an optax gradient transformation.*{hint}"):
+def test_argument_that_is_not_a_transformation_is_refused(make, bad, hint):
+    with pytest.raises(TypeError, match=rf"must be an optax gradient transformation.*{hint}"):
         make(bad)
 
 
@@ -775,14 +775,14 @@ def test_optimizer_that_is_none_is_refused(make, bad, hint):
 def test_update_without_parameters_is_refused(two, name):
     tx = QUIET[name]()
     word = name.partition("_int8")[0].partition("_clipped")[0]
-    with pytest.raises(ValueError, match=rf"`jdist\.sync\.{word}` changes the parameters, and needs them"):
+    with pytest.raises(ValueError, match=rf"`jdist\.sync\.{word}` needs the parameters in each update"):
         two.run(lambda: tx.update(tree_of(START), tx.init(tree_of(START))))
 
 
-INNER_OR_NOT = {"sgd": lambda: optax.sgd(0.1), "adam": lambda: optax.adam(0.1)}
+SIMPLE_OPTIMIZERS = {"sgd": lambda: optax.sgd(0.1), "adam": lambda: optax.adam(0.1)}
 
 
-@pytest.mark.parametrize("inner", INNER_OR_NOT)
+@pytest.mark.parametrize("name", SIMPLE_OPTIMIZERS)
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -798,14 +798,14 @@ INNER_OR_NOT = {"sgd": lambda: optax.sgd(0.1), "adam": lambda: optax.adam(0.1)}
     ],
     ids=["jit", "copied", "one_copied", "not_there", "eval_shape", "flatten"],
 )
-def test_parameters_that_are_not_found_in_the_state_are_refused(two, inner, make, message):
-    tx = sync.local_sgd(INNER_OR_NOT[inner](), every=2)
+def test_parameters_that_are_not_found_in_the_state_are_refused(two, name, make, message):
+    tx = sync.local_sgd(SIMPLE_OPTIMIZERS[name](), every=2)
     with pytest.raises(ValueError, match=rf"`jdist\.sync\.local_sgd` keeps .*{message} are in the state"):
         two.init(lambda: make(tree_of(START), tx))
 
 
-def test_second_policy_whose_parameters_are_lost_is_refused(two):
-    """As of two models, each with an optimizer of its own."""
+def test_second_policy_whose_parameters_are_not_in_the_state_is_refused(two):
+    """Two models, each with its own optimizer."""
     tx = sync.local_sgd(optax.sgd(0.1), every=2)
 
     def make():
@@ -816,7 +816,7 @@ def test_second_policy_whose_parameters_are_lost_is_refused(two):
         two.init(make)
 
 
-def test_state_that_was_asked_for_in_vain_first_is_placed(two):
+def test_state_is_placed_after_an_abstract_evaluation_of_init(two):
     tx = sync.local_sgd(optax.adam(0.1), every=2)
 
     def make():
@@ -824,7 +824,7 @@ def test_state_that_was_asked_for_in_vain_first_is_placed(two):
         jax.eval_shape(tx.init, params)
         return params, tx.init(params)
 
-    assert kinds(two.init(make)[0]) == DRIFTING
+    assert kinds(two.init(make)[0]) == LOCAL_KINDS
 
 
 def test_parameters_that_are_python_numbers_are_refused(two):
@@ -834,7 +834,7 @@ def test_parameters_that_are_python_numbers_are_refused(two):
 
 
 @pytest.mark.parametrize("word", ["local_sgd", "diloco", "streaming_diloco"])
-def test_inner_optimizer_that_keeps_whole_numbers_of_its_gradients_is_refused(two, word):
+def test_optimizer_that_stores_integers_computed_from_gradients_is_refused(two, word):
     options = {"fragments": 1} if word == "streaming_diloco" else {}
     tx = getattr(sync, word)(optax.apply_if_finite(optax.sgd(0.1), 3), every=2, **options)
     with pytest.raises(
@@ -843,10 +843,10 @@ def test_inner_optimizer_that_keeps_whole_numbers_of_its_gradients_is_refused(tw
         make_state(two, tx)
 
 
-@pytest.mark.parametrize("inner", [optax.contrib.reduce_on_plateau(), optax.lbfgs()], ids=["plateau", "lbfgs"])
-def test_inner_optimizer_that_needs_more_than_gradients_is_refused_in_words(two, inner):
-    """What it keeps depends on a value that is not known where the state is made."""
-    tx = sync.local_sgd(optax.chain(optax.sgd(0.1), inner), every=2)
+@pytest.mark.parametrize("last", [optax.contrib.reduce_on_plateau(), optax.lbfgs()], ids=["plateau", "lbfgs"])
+def test_optimizer_that_needs_further_arguments_is_refused(two, last):
+    """Its update needs the loss, which `init` does not have."""
+    tx = sync.local_sgd(optax.chain(optax.sgd(0.1), last), every=2)
     with pytest.raises(TypeError, match=r"`jdist\.sync\.local_sgd`.*value"):
         make_state(two, tx)
 
@@ -858,7 +858,7 @@ def test_state_made_without_init_is_refused_by_the_proof(two):
         make_step(two, tx)(state, two.put(jdist.PerReplica(next(batches(1, 2)))))
 
 
-def test_state_made_by_the_host_program_within_a_scope_is_a_plain_one(two):
+def test_state_made_on_the_host_within_a_scope_is_replicated(two):
     with two.scope():
         state = sync.local_sgd(optax.adam(0.1), every=2).init({"w": jnp.zeros(2)})
     assert set(kinds(state)) == {None}

@@ -1,4 +1,4 @@
-"""A loss scale for float16 that finds its size by itself, the same on all replicas."""
+"""Dynamic loss scaling for float16, with the same scale on all replicas."""
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,12 @@ def rows(strategy, *values):
     return strategy.put(jdist.PerReplica(np.float32(values)))
 
 
-# --- how it moves
+# --- growth and shrinkage
 
 
 @pytest.mark.parametrize("initial, factor, interval", [(8.0, 2.0, 3), (1.0, 4.0, 1), (2.0**15, 1.5, 2)])
-def test_scale_moves_as_by_hand(two, initial, factor, interval):
-    """Good and bad steps, and among them bad ones on one replica only."""
+def test_scale_grows_and_shrinks_like_the_reference(two, initial, factor, interval):
+    """Finite and non-finite steps, some non-finite on one replica only."""
     tx = sync.dynamic_loss_scale(reduced(), initial=initial, factor=factor, interval=interval)
     state = make_state(two, tx)
 
@@ -66,7 +66,7 @@ def test_scale_moves_as_by_hand(two, initial, factor, interval):
         assert (float(state[0]) == before) == bool(bad)
 
 
-def test_scale_stays_finite_however_long_all_gradients_are_zero():
+def test_scale_stays_finite_if_all_gradients_are_zero():
     tx = sync.dynamic_loss_scale(optax.sgd(0.1), interval=1, factor=1e6)
     state, scales = tx.init(jnp.float32(0)), []
     for _ in range(10):
@@ -75,7 +75,7 @@ def test_scale_stays_finite_however_long_all_gradients_are_zero():
     assert np.isfinite(scales).all()
 
 
-def test_state_is_untouched_to_the_bit_by_a_bad_step(two):
+def test_non_finite_step_leaves_the_state_bitwise_equal(two):
     tx = sync.dynamic_loss_scale(optax.chain(sync.int8(block_size=2), optax.adam(0.1)))
     state = make_state(two, tx, 4, start=1.0)
     step = make_step(two, tx, lambda w, x: (w * x).sum(-1), precision=None)
@@ -91,7 +91,7 @@ def test_state_is_untouched_to_the_bit_by_a_bad_step(two):
 # --- with float16
 
 
-def test_gradients_in_float16_are_those_of_float32_to_its_rounding(two):
+def test_gradients_in_float16_equal_float32_up_to_rounding(two):
     rng = np.random.default_rng(0)
     x, y, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 8, 5), (2, 8), (2, 8)))
     losses = lambda p, x, y: (jnp.tanh(x @ p) - y) ** 2
@@ -108,7 +108,7 @@ def test_gradients_in_float16_are_those_of_float32_to_its_rounding(two):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_gradients_that_float16_alone_flushes_to_zero_survive(two, parts):
+def test_gradients_that_underflow_in_unscaled_float16_survive(two, parts):
     losses = lambda w, x, z: w * x * z
     small = np.full((2, 4), 1e-4, np.float32)
     alone = jax.grad(lambda w: losses(w, *jnp.float16(small[:, 0])))(jnp.float16(1))
@@ -121,7 +121,7 @@ def test_gradients_that_float16_alone_flushes_to_zero_survive(two, parts):
     assert all(np.isfinite(float(v)) for v in value.values)
 
 
-def test_scale_that_is_too_large_at_first_finds_its_size_and_training_goes_on(two):
+def test_initial_scale_that_is_too_large_shrinks_and_training_continues(two):
     tx = sync.dynamic_loss_scale(reduced(optax.sgd(0.05)), initial=2.0**24, interval=50)
     state = make_state(two, tx, 3)
     step = make_step(two, tx, lambda w, x, y: (x @ w - y) ** 2)
@@ -131,16 +131,16 @@ def test_scale_that_is_too_large_at_first_finds_its_size_and_training_goes_on(tw
         batch = np.float32(x), np.float32(x @ [1, -2, 0.5])
         state, _ = step(state, *(two.put(jdist.PerReplica(v)) for v in batch))
         scales.append(float(state[1].scale))
-    assert scales[0] == 2.0**23  # 2**24 / 8 has no room in float16
+    assert scales[0] == 2.0**23  # 2**24 / 8 overflows float16
     assert 5 < int(state[1].skipped) < 20
     assert min(scales) < scales[-1] or scales[-1] == scales[-2]
     np.testing.assert_allclose(state[0], [1, -2, 0.5], atol=0.02)
 
 
-def test_overflow_on_one_replica_alone_shrinks_the_scale_of_all(two):
+def test_overflow_on_one_replica_shrinks_the_scale_on_all(two):
     tx = sync.dynamic_loss_scale(reduced(), initial=2.0**8)
     state, step = make_state(two, tx, start=1.0), make_step(two, tx, lambda w, x: w * x * x)
-    state, _ = step(state, rows(two, [1.0, 1.0], [200.0, 200.0]))  # 200**2 * 2**8 is beyond float16
+    state, _ = step(state, rows(two, [1.0, 1.0], [200.0, 200.0]))  # 200**2 * 2**8 overflows float16
     assert (float(state[1].scale), int(state[1].skipped), float(state[0])) == (2.0**7, 1, 1.0)
     assert isinstance(state[1].scale, jax.Array)
 
@@ -152,7 +152,7 @@ def test_value_of_a_loss_is_not_scaled(two):
     assert [float(v) for v in value.values] == [1.5, 3.5]
 
 
-def test_scale_is_found_however_deep_it_stands_in_the_state(two):
+def test_scale_is_found_at_any_depth_of_the_state(two):
     tx = optax.chain(optax.identity(), sync.every(sync.dynamic_loss_scale(reduced(optax.sgd(1.0)), initial=8.0), 2))
     state = two.init(lambda: {"deep": [(w := jnp.float32(1)), {"opt": tx.init(w)}]})
 
@@ -168,7 +168,7 @@ def test_scale_is_found_however_deep_it_stands_in_the_state(two):
     np.testing.assert_allclose(float(state["deep"][0]), 1 - 2.5, rtol=1e-3)
 
 
-def test_scale_within_local_sgd_is_that_of_all(two):
+def test_scale_within_local_sgd_is_replicated(two):
     tx = sync.local_sgd(sync.dynamic_loss_scale(optax.sgd(0.1), initial=2.0**8), every=2)
     state, step = make_state(two, tx, start=1.0), make_step(two, tx, lambda w, x: w * x * x)
     state, _ = step(state, rows(two, [1.0, 1.0], [200.0, 200.0]))
@@ -176,14 +176,14 @@ def test_scale_within_local_sgd_is_that_of_all(two):
     assert [float(w) for w in state[0].values] == [1.0, 1.0]
 
 
-def test_scale_without_a_precision_leaves_gradients_as_they_are(two):
+def test_scale_without_a_precision_does_not_change_gradients(two):
     tx = sync.dynamic_loss_scale(reduced(), initial=2.0**8)
     state, step = make_state(two, tx, start=1.0), make_step(two, tx, lambda w, x: w * x, precision=None)
     _, (_, grad) = step(state, rows(two, [1.0, 2.0], [3.0, 4.0]))
     assert [float(g) for g in grad.values] == [1.5, 3.5]
 
 
-def test_steps_trace_once_and_move_nothing(two):
+def test_steps_trace_once_without_transfers(two):
     traced, tx = [], sync.dynamic_loss_scale(reduced())
     state = make_state(two, tx, start=1.0)
     step = make_step(two, tx, lambda w, x: traced.append(x) or w * x)
@@ -196,21 +196,21 @@ def test_steps_trace_once_and_move_nothing(two):
     assert len(traced) == first
 
 
-# --- what is wrong
+# --- errors
 
 
 @pytest.mark.parametrize(
     "options, error, message",
     [
-        (dict(initial=0.0), ValueError, r"`initial` .* from 1 up, got 0\.0"),
+        (dict(initial=0.0), ValueError, r"`initial` .* between 1 and 2\*\*24, got 0\.0"),
         (dict(initial=-1), ValueError, r"`initial` .* got -1"),
         (dict(initial=float("inf")), ValueError, r"`initial` .* got inf"),
         (dict(initial=float("nan")), ValueError, r"`initial` .* got nan"),
         (dict(initial="big"), TypeError, r"`initial` .*'big'"),
-        (dict(factor=1.0), ValueError, r"`factor` .* above 1, got 1\.0"),
-        (dict(factor=float("nan")), ValueError, r"`factor` .* above 1, got nan"),
+        (dict(factor=1.0), ValueError, r"`factor` .* greater than 1, got 1\.0"),
+        (dict(factor=float("nan")), ValueError, r"`factor` .* greater than 1, got nan"),
         (dict(factor=None), TypeError, r"`factor` .*None"),
-        (dict(interval=0), ValueError, r"`interval` .* from 1 up, got 0"),
+        (dict(interval=0), ValueError, r"`interval` .* >= 1, got 0"),
         (dict(interval=1.5), TypeError, r"`interval` .* integer >= 1, got 1\.5"),
         (dict(interval=True), TypeError, r"`interval` .* got True"),
     ],
@@ -220,6 +220,9 @@ def test_number_out_of_range_is_refused(options, error, message):
         sync.dynamic_loss_scale(optax.sgd(0.1), **options)
 
 
-def test_what_is_no_transformation_is_refused():
-    with pytest.raises(TypeError, match=r"`jdist\.sync\.dynamic_loss_scale` works on .*Call it"):
+def test_optimizer_that_is_not_a_transformation_is_refused():
+    with pytest.raises(
+        TypeError,
+        match=r"`optimizer` of `jdist\.sync\.dynamic_loss_scale` must be an optax gradient transformation.*Call it",
+    ):
         sync.dynamic_loss_scale(optax.sgd)

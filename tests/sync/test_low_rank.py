@@ -1,4 +1,4 @@
-"""Matrices of low rank: what is exact, what is sent, and what is refused."""
+"""PowerSGD: exactness for low rank, collectives, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,14 @@ from policies import compiled, once, sent
 
 
 def of_rank(rank, replicas, shape, seed=0):
-    """Gradients `[replica, *shape]` whose mean has that rank, with the same columns on all."""
+    """Returns gradients `[replica, *shape]` whose mean has the given rank, with the same columns on all replicas."""
     draw = np.random.default_rng(seed).normal
     left, right = draw(size=(replicas, shape[0], rank)), draw(size=(rank, shape[1]))
     return np.float32(left @ right)
 
 
 @pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
-def test_gradient_of_that_rank_arrives_whole_and_leaves_no_residual(place):
+def test_gradient_of_the_policy_rank_is_exact_without_a_residual(place):
     strategy = STRATEGIES[place]()
     grads = of_rank(2, strategy.num_replicas_in_sync, (20, 30))
     state, found = once(strategy, sync.power_sgd(2), strategy.put(jdist.PerReplica(grads)))
@@ -29,14 +29,14 @@ def test_gradient_of_that_rank_arrives_whole_and_leaves_no_residual(place):
     np.testing.assert_allclose(state.residual.read(), 0, atol=1e-4)
 
 
-def test_gradient_of_higher_rank_arrives_as_one_of_that_rank(two):
+def test_gradient_of_higher_rank_is_approximated_with_the_policy_rank(two):
     grads = np.random.default_rng(0).normal(size=(2, 20, 30)).astype(np.float32)
     state, found = once(two, sync.power_sgd(3), two.put(jdist.PerReplica(grads)))
     assert np.linalg.matrix_rank(np.asarray(found), tol=1e-4) == 3
     np.testing.assert_allclose(found + state.residual.read(), grads.mean(0), rtol=1e-4, atol=1e-5)
 
 
-def test_power_iteration_goes_on_where_it_ended():
+def test_power_iteration_continues_from_the_last_step():
     grads = jnp.asarray(np.random.default_rng(0).normal(size=(20, 30)) * np.linspace(1, 5, 30), jnp.float32)
     tx = sync.power_sgd(2)
     state, off = tx.init(grads), []
@@ -51,7 +51,7 @@ def test_power_iteration_goes_on_where_it_ended():
 
 @pytest.mark.parametrize("shape", [(3, 3, 8, 16), (2, 40, 20), (100, 6)])
 @pytest.mark.one_in(3)
-def test_leaf_of_any_rank_is_taken_as_a_matrix_of_its_last_dimension(shape, two):
+def test_leaf_of_any_ndim_is_a_matrix_of_its_last_dimension(shape, two):
     grads = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
     state, found = once(two, sync.power_sgd(1), two.put(jdist.PerReplica(grads)))
     assert found.shape == shape
@@ -59,14 +59,14 @@ def test_leaf_of_any_rank_is_taken_as_a_matrix_of_its_last_dimension(shape, two)
     np.testing.assert_allclose(found + state.residual.read(), grads.mean(0), rtol=1e-4, atol=1e-4)
 
 
-def test_leaf_that_would_not_become_smaller_is_left_to_the_inner_policy(two):
+def test_leaf_that_would_not_become_smaller_is_reduced_by_the_fallback(two):
     tx = sync.power_sgd(3)
     state = tx.init({"w": jnp.ones((20, 30)), "small": jnp.ones((5, 6)), "b": jnp.ones(900), "one": jnp.ones(())})
     kept = {name for name, leaf in state.residual.items() if not isinstance(leaf, optax.MaskedNode)}
     assert kept == {"w"}
 
 
-def test_gradient_of_zeros_is_zeros_and_the_next_one_arrives(two):
+def test_zero_gradient_is_zero_and_the_next_one_is_reduced(two):
     tx, like = sync.power_sgd(2), jnp.zeros((20, 30))
     state = two.init(lambda: tx.init(like))
     update = two.step(lambda state, grads: tx.update(grads, state, like)[::-1])
@@ -79,7 +79,7 @@ def test_gradient_of_zeros_is_zeros_and_the_next_one_arrives(two):
     assert np.linalg.norm(found) > 0.5 * np.linalg.norm(grads.mean(0))
 
 
-def test_gradient_that_is_not_finite_is_not_hidden(two):
+def test_non_finite_gradient_stays_non_finite(two):
     grads = np.ones((2, 20, 30), np.float32)
     grads[1, 5, 5] = np.nan
     _, found = once(two, sync.power_sgd(2), two.put(jdist.PerReplica(grads)))
@@ -100,8 +100,10 @@ def test_rank_below_1_is_refused(rank):
 
 
 @pytest.mark.parametrize("rank", [2.5, 2.0, "2", None, True])
-def test_rank_of_no_whole_number_is_refused(rank):
-    with pytest.raises(TypeError, match=rf"`rank` of `jdist\.sync\.power_sgd` must be an integer >= 1, got {rank!r}"):
+def test_rank_that_is_not_an_integer_is_refused(rank):
+    with pytest.raises(
+        TypeError, match=rf"`rank` of `jdist\.sync\.power_sgd` must be an integer >= 1, got {rank!r}"
+    ):
         sync.power_sgd(rank)
 
 
@@ -113,12 +115,12 @@ def test_rank_larger_than_every_matrix_is_refused_by_name(two):
             make()
 
 
-def test_rank_larger_than_some_matrices_only_is_taken():
+def test_rank_larger_than_some_matrices_is_accepted():
     sync.power_sgd(5).init({"w": jnp.ones((4, 6)), "v": jnp.ones((40, 60))})
 
 
 @pytest.mark.parametrize("params", [{}, {"b": jnp.ones(3)}, None], ids=["empty", "vectors", "none"])
-def test_parameters_without_a_matrix_are_left_to_the_inner_policy(params):
+def test_parameters_without_a_matrix_are_reduced_by_the_fallback(params):
     tx = sync.power_sgd(5)
     found, _ = tx.update(params, tx.init(params))
     jax.tree.map(np.testing.assert_array_equal, found, params)

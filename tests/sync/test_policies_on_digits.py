@@ -1,4 +1,4 @@
-"""Policies that lose something, and make up for it, learn handwritten digits as well as the mean."""
+"""Lossy policies with error feedback learn handwritten digits as well as `mean`."""
 
 import functools
 
@@ -24,7 +24,7 @@ class MLP(nn.Module):
 
 MODEL = MLP()
 DIGITS = load_digits()
-ORDER = np.random.default_rng(0).permutation(len(DIGITS.target))  # their writers follow one another
+ORDER = np.random.default_rng(0).permutation(len(DIGITS.target))  # the data set is sorted by writer
 DATA = (DIGITS.data[ORDER] / 16).astype(np.float32), DIGITS.target[ORDER].astype(np.int32)
 TRAIN, HELD_OUT = tuple(x[:1408] for x in DATA), tuple(x[1408:] for x in DATA)
 EPOCHS, BATCH = 20, 64
@@ -38,12 +38,12 @@ LOSSY = {
 
 
 def losses(params, x, y):
-    # Smoothed labels keep the loss from being all noise where every digit is known.
+    # With smoothed labels the loss does not become noise once every digit is learned.
     return optax.softmax_cross_entropy(MODEL.apply(params, x), optax.smooth_labels(jax.nn.one_hot(y, 10), 0.1))
 
 
 def trained(policy, seed):
-    """The loss over the held-out digits after training on two replicas."""
+    """Returns the loss on the held-out digits after training on two replicas."""
     strategy = jdist.MirroredStrategy(jax.devices()[:2])
     rate = optax.cosine_decay_schedule(0.1, EPOCHS * len(TRAIN[1]) // BATCH)
     tx = optax.chain(policy, optax.sgd(rate, momentum=0.9))
@@ -73,5 +73,5 @@ def trained_by(name):
 @pytest.mark.parametrize("name", among(LOSSY, "int8", "power_sgd"))
 @pytest.mark.one_in(2)
 def test_lossy_policy_reaches_the_loss_of_the_mean_within_2_percent_on_digits(name):
-    assert trained_by("mean") < 0.65  # the least there is are 0.5 nats
+    assert trained_by("mean") < 0.65  # the minimum is 0.5 nats
     assert trained_by(name) <= 1.02 * trained_by("mean")

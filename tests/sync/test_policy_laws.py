@@ -1,4 +1,4 @@
-"""One table of policies, and what holds for each of them, wherever and in whatever it runs."""
+"""Laws that hold for every policy of the table, under every strategy and inside every container."""
 
 import functools
 import warnings
@@ -21,15 +21,15 @@ from jdist._src.jaxpr import replication
 
 from laws import among, arrays, assert_in_step, each_value
 from policies import (
-    DRIFTING,
+    CONDITIONAL,
     FEEDBACK,
-    GATED,
-    PLACES,
+    LOCAL_UPDATES,
     POLICIES,
+    POLICY_STRATEGIES,
     REDUCING,
     TWO_LEVELS,
     State,
-    assert_met,
+    assert_synchronized,
     batches,
     cases,
     first_params,
@@ -40,16 +40,16 @@ from policies import (
     train,
 )
 
-SELDOM = ("one_device", "mirrored_1", "mirrored_2", "groups_of_1")  # places that differ little from another
+LOW_COVERAGE = ("one_device", "mirrored_1", "mirrored_2", "groups_of_1")  # strategies that add little coverage
 
 
 def marked_cases(policies):
-    """The cases, those slow without which each policy and each place remains; of SELDOM places only every third."""
-    found = list(cases(policies))
-    often = [case for case in found if case[1] not in SELDOM]
-    now = each_value(often)
-    seldom = [case for case in found if case[1] in SELDOM][::3]
-    return [case if case in now else pytest.param(*case, marks=pytest.mark.slow) for case in often + seldom]
+    """Returns the cases. All but one per policy and per strategy are slow; of strategies that add little, every third."""
+    all_cases = list(cases(policies))
+    common = [case for case in all_cases if case[1] not in LOW_COVERAGE]
+    default = each_value(common)
+    rare = [case for case in all_cases if case[1] in LOW_COVERAGE][::3]
+    return [case if case in default else pytest.param(*case, marks=pytest.mark.slow) for case in common + rare]
 
 
 def sgd():
@@ -60,28 +60,28 @@ def assert_same(tree, other, tolerance=0.0):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), tree, other)
 
 
-# --- all replicas agree, and it is proved
+# --- all replicas agree, and the proof shows it
 
 
 @functools.cache
-def trained(name, place):
-    """The state after four steps, and what was proved of them."""
-    state, step = train(PLACES[place](), POLICIES[name](sgd()), 4)
+def trained(name, strategy_name):
+    """Returns the state after four steps, and their proof."""
+    state, step = train(POLICY_STRATEGIES[strategy_name](), POLICIES[name](sgd()), 4)
     return state, step.proof
 
 
-@pytest.mark.parametrize("name, place", marked_cases(POLICIES))
-def test_policy_that_has_synchronised_leaves_the_same_bits_on_all_replicas(name, place):
-    state, _ = trained(name, place)
-    assert_met(state.params)
+@pytest.mark.parametrize("name, strategy_name", marked_cases(POLICIES))
+def test_replicas_are_bitwise_equal_after_a_synchronization_step(name, strategy_name):
+    state, _ = trained(name, strategy_name)
+    assert_synchronized(state.params)
     moved = jax.tree.map(lambda now, first: not np.array_equal(now, first), read(state.params), first_params())
     assert all(jax.tree.leaves(moved))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(read(state.params)))
 
 
-@pytest.mark.parametrize("name, place", marked_cases(REDUCING | GATED))
-def test_policy_without_drift_is_proved_to_leave_all_parameters_mirrored(name, place):
-    state, proof = trained(name, place)
+@pytest.mark.parametrize("name, strategy_name", marked_cases(REDUCING | CONDITIONAL))
+def test_parameters_of_a_policy_without_local_updates_are_proved_replicated(name, strategy_name):
+    state, proof = trained(name, strategy_name)
     names = {
         "state.params" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
     }
@@ -89,16 +89,16 @@ def test_policy_without_drift_is_proved_to_leave_all_parameters_mirrored(name, p
     assert names <= set(proof.mirrored)
 
 
-@pytest.mark.parametrize("name, place", marked_cases(DRIFTING))
-def test_drifting_parameters_are_read_as_their_mean_and_named_trainable(name, place):
-    state, proof = trained(name, place)
+@pytest.mark.parametrize("name, strategy_name", marked_cases(LOCAL_UPDATES))
+def test_diverging_parameters_are_read_as_their_mean_and_trainable(name, strategy_name):
+    state, proof = trained(name, strategy_name)
     assert not any(name.startswith("state.params") for name in proof.mirrored)
     for leaf in jax.tree.leaves(state.params, is_leaf=lambda x: isinstance(x, jdist.SyncOnRead)):
         assert (leaf.aggregation, leaf.trainable) == (jdist.VariableAggregation.MEAN, True)
 
 
-def meeting(strategy, tx):
-    """What is known of what `tx` makes of drifting parameters in its first `cond`: if they meet, if not, and before it."""
+def first_cond(strategy, tx):
+    """Returns the variations of the first `cond` of `tx`: of the synchronizing branch, of the other, and of the operands."""
     axes = strategy.mesh.axis_names
     params = first_params()
     count = len(jax.tree.leaves(params))
@@ -116,36 +116,42 @@ def meeting(strategy, tx):
     (body,) = program
     number = next(i for i, equation in enumerate(body.eqns) if equation.primitive.name == "cond")
     cond = body.eqns[number]
-    own = [replication.Input("own", axes if i < 2 * count else ()) for i in range(len(body.invars))]
+    local = [replication.Input("local", axes if i < 2 * count else ()) for i in range(len(body.invars))]
     operands = [v for v in cond.invars[1:] if not isinstance(v, jax_compat.Literal)]
     assert len(operands) == len(cond.invars) - 1
-    known = replication.prove(body.replace(eqns=body.eqns[:number], outvars=operands), own, axes)
-    inputs = [replication.Input("operand", tuple(one)) for one in known]
-    apart, together = [replication.prove(jax_compat.open_jaxpr(one), inputs, axes) for one in cond.params["branches"]]
-    return [bool(one) for one in together[:count]], [bool(one) for one in apart[:count]], [bool(one) for one in known]
+    variations = replication.prove(body.replace(eqns=body.eqns[:number], outvars=operands), local, axes)
+    inputs = [replication.Input("operand", tuple(one)) for one in variations]
+    without, synchronized = [
+        replication.prove(jax_compat.open_jaxpr(one), inputs, axes) for one in cond.params["branches"]
+    ]
+    return (
+        [bool(one) for one in synchronized[:count]],
+        [bool(one) for one in without[:count]],
+        [bool(one) for one in variations],
+    )
 
 
-@pytest.mark.parametrize("place", ["mirrored_2", "groups_of_2"])
-@pytest.mark.parametrize("name", DRIFTING)
-def test_parameters_that_drift_are_proved_mirrored_by_the_branch_that_meets(name, place):
-    # Without what an optimizer keeps, all that differs are the parameters and their gradients.
-    together, apart, operands = meeting(PLACES[place](), DRIFTING[name](optax.sgd(0.1)))
-    assert not any(together)
-    assert any(operands)  # or there would be nothing to prove
-    if name != "streaming_diloco":  # which keeps the agreed ones, where others keep their own
-        assert all(apart)
+@pytest.mark.parametrize("strategy_name", ["mirrored_2", "groups_of_2"])
+@pytest.mark.parametrize("name", LOCAL_UPDATES)
+def test_parameters_are_proved_replicated_in_the_branch_that_synchronizes(name, strategy_name):
+    # Without optimizer state, only the parameters and their gradients vary.
+    synchronized, local, operands = first_cond(POLICY_STRATEGIES[strategy_name](), LOCAL_UPDATES[name](optax.sgd(0.1)))
+    assert not any(synchronized)
+    assert any(operands)  # otherwise there is nothing to prove
+    if name != "streaming_diloco":  # the branch returns the replicated parameters; other policies return local ones
+        assert all(local)
 
 
-# --- policies that are another one
+# --- policies that equal another one
 
 
 class Law(NamedTuple):
-    """Two policies that do the same.
+    """Two equal policies.
 
     Attributes:
         one: A transformation.
         other: Another.
-        tolerance: How close they come; 0 for the same bits.
+        tolerance: The tolerance; 0 for bitwise equality.
     """
 
     one: Any
@@ -165,7 +171,7 @@ LAWS = {
     "every_1_is_mean": Law(lambda: sync.every(mean_then(sgd()), 1), lambda: mean_then(sgd())),
     "every_1_is_int8": Law(lambda: sync.every(REDUCING["int8"](sgd()), 1), lambda: REDUCING["int8"](sgd())),
     "every_1_is_adamw": Law(lambda: sync.every(mean_then(optax.adamw(1e-2)), 1), lambda: mean_then(optax.adamw(1e-2))),
-    "skip_nonfinite_of_finite_is_inner": Law(
+    "skip_nonfinite_of_finite_equals_the_optimizer": Law(
         lambda: sync.skip_nonfinite(mean_then(sgd())), lambda: mean_then(sgd()), 1e-6
     ),
     "local_sgd_1_is_mean": Law(lambda: sync.local_sgd(plain(), every=1), lambda: mean_then(plain()), 1e-6),
@@ -203,26 +209,26 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("place", among(["one_device", "mirrored_2", "mirrored_3"], "mirrored_3"))
+@pytest.mark.parametrize("strategy_name", among(["one_device", "mirrored_2", "mirrored_3"], "mirrored_3"))
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.one_in(2)
-def test_policy_is_another_one(law, place):
+def test_policy_equals_another_one(law, strategy_name):
     one, other, tolerance = LAWS[law]
-    strategy = PLACES[place]()
+    strategy = POLICY_STRATEGIES[strategy_name]()
     (left, _), (right, _) = (train(strategy, make(), 4) for make in (one, other))
     assert_same(read(left.params), read(right.params), tolerance)
 
 
-@pytest.mark.parametrize("place", TWO_LEVELS)
-def test_hierarchical_is_mean(place):
-    strategy = PLACES[place]()
+@pytest.mark.parametrize("strategy_name", TWO_LEVELS)
+def test_hierarchical_equals_mean(strategy_name):
+    strategy = POLICY_STRATEGIES[strategy_name]()
     (left, _), (right, _) = (train(strategy, REDUCING[name](sgd()), 4) for name in ("hierarchical", "mean"))
     assert_same(read(left.params), read(right.params), 1e-6)
 
 
-@pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
-def test_every_2_is_a_step_on_twice_the_batch(place):
-    strategy = PLACES[place]()
+@pytest.mark.parametrize("strategy_name", ["one_device", "mirrored_2", "mirrored_3"])
+def test_every_2_equals_a_step_on_twice_the_batch(strategy_name):
+    strategy = POLICY_STRATEGIES[strategy_name]()
     state, _ = train(strategy, sync.every(mean_then(sgd()), 2), 4)
     twice = start(strategy, mean_then(sgd()))
     step = stepper(strategy, mean_then(sgd()))
@@ -234,11 +240,11 @@ def test_every_2_is_a_step_on_twice_the_batch(place):
     assert_same(read(state.params), read(twice.params), 1e-5)
 
 
-# --- one replica, by itself
+# --- a single replica
 
 
 @pytest.mark.parametrize("name", ["mean", "sum", "hierarchical"])
-def test_policy_outside_any_strategy_hands_gradients_on(name):
+def test_policy_outside_any_strategy_returns_the_gradients(name):
     tx = POLICIES[name](optax.identity())
     grads = first_params()
     updates, _ = tx.update(grads, tx.init(grads), grads)
@@ -248,17 +254,17 @@ def test_policy_outside_any_strategy_hands_gradients_on(name):
 @pytest.mark.parametrize("name", among([name for name in POLICIES if name != "hierarchical"], "int8", "diloco"))
 def test_policy_outside_any_strategy_trains_as_on_one_device(name):
     tx, params = POLICIES[name](sgd()), first_params()
-    strategy = PLACES["one_device"]()
+    strategy = POLICY_STRATEGIES["one_device"]()
     opt_state = tx.init(params)
     for batch in batches(strategy, 4):
         (own,) = strategy.local_results(batch)
         updates, opt_state = tx.update(jax.grad(loss)(params, *own), opt_state, params)
         params = optax.apply_updates(params, updates)
-    # Compiled and by itself a sum may be rounded to the other side, and a number sent a step later.
+    # A compiled sum may be rounded differently, so an entry may be sent one step later.
     assert_same(params, read(trained(name, "one_device")[0].params), 1e-4 if name not in FEEDBACK else 1e-2)
 
 
-# --- as a part of other things of optax
+# --- inside other transformations of optax
 
 SOME = ("mean", "in_dtype", "int8", "int8_stochastic", "top_k", "power_sgd", "every", "skip_nonfinite")
 MASK = {"in": {"w": True, "b": True}, "out": False, "scale": True}
@@ -287,41 +293,41 @@ WRAPPED = {
 @pytest.mark.parametrize("wrapper", WRAPPED)
 @pytest.mark.parametrize("name", among(SOME, "power_sgd", "every"))
 @pytest.mark.one_in(3)
-def test_policy_within_a_transformation_of_optax_leaves_replicas_in_step(name, wrapper, two):
+def test_replicas_agree_with_a_policy_inside_a_transformation_of_optax(name, wrapper, two):
     wrap, frozen = WRAPPED[wrapper]
     state, _ = train(two, wrap(POLICIES[name]), 4)
-    assert_met(state.params)
+    assert_synchronized(state.params)
     first = first_params()
     for part, leaf in read(state.params).items():
         same = jax.tree.map(np.array_equal, leaf, first[part])
         assert all(jax.tree.leaves(same)) if part in frozen else not any(jax.tree.leaves(same))
 
 
-def test_policy_that_each_replica_may_leave_out_by_itself_is_refused(two):
+def test_policy_that_one_replica_may_skip_is_refused(two):
     with pytest.raises(jdist.DivergentCollectiveError, match="waits for every replica"):
         train(two, optax.apply_if_finite(POLICIES["mean"](sgd()), 3), 1)
 
 
-@pytest.mark.parametrize("name", DRIFTING)
-def test_drifting_policy_within_a_chain_meets(name, two):
+@pytest.mark.parametrize("name", LOCAL_UPDATES)
+def test_local_updates_within_a_chain_synchronize(name, two):
     state, _ = train(two, optax.chain(POLICIES[name](sgd()), optax.identity()), 4)
-    assert_met(state.params)
+    assert_synchronized(state.params)
 
 
-@pytest.mark.parametrize("name", DRIFTING)
-def test_drifting_policy_of_some_parameters_leaves_the_frozen_as_they_are(name, two):
+@pytest.mark.parametrize("name", LOCAL_UPDATES)
+def test_local_updates_of_some_parameters_do_not_change_frozen_ones(name, two):
     tx = optax.multi_transform({"trained": POLICIES[name](sgd()), "frozen": optax.set_to_zero()}, LABELS)
     state, _ = train(two, tx, 4)
-    assert_met(state.params)
+    assert_synchronized(state.params)
     np.testing.assert_array_equal(read(state.params)["out"], first_params()["out"])
 
 
 @pytest.mark.parametrize("name", ["mean", "int8", "top_k", "power_sgd"])
-def test_policy_within_multi_steps_is_a_step_in_two(name, two):
-    # Gradients of each replica are added up there, so they are kept by each.
+def test_policy_within_multi_steps_updates_every_second_step(name, two):
+    # `MultiSteps` sums each replica's gradients, so its sums are local to each replica.
     reducing_first = optax.chain(sync.mean(), optax.MultiSteps(sgd(), 2).gradient_transformation())
     state, _ = train(two, reducing_first, 4)
-    assert_met(state.params)
+    assert_synchronized(state.params)
     with pytest.raises(jdist.NotMirroredError, match=r"acc_grads"):
         train(two, optax.MultiSteps(POLICIES[name](sgd()), 2).gradient_transformation(), 4)
 
@@ -332,7 +338,7 @@ def test_policy_within_multi_steps_is_a_step_in_two(name, two):
 @pytest.mark.parametrize(
     "name", among([name for name in POLICIES if name != "hierarchical"], "int8", "every", "diloco")
 )
-def test_policy_in_a_scan_within_the_step_does_what_it_does_outside(name, two):
+def test_policy_in_a_scan_within_the_step_gives_the_same_result(name, two):
     tx = POLICIES[name](sgd())
 
     @two.step
@@ -349,12 +355,12 @@ def test_policy_in_a_scan_within_the_step_does_what_it_does_outside(name, two):
     stacked = two.put(jdist.PerReplica(tuple(np.stack(part, axis=1) for part in zip(*each, strict=True))))
     state, _ = all_at_once(start(two, tx), stacked)
     assert_same(read(state.params), read(trained(name, "mirrored_2")[0].params), 1e-2 if name in FEEDBACK else 1e-4)
-    if name not in DRIFTING:
+    if name not in LOCAL_UPDATES:
         assert_in_step(state.params)
 
 
 class NnxNet(nnx.Module):
-    """One hidden layer."""
+    """A network with one hidden layer."""
 
     def __init__(self, rngs):
         self.into, self.out = nnx.Linear(6, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
@@ -364,15 +370,15 @@ class NnxNet(nnx.Module):
 
 
 class LinenNet(nn.Module):
-    """One hidden layer."""
+    """A network with one hidden layer."""
 
     @nn.compact
     def __call__(self, x):
         return nn.Dense(4)(jnp.tanh(nn.Dense(16)(x)))
 
 
-@pytest.mark.parametrize("name", among(["int8_stochastic", "every", *DRIFTING], "int8_stochastic", "diloco"))
-def test_policy_in_an_nnx_optimizer_trains_and_meets(name, two):
+@pytest.mark.parametrize("name", among(["int8_stochastic", "every", *LOCAL_UPDATES], "int8_stochastic", "diloco"))
+def test_policy_in_an_nnx_optimizer_trains_and_synchronizes(name, two):
     def make():
         model = NnxNet(nnx.Rngs(0))
         return nnx.state((model, nnx.Optimizer(model, POLICIES[name](sgd()), wrt=nnx.Param)))
@@ -395,12 +401,12 @@ def test_policy_in_an_nnx_optimizer_trains_and_meets(name, two):
     for _ in range(4):
         state, value = step(state, batch)
         losses.append(float(two.reduce("mean", value, axis=None)))
-    assert_met(state[0])
+    assert_synchronized(state[0])
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("name", among(["power_sgd", "skip_nonfinite", *DRIFTING], "power_sgd", "local_sgd"))
-def test_policy_in_a_flax_train_state_trains_and_meets(name, two):
+@pytest.mark.parametrize("name", among(["power_sgd", "skip_nonfinite", *LOCAL_UPDATES], "power_sgd", "local_sgd"))
+def test_policy_in_a_flax_train_state_trains_and_synchronizes(name, two):
     net, tx = LinenNet(), POLICIES[name](sgd())
 
     def make():
@@ -418,7 +424,7 @@ def test_policy_in_a_flax_train_state_trains_and_meets(name, two):
     for _ in range(4):
         state, value = step(state, batch)
         losses.append(float(two.reduce("mean", value, axis=None)))
-    assert_met(state.params)
+    assert_synchronized(state.params)
     assert int(state.step) == 4
     assert losses[-1] < losses[0]
 
@@ -437,7 +443,9 @@ TREES = {
     "float16": lambda: {"w": jnp.ones((8, 8), jnp.float16), "b": jnp.ones(17, jnp.float16)},
     "of_two_kinds": lambda: {"w": jnp.ones((8, 8), jnp.bfloat16), "v": jnp.ones((8, 8))},
 }
-ANY_TREE = [name for name in POLICIES if name not in ("hierarchical", "streaming_diloco")]  # that wants an array a part
+ANY_TREE = [
+    name for name in POLICIES if name not in ("hierarchical", "streaming_diloco")
+]  # `fragments` needs an array per fragment
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -460,44 +468,44 @@ def test_policy_keeps_structure_shapes_and_dtypes_of_any_tree(name, tree, two):
     assert jax.tree.structure(after) == jax.tree.structure(make())
     kinds = [[(x.shape, x.dtype) for x in jax.tree.leaves(one)] for one in (after, make())]
     assert kinds[0] == kinds[1]
-    assert_met(state.params)
+    assert_synchronized(state.params)
     if name in ("mean", "in_dtype", "in_dtype_float16", "int8", "skip_nonfinite", "local_sgd"):
         assert_same(after, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), make()), 2e-2)
 
 
-# --- what is refused, of every policy
+# --- errors of every policy
 
-WORDS = {
-    "in_dtype": lambda inner: sync.in_dtype(jnp.bfloat16, reduction=inner),
-    "int8": lambda inner: sync.int8(fallback=inner),
-    "top_k": lambda inner: sync.top_k(0.5, fallback=inner),
-    "power_sgd": lambda inner: sync.power_sgd(1, fallback=inner),
-    "every": lambda inner: sync.every(inner, 2),
-    "skip_nonfinite": lambda inner: sync.skip_nonfinite(inner),
-    "local_sgd": lambda inner: sync.local_sgd(inner, every=2),
-    "diloco": lambda inner: sync.diloco(inner, every=2),
-    "streaming_diloco": lambda inner: sync.streaming_diloco(inner, every=2, fragments=1),
+MAKERS = {
+    "in_dtype": lambda value: sync.in_dtype(jnp.bfloat16, reduction=value),
+    "int8": lambda value: sync.int8(fallback=value),
+    "top_k": lambda value: sync.top_k(0.5, fallback=value),
+    "power_sgd": lambda value: sync.power_sgd(1, fallback=value),
+    "every": lambda value: sync.every(value, 2),
+    "skip_nonfinite": lambda value: sync.skip_nonfinite(value),
+    "local_sgd": lambda value: sync.local_sgd(value, every=2),
+    "diloco": lambda value: sync.diloco(value, every=2),
+    "streaming_diloco": lambda value: sync.streaming_diloco(value, every=2, fragments=1),
 }
 
 
 @pytest.mark.parametrize(
-    "inner, says", [(sync.mean, r"got <function mean at .*>\. Call it\."), ("mean", r"got 'mean'\.$")]
+    "value, says", [(sync.mean, r"got <function mean at .*>\. Call it\."), ("mean", r"got 'mean'\.$")]
 )
-@pytest.mark.parametrize("word", WORDS)
-def test_policy_around_what_is_no_gradient_transformation_is_refused(word, inner, says):
-    with pytest.raises(TypeError, match=rf"`jdist\.sync\.{word}` works on an optax gradient transformation.*{says}"):
-        WORDS[word](inner)
+@pytest.mark.parametrize("name", MAKERS)
+def test_argument_that_is_not_a_transformation_is_refused(name, value, says):
+    with pytest.raises(TypeError, match=rf"of `jdist\.sync\.{name}` must be an optax gradient transformation.*{says}"):
+        MAKERS[name](value)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_policy_applied_by_the_host_program_within_a_scope_is_refused(name, two):
+def test_policy_applied_on_the_host_within_a_scope_is_refused(name, two):
     tx, params = POLICIES[name](sgd()), first_params()
     opt_state = tx.init(params)
     with two.scope(), pytest.raises(RuntimeError, match=r"`jdist\.sync\.\w+` is a word of replica functions"):
         tx.update(params, opt_state, params)
 
 
-def test_chain_with_a_policy_that_was_not_called_is_refused_by_what_uses_it():
+def test_policy_that_was_not_called_is_refused():
     with pytest.raises(TypeError, match=r"Call it\."):
         sync.every(sync.mean, 2)
 
@@ -512,31 +520,31 @@ CLIPS = {
 }
 
 
-@pytest.mark.parametrize("name", among([*REDUCING, *GATED], "hierarchical", "int8", "every"))
-def test_policy_behind_clipping_is_warned_about(name):
-    strategy = PLACES["groups_of_2" if name == "hierarchical" else "mirrored_2"]()
+@pytest.mark.parametrize("name", among([*REDUCING, *CONDITIONAL], "hierarchical", "int8", "every"))
+def test_clipping_before_a_policy_warns(name):
+    strategy = POLICY_STRATEGIES["groups_of_2" if name == "hierarchical" else "mirrored_2"]()
     with pytest.warns(jdist.ClippedPerReplicaWarning, match=r"Put the policy first.*jdist\.sync\.mean\(\)") as seen:
-        # Wrapping policies have their policy within, so that the clipping goes around it.
+        # Policies that wrap an optimizer contain their policy, so the clipping is outside both.
         train(strategy, optax.chain(optax.clip_by_global_norm(1.0), POLICIES[name](sgd())), 1)
     assert {warning.filename for warning in seen} == {train.__globals__["__file__"]}
 
 
 @pytest.mark.parametrize("clip", CLIPS)
-def test_any_clipping_ahead_of_a_policy_is_warned_about(clip, two):
+def test_any_clipping_before_a_policy_warns(clip, two):
     with pytest.warns(jdist.ClippedPerReplicaWarning):
         train(two, optax.chain(CLIPS[clip](), sync.mean(), sgd()), 1)
 
 
 @pytest.mark.parametrize("name", among(POLICIES, "in_dtype", "skip_nonfinite", "local_sgd", "diloco"))
-def test_clipping_behind_a_policy_or_within_a_drifting_one_is_not_warned_about(name):
-    strategy = PLACES["groups_of_2" if name == "hierarchical" else "mirrored_2"]()
+def test_clipping_after_a_policy_or_inside_local_updates_does_not_warn(name):
+    strategy = POLICY_STRATEGIES["groups_of_2" if name == "hierarchical" else "mirrored_2"]()
     tx = POLICIES[name](optax.chain(*(clip() for clip in CLIPS.values()), optax.sgd(0.1)))
     state = start(strategy, tx)
     (batch,) = batches(strategy, 1)
     stepper(strategy, tx).lower(state, batch)  # warnings are errors
 
 
-def test_clipping_ahead_of_a_policy_is_said_once_a_line_and_names_the_line_that_applies_it(two):
+def test_clipping_before_a_policy_warns_once_per_line_at_the_line_that_applies_it(two):
     tx = optax.chain(optax.clip_by_global_norm(1.0), sync.mean(), sgd())
     state, (batch,) = start(two, tx), batches(two, 1)
     with warnings.catch_warnings(record=True) as seen:

@@ -1,4 +1,4 @@
-"""Gradients in fewer bits: how far off they are, what is sent, and what is refused."""
+"""Gradients in fewer bits: errors of the result, collectives, and error messages."""
 
 import re
 
@@ -24,18 +24,18 @@ few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True, data
 
 @pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_in_dtype_is_mean_to_the_rounding_of_the_dtype(dtype, place):
+def test_in_dtype_equals_mean_up_to_rounding(dtype, place):
     strategy = STRATEGIES[place]()
     grads = rows(strategy, 50, 7)
     _, found = once(strategy, sync.in_dtype(dtype), grads)
     most = np.abs(grads.tree).mean(0)
-    # Each number is rounded, and each of the sums may be.
+    # Each number is rounded, and each partial sum may be.
     off = strategy.num_replicas_in_sync * float(jnp.finfo(dtype).eps) * most + 1e-7
     assert (np.abs(np.asarray(found) - np.mean(grads.tree, 0)) <= off).all()
     assert found.dtype == jnp.float32
 
 
-def test_in_dtype_leaves_what_loses_no_digits_to_the_inner_policy(two):
+def test_in_dtype_does_not_round_leaves_of_lower_precision(two):
     tx = sync.in_dtype(jnp.bfloat16)
     state = tx.init({"low": jnp.ones(3, jnp.bfloat16), "high": jnp.ones(3)})
     assert [leaf.dtype for leaf in jax.tree.leaves(state.residual)] == [jnp.float32]
@@ -55,7 +55,7 @@ def test_in_dtype_sends_no_float32(two):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.bool_, jnp.complex64])
-def test_in_dtype_of_what_is_no_float_is_refused(dtype):
+def test_in_dtype_of_a_dtype_that_is_not_a_float_is_refused(dtype):
     with pytest.raises(
         TypeError, match=r"in_dtype` is a floating-point dtype, such as jnp\.bfloat16, got .*" + dtype.dtype.name
     ):
@@ -63,13 +63,13 @@ def test_in_dtype_of_what_is_no_float_is_refused(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["nonsense", None, 3, "int8"])
-def test_in_dtype_of_no_dtype_is_refused(dtype):
+def test_in_dtype_of_an_object_that_is_not_a_dtype_is_refused(dtype):
     with pytest.raises(TypeError, match=rf"`jdist\.sync\.in_dtype` .*{dtype!r}"):
         sync.in_dtype(dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float16, np.dtype("float16")])
-def test_in_dtype_takes_the_names_of_dtypes(dtype, two):
+def test_in_dtype_accepts_the_names_of_dtypes(dtype, two):
     _, found = once(two, sync.in_dtype(dtype), rows(two, 20))
     assert found.dtype == jnp.float32
 
@@ -84,20 +84,20 @@ def test_in_dtype_takes_the_names_of_dtypes(dtype, two):
     block=st.sampled_from([5, 16]),
     power=st.sampled_from([-12, 0, 12]),
 )
-def test_int8_in_one_replica_is_off_by_half_a_step_of_each_block(seed, size, block, power):
+def test_int8_on_one_replica_has_an_error_of_half_a_quantization_step(seed, size, block, power):
     grads = jnp.float32(10.0**power * np.random.default_rng(seed).normal(size=size))
     tx = sync.int8(block_size=block)
     found, state = tx.update(grads, tx.init(grads))
     filled = np.pad(np.abs(grads), (0, -size % block)).reshape(-1, block)
     step = np.repeat(filled.max(1) / 127, block)[:size]
-    # The sum is rounded once more on its way back.
+    # The sum is quantized once more before it is sent back.
     assert (np.abs(found - grads) <= (0.5 + 0.5 + 1e-3) * step + 1e-30).all()
     np.testing.assert_allclose(found + state.residual, grads, rtol=1e-5, atol=1e-5 * 10.0**power)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
-def test_int8_is_mean_to_the_steps_of_its_blocks(place, rounding):
+def test_int8_equals_mean_up_to_the_quantization_steps(place, rounding):
     strategy = STRATEGIES[place]()
     grads = rows(strategy, 50, 7)
     _, found = once(strategy, sync.int8(rounding=rounding, block_size=32), grads)
@@ -106,7 +106,7 @@ def test_int8_is_mean_to_the_steps_of_its_blocks(place, rounding):
     assert not np.array_equal(found, np.mean(grads.tree, 0))
 
 
-def test_int8_of_whole_numbers_up_to_127_is_exact(two):
+def test_int8_of_integers_up_to_127_is_exact(two):
     grads = np.float32([[127, -3, 0, 5] * 8, [127, 3, 0, 5] * 8])
     _, found = once(two, sync.int8(block_size=4), two.put(jdist.PerReplica(grads)))
     np.testing.assert_array_equal(found, np.float32([127, 0, 0, 5] * 8))
@@ -127,16 +127,16 @@ def test_int8_at_the_ends_of_float32_is_finite(value, two):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_int8_of_what_is_not_finite_does_not_hide_it(bad, two):
+def test_int8_of_a_non_finite_gradient_stays_non_finite(bad, two):
     grads = np.ones((2, 64), np.float32)
     grads[1, 5] = bad
     _, found = once(two, sync.int8(block_size=16), two.put(jdist.PerReplica(grads)))
     assert not np.isfinite(found[5])
-    assert np.isfinite(found[16:]).all()  # other blocks have nothing to do with it
+    assert np.isfinite(found[16:]).all()  # other blocks are independent of it
 
 
 @pytest.mark.slow
-def test_stochastic_rounding_is_right_on_average_and_another_one_at_each_step(two):
+def test_stochastic_rounding_is_correct_on_average_and_differs_between_steps(two):
     tx = sync.int8(rounding="stochastic", block_size=64)
     grads = rows(two, 64)
     zeros = jnp.zeros(64)
@@ -160,7 +160,7 @@ def test_stochastic_rounding_of_equal_gradients_differs_between_replicas(two):
 
 
 @pytest.mark.parametrize("place", ["mirrored_2", "mirrored_3"])
-def test_int8_sends_eight_bits_and_no_float(place):
+def test_int8_sends_8_bits_and_no_floats(place):
     text = compiled(STRATEGIES[place](), sync.int8(), [(40, 50), (512,)])
     assert set(sent(text, "all-to-all")) == {"s8"}
     assert set(sent(text, "all-gather")) == {"s8"}
@@ -168,7 +168,7 @@ def test_int8_sends_eight_bits_and_no_float(place):
     assert not sent(text, "reduce-scatter")
 
 
-def test_int8_reduces_small_leaves_by_its_inner_policy(two):
+def test_int8_reduces_small_leaves_by_the_fallback(two):
     text = compiled(two, sync.int8(), [(40, 50), (3,)])
     assert sent(text, "all-reduce") == ["f32"]
     assert set(sent(text, "all-gather")) == {"s8"}
@@ -181,12 +181,16 @@ def test_int8_with_an_unknown_rounding_is_refused(rounding):
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_int8_with_blocks_of_no_numbers_is_refused(size):
-    with pytest.raises(ValueError, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size}"):
+def test_int8_with_blocks_of_size_0_is_refused(size):
+    with pytest.raises(
+        ValueError, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size}"
+    ):
         sync.int8(block_size=size)
 
 
 @pytest.mark.parametrize("size", [2.5, "16", None, True])
-def test_int8_with_blocks_of_no_whole_number_is_refused(size):
-    with pytest.raises(TypeError, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size!r}"):
+def test_int8_with_a_block_size_that_is_not_an_integer_is_refused(size):
+    with pytest.raises(
+        TypeError, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size!r}"
+    ):
         sync.int8(block_size=size)

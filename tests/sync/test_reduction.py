@@ -1,4 +1,4 @@
-"""Mean, sum and the mean in two levels: what they give, what is sent, and what is refused."""
+"""Mean, sum and the hierarchical mean: results, collectives, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ HIERARCHICAL = lambda: sync.hierarchical("replica", "group")
 
 @pytest.mark.parametrize("place", STRATEGIES)
 @pytest.mark.parametrize("policy, reduce", [(sync.mean, np.mean), (sync.sum, np.sum)])
-def test_policy_gives_the_reduction_of_the_rows(policy, reduce, place):
+def test_policy_returns_the_reduction_over_the_replicas(policy, reduce, place):
     strategy = STRATEGIES[place]()
     grads = rows(strategy, 5, 3)
     _, found = once(strategy, policy(), grads)
@@ -25,7 +25,7 @@ def test_policy_gives_the_reduction_of_the_rows(policy, reduce, place):
 
 @pytest.mark.parametrize("place", TWO_LEVELS)
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (5, 3), (0, 3), (64, 64)])
-def test_hierarchical_is_mean_whatever_the_shape(shape, place):
+def test_hierarchical_equals_mean_for_every_shape(shape, place):
     strategy = TWO_LEVELS[place]()
     grads = rows(strategy, *shape)
     _, found = once(strategy, HIERARCHICAL(), grads)
@@ -40,7 +40,7 @@ def test_policies_keep_the_dtype(dtype):
         assert once(strategy, policy, grads)[1].dtype == dtype
 
 
-def test_hierarchical_with_the_axes_the_other_way_round_is_the_mean_too():
+def test_hierarchical_with_swapped_axes_equals_mean():
     strategy = TWO_LEVELS["groups_of_2"]()
     grads = rows(strategy, 5)
     _, found = once(strategy, sync.hierarchical("group", "replica"), grads)
@@ -65,27 +65,27 @@ def test_mean_sends_one_all_reduce(two):
 def test_hierarchical_on_one_axis_is_refused(place):
     strategy = STRATEGIES[place]()
     with pytest.raises(
-        ValueError, match=r"needs replicas along these two axes.*has them along 'replica'.*Hierarchical"
+        ValueError, match=r"needs a mesh whose replicas span these two axes.*strategy has 'replica'.*Hierarchical"
     ):
         once(strategy, HIERARCHICAL(), rows(strategy, 3))
 
 
 @pytest.mark.parametrize("axes", [("replica", "host"), ("device", "host"), ("replica", "replica"), ("group", "group")])
-def test_hierarchical_with_names_that_the_mesh_has_not_is_refused(axes):
+def test_hierarchical_with_unknown_mesh_axes_is_refused(axes):
     strategy = TWO_LEVELS["groups_of_2"]()
-    says = rf"hierarchical\('{axes[0]}', '{axes[1]}'\)` needs .* has them along 'group', 'replica'"
+    says = rf"hierarchical\('{axes[0]}', '{axes[1]}'\)` needs .* has 'group', 'replica'"
     with pytest.raises(ValueError, match=says):
         once(strategy, sync.hierarchical(*axes), rows(strategy, 3))
 
 
 @pytest.mark.parametrize("policy", [sync.mean, HIERARCHICAL], ids=["mean", "hierarchical"])
-def test_mean_of_gradients_that_agree_is_that_gradient(policy):
+def test_mean_of_equal_gradients_is_that_gradient(policy):
     strategy = TWO_LEVELS["groups_of_2"]()
     grads = strategy.put(jdist.PerReplica(np.tile(np.float32([0.5, -3]), (4, 1))))
     np.testing.assert_array_equal(once(strategy, policy(), grads)[1], [0.5, -3])
 
 
-def test_sum_of_a_gradient_that_is_reduced_already_is_warned_about(two):
+def test_sum_of_a_reduced_gradient_warns(two):
     tx = sync.sum()
     with pytest.warns(jdist.RepeatedSumWarning):
         two.run(lambda x: tx.update(jdist.all_reduce("mean", x), tx.init(x))[0], (rows(two, 3),))

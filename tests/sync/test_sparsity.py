@@ -1,4 +1,4 @@
-"""The largest numbers only: which are sent, what is sent, and what is refused."""
+"""Top-k sparsification: the sent entries, collectives, and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +18,18 @@ def put(strategy, grads):
     return strategy.put(jdist.PerReplica(np.asarray(grads)))
 
 
-def test_top_k_gives_the_mean_of_the_largest_numbers_of_each_replica(two):
+def test_top_k_returns_the_mean_of_the_largest_entries_of_each_replica(two):
     _, found = once(two, sync.top_k(0.25), put(two, GRADS))
     np.testing.assert_array_equal(found, [0, -2.5, 2, 0])
 
 
-def test_top_k_keeps_the_share_of_the_others_on_each_replica(two):
+def test_top_k_stores_the_other_entries_in_the_residual_of_each_replica(two):
     state, _ = once(two, sync.top_k(0.25), put(two, GRADS))
     np.testing.assert_array_equal(state.residual.values[0], [0.5, 0, 1, 0.25])
     np.testing.assert_array_equal(state.residual.values[1], [1.5, -0.5, 0, 0.125])
 
 
-def test_top_k_adds_up_where_both_replicas_send_the_same_place(two):
+def test_top_k_sums_entries_that_both_replicas_send(two):
     _, found = once(two, sync.top_k(0.25), put(two, np.float32([[1, 8, 0, 0], [1, 4, 0, 0]])))
     np.testing.assert_array_equal(found, [0, 6, 0, 0])
 
@@ -45,14 +45,14 @@ def test_top_k_sends_its_fraction_of_each_leaf_rounded_up(fraction, count):
     np.testing.assert_array_equal(found["w"][20 - count :], grads["w"][20 - count :])
 
 
-def test_top_k_chooses_leaf_by_leaf():
+def test_top_k_selects_entries_per_leaf():
     grads = {"large": 100.0 * jnp.arange(1.0, 11.0), "small": 0.01 * jnp.arange(1.0, 11.0)}
     tx = sync.top_k(0.1)
     found, _ = tx.update(grads, tx.init(grads))
     assert jax.tree.map(np.count_nonzero, found) == {"large": 1, "small": 1}
 
 
-def test_number_that_waits_is_sent_once_it_is_large_enough():
+def test_unsent_entry_is_sent_once_it_is_large_enough():
     grads = jnp.float32([1.0, 0.4, 0.0, 0.0])
     tx = sync.top_k(0.25)
     state, sent_at = tx.init(grads), []
@@ -65,7 +65,7 @@ def test_number_that_waits_is_sent_once_it_is_large_enough():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_top_k_of_what_is_not_finite_does_not_hide_it(bad, two):
+def test_top_k_of_a_non_finite_gradient_stays_non_finite(bad, two):
     grads = np.ones((2, 64), np.float32)
     grads[1, 5] = bad
     _, found = once(two, sync.top_k(0.1), put(two, grads))
@@ -73,7 +73,7 @@ def test_top_k_of_what_is_not_finite_does_not_hide_it(bad, two):
 
 
 @pytest.mark.parametrize("place", ["mirrored_2", "mirrored_3"])
-def test_top_k_gathers_and_does_nothing_else(place):
+def test_top_k_uses_a_single_all_gather(place):
     text = compiled(STRATEGIES[place](), sync.top_k(0.01), [(40, 50), (512,)])
     assert sent(text, "all-gather") == ["s32"]
     assert not [word for word in ("all-reduce", "all-to-all", "reduce-scatter") if sent(text, word)]
@@ -81,18 +81,18 @@ def test_top_k_gathers_and_does_nothing_else(place):
 
 @pytest.mark.parametrize("fraction", [0, 0.0, 1.5, -0.1, float("nan"), float("inf"), 2])
 def test_top_k_of_a_fraction_out_of_range_is_refused(fraction):
-    with pytest.raises(ValueError, match=rf"`fraction` of `jdist\.sync\.top_k` is in \(0, 1\], got {fraction!r}"):
+    with pytest.raises(ValueError, match=rf"`fraction` of `jdist\.sync\.top_k` must be in \(0, 1\], got {fraction!r}"):
         sync.top_k(fraction)
 
 
 @pytest.mark.parametrize("fraction", [True, "half", None, [0.1], 1j])
-def test_top_k_of_no_number_is_refused(fraction):
-    with pytest.raises(TypeError, match=r"`fraction` of `jdist\.sync\.top_k` is a number.*, got "):
+def test_top_k_of_a_fraction_that_is_not_a_number_is_refused(fraction):
+    with pytest.raises(TypeError, match=r"`fraction` of `jdist\.sync\.top_k` must be a number.*, got "):
         sync.top_k(fraction)
 
 
 @pytest.mark.parametrize("fraction", [np.float32(0.5), np.float64(0.5), np.array(1)[()]])
-def test_top_k_takes_the_numbers_of_numpy(fraction):
+def test_top_k_accepts_numpy_numbers(fraction):
     grads = jnp.arange(1.0, 5.0)
     tx = sync.top_k(fraction)
     assert np.count_nonzero(tx.update(grads, tx.init(grads))[0]) == (4 if fraction == 1 else 2)

@@ -1,4 +1,4 @@
-"""DiLoCo in fragments: what it computes, step by step, and when each fragment meets."""
+"""Streaming DiLoCo: its results after each step, and the steps in which each fragment is synchronized."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from test_local_updates import (
-    INNERS,
+    OPTIMIZERS,
     START,
     Nesterov,
     Workers,
@@ -26,12 +26,12 @@ from jdist import sync
 
 from laws import among
 
-# Of leaves with 3, 2 and 1 numbers: which of the 6 numbers are in which fragment, if both are to be about as large.
+# The fragment of each of the 6 numbers, for leaves of 3, 2 and 1 numbers in fragments of similar size.
 PARTS = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 1, 2], [3, 4, 5]], 3: [[0, 1, 2], [3, 4], [5]]}
 
 
 def streaming_by_numpy(workers, data, every, fragments, overlap, blend):
-    """Fragment p sends what it has after step p * every / fragments, and every `every` steps; it arrives `overlap` later."""
+    """Fragment p is sent after step p * every / fragments, and every `every` steps; its result is applied `overlap` later."""
     anchor, outers = np.float64(START), [Nesterov() for _ in range(fragments)]
     held = [workers.w.copy()]
     for number, batch in enumerate(data, 1):
@@ -47,7 +47,7 @@ def streaming_by_numpy(workers, data, every, fragments, overlap, blend):
 
 
 @pytest.mark.parametrize(
-    "replicas, every, fragments, overlap, blend, inner",
+    "replicas, every, fragments, overlap, blend, name",
     [
         (1, 2, 1, 1, 0.5, "adamw"),
         (2, 1, 1, 0, 0.0, "sgd"),
@@ -60,8 +60,8 @@ def streaming_by_numpy(workers, data, every, fragments, overlap, blend):
     ],
 )
 @pytest.mark.one_in(3)
-def test_streaming_diloco_is_that_of_numpy(replicas, every, fragments, overlap, blend, inner):
-    make, rule = INNERS[inner]
+def test_streaming_diloco_equals_numpy(replicas, every, fragments, overlap, blend, name):
+    make, rule = OPTIMIZERS[name]
     data = list(batches(14, replicas))
     tx = sync.streaming_diloco(make(), every=every, fragments=fragments, overlap=overlap, blend=blend)
     _, held = trained(mirrored(replicas), tx, data)
@@ -72,7 +72,7 @@ def test_streaming_diloco_is_that_of_numpy(replicas, every, fragments, overlap, 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("outer", [None, lambda: optax.adam(0.1)])
 @pytest.mark.one_in(3)
-def test_one_fragment_that_is_waited_for_and_not_blended_is_diloco(two, every, outer):
+def test_one_fragment_without_overlap_and_blend_is_diloco(two, every, outer):
     data = list(batches(7, 2))
     make = lambda: (optax.adamw(0.05), outer and outer())
     _, streamed = trained(two, sync.streaming_diloco(*make(), every=every, fragments=1, overlap=0, blend=0.0), data)
@@ -83,7 +83,7 @@ def test_one_fragment_that_is_waited_for_and_not_blended_is_diloco(two, every, o
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.one_in(3)
-def test_fragment_is_equal_to_the_bit_on_all_replicas_when_it_has_met_and_no_other_is(dtype, overlap):
+def test_only_the_synchronized_fragment_is_bitwise_equal_on_all_replicas(dtype, overlap):
     strategy = mirrored(3)
     tx = sync.streaming_diloco(optax.adam(0.1), every=4, fragments=2, overlap=overlap, blend=0.0)
     state, step, found = make_state(strategy, tx, dtype), make_step(strategy, tx), []
@@ -95,7 +95,7 @@ def test_fragment_is_equal_to_the_bit_on_all_replicas_when_it_has_met_and_no_oth
     assert [list(column) for column in zip(*found, strict=True)] == [due(0), due(2)]
 
 
-def test_blended_replicas_stay_apart_and_closer(two):
+def test_blended_replicas_differ_less(two):
     tx = sync.streaming_diloco(optax.sgd(0.1), every=4, fragments=1, overlap=0, blend=0.5)
     _, blended = trained(two, tx, batches(4, 2))
     _, alone = trained(two, optax.sgd(0.1), batches(4, 2), state=_apart(two, optax.sgd(0.1)))
@@ -110,7 +110,7 @@ def _apart(strategy, tx):
 
 @pytest.mark.parametrize("pace", among([(0, 0.0), (0, 0.5), (2, 0.5)], (2, 0.5)), ids=str)
 @pytest.mark.parametrize("reduction", [None, lambda: sync.int8(block_size=2)])
-def test_step_between_two_meetings_executes_no_collective(two, pace, reduction):
+def test_step_between_outer_steps_executes_no_collective(two, pace, reduction):
     overlap, blend = pace
     tx = sync.streaming_diloco(
         optax.adam(0.1), every=4, fragments=2, overlap=overlap, blend=blend, reduction=reduction and reduction()
@@ -120,7 +120,7 @@ def test_step_between_two_meetings_executes_no_collective(two, pace, reduction):
     assert at_meetings >= 2
 
 
-def test_init_places_parameters_and_moments_and_leaves_fragments_plain(two):
+def test_init_makes_parameters_and_moments_local_and_fragments_replicated(two):
     tx = sync.streaming_diloco(optax.adam(0.1), every=4, fragments=2, reduction=sync.int8(block_size=2))
     params, opt_state = make_state(two, tx)
     assert kinds(params) == [("MEAN", True)] * 3
@@ -131,13 +131,13 @@ def test_init_places_parameters_and_moments_and_leaves_fragments_plain(two):
         assert set(kinds(fragment.reduction_state.residual)) == {("SUM", False)}
 
 
-def test_policy_that_meets_at_every_step_leaves_the_parameters_mirrored_and_one_that_blends_does_not(two):
+def test_policy_with_every_1_has_replicated_parameters_unless_it_blends(two):
     make = lambda **options: sync.streaming_diloco(optax.sgd(0.1), every=1, fragments=2, overlap=0, **options)
     assert kinds(make_state(two, make(blend=0.0))[0]) == [None] * 3
     assert kinds(make_state(two, make(blend=0.5))[0]) == [("MEAN", True)] * 3
 
 
-def test_fragments_share_out_a_model_of_many_leaves_evenly(two):
+def test_fragments_split_a_model_of_many_leaves_evenly(two):
     sizes = [100, 1, 1, 60, 40, 30, 70, 1]
     params = {f"leaf_{i}": jnp.ones(size) for i, size in enumerate(sizes)}
     tx = sync.streaming_diloco(optax.sgd(0.1), every=4, fragments=3)
@@ -147,7 +147,7 @@ def test_fragments_share_out_a_model_of_many_leaves_evenly(two):
     assert max(map(sum, counts)) - min(map(sum, counts)) <= 10
 
 
-def test_parameters_of_several_dtypes_keep_theirs(two):
+def test_parameters_of_several_dtypes_keep_their_dtype(two):
     tx = sync.streaming_diloco(optax.adam(0.1), every=2, fragments=1, blend=0.5)
     make = lambda: {"x": jnp.ones(3), "y": jnp.ones(2, jnp.bfloat16)}
     state = two.init(lambda: (params := make(), tx.init(params)))
@@ -165,18 +165,18 @@ def test_parameters_of_several_dtypes_keep_theirs(two):
     assert all(np.isfinite(np.float32(value.tree)).all() for value in state[0].values())
 
 
-def test_another_number_of_replicas_goes_on_amid_the_fragments():
+def test_another_number_of_replicas_resumes_between_fragments():
     two, three = mirrored(2), mirrored(3)
     tx = sync.streaming_diloco(optax.sgd(0.05), every=4, fragments=2, overlap=0, blend=0.0)
     state, before = trained(two, tx, batches(5, 2))
     _, held = trained(three, tx, batches(3, 3, seed=1), state=three.put(state))
     assert np.isfinite(held).all()
-    assert len(np.unique(held[0][:, :3], axis=0)) == 3  # step 6: the second fragment meets, the first does not
+    assert len(np.unique(held[0][:, :3], axis=0)) == 3  # step 6: the second fragment is synchronized, the first is not
     assert len(np.unique(held[0][:, 3:], axis=0)) == 1
     assert len(np.unique(held[2][:, :3], axis=0)) == 1
 
 
-def test_steps_trace_once_and_move_nothing_and_give_their_memory_away(two):
+def test_steps_trace_once_without_transfers_and_donate_their_state(two):
     seen, tx = [], sync.streaming_diloco(optax.adam(0.1), every=3, fragments=3)
     step, state = make_step(two, tx, seen=seen), make_state(two, tx)
     data = [two.put(jdist.PerReplica(batch)) for batch in batches(7, 2)]
@@ -189,7 +189,7 @@ def test_steps_trace_once_and_move_nothing_and_give_their_memory_away(two):
     assert len(seen) == 1
 
 
-# --- what is wrong
+# --- errors
 
 
 @pytest.mark.parametrize(
@@ -197,12 +197,12 @@ def test_steps_trace_once_and_move_nothing_and_give_their_memory_away(two):
     [
         (dict(fragments=0), ValueError, r"`fragments` .* integer >= 1, got 0"),
         (dict(fragments=1.0), TypeError, r"`fragments` .* integer >= 1, got 1\.0"),
-        (dict(fragments=1, overlap=4), ValueError, r"`overlap` .* less than `every`, got 4 and 4"),
-        (dict(fragments=1, overlap=-1), ValueError, r"`overlap` .* from 0 up, got -1"),
+        (dict(fragments=1, overlap=4), ValueError, r"`overlap` .* less than `every`, got overlap=4 and every=4"),
+        (dict(fragments=1, overlap=-1), ValueError, r"`overlap` .* >= 0, got -1"),
         (dict(fragments=1, overlap=0.5), TypeError, r"`overlap` .* integer >= 0, got 0\.5"),
-        (dict(fragments=1, blend=1.0), ValueError, r"`blend` .* from 0 up and below 1, got 1\.0"),
-        (dict(fragments=1, blend=-0.1), ValueError, r"`blend` .* from 0 up and below 1, got -0\.1"),
-        (dict(fragments=1, blend=float("nan")), ValueError, r"`blend` .* from 0 up and below 1, got nan"),
+        (dict(fragments=1, blend=1.0), ValueError, r"`blend` .* at least 0 and less than 1, got 1\.0"),
+        (dict(fragments=1, blend=-0.1), ValueError, r"`blend` .* at least 0 and less than 1, got -0\.1"),
+        (dict(fragments=1, blend=float("nan")), ValueError, r"`blend` .* at least 0 and less than 1, got nan"),
         (dict(fragments=1, blend="half"), TypeError, r"`blend` .*'half'"),
         (dict(fragments=1, blend=None), TypeError, r"`blend` .*None"),
     ],
@@ -212,18 +212,18 @@ def test_number_out_of_range_is_refused(options, error, message):
         sync.streaming_diloco(optax.sgd(0.1), every=4, **options)
 
 
-def test_default_overlap_with_a_meeting_at_every_step_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match="less than `every`, got 1 and 1"):
+def test_default_overlap_with_every_1_is_refused_with_both_numbers():
+    with pytest.raises(ValueError, match="less than `every`, got overlap=1 and every=1"):
         sync.streaming_diloco(optax.sgd(0.1), every=1, fragments=1)
 
 
 def test_more_fragments_than_leaves_are_refused_with_both_numbers(two):
     tx = sync.streaming_diloco(optax.sgd(0.1), every=8, fragments=4)
-    with pytest.raises(ValueError, match=r"`fragments` .* is 4, and there are 3 arrays.*at most 3"):
+    with pytest.raises(ValueError, match=r"`fragments` .* is 4, but there are only 3 arrays.*at most 3"):
         make_state(two, tx)
 
 
 def test_update_without_parameters_is_refused(two):
     tx = sync.streaming_diloco(optax.sgd(0.1), every=2, fragments=1)
-    with pytest.raises(ValueError, match=r"`jdist\.sync\.streaming_diloco` changes the parameters, and needs them"):
+    with pytest.raises(ValueError, match=r"`jdist\.sync\.streaming_diloco` needs the parameters in each update"):
         two.run(lambda: tx.update(tree_of(START), tx.init(tree_of(START))))

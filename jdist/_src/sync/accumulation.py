@@ -14,7 +14,14 @@ from jdist._src.replica.leaf_annotations import (
     snap_to_target,
     snap_to_target_if,
 )
-from jdist._src.sync.policy import Policy, check_integer, check_transformation, mark_gradients, policy_context
+from jdist._src.sync.policy import (
+    Policy,
+    check_integer,
+    check_transformation,
+    make_policy,
+    mark_gradients,
+    policy_context,
+)
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -86,7 +93,7 @@ def every(optimizer: optax.GradientTransformation, steps: int) -> Policy:
     ) -> tuple[PyTree, EveryState]:
         policy_context("every")
         step_weight = jnp.float32(1 if weight is None else weight)
-        # Gradients with weight zero are left out even where they are not finite.
+        # A gradient with weight zero has no effect, even if it is not finite.
         sums = jax.tree.map(
             lambda s, g: s + jnp.where(step_weight == 0, 0, step_weight * g), state.sums, mark_gradients(grads)
         )
@@ -107,12 +114,12 @@ def every(optimizer: optax.GradientTransformation, steps: int) -> Policy:
 
         shapes = jax.eval_shape(apply)
         updates, new_state, targets = lax.cond(state.steps == steps - 1, apply, accumulate)
-        # A target recorded inside `cond` belongs to another trace, so each is recorded again in this one.
+        # A target recorded inside `cond` is part of another trace. Record each target again in this trace.
         for before, (target_update, target, when) in zip(params_before, targets, strict=True):
             snap_to_target(before, target_update, target, when)
         return updates, new_state
 
-    return Policy(init, update)
+    return make_policy(init, update)
 
 
 class SkipState(NamedTuple):
@@ -162,7 +169,7 @@ def skip_nonfinite(optimizer: optax.GradientTransformation) -> Policy:
         updates = select(is_finite, updates, jax.tree.map(jnp.zeros_like, updates))
         return updates, SkipState(state.skipped + ~is_finite, select(is_finite, opt_state, state.opt_state))
 
-    return Policy(init, update)
+    return make_policy(init, update)
 
 
 def all_finite(name: str, tree: PyTree) -> jax.Array:

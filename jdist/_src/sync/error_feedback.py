@@ -15,7 +15,12 @@ import optax
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.replica.leaf_annotations import mark_local
-from jdist._src.sync.policy import Policy, mark_gradients, policy_context
+from jdist._src.sync.policy import (
+    Policy,
+    make_policy,
+    mark_gradients,
+    policy_context,
+)
 from jdist._src.values.aggregation import VariableAggregation
 
 
@@ -87,7 +92,7 @@ def with_feedback(
         new_state = FeedbackState(treedef.unflatten(result.residual), result.codec, policy_state)
         return merge_leaves(means, others), new_state
 
-    return Policy(init, update)
+    return make_policy(init, update)
 
 
 def zero_residual(name: str, params: PyTree) -> PyTree:
@@ -110,6 +115,6 @@ def partition_leaves(tree: PyTree, is_selected: Callable[[Any], bool]) -> tuple[
 
 
 def merge_leaves(selected: PyTree, others: PyTree) -> PyTree:
-    """Returns the tree of which `selected` and `others` are the parts, as `partition_leaves` returned them."""
+    """Returns the tree that `partition_leaves` split into `selected` and `others`."""
     is_missing = lambda node: isinstance(node, optax.MaskedNode)
     return jax.tree.map(lambda a, b: b if is_missing(a) else a, selected, others, is_leaf=is_missing)

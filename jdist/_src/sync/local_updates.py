@@ -25,6 +25,7 @@ from jdist._src.sync.policy import (
     check_integer,
     check_transformation,
     is_float,
+    make_policy,
     policy_context,
     require_params,
 )
@@ -118,7 +119,7 @@ def local_sgd(optimizer: optax.GradientTransformation, *, every: int) -> Policy:
         steps, updates, _ = _synchronize_every(every, state.steps, params, updates, synchronize, (local_params, None))
         return updates, LocalState(steps, opt_state)
 
-    return Policy(init, update)
+    return make_policy(init, update)
 
 
 def diloco(
@@ -185,7 +186,7 @@ def diloco(
         )
         return updates, DilocoState(steps, after.params, opt_state, after.reduction_state, after.outer_state)
 
-    return Policy(init, update)
+    return make_policy(init, update)
 
 
 class OuterStep(NamedTuple):
@@ -248,9 +249,9 @@ def init_local_optimizer(name: str, optimizer: Policy, params: PyTree, params_di
     for path, leaf in local_leaves:
         if not is_float(leaf):
             raise TypeError(
-                f"`jdist.sync.{name}` cannot place the state of its optimizer: {path} is {dtype_and_shape(leaf)} and is computed "
-                "from each replica's gradients, so it would be read as a mean, which is not defined for this dtype. Remove "
-                "that transformation from the optimizer, or apply it outside the policy, where the replicas agree."
+                f"`jdist.sync.{name}` cannot place the state of its optimizer: {path} is {dtype_and_shape(leaf)} and is "
+                "computed from each replica's gradients, so it would be read as a mean, which is not defined for this dtype. "
+                "Remove that transformation from the optimizer, or apply it outside the policy, where the replicas agree."
             )
     mark_local(f"sync.{name}", [leaf for _, leaf in local_leaves], VariableAggregation.MEAN)
     if params_diverge:

@@ -11,7 +11,13 @@ from jdist._src.core.tree import PyTree
 from jdist._src.replica.leaf_annotations import collect_sync_targets, snap_to_target_if
 from jdist._src.replica.precision import LossScaleState
 from jdist._src.sync.accumulation import all_finite, select
-from jdist._src.sync.policy import Policy, check_integer, check_number, check_transformation
+from jdist._src.sync.policy import (
+    Policy,
+    check_integer,
+    check_number,
+    check_transformation,
+    make_policy,
+)
 
 _MAX_SCALE = 2.0**24  # if all gradients are zero, nothing else stops the growth
 
@@ -76,4 +82,4 @@ def dynamic_loss_scale(
         )
         return select(is_finite, updates, jax.tree.map(jnp.zeros_like, updates)), new_state
 
-    return Policy(init, update)
+    return make_policy(init, update)

@@ -9,7 +9,13 @@ import optax
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.sync.error_feedback import CompressedMean, with_feedback
-from jdist._src.sync.policy import Policy, check_integer, check_transformation, is_float
+from jdist._src.sync.policy import (
+    Policy,
+    check_integer,
+    check_transformation,
+    is_float,
+    make_policy,
+)
 from jdist._src.sync.reduction import mean
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -72,12 +78,12 @@ def power_sgd(rank: int, *, fallback: optax.GradientTransformation | None = None
         if matrices and all(rank > min(_matrix_shape(leaf)) for _, leaf in matrices):
             examples = ", ".join(f"{name} {dtype_and_shape(leaf)}" for name, leaf in matrices[:3])
             raise ValueError(
-                f"`jdist.sync.power_sgd(rank={rank})`: the rank is larger than every matrix of the parameters ({examples}). Use "
-                f"a rank of at most {max(min(_matrix_shape(leaf)) for _, leaf in matrices)}."
+                f"`jdist.sync.power_sgd(rank={rank})`: the rank is larger than every matrix of the parameters ({examples}). "
+                f"Use a rank of at most {max(min(_matrix_shape(leaf)) for _, leaf in matrices)}."
             )
         return policy.init(params)
 
-    return Policy(init, policy.update)
+    return make_policy(init, policy.update)
 
 
 def _matrix_shape(leaf: Any) -> tuple[int, int]:

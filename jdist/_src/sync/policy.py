@@ -17,13 +17,18 @@ from jdist._src.replica.context import ReplicaContext, require_replica_context
 Policy: TypeAlias = optax.GradientTransformationExtraArgs
 
 
+def make_policy(init: Callable[..., Any], update: Callable[..., Any]) -> Policy:
+    """Returns the policy of these functions. Their types are not those of optax: each policy has its own type of state."""
+    return Policy(init, update)
+
+
 def stateless_policy(name: str, reduce: Callable[[ReplicaContext, PyTree], PyTree]) -> Policy:
     """Returns the policy `name` without a state, which applies `reduce` to each replica's gradients `[...]`."""
 
     def update(grads: PyTree, state: Any, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, Any]:
         return reduce(policy_context(name), mark_gradients(grads)), state
 
-    return Policy(lambda params: optax.EmptyState(), update)
+    return make_policy(lambda params: optax.EmptyState(), update)
 
 
 def policy_context(name: str) -> ReplicaContext:

@@ -27,6 +27,7 @@ from jdist._src.sync.policy import (
     check_integer,
     check_transformation,
     is_float,
+    make_policy,
     mark_gradients,
     policy_context,
 )
@@ -80,7 +81,7 @@ def in_dtype(dtype: Any, *, reduction: optax.GradientTransformation | None = Non
         residual = jax.tree.map(lambda x, y: (x - y.astype(x.dtype)) / replicas, exact, sent)
         return jax.tree.map(lambda g, r: r.astype(g.dtype), grads, reduced), FeedbackState(residual, None, policy_state)
 
-    return Policy(init, update)
+    return make_policy(init, update)
 
 
 def int8(

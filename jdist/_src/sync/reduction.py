@@ -85,8 +85,8 @@ def hierarchical(inner_axis: str, outer_axis: str) -> Policy:
         axes = (outer_axis, inner_axis)
         if sorted(axes) != sorted(context.axes):
             raise ValueError(
-                f"`jdist.sync.hierarchical({inner_axis!r}, {outer_axis!r})` needs a mesh whose replicas span these two axes, but "
-                f"the mesh of this strategy has {', '.join(map(repr, context.axes))}. "
+                f"`jdist.sync.hierarchical({inner_axis!r}, {outer_axis!r})` needs a mesh whose replicas span these two axes, "
+                f"but the mesh of this strategy has {', '.join(map(repr, context.axes))}. "
                 "`MirroredStrategy(cross_device_ops=jdist.HierarchicalAllReduce(group_size))` creates the two axes 'replica' "
                 "(inner) and 'group' (outer)."
             )
@@ -122,8 +122,9 @@ def exact() -> Policy:
     def reduce(context: ReplicaContext, grads: PyTree) -> PyTree:
         if context.axes and not context.virtual:
             raise ValueError(
-                "`jdist.sync.exact()` adds the gradients of a fixed number of virtual replicas, but this strategy does not have "
-                f"virtual replicas. Pass their number: `MirroredStrategy(..., virtual_replicas={context.num_replicas_in_sync})`."
+                "`jdist.sync.exact()` adds the gradients of a fixed number of virtual replicas, but this strategy does not "
+                "have virtual replicas. Pass their number: `MirroredStrategy(..., "
+                f"virtual_replicas={context.num_replicas_in_sync})`."
             )
         return context.all_reduce(ReduceOp.MEAN, grads)
 

@@ -23,6 +23,7 @@ from jdist._src.sync.policy import (
     check_integer,
     check_number,
     check_transformation,
+    make_policy,
     policy_context,
     require_params,
 )
@@ -89,13 +90,13 @@ def streaming_diloco(
     overlap = check_integer(name, "overlap", overlap, 0)
     if overlap >= every:
         raise ValueError(
-            f"`overlap` of `jdist.sync.{name}` must be less than `every`, got overlap={overlap} and every={every}: the result of "
-            "an outer step is applied before the next one starts."
+            f"`overlap` of `jdist.sync.{name}` must be less than `every`, got overlap={overlap} and every={every}: the result "
+            "of an outer step is applied before the next one starts."
         )
     if not 0 <= check_number(name, "blend", blend) < 1:
         raise ValueError(
-            f"`blend` of `jdist.sync.{name}` must be at least 0 and less than 1, got {blend!r}. It is the weight of a replica's "
-            "own parameters."
+            f"`blend` of `jdist.sync.{name}` must be at least 0 and less than 1, got {blend!r}. It is the weight of a "
+            "replica's own parameters."
         )
     optimizer = check_transformation(name, "optimizer", optimizer)
     outer_optimizer = check_outer_optimizer(name, outer_optimizer)
@@ -155,7 +156,7 @@ def streaming_diloco(
             snap_to_target(params, updates, outer.params, is_applied)
         return outer, updates
 
-    return Policy(init, update)
+    return make_policy(init, update)
 
 
 def _split_into_fragments(tree: PyTree, count: int) -> list[list[Any]]:
