@@ -5,8 +5,17 @@ author = "the jdist authors"
 copyright = f"2026, {author}"
 version = release = jdist.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["jdist.css"]
+default_role = "code"  # docstrings use single backticks for code
+autodoc_typehints = "description"  # signatures stay on one line
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 myst_heading_anchors = 3
+myst_enable_extensions = ["deflist"]
 nb_execution_mode = "off"
