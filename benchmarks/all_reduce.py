@@ -67,7 +67,7 @@ def by_hand(tree, count):
 
 
 def by_jdist(tree, count, algorithm=None):
-    strategy = jdist.MirroredStrategy(DEVICES[:count], algorithm)
+    strategy = jdist.MirroredStrategy(DEVICES[:count], cross_device_ops=algorithm)
     step = strategy.step(lambda tree: (jax.tree.map(lambda x: x / count, jdist.all_reduce("sum", tree)), None))
     return lambda tree: step(tree)[0], strategy.put(jdist.PerReplica(tree))
 

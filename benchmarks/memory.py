@@ -69,7 +69,7 @@ def train(state, tokens):
 
 
 def sharded(shard):
-    return lambda devices: jdist.ShardedStrategy(shard, Mesh(np.array(devices), ("data",)))
+    return lambda devices: jdist.ShardedStrategy(shard, mesh=Mesh(np.array(devices), ("data",)))
 
 
 STRATEGIES = {

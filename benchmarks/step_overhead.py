@@ -118,8 +118,11 @@ def over_shard_map(step, donate=(0,)):
 
 
 def strategy_like_by_hand():
-    alone = jdist.AllReduce(bytes_to_scatter=sys.maxsize), jdist.CommunicationOptions(bytes_per_pack=0)
-    return jdist.MirroredStrategy(DEVICES, *alone)
+    return jdist.MirroredStrategy(
+        DEVICES,
+        cross_device_ops=jdist.AllReduce(bytes_to_scatter=sys.maxsize),
+        communication_options=jdist.CommunicationOptions(bytes_per_pack=0),
+    )
 
 
 def candidates(make, steps):
@@ -160,7 +163,7 @@ def run_candidates(make, steps):
 def sharded_candidates(make, steps):
     """Returns the candidates with a sharded state: the same placements, by jdist and by `jax.jit` with shardings."""
     mesh = Mesh(np.array(DEVICES), ("data",))
-    strategy = jdist.ShardedStrategy("all", mesh)
+    strategy = jdist.ShardedStrategy("all", mesh=mesh)
     state, step, batch = make(functools.partial(jdist.all_reduce, "mean"))
     _, step_by_hand, _ = make(lambda tree: tree)
     placed = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))

@@ -17,9 +17,9 @@ from laws import STRATEGIES, assert_in_step
 TX = optax.adam(1e-2)
 OTHERS = {
     "sharded_all_2x2": lambda: jdist.ShardedStrategy(
-        "all", jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model")), "model"
+        "all", mesh=jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model")), model_axis="model"
     ),
-    "central_home": lambda: jdist.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:3"),
+    "central_home": lambda: jdist.CentralStorageStrategy(["cpu:0", "cpu:1"], parameter_device="cpu:3"),
     "virtual_3_on_2": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=3),
 }
 TABLE = {**STRATEGIES, **OTHERS}

@@ -37,7 +37,11 @@ PACKS = (0, 24, 2**40)
 
 
 def _strategy(count, ops=None, bytes_per_pack=None):
-    return jdist.MirroredStrategy([f"cpu:{i}" for i in range(count)], ops, CommunicationOptions(bytes_per_pack))
+    return jdist.MirroredStrategy(
+        [f"cpu:{i}" for i in range(count)],
+        cross_device_ops=ops,
+        communication_options=CommunicationOptions(bytes_per_pack),
+    )
 
 
 def _tree(count):
@@ -280,11 +284,11 @@ def test_group_size_that_does_not_divide_the_replicas_is_an_error(size):
 
 WRONG_TYPES = {
     "algorithm": (
-        lambda: jdist.MirroredStrategy(None, CommunicationOptions()),
+        lambda: jdist.MirroredStrategy(None, cross_device_ops=CommunicationOptions()),
         r"`cross_device_ops` must be a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got CommunicationOptions\(",
     ),
     "class": (
-        lambda: jdist.MirroredStrategy(None, AllReduce),
+        lambda: jdist.MirroredStrategy(None, cross_device_ops=AllReduce),
         r"`cross_device_ops` must be a CrossDeviceOps, such as `jdist\.AllReduce\(\)`, got <class",
     ),
     "options": (

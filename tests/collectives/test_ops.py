@@ -323,7 +323,7 @@ ALGORITHMS = {
 
 @pytest.mark.parametrize("ops", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_collectives_are_equal_under_every_all_reduce_algorithm(ops):
-    strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(4)], ops)
+    strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(4)], cross_device_ops=ops)
     x = np.arange(12.0, dtype=np.float32).reshape(4, 3)
     collectives = lambda x: (
         jdist.broadcast((x, x > 5)),

@@ -1,4 +1,4 @@
-"""Several steps a call: what so many calls of one step give, to the bit where the program allows, in one."""
+"""Several steps per call: the same results as one call per step."""
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +9,20 @@ import jdist
 
 from laws import STRATEGIES, assert_in_step
 
-PLACES = {
+MAKERS = {
     **{name: make for name, make in STRATEGIES.items() if name not in ("mirrored_1", "mirrored_8")},
     "virtual_4": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=4),
     "stored": lambda: jdist.CentralStorageStrategy(["cpu:0", "cpu:1"], parameter_device="cpu:0"),
 }
-TURNS, ROWS = 3, 24
+NUM_STEPS, BATCH_SIZE = 3, 24
 
 
-@pytest.fixture(params=PLACES)
+@pytest.fixture(params=MAKERS)
 def place(request):
-    return PLACES[request.param]()
+    return MAKERS[request.param]()
 
 
-def begin():
+def initial_state():
     return {
         "w": jnp.ones(3),
         "rows": jdist.SyncOnRead(jnp.float32(0), "sum"),
@@ -43,99 +43,102 @@ def step(state, batch, weights):
 
 def batches_of(strategy, seed=0):
     rng = np.random.default_rng(seed)
-    x, y = rng.normal(size=(TURNS * ROWS - 5, 3)), rng.normal(size=TURNS * ROWS - 5)
+    x, y = rng.normal(size=(NUM_STEPS * BATCH_SIZE - 5, 3)), rng.normal(size=NUM_STEPS * BATCH_SIZE - 5)
     data = (x.astype(np.float32), y.astype(np.float32))
-    return list(strategy.distribute_dataset(data, ROWS, remainder="pad"))
+    return list(strategy.distribute_dataset(data, BATCH_SIZE, remainder="pad"))
 
 
 @pytest.mark.one_in(3)
-def test_call_of_several_steps_is_as_many_calls_of_one(place):
-    batches, one = batches_of(place), place.step(step)
-    state, seen = place.init(begin), []
+def test_one_call_of_several_steps_equals_one_call_per_step(place):
+    batches, one_step = batches_of(place), place.step(step)
+    state, outputs_per_step = place.init(initial_state), []
     for batch, weights in batches:
-        state, outputs = one(state, batch, weights)
-        seen.append(outputs)
-    many = place.step(step, steps_per_call=TURNS)
-    after, (losses, firsts) = many(place.init(begin), *map(list, zip(*batches, strict=True)))
+        state, outputs = one_step(state, batch, weights)
+        outputs_per_step.append(outputs)
+    many = place.step(step, steps_per_call=NUM_STEPS)
+    after, (losses, firsts) = many(place.init(initial_state), *map(list, zip(*batches, strict=True)))
     for name in state:
-        expected, found = (jdist.read_values(x[name]) for x in (state, after))
+        expected, actual = (jdist.read_values(x[name]) for x in (state, after))
         if name == "key":
-            expected, found = map(jax.random.key_data, (expected, found))
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert type(after["rows"]) is jdist.SyncOnRead and float(after["rows"].read()) == TURNS * ROWS - 5
-    np.testing.assert_allclose(losses, [float(loss) for loss, _ in seen], rtol=1e-6)
-    assert losses.shape == (TURNS,)
+            expected, actual = map(jax.random.key_data, (expected, actual))
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert type(after["rows"]) is jdist.SyncOnRead and float(after["rows"].read()) == NUM_STEPS * BATCH_SIZE - 5
+    np.testing.assert_allclose(losses, [float(loss) for loss, _ in outputs_per_step], rtol=1e-6)
+    assert losses.shape == (NUM_STEPS,)
     assert isinstance(firsts, jdist.PerReplica)
-    np.testing.assert_array_equal(firsts.tree, np.stack([first.tree for _, first in seen], axis=1))
+    np.testing.assert_array_equal(firsts.tree, np.stack([first.tree for _, first in outputs_per_step], axis=1))
     assert_in_step(after["w"])
 
 
 @pytest.mark.one_in(3)
-def test_state_is_donated_and_goes_on_through_further_calls_without_a_new_program(place):
-    traced = []
+def test_state_is_donated_and_further_calls_trace_nothing(place):
+    traces = []
 
     def counted(*args):
-        traced.append(1)
+        traces.append(1)
         return step(*args)
 
-    many = place.step(counted, steps_per_call=TURNS)
-    state, after_first = place.init(begin), 0
+    many = place.step(counted, steps_per_call=NUM_STEPS)
+    state, after_first = place.init(initial_state), 0
     for seed in range(3):
         before = state
         state, _ = many(state, *map(list, zip(*batches_of(place, seed), strict=True)))
         assert before["w"].is_deleted()
-        after_first = after_first or len(traced)
-    assert float(state["rows"].read()) == 3 * (TURNS * ROWS - 5)
-    assert len(traced) == after_first
+        after_first = after_first or len(traces)
+    assert float(state["rows"].read()) == 3 * (NUM_STEPS * BATCH_SIZE - 5)
+    assert len(traces) == after_first
 
 
-def test_state_that_is_not_proved_is_refused_in_a_scan_too(two):
+def test_state_that_is_not_proved_raises_in_a_scan_too(two):
     many = two.step(lambda w, x: (w + x.sum(), None), steps_per_call=2)
     batch = two.put(jdist.PerReplica(np.ones((2, 4), np.float32)))
     with pytest.raises(jdist.NotMirroredError, match="state is not proved to be the same on every replica"):
         many(two.put(np.float32(0)), [batch, batch])
 
 
-def test_state_that_changes_its_shape_is_refused_in_a_scan_too(two):
+def test_state_that_changes_its_shape_raises_in_a_scan_too(two):
     many = two.step(lambda w: (jnp.stack([w, w]), None), steps_per_call=2)
     with pytest.raises(TypeError, match=r"changes state from float32\[\] to float32\[2\]"):
         many(two.put(np.float32(0)))
 
 
-def test_step_without_inputs_runs_so_often(place):
+def test_step_without_inputs_runs_steps_per_call_times(place):
     many = place.step(lambda count: (count + 1, count), steps_per_call=4)
-    count, seen = many(place.put(np.int32(0)))
+    count, outputs = many(place.put(np.int32(0)))
     assert int(count) == 4
-    assert np.asarray(seen).tolist() == [0, 1, 2, 3]
+    assert np.asarray(outputs).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True, "3"])
-def test_number_of_steps_that_is_none_is_refused(two, steps):
+def test_steps_per_call_that_is_not_a_positive_integer_raises(two, steps):
     with pytest.raises((TypeError, ValueError), match="`steps_per_call` must be an integer >= 1, got"):
         two.step(step, steps_per_call=steps)
 
 
 @pytest.mark.parametrize("place", ["mirrored_2", "central_2"])
-def test_inputs_that_are_no_list_of_so_many_are_refused(place):
+def test_inputs_that_are_not_lists_of_one_element_per_step_raise(place):
     strategy = STRATEGIES[place]()
     many = strategy.step(lambda w, x: (w, None), steps_per_call=3)
     batch = strategy.put(jdist.PerReplica(np.ones((2, 4), np.float32)))
     other = strategy.put(jdist.PerReplica(np.ones((2, 5), np.float32)))
     w = lambda: strategy.put(np.float32(0))
-    with pytest.raises(ValueError, match=r"`steps_per_call=3` each input is a list of 3.*input 1 is 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"`steps_per_call=3` each input is a list of 3 elements, one per step, and input 1 is a list of 2",
+    ):
         many(w(), [batch, batch])
-    with pytest.raises(ValueError, match=r"input 1 is a PerReplica|input 1 is a .*Array|input 1 is a"):
+    with pytest.raises(ValueError, match=r"input 1 is (PerReplica|float32\[.*\])\. Write"):
         many(w(), batch)
-    with pytest.raises(ValueError, match=r"input 1 is a tuple: `step\(state, \[batch, \.\.\.\]\)`"):
+    with pytest.raises(ValueError, match=r"input 1 is tuple\. Write `step\(state, \[batch, \.\.\.\]\)`"):
         many(w(), (batch, batch, batch))  # one batch of three leaves, or three steps
-    with pytest.raises(ValueError, match=r"inputs\[0\]\[2\].* is float32\[.*5\] and was float32\[.*4\] in the first"):
+    with pytest.raises(ValueError, match=r"inputs\[0\]\[2\].* is float32\[.*5\], and float32\[.*4\] in the first step"):
         many(w(), [batch, batch, other])
-    with pytest.raises(ValueError, match=r"inputs\[0\]\[1\] has another structure than inputs\[0\]\[0\]"):
+    with pytest.raises(ValueError, match=r"inputs\[0\]\[1\] and inputs\[0\]\[0\] have different structures"):
         many(w(), [batch, (batch, batch), batch])
 
 
 def test_program_of_several_steps_is_compiled_for_shapes_of_lists(two):
-    shapes = jax.eval_shape(lambda: two.init(begin))
+    shapes = jax.eval_shape(lambda: two.init(initial_state))
     batch = jdist.PerReplica((jax.ShapeDtypeStruct((2, 12, 3), np.float32), jax.ShapeDtypeStruct((2, 12), np.float32)))
     weights = jdist.PerReplica(jax.ShapeDtypeStruct((2, 12), np.float32))
     compiled = two.compile(two.step(step, steps_per_call=2), shapes, [batch] * 2, [weights] * 2)

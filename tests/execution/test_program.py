@@ -1,4 +1,4 @@
-"""Programs: how often they are traced and compiled, what they do with their arguments, that a loop of them lives."""
+"""Programs: the number of traces and compilations, donation, loops of unblocked calls, and errors about arguments."""
 
 import contextlib
 import os
@@ -21,26 +21,26 @@ COMPILE = "/jax/core/compile/backend_compile_duration"
 
 @pytest.fixture
 def compiled():
-    """Fills with one entry a compilation by XLA."""
-    seen = []
+    """A list with one entry per compilation by XLA."""
+    durations = []
 
     def listen(event, seconds, **_):
         if event == COMPILE:
-            seen.append(seconds)
+            durations.append(seconds)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
+    yield durations
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-# --- once a signature
+# --- once per signature
 
 
-def test_step_is_traced_and_compiled_once_a_signature(strategy, compiled):
-    traced = []
+def test_step_is_traced_and_compiled_once_per_signature(strategy, compiled):
+    traces = []
 
     def descend(state, batch):
-        traced.append(batch)
+        traces.append(batch)
         gradient = jax.grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(state["w"])
         return {"w": state["w"] - 0.1 * jdist.all_reduce("mean", gradient), "n": state["n"] + 1}, batch["y"].sum()
 
@@ -51,33 +51,33 @@ def test_step_is_traced_and_compiled_once_a_signature(strategy, compiled):
     compiled.clear()
     for batch in batches:
         state, _ = step(state, batch)
-    assert (len(batches), len(traced), len(compiled)) == (5, 1, 1)
+    assert (len(batches), len(traces), len(compiled)) == (5, 1, 1)
     for batch in larger:
         state, _ = step(state, batch)
-    assert (len(traced), len(compiled)) == (2, 2)
+    assert (len(traces), len(compiled)) == (2, 2)
     assert int(state["n"]) == 7
 
 
 def test_step_that_returns_python_numbers_is_traced_and_compiled_once(strategy, compiled):
-    traced = []
+    traces = []
 
     def count(state):
-        traced.append(state)
+        traces.append(state)
         return {"n": 1, "rate": 0.5}, None
 
     step, state = strategy.step(count), strategy.init(lambda: {"n": 0, "rate": 0.1})
     compiled.clear()
     for _ in range(3):
         state, _ = step(state)
-    assert (len(traced), len(compiled)) == (1, 1)
+    assert (len(traces), len(compiled)) == (1, 1)
     assert (int(state["n"]), float(state["rate"])) == (1, 0.5)
 
 
-def test_run_is_traced_and_compiled_once_a_signature(strategy, compiled):
-    traced = []
+def test_run_is_traced_and_compiled_once_per_signature(strategy, compiled):
+    traces = []
 
     def predict(w, batch):
-        traced.append(batch)
+        traces.append(batch)
         return {"own": batch @ w, "all": jdist.all_reduce("sum", batch.sum())}
 
     w = strategy.init(lambda: jnp.ones(4))
@@ -85,28 +85,28 @@ def test_run_is_traced_and_compiled_once_a_signature(strategy, compiled):
     compiled.clear()
     for batch in batches:
         strategy.run(predict, (w, batch))
-    assert (len(batches), len(traced), len(compiled)) == (5, 1, 1)
+    assert (len(batches), len(traces), len(compiled)) == (5, 1, 1)
     for batch in strategy.distribute_dataset(np.ones((96, 4), np.float32), 48):
         strategy.run(predict, (w, batch))
-    assert (len(traced), len(compiled)) == (2, 2)
+    assert (len(traces), len(compiled)) == (2, 2)
 
 
 def test_init_of_same_function_is_traced_and_compiled_once(strategy, compiled):
-    traced = []
+    traces = []
 
     def make(key):
-        traced.append(key)
+        traces.append(key)
         return {"w": jax.random.normal(key, (3,)), "own": jdist.PerReplica(jdist.replica_key(key))}
 
     keys = [jax.random.key(seed) for seed in range(3)]
-    strategy.put(keys)  # what placing may compile is no matter here
+    strategy.put(keys)  # compiled before the count starts
     compiled.clear()
     for key in keys:
         strategy.init(make, key)
-    assert (len(traced), len(compiled)) == (1, 1)
+    assert (len(traces), len(compiled)) == (1, 1)
 
 
-def test_steady_steps_move_nothing_between_host_and_devices_unasked(strategy):
+def test_steady_steps_transfer_nothing_between_host_and_devices_implicitly(strategy):
     step = strategy.step(lambda state, batch: (state + jdist.all_reduce("mean", batch.sum(0)), batch.sum()))
     state = strategy.init(lambda: jnp.zeros(4))
     batches = iter(strategy.distribute_dataset(np.ones((96, 4), np.float32), 24))
@@ -115,15 +115,17 @@ def test_steady_steps_move_nothing_between_host_and_devices_unasked(strategy):
         for _ in range(3):
             state, _ = step(state, next(batches))
         with pytest.raises(Exception, match="Disallowed host-to-device transfer"):
-            step(state, jdist.PerReplica(np.ones((strategy.num_replicas_in_sync, 4, 4), np.float32)))  # the guard is on
+            step(
+                state, jdist.PerReplica(np.ones((strategy.num_replicas_in_sync, 4, 4), np.float32))
+            )  # the guard is active
     np.testing.assert_array_equal(state, 4 * 24 / strategy.num_replicas_in_sync)
 
 
-# --- a loop that nobody blocks
+# --- a loop without blocking
 
 
-def _turn(state, share):
-    rolled = state["turn"] @ state["w"]
+def _roll(state, share):
+    rolled = state["roll"] @ state["w"]
     return {
         **state,
         "w": jdist.all_reduce("sum", share * rolled),
@@ -132,14 +134,14 @@ def _turn(state, share):
 
 
 def _loop(replicas, steps):
-    """Each step rolls the rows of `w` by one, a share of it on each replica; all is exact in float32."""
+    """Runs steps that roll the rows of `w` by one, each replica computing a share. All values are exact in float32."""
     strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
     w = np.random.default_rng(0).integers(-99, 99, size=(64, 64)).astype(np.float32)
     roll = np.roll(np.eye(64, dtype=np.float32), 1, axis=0)
-    state = strategy.put({"w": w, "turn": roll, "n": np.float32(0)})
+    state = strategy.put({"w": w, "roll": roll, "n": np.float32(0)})
     shares = (2 * np.arange(replicas, dtype=np.float32) + 1) / replicas**2
     share = strategy.put(jdist.PerReplica(shares))
-    step = strategy.step(_turn)
+    step = strategy.step(_roll)
     for _ in range(steps):
         state, _ = step(state, share)
     np.testing.assert_array_equal(state["w"], np.roll(w, steps, axis=0))
@@ -147,18 +149,18 @@ def _loop(replicas, steps):
 
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])
-def test_loop_of_unblocked_steps_ends_with_the_right_value(replicas):
+def test_loop_of_unblocked_steps_has_the_right_result(replicas):
     _loop(replicas, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4, 8])
-def test_long_loop_of_unblocked_steps_ends_with_the_right_value(replicas):
+def test_long_loop_of_unblocked_steps_has_the_right_result(replicas):
     _loop(replicas, 2000)
 
 
 @pytest.mark.parametrize("replicas", [2, 8])
-def test_loop_of_unblocked_runs_ends_with_the_right_value(replicas):
+def test_loop_of_unblocked_runs_has_the_right_result(replicas):
     strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
     total = lambda w, x: jdist.all_reduce("sum", jdist.all_reduce("max", w @ w)[0, 0] + x)
     w, x = strategy.put(np.eye(64, dtype=np.float32)), strategy.put(jdist.PerReplica(np.zeros(replicas, np.float32)))
@@ -166,14 +168,14 @@ def test_loop_of_unblocked_runs_ends_with_the_right_value(replicas):
     assert set(map(float, results)) == {float(replicas)}
 
 
-# --- what a step does with its state
+# --- donation of the state
 
 
 def _double(state):
     return jax.tree.map(lambda x: x * 2, state), None
 
 
-def test_step_takes_over_the_memory_of_its_state_and_of_nothing_else(strategy):
+def test_step_donates_its_state_and_no_other_argument(strategy):
     state = strategy.put({"w": np.ones((64, 64), np.float32), "own": rows(strategy, 64)})
     x = strategy.put(np.ones((64, 64), np.float32))
     new, _ = strategy.step(lambda state, x: ({"w": state["w"] + x, "own": state["own"]}, None))(state, x)
@@ -182,44 +184,44 @@ def test_step_takes_over_the_memory_of_its_state_and_of_nothing_else(strategy):
     np.testing.assert_array_equal(new["w"], 1 + np.asarray(x))
 
 
-SPENT = {
+DONATED = {
     "plain": lambda s: s.put({"w": np.ones(3)}),
     "wrapped": lambda s: {"w": jdist.PerReplica({"x": rows(s, 3).tree})},
 }
 
 
-@pytest.mark.parametrize("make", SPENT.values(), ids=SPENT)
+@pytest.mark.parametrize("make", DONATED.values(), ids=DONATED)
 @pytest.mark.parametrize("again", ["same_step", "another_step"])
-def test_step_given_a_spent_state_says_what_to_go_on_with(make, again, strategy):
+def test_error_about_a_donated_state_names_the_state_to_continue_with(make, again, strategy):
     step, state = strategy.step(_double), make(strategy)
-    fresh, _ = step(state)
+    new_state, _ = step(state)
     if again == "another_step":
         step = strategy.step(lambda state: (state, None))
-    says = (
-        r"state.*\['w'\].* was donated to a step before.*Continue with the state that the step returned, `state, outputs = "
+    message = (
+        r"state.*\['w'\].* was donated to an earlier step.*Continue with the state that the step returned, `state, outputs = "
         r"step\(state, batch\)`, or make the step with `donate=False`"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         step(state)
-    step(fresh)
+    step(new_state)
 
 
-def test_outputs_stay_when_the_state_moves_on(strategy):
+def test_outputs_stay_valid_after_further_steps(strategy):
     def advance(state):
         doubled = state["w"] * 2
         return {"w": doubled, "same": state["same"]}, {"w": doubled, "before": state["w"], "same": state["same"]}
 
-    step, state, seen = strategy.step(advance), strategy.put({"w": np.float32(1), "same": np.arange(3)}), []
+    step, state, history = strategy.step(advance), strategy.put({"w": np.float32(1), "same": np.arange(3)}), []
     for _ in range(4):
         state, outputs = step(state)
-        seen.append(outputs)
-    assert [(float(o["before"]), float(o["w"])) for o in seen] == [(1, 2), (2, 4), (4, 8), (8, 16)]
-    for outputs in seen:
+        history.append(outputs)
+    assert [(float(o["before"]), float(o["w"])) for o in history] == [(1, 2), (2, 4), (4, 8), (8, 16)]
+    for outputs in history:
         np.testing.assert_array_equal(outputs["same"], np.arange(3))
 
 
-def test_state_made_with_one_value_in_two_places_may_be_stepped(strategy):
-    """As weights and their moving average begin."""
+def test_init_may_return_one_array_for_two_leaves(strategy):
+    """As the initial value of weights and of their moving average."""
     state = strategy.init(lambda: (lambda w: {"w": w, "average": w})(jnp.ones(64)))
     advance = lambda s: ({"w": s["w"] * 2, "average": (s["w"] + s["average"]) / 2}, None)
     for _ in range(2):
@@ -227,7 +229,7 @@ def test_state_made_with_one_value_in_two_places_may_be_stepped(strategy):
     chex.assert_trees_all_equal(state, {"w": np.full(64, 4, np.float32), "average": np.full(64, 1.5, np.float32)})
 
 
-def test_state_refused_by_the_proof_is_still_there(strategy):
+def test_state_refused_by_the_proof_is_not_donated(strategy):
     state = strategy.put(np.ones(3, np.float32))
     with pytest.raises(jdist.NotMirroredError):
         strategy.step(lambda state, x: (state + x, None))(state, rows(strategy, 3))
@@ -242,19 +244,19 @@ OTHER_DEVICES = {
 }
 
 
-@pytest.mark.parametrize("make, there", OTHER_DEVICES.values(), ids=OTHER_DEVICES)
-def test_step_given_a_state_on_other_devices_says_where_it_lies(make, there, two):
-    says = rf"state\['w'\] lies on {there}, and this strategy on cpu:0, cpu:1\..*`strategy\.put`"
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("make, devices", OTHER_DEVICES.values(), ids=OTHER_DEVICES)
+def test_error_about_a_state_on_other_devices_names_the_devices(make, devices, two):
+    message = rf"state\['w'\] lies on {devices}, and this strategy on cpu:0, cpu:1\..*`strategy\.put`"
+    with pytest.raises(ValueError, match=message):
         two.step(_double)(make())
 
 
-def test_step_called_without_a_state_is_refused(strategy):
+def test_step_called_without_a_state_raises(strategy):
     with pytest.raises(TypeError, match="state"):
         strategy.step(_double)()
 
 
-# Where the same memory comes twice, jax 0.10 ends the process: each of these has one of its own.
+# If one array occurs twice, jax 0.10 ends the process, so each case runs in its own process.
 PRELUDE = """
 import warnings; warnings.simplefilter("error")
 import numpy as np, jax.numpy as jnp, jdist
@@ -269,20 +271,20 @@ def attempt(state, x):
         print(type(error).__name__, error, flush=True)
 """
 TWICE = {
-    "array_put_in_two_places": ('attempt(strategy.put({"w": mine, "average": mine}), zero)', r"value 2\.0 1\.0"),
-    "placed_array_in_two_places": (
+    "host_array_in_two_leaves": ('attempt(strategy.put({"w": mine, "average": mine}), zero)', r"value 2\.0 1\.0"),
+    "placed_array_in_two_leaves": (
         'placed = strategy.put(mine); attempt({"w": placed, "average": placed}, zero)',
-        r"ValueError state\['w'\] is the same array as state\['average'\], and .*memory of its own: `jnp\.copy\(x\)`",
+        r"ValueError state\['w'\] is the same array as state\['average'\], and .*its own memory: `jnp\.copy\(x\)`",
     ),
     "state_that_is_also_an_input": (
         'placed = strategy.put({"w": mine, "average": np.ones(4096, np.float32)}); attempt(placed, placed["w"])',
-        r"ValueError state\['w'\] is also among the inputs, as .*memory of its own: `jnp\.copy\(x\)`",
+        r"ValueError state\['w'\] is also among the inputs, as .*its own memory: `jnp\.copy\(x\)`",
     ),
-    "memory_that_is_gone_in_two_places": (  # as it is where one device was faster to take it
+    "deleted_array_in_two_leaves": (  # as if one device had already reused the memory
         'placed = strategy.put(mine); placed.delete(); attempt({"w": placed, "average": placed}, zero)',
         r"ValueError state\['w'\] is the same array as state\['average'\]",
     ),
-    "state_that_is_gone_and_also_an_input": (
+    "deleted_state_that_is_also_an_input": (
         'placed = strategy.put({"w": mine, "average": mine}); placed["w"].delete(); attempt(placed, placed["w"])',
         r"ValueError state\['w'\] is also among the inputs",
     ),
@@ -301,55 +303,55 @@ def printed_by_twice():
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_step_given_the_same_memory_twice_does_not_end_the_process(name, printed_by_twice):
+def test_step_with_one_array_twice_raises_an_error(name, printed_by_twice):
     assert re.match(TWICE[name][1], printed_by_twice[name]), printed_by_twice[name]
 
 
-# --- under JAX's own transformations
+# --- under JAX's transformations
 
 
 def _descend(state, x):
     return {"w": state["w"] + jdist.all_reduce("sum", x), "n": state["n"] + 1}, x.sum()
 
 
-def test_step_under_jit_is_the_step(strategy):
+def test_step_under_jit_equals_the_step(strategy):
     step, x = strategy.step(_descend), rows(strategy, 3)
     make = lambda: strategy.put({"w": np.ones(3, np.float32), "n": 0})
     twice = jax.jit(lambda state, x: step(step(state, x)[0], x))
-    kept = make()
-    found = twice(kept, x)
+    state = make()
+    new = twice(state, x)
     expected = step(step(make(), x)[0], x)
-    chex.assert_trees_all_close(found, expected, rtol=1e-6)
-    assert isinstance(found[1], jdist.PerReplica)
-    assert not kept["w"].is_deleted()  # whoever wrote the outer jit says what is donated
-    assert len(set(copies(found[0]["w"]))) == 1
+    chex.assert_trees_all_close(new, expected, rtol=1e-6)
+    assert isinstance(new[1], jdist.PerReplica)
+    assert not state["w"].is_deleted()  # the outer jit decides what is donated
+    assert len(set(copies(new[0]["w"]))) == 1
 
 
 def test_step_under_eval_shape_has_the_shapes_and_the_proof(strategy):
     step, n = strategy.step(_descend), strategy.num_replicas_in_sync
     state = {"w": jax.ShapeDtypeStruct((3,), np.float32), "n": jax.ShapeDtypeStruct((), np.int32)}
-    found, output = jax.eval_shape(step, state, jdist.PerReplica(jax.ShapeDtypeStruct((n, 3), np.float32)))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == {"w": ((3,), np.float32), "n": ((), np.int32)}
+    new, output = jax.eval_shape(step, state, jdist.PerReplica(jax.ShapeDtypeStruct((n, 3), np.float32)))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == {"w": ((3,), np.float32), "n": ((), np.int32)}
     assert output.tree.shape == (n,)
     assert step.proof.per_replica == ("output",)
 
 
-def test_run_under_jit_is_the_run(strategy):
+def test_run_under_jit_equals_the_run(strategy):
     predict, x = (lambda x: {"own": x * 2, "all": jdist.all_reduce("max", x)}), rows(strategy, 3)
     chex.assert_trees_all_close(jax.jit(lambda x: strategy.run(predict, (x,)))(x), strategy.run(predict, (x,)))
 
 
-QUESTIONS = {
+HOST_FUNCTIONS = {
     "reduce": lambda s, x: s.reduce("mean", x, axis=0),
     "gather": lambda s, x: s.gather(x, axis=0),
     "map": lambda s, x: x.map(lambda row: row * 2).tree,
 }
 
 
-@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
-def test_question_about_per_replica_under_jit_is_answered_the_same(ask, two):
+@pytest.mark.parametrize("call", HOST_FUNCTIONS.values(), ids=HOST_FUNCTIONS)
+def test_host_function_of_per_replica_under_jit_returns_the_same(call, two):
     x = rows(two, 3)
-    chex.assert_trees_all_close(jax.jit(lambda x: ask(two, x))(x), ask(two, x), rtol=1e-6)
+    chex.assert_trees_all_close(jax.jit(lambda x: call(two, x))(x), call(two, x), rtol=1e-6)
 
 
 def test_run_under_grad_is_the_gradient(two):
@@ -362,13 +364,13 @@ TRANSFORMS = {"eval_shape": jax.eval_shape, "jit": lambda fn, *args: jax.jit(fn)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_step_refused_under_a_transformation_says_why(transform, strategy):
+def test_step_refused_under_a_transformation_raises_the_same_error(transform, strategy):
     step = strategy.step(lambda state, x: ({"w": state["w"] + x}, None))
     with pytest.raises(jdist.NotMirroredError, match=r"state\['w'\] is not proved"):
         transform(step, strategy.put({"w": np.ones(3, np.float32)}), rows(strategy, 3))
 
 
-def test_proof_asked_before_the_first_call_is_refused(two):
+def test_proof_before_the_first_call_raises(two):
     step = two.step(_double)
     with pytest.raises(
         RuntimeError, match=r"Nothing is proved yet: a step is traced when it is called for the first time"
@@ -378,7 +380,7 @@ def test_proof_asked_before_the_first_call_is_refused(two):
     assert step.proof.mirrored == ("state",)
 
 
-# --- the jaxpr that was proved is the one that runs
+# --- the jaxpr that was proved is the jaxpr that runs
 
 
 class Lazy:
@@ -399,7 +401,7 @@ LOST_CACHES = {
 
 
 @pytest.mark.parametrize("case", LOST_CACHES)
-def test_function_that_would_trace_differently_runs_as_it_was_proved(case, two):
+def test_function_whose_second_trace_would_differ_runs_as_it_was_proved(case, two):
     lazy = Lazy()
 
     def step(w, x):
@@ -441,7 +443,7 @@ def test_step_that_does_not_donate_leaves_the_old_state_valid(strategy):
     np.testing.assert_array_equal(state["w"], 1)
 
 
-def test_donate_that_is_no_boolean_is_refused(two):
+def test_donate_that_is_not_a_boolean_raises(two):
     with pytest.raises(TypeError, match=r"`donate` is True or False, got 'no'"):
         two.step(_double, donate="no")
 
@@ -457,10 +459,10 @@ def test_failure_of_a_step_at_run_time_is_not_reported_as_a_donated_state(two):
 
 
 def test_step_in_scope_and_outside_is_traced_and_compiled_once(two, compiled):
-    traced = []
+    traces = []
 
     def fn(w):
-        traced.append(1)
+        traces.append(1)
         return w + 1, None
 
     step, w = two.step(fn), two.put(np.float32(1))
@@ -471,7 +473,7 @@ def test_step_in_scope_and_outside_is_traced_and_compiled_once(two, compiled):
     jdist.set_strategy(two)
     w, _ = step(w)
     jdist.set_strategy(None)
-    assert (float(w), len(traced), len(compiled)) == (4, 1, 0)
+    assert (float(w), len(traces), len(compiled)) == (4, 1, 0)
 
 
 def test_program_runs_inside_set_mesh_of_another_mesh(strategy):
@@ -483,22 +485,22 @@ def test_program_runs_inside_set_mesh_of_another_mesh(strategy):
     assert float(w) == 2
 
 
-def test_program_called_in_a_jit_inside_set_mesh_of_another_mesh_is_refused(two):
+def test_program_called_in_a_jit_inside_set_mesh_of_another_mesh_raises(two):
     other = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    says = r"runs on the mesh \{'replica': 2\}.*`jax.set_mesh` has set the mesh \{'a': 2, 'b': 2\}"
-    with jax.set_mesh(other), pytest.raises(ValueError, match=says):
+    message = r"runs on the mesh \{'replica': 2\}.*`jax.set_mesh` has set the mesh \{'a': 2, 'b': 2\}"
+    with jax.set_mesh(other), pytest.raises(ValueError, match=message):
         jax.jit(lambda x: two.run(lambda x: x + 1, (x,)))(1.0)
 
 
-NO_ARRAYS = {"string": "train", "object": object(), "function": np.sin}
+NOT_ARRAYS = {"string": "train", "object": object(), "function": np.sin}
 
 
-@pytest.mark.parametrize("value", NO_ARRAYS.values(), ids=NO_ARRAYS)
-def test_argument_that_is_no_array_is_named_with_the_fix(value, two):
-    says = r"mode\['a'\] is .*: the arguments of a replica function are arrays and numbers.*`functools.partial\("
-    with pytest.raises(TypeError, match=says):
+@pytest.mark.parametrize("value", NOT_ARRAYS.values(), ids=NOT_ARRAYS)
+def test_error_about_an_argument_that_is_not_an_array_names_it(value, two):
+    message = r"mode\['a'\] is .*: the arguments of a replica function are arrays and numbers.*`functools.partial\("
+    with pytest.raises(TypeError, match=message):
         two.run(lambda x, mode: x, (1.0, {"a": value}))
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         two.step(lambda state, mode: (state, None))(two.put(1.0), {"a": value})
 
 
@@ -508,24 +510,24 @@ def test_result_without_tangents_is_returned(strategy):
     assert grad.dtype == jax.dtypes.float0
 
 
-# --- whole numbers of 64 bits, and what is no number
+# --- integers of 64 bits, and leaves that are not numbers
 
 
 BIG = np.int64(2**40)
 TOO_LARGE = r" holds -?\d+, which is out of the range of u?int32\. Use smaller numbers, or enable 64-bit types: `jax\.config\.update"
-AS_IT_IS = lambda x: x
+identity = lambda x: x
 
 
 def _step(fn, *args):
     return lambda s: s.step(fn)(*args)
 
 
-CUT = {
-    "run_argument": (lambda s: s.run(AS_IT_IS, (BIG,)), "x"),
-    "run_unsigned_argument": (lambda s: s.run(AS_IT_IS, ({"n": np.uint64(2**40)},)), r"x\['n'\]"),
-    "run_python_argument": (lambda s: s.run(AS_IT_IS, ([1, 2**31],)), r"x\[1\]"),
-    "run_argument_by_name": (lambda s: s.run(AS_IT_IS, kwargs={"x": np.array([0, -(2**40)])}), "x"),
-    "run_rows": (lambda s: s.run(AS_IT_IS, (jdist.PerReplica([np.full(s.num_replicas_in_sync, BIG)]),)), r"x\[0\]"),
+TRUNCATED = {
+    "run_argument": (lambda s: s.run(identity, (BIG,)), "x"),
+    "run_unsigned_argument": (lambda s: s.run(identity, ({"n": np.uint64(2**40)},)), r"x\['n'\]"),
+    "run_python_argument": (lambda s: s.run(identity, ([1, 2**31],)), r"x\[1\]"),
+    "run_argument_by_name": (lambda s: s.run(identity, kwargs={"x": np.array([0, -(2**40)])}), "x"),
+    "run_rows": (lambda s: s.run(identity, (jdist.PerReplica([np.full(s.num_replicas_in_sync, BIG)]),)), r"x\[0\]"),
     "run_result": (lambda s: s.run(lambda: {"n": (1, BIG)}), r"output\['n'\]\[1\]"),
     "run_python_result": (lambda s: s.run(lambda: 2**70), "output"),
     "run_wrapped_result": (lambda s: s.run(lambda: jdist.PerReplica({"n": BIG})), r"output\['n'\]"),
@@ -538,19 +540,19 @@ CUT = {
     "step_new_state": (_step(lambda state: ({"w": BIG}, None), {"w": 1}), r"state\['w'\]"),
     "step_write": (_step(lambda state: ([BIG], None), [jdist.Mirrored(1, "only_first_replica")]), r"state\[0\]"),
     "step_output": (_step(lambda state: (state, [BIG]), {"w": 1.0}), r"output\[0\]"),
-    "variable": (lambda s: jdist.variable([BIG], "on_read", "sum"), r"value\[0\]"),
+    "variable": (lambda s: jdist.variable([BIG], synchronization="on_read", aggregation="sum"), r"value\[0\]"),
 }
 
 
-@pytest.mark.parametrize("ask, name", CUT.values(), ids=CUT)
-@pytest.mark.parametrize("of", ["mirrored_2", "sharded_4", "central_2"])
-def test_whole_number_that_would_be_cut_is_refused_by_its_name(ask, name, of):
-    strategy = STRATEGIES[of]()
+@pytest.mark.parametrize("call, name", TRUNCATED.values(), ids=TRUNCATED)
+@pytest.mark.parametrize("strategy_name", ["mirrored_2", "sharded_4", "central_2"])
+def test_integer_that_would_be_truncated_raises_with_its_name(call, name, strategy_name):
+    strategy = STRATEGIES[strategy_name]()
     with strategy.scope(), pytest.raises(ValueError, match=f"^{name}{TOO_LARGE}"):
-        ask(strategy)
+        call(strategy)
 
 
-def test_whole_number_in_a_later_call_of_a_compiled_step_is_refused(two):
+def test_large_integer_in_a_later_call_of_a_compiled_step_raises(two):
     step = two.step(lambda state, i: (state, i))
     state, _ = step(two.put({"w": 1.0}), np.int64(3))
     with pytest.raises(ValueError, match=f"^i{TOO_LARGE}"):
@@ -559,12 +561,16 @@ def test_whole_number_in_a_later_call_of_a_compiled_step_is_refused(two):
     assert int(number) == 2**31 - 1
 
 
-def test_whole_number_in_the_state_of_a_later_call_of_a_compiled_step_is_refused(strategy):
+def test_large_integer_in_the_state_of_a_later_call_of_a_compiled_step_raises(strategy):
     step = strategy.step(lambda state, x: ({"n": state["n"] + 1}, x))
     state = strategy.put({"n": np.int32(1)})
     for _ in range(3):
         state, _ = step(state, 1.0)
-    for number in (BIG, np.int64(5), BIG):  # on the host: a signature that JAX has not seen, and then one that it has
+    for number in (
+        BIG,
+        np.int64(5),
+        BIG,
+    ):  # host values: a signature that JAX has not compiled yet, then one that it has
         if number == BIG:
             with pytest.raises(ValueError, match=rf"^state\['n'\]{TOO_LARGE}"):
                 step({"n": number}, 1.0)
@@ -573,7 +579,7 @@ def test_whole_number_in_the_state_of_a_later_call_of_a_compiled_step_is_refused
     assert int(step(strategy.put({"n": np.int32(1)}), 1.0)[0]["n"]) == 2
 
 
-NO_NUMBERS = {
+NOT_NUMBERS = {
     "text": ("a word", "str"),
     "object": (object(), "object"),
     "ragged": (np.array([[1], [2, 3]], dtype=object), r"object\[2\]"),
@@ -581,41 +587,41 @@ NO_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("value, said", NO_NUMBERS.values(), ids=NO_NUMBERS)
-def test_what_is_no_number_is_refused_by_its_name(value, said, two):
-    says = lambda name: pytest.raises(TypeError, match=rf"^{name} is {said}: devices hold numbers, booleans and")
-    with says(r"value\['x'\]"):
+@pytest.mark.parametrize("value, dtype", NOT_NUMBERS.values(), ids=NOT_NUMBERS)
+def test_leaf_that_is_not_a_number_raises_with_its_name(value, dtype, two):
+    raises = lambda name: pytest.raises(TypeError, match=rf"^{name} is {dtype}: devices hold numbers, booleans and")
+    with raises(r"value\['x'\]"):
         two.put({"x": value})
-    with says(r"value\['x'\]\[0\]"):
+    with raises(r"value\['x'\]\[0\]"):
         two.put({"x": jdist.Mirrored([value])})
-    with says(r"state\['x'\]"):
+    with raises(r"state\['x'\]"):
         two.init(lambda: {"x": value})
-    with says(r"batch\[0\]"):
+    with raises(r"batch\[0\]"):
         two.init(lambda batch: 1.0, [value])
-    with says(r"output\['x'\]"):
+    with raises(r"output\['x'\]"):
         two.run(lambda: {"x": value})
-    with says(r"output\[0\]"):
+    with raises(r"output\[0\]"):
         two.step(lambda state: (state, [value]))(two.put(1.0))
-    with says("value"):
+    with raises("value"):
         two.run(lambda: jdist.broadcast(value))
-    with says(r"value\[0\]"):
+    with raises(r"value\[0\]"):
         two.run(lambda: jdist.all_gather([value], 0))
 
 
 CALLS = {
     "kwargs_list": (
-        lambda s, step: s.run(AS_IT_IS, (), [1.0]),
+        lambda s, step: s.run(identity, (), [1.0]),
         r'^`kwargs` must be a mapping from argument names to values, got list\. Write `run\(fn, kwargs=\{"x": value\}\)`',
     ),
-    "kwargs_array": (lambda s, step: s.run(AS_IT_IS, (), jnp.ones(2)), r"^`kwargs` must be .*, got an array\. Write"),
-    "kwargs_by_number": (lambda s, step: s.run(AS_IT_IS, (), {1: 1.0}), r"^`kwargs` must be .*, got dict\. Write"),
+    "kwargs_array": (lambda s, step: s.run(identity, (), jnp.ones(2)), r"^`kwargs` must be .*, got an array\. Write"),
+    "kwargs_by_number": (lambda s, step: s.run(identity, (), {1: 1.0}), r"^`kwargs` must be .*, got dict\. Write"),
     "args_array": (
-        lambda s, step: s.run(AS_IT_IS, jnp.ones(2)),
+        lambda s, step: s.run(identity, jnp.ones(2)),
         r"^`args` is a tuple of arguments, got float32\[2\]: write",
     ),
     "step_of_nothing": (
         lambda s, step: step(),
-        r"^`count` is a step and got no arguments\. Call it with its state: `step",
+        r"^`count` is a step and was called without arguments\. Pass its state: `step",
     ),
     "step_by_name": (
         lambda s, step: step(1.0, x=2),
@@ -624,17 +630,17 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("ask, says", CALLS.values(), ids=CALLS)
-def test_call_with_arguments_of_another_form_is_refused(ask, says, strategy):
+@pytest.mark.parametrize("call, message", CALLS.values(), ids=CALLS)
+def test_call_with_arguments_of_another_form_raises(call, message, strategy):
     def count(state, x):
         return state + x, None
 
-    with pytest.raises(TypeError, match=says):
-        ask(strategy, strategy.step(count))
+    with pytest.raises(TypeError, match=message):
+        call(strategy, strategy.step(count))
 
 
 LEAKS = {
-    "run": (lambda s, leaked: s.run(AS_IT_IS, ([leaked],)), r"x\[0\]"),
+    "run": (lambda s, leaked: s.run(identity, ([leaked],)), r"x\[0\]"),
     "step": (lambda s, leaked: s.step(lambda state, y: (state, y))(s.put(1.0), leaked), "y"),
     "put": (lambda s, leaked: s.put({"a": leaked}), r"value\['a'\]"),
     "reduce": (lambda s, leaked: s.reduce("sum", [leaked], axis=None), r"value\[0\]"),
@@ -642,11 +648,11 @@ LEAKS = {
 }
 
 
-@pytest.mark.parametrize("ask, name", LEAKS.values(), ids=LEAKS)
-def test_traced_value_that_has_left_its_function_is_refused_by_its_name(ask, name, two):
+@pytest.mark.parametrize("call, name", LEAKS.values(), ids=LEAKS)
+def test_leaked_tracer_raises_with_its_name(call, name, two):
     leaked = []
     two.run(lambda x: leaked.append(x), (rows(two, 3),))
     with pytest.raises(
         TypeError, match=rf"^{name} is a traced value \(float32\[3\]\) from a function that is no longer traced"
     ):
-        ask(two, leaked[0])
+        call(two, leaked[0])

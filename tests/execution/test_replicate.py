@@ -1,4 +1,4 @@
-"""The transform: what one replica sees of its arguments, and how its results leave."""
+"""`strategy.run`: the arguments that one replica receives, and the wrappers of its results."""
 
 import re
 
@@ -14,16 +14,16 @@ from laws import STRATEGIES, assert_in_step, rows
 
 
 def nested(tree, scale=1.0):
-    """Of a tree with a part of each replica's own and a part that all share."""
+    """Uses a tree with a per-replica part and a replicated part."""
     own, (shared, none) = tree["own"], tree["shared"]
     assert none is None
     return {"own": own["x"] * shared + own["n"], "pair": (own["x"].sum(), shared * scale), "none": None}
 
 
-# What `run` is given, with `own(i)` for what only replica i has; numpy calculates with the same function.
+# The arguments of `run`, where `own(shape)` makes a per-replica value; numpy evaluates the same function.
 CALLS = {
     "per_replica": (lambda own: ((own(2, 3),), {}), lambda x: x * 2 + 1),
-    "scalar_a_replica": (lambda own: ((own(),), {}), lambda x: x * 2),
+    "scalar_per_replica": (lambda own: ((own(),), {}), lambda x: x * 2),
     "mirrored": (lambda own: ((own(3), np.arange(3, dtype=np.float32)), {}), lambda x, w: {"wx": w * x, "w": w * 2}),
     "only_mirrored": (lambda own: ((np.arange(4, dtype=np.int32),), {}), lambda w: w[::-1] + 1),
     "by_name": (lambda own: ((own(3),), {"b": own(), "a": 3}), lambda x, a, b: x * a + b),
@@ -42,7 +42,7 @@ CALLS = {
 
 
 class _Own(tuple):
-    """Rows of a `PerReplica` argument, before it is made."""
+    """The rows of a `PerReplica` argument."""
 
 
 def _own(strategy):
@@ -64,24 +64,24 @@ def _map_own(fn, tree):
 
 
 @pytest.mark.parametrize("arguments, fn", CALLS.values(), ids=CALLS)
-def test_run_is_the_function_of_each_replicas_arguments(arguments, fn, strategy):
-    args, kwargs = given = arguments(_own(strategy))
-    placed = _map_own(lambda rows: strategy.put(jdist.PerReplica(np.stack(rows))), given)
+def test_run_returns_the_function_of_each_replicas_arguments(arguments, fn, strategy):
+    args, kwargs = call = arguments(_own(strategy))
+    placed = _map_own(lambda rows: strategy.put(jdist.PerReplica(np.stack(rows))), call)
     result = strategy.run(lambda *args, **kwargs: fn(*args, **kwargs), *placed)
-    found = strategy.local_results(result)
-    assert len(found) == strategy.num_replicas_in_sync
-    for number, one in enumerate(found):
-        args, kwargs = _map_own(lambda rows, i=number: rows[i], given)
-        chex.assert_trees_all_close(one, fn(*args, **kwargs), rtol=1e-6)
+    results = strategy.local_results(result)
+    assert len(results) == strategy.num_replicas_in_sync
+    for number, replica_result in enumerate(results):
+        args, kwargs = _map_own(lambda rows, i=number: rows[i], call)
+        chex.assert_trees_all_close(replica_result, fn(*args, **kwargs), rtol=1e-6)
 
 
-def test_run_of_host_rows_in_a_wrapper_is_the_function_of_each_row(strategy):
+def test_run_accepts_host_rows_in_a_wrapper(strategy):
     values = np.arange(strategy.num_replicas_in_sync * 2.0, dtype=np.float32).reshape(-1, 2)
-    found = strategy.run(lambda x: -x, (jdist.PerReplica(values),))
-    np.testing.assert_array_equal(found.tree, -values)
+    negated = strategy.run(lambda x: -x, (jdist.PerReplica(values),))
+    np.testing.assert_array_equal(negated.tree, -values)
 
 
-def test_run_with_typed_keys_gives_and_takes_them(strategy):
+def test_run_takes_and_returns_typed_keys(strategy):
     n = strategy.num_replicas_in_sync
     own = strategy.put(jdist.PerReplica(jax.random.split(jax.random.key(0), n)))
     split = lambda own, shared: (jax.random.split(own)[0], jax.random.fold_in(shared, 1), jax.random.bits(own))
@@ -94,27 +94,32 @@ def test_run_with_typed_keys_gives_and_takes_them(strategy):
     np.testing.assert_array_equal(jax.random.key_data(ours), jax.random.key_data(expected[1]))
 
 
-def test_results_leave_plain_where_mirrored_and_wrapped_where_not(strategy):
+def test_results_are_plain_if_replicated_and_wrapped_otherwise(strategy):
     def results(x, w):
-        return {"own": x * w, "all": jdist.all_reduce("sum", x), "constant": jnp.ones(2), "kept": jdist.PerReplica(w)}
+        return {
+            "own": x * w,
+            "all": jdist.all_reduce("sum", x),
+            "constant": jnp.ones(2),
+            "wrapped": jdist.PerReplica(w),
+        }
 
-    found = strategy.run(results, (rows(strategy, 2), np.ones(2, np.float32)))
-    assert {name: isinstance(value, jdist.PerReplica) for name, value in found.items()} == {
-        "own": True, "all": False, "constant": False, "kept": True,
+    values = strategy.run(results, (rows(strategy, 2), np.ones(2, np.float32)))
+    assert {name: isinstance(value, jdist.PerReplica) for name, value in values.items()} == {
+        "own": True, "all": False, "constant": False, "wrapped": True,
     }  # fmt: skip
     n = strategy.num_replicas_in_sync
-    assert found["own"].tree.shape == found["kept"].tree.shape == (n, 2)
-    assert found["own"].tree.sharding.shard_shape((n, 2)) == (1, 2)
-    assert_in_step((found["all"], found["constant"]))
+    assert values["own"].tree.shape == values["wrapped"].tree.shape == (n, 2)
+    assert values["own"].tree.sharding.shard_shape((n, 2)) == (1, 2)
+    assert_in_step((values["all"], values["constant"]))
 
 
-def test_wrapper_of_a_tree_leaves_with_its_tree(strategy):
-    found = strategy.run(lambda x: jdist.PerReplica({"x": x, "pair": (x, None)}), (rows(strategy, 2),))
-    assert jax.tree.structure(found) == jax.tree.structure(jdist.PerReplica({"x": 0, "pair": (0, None)}))
-    assert len(found.values) == strategy.num_replicas_in_sync
+def test_wrapper_of_a_tree_is_returned_with_its_tree(strategy):
+    value = strategy.run(lambda x: jdist.PerReplica({"x": x, "pair": (x, None)}), (rows(strategy, 2),))
+    assert jax.tree.structure(value) == jax.tree.structure(jdist.PerReplica({"x": 0, "pair": (0, None)}))
+    assert len(value.values) == strategy.num_replicas_in_sync
 
 
-def test_proof_says_which_results_are_mirrored(two):
+def test_proof_lists_the_replicated_results(two):
     def results(state, x):
         return {"w": jdist.all_reduce("mean", x), "own": state["own"]}, {"x": x, "n": 1}
 
@@ -124,11 +129,11 @@ def test_proof_says_which_results_are_mirrored(two):
     assert step.proof == jdist.Proof(
         mirrored=("state['w']", "output['n']"), per_replica=("state['own']", "output['x']")
     )
-    said = "2 of 4 results are the same on every replica; one value a replica: state['own'], output['x']"
-    assert str(step.proof) == said
+    text = "2 of 4 results are the same on every replica; one value per replica: state['own'], output['x']"
+    assert str(step.proof) == text
 
 
-OTHER_PLACES = {
+OTHER_DEVICES = {
     "per_replica_of_more": (lambda: rows(STRATEGIES["mirrored_3"](), 2), "has 2", "on cpu:0, cpu:1"),
     "per_replica_of_fewer": (lambda: rows(STRATEGIES["mirrored_1"](), 2), "has 2", "on cpu:0, cpu:1"),
     "per_replica_of_others": (lambda: rows(jdist.MirroredStrategy(["cpu:2", "cpu:3"]), 2), "on cpu:0, cpu:1"),
@@ -141,21 +146,21 @@ OTHER_PLACES = {
 }
 
 
-@pytest.mark.parametrize("make, ours", [(m, w) for m, *w in OTHER_PLACES.values()], ids=OTHER_PLACES)
+@pytest.mark.parametrize("make, ours", [(m, w) for m, *w in OTHER_DEVICES.values()], ids=OTHER_DEVICES)
 @pytest.mark.parametrize("by_name", [False, True], ids=["positional", "by_name"])
-def test_run_with_argument_of_another_strategy_is_refused_by_its_name(make, ours, by_name, two):
+def test_run_with_argument_of_another_strategy_raises_with_its_name(make, ours, by_name, two):
     def predict(batch, weight):
         return batch["image"]
 
     batch, weight = {"image": make()}, np.ones(2)
     arguments = ((), {"batch": batch, "weight": weight}) if by_name else ((batch, weight),)
-    says = rf"batch\['image'\].*this strategy ({'|'.join(map(re.escape, ours))})"
-    with pytest.raises(ValueError, match=says):
+    message = rf"batch\['image'\].*this strategy ({'|'.join(map(re.escape, ours))})"
+    with pytest.raises(ValueError, match=message):
         two.run(predict, *arguments)
 
 
-@pytest.mark.parametrize("make", [value[0] for value in OTHER_PLACES.values()], ids=OTHER_PLACES)
-def test_step_with_batch_of_another_strategy_is_refused_and_keeps_the_state(make, two):
+@pytest.mark.parametrize("make", [value[0] for value in OTHER_DEVICES.values()], ids=OTHER_DEVICES)
+def test_step_with_batch_of_another_strategy_raises_and_does_not_donate_the_state(make, two):
     step = two.step(lambda state, batch: (state, batch["image"]))
     state = two.put(np.ones(3))
     with pytest.raises(ValueError, match=r"batch\['image'\].*this strategy"):
@@ -174,18 +179,18 @@ WRONG_ROWS = {
 }
 
 
-@pytest.mark.parametrize("tree, says", WRONG_ROWS.values(), ids=WRONG_ROWS)
-def test_run_with_wrong_number_of_host_rows_is_refused(tree, says, two):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("tree, message", WRONG_ROWS.values(), ids=WRONG_ROWS)
+def test_run_with_wrong_number_of_host_rows_raises(tree, message, two):
+    with pytest.raises(ValueError, match=message):
         two.run(lambda x: x, (jdist.PerReplica(tree),))
 
 
-def test_results_of_nothing_are_nothing(strategy):
+def test_run_returns_empty_trees(strategy):
     assert strategy.run(lambda: None) is None
     assert strategy.run(lambda x: ((), {}), (1.0,)) == ((), {})
 
 
-def test_run_of_function_that_closes_over_a_traced_value_knows_it_to_be_mirrored():
+def test_traced_value_that_a_function_closes_over_is_replicated():
     strategy = STRATEGIES["mirrored_2"]()
     x = rows(strategy, 3)
 
@@ -199,7 +204,7 @@ def test_run_of_function_that_closes_over_a_traced_value_knows_it_to_be_mirrored
     assert more == 4
 
 
-def test_run_of_function_that_closes_over_arrays_is_the_function():
+def test_function_may_close_over_arrays():
     strategy = STRATEGIES["mirrored_2"]()
     here, numpy, key = jnp.arange(3.0), np.float32([1, 2, 3]), jax.random.key(0)
     other = jax.device_put(numpy, jax.devices()[1])

@@ -108,7 +108,9 @@ def test_cd10_algorithms_for_accelerators_work_on_cpu(ops):
 def test_cd12_invalid_options_are_errors():
     with pytest.raises(ValueError, match=r"`bytes_per_pack` must be >= 0, got -1\. .*None selects a default"):
         CommunicationOptions(bytes_per_pack=-1)
-    with pytest.raises(TypeError, match=r"`cross_device_ops` must be a CrossDeviceOps, .*`jdist\.AllReduce\(\)`, got 'X'"):
+    with pytest.raises(
+        TypeError, match=r"`cross_device_ops` must be a CrossDeviceOps, .*`jdist\.AllReduce\(\)`, got 'X'"
+    ):
         jdist.MirroredStrategy(["cpu:0"], cross_device_ops="X")
     message = r"`communication_options` must be a CommunicationOptions, .*`jdist\.CommunicationOptions\(\)`, got 'NCCL'"
     with pytest.raises(TypeError, match=message):

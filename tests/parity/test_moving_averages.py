@@ -13,7 +13,7 @@ PLAIN_EMA = optax.ema(0.25, debias=False)
 
 def _made(strategy, value, aggregation="none"):
     with strategy.scope():
-        return jdist.variable(np.float32(value), "on_write", aggregation)
+        return jdist.variable(np.float32(value), synchronization="on_write", aggregation=aggregation)
 
 
 def _average(old, value, decay=0.25):
@@ -99,7 +99,10 @@ def test_va37_average_is_stored_and_read_in_and_out_of_scope(strategy):
         return state, average
 
     with strategy.scope():
-        state, w = strategy.put(ema.init(np.float32(0))), jdist.variable(10.0, "on_write", "mean")
+        state, w = (
+            strategy.put(ema.init(np.float32(0))),
+            jdist.variable(10.0, synchronization="on_write", aggregation="mean"),
+        )
         state, average = strategy.step(apply)(state, w)
         np.testing.assert_allclose(average, 10.0, rtol=1e-6)
     state, average = strategy.step(apply)(state, w)

@@ -57,7 +57,7 @@ def test_sv4_sum_saved_under_every_strategy_is_restored_on_two(strategy, two, th
 
 def test_sv6_mirrored_value_is_restored_as_a_plain_one_and_back(strategy, through_checkpoint):
     with strategy.scope():
-        mirrored = jdist.variable(np.float32([1, 2]), "on_write", "mean")
+        mirrored = jdist.variable(np.float32([1, 2]), synchronization="on_write", aggregation="mean")
     plain = through_checkpoint({"v": mirrored.read()}, {"v": np.zeros(2, np.float32)})["v"]
     np.testing.assert_array_equal(plain, [1, 2])
     again = mirrored.assign(np.zeros(2, np.float32)).assign(plain)
@@ -66,7 +66,7 @@ def test_sv6_mirrored_value_is_restored_as_a_plain_one_and_back(strategy, throug
 
 def test_sv6_plain_value_is_restored_as_a_mirrored_one_with_its_placement(strategy, through_checkpoint):
     with strategy.scope():
-        like = jdist.variable(np.zeros(2, np.float32), "on_write", "mean")
+        like = jdist.variable(np.zeros(2, np.float32), synchronization="on_write", aggregation="mean")
     restored = through_checkpoint({"v": np.float32([3, 4])}, {"v": like.read()})["v"]
     assert_in_step(restored)
     assert restored.sharding == like.read().sharding

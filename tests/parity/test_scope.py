@@ -29,7 +29,7 @@ def test_sc2_in_scope_the_host_is_in_the_cross_replica_context(strategy):
 
 def test_sc4_scope_inside_the_scope_of_another_strategy_is_an_error(two):
     other = jdist.MirroredStrategy(["cpu:2", "cpu:3"])
-    message = r"scope of MirroredStrategy\(\['cpu:2', 'cpu:3'\]\) is inside the scope of .*cpu:0.*Leave that one first"
+    message = r"scope of MirroredStrategy\(\['cpu:2', 'cpu:3'\]\) is inside the scope of .*cpu:0.*Exit that one first"
     with two.scope(), pytest.raises(RuntimeError, match=message), other.scope():
         raise AssertionError("entered")
 
@@ -50,7 +50,7 @@ def test_sc5_set_strategy_is_current_until_the_next_one(two):
 
 def test_sc12_scope_of_the_default_strategy_inside_another_is_an_error(two):
     default = jdist.get_strategy()
-    message = r"scope of OneDeviceStrategy\(\['cpu:0'\]\) is inside the scope of MirroredStrategy.*Leave that one first"
+    message = r"scope of OneDeviceStrategy\(\['cpu:0'\]\) is inside the scope of MirroredStrategy.*Exit that one first"
     with two.scope(), pytest.raises(RuntimeError, match=message), default.scope():
         jdist.variable(1.0)
 

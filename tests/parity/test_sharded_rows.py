@@ -18,7 +18,7 @@ def sharded_table(request, two):
     if request.param == "mirrored":
         return two, two.put(jdist.Sharded(TABLE)).read()
     strategy = STRATEGIES["sharded_4"]()
-    strategy = jdist.ShardedStrategy("all", strategy.mesh)
+    strategy = jdist.ShardedStrategy("all", mesh=strategy.mesh)
     table = strategy.init(lambda: {"table": jnp.asarray(TABLE)})["table"]
     return strategy, table
 
@@ -72,7 +72,7 @@ def test_pt15_sparse_lookup_averages_the_rows_of_each_example_by_their_weights(s
 
 
 def test_pt17_rows_added_to_a_sharded_table_are_added_to_their_shards():
-    strategy = jdist.ShardedStrategy("all", STRATEGIES["sharded_4"]().mesh)
+    strategy = jdist.ShardedStrategy("all", mesh=STRATEGIES["sharded_4"]().mesh)
     table = strategy.init(lambda: jnp.zeros(8))
     update = jdist.RowSlices(rows=np.float32([1, 2]), indices=np.int32([0, 2]), num_rows=8)
     added, _ = strategy.step(lambda table, update: (update.add_to(table), None))(table, update)

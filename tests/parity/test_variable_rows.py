@@ -18,7 +18,7 @@ PLACES += [("on_read", aggregation) for aggregation in AGGREGATIONS[1:]]
 
 def _made(strategy, value, synchronization, aggregation="none", **options):
     with strategy.scope():
-        return jdist.variable(value, synchronization, aggregation, **options)
+        return jdist.variable(value, synchronization=synchronization, aggregation=aggregation, **options)
 
 
 def _written(strategy, variable, write):
@@ -221,7 +221,7 @@ def test_va24_per_replica_value_assigned_without_aggregation_is_an_error(two):
 
 
 def _drawn(key):
-    return jdist.variable(jax.random.normal(key, (3,)), "on_write")
+    return jdist.variable(jax.random.normal(key, (3,)), synchronization="on_write")
 
 
 def test_va27_random_initial_value_is_the_same_on_every_replica(strategy):
@@ -335,8 +335,8 @@ def test_va36_copy_is_an_independent_value_with_the_same_placement(synchronizati
 def test_va38_varying_initial_value_is_an_error_until_it_is_broadcast(two):
     begins = _per_replica(two, 5, 15)
     with pytest.raises(jdist.NotMirroredError, match=r"state is not proved(.|\n)*has one value per replica"):
-        two.init(lambda x: jdist.variable(x, "on_write"), begins)
-    value = two.init(lambda x: jdist.variable(jdist.broadcast(x), "on_write"), begins)
+        two.init(lambda x: jdist.variable(x, synchronization="on_write"), begins)
+    value = two.init(lambda x: jdist.variable(jdist.broadcast(x), synchronization="on_write"), begins)
     assert _components(value) == [5.0, 5.0]
 
 

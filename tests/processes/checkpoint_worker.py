@@ -23,7 +23,7 @@ from jdist._src.checkpoint.checkpointer import Checkpointer
 devices = jax.devices()
 STRATEGIES = {
     "mirrored": jdist.MirroredStrategy(devices),
-    "all": jdist.ShardedStrategy("all", Mesh(np.array(devices), ("data",))),
+    "all": jdist.ShardedStrategy("all", mesh=Mesh(np.array(devices), ("data",))),
 }
 
 

@@ -18,7 +18,10 @@ from jdist._src.export.export import export
 from jdist._src.export.load import load
 
 x = np.arange(8, dtype=np.float32).reshape(2, 4)
-for strategy in (jdist.MirroredStrategy(jax.devices()), jdist.ShardedStrategy(mesh=jax.make_mesh((4,), ("data",)))):
+for strategy in (
+    jdist.MirroredStrategy(jax.devices()),
+    jdist.ShardedStrategy(mesh=jax.sharding.Mesh(jax.devices(), ("data",))),
+):
     state = strategy.put(
         {"w": jdist.Sharded(np.arange(12, dtype=np.float32).reshape(4, 3)), "b": np.ones(3, np.float32)}
     )

@@ -29,7 +29,7 @@ import jdist
 from jdist._src.checkpoint.process_sync import ProcessGroup
 from jdist._src.core.jax_compat import key_value_store
 
-strategy = jdist.ShardedStrategy("all", Mesh(np.array(jax.devices()), ("data",)))
+strategy = jdist.ShardedStrategy("all", mesh=Mesh(np.array(jax.devices()), ("data",)))
 state = strategy.init(lambda key: {"w": jax.random.normal(key, (1024, 512))}, jax.random.key(0))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is then an error, as on a full disk
 

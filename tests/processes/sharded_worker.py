@@ -60,12 +60,15 @@ def whole(strategy, tree):
 
 devices = np.array(jax.devices())
 GRIDS = {
-    "all": jdist.ShardedStrategy("all", Mesh(devices, ("data",))),
-    "host_data": jdist.ShardedStrategy("all", Mesh(devices.reshape(2, 2), ("host", "data"))),
+    "all": jdist.ShardedStrategy("all", mesh=Mesh(devices, ("data",))),
+    "host_data": jdist.ShardedStrategy("all", mesh=Mesh(devices.reshape(2, 2), ("host", "data"))),
     # The model axis lies across the processes: both read every row.
     "model": (
         jdist.ShardedStrategy(
-            "all", Mesh(devices.reshape(2, 2).T, ("data", "model")), "model", {"in": PartitionSpec(None, "model")}
+            "all",
+            mesh=Mesh(devices.reshape(2, 2).T, ("data", "model")),
+            model_axis="model",
+            layout={"in": PartitionSpec(None, "model")},
         )
     ),
 }

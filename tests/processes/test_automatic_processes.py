@@ -13,7 +13,7 @@ WORKER = pathlib.Path(__file__).parent / "automatic_worker.py"
 def test_processes_that_have_joined_share_one_strategy(count, each):
     printed = run_processes(WORKER, count, each)
     devices = count * each
-    said = f"jdist: auto_strategy: MirroredStrategy, as {count} processes have {devices} cpu devices."
+    said = f"jdist: auto_strategy: MirroredStrategy, because {count} processes have {devices} cpu devices."
     for lines in printed:
         assert said in lines
         assert f"MirroredStrategy {devices} {each} {devices * (devices + 1) / 2}" in lines
@@ -21,4 +21,4 @@ def test_processes_that_have_joined_share_one_strategy(count, each):
 
 def test_processes_that_have_not_joined_know_nothing_of_each_other():
     (printed,) = run_processes(WORKER, 1, 2)
-    assert "jdist: auto_strategy: MirroredStrategy, as there are 2 cpu devices, and one process." in printed
+    assert "jdist: auto_strategy: MirroredStrategy, because there are 2 cpu devices, and one process." in printed

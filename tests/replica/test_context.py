@@ -214,7 +214,7 @@ def test_strategy_is_not_set_in_a_scope_nor_a_replica_function(two, outermost):
 
 @pytest.mark.parametrize("bad", [1, "mirrored", jdist.MirroredStrategy, {}], ids=str)
 def test_what_is_no_strategy_is_not_set(bad, outermost):
-    with pytest.raises(TypeError, match=r"A strategy is needed, or None, got (int|str|type|ABCMeta|dict)\."):
+    with pytest.raises(TypeError, match=r"`strategy` must be a strategy or None, got (int|str|type|ABCMeta|dict)\."):
         outermost(bad)
     assert not jdist.has_strategy()
 
@@ -519,9 +519,7 @@ INSIDE = {
 
 @pytest.mark.parametrize("ask", INSIDE.values(), ids=INSIDE)
 def test_program_inside_merge_call_is_refused(ask, strategy):
-    says = (
-        r"A strategy runs a function inside a function that a strategy is already running\. Call the inner one directly"
-    )
+    says = r"`strategy\.run`, `strategy\.init` or a step is called inside a replica function\. Call the inner function directly"
     with pytest.raises(RuntimeError, match=says):
         strategy.run(lambda: _merge(ask))
 
@@ -578,7 +576,7 @@ def test_run_in_a_scope_within_merge_call_is_refused(two):
         with strategy.scope():
             return strategy.run(jdist.replica_id)
 
-    with pytest.raises(RuntimeError, match="runs a function inside a function"):
+    with pytest.raises(RuntimeError, match="is called inside a replica function"):
         two.run(lambda: jdist.get_replica_context().merge_call(fn))
 
 

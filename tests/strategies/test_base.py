@@ -1,4 +1,4 @@
-"""What every strategy does: run, init, step, and what it remembers of a function."""
+"""`run`, `init` and `step` of every strategy, and its cache of compiled functions."""
 
 import functools
 import gc
@@ -16,7 +16,7 @@ import jdist
 from laws import STRATEGIES, assert_in_step, rows
 
 
-def test_strategy_says_what_it_is():
+def test_repr_and_devices_of_a_strategy():
     strategy = STRATEGIES["mirrored_3"]()
     assert repr(strategy) == "MirroredStrategy(['cpu:5', 'cpu:1', 'cpu:2'])"
     assert repr(STRATEGIES["one_device"]()) == "OneDeviceStrategy(['cpu:0'])"
@@ -48,24 +48,24 @@ def _by_numpy(x, y, batch, steps):
     return {"w": w, "b": b}, losses
 
 
-def test_steps_of_least_squares_are_those_of_numpy_on_the_whole_batch(strategy):
+def test_steps_of_least_squares_equal_numpy_on_the_global_batch(strategy):
     generator = np.random.default_rng(1)
     x, y = generator.normal(size=(120, 3)), generator.normal(size=120)
     model, losses = _by_numpy(x, y, 24, 5)
 
-    step, found = strategy.step(descend), []
+    step, step_losses = strategy.step(descend), []
     state = strategy.init(lambda: {"model": {"w": jnp.zeros(3), "b": jnp.zeros(())}, "steps": 0})
     for batch in strategy.distribute_dataset({"x": np.float32(x), "y": np.float32(y)}, 24):
         state, outputs = step(state, batch)
-        found.append(outputs["loss"])
+        step_losses.append(outputs["loss"])
     chex.assert_trees_all_close(state["model"], jax.tree.map(np.float32, model), rtol=1e-5)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    np.testing.assert_allclose(step_losses, losses, rtol=1e-5)
     assert int(state["steps"]) == 5
     assert outputs["own"].tree.shape == (strategy.num_replicas_in_sync,)
     assert_in_step(state)
 
 
-def test_step_takes_more_inputs_and_none(strategy):
+def test_step_takes_several_inputs_or_none(strategy):
     step = strategy.step(lambda state, x, pair: (state + jdist.all_reduce("sum", x) + pair[0], pair[1]))
     x = strategy.put(jdist.PerReplica(np.ones(strategy.num_replicas_in_sync, np.float32)))
     state, outputs = step(strategy.put(np.float32(1)), x, (2.0, None))
@@ -74,7 +74,7 @@ def test_step_takes_more_inputs_and_none(strategy):
     assert (float(state), outputs) == (6.0 + 2 * strategy.num_replicas_in_sync, ())
 
 
-def test_step_is_known_by_what_its_function_is_called(two):
+def test_step_has_the_name_and_docstring_of_its_function(two):
     def train(state):
         """Trains."""
         return state, None
@@ -84,7 +84,7 @@ def test_step_is_known_by_what_its_function_is_called(two):
 
 
 class Trainer:
-    """A callable object, whose attributes are nobody else's business."""
+    """A callable object with attributes of the same names as those of a program."""
 
     def __init__(self):
         self._compiled = self._call = self._mesh = self._proofs = self._donates = None
@@ -113,9 +113,9 @@ def test_step_may_be_any_callable(make, two):
 # --- init
 
 
-def test_init_makes_every_leaf_on_all_devices_with_a_definite_dtype(strategy):
+def test_init_creates_every_leaf_on_all_devices_without_weak_types(strategy):
     def make(key, tree):
-        return {"w": jax.random.normal(key, (2, 3)), "key": key, "n": 0, "rate": 0.5, "given": tree, "none": None}
+        return {"w": jax.random.normal(key, (2, 3)), "key": key, "n": 0, "rate": 0.5, "argument": tree, "none": None}
 
     state = strategy.init(make, jax.random.key(1), {"x": np.arange(3, dtype=np.float32)})
     for leaf in jax.tree.leaves(state):
@@ -124,33 +124,35 @@ def test_init_makes_every_leaf_on_all_devices_with_a_definite_dtype(strategy):
         assert not jax.typeof(leaf).weak_type
     assert_in_step(state)
     np.testing.assert_allclose(state["w"], jax.random.normal(jax.random.key(1), (2, 3)), rtol=1e-6)
-    np.testing.assert_array_equal(state["given"]["x"], np.arange(3))
+    np.testing.assert_array_equal(state["argument"]["x"], np.arange(3))
     assert (int(state["n"]), state["n"].dtype, float(state["rate"])) == (0, np.int32, 0.5)
 
 
 def test_init_of_wrapped_replica_key_differs_per_replica(strategy):
     state = strategy.init(lambda key: {"own": jdist.PerReplica(jdist.replica_key(key))}, jax.random.key(1))
     expected = [jax.random.fold_in(jax.random.key(1), i) for i in range(strategy.num_replicas_in_sync)]
-    found = [jax.random.key_data(key).tolist() for key in state["own"].values]
-    assert found == [jax.random.key_data(key).tolist() for key in expected]
+    actual = [jax.random.key_data(key).tolist() for key in state["own"].values]
+    assert actual == [jax.random.key_data(key).tolist() for key in expected]
 
 
-def test_init_of_bare_replica_key_is_refused_under_every_strategy(strategy):
-    says = r"(?s)state\['dropout'\] is not proved.*axis_index.*test_base\.py:\d+.*wrap it.*`jdist\.PerReplica\(x\)`"
-    with pytest.raises(jdist.NotMirroredError, match=says):
+def test_init_of_unwrapped_replica_key_raises_under_every_strategy(strategy):
+    message = (
+        r"(?s)state\['dropout'\] is not proved.*axis_index.*test_base\.py:\d+.*wrap the value.*`jdist\.PerReplica\(x\)`"
+    )
+    with pytest.raises(jdist.NotMirroredError, match=message):
         strategy.init(lambda key: {"dropout": jdist.replica_key(key)}, jax.random.key(1))
 
 
-def test_init_takes_arrays_from_anywhere(two):
-    given = STRATEGIES["mirrored_3"]().put(np.arange(3)), jax.device_put(1.0, jax.devices()[7]), np.ones(2), 3
-    state = two.init(lambda *args: args, *given)
+def test_init_takes_arrays_on_any_devices(two):
+    arguments = STRATEGIES["mirrored_3"]().put(np.arange(3)), jax.device_put(1.0, jax.devices()[7]), np.ones(2), 3
+    state = two.init(lambda *args: args, *arguments)
     chex.assert_trees_all_close(
         state, (np.arange(3, dtype=np.int32), np.float32(1), np.ones(2, np.float32), np.int32(3))
     )
     assert all(leaf.sharding.device_set == set(two.mesh.devices.flat) for leaf in state)
 
 
-# What a state may be made of, again and again, though each step gives its state's memory away.
+# Sources of a state. They stay valid, although each step donates its state.
 SOURCES = {
     "numpy": lambda s: np.arange(4096, dtype=np.float32),
     "array_on_the_default_device": lambda s: jnp.arange(4096, dtype=jnp.float32),
@@ -162,34 +164,34 @@ MAKERS = {"put": lambda s, x: s.put({"w": x}), "init": lambda s, x: s.init(lambd
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @pytest.mark.parametrize("name", ["one_device", "mirrored_2"])
-def test_state_made_of_an_array_leaves_the_array_to_its_owner(name, make, source):
+def test_array_that_a_state_is_made_of_stays_valid(name, make, source):
     strategy = STRATEGIES[name]()
-    mine = source(strategy)
-    state = make(strategy, mine)
+    array = source(strategy)
+    state = make(strategy, array)
     step = strategy.step(lambda state: ({"w": state["w"] * 2}, None))
     for _ in range(2):
         state, _ = step(state)
-    np.testing.assert_array_equal(mine, np.arange(4096))
+    np.testing.assert_array_equal(array, np.arange(4096))
     np.testing.assert_array_equal(state["w"], 4 * np.arange(4096))
 
 
-# --- what may not be asked, and where
+# --- calls that raise
 
 
-@pytest.mark.parametrize("ask", ["run", "init", "step"])
-@pytest.mark.parametrize("what, got", [(3, "int"), (None, "NoneType"), ("train", "str")])
-def test_function_that_is_none_is_refused(ask, what, got, two):
-    with pytest.raises(TypeError, match=rf"A function is needed, got {got}"):
-        getattr(two, ask)(what)
+@pytest.mark.parametrize("method", ["run", "init", "step"])
+@pytest.mark.parametrize("value, got", [(3, "int"), (None, "NoneType"), ("train", "str")])
+def test_function_that_is_not_callable_raises(method, value, got, two):
+    with pytest.raises(TypeError, match=rf"`fn` must be a function, got {got}"):
+        getattr(two, method)(value)
 
 
-@pytest.mark.parametrize("what, got", [(np.ones(2), "ndarray"), (3.0, "float"), ({"x": 1}, "dict")])
-def test_run_with_arguments_in_no_tuple_is_refused(what, got, two):
+@pytest.mark.parametrize("value, got", [(np.ones(2), "ndarray"), (3.0, "float"), ({"x": 1}, "dict")])
+def test_run_with_arguments_that_are_not_a_tuple_raises(value, got, two):
     with pytest.raises(TypeError, match=rf"`args` is a tuple of arguments, got {got}: write `run\(fn, \(value,\)\)`"):
-        two.run(lambda x: x, what)
+        two.run(lambda x: x, value)
 
 
-def test_run_with_a_per_replica_in_no_tuple_is_refused(two):
+def test_run_with_a_per_replica_that_is_not_in_a_tuple_raises(two):
     with pytest.raises(TypeError, match=r"`args` is a tuple of arguments, got PerReplica"):
         two.run(lambda x: x, rows(two, 3))
 
@@ -210,34 +212,34 @@ OUTER = {
 
 @pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER)
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
-def test_strategy_asked_to_run_within_a_replica_function_is_refused(inner, outer, two):
-    says = r"runs a function inside a function that a strategy is already running\. Call the inner one directly"
-    with pytest.raises(RuntimeError, match=says):
+def test_call_inside_a_replica_function_raises(inner, outer, two):
+    message = r"a step is called inside a replica function\. Call the inner function directly"
+    with pytest.raises(RuntimeError, match=message):
         outer(two, lambda x: inner(two, x))
     assert not jdist.has_strategy()
 
 
-# --- what is remembered of a function
+# --- the cache of compiled functions
 
 
-def test_run_of_same_function_is_traced_once_and_of_another_again(two):
-    traced = []
+def test_run_traces_a_function_once_and_another_function_again(two):
+    traces = []
 
     def double(x):
-        traced.append(x)
+        traces.append(x)
         return x * 2
 
     for _ in range(3):
         two.run(double, (np.ones(3),))
-    assert len(traced) == 1
+    assert len(traces) == 1
     assert len(two._runs) == 1
     two.run(lambda x: double(x), (np.ones(3),))
-    assert len(traced) == 2
+    assert len(traces) == 2
 
 
-def test_run_of_method_and_partial_is_found_again(two):
+def test_methods_and_partials_are_cached(two):
     class Model:
-        traced = 0
+        traces = 0
 
         def predict(self, x):
             Model.traced += 1
@@ -261,29 +263,29 @@ def _closure(number):
     return lambda x: x + number
 
 
-@pytest.mark.parametrize("ask, kept", [("run", "_runs"), ("init", "_inits")])
-def test_functions_that_are_gone_are_forgotten(ask, kept, two):
+@pytest.mark.parametrize("method, cache", [("run", "_runs"), ("init", "_inits")])
+def test_deleted_functions_leave_the_cache(method, cache, two):
     closures = [_closure(number) for number in range(30)]
     for number, closure in enumerate(closures):
-        found = two.run(closure, (1.0,)) if ask == "run" else two.init(closure, 1.0)
-        assert float(found) == 1 + number
-    assert len(getattr(two, kept)) == 30
+        result = two.run(closure, (1.0,)) if method == "run" else two.init(closure, 1.0)
+        assert float(result) == 1 + number
+    assert len(getattr(two, cache)) == 30
     references = [weakref.ref(closure) for closure in closures]
     del closure, closures
     gc.collect()
-    assert len(getattr(two, kept)) == 0
+    assert len(getattr(two, cache)) == 0
     assert [reference() for reference in references] == [None] * 30
 
 
 def _stepped(strategy):
-    """A step that has run, and what tells whether the model that it closes over lives."""
+    """Returns a step that has run, and a weak reference to the model that it closes over."""
     model = Trainer()
     step = strategy.step(lambda state, x: model(state, x))
     step(strategy.put(np.zeros(3, np.float32)), rows(strategy, 3))
     return step, weakref.ref(model)
 
 
-def test_step_that_is_gone_lets_what_its_function_closes_over_go(two):
+def test_deleted_step_releases_the_model_of_its_function(two):
     step, model = _stepped(two)
     gc.collect()
     assert model() is not None
@@ -293,13 +295,13 @@ def test_step_that_is_gone_lets_what_its_function_closes_over_go(two):
 
 
 def _resident():
-    """Bytes of this process in memory."""
+    """Returns the resident memory of this process in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.slow
-def test_memory_of_run_does_not_grow_with_the_functions_it_has_seen(two):
+def test_memory_of_run_does_not_grow_with_the_number_of_functions(two):
     resident = []
     for number in range(1000):
         two.run(_closure(number), (1.0,))
@@ -311,26 +313,26 @@ def test_memory_of_run_does_not_grow_with_the_functions_it_has_seen(two):
     assert after < before * 1.1 + 2**24
 
 
-HOST_WORDS = {
+HOST_METHODS = {
     "put": lambda s: s.put(1.0),
     "local_results": lambda s: s.local_results(1.0),
     "distribute_values_from_function": lambda s: s.distribute_values_from_function(lambda c: 1.0),
 }
 
 
-@pytest.mark.parametrize("word", HOST_WORDS)
-def test_word_of_the_host_said_in_a_replica_function_is_refused(word, two):
+@pytest.mark.parametrize("method", HOST_METHODS)
+def test_host_method_inside_a_replica_function_raises(method, two):
     with pytest.raises(
-        RuntimeError, match=rf"`strategy\.{word}` is called by the host .*: call it before, and hand in"
+        RuntimeError, match=rf"`strategy\.{method}` is called by the host .*: call it before, and hand in"
     ):
-        two.run(lambda: HOST_WORDS[word](two))
+        two.run(lambda: HOST_METHODS[method](two))
 
 
-def test_spent_array_among_the_inputs_is_named(two):
-    spent = two.put(np.ones(3, np.float32))
-    spent.delete()
+def test_deleted_array_among_the_inputs_raises_with_its_name(two):
+    deleted = two.put(np.ones(3, np.float32))
+    deleted.delete()
     with pytest.raises(ValueError, match=r"x\['a'\] \(float32\[3\]\) was deleted: its memory was donated to a step"):
-        two.run(lambda x: x, ({"a": spent},))
+        two.run(lambda x: x, ({"a": deleted},))
 
 
 def test_newton_step_by_conjugate_gradients_is_the_least_squares_solution(strategy):

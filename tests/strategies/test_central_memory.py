@@ -1,4 +1,4 @@
-"""What a chip holds where the state is central: programs compiled for TPUs that are not there, and not run."""
+"""Memory per TPU core under `CentralStorageStrategy`, from programs compiled for topology devices."""
 
 import functools
 import importlib.util
@@ -28,8 +28,8 @@ def deep_step(state, x):
 def chip_memory(offload, n):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("memory is not checked: libtpu, the TPU's compiler, is not installed (pip install jdist[plan])")
-    there = jdist.topology_devices("v5e:2x4")[:n]
-    strategy = jdist.CentralStorageStrategy(there, offload=offload) if offload else jdist.MirroredStrategy(there)
+    devices = jdist.topology_devices("v5e:2x4")[:n]
+    strategy = jdist.CentralStorageStrategy(devices, offload=offload) if offload else jdist.MirroredStrategy(devices)
 
     def make():
         params = [jnp.ones((WIDTH, WIDTH))] * LAYERS
@@ -50,22 +50,22 @@ def used(figures):
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("optimizer", 1), ("all", 1), ("all", 4))),
     ],
 )
-def test_memory_of_a_chip_falls_by_what_is_central(offload, n):
-    whole, part = chip_memory(None, n), chip_memory(offload, n)
+def test_memory_of_a_core_decreases_by_the_offloaded_leaves(offload, n):
+    full, part = chip_memory(None, n), chip_memory(offload, n)
     count = 3 * LAYERS if offload == "all" else 2 * LAYERS
     assert part.host_argument_size_in_bytes / ONE == pytest.approx(count / n, rel=0.01)
     assert part.host_alias_size_in_bytes == pytest.approx(part.host_argument_size_in_bytes, rel=0.01)
     assert part.argument_size_in_bytes / ONE == pytest.approx(3 * LAYERS - count, abs=0.1)
-    # During the step the parameters are there.
-    falls = 2 * LAYERS
-    assert used(whole) - used(part) >= 0.8 * falls
+    # During the step the parameters are on the core.
+    offloaded = 2 * LAYERS
+    assert used(full) - used(part) >= 0.8 * offloaded
 
 
 SMALL = {"vector": (128,), "odd": (7,), "table": (30, 64), "wide": (256, 512), "cube": (2, 3, 4)}
 
 
 @pytest.mark.parametrize("offload", ["all", "optimizer"])
-def test_small_and_odd_leaves_are_compiled_too(offload):
+def test_step_with_small_and_odd_leaves_compiles(offload):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("programs are not compiled: libtpu, the TPU's compiler, is not installed (pip install jdist[plan])")
     strategy = jdist.CentralStorageStrategy(jdist.topology_devices("v5e:2x4")[:2], offload=offload)

@@ -1,4 +1,4 @@
-"""`CentralStorageStrategy`: what it trains is what `MirroredStrategy` trains, wherever the state lies and whatever of it."""
+"""`CentralStorageStrategy`: it trains like `MirroredStrategy`, for every storage and offload option."""
 
 import functools
 import pathlib
@@ -30,7 +30,7 @@ def devices(n):
 
 
 def central(n=2, place="host", offload="all"):
-    return jdist.CentralStorageStrategy(devices(n), PLACES[place], offload)
+    return jdist.CentralStorageStrategy(devices(n), parameter_device=PLACES[place], offload=offload)
 
 
 def mirrored(n=2):
@@ -38,25 +38,25 @@ def mirrored(n=2):
 
 
 def some(cases, more):
-    """`cases`, and those of `more` that are not among them for when there is time."""
+    """Returns `cases`, and a third of `more` as slow cases."""
     return [*cases, *(pytest.param(*case, marks=SLOW) for case in more[::3] if case not in cases)]
 
 
 def placements(tree):
-    """Where each leaf lies: on which devices, which part of it, in which memory."""
+    """Returns the devices, the shard shape and the memory kind of each leaf."""
     return [
         (x.sharding.device_set, x.sharding.shard_shape(x.shape), x.sharding.memory_kind) for x in jax.tree.leaves(tree)
     ]
 
 
 def host(tree):
-    """`tree` as the host reads it, random keys as their data."""
+    """Returns `tree` as numpy arrays, random keys as their data."""
     bits = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return jax.tree.map(lambda x: np.asarray(bits(x)), jdist.read_values(tree))
 
 
-def assert_close(found, expected, rtol=2e-5, atol=2e-6):
-    chex.assert_trees_all_close(host(found), host(expected), rtol=rtol, atol=atol)
+def assert_close(actual, expected, rtol=2e-5, atol=2e-6):
+    chex.assert_trees_all_close(host(actual), host(expected), rtol=rtol, atol=atol)
 
 
 # --- training
@@ -65,7 +65,7 @@ def assert_close(found, expected, rtol=2e-5, atol=2e-6):
 def first_params():
     draw = np.random.default_rng(0).normal
     weights = lambda *shape: jnp.float32(0.4 * draw(size=shape))
-    # 12 divides by 1, 2, 3 and 4; none of the dims of "second" by all of them, and 7 by none.
+    # 12 is divisible by 1, 2, 3 and 4; no dim of "second" by all of them, and 7 by none.
     return {"first": weights(FEATURES, 12), "second": weights(12, 7), "bias": jnp.zeros(7), "scale": jnp.ones(())}
 
 
@@ -80,7 +80,7 @@ def batches(strategy):
     return strategy.distribute_dataset((x, y), BATCH)
 
 
-def made(strategy, tx):
+def initial_state(strategy, tx):
     return strategy.init(lambda: {"params": (params := first_params()), "opt_state": tx.init(params)})
 
 
@@ -95,8 +95,8 @@ def step_of(tx, loss=loss_of):
 
 
 def train(strategy, tx, state=None):
-    """The state after so many steps, and their outputs."""
-    step, state, outputs = strategy.step(step_of(tx)), made(strategy, tx) if state is None else state, []
+    """Returns the state after `STEPS` steps, and the outputs of each step."""
+    step, state, outputs = strategy.step(step_of(tx)), initial_state(strategy, tx) if state is None else state, []
     for batch in batches(strategy):
         state, output = step(state, batch)
         outputs.append(output)
@@ -134,11 +134,11 @@ MORE = [
 
 @pytest.mark.parametrize("name, place, offload, n", some(CASES, MORE))
 @pytest.mark.one_in(3)
-def test_training_is_that_of_mirrored_and_the_state_stays_where_it_is(name, place, offload, n):
+def test_training_equals_mirrored_and_the_state_keeps_its_placement(name, place, offload, n):
     strategy, tx = central(n, place, offload), OPTIMIZERS[name]
-    state = made(strategy, tx)
+    state = initial_state(strategy, tx)
     before = placements(state)
-    chex.assert_trees_all_equal(host(state), host(made(mirrored(n), tx)))
+    chex.assert_trees_all_equal(host(state), host(initial_state(mirrored(n), tx)))
     after, outputs = train(strategy, tx, state)
     assert_close((after, outputs), by_mirrored(name, n))
     assert placements(after) == before
@@ -181,7 +181,7 @@ def train_flax(strategy):
 
 
 @pytest.mark.parametrize("place, offload", some([("host", "all")], [(p, o) for p in PLACES for o in OFFLOADS]))
-def test_model_with_batch_norm_and_dropout_is_trained_as_by_mirrored(place, offload):
+def test_model_with_batch_norm_and_dropout_trains_like_mirrored(place, offload):
     assert_close(train_flax(central(2, place, offload)), train_flax(mirrored()), rtol=2e-4, atol=2e-5)
 
 
@@ -190,29 +190,29 @@ QUICK = [("int8", "host"), ("every", "host")]
 
 
 @pytest.mark.parametrize("name, place", some(QUICK, [(name, place) for name in POLICIES for place in PLACES]))
-def test_policy_trains_as_under_mirrored(name, place):
+def test_policy_trains_like_mirrored(name, place):
     tx = policies.POLICIES[name](optax.adam(1e-2))
-    found, _ = policies.train(central(2, place), tx, 4)
+    actual, _ = policies.train(central(2, place), tx, 4)
     expected, _ = policies.train(mirrored(), tx, 4)
-    # Rounding to few bits may turn a difference in the last bit into one in a bit that counts.
-    chex.assert_trees_all_close(host(found.params), host(expected.params), rtol=2e-3, atol=1e-3)
+    # Quantization may turn a difference in the last bit into a larger one.
+    chex.assert_trees_all_close(host(actual.params), host(expected.params), rtol=2e-3, atol=1e-3)
 
 
-# --- where it lies, and what a call costs
+# --- placement, compilations and transfers
 
 
-def test_parts_of_the_state_lie_where_was_asked_for():
-    state = made(central(4), OPTIMIZERS["adamw"])
+def test_leaves_are_stored_as_requested():
+    state = initial_state(central(4), OPTIMIZERS["adamw"])
     first, scale = state["params"]["first"], state["params"]["scale"]
     assert (first.sharding.memory_kind, first.sharding.shard_shape((6, 12))) == ("pinned_host", (6, 3))
     assert scale.sharding.memory_kind == "device"
-    bias = state["params"]["bias"]  # 7 is no multiple of 4
+    bias = state["params"]["bias"]  # 7 is not a multiple of 4
     assert (bias.sharding.memory_kind, bias.sharding.shard_shape((7,))) == ("pinned_host", (7,))
-    state = made(central(4, offload="optimizer"), OPTIMIZERS["adamw"])
+    state = initial_state(central(4, offload="optimizer"), OPTIMIZERS["adamw"])
     moment = state["opt_state"][0].mu["first"]
     assert (moment.sharding.memory_kind, state["params"]["first"].sharding.memory_kind) == ("pinned_host", "device")
     assert state["params"]["first"].sharding.is_fully_replicated
-    state = made(central(2, "apart"), OPTIMIZERS["adamw"])
+    state = initial_state(central(2, "apart"), OPTIMIZERS["adamw"])
     assert state["params"]["first"].sharding.device_set == {jax.devices()[5]}
     assert state["opt_state"][0].count.sharding.device_set == set(jax.devices()[:2])
 
@@ -220,44 +220,44 @@ def test_parts_of_the_state_lie_where_was_asked_for():
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("place", PLACES)
 def test_step_is_traced_and_compiled_once(place, offload):
-    strategy, tx, traced = central(2, place, offload), OPTIMIZERS["clipped"], []
+    strategy, tx, traces = central(2, place, offload), OPTIMIZERS["clipped"], []
 
     def loss(params, x, y):
-        traced.append(None)
+        traces.append(None)
         return loss_of(params, x, y)
 
-    step, state, found = strategy.step(step_of(tx, loss)), made(strategy, tx), list(batches(strategy))
-    # Between a device that stores and those that compute, the transfer is the point.
+    step, state, inputs = strategy.step(step_of(tx, loss)), initial_state(strategy, tx), list(batches(strategy))
+    # A device that only stores the state needs transfers.
     with jax.transfer_guard("disallow" if place == "host" else "allow"):
-        for batch in found:
+        for batch in inputs:
             state, outputs = step(state, batch)
             jax.block_until_ready(outputs)
-    assert len(traced) == 1
+    assert len(traces) == 1
     assert step._compiled._cache_size() == 1
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_step_from_one_device_to_others_copies_nothing_by_way_of_the_host(place):
+def test_step_copies_nothing_through_the_host(place):
     strategy, tx = central(2, place), OPTIMIZERS["sgd"]
-    step, state, batch = strategy.step(step_of(tx)), made(strategy, tx), next(iter(batches(strategy)))
+    step, state, batch = strategy.step(step_of(tx)), initial_state(strategy, tx), next(iter(batches(strategy)))
     with jax.transfer_guard_host_to_device("disallow"), jax.transfer_guard_device_to_host("disallow"):
         jax.block_until_ready(step(state, batch))
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_state_that_was_given_away_is_refused(place):
+def test_donated_state_raises(place):
     strategy = central(2, place)
     step = strategy.step(lambda state: (jax.tree.map(lambda x: x + 1, state), None))
     state = strategy.put({"w": np.ones((8, 4), np.float32)})
     step(state)
     assert state["w"].is_deleted()
-    with pytest.raises(ValueError, match=r"state\['w'\] was donated to a step before.*Continue with the state"):
+    with pytest.raises(ValueError, match=r"state\['w'\] was donated to an earlier step.*Continue with the state"):
         step(state)
 
 
 TWICE = """
 import jax, numpy as np, jdist
-strategy = jdist.CentralStorageStrategy(["cpu:0", "cpu:1"], "{device}")
+strategy = jdist.CentralStorageStrategy(["cpu:0", "cpu:1"], parameter_device="{device}")
 w = strategy.put(np.ones((8, 4), np.float32))
 try:
     strategy.step(lambda state: (jax.tree.map(lambda x: x + 1, state), None))({{"a": w, "b": w}})
@@ -267,28 +267,28 @@ except ValueError as error:
 
 
 @pytest.mark.parametrize("device", PLACES.values(), ids=PLACES)
-def test_leaf_that_is_given_twice_is_refused(device):
-    # In a process of its own: memory that is given away twice may end it, or let it wait for ever.
-    done = subprocess.run(
+def test_array_in_two_leaves_raises(device):
+    # In a new process: memory that is donated twice may end the process, or block it forever.
+    completed = subprocess.run(
         [sys.executable, "-c", TWICE.format(device=device)],
         cwd=pathlib.Path(jdist.__file__).parent.parent,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 0, done.stderr
-    assert "state['b'] is the same array as state['a']" in done.stdout
+    assert completed.returncode == 0, completed.stderr
+    assert "state['b'] is the same array as state['a']" in completed.stdout
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_state_that_lies_on_other_devices_is_refused(place):
+def test_state_on_other_devices_raises(place):
     state = mirrored(3).put({"w": np.ones((8, 4), np.float32)})
-    says = r"\['w'\] lies on cpu:0, cpu:1, cpu:2, and this strategy on cpu:0, cpu:1"
-    with pytest.raises(ValueError, match=says):
+    message = r"\['w'\] lies on cpu:0, cpu:1, cpu:2, and this strategy on cpu:0, cpu:1"
+    with pytest.raises(ValueError, match=message):
         central(2, place).step(lambda state: (state, None))(state)
 
 
-# --- a state of every kind
+# --- leaves of every kind
 
 
 def every_kind():
@@ -301,7 +301,7 @@ def every_kind():
         "flags": jnp.ones(8, bool),
         "n": jnp.int32(0),
         "keys": jax.random.split(jax.random.key(0), 4),
-        "handed_on": 2 * ones,
+        "unchanged": 2 * ones,
         "own": jdist.PerReplica(ones * (1 + jdist.replica_id())),
         "seen": jdist.SyncOnRead(jnp.zeros((4, 6)), "sum"),
         "mean": jdist.Mirrored(ones, "mean"),
@@ -322,19 +322,19 @@ def use_every_kind(s, x):
         "flags": ~s["flags"],
         "n": s["n"] + jnp.sum(s["w"] > 1).astype(jnp.int32),
         "keys": jax.vmap(lambda key: jax.random.fold_in(key, 1))(s["keys"]),
-        "handed_on": s["handed_on"],
+        "unchanged": s["unchanged"],
         "own": s["own"] + number + w,
         "seen": s["seen"] + x + s["w"],
         "mean": s["mean"] + number + s["w"],
         "first": s["first"] * (number + 2),
-        "opt_state": {"m": s["opt_state"]["m"] + s["handed_on"], "own": s["opt_state"]["own"] * 3, "twice": w},
+        "opt_state": {"m": s["opt_state"]["m"] + s["unchanged"], "own": s["opt_state"]["own"] * 3, "twice": w},
     }
     return after, {"old": s["w"], "new": w, "own": w + number, "norm": optax.tree.norm(w), "constant": jnp.ones(3)}
 
 
 @pytest.mark.parametrize("place, offload", [("host", "all"), ("host", "optimizer"), ("apart", "all"), ("among", "all")])
-def test_leaves_of_every_kind_are_those_of_mirrored(place, offload):
-    found = []
+def test_leaves_of_every_kind_equal_mirrored(place, offload):
+    results = []
     for strategy in (central(2, place, offload), mirrored()):
         step, state = strategy.step(use_every_kind), strategy.init(every_kind)
         before = placements(state)
@@ -343,24 +343,24 @@ def test_leaves_of_every_kind_are_those_of_mirrored(place, offload):
             state, outputs = step(state, x)
         assert placements(state) == before
         assert isinstance(outputs["own"], jdist.PerReplica)
-        found.append((state, outputs | {"own": outputs["own"].tree}))
+        results.append((state, outputs | {"own": outputs["own"].tree}))
         assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(outputs))
     own = lambda pair: [pair[0]["own"].tree, pair[0]["opt_state"]["own"].tree]
-    assert_close(own(found[0]), own(found[1]))
+    assert_close(own(results[0]), own(results[1]))
     drop = lambda pair: ({k: v for k, v in pair[0].items() if k not in ("own", "opt_state")}, pair[1])
-    assert_close(drop(found[0]), drop(found[1]))
+    assert_close(drop(results[0]), drop(results[1]))
 
 
-# --- what the host does with it
+# --- host functions of the state
 
 
-def held(strategy):
+def offloaded_state(strategy):
     return strategy.put({"w": np.arange(32, dtype=np.float32).reshape(8, 4), "odd": np.ones((3, 5), np.float32)})
 
 
-ASKED = {
+HOST_FUNCTIONS = {
     "run": lambda s, state: s.run(lambda state: jdist.all_reduce("mean", state["w"].sum() + state["odd"]), (state,)),
-    "run_handed_on": lambda s, state: s.run(lambda state: state, (state,)),
+    "run_unchanged": lambda s, state: s.run(lambda state: state, (state,)),
     "init": lambda s, state: s.init(lambda state: {"v": state["w"] * 2}, state),
     "input": lambda s, state: s.step(lambda v, state: (v + state["w"], state["odd"]))(s.put(jnp.ones((8, 4))), state),
     "sum": lambda s, state: s.reduce("sum", state, axis=None),
@@ -374,38 +374,38 @@ ASKED = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
-def test_what_the_host_asks_of_a_central_state_is_as_of_a_mirrored_one(ask, place):
-    found, expected = (host(ask(strategy, held(strategy))) for strategy in (central(2, place), mirrored()))
-    chex.assert_trees_all_equal(found, expected)
+@pytest.mark.parametrize("call", HOST_FUNCTIONS.values(), ids=HOST_FUNCTIONS)
+def test_host_function_of_an_offloaded_state_equals_mirrored(call, place):
+    actual, expected = (host(call(strategy, offloaded_state(strategy))) for strategy in (central(2, place), mirrored()))
+    chex.assert_trees_all_equal(actual, expected)
 
 
 @pytest.mark.parametrize("place", among(PLACES, "host"))
-def test_state_moves_to_other_strategies_and_checkpoints_to_the_bit(place, tmp_path):
+def test_state_moves_to_other_strategies_and_checkpoints_bit_for_bit(place, tmp_path):
     strategy, tx = central(2, place), OPTIMIZERS["clipped"]
     state, _ = train(strategy, tx)
     mesh = jax.sharding.Mesh(jax.devices()[:4], ("data",))
     moved = state
-    for other in (mirrored(3), jdist.ShardedStrategy("all", mesh), central(4), jdist.OneDeviceStrategy("cpu:0")):
+    for other in (mirrored(3), jdist.ShardedStrategy("all", mesh=mesh), central(4), jdist.OneDeviceStrategy("cpu:0")):
         moved = other.put(moved)
         chex.assert_trees_all_equal(host(moved), host(state))
     assert placements(strategy.put(moved)) == placements(state)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        found = checkpointer.restore(tmp_path / "state", made(strategy, tx))
-    chex.assert_trees_all_equal(host(found), host(state))
-    assert placements(found) == placements(state)
-    assert_close(train(strategy, tx, found)[0], train(mirrored(), tx, mirrored().put(state))[0])
+        restored = checkpointer.restore(tmp_path / "state", initial_state(strategy, tx))
+    chex.assert_trees_all_equal(host(restored), host(state))
+    assert placements(restored) == placements(state)
+    assert_close(train(strategy, tx, restored)[0], train(mirrored(), tx, mirrored().put(state))[0])
 
 
-def test_description_says_what_lies_in_the_memory_of_the_host():
-    leaves = {leaf.path: leaf for leaf in central(4).describe(held(central(4))).leaves}
+def test_description_counts_host_memory():
+    leaves = {leaf.path: leaf for leaf in central(4).describe(offloaded_state(central(4))).leaves}
     assert (leaves["w"].device_bytes, leaves["w"].host_bytes) == (0, 32)
     assert "in host memory (pinned_host)" in leaves["w"].placement
 
 
-WRONG = {
+INVALID = {
     "offload": (ValueError, {"offload": "x"}, r'`offload` is "all" or "optimizer", got \'x\''),
     "offload_none": (ValueError, {"offload": None}, r'`offload` is "all" or "optimizer", got None'),
     "device": (ValueError, {"parameter_device": "tpu:0"}, r"Device 'tpu:0' not found.*This process has cpu:0"),
@@ -417,18 +417,18 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("error, options, says", WRONG.values(), ids=WRONG)
-def test_options_that_make_no_strategy_are_refused(error, options, says):
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize("error, options, says", INVALID.values(), ids=INVALID)
+def test_invalid_options_raise(error, options, message):
+    with pytest.raises(error, match=message):
         jdist.CentralStorageStrategy(**options)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_step_that_forgets_to_reduce_is_refused_by_leaf(place):
+def test_step_without_a_reduction_raises_with_the_leaf(place):
     def step(state, batch):
         grads = jax.grad(loss_of)(state["params"], *batch)
         return {**state, "params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, None
 
     strategy = central(2, place)
     with pytest.raises(jdist.NotMirroredError, match=r"state\['params'\].*is not proved to be the same"):
-        strategy.step(step)(made(strategy, OPTIMIZERS["sgd"]), next(iter(batches(strategy))))
+        strategy.step(step)(initial_state(strategy, OPTIMIZERS["sgd"]), next(iter(batches(strategy))))

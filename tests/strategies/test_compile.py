@@ -1,4 +1,4 @@
-"""`Strategy.compile`: what every strategy makes for devices that are there and for those that are not, and what it refuses."""
+"""`Strategy.compile`: programs for attached devices and for topology devices, and its errors."""
 
 import functools
 import re
@@ -43,55 +43,55 @@ def batch_of(strategy, rows=64):
     return jdist.PerReplica(SHAPE((replicas, rows // replicas, WIDTH), jnp.float32))
 
 
-def described():
+def tpus():
     return jdist.topology_devices("v5e:2x4")
 
 
 def sharded(shard):
-    return lambda: jdist.ShardedStrategy(shard, Mesh(np.array(described()), ("data",)))
+    return lambda: jdist.ShardedStrategy(shard, mesh=Mesh(np.array(tpus()), ("data",)))
 
 
-DESCRIBED = {
+ON_TPUS = {
     "tpu": lambda: jdist.TPUStrategy(topology="v5e:2x4"),
-    "mirrored": lambda: jdist.MirroredStrategy(described()),
-    "virtual": lambda: jdist.MirroredStrategy(described(), virtual_replicas=16),
-    "one_device": lambda: jdist.OneDeviceStrategy(described()[0]),
+    "mirrored": lambda: jdist.MirroredStrategy(tpus()),
+    "virtual": lambda: jdist.MirroredStrategy(tpus(), virtual_replicas=16),
+    "one_device": lambda: jdist.OneDeviceStrategy(tpus()[0]),
     "sharded_optimizer": sharded("optimizer"),
     "sharded_gradients": sharded("gradients"),
     "sharded_all": sharded("all"),
-    "central": lambda: jdist.CentralStorageStrategy(described()),
-    "central_optimizer": lambda: jdist.CentralStorageStrategy(described(), offload="optimizer"),
+    "central": lambda: jdist.CentralStorageStrategy(tpus()),
+    "central_optimizer": lambda: jdist.CentralStorageStrategy(tpus(), offload="optimizer"),
 }
 PARAMS = 2 * WIDTH * WIDTH * 4  # bytes
 
 
 @functools.cache
 def program_of(name):
-    strategy = DESCRIBED[name]()
+    strategy = ON_TPUS[name]()
     return strategy.compile(step, shapes_of(strategy), batch_of(strategy))
 
 
-# --- devices that are described
+# --- topology devices
 
 
-def test_every_strategy_compiles_and_says_what_it_takes():
-    memory = {name: program_of(name).memory_analysis() for name in DESCRIBED}
+def test_every_strategy_compiles_and_reports_its_memory():
+    memory = {name: program_of(name).memory_analysis() for name in ON_TPUS}
     device = {name: each.argument_size_in_bytes / PARAMS for name, each in memory.items()}
-    # Parameters and two moments; an eighth of what is split; nothing of what is on the host. The rest is the batch.
+    # Parameters and two moments; an eighth of split leaves; nothing of leaves on the host. The tolerance covers the batch.
     expected = {name: 3.0 for name in ("tpu", "mirrored", "virtual", "one_device")}
     expected |= {"sharded_optimizer": 1 + 2 / 8, "sharded_gradients": 1 + 2 / 8, "sharded_all": 3 / 8}
     expected |= {"central": 0.0, "central_optimizer": 1.0}
     assert device == pytest.approx(expected, abs=0.1)
     host = {name: each.host_argument_size_in_bytes / PARAMS for name, each in memory.items()}
-    expected = dict.fromkeys(DESCRIBED, 0.0) | {"central": 3 / 8, "central_optimizer": 2 / 8}
+    expected = dict.fromkeys(ON_TPUS, 0.0) | {"central": 3 / 8, "central_optimizer": 2 / 8}
     assert host == pytest.approx(expected, abs=0.01)
     for name, each in memory.items():
-        given = each.alias_size_in_bytes + each.host_alias_size_in_bytes
-        assert given / PARAMS == pytest.approx(device[name] + host[name], abs=0.1), name
+        donated = each.alias_size_in_bytes + each.host_alias_size_in_bytes
+        assert donated / PARAMS == pytest.approx(device[name] + host[name], abs=0.1), name
         assert each.temp_size_in_bytes > 0
 
 
-def test_replicas_send_their_gradients_and_one_device_nothing():
+def test_replicas_send_their_gradients_and_one_device_sends_nothing():
     for name in ("tpu", "mirrored"):
         (one,) = hlo.collectives(program_of(name).as_text())
         assert one == ("all-reduce", (PARAMS + 4) * 2 * 7 / 8, 8, 1, False)
@@ -99,13 +99,13 @@ def test_replicas_send_their_gradients_and_one_device_nothing():
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "gradients", "all"])
-def test_sharded_state_is_gathered_where_it_is_needed_and_gradients_reduced(shard):
-    found = hlo.collectives(program_of(f"sharded_{shard}").as_text())
-    assert {one.group_size for one in found} == {8}
+def test_sharded_state_is_gathered_and_gradients_are_reduced(shard):
+    collectives = hlo.collectives(program_of(f"sharded_{shard}").as_text())
+    assert {one.group_size for one in collectives} == {8}
     sent = {}
-    for one in found:
+    for one in collectives:
         sent[one.kind] = sent.get(one.kind, 0) + one.bytes_sent
-    # Each device needs the parameters of the others, or what they made of them: once or twice, in float32 or bfloat16.
+    # Each device needs the parameters of the others, or results computed from them: once or twice, in float32 or bfloat16.
     assert sent.get("all-gather", 0) + sent.get("all-reduce", 0) >= PARAMS / 2 * 7 / 8
     assert set(sent) <= {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
     assert "all-gather" in sent or shard != "all"
@@ -114,12 +114,12 @@ def test_sharded_state_is_gathered_where_it_is_needed_and_gradients_reduced(shar
 
 @pytest.mark.parametrize("shard", ["optimizer", "all"])
 def test_layout_of_a_model_axis_is_compiled(shard):
-    mesh = Mesh(np.array(described()).reshape(4, 2), ("data", "model"))
+    mesh = Mesh(np.array(tpus()).reshape(4, 2), ("data", "model"))
     layout = {"/in$": PartitionSpec(None, "model"), "/out$": PartitionSpec("model", None)}
-    strategy = jdist.ShardedStrategy(shard, mesh, "model", layout)
+    strategy = jdist.ShardedStrategy(shard, mesh=mesh, model_axis="model", layout=layout)
     program = strategy.compile(step, shapes_of(strategy), batch_of(strategy))
-    taken = program.memory_analysis().argument_size_in_bytes / PARAMS
-    assert taken == pytest.approx({"optimizer": 1 / 2 + 2 / 8, "all": 3 / 8}[shard], abs=0.1)
+    size = program.memory_analysis().argument_size_in_bytes / PARAMS
+    assert size == pytest.approx({"optimizer": 1 / 2 + 2 / 8, "all": 3 / 8}[shard], abs=0.1)
     assert {2, 4} & {one.group_size for one in hlo.collectives(program.as_text())}
 
 
@@ -142,49 +142,49 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("what", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("call", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("name", ["tpu", "virtual", "sharded_all", "central"])
-def test_running_on_described_devices_says_that_they_are_not_there(name, what):
-    says = r"The 8 devices of this strategy \(TPU v5 lite\) are described by a topology, and not there: it compiles "
+def test_running_on_topology_devices_raises(name, call):
+    message = r"The 8 devices of this strategy \(TPU v5 lite\) are described by a topology, and not there: it compiles "
     with pytest.raises(
-        RuntimeError, match=says + r"programs for them \(`strategy\.compile\(.*`jdist\.auto_strategy\(\)`"
+        RuntimeError, match=message + r"programs for them \(`strategy\.compile\(.*`jdist\.auto_strategy\(\)`"
     ):
-        what(DESCRIBED[name]())
+        call(ON_TPUS[name]())
 
 
 @pytest.mark.parametrize("synchronization", ["auto", "on_write", "on_read"])
-def test_variable_on_described_devices_says_that_they_are_not_there(synchronization):
-    with DESCRIBED["tpu"]().scope(), pytest.raises(RuntimeError, match="described by a topology, and not there"):
+def test_variable_on_topology_devices_raises(synchronization):
+    with ON_TPUS["tpu"]().scope(), pytest.raises(RuntimeError, match="described by a topology, and not there"):
         jdist.variable(np.ones(3), synchronization=synchronization, aggregation="mean")
 
 
-@pytest.mark.parametrize("name", DESCRIBED)
-def test_shapes_of_a_state_are_found_with_arguments_and_without(name):
-    strategy = DESCRIBED[name]()
+@pytest.mark.parametrize("name", ON_TPUS)
+def test_eval_shape_of_init_works_with_and_without_arguments(name):
+    strategy = ON_TPUS[name]()
     plain = jax.eval_shape(make, jax.random.key(0))
     key = jax.random.key(0)
-    for found in (
+    for shapes in (
         shapes_of(strategy),
         jax.eval_shape(lambda key: strategy.init(make, key), key),
         jax.eval_shape(lambda: strategy.init(make, key)),
         jax.eval_shape(lambda: strategy.init(lambda: make(key))),
     ):
-        chex.assert_trees_all_equal_shapes_and_dtypes(found, plain)
+        chex.assert_trees_all_equal_shapes_and_dtypes(shapes, plain)
     assert "TPU v5 lite" in str(strategy.describe(shapes_of(strategy)))
 
 
-# --- what it takes
+# --- arguments
 
 
-def test_step_and_its_function_and_shapes_and_arrays_are_the_same_program():
-    strategy = DESCRIBED["tpu"]()
+def test_step_or_function_and_shapes_or_arrays_give_the_same_program():
+    strategy = ON_TPUS["tpu"]()
     shapes = SHAPE((8, 4), np.float32), jdist.PerReplica(SHAPE((8, 2, 4), np.float32))
     arrays = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
     on_cpu = jax.tree.map(jnp.asarray, arrays)
     add = lambda w, x: (w + jdist.all_reduce("mean", x.sum()), None)
     programs = [
-        strategy.compile(fn, *given)
-        for fn, given in [
+        strategy.compile(fn, *arguments)
+        for fn, arguments in [
             (add, shapes),
             (strategy.step(add), shapes),
             (add, arrays),
@@ -192,13 +192,13 @@ def test_step_and_its_function_and_shapes_and_arrays_are_the_same_program():
             (add, (arrays[0], shapes[1])),
         ]
     ]
-    found = [hlo.collectives(program.as_text()) for program in programs]
-    assert found == [[("all-reduce", 4 * 2 * 7 / 8, 8, 1, False)]] * len(programs)
+    collectives = [hlo.collectives(program.as_text()) for program in programs]
+    assert collectives == [[("all-reduce", 4 * 2 * 7 / 8, 8, 1, False)]] * len(programs)
     assert len({program.memory_analysis().argument_size_in_bytes for program in programs}) == 1
 
 
-def test_wrappers_of_every_kind_are_taken():
-    strategy = DESCRIBED["tpu"]()
+def test_wrappers_of_every_class_are_accepted():
+    strategy = ON_TPUS["tpu"]()
     state = {
         "own": jdist.PerReplica(SHAPE((8, 3), np.float32)),
         "agreed": jdist.Mirrored(SHAPE((3,), np.float32), "mean"),
@@ -208,8 +208,8 @@ def test_wrappers_of_every_kind_are_taken():
     }
 
     def count(state, x):
-        moved = {"own": state["own"] + x, "agreed": state["agreed"] + x, "seen": state["seen"] + x.sum()}
-        return {**state, **moved}, None
+        changed = {"own": state["own"] + x, "agreed": state["agreed"] + x, "seen": state["seen"] + x.sum()}
+        return {**state, **changed}, None
 
     program = strategy.compile(count, state, jdist.PerReplica(SHAPE((8, 3), np.float32)))
     (one,) = hlo.collectives(program.as_text())
@@ -218,47 +218,48 @@ def test_wrappers_of_every_kind_are_taken():
     assert jax.tree.map(lambda x: x.shape, after["own"].tree) == (8, 3)
 
 
-def test_step_without_inputs_and_empty_state_are_taken():
-    strategy = DESCRIBED["tpu"]()
+def test_step_without_inputs_and_empty_state_are_accepted():
+    strategy = ON_TPUS["tpu"]()
     assert strategy.compile(lambda w: (w * 2, None), SHAPE((3,), np.float32)).as_text()
     assert strategy.compile(lambda w, x: (w, jdist.all_reduce("mean", x)), None, 1.0).as_text()
 
 
-# --- devices that are there
+# --- attached devices
 
-HERE = {name: STRATEGIES[name] for name in ("one_device", "mirrored_2", "sharded_4")} | {
+ATTACHED = {name: STRATEGIES[name] for name in ("one_device", "mirrored_2", "sharded_4")} | {
     "virtual_4": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=4),
     "central_2": lambda: jdist.CentralStorageStrategy(["cpu:0", "cpu:1"]),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("virtual_4", "central_2") else ()) for name in HERE]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("virtual_4", "central_2") else ()) for name in ATTACHED],
 )
-def test_program_for_devices_that_are_there_runs_as_the_step_does(name):
-    strategy = HERE[name]()
+def test_program_for_attached_devices_runs_like_the_step(name):
+    strategy = ATTACHED[name]()
     replicas = strategy.num_replicas_in_sync
     rows = np.random.default_rng(0).normal(size=(replicas, 4, 8)).astype(np.float32)
     start = lambda: strategy.init(lambda key: make(key, 8), jax.random.key(1))
     expected, loss = strategy.step(step)(start(), strategy.put(jdist.PerReplica(rows)))
     state = start()
     program = strategy.compile(step, jax.eval_shape(lambda: start()), jdist.PerReplica(rows))
-    found, other = program(state, strategy.put(jdist.PerReplica(rows)))
-    chex.assert_trees_all_equal(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, expected))
+    actual, other = program(state, strategy.put(jdist.PerReplica(rows)))
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected))
     assert float(loss) == float(other)
-    assert [x.sharding for x in jax.tree.leaves(found)] == [x.sharding for x in jax.tree.leaves(expected)]
+    assert [x.sharding for x in jax.tree.leaves(actual)] == [x.sharding for x in jax.tree.leaves(expected)]
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-def test_compiling_leaves_the_arrays_to_their_owner():
+def test_compiling_does_not_donate_arrays():
     strategy = STRATEGIES["mirrored_2"]()
     w = strategy.put(np.ones(3, np.float32))
     strategy.compile(lambda w: (w + 1, None), w)
     assert w.tolist() == [1, 1, 1]
 
 
-def test_proof_of_a_step_that_was_only_compiled_is_there():
-    strategy = DESCRIBED["tpu"]()
+def test_compiled_step_has_a_proof():
+    strategy = ON_TPUS["tpu"]()
     descend = strategy.step(step)
     with pytest.raises(RuntimeError, match="Nothing is proved yet"):
         _ = descend.proof
@@ -266,7 +267,7 @@ def test_proof_of_a_step_that_was_only_compiled_is_there():
     assert re.fullmatch(r"(\d+) of \1 results are the same on every replica", str(descend.proof))
 
 
-# --- what it refuses
+# --- errors
 
 X = jdist.PerReplica(SHAPE((8, 4), np.float32))
 W = SHAPE((4,), np.float32)
@@ -275,14 +276,14 @@ REFUSED = {
     "step_of_another": (
         ValueError,
         lambda s: s.compile(STRATEGIES["mirrored_2"]().step(add), W, X),
-        "The step was made by another strategy. Hand in its function, or what this one made of it.",
+        "The step was made by another strategy. Pass its function, or a step that this strategy made from it.",
     ),
     "step_of_its_twin": (
         ValueError,
-        lambda s: s.compile(DESCRIBED["tpu"]().step(add), W, X),
+        lambda s: s.compile(ON_TPUS["tpu"]().step(add), W, X),
         "The step was made by another strategy.",
     ),
-    "no_function": (TypeError, lambda s: s.compile(3, W, X), "A function is needed, got int."),
+    "not_a_function": (TypeError, lambda s: s.compile(3, W, X), "`fn` must be a function, got int."),
     "too_few_rows": (
         ValueError,
         lambda s: s.compile(add, W, jdist.PerReplica(SHAPE((4, 4), np.float32))),
@@ -309,7 +310,7 @@ REFUSED = {
         "state from float32[4] to float32[2]",
     ),
     "text": (TypeError, lambda s: s.compile(add, {"name": "resnet"}, X), "['name']"),
-    "flags_as_a_whole": (
+    "flags_object": (
         TypeError,
         lambda s: s.compile(add, W, X, compiler_options=jdist.xla_flags("tpu")),
         "compiler_options",
@@ -317,20 +318,20 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("error, what, says", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_compiled_is_refused(error, what, says):
-    with pytest.raises(error, match=re.escape(says)):
-        what(DESCRIBED["tpu"]())
+@pytest.mark.parametrize("error, call, message", REFUSED.values(), ids=REFUSED)
+def test_invalid_arguments_of_compile_raise(error, call, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call(ON_TPUS["tpu"]())
 
 
-def test_layout_that_does_not_fit_is_refused_with_leaf_and_sizes():
-    mesh = Mesh(np.array(described()).reshape(4, 2), ("data", "model"))
-    strategy = jdist.ShardedStrategy("all", mesh, "model", {"w": PartitionSpec(None, "model")})
-    says = r"splits dim 1 of state\['params'\]\['w'\], float32\[16,15\], over 'model', and 15 is no multiple of 2"
-    with pytest.raises(ValueError, match=says):
+def test_layout_that_does_not_fit_raises_with_leaf_and_sizes():
+    mesh = Mesh(np.array(tpus()).reshape(4, 2), ("data", "model"))
+    strategy = jdist.ShardedStrategy("all", mesh=mesh, model_axis="model", layout={"w": PartitionSpec(None, "model")})
+    message = r"splits dim 1 of state\['params'\]\['w'\], float32\[16,15\], over 'model', and 15 is no multiple of 2"
+    with pytest.raises(ValueError, match=message):
         strategy.compile(lambda state: (state, None), {"params": {"w": SHAPE((16, 15), np.float32)}})
 
 
-def test_storage_on_a_device_that_is_of_another_kind_is_refused():
-    with pytest.raises(ValueError, match=r"sends a state from .*0 to TPU_0.*no sending where one of them is described"):
-        jdist.CentralStorageStrategy(described(), parameter_device="cpu:0")
+def test_storage_on_a_cpu_for_topology_devices_raises():
+    with pytest.raises(ValueError, match=r"copies a state from .*0 to TPU_0.*impossible for topology devices"):
+        jdist.CentralStorageStrategy(tpus(), parameter_device="cpu:0")

@@ -1,4 +1,4 @@
-"""Programs for GPUs that are not there, made by the real compiler, where JAX's plugin for them is installed."""
+"""Programs for topology devices of GPUs, compiled by XLA's GPU compiler if JAX's CUDA plugin is installed."""
 
 import importlib.util
 import math
@@ -67,10 +67,10 @@ def shapes_of(strategy, make):
 STRATEGIES = {
     "mirrored": lambda: jdist.MirroredStrategy(gpus()),
     "one_device": lambda: jdist.OneDeviceStrategy(gpus()[0]),
-    "sharded_all": lambda: jdist.ShardedStrategy("all", Mesh(np.array(gpus()), ("data",))),
+    "sharded_all": lambda: jdist.ShardedStrategy("all", mesh=Mesh(np.array(gpus()), ("data",))),
 }
-# How many times the parameters' bytes a device holds of the state between steps, and keeps on its host.
-HELD = {
+# The bytes of the state per device, and per host, as multiples of the bytes of the parameters.
+STATE_SIZES = {
     "mirrored": (3.0, 0.0),
     "one_device": (3.0, 0.0),
     "sharded_all": (3 / 8, 0.0),
@@ -79,20 +79,20 @@ HELD = {
 
 @needs_plugin
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_compiles_and_says_what_it_takes(name):
+def test_every_strategy_compiles_and_reports_its_memory(name):
     strategy = STRATEGIES[name]()
     replicas = strategy.num_replicas_in_sync
     state, batch = shapes_of(strategy, make), jdist.PerReplica(SHAPE((replicas, 64 // replicas, WIDTH), jnp.float32))
     program = strategy.compile(step, state, batch)
     memory = program.memory_analysis()
     params = bytes_of(state["params"])
-    # This compiler counts what lies on the host with the rest: which arguments do, the text says.
+    # This compiler counts arguments in host memory too. The text of the program shows which ones these are.
     text = program.as_text()
     arguments = text.split("entry_computation_layout={", 1)[1].split("->", 1)[0]
     on_host = re.findall(r"f32\[([\d,]+)\]\{[^}]*S\(5\)\}", arguments)
     host = sum(4 * math.prod(map(int, dims.split(","))) for dims in on_host)
-    held = (memory.argument_size_in_bytes - host) / params, host / params
-    assert held == pytest.approx(HELD[name], abs=0.15)
+    sizes = (memory.argument_size_in_bytes - host) / params, host / params
+    assert sizes == pytest.approx(STATE_SIZES[name], abs=0.15)
     groups = {one.group_size for one in hlo.collectives(text)}
     assert groups == (set() if name == "one_device" else {8})
 
@@ -102,59 +102,59 @@ def test_every_strategy_compiles_and_says_what_it_takes(name):
     "topology, replicas",
     [("1x1x8", 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("1x2x8", 16), ("2x1x4", 8)])],
 )
-def test_digits_step_reduces_its_gradients_over_all_replicas_and_sends_nothing_else(topology, replicas):
+def test_digits_step_all_reduces_its_gradients_and_sends_nothing_else(topology, replicas):
     strategy = jdist.MirroredStrategy(gpus(topology))
     assert strategy.num_replicas_in_sync == replicas
     state = shapes_of(strategy, lambda key: digits.make_state(key, 10))
     images, labels = SHAPE((replicas, 8, 8, 8, 1), jnp.float32), SHAPE((replicas, 8), jnp.int32)
     batch = jdist.PerReplica((images, labels)), jdist.PerReplica(SHAPE((replicas, 8), jnp.float32))
-    found = hlo.collectives(strategy.compile(digits.make_step(10), state, *batch).as_text())
-    assert {(one.kind, one.group_size, one.executions, one.conditional) for one in found} == {
+    collectives = hlo.collectives(strategy.compile(digits.make_step(10), state, *batch).as_text())
+    assert {(one.kind, one.group_size, one.executions, one.conditional) for one in collectives} == {
         ("all-reduce", replicas, 1, False)
     }
-    put_in = sum(one.bytes_sent * replicas / (2 * (replicas - 1)) for one in found)
-    assert put_in == pytest.approx(bytes_of(state["params"]) + 8, abs=1e-3)  # the loss, and the number of rows
+    put_in = sum(one.bytes_sent * replicas / (2 * (replicas - 1)) for one in collectives)
+    assert put_in == pytest.approx(bytes_of(state["params"]) + 8, abs=1e-3)  # the loss, and the number of examples
 
 
 @needs_plugin
-def test_running_on_described_gpus_says_that_they_are_not_there():
-    says = r"The 8 devices of this strategy \(NVIDIA H100 80GB HBM3\) are described by a topology, and not there"
-    with pytest.raises(RuntimeError, match=says):
+def test_running_on_topology_devices_of_gpus_raises():
+    message = r"The 8 devices of this strategy \(NVIDIA H100 80GB HBM3\) are described by a topology, and not there"
+    with pytest.raises(RuntimeError, match=message):
         jdist.MirroredStrategy(gpus()).put(1.0)
 
 
 @needs_plugin
 @pytest.mark.parametrize("topology", ["", "8", "1x8", "axb", "0x1x8", "1x1x8x2", "v5e:4x4", None, 8])
-def test_topology_of_gpus_that_is_none_is_refused(topology):
-    says = (
+def test_invalid_gpu_topology_raises(topology):
+    message = (
         rf"{re.escape(repr(topology))} is not a GPU topology\. A GPU topology is three numbers, such as '1x2x8': NVLink"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         gpus(topology)
 
 
 @needs_plugin
 @pytest.mark.parametrize("text", [b"no target {", b"", b"\xff\xfe\x00"], ids=["words", "empty", "bytes"])
-def test_file_that_describes_no_gpu_is_refused(tmp_path, text):
+def test_invalid_gpu_target_file_raises(tmp_path, text):
     path = tmp_path / "some.txtpb"
     path.write_bytes(text)
     with pytest.raises(ValueError, match="some.txtpb"):
         jdist.topology_devices("1x1x8", gpu_target_config=path)
 
 
-def test_slices_of_gpus_are_refused():
-    with pytest.raises(ValueError, match=r"`num_slices=2` is for TPUs; of GPUs the topology says it all"):
+def test_num_slices_of_gpus_raises():
+    with pytest.raises(ValueError, match=r"`num_slices=2` is for TPUs; of GPUs the topology message it all"):
         jdist.topology_devices("1x1x8", num_slices=2, gpu_target_config=TARGET)
 
 
 @needs_plugin
-def test_described_gpus_have_no_memory_of_a_host_to_keep_a_state_in():
-    with pytest.raises(ValueError, match=r"H100.* have the memories \[\], and no 'pinned_host'.*describe TPUs"):
+def test_central_storage_on_topology_devices_of_gpus_raises():
+    with pytest.raises(ValueError, match=r"H100.* have the memories \[\], and not 'pinned_host'.*compile for TPUs"):
         jdist.CentralStorageStrategy(gpus())
 
 
 @pytest.mark.skipif(HAS_PLUGIN, reason="the plugin is installed")
-def test_without_the_plugin_it_is_said_how_to_get_it():
+def test_error_without_the_plugin_contains_the_install_command():
     with pytest.raises(
         ModuleNotFoundError, match=r"JAX's plugin for them is needed.*`pip install --no-deps jax-cuda13"
     ):

@@ -1,4 +1,4 @@
-"""Strategies in pickles and copies: built again on the devices of the same names, here and in another process."""
+"""Pickles and copies of strategies: built again on the devices of the same names, in this and in another process."""
 
 import copy
 import pickle
@@ -20,12 +20,14 @@ OTHERS = {
     "virtual": lambda: jdist.MirroredStrategy(["cpu:1", "cpu:0"], virtual_replicas=6),
     "hierarchical": lambda: jdist.MirroredStrategy(cross_device_ops=jdist.HierarchicalAllReduce(group_size=4)),
     "packed": lambda: jdist.MirroredStrategy(communication_options=jdist.CommunicationOptions(0)),
-    "central_on_a_device": lambda: jdist.CentralStorageStrategy(["cpu:1", "cpu:2"], "cpu:5", "optimizer"),
+    "central_on_a_device": lambda: jdist.CentralStorageStrategy(
+        ["cpu:1", "cpu:2"], parameter_device="cpu:5", offload="optimizer"
+    ),
     "model_axis": lambda: jdist.ShardedStrategy(
         "optimizer",
-        Mesh(np.array(jax.devices())[::-1].reshape(4, 2), ("data", "model")),
-        "model",
-        {"kernel": PartitionSpec(None, "model")},
+        mesh=Mesh(np.array(jax.devices())[::-1].reshape(4, 2), ("data", "model")),
+        model_axis="model",
+        layout={"kernel": PartitionSpec(None, "model")},
     ),
 }
 ALL = STRATEGIES | OTHERS
@@ -42,22 +44,22 @@ except ValueError as error:
 
 
 def facts(strategy):
-    """What is to be the same of a strategy that is built again."""
-    view, context = strategy._backend, strategy._context
-    layout = getattr(view, "layout", None)
+    """Returns the properties that a strategy and its pickled copy share."""
+    backend, context = strategy._backend, strategy._context
+    rules = backend.state_sharding
     return (
         type(strategy),
-        type(view),
-        view.replicas,
-        view.home,
-        layout and (layout.shard, layout.patterns, layout.axis),
+        type(backend),
+        backend.replicas,
+        backend.storage,
+        rules and (rules.shard, rules.patterns, rules.axis),
         context.cross_device_ops,
         context.communication_options,
     )
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-def test_strategy_pickled_is_built_again_with_the_same_devices_and_options(make):
+def test_pickled_strategy_has_the_same_devices_and_options(make):
     strategy = make()
     again = pickle.loads(pickle.dumps(strategy))
     assert again is not strategy
@@ -66,13 +68,13 @@ def test_strategy_pickled_is_built_again_with_the_same_devices_and_options(make)
 
 
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-def test_strategy_copied_is_itself(make):
+def test_copy_of_a_strategy_is_the_strategy(make):
     strategy = make()
     assert copy.copy(strategy) is strategy
     assert copy.deepcopy({"strategy": [strategy]})["strategy"][0] is strategy
 
 
-def test_strategy_pickled_goes_on_with_a_state_of_the_first(two):
+def test_pickled_strategy_continues_with_a_state_of_the_original(two):
     scale = lambda w: (w * jdist.num_replicas(), jdist.all_reduce("sum", jdist.replica_id()))
     state, _ = two.step(scale)(two.put(np.float32(1)))
     state, total = pickle.loads(pickle.dumps(two)).step(scale)(state)
@@ -82,19 +84,19 @@ def test_strategy_pickled_goes_on_with_a_state_of_the_first(two):
 def read_elsewhere(path, strategy, devices):
     path.write_bytes(pickle.dumps(strategy))
     environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", READ, path], capture_output=True, text=True, timeout=120, env=environment
     )
-    assert not done.returncode, done.stderr
-    return done.stdout
+    assert not completed.returncode, completed.stderr
+    return completed.stdout
 
 
-def test_strategy_pickled_is_built_in_another_process_on_devices_of_the_same_names(tmp_path):
+def test_pickled_strategy_uses_devices_of_the_same_names_in_another_process(tmp_path):
     strategy = jdist.MirroredStrategy(["cpu:2", "cpu:1"])
     assert read_elsewhere(tmp_path / "pickle", strategy, 3) == "MirroredStrategy(['cpu:2', 'cpu:1']) 2\n"
 
 
-def test_strategy_pickled_is_refused_where_a_device_is_missing(tmp_path):
+def test_pickled_strategy_raises_in_a_process_without_its_devices(tmp_path):
     text = read_elsewhere(tmp_path / "pickle", STRATEGIES["mirrored_3"](), 2)
     assert text.startswith(
         "A pickled MirroredStrategy is built on the devices of the same names, which this process does not"
@@ -103,22 +105,22 @@ def test_strategy_pickled_is_refused_where_a_device_is_missing(tmp_path):
     assert "`strategy.put(state)`" in text
 
 
-def test_tpu_strategy_of_a_topology_is_built_again_by_its_name():
+def test_pickled_tpu_strategy_of_a_topology_is_built_again_by_its_name():
     strategy = jdist.TPUStrategy(topology="v5e:2x2")
     again = pickle.loads(pickle.dumps(strategy))
     assert repr(again) == repr(strategy)
     assert copy.deepcopy(strategy) is strategy
 
 
-def test_strategy_on_a_topology_is_refused_with_what_to_pickle():
+def test_pickling_a_strategy_on_topology_devices_raises():
     strategy = jdist.MirroredStrategy(topology_devices("v5e:2x2"))
-    says = r"A MirroredStrategy on the devices of a topology cannot be pickled.*build the strategy again on `jdist\.described"
-    with pytest.raises(TypeError, match=says):
+    message = r"A MirroredStrategy on topology devices cannot be pickled.*build the strategy again on `jdist\.topology_devices"
+    with pytest.raises(TypeError, match=message):
         pickle.dumps(strategy)
     assert copy.deepcopy(strategy) is strategy
 
 
-def test_step_is_refused_by_pickle_and_copied_as_itself(two):
+def test_pickling_a_step_raises_and_its_copy_is_the_step(two):
     step = two.step(lambda w: (w, None))
     with pytest.raises(
         TypeError, match=r"A step cannot be pickled.*Pickle its function, `step\.__wrapped__`.*`jdist\.export`"

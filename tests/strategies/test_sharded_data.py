@@ -1,4 +1,4 @@
-"""`ShardedStrategy`: what is handed to it and what it hands back, states, batches and results; and what it refuses."""
+"""`ShardedStrategy`: states, batches and results, and its errors."""
 
 import math
 
@@ -15,8 +15,8 @@ from test_sharded_strategy import (
     assert_close,
     batches,
     host,
+    initial_state,
     loss_of,
-    made,
     one_device,
     placements,
     predict,
@@ -29,10 +29,10 @@ import jdist
 
 from laws import STRATEGIES, Numbered
 
-# --- what a step may not do
+# --- errors
 
 
-def test_step_that_forgets_to_reduce_is_refused_as_by_mirrored():
+def test_step_without_a_reduction_raises_the_error_of_mirrored():
     def step(state, batch):
         value, grads = jax.value_and_grad(loss_of)(state["params"], *batch)
         return {**state, "params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, value
@@ -40,7 +40,7 @@ def test_step_that_forgets_to_reduce_is_refused_as_by_mirrored():
     messages = []
     for strategy in (sharded(), STRATEGIES["mirrored_2"]()):
         with pytest.raises(jdist.NotMirroredError, match=r"state\['params'\].*is not proved to be the same") as error:
-            strategy.step(step)(made(strategy, OPTIMIZERS["sgd"]), next(iter(batches(strategy))))
+            strategy.step(step)(initial_state(strategy, OPTIMIZERS["sgd"]), next(iter(batches(strategy))))
         messages.append(str(error.value))
     assert messages[0] == messages[1]
 
@@ -52,25 +52,25 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change, says", CHANGES.values(), ids=CHANGES)
-def test_step_that_changes_the_kind_of_its_state_is_refused(change, says):
+@pytest.mark.parametrize("change, message", CHANGES.values(), ids=CHANGES)
+def test_step_that_changes_structure_shape_or_dtype_of_its_state_raises(change, message):
     strategy = sharded()
     state = strategy.put({"w": np.ones((8, 4), np.float32), "n": np.int32(0)})
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         strategy.step(lambda state: (change(state), None))(state)
     assert not state["w"].is_deleted()
 
 
-def test_state_that_was_given_away_or_lies_elsewhere_is_refused():
+def test_donated_state_and_state_on_other_devices_raise():
     strategy = sharded()
     step = strategy.step(lambda state: (jax.tree.map(lambda x: x + 1, state), None))
     state = strategy.put({"w": np.ones((8, 4), np.float32)})
     step(state)
-    with pytest.raises(ValueError, match=r"state.*\['w'\].* was donated to a step before.*Continue with the state"):
+    with pytest.raises(ValueError, match=r"state.*\['w'\].* was donated to an earlier step.*Continue with the state"):
         step(state)
-    there = r"cpu:0, cpu:1, cpu:2, cpu:3, cpu:4, cpu:5, cpu:6, cpu:7"
+    devices = r"cpu:0, cpu:1, cpu:2, cpu:3, cpu:4, cpu:5, cpu:6, cpu:7"
     with pytest.raises(
-        ValueError, match=rf"\['w'\] lies on {there}, and this strategy on cpu:0, cpu:1, cpu:2, cpu:3\."
+        ValueError, match=rf"\['w'\] lies on {devices}, and this strategy on cpu:0, cpu:1, cpu:2, cpu:3\."
     ):
         step(sharded(where="eight").put({"w": np.ones((8, 4), np.float32)}))
     again = strategy.put({"w": np.ones((8, 4), np.float32)})
@@ -80,7 +80,7 @@ def test_state_that_was_given_away_or_lies_elsewhere_is_refused():
         step({"w": again["w"], "v": again["w"]})
 
 
-def test_array_given_as_state_and_as_input_is_refused():
+def test_array_that_is_state_and_input_raises():
     strategy = sharded()
     step = strategy.step(lambda state, x: (state + x, None))
     array = strategy.put(np.ones((8, 4), np.float32))
@@ -90,38 +90,42 @@ def test_array_given_as_state_and_as_input_is_refused():
 
 
 @pytest.mark.parametrize("make", ["init", "step"])
-def test_layout_that_does_not_fit_the_state_is_refused_when_it_is_made(make):
+def test_layout_that_does_not_fit_the_state_raises(make):
     strategy = sharded("all", "data_model", {"second/kernel": PartitionSpec(None, "model")})
-    says = (
+    message = (
         r"dim 1 of state\['params'\]\['second'\]\['kernel'\], float32\[16,3\], over 'model', and 3 is no multiple of 2"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         if make == "init":
-            made(strategy, OPTIMIZERS["sgd"])
+            initial_state(strategy, OPTIMIZERS["sgd"])
         else:
             strategy.step(step_of(OPTIMIZERS["sgd"]))(
-                jax.tree.map(np.asarray, made(one_device(), OPTIMIZERS["sgd"])), (1, 1)
+                jax.tree.map(np.asarray, initial_state(one_device(), OPTIMIZERS["sgd"])), (1, 1)
             )
 
 
-WRONG = {
+INVALID = {
     "no_mesh": (TypeError, lambda: {"mesh": jax.devices()}, r"`mesh` is a `jax\.sharding\.Mesh`, got list"),
     "empty_mesh": (ValueError, lambda: {"mesh": Mesh(np.array([]), ("data",))}, r"mesh .*no device|empty"),
-    "replica": (ValueError, lambda: {"mesh": Mesh(jax.devices(), ("replica",))}, r"axis 'replica', .*another name"),
-    "model_axis": (ValueError, lambda: {"model_axis": "tensor"}, r"`model_axis` is 'tensor', and the mesh has 'data'"),
+    "replica": (ValueError, lambda: {"mesh": Mesh(jax.devices(), ("replica",))}, r"axis 'replica', .*Rename it"),
+    "model_axis": (
+        ValueError,
+        lambda: {"model_axis": "tensor"},
+        r"`model_axis` is 'tensor', and the mesh has the axes 'data'",
+    ),
     "only_model": (
         ValueError,
         lambda: {"mesh": Mesh(jax.devices(), ("model",)), "model_axis": "model"},
-        r"The mesh has 'model', and no axis for the batch",
+        r"The mesh has the axes 'model', and none of them is for the batch",
     ),
     "layout": (TypeError, lambda: {"layout": [("w", PartitionSpec())]}, r"`layout` maps patterns.*got list"),
     "unknown_axis": (ValueError, lambda: {"layout": {"w": PartitionSpec("model")}}, r"'model', and the mesh has data"),
 }
 
 
-@pytest.mark.parametrize("error, options, says", WRONG.values(), ids=WRONG)
-def test_options_that_make_no_strategy_are_refused(error, options, says):
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize("error, options, message", INVALID.values(), ids=INVALID)
+def test_invalid_options_raise(error, options, message):
+    with pytest.raises(error, match=message):
         jdist.ShardedStrategy(**options())
 
 
@@ -144,11 +148,11 @@ def _state():
     }
 
 
-def test_state_moves_between_strategies_to_the_bit():
+def test_state_moves_between_strategies_bit_for_bit():
     mirrored = jdist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
     state = mirrored.put(_state())
     expected = host(state)
-    ways = [
+    strategies = [
         sharded("optimizer"),
         sharded("all", "eight"),
         one_device(),
@@ -156,34 +160,34 @@ def test_state_moves_between_strategies_to_the_bit():
         mirrored,
         sharded(),
     ]
-    for strategy in ways:
+    for strategy in strategies:
         state = strategy.put(state)
         chex.assert_trees_all_equal(host(state), expected)
-        assert strategy.step(lambda state: (state, None))(strategy.put(state))  # and it is one
+        assert strategy.step(lambda state: (state, None))(strategy.put(state))  # it is a state of this strategy
     assert state["w"].sharding.shard_shape((8, 6)) == (2, 6)
     assert state["key"].sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize("aggregation, expected", [("sum", [24, 27, 30, 33]), ("mean", [8, 9, 10, 11])])
-def test_partial_values_of_three_replicas_keep_what_they_read(aggregation, expected):
+def test_sync_on_read_value_of_three_replicas_keeps_its_aggregate(aggregation, expected):
     value = jdist.SyncOnRead(np.arange(12, dtype=np.float32).reshape(3, 4) + 4, aggregation)
     value = jdist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]).put(value)
-    here = sharded().put({"seen": value})
-    assert here["seen"].tree.shape == (1, 4)
+    state = sharded().put({"seen": value})
+    assert state["seen"].tree.shape == (1, 4)
     for strategy in (STRATEGIES["mirrored_2"](), one_device(), sharded("all", "eight")):
-        here = strategy.put(here)
-        np.testing.assert_allclose(here["seen"].read(), expected, rtol=1e-6)
+        state = strategy.put(state)
+        np.testing.assert_allclose(state["seen"].read(), expected, rtol=1e-6)
 
 
-def test_values_of_each_replica_of_another_strategy_are_refused():
+def test_per_replica_values_of_another_strategy_raise():
     value = jdist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]).put(jdist.PerReplica(np.ones((3, 4), np.float32)))
-    says = r"value\['own'\] is a PerReplica of float32\[3,4\], for 3 replicas; this strategy has 1\..*`\.values`"
-    with pytest.raises(ValueError, match=says):
+    message = r"value\['own'\] is a PerReplica of float32\[3,4\], for 3 replicas; this strategy has 1\..*`\.values`"
+    with pytest.raises(ValueError, match=message):
         sharded().put({"own": value})
 
 
 @pytest.mark.slow
-def test_training_goes_on_with_another_strategy():
+def test_training_continues_with_another_strategy():
     tx = OPTIMIZERS["adamw_clipped"]
     expected, _ = train(one_device(), tx, train(one_device(), tx)[0])
     state, _ = train(sharded("all", "data_model"), tx)
@@ -196,15 +200,15 @@ def test_checkpoint_is_restored_under_another_strategy(other, tmp_path):
     tx = OPTIMIZERS["adamw_clipped"]
     saved, _ = train(sharded(), tx, steps=1)
     strategy = STRATEGIES["mirrored_2"]() if other == "mirrored" else sharded("optimizer", "eight")
-    like = made(strategy, tx)
+    like = initial_state(strategy, tx)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", saved)
         checkpointer.wait_until_finished()
-        found = checkpointer.restore(tmp_path / "state", like)
-    assert placements(found) == placements(like)
-    chex.assert_trees_all_equal(host(found), host(saved))
+        restored = checkpointer.restore(tmp_path / "state", like)
+    assert placements(restored) == placements(like)
+    chex.assert_trees_all_equal(host(restored), host(saved))
     expected, _ = train(one_device(), tx, one_device().put(saved), steps=1)
-    assert_close(train(strategy, tx, found, steps=1)[0], expected)
+    assert_close(train(strategy, tx, restored, steps=1)[0], expected)
 
 
 # --- data
@@ -221,46 +225,46 @@ SOURCES = {
 
 @pytest.mark.parametrize("where", MESHES)
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_batches_are_those_of_one_device_split_over_the_devices(source, where):
+def test_batches_equal_one_device_and_are_split_over_the_devices(source, where):
     strategy = sharded("all", where)
-    found = list(strategy.distribute_dataset(source(), 8, remainder="pad"))
+    actual = list(strategy.distribute_dataset(source(), 8, remainder="pad"))
     expected = list(one_device().distribute_dataset(source(), 8, remainder="pad"))
-    chex.assert_trees_all_equal(host([pair[0].tree for pair in found]), host([pair[0].tree for pair in expected]))
-    chex.assert_trees_all_equal(host([pair[1].tree for pair in found]), host([pair[1].tree for pair in expected]))
+    chex.assert_trees_all_equal(host([pair[0].tree for pair in actual]), host([pair[0].tree for pair in expected]))
+    chex.assert_trees_all_equal(host([pair[1].tree for pair in actual]), host([pair[1].tree for pair in expected]))
     shape, axes = MESHES[where]
     parts = math.prod(size for size, axis in zip(shape, axes, strict=True) if axis != "model")
-    for batch, weights in found:
+    for batch, weights in actual:
         assert batch.tree.sharding.shard_shape((1, 8)) == weights.tree.sharding.shard_shape((1, 8)) == (1, 8 // parts)
 
 
-def test_pipeline_of_its_own_is_asked_for_the_global_batch_once():
-    asked = []
+def test_pipeline_function_is_called_once_for_the_global_batch():
+    calls = []
 
     def pipeline(context):
-        asked.append((context.num_input_pipelines, context.num_replicas_in_sync, context.get_per_replica_batch_size(8)))
+        calls.append((context.num_input_pipelines, context.num_replicas_in_sync, context.get_per_replica_batch_size(8)))
         return (ROWS[start : start + 8] for start in (0, 8))
 
-    found = list(sharded().distribute_datasets_from_function(pipeline))
-    assert asked == [(1, 1, 8)]
-    np.testing.assert_array_equal(np.concatenate([batch.tree[0] for batch in found]), ROWS[:16])
-    assert {batch.tree.sharding.shard_shape((1, 8)) for batch in found} == {(1, 2)}
+    actual = list(sharded().distribute_datasets_from_function(pipeline))
+    assert calls == [(1, 1, 8)]
+    np.testing.assert_array_equal(np.concatenate([batch.tree[0] for batch in actual]), ROWS[:16])
+    assert {batch.tree.sharding.shard_shape((1, 8)) for batch in actual} == {(1, 2)}
 
 
-def test_shuffled_epochs_are_in_the_order_of_one_device():
-    of = lambda s: [
+def test_shuffled_epochs_have_the_order_of_one_device():
+    rows_of = lambda s: [
         b.tree.tolist() for b in s.distribute_dataset(ROWS, 8, shuffle=True, seed=3, epochs=2, remainder="drop")
     ]
-    assert of(sharded()) == of(one_device())
+    assert rows_of(sharded()) == rows_of(one_device())
 
 
 @pytest.mark.parametrize(
     "where, size, parts", [("four", 6, 4), ("eight", 12, 8), ("data_model", 5, 2), ("host_data", 6, 4)]
 )
-def test_batch_that_does_not_divide_is_refused_by_the_number_of_its_parts(where, size, parts):
-    says = rf"batch of {size} examples cannot be split over {parts} .*\({size % parts} left"
-    with pytest.raises(ValueError, match=says) as error:
+def test_batch_that_is_not_divisible_raises_with_the_number_of_parts(where, size, parts):
+    message = rf"batch of {size} examples cannot be split over {parts} .*\({size % parts} left"
+    with pytest.raises(ValueError, match=message) as error:
         sharded("all", where).distribute_dataset(ROWS, size)
-    assert f"{parts} replicas" not in str(error.value)  # there is one
+    assert f"{parts} replicas" not in str(error.value)  # there is one replica
 
 
 @pytest.mark.parametrize("where", ["four", "data_model", "host_data"])
@@ -282,10 +286,10 @@ def test_evaluation_of_a_ragged_data_set_counts_every_example_once(where):
     assert float(jdist.read_values(counted).compute()) == pytest.approx(np.mean(logits.argmax(1) == labels), abs=1e-7)
 
 
-# --- what the host asks
+# --- host functions
 
 
-def test_result_of_each_example_is_one_row_split_over_the_devices():
+def test_per_example_result_is_one_row_that_is_split_over_the_devices():
     strategy = sharded()
     (batch,) = strategy.distribute_dataset(np.arange(24, dtype=np.float32).reshape(8, 3), 8)
     own, total, pair = strategy.run(lambda x: (x * 2, jdist.all_reduce("sum", x), {"mean": x.mean(1)}), (batch,))
@@ -302,28 +306,28 @@ def test_result_of_each_example_is_one_row_split_over_the_devices():
     np.testing.assert_array_equal(strategy.reduce("max", own, 0), [42, 44, 46])
 
 
-def test_host_asks_one_replica():
+def test_host_functions_see_one_replica():
     strategy = sharded()
     state = strategy.put({"w": np.ones((8, 4), np.float32)})
     assert strategy.num_replicas_in_sync == 1
     assert strategy.mesh.size == 4
-    (seen,) = strategy.local_results(state)
-    np.testing.assert_array_equal(seen["w"], np.ones((8, 4)))
+    (value,) = strategy.local_results(state)
+    np.testing.assert_array_equal(value["w"], np.ones((8, 4)))
     np.testing.assert_array_equal(strategy.reduce("sum", state, None)["w"], np.ones((8, 4)))
     np.testing.assert_array_equal(strategy.gather(state, 0)["w"], np.ones((8, 4)))
 
 
-def test_run_takes_a_state_without_bringing_it_together():
+def test_run_takes_a_state_without_gathering_it():
     strategy = sharded("all", "eight")
-    state = made(strategy, OPTIMIZERS["sgd"])
+    state = initial_state(strategy, OPTIMIZERS["sgd"])
     (batch,) = batches(strategy, 1)
-    found = strategy.run(lambda params, batch: predict(params, batch[0]), (state["params"], batch))
+    actual = strategy.run(lambda params, batch: predict(params, batch[0]), (state["params"], batch))
     expected = predict(host(state["params"]), np.asarray(batch[0].tree)[0])
-    np.testing.assert_allclose(found.tree[0], expected, rtol=1e-5, atol=1e-6)
-    assert found.tree.sharding.spec == PartitionSpec(None, ("data",))
+    np.testing.assert_allclose(actual.tree[0], expected, rtol=1e-5, atol=1e-6)
+    assert actual.tree.sharding.spec == PartitionSpec(None, ("data",))
 
 
-def test_variables_of_a_scope_lie_as_the_state_does():
+def test_variables_of_a_scope_are_placed_like_a_state():
     strategy = sharded("all", "data_model")
     weights = np.arange(128, dtype=np.float32).reshape(8, 16)
     with strategy.scope():
@@ -337,14 +341,14 @@ def test_variables_of_a_scope_lie_as_the_state_does():
         np.testing.assert_array_equal(jdist.read_values(value), weights)
 
 
-def test_parameters_given_to_init_become_a_state_that_is_split():
+def test_parameters_passed_to_init_become_a_split_state():
     strategy = sharded()
     kernel = np.arange(128, dtype=np.float32).reshape(8, 16)
-    given = {"host": kernel, "device": jax.device_put(kernel, jax.devices()[7])}
-    seen = []
-    state = strategy.init(lambda params: seen.append(jax.tree.map(jnp.shape, params)) or params, given)
-    assert seen == [{"host": (8, 16), "device": (8, 16)}]  # whole, to the function
+    arguments = {"host": kernel, "device": jax.device_put(kernel, jax.devices()[7])}
+    shapes = []
+    state = strategy.init(lambda params: shapes.append(jax.tree.map(jnp.shape, params)) or params, arguments)
+    assert shapes == [{"host": (8, 16), "device": (8, 16)}]  # the function sees full arrays
     for leaf in state.values():
         assert leaf.sharding.shard_shape(leaf.shape) == (8, 4)
         np.testing.assert_array_equal(leaf, kernel)
-    assert not given["device"].is_deleted()
+    assert not arguments["device"].is_deleted()

@@ -1,7 +1,7 @@
-"""What a device holds under `ShardedStrategy`, from what the compiler says of programs that never run.
+"""Memory per device under `ShardedStrategy`, from the memory analysis of compiled programs.
 
-The compiler for CPUs leaves temporary memory out of its peak, so what a device holds is counted here: arguments, results that
-take over no argument's memory, and what is temporary.
+The CPU compiler omits temporary memory from its peak, so the sum is computed here: arguments, results that do not reuse memory
+of an argument, and temporary memory.
 """
 
 import functools
@@ -52,7 +52,7 @@ def train(state, x):
 
 
 class Programs(NamedTuple):
-    """The programs of a strategy, compiled; and its step as it was written for the compiler."""
+    """The compiled programs of a strategy, and the lowered text of its step."""
 
     init: jax.stages.Compiled
     step: jax.stages.Compiled
@@ -63,18 +63,18 @@ class Programs(NamedTuple):
 def compiled(shard, devices, model=1):
     grid = np.array(jax.devices()[: devices * model]).reshape(devices, model)
     layout = {r"qkv|up": PartitionSpec(None, "model"), r"out|down": PartitionSpec("model")} if model > 1 else None
-    strategy = jdist.ShardedStrategy(shard, Mesh(grid, ("data", "model")), "model", layout)
+    strategy = jdist.ShardedStrategy(shard, mesh=Mesh(grid, ("data", "model")), model_axis="model", layout=layout)
     key = jax.eval_shape(lambda: jax.random.key(0))
     init = jax.jit(lambda key: strategy.init(make, key))
     program = init.lower(key).compile()
-    with_place = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-    state = jax.tree.map(with_place, jax.eval_shape(init, key), program.output_shardings)
+    with_sharding = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    state = jax.tree.map(with_sharding, jax.eval_shape(init, key), program.output_shardings)
     batch = jdist.PerReplica(jax.ShapeDtypeStruct((1, ROWS, LENGTH, WIDTH), jnp.float32))
     step = strategy.step(train).lower(state, batch)
     return Programs(program, step.compile(), step.as_text())
 
 
-def held(program):
+def used_bytes(program):
     figures = program.memory_analysis()
     results = figures.output_size_in_bytes - figures.alias_size_in_bytes
     return figures.argument_size_in_bytes + results + figures.temp_size_in_bytes
@@ -93,7 +93,7 @@ CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)
 
 
 @pytest.mark.parametrize("shard, devices", CASES)
-def test_state_on_a_device_is_one_part_in_n_of_what_is_split(shard, devices):
+def test_device_stores_one_nth_of_the_split_leaves(shard, devices):
     programs = compiled(shard, devices)
     init, step = programs.init.memory_analysis(), programs.step.memory_analysis()
     expected = split(shard, devices)
@@ -111,14 +111,14 @@ def _tables(program):
 
 
 @pytest.mark.parametrize("devices", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_init_of_all_holds_one_part_in_n_at_its_peak(devices):
-    whole, part = compiled("all", 1).init, compiled("all", devices).init
-    assert held(part) == pytest.approx(held(whole) / devices, rel=0.1, abs=SMALL)
+def test_init_of_all_uses_one_nth_at_its_peak(devices):
+    full, part = compiled("all", 1).init, compiled("all", devices).init
+    assert used_bytes(part) == pytest.approx(used_bytes(full) / devices, rel=0.1, abs=SMALL)
     assert part.memory_analysis().peak_memory_in_bytes <= 1.1 * split("all", devices) + SMALL
 
 
 @pytest.mark.parametrize("devices", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_init_of_all_has_no_parameter_whole_in_its_program(devices):
+def test_init_of_all_never_materializes_a_full_parameter(devices):
     text = compiled("all", devices).init.as_text()
     for shape in SHAPES.values():
         assert f"f32[{shape[0]},{shape[1]}]" not in text
@@ -129,36 +129,36 @@ def test_init_of_all_has_no_parameter_whole_in_its_program(devices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES)
-def test_init_of_the_optimizer_has_no_moment_whole_beside_the_parameters(devices):
-    whole, part = (compiled("optimizer", n).init.memory_analysis() for n in (1, devices))
-    assert part.temp_size_in_bytes <= whole.temp_size_in_bytes + SMALL  # of the random bits that parameters are made of
+def test_init_of_optimizer_never_materializes_a_full_moment(devices):
+    full, part = (compiled("optimizer", n).init.memory_analysis() for n in (1, devices))
+    assert part.temp_size_in_bytes <= full.temp_size_in_bytes + SMALL  # of the random bits of the parameters
     assert part.output_size_in_bytes - PARAMETERS == pytest.approx(2 * PARAMETERS / devices, abs=SMALL)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", SHARDS)
-def test_step_holds_less_on_more_devices(shard):
-    peaks = [held(compiled(shard, devices).step) for devices in DEVICES]
+def test_step_uses_less_memory_on_more_devices(shard):
+    peaks = [used_bytes(compiled(shard, devices).step) for devices in DEVICES]
     parts = [split(shard, devices) for devices in DEVICES]
     assert peaks == sorted(peaks, reverse=True)
-    # What is beside the state does not grow with the devices.
+    # Memory beside the state does not grow with the number of devices.
     assert peaks[0] - peaks[-1] >= 0.95 * (parts[0] - parts[-1])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", DEVICES)
-def test_step_holds_the_less_the_more_is_split(devices):
-    optimizer, gradients, everything = (held(compiled(shard, devices).step) for shard in SHARDS)
+def test_step_uses_less_memory_if_more_is_split(devices):
+    optimizer, gradients, everything = (used_bytes(compiled(shard, devices).step) for shard in SHARDS)
     assert everything < gradients <= optimizer
-    # Not all parameters are gathered at once: those of a block or two, and their gradients.
+    # Only the parameters of one or two blocks, and their gradients, are gathered at the same time.
     beside = everything - split("all", devices)
     assert beside < PARAMETERS
 
 
 @pytest.mark.slow
-def test_step_of_gradients_says_where_each_of_them_goes():
-    said = {shard: compiled(shard, 8).written.count("sdy.sharding_constraint") for shard in SHARDS}
-    assert said["gradients"] == said["optimizer"] + BLOCKS * len(SHAPES)
+def test_step_of_gradients_constrains_the_sharding_of_each_gradient():
+    counts = {shard: compiled(shard, 8).written.count("sdy.sharding_constraint") for shard in SHARDS}
+    assert counts["gradients"] == counts["optimizer"] + BLOCKS * len(SHAPES)
 
 
 @pytest.mark.slow
@@ -167,30 +167,30 @@ def test_model_axis_splits_parameters_and_moments_beside_the_data_axis():
     expected = PARAMETERS / 2 + 2 * PARAMETERS / 4
     assert programs.init.memory_analysis().output_size_in_bytes == pytest.approx(expected, abs=SMALL)
     assert programs.step.memory_analysis().argument_size_in_bytes == pytest.approx(expected, abs=SMALL)
-    assert held(programs.step) < held(compiled("optimizer", 2).step)
+    assert used_bytes(programs.step) < used_bytes(compiled("optimizer", 2).step)
     text = programs.init.as_text()
     assert not any(
         f"f32[{rows},{columns}]" in text for rows, columns in SHAPES.values() if (rows, columns) != SHAPES["out"]
     )
 
 
-def test_state_given_to_init_is_split_and_not_whole_first():
-    strategy = jdist.ShardedStrategy("all", Mesh(jax.devices(), ("data",)))
-    given = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
+def test_parameters_passed_to_init_are_split_in_its_program():
+    strategy = jdist.ShardedStrategy("all", mesh=Mesh(jax.devices(), ("data",)))
+    arguments = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
     init = jax.jit(lambda params: strategy.init(lambda params: (params, OPTIMIZER.init(params)), params))
-    moments = jax.tree.leaves(init.lower(given).compile().output_shardings)
+    moments = jax.tree.leaves(init.lower(arguments).compile().output_shardings)
     assert all(where.spec != PartitionSpec() for where in moments if where.spec is not None and len(where.spec) > 1)
 
 
-def test_loop_over_stacked_blocks_gathers_one_block_at_a_time():
-    strategy = jdist.ShardedStrategy("all", Mesh(jax.devices(), ("data",)))
+def test_scan_over_stacked_blocks_gathers_one_block_per_iteration():
+    strategy = jdist.ShardedStrategy("all", mesh=Mesh(jax.devices(), ("data",)))
     blocks = 16
     shapes = {name: jax.ShapeDtypeStruct((blocks, *shape), jnp.float32) for name, shape in SHAPES.items()}
 
     @strategy.step
     def step(state, x):
-        turn = lambda y, params: (block(params, y), None)
-        grads = jax.grad(lambda params: jnp.mean((lax.scan(turn, x, params)[0] - x) ** 2))(state)
+        body = lambda y, params: (block(params, y), None)
+        grads = jax.grad(lambda params: jnp.mean((lax.scan(body, x, params)[0] - x) ** 2))(state)
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, jdist.all_reduce("mean", grads)), None
 
     init = jax.jit(lambda: strategy.init(lambda: jax.tree.map(lambda x: jnp.ones(x.shape), shapes)))

@@ -1,4 +1,4 @@
-"""`ShardedStrategy`: what it computes is what one device computes, whatever is split and over which mesh."""
+"""`ShardedStrategy`: it computes the same as one device, for every option and mesh."""
 
 import math
 
@@ -33,12 +33,12 @@ def sharded(shard="all", where="four", layout=None):
     shape, axes = MESHES[where]
     mesh = Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes)
     if "model" not in axes:
-        return jdist.ShardedStrategy(shard, mesh)
-    return jdist.ShardedStrategy(shard, mesh, "model", LAYOUT if layout is None else layout)
+        return jdist.ShardedStrategy(shard, mesh=mesh)
+    return jdist.ShardedStrategy(shard, mesh=mesh, model_axis="model", layout=LAYOUT if layout is None else layout)
 
 
 def some(cases, more):
-    """`cases`, and for when there is time a third of the product `more`, in which each factor's values are all there."""
+    """Returns `cases`, and a third of the product `more`, which contains every value of each factor, as slow cases."""
     return [*cases, *(pytest.param(*case, marks=pytest.mark.slow) for case in more[::3] if case not in cases)]
 
 
@@ -51,13 +51,13 @@ def placements(tree):
 
 
 def host(tree):
-    """`tree` as the host reads it, random keys as their data."""
+    """Returns `tree` as numpy arrays, random keys as their data."""
     bits = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return jax.tree.map(lambda x: np.asarray(bits(x)), jdist.read_values(tree))
 
 
-def assert_close(found, expected, rtol=2e-5, atol=2e-6):
-    chex.assert_trees_all_close(host(found), host(expected), rtol=rtol, atol=atol)
+def assert_close(actual, expected, rtol=2e-5, atol=2e-6):
+    chex.assert_trees_all_close(host(actual), host(expected), rtol=rtol, atol=atol)
 
 
 # --- training
@@ -100,13 +100,13 @@ def step_of(tx, loss=loss_of):
     return step
 
 
-def made(strategy, tx, make=first_params):
+def initial_state(strategy, tx, make=first_params):
     return strategy.init(lambda: {"params": (params := make()), "opt_state": tx.init(params)})
 
 
 def train(strategy, tx, state=None, loss=loss_of, steps=3):
-    """The state after so many steps, and their outputs."""
-    step, state, outputs = strategy.step(step_of(tx, loss)), made(strategy, tx) if state is None else state, []
+    """Returns the state after `steps` steps, and the outputs of each step."""
+    step, state, outputs = strategy.step(step_of(tx, loss)), initial_state(strategy, tx) if state is None else state, []
     for batch in batches(strategy, steps):
         state, value = step(state, batch)
         outputs.append(value)
@@ -123,34 +123,34 @@ MORE = [(name, shard, where) for name in OPTIMIZERS for shard in SHARDS for wher
 
 
 @pytest.mark.parametrize("name, shard, where", some(CASES, MORE))
-def test_trained_parameters_are_those_of_one_device_and_stay_where_they_are(name, shard, where):
+def test_training_equals_one_device_and_the_state_keeps_its_placement(name, shard, where):
     strategy, tx = sharded(shard, where), OPTIMIZERS[name]
-    state = made(strategy, tx)
+    state = initial_state(strategy, tx)
     before = placements(state)
-    chex.assert_trees_all_equal(host(state), host(made(one_device(), tx)))  # what init makes is the same to the bit
+    chex.assert_trees_all_equal(host(state), host(initial_state(one_device(), tx)))  # `init` is bitwise equal
     after, outputs = train(strategy, tx, state)
     expected, values = train(one_device(), tx)
     assert_close((after, outputs), (expected, values))
     assert placements(after) == before
 
 
-def test_what_is_split_is_what_was_asked_for():
+def test_leaves_are_split_as_requested():
     for shard in SHARDS:
-        state = made(sharded(shard), OPTIMIZERS["adamw_clipped"])
+        state = initial_state(sharded(shard), OPTIMIZERS["adamw_clipped"])
         parameter, moment = state["params"]["first"]["kernel"], state["opt_state"][1][0].mu["first"]["kernel"]
         assert moment.sharding.shard_shape(moment.shape) == (6, 4)
         assert parameter.sharding.shard_shape(parameter.shape) == ((6, 4) if shard == "all" else (6, 16))
-    state = made(sharded("all", "host_data"), OPTIMIZERS["adamw_clipped"])
+    state = initial_state(sharded("all", "host_data"), OPTIMIZERS["adamw_clipped"])
     kernel = state["params"]["first"]["kernel"]
     assert kernel.sharding.spec == PartitionSpec(None, "data")  # over the devices of a host, not over hosts
     assert {shard.replica_id for shard in kernel.addressable_shards} == {0, 1}
-    state = made(sharded("all", "data_model"), OPTIMIZERS["adamw_clipped"])
+    state = initial_state(sharded("all", "data_model"), OPTIMIZERS["adamw_clipped"])
     for kernel in (state["params"]["first"]["kernel"], state["opt_state"][1][0].nu["first"]["kernel"]):
         assert kernel.sharding.spec == PartitionSpec("data", "model")
 
 
 class Linen(nn.Module):
-    """With a normalisation over the axis of the replicas, and dropout."""
+    """With batch normalization over the replica axis, and dropout."""
 
     @nn.compact
     def __call__(self, x, key):
@@ -162,7 +162,7 @@ def train_linen(strategy):
     model, tx = Linen(), optax.sgd(0.1, momentum=0.9)
 
     def make(key):
-        # Without the axis, which is bound in a step only.
+        # Binds the axis, which is bound only in a step.
         variables = jax.vmap(lambda x: model.init(key, x, key), axis_name="replica", in_axes=None, axis_size=1)(
             jnp.zeros((2, FEATURES))
         )
@@ -222,7 +222,7 @@ def train_nnx(strategy):
 @pytest.mark.parametrize(
     "trained, where", some([(train_linen, "four")], [(train_nnx, "four"), (train_linen, "host_data")])
 )
-def test_model_of_flax_is_trained_as_on_one_device(trained, where):
+def test_flax_model_trains_like_one_device(trained, where):
     assert_close(trained(sharded("all", where)), trained(one_device()), rtol=2e-4, atol=2e-5)
 
 
@@ -235,8 +235,8 @@ halved.defvjp(lambda x: (x, None), lambda _, g: (g / 2,))
 
 
 def _scanned(params, x, y):
-    turn = lambda carry, row: (carry + lax.pmean(jnp.mean((predict(params, row[0]) - row[1]) ** 2), "replica"), None)
-    return lax.scan(turn, 0.0, (x.reshape(4, -1, FEATURES), y.reshape(4, -1, 3)))[0]
+    body = lambda carry, row: (carry + lax.pmean(jnp.mean((predict(params, row[0]) - row[1]) ** 2), "replica"), None)
+    return lax.scan(body, 0.0, (x.reshape(4, -1, FEATURES), y.reshape(4, -1, 3)))[0]
 
 
 def _branched(params, x, y):
@@ -247,8 +247,8 @@ def _branched(params, x, y):
 
 
 def _looped(params, x, y):
-    turn = lambda carry: (carry[0] + 1, carry[1] * 0.5 + jdist.all_reduce("mean", jnp.mean(x)))
-    _, value = lax.while_loop(lambda carry: carry[0] < 3, turn, (0, jnp.float32(1)))
+    body = lambda carry: (carry[0] + 1, carry[1] * 0.5 + jdist.all_reduce("mean", jnp.mean(x)))
+    _, value = lax.while_loop(lambda carry: carry[0] < 3, body, (0, jnp.float32(1)))
     return loss_of(params, x, y) * (1 + value**2)
 
 
@@ -264,7 +264,7 @@ LOSSES = {
     "ppermute": lambda params, x, y: loss_of(params, lax.ppermute(x, "replica", [(0, 0)]), y),
     "all_to_all": lambda params, x, y: loss_of(params, lax.all_to_all(x, "replica", 0, 0, tiled=True), y),
     "groups": lambda params, x, y: loss_of(params, lax.psum(x, "replica", axis_index_groups=[[0]]), y),
-    "ppermute_to_nobody": lambda params, x, y: loss_of(params, x + lax.ppermute(y.sum(), "replica", []), y),
+    "ppermute_without_pairs": lambda params, x, y: loss_of(params, x + lax.ppermute(y.sum(), "replica", []), y),
     "broadcast": lambda params, x, y: loss_of(params, x + jdist.broadcast(x.mean()), y),
     "scan": _scanned,
     "cond": _branched,
@@ -284,34 +284,34 @@ MANY = [(name, *where) for name in LOSSES for where in (("all", "four"), ("gradi
 
 
 @pytest.mark.parametrize("name, shard, where", some(FEW, MANY))
-def test_step_with_collectives_and_control_flow_is_that_of_one_device(name, shard, where):
+def test_step_with_collectives_and_control_flow_equals_one_device(name, shard, where):
     loss = LOSSES[name]
     tx = OPTIMIZERS["sgd"]
     assert_close(train(sharded(shard, where), tx, loss=loss), train(one_device(), tx, loss=loss))
 
 
 @pytest.mark.parametrize(("shard",), some([("all",)], [(shard,) for shard in SHARDS]))
-def test_step_is_traced_and_compiled_once_and_moves_nothing_to_or_from_the_host(shard):
-    strategy, tx, traced = sharded(shard), OPTIMIZERS["adamw_clipped"], []
+def test_step_is_traced_and_compiled_once_and_transfers_nothing(shard):
+    strategy, tx, traces = sharded(shard), OPTIMIZERS["adamw_clipped"], []
 
     def loss(params, x, y):
-        traced.append(None)
+        traces.append(None)
         return loss_of(params, x, y)
 
-    step, state, found = strategy.step(step_of(tx, loss)), made(strategy, tx), list(batches(strategy))
+    step, state, inputs = strategy.step(step_of(tx, loss)), initial_state(strategy, tx), list(batches(strategy))
     with jax.transfer_guard("disallow"):
-        for batch in found:
+        for batch in inputs:
             state, value = step(state, batch)
             jax.block_until_ready(value)
-    assert len(traced) == 1
+    assert len(traces) == 1
     assert step._compiled._cache_size() == 1
     assert value.sharding.is_fully_replicated
 
 
 @pytest.mark.parametrize(("shard",), some([("all",)], [(shard,) for shard in SHARDS]))
-def test_memory_of_the_state_becomes_that_of_the_new_one(shard):
+def test_state_is_donated(shard):
     strategy, tx = sharded(shard), OPTIMIZERS["adamw_clipped"]
-    state, batch = made(strategy, tx), next(iter(batches(strategy)))
+    state, batch = initial_state(strategy, tx), next(iter(batches(strategy)))
     step = strategy.step(step_of(tx))
     figures = step.lower(state, batch).compile().memory_analysis()
     part = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
@@ -321,10 +321,15 @@ def test_memory_of_the_state_becomes_that_of_the_new_one(shard):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
 
 
-def test_mesh_with_explicit_axes_is_taken_as_one_with_automatic_ones():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
-    tx = OPTIMIZERS["sgd"]
-    assert_close(train(jdist.ShardedStrategy("all", mesh), tx), train(one_device(), tx))
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Manual])
+def test_mesh_with_axes_that_are_not_auto_raises(axis_type):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto, axis_type), devices=jax.devices()[:4])
+    message = rf"axis types 'data': Auto, 'model': {axis_type.name}, and .* needs `Auto`.*`mesh=jax\.sharding\.Mesh\("
+    with pytest.raises(ValueError, match=message):
+        jdist.ShardedStrategy("all", mesh=mesh)
+    assert (
+        jdist.ShardedStrategy("all", mesh=Mesh(mesh.devices, mesh.axis_names)).mesh.axis_types == (AxisType.Auto,) * 2
+    )
 
 
 # --- policies
@@ -333,7 +338,7 @@ def test_mesh_with_explicit_axes_is_taken_as_one_with_automatic_ones():
 @pytest.mark.parametrize(
     ("name",), some([("diloco",)], [(name,) for name in policies.POLICIES if name != "hierarchical"])
 )
-def test_policy_gives_what_it_gives_on_one_device(name):
+def test_policy_trains_like_one_device(name):
     tx = policies.POLICIES[name](optax.sgd(0.1, momentum=0.9))
     strategy = sharded()
     first = policies.start(strategy, tx)

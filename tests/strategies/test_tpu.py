@@ -1,4 +1,4 @@
-"""`TPUStrategy`: its mesh, the programs that the real compiler makes for slices that are not there, and what it refuses."""
+"""`TPUStrategy`: its mesh, programs compiled for topology devices, and its errors."""
 
 import functools
 import importlib.util
@@ -38,7 +38,7 @@ TOPOLOGIES = {
 }
 
 
-# --- two models, and what their steps reduce
+# --- two models and their reductions
 
 
 class Block(nn.Module):
@@ -89,7 +89,7 @@ def digits_batch(replicas):
     return jdist.PerReplica((images, labels)), jdist.PerReplica(SHAPE((replicas, 8), jnp.float32))
 
 
-# What makes the state, the step, its inputs, and how many numbers it reduces beside the gradients, in how many calls.
+# The state, the step, its inputs, the number of values that it reduces beside the gradients, and the number of calls.
 MODELS = {
     "digits": (lambda key: digits.make_state(key, 10), lambda: digits.make_step(10), digits_batch, 2, 2),
     "transformer": (
@@ -104,7 +104,7 @@ MODELS = {
 
 @functools.cache
 def compiled(model, where):
-    """The strategy, the shapes of the state, and the program for them."""
+    """Returns the strategy, the shapes of the state, and the compiled step."""
     topology, num_slices, _ = TOPOLOGIES[where]
     strategy = jdist.TPUStrategy(topology=topology, num_slices=num_slices)
     make, step, batch, *_ = MODELS[model]
@@ -116,12 +116,12 @@ def bytes_of(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def put_in(one):
-    """The bytes that a device puts into an all-reduce or a reduce-scatter."""
+def operand_bytes(one):
+    """Returns the bytes per device of the operand of an all-reduce or a reduce-scatter."""
     return one.bytes_sent / {"all-reduce": 2, "reduce-scatter": 1}[one.kind] * one.group_size / (one.group_size - 1)
 
 
-# The compiler takes its time for a transformer.
+# Compiling a transformer is slow.
 QUICK = [*itertools.product(["digits"], TOPOLOGIES), ("transformer", "v5e:2x4")]
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
@@ -131,21 +131,21 @@ CASES = [
 
 @pytest.mark.parametrize("model, where", [case for case in CASES if case.values[1] != "two_slices"])
 @pytest.mark.one_in(3)
-def test_step_on_one_slice_reduces_its_gradients_once_over_all_replicas_and_sends_nothing_else(model, where):
+def test_step_on_one_slice_all_reduces_its_gradients_and_sends_nothing_else(model, where):
     strategy, state, program = compiled(model, where)
     replicas = TOPOLOGIES[where][2]
     *_, numbers, calls = MODELS[model]
     assert strategy.num_replicas_in_sync == replicas
-    found = hlo.collectives(program.as_text())
-    assert {(one.kind, one.group_size, one.executions, one.conditional) for one in found} == {
+    collectives = hlo.collectives(program.as_text())
+    assert {(one.kind, one.group_size, one.executions, one.conditional) for one in collectives} == {
         ("all-reduce", replicas, 1, False)
     }
-    assert len(found) == calls
-    assert sum(map(put_in, found)) == bytes_of(state["params"]) + 4 * numbers
+    assert len(collectives) == calls
+    assert sum(map(operand_bytes, collectives)) == bytes_of(state["params"]) + 4 * numbers
 
 
 @pytest.mark.parametrize("model, where", [case for case in CASES if case.values[1] == "two_slices"])
-def test_step_on_two_slices_reduces_within_each_and_sends_the_parts_across(model, where):
+def test_step_on_two_slices_reduces_within_each_and_sends_parts_across(model, where):
     _, state, program = compiled(model, where)
     lines = program.as_text().splitlines()
     across = [line for line in lines if re.search(r" (send|recv)(-done)?\(", line)]
@@ -153,8 +153,8 @@ def test_step_on_two_slices_reduces_within_each_and_sends_the_parts_across(model
     gradients = bytes_of(state["params"])
     assert {one.kind for one in within} <= {"all-reduce", "reduce-scatter", "all-gather"}
     assert {one.group_size for one in within} == {16}
-    reduced = sum(put_in(one) for one in within if one.kind != "all-gather")
-    # Small arrays are joined, and filled up to whole rows of 128.
+    reduced = sum(operand_bytes(one) for one in within if one.kind != "all-gather")
+    # Small arrays are concatenated, and padded to rows of 128.
     assert gradients + 4 <= reduced <= gradients + 4 * 128 * len(jax.tree.leaves(state["params"]))
     sends, receives = ([line for line in across if f" {kind}(" in line] for kind in ("send", "recv"))
     assert len(sends) == len(receives) > 0
@@ -163,22 +163,22 @@ def test_step_on_two_slices_reduces_within_each_and_sends_the_parts_across(model
 
 
 @pytest.mark.parametrize("where", TOPOLOGIES)
-def test_memory_of_a_device_is_that_of_a_state_whose_memory_the_new_one_takes(where):
+def test_memory_of_a_device_is_one_donated_state(where):
     _, state, program = compiled("digits", where)
     memory = program.memory_analysis()
-    whole = bytes_of(state)
-    assert whole <= memory.alias_size_in_bytes <= memory.argument_size_in_bytes <= 1.2 * whole
+    state_bytes = bytes_of(state)
+    assert state_bytes <= memory.alias_size_in_bytes <= memory.argument_size_in_bytes <= 1.2 * state_bytes
     assert memory.temp_size_in_bytes > 0
 
 
-def test_flags_that_are_recommended_are_taken():
+def test_recommended_flags_are_accepted():
     strategy, state, plain = compiled("digits", "v5e:4x4")
     step, batch = digits.make_step(10), digits_batch(16)
     options = jdist.xla_flags("tpu").compiler_options
     assert options
     program = strategy.compile(step, state, *batch, compiler_options=options)
-    found, expected = (sum(map(put_in, hlo.collectives(each.as_text()))) for each in (program, plain))
-    assert found == expected
+    actual, expected = (sum(map(operand_bytes, hlo.collectives(each.as_text()))) for each in (program, plain))
+    assert actual == expected
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         strategy.compile(step, state, *batch, compiler_options={"xla_no_such_option": True})
 
@@ -230,64 +230,66 @@ def links(one, other):
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5e:4x4", "v6e:4x4"])
-def test_neighbours_are_neighbours_in_the_network(topology):
+def test_neighbours_in_the_mesh_are_neighbours_in_the_network(topology):
     devices = jdist.TPUStrategy(topology=topology).mesh.devices.flat
     assert [links(*pair) for pair in itertools.pairwise(coordinates(devices))] == [1] * (len(devices) - 1)
 
 
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5e:4x8", "v5p:4x4x4", "v3:4x4", "tpu7x:2x2x2"])
-def test_mesh_has_every_device_once(topology):
+def test_mesh_contains_every_device_once(topology):
     strategy = jdist.TPUStrategy(topology=topology)
-    places = [(*device.coords, device.core_on_chip) for device in strategy.mesh.devices.flat]
-    assert sorted(places) == sorted((*d.coords, d.core_on_chip) for d in jdist.topology_devices(topology))
-    assert dict(strategy.mesh.shape) == {"replica": len(places)}
+    locations = [(*device.coords, device.core_on_chip) for device in strategy.mesh.devices.flat]
+    assert sorted(locations) == sorted((*d.coords, d.core_on_chip) for d in jdist.topology_devices(topology))
+    assert dict(strategy.mesh.shape) == {"replica": len(locations)}
 
 
-@pytest.mark.parametrize("topology, num_slices, each", [("v5e:4x4", 2, 16), ("v5p:2x2x1", 3, 4), ("v3:2x2", 2, 8)])
-def test_each_slice_is_a_row_of_the_mesh(topology, num_slices, each):
+@pytest.mark.parametrize(
+    "topology, num_slices, slice_size", [("v5e:4x4", 2, 16), ("v5p:2x2x1", 3, 4), ("v3:2x2", 2, 8)]
+)
+def test_each_slice_is_a_row_of_the_mesh(topology, num_slices, slice_size):
     strategy = jdist.TPUStrategy(topology=topology, num_slices=num_slices)
-    assert dict(strategy.mesh.shape) == {"group": num_slices, "replica": each}
+    assert dict(strategy.mesh.shape) == {"group": num_slices, "replica": slice_size}
     assert [{d.slice_index for d in row} for row in strategy.mesh.devices] == [{i} for i in range(num_slices)]
-    assert strategy.num_replicas_in_sync == num_slices * each
+    assert strategy.num_replicas_in_sync == num_slices * slice_size
     orders = {tuple(map(tuple, coordinates(row))) for row in strategy.mesh.devices}
-    assert len(orders) == 1  # so that the parts of a sum lie at the same place in each
+    assert len(orders) == 1  # so that each part of a sum is at the same location in each slice
 
 
-def test_description_says_what_the_devices_are_and_where_a_state_would_lie():
+def test_description_of_topology_devices():
     strategy = jdist.TPUStrategy(topology="v5e:4x4", num_slices=2)
-    said = str(strategy.describe({"w": SHAPE((256, 128), jnp.float32)}))
-    assert "TPUStrategy" in said
-    assert "'group' 2 x 'replica' 16" in said
-    assert "32 of kind TPU v5 lite (tpu)" in said
-    assert re.search(r"w .*128\.0 KiB", said)
+    text = str(strategy.describe({"w": SHAPE((256, 128), jnp.float32)}))
+    assert "TPUStrategy" in text
+    assert "'group' 2 x 'replica' 16" in text
+    assert "32 of kind TPU v5 lite (tpu)" in text
+    assert re.search(r"w .*128\.0 KiB", text)
 
 
-# --- what is not there
+# --- errors
 
 
-def test_without_a_tpu_it_is_said_what_there_is_and_what_to_do():
+def test_error_without_a_tpu_lists_the_devices_and_what_to_do():
     with pytest.raises(
-        RuntimeError, match=r"There is no TPU: JAX has cpu:0, .*cpu:7 here, and says of TPUs: \S"
+        RuntimeError, match=r"There is no TPU: JAX has the devices cpu:0, .*cpu:7, and reports for TPUs: \S"
     ) as error:
         jdist.TPUStrategy()
-    for way in (
+    for advice in (
         "choose a runtime with a TPU",
         '`pip install "jax[tpu]"`',
         "JAX_PLATFORMS",
         '`TPUStrategy(topology="v5e:4x4")`',
         "`jdist.auto_strategy()`",
     ):
-        assert way in str(error.value)
+        assert advice in str(error.value)
 
 
-def test_resolver_of_one_host_joins_nobody_and_then_there_is_no_tpu():
+def test_resolver_of_one_host_joins_no_processes():
     resolver = jdist.cluster.TPUClusterResolver(environ={"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"})
-    with pytest.raises(RuntimeError, match="There is no TPU: JAX has cpu:0"):
+    with pytest.raises(RuntimeError, match="There is no TPU: JAX has the devices cpu:0"):
         jdist.TPUStrategy(resolver)
     assert not jax.distributed.is_initialized()
 
 
-def test_resolver_that_fails_says_so_itself():
+def test_error_of_a_resolver_is_raised():
     class Unreachable(jdist.cluster.TPUClusterResolver):
         def initialize(self):
             raise RuntimeError("host 3 does not answer")
@@ -300,25 +302,27 @@ def test_resolver_that_fails_says_so_itself():
 @pytest.mark.parametrize(
     "resolver", ["v5e:4x4", "local", "", 3, ["cpu:0"], jdist.cluster.TPUClusterResolver], ids=lambda value: str(value)
 )
-def test_what_is_no_resolver_is_refused(resolver):
-    says = r"`cluster_resolver` is such as `jdist\.cluster\.TPUClusterResolver\(\)`, got "
-    with pytest.raises(TypeError, match=says + re.escape(repr(resolver)) + r".*`TPUStrategy\(topology=\"v5e:4x4\"\)`"):
+def test_cluster_resolver_of_another_type_raises(resolver):
+    message = r"`cluster_resolver` is such as `jdist\.cluster\.TPUClusterResolver\(\)`, got "
+    with pytest.raises(
+        TypeError, match=message + re.escape(repr(resolver)) + r".*`TPUStrategy\(topology=\"v5e:4x4\"\)`"
+    ):
         jdist.TPUStrategy(resolver)
 
 
-def test_topology_that_does_not_exist_is_refused_with_those_that_do():
+def test_unknown_topology_raises_with_the_known_ones():
     with pytest.raises(
         ValueError, match=r"The TPU topology 'v5e:3x3' does not exist\. Valid topologies are .*v5e: 2x2, 2x4"
     ):
         jdist.TPUStrategy(topology="v5e:3x3")
 
 
-def test_slices_of_no_topology_are_refused():
-    with pytest.raises(ValueError, match=r"topology=None, num_slices=2.*slices are counted of a topology"):
+def test_num_slices_without_a_topology_raises():
+    with pytest.raises(ValueError, match=r"topology=None, num_slices=2.*`num_slices` applies to a topology"):
         jdist.TPUStrategy(num_slices=2)
 
 
-def test_same_bits_whatever_strategy_took_the_devices():
+def test_mirrored_and_tpu_strategy_have_the_same_collectives():
     devices = jdist.topology_devices("v5e:2x4")
     step = lambda w, x: (w + jdist.all_reduce("mean", x), None)
     arguments = SHAPE((4,), np.float32), jdist.PerReplica(SHAPE((8, 4), np.float32))
@@ -326,5 +330,5 @@ def test_same_bits_whatever_strategy_took_the_devices():
         strategy.compile(step, *arguments).as_text()
         for strategy in (jdist.MirroredStrategy(devices), jdist.TPUStrategy(topology="v5e:2x4"))
     ]
-    found = [hlo.collectives(text) for text in texts]
-    assert found[0] == found[1] != []
+    collectives = [hlo.collectives(text) for text in texts]
+    assert collectives[0] == collectives[1] != []

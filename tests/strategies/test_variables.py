@@ -1,4 +1,4 @@
-"""`variable` and `trainable`: where a value is put that the replicas write, and what an optimizer may change of a state."""
+"""`variable` and `trainable`: the wrapper of each choice, and the mask of trainable leaves."""
 
 import itertools
 
@@ -19,7 +19,7 @@ VALUE = {"w": np.float32([1, 2]), "n": (np.float32(3), None)}
 
 
 def _expected():
-    """What each combination that has a meaning gives: synchronization, aggregation and trainable, to the kind and its notes."""
+    """Maps each valid (synchronization, aggregation, trainable) to the wrapper class and its fields; None for a plain array."""
     table = {}
     for aggregation, trainable in itertools.product(AGGREGATIONS, (None, False, True)):
         name = VariableAggregation[aggregation.upper()]
@@ -40,28 +40,33 @@ every_choice = pytest.mark.parametrize(
 )
 
 
-def _said(value):
-    """The kind of a variable, and what it says beyond its tree."""
+def options(choice):
+    """Returns a choice as keyword arguments of `variable`."""
+    return dict(zip(("synchronization", "aggregation", "trainable"), choice, strict=False))
+
+
+def _fields(value):
+    """Returns the class of a variable and its fields beside the tree; None for a plain array."""
     if not isinstance(value, jdist.DistributedValues):
         return None
     return (type(value), *(getattr(value, name) for name in ("aggregation", "trainable") if hasattr(value, name)))
 
 
 @every_choice
-def test_variable_in_scope_is_placed_as_its_choice_says(choice, kind, two):
+def test_variable_in_scope_has_the_wrapper_of_its_choice(choice, kind, two):
     synchronization, aggregation, trainable = choice
     with two.scope():
-        made = jdist.variable(VALUE, synchronization, aggregation, trainable)
-    assert _said(made) == kind
+        made = jdist.variable(VALUE, synchronization=synchronization, aggregation=aggregation, trainable=trainable)
+    assert _fields(made) == kind
     for value, device in zip(two.local_results(made), two.mesh.devices.flat, strict=True):
         chex.assert_trees_all_equal(value, VALUE)
         assert {device} == set().union(*(leaf.devices() for leaf in jax.tree.leaves(value)))
 
 
 @every_choice
-def test_variable_in_init_is_what_it_is_in_scope(choice, kind, two):
+def test_variable_in_init_equals_the_variable_in_scope(choice, kind, two):
     synchronization, aggregation, trainable = choice
-    make = lambda: jdist.variable(VALUE, synchronization, aggregation, trainable)
+    make = lambda: jdist.variable(VALUE, synchronization=synchronization, aggregation=aggregation, trainable=trainable)
     state = two.init(lambda: {"v": make()})
     with two.scope():
         expected = make()
@@ -85,9 +90,9 @@ def test_variable_takes_names_in_any_case_and_members(name, strategy):
     aggregation, kind = SYNCHRONIZATIONS[name]
     member = VariableSynchronization[name.upper()]
     for synchronization in (name, name.upper(), name.title(), member):
-        for how in (aggregation, aggregation.upper(), VariableAggregation[aggregation.upper()]):
+        for aggregation_name in (aggregation, aggregation.upper(), VariableAggregation[aggregation.upper()]):
             with strategy.scope():
-                made = jdist.variable(1.0, synchronization=synchronization, aggregation=how)
+                made = jdist.variable(1.0, synchronization=synchronization, aggregation=aggregation_name)
             assert type(made) is kind or kind is type(None) and isinstance(made, jax.Array)
 
 
@@ -100,28 +105,31 @@ def test_variable_by_default_is_a_plain_array_on_every_replica(strategy):
 
 
 def test_variable_outside_any_strategy_is_on_the_default_device():
-    made = jdist.variable(1.0, "on_read", "sum")
+    made = jdist.variable(1.0, synchronization="on_read", aggregation="sum")
     assert made.tree.devices() == {jax.local_devices()[0]}
     assert float(made.read()) == 1
 
 
-def test_variable_that_is_read_as_a_sum_begins_with_the_value_on_each_replica(strategy):
+def test_variable_that_is_read_as_a_sum_starts_with_the_value_on_each_replica(strategy):
     with strategy.scope():
-        seen = jdist.variable(np.int32(2), "on_read", "sum")
+        seen = jdist.variable(np.int32(2), synchronization="on_read", aggregation="sum")
     assert int(seen.read()) == 2 * strategy.num_replicas_in_sync
 
 
-def test_variable_may_differ_between_replicas_where_it_is_kept_apart(strategy):
+def test_only_per_replica_and_on_read_variables_may_vary_initially(strategy):
     def make():
-        mine = jdist.replica_id()
-        return {"own": jdist.variable(mine, "none"), "part": jdist.variable(mine, "on_read", "sum")}
+        index = jdist.replica_id()
+        return {
+            "own": jdist.variable(index, synchronization="none"),
+            "part": jdist.variable(index, synchronization="on_read", aggregation="sum"),
+        }
 
     n = strategy.num_replicas_in_sync
     state = strategy.init(make)
     np.testing.assert_array_equal(state["own"].tree, np.arange(n))
     assert int(state["part"].read()) == n * (n - 1) // 2
     with pytest.raises(jdist.NotMirroredError, match=r"state is not proved to be the same on every replica"):
-        strategy.init(lambda: jdist.variable(jdist.replica_id(), "on_write", "sum"))
+        strategy.init(lambda: jdist.variable(jdist.replica_id(), synchronization="on_write", aggregation="sum"))
 
 
 LEAVES = {
@@ -142,7 +150,7 @@ LEAVES = {
 )
 def test_variable_may_hold_any_leaf(leaf, choice, two):
     with two.scope():
-        made = jdist.variable({"x": leaf}, *choice)
+        made = jdist.variable({"x": leaf}, **options(choice))
     tree = made.tree if isinstance(made, jdist.DistributedValues) else made
     assert jax.tree.structure(tree) == jax.tree.structure({"x": leaf})
     assert [x.dtype for x in jax.tree.leaves(tree)] == [jnp.asarray(x).dtype for x in jax.tree.leaves(leaf)]
@@ -160,38 +168,38 @@ BAD = {
         r"Invalid variable aggregation mode: 'max'; take one of 'NONE', 'SUM', 'MEAN', 'ONLY_FIRST_REPLICA'\.",
     ),
     "aggregation_nothing": (("auto", None), r"Invalid variable aggregation mode: None; take one of"),
-    "trained_apart": (
+    "trainable_per_replica": (
         ("none", "none", True),
-        r"never synchronised is not trainable\..*`synchronization=\"on_read\", trainable=True`",
+        r"with synchronization NONE cannot be trainable\..*`synchronization=\"on_read\", trainable=True`",
     ),
 }
 
 
-@pytest.mark.parametrize("choice, says", BAD.values(), ids=BAD)
-def test_choice_that_there_is_none_of_or_contradicts_itself_is_refused_everywhere(choice, says, two):
-    with pytest.raises(ValueError, match=says):
-        jdist.variable(1.0, *choice)
-    with pytest.raises(ValueError, match=says), two.scope():
-        jdist.variable(1.0, *choice)
-    with pytest.raises(ValueError, match=says):
-        two.init(lambda: jdist.variable(1.0, *choice))
+@pytest.mark.parametrize("choice, message", BAD.values(), ids=BAD)
+def test_invalid_choice_raises_everywhere(choice, message, two):
+    with pytest.raises(ValueError, match=message):
+        jdist.variable(1.0, **options(choice))
+    with pytest.raises(ValueError, match=message), two.scope():
+        jdist.variable(1.0, **options(choice))
+    with pytest.raises(ValueError, match=message):
+        two.init(lambda: jdist.variable(1.0, **options(choice)))
 
 
 @pytest.mark.parametrize("synchronization", ["auto", "on_write", "on_read"])
-def test_variable_of_integers_with_a_mean_is_refused_when_it_is_made(synchronization, two):
-    says = (
+def test_variable_of_integers_with_a_mean_raises(synchronization, two):
+    message = (
         r"value\['n'\] is int32\[2\], and the mean of integers is a float, which it cannot hold\. Make it a float, or"
     )
-    make = lambda: jdist.variable({"n": np.zeros(2, np.int32)}, synchronization, "mean")
-    with pytest.raises(TypeError, match=says):
+    make = lambda: jdist.variable({"n": np.zeros(2, np.int32)}, synchronization=synchronization, aggregation="mean")
+    with pytest.raises(TypeError, match=message):
         make()
-    with pytest.raises(TypeError, match=says), two.scope():
+    with pytest.raises(TypeError, match=message), two.scope():
         make()
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         two.init(make)
 
 
-def test_mirrored_integers_with_a_mean_are_refused_when_they_are_placed(two):
+def test_mirrored_integers_with_a_mean_raise_when_they_are_placed(two):
     value = {"n": jdist.Mirrored([1], "mean")}
     for place, name in ((two.put, "value"), (lambda value: two.init(lambda: value), "state")):
         with pytest.raises(
@@ -203,16 +211,16 @@ def test_mirrored_integers_with_a_mean_are_refused_when_they_are_placed(two):
     assert {name: float(x) for name, x in state.read().items()} == {"count": 1.0, "mean": 1.5}
 
 
-def test_variables_in_a_step_are_written_as_they_say(strategy):
+def test_variables_in_a_step_are_aggregated_as_declared(strategy):
     n = strategy.num_replicas_in_sync
     ids = np.arange(n)
 
     def make():
         return {
-            "sum": jdist.variable(0.0, "on_write", "sum"),
+            "sum": jdist.variable(0.0, synchronization="on_write", aggregation="sum"),
             "auto_mean": jdist.variable(0.0, aggregation="mean"),
-            "read": jdist.variable(0.0, "on_read", "sum"),
-            "own": jdist.variable(0.0, "none"),
+            "read": jdist.variable(0.0, synchronization="on_read", aggregation="sum"),
+            "own": jdist.variable(0.0, synchronization="none"),
         }
 
     state, _ = strategy.step(lambda state: (jax.tree.map(lambda x: x + jdist.replica_id(), state), None))(
@@ -255,7 +263,7 @@ def test_trainable_is_a_tree_of_booleans_like_the_state_of_one_replica(two):
     assert jdist.trainable(()) == ()
 
 
-def test_trainable_masks_what_an_optimizer_changes(two):
+def test_trainable_masks_the_leaves_that_an_optimizer_changes(two):
     placed = two.put(_state())
     optimizer = optax.masked(optax.sgd(1.0), jdist.trainable(placed))
     frozen = optax.masked(optax.set_to_zero(), jax.tree.map(lambda flag: not flag, jdist.trainable(placed)))

@@ -127,7 +127,7 @@ def test_page_is_whole_and_needs_nothing_else(page):
         ["1", "40", "75", "1,500", "0", "1.25", "0.75", "1.375", "0.5"],
         ["Strategy", "MirroredStrategy"],
         ["kernel", "float32[4,8]", "mirrored"],
-        ["Proof", "2 of 3 results are the same on every replica; one value a replica: output[3]"],
+        ["Proof", "2 of 3 results are the same on every replica; one value per replica: output[3]"],
         ["The same on every replica (2)", "state['w']", "state['<i>']", "One value a replica (1)", "output[3]"],
         ["jax", jax.__version__],
         ["processes", "1"],

@@ -1,9 +1,9 @@
-"""`WholeView`: the devices together are one replica, which sees the global batch, and the compiler splits its work.
+"""`AutoShardedBackend`: one replica over all devices, in the global view; XLA partitions its computation.
 
-The function is traced with an axis `"replica"` of size one, as the others are with theirs, so that the same is proved of it.
-Then its collectives are taken out, for there is no other replica (`jdist._src.jaxpr.single_replica`): what is left is the program of one device.
-Where its arguments, its state and its results lie is written to it, and XLA splits it, and puts in the collectives that are
-needed for it.
+The step is traced with an axis `"replica"` of size one, so that the replication analysis applies to it as under the other
+backends. The collectives over this axis are then removed (`jdist._src.jaxpr.single_replica`), because XLA has no such axis.
+Sharding constraints on the arguments, the state and the results tell XLA how to split the work, and XLA inserts the
+collectives.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import REPLICA_AXIS, Replicas
-from jdist._src.execution.backend import Backend, ReplicaFunction, ResultPlacements
+from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults
 from jdist._src.jaxpr.single_replica import eliminate_collectives
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
@@ -28,49 +28,50 @@ class AutoShardedBackend(Backend):
     """One replica over all devices.
 
     Args:
-        replicas: The one replica.
-        layout: How a state lies on its devices.
+        replicas: The one replica and its mesh.
+        state_sharding: The rules that split the leaves of a state.
     """
 
-    def __init__(self, replicas: Replicas, layout: StateSharding):
+    def __init__(self, replicas: Replicas, state_sharding: StateSharding):
         super().__init__(replicas)
-        self.layout = layout
+        self._rules = self.state_sharding = state_sharding
 
-    def trace(self, one: ReplicaFunction) -> Any:
-        """See `View.trace`."""
-        sizes = [(REPLICA_AXIS, 1)]
-        return jax_compat.lower_hi_primitives(jax.make_jaxpr(one.fn, axis_env=sizes)(*one.blocks), sizes)
+    def trace(self, function: ReplicaFunction) -> Any:
+        """See `Backend.trace`."""
+        axis_env = [(REPLICA_AXIS, 1)]
+        traced = jax.make_jaxpr(function.fn, axis_env=axis_env)(*function.unwrapped)
+        return jax_compat.lower_hi_primitives(traced, axis_env)
 
-    def run(self, one: ReplicaFunction, program: Any, results: ResultPlacements) -> list[PyTree]:
-        """See `View.run`."""
-        blocks = [*one.blocks[: one.num_state], *map(self._split_batch, one.items[one.num_state :])]
-        return results.leave(results.as_trees(eliminate_collectives(program, REPLICA_AXIS, jax.tree.leaves(blocks))))
+    def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
+        """See `Backend.run`."""
+        state, inputs = function.unwrapped[: function.num_state], function.items[function.num_state :]
+        arguments = jax.tree.leaves([*state, *map(self._constrain_batch, inputs)])
+        return results.to_blocks(results.as_trees(eliminate_collectives(program, REPLICA_AXIS, arguments)))
 
-    def shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
-        """See `View.shardings`."""
+    def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
+        """See `Backend.state_shardings`."""
         items = jax.tree.leaves(tree, is_leaf=is_distributed)
         is_batch = [isinstance(item, PerReplica) for item in items for _ in jax.tree.leaves(item)]
-        rules = zip(is_batch, self.inputs(tree), self.layout.shardings(tree, is_state), strict=True)
-        return [batch if per_replica else split for per_replica, batch, split in rules]
+        rows = zip(is_batch, self.input_shardings(tree), self._rules.shardings(tree, is_state), strict=True)
+        return [batch if per_replica else split for per_replica, batch, split in rows]
 
-    def reduced(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
-        """See `View.reduced`."""
-        return self.layout.reduced(state)
+    def gradient_constraint(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
+        """See `Backend.gradient_constraint`."""
+        return self._rules.reduced(state)
 
-    def arranged(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
-        """See `View.arranged`."""
+    def constrain_results(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Backend.constrain_results`."""
         is_state = bool(jax.tree.leaves(state))
-        return constrain_shardings(state, self.shardings(state, is_state)), constrain_shardings(
-            outputs, self.inputs(outputs)
-        )
+        new_state = _constrain(state, self.state_shardings(state, is_state))
+        return new_state, _constrain(outputs, self.input_shardings(outputs))
 
-    def _split_batch(self, item: Any) -> PyTree:
+    def _constrain_batch(self, item: Any) -> PyTree:
         if isinstance(item, PerReplica):
-            return constrain_shardings(item, self.inputs(item))
+            return _constrain(item, self.input_shardings(item))
         return getattr(item, "tree", item)
 
 
-def constrain_shardings(tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
-    """`tree` with each leaf where its sharding says, in a program that is being traced."""
+def _constrain(tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
+    """Returns the traced `tree` with the sharding of each leaf fixed."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(map(lax.with_sharding_constraint, leaves, shardings))

@@ -1,4 +1,4 @@
-"""What a view is: how the program of one replica is traced and run over devices, and where the leaves of a state lie."""
+"""`Backend`: traces a replica function, runs its jaxpr on the devices of all replicas, and places the state between steps."""
 
 import abc
 import dataclasses
@@ -7,21 +7,23 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+from jax.tree_util import PyTreeDef
 
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.base import DistributedValues, is_distributed
 from jdist._src.values.per_replica import PerReplica
+from jdist._src.values.state_sharding import StateSharding
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaFunction:
-    """A replica function that is being traced.
+    """A replica function and its arguments, ready to be traced.
 
     Attributes:
-        fn: From what a device holds of the arguments to the results, as one replica gives them.
-        items: The arguments: each a plain leaf, or a wrapper as a whole.
-        num_state: How many of the first arguments, and of the first results, are the items of a state.
+        fn: Takes the block of each argument that one device holds, and returns the list of the results of one replica.
+        items: The arguments. An item is a plain leaf or a complete wrapper.
+        num_state: The number of leading items that are the state.
     """
 
     fn: Callable[..., list[PyTree]]
@@ -29,13 +31,13 @@ class ReplicaFunction:
     num_state: int = 0
 
     @property
-    def blocks(self) -> list[PyTree]:
-        """The arguments without their wrappers, as the host sees them."""
+    def unwrapped(self) -> list[PyTree]:
+        """The global value of each argument, without its wrapper."""
         return [item.tree if is_distributed(item) else item for item in self.items]
 
 
 def replica_shapes(item: Any, num_replicas: int) -> PyTree:
-    """Returns the shapes of an argument that one replica receives: `[n, ...]` of `[replica * n, ...]`, or all of a shared one."""
+    """Returns the shapes that one replica receives of an argument: `[n, ...]` of `[replica * n, ...]`, or the shapes of a shared one."""
     is_shared = not is_distributed(item) or item._is_replicated
 
     def leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -47,82 +49,107 @@ def replica_shapes(item: Any, num_replicas: int) -> PyTree:
 
 
 @dataclasses.dataclass(frozen=True)
-class ResultPlacements:
-    """What is known of the results of a traced replica function.
+class ReplicaResults:
+    """The results of a traced replica function: `(state, outputs)`, flattened to items.
 
     Attributes:
-        trees: The results, for each the tree of its leaves.
-        placements: For each the wrapper that it goes into, or None for what every replica has.
+        items: Each result: the wrapper that the function returned, or None for a plain leaf.
+        names: The name of each result in messages.
+        num_state: The number of leading items that are the new state.
+        treedef: The structure of `(state, outputs)`.
+        wrappers: The wrapper class that each result is placed in, None if it is replicated. Empty until the proof is done.
     """
 
-    trees: Sequence[PyTree]
-    placements: Sequence[type[DistributedValues] | None]
+    items: Sequence[Any]
+    names: Sequence[str]
+    num_state: int
+    treedef: PyTreeDef
+    wrappers: Sequence[type[DistributedValues] | None] = ()
 
-    def leave(self, values: Sequence[PyTree]) -> list[PyTree]:
-        """From the results as one replica gives them to what a device holds."""
-        pairs = zip(self.placements, values, strict=True)
-        return [placement._to_block(value) if placement else value for placement, value in pairs]
+    @property
+    def trees(self) -> list[PyTree]:
+        """Each result as the tree of its leaves."""
+        return [0 if item is None else item.tree for item in self.items]
 
     def as_trees(self, leaves: Sequence[Any]) -> list[PyTree]:
-        """So many leaves as the results that they make up."""
-        left = iter(leaves)
-        return [jax.tree.map(lambda _: next(left), tree) for tree in self.trees]
+        """Returns the leaves of all results, grouped into one tree per result."""
+        remaining = iter(leaves)
+        return [jax.tree.map(lambda _: next(remaining), tree) for tree in self.trees]
+
+    def to_blocks(self, values: Sequence[PyTree]) -> list[PyTree]:
+        """Returns the block of each result that one device stores, from the results of one replica."""
+        pairs = zip(self.wrappers, values, strict=True)
+        return [wrapper._to_block(value) if wrapper else value for wrapper, value in pairs]
+
+    def as_pair(self, values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
+        """Returns `(state, outputs)` with the global value of each result in its wrapper."""
+        wrapped = [
+            item._with_tree(value) if item is not None else wrapper(value) if wrapper else value
+            for item, wrapper, value in zip(self.items, self.wrappers, values, strict=True)
+        ]
+        return self.treedef.unflatten(wrapped)
 
 
 class Backend(abc.ABC):
-    """How the program of one replica becomes a program over devices.
+    """Runs the jaxpr of one replica on the devices of all replicas.
 
     Attributes:
-        replicas: The replicas, and the devices that they lie on.
-        home: Where a state lies between programs, if that is elsewhere: it is fetched before each, and stored after.
-        scans: Whether one program may run several steps.
+        replicas: The replicas and their mesh.
+        storage: The sharding of a state between programs, if a state is not stored on the mesh. It is copied to the mesh before
+            each program and back after it.
+        state_sharding: The rules that split the leaves of a state over the devices, if the strategy splits them.
+        supports_scan: Whether one program can run several steps.
     """
 
-    home: NamedSharding | None = None
-    scans: bool = True
+    storage: NamedSharding | None = None
+    state_sharding: StateSharding | None = None
+    supports_scan: bool = True
 
     def __init__(self, replicas: Replicas):
         self.replicas = replicas
 
     @abc.abstractmethod
-    def trace(self, one: ReplicaFunction) -> Any:
-        """The closed program of one replica, with the axes of the replicas in it."""
+    def trace(self, function: ReplicaFunction) -> Any:
+        """Returns the closed jaxpr of one replica, with the mesh axes of the replicas bound."""
 
     @abc.abstractmethod
-    def run(self, one: ReplicaFunction, program: Any, results: ResultPlacements) -> list[PyTree]:
-        """The results as the host sees them."""
+    def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
+        """Runs the closed jaxpr `program` for all replicas, and returns the global value of each result.
 
-    def inputs(self, tree: PyTree) -> list[NamedSharding]:
-        """How each leaf of an argument lies on the devices: plain ones whole on each, others as their wrapper says."""
+        It runs the jaxpr that was analyzed: a second trace of the function could give another jaxpr.
+        """
+
+    def input_shardings(self, tree: PyTree) -> list[NamedSharding]:
+        """Returns the sharding of each leaf of an argument: replicated, or as specified by the leaf's wrapper."""
         items = jax.tree.leaves(tree, is_leaf=is_distributed)
-        return [self._of_leaf(item, leaf) for item in items for leaf in jax.tree.leaves(item)]
+        return [self._input_sharding(item, leaf) for item in items for leaf in jax.tree.leaves(item)]
 
-    def shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
-        """How each leaf of a state lies on the devices.
+    def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
+        """Returns the sharding of each leaf of a state between programs.
 
         Args:
             tree: A tree of arrays or of their shapes, some in wrappers.
-            is_state: Whether it is known to be a whole state.
+            is_state: Whether `tree` is known to be a complete state.
         """
-        return self.inputs(tree)
+        return self.input_shardings(tree)
 
-    def reduced(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
-        """What is done to what a step has all-reduced, or None: nothing."""
+    def gradient_constraint(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
+        """Returns the function that a step over `state` applies to all-reduced values, or None."""
         return None
 
-    def arranged(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
-        """State and outputs of a program, brought to where they belong while it is traced."""
+    def constrain_results(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns the traced results of a program with their shardings fixed."""
         return state, outputs
 
-    def fetched(self, tree: PyTree) -> PyTree:
-        """A tree with what lies elsewhere on the devices of the replicas, whole."""
+    def to_mesh(self, tree: PyTree) -> PyTree:
+        """Returns `tree` with the leaves that are stored elsewhere replicated on the mesh."""
         return tree
 
-    def stored(self, state: PyTree) -> PyTree:
-        """The state that a program returned, where it lies until the next."""
+    def to_storage(self, state: PyTree) -> PyTree:
+        """Returns the state that a program returned, moved to where it is stored between programs."""
         return state
 
-    def _of_leaf(self, item: Any, leaf: Any) -> NamedSharding:
+    def _input_sharding(self, item: Any, leaf: Any) -> NamedSharding:
         if not is_distributed(item) or item._is_replicated:
             return self.replicas.whole
         if isinstance(item, PerReplica):

@@ -1,9 +1,9 @@
-"""`CentralView`: one replica a device, and a state that lies in another memory, where it is updated.
+"""`HostOffloadBackend`: one replica per device, and a state that is stored, and updated, in another memory.
 
-A step is run in two parts (`jdist._src.jaxpr.update_partition`). Up to its last collective, each replica runs on its own device: what it needs of
-the central state is sent there. The rest is done once, in the parts in which the state is kept: what makes each element of
-the same elements only by the processors of the host, if the platform can be told to use them; what needs more, such as a
-norm, by the devices, each one its part.
+A step runs in two parts (`jdist._src.jaxpr.update_partition`). Up to the last collective, each replica runs on its own device,
+and the offloaded leaves that it reads are copied there. The update runs once, on the parts in which the state is stored. Its
+elementwise equations run on the host's processors if the platform supports host computation. Its other equations, such as a
+norm, run on the devices, and each device computes its own part.
 
 Source:
     J. Ren et al., "ZeRO-Offload: democratizing billion-scale model training", arXiv:2101.06840.
@@ -21,8 +21,9 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Literal
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas
-from jdist._src.execution.backend import Backend, ReplicaFunction, ResultPlacements, replica_shapes
-from jdist._src.execution.device_offload import move_to_devices
+from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults, replica_shapes
+from jdist._src.execution.device_offload import copy_to_mesh
+from jdist._src.execution.shard_map import partition_specs
 from jdist._src.jaxpr import update_partition
 from jdist._src.jaxpr.replication import Input
 from jdist._src.jaxpr.update_partition import JaxprPart
@@ -30,159 +31,150 @@ from jdist._src.values.base import is_distributed
 from jdist._src.values.state_sharding import StateSharding
 
 
-class _Given(NamedTuple):
-    """A leaf of the arguments, or a constant.
+class _Operand(NamedTuple):
+    """A leaf of the arguments of a program, or a constant of its jaxpr.
 
     Attributes:
-        value: As the host sees it.
-        wrapper: Of which class the wrapper is that it is in.
-        is_state: Whether it belongs to the state.
+        value: Its global value.
+        wrapper: The class of the wrapper that contains it, or None.
+        is_state: Whether it is a leaf of the state.
     """
 
     value: Any
     wrapper: Any = None
     is_state: bool = False
 
-    @property
-    def is_central(self) -> bool:
-        return self.is_state and _is_on_host(self.value)
-
 
 @final
 class HostOffloadBackend(Backend):
-    """One replica a device, and leaves of the state in the memory of the host: of each device's host an equal part.
+    """One replica per device, and leaves of the state in host memory, split equally over the hosts' devices.
 
     Args:
         replicas: The replicas.
-        layout: Which leaves are central, and how they are split into parts.
-        host_computes: Whether programs for these devices can have parts that the host computes.
+        state_sharding: The rules that select the offloaded leaves and split them.
+        host_computes: Whether a program for these devices can contain parts that the host computes.
     """
 
-    scans = False  # the update is found behind the last collective of the one step in a program
+    supports_scan = False  # the update starts after the last collective, so a program contains one step
 
-    def __init__(self, replicas: Replicas, layout: StateSharding, host_computes: bool):
+    def __init__(self, replicas: Replicas, state_sharding: StateSharding, host_computes: bool):
         super().__init__(replicas)
-        self.layout = layout
+        self._rules = self.state_sharding = state_sharding
         self._host_computes = host_computes
+        self._axis_sizes = list(replicas.mesh.shape.items())
 
-    def trace(self, one: ReplicaFunction) -> Any:
-        """See `View.trace`."""
-        shapes = [replica_shapes(item, self.replicas.size) for item in one.items]
-        return jax_compat.lower_hi_primitives(
-            jax.make_jaxpr(one.fn, axis_env=self._axis_sizes)(*shapes), self._axis_sizes
-        )
+    def trace(self, function: ReplicaFunction) -> Any:
+        """See `Backend.trace`."""
+        shapes = [replica_shapes(item, self.replicas.size) for item in function.items]
+        traced = jax.make_jaxpr(function.fn, axis_env=self._axis_sizes)(*shapes)
+        return jax_compat.lower_hi_primitives(traced, self._axis_sizes)
 
-    def run(self, one: ReplicaFunction, program: Any, results: ResultPlacements) -> list[PyTree]:
-        """See `View.run`."""
+    def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
+        """See `Backend.run`."""
         flat = update_partition.inline_calls(program, self._axis_sizes)
         jaxpr = jax_compat.consts_as_inputs(flat)
-        given = dict(zip(jaxpr.invars, [*map(_Given, flat.consts), *_leaves_given(one)], strict=True))
-        wrappers = [w for tree, w in zip(results.trees, results.placements, strict=True) for _ in jax.tree.leaves(tree)]
-        before, by_element, rest, numbers = update_partition.split_update(
+        operands = dict(zip(jaxpr.invars, [*map(_Operand, flat.consts), *_argument_leaves(function)], strict=True))
+        wrappers = [w for tree, w in zip(results.trees, results.wrappers, strict=True) for _ in jax.tree.leaves(tree)]
+        before, elementwise, rest, numbers = update_partition.split_update(
             jaxpr,
-            [Input("", self.replicas.axes if _differs(item.wrapper) else ()) for item in given.values()],
+            [Input("", self.replicas.axes if _is_varying(operand.wrapper) else ()) for operand in operands.values()],
             self.replicas.axes,
-            remote=[var for var, item in given.items() if item.is_central],
-            per_replica=[atom for atom, wrapper in zip(jaxpr.outvars, wrappers, strict=True) if _differs(wrapper)],
-            num_state=sum(item.is_state for item in given.values()),
+            remote=[var for var, operand in operands.items() if operand.is_state and _is_on_host(operand.value)],
+            per_replica=[atom for atom, wrapper in zip(jaxpr.outvars, wrappers, strict=True) if _is_varying(wrapper)],
+            num_state=sum(operand.is_state for operand in operands.values()),
         )
-        updated, crossing = {*by_element.outputs, *rest.outputs}, {*by_element.inputs, *rest.inputs}
-        is_late = [not isinstance(atom, Literal) and atom in updated for atom in jaxpr.outvars]
-        results_of = zip(jaxpr.outvars, wrappers, is_late, strict=True)
-        early = [(atom, wrapper) for atom, wrapper, late in results_of if not late]
+        updated, crossing = {*elementwise.outputs, *rest.outputs}, {*elementwise.inputs, *rest.inputs}
+        is_updated = [not isinstance(atom, Literal) and atom in updated for atom in jaxpr.outvars]
+        flags = zip(jaxpr.outvars, wrappers, is_updated, strict=True)
+        replica_outputs = [(atom, wrapper) for atom, wrapper, late in flags if not late]
         cut = [var for var in before.outputs if var in crossing]
-        handed_on = [atom for atom, _ in early if not isinstance(atom, Literal) and atom in given]
-        read = list(dict.fromkeys([*before.inputs, *handed_on]))
+        unchanged = [atom for atom, _ in replica_outputs if not isinstance(atom, Literal) and atom in operands]
+        read = list(dict.fromkeys([*before.inputs, *unchanged]))
 
         def replica(*blocks: jax.Array) -> tuple[list[PyTree], list[jax.Array]]:
-            known = dict(zip(read, blocks, strict=True))
-            known.update(before.run(known))
-            values = [atom.val if isinstance(atom, Literal) else known.get(atom, 0) for atom in jaxpr.outvars]
-            left = jax.tree.leaves(results.leave(results.as_trees(list(map(jnp.asarray, values)))))
-            return [x for x, late in zip(left, is_late, strict=True) if not late], [known[var] for var in cut]
+            env = dict(zip(read, blocks, strict=True))
+            env.update(before.run(env))
+            values = [atom.val if isinstance(atom, Literal) else env.get(atom, 0) for atom in jaxpr.outvars]
+            leaves = jax.tree.leaves(results.to_blocks(results.as_trees(list(map(jnp.asarray, values)))))
+            return [x for x, late in zip(leaves, is_updated, strict=True) if not late], [env[var] for var in cut]
 
         over_mesh = jax.shard_map(
             replica,
             mesh=self.replicas.mesh,
-            in_specs=tuple(self._spec(given[var].wrapper) for var in read),
-            out_specs=([self._spec(wrapper) for _, wrapper in early], PartitionSpec()),
+            in_specs=tuple(partition_specs([operands[var].wrapper for var in read], self.replicas)),
+            out_specs=(partition_specs([wrapper for _, wrapper in replica_outputs], self.replicas), PartitionSpec()),
             check_vma=False,
         )
-        values, handed_over = over_mesh(*(self._on_devices(given[var].value) for var in read))
-        known = {var: item.value for var, item in given.items()} | dict(zip(cut, handed_over, strict=True))
-        known.update({var: jnp.asarray(number) for var, number in numbers.items()})
-        known.update(self._by_element(by_element, known))
-        known.update(rest.run({var: self._in_parts(known[var], "device") for var in rest.inputs}))
-        left = iter(values)
-        pairs = zip(jaxpr.outvars, is_late, strict=True)
-        return results.as_trees([known[atom] if late else next(left) for atom, late in pairs])
+        values, cut_values = over_mesh(*(self._replicated(operands[var].value) for var in read))
+        env = {var: operand.value for var, operand in operands.items()} | dict(zip(cut, cut_values, strict=True))
+        env.update({var: jnp.asarray(number) for var, number in numbers.items()})
+        env.update(self._run_elementwise(elementwise, env))
+        env.update(rest.run({var: self._split(env[var], "device") for var in rest.inputs}))
+        remaining = iter(values)
+        pairs = zip(jaxpr.outvars, is_updated, strict=True)
+        return results.as_trees([env[atom] if late else next(remaining) for atom, late in pairs])
 
-    def shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
-        """See `View.shardings`."""
-        rules = zip(self.layout.is_split(tree), self.layout.shardings(tree, is_state), self.inputs(tree), strict=True)
-        return [part.with_memory_kind(HOST_MEMORY) if is_central else plain for is_central, part, plain in rules]
+    def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
+        """See `Backend.state_shardings`."""
+        is_offloaded, parts = self._rules.is_split(tree), self._rules.shardings(tree, is_state)
+        rows = zip(is_offloaded, parts, self.input_shardings(tree), strict=True)
+        return [part.with_memory_kind(HOST_MEMORY) if offloaded else on_mesh for offloaded, part, on_mesh in rows]
 
-    def fetched(self, tree: PyTree) -> PyTree:
-        """See `View.fetched`."""
-        return move_to_devices(tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.whole)
+    def to_mesh(self, tree: PyTree) -> PyTree:
+        """See `Backend.to_mesh`."""
+        return copy_to_mesh(tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.whole)
 
-    def arranged(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
-        """See `View.arranged`."""
-        return self._moved(state, self.shardings(state)), self._moved(outputs, self.inputs(outputs))
+    def constrain_results(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
+        """See `Backend.constrain_results`."""
+        new_state = self._constrain(state, self.state_shardings(state))
+        return new_state, self._constrain(outputs, self.input_shardings(outputs))
 
-    @property
-    def _axis_sizes(self) -> list[tuple[str, int]]:
-        return list(self.replicas.mesh.shape.items())
-
-    def _spec(self, wrapper: Any) -> PartitionSpec:
-        return wrapper._partition_spec(self.replicas.per_replica_axes) if wrapper else PartitionSpec()
-
-    def _by_element(self, part: JaxprPart, known: Mapping[Any, Any]) -> dict[Any, Any]:
-        """The update of each element, by the host if it can."""
+    def _run_elementwise(self, part: JaxprPart, env: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Returns the values that the elementwise equations of the update compute, on the host if it can compute."""
         if not self._host_computes:
-            return part.run({var: self._in_parts(known[var], "device") for var in part.inputs})
-        made: dict[Any, Any] = {}
-        last: list[Any] = []
+            return part.run({var: self._split(env[var], "device") for var in part.inputs})
+        computed: dict[Any, Any] = {}
+        values: list[Any] = []
         for piece in part.split_by_array():
-            # One after the other: all at once would be on their way between the memories, and on the devices, at once.
-            needs = [self._in_parts(known[var], HOST_MEMORY) for var in piece.inputs]
-            needs, _ = lax.optimization_barrier((needs, last))
+            # Sequentially: otherwise all pieces would be in transfer, and in device memory, at the same time.
+            operands = [self._split(env[var], HOST_MEMORY) for var in piece.inputs]
+            operands, _ = lax.optimization_barrier((operands, values))
             run = lambda *values, piece=piece: list(piece.run(dict(zip(piece.inputs, values, strict=True))).values())
-            last = jax_compat.compute_on_host(run)(*needs)
-            made.update(zip(piece.outputs, last, strict=True))
-        return made
+            values = jax_compat.compute_on_host(run)(*operands)
+            computed.update(zip(piece.outputs, values, strict=True))
+        return computed
 
-    def _in_parts(self, x: Any, memory: str) -> Any:
-        """`x` in the parts in which the state is kept, in that memory. Between devices, it travels as their own."""
-        part = self.layout.part(x)
+    def _split(self, x: Any, memory: str) -> Any:
+        """Returns `x` in that memory, split as an offloaded leaf. A copy between host and device moves each device's part."""
+        part = self._rules.part(x)
         x = x if _is_on_host(x) else lax.with_sharding_constraint(x, part)
         return jax.device_put(x, part.with_memory_kind(memory)) if _is_on_host(x) or memory == HOST_MEMORY else x
 
-    def _on_devices(self, x: Any) -> Any:
-        """`x` whole on every device, if it is on the host."""
+    def _replicated(self, x: Any) -> Any:
+        """Returns `x` replicated on the devices if it is in host memory, else `x`."""
         if not _is_on_host(x):
             return x
-        return lax.with_sharding_constraint(self._in_parts(x, "device"), self.replicas.whole)
+        return lax.with_sharding_constraint(self._split(x, "device"), self.replicas.whole)
 
-    def _moved(self, tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
+    def _constrain(self, tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
+        def constrain_leaf(x: Any, sharding: NamedSharding) -> Any:
+            if sharding.memory_kind == HOST_MEMORY:
+                return self._split(x, HOST_MEMORY)
+            return lax.with_sharding_constraint(self._split(x, "device") if _is_on_host(x) else x, sharding)
+
         leaves, treedef = jax.tree.flatten(tree)
-        return treedef.unflatten(map(self._moved_leaf, leaves, shardings))
-
-    def _moved_leaf(self, x: Any, sharding: NamedSharding) -> Any:
-        if sharding.memory_kind == HOST_MEMORY:
-            return self._in_parts(x, HOST_MEMORY)
-        return lax.with_sharding_constraint(self._in_parts(x, "device") if _is_on_host(x) else x, sharding)
+        return treedef.unflatten(map(constrain_leaf, leaves, shardings))
 
 
-def _leaves_given(one: ReplicaFunction) -> list[_Given]:
+def _argument_leaves(function: ReplicaFunction) -> list[_Operand]:
     return [
-        _Given(leaf, type(item) if is_distributed(item) else None, number < one.num_state)
-        for number, item in enumerate(one.items)
+        _Operand(leaf, type(item) if is_distributed(item) else None, number < function.num_state)
+        for number, item in enumerate(function.items)
         for leaf in jax.tree.leaves(item)
     ]
 
 
-def _differs(wrapper: Any) -> bool:
+def _is_varying(wrapper: Any) -> bool:
     return wrapper is not None and not wrapper._is_replicated
 
 

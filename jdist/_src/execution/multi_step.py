@@ -1,4 +1,4 @@
-"""Several steps a call: one program that scans over their inputs, or one program, called for each in turn."""
+"""Several steps per call (`steps_per_call`): one program that scans over them, or one call of a program per step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,61 +8,64 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
 
 
-def scan_steps(step: Callable[..., tuple[PyTree, PyTree]], turns: int, state: PyTree, *inputs: PyTree) -> Any:
-    """The state after so many steps, and their outputs, leaves `[step, ...]`; in a replica function."""
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs_per_step(inputs, turns))
-    return lax.scan(lambda state, inputs: step(state, *inputs), jax.tree.map(jnp.asarray, state), stacked, turns)
+def scan_steps(step: Callable[..., tuple[PyTree, PyTree]], num_steps: int, state: PyTree, *inputs: PyTree) -> Any:
+    """Returns the state after `num_steps` steps and their outputs, leaves `[step, ...]`. Called in a replica function."""
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inputs_per_step(inputs, num_steps))
+    return lax.scan(lambda state, inputs: step(state, *inputs), jax.tree.map(jnp.asarray, state), stacked, num_steps)
 
 
 def run_sequentially(
-    launch: Callable[..., tuple[PyTree, PyTree]], turns: int, state: PyTree, *inputs: PyTree
+    launch: Callable[..., tuple[PyTree, PyTree]], num_steps: int, state: PyTree, *inputs: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """The same of a program of one step, as the host calls it."""
-    seen = []
-    for given in inputs_per_step(inputs, turns):
-        state, outputs = launch(state, *given)
-        seen.append(outputs)
-    return state, _stacked(seen)
+    """Returns the same as `scan_steps` for the program of one step, which the host calls once per step."""
+    outputs_per_step = []
+    for step_inputs in inputs_per_step(inputs, num_steps):
+        state, outputs = launch(state, *step_inputs)
+        outputs_per_step.append(outputs)
+    return state, _stack_outputs(outputs_per_step)
 
 
-def inputs_per_step(inputs: Sequence[Any], turns: int) -> list[tuple[PyTree, ...]]:
-    """The inputs of each step.
+def inputs_per_step(inputs: Sequence[Any], num_steps: int) -> list[tuple[PyTree, ...]]:
+    """Returns the inputs of each step, from inputs that are lists with one element per step.
 
     Raises:
-        ValueError: One is no list of so many, or what is in it is not alike.
+        ValueError: An input is not a list of `num_steps` elements, or its elements differ in structure or shapes.
     """
-    for number, given in enumerate(inputs, start=1):
-        # A tuple is one batch `(x, y)`: read as two steps, it would be scanned silently.
-        if not isinstance(given, list) or len(given) != turns:
-            what = f"{len(given)}" if isinstance(given, list) else f"a {type(given).__name__}"
+    for number, values in enumerate(inputs, start=1):
+        # A tuple is one batch `(x, y)`. Accepted as two steps, it would be scanned silently.
+        if not isinstance(values, list) or len(values) != num_steps:
+            got = f"a list of {len(values)}" if isinstance(values, list) else describe_type(values)
             raise ValueError(
-                f"With `steps_per_call={turns}` each input is a list of {turns}, what each step takes, and input {number} is "
-                f"{what}: `step(state, [batch, ...])`."
+                f"With `steps_per_call={num_steps}` each input is a list of {num_steps} elements, one per step, and input "
+                f"{number} is {got}. Write `step(state, [batch, ...])`."
             )
-        for turn, one in enumerate(given):
-            _check_alike(f"inputs[{number - 1}]", given[0], turn, one)
-    return list(zip(*inputs, strict=True)) if inputs else [()] * turns
+        for step, value in enumerate(values):
+            _check_same_shapes(f"inputs[{number - 1}]", values[0], step, value)
+    return list(zip(*inputs, strict=True)) if inputs else [()] * num_steps
 
 
-def _check_alike(name: str, first: PyTree, turn: int, other: PyTree) -> None:
+def _check_same_shapes(name: str, first: PyTree, step: int, other: PyTree) -> None:
     if jax.tree.structure(first) != jax.tree.structure(other):
-        raise ValueError(f"{name}[{turn}] has another structure than {name}[0]: the steps of a call take inputs alike.")
-    for (leaf_name, a), (_, b) in zip(named_leaves(f"{name}[{turn}]", other), named_leaves(name, first), strict=True):
+        raise ValueError(
+            f"{name}[{step}] and {name}[0] have different structures. All steps of a call take inputs of the same structure."
+        )
+    for (leaf_name, a), (_, b) in zip(named_leaves(f"{name}[{step}]", other), named_leaves(name, first), strict=True):
         if np.shape(a) != np.shape(b):
             raise ValueError(
-                f"{leaf_name} is {dtype_and_shape(a)} and was {dtype_and_shape(b)} in the first: steps of a call take inputs alike."
+                f"{leaf_name} is {dtype_and_shape(a)}, and {dtype_and_shape(b)} in the first step. All steps of a call take "
+                "inputs of the same shapes."
             )
 
 
 @jax.jit
-def _stacked(outputs: list[PyTree]) -> PyTree:
-    def one(*items: Any) -> Any:
-        dim = 1 if isinstance(items[0], PerReplica) else 0
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=dim), *items)
+def _stack_outputs(outputs_per_step: list[PyTree]) -> PyTree:
+    def stack(*items: Any) -> Any:
+        axis = 1 if isinstance(items[0], PerReplica) else 0
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=axis), *items)
 
-    return jax.tree.map(one, *outputs, is_leaf=is_distributed)
+    return jax.tree.map(stack, *outputs_per_step, is_leaf=is_distributed)

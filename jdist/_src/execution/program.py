@@ -1,32 +1,27 @@
-"""Programs: replica functions compiled for a mesh, and how they are called.
+"""`Program`: a replica function compiled for a mesh, and the call of it.
 
-A call of a program is a call of `jax.jit`. Around it, an error that JAX reports in terms of buffers and devices is raised
-again in terms of the caller's values, and on the CPU one call runs at a time (`jdist._src.devices.dispatch`).
+A call of a program is a call of `jax.jit`. Errors that JAX reports in terms of buffers and devices are raised again in terms of
+the caller's values, and on several CPU devices one call runs at a time (`jdist._src.devices.dispatch`).
 """
 
 import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
-from jdist._src.core.arguments import as_int
 from jdist._src.core.trace_key import is_keyed, unkeyed
-from jdist._src.core.tree import PyTree, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
-from jdist._src.execution.argument_errors import check_donated_state, raise_argument_error
 from jdist._src.execution.backend import Backend
-from jdist._src.execution.multi_step import inputs_per_step, run_sequentially, scan_steps
-from jdist._src.execution.replicate import Call, Proof, Traced, replicate
-from jdist._src.execution.state_update import apply_writes, rewrap, split_result, strongly_typed
-from jdist._src.replica import leaf_annotations, precision
-from jdist._src.replica.context import ReplicaContext, in_replica_function
-from jdist._src.replica.precision import Precision
+from jdist._src.execution.multi_step import inputs_per_step, run_sequentially
+from jdist._src.execution.replicate import Call, Proof, Traced
+from jdist._src.replica.context import in_replica_function
 from jdist._src.values.arrays import (
     check_array,
     check_not_leaked,
@@ -35,37 +30,48 @@ from jdist._src.values.arrays import (
     is_device_array,
     is_jit_argument,
 )
-from jdist._src.values.device_put import check_devices_attached
+from jdist._src.values.base import named_values
+from jdist._src.values.device_put import check_devices_attached, check_same_devices
 from jdist._src.values.same_program import check_same_program
+
+StateT = TypeVar("StateT")
+InputsT = ParamSpec("InputsT")
+OutputsT = TypeVar("OutputsT")
 
 _NO_MESH = Mesh(np.empty((), object), ())
 _IS_DELETED = operator.methodcaller("is_deleted")
 
 
-class Program:
-    """A replica function compiled for the devices of a strategy.
+class Program(Generic[StateT, InputsT, OutputsT]):
+    """A replica function compiled for the devices of a strategy: the result of `Strategy.step`.
 
-    Mutable: JAX's cache of compiled programs is inside, and the proof of the last one that was traced.
+    `step(state, *inputs)` returns the new state and the outputs. `step.proof` reports which results are replicated, and
+    `step.__wrapped__` is the function.
+
+    Mutable: it holds JAX's cache of compiled programs, and the proof of the last program that was traced.
 
     Args:
-        call: From the arguments of the program to the call of the user's function that they make.
-        trace: The function that `jax.jit` traces.
-        name: What profiles call it.
-        view: How it runs on the devices.
+        call: Returns the call of the user's function for the arguments of the program.
+        trace: Traces a call, inside `jax.jit`.
+        name: The name of the program in profiles.
+        backend: Runs the program on the devices.
         has_state: Whether the first argument is a state, which the program replaces.
         donates: Whether the memory of that state is reused for the new state.
-        turns: How often one call runs it, each time on the next of so many inputs; None for once on its inputs.
+        steps_per_call: The number of times that one call runs the program, on successive elements of its inputs; None to run it
+            once on its inputs.
     """
+
+    __wrapped__: Callable[Concatenate[StateT, InputsT], tuple[Any, OutputsT]]
 
     def __init__(
         self,
         call: Callable[..., Call],
         trace: Callable[[Call], Traced],
         name: str,
-        view: Backend,
+        backend: Backend,
         has_state: bool = False,
         donates: bool = False,
-        turns: int | None = None,
+        steps_per_call: int | None = None,
     ):
         proofs: list[Proof] = []
 
@@ -81,65 +87,74 @@ class Program:
         traced.__name__ = traced.__qualname__ = self._name = name
         self._proofs = proofs
         self._call_of = call
-        self.view = view
+        self.backend = backend
         self._has_state = has_state
         self._donates = donates
-        self._turns = turns
+        self._steps_per_call = steps_per_call
         self._smallest = 0  # the index of the smallest result: the results of a call are held until the next call
         compile_ = functools.partial(jax.jit, donate_argnums=(0,) if donates else ())
         self._compiled = compile_(traced)
-        self._spans_processes = len({device.process_index for device in view.replicas.mesh.devices.flat}) > 1
-        # Processes compare a program when they call it. One that `lower` has traced would not be traced by the call.
-        self._lowered = compile_(_copy(traced)) if self._spans_processes else self._compiled
+        self._spans_processes = len({device.process_index for device in backend.replicas.mesh.devices.flat}) > 1
+        # Processes compare a program when they call it. The call would not trace a program that `lower` has traced.
+        copy = functools.wraps(traced)(lambda *args: traced(*args))
+        self._lowered = compile_(copy) if self._spans_processes else self._compiled
         self._arguments: tuple[PyTree, ...] | None = None  # of the call that may be tracing, where processes compare
-        self._launch = self._launch_alone if is_bounded(view.replicas.mesh) else self._compiled
+        self._launch = self._launch_alone if is_bounded(backend.replicas.mesh) else self._compiled
         if self._spans_processes:
             self._launch = functools.partial(self._launch_together, self._launch)
-        if view.home is not None:
-            self._launch = functools.partial(self._fetch_and_store, self._launch)
-        if turns is not None:
-            self._launch = functools.partial(run_sequentially, self._launch, turns)
-        self._signatures = 0  # how many JAX has seen; 0 if it does not say
-        self._sees_host_state = False  # whether one of them had a host value in the state
-        self._launch = functools.partial(self._check_and_launch, self._launch)
+        if backend.storage is not None:
+            self._launch = functools.partial(self._launch_on_mesh, self._launch)
+        if steps_per_call is not None:
+            self._launch = functools.partial(run_sequentially, self._launch, steps_per_call)
+        self._num_signatures = 0  # the number of signatures that JAX has compiled; 0 if JAX does not report it
+        self._accepts_host_state = False  # whether one of them has a host value in the state
 
-    def __call__(self, *args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
-        """`(state, outputs)` of the replica function, as the host sees them."""
-        if named:
-            raise TypeError(
-                f"`{self._name}` got {', '.join(f'`{name}`' for name in named)} by name. A step takes its arguments by "
-                "position: `step(state, *inputs)`."
-            )
-        if in_replica_function():
-            raise RuntimeError(
-                "A strategy runs a function inside a function that a strategy is already running. Call the inner one "
-                "directly: in a replica function the values are one replica's plain arrays."
-            )
-        try:
-            if is_keyed() or not jax.sharding.get_abstract_mesh().empty:
-                return self._launch_apart(*args)
-            return self._launch(*args)
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            check_devices_attached(self.view.replicas.mesh)
-            has_donated = self._donates and bool(args)
-            raise_argument_error(error, self._call_of(*args), self.view.replicas.mesh, self.view.home, has_donated)
-            raise
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, state: StateT, /, *inputs: InputsT.args, **named: InputsT.kwargs
+        ) -> tuple[StateT, OutputsT]: ...
+
+    else:
+
+        def __call__(self, *args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
+            """Returns the new state and the outputs, as global values."""
+            if named:
+                raise TypeError(
+                    f"`{self._name}` got {', '.join(f'`{name}`' for name in named)} by name. A step takes its arguments by "
+                    "position: `step(state, *inputs)`."
+                )
+            if in_replica_function():
+                raise RuntimeError(
+                    "`strategy.run`, `strategy.init` or a step is called inside a replica function. Call the inner function "
+                    "directly: inside a replica function the values are one replica's plain arrays."
+                )
+            try:
+                if is_keyed() or not jax.sharding.get_abstract_mesh().empty:
+                    return self._call_outside_contexts(*args)
+                return self._checked_call(*args)
+            except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+                mesh, has_donated = self.backend.replicas.mesh, self._donates and bool(args)
+                check_devices_attached(mesh)
+                _raise_argument_error(error, self._call_of(*args), mesh, self.backend.storage, has_donated)
+                raise
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
-        """The program for arguments of these shapes, to be compiled and looked at: `lower(...).compile().as_text()`."""
-        if self._turns is not None:
-            args = (args[0], *inputs_per_step(args[1:], self._turns)[0])
+        """Returns the program lowered for arguments of these shapes: `lower(...).compile().as_text()`."""
+        if self._steps_per_call is not None:
+            args = (args[0], *inputs_per_step(args[1:], self._steps_per_call)[0])
         state, inputs = args[: self._has_state], args[self._has_state :]
-        where = self.view.shardings if self.view.home is None else self.view.inputs
-        shardings = where(state[0]) if self._has_state else []
-        return self._lowered.lower(*_shapes(args, [*shardings, *self.view.inputs(inputs)]))
+        backend = self.backend
+        state_shardings = backend.state_shardings if backend.storage is None else backend.input_shardings
+        shardings = state_shardings(state[0]) if self._has_state else []
+        return self._lowered.lower(*_shapes(args, [*shardings, *backend.input_shardings(inputs)]))
 
     @property
     def proof(self) -> Proof:
-        """What was proved when the function was traced last.
+        """The proof of the program that was traced last.
 
         Raises:
-            RuntimeError: It was not called yet.
+            RuntimeError: The program was not traced yet.
         """
         if not self._proofs:
             raise RuntimeError("Nothing is proved yet: a step is traced when it is called for the first time.")
@@ -157,44 +172,47 @@ class Program:
             "and the strategy, and call `strategy.step(fn)` again. `jdist.export` saves a function with its weights."
         )
 
-    def _launch_apart(self, *args: PyTree) -> tuple[PyTree, PyTree]:
-        """Calls the program outside the host's contexts: in `scope()` or `jax.set_mesh` it would be compiled again."""
+    def _call_outside_contexts(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        """Calls the program outside the host's contexts. In `scope()` or `jax.set_mesh` it would be compiled again."""
         context_mesh = jax.sharding.get_abstract_mesh()
         if context_mesh.empty:
             with unkeyed():
-                return self._launch(*args)
-        if jax_compat.is_tracing() and context_mesh != self.view.replicas.mesh.abstract_mesh:
+                return self._checked_call(*args)
+        mesh = self.backend.replicas.mesh
+        if jax_compat.is_tracing() and context_mesh != mesh.abstract_mesh:
             raise ValueError(
-                f"This program runs on the mesh {dict(self.view.replicas.mesh.shape)} of its strategy, and `jax.set_mesh` has "
-                f"set the mesh {dict(context_mesh.shape)} around the `jax.jit` that calls it. Call it outside that `jax.jit`, "
-                "or outside `jax.set_mesh`."
+                f"This program runs on the mesh {dict(mesh.shape)} of its strategy, and `jax.set_mesh` has set the mesh "
+                f"{dict(context_mesh.shape)} around the `jax.jit` that calls it. Call it outside that `jax.jit`, or outside "
+                "`jax.set_mesh`."
             )
         with unkeyed(), contextlib.nullcontext() if jax_compat.is_tracing() else jax.set_mesh(_NO_MESH):
-            return self._launch(*args)
+            return self._checked_call(*args)
 
-    def _check_and_launch(self, launch: Callable[..., tuple[PyTree, PyTree]], *args: PyTree) -> tuple[PyTree, PyTree]:
-        """Refuses host values that `jax.jit` would cut silently.
+    def _checked_call(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        """Calls the program, and refuses host values that `jax.jit` would truncate silently.
 
-        A state has many leaves and stays on the devices. It is looked at before a call only if JAX may have compiled this
-        program for a state with host values, and after a call that JAX has compiled it for anew.
+        A state has many leaves and stays on the devices. It is checked before a call only if JAX may have compiled the program
+        for a state with host values, and after a call that compiled the program for a new signature.
         """
-        trusts_state = self._has_state and self._signatures and not self._sees_host_state
-        self._check_host_values(args, args[1:] if trusts_state else args)
-        pair = launch(*args)
-        signatures = jax_compat.num_signatures(self._compiled)
-        if self._has_state and signatures != self._signatures:
-            self._signatures = signatures
-            self._sees_host_state |= bool(host_leaves(args[0]))
+        skips_state = self._has_state and self._num_signatures and not self._accepts_host_state
+        self._check_host_values(args, args[1:] if skips_state else args)
+        pair = self._launch(*args)
+        num_signatures = jax_compat.num_signatures(self._compiled)
+        if self._has_state and num_signatures != self._num_signatures:
+            self._num_signatures = num_signatures
+            self._accepts_host_state |= bool(host_leaves(args[0]))
             self._check_host_values(args, args[0])
         return pair
 
     def _check_host_values(self, args: tuple[PyTree, ...], checked: PyTree) -> None:
-        if not all(map(is_jit_argument, host_leaves(checked))):
+        values = host_leaves(checked)
+        if values and not all(map(is_jit_argument, values)):
             for name, leaf in self._call_of(*args).leaves():
                 check_not_leaked(name, leaf)
                 check_range(name, leaf)
 
     def _launch_alone(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        """Launches the program after the previous call has finished (`jdist._src.devices.dispatch`)."""
         if self._donates and jax_compat.CRASHES_ON_DONATED_MEMORY:
             self._check_memory(args)
         wait_for_previous(self)
@@ -203,7 +221,7 @@ class Program:
         return pair
 
     def _launch_together(self, launch: Callable[..., Any], *args: PyTree) -> tuple[PyTree, PyTree]:
-        """Calls a program of several processes, which compare it if this call traces it."""
+        """Launches a program of several processes, which compare it if this call traces it."""
         # Inside a `jax.jit` of the user nothing runs yet.
         self._arguments = None if jax_compat.is_tracing() else args
         try:
@@ -213,9 +231,9 @@ class Program:
 
     @contextlib.contextmanager
     def _compared(self) -> Iterator[list[Any]]:
-        """Compares the program that is appended inside with those of the other processes."""
+        """Compares the program that the block appends to the list with the programs of the other processes."""
         programs: list[Any] = []
-        args, replicas, name = self._arguments, self.view.replicas, self._name
+        args, replicas, name = self._arguments, self.backend.replicas, self._name
         if args is None:
             yield programs
             return
@@ -226,25 +244,26 @@ class Program:
             raise
         check_same_program(name, programs[0], self._call_of(*args).leaves(), replicas)
 
-    def _fetch_and_store(self, launch: Callable[..., tuple[PyTree, PyTree]], *args: PyTree) -> tuple[PyTree, PyTree]:
+    def _launch_on_mesh(self, launch: Callable[..., tuple[PyTree, PyTree]], *args: PyTree) -> tuple[PyTree, PyTree]:
+        """Launches the program on a state that is stored elsewhere between programs (`Backend.storage`)."""
         if self._donates:
             self._check_memory(args)
-        state, outputs = launch(*self.view.fetched(args))
-        # A central leaf was fetched into memory of its own, so XLA has not deleted it.
+        state, outputs = launch(*self.backend.to_mesh(args))
+        # XLA donates the copy of an offloaded leaf, not the leaf itself.
         for leaf in jax.tree.leaves(args[: self._donates]):
             if is_device_array(leaf) and not leaf.is_deleted():
                 leaf.delete()
-        return self.view.stored(state), outputs
+        return self.backend.to_storage(state), outputs
 
     def _check_memory(self, args: tuple[PyTree, ...]) -> None:
-        """Raises ValueError if the memory of the state was given away before, or would be given away twice."""
+        """Raises ValueError if memory of the state was donated before, or would be donated twice."""
         leaves = jax.tree.leaves(args)
         try:
-            fresh = len(set(map(id, leaves))) == len(leaves) and not any(map(_IS_DELETED, leaves))
+            is_valid = len(set(map(id, leaves))) == len(leaves) and not any(map(_IS_DELETED, leaves))
         except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers
-            fresh = False
-        if not fresh:
-            check_donated_state(args[0], args[1:])
+            is_valid = False
+        if not is_valid:
+            _check_donated_state(args[0], args[1:])
 
 
 def _shapes(args: tuple[PyTree, ...], shardings: Sequence[Sharding]) -> tuple[PyTree, ...]:
@@ -257,84 +276,69 @@ def _shapes(args: tuple[PyTree, ...], shardings: Sequence[Sharding]) -> tuple[Py
     return treedef.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in pairs])
 
 
-def _copy(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.wraps(fn)(lambda *args: fn(*args))
+def _raise_argument_error(
+    error: Exception, call: Call, mesh: Mesh, storage: NamedSharding | None, donates: bool
+) -> None:
+    """Raises an error that names the argument that caused `error`, or returns if no argument did.
+
+    Args:
+        error: The error of JAX, or of the function.
+        call: The call that failed.
+        mesh: The mesh of the strategy.
+        storage: The sharding of a state between steps, if it is not stored on the mesh.
+        donates: Whether the call donates its first argument.
+
+    Raises:
+        TypeError: An argument is not an array.
+        ValueError: An argument was deleted, is donated twice, or is on other devices.
+    """
+    is_about_memory = jax_compat.is_deleted_memory_error(error)
+    # A call that fails after its launch has deleted the state itself, and its error has another cause.
+    if is_about_memory and donates:
+        _check_donated_state(call.args[0], tuple(call.args[1:]))
+    for name, leaf in call.leaves():
+        if isinstance(error, TypeError):
+            _check_argument(name, leaf)
+        if is_about_memory and is_device_array(leaf) and leaf.is_deleted():
+            raise ValueError(
+                f"{name} ({dtype_and_shape(leaf)}) was deleted: its memory was donated to a step, or freed by `delete`."
+            ) from None
+        if is_device_array(leaf) and leaf.committed and leaf.sharding != storage:
+            check_same_devices(name, leaf, mesh)
 
 
-def run_program(fn: Callable[[], Callable[..., PyTree]], view: Backend, context: ReplicaContext) -> Program:
-    """What `Strategy.run` calls: from positional and named arguments to the outputs of `fn()`, which it does not keep alive."""
-    _require_function(fn())
-
-    def trace(call: Call) -> Traced:
-        return replicate(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), view, context)
-
-    return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _name(fn()), view)
-
-
-def init_program(fn: Callable[[], Callable[..., PyTree]], view: Backend, context: ReplicaContext) -> Program:
-    """What `Strategy.init` calls: from its arguments to the state that `fn()` makes."""
-    _require_function(fn())
-
-    def trace(call: Call) -> Traced:
-        def body(*args: PyTree) -> tuple[PyTree, PyTree]:
-            with leaf_annotations.collect_local_leaves() as partials:
-                state = call.fn(*args)
-            return strongly_typed(leaf_annotations.wrap_local_leaves(state, partials)), ()
-
-        return replicate(call, body, view, context)
-
-    return Program(lambda *args: Call(fn(), args, {}), trace, _name(fn()), view)
-
-
-def step_program(
-    fn: Callable[..., tuple[PyTree, PyTree]],
-    dtypes: Precision | None,
-    steps_per_call: int | None,
-    donate: bool,
-    view: Backend,
-    context: ReplicaContext,
-) -> Program:
-    """What `Strategy.step` returns: from state and inputs to new state and outputs."""
-    _require_function(fn)
-    if not isinstance(dtypes, Precision | None):
-        raise TypeError(f"`precision` is a `jdist.Precision(params, compute, output)`, got {dtypes!r}.")
-    if steps_per_call is not None:
-        steps_per_call = as_int("`steps_per_call`", steps_per_call, 1)
-    scans = steps_per_call if view.scans else None
-
-    def trace(call: Call) -> Traced:
-        placed = call.args[0]
-
-        def one(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
-            # Containers of its own, so that what `fn` changes in place is seen as a change.
-            with leaf_annotations.collect_sync_targets() as landings, precision.use_precision(dtypes, before):
-                after, outputs = split_result(fn(jax.tree.map(lambda x: x, before), *inputs))
-            return apply_writes(placed, before, leaf_annotations.apply_sync_targets(before, after, landings)), outputs
-
-        def body(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
-            run = one if scans is None else functools.partial(scan_steps, one, scans)
-            after, outputs = run(before, *inputs)
-            return rewrap(placed, after), outputs
-
-        return replicate(call, body, view, context, has_state=True)
-
-    def call(*args: PyTree) -> Call:
-        if not args:
-            raise TypeError(
-                f"`{_name(fn)}` is a step and got no arguments. Call it with its state: `step(state, *inputs)`."
+def _check_donated_state(state: PyTree, inputs: tuple[PyTree, ...]) -> None:
+    """Raises ValueError if a leaf of a state that will be donated was donated before, or occurs twice in the arguments."""
+    names: dict[int, str] = {}
+    arrays = [(name, leaf) for name, leaf in named_values("state", state) if is_device_array(leaf)]
+    # Before the check for deleted arrays: memory that JAX found to be donated twice may be deleted by now.
+    for name, leaf in arrays:
+        if id(leaf) in names:
+            raise ValueError(f"{name} is the same array as {names[id(leaf)]}, and {_DONATED_ONCE}")
+        names[id(leaf)] = name
+    for name, leaf in named_values("inputs", inputs):
+        if id(leaf) in names:
+            raise ValueError(f"{names[id(leaf)]} is also among the inputs, as {name}, and {_DONATED_ONCE}")
+    for name, leaf in arrays:
+        if leaf.is_deleted():
+            raise ValueError(
+                f"{name} was donated to an earlier step, which reused its memory for the new state. Continue with the state "
+                "that the step returned, `state, outputs = step(state, batch)`, or make the step with `donate=False`."
             )
-        return Call(fn, args, {})
-
-    turns = None if view.scans else steps_per_call
-    program = Program(call, trace, _name(fn), view, has_state=True, donates=donate, turns=turns)
-    functools.update_wrapper(program, fn, updated=())
-    return program
 
 
-def _require_function(fn: Any) -> None:
-    if not callable(fn):
-        raise TypeError(f"A function is needed, got {type(fn).__name__}.")
+_DONATED_ONCE = (
+    "a step donates the memory of each leaf of its state. Give one of the two its own memory: `jnp.copy(x)`, or build "
+    "the state with `strategy.init` or `strategy.put`."
+)
 
 
-def _name(fn: Callable[..., Any]) -> str:
-    return getattr(fn, "__name__", None) or (_name(fn.func) if isinstance(fn, functools.partial) else type(fn).__name__)
+def _check_argument(name: str, leaf: Any) -> None:
+    try:
+        check_array(name, leaf)
+        jax.typeof(leaf if isinstance(leaf, jax.Array) else np.asarray(leaf))
+    except TypeError as error:
+        raise TypeError(
+            f"{name} is {leaf!r:.80}: the arguments of a replica function are arrays and numbers. Close over it, or bind it "
+            "once with `functools.partial(fn, name=value)` and pass the other arguments."
+        ) from error

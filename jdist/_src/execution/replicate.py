@@ -1,13 +1,13 @@
-"""The one transform: a function of one replica becomes a program over the mesh.
+"""`replicate`: turns a function of one replica into a program over the mesh.
 
-`replicated(body, ...)` runs while `jax.jit` traces around it, and does everything that jdist does to a function:
+`replicate(call, body, ...)` runs while `jax.jit` traces the program around it, in four steps:
 
-1. take the wrappers off the arguments;
-2. trace `body` once, as the program of one replica (gradients are local until they are reduced);
-3. prove which results are mirrored, and refuse a state that is not;
-4. run that program on the devices, as the view of the strategy says, with the results in their placements.
+1. Remove the wrappers from the arguments.
+2. Trace `body` once, as the program of one replica. Gradients are local until they are reduced.
+3. Prove which results are replicated, and refuse a state that is not.
+4. Run the jaxpr on all devices, as the strategy's backend does, and put each result into its wrapper.
 
-What it leaves behind is the program that one would write by hand, so a call costs what a call of that costs.
+The result is the program that one would write by hand, so a call costs the same.
 """
 
 import dataclasses
@@ -19,25 +19,25 @@ import jax
 from jdist._src.core import jax_compat
 from jdist._src.core.errors import NotMirroredError
 from jdist._src.core.tree import PyTree, argument_names, named_leaves
-from jdist._src.execution.backend import Backend, ReplicaFunction, ResultPlacements
+from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults
 from jdist._src.jaxpr import clip_check, replication
 from jdist._src.jaxpr.batch_check import warn_of_replicated_batch
 from jdist._src.jaxpr.replication import Variation
 from jdist._src.jaxpr.trace_errors import explain_trace_errors
 from jdist._src.replica.context import ReplicaContext, enter_context
 from jdist._src.values.arrays import check_value
-from jdist._src.values.base import DistributedValues, is_distributed, named_values
+from jdist._src.values.base import is_distributed, named_values
 from jdist._src.values.device_put import check_not_nested, check_uniform_shape, check_wrapper
 from jdist._src.values.per_replica import PerReplica
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What tracing proved about the results of a replica function.
+    """What the replication analysis proved about the results of a replica function.
 
     Attributes:
-        mirrored: The results that are the same on every replica, whatever the inputs: their names.
-        per_replica: The results of which each replica has its own.
+        mirrored: The names of the results that are the same on every replica, whatever the inputs.
+        per_replica: The names of the results that have one value per replica.
     """
 
     mirrored: tuple[str, ...]
@@ -45,7 +45,7 @@ class Proof:
 
     def __str__(self) -> str:
         total = len(self.mirrored) + len(self.per_replica)
-        others = f"; one value a replica: {', '.join(self.per_replica)}" if self.per_replica else ""
+        others = f"; one value per replica: {', '.join(self.per_replica)}" if self.per_replica else ""
         return f"{len(self.mirrored)} of {total} results are the same on every replica{others}"
 
 
@@ -53,7 +53,7 @@ class Traced(NamedTuple):
     """A replica function that was traced and analyzed.
 
     Attributes:
-        pair: The state and the outputs, as the host sees them.
+        pair: The global values of `(state, outputs)`.
         proof: Which of them are replicated.
         program: The closed jaxpr of one replica.
     """
@@ -64,12 +64,12 @@ class Traced(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A function and what it is called with, as its author names it.
+    """A call of the user's function.
 
     Attributes:
-        fn: The user's function.
-        args: Its positional arguments, wrappers and all.
-        kwargs: Its arguments by name.
+        fn: The function.
+        args: Its positional arguments, with wrappers.
+        kwargs: Its keyword arguments.
     """
 
     fn: Callable[..., Any]
@@ -77,14 +77,14 @@ class Call(NamedTuple):
     kwargs: Mapping[str, PyTree]
 
     def item_names(self) -> list[str]:
-        """The name of each item of the arguments: a leaf, or a wrapper as a whole."""
-        return [name for root, value in self._named() for name in _names_of_items(root, value)]
+        """Returns the name of each item of the arguments. An item is a plain leaf or a complete wrapper."""
+        return [name for root, value in self._named_arguments() for name in _item_names(root, value)]
 
     def leaves(self) -> list[tuple[str, Any]]:
-        """Every leaf of the arguments with its name."""
-        return [leaf for root, value in self._named() for leaf in named_values(root, value)]
+        """Returns the name and the value of each leaf of the arguments."""
+        return [leaf for root, value in self._named_arguments() for leaf in named_values(root, value)]
 
-    def _named(self) -> list[tuple[str, PyTree]]:
+    def _named_arguments(self) -> list[tuple[str, PyTree]]:
         values = [*self.args, *self.kwargs.values()]
         return list(zip(argument_names(self.fn, self.args, self.kwargs), values, strict=True))
 
@@ -92,143 +92,131 @@ class Call(NamedTuple):
 def replicate(
     call: Call,
     body: Callable[..., tuple[PyTree, PyTree]],
-    view: Backend,
+    backend: Backend,
     context: ReplicaContext,
     has_state: bool = False,
 ) -> Traced:
-    """Runs `body` once a replica, on the arguments of `call` as one replica sees them.
+    """Traces `body` for one replica, proves its results, and runs it for all replicas.
 
     Args:
-        call: Where the arguments and their names come from.
-        body: Called like `call.fn`; returns a pair. What is plain in its first part, the state, has to be mirrored.
-        view: How its program runs on the devices.
-        context: What each replica knows of the others.
-        has_state: Whether the first argument is a state, which the new one replaces.
+        call: The call of the user's function. Its arguments are those of `body`.
+        body: Returns `(state, outputs)` of one replica. Plain leaves of the state have to be replicated.
+        backend: Runs the jaxpr on the devices.
+        context: The replica context of the strategy.
+        has_state: Whether the first argument is a state, which the returned state replaces.
 
     Returns:
-        The pair, its proof and the traced program. In the second part, a value that is not proved replicated is `PerReplica`.
+        `(state, outputs)`, the proof and the traced jaxpr. An output that is not proved to be replicated is a `PerReplica`.
 
     Raises:
-        NotMirroredError: A leaf of the state is not proved mirrored.
+        NotMirroredError: A leaf of the state is not proved to be replicated.
         ValueError: A wrapper among the arguments does not fit the replicas.
     """
     items, treedef = jax.tree.flatten((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
     names = call.item_names()
     for item, name in zip(items, names, strict=True):
-        check_wrapper(name, item, view.replicas)
+        check_wrapper(name, item, backend.replicas)
         check_uniform_shape(name, item)
-    taken_apart = _Results()
     if has_state:
-        context = dataclasses.replace(context, reduced=view.reduced(call.args[0]))
+        context = dataclasses.replace(context, reduced=backend.gradient_constraint(call.args[0]))
+    traced_results: list[ReplicaResults] = []
 
     @jax.jit
-    def one_replica(*given: PyTree) -> list[PyTree]:
+    def one_replica(*given: PyTree) -> list[PyTree]:  # `explain_trace_errors` finds the name `given` in JAX's messages
         args, kwargs = treedef.unflatten(given)
         with enter_context(context):
-            return taken_apart.of(body(*args, **kwargs))
+            results, values = _flatten_results(body(*args, **kwargs))
+        traced_results[:] = [results]
+        return values
 
     def enter_and_run(*blocks: PyTree) -> list[PyTree]:
         pairs = zip(items, blocks, strict=True)
         return one_replica(*(item._from_block(block) if is_distributed(item) else block for item, block in pairs))
 
     num_state = len(jax.tree.leaves(call.args[0], is_leaf=is_distributed)) if has_state else 0
-    one = ReplicaFunction(enter_and_run, items, num_state)
-    with explain_trace_errors(names, view.replicas.mesh):
-        traced = view.trace(one)
-    program = jax_compat.open_jaxpr(traced)
-    inputs = _inputs(items, names, context.axes)
-    known = replication.prove(program, inputs, context.axes)
-    clip_check.warn_of_clipped_gradients(program)
+    function = ReplicaFunction(enter_and_run, items, num_state)
+    with explain_trace_errors(names, backend.replicas.mesh):
+        traced = backend.trace(function)
+    jaxpr = jax_compat.open_jaxpr(traced)
+    inputs = _analysis_inputs(items, names, context.axes)
+    variations = replication.prove(jaxpr, inputs, context.axes)
+    clip_check.warn_of_clipped_gradients(jaxpr)
     if has_state:
         num_state_leaves = len(jax.tree.leaves(call.args[0]))
-        warn_of_replicated_batch(program, inputs, num_state_leaves, context.axes, context.num_replicas_in_sync)
-    placements = taken_apart.place(known)
-    values = view.run(one, traced, ResultPlacements(taken_apart.trees(), placements))
-    pair = taken_apart.put_together(placements, values)
-    return Traced(view.arranged(*pair), taken_apart.proof(placements), traced)
+        warn_of_replicated_batch(jaxpr, inputs, num_state_leaves, context.axes, context.num_replicas_in_sync)
+    results = _with_wrappers(traced_results[0], variations)
+    pair = results.as_pair(backend.run(function, traced, results))
+    return Traced(backend.constrain_results(*pair), _proof(results), traced)
 
 
-class _Results:
-    """What one replica returned: noted while it is traced, read when its results are placed on the mesh."""
-
-    def __init__(self) -> None:
-        self._items: list[Any] = []  # wrappers as returned; None for a plain leaf
-        self._names: list[str] = []
-        self._num_state = 0
-        self._treedef: Any = None
-
-    def of(self, pair: tuple[PyTree, PyTree]) -> list[PyTree]:
-        items, self._treedef = jax.tree.flatten(pair, is_leaf=is_distributed)
-        self._items = [item if is_distributed(item) else None for item in items]
-        state, output = pair
-        self._names = [*_names_of_items("state", state), *_names_of_items("output", output)]
-        self._num_state = len(jax.tree.leaves(state, is_leaf=is_distributed))
-        for item, name in zip(items, self._names, strict=True):
-            check_not_nested(name, item)
-            for leaf_name, leaf in named_values(name, item):
-                check_value(leaf_name, leaf)
-        return [item.tree if is_distributed(item) else item for item in items]
-
-    def place(self, known: list[Variation]) -> list[type[DistributedValues] | None]:
-        """How each result lies on the mesh: in its wrapper; else whole where it is proved mirrored."""
-        left = iter(known)
-        placements: list[type[DistributedValues] | None] = []
-        refused: list[tuple[str, Variation]] = []
-        for number, (item, name) in enumerate(zip(self._items, self._names, strict=True)):
-            found = [next(left) for _ in jax.tree.leaves(item.tree)] if item is not None else [next(left)]
-            differs = next(filter(None, found), None)
-            placements.append(type(item) if item is not None else PerReplica if differs else None)
-            if differs and (item._is_replicated if item is not None else number < self._num_state):
-                refused.append((name, differs))
-        if refused:
-            raise NotMirroredError(_refusal(refused, self._num_state))
-        return placements
-
-    def trees(self) -> list[PyTree]:
-        """Each result as a tree of its leaves."""
-        return [0 if item is None else item.tree for item in self._items]
-
-    def put_together(self, placements: Sequence[Any], values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
-        wrapped = [
-            item._with_tree(value) if item is not None else placement(value) if placement else value
-            for item, placement, value in zip(self._items, placements, values, strict=True)
-        ]
-        return self._treedef.unflatten(wrapped)
-
-    def proof(self, placements: Sequence[Any]) -> Proof:
-        pairs = list(zip(self._names, placements, strict=True))
-        return Proof(
-            mirrored=tuple(name for name, placement in pairs if placement is None or placement._is_replicated),
-            per_replica=tuple(name for name, placement in pairs if placement and not placement._is_replicated),
-        )
+def _flatten_results(pair: tuple[PyTree, PyTree]) -> tuple[ReplicaResults, list[PyTree]]:
+    """Returns a description of the results of one replica, and their values without wrappers, after checking each leaf."""
+    items, treedef = jax.tree.flatten(pair, is_leaf=is_distributed)
+    state, output = pair
+    names = [*_item_names("state", state), *_item_names("output", output)]
+    for item, name in zip(items, names, strict=True):
+        check_not_nested(name, item)
+        for leaf_name, leaf in named_values(name, item):
+            check_value(leaf_name, leaf)
+    num_state = len(jax.tree.leaves(state, is_leaf=is_distributed))
+    results = ReplicaResults([item if is_distributed(item) else None for item in items], names, num_state, treedef)
+    return results, [item.tree if is_distributed(item) else item for item in items]
 
 
-def _refusal(refused: Sequence[tuple[str, Variation]], num_state: int) -> str:
-    (name, knowledge), *others = refused
-    cause = min(knowledge.values(), key=lambda cause: cause.depth)
+def _with_wrappers(results: ReplicaResults, variations: Sequence[Variation]) -> ReplicaResults:
+    """Returns `results` with the wrapper class of each: its own, `PerReplica` if it varies, or None if it is replicated.
+
+    Raises:
+        NotMirroredError: A result that has to be replicated varies.
+    """
+    remaining = iter(variations)
+    wrappers: list[Any] = []
+    varying: list[tuple[str, Variation]] = []
+    for number, (item, name) in enumerate(zip(results.items, results.names, strict=True)):
+        leaf_variations = [next(remaining) for _ in jax.tree.leaves(0 if item is None else item.tree)]
+        variation = next(filter(None, leaf_variations), None)
+        wrappers.append(type(item) if item is not None else PerReplica if variation else None)
+        if variation and (item._is_replicated if item is not None else number < results.num_state):
+            varying.append((name, variation))
+    if varying:
+        raise NotMirroredError(_not_replicated(varying, results.num_state))
+    return dataclasses.replace(results, wrappers=wrappers)
+
+
+def _proof(results: ReplicaResults) -> Proof:
+    pairs = list(zip(results.names, results.wrappers, strict=True))
+    return Proof(
+        mirrored=tuple(name for name, wrapper in pairs if wrapper is None or wrapper._is_replicated),
+        per_replica=tuple(name for name, wrapper in pairs if wrapper and not wrapper._is_replicated),
+    )
+
+
+def _not_replicated(varying: Sequence[tuple[str, Variation]], num_state: int) -> str:
+    (name, variation), *others = varying
+    cause = min(variation.values(), key=lambda cause: cause.depth)
     more = ", ".join(other for other, _ in others[:3]) + (", ..." if len(others) > 3 else "")
-    also = f" (and so are {len(others)} more of {num_state}: {more})" if others else ""
+    also = f" (nor are {len(others)} more of {num_state}: {more})" if others else ""
     return (
         f"{name} is not proved to be the same on every replica{also}.\n"
         f"  It may differ because of\n    {replication.explain_cause(cause)}\n"
         f"  {replication.fix_for(cause)}\n"
-        "  If each replica is meant to keep its own, wrap it where the state is made: `jdist.PerReplica(x)`; if its writes "
-        "are meant to agree by themselves, `jdist.Mirrored(x, aggregation)`. What a policy of `jdist.sync` keeps is placed by "
-        "`strategy.init`, if the state is made there."
+        "  If each replica should have its own value, wrap the value where the state is made: `jdist.PerReplica(x)`. To "
+        "aggregate the values that the replicas write, use `jdist.Mirrored(x, aggregation)`. `strategy.init` wraps the "
+        "state of a `jdist.sync` policy, if the state is made in it."
     )
 
 
-def _names_of_items(root: str, tree: PyTree) -> list[str]:
+def _item_names(root: str, tree: PyTree) -> list[str]:
     items, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_distributed)
     return [root + jax.tree_util.keystr(path) for path, _ in items]
 
 
-def _inputs(placed: Sequence[Any], names: Sequence[str], axes: tuple[str, ...]) -> list[replication.Input]:
+def _analysis_inputs(items: Sequence[Any], names: Sequence[str], axes: tuple[str, ...]) -> list[replication.Input]:
     inputs: list[replication.Input] = []
-    for item, name in zip(placed, names, strict=True):
+    for item, name in zip(items, names, strict=True):
         if is_distributed(item):
-            differing = () if item._is_replicated else axes
-            inputs += [replication.Input(leaf_name, differing) for leaf_name, _ in named_leaves(name, item.tree)]
+            varying_axes = () if item._is_replicated else axes
+            inputs += [replication.Input(leaf_name, varying_axes) for leaf_name, _ in named_leaves(name, item.tree)]
         else:
             inputs.append(replication.Input(name, ()))
     return inputs

@@ -1,4 +1,4 @@
-"""`auto_strategy`: the strategy for what there is."""
+"""`auto_strategy`: chooses a strategy for the available devices."""
 
 import logging
 
@@ -13,17 +13,17 @@ _log = logging.getLogger("jdist")
 
 
 def auto_strategy() -> Strategy:
-    """A strategy for the devices that are there, and says which, in the log of `"jdist"`.
+    """Returns a strategy for the available devices, and logs the choice to the logger `"jdist"`.
 
-    On TPUs `TPUStrategy`; else, where several processes have joined (`jax.distributed.initialize`), `MirroredStrategy` over the
-    devices of all; else over those of this one, if it has several; else `OneDeviceStrategy`.
+    On TPUs `TPUStrategy`. Otherwise `MirroredStrategy` over the devices of all processes, if several processes have joined
+    (`jax.distributed.initialize`), or over the devices of this process, if it has several. Otherwise `OneDeviceStrategy`.
 
     Example:
         >>> jdist.auto_strategy().num_replicas_in_sync
         8
     """
-    strategy, why = _chosen()
-    _log.warning("auto_strategy: %s, as %s.", type(strategy).__name__, why)
+    strategy, reason = _chosen()
+    _log.warning("auto_strategy: %s, because %s.", type(strategy).__name__, reason)
     return strategy
 
 

@@ -1,57 +1,72 @@
-"""What every strategy does: run functions of one replica on its devices."""
+"""`Strategy`: runs replica functions on its devices, and places, splits and reduces values for the host program."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 import jax
+from jax.sharding import Mesh
 
 from jdist._src.collectives.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
+from jdist._src.collectives.ops import axes_argument, axis_argument
 from jdist._src.core import other_names
 from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.tree import PyTree, argument_names, describe_type
+from jdist._src.data.batches import Remainder
+from jdist._src.data.dataset import DistributedDataset
+from jdist._src.data.distribute import dataset_from_function, dataset_from_source
+from jdist._src.data.shards import AutoShardPolicy, InputContext
+from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend
-from jdist._src.execution.program import Program, init_program, run_program, step_program
-from jdist._src.replica.context import ReplicaContext
+from jdist._src.execution.program import Program
+from jdist._src.execution.step import init_program, run_program, step_program
+from jdist._src.replica.context import ReplicaContext, ValueContext, require_cross_replica_context
 from jdist._src.replica.precision import Precision
-from jdist._src.strategies.host_side import HostSide
+from jdist._src.strategies import host_reductions
+from jdist._src.strategies.description import Description, describe
 from jdist._src.strategies.pickling import with_devices, with_names
 from jdist._src.strategies.scope import Scope
-from jdist._src.values.device_put import put
+from jdist._src.values.device_put import check_devices_attached, put, put_per_replica, split_batch
+from jdist._src.values.per_replica import PerReplica
+from jdist._src.values.reduce_op import ReduceOp
+
+_StateT = TypeVar("_StateT")
+_InputsT = ParamSpec("_InputsT")
+_OutputsT = TypeVar("_OutputsT")
 
 
-class Strategy(HostSide):
-    """Where a step runs: one replica a device of a mesh, all running the same function on their own part of the data.
+class Strategy:
+    """Runs replica functions, one replica per device of a mesh, each on its own part of the data.
 
-    A replica function is ordinary JAX code. Its arguments are what one replica sees: a `PerReplica` argument is that
-    replica's own value, anything else is the same on all. What it says to the other replicas it says with
-    `jdist.all_reduce` and its kin. Immutable, but for the compiled functions that it remembers: a copy is the strategy itself,
-    and a pickle builds it again on the devices of the same names.
+    A replica function is ordinary JAX code. Its arguments are those of one replica: a `PerReplica` argument is this replica's
+    own value, any other argument is the same on all replicas. Replicas communicate by `jdist.all_reduce` and the other
+    collectives. A strategy is immutable, except for its cache of compiled functions: a copy is the strategy itself, and a
+    pickle builds it again on the devices of the same names.
 
     Args:
-        view: How it runs functions on its devices.
-        cross_device_ops: How the replicas' values are added up.
+        backend: Runs replica functions on the devices.
+        cross_device_ops: The implementation of reductions over the replicas.
         communication_options: Which leaves are reduced together.
-        arguments: The arguments of the constructor of its class that build it again, with devices in place of their names.
+        arguments: The arguments of the constructor of the strategy's class that build it again, with devices in place of names.
     """
 
     def __init__(
         self,
-        view: Backend,
+        backend: Backend,
         cross_device_ops: CrossDeviceOps = AllReduce(),  # noqa: B008  # immutable
         communication_options: CommunicationOptions = CommunicationOptions(0),  # noqa: B008
         *,
         arguments: Mapping[str, Any],
     ):
         self._arguments = dict(arguments)
-        self._backend = view
-        self._context = ReplicaContext.of(self, view.replicas, cross_device_ops, communication_options)
+        self._backend = backend
+        self._context = ReplicaContext.of(self, backend.replicas, cross_device_ops, communication_options)
         self._runs: IdentityCache[Program] = IdentityCache()
         self._inits: IdentityCache[Program] = IdentityCache()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({[str(device) for device in self.mesh.devices.flat]})"
+        return f"{type(self).__name__}({[str(device) for device in self.devices]})"
 
     def __copy__(self) -> Self:
         return self
@@ -66,14 +81,33 @@ class Strategy(HostSide):
 
         def __getattr__(self, name: str) -> Any:
             if name in other_names.STRATEGY_NAMES:
-                raise other_names.missing_attribute_error(
-                    f"{type(self).__name__!r} object", name, other_names.STRATEGY_NAMES
-                )
+                owner = f"{type(self).__name__!r} object"
+                raise other_names.missing_attribute_error(owner, name, other_names.STRATEGY_NAMES)
             # Also called where a property raises AttributeError: raises that error again.
             return object.__getattribute__(self, name)
 
+    @property
+    def replicas(self) -> Replicas:
+        """The number of replicas and their devices."""
+        return self._backend.replicas
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the devices, in the order of the replicas."""
+        return self.replicas.mesh
+
+    @property
+    def devices(self) -> tuple[jax.Device, ...]:
+        """The devices, in the order of the replicas."""
+        return tuple(self.mesh.devices.flat)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas."""
+        return self.replicas.size
+
     def scope(self) -> Scope:
-        """A context manager that makes this the current strategy: `jdist.get_strategy()` returns it, `jdist.variable` uses it.
+        """Returns a context manager that makes this the current strategy, which `jdist.get_strategy()` returns.
 
         The same object can be entered again, nested or later, as in TensorFlow.
 
@@ -89,28 +123,34 @@ class Strategy(HostSide):
         """
         return Scope(self)
 
+    # The declared result of `run` and of a step is that of the function. A leaf of it that varies is a `PerReplica` at run
+    # time.
     def run(
-        self, fn: Callable[..., PyTree], args: Sequence[PyTree] = (), kwargs: Mapping[str, PyTree] | None = None
-    ) -> PyTree:
-        """Calls `fn` once a replica and gives back what it returned.
+        self,
+        fn: Callable[..., _OutputsT],
+        args: Sequence[PyTree] = (),
+        kwargs: Mapping[str, PyTree] | None = None,
+    ) -> _OutputsT:
+        """Calls `fn` once per replica, and returns the results of all replicas.
 
-        The function is compiled at the first call with arguments of these shapes, and found again by its identity: define it
-        once, outside the loop. What was compiled for a function that is gone is gone too.
+        The function is compiled at its first call with arguments of these shapes, and cached by its identity: define it once,
+        outside the loop. The cache does not keep the function alive, and is freed with it.
 
         Args:
             fn: A replica function.
-            args: Its positional arguments: trees of `PerReplica`, arrays and numbers. On several processes each one hands in
+            args: Its positional arguments: trees of `PerReplica`, arrays and numbers. On several processes each one passes
                 the same numbers.
-            kwargs: Its arguments by name.
+            kwargs: Its keyword arguments.
 
         Returns:
-            What `fn` returned. A leaf that is proved to be the same on every replica is a plain array `[...]`, every other
-            a `PerReplica` of `[replica, ...]`.
+            The result of `fn`. A leaf that is proved to be the same on every replica is a plain array `[...]`, any other leaf
+            is a `PerReplica` of `[replica, ...]`.
 
         Raises:
-            TypeError: `fn` is no function, `args` no tuple, `kwargs` no mapping, or a result is no number or array of numbers.
-            ValueError: An argument lies on the devices of another strategy; or an argument or a result is a host number of more
-                than 32 bits, where JAX keeps 32.
+            TypeError: `fn` is not a function, `args` not a tuple, `kwargs` not a mapping, or a result is not a number or an
+                array of numbers.
+            ValueError: An argument is placed on the devices of another strategy; or an argument or a result is a host integer
+                of more than 32 bits, which JAX would truncate to 32 bits.
             DivergentCollectiveError: Some replicas may reach a collective that others do not.
 
         Example:
@@ -126,18 +166,21 @@ class Strategy(HostSide):
         program = self._runs.get(fn, lambda reference: run_program(reference, self._backend, self._context))
         return program(tuple(args), keyword_arguments("run", kwargs))[1]
 
-    def init(self, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
-        """A state, created on the devices by a replica function: no leaf is ever whole on the host, or on one device first.
+    def init(self, fn: Callable[..., _StateT], *args: PyTree) -> _StateT:
+        """Creates a state on the devices by a replica function, without a full copy on the host or on one device.
 
         Args:
-            fn: Makes the state from `args`. Each leaf has to be the same on every replica, unless `fn` wraps it, as in
+            fn: Creates the state from `args`. Each leaf has to be the same on every replica, unless `fn` wraps it, as in
                 `jdist.PerReplica(jdist.replica_key(key))`.
-            args: What `fn` takes: trees of arrays and numbers.
+            args: The arguments of `fn`: trees of arrays and numbers.
+
+        Returns:
+            The result of `fn`, each leaf with the sharding that this strategy gives to a state.
 
         Raises:
             NotMirroredError: A leaf that is not wrapped may differ between the replicas.
-            TypeError: A leaf is no number or array of numbers.
-            ValueError: A leaf is a host number of more than 32 bits, where JAX keeps 32.
+            TypeError: A leaf is not a number or an array of numbers.
+            ValueError: A leaf is a host integer of more than 32 bits, which JAX would truncate to 32 bits.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -147,26 +190,39 @@ class Strategy(HostSide):
         """
         program = self._inits.get(fn, lambda reference: init_program(reference, self._backend, self._context))
         names = argument_names(fn, args, {})
-        return program(*put(args, self.replicas, self._backend.inputs, names))[0]
+        return program(*put(args, self.replicas, self._backend.input_shardings, names))[0]
 
-    def shardings(self, tree: PyTree) -> PyTree:
-        """Returns the sharding of each leaf of a state on this strategy's devices, as `put` places it.
+    @overload
+    def step(
+        self,
+        fn: Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]],
+        *,
+        precision: Precision | None = None,
+        steps_per_call: None = None,
+        donate: bool = True,
+    ) -> Program[_StateT, _InputsT, _OutputsT]: ...
 
-        Args:
-            tree: A state or part of one: arrays or `jax.ShapeDtypeStruct`, some in wrappers.
+    @overload
+    def step(
+        self,
+        fn: Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]],
+        *,
+        precision: Precision | None = None,
+        steps_per_call: int | None,
+        donate: bool = True,
+    ) -> Program[_StateT, ..., _OutputsT]: ...
 
-        Returns:
-            The same tree with a `jax.sharding.NamedSharding` for each leaf.
+    @overload
+    def step(
+        self, *, precision: Precision | None = None, steps_per_call: None = None, donate: bool = True
+    ) -> Callable[
+        [Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]]], Program[_StateT, _InputsT, _OutputsT]
+    ]: ...
 
-        Raises:
-            ValueError: A leaf does not fit the layout of the strategy.
-
-        Example:
-            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-            >>> strategy.shardings({"w": jax.ShapeDtypeStruct((8, 4), "float32")})["w"].spec
-            P()
-        """
-        return jax.tree.unflatten(jax.tree.structure(tree), self._backend.shardings(tree, is_state=False))
+    @overload
+    def step(
+        self, *, precision: Precision | None = None, steps_per_call: int | None, donate: bool = True
+    ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Program[_StateT, ..., _OutputsT]]: ...
 
     def step(
         self,
@@ -176,33 +232,34 @@ class Strategy(HostSide):
         steps_per_call: int | None = None,
         donate: bool = True,
     ) -> Any:
-        """Makes a training step of `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
+        """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
-        At the first call it is traced once. A state leaf that is a plain array has to be proved the same on every replica
-        after the step, whatever the inputs; a leaf in a wrapper goes back into it. Then it is compiled, and a call costs what
-        one of `jax.jit(jax.shard_map(...))` written by hand costs. The state's memory is given to the new state (it is
-        *donated*): go on with what the step returns.
+        The first call traces the function. A state leaf that is a plain array has to be proved to be the same on every replica
+        after the step, whatever the inputs; a leaf in a wrapper returns to it. Then the step is compiled, and a call costs as
+        much as a call of `jax.jit(jax.shard_map(...))` written by hand. The memory of the state is reused for the new state
+        (the state is *donated*): continue with the state that the step returns.
 
         Args:
-            fn: The step of one replica; left out in `@strategy.step(precision=...)`.
-            precision: The dtypes that `jdist.value_and_grad` computes in within it.
-            steps_per_call: How many steps a call runs, one after the other, in one program: what a call costs is paid once
-                for all of them. Each input is then a list of so many, the input of each step, and each output has them all:
-                leaves `[step, ...]`, `PerReplica` ones `[replica, step, ...]`. Under `CentralStorageStrategy`, which
-                updates a state behind each step's program, it is as many programs.
+            fn: The step of one replica; omitted in `@strategy.step(precision=...)`.
+            precision: The dtypes that `jdist.value_and_grad` computes in within the step.
+            steps_per_call: The number of steps that one call runs in one program, so that the overhead of a call is shared by
+                all of them. Each input is then a list with the input of each step, and each output contains the outputs of all
+                steps: leaves `[step, ...]`, or `[replica, step, ...]` in a `PerReplica`. `CentralStorageStrategy` runs a
+                    program
+                per step instead.
             donate: Whether the new state reuses the memory of the old state. Without donation the old state stays valid, and
                 both states need memory.
 
         Returns:
-            The step for all of them, a `Program`, called like `fn` with arguments by position; its `proof` says what was
-            proved, and `__wrapped__` is `fn`. Outputs are as `run` gives them.
+            The step for all replicas, a `jdist.Program`, called like `fn` with positional arguments. Its `proof` reports which
+            results are replicated, and `__wrapped__` is `fn`. Outputs are like the results of `run`.
 
         Raises:
-            TypeError: `fn` is no function, or `steps_per_call` no whole number; or, when called, `fn` returned no pair, or
-                changes a structure, shape or dtype.
+            TypeError: `fn` is not a function, or `steps_per_call` not an integer; or, when called, `fn` did not return a pair,
+                or changed a structure, shape or dtype.
             NotMirroredError: When called: a leaf of the new state may differ between the replicas.
-            ValueError: `steps_per_call` is less than 1. When called: the state was donated before, or lies on other devices;
-                or an input is no list of `steps_per_call` that are alike.
+            ValueError: `steps_per_call` is less than 1. When called: the state was donated before, or is placed on other
+                devices; or an input is not a list of `steps_per_call` values of the same shapes.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -227,32 +284,280 @@ class Strategy(HostSide):
     def compile(
         self, step: Any, state: PyTree, *inputs: PyTree, compiler_options: Mapping[str, Any] | None = None
     ) -> jax.stages.Compiled:
-        """A step for arguments of these shapes, compiled and not run, for devices that need not be there.
+        """Compiles a step for arguments of these shapes, without running it. The devices may be topology devices.
 
         Args:
-            step: What `step` made, or a function that it would take.
+            step: The result of `step`, or a function for it.
             state: The state, or its shapes: `jax.eval_shape(lambda key: strategy.init(make, key), key)`.
-            inputs: What the step takes besides: arrays or `jax.ShapeDtypeStruct`s, a batch as `PerReplica` of
+            inputs: The other arguments of the step: arrays or `jax.ShapeDtypeStruct`s, a batch as `PerReplica` of
                 `[replica, batch, ...]`.
-            compiler_options: For XLA, such as `jdist.xla_flags("tpu").compiler_options`.
+            compiler_options: Options of XLA, such as `jdist.xla_flags("tpu").compiler_options`.
 
         Returns:
-            The program: `as_text()`, `memory_analysis()` of a device, `cost_analysis()`.
+            The compiled program: `as_text()`, `memory_analysis()` per device, `cost_analysis()`.
 
         Raises:
-            ValueError: The state cannot be laid out; or `step` is another strategy's.
+            ValueError: The state cannot be placed; or `step` was made by another strategy.
         """
         program = step if isinstance(step, Program) else self.step(step)
-        if program.view is not self._backend:
+        if program.backend is not self._backend:
             raise ValueError(
-                "The step was made by another strategy. Hand in its function, or what this one made of it."
+                "The step was made by another strategy. Pass its function, or a step that this strategy made from it."
             )
         if not isinstance(compiler_options, Mapping | None):
             raise TypeError(
-                f"`compiler_options` maps names to values, got {type(compiler_options).__name__}: of flags, hand in "
+                f"`compiler_options` maps names to values, got {type(compiler_options).__name__}. Of XLA flags, pass "
                 '`jdist.xla_flags("tpu").compiler_options`.'
             )
         return program.lower(state, *inputs).compile(None if compiler_options is None else dict(compiler_options))
+
+    def reduce(
+        self,
+        op: ReduceOp | Literal["sum", "mean", "max", "min"],
+        value: PyTree,
+        axis: int | Sequence[int] | None,
+    ) -> PyTree:
+        """Reduces the values of all replicas to one value.
+
+        Args:
+            op: `"sum"`, `"mean"`, `"max"` or `"min"`. The mean of integers is a float.
+            value: A result of `run`: a tree of wrapped values, of replicated arrays (each replica's copy counts), or of
+                `RowSlices`. The mean, maximum and minimum of a host value is the value itself.
+            axis: None to reduce over the replicas, element by element. A dimension of one replica's value, or several, to
+                reduce over these as well; a mean is then over all elements, however many each replica has. -1 is the last.
+
+        Returns:
+            The same tree of plain arrays, replicated.
+
+        Raises:
+            ValueError: There is no such operation or dimension; or the shapes differ beyond `axis`, all values are empty, or a
+                host value is to be summed.
+            TypeError: A leaf is boolean, a random key, or complex for an operation that needs an order.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> rows = strategy.distribute_values_from_function(lambda c: [1.0, 2.0 + c.replica_id_in_sync_group])
+            >>> [float(x) for x in strategy.reduce("sum", rows, axis=None)]
+            [2.0, 5.0]
+        """
+        require_cross_replica_context("reduce", "use `jdist.all_reduce` there")
+        check_devices_attached(self.mesh)
+        return host_reductions.reduce(ReduceOp.of(op), self._backend.to_mesh(value), axes_argument(axis), self.replicas)
+
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """Concatenates the values of all replicas along a dimension.
+
+        Args:
+            value: A result of `run`, leaves `[..., n, ...]` per replica, where `n` may differ. A host value is unchanged.
+            axis: The dimension of one replica's value to concatenate along; -1 is the last.
+
+        Returns:
+            The same tree of plain arrays `[..., sum of n, ...]`, replicated.
+
+        Raises:
+            ValueError: A leaf does not have this dimension, or the replicas' shapes differ along another.
+            TypeError: `value` contains `RowSlices`, or `axis` is not an integer.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> ids = strategy.run(lambda: jdist.replica_id()[None])
+            >>> strategy.gather(ids, axis=0).tolist()
+            [0, 1]
+        """
+        require_cross_replica_context("gather", "use `jdist.all_gather` there")
+        check_devices_attached(self.mesh)
+        return host_reductions.gather(self._backend.to_mesh(value), axis_argument(axis), self.replicas)
+
+    def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """Returns the value of each replica of this process, one tree per replica; `(value,)` for a host value.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> [int(i) for i in strategy.local_results(strategy.run(jdist.replica_id))]
+            [0, 1]
+        """
+        require_cross_replica_context("local_results")
+        return host_reductions.local_results(self._backend.to_mesh(value), self.replicas)
+
+    def put(self, tree: PyTree) -> PyTree:
+        """Places `tree` on the strategy's devices: plain leaves like a state, wrapped leaves as specified by their wrapper.
+
+        A state of another strategy can continue on this one: a `SyncOnRead` is read, and its value is split over the replicas.
+
+        Raises:
+            ValueError: A wrapper does not fit the replicas; or, on several processes, the processes pass different values.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> len(strategy.put(1.0).sharding.device_set)
+            2
+        """
+        require_cross_replica_context("put")
+        return put(tree, self.replicas, self._put_shardings)
+
+    def shardings(self, tree: PyTree) -> PyTree:
+        """Returns the sharding of each leaf of a state on this strategy's devices, as `put` places it.
+
+        Args:
+            tree: A state or part of one: arrays or `jax.ShapeDtypeStruct`, some in wrappers.
+
+        Returns:
+            The same tree with a `jax.sharding.NamedSharding` for each leaf.
+
+        Raises:
+            ValueError: A leaf does not fit the layout of the strategy.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.shardings({"w": jax.ShapeDtypeStruct((8, 4), "float32")})["w"].spec
+            P()
+        """
+        return jax.tree.unflatten(jax.tree.structure(tree), self._put_shardings(tree))
+
+    def split(self, batch: PyTree) -> PyTree:
+        """Splits one global batch over the replicas, for a loop that has batches already.
+
+        A batch that a step gets as plain arrays is replicated: every replica computes all of its examples.
+
+        Args:
+            batch: A tree of arrays `[batch, ...]`, of numpy or JAX; the number of replicas divides `batch`. On several
+                processes each one passes the same global batch, and its devices receive their parts. To read only its own
+                part, a process uses `distribute_dataset`.
+
+        Returns:
+            The same tree with a `PerReplica` `[replica, batch / replica, ...]` for each leaf, as `distribute_dataset` returns
+            it: replica i holds the i-th block of consecutive examples.
+
+        Raises:
+            TypeError: A leaf is not an array of numbers, or is split already.
+            ValueError: The examples do not split evenly, or the leaves have different numbers of them.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> x, y = strategy.split((np.zeros((8, 3), np.float32), np.arange(8)))
+            >>> x, y.tree.tolist()
+            (PerReplica(float32[2,4,3]), [[0, 1, 2, 3], [4, 5, 6, 7]])
+        """
+        require_cross_replica_context("split")
+        return split_batch(batch, self.replicas, self._put_shardings)
+
+    def distribute_values_from_function(self, fn: Callable[[ValueContext], PyTree]) -> PerReplica:
+        """Creates one value per replica on the host.
+
+        Args:
+            fn: Called once for each replica of this process; all values have the same structure, ranks and dtypes.
+
+        Returns:
+            `PerReplica` of the values, `[replica, ...]`. If their shapes differ, it stores the shapes (`PerReplica.padded`).
+
+        Raises:
+            ValueError: The values differ in structure, rank or dtype; the message names the leaf.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.distribute_values_from_function(lambda c: {"id": c.replica_id_in_sync_group})
+            PerReplica({'id': int32[2]})
+        """
+        require_cross_replica_context("distribute_values_from_function")
+        return put_per_replica([fn(ValueContext(i, self.replicas.size)) for i in self.replicas.local], self.replicas)
+
+    def distribute_dataset(
+        self,
+        source: Any,
+        batch_size: int | None,
+        *,
+        shuffle: bool | None = False,
+        seed: int = 0,
+        epochs: int | None = 1,
+        remainder: Remainder = "drop",
+        auto_shard: AutoShardPolicy | Literal["auto", "file", "data", "off", "hint"] = "auto",
+        prefetch: int = 2,
+    ) -> DistributedDataset:
+        """Returns the batches of a data set, split over the replicas and prefetched to the devices.
+
+        Args:
+            source: A tree of arrays `[example, ...]`; a sequence or an iterable of examples; a dataset of grain, TensorFlow,
+                torch or Hugging Face; `jdist.data.Files`; a generator function without arguments; or a function from the step,
+                0, 1, ..., to its batch.
+            batch_size: The number of examples in a global batch, a multiple of the number of replicas. None: the source returns
+                such batches.
+            shuffle: Whether each epoch has its own order, a function of `seed` and epoch alone. For sources with random access,
+                such as arrays; a stream shuffles its examples itself. None: shuffle if the source has random access.
+            seed: An integer.
+            epochs: The number of passes over the source; None for endless repetition. A function of the step is endless, so
+                more than one epoch of it is refused: end the loop by `itertools.islice(dataset, 1000)`.
+            remainder: How the examples that do not fill a batch at the end of an epoch are treated. `"drop"` omits them, and
+                logs once how many. `"pad"` includes them: elements are then `(batch, weights)`, with weight 1 for an example
+                and 0 for padding. `"error"` raises an error.
+            auto_shard: How several processes share the reading, see `AutoShardPolicy`.
+            prefetch: The number of batches to read and transfer in advance. 0 reads the same batches in the loop's thread, for
+                debugging.
+
+        Returns:
+            Batches with the structure of the source's elements and `PerReplica` leaves `[replica, batch / replica, ...]`: for
+            a source `(x, y)`, `for x, y in dataset`. With `"pad"` pairs, `for (x, y), weights in dataset`. The global batches
+            are the same for any number of replicas and processes.
+
+        Raises:
+            ValueError: The source is not supported, or cannot be shuffled or shared this way, or the batch cannot be split.
+            TypeError: A number is not an integer.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> for batch, weights in strategy.distribute_dataset(np.arange(3), batch_size=4, remainder="pad"):
+            ...     print(batch.tree.tolist(), weights.tree.tolist())
+            [[0, 1], [2, 0]] [[1.0, 1.0], [1.0, 0.0]]
+        """
+        return dataset_from_source(
+            source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, self.replicas
+        )
+
+    def distribute_datasets_from_function(
+        self,
+        fn: Callable[[InputContext], Any],
+        *,
+        epochs: int | None = 1,
+        remainder: Remainder = "drop",
+        prefetch: int = 2,
+    ) -> DistributedDataset:
+        """Returns the batches of one input pipeline per process. They end on all processes after the same step.
+
+        Args:
+            fn: Called on each process. Returns the batches of its replicas, one after the other: a step takes one for each
+                replica. The result is a list, a dataset or another iterable of batches; a generator, and `fn` is called again
+                for each further epoch; or a generator function without arguments.
+            epochs: See `distribute_dataset`.
+            remainder: See `distribute_dataset`. A step in which a replica lacks rows is a partial batch.
+            prefetch: See `distribute_dataset`.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> def batches(context):
+            ...     size = context.get_per_replica_batch_size(4)
+            ...     return (np.arange(i, i + size) for i in range(0, 8, size))
+            >>> [batch.tree.tolist() for batch in strategy.distribute_datasets_from_function(batches)]
+            [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        """
+        return dataset_from_function(fn, epochs, remainder, prefetch, self.replicas)
+
+    def describe(self, state: PyTree = None, *, max_rows: int = 40) -> Description:
+        """Describes the mesh, the devices and the processes, and the placement and size of each leaf of a state.
+
+        Args:
+            state: A state, or its shapes, for which the placement is the one that this strategy would choose.
+            max_rows: The maximum number of rows in the table of the leaves; similar leaves share a row.
+
+        Example:
+            >>> strategy = jdist.ShardedStrategy()
+            >>> description = strategy.describe(strategy.put({"w": np.zeros((8, 4), np.float32)}))
+            >>> description.leaves[0].placement, description.bytes, description.device_bytes
+            ("split dim 0 over 'data' (8 parts)", 128, 16)
+        """
+        require_cross_replica_context("describe")
+        return describe(type(self).__name__, self._backend, state, max_rows)
+
+    def _put_shardings(self, tree: PyTree) -> list[jax.sharding.NamedSharding]:
+        return self._backend.state_shardings(tree, is_state=False)
 
 
 def _rebuilt(kind: type[Strategy], arguments: dict[str, Any]) -> Strategy:

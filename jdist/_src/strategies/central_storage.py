@@ -1,4 +1,4 @@
-"""`CentralStorageStrategy`: a replica a device, and the state in one place."""
+"""`CentralStorageStrategy`: one replica per device, and one copy of the state for all of them."""
 
 from collections.abc import Sequence
 from typing import Literal, final, get_args
@@ -27,26 +27,25 @@ _Offload = Literal["all", "optimizer"]
 
 @final
 class CentralStorageStrategy(Strategy):
-    """One replica on each of several devices, and one copy of the state for all of them, in the memory of the host.
+    """One replica on each of several devices, and one copy of the state for all of them, in host memory.
 
-    A step sends what the replicas need of the state to their devices, reduces the gradients, and updates the state where it
-    is. For models whose state is larger than what stays on a device: it takes less device memory, and more time.
+    A step copies the leaves that the replicas read to their devices, reduces the gradients, and updates the state where it is
+    stored. For models whose state does not fit on a device: it needs less device memory, and more time.
 
-    The one copy is in equal parts, of each device's host its own, along the largest dim that divides; what none divides, each
-    host has whole, and on TPUs what would not be in tiles of 8 x 128 numbers. On TPU and CPU the host computes the update too,
-    if each element is computed by itself, as in SGD and Adam; elsewhere each device fetches its part, updates it and sends it
-    back. Scalars, random keys and what each replica has of its own stay on the devices.
+    The copy is split equally over the devices' hosts, along the largest divisible dim. A leaf without one is replicated on the
+    hosts; on TPUs so is a leaf whose parts would not consist of tiles of 8 x 128 elements. On TPU and CPU the host also
+    computes the update if it is elementwise, as in SGD and Adam; otherwise each device fetches its part, updates it and writes
+    it back. Scalars, random keys and per-replica values stay on the devices.
 
     Args:
         compute_devices: The devices, or their names; all local ones by default.
-        parameter_device: Where the state lies: in the memory of the `"host"`, or, between steps, on one device, whose name it
-            is (`"cpu:0"`); then it is updated by all that compute, and one copy is kept.
-        offload: `"all"` of the state, or that of the `"optimizer"` only: then the parameters stay on the devices that
-            compute.
+        parameter_device: Where the state is stored: `"host"` for host memory, or, between steps, one device by name
+            (`"cpu:0"`). In that case all compute devices update the state, and one copy is stored.
+        offload: `"all"` of the state, or only the state of the `"optimizer"`: then the parameters stay on the compute devices.
 
     Raises:
-        ValueError: The devices are none, or their host has no memory that programs can name; or `offload` or
-            `parameter_device` is another.
+        ValueError: The list of devices is empty, or their host memory has no name in programs; or `offload` or
+            `parameter_device` is unknown.
 
     Example:
         >>> strategy = jdist.CentralStorageStrategy(["cpu:0", "cpu:1"])
@@ -58,6 +57,7 @@ class CentralStorageStrategy(Strategy):
     def __init__(
         self,
         compute_devices: Sequence[jax.Device | str] | None = None,
+        *,
         parameter_device: jax.Device | str = "host",
         offload: _Offload = "all",
     ):
@@ -68,34 +68,36 @@ class CentralStorageStrategy(Strategy):
         warn_if_local("CentralStorageStrategy", compute_devices, instead)
         replicas = Replicas.on(mesh)
         platform = mesh.devices.flat[0].platform
-        # Between the memories of a TPU and its host, the compiler copies parts of arrays only in whole tiles.
+        # Between the memories of a TPU and its host, the compiler copies parts of arrays only in complete tiles.
         tile = (8, 128) if platform == "tpu" and parameter_device == "host" else ()
-        layout = StateSharding(mesh, REPLICA_AXIS, "all" if offload == "all" else "optimizer", {}, tile)
+        rules = StateSharding(mesh, REPLICA_AXIS, "all" if offload == "all" else "optimizer", {}, tile)
         if parameter_device == "host":
-            _check_memory(mesh)
-            storage, view = "host", HostOffloadBackend(replicas, layout, host_computes=platform in ("cpu", "tpu"))
+            _check_host_memory(mesh)
+            storage = "host"
+            backend = HostOffloadBackend(replicas, rules, host_computes=platform in ("cpu", "tpu"))
         else:
-            device = find_device(parameter_device)
-            if is_topology_device(device) or is_topology_device(mesh.devices.flat[0]):
+            storage = find_device(parameter_device)
+            if is_topology_device(storage) or is_topology_device(mesh.devices.flat[0]):
                 raise ValueError(
-                    f"The host sends a state from {device} to {mesh.devices.flat[0]}, and there is no sending where one of "
-                    'them is described: keep the state in the memory of the host, `parameter_device="host"`.'
+                    f"The host copies a state from {storage} to {mesh.devices.flat[0]}, which is impossible for topology "
+                    'devices. Store the state in host memory: `parameter_device="host"`.'
                 )
-            storage, view = device, DeviceOffloadBackend(replicas, layout, device)
+            backend = DeviceOffloadBackend(replicas, rules, storage)
         arguments = {
             "compute_devices": list(mesh.devices.flat),
             "parameter_device": storage,
             "offload": offload,
         }
-        super().__init__(view, ops, options, arguments=arguments)
+        super().__init__(backend, ops, options, arguments=arguments)
 
 
-def _check_memory(mesh: Mesh) -> None:
-    """Raises ValueError if programs for these devices cannot name the memory of their host."""
+def _check_host_memory(mesh: Mesh) -> None:
+    """Raises ValueError if programs for these devices cannot name their host memory."""
     device = next(iter(local_mesh_devices(mesh).values()), mesh.devices.flat[0])
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST_MEMORY not in kinds:
         raise ValueError(
-            f"The devices ({device.device_kind}) have the memories {kinds}, and no {HOST_MEMORY!r} to keep a state in. "
-            'Described GPUs list none: to see what is saved, describe TPUs. Else name a device: `parameter_device="cpu:0"`.'
+            f"The devices ({device.device_kind}) have the memories {kinds}, and not {HOST_MEMORY!r}, which would store the "
+            "state. Topology devices of GPUs list no memories: compile for TPUs to see the saving. Otherwise name a device: "
+            '`parameter_device="cpu:0"`.'
         )

@@ -1,4 +1,4 @@
-"""Which strategy is in force."""
+"""The current strategy: `get_strategy`, `has_strategy`, `set_strategy` and `get_replica_context`."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from jdist._src.strategies.one_device import OneDeviceStrategy
 
 
 def get_strategy() -> Strategy:
-    """The strategy whose scope or replica function is around this call; else one replica on JAX's default device.
+    """Returns the strategy of the enclosing scope or replica function, or a strategy of one replica on the default device.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -23,7 +23,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether a strategy's scope or replica function is around this call.
+    """Returns whether this call is inside a scope or a replica function of a strategy, or after `set_strategy`.
 
     Example:
         >>> jdist.has_strategy()
@@ -34,13 +34,13 @@ def has_strategy() -> bool:
 
 
 def set_strategy(strategy: Strategy | None) -> None:
-    """Makes `strategy` the one in force wherever no scope is entered, in all threads; None goes back to the default.
+    """Makes `strategy` the current strategy outside any scope, in all threads; None restores the default.
 
-    For notebooks, where a `with` around every cell is a burden. It is as if the whole program stood in `strategy.scope()`.
+    For notebooks, where every cell would need a `with` block. It has the effect of `strategy.scope()` around the program.
 
     Raises:
         RuntimeError: Called inside a scope or a replica function.
-        TypeError: It is no strategy.
+        TypeError: `strategy` is not a strategy.
 
     Example:
         >>> jdist.set_strategy(jdist.MirroredStrategy(["cpu:0", "cpu:1"]))
@@ -49,12 +49,12 @@ def set_strategy(strategy: Strategy | None) -> None:
         >>> jdist.set_strategy(None)
     """
     if strategy is not None and not isinstance(strategy, Strategy):
-        raise TypeError(f"A strategy is needed, or None, got {type(strategy).__name__}.")
+        raise TypeError(f"`strategy` must be a strategy or None, got {type(strategy).__name__}.")
     set_default_context(CrossReplicaContext(strategy) if strategy else None)
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """What this replica knows of the others; None in the cross-replica context, where no replica is asking.
+    """Returns the replica context; None in the cross-replica context.
 
     Example:
         >>> jdist.get_replica_context().num_replicas_in_sync

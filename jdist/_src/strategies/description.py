@@ -1,4 +1,4 @@
-"""What a strategy runs on, and where the leaves of a state lie: as data, in a terminal and in a notebook."""
+"""`Strategy.describe`: the mesh, the devices, and the placement of each leaf of a state, as data, text and HTML."""
 
 import collections
 import dataclasses
@@ -12,35 +12,59 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax import core
+from jax.sharding import NamedSharding, Sharding
 
 from jdist._src.core import html
 from jdist._src.core.arguments import as_int
 from jdist._src.core.html import Row
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend
-from jdist._src.strategies.leaf_description import LeafDescription, describe_leaf, is_shape, listed, names_of, shape_of
 from jdist._src.strategies.mesh_drawing import WIDTH, draw_mesh
+from jdist._src.values.arrays import is_device_array
 from jdist._src.values.base import is_distributed
 from jdist._src.values.device_put import check_wrapper
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.state_sharding import StateLeaf, StateSharding, state_leaves
 
-_HEAD = ("leaf", "spec", "placement", "bytes", "bytes a device", "host bytes a device")
+_HEAD = ("leaf", "array", "placement", "bytes", "bytes per device", "host bytes per device")
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafDescription:
+    """The placement of a leaf of a state, or the placement that a strategy would choose for it.
+
+    Attributes:
+        path: The keys of the leaf, as the patterns of a layout match them: `params/dense/kernel`.
+        dtype_and_shape: Dtype and global shape: `float32[8,3]`.
+        placement: A description of the sharding, of the wrapper and of the memory.
+        bytes: The size of one copy.
+        device_bytes: The bytes that each of `devices` stores in its own memory.
+        host_bytes: The bytes that each of `devices` stores in the memory of its host.
+        devices: The devices of the strategy that store the leaf.
+    """
+
+    path: str
+    dtype_and_shape: str
+    placement: str
+    bytes: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    devices: frozenset[jax.Device] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Description:
-    """What a strategy runs on, and where the leaves of a state lie. Text when printed, tables in a notebook.
+    """A strategy's mesh and devices, and the placement of the leaves of a state. Text when printed, tables in a notebook.
 
     Attributes:
-        strategy: What it is called.
-        replicas: How many there are, and on which devices: `replicas.size`, `replicas.mesh`.
+        strategy: The name of the strategy.
+        replicas: The number of replicas and their devices: `replicas.size`, `replicas.mesh`.
         leaves: The leaves of the state, in order.
-        unsplit: The paths of those that the strategy would split, had they a dim that divides.
-        note: The same in words; empty if there are none.
-        max_rows: How many rows the table of the leaves has at most.
+        unsplit: The paths of the leaves that the strategy would split if one of their dims were divisible.
+        note: A sentence about `unsplit`; empty if there are none.
+        max_rows: The maximum number of rows in the table of the leaves.
     """
 
     strategy: str
@@ -52,18 +76,18 @@ class Description:
 
     @property
     def bytes(self) -> int:
-        """What one copy of the state takes."""
+        """The size of one copy of the state."""
         return sum(leaf.bytes for leaf in self.leaves)
 
     @property
     def device_bytes(self) -> int:
-        """The most that any one device of the strategy holds."""
-        return _most(self.leaves, "device_bytes")
+        """The largest number of bytes that a device of the strategy stores."""
+        return _most_on_a_device(self.leaves, "device_bytes")
 
     @property
     def host_bytes(self) -> int:
-        """The most that any one device of the strategy keeps in the memory of its host."""
-        return _most(self.leaves, "host_bytes")
+        """The largest number of bytes that a device of the strategy stores in the memory of its host."""
+        return _most_on_a_device(self.leaves, "host_bytes")
 
     def __repr__(self) -> str:
         count = self.replicas.size
@@ -83,18 +107,16 @@ class Description:
     def __rich__(self) -> Any:
         from rich.console import Group
         from rich.table import Column, Table
-        from rich.text import Text  # a plain string would be read as markup: paths have brackets in them
+        from rich.text import Text  # a plain string would be read as markup: paths contain brackets
 
         facts = Table.grid(Column(style="bold"), Column(overflow="fold"), padding=(0, 2))
         for row in _facts(self.replicas):
             facts.add_row(*map(Text, row))
-        parts = [Text(self.strategy, style="bold"), facts, Text(_picture_of(self.replicas), no_wrap=True)]
+        parts = [Text(self.strategy, style="bold"), facts, Text(_mesh_drawing(self.replicas), no_wrap=True)]
         if self.leaves:
             *rows, total = self._rows()
             columns = [
-                Column(
-                    name, footer=Text(last), justify="left" if i < 3 else "right", overflow="fold"
-                )  # nothing is cut off
+                Column(name, footer=Text(last), justify="left" if i < 3 else "right", overflow="fold")  # nothing is cut
                 for i, (name, last) in enumerate(zip(_HEAD, total, strict=False))
             ]
             table = Table(*columns, show_footer=True)
@@ -107,7 +129,7 @@ class Description:
         parts = [
             html.heading(self.strategy),
             html.table(_facts(self.replicas)),
-            html.monospaced(_picture_of(self.replicas)),
+            html.monospaced(_mesh_drawing(self.replicas)),
         ]
         if self.leaves:
             rows = self._rows()
@@ -116,38 +138,38 @@ class Description:
 
     def _rows(self) -> list[Row]:
         """The table of the leaves; the last row is the total."""
-        rows = [_row(path, leaves) for path, leaves in _folded(self.leaves, self.max_rows)]
+        rows = [_row(path, leaves) for path, leaves in _grouped(self.leaves, self.max_rows)]
         total = ("total", _leaf_count(self.leaves), "", *_sizes(self.leaves))
         return [row if self.host_bytes else row[:-1] for row in (*rows, total)]
 
 
-def describe(name: str, view: Backend, state: PyTree = None, max_rows: int = 40) -> Description:
-    """Describes a strategy, and where the leaves of a state lie.
+def describe(name: str, backend: Backend, state: PyTree = None, max_rows: int = 40) -> Description:
+    """Describes a strategy, and the placement of the leaves of a state.
 
     Args:
-        name: What the strategy is called.
-        view: How it runs, and places a state.
-        state: A tree of arrays, described as they lie, of `jax.ShapeDtypeStruct`s, as the strategy would place them, and of
-            anything else; some in wrappers.
-        max_rows: How many rows its table has at most. If a state has more leaves, those whose paths begin alike, or differ
-            by a number, share a row.
+        name: The name of the strategy.
+        backend: The backend of the strategy, which places states.
+        state: A tree, some leaves in wrappers. Arrays are described where they are, `jax.ShapeDtypeStruct`s where the strategy
+            would place them. Other leaves are allowed.
+        max_rows: The maximum number of rows of the table. If a state has more leaves, leaves with the same first keys, or whose
+            paths differ in a number, share a row.
 
     Raises:
-        ValueError: `max_rows` is less than 1; or the strategy could not place a leaf of which the shape is given.
-        TypeError: `max_rows` is no whole number.
+        ValueError: `max_rows` is less than 1; or the strategy could not place a leaf with the shape that is given.
+        TypeError: `max_rows` is not an integer.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> state = strategy.put({"w": np.zeros((4, 8), np.float32)})
-        >>> (leaf,) = describe("MirroredStrategy", strategy._view, state).leaves
-        >>> leaf.path, leaf.spec, leaf.placement, leaf.device_bytes
-        ('w', 'float32[4,8]', 'mirrored', 128)
-        >>> print(describe("MirroredStrategy", strategy._view))
+        >>> (leaf,) = describe("MirroredStrategy", strategy._backend, state).leaves
+        >>> leaf.path, leaf.dtype_and_shape, leaf.placement, leaf.device_bytes
+        ('w', 'float32[4,8]', 'replicated', 128)
+        >>> print(describe("MirroredStrategy", strategy._backend))
         MirroredStrategy
         mesh       'replica' 2
         devices    2 of kind cpu (cpu), memory: device, ...
         processes  1
-        replicas   2, one a device
+        replicas   2, one per device
         columns along 'replica'
         ┌───────┐
         │ 0   1 │
@@ -156,56 +178,143 @@ def describe(name: str, view: Backend, state: PyTree = None, max_rows: int = 40)
     max_rows = as_int("`max_rows`", max_rows, 1)
     items = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_distributed)[0]
     for path, item in items:
-        if any(map(is_shape, jax.tree.leaves(item))):
-            check_wrapper("state" + jax.tree_util.keystr(path), item, view.replicas)
-    values, shapes = jax.tree.leaves(state), jax.tree.map(shape_of, state)
+        if any(map(_is_shape, jax.tree.leaves(item))):
+            check_wrapper("state" + jax.tree_util.keystr(path), item, backend.replicas)
+    values, shapes = jax.tree.leaves(state), jax.tree.map(_as_shape, state)
     wrappers = [item if is_distributed(item) else None for _, item in items for _ in jax.tree.leaves(item)]
-    # What is only a shape is to be placed by the strategy, as a state. Arrays may be any part of one.
-    wanted = view.shardings(shapes, any(map(is_shape, values)))
-    home = frozenset().union(view.replicas.mesh.devices.flat, *(place.device_set for place in wanted))
-    layout: StateSharding | None = getattr(view, "layout", None)
+    # A tree with shapes is a complete state, which the strategy would place. A tree of arrays may be a part of one.
+    shardings = backend.state_shardings(shapes, any(map(_is_shape, values)))
+    devices = frozenset().union(backend.replicas.mesh.devices.flat, *(sharding.device_set for sharding in shardings))
+    rules = backend.state_sharding
     leaves, unsplit = [], []
-    for leaf, value, wrapper, place in zip(state_leaves(shapes), values, wrappers, wanted, strict=True):
-        described = describe_leaf("/".join(leaf.path) or "state", value, wrapper, place, view.replicas, home)
-        leaves.append(described)
-        if layout and described.devices and not isinstance(wrapper, PerReplica) and _is_unsplit(layout, leaf, place):
-            unsplit.append(described.path)
-    note = _unsplit_in_words(layout, unsplit) if layout and unsplit else ""
-    return Description(name, view.replicas, tuple(leaves), tuple(unsplit), note, max_rows)
+    for leaf, value, wrapper, sharding in zip(state_leaves(shapes), values, wrappers, shardings, strict=True):
+        path = "/".join(leaf.path) or "state"
+        description = _describe_leaf(path, value, wrapper, sharding, backend.replicas, devices)
+        leaves.append(description)
+        if rules and description.devices and not isinstance(wrapper, PerReplica) and _is_unsplit(rules, leaf, sharding):
+            unsplit.append(path)
+    note = _unsplit_note(rules, unsplit) if rules and unsplit else ""
+    return Description(name, backend.replicas, tuple(leaves), tuple(unsplit), note, max_rows)
 
 
-def _is_unsplit(layout: StateSharding, leaf: StateLeaf, place: NamedSharding) -> bool:
-    """Whether `layout` would split the leaf over its axis, if it could: scalars and keys are never meant to be."""
+def _describe_leaf(
+    path: str, value: Any, wrapper: Any, default: Sharding, replicas: Replicas, devices: frozenset[jax.Device]
+) -> LeafDescription:
+    """Describes a leaf.
+
+    Args:
+        path: Its path.
+        value: The leaf.
+        wrapper: The wrapper that contains it, or None.
+        default: The sharding that the strategy would give it.
+        replicas: The replicas of the strategy.
+        devices: All devices that the strategy uses, for computation or storage.
+    """
+    if not is_device_array(value) and not _is_shape(value):
+        is_number = hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
+        placement = "on the host; not placed" if is_number else "not an array"
+        return LeafDescription(path, dtype_and_shape(value), placement, getattr(value, "nbytes", 0))
+    if is_device_array(value) and value.is_deleted():
+        return LeafDescription(path, dtype_and_shape(value), "deleted: its memory was donated to a step, or freed")
+    sharding = value.sharding if is_device_array(value) else default
+    leaf_devices = frozenset(sharding.device_set)
+    is_host = sharding.memory_kind not in (None, replicas.whole.memory_kind)
+    placement = _placement(value.shape, wrapper, sharding, replicas)
+    placement += f", in host memory ({sharding.memory_kind})" if is_host else ""
+    if not leaf_devices <= devices:
+        names = f", on {_listed(sorted(map(str, leaf_devices)), 3)}" if len(leaf_devices) > 1 else ""
+        placement += f"{names}, not this strategy's"
+    size = math.prod(value.shape) * value.dtype.itemsize
+    is_used = bool(leaf_devices & devices)
+    shard_size = math.prod(sharding.shard_shape(value.shape)) * value.dtype.itemsize if is_used else 0
+    sizes = (0, shard_size) if is_host else (shard_size, 0)
+    return LeafDescription(path, dtype_and_shape(value), placement, size, *sizes, leaf_devices & devices)
+
+
+def _placement(shape: tuple[int, ...], wrapper: Any, sharding: Sharding, replicas: Replicas) -> str:
+    shard_shape = sharding.shard_shape(shape)
+    mesh_devices = list(replicas.mesh.devices.flat)
+    in_order = not isinstance(sharding, NamedSharding) or list(sharding.mesh.devices.flat) == mesh_devices  # pyright: ignore
+    split = _split_text(shape, shard_shape, sharding)
+    split += ", the devices in another order" if sharding.device_set == set(mesh_devices) and not in_order else ""
+    aggregation = getattr(wrapper, "aggregation", None)
+    wrapper_text = f"{type(wrapper).__name__} {aggregation.name if aggregation else ''}".strip()
+    if wrapper is None or wrapper_text == "Mirrored NONE":
+        return split
+    if not wrapper._is_stacked:
+        return f"{split} ({wrapper_text})"
+    if sharding.device_set != set(mesh_devices) or not in_order or shape[:1] <= (1,):
+        return f"one per replica ({wrapper_text}), {split}"
+    return f"one per replica ({wrapper_text})" + (f", {shard_shape[0]} per device" if shard_shape[0] > 1 else "")
+
+
+def _split_text(shape: tuple[int, ...], shard_shape: tuple[int, ...], sharding: Sharding) -> str:
+    if len(sharding.device_set) == 1:
+        return f"on {next(iter(sharding.device_set))}"
+    counts = {dim: size // shard_shape[dim] for dim, size in enumerate(shape) if size != shard_shape[dim]}
+    if not counts:
+        return "replicated"
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else [()] * len(shape)
+    over = {dim: " and ".join(map(repr, _axis_names(spec[dim]))) for dim in counts}
+    dims = [f"dim {dim}{over[dim] and ' over ' + over[dim]} ({count} parts)" for dim, count in counts.items()]
+    copies = len(sharding.device_set) // math.prod(counts.values())
+    return f"split {', '.join(dims)}" + (f", {copies} copies" if copies > 1 else "")
+
+
+def _axis_names(entry: Any) -> tuple[str, ...]:
+    """The axes in an entry of a `PartitionSpec`."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def _is_shape(value: Any) -> bool:
+    """Whether `value` has a shape and no elements yet."""
+    return isinstance(value, (jax.ShapeDtypeStruct, core.Tracer))
+
+
+def _as_shape(value: Any) -> jax.ShapeDtypeStruct:
+    """The shape of a leaf. A leaf that is not on a device is not placed, so its dtype has no effect."""
+    if is_device_array(value) or _is_shape(value):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+    return jax.ShapeDtypeStruct(value.shape if isinstance(value, np.ndarray) else (), np.float32)
+
+
+def _is_unsplit(rules: StateSharding, leaf: StateLeaf, sharding: NamedSharding) -> bool:
+    """Whether `rules` would split the leaf over their axis if a dim were divisible. Scalars and keys are never split."""
     is_key = jnp.issubdtype(leaf.value.dtype, jax.dtypes.prng_key)
-    is_meant = (leaf.is_optimizer or layout.shard == "all") and math.prod(leaf.shape) > 1 and not is_key
-    is_spread = layout.mesh.shape[layout.axis] > 1 and len(place.device_set) == layout.mesh.size
-    return is_meant and is_spread and all(layout.axis not in names_of(axes) for axes in place.spec)
+    is_selected = (leaf.is_optimizer or rules.shard == "all") and math.prod(leaf.shape) > 1 and not is_key
+    is_on_mesh = rules.mesh.shape[rules.axis] > 1 and len(sharding.device_set) == rules.mesh.size
+    return is_selected and is_on_mesh and all(rules.axis not in _axis_names(entry) for entry in sharding.spec)
 
 
-def _unsplit_in_words(layout: StateSharding, paths: Sequence[str]) -> str:
+def _unsplit_note(rules: StateSharding, paths: Sequence[str]) -> str:
     leaves = "1 leaf is" if len(paths) == 1 else f"{len(paths):,} leaves are"
-    dim = "no dim that `layout` leaves" if layout.patterns else "no dim"
+    dim = "no dim that `layout` leaves unsplit" if rules.patterns else "no dim"
     names = paths if len(paths) <= 6 else list(dict.fromkeys(map(_numberless, paths)))
-    parts = layout.mesh.shape[layout.axis]
-    return f"{leaves} not split over {layout.axis!r}, as {dim} divides by {parts}: {listed(names, 6)}."
+    parts = rules.mesh.shape[rules.axis]
+    return f"{leaves} not split over {rules.axis!r}, because {dim} is divisible by {parts}: {_listed(names, 6)}."
 
 
-def _folded(leaves: Sequence[LeafDescription], most: int) -> list[tuple[str, Sequence[LeafDescription]]]:
-    """The leaves in groups, at most so many, each with its path. All begin as one; the largest that can be is taken apart."""
-    if len(leaves) <= most:
+def _listed(names: Sequence[str], most: int, comma: str = ", ") -> str:
+    """The first `most` names, and the number of the others."""
+    return comma.join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def _grouped(leaves: Sequence[LeafDescription], max_groups: int) -> list[tuple[str, Sequence[LeafDescription]]]:
+    """Returns the leaves in at most `max_groups` groups with a common path, splitting the largest group first."""
+    if len(leaves) <= max_groups:
         return [(leaf.path, [leaf]) for leaf in leaves]
     groups: dict[Row, list[LeafDescription]] = {(): list(leaves)}
     closed: set[Row] = set()
     while open_groups := [prefix for prefix in groups if prefix not in closed]:
-        chosen = max(open_groups, key=lambda prefix: len(groups[prefix]))
+        largest = max(open_groups, key=lambda prefix: len(groups[prefix]))
         parts: dict[Row, list[LeafDescription]] = {}
-        for leaf in groups[chosen]:
-            parts.setdefault(tuple(_numberless(leaf.path).split("/"))[: len(chosen) + 1], []).append(leaf)
-        if list(parts) == [chosen] or len(groups) - 1 + len(parts) > most:
-            closed.add(chosen)
+        for leaf in groups[largest]:
+            parts.setdefault(tuple(_numberless(leaf.path).split("/"))[: len(largest) + 1], []).append(leaf)
+        if list(parts) == [largest] or len(groups) - 1 + len(parts) > max_groups:
+            closed.add(largest)
         else:
-            each = [parts.items() if prefix == chosen else [(prefix, group)] for prefix, group in groups.items()]
-            groups = dict(itertools.chain(*each))
+            items = [parts.items() if prefix == largest else [(prefix, group)] for prefix, group in groups.items()]
+            groups = dict(itertools.chain(*items))
     return [(group[0].path if len(group) == 1 else "/".join(prefix), group) for prefix, group in groups.items()]
 
 
@@ -219,66 +328,68 @@ def _numberless(path: str) -> str:
 
 def _row(path: str, leaves: Sequence[LeafDescription]) -> Row:
     count = f" ({len(leaves):,} leaves)" if len(leaves) > 1 else ""
-    specs, placements = (list(dict.fromkeys(getattr(leaf, of) for leaf in leaves)) for of in ("spec", "placement"))
-    return (f"{path or 'state'}{count}", listed(specs, 3), listed(placements, 3, "; "), *_sizes(leaves))
+    arrays = list(dict.fromkeys(leaf.dtype_and_shape for leaf in leaves))
+    placements = list(dict.fromkeys(leaf.placement for leaf in leaves))
+    return (f"{path or 'state'}{count}", _listed(arrays, 3), _listed(placements, 3, "; "), *_sizes(leaves))
 
 
 def _sizes(leaves: Sequence[LeafDescription]) -> Row:
-    return tuple(
-        map(_size, (sum(leaf.bytes for leaf in leaves), _most(leaves, "device_bytes"), _most(leaves, "host_bytes")))
+    sizes = (
+        sum(leaf.bytes for leaf in leaves),
+        *(_most_on_a_device(leaves, of) for of in ("device_bytes", "host_bytes")),
     )
+    return tuple(map(_size, sizes))
 
 
-def _most(leaves: Iterable[LeafDescription], of: str) -> int:
-    """The most that any one device has of these leaves."""
+def _most_on_a_device(leaves: Iterable[LeafDescription], of: str) -> int:
+    """The largest number of bytes of these leaves on one device."""
     by_devices, by_device = collections.Counter(), collections.Counter()
-    for leaf in leaves:  # of which most lie on the same devices
+    for leaf in leaves:  # most of them are on the same set of devices
         by_devices[leaf.devices] += getattr(leaf, of)
     for devices, size in by_devices.items():
         by_device.update(dict.fromkeys(devices, size))
     return max(by_device.values(), default=0)
 
 
-def _size(number: int) -> str:
-    power = min((max(number, 1).bit_length() - 1) // 10, 5)
-    return f"{number / 1024**power:.1f} {' KMGTP'[power]}iB" if power else f"{number} B"
+def _size(num_bytes: int) -> str:
+    power = min((max(num_bytes, 1).bit_length() - 1) // 10, 5)
+    return f"{num_bytes / 1024**power:.1f} {' KMGTP'[power]}iB" if power else f"{num_bytes} B"
 
 
-def _runs(numbers: Sequence[int]) -> str:
+def _ranges(numbers: Sequence[int]) -> str:
     runs = [
         [pair[1] for pair in run] for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     ]
-    return listed([f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs], 4)
+    return _listed([f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs], 4)
 
 
 def _memories(replicas: Replicas) -> str:
-    """The kinds of memory of the devices, their own first. A device that is out of reach may have none to tell of."""
-    own = replicas.whole.memory_kind
-    known = ([memory.kind for memory in device.addressable_memories()] for device in replicas.mesh.devices.flat)
-    return ", ".join(dict.fromkeys([str(own), *sorted(next(filter(None, known), []))]))
+    """The memory kinds of the devices, the default first. A device of another process may not list its memories."""
+    default = str(replicas.whole.memory_kind)
+    kinds = ([memory.kind for memory in device.addressable_memories()] for device in replicas.mesh.devices.flat)
+    return ", ".join(dict.fromkeys([default, *sorted(next(filter(None, kinds), []))]))
 
 
 def _facts(replicas: Replicas) -> list[Row]:
     devices = list(replicas.mesh.devices.flat)
     kinds = collections.Counter(f"{device.device_kind} ({device.platform})" for device in devices)
-    kinds_in_words = ", ".join(f"{count:,} of kind {kind}" for kind, count in kinds.items())
-    owned: dict[int, list[int]] = {}
+    kind_counts = ", ".join(f"{count:,} of kind {kind}" for kind, count in kinds.items())
+    ids_by_process: dict[int, list[int]] = {}
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
-        owned.setdefault(device.process_index, []).append(device.id)
-    owners = listed([f"process {process} has {_runs(ids)}" for process, ids in owned.items()], 8, "; ")
-    where = "over all devices" if replicas.split else "one a device"
+        ids_by_process.setdefault(device.process_index, []).append(device.id)
+    owners = _listed([f"process {process} has {_ranges(ids)}" for process, ids in ids_by_process.items()], 8, "; ")
+    placement = "over all devices" if replicas.split else "one per device"
+    if replicas.virtual:
+        placement = f"virtual, at most {replicas.each} per device"
     return [
         ("mesh", " x ".join(f"{axis!r} {size:,}" for axis, size in replicas.mesh.shape.items())),
-        ("devices", f"{kinds_in_words}, memory: {_memories(replicas)}"),
-        ("processes", f"{len(owned):,}" + (f"; {owners}" if len(owned) > 1 else "")),
-        (
-            "replicas",
-            f"{replicas.size:,}, " + (f"virtual, at most {replicas.each} a device" if replicas.virtual else where),
-        ),
+        ("devices", f"{kind_counts}, memory: {_memories(replicas)}"),
+        ("processes", f"{len(ids_by_process):,}" + (f"; {owners}" if len(ids_by_process) > 1 else "")),
+        ("replicas", f"{replicas.size:,}, {placement}"),
     ]
 
 
-def _picture_of(replicas: Replicas) -> str:
+def _mesh_drawing(replicas: Replicas) -> str:
     devices = replicas.mesh.devices
     ids, processes = (
         np.vectorize(lambda device, of=of: getattr(device, of))(devices) for of in ("id", "process_index")

@@ -1,4 +1,4 @@
-"""`MirroredStrategy`: a replica a device, state the same on all."""
+"""`MirroredStrategy`: one replica per device, each with a full copy of the state."""
 
 from collections.abc import Sequence
 from typing import final
@@ -14,22 +14,22 @@ from jdist._src.strategies.base import Strategy
 
 @final
 class MirroredStrategy(Strategy):
-    """One replica on each of several devices; every replica holds the whole state, and all stay in step.
+    """One replica on each of several devices; every replica holds a full copy of the state, and all copies stay equal.
 
     Args:
-        devices: The devices, or their names, as `["gpu:0", "gpu:1"]`; all local devices by default. Devices of other
-            processes may be among them, if every process names the same: `jax.devices()`.
-        cross_device_ops: How the replicas' values are added up: `AllReduce()` by default, `ReductionToOneDevice()`,
+        devices: The devices, or their names, as `["gpu:0", "gpu:1"]`; all local devices by default. They may include devices
+            of other processes, if every process passes the same list: `jax.devices()`.
+        cross_device_ops: The implementation of reductions: `AllReduce()` by default, `ReductionToOneDevice()`,
             `HierarchicalAllReduce(group_size)`.
-        communication_options: Which leaves travel together: `CommunicationOptions(bytes_per_pack)`.
-        virtual_replicas: How many replicas the mathematics has, at least one a device, instead of one a device. Each device
-            runs its part of them in turn, and sums are taken along one fixed tree, so that results are the same, to the bit,
-            on any number of devices of a kind. Best a multiple of that number: else every device holds all of the batch.
+        communication_options: Which leaves are reduced together: `CommunicationOptions(bytes_per_pack)`.
+        virtual_replicas: The number of replicas, if it should not be the number of devices. Each device runs several virtual
+            replicas sequentially, and sums are computed along one fixed tree, so that results are bitwise equal on any number
+            of devices of one kind. Choose a multiple of the number of devices: otherwise every device holds the complete batch.
 
     Raises:
-        ValueError: The list is empty, has duplicates, mixes platforms or names a device that is not here; or the devices
-            do not make groups of the size that is asked for; or there are fewer virtual replicas than devices.
-        TypeError: An option is of another kind.
+        ValueError: The list is empty, has duplicates, mixes platforms or names a device that does not exist; or the devices
+            do not form groups of the requested size; or there are fewer virtual replicas than devices.
+        TypeError: `devices` is not a list of devices, or an option is not of its class.
 
     Example:
         >>> jdist.MirroredStrategy(["cpu:0", "cpu:1"]).num_replicas_in_sync
@@ -41,13 +41,18 @@ class MirroredStrategy(Strategy):
     def __init__(
         self,
         devices: Sequence[jax.Device | str] | None = None,
+        *,
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
         virtual_replicas: int | None = None,
     ):
-        mesh, virtual = replica_mesh(devices), virtual_replicas is not None
+        if isinstance(devices, int):
+            raise TypeError(
+                f"`devices` is a list of devices, got {devices!r}: write `MirroredStrategy(jax.devices()[:{devices:d}])`."
+            )
+        mesh, is_virtual = replica_mesh(devices), virtual_replicas is not None
         warn_if_local("MirroredStrategy", devices, "MirroredStrategy(devices=jax.devices())")
-        mesh, ops, options = resolve_communication(mesh, cross_device_ops, communication_options, virtual)
+        mesh, ops, options = resolve_communication(mesh, cross_device_ops, communication_options, is_virtual)
         replicas = Replicas.on(mesh, virtual_replicas)
         arguments = {
             "devices": list(mesh.devices.flat),
@@ -55,5 +60,5 @@ class MirroredStrategy(Strategy):
             "communication_options": communication_options,
             "virtual_replicas": virtual_replicas,
         }
-        view = VirtualBackend(replicas) if replicas.virtual else ShardMapBackend(replicas)
-        super().__init__(view, ops, options, arguments=arguments)
+        backend = VirtualBackend(replicas) if replicas.virtual else ShardMapBackend(replicas)
+        super().__init__(backend, ops, options, arguments=arguments)

@@ -1,4 +1,4 @@
-"""`OneDeviceStrategy`: the same program on one device."""
+"""`OneDeviceStrategy`: one replica on one device."""
 
 from typing import final
 
@@ -13,8 +13,8 @@ from jdist._src.strategies.base import Strategy
 class OneDeviceStrategy(Strategy):
     """One replica on one device.
 
-    Collectives are the identity here, and everything else is as it is on many devices: what `run` returns has the same
-    form, and a step that would not stay in step on two replicas is refused on one.
+    Collectives are the identity, and everything else is the same as on many devices: the results of `run` have the same form,
+    and a step that would not keep two replicas synchronized is refused on one.
 
     Args:
         device: The device, or its name, as `"cpu:0"`; the first local device by default.

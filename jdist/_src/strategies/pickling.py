@@ -1,7 +1,7 @@
-"""Strategies in pickles: the arguments that build a strategy again, with its devices by name.
+"""Pickles a strategy as the arguments that build it again, with names in place of devices.
 
-A device belongs to a process, so a pickle holds its platform and index, and the reading process looks up its own device of
-that name.
+A device object exists only in its process. A pickle therefore stores its platform and index, and the reading process looks up
+its own device of this name.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ class _DeviceName:
     process: int | None
 
     def device(self) -> jax.Device:
-        """The device of that name.
+        """Returns the device of this name.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no such device.
         """
         if self.process is None:
             return find_device(f"{self.platform}:{self.index}")
@@ -55,24 +55,24 @@ class _MeshOfNames:
     axis_types: tuple[AxisType, ...]
 
     def mesh(self) -> Mesh:
-        """The mesh of the devices of these names."""
+        """Returns the mesh of the devices of these names."""
         devices = np.array([name.device() for name in self.names])
         return Mesh(devices.reshape(self.shape), self.axis_names, axis_types=self.axis_types)
 
 
 def with_names(strategy: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a strategy's constructor with names in place of devices: a device, a list of devices, or a mesh.
+    """Returns the arguments of a strategy's constructor with names in place of devices, lists of devices and meshes.
 
     Raises:
-        TypeError: The devices are those of a topology, which no process has.
+        TypeError: The devices are topology devices, which no process has.
     """
     devices = [device for value in arguments.values() for device in _devices_in(value)]
     if any(map(is_topology_device, devices)):
         raise TypeError(
-            f"A {strategy} on the devices of a topology cannot be pickled, since no process has these devices. Pickle the name "
+            f"A {strategy} on topology devices cannot be pickled, because no process has these devices. Pickle the name "
             "of the topology, and build the strategy again on `jdist.topology_devices(topology)`."
         )
-    # Names of this process's own devices are those of the reading process, which may have another index.
+    # Without a process index, a name means a device of the reading process, whose index may be another.
     is_local = all(device.process_index == jax.process_index() for device in devices)
 
     def name(device: jax.Device) -> _DeviceName:
@@ -83,7 +83,7 @@ def with_names(strategy: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_devices(strategy: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with this process's devices in place of their names.
+    """Returns the arguments with this process's devices in place of names.
 
     Raises:
         ValueError: A device of that name does not exist here.
@@ -93,7 +93,7 @@ def with_devices(strategy: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(
             f"A pickled {strategy} is built on the devices of the same names, which this process does not have. {error} Or "
-            "build a strategy for the devices of this process, and place the state on it: `strategy.put(state)`."
+            "build a strategy for the devices of this process, and place the state on them: `strategy.put(state)`."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The context manager that makes a strategy the current one."""
+"""`Scope`: the context manager that makes a strategy the current strategy."""
 
 import contextlib
 from contextlib import AbstractContextManager
@@ -13,14 +13,14 @@ from jdist._src.replica.context import (
     require_cross_replica_context,
 )
 
-# Not in the `Scope` object, which several threads may enter. With `with`, the last scope entered is the first one left.
+# Not in the `Scope` object, which several threads may enter. `with` exits the scope that was entered last first.
 _entries: ContextVar[tuple[AbstractContextManager[None], ...]] = ContextVar("jdist_scopes", default=())
 
 
 class Scope(contextlib.ContextDecorator):
     """Makes a strategy the current strategy of this thread or task while the block runs.
 
-    One object can be entered any number of times: nested, later again, and in several threads at once. `as` names the strategy.
+    An object can be entered any number of times: nested, again later, and in several threads. `as` binds the strategy.
 
     Raises:
         RuntimeError: On entry, the scope of another strategy is current, or a replica function is running.
@@ -37,7 +37,7 @@ class Scope(contextlib.ContextDecorator):
         outer = current_context().strategy
         if outer is not None and outer is not self._strategy:
             raise RuntimeError(
-                f"The scope of {self._strategy!r} is inside the scope of {outer!r}. Leave that one first "
+                f"The scope of {self._strategy!r} is inside the scope of {outer!r}. Exit that one first "
                 "(`set_strategy(None)`, if `set_strategy` entered it)."
             )
         axes = getattr(current_context(), "axes", ())  # of a `merge_call` around this scope
@@ -48,7 +48,7 @@ class Scope(contextlib.ContextDecorator):
 
     def __exit__(self, *exception: object) -> None:
         if not _entries.get():
-            raise RuntimeError(f"`{self!r}` is left, and this thread or task has not entered it.")
+            raise RuntimeError(f"`{self!r}` was exited in a thread or task that has not entered it.")
         *outer_entries, entry = _entries.get()
         _entries.set(tuple(outer_entries))
         entry.__exit__(None, None, None)

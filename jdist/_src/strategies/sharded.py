@@ -1,4 +1,4 @@
-"""`ShardedStrategy`: one replica over many devices, its state split over them."""
+"""`ShardedStrategy`: one replica over many devices, with the state split over them."""
 
 from collections.abc import Mapping
 from typing import final
@@ -12,35 +12,43 @@ from jdist._src.execution.auto_sharded import AutoShardedBackend
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.state_sharding import Shard, StateSharding
 
-DATA_AXIS = "data"
+_DATA_AXIS = "data"
+_OTHER_NAMES = {
+    "fsdp": "all",
+    "fullshard": "all",
+    "zero3": "all",
+    "shardgradop": "gradients",
+    "zero2": "gradients",
+    "zero1": "optimizer",
+}
 
 
 @final
 class ShardedStrategy(Strategy):
-    """One replica over many devices: the step sees the global batch, and each device holds a part of the state.
+    """One replica over many devices: the step sees the global batch, and each device stores a part of the state.
 
-    The step is the same as under other strategies, and its collectives are the identity: there is one replica. XLA splits its
-    work over the devices, and gathers parameters and scatters gradients where that is needed. Batch statistics, random
-    numbers and whatever else a replica has to itself are those of the global batch, as on one device.
+    The step is the same as under other strategies, and its collectives are the identity, because there is one replica. XLA
+    partitions its computation over the devices, and inserts the all-gathers of parameters and the reduce-scatters of gradients.
+    Batch statistics and random numbers are those of one device with the global batch.
 
     Args:
-        shard: What the data axis splits: `"optimizer"`, the optimizer's state (ZeRO stage 1); `"gradients"`, the gradients
-            that `jdist.all_reduce` is given too (stage 2; XLA may well do so under `"optimizer"`, where it takes less time);
-            `"all"`, the parameters and the rest of the state too (stage 3, FSDP). A leaf is split along its largest dim that
-            divides; if none does, it is whole on every device. The optimizer's state is what optax and `jdist.sync` keep, and
-            what lies under the name `opt_state`, `optimizer_state` or `optimizer`.
-        mesh: The devices; one axis, `"data"`, over all local ones by default. The batch is split over all of its axes but
-            the model axis, the state over the last of these: a mesh of `("host", "data")` splits the state over the devices
-            of a host, and every host has all of it.
-        model_axis: The mesh axis of tensor parallelism, for `layout` to name.
-        layout: From regular expressions, searched in the paths of parameters (`params/dense/kernel`), to how these are
-            split: `{"dense/kernel": PartitionSpec(None, "model")}`. What the optimizer keeps for a parameter is split as the
-            parameter is, and `shard` comes on top.
+        shard: What is split over the data axis: `"optimizer"`, the state of the optimizer (ZeRO stage 1); `"gradients"`, also
+            the gradients that `jdist.all_reduce` reduces (stage 2; XLA may do the same under `"optimizer"`, where it is
+            faster); `"all"`, also the parameters and all other leaves (stage 3, FSDP). A leaf is split along its largest
+            divisible dim, or replicated if it has none. The state of the optimizer consists of the states of optax and
+            `jdist.sync`, and of the leaves under the names `opt_state`, `optimizer_state` and `optimizer`.
+        mesh: The devices; one axis, `"data"`, over all local ones by default. Its axes have the type `Auto`. The batch is split
+            over all axes but the model axis, the state over the last of these: a mesh of `("host", "data")` splits the state
+            over the devices of a host, and every host has a full copy.
+        model_axis: The mesh axis of tensor parallelism, which `layout` may name.
+        layout: Maps regular expressions, searched in the paths of parameters (`params/dense/kernel`), to their
+            `PartitionSpec`: `{"dense/kernel": PartitionSpec(None, "model")}`. The state that an optimizer stores for a
+            parameter is split like the parameter, and `shard` applies in addition.
 
     Raises:
-        ValueError: `shard` or an axis is not known; or, when a state is placed, a pattern is found in no parameter, or two
-            are in one, or its axis does not divide the dim.
-        TypeError: The mesh is none, or `layout` is of another kind.
+        ValueError: `shard` or an axis is unknown, or an axis of the mesh is not `Auto`; or, when a state is placed, a pattern
+            matches no parameter, two patterns match the same one, or its axis does not divide the dim.
+        TypeError: `mesh` or `layout` is of another type.
 
     Example:
         >>> strategy = jdist.ShardedStrategy("all")
@@ -54,25 +62,37 @@ class ShardedStrategy(Strategy):
     def __init__(
         self,
         shard: Shard = "all",
+        *,
         mesh: Mesh | None = None,
         model_axis: str | None = None,
         layout: Mapping[str, PartitionSpec] | None = None,
     ):
+        _check_shard(shard)
         if mesh is None:
             warn_if_local("ShardedStrategy", None, 'ShardedStrategy(mesh=Mesh(np.array(jax.devices()), ("data",)))')
-        mesh = _checked(mesh, model_axis)
+            mesh = Mesh(np.array(jax.local_devices()), (_DATA_AXIS,), axis_types=(AxisType.Auto,))
+        _check_mesh(mesh, model_axis)
         if not isinstance(layout, Mapping | None):
             raise TypeError(f"`layout` maps patterns to `PartitionSpec`s, got {type(layout).__name__}.")
         batch_axes = tuple(axis for axis in mesh.axis_names if axis != model_axis)
         replicas = Replicas(mesh, 1, split=batch_axes)
         arguments = {"shard": shard, "mesh": mesh, "model_axis": model_axis, "layout": layout}
-        view = AutoShardedBackend(replicas, StateSharding(mesh, batch_axes[-1], shard, dict(layout or {})))
-        super().__init__(view, arguments=arguments)
+        rules = StateSharding(mesh, batch_axes[-1], shard, dict(layout or {}))
+        super().__init__(AutoShardedBackend(replicas, rules), arguments=arguments)
 
 
-def _checked(mesh: Mesh | None, model_axis: str | None) -> Mesh:
-    if mesh is None:
-        mesh = Mesh(np.array(jax.local_devices()), (DATA_AXIS,), axis_types=(AxisType.Auto,))
+def _check_shard(shard: object) -> None:
+    if isinstance(shard, Mesh):
+        raise TypeError("The mesh is passed by name: `ShardedStrategy(mesh=mesh)`. The first argument is `shard`.")
+    normalized = "".join(filter(str.isalnum, shard.lower())) if isinstance(shard, str) else ""
+    if normalized in _OTHER_NAMES:
+        raise ValueError(
+            f'`shard` is "all" (ZeRO stage 3, FSDP), "gradients" (stage 2) or "optimizer" (stage 1), got {shard!r}: write '
+            f'`ShardedStrategy("{_OTHER_NAMES[normalized]}")`.'
+        )
+
+
+def _check_mesh(mesh: Mesh, model_axis: str | None) -> None:
     if not isinstance(mesh, Mesh):
         raise TypeError(
             f'`mesh` is a `jax.sharding.Mesh`, got {type(mesh).__name__}: write `Mesh(np.array(devices), ("data",))`.'
@@ -82,18 +102,25 @@ def _checked(mesh: Mesh | None, model_axis: str | None) -> Mesh:
     names = ", ".join(map(repr, mesh.axis_names))
     if model_axis is not None and model_axis not in mesh.axis_names:
         raise ValueError(
-            f"`model_axis` is {model_axis!r}, and the mesh has {names}. Name one of these, or give such a mesh."
+            f"`model_axis` is {model_axis!r}, and the mesh has the axes {names}. Name one of these, or add the axis to "
+            "the mesh."
         )
     if REPLICA_AXIS in mesh.axis_names:
         raise ValueError(
-            f"The mesh has an axis {REPLICA_AXIS!r}, by which a step calls the axis of its one replica. Give it another name."
+            f"The mesh has an axis {REPLICA_AXIS!r}, which is the name of the axis of a step's one replica. Rename it."
         )
     if len(mesh.axis_names) == (model_axis is not None):
         raise ValueError(
-            f"The mesh has {names}, and no axis for the batch. Add one, of size 1 if need be: "
+            f"The mesh has the axes {names}, and none of them is for the batch. Add one, of size 1 if necessary: "
             f'`Mesh(devices.reshape(1, -1), ("data", {model_axis!r}))`.'
         )
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        # JAX's own `make_mesh` makes explicit axes, under which it refuses what it would otherwise split by itself.
-        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return mesh
+    if any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):
+        types = ", ".join(
+            f"{name!r}: {axis_type.name}" for name, axis_type in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        )
+        raise ValueError(
+            f"The mesh has the axis types {types}, and `ShardedStrategy` needs `Auto`: XLA partitions the step, which "
+            "JAX refuses for explicit axes where the sharding of a result is ambiguous. Write "
+            "`mesh=jax.sharding.Mesh(mesh.devices, mesh.axis_names)`; `jax.make_mesh` creates explicit axes unless "
+            "`axis_types=` says `Auto`."
+        )

@@ -1,6 +1,6 @@
-"""`TPUStrategy`: a replica a TPU core, those that are there, or those of a topology that is not."""
+"""`TPUStrategy`: one replica per TPU core, on attached TPUs or on the topology devices of a named topology."""
 
-from typing import Any, final
+from typing import final
 
 import jax
 import numpy as np
@@ -16,25 +16,25 @@ from jdist._src.strategies.base import Strategy
 
 @final
 class TPUStrategy(Strategy):
-    """One replica on each TPU core; every replica holds the whole state, and all stay in step.
+    """One replica on each TPU core; every replica holds a full copy of the state, and all copies stay equal.
 
-    Takes all cores of the slice, those of other hosts too: each host runs the same program. The replicas are in the order that
-    JAX's `mesh_utils` finds best for the network of the chips. Of several slices, joined by the network of the data center,
-    each is a group, along a mesh axis `"group"` beside `"replica"`: jdist's words mean both.
+    The strategy uses all cores of the slice, including those of other hosts: each host runs the same program. The replicas are
+    in the order that JAX's `mesh_utils` computes for the network of the chips. Each of several slices, connected by the network
+    of the data center, is a group along a mesh axis `"group"` beside `"replica"`. Collectives reduce over both axes.
 
-    There is no TPU system to be initialized as TensorFlow has it: JAX does it when it first uses a TPU.
+    Unlike in TensorFlow, the TPU system needs no initialization: JAX initializes it at its first use.
 
     Args:
-        cluster_resolver: Who the hosts are, such as `jdist.cluster.TPUClusterResolver()`, on several of them; it lets their
-            processes join. Not needed where `jax.distributed.initialize()` was called, or on a single host.
-        topology: Of a slice that is not there, its generation and shape: `"v5e:4x4"`. The strategy then compiles programs
-            for it by the real compiler (`compile`), and runs none.
-        num_slices: How many slices of `topology` there are.
+        cluster_resolver: Describes the hosts, such as `jdist.cluster.TPUClusterResolver()`, and joins their processes. Not
+            needed on a single host, or after `jax.distributed.initialize()`.
+        topology: The generation and shape of a slice without hardware: `"v5e:4x4"`. The strategy then compiles programs for it
+            with the TPU compiler (`compile`), and cannot run them.
+        num_slices: The number of slices of `topology`.
 
     Raises:
-        RuntimeError: There is no TPU; the message says what there is.
-        ValueError: There is no such topology; the message lists those there are.
-        TypeError: The resolver is none.
+        RuntimeError: There is no TPU; the message lists the devices that exist.
+        ValueError: The topology is unknown; the message lists the known ones.
+        TypeError: The resolver is not a `ClusterResolver`.
         ModuleNotFoundError: The compiler for topologies is not installed.
 
     Example:
@@ -49,59 +49,62 @@ class TPUStrategy(Strategy):
     """
 
     def __init__(
-        self, cluster_resolver: ClusterResolver | None = None, topology: str | None = None, num_slices: int = 1
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        topology: str | None = None,
+        num_slices: int = 1,
     ):
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise TypeError(
-                f"`cluster_resolver` is such as `jdist.cluster.TPUClusterResolver()`, got {cluster_resolver!r}. A topology to "
-                'compile for is named: `TPUStrategy(topology="v5e:4x4")`.'
+                f"`cluster_resolver` is such as `jdist.cluster.TPUClusterResolver()`, got {cluster_resolver!r}. Pass a "
+                "topology "
+                'to compile for by name: `TPUStrategy(topology="v5e:4x4")`.'
             )
         if (topology is None and num_slices != 1) or (topology is not None and cluster_resolver is not None):
             raise ValueError(
-                f"`TPUStrategy({cluster_resolver=}, {topology=}, {num_slices=})`: slices are counted of a topology that is not "
-                "there, and a resolver is for TPUs that are. Leave one out."
+                f"`TPUStrategy({cluster_resolver=}, {topology=}, {num_slices=})`: `num_slices` applies to a topology without "
+                "hardware, and a resolver to attached TPUs. Omit one of them."
             )
         if topology is not None:
             devices = topology_devices(topology, num_slices=num_slices)
         else:
             if cluster_resolver is not None:
                 cluster_resolver.initialize()
-            devices = _tpus()
+            devices = _attached_tpus()
         mesh, ops, options = resolve_communication(_mesh(devices), None, None, False)
-        # Not the resolver: it knows which process this is, and another one may read the pickle.
+        # Without the resolver: it identifies this process, and another process may read the pickle.
         arguments = {"topology": topology, "num_slices": num_slices}
         super().__init__(ShardMapBackend(Replicas.on(mesh)), ops, options, arguments=arguments)
 
 
-def _tpus() -> list[jax.Device]:
+def _attached_tpus() -> list[jax.Device]:
     try:
         return jax.devices("tpu")
     except RuntimeError as error:
-        there = ", ".join(str(device) for device in jax.local_devices())
+        names = ", ".join(str(device) for device in jax.local_devices())
         raise RuntimeError(
-            f"There is no TPU: JAX has {there} here, and says of TPUs: {str(error).splitlines()[0]}. In a notebook, choose a "
-            'runtime with a TPU; on a TPU machine, `pip install "jax[tpu]"`, and do not set JAX_PLATFORMS to another. To '
-            'compile for a TPU that is not there, name it: `TPUStrategy(topology="v5e:4x4")`. `jdist.auto_strategy()` takes '
-            "what there is."
+            f"There is no TPU: JAX has the devices {names}, and reports for TPUs: {str(error).splitlines()[0]}. In a notebook, "
+            'choose a runtime with a TPU; on a TPU machine, `pip install "jax[tpu]"`, and do not set JAX_PLATFORMS to another '
+            'platform. To compile for a TPU without hardware, name its topology: `TPUStrategy(topology="v5e:4x4")`. '
+            "`jdist.auto_strategy()` uses the devices that exist."
         ) from error
 
 
 def _mesh(devices: list[jax.Device]) -> Mesh:
-    """The devices in the order of `mesh_utils`, a row a slice."""
+    """Returns a mesh of the devices in the order of `mesh_utils`, with one row per slice."""
     from jax.experimental import mesh_utils
 
-    slices = len({_slice(device) for device in devices})
-    each = len(devices) // slices
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    slice_size = len(devices) // num_slices
     cores = {getattr(device, "core_on_chip", 0) for device in devices}
     if devices[0].device_kind == "TPU v4" and len(cores) > 1:
-        grid = np.array(devices)  # described, a device a core, where `mesh_utils` knows one a chip
-    elif slices == 1:
-        grid = np.asarray(mesh_utils.create_device_mesh((each,), devices))
+        grid = np.array(devices)  # topology devices are cores here, and `mesh_utils` expects one device per chip
+    elif num_slices == 1:
+        grid = np.asarray(mesh_utils.create_device_mesh((slice_size,), devices))
     else:
-        grid = np.asarray(mesh_utils.create_hybrid_device_mesh((1, each), (slices, 1), devices))
-    shape, axes = ((each,), (REPLICA_AXIS,)) if slices == 1 else ((slices, each), (GROUP_AXIS, REPLICA_AXIS))
-    return Mesh(grid.reshape(shape), axes, axis_types=(AxisType.Auto,) * len(axes))
-
-
-def _slice(device: Any) -> int:
-    return getattr(device, "slice_index", 0)
+        grid = np.asarray(mesh_utils.create_hybrid_device_mesh((1, slice_size), (num_slices, 1), devices))
+    if num_slices == 1:
+        return Mesh(grid.reshape(slice_size), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+    shape, axes = (num_slices, slice_size), (GROUP_AXIS, REPLICA_AXIS)
+    return Mesh(grid.reshape(shape), axes, axis_types=(AxisType.Auto,) * 2)

@@ -1,6 +1,6 @@
-"""`variable`: where a value is put that the replicas write, and which of a state's values an optimizer may change."""
+"""`variable`, `trainable` and `read_values`: choose the wrapper of a value, select trainable leaves, and read a state."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -19,33 +19,36 @@ from jdist._src.values.sync_on_read import SyncOnRead
 
 def variable(
     value: Any,
-    synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
-    aggregation: VariableAggregation | str = VariableAggregation.NONE,
+    *,
+    synchronization: VariableSynchronization | Literal["auto", "none", "on_write", "on_read"] = (
+        VariableSynchronization.AUTO
+    ),
+    aggregation: VariableAggregation | Literal["none", "sum", "mean", "only_first_replica"] = VariableAggregation.NONE,
     trainable: bool | None = None,
 ) -> PyTree:
-    """A value that is written, in the place that says when and how the replicas' writes become one.
+    """Returns `value` in the wrapper that selects when, and by which aggregation, the replicas' writes become one value.
 
-    * `AUTO`: a plain array. What the replicas write has to be proved the same on all.
-    * `ON_WRITE`: `Mirrored`. What they write is aggregated at once.
-    * `ON_READ`: `SyncOnRead`. What they write stays with each, and is aggregated when the host program reads it. With
+    * `AUTO`: a plain array. A new value has to be proved to be the same on every replica.
+    * `ON_WRITE`: `Mirrored`. The values that the replicas write are aggregated at each write.
+    * `ON_READ`: `SyncOnRead`. The value that a replica writes stays local, and the host program aggregates when it reads. With
       aggregation `NONE` the host program reads one value per replica (`.values`).
-    * `NONE`: `PerReplica`. What they write stays with each, and the host program reads one value a replica.
+    * `NONE`: `PerReplica`. The value that a replica writes stays local, and the host program reads one value per replica.
 
-    `AUTO` with an aggregation is `ON_WRITE`. `NONE` needs none.
+    `AUTO` with an aggregation is `ON_WRITE`. `NONE` needs no aggregation.
 
     Args:
-        value: What every replica begins with: a tree of arrays and numbers `[...]`.
+        value: The initial value of every replica: a tree of arrays and numbers `[...]`.
         synchronization: When writes become one value.
-        aggregation: How they do.
-        trainable: Whether an optimizer may change it; by default unless it is `ON_READ` or `NONE`. See `jdist.trainable`.
+        aggregation: The operation that combines them.
+        trainable: Whether an optimizer may change it; by default True, except for `ON_READ` and `NONE`. See `jdist.trainable`.
 
     Returns:
-        In a replica function, as in `strategy.init`, this replica's own; on the host, the value on the devices of the
-        strategy in force.
+        In a replica function, as in `strategy.init`, the value of this replica. On the host, the value on the devices of the
+        current strategy.
 
     Raises:
-        ValueError: There is no such choice, or the choices contradict each other.
-        TypeError: `value` is a wrapped value, `RowSlices` that would be aggregated, or only integers with aggregation `MEAN`.
+        ValueError: A choice is unknown, or the choices contradict each other.
+        TypeError: `value` is a wrapped value, `RowSlices` that would be aggregated, or integers with aggregation `MEAN`.
         RuntimeError: Called in a `merge_call`.
 
     Example:
@@ -61,17 +64,17 @@ def variable(
     if isinstance(current_context(), ReplicaContext) and in_replica_function():
         return wrapped
     if in_replica_function():
-        raise RuntimeError("`jdist.variable` is called in a `merge_call`. Make the value before, in `strategy.init`.")
+        raise RuntimeError("`jdist.variable` is called in a `merge_call`. Create the value before, in `strategy.init`.")
     strategy = get_strategy()
     check_devices_attached(strategy.mesh)
     return strategy.put(put_on_every_replica(wrapped, strategy.replicas))
 
 
 def trainable(state: PyTree) -> PyTree:
-    """Which leaves of a state an optimizer may change: a mask for `optax.masked`.
+    """Returns a mask of the leaves of a state that an optimizer may change, for `optax.masked`.
 
-    Plain arrays, `Mirrored` and `Sharded` values are trainable unless they say otherwise, a `SyncOnRead` only if it says so,
-    and what each replica keeps for itself (`PerReplica`) is not.
+    Plain arrays, `Mirrored` and `Sharded` values are trainable unless they are declared otherwise. A `SyncOnRead` is trainable
+    only if it is declared so, and a `PerReplica` never.
 
     Returns:
         A tree of booleans like the state as a replica function sees it, without wrappers.
@@ -81,20 +84,20 @@ def trainable(state: PyTree) -> PyTree:
         {'seen': False, 'w': True}
     """
 
-    def one(node: Any) -> PyTree:
+    def mask(node: Any) -> PyTree:
         if not is_distributed(node):
             return True
         flag = getattr(node, "trainable", isinstance(node, Sharded))
         return jax.tree.map(lambda _: flag, node.tree)
 
-    return jax.tree.map(one, state, is_leaf=is_distributed)
+    return jax.tree.map(mask, state, is_leaf=is_distributed)
 
 
 def read_values(tree: PyTree) -> PyTree:
-    """`tree` with every wrapper read: what the replicas have together, as plain arrays.
+    """Returns `tree` with every wrapper read: the aggregated values, as plain arrays.
 
-    So a model is evaluated, or saved, whose parameters drift: `SyncOnRead(MEAN)` gives their mean. A `PerReplica` gives the
-    rows of all replicas. What lies in the memory of the host comes to the devices.
+    Use it to evaluate or save a model whose parameters differ between the replicas: a `SyncOnRead(MEAN)` becomes their mean. A
+    `PerReplica` becomes the rows of all replicas. Leaves in host memory are copied to the devices.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -102,9 +105,8 @@ def read_values(tree: PyTree) -> PyTree:
         >>> {name: x.item() for name, x in jdist.read_values(state).items()}
         {'step': 7, 'w': 2.0}
     """
-    return jax.tree.map(
-        lambda node: node.read() if is_distributed(node) else fully_replicated(node), tree, is_leaf=is_distributed
-    )
+    read = lambda node: node.read() if is_distributed(node) else fully_replicated(node)
+    return jax.tree.map(read, tree, is_leaf=is_distributed)
 
 
 def _wrapped(
@@ -113,13 +115,13 @@ def _wrapped(
     if synchronization is VariableSynchronization.NONE:
         if trainable:
             raise ValueError(
-                "A value that is never synchronised is not trainable. Parameters that each replica trains by itself are read "
-                'together in the end: `synchronization="on_read", trainable=True`.'
+                "A value with synchronization NONE cannot be trainable. For parameters that each replica trains on its own, "
+                'and that are aggregated when they are read: `synchronization="on_read", trainable=True`.'
             )
         return PerReplica(value)
     if aggregation is VariableAggregation.MEAN and not is_distributed(value):
         check_mean("value", value)
     if synchronization is VariableSynchronization.ON_READ:
         return SyncOnRead(value, aggregation, bool(trainable))
-    plain = synchronization is VariableSynchronization.AUTO and aggregation is VariableAggregation.NONE
-    return value if plain and trainable in (None, True) else Mirrored(value, aggregation, trainable in (None, True))
+    is_plain = synchronization is VariableSynchronization.AUTO and aggregation is VariableAggregation.NONE
+    return value if is_plain and trainable in (None, True) else Mirrored(value, aggregation, trainable in (None, True))

@@ -1,4 +1,4 @@
-"""What a step may do to its state: a new value for every leaf, in the same place, and nothing else."""
+"""The state of a step: each leaf gets a new value with the same placement, and nothing else changes."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from flax import nnx
 from flax.training import train_state
 
 import jdist
-from jdist._src.execution import state_update as states
+from jdist._src.execution.step import strongly_typed
 
 from laws import STRATEGIES, assert_in_step, rows
 
@@ -33,13 +33,16 @@ def _changing(**leaves):
     return lambda state: ({**state, **{name: new(state) for name, new in leaves.items()}}, None)
 
 
-KEEPS = r"A state keeps its structure: begin with every leaf that it will have"
-KEEPS_SHAPE = r"A state keeps its shapes and dtypes.*cast the new value \(`\.astype`\), or begin with this shape"
+KEEPS = r"A state keeps its structure: start with every leaf that it will have"
+KEEPS_SHAPE = r"A state keeps its shapes and dtypes.*cast the new value \(`\.astype`\), or start with this shape"
 CHANGES = {
-    "leaf_gone": (lambda s: ({"w": s["w"]}, None), rf"state\['n'\] is gone\. {KEEPS}"),
-    "leaf_none": (lambda s: ({"w": s["w"], "n": None}, None), rf"state\['n'\] is gone\. {KEEPS}"),
+    "leaf_gone": (lambda s: ({"w": s["w"]}, None), rf"state\['n'\] is missing\. {KEEPS}"),
+    "leaf_none": (lambda s: ({"w": s["w"], "n": None}, None), rf"state\['n'\] is missing\. {KEEPS}"),
     "leaf_new": (lambda s: ({**s, "m": s["n"]}, None), rf"state\['m'\] is new\. {KEEPS}"),
-    "leaf_renamed": (lambda s: ({"w": s["w"], "m": s["n"]}, None), rf"\['n'\] is gone; state\['m'\] is new\. {KEEPS}"),
+    "leaf_renamed": (
+        lambda s: ({"w": s["w"], "m": s["n"]}, None),
+        rf"\['n'\] is missing; state\['m'\] is new\. {KEEPS}",
+    ),
     "container": (lambda s: ((s["n"], s["w"]), None), rf"structure of the state: .*state\['n'\].*state\[0\].* {KEEPS}"),
     "shape": (_changing(w=lambda s: s["w"][:2]), rf"state\['w'\] from float32\[3\] to float32\[2\]\. {KEEPS_SHAPE}"),
     "rank": (_changing(n=lambda s: s["n"][None]), rf"state\['n'\] from int32\[\] to int32\[1\]\. {KEEPS_SHAPE}"),
@@ -56,31 +59,31 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("fn, says", CHANGES.values(), ids=CHANGES)
-def test_step_that_changes_the_kind_of_its_state_is_refused(fn, says, strategy):
+@pytest.mark.parametrize("fn, message", CHANGES.values(), ids=CHANGES)
+def test_step_that_changes_structure_shape_or_dtype_of_its_state_raises(fn, message, strategy):
     state = _state(strategy)
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         strategy.step(fn)(state)
-    assert not state["w"].is_deleted()  # nothing ran
+    assert not state["w"].is_deleted()  # the step did not run
 
 
-def test_step_that_makes_a_list_of_a_tuple_is_refused(two):
-    says = r"structure of the state: PyTreeDef\(\(\*,\)\) became PyTreeDef\(\[\*\]\)\. A state keeps"
-    with pytest.raises(TypeError, match=says):
+def test_step_that_returns_a_list_for_a_tuple_raises(two):
+    message = r"structure of the state: PyTreeDef\(\(\*,\)\) became PyTreeDef\(\[\*\]\)\. A state keeps"
+    with pytest.raises(TypeError, match=message):
         two.step(lambda s: (list(s), None))(two.put((1.0,)))
 
 
-def test_step_that_drops_a_field_is_refused_by_its_name(two):
-    with pytest.raises(TypeError, match=r"state\.count is gone"):
+def test_error_about_a_missing_field_names_it(two):
+    with pytest.raises(TypeError, match=r"state\.count is missing"):
         two.step(lambda s: (Train(s.w, None), None))(two.put(Train(1.0, 2)))
 
 
-def test_step_that_changes_a_wrapped_leaf_is_refused_as_the_replica_sees_it(two):
+def test_error_about_a_wrapped_leaf_reports_the_shape_of_one_replica(two):
     with pytest.raises(TypeError, match=r"state\['own'\] from float32\[3\] to float32\[\]"):
         two.step(lambda s: ({"own": s["own"][0]}, None))({"own": rows(two, 3)})
 
 
-NO_PAIRS = {
+NOT_PAIRS = {
     "nothing": (lambda s: None, "None"),
     "three": (lambda s: (s, 1, 2), "a tuple of 3"),
     "one": (lambda s: (s,), "a tuple of 1"),
@@ -90,19 +93,17 @@ NO_PAIRS = {
 }
 
 
-@pytest.mark.parametrize("fn, got", NO_PAIRS.values(), ids=NO_PAIRS)
-def test_step_that_returns_no_pair_is_refused(fn, got, two):
-    says = rf"returns a pair `\(state, outputs\)`, and this one returned .*{got}.*returns `\(state, None\)`"
-    with pytest.raises(TypeError, match=says):
+@pytest.mark.parametrize("fn, got", NOT_PAIRS.values(), ids=NOT_PAIRS)
+def test_step_that_does_not_return_a_pair_raises(fn, got, two):
+    message = rf"must return a pair `\(state, outputs\)`, and this one returned .*{got}.*returns `\(state, None\)`"
+    with pytest.raises(TypeError, match=message):
         two.step(fn)(_state(two))
 
 
-def test_settled_state_has_definite_dtypes():
-    found = states.strongly_typed(
-        {"f": 1.0, "n": 2, "b": True, "x": np.float32(3), "weak": jnp.asarray(1.0), "none": None}
-    )
-    assert [jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(found)] == [False] * 5
-    dtypes = jax.tree.map(lambda leaf: str(leaf.dtype), found)
+def test_strongly_typed_state_has_no_weak_types():
+    state = strongly_typed({"f": 1.0, "n": 2, "b": True, "x": np.float32(3), "weak": jnp.asarray(1.0), "none": None})
+    assert [jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(state)] == [False] * 5
+    dtypes = jax.tree.map(lambda leaf: str(leaf.dtype), state)
     assert dtypes == {"f": "float32", "n": "int32", "b": "bool", "x": "float32", "weak": "float32", "none": None}
 
 
@@ -125,25 +126,25 @@ def advance(state, x):
     return {"w": w, "own": own, "rest": (count + 1, key, none)}, drawn
 
 
-def _places(tree):
+def _shardings(tree):
     return [leaf.sharding for leaf in jax.tree.leaves(tree)]
 
 
-def test_step_leaves_every_leaf_in_its_place_and_its_wrapper(strategy):
+def test_step_keeps_the_sharding_and_the_wrapper_of_every_leaf(strategy):
     step = strategy.step(advance)
     state = strategy.init(make_state, jax.random.key(4))
-    structure, places = jax.tree.structure(state), _places(state)
+    structure, shardings = jax.tree.structure(state), _shardings(state)
     shapes = jax.tree.map(jax.typeof, state)
     for seed in range(3):
         state, _ = step(state, rows(strategy, 2, 3, seed=seed))
         assert jax.tree.structure(state) == structure
-        assert _places(state) == places
+        assert _shardings(state) == shardings
         chex.assert_trees_all_equal(jax.tree.map(jax.typeof, state), shapes)
     assert isinstance(state["own"], jdist.PerReplica)
     assert_in_step((state["w"], state["rest"]))
 
 
-def test_step_keeps_wrapped_leaf_of_each_replica_its_own(strategy):
+def test_step_updates_a_per_replica_leaf_on_each_replica_separately(strategy):
     step, n = strategy.step(advance), strategy.num_replicas_in_sync
     state = strategy.init(make_state, jax.random.key(4))
     keys = [jax.random.fold_in(jax.random.key(4), i) for i in range(n)]
@@ -156,28 +157,28 @@ def test_step_keeps_wrapped_leaf_of_each_replica_its_own(strategy):
         np.testing.assert_array_equal(jax.random.key_data(mine["key"]), jax.random.key_data(key))
 
 
-WAYS = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x, axis: x[0]}
+AGGREGATES = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x, axis: x[0]}
 
 
-def _every_way(strategy):
+def _state_with_every_aggregation(strategy):
     n = strategy.num_replicas_in_sync
-    ways = {name: jdist.Mirrored(np.float32([1, 1]), name) for name in WAYS}
-    return strategy.put({**ways, "read": jdist.SyncOnRead(np.zeros((n, 2), np.float32), "sum"), "own": _own(n)})
+    mirrored = {name: jdist.Mirrored(np.float32([1, 1]), name) for name in AGGREGATES}
+    return strategy.put({**mirrored, "read": jdist.SyncOnRead(np.zeros((n, 2), np.float32), "sum"), "own": _own(n)})
 
 
 def _own(n):
     return jdist.PerReplica(np.zeros((n, 2), np.float32))
 
 
-def test_write_is_aggregated_as_its_value_says(strategy):
+def test_write_is_aggregated_as_its_wrapper_declares(strategy):
     x = rows(strategy, 2)
     step = strategy.step(lambda state, x: ({name: value * 0 + x for name, value in state.items()}, None))
-    state = _every_way(strategy)
+    state = _state_with_every_aggregation(strategy)
     kinds = {name: repr(value) for name, value in state.items()}
     for _ in range(2):
         state, _ = step(state, x)
         assert {name: repr(value) for name, value in state.items()} == kinds
-        for name, aggregate in WAYS.items():
+        for name, aggregate in AGGREGATES.items():
             expected = aggregate(np.asarray(x.tree), axis=0)
             np.testing.assert_allclose(state[name].read(), expected, rtol=1e-5, atol=1e-6)
             assert_in_step(state[name].tree)
@@ -187,10 +188,10 @@ def test_write_is_aggregated_as_its_value_says(strategy):
     assert step.proof.per_replica == ("state['own']", "state['read']")
 
 
-def test_value_that_is_handed_on_is_not_written(strategy):
+def test_leaf_that_is_returned_unchanged_is_not_aggregated(strategy):
     n = strategy.num_replicas_in_sync
     step = strategy.step(lambda state, x: ({**state, "mean": x}, None))
-    state, _ = step(_every_way(strategy), rows(strategy, 2))
+    state, _ = step(_state_with_every_aggregation(strategy), rows(strategy, 2))
     state, _ = strategy.step(lambda state: (jax.tree.map(lambda x: x, state), None))(state)
     np.testing.assert_array_equal(state["sum"].read(), [1, 1])
     np.testing.assert_array_equal(state["only_first_replica"].read(), [1, 1])
@@ -198,16 +199,16 @@ def test_value_that_is_handed_on_is_not_written(strategy):
     np.testing.assert_array_equal(state["read"].tree, np.zeros((n, 2)))
 
 
-def test_leaf_of_a_tree_that_is_handed_on_beside_one_that_is_written_is_not_written(strategy):
+def test_unchanged_leaf_of_a_wrapper_with_a_written_leaf_is_not_aggregated(strategy):
     n = strategy.num_replicas_in_sync
-    state = strategy.put({"v": jdist.Mirrored({"kept": np.float32(3), "written": np.float32(3)}, "sum")})
+    state = strategy.put({"v": jdist.Mirrored({"unchanged": np.float32(3), "written": np.float32(3)}, "sum")})
     write = lambda state: ({"v": {**state["v"], "written": jdist.replica_id() * 1.0}}, None)
     new = strategy.step(write)(state)[0]["v"].read()
-    assert (float(new["kept"]), float(new["written"])) == (3, n * (n - 1) / 2)
+    assert (float(new["unchanged"]), float(new["written"])) == (3, n * (n - 1) / 2)
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, jdist.Mirrored], ids=["plain", "mirrored"])
-def test_value_without_aggregation_has_to_be_proved(wrap, strategy):
+def test_value_without_aggregation_needs_the_proof(wrap, strategy):
     state = strategy.put({"v": wrap(np.float32([1, 2]))})
     with pytest.raises(
         jdist.NotMirroredError, match=r"state\['v'\] is not proved.*(?s:.)*`jdist\.Mirrored\(x, aggregation"
@@ -230,7 +231,7 @@ LEAVES = {
 
 
 @pytest.mark.parametrize("leaf", LEAVES.values(), ids=LEAVES)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", AGGREGATES)
 def test_write_keeps_the_dtype_and_the_shape(name, leaf, two):
     if name == "mean" and not np.issubdtype(leaf.dtype, np.inexact) and leaf.dtype != jnp.bfloat16:
         name = "sum"
@@ -241,7 +242,7 @@ def test_write_keeps_the_dtype_and_the_shape(name, leaf, two):
     np.testing.assert_array_equal(new, (leaf * np.array({"sum": 3, "mean": 1.5}.get(name, 1))).astype(leaf.dtype))
 
 
-def test_booleans_and_keys_take_what_the_first_replica_wrote(strategy):
+def test_booleans_and_keys_take_the_value_of_the_first_replica(strategy):
     state = strategy.put(
         {
             "odd": jdist.Mirrored(np.array([False, True]), "only_first_replica"),
@@ -277,59 +278,59 @@ WRITES = {
         "sum",
         lambda x: 3.0,
         ValueError,
-        r"state\['v'\]\['x'\] becomes the sum .* they wrote 3\.0, a host value.*`jnp\.asarray`.*or aggregate by MEAN",
+        r"state\['v'\]\['x'\] is aggregated by SUM, and the replicas wrote 3\.0, a host value.*`jnp\.asarray`.*by MEAN",
     ),
     "sum_of_numpy": (
         np.float32([1]),
         "sum",
         lambda x: np.float32([2]),
         ValueError,
-        r"state\['v'\]\['x'\] becomes the sum .* they wrote float32\[1\], a host value that none of them holds",
+        r"state\['v'\]\['x'\] is aggregated by SUM.* wrote float32\[1\], a host value, which is not one value per replica",
     ),
 }
 
 
-@pytest.mark.parametrize("leaf, how, write, error, says", WRITES.values(), ids=WRITES)
-def test_write_that_has_no_such_aggregation_is_refused_by_name(leaf, how, write, error, says, two):
-    state = two.put({"v": jdist.Mirrored({"x": leaf}, how)})
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize("leaf, aggregation, write, error, message", WRITES.values(), ids=WRITES)
+def test_write_that_cannot_be_aggregated_raises_with_its_name(leaf, aggregation, write, error, message, two):
+    state = two.put({"v": jdist.Mirrored({"x": leaf}, aggregation)})
+    with pytest.raises(error, match=message):
         two.step(lambda state: ({"v": {"x": write(state["v"]["x"])}}, None))(state)
-    kept, _ = two.step(lambda state: (dict(state), None))(state)  # what is not written needs no aggregation
-    assert kept["v"].aggregation is jdist.VariableAggregation[how.upper()]
+    new, _ = two.step(lambda state: (dict(state), None))(state)  # a leaf that is not written needs no aggregation
+    assert new["v"].aggregation is jdist.VariableAggregation[aggregation.upper()]
 
 
-@pytest.mark.parametrize("how", ["mean", "only_first_replica", "none"])
-def test_number_that_is_written_is_that_number_where_it_has_a_meaning(how, two):
-    state = two.put({"v": jdist.Mirrored(np.float32(0), how)})
+@pytest.mark.parametrize("aggregation", ["mean", "only_first_replica", "none"])
+def test_host_number_that_every_replica_writes_is_stored(aggregation, two):
+    state = two.put({"v": jdist.Mirrored(np.float32(0), aggregation)})
     state, _ = two.step(lambda state: ({"v": 2.5}, None))(state)
     assert float(state["v"].read()) == 2.5
 
 
-def test_array_that_is_written_to_a_sum_counts_once_a_replica(strategy):
+def test_array_that_is_written_to_a_sum_counts_once_per_replica(strategy):
     write = lambda state: ({"v": jnp.float32(1)}, None)
     state, _ = strategy.step(write)(strategy.put({"v": jdist.Mirrored(np.float32(0), "sum")}))
     assert float(state["v"].read()) == strategy.num_replicas_in_sync
 
 
 def _collectives(program, *args):
-    """How often each collective stands in the traced program."""
-    found = re.findall(
+    """Returns the number of occurrences of each collective in the traced program."""
+    names = re.findall(
         r"= (psum|pmax|pmin|reduce_scatter|all_gather|ppermute)\w*\[", str(jax.make_jaxpr(program)(*args))
     )
-    return {name: found.count(name) for name in found}
+    return {name: names.count(name) for name in names}
 
 
 COUNTED = {
     "nothing": ({}, {}),
     "sum": ({"sum": 3}, {"psum": 1}),
-    "each_kind": ({"sum": 2, "mean": 3, "only_first_replica": 2}, {"psum": 3}),
+    "each_aggregation": ({"sum": 2, "mean": 3, "only_first_replica": 2}, {"psum": 3}),
     "local": ({"read": 2, "own": 2}, {}),
     "all": ({"sum": 2, "mean": 1, "only_first_replica": 2, "read": 1, "own": 3}, {"psum": 3}),
 }
-PLACED = {
+MAKERS = {
     **{
         name: lambda name=name: jdist.Mirrored({"x": np.float32(1), "y": np.ones((2, 2), np.float32)}, name)
-        for name in WAYS
+        for name in AGGREGATES
     },
     "read": lambda: jdist.SyncOnRead(np.zeros(2, np.float32), "sum"),
     "own": lambda: _own(2),
@@ -337,14 +338,14 @@ PLACED = {
 
 
 @pytest.mark.parametrize("kinds, expected", COUNTED.values(), ids=COUNTED)
-def test_all_writes_of_a_kind_share_one_collective(kinds, expected, two):
-    state = two.put({f"{kind}{i}": PLACED[kind]() for kind, count in kinds.items() for i in range(count)})
+def test_all_writes_of_an_aggregation_share_one_collective(kinds, expected, two):
+    state = two.put({f"{kind}{i}": MAKERS[kind]() for kind, count in kinds.items() for i in range(count)})
     step = two.step(lambda state: (jax.tree.map(lambda x: x + jdist.replica_id(), state), None))
     assert _collectives(step, state) == expected
     assert _collectives(two.step(lambda state: (state, None)), state) == {}
 
 
-def test_writes_of_several_dtypes_share_one_collective_each(two):
+def test_writes_of_one_dtype_share_one_collective(two):
     state = two.put({d: jdist.Mirrored(np.zeros(2, jnp.dtype(d)), "sum") for d in ("float32", "int32", "bfloat16")})
     add = lambda state: ({d: x + jdist.replica_id().astype(d) for d, x in state.items()}, None)
     assert _collectives(two.step(add), state) == {"psum": 3}
@@ -359,12 +360,12 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("make", GROUPS.values(), ids=GROUPS)
-def test_write_is_aggregated_whichever_way_the_strategy_adds(make):
+def test_write_is_aggregated_under_every_cross_device_ops(make):
     strategy = make()
     x = rows(strategy, 2)
     step = strategy.step(lambda state, x: ({name: value * 0 + x for name, value in state.items()}, None))
-    state, _ = step(_every_way(strategy), x)
-    for name, aggregate in WAYS.items():
+    state, _ = step(_state_with_every_aggregation(strategy), x)
+    for name, aggregate in AGGREGATES.items():
         np.testing.assert_allclose(state[name].read(), aggregate(np.asarray(x.tree), axis=0), rtol=1e-5, atol=1e-6)
         assert_in_step(state[name].tree)
     np.testing.assert_array_equal(state["own"].tree, x.tree)
@@ -460,20 +461,20 @@ def test_optimizer_state_of_optax_may_hold_wrappers(two):
     np.testing.assert_allclose(moments.nu["w"].read(), 0.001 * np.square(x.tree).mean(0), rtol=1e-4)
 
 
-def test_wrapper_inside_a_wrapper_of_a_state_is_refused(strategy):
+def test_wrapper_inside_a_wrapper_of_a_state_raises(strategy):
     n = strategy.num_replicas_in_sync
     with pytest.raises(TypeError, match=r"state\['v'\] is a Mirrored around PerReplica.*one placement\. Take one off"):
         strategy.step(lambda state: (state, None))({"v": jdist.Mirrored({"own": _own(n)}, "sum")})
 
 
-def test_step_that_returns_any_wrapper_is_refused(two):
+def test_step_that_returns_a_wrapper_raises(two):
     for wrap in (jdist.Mirrored, jdist.Sharded, lambda x: jdist.SyncOnRead(x, "sum")):
         state = two.put({"v": jdist.Mirrored(np.ones(2, np.float32))})
         with pytest.raises(TypeError, match=r"returned state\['v'\] as \w+: .* values are plain\. Return the array"):
             two.step(lambda state, wrap=wrap: ({"v": wrap(state["v"])}, None))(state)
 
 
-def test_state_of_one_strategy_is_written_in_another_after_it_is_put_there():
+def test_state_of_one_strategy_can_be_put_on_another_and_written_there():
     two, three = STRATEGIES["mirrored_2"](), STRATEGIES["mirrored_3"]()
     add = lambda state: ({"v": state["v"] * 0 + jdist.replica_id()}, None)
     state, _ = two.step(add)(two.put({"v": jdist.Mirrored(np.float32(0), "sum")}))
@@ -497,32 +498,35 @@ def rename(state):
     return state, None
 
 
-def test_state_that_a_step_changes_in_place_is_seen_as_written(two):
+def test_change_in_place_is_a_write(two):
     state, _ = two.step(add)(two.put({"v": jdist.Mirrored(np.float32(0), "sum")}))
     assert float(state["v"].read()) == 2.0
 
 
 @pytest.mark.parametrize(
-    "fn, says",
+    "fn, message",
     [
         (widen, r"changes state\['v'\] from int32\[\] to float32\[\]"),
-        (rename, r"state\['v'\] is gone; state\['w'\] is new"),
+        (rename, r"state\['v'\] is missing; state\['w'\] is new"),
     ],
 )
-def test_state_that_a_step_changes_in_place_keeps_its_form(fn, says, two):
-    with pytest.raises(TypeError, match=says):
+def test_change_in_place_of_structure_or_dtype_raises(fn, message, two):
+    with pytest.raises(TypeError, match=message):
         two.step(fn)(two.put({"v": np.int32(0)}))
 
 
-def test_leaf_of_a_wrapper_that_is_handed_on_is_not_written(two):
+def test_unchanged_leaf_of_a_wrapper_is_not_aggregated(two):
     step = two.step(lambda v: ({"a": v["a"], "b": jdist.replica_id() + 1.0}, None))
     state, _ = step(two.put(jdist.Mirrored({"a": np.float32(1), "b": np.float32(1)}, "sum")))
     assert jax.tree.map(float, state.read()) == {"a": 1.0, "b": 3.0}
 
 
-def test_row_slices_that_would_be_aggregated_are_refused(two):
+def test_row_slices_in_a_wrapper_with_an_aggregation_raise(two):
     slices = jdist.RowSlices(np.ones((1, 2), np.float32), np.int32([1]), 3)
-    for make in (lambda: jdist.variable(slices, "on_read", "sum"), lambda: jdist.Mirrored(slices, "mean")):
+    for make in (
+        lambda: jdist.variable(slices, synchronization="on_read", aggregation="sum"),
+        lambda: jdist.Mirrored(slices, "mean"),
+    ):
         with pytest.raises(
             TypeError, match=r"state is a \w+ of RowSlices, and its aggregation would add up their indices"
         ):

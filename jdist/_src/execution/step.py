@@ -1,0 +1,254 @@
+"""Builds the programs of `Strategy.run`, `Strategy.init` and `Strategy.step`, and updates the state of a step.
+
+A step returns a new value for each leaf of its state, and changes nothing else about it: `apply_writes` checks structure,
+shapes and dtypes, and aggregates the writes to `Mirrored` leaves.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jdist._src.core.arguments import as_int
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.execution.backend import Backend
+from jdist._src.execution.multi_step import scan_steps
+from jdist._src.execution.program import Program
+from jdist._src.execution.replicate import Call, Traced, replicate
+from jdist._src.replica import leaf_annotations, precision
+from jdist._src.replica.context import ReplicaContext, all_reduce, broadcast
+from jdist._src.replica.precision import Precision
+from jdist._src.values.aggregation import VariableAggregation
+from jdist._src.values.arrays import check_value
+from jdist._src.values.base import is_distributed, named_values
+from jdist._src.values.mirrored import Mirrored
+from jdist._src.values.reduce_op import ReduceOp, check_reducible
+
+
+def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, context: ReplicaContext) -> Program:
+    """Returns the program of `Strategy.run`: it takes `(args, kwargs)` and returns `((), outputs)`.
+
+    Args:
+        fn: Returns the replica function. The program does not keep the function alive.
+        backend: Runs the function on the devices.
+        context: The replica context of the strategy.
+    """
+    _check_callable(fn())
+
+    def trace(call: Call) -> Traced:
+        return replicate(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), backend, context)
+
+    return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _function_name(fn()), backend)
+
+
+def init_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, context: ReplicaContext) -> Program:
+    """Returns the program of `Strategy.init`: it takes the arguments of `fn()` and returns `(state, ())`. As `run_program`."""
+    _check_callable(fn())
+
+    def trace(call: Call) -> Traced:
+        def body(*args: PyTree) -> tuple[PyTree, PyTree]:
+            with leaf_annotations.collect_local_leaves() as local_leaves:
+                state = call.fn(*args)
+            return strongly_typed(leaf_annotations.wrap_local_leaves(state, local_leaves)), ()
+
+        return replicate(call, body, backend, context)
+
+    return Program(lambda *args: Call(fn(), args, {}), trace, _function_name(fn()), backend)
+
+
+def step_program(
+    fn: Callable[..., tuple[PyTree, PyTree]],
+    dtypes: Precision | None,
+    steps_per_call: int | None,
+    donate: bool,
+    backend: Backend,
+    context: ReplicaContext,
+) -> Program:
+    """Returns the program of `Strategy.step`: it takes `(state, *inputs)` and returns the new state and the outputs."""
+    _check_callable(fn)
+    if not isinstance(dtypes, Precision | None):
+        raise TypeError(
+            f"`precision` must be a `jdist.Precision(param_dtype, compute_dtype, output_dtype)`, got {dtypes!r}."
+        )
+    if steps_per_call is not None:
+        steps_per_call = as_int("`steps_per_call`", steps_per_call, 1)
+    scanned_steps = steps_per_call if backend.supports_scan else None
+
+    def trace(call: Call) -> Traced:
+        wrapped_state = call.args[0]
+
+        def one_step(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
+            # `fn` gets copies of the containers, so that a change in place is seen as a change.
+            with leaf_annotations.collect_sync_targets() as targets, precision.use_precision(dtypes, before):
+                after, outputs = split_result(fn(jax.tree.map(lambda x: x, before), *inputs))
+            after = leaf_annotations.apply_sync_targets(before, after, targets)
+            return apply_writes(wrapped_state, before, after), outputs
+
+        def body(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
+            run = one_step if scanned_steps is None else functools.partial(scan_steps, one_step, scanned_steps)
+            after, outputs = run(before, *inputs)
+            return rewrap(wrapped_state, after), outputs
+
+        return replicate(call, body, backend, context, has_state=True)
+
+    def call(*args: PyTree) -> Call:
+        if not args:
+            raise TypeError(
+                f"`{_function_name(fn)}` is a step and was called without arguments. Pass its state: `step(state, *inputs)`."
+            )
+        return Call(fn, args, {})
+
+    program = Program(
+        call,
+        trace,
+        _function_name(fn),
+        backend,
+        has_state=True,
+        donates=donate,
+        steps_per_call=None if backend.supports_scan else steps_per_call,
+    )
+    functools.update_wrapper(program, fn, updated=())
+    return program
+
+
+def strongly_typed(state: PyTree) -> PyTree:
+    """Returns `state` with array leaves that are not weakly typed, so that the next step cannot change their dtypes.
+
+    Raises:
+        TypeError: A leaf is not a number or an array of numbers.
+        ValueError: An integer does not fit the dtype that JAX gives it.
+    """
+    for name, leaf in named_values("state", state):
+        check_value(name, leaf)
+    return jax.tree.map(_strongly_typed_leaf, state)
+
+
+def split_result(result: Any) -> tuple[PyTree, PyTree]:
+    """Returns the state and the outputs that a step returned.
+
+    Raises:
+        TypeError: The step did not return a pair.
+    """
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else dtype_and_shape(result)
+    raise TypeError(
+        f"A step must return a pair `(state, outputs)`, and this one returned {got}. A step without outputs returns "
+        "`(state, None)`."
+    )
+
+
+def apply_writes(wrapped_state: PyTree, before: PyTree, after: PyTree) -> PyTree:
+    """Returns the new state, without wrappers, with the writes to `Mirrored` leaves aggregated.
+
+    Args:
+        wrapped_state: The state that was passed to the step, with wrappers.
+        before: The same state without wrappers, as the replica function receives it.
+        after: The state that the replica function returned.
+
+    Raises:
+        TypeError: The structure, or the shape or dtype of a leaf, changed; or a leaf cannot be aggregated. The message names
+            it.
+        ValueError: A host number is to be summed over the replicas.
+    """
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        raise TypeError(_structure_change(before, after))
+    for name, leaf in named_leaves("state", after):
+        check_value(name, leaf)
+    for number, (was, now) in enumerate(zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)):
+        old, new = jax.typeof(was), jax.typeof(now)
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            name, _ = named_leaves("state", before)[number]
+            raise TypeError(
+                f"The step changes {name} from {dtype_and_shape(was)} to {dtype_and_shape(now)}. A state keeps its shapes and "
+                "dtypes, otherwise every step would be compiled again: cast the new value (`.astype`), or start with "
+                "this shape."
+            )
+    return strongly_typed(_aggregate_writes(jax.tree.leaves(wrapped_state, is_leaf=is_distributed), before, after))
+
+
+def rewrap(wrapped_state: PyTree, state: PyTree) -> PyTree:
+    """Returns `state`, a state without wrappers, in the wrappers of `wrapped_state`."""
+    items, treedef = jax.tree.flatten(wrapped_state, is_leaf=is_distributed)
+    pairs = zip(items, treedef.flatten_up_to(state), strict=True)
+    return treedef.unflatten([item._with_tree(part) if is_distributed(item) else part for item, part in pairs])
+
+
+def _aggregate_writes(items: Sequence[Any], before: PyTree, after: PyTree) -> PyTree:
+    """Returns `after` with the writes to `Mirrored` leaves aggregated, by one collective per aggregation."""
+    aggregations = [
+        item.aggregation if isinstance(item, Mirrored) else VariableAggregation.NONE
+        for item in items
+        for _ in jax.tree.leaves(item)
+    ]
+    names = [name for name, _ in named_leaves("state", before)]
+    olds, (news, treedef) = jax.tree.leaves(before), jax.tree.flatten(after)
+    for aggregation, collective in _AGGREGATIONS.items():
+        # A leaf that is the same object was not written, and a sum would multiply it.
+        written = [i for i, kind in enumerate(aggregations) if kind is aggregation and news[i] is not olds[i]]
+        for i in written:
+            _check_write(aggregation, names[i], news[i])
+        if written:
+            for i, value in zip(written, collective([news[i] for i in written]), strict=True):
+                news[i] = value
+    return treedef.unflatten(news)
+
+
+_AGGREGATIONS = {
+    VariableAggregation.SUM: functools.partial(all_reduce, ReduceOp.SUM),
+    VariableAggregation.MEAN: functools.partial(all_reduce, ReduceOp.MEAN),
+    VariableAggregation.ONLY_FIRST_REPLICA: broadcast,
+}
+
+
+def _check_write(aggregation: VariableAggregation, name: str, leaf: Any) -> None:
+    if aggregation is not VariableAggregation.ONLY_FIRST_REPLICA:
+        check_reducible(ReduceOp.of(aggregation.name), name, leaf)
+    if aggregation is VariableAggregation.SUM and not isinstance(leaf, jax.Array):
+        raise ValueError(
+            f"{name} is aggregated by SUM, and the replicas wrote {dtype_and_shape(leaf)}, a host value, which is not one "
+            "value per replica. Write an array (`jnp.asarray`) to sum it over the replicas, or aggregate by MEAN."
+        )
+    if aggregation is VariableAggregation.MEAN and not jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact):
+        raise TypeError(
+            f"{name} is {dtype_and_shape(leaf)}, which cannot hold the MEAN of the values that the replicas write. Make it a "
+            "float, or aggregate by SUM or ONLY_FIRST_REPLICA."
+        )
+
+
+def _structure_change(before: PyTree, after: PyTree) -> str:
+    for path, node in jax.tree_util.tree_flatten_with_path(after, is_leaf=is_distributed)[0]:
+        if is_distributed(node):
+            return (
+                f"The step returned state{jax.tree_util.keystr(path)} as {type(node).__name__}: inside a replica function "
+                "values are plain. Return the array; the strategy puts it back into its wrapper."
+            )
+    old, new = (dict(named_leaves("state", tree)) for tree in (before, after))
+    missing, added = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
+    changes = [
+        f"{', '.join(names[:4])} {'is' if len(names) == 1 else 'are'} {change}"
+        for names, change in ((missing, "missing"), (added, "new"))
+        if names
+    ]
+    change = "; ".join(changes) or f"{jax.tree.structure(before)} became {jax.tree.structure(after)}"
+    return (
+        f"The step changes the structure of the state: {change}. A state keeps its structure: start with every leaf "
+        "that it will have, and return other values in the outputs."
+    )
+
+
+def _strongly_typed_leaf(leaf: Any) -> jax.Array:
+    return lax.convert_element_type(leaf, jax.typeof(leaf).dtype) if jax.typeof(leaf).weak_type else jnp.asarray(leaf)
+
+
+def _check_callable(fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"`fn` must be a function, got {type(fn).__name__}.")
+
+
+def _function_name(fn: Callable[..., Any]) -> str:
+    name = getattr(fn, "__name__", None)
+    return name or (_function_name(fn.func) if isinstance(fn, functools.partial) else type(fn).__name__)
