@@ -122,13 +122,13 @@ results["mw13_dataset"] = examples_of(every.distribute_dataset(np.arange(9), 8, 
 contexts = []
 
 
-def sharded(context):
+def shard(context):
     contexts.append([context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync])
     batches = list(Batched(np.arange(14), context.get_per_replica_batch_size(8)))
     return batches[context.input_pipeline_id :: context.num_input_pipelines].__iter__()
 
 
-results["mw15"] = examples_of(one_each.distribute_datasets_from_function(sharded, remainder="pad"))
+results["mw15"] = examples_of(one_each.distribute_datasets_from_function(shard, remainder="pad"))
 results["mw15_contexts"] = contexts
 (folder / f"{number}.json").write_text(json.dumps(results))
 

@@ -1,4 +1,4 @@
-"""One process of several that train together, stop, go on, evaluate and predict; writes what came of it.
+"""One process of several that train together, stop, resume, evaluate and predict; writes the results.
 
 python fit_worker.py COORDINATOR COUNT NUMBER FOLDER
 """
@@ -29,7 +29,7 @@ OPTIMIZERS = {"adam": optax.adam(1e-2), "top_k": optax.chain(jdist.sync.top_k(0.
 
 
 def stop_on_last_process(event):
-    """Only one process wants to stop: all of them do, at the same step."""
+    """Requests a stop on one process only; all processes stop at the same step."""
     if event.moment is Moment.STEP and event.step >= 5 and number == count - 1:
         return CallbackResult(stop_reason="Enough.")
 
@@ -52,21 +52,21 @@ for name, optimizer in OPTIMIZERS.items():
     with jdist.Checkpointer(path, every=3) as checkpointer:
         first = fit(jdist.callbacks.Checkpoint(checkpointer), stop_on_last_process, place=checkpointer)
         log = jdist.callbacks.JSONLog(path.with_suffix(".jsonl"), every=2)
-        found = fit(jdist.callbacks.Checkpoint(checkpointer), log, place=checkpointer)
-    straight = fit()
-    for one, other in zip(jax.tree.leaves(found.state), jax.tree.leaves(straight.state), strict=True):
+        resumed = fit(jdist.callbacks.Checkpoint(checkpointer), log, place=checkpointer)
+    uninterrupted = fit()
+    for one, other in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(uninterrupted.state), strict=True):
         if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
             continue
         for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
             assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
-    found.report(path.with_suffix(f".{number}.html"))
-    evaluated = trainer.evaluate(found.state, DIGITS, batch_size=200)
+    resumed.report(path.with_suffix(f".{number}.html"))
+    evaluated = trainer.evaluate(resumed.state, DIGITS, batch_size=200)
     assert evaluated["examples"] == 1797
     results |= {
-        f"{name}/w": np.asarray(found.state.params["w"]),
-        f"{name}/steps": np.array([first.steps, found.steps]),
-        f"{name}/losses": np.array(list(straight.history.losses.values())),
+        f"{name}/w": np.asarray(resumed.state.params["w"]),
+        f"{name}/steps": np.array([first.steps, resumed.steps]),
+        f"{name}/losses": np.array(list(uninterrupted.history.losses.values())),
         f"{name}/evaluated": np.array([evaluated["loss"], evaluated["accuracy"]]),
-        f"{name}/predicted": trainer.predict(found.state, DIGITS[0], batch_size=200),
+        f"{name}/predicted": trainer.predict(resumed.state, DIGITS[0], batch_size=200),
     }
 np.savez(folder / f"{count}_{number}.npz", **results)

@@ -1,6 +1,6 @@
-"""One process of several that makes strategies without naming the devices of all; prints the warnings of each construction.
+"""One process of several that creates strategies with default or local devices; prints the warnings of each construction.
 
-Then it pickles a strategy on the devices of all, and one on its own, into FOLDER, and prints what it reads of the next process.
+Then it pickles a strategy on all devices, and one on a local device, into FOLDER, and loads the pickles of the next process.
 
 python local_devices_worker.py COORDINATOR COUNT NUMBER FOLDER
 """

@@ -1,4 +1,4 @@
-"""One process of several that ask what tf.distribute was asked; writes what it was answered.
+"""One process of several that runs the cases that were run with tf.distribute; writes the results.
 
 python parity_worker.py COORDINATOR COUNT NUMBER FOLDER
 """
@@ -16,16 +16,16 @@ jax.distributed.initialize(address, count, number, coordinator_bind_address=addr
 import jdist
 
 
-def refusal(kind, ask):
+def refusal(kind, call):
     try:
-        ask()
+        call()
     except kind as error:
         return f"{type(error).__name__}: {error}"
     return "not refused"
 
 
-def here(array):
-    """This process's copies of a mirrored array, one below the other."""
+def local_copies(array):
+    """Returns the copies of a replicated array on the devices of this process, stacked."""
     return np.stack([np.asarray(shard.data) for shard in array.addressable_shards])
 
 
@@ -38,23 +38,23 @@ wide = strategy.distribute_values_from_function(lambda _: np.ones((1, number + 1
 initial = strategy.distribute_values_from_function(lambda _: np.float32([5, 15][number]))
 one = strategy.put(1.0)
 results = {
-    "sum_of_placed": here(strategy.reduce("sum", one, axis=None)),
-    "sum_of_list": np.stack([here(x) for x in strategy.reduce("sum", [one, one], axis=None)]),
+    "sum_of_placed": local_copies(strategy.reduce("sum", one, axis=None)),
+    "sum_of_list": np.stack([local_copies(x) for x in strategy.reduce("sum", [one, one], axis=None)]),
     "sum_of_host": refusal(ValueError, lambda: strategy.reduce("sum", 1.0, axis=None)),
     "uneven": repr(uneven),
-    "mean_of_uneven": here(strategy.reduce("mean", uneven, axis=0)),
-    "sum_of_uneven": here(strategy.reduce("sum", uneven, axis=0)),
+    "mean_of_uneven": local_copies(strategy.reduce("mean", uneven, axis=0)),
+    "sum_of_uneven": local_copies(strategy.reduce("sum", uneven, axis=0)),
     "uneven_by_element": refusal(ValueError, lambda: strategy.reduce("sum", uneven, axis=None)),
-    "gathered": here(strategy.gather(uneven, axis=0)),
+    "gathered": local_copies(strategy.gather(uneven, axis=0)),
     "mismatch": refusal(ValueError, lambda: strategy.gather(wide, axis=0)),
-    "after_mismatch": here(strategy.run(lambda: jdist.all_reduce("sum", jdist.replica_id() + 1))),
-    "new_after_mismatch": here(
+    "after_mismatch": local_copies(strategy.run(lambda: jdist.all_reduce("sum", jdist.replica_id() + 1))),
+    "new_after_mismatch": local_copies(
         jdist.MirroredStrategy(firsts).run(lambda: jdist.all_reduce("sum", jdist.replica_id() + 1))
     ),
-    "wide_gathered": here(strategy.gather(wide, axis=1)),
+    "wide_gathered": local_copies(strategy.gather(wide, axis=1)),
     "init_own": refusal(jdist.NotMirroredError, lambda: strategy.init(lambda: 5.0 + 10 * jdist.replica_id())),
-    "init_broadcast": here(strategy.init(lambda: jdist.broadcast(5.0 + 10 * jdist.replica_id()))),
-    "init_broadcast_value": here(strategy.init(jdist.broadcast, initial)),
+    "init_broadcast": local_copies(strategy.init(lambda: jdist.broadcast(5.0 + 10 * jdist.replica_id()))),
+    "init_broadcast_value": local_copies(strategy.init(jdist.broadcast, initial)),
     "put_own": refusal(ValueError, lambda: strategy.put({"a": 1.0, "b": 5.0 + 10 * number * np.ones(2)})),
     "init_with_own": refusal(ValueError, lambda: strategy.init(lambda x: x, np.float32(number))),
     "put_of_another_kind": refusal(ValueError, lambda: strategy.put([np.float32(1), np.int32(1)][number])),
@@ -67,26 +67,26 @@ results = {
     "values_of_another_structure": refusal(
         ValueError, lambda: strategy.distribute_values_from_function(lambda _: {"ab"[number]: 1.0})
     ),
-    # Only the second process can see what is wrong with its own two; the first has to be told.
+    # Only the second process has invalid values; the first must get the error too.
     "values_wrong_on_one": refusal(
         ValueError, lambda: every.distribute_values_from_function(lambda c: [0, 0, 0, 0.5][c.replica_id_in_sync_group])
     ),
-    "put_key": here(jax.random.key_data(strategy.put(jax.random.key(3)))),
-    "after_refusals": here(strategy.put(np.arange(2))),
+    "put_key": local_copies(jax.random.key_data(strategy.put(jax.random.key(3)))),
+    "after_refusals": local_copies(strategy.put(np.arange(2))),
 }
 
 write = lambda state: ((jdist.replica_id() + 1).astype(state.dtype), None)
 for name, where in {"firsts": strategy, "every": every}.items():
     state, _ = where.step(write)(where.init(lambda: jdist.Mirrored(jnp.float32(0), "only_first_replica")))
-    results[f"first_replica_{name}"] = here(state.read())
+    results[f"first_replica_{name}"] = local_copies(state.read())
 
 lengths = every.distribute_values_from_function(lambda c: np.arange(c.replica_id_in_sync_group, dtype=np.float32))
-results["mean_of_four"] = here(every.reduce("mean", lengths, axis=0))
-results["gathered_of_four"] = here(every.gather(lengths, axis=0))
+results["mean_of_four"] = local_copies(every.reduce("mean", lengths, axis=0))
+results["gathered_of_four"] = local_copies(every.gather(lengths, axis=0))
 
 split = every.split({"x": np.arange(8, dtype=np.float32).reshape(8, 1)})["x"]
 results["split_here"] = np.stack([np.asarray(part) for part in split.values])
-results["split_sum"] = here(every.run(lambda x: jdist.all_reduce("sum", x.sum()), (split,)))
+results["split_sum"] = local_copies(every.run(lambda x: jdist.all_reduce("sum", x.sum()), (split,)))
 results["split_other_size"] = refusal(ValueError, lambda: every.split(np.zeros([8, 7][number])))
 results["split_other_values"] = refusal(ValueError, lambda: every.split(np.full(8, number, np.float32)))
 results["split_rest"] = refusal(ValueError, lambda: every.split(np.zeros(6)))
@@ -99,7 +99,7 @@ for kind, where in {"all_reduce": every, "hierarchical": groups}.items():
         lambda: jdist.all_reduce("sum", {"odd": numbers((5, 1)), "none": numbers((0, 2)), "one": numbers(())})
     )
     for leaf, total in reduced.items():
-        results[f"{kind}_{leaf}"] = here(total)
+        results[f"{kind}_{leaf}"] = local_copies(total)
 np.savez(folder / f"{number}.npz", **results)
 
 # The process that hosts the coordinator exits last.

@@ -1,4 +1,4 @@
-"""One process of several that train together under policies; writes the parameters that it ended with.
+"""One process of several that train together under sync policies; writes the final parameters.
 
 python policies_worker.py COORDINATOR COUNT NUMBER FOLDER DEVICES POLICY...
 """

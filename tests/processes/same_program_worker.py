@@ -79,7 +79,7 @@ trainer = jdist.Trainer(model, optax.sgd(0.1), optax.squared_error, strategy=str
 data = np.ones((8, 3), np.float32), np.ones(8, np.float32)
 attempt("trainer", lambda: trainer.fit(data, batch_size=4, epochs=1, progress="off"))
 
-# The same program on all: traced, lowered on one process only, called again with other values.
+# The same program on all processes: traced, lowered on one process only, called again with other values.
 step = strategy.step(train)
 if number == 0:
     step.lower(strategy.put(state) if count == 1 else jax.tree.map(np.asarray, state), np.float32(1))

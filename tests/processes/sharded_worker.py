@@ -1,4 +1,4 @@
-"""One process of several over which a state is split; writes the parameters and the state that it ended with.
+"""One process of several that train a sharded state; writes the final state.
 
 python sharded_worker.py COORDINATOR COUNT NUMBER FOLDER
 """
@@ -52,17 +52,17 @@ def trained(strategy):
     return state, loss
 
 
-def whole(strategy, tree):
-    """Every leaf as each process can read it."""
-    gathered = jax.jit(lambda tree: tree, out_shardings=strategy.replicas.whole)(tree)
-    return jax.tree.map(np.asarray, gathered)
+def gathered(strategy, tree):
+    """Returns every leaf as a numpy array, on each process."""
+    replicated = jax.jit(lambda tree: tree, out_shardings=strategy.replicas.whole)(tree)
+    return jax.tree.map(np.asarray, replicated)
 
 
 devices = np.array(jax.devices())
 GRIDS = {
     "all": jdist.ShardedStrategy("all", mesh=Mesh(devices, ("data",))),
     "host_data": jdist.ShardedStrategy("all", mesh=Mesh(devices.reshape(2, 2), ("host", "data"))),
-    # The model axis lies across the processes: both read every row.
+    # The model axis spans the processes, so both read every example.
     "model": (
         jdist.ShardedStrategy(
             "all",
@@ -76,11 +76,11 @@ results = {}
 for name, strategy in GRIDS.items():
     state, loss = trained(strategy)
     results[f"{name}/loss"] = np.asarray(loss)
-    for kept in ("params", "opt_state"):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(whole(strategy, state[kept])):
-            results[f"{name}/{kept}{jax.tree_util.keystr(path)}"] = leaf
-    moved = strategy.put(whole(strategy, state["params"]))
-    results[f"{name}/moved"] = whole(strategy, moved)["in"]
+    for part in ("params", "opt_state"):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(gathered(strategy, state[part])):
+            results[f"{name}/{part}{jax.tree_util.keystr(path)}"] = leaf
+    moved = strategy.put(gathered(strategy, state["params"]))
+    results[f"{name}/moved"] = gathered(strategy, moved)["in"]
 np.savez(folder / f"{count}_{number}.npz", **results)
 
 # The process that hosts the coordinator exits last.

@@ -1,4 +1,4 @@
-"""`auto_strategy` in real processes: the devices of all of them."""
+"""`auto_strategy` in several processes uses the devices of all of them."""
 
 import pathlib
 
@@ -10,15 +10,15 @@ WORKER = pathlib.Path(__file__).parent / "automatic_worker.py"
 
 
 @pytest.mark.parametrize("count, each", [(2, 1), (2, 2)])
-def test_processes_that_have_joined_share_one_strategy(count, each):
-    printed = run_processes(WORKER, count, each)
+def test_joined_processes_share_one_strategy(count, each):
+    outputs = run_processes(WORKER, count, each)
     devices = count * each
-    said = f"jdist: auto_strategy: MirroredStrategy, because {count} processes have {devices} cpu devices."
-    for lines in printed:
-        assert said in lines
-        assert f"MirroredStrategy {devices} {each} {devices * (devices + 1) / 2}" in lines
+    message = f"jdist: auto_strategy: MirroredStrategy, because {count} processes have {devices} cpu devices."
+    for output in outputs:
+        assert message in output
+        assert f"MirroredStrategy {devices} {each} {devices * (devices + 1) / 2}" in output
 
 
-def test_processes_that_have_not_joined_know_nothing_of_each_other():
-    (printed,) = run_processes(WORKER, 1, 2)
-    assert "jdist: auto_strategy: MirroredStrategy, because there are 2 cpu devices, and one process." in printed
+def test_process_that_has_not_joined_uses_its_own_devices():
+    (output,) = run_processes(WORKER, 1, 2)
+    assert "jdist: auto_strategy: MirroredStrategy, because there are 2 cpu devices, and one process." in output

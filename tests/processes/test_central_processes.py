@@ -1,4 +1,4 @@
-"""A state in the memory of the hosts of two real processes: what it becomes, and in one."""
+"""A state in the host memory of two processes is trained as on one process."""
 
 import pathlib
 
@@ -11,7 +11,7 @@ WORKER = pathlib.Path(__file__).parent / "central_worker.py"
 
 
 @pytest.mark.slow
-def test_state_kept_by_the_hosts_of_two_processes_is_trained_as_in_one_and_as_by_mirrored(tmp_path):
+def test_state_in_host_memory_of_two_processes_is_trained_as_on_one_process_and_under_mirrored_strategy(tmp_path):
     run_processes(WORKER, 1, 4, tmp_path)
     run_processes(WORKER, 2, 2, tmp_path)
     one, first, second = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("1_0", "2_0", "2_1"))

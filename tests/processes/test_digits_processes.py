@@ -1,4 +1,4 @@
-"""The digits step over two real processes is the step of one process with as many devices."""
+"""A training step on two processes equals the step on one process with the same number of devices."""
 
 import pathlib
 
@@ -19,7 +19,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_model_that_one_does(results):
+def test_two_processes_train_the_same_model_as_one(results):
     one, first, second = results["1_0"], results["2_0"], results["2_1"]
     states = [name for name in one if name.startswith("state")]
     assert len(states) == 26
@@ -32,18 +32,18 @@ def test_two_processes_train_the_model_that_one_does(results):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", ["1_0", "2_0", "2_1"])
-def test_every_process_sees_all_rows_and_its_own_replicas(results, process):
-    got = results[process]
-    assert got["replicas"] == 4
-    assert got["rows"] == 100 % 32  # the last batch of the epoch, its padding not counted
-    assert got["sum"] == 0 + 1 + 2 + 3
-    assert got["gathered"].tolist() == [0, 1, 2, 3]
-    assert got["local_ids"].tolist() == {"1_0": [0, 1, 2, 3], "2_0": [0, 1], "2_1": [2, 3]}[process]
-    np.testing.assert_array_equal(got["put"], np.arange(3.0))
+def test_results_are_global_and_local_results_are_of_the_replicas_of_the_process(results, process):
+    result = results[process]
+    assert result["replicas"] == 4
+    assert result["rows"] == 100 % 32  # the last batch of the epoch, its padding not counted
+    assert result["sum"] == 0 + 1 + 2 + 3
+    assert result["gathered"].tolist() == [0, 1, 2, 3]
+    assert result["local_ids"].tolist() == {"1_0": [0, 1, 2, 3], "2_0": [0, 1], "2_1": [2, 3]}[process]
+    np.testing.assert_array_equal(result["put"], np.arange(3.0))
 
 
-def test_a_process_that_fails_ends_the_others_and_is_quoted(tmp_path):
+def test_process_that_fails_ends_the_others_and_its_output_is_in_the_error(tmp_path):
     script = tmp_path / "fails.py"
-    script.write_text("import sys, time\nif sys.argv[3] == '1': sys.exit('no such luck')\ntime.sleep(60)\n")
-    with pytest.raises(RuntimeError, match="no such luck"):
+    script.write_text("import sys, time\nif sys.argv[3] == '1': sys.exit('some failure')\ntime.sleep(60)\n")
+    with pytest.raises(RuntimeError, match="some failure"):
         run_processes(script, 2, 1)

@@ -1,4 +1,4 @@
-"""Training on two real processes gives the results of one process. Row KE12 of `tests/parity/rows.txt`."""
+"""Training on two processes gives the results of one process. Row KE12 of `tests/parity/rows.txt`."""
 
 import importlib.util
 import json
@@ -17,15 +17,15 @@ KERAS_WORKER = pathlib.Path(__file__).parent / "keras_worker.py"
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is optional and is not installed.")
 def test_ke12_keras_model_on_two_processes_is_trained_and_evaluated_as_on_one_device(monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    for printed in run_processes(KERAS_WORKER, 2, 1):
-        replicas, weights, loss, error = json.loads(printed.splitlines()[-1])
+    for output in run_processes(KERAS_WORKER, 2, 1):
+        replicas, weights, loss, error = json.loads(output.splitlines()[-1])
         assert replicas == 2
         assert weights == pytest.approx([0.18465, 2.0762], abs=5e-5)
         assert (loss, error) == pytest.approx((22.6667, 4.0), abs=5e-5)
 
 
 @pytest.mark.slow
-def test_ke12_training_on_two_processes_ends_as_on_one(tmp_path):
+def test_ke12_training_on_two_processes_equals_training_on_one(tmp_path):
     run_processes(WORKER, 1, 4, tmp_path, seconds=200)
     run_processes(WORKER, 2, 2, tmp_path, seconds=200)
     one, first, second = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("1_0", "2_0", "2_1"))

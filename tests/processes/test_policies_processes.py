@@ -1,4 +1,4 @@
-"""Policies over real processes: what they give in one, and to the bit where that is promised."""
+"""Sync policies on several processes give the results of one process, bit for bit under `sync.exact`."""
 
 import pathlib
 
@@ -11,7 +11,7 @@ WORKER = pathlib.Path(__file__).parent / "policies_worker.py"
 
 
 def run(folder, runs, *policies):
-    """What each process ended with, by the numbers of processes and devices and its own."""
+    """Returns the results of each process; the keys are the numbers of processes and devices, and the process index."""
     for processes, each in runs:
         run_processes(WORKER, processes, each, folder, processes * each, *policies, seconds=250)
     return {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
@@ -36,7 +36,7 @@ def assert_same_bits(results):
 
 
 @pytest.mark.slow
-def test_exact_gives_the_same_bits_in_two_processes_as_in_one(tmp_path):
+def test_exact_gives_the_same_bits_on_two_processes_as_on_one(tmp_path):
     assert_same_bits(run(tmp_path, [(1, 1), (2, 1)], "exact"))
 
 
@@ -47,7 +47,7 @@ def test_exact_gives_the_same_bits_on_any_number_of_devices_and_processes(result
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["int8", "diloco", "streaming"])
-def test_policy_over_two_processes_is_that_of_two_devices(results, policy):
+def test_policy_on_two_processes_equals_the_policy_on_two_devices(results, policy):
     one = leaves(results["1_2_0"], policy)
     for number in (0, 1):
         for name, leaf in leaves(results[f"2_2_{number}"], policy).items():
@@ -56,7 +56,7 @@ def test_policy_over_two_processes_is_that_of_two_devices(results, policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["exact", "int8", "diloco", "streaming"])
-def test_all_processes_read_the_same_bits(results, policy):
+def test_all_processes_have_the_same_bits(results, policy):
     for processes in ("2_2", "4_4", "2_4"):
         first, second = (leaves(results[f"{processes}_{number}"], policy) for number in (0, 1))
         assert first.keys() == second.keys()
