@@ -77,8 +77,8 @@ class Run:
     saved: dict = dataclasses.field(default_factory=dict)  # the resume data, by step
 
 
-def train(strategy, callbacks, *, epochs=2, steps=3, steps_per_call=1, start=0, state=None, call=None, saved=None, validation=None,
-          logs=None, seconds=0.1, total=..., stalled_fraction=0.0):  # fmt: skip
+def train(strategy, callbacks, *, epochs=2, steps=3, steps_per_call=1, start=0, state=None, call=None, saved=None,
+          validation=None, logs=None, seconds=0.1, total=..., stalled_fraction=0.0):  # fmt: skip
     """Trains, and sends the events to `callbacks`.
 
     `validation`: from the epoch to its metrics. `logs`: from the step to the metrics, instead of the loss. A step takes

@@ -52,7 +52,8 @@ def test_checkpoint_contains_the_data_that_a_resumed_run_needs(name, tmp_path):
     callbacks_before = make()
     with Checkpointer(tmp_path / "run", every=5) as checkpointer:
         state, call = regression(strategy)
-        uninterrupted = train(strategy, [*callbacks_before, callbacks.Checkpoint(checkpointer)], state=state, call=call, **options)
+        all_callbacks = [*callbacks_before, callbacks.Checkpoint(checkpointer)]
+        uninterrupted = train(strategy, all_callbacks, state=state, call=call, **options)
         state, _ = regression(strategy)
         checkpoint = checkpointer.restore(strategy, like=state, step=5)
     assert (checkpoint.data_position, [row["step"] for row in checkpoint.extra["history"]]) == ({"batch": 5}, [2, 4])

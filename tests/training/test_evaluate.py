@@ -1,4 +1,4 @@
-"""Evaluation and prediction: exact over all examples, in order, whatever the batch and the strategy; and what cannot be."""
+"""Evaluation and prediction: exact over all examples and in order, for every batch size and strategy; and errors."""
 
 import functools
 
@@ -37,7 +37,7 @@ METRICS = {
 
 @functools.cache
 def classifier(name):
-    """A trainer of digits, and a state whose parameters are `WEIGHTS`."""
+    """Returns a trainer for the digits, and a state whose parameters are `WEIGHTS`."""
     model = (lambda key, x: jnp.asarray(WEIGHTS), lambda w, x: x @ w)
     trainer = jdist.Trainer(model, optax.sgd(0.1), cross_entropy, metrics=METRICS, strategy=place(name))
     return trainer, trainer.init(IMAGES)
@@ -50,15 +50,15 @@ def regressor(name="mirrored_2", **options):
 
 
 def by_numpy(images, labels):
-    """What the classifier's loss and metrics are, in float64."""
+    """Returns the loss and the metrics of the classifier, computed in float64."""
     logits = images.astype(np.float64) @ WEIGHTS
-    peaks, guessed, rows = logits.max(-1), logits.argmax(-1), np.arange(len(logits))
+    peaks, predictions, rows = logits.max(-1), logits.argmax(-1), np.arange(len(logits))
     confusion = np.zeros((10, 10))
-    np.add.at(confusion, (labels, guessed), 1)
+    np.add.at(confusion, (labels, predictions), 1)
     log_sums = np.log(np.exp(logits - peaks[:, None]).sum(-1)) + peaks
     return {
         "loss": (log_sums - logits[rows, labels]).mean(),
-        "accuracy": (guessed == labels).mean(),
+        "accuracy": (predictions == labels).mean(),
         "confusion": confusion,
         "margin": (logits[rows, labels] - peaks).mean(),
         "examples": len(labels),
@@ -71,15 +71,15 @@ SIZES = [("mirrored_2", size) for size in (14, 1796, 2000)] + [("mirrored_3", 6)
 
 @pytest.mark.parametrize("name, size", [*((name, 240) for name in PLACES), *SIZES])
 @pytest.mark.one_in(3)
-def test_all_digits_are_counted_once_and_measured_as_numpy_does(name, size):
+def test_metrics_of_all_digits_equal_those_of_numpy(name, size):
     trainer, state = classifier(name)
-    found, expected = trainer.evaluate(state, (IMAGES, LABELS), batch_size=size), by_numpy(IMAGES, LABELS)
-    assert found["examples"] == 1797 and found.keys() == expected.keys()
-    np.testing.assert_array_equal(found["confusion"], expected["confusion"])
-    assert found["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-7)
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-    assert found["margin"] == pytest.approx(expected["margin"], rel=1e-5)
-    assert all(isinstance(found[word], float) for word in ("loss", "accuracy", "margin"))
+    results, expected = trainer.evaluate(state, (IMAGES, LABELS), batch_size=size), by_numpy(IMAGES, LABELS)
+    assert results["examples"] == 1797 and results.keys() == expected.keys()
+    np.testing.assert_array_equal(results["confusion"], expected["confusion"])
+    assert results["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-7)
+    assert results["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert results["margin"] == pytest.approx(expected["margin"], rel=1e-5)
+    assert all(isinstance(results[name], float) for name in ("loss", "accuracy", "margin"))
 
 
 @pytest.mark.parametrize("name, size", [*((name, 240) for name in PLACES), *SIZES])
@@ -93,23 +93,23 @@ def test_predictions_are_in_the_order_of_the_data_without_padding(name, size):
 @pytest.mark.parametrize("rows", range(1, 12))
 def test_any_number_of_examples_is_evaluated_and_predicted_exactly(rows):
     trainer, state = regressor()
-    found = trainer.evaluate(state, (X[:rows], Y[:rows]), batch_size=4)
-    assert found == {
+    results = trainer.evaluate(state, (X[:rows], Y[:rows]), batch_size=4)
+    assert results == {
         "loss": pytest.approx(np.mean((X[:rows].sum(1) - Y[:rows]) ** 2), rel=1e-5),
         "examples": rows,
     }
     np.testing.assert_allclose(trainer.predict(state, X[:rows], batch_size=4), X[:rows].sum(1), rtol=1e-5, atol=1e-6)
 
 
-def test_sample_weights_weigh_the_loss_and_not_the_count():
+def test_weights_of_examples_apply_to_the_loss_and_not_to_the_count():
     trainer, state = regressor()
     weights = np.float32([0, 1, 2, 0.5, 0, 3, 1, 1, 0, 0, 4])
-    found = trainer.evaluate(state, (X, Y, weights), batch_size=4)
-    assert found["loss"] == pytest.approx(np.average((X.sum(1) - Y) ** 2, weights=weights), rel=1e-5)
-    assert found["examples"] == 11
+    results = trainer.evaluate(state, (X, Y, weights), batch_size=4)
+    assert results["loss"] == pytest.approx(np.average((X.sum(1) - Y) ** 2, weights=weights), rel=1e-5)
+    assert results["examples"] == 11
 
 
-def test_an_example_of_weight_0_is_predicted_too_and_targets_are_not_used():
+def test_examples_of_weight_0_are_predicted_and_targets_are_not_used():
     trainer, state = regressor()
     expected = trainer.predict(state, X, batch_size=4)
     for data in ((X, Y), (X, Y + np.nan), (X, Y, np.zeros(11, np.float32))):
@@ -121,25 +121,25 @@ def test_trees_of_outputs_are_predicted_as_trees(two):
         return {"sum": x @ w, "pair": (x, (x > 0).astype(jnp.int8)), "half": x.astype(jnp.bfloat16), "is": x[:, 0] > 0}
 
     trainer = jdist.Trainer((LINEAR[0], apply), optax.sgd(0.1), strategy=two)
-    found = trainer.predict(trainer.init(X), X, batch_size=4)
-    np.testing.assert_array_equal(found["pair"][0], X)
-    np.testing.assert_array_equal(found["pair"][1], (X > 0).astype(np.int8))
-    np.testing.assert_array_equal(found["half"], X.astype(jnp.bfloat16))
-    np.testing.assert_array_equal(found["is"], X[:, 0] > 0)
-    assert found["pair"][1].dtype == np.int8 and found["half"].dtype == jnp.bfloat16 and found["is"].dtype == bool
-    np.testing.assert_allclose(found["sum"], X.sum(1), rtol=1e-5, atol=1e-6)
+    results = trainer.predict(trainer.init(X), X, batch_size=4)
+    np.testing.assert_array_equal(results["pair"][0], X)
+    np.testing.assert_array_equal(results["pair"][1], (X > 0).astype(np.int8))
+    np.testing.assert_array_equal(results["half"], X.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(results["is"], X[:, 0] > 0)
+    assert results["pair"][1].dtype == np.int8 and results["half"].dtype == jnp.bfloat16 and results["is"].dtype == bool
+    np.testing.assert_allclose(results["sum"], X.sum(1), rtol=1e-5, atol=1e-6)
 
 
-def test_outputs_that_are_the_same_for_all_examples_are_predicted_for_each(two):
-    """These are proved the same on every replica, which is none of the user's business."""
+def test_replicated_outputs_are_predicted_for_each_example(two):
+    """Outputs that are proved replicated are returned by `run` in another form."""
     model = (lambda key, x: jnp.arange(2.0), lambda w, x: {"same": jnp.broadcast_to(w, (len(x), 2)), "own": x})
     trainer = jdist.Trainer(model, optax.sgd(0.1), strategy=two)
-    found = trainer.predict(trainer.init(X), X, batch_size=4)
-    np.testing.assert_array_equal(found["same"], np.tile(np.float32([0, 1]), (11, 1)))
-    np.testing.assert_array_equal(found["own"], X)
+    results = trainer.predict(trainer.init(X), X, batch_size=4)
+    np.testing.assert_array_equal(results["same"], np.tile(np.float32([0, 1]), (11, 1)))
+    np.testing.assert_array_equal(results["own"], X)
 
 
-def test_data_may_be_of_any_kind_and_never_shuffled():
+def test_data_of_any_kind_are_not_shuffled():
     trainer, state = regressor()
     expected = trainer.predict(state, X, batch_size=4)
     numbered = Numbered([(x, y) for x, y in zip(X, Y, strict=True)])
@@ -151,7 +151,7 @@ def test_data_may_be_of_any_kind_and_never_shuffled():
 
 
 @pytest.mark.parametrize("remainder, rows", [("pad", 11), ("drop", 8)])
-def test_a_data_set_of_the_strategy_is_taken_as_it_is(remainder, rows, two):
+def test_distributed_dataset_is_used_unchanged(remainder, rows, two):
     trainer, state = regressor()
     dataset = trainer.strategy.distribute_dataset((X, Y), 4, remainder=remainder, shuffle=False)
     for _ in range(2):
@@ -159,32 +159,32 @@ def test_a_data_set_of_the_strategy_is_taken_as_it_is(remainder, rows, two):
         assert trainer.evaluate(state, dataset)["examples"] == rows
 
 
-def test_each_example_counts_once_though_the_data_set_repeats():
+def test_each_example_counts_once_if_the_dataset_repeats():
     trainer, state = regressor()
     dataset = trainer.strategy.distribute_dataset((X, Y), 4, remainder="pad", shuffle=False, epochs=3)
     assert trainer.evaluate(state, dataset)["examples"] == 11
     assert len(trainer.predict(state, dataset)) == 11
 
 
-@pytest.mark.timeout(20)  # it may not go on for ever
-def test_data_without_an_end_are_gone_through_once():
+@pytest.mark.timeout(20)  # otherwise an error would never end
+def test_dataset_with_endless_epochs_is_read_once():
     trainer, state = regressor()
     dataset = trainer.strategy.distribute_dataset((X, Y), 4, remainder="pad", shuffle=False, epochs=None)
     assert trainer.evaluate(state, dataset)["examples"] == 11
     assert len(trainer.predict(state, dataset)) == 11
 
 
-def test_padding_that_makes_nan_counts_for_nothing(two):
+def test_nan_of_padding_is_ignored(two):
     model = (LINEAR[0], lambda w, x, weights: jnp.where(weights > 0, x @ w, jnp.nan))
     trainer = jdist.Trainer(
         model, optax.sgd(0.1), optax.squared_error, metrics={"error": lambda o, t: jnp.abs(o - t)}, strategy=two
     )
-    found = trainer.evaluate(trainer.init(X), (X[:9], Y[:9]), batch_size=8)
-    assert found["loss"] == pytest.approx(np.mean((X[:9].sum(1) - Y[:9]) ** 2), rel=1e-5)
-    assert found["error"] == pytest.approx(np.mean(np.abs(X[:9].sum(1) - Y[:9])), rel=1e-5)
+    results = trainer.evaluate(trainer.init(X), (X[:9], Y[:9]), batch_size=8)
+    assert results["loss"] == pytest.approx(np.mean((X[:9].sum(1) - Y[:9]) ** 2), rel=1e-5)
+    assert results["error"] == pytest.approx(np.mean(np.abs(X[:9].sum(1) - Y[:9])), rel=1e-5)
 
 
-def test_examples_that_are_nan_are_not_hidden():
+def test_nan_of_examples_is_not_ignored():
     trainer, state = regressor()
     x = X.copy()
     x[3] = np.nan
@@ -192,15 +192,15 @@ def test_examples_that_are_nan_are_not_hidden():
     assert np.isnan(trainer.predict(state, x, batch_size=4)).nonzero()[0].tolist() == [3]
 
 
-def test_losses_of_several_values_an_example_are_averaged_over_all(two):
+def test_several_losses_per_example_are_averaged(two):
     loss = lambda outputs, targets: jnp.square(outputs - targets)  # [batch, length]
     model = (lambda key, x: jnp.float32(2), lambda w, x: w * x)
     trainer = jdist.Trainer(model, optax.sgd(0.1), loss, strategy=two)
-    found = trainer.evaluate(trainer.init(X), (X, X[:, ::-1].copy()), batch_size=4)
-    assert found["loss"] == pytest.approx(np.mean((2 * X - X[:, ::-1]) ** 2), rel=1e-5)
+    results = trainer.evaluate(trainer.init(X), (X, X[:, ::-1].copy()), batch_size=4)
+    assert results["loss"] == pytest.approx(np.mean((2 * X - X[:, ::-1]) ** 2), rel=1e-5)
 
 
-def test_evaluation_and_prediction_leave_the_state_as_it_is():
+def test_evaluation_and_prediction_do_not_change_the_state():
     trainer, state = regressor()
     before = np.asarray(state.params).tobytes()
     for _ in range(2):
@@ -209,7 +209,7 @@ def test_evaluation_and_prediction_leave_the_state_as_it_is():
     assert np.asarray(state.params).tobytes() == before
 
 
-def test_a_model_is_traced_once_for_all_batches(two):
+def test_model_is_traced_once_for_all_batches(two):
     traced = []
 
     def apply(w, x):
@@ -223,118 +223,118 @@ def test_a_model_is_traced_once_for_all_batches(two):
         lambda: trainer.evaluate(state, (X, Y), batch_size=2),
     ):
         call()
-        number = len(traced)
+        num_traces = len(traced)
         call()
-        assert len(traced) == number
+        assert len(traced) == num_traces
     assert len(traced) <= 4
 
 
-def test_in_lower_precision_targets_and_counts_stay_exact(two):
+def test_targets_and_counts_are_exact_in_lower_precision(two):
     precision = jdist.Precision(compute=jnp.bfloat16)
     model = (lambda key, x: jnp.zeros(3), lambda w, x: x @ w)
     metrics = {"target": lambda outputs, targets: targets, "mse": jdist.metrics.MeanSquaredError()}
     trainer = jdist.Trainer(
         model, optax.sgd(0.1), optax.squared_error, metrics=metrics, strategy=two, precision=precision
     )
-    targets = np.full(600, 1.001, np.float32)  # 1 in bfloat16; and 300 on a replica are no number of bfloat16
-    found = trainer.evaluate(trainer.init(X), (np.ones((600, 3), np.float32), targets), batch_size=600)
-    assert found["target"] == pytest.approx(1.001, rel=1e-6)
-    assert found["loss"] == found["mse"] == pytest.approx(1.001**2, rel=1e-6)
+    targets = np.full(600, 1.001, np.float32)  # 1 in bfloat16, which also cannot represent 300, the number per replica
+    results = trainer.evaluate(trainer.init(X), (np.ones((600, 3), np.float32), targets), batch_size=600)
+    assert results["target"] == pytest.approx(1.001, rel=1e-6)
+    assert results["loss"] == results["mse"] == pytest.approx(1.001**2, rel=1e-6)
 
 
 @pytest.mark.parametrize("policy", [jdist.sync.local_sgd, jdist.sync.diloco], ids=["local_sgd", "diloco"])
-def test_parameters_that_drift_are_averaged_to_be_evaluated(policy, two):
+def test_parameters_that_differ_between_replicas_are_averaged_for_evaluation(policy, two):
     trainer = jdist.Trainer(LINEAR, policy(optax.sgd(0.1), every=5), optax.squared_error, strategy=two)
     state = trainer.fit((X[:8], Y[:8]), batch_size=8, steps=2, shuffle=False, progress="off").state
     first, second = (np.asarray(one) for one in state.params.values)
     assert (first != second).any()
     w = (first + second) / 2
     np.testing.assert_allclose(trainer.predict(state, X, batch_size=4), X @ w, rtol=1e-4, atol=1e-5)
-    found = trainer.evaluate(state, (X, Y), batch_size=4)
-    assert found["loss"] == pytest.approx(np.mean((X @ w - Y) ** 2), rel=1e-4)
+    results = trainer.evaluate(state, (X, Y), batch_size=4)
+    assert results["loss"] == pytest.approx(np.mean((X @ w - Y) ** 2), rel=1e-4)
 
 
-def test_a_state_on_the_host_is_evaluated_too():
+def test_state_on_the_host_is_accepted():
     trainer, state = regressor()
-    given = jax.device_get(state)
-    assert trainer.evaluate(given, (X, Y), batch_size=4) == trainer.evaluate(state, (X, Y), batch_size=4)
+    host_state = jax.device_get(state)
+    assert trainer.evaluate(host_state, (X, Y), batch_size=4) == trainer.evaluate(state, (X, Y), batch_size=4)
 
 
-# -- what cannot be evaluated ------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 def both(trainer, state, data, **options):
-    """Evaluation and prediction, one after the other, as calls."""
+    """Returns evaluation and prediction as functions."""
     return [lambda: trainer.evaluate(state, data, **options), lambda: trainer.predict(state, data, **options)]
 
 
-def refused(calls, error, message):
+def assert_raises(calls, error, message):
     for call in calls:
-        with pytest.raises(error, match=message) as found:
+        with pytest.raises(error, match=message) as raised:
             call()
-    return found.value
+    return raised.value
 
 
-def test_no_data_are_refused():
+def test_empty_data_raise():
     trainer, state = regressor()
-    error = refused(both(trainer, state, (X[:0], Y[:0]), batch_size=4), ValueError, "The source is empty")
+    error = assert_raises(both(trainer, state, (X[:0], Y[:0]), batch_size=4), ValueError, "The source is empty")
     assert "`data`" in "".join(error.__notes__)
-    refused(both(trainer, state, iter([])), ValueError, "empty|no batch|nothing")
+    assert_raises(both(trainer, state, iter([])), ValueError, "empty|no batch|nothing")
 
 
-def test_fewer_examples_than_a_batch_in_a_data_set_that_drops_them_are_refused():
+def test_dataset_that_drops_its_only_batch_raises():
     trainer, state = regressor()
     with pytest.raises(ValueError):
         dataset = trainer.strategy.distribute_dataset((X, Y), 12, remainder="drop")
         trainer.evaluate(state, dataset)
 
 
-def test_arrays_without_batch_size_are_refused():
+def test_arrays_without_batch_size_raise():
     trainer, state = regressor()
-    error = refused(both(trainer, state, (X, Y)), ValueError, "have to be cut into batches")
+    error = assert_raises(both(trainer, state, (X, Y)), ValueError, "have to be cut into batches")
     assert "`data`" in "".join(error.__notes__)
 
 
-def test_a_batch_that_does_not_split_over_the_replicas_is_refused():
+def test_batch_size_that_the_replicas_do_not_divide_raises():
     trainer, state = regressor()
-    refused(both(trainer, state, (X, Y), batch_size=5), ValueError, "5")
+    assert_raises(both(trainer, state, (X, Y), batch_size=5), ValueError, "5")
 
 
-def test_a_batch_size_beside_a_data_set_is_refused():
+def test_batch_size_for_a_distributed_dataset_raises():
     trainer, state = regressor()
     dataset = trainer.strategy.distribute_dataset((X, Y), 4, remainder="pad")
-    refused(both(trainer, state, dataset, batch_size=4), ValueError, "`data` is distributed already.*`batch_size`")
+    assert_raises(both(trainer, state, dataset, batch_size=4), ValueError, "`data` is already distributed.*`batch_size`")
 
 
 @pytest.mark.parametrize("devices", [["cpu:2", "cpu:3"], ["cpu:0"], ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]])
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
-def test_a_data_set_of_another_strategy_is_refused(devices, remainder):
+def test_dataset_of_another_strategy_raises(devices, remainder):
     trainer, state = regressor()
     dataset = jdist.MirroredStrategy(devices).distribute_dataset((X, Y), 4, remainder=remainder)
-    refused(both(trainer, state, dataset), ValueError, "lies on .*this strategy on cpu:0, cpu:1")
+    assert_raises(both(trainer, state, dataset), ValueError, "lies on .*this strategy on cpu:0, cpu:1")
 
 
-def test_a_state_of_another_strategy_is_refused():
+def test_state_of_another_strategy_raises():
     trainer, _ = regressor()
     _, other = regressor("sharded_4")
-    refused(both(trainer, other, (X, Y), batch_size=4), ValueError, "lies on .*this strategy on cpu:0, cpu:1")
+    assert_raises(both(trainer, other, (X, Y), batch_size=4), ValueError, "lies on .*this strategy on cpu:0, cpu:1")
 
 
-def test_a_state_whose_memory_was_given_away_is_refused(two):
+def test_donated_state_raises(two):
     trainer = jdist.Trainer(LINEAR, optax.sgd(0.1), optax.squared_error, strategy=two)
     state = trainer.init(X)
     trainer.fit((X, Y), batch_size=4, state=state, progress="off")
-    refused(both(trainer, state, (X, Y), batch_size=4), ValueError, "was deleted: it was donated to a step")
+    assert_raises(both(trainer, state, (X, Y), batch_size=4), ValueError, "was deleted: it was donated to a step")
 
 
 @pytest.mark.parametrize("state", [np.ones(3, np.float32), {"params": np.ones(3)}, None], ids=["array", "dict", "none"])
-def test_what_is_no_state_is_refused(state):
+def test_wrong_state_raises(state):
     trainer, _ = regressor()
-    refused(both(trainer, state, (X, Y), batch_size=4), TypeError, "The state of training is a `jdist.TrainState`")
+    assert_raises(both(trainer, state, (X, Y), batch_size=4), TypeError, "The training state must be a `jdist.TrainState`")
 
 
 @pytest.mark.parametrize(
-    "outputs, said",
+    "outputs, message",
     [
         (lambda o: o.mean(), r"outputs is float32\[\] for 2 examples"),
         (lambda o: {"a": o, "b": o[:1]}, r"outputs\['b'\] is float32\[1\] for 2 examples"),
@@ -343,21 +343,21 @@ def test_what_is_no_state_is_refused(state):
     ],
     ids=["scalar", "fewer", "number", "more"],
 )
-def test_outputs_that_are_not_one_row_an_example_are_refused(outputs, said, two):
+def test_outputs_that_are_not_one_value_per_example_raise(outputs, message, two):
     trainer = jdist.Trainer((LINEAR[0], lambda w, x: outputs(x @ w)), optax.sgd(0.1), strategy=two)
-    with pytest.raises(ValueError, match=said + r".*\[batch, \.\.\.\]"):
+    with pytest.raises(ValueError, match=message + r".*\[batch, \.\.\.\]"):
         trainer.predict(trainer.init(X), X, batch_size=4)
 
 
-def test_without_a_loss_there_is_no_evaluation_and_without_an_optimizer_no_state(two):
+def test_missing_loss_or_optimizer_raises(two):
     trainer = jdist.Trainer(LINEAR, strategy=two)
-    with pytest.raises(TypeError, match="To evaluate, a trainer needs `loss`"):
+    with pytest.raises(TypeError, match="`evaluate` needs the argument `loss` of the trainer"):
         trainer.evaluate(None, (X, Y), batch_size=4)
-    with pytest.raises(TypeError, match="To make a state, a trainer needs `optimizer`"):
+    with pytest.raises(TypeError, match="`init` needs the argument `optimizer` of the trainer"):
         trainer.init(X)
 
 
-def test_to_predict_neither_is_needed(two):
+def test_predict_needs_neither_loss_nor_optimizer(two):
     _, state = regressor()
     trainer = jdist.Trainer(LINEAR, strategy=place("mirrored_2"))
     np.testing.assert_allclose(trainer.predict(state, X, batch_size=4), X.sum(1), rtol=1e-5, atol=1e-6)
