@@ -1,4 +1,4 @@
-"""Examples, run as a user runs them."""
+"""Runs the examples as a user does."""
 
 import json
 import os
@@ -8,8 +8,8 @@ import sys
 
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
-# JAX, which takes most of the time, is imported once; each call has a process in which it has not begun.
-_EACH = """
+# JAX, whose import takes most of the time, is imported once; each call runs in a fork in which no backend has started.
+_RUN_CALLS = """
 import contextlib, io, json, os, runpy, sys
 import jax, jdist
 example, calls = sys.argv[1], json.loads(sys.argv[2])
@@ -17,30 +17,30 @@ for arguments in calls:
     if os.fork():
         os.wait()
         continue
-    sys.argv, said = [example, *arguments], io.StringIO()
+    sys.argv, errors = [example, *arguments], io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(errors):
             runpy.run_path(example, run_name="__main__")
     except SystemExit as end:
-        print(json.dumps([end.code, said.getvalue()]), flush=True)
+        print(json.dumps([end.code, errors.getvalue()]), flush=True)
     finally:
         os._exit(0)
 """
 
 
 def run(*command, folder=None):
-    """What comes of `python COMMAND`, with the devices that an example asks for, not those that the tests force."""
+    """Runs `python COMMAND` with the devices that the example configures, not the devices of the tests."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    environment["COLUMNS"] = "200"  # no line is broken
+    environment["COLUMNS"] = "200"  # so that lines are not wrapped
     environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, *map(str, command)]
     return subprocess.run(command, env=environment, cwd=folder, text=True, capture_output=True, timeout=280)
 
 
-def assert_refused(example, wrong):
-    """Each of these arguments ends the example, with 2 and such words."""
-    done = run("-c", _EACH, EXAMPLES / example, json.dumps([arguments.split() for arguments in wrong]))
+def assert_invalid_arguments(example, wrong):
+    """Checks that the example exits with status 2 and the message, for each key of `wrong` as its arguments."""
+    done = run("-c", _RUN_CALLS, EXAMPLES / example, json.dumps([arguments.split() for arguments in wrong]))
     assert done.returncode == 0, done.stderr
-    ends = [json.loads(line) for line in done.stdout.splitlines()]
-    for (arguments, says), (code, said) in zip(wrong.items(), ends, strict=True):
-        assert code == 2 and says in said, arguments
+    exits = [json.loads(line) for line in done.stdout.splitlines()]
+    for (arguments, message), (code, errors) in zip(wrong.items(), exits, strict=True):
+        assert code == 2 and message in errors, arguments

@@ -1,4 +1,4 @@
-"""Every benchmark runs and prints its rows; what they say is for the reader."""
+"""Every benchmark runs and prints its rows. The figures are not checked."""
 
 import json
 import os
@@ -9,14 +9,14 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.skipif(
-    sys.version_info < (3, 12), reason="They take long, and are run once: by the newest Python."
+    sys.version_info < (3, 12), reason="Benchmarks take long and run only on the newest Python."
 )
 BENCHMARKS = sorted((pathlib.Path(__file__).parent.parent / "benchmarks").glob("*.py"))
-OTHERS = ("sidebyside", "memory")  # what they share, and one that compares bytes
+OTHERS = ("sidebyside", "memory")  # the shared code, and the benchmark of bytes
 
 
 def printed(path):
-    """What a benchmark prints as JSON, a line a row."""
+    """Returns the JSON lines that a benchmark prints."""
     of_tests = ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     command = [sys.executable, path, "--quick", "--json"]
@@ -26,9 +26,9 @@ def printed(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in BENCHMARKS if p.stem not in OTHERS], ids=lambda path: path.stem)
-def test_benchmark_prints_a_row_a_case_and_peer(path):
-    said, *rows = printed(path)
-    assert "jax 0." in said["versions"]
+def test_benchmark_prints_one_row_per_case_and_peer(path):
+    header, *rows = printed(path)
+    assert "jax 0." in header["versions"]
     for row in [row for row in rows if "skipped" in row]:
         assert "is not installed, its row is skipped" in row["skipped"]
         rows.remove(row)
@@ -40,11 +40,11 @@ def test_benchmark_prints_a_row_a_case_and_peer(path):
 
 
 @pytest.mark.slow
-def test_memory_benchmark_prints_what_each_strategy_takes_of_a_device():
+def test_memory_benchmark_prints_the_bytes_per_device_of_each_strategy():
     (path,) = [path for path in BENCHMARKS if path.stem == "memory"]
-    found = {(row["strategy"], row["devices"]): row for row in printed(path)}
-    assert {name for name, _ in found} >= {"mirrored", 'sharded "all"', 'central "all"'}
-    for (name, devices), row in found.items():
-        assert 0 <= row["state"] <= found["mirrored", devices]["state"]
+    memory = {(row["strategy"], row["devices"]): row for row in printed(path)}
+    assert {name for name, _ in memory} >= {"mirrored", 'sharded "all"', 'central "all"'}
+    for (name, devices), row in memory.items():
+        assert 0 <= row["state"] <= memory["mirrored", devices]["state"]
         assert row["step"] > 0
         assert row["host"] == 0 or name.startswith("central")

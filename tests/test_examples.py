@@ -1,16 +1,16 @@
-"""The main job, run as a user runs it."""
+"""The digits example, run as a user does."""
 
 import re
 
 import pytest
 
-from example_runs import EXAMPLES, assert_refused, run
+from example_runs import EXAMPLES, assert_invalid_arguments, run
 
 DIGITS = EXAMPLES / "digits.py"
 
 
 @pytest.mark.slow
-def test_digits_reaches_its_accuracy_and_says_what_was_proved():
+def test_digits_reaches_its_accuracy_and_prints_the_proof():
     done = run(DIGITS)
     assert done.returncode == 0, done.stderr
     epochs = re.findall(r"epoch +(\d+)/20 +loss (\S+) +test accuracy +(\S+)% of (\d+)", done.stdout)
@@ -22,8 +22,8 @@ def test_digits_reaches_its_accuracy_and_says_what_was_proved():
     assert re.fullmatch(r"Proved while tracing: 26 of 26 .* all 8 replicas .*", done.stdout.splitlines()[-1])
 
 
-def test_digits_given_a_wrong_flag_says_so():
-    assert_refused(
+def test_digits_reports_invalid_flags():
+    assert_invalid_arguments(
         "digits.py",
         {
             "--replicas 3": "--batch-size is a multiple of the 3 replicas, got 128",
@@ -35,7 +35,7 @@ def test_digits_given_a_wrong_flag_says_so():
     )
 
 
-def test_digits_help_names_every_flag_and_its_default():
+def test_digits_help_lists_every_flag_and_its_default():
     text = run(DIGITS, "--help").stdout
     for flag in ("--replicas", "--epochs", "--batch-size", "--seed"):
         assert flag in text

@@ -1,4 +1,4 @@
-"""Importing jdist starts nothing and needs nothing that is optional."""
+"""`import jdist` starts no backend and imports no optional package."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ CHECK = """
 import sys
 import jdist
 from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized(), "a backend is up"
+assert not xla_bridge.backends_are_initialized(), "a backend has started"
 heavy = "orbax grain rich flax sklearn matplotlib ray tensorflow torch".split()
 assert not [name for name in heavy if name in sys.modules], [name for name in heavy if name in sys.modules]
 print("imported", jdist.__version__)

@@ -18,7 +18,7 @@ MODULES = {
 
 
 def imported_modules(name: str) -> set[str]:
-    """Returns the modules of `jdist._src` that the module `name` imports, wherever in the file the import stands."""
+    """Returns the modules of `jdist._src` that the module `name` imports anywhere in its file."""
     modules = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
         if isinstance(node, ast.Import):
@@ -35,7 +35,7 @@ IMPORTS = {name: imported_modules(name) for name in MODULES}
 
 
 def depth(graph: dict[str, set[str]], name: str, path: tuple[str, ...] = ()) -> int:
-    """Returns the length of the longest chain of imports from `name`; a cycle is an assertion error that shows it."""
+    """Returns the length of the longest chain of imports from `name`; an import cycle is an AssertionError with its path."""
     assert name not in path, f"import cycle: {' -> '.join([*path, name])}"
     return 1 + max((depth(graph, below, (*path, name)) for below in graph[name]), default=0)
 

@@ -1,11 +1,11 @@
-"""The comparison of policies, run as a user runs it."""
+"""The comparison of policies, run as a user does."""
 
 import math
 import re
 
 import pytest
 
-from example_runs import EXAMPLES, assert_refused, run
+from example_runs import EXAMPLES, assert_invalid_arguments, run
 
 EXAMPLE = EXAMPLES / "policies.py"
 POLICIES = [
@@ -28,7 +28,7 @@ POLICIES = [
 
 
 def _table(*arguments):
-    """Of each policy the loss, the loss relative to the mean's, the kilobytes and the collectives, as they are printed."""
+    """Returns the printed columns of each policy: loss, loss relative to `mean`, kilobytes, collectives."""
     done = run(EXAMPLE, *arguments)
     assert done.returncode == 0, done.stderr
     rows = re.findall(r"^│ (\S.*?) +│ +(\S+) │ +(\S*) │ +(\S+) kB │ +(\S+) │ +\S+ │$", done.stdout, re.MULTILINE)
@@ -39,27 +39,27 @@ def _table(*arguments):
 
 
 @pytest.mark.slow
-def test_policies_prints_what_the_programs_of_those_asked_for_send():
+def test_policies_prints_the_bytes_of_the_selected_policies():
     table, printed = _table("--steps", "2", "--replicas", "2", "--policy", "mean", "int8", "local_sgd(8)")
     assert list(table) == ["mean", "int8", "local_sgd(8)"]
     assert "on 2 replicas" in printed
     assert table["mean"][2] > 3 * table["int8"][2] > 6 * table["local_sgd(8)"][2] / 2
     assert [table[name][3] for name in ("mean", "local_sgd(8)")] == [1, 0.12]
-    assert re.search(r"^2/3 int8: loss \d\.\d{4}, \d+ s$", printed, re.MULTILINE)  # when it is done, before the table
+    assert re.search(r"^2/3 int8: loss \d\.\d{4}, \d+ s$", printed, re.MULTILINE)  # printed before the table
 
 
 @pytest.mark.slow
-def test_policies_prints_a_row_a_policy_with_what_its_program_sends():
+def test_policies_prints_one_row_per_policy_with_the_bytes_of_its_program():
     table, printed = _table("--steps", "4", "--replicas", "2")
     assert list(table) == POLICIES
     assert "on 2 replicas" in printed
     assert all(math.isfinite(loss) for loss, *_ in table.values())
     sent = {name: kilobytes for name, (_, _, kilobytes, _) in table.items()}
     everything = sent["mean"]
-    assert everything > 400  # 118,000 numbers of 4 bytes, and a ring of 2 sends each once
+    assert everything > 400  # 118,000 numbers of 4 bytes; a ring of 2 sends each once
     for name in ("hierarchical", "exact", "skip_nonfinite"):
         assert sent[name] == pytest.approx(everything, rel=0.01)
-    assert everything * 0.25 < sent["int8"] < everything * 0.27  # a scale with each 256 numbers
+    assert everything * 0.25 < sent["int8"] < everything * 0.27  # one scale per 256 numbers
     for name, period in [("every(4)", 4), ("local_sgd(8)", 8), ("diloco(16)", 16), ("streaming_diloco(16)", 16)]:
         assert sent[name] == pytest.approx(everything / period, rel=0.01)
     assert sent["diloco(16,int8)"] < sent["diloco(16)"] / 3
@@ -68,7 +68,7 @@ def test_policies_prints_a_row_a_policy_with_what_its_program_sends():
 
 
 @pytest.mark.slow
-def test_policies_that_compress_learn_what_the_mean_learns():
+def test_compressing_policies_reach_the_loss_of_the_mean():
     table, _ = _table("--policy", "mean", "int8", "int8(stochastic)", "top_k(0.1)", "power_sgd(16)")
     mean = table["mean"][0]
     assert mean < 1.6
@@ -76,8 +76,8 @@ def test_policies_that_compress_learn_what_the_mean_learns():
         assert table[name][0] < 1.02 * mean, name
 
 
-def test_policies_given_a_wrong_flag_says_so():
-    assert_refused(
+def test_policies_reports_invalid_flags():
+    assert_invalid_arguments(
         "policies.py",
         {
             "--replicas 0": "--replicas is at least 1, got 0",
@@ -92,7 +92,7 @@ def test_policies_given_a_wrong_flag_says_so():
     )
 
 
-def test_policies_asked_for_a_figure_without_matplotlib_says_at_once_how_to_install_it(tmp_path):
+def test_policies_reports_a_missing_matplotlib_before_it_runs(tmp_path):
     blocked = (
         "import runpy, sys; sys.modules['matplotlib'] = None; "
         f"sys.path.insert(0, {str(EXAMPLE.parent)!r}); sys.argv = ['policies.py', '--plot', 'figure.png']; "

@@ -1,10 +1,10 @@
-"""The examples of training, run as a user runs them."""
+"""The training examples, run as a user does."""
 
 import re
 
 import pytest
 
-from example_runs import EXAMPLES, assert_refused, run
+from example_runs import EXAMPLES, assert_invalid_arguments, run
 
 
 def _printed(example, *arguments, folder=None):
@@ -14,7 +14,7 @@ def _printed(example, *arguments, folder=None):
 
 
 def _column(printed, name):
-    """A column of the history, as it is printed."""
+    """Returns a column of the printed history."""
     lines = [line.split() for line in printed.splitlines()]
     head = next(number for number, line in enumerate(lines) if line[:2] == ["epoch", "step"])
     rows = [line for line in lines[head + 1 :] if len(line) == len(lines[head])]
@@ -22,7 +22,7 @@ def _column(printed, name):
 
 
 @pytest.mark.slow
-def test_digits_fit_trains_and_tests_on_every_image_once(tmp_path):
+def test_digits_fit_trains_and_evaluates_on_every_image_once(tmp_path):
     printed = _printed("digits_fit.py", "--epochs", "2", "--replicas", "2", folder=tmp_path)
     assert _column(printed, "step") == [10, 20]
     assert _column(printed, "val_loss")[1] < _column(printed, "val_loss")[0]
@@ -43,7 +43,7 @@ def test_digits_fit_reaches_its_accuracy_and_writes_its_page(tmp_path):
 
 
 @pytest.mark.slow
-def test_digits_fit_without_matplotlib_says_how_to_install_it_and_ends_well(tmp_path):
+def test_digits_fit_without_matplotlib_prints_the_install_command_and_succeeds(tmp_path):
     example = EXAMPLES / "digits_fit.py"
     blocked = (
         "import runpy, sys; sys.modules['matplotlib'] = None; "
@@ -57,30 +57,30 @@ def test_digits_fit_without_matplotlib_says_how_to_install_it_and_ends_well(tmp_
 
 
 @pytest.mark.slow
-def test_text_lm_learns_to_guess_characters_and_writes_as_many_as_it_is_asked_for():
+def test_text_lm_learns_to_predict_characters_and_writes_the_requested_number():
     printed = _printed("text_lm.py", "--steps", "60", "--length", "50")
     assert _column(printed, "step") == [60]
     (bits,) = re.findall(r"Held out: (\S+) bits a character, of \d+ windows", printed)
-    assert float(bits) < 4.2  # the frequencies of the characters alone come to 4.7
+    assert float(bits) < 4.2  # the frequencies of the characters alone give 4.7
     _, written = printed.split("it writes:\n\n")
-    assert len(written) == 64 + 50 + 1  # what it goes on from, and the end of the line
+    assert len(written) == 64 + 50 + 1  # the prompt, and the end of the line
 
 
 @pytest.mark.slow
-def test_resume_killed_at_random_steps_ends_with_the_same_bits():
+def test_resume_after_kills_at_random_steps_is_bitwise_equal():
     kills, steps = 2, 30
     printed = _printed("resume.py", "--kills", kills, "--epochs", "2", "--seed", "1")
     rows = re.findall(r"│ (\d) +│ (\d+) +│ (\d+) +│", printed)
     assert [int(number) for number, *_ in rows] == [*range(1, kills + 1)]
-    began, killed = [[int(row[i]) for row in rows] for i in (1, 2)]
+    starts, killed = [[int(row[i]) for row in rows] for i in (1, 2)]
     assert f"Process 1 trained from step 0 and was killed after step {killed[0]}" in printed.split("│")[0]
-    assert began[0] == 0
+    assert starts[0] == 0
     (last,) = re.findall(rf"│ this +│ (\d+) +│ none: it ended after {steps} +│", printed)
-    for after, before in zip([*began[1:], int(last)], killed, strict=True):
-        assert after <= before and after % 7 == 0  # what was on its way may be lost, and nothing before
-    found = re.findall(r"(\w+) +(\d+) of (\S+) numbers differ in a bit", printed)
-    assert [(part, different) for part, different, _ in found] == [("params", "0"), ("opt_state", "0")]
-    assert all(int(numbers.replace(",", "")) > 10_000 for *_, numbers in found)
+    for after, before in zip([*starts[1:], int(last)], killed, strict=True):
+        assert after <= before and after % 7 == 0  # only the checkpoint that was being written may be lost
+    differences = re.findall(r"(\w+) +(\d+) of (\S+) numbers differ in a bit", printed)
+    assert [(part, different) for part, different, _ in differences] == [("params", "0"), ("opt_state", "0")]
+    assert all(int(numbers.replace(",", "")) > 10_000 for *_, numbers in differences)
 
 
 WRONG = {
@@ -101,19 +101,19 @@ WRONG = {
 
 @pytest.mark.parametrize("example", WRONG)
 @pytest.mark.one_in(3)
-def test_example_given_a_wrong_flag_says_so(example):
-    assert_refused(example, WRONG[example])
+def test_example_reports_invalid_flags(example):
+    assert_invalid_arguments(example, WRONG[example])
 
 
 @pytest.mark.parametrize("example", ["digits_fit.py", "text_lm.py", "resume.py"])
 @pytest.mark.one_in(3)
-def test_example_help_says_defaults(example):
+def test_example_help_lists_defaults(example):
     printed = _printed(example, "--help")
     assert "--replicas" in printed
-    assert "(default: 0)" in printed  # of the seed
+    assert "(default: 0)" in printed  # of `--seed`
 
 
-def test_text_lm_given_batches_larger_than_the_text_says_so():
+def test_text_lm_reports_batches_larger_than_the_text():
     done = run(EXAMPLES / "text_lm.py", "--batch-size", "4000")
     assert done.returncode == 1
     assert re.fullmatch(r"--batch-size is at most \d+ for this text, got 4000\n", done.stderr)
