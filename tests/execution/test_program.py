@@ -244,7 +244,7 @@ OTHER_DEVICES = {
 
 @pytest.mark.parametrize("make, there", OTHER_DEVICES.values(), ids=OTHER_DEVICES)
 def test_step_given_a_state_on_other_devices_says_where_it_lies(make, there, two):
-    says = rf"state\['w'\] lies on {there}, and this strategy on cpu:0, cpu:1\..*`strategy\.put`"
+    says = rf"state\['w'\] is on {there}, and this strategy uses cpu:0, cpu:1\..*`strategy\.put`"
     with pytest.raises(ValueError, match=says):
         two.step(_double)(make())
 
@@ -512,7 +512,10 @@ def test_result_without_tangents_is_returned(strategy):
 
 
 BIG = np.int64(2**40)
-TOO_LARGE = r" holds -?\d+, which is out of the range of u?int32\. Use smaller numbers, or enable 64-bit types: `jax\.config\.update"
+TOO_LARGE = (
+    r" holds -?\d+, which is out of the range of u?int32\. Use smaller numbers, or enable 64-bit types: "
+    r"`jax\.config\.update"
+)
 AS_IT_IS = lambda x: x
 
 

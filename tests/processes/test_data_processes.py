@@ -246,7 +246,7 @@ def test_data_sets_that_differ_between_the_processes_are_refused_on_all(name, re
         assert "Input pipeline 0 has a data set of " in answer["said"]
         assert "Make them alike on all processes" in answer["said"]
         assert answer["got"] == []
-        assert re.match(r"(ValueError|RuntimeError): .*(The processes hand in|[Pp]ipeline)", answer["said"])
+        assert re.match(r"(ValueError|RuntimeError): .*(The processes pass|[Pp]ipeline)", answer["said"])
 
 
 def test_processes_may_read_ahead_as_far_as_they_like(refusals):

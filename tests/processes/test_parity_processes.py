@@ -55,7 +55,7 @@ def test_va38_initial_value_of_each_process_is_refused_and_broadcast_is_that_of_
 
 
 def test_va38_host_values_that_differ_between_processes_are_refused_on_all(got):
-    differs = "differs between the processes, and is to be the same on every replica. Compute it alike on all"
+    differs = "differs between the processes, and must be the same on every replica. Compute it from the same seed"
     assert f"value['b'] (float64[2]) {differs}" in str(got["put_own"])
     assert differs in str(got["init_with_own"])
     assert got["after_refusals"].tolist() == [[0, 1]]
@@ -66,11 +66,11 @@ def test_va38_host_values_that_differ_between_processes_are_refused_on_all(got):
     "what", ["put_of_another_kind", *(f"values_of_another_{x}" for x in ("dtype", "rank", "structure"))]
 )
 def test_values_of_other_kinds_on_each_process_are_refused_on_all(got, what):
-    assert "The processes hand in values of different structure or kind; this one has" in str(got[what])
+    assert "The processes pass values of different structures, dtypes or shapes; this process has" in str(got[what])
 
 
 def test_problem_that_one_process_sees_is_raised_on_all(got):
-    assert "The processes hand in values of different structure or kind; this one has" in str(
+    assert "The processes pass values of different structures, dtypes or shapes; this process has" in str(
         got["values_wrong_on_one"]
     )
 
@@ -82,7 +82,7 @@ def test_global_batch_is_split_over_the_devices_of_both_processes(answers):
 
 
 def test_batch_that_differs_between_processes_or_does_not_divide_is_refused_on_both(got):
-    assert "The processes hand in values of different structure or kind; this one has batch float64" in str(
+    assert "The processes pass values of different structures, dtypes or shapes; this process has batch float64" in str(
         got["split_other_size"]
     )
     assert "batch (float32[8]) differs between the processes" in str(got["split_other_values"])

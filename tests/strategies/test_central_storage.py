@@ -283,7 +283,7 @@ def test_leaf_that_is_given_twice_is_refused(device):
 @pytest.mark.parametrize("place", PLACES)
 def test_state_that_lies_on_other_devices_is_refused(place):
     state = mirrored(3).put({"w": np.ones((8, 4), np.float32)})
-    says = r"\['w'\] lies on cpu:0, cpu:1, cpu:2, and this strategy on cpu:0, cpu:1"
+    says = r"\['w'\] is on cpu:0, cpu:1, cpu:2, and this strategy uses cpu:0, cpu:1"
     with pytest.raises(ValueError, match=says):
         central(2, place).step(lambda state: (state, None))(state)
 

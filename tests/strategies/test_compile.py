@@ -145,16 +145,17 @@ RUNS = {
 @pytest.mark.parametrize("what", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("name", ["tpu", "virtual", "sharded_all", "central"])
 def test_running_on_described_devices_says_that_they_are_not_there(name, what):
-    says = r"The 8 devices of this strategy \(TPU v5 lite\) are described by a topology, and not there: it compiles "
+    says = r"The 8 devices of this strategy \(TPU v5 lite\) come from a topology description: "
     with pytest.raises(
-        RuntimeError, match=says + r"programs for them \(`strategy\.compile\(.*`jdist\.auto_strategy\(\)`"
+        RuntimeError,
+        match=says + r"programs can be compiled for them \(`strategy\.compile\(.*`jdist\.auto_strategy\(\)`",
     ):
         what(DESCRIBED[name]())
 
 
 @pytest.mark.parametrize("synchronization", ["auto", "on_write", "on_read"])
 def test_variable_on_described_devices_says_that_they_are_not_there(synchronization):
-    with DESCRIBED["tpu"]().scope(), pytest.raises(RuntimeError, match="described by a topology, and not there"):
+    with DESCRIBED["tpu"]().scope(), pytest.raises(RuntimeError, match="come from a topology description"):
         jdist.variable(np.ones(3), synchronization=synchronization, aggregation="mean")
 
 

@@ -118,7 +118,7 @@ def test_digits_step_reduces_its_gradients_over_all_replicas_and_sends_nothing_e
 
 @needs_plugin
 def test_running_on_described_gpus_says_that_they_are_not_there():
-    says = r"The 8 devices of this strategy \(NVIDIA H100 80GB HBM3\) are described by a topology, and not there"
+    says = r"The 8 devices of this strategy \(NVIDIA H100 80GB HBM3\) come from a topology description"
     with pytest.raises(RuntimeError, match=says):
         jdist.MirroredStrategy(gpus()).put(1.0)
 

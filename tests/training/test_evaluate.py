@@ -311,13 +311,13 @@ def test_a_batch_size_beside_a_data_set_is_refused():
 def test_a_data_set_of_another_strategy_is_refused(devices, remainder):
     trainer, state = regressor()
     dataset = jdist.MirroredStrategy(devices).distribute_dataset((X, Y), 4, remainder=remainder)
-    refused(both(trainer, state, dataset), ValueError, "lies on .*this strategy on cpu:0, cpu:1")
+    refused(both(trainer, state, dataset), ValueError, "is on .*this strategy uses cpu:0, cpu:1")
 
 
 def test_a_state_of_another_strategy_is_refused():
     trainer, _ = regressor()
     _, other = regressor("sharded_4")
-    refused(both(trainer, other, (X, Y), batch_size=4), ValueError, "lies on .*this strategy on cpu:0, cpu:1")
+    refused(both(trainer, other, (X, Y), batch_size=4), ValueError, "is on .*this strategy uses cpu:0, cpu:1")
 
 
 def test_a_state_whose_memory_was_given_away_is_refused(two):

@@ -145,7 +145,8 @@ def _split(loss_fn: Callable[..., Any], batch: tuple[PyTree, ...], weights: Any,
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % parts:
             rows = f"{jnp.shape(leaf)[0]} rows" if jnp.ndim(leaf) else "no rows"
             raise ValueError(
-                f"{name} is {dtype_and_shape(leaf)}, and its {rows} do not make {parts} micro-batches. Take a divisor of the rows of a "
+                f"{name} is {dtype_and_shape(leaf)}, and its {rows} do not make {parts} micro-batches. Take a divisor "
+                "of the rows of a "
                 "replica, and let the loss function close over what is not data."
             )
     return jax.tree.map(

@@ -73,7 +73,8 @@ def mark_local(policy: str, tree: PyTree, aggregation: VariableAggregation, trai
     for name, leaf in named_leaves("params", tree):
         if not hasattr(leaf, "dtype"):
             raise TypeError(
-                f"{name} is {dtype_and_shape(leaf)}, no array, and `jdist.{policy}` has to find it again in the state. Make it one: "
+                f"{name} is {dtype_and_shape(leaf)}, no array, and `jdist.{policy}` has to find it again in the "
+                "state. Make it one: "
                 "`jnp.asarray(x)`."
             )
     if leaves := jax.tree.leaves(tree):

@@ -157,7 +157,8 @@ def broadcast_weights(weights: Any, values: jax.Array, name: str) -> jax.Array:
         raise TypeError(f"weights are random keys, {dtype_and_shape(weights)}: weigh with numbers.")
     if weights.ndim > values.ndim or weights.shape != values.shape[: weights.ndim]:
         raise ValueError(
-            f"weights {dtype_and_shape(weights)} do not stand beside {name} {dtype_and_shape(values)}: their dimensions are the first ones of the "
+            f"weights {dtype_and_shape(weights)} do not stand beside {name} {dtype_and_shape(values)}: their "
+            "dimensions are the first ones of the "
             "values, as [batch] for [batch, ...]."
         )
     check_weights("weights", given)

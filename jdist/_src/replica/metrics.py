@@ -331,7 +331,8 @@ def _logits_and_labels(logits: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     fits = logits.ndim > 0 and logits.shape[:-1] == labels.shape and logits.shape[-1] > 0
     if not fits or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
-            f"logits {dtype_and_shape(logits)} are [batch, ..., class] and need integer labels [batch, ...], got {dtype_and_shape(labels)}."
+            f"logits {dtype_and_shape(logits)} are [batch, ..., class] and need integer labels [batch, ...], got "
+            f"{dtype_and_shape(labels)}."
         )
     return logits, labels
 
@@ -341,7 +342,8 @@ def _classes(predictions: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (predictions, labels))
     if predictions.shape != labels.shape or not integers:
         raise ValueError(
-            f"predictions {dtype_and_shape(predictions)} and labels {dtype_and_shape(labels)} are classes, integers of one shape. Of logits, take "
+            f"predictions {dtype_and_shape(predictions)} and labels {dtype_and_shape(labels)} are classes, integers "
+            "of one shape. Of logits, take "
             "`logits.argmax(-1)`."
         )
     return predictions.astype(jnp.int32), labels.astype(jnp.int32)

@@ -70,7 +70,8 @@ class Precision:
             dtype = jax.dtypes.result_type(leaf)
             if jnp.issubdtype(dtype, jnp.floating) and dtype != self.params:
                 raise ValueError(
-                    f"{name} is {dtype_and_shape(leaf)}, and this precision keeps parameters in {self.params}. Cast them once, where the "
+                    f"{name} is {dtype_and_shape(leaf)}, and this precision keeps parameters in {self.params}. Cast "
+                    "them once, where the "
                     "state is made: `precision.cast_params(params)`."
                 )
 
