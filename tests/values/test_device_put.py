@@ -285,7 +285,7 @@ WRONG_BATCHES = {
     "rest": (
         np.zeros((7, 3)),
         ValueError,
-        r"batch is float64\[7,3\]: its 7 examples do not split over 2 replicas \(1 left over\)",
+        r"batch is float64\[7,3\]: its 7 examples cannot be split over 2 replicas \(1 left over\)",
     ),
     "scalar": (
         {"x": np.zeros((4, 3)), "rate": 0.1},
@@ -337,5 +337,5 @@ def test_masked_array_is_refused_where_it_is_put_because_its_mask_would_be_dropp
 
 
 def test_batch_that_does_not_divide_over_the_devices_of_a_replica_is_refused():
-    with pytest.raises(ValueError, match=r"its 6 examples do not split over 4 devices \(2 left over\)"):
+    with pytest.raises(ValueError, match=r"its 6 examples cannot be split over 4 devices \(2 left over\)"):
         STRATEGIES["sharded_4"]().split(np.zeros(6))

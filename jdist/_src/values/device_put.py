@@ -166,7 +166,7 @@ def split_batch(batch: PyTree, replicas: Replicas, shardings: Callable[[PyTree],
         if remainder := sizes[0] % replicas.num_parts:
             raise ValueError(
                 f"{name} is {dtype_and_shape(leaf)}: its {sizes[0]} examples cannot be split over {replicas.num_parts} "
-                f"{'devices' if replicas.split else 'replicas'} (remainder {remainder}). Use a multiple of "
+                f"{'devices' if replicas.split else 'replicas'} ({remainder} left over). Use a multiple of "
                 f"{replicas.num_parts}, or "
                 '`strategy.distribute_dataset(data, batch_size, remainder="pad")`, which pads the batch and returns weights.'
             )
