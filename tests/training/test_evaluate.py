@@ -230,7 +230,7 @@ def test_a_model_is_traced_once_for_all_batches(two):
 
 
 def test_in_lower_precision_targets_and_counts_stay_exact(two):
-    precision = jdist.Precision(compute=jnp.bfloat16)
+    precision = jdist.Precision(compute_dtype=jnp.bfloat16)
     model = (lambda key, x: jnp.zeros(3), lambda w, x: x @ w)
     metrics = {"target": lambda outputs, targets: targets, "mse": jdist.metrics.MeanSquaredError()}
     trainer = jdist.Trainer(

@@ -246,7 +246,7 @@ def test_what_is_kept_keeps_its_dtype_in_lower_precision(two):
 def test_what_is_kept_in_float32_is_not_rounded_by_the_precision_of_outputs(two):
     data = (1 + X[:4] / 1000, Y[:4])
     fit = fitted(
-        trainer_of(LinenNorm(), two, zero, precision=jdist.Precision(jnp.float32, jnp.float32, jnp.bfloat16)), data, 4
+        trainer_of(LinenNorm(), two, zero, precision=jdist.Precision(compute_dtype=jnp.float32, output_dtype=jnp.bfloat16)), data, 4
     )
     means = data[0].reshape(2, 2, 3).mean((0, 1))
     np.testing.assert_allclose(fit.state.model_state["batch_stats"]["BatchNorm_0"]["mean"], means, rtol=1e-6)

@@ -290,7 +290,7 @@ NOT_TO_BE = {
     "resume_no_checkpointer": ({}, dict(resume=3), TypeError, "`resume` is a `jdist.Checkpointer`, or a path"),
     "steps_per_call": ({}, dict(steps_per_call=0), ValueError, "`steps_per_call` must be an integer >= 1, got 0"),
     "micro_batches": ({}, dict(micro_batches=0), ValueError, "`micro_batches` must be an integer >= 1, got 0"),
-    "micro_batches_that_do_not_split": ({}, dict(micro_batches=7), ValueError, "do not make 7 micro-batches"),
+    "micro_batches_that_do_not_split": ({}, dict(micro_batches=7), ValueError, "cannot be split into 7 micro-batches"),
     "steps": ({}, dict(steps=-1), ValueError, "`steps` must be an integer >= 0, got -1"),
     "epochs": ({}, dict(epochs=0), ValueError, "`epochs` is at least 1"),
     "progress": ({}, dict(progress="loud"), ValueError, "loud"),

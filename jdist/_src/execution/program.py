@@ -297,7 +297,7 @@ def step_program(
     """What `Strategy.step` returns: from state and inputs to new state and outputs."""
     _require_function(fn)
     if not isinstance(dtypes, Precision | None):
-        raise TypeError(f"`precision` is a `jdist.Precision(params, compute, output)`, got {dtypes!r}.")
+        raise TypeError(f"`precision` is a `jdist.Precision(param_dtype=, compute_dtype=, output_dtype=)`, got {dtypes!r}.")
     if steps_per_call is not None:
         steps_per_call = as_int("`steps_per_call`", steps_per_call, 1)
     scans = steps_per_call if view.scans else None
