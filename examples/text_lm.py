@@ -125,7 +125,7 @@ def main():
         optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adamw)(schedule, weight_decay=0.1)),
         bits,
         strategy=jdist.MirroredStrategy(jax.devices()[: args.replicas]),
-        precision=jdist.Precision(compute=jnp.bfloat16),
+        precision=jdist.Precision(compute_dtype=jnp.bfloat16),
         seed=args.seed,
     )
     fit = trainer.fit(

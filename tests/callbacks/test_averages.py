@@ -144,7 +144,9 @@ class _Other:
 
 
 def test_state_without_params_raises_before_the_first_step():
-    message = r"The state, _Other, has no `params`\. Pass a function that .*: `EMA\(decay, params=lambda state: \.\.\.\)`"
+    message = (
+        r"The state, _Other, has no `params`\. Pass a function that .*: `EMA\(decay, params=lambda state: \.\.\.\)`"
+    )
     with pytest.raises(ValueError, match=message):
         train(TWO, [callbacks.EMA(0.5)], state=_Other(), call=lambda *_: pytest.fail("There was a step."))
 

@@ -29,7 +29,9 @@ def _saved(path, every, **options):
 
 @few
 @hypothesis.given(every=st.integers(1, 5), steps_per_call=st.integers(1, 4))
-def test_checkpoint_is_saved_after_each_call_that_contains_a_due_step_and_at_the_end(tmp_path_factory, every, steps_per_call):
+def test_checkpoint_is_saved_after_each_call_that_contains_a_due_step_and_at_the_end(
+    tmp_path_factory, every, steps_per_call
+):
     steps_saved = _saved(tmp_path_factory.mktemp("run"), every, epochs=1, steps=7, steps_per_call=steps_per_call)
     ends = [min(first + steps_per_call, 7) for first in range(0, 7, steps_per_call)]
     due = [end for before, end in zip([0, *ends], ends, strict=False) if end // every > before // every]
@@ -81,7 +83,9 @@ def test_path_instead_of_a_checkpointer_raises_with_the_line_to_write():
 
 def test_run_from_the_beginning_does_not_overwrite_another(tmp_path):
     _saved(tmp_path / "run", 1)
-    with pytest.raises(ValueError, match="has a checkpoint of step 6, so a checkpoint of step 1 would not be the newest"):
+    with pytest.raises(
+        ValueError, match="has a checkpoint of step 6, so a checkpoint of step 1 would not be the newest"
+    ):
         _saved(tmp_path / "run", 1)
 
 

@@ -145,7 +145,9 @@ def test_unwritable_log_raises_before_the_first_step(kind, path_in, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
     steps = []
-    with pytest.raises(ValueError, match=r"cannot be written: .*Pass another path|is not a log that .*Pass another path"):
+    with pytest.raises(
+        ValueError, match=r"cannot be written: .*Pass another path|is not a log that .*Pass another path"
+    ):
         train(ONE, [KINDS[kind](path_in(tmp_path)), steps.append], state=0, call=_idle)
     assert steps == []
 

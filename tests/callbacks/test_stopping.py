@@ -29,7 +29,9 @@ def _idle(state, number):
 def _run_with_losses(stopping, values, **options):
     """Runs with the next of `values` as the validation loss after each epoch."""
     validation = lambda epoch: {"loss": values[epoch], "worst": [1.0, 2.0]}
-    return train(ONE, [stopping], epochs=len(values), steps=1, state=STATE, call=_idle, validation=validation, **options)
+    return train(
+        ONE, [stopping], epochs=len(values), steps=1, state=STATE, call=_idle, validation=validation, **options
+    )
 
 
 def _expected(values, patience, min_delta, sign):

@@ -246,7 +246,7 @@ OTHER_DEVICES = {
 
 @pytest.mark.parametrize("make, devices", OTHER_DEVICES.values(), ids=OTHER_DEVICES)
 def test_error_about_a_state_on_other_devices_names_the_devices(make, devices, two):
-    message = rf"state\['w'\] lies on {devices}, and this strategy on cpu:0, cpu:1\..*`strategy\.put`"
+    message = rf"state\['w'\] is on {devices}, and this strategy uses cpu:0, cpu:1\..*`strategy\.put`"
     with pytest.raises(ValueError, match=message):
         two.step(_double)(make())
 

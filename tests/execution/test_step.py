@@ -463,7 +463,9 @@ def test_optimizer_state_of_optax_may_hold_wrappers(two):
 
 def test_wrapper_inside_a_wrapper_of_a_state_raises(strategy):
     n = strategy.num_replicas_in_sync
-    with pytest.raises(TypeError, match=r"state\['v'\] is a Mirrored around PerReplica.*one placement\. Take one off"):
+    with pytest.raises(
+        TypeError, match=r"state\['v'\] is a Mirrored around PerReplica.*one placement\. Remove a wrapper"
+    ):
         strategy.step(lambda state: (state, None))({"v": jdist.Mirrored({"own": _own(n)}, "sum")})
 
 
@@ -528,6 +530,6 @@ def test_row_slices_in_a_wrapper_with_an_aggregation_raise(two):
         lambda: jdist.Mirrored(slices, "mean"),
     ):
         with pytest.raises(
-            TypeError, match=r"state is a \w+ of RowSlices, and its aggregation would add up their indices"
+            TypeError, match=r"state is a \w+ of RowSlices, and its aggregation would also add their indices"
         ):
             two.init(make)

@@ -244,7 +244,7 @@ def test_data_sets_with_different_options_on_each_process_are_refused_on_all(nam
         assert "Input pipeline 0 has a data set of " in result["error"]
         assert "Make them alike on all processes" in result["error"]
         assert result["examples"] == []
-        assert re.match(r"(ValueError|RuntimeError): .*(The processes hand in|[Pp]ipeline)", result["error"])
+        assert re.match(r"(ValueError|RuntimeError): .*(The processes pass|[Pp]ipeline)", result["error"])
 
 
 def test_processes_may_prefetch_different_numbers_of_batches(refusals):

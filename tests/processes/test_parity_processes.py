@@ -66,11 +66,11 @@ def test_va38_host_values_that_differ_between_processes_are_refused_on_all_proce
     "case", ["put_of_another_kind", *(f"values_of_another_{x}" for x in ("dtype", "rank", "structure"))]
 )
 def test_values_of_another_structure_or_dtype_on_each_process_are_refused_on_all(result, case):
-    assert "The processes hand in values of different structure or kind; this one has" in str(result[case])
+    assert "The processes pass values of different structures, dtypes or shapes; this process has" in str(result[case])
 
 
 def test_invalid_value_on_one_process_is_an_error_on_all(result):
-    assert "The processes hand in values of different structure or kind; this one has" in str(
+    assert "The processes pass values of different structures, dtypes or shapes; this process has" in str(
         result["values_wrong_on_one"]
     )
 
@@ -82,7 +82,7 @@ def test_global_batch_is_split_over_the_devices_of_both_processes(results):
 
 
 def test_batch_that_differs_between_processes_or_does_not_divide_is_refused_on_both(result):
-    assert "The processes hand in values of different structure or kind; this one has batch float64" in str(
+    assert "The processes pass values of different structures, dtypes or shapes; this process has batch float64" in str(
         result["split_other_size"]
     )
     assert "batch (float32[8]) differs between the processes" in str(result["split_other_values"])

@@ -280,13 +280,25 @@ def test_number_of_micro_batches_may_be_one_of_numpy():
 @pytest.mark.parametrize(
     "batch, weights, message",
     [
-        ((np.ones((4, 3)), np.ones(4)), None, r"x is float64\[4,3\], and its 4 rows do not make 3 micro-batches"),
-        ((np.ones((6, 3)), np.ones(4)), None, r"y is float64\[4\], and its 4 rows do not make 3"),
-        ((np.ones((6, 3)), np.float32(1)), None, r"y is float32\[\], and its no rows do not make 3"),
-        ((np.ones((6, 3)), 1.0), None, r"y is 1\.0, and its no rows do not make 3"),
-        ((np.ones((6, 3)), {"key": jax.random.key(0)}), None, r"y\['key'\] is key<fry>\[\], and its no rows"),
-        ((np.ones((6, 3)), np.ones(6)), np.ones(4), r"weights is float64\[4\], and its 4 rows do not make 3"),
-        ((np.ones((6, 3)), np.ones(6)), np.float32(1), r"weights is float32\[\], and its no rows do not make 3"),
+        (
+            (np.ones((4, 3)), np.ones(4)),
+            None,
+            r"x is float64\[4,3\], with 4 examples, and cannot be split into 3 micro-batches",
+        ),
+        ((np.ones((6, 3)), np.ones(4)), None, r"y is float64\[4\], with 4 examples, and cannot be split into 3"),
+        ((np.ones((6, 3)), np.float32(1)), None, r"y is float32\[\], with no examples, and cannot be split into 3"),
+        ((np.ones((6, 3)), 1.0), None, r"y is 1\.0, with no examples, and cannot be split into 3"),
+        ((np.ones((6, 3)), {"key": jax.random.key(0)}), None, r"y\['key'\] is key<fry>\[\], with no examples"),
+        (
+            (np.ones((6, 3)), np.ones(6)),
+            np.ones(4),
+            r"weights is float64\[4\], with 4 examples, and cannot be split into 3",
+        ),
+        (
+            (np.ones((6, 3)), np.ones(6)),
+            np.float32(1),
+            r"weights is float32\[\], with no examples, and cannot be split into 3",
+        ),
     ],
 )
 def test_rows_that_do_not_split_are_refused_by_name_with_their_number(batch, weights, message):
@@ -324,11 +336,11 @@ def test_losses_that_are_no_numbers_are_refused(parts, losses, message):
 @pytest.mark.parametrize(
     "parts, shape, time, message",
     [
-        (1, (6,), (), "weights float32[6] do not stand beside losses float32[4]"),
-        (2, (6,), (), "weights float32[3] do not stand beside losses float32[2]"),
-        (1, (4, 3), (), "weights float32[4,3] do not stand beside losses float32[4]"),
-        (2, (4, 3), (), "weights float32[2,3] do not stand beside losses float32[2]"),
-        (1, (4, 3), (2,), "weights float32[4,3] do not stand beside losses float32[4,2]"),
+        (1, (6,), (), "weights float32[6] do not match losses float32[4]"),
+        (2, (6,), (), "weights float32[3] do not match losses float32[2]"),
+        (1, (4, 3), (), "weights float32[4,3] do not match losses float32[4]"),
+        (2, (4, 3), (), "weights float32[2,3] do not match losses float32[2]"),
+        (1, (4, 3), (2,), "weights float32[4,3] do not match losses float32[4,2]"),
     ],
 )
 def test_weights_that_do_not_fit_the_losses_are_refused(parts, shape, time, message):
@@ -341,14 +353,14 @@ def test_weights_that_do_not_fit_the_losses_are_refused(parts, shape, time, mess
 def test_weights_of_one_loss_for_all_rows_are_refused():
     x, y = data(1, 4, (), 0)
     mean = lambda params, x, y: squares(params, x, y).mean()
-    with pytest.raises(ValueError, match=r"weights float32\[4\] do not stand beside losses float32\[\]"):
+    with pytest.raises(ValueError, match=r"weights float32\[4\] do not match losses float32\[\]"):
         jdist.value_and_grad(mean, weights=np.ones(4, np.float32))(START, x[0], y[0])
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_has_aux_without_a_pair_is_refused(parts):
     x, y = data(1, 4, (), 0)
-    with pytest.raises(TypeError, match=r"With `has_aux` .* pair `\(losses, aux\)`, and this one returned"):
+    with pytest.raises(TypeError, match=r"With `has_aux` .* pair `\(losses, aux\)`, and it returned"):
         jdist.value_and_grad(squares, has_aux=True, micro_batches=parts)(START, x[0], y[0])
 
 

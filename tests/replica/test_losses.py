@@ -262,14 +262,14 @@ MEAN_REFUSED = {
         np.ones(3, np.float32),
         None,
         ValueError,
-        r"weights float32\[3\] do not stand beside values\['x'\] float32\[2,3\]: their dimensions are the first ones",
+        r"weights float32\[3\] do not match values\['x'\] float32\[2,3\]: the dimensions of the weights must be",
     ),
     "weights_of_more_dimensions": (
         np.ones(2, np.float32),
         np.ones((2, 1), np.float32),
         None,
         ValueError,
-        r"weights float32\[2,1\] do not stand beside values float32\[2\]",
+        r"weights float32\[2,1\] do not match values float32\[2\]",
     ),
     "booleans": (
         [np.array([True])],
@@ -283,7 +283,7 @@ MEAN_REFUSED = {
         None,
         None,
         TypeError,
-        r"`mean` does not support RowSlices.*`value\.dense\(\)`.*`value\.rows`",
+        r"`global_mean` does not support RowSlices.*`value\.dense\(\)`.*`value\.rows`",
     ),
     "axis": (
         np.ones(2, np.float32),
@@ -342,15 +342,18 @@ def test_average_loss_is_that_of_tensorflow(loss, weights, size, expected, two):
 
 
 AVERAGE_REFUSED = {
-    "zero": ((np.ones(2, np.float32), None, 0), r"`global_batch_size` is a positive number of examples, got 0"),
-    "negative": ((np.ones(2, np.float32), None, -3), r"`global_batch_size` is a positive number of examples, got -3"),
+    "zero": ((np.ones(2, np.float32), None, 0), r"`global_batch_size` must be a positive number of examples, got 0"),
+    "negative": (
+        (np.ones(2, np.float32), None, -3),
+        r"`global_batch_size` must be a positive number of examples, got -3",
+    ),
     "scalar": (
         (np.float32(1),),
-        r"`per_example_loss` is float32\[\], without examples to count\. Give `global_batch",
+        r"`per_example_loss` is float32\[\], without examples to count\. Pass `global_batch",
     ),
     "weights": (
         (np.ones((2, 3), np.float32), np.ones(3, np.float32)),
-        r"weights float32\[3\] do not stand beside per_example_loss float32\[2,3\].*as \[batch\] for \[batch, \.\.\.\]",
+        r"weights float32\[3\] do not match per_example_loss float32\[2,3\].*as \[batch\] for \[batch, \.\.\.\]",
     ),
 }
 
@@ -407,7 +410,7 @@ def test_average_asked_by_the_host_in_scope_is_refused(word, name):
 
 @pytest.mark.parametrize("size", [np.int64(0), 2.5, "many"])
 def test_average_loss_of_a_batch_size_that_counts_nothing_is_refused(size):
-    with pytest.raises(ValueError, match="`global_batch_size` is a positive number of examples"):
+    with pytest.raises(ValueError, match="`global_batch_size` must be a positive number of examples"):
         jdist.compute_average_loss(np.ones(3, np.float32), global_batch_size=size)
 
 

@@ -11,8 +11,8 @@ import pytest
 import jdist
 from jdist import sync
 
-BFLOAT16 = jdist.Precision(compute=jnp.bfloat16)
-FLOAT16 = jdist.Precision(compute=jnp.float16)
+BFLOAT16 = jdist.Precision(compute_dtype=jnp.bfloat16)
+FLOAT16 = jdist.Precision(compute_dtype=jnp.float16)
 
 
 def x_of(*rows):
@@ -58,7 +58,11 @@ def test_loss_function_gets_floats_in_the_dtype_of_computing_and_the_rest_as_it_
     params = {"w": np.float32(1), "frozen": np.float32([1, 2])}
     x = np.ones((2, 3), np.float32)
     seen, (_, rest) = seen_by(
-        two, jdist.PerReplica(x), jdist.PerReplica(batch), precision=jdist.Precision(compute=compute), params=params
+        two,
+        jdist.PerReplica(x),
+        jdist.PerReplica(batch),
+        precision=jdist.Precision(compute_dtype=compute),
+        params=params,
     )
     name = str(np.dtype(compute))
     assert seen == {"w": name, "frozen": name}
@@ -69,7 +73,7 @@ def test_value_aux_and_gradients_come_back_in_the_dtypes_of_output_and_parameter
     def losses(params, x):
         return params["w"] * x, {"seen": x, "count": jnp.int32(3), "text": None}
 
-    dtypes = jdist.Precision(params=jnp.float32, compute=jnp.bfloat16, output=jnp.float16)
+    dtypes = jdist.Precision(param_dtype=jnp.float32, compute_dtype=jnp.bfloat16, output_dtype=jnp.float16)
     (value, aux), grads = stepped(two, losses, x_of([1.5, 2.5], [1, 2]), precision=dtypes, has_aux=True)
     assert (value.dtype, grads["w"].dtype) == (jnp.float32, jnp.float32)
     assert (aux["seen"].dtype, aux["count"].dtype, aux["text"]) == (jnp.float16, jnp.int32, None)
@@ -179,7 +183,7 @@ def test_bfloat16_needs_no_scale_and_trains(two):
 
 def test_precision_casts_trees_by_hand():
     tree = {"x": np.ones(2, np.float64), "n": np.int8(1), "key": jax.random.key(0), "plain": 1.5, "none": None}
-    dtypes = jdist.Precision(params=jnp.float32, compute=jnp.float16, output=jnp.bfloat16)
+    dtypes = jdist.Precision(param_dtype=jnp.float32, compute_dtype=jnp.float16, output_dtype=jnp.bfloat16)
     for cast, name in (
         (dtypes.cast_params, "float32"),
         (dtypes.cast_compute, "float16"),
@@ -196,15 +200,15 @@ def test_precision_casts_trees_by_hand():
 
 
 def test_precision_is_a_value():
-    assert jdist.Precision(compute="bfloat16") == BFLOAT16
-    assert hash(jdist.Precision(compute="bfloat16")) == hash(BFLOAT16)
-    assert BFLOAT16.params == np.float32
+    assert jdist.Precision(compute_dtype="bfloat16") == BFLOAT16
+    assert hash(jdist.Precision(compute_dtype="bfloat16")) == hash(BFLOAT16)
+    assert BFLOAT16.param_dtype == np.float32
 
 
 # --- what is wrong
 
 
-@pytest.mark.parametrize("field", ["params", "compute", "output"])
+@pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype"])
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, None, "bfloat17", 16, jnp.complex64])
 def test_dtype_of_no_floats_is_refused_by_name(field, dtype):
     with pytest.raises(
@@ -216,7 +220,7 @@ def test_dtype_of_no_floats_is_refused_by_name(field, dtype):
 def test_parameters_kept_in_another_dtype_are_refused_by_name(two):
     params = {"ok": np.float32(1), "w": np.zeros(3, np.float16), "n": np.int32(1)}
     with pytest.raises(
-        ValueError, match=r"params\['w'\] is float16\[3\], and this precision keeps parameters in float32"
+        ValueError, match=r"params\['w'\] is float16\[3\], and the `param_dtype` of the precision is float32"
     ):
         stepped(two, lambda p, x: x, x_of([1], [1]), params=params)
 
@@ -228,7 +232,7 @@ def test_whole_numbers_among_the_parameters_are_no_matter(two):
 
 def test_step_that_does_not_use_its_precision_is_refused(two):
     step = two.step(lambda w, x: (w, jax.grad(lambda w: w * x.sum())(w)), precision=BFLOAT16)
-    with pytest.raises(ValueError, match=r"compute=dtype\(bfloat16\).*nothing in it does so.*`jdist\.value_and_grad`"):
+    with pytest.raises(ValueError, match=r"compute_dtype=dtype\(bfloat16\).*does not use it.*`jdist\.value_and_grad`"):
         step(two.put(np.float32(1)), two.put(x_of([1], [1])))
 
 

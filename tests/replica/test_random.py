@@ -122,7 +122,7 @@ NOT_NUMBERS = {
 
 @pytest.mark.parametrize("index, said", NOT_NUMBERS.values(), ids=NOT_NUMBERS)
 def test_example_key_of_what_numbers_nothing_is_refused(index, said):
-    with pytest.raises(TypeError, match=rf"`index` numbers examples, in integers, got {said}"):
+    with pytest.raises(TypeError, match=rf"`index` must contain integers, the positions of examples, got {said}"):
         jdist.example_key(jax.random.key(0), index)
 
 
@@ -157,5 +157,5 @@ def test_dropout_of_each_example_is_the_same_on_any_number_of_replicas():
 
 @pytest.mark.parametrize("index", [np.array([2**40]), np.uint64([2**32 + 1, 1]), 2**40, -(2**31) - 1])
 def test_example_key_of_more_than_32_bits_is_refused(index):
-    with pytest.raises(ValueError, match=r"keys are told apart by 32 bits\. Take it modulo"):
+    with pytest.raises(ValueError, match=r"`fold_in` uses 32 bits\. Pass it modulo"):
         jdist.example_key(jax.random.key(0), index)

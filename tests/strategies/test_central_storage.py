@@ -283,7 +283,7 @@ def test_array_in_two_leaves_raises(device):
 @pytest.mark.parametrize("place", PLACES)
 def test_state_on_other_devices_raises(place):
     state = mirrored(3).put({"w": np.ones((8, 4), np.float32)})
-    message = r"\['w'\] lies on cpu:0, cpu:1, cpu:2, and this strategy on cpu:0, cpu:1"
+    message = r"\['w'\] is on cpu:0, cpu:1, cpu:2, and this strategy uses cpu:0, cpu:1"
     with pytest.raises(ValueError, match=message):
         central(2, place).step(lambda state: (state, None))(state)
 

@@ -145,16 +145,16 @@ RUNS = {
 @pytest.mark.parametrize("call", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("name", ["tpu", "virtual", "sharded_all", "central"])
 def test_running_on_topology_devices_raises(name, call):
-    message = r"The 8 devices of this strategy \(TPU v5 lite\) are described by a topology, and not there: it compiles "
+    message = r"The 8 devices of this strategy \(TPU v5 lite\) come from a topology description: programs can be "
     with pytest.raises(
-        RuntimeError, match=message + r"programs for them \(`strategy\.compile\(.*`jdist\.auto_strategy\(\)`"
+        RuntimeError, match=message + r"compiled for them \(`strategy\.compile\(.*`jdist\.auto_strategy\(\)`"
     ):
         call(ON_TPUS[name]())
 
 
 @pytest.mark.parametrize("synchronization", ["auto", "on_write", "on_read"])
 def test_variable_on_topology_devices_raises(synchronization):
-    with ON_TPUS["tpu"]().scope(), pytest.raises(RuntimeError, match="described by a topology, and not there"):
+    with ON_TPUS["tpu"]().scope(), pytest.raises(RuntimeError, match="come from a topology description"):
         jdist.variable(np.ones(3), synchronization=synchronization, aggregation="mean")
 
 

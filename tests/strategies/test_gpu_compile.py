@@ -118,7 +118,7 @@ def test_digits_step_all_reduces_its_gradients_and_sends_nothing_else(topology, 
 
 @needs_plugin
 def test_running_on_topology_devices_of_gpus_raises():
-    message = r"The 8 devices of this strategy \(NVIDIA H100 80GB HBM3\) are described by a topology, and not there"
+    message = r"The 8 devices of this strategy \(NVIDIA H100 80GB HBM3\) come from a topology description"
     with pytest.raises(RuntimeError, match=message):
         jdist.MirroredStrategy(gpus()).put(1.0)
 

@@ -70,7 +70,7 @@ def test_donated_state_and_state_on_other_devices_raise():
         step(state)
     devices = r"cpu:0, cpu:1, cpu:2, cpu:3, cpu:4, cpu:5, cpu:6, cpu:7"
     with pytest.raises(
-        ValueError, match=rf"\['w'\] lies on {devices}, and this strategy on cpu:0, cpu:1, cpu:2, cpu:3\."
+        ValueError, match=rf"\['w'\] is on {devices}, and this strategy uses cpu:0, cpu:1, cpu:2, cpu:3\."
     ):
         step(sharded(where="eight").put({"w": np.ones((8, 4), np.float32)}))
     again = strategy.put({"w": np.ones((8, 4), np.float32)})

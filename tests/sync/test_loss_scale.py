@@ -9,7 +9,7 @@ import pytest
 import jdist
 from jdist import sync
 
-FLOAT16 = jdist.Precision(compute=jnp.float16)
+FLOAT16 = jdist.Precision(compute_dtype=jnp.float16)
 
 
 def make_state(strategy, tx, *shape, start=0.0):

@@ -101,9 +101,7 @@ def test_rank_below_1_is_refused(rank):
 
 @pytest.mark.parametrize("rank", [2.5, 2.0, "2", None, True])
 def test_rank_that_is_not_an_integer_is_refused(rank):
-    with pytest.raises(
-        TypeError, match=rf"`rank` of `jdist\.sync\.power_sgd` must be an integer >= 1, got {rank!r}"
-    ):
+    with pytest.raises(TypeError, match=rf"`rank` of `jdist\.sync\.power_sgd` must be an integer >= 1, got {rank!r}"):
         sync.power_sgd(rank)
 
 

@@ -182,15 +182,11 @@ def test_int8_with_an_unknown_rounding_is_refused(rounding):
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_int8_with_blocks_of_size_0_is_refused(size):
-    with pytest.raises(
-        ValueError, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size}"
-    ):
+    with pytest.raises(ValueError, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size}"):
         sync.int8(block_size=size)
 
 
 @pytest.mark.parametrize("size", [2.5, "16", None, True])
 def test_int8_with_a_block_size_that_is_not_an_integer_is_refused(size):
-    with pytest.raises(
-        TypeError, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size!r}"
-    ):
+    with pytest.raises(TypeError, match=rf"`block_size` of `jdist\.sync\.int8` must be an integer >= 1, got {size!r}"):
         sync.int8(block_size=size)

@@ -230,7 +230,7 @@ def test_model_is_traced_once_for_all_batches(two):
 
 
 def test_targets_and_counts_are_exact_in_lower_precision(two):
-    precision = jdist.Precision(compute=jnp.bfloat16)
+    precision = jdist.Precision(compute_dtype=jnp.bfloat16)
     model = (lambda key, x: jnp.zeros(3), lambda w, x: x @ w)
     metrics = {"target": lambda outputs, targets: targets, "mse": jdist.metrics.MeanSquaredError()}
     trainer = jdist.Trainer(
@@ -303,7 +303,9 @@ def test_batch_size_that_the_replicas_do_not_divide_raises():
 def test_batch_size_for_a_distributed_dataset_raises():
     trainer, state = regressor()
     dataset = trainer.strategy.distribute_dataset((X, Y), 4, remainder="pad")
-    assert_raises(both(trainer, state, dataset, batch_size=4), ValueError, "`data` is already distributed.*`batch_size`")
+    assert_raises(
+        both(trainer, state, dataset, batch_size=4), ValueError, "`data` is already distributed.*`batch_size`"
+    )
 
 
 @pytest.mark.parametrize("devices", [["cpu:2", "cpu:3"], ["cpu:0"], ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]])
@@ -311,13 +313,13 @@ def test_batch_size_for_a_distributed_dataset_raises():
 def test_dataset_of_another_strategy_raises(devices, remainder):
     trainer, state = regressor()
     dataset = jdist.MirroredStrategy(devices).distribute_dataset((X, Y), 4, remainder=remainder)
-    assert_raises(both(trainer, state, dataset), ValueError, "lies on .*this strategy on cpu:0, cpu:1")
+    assert_raises(both(trainer, state, dataset), ValueError, "is on .*this strategy uses cpu:0, cpu:1")
 
 
 def test_state_of_another_strategy_raises():
     trainer, _ = regressor()
     _, other = regressor("sharded_4")
-    assert_raises(both(trainer, other, (X, Y), batch_size=4), ValueError, "lies on .*this strategy on cpu:0, cpu:1")
+    assert_raises(both(trainer, other, (X, Y), batch_size=4), ValueError, "is on .*this strategy uses cpu:0, cpu:1")
 
 
 def test_donated_state_raises(two):
@@ -330,7 +332,9 @@ def test_donated_state_raises(two):
 @pytest.mark.parametrize("state", [np.ones(3, np.float32), {"params": np.ones(3)}, None], ids=["array", "dict", "none"])
 def test_wrong_state_raises(state):
     trainer, _ = regressor()
-    assert_raises(both(trainer, state, (X, Y), batch_size=4), TypeError, "The training state must be a `jdist.TrainState`")
+    assert_raises(
+        both(trainer, state, (X, Y), batch_size=4), TypeError, "The training state must be a `jdist.TrainState`"
+    )
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,9 @@ few = hypothesis.settings(
 VALUES = st.one_of(st.floats(), st.integers(), st.sampled_from([0.5, 1.0, 0.0, -1.0, 1e-320, 1.7e308, None, "text"]))
 NAMES = st.one_of(
     st.sampled_from(["epoch", "step", "loss", "val_loss", "accuracy", "val_accuracy", "learning_rate", "val_", ""]),
-    st.sampled_from(["examples_per_second", "stalled_fraction", "$x$", "_hidden", "<script>", "\ud800", "a\nb", "損失", "val_val_"]),
+    st.sampled_from(
+        ["examples_per_second", "stalled_fraction", "$x$", "_hidden", "<script>", "\ud800", "a\nb", "損失", "val_val_"]
+    ),
     st.text(max_size=40),
 )
 HISTORIES = st.builds(
@@ -244,7 +246,9 @@ def test_scale_is_logarithmic_if_the_values_are_of_different_orders(values, log)
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.7e308])
 def test_value_that_is_not_finite_is_marked_and_said(bad):
-    (panel,) = chart_panels(epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s in (7, 20) else 1.0))
+    (panel,) = chart_panels(
+        epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s in (7, 20) else 1.0)
+    )
     assert panel.bad.tolist() == [7, 20] and "2 not finite (×)" in panel.caption
     (axes,) = axes_of(
         History(epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s == 7 else 1.0))

@@ -80,7 +80,5 @@ def test_loss_class_raises(two, keras):
 
 
 def test_keras_metric_raises(two, keras):
-    with pytest.raises(
-        TypeError, match="The metric 'auc' is a Keras metric, AUC, which updates variables in place"
-    ):
+    with pytest.raises(TypeError, match="The metric 'auc' is a Keras metric, AUC, which updates variables in place"):
         jdist.Trainer((lambda key, x: x, lambda w, x: x), metrics={"auc": keras.metrics.AUC()}, strategy=two)

@@ -99,7 +99,9 @@ def test_training_on_two_replicas_equals_training_on_one_device(make, reference,
         fit = train(trainer_of(model, strategy), (X[:7], Y[:7]), 4, epochs=2)
         states.append(jax.device_get(fit.state))
     np.testing.assert_equal(states[0].step, 4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), states[0].params, states[1].params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), states[0].params, states[1].params
+    )
 
 
 def test_parameters_depend_on_the_seed_and_not_on_the_strategy(two):
@@ -160,7 +162,10 @@ def zero(outputs, targets):
 @every_norm
 @pytest.mark.parametrize(
     "rows, expected",
-    [(4, [6.5, 2.5]), (2, [1.0, 1.0])],  # means 1 and 12, variances 1 and 4; in the second case replica 1 has only padding
+    [
+        (4, [6.5, 2.5]),
+        (2, [1.0, 1.0]),
+    ],  # means 1 and 12, variances 1 and 4; in the second case replica 1 has only padding
     ids=["all", "padding_only"],
 )
 def test_batch_statistics_are_averaged_over_replicas_that_have_examples(make, rows, expected, two, keras):
@@ -249,7 +254,11 @@ def test_model_state_keeps_its_dtype_in_lower_precision(two):
 def test_model_state_in_float32_is_not_rounded_to_the_output_dtype(two):
     data = (1 + X[:4] / 1000, Y[:4])
     fit = train(
-        trainer_of(LinenNorm(), two, zero, precision=jdist.Precision(jnp.float32, jnp.float32, jnp.bfloat16)), data, 4
+        trainer_of(
+            LinenNorm(), two, zero, precision=jdist.Precision(compute_dtype=jnp.float32, output_dtype=jnp.bfloat16)
+        ),
+        data,
+        4,
     )
     means = data[0].reshape(2, 2, 3).mean((0, 1))
     np.testing.assert_allclose(fit.state.model_state["batch_stats"]["BatchNorm_0"]["mean"], means, rtol=1e-6)

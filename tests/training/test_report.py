@@ -105,7 +105,9 @@ def page(tmp_path_factory):
     about = two.describe(two.put({"kernel": np.zeros((4, 8), np.float32)}))
     proof = Proof(mirrored=("state['w']", "state['<i>']"), per_replica=("output[3]",))
     return Page(
-        write_report(full(description=about, proof=proof), tmp_path_factory.mktemp("page") / "run.html", title="Digits & <b>")
+        write_report(
+            full(description=about, proof=proof), tmp_path_factory.mktemp("page") / "run.html", title="Digits & <b>"
+        )
     )
 
 

@@ -19,7 +19,9 @@ STEPS = 27
 
 def train(strategy, path=None, stop_at=None, every=1, **options):
     """Three epochs with checkpoints, from the newest there is, until `stop_at`."""
-    stops = lambda event: CallbackResult(stop_reason="Killed.") if event.moment is Moment.STEP and event.step == stop_at else None
+    stops = lambda event: (
+        CallbackResult(stop_reason="Killed.") if event.moment is Moment.STEP and event.step == stop_at else None
+    )
     if path is None:
         return fit(strategy, DATA, batch_size=60, **options)
     with jdist.Checkpointer(path, every=every) as checkpointer:

@@ -203,7 +203,7 @@ def test_inputs_and_parameters_are_computed_with_in_lower_precision(two):
 
 def test_metrics_are_summed_in_float32_whatever_outputs_go_on_in(two):
     """601 examples: no number of bfloat16, and neither is their half."""
-    precision = jdist.Precision(output=jnp.bfloat16)
+    precision = jdist.Precision(output_dtype=jnp.bfloat16)
     counts = {"count": (jdist.metrics.Sum(), lambda outputs, targets: (jnp.ones(len(outputs)),))}
     trainer = trainer_of(two, model=ZERO, precision=precision, metrics=counts)
     data = np.ones((601, 3), np.float32), np.ones(601, np.float32)
@@ -213,7 +213,7 @@ def test_metrics_are_summed_in_float32_whatever_outputs_go_on_in(two):
 
 def test_float16_is_scaled_by_the_optimizer(two):
     optimizer = jdist.sync.dynamic_loss_scale(optax.chain(jdist.sync.mean(), optax.sgd(RATE)), initial=2.0**8)
-    trainer = trainer_of(two, optimizer, precision=jdist.Precision(compute=jnp.float16))
+    trainer = trainer_of(two, optimizer, precision=jdist.Precision(compute_dtype=jnp.float16))
     fit = trained(trainer, (X[:9], Y[:9]))
     np.testing.assert_allclose(fit.state.params, by_hand(BEGIN, X[:9], Y[:9])[1], rtol=1e-2, atol=1e-2)
 
@@ -342,7 +342,7 @@ def test_a_loss_that_is_no_float_has_no_gradient_and_is_refused_in_training(dtyp
         ((jdist.metrics.Mean(), lambda o, t: o - t), TypeError, "The function of the metric 'm' returns a tuple"),
         ((jdist.metrics.Mean(), lambda o, t: (o, t)), TypeError, "positional argument"),
         (jdist.metrics.Accuracy(), ValueError, r"logits float32\[6\]"),
-        ((jdist.metrics.Mean(), lambda o, t: (o[:2],)), ValueError, "do not stand beside"),
+        ((jdist.metrics.Mean(), lambda o, t: (o[:2],)), ValueError, "do not match"),
     ],
     ids=["mean", "fewer", "no_tuple", "two_for_one", "accuracy_of_numbers", "pair_of_fewer"],
 )
@@ -388,7 +388,7 @@ def test_data_without_targets_are_both_inputs_and_targets(two):
 
 
 def test_a_batch_that_does_not_split_into_micro_batches_is_refused(two):
-    with pytest.raises(ValueError, match="6 rows do not make 4 micro-batches"):
+    with pytest.raises(ValueError, match="6 examples, and cannot be split into 4 micro-batches"):
         trained(trainer_of(two), micro_batches=4)
 
 

@@ -209,11 +209,11 @@ def test_spent_state_is_refused_by_name(two):
 def test_leaves_are_named_as_the_caller_does(two):
     of_two, other = trainer(two), STRATEGIES["mirrored_3"]()
     state = trainer(other).init(digits()[0])
-    with pytest.raises(ValueError, match=r"^state\.step lies on cpu:5, cpu:1, cpu:2, and this"):
+    with pytest.raises(ValueError, match=r"^state\.step is on cpu:5, cpu:1, cpu:2, and this"):
         of_two.fit(digits(), batch_size=240, state=state, progress="off")
-    with pytest.raises(ValueError, match=r"^state\.params\['Dense_0'\]\['bias'\] lies on cpu:5, cpu:1, cpu:2"):
+    with pytest.raises(ValueError, match=r"^state\.params\['Dense_0'\]\['bias'\] is on cpu:5, cpu:1, cpu:2"):
         of_two.evaluate(state, digits(), batch_size=240)
-    with pytest.raises(ValueError, match=r"^batch[.\[].* lies on cpu:5, cpu:1, cpu:2"):
+    with pytest.raises(ValueError, match=r"^batch[.\[].* is on cpu:5, cpu:1, cpu:2"):
         of_two.fit(other.distribute_dataset(digits(), 240, remainder="pad"), progress="off")
     varies = optax.GradientTransformation(lambda p: (), lambda g, s, p: (jax.tree.map(_times_id, g), s))
     with pytest.raises(ValueError, match=r"^state\.params\['Dense_0'\]\['bias'\] is not proved"):
@@ -290,7 +290,7 @@ NOT_TO_BE = {
     "resume_no_checkpointer": ({}, dict(resume=3), TypeError, "`resume` is a `jdist.Checkpointer`, or a path"),
     "steps_per_call": ({}, dict(steps_per_call=0), ValueError, "`steps_per_call` must be an integer >= 1, got 0"),
     "micro_batches": ({}, dict(micro_batches=0), ValueError, "`micro_batches` must be an integer >= 1, got 0"),
-    "micro_batches_that_do_not_split": ({}, dict(micro_batches=7), ValueError, "do not make 7 micro-batches"),
+    "micro_batches_that_do_not_split": ({}, dict(micro_batches=7), ValueError, "cannot be split into 7 micro-batches"),
     "steps": ({}, dict(steps=-1), ValueError, "`steps` must be an integer >= 0, got -1"),
     "epochs": ({}, dict(epochs=0), ValueError, "`epochs` is at least 1"),
     "progress": ({}, dict(progress="loud"), ValueError, "loud"),

@@ -145,7 +145,8 @@ def test_reduction_that_leaves_different_shapes_is_refused():
     for dims in ((), (1,)):
         says = (
             r"value\['x'\] has the shapes \[2, 3\], \[0, 3\], \[1, 3\] on the replicas, which also differ in "
-            rf"dimensions other than the reduced ones, \[{1 if dims else ''}\].*as in `axis=0`, or concatenate the values: `strategy\.gather`"
+            rf"dimensions other than the reduced ones, \[{1 if dims else ''}\].*as in `axis=0`, or concatenate the "
+            r"values: `strategy\.gather`"
         )
         with pytest.raises(ValueError, match=says):
             arrays.reduce_rows(ReduceOp.SUM, "value['x']", x, UNEVEN, dims, None)
@@ -160,7 +161,10 @@ def test_joined_rows_are_those_of_numpy(dim, shapes):
 
 def test_rows_that_differ_along_another_dimension_are_not_joined():
     x, _ = _filled(UNEVEN)
-    says = r"value has the shapes \[2, 3\], \[0, 3\], \[1, 3\] .* along dimension 1 .*Concatenate along the dimension that differs"
+    says = (
+        r"value has the shapes \[2, 3\], \[0, 3\], \[1, 3\] .* along dimension 1 .*Concatenate along the dimension "
+        r"that differs"
+    )
     with pytest.raises(ValueError, match=says):
         arrays.join_rows("value", x, UNEVEN, 1, None)
 

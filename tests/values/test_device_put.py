@@ -31,7 +31,10 @@ def test_put_of_plain_leaves_is_the_same_on_every_device(strategy):
     ids=str,
 )
 def test_whole_number_that_jax_would_cut_is_refused(number, kept, two):
-    says = rf"value\['a'\].* holds {number}, which is out of the range of {kept}.*`jax.config.update\(\"jax_enable_x64\", True\)`"
+    says = (
+        rf"value\['a'\].* holds {number}, which is out of the range of "
+        rf"{kept}.*`jax.config.update\(\"jax_enable_x64\", True\)`"
+    )
     with pytest.raises(ValueError, match=says):
         two.put({"a": number})
     with pytest.raises(ValueError, match=says):
@@ -103,7 +106,8 @@ PUT_REFUSED = {
     "odd_parts": (
         lambda x: jdist.Sharded(x),
         np.ones((3, 2), np.float32),
-        r"value\['x'\] is Sharded, of float32\[3,2\], .*cannot be split into 2 equal shards\. Pad it to a multiple, or do not shard it",
+        r"value\['x'\] is Sharded, of float32\[3,2\], .*cannot be split into 2 equal shards\. Pad it to a multiple, "
+        r"or do not shard it",
     ),
     "no_parts": (lambda x: jdist.Sharded(x), np.float32(1), r"Sharded, of float32\[\], .*cannot be split into 2 equal"),
     "named_leaf": (
@@ -127,7 +131,7 @@ def test_wrapper_that_does_not_fit_the_replicas_is_refused_wherever_it_is_handed
 def test_wrapper_of_another_strategy_is_refused_by_its_devices(two):
     other = jdist.MirroredStrategy(["cpu:1", "cpu:2"])
     for value in (jdist.Mirrored(np.ones(2)), jdist.Sharded(np.ones(2)), jdist.SyncOnRead(np.ones(2), "sum")):
-        with pytest.raises(ValueError, match=r"(?i)x(\.tree)? lies on .*cpu.*1, .*2, and this strategy on .*0, .*1\."):
+        with pytest.raises(ValueError, match=r"(?i)x(\.tree)? is on .*cpu.*1, .*2, and this strategy uses .*0, .*1\."):
             two.run(lambda x: x, (other.put(value),))
 
 
@@ -156,13 +160,13 @@ def test_values_from_function_may_be_nothing(strategy):
 
 
 def test_keys_of_different_shapes_are_refused(two):
-    with pytest.raises(ValueError, match=r"Random keys cannot be filled up to one shape: give every replica as many"):
+    with pytest.raises(ValueError, match=r"Random keys cannot be padded to one shape: pass the same number of keys"):
         two.distribute_values_from_function(
             lambda c: jax.random.split(jax.random.key(0), 1 + c.replica_id_in_sync_group)
         )
 
 
-ALIKE = r"Give every replica a value of the same structure, ranks and dtypes"
+ALIKE = r"Return values of the same structure, ranks and dtypes"
 UNLIKE = {
     "rank": (
         lambda i: {"a": np.ones([1] * (i + 1), np.float32)},
@@ -281,7 +285,7 @@ WRONG_BATCHES = {
     "rest": (
         np.zeros((7, 3)),
         ValueError,
-        r"batch is float64\[7,3\]: its 7 examples do not split over 2 replicas \(1 left over\)",
+        r"batch is float64\[7,3\]: its 7 examples cannot be split over 2 replicas \(1 left over\)",
     ),
     "scalar": (
         {"x": np.zeros((4, 3)), "rate": 0.1},
@@ -293,7 +297,7 @@ WRONG_BATCHES = {
         ValueError,
         r"batch\[1\] is float64\[6\]: it has 6 examples, and batch\[0\] has 4",
     ),
-    "split": (jdist.PerReplica(np.zeros((2, 2))), TypeError, r"`split` takes one global batch.*it is split already"),
+    "split": (jdist.PerReplica(np.zeros((2, 2))), TypeError, r"`split` takes one global batch.*which is already split"),
     "text": (np.array(["a", "b"]), TypeError, r"batch is <U1\[2\]"),
     "masked": (
         {"x": np.ma.array([1.0, 2.0], mask=[0, 1])},
@@ -333,5 +337,5 @@ def test_masked_array_is_refused_where_it_is_put_because_its_mask_would_be_dropp
 
 
 def test_batch_that_does_not_divide_over_the_devices_of_a_replica_is_refused():
-    with pytest.raises(ValueError, match=r"its 6 examples do not split over 4 devices \(2 left over\)"):
+    with pytest.raises(ValueError, match=r"its 6 examples cannot be split over 4 devices \(2 left over\)"):
         STRATEGIES["sharded_4"]().split(np.zeros(6))

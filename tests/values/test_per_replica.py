@@ -222,7 +222,10 @@ def test_read_and_map_of_different_shapes_are_refused(two):
 
 
 def test_different_shapes_are_refused_by_programs_with_the_way_out(two):
-    says = rf"\['x'\] is {SHAPES}: .* different shapes.*`value, weights = value\.padded\(\)`; `jdist\.global_mean\(values, weights"
+    says = (
+        rf"\['x'\] is {SHAPES}: .* different shapes.*`value, weights = value\.padded\(\)`, then "
+        r"`jdist\.global_mean\(values, weights"
+    )
     batch = {"x": _uneven(two)}
     with pytest.raises(ValueError, match="batch" + says):
         two.run(lambda batch: batch, (batch,))

@@ -161,7 +161,10 @@ def test_assign_of_one_value_a_replica_gives_each_its_own(aggregation, strategy)
 @pytest.mark.parametrize("word", ["assign_add", "assign_sub"])
 def test_addition_of_one_value_to_a_sum_is_refused_because_it_could_mean_two_things(word, two):
     value = two.put(jdist.SyncOnRead(np.float32([1, 2]), "sum"))
-    says = rf"`{word}` of one value to SyncOnRead\(float32\[2\], SUM\) is ambiguous: .*`value\.assign\(.*`value\.{word}\(PerReplica\(rows"
+    says = (
+        rf"`{word}` of one value to SyncOnRead\(float32\[2\], SUM\) is ambiguous: "
+        rf".*`value\.assign\(.*`value\.{word}\(PerReplica\(rows"
+    )
     for one in (1.0, two.put(1.0), two.put(jdist.Mirrored(1.0))):
         with pytest.raises(ValueError, match=says):
             getattr(value, word)(one)

@@ -209,13 +209,16 @@ def test_repr_of_a_wrapper_says_specs_and_no_contents(make, said):
 NESTED = {
     "mirrored": (
         lambda: jdist.Mirrored({"a": jdist.PerReplica(X)}),
-        r"is a Mirrored around PerReplica\(float32\[2,3\]\): a value has one placement\. Take one off",
+        r"is a Mirrored around PerReplica\(float32\[2,3\]\): a value has one placement\. Remove a wrapper",
     ),
-    "sharded": (lambda: jdist.Sharded(jdist.Mirrored(X)), r"is a Sharded around Mirrored\(float32\[2,3\]\): .*one off"),
-    "per_replica": (lambda: jdist.PerReplica([jdist.Sharded(X)]), r"is a PerReplica around Sharded.*Take one off"),
+    "sharded": (
+        lambda: jdist.Sharded(jdist.Mirrored(X)),
+        r"is a Sharded around Mirrored\(float32\[2,3\]\): .*Remove a wrapper",
+    ),
+    "per_replica": (lambda: jdist.PerReplica([jdist.Sharded(X)]), r"is a PerReplica around Sharded.*Remove a wrapper"),
     "sync_on_read": (
         lambda: jdist.SyncOnRead(jdist.SyncOnRead(X, "sum"), "sum"),
-        r"is a SyncOnRead around SyncOnRead\(float32\[2,3\], SUM\): .*Take one off",
+        r"is a SyncOnRead around SyncOnRead\(float32\[2,3\], SUM\): .*Remove a wrapper",
     ),
 }
 
@@ -271,7 +274,8 @@ ASSIGN_REFUSED = {
     "list": (
         lambda row: row.tolist(),
         ValueError,
-        r"`assign` received a value with the structure .* for .*\(\{'a': float32\[2,3\]\}.*Pass a tree with the structure of the value that it repl",
+        r"`assign` received a value with the structure .* for .*\(\{'a': float32\[2,3\]\}.*Pass a tree with the "
+        r"structure of the value that it repl",
     ),
     "complex": (
         lambda row: row * 1j,

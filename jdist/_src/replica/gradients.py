@@ -1,8 +1,8 @@
-"""Gradients of the mean over all replicas and micro-batches."""
+"""`value_and_grad`: gradients of the mean loss over all replicas and micro-batches."""
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,35 +16,61 @@ from jdist._src.replica.context import require_replica_context
 from jdist._src.replica.losses import weighted_sums
 from jdist._src.values.reduce_op import ReduceOp
 
+Params = TypeVar("Params")
+Aux = TypeVar("Aux")
+Batch = ParamSpec("Batch")
 
+
+@overload
+def value_and_grad(
+    loss_fn: Callable[Concatenate[Params, Batch], tuple[Any, Aux]],
+    *,
+    micro_batches: int = 1,
+    has_aux: Literal[True],
+    weights: Any = None,
+) -> Callable[Concatenate[Params, Batch], tuple[tuple[jax.Array, Aux], Params]]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[Concatenate[Params, Batch], Any],
+    *,
+    micro_batches: int = 1,
+    has_aux: Literal[False] = False,
+    weights: Any = None,
+) -> Callable[Concatenate[Params, Batch], tuple[jax.Array, Params]]: ...
+@overload
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, micro_batches: int = 1, has_aux: bool = False, weights: Any = None
+) -> Callable[..., tuple[Any, PyTree]]: ...
 def value_and_grad(
     loss_fn: Callable[..., Any], *, micro_batches: int = 1, has_aux: bool = False, weights: Any = None
 ) -> Callable[..., tuple[Any, PyTree]]:
-    """Differentiates the weighted mean of a loss over the examples of all replicas and micro-batches.
+    """Returns a function that computes this replica's share of the mean loss over all examples, and its gradient.
 
-    What it gives is this replica's share: the mean of the shares over the replicas is the loss of the whole batch, and its
-    gradient, wherever padding lies. So a policy, `jdist.sync.mean()`, or `jdist.all_reduce("mean", ...)` makes of it what one
-    device would compute. It talks to the other replicas only to add up `weights`.
+    The mean of the shares over the replicas is the loss of the global batch, and the mean of the gradients is its gradient, for
+    every split of the batch and every position of padding. So with `jdist.sync.mean()`, or `jdist.all_reduce("mean", ...)`, the
+    result is the one of a single device. It uses a collective only to add `weights`.
 
-    With `micro_batches` the rows are taken in turn, and activations need the memory of one micro-batch. In a step with a
-    `jdist.Precision`, parameters, data and results are cast as it says, and the loss is scaled as
-    `jdist.sync.dynamic_loss_scale` says; gradients come back unscaled, in the dtype of the parameters.
+    With `micro_batches`, the micro-batches are computed sequentially, and activations need the memory of one micro-batch. In a
+    step with a `jdist.Precision`, parameters, data and results are cast to its dtypes, and the loss is scaled if the state has
+    a loss scale (`jdist.sync.dynamic_loss_scale`); the returned gradients are unscaled, in the dtype of the parameters.
 
     Args:
-        loss_fn: `loss_fn(params, *batch)` gives losses `[batch, ...]`, one an example or several, or one number `[]` for all
-            of its rows alike. It closes over what is not data.
-        micro_batches: How many parts the rows are taken in. Each array in `batch` is `[batch, ...]` then.
-        has_aux: Whether `loss_fn` returns a pair, the second of which is handed on: of several micro-batches stacked,
+        loss_fn: `loss_fn(params, *batch)` returns losses `[batch, ...]`, one or several per example, or one number `[]` that
+            is the mean over its examples. Values that are not data are captured by closure.
+        micro_batches: The number of parts into which the batch is split. If greater than 1, each array in `batch` is
+            `[batch, ...]`.
+        has_aux: Whether `loss_fn` returns a pair `(losses, aux)`. With several micro-batches `aux` is stacked,
             `[micro_batch, ...]`.
-        weights: `[batch]`, or as many dimensions of the losses as it has from the left: how much each counts. 0 leaves an
-            example out. 1 each by default.
+        weights: `[batch]`, or the first dimensions of the losses: the weight of each loss. An example with weight 0 has no
+            effect. By default all weights are 1.
 
     Returns:
-        A function like `jax.value_and_grad(loss_fn)`: `(value, grads)`, or `((value, aux), grads)`. 0 if all weights are 0.
+        A function like `jax.value_and_grad(loss_fn)`: `(value, grads)`, or `((value, aux), grads)`. Zero if all weights are 0.
 
     Raises:
-        ValueError: `micro_batches` is less than 1. When called: the rows do not split so, or weights do not fit the losses.
-        TypeError: `micro_batches` is no whole number, or, when called, a loss is no number.
+        ValueError: `micro_batches` is less than 1. When called: the batch cannot be split into micro-batches, or the shape of
+            `weights` does not match the losses.
+        TypeError: `micro_batches` is not an integer, or, when called, a loss is not a number.
         RuntimeError: When called: by the host program, within `strategy.scope()`.
 
     Example:
@@ -65,97 +91,96 @@ def value_and_grad(
     def share(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
         context = require_replica_context("value_and_grad", "strategy.step")
         check_unwrapped((params, batch, weights))
-        here = precision.step_precision()
-        if here.precision:
-            here.precision.check_params(params)
-        differentiate = _differentiated(loss_fn, has_aux, here, micro_batches)
+        step_precision = precision.step_precision()
+        if step_precision.precision:
+            step_precision.precision.check_params(params)
+        differentiate = _differentiated(loss_fn, has_aux, step_precision, micro_batches)
         if micro_batches == 1:
             (total, count), grads, aux = differentiate(params, batch, weights)
         else:
             parts = _split(loss_fn, batch, weights, micro_batches)
-            (total, count), grads, aux = _added(differentiate, params, parts)
+            (total, count), grads, aux = _accumulated(differentiate, params, parts)
         if weights is not None:
             count = context.all_reduce(ReduceOp.MEAN, count)
-        scale = 1 / jnp.where(count == 0, 1, count)
-        value = total * scale
-        unscale = scale if here.scale is None else scale / here.scale
-        grads = jax.tree.map(lambda g, p: (g * unscale).astype(jnp.asarray(p).dtype), grads, params)
+        inverse_count = 1 / jnp.where(count == 0, 1, count)
+        value = total * inverse_count
+        factor = inverse_count if step_precision.scale is None else inverse_count / step_precision.scale
+        grads = jax.tree.map(lambda g, p: (g * factor).astype(jnp.asarray(p).dtype), grads, params)
         return ((value, aux) if has_aux else value), grads
 
     return share
 
 
 def _differentiated(
-    loss_fn: Callable[..., Any], has_aux: bool, here: precision.StepPrecision, parts: int
+    loss_fn: Callable[..., Any], has_aux: bool, step_precision: precision.StepPrecision, parts: int
 ) -> Callable[..., Any]:
-    """From parameters, rows and their weights to `(total, count)`, the gradient of the total, and what else there is.
+    """Returns a function from parameters, batch and weights to `((total, count), grads of total, aux)`.
 
-    Both are divided by the number of losses in all parts, so that float16 has room for what is differentiated.
+    Total and count are divided by the number of losses in all parts, so that the gradients do not overflow in float16.
     """
-    dtypes = here.precision or None
+    dtypes = step_precision.precision
 
     def scaled_total(params: PyTree, batch: PyTree, weights: Any) -> tuple[jax.Array, tuple[Any, Any, PyTree]]:
-        given = dtypes.cast_compute((params, batch)) if dtypes else (params, batch)
-        result = loss_fn(given[0], *given[1])
-        losses, aux = _pair(result) if has_aux else (result, None)
+        params, batch = dtypes.cast_compute((params, batch)) if dtypes else (params, batch)
+        result = loss_fn(params, *batch)
+        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(
+                "With `has_aux` the loss function must return a pair `(losses, aux)`, and it returned "
+                f"{type(result).__name__}."
+            )
+        losses, aux = result if has_aux else (result, None)
         if isinstance(losses, (tuple, list)):
             raise TypeError(
-                f"The loss function returned a {type(losses).__name__}, and a loss is one array. If it is a loss and something "
-                "else, say `has_aux=True`."
+                f"The loss function returned a {type(losses).__name__}, and a loss is one array. If it returns a loss and "
+                "another value, pass `has_aux=True`."
             )
         if dtypes:
             losses, aux = dtypes.cast_output((losses, aux))
         total, count = weighted_sums("losses", losses, weights)
-        number = max(jnp.size(losses), 1) * parts
-        total = total / number
-        return total if here.scale is None else total * here.scale, (total, count / number, aux)
+        num_losses = max(jnp.size(losses), 1) * parts
+        total = total / num_losses
+        scaled = total if step_precision.scale is None else total * step_precision.scale
+        return scaled, (total, count / num_losses, aux)
 
     def differentiate(params: PyTree, batch: PyTree, weights: Any) -> Any:
         (_, (total, count, aux)), grads = jax.value_and_grad(scaled_total, has_aux=True)(params, batch, weights)
-        if weights is not None:  # of rows that only fill up, a model may make what is no number
-            no_row_counts = jnp.all(jnp.asarray(weights) == 0)
-            grads = jax.tree.map(lambda g: jnp.where(no_row_counts, 0, g), grads)
+        if weights is not None:  # a model may compute NaN from padding alone
+            is_all_padding = jnp.all(jnp.asarray(weights) == 0)
+            grads = jax.tree.map(lambda g: jnp.where(is_all_padding, 0, g), grads)
         return (total, jnp.float32(count)), grads, aux
 
     return differentiate
 
 
-def _added(differentiate: Callable[..., Any], params: PyTree, parts: PyTree) -> Any:
-    """What `differentiate` gives of each part, added up one after the other; the rest stacked."""
+def _accumulated(differentiate: Callable[..., Any], params: PyTree, parts: PyTree) -> Any:
+    """Returns the results of `differentiate`, accumulated over the parts; `aux` is stacked."""
 
     def add(sums: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
         totals, grads, aux = differentiate(params, *part)
         return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, (totals, grads)), aux
 
-    like = jax.eval_shape(lambda part: differentiate(params, *part)[:2], jax.tree.map(lambda x: x[0], parts))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), like)
+    shapes = jax.eval_shape(lambda part: differentiate(params, *part)[:2], jax.tree.map(lambda x: x[0], parts))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes)
     (totals, grads), aux = lax.scan(add, zeros, parts)
     return totals, grads, aux
 
 
 def _split(loss_fn: Callable[..., Any], batch: tuple[PyTree, ...], weights: Any, parts: int) -> PyTree:
-    """`[batch, ...]` to `[micro_batch, batch / micro_batches, ...]`.
+    """Returns `(batch, weights)` as `[micro_batch, batch / micro_batches, ...]`.
 
     Raises:
-        ValueError: A leaf has no rows, or they do not split.
+        ValueError: A leaf has no examples, or their number is not divisible by the number of micro-batches.
     """
     names = argument_names(loss_fn, (None, *batch), {})[1:]
     leaves = [leaf for name, tree in zip(names, batch, strict=True) for leaf in named_leaves(name, tree)]
     for name, leaf in [*leaves, *named_leaves("weights", weights)]:
         if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % parts:
-            rows = f"{jnp.shape(leaf)[0]} rows" if jnp.ndim(leaf) else "no rows"
+            examples = f"{jnp.shape(leaf)[0]} examples" if jnp.ndim(leaf) else "no examples"
             raise ValueError(
-                f"{name} is {dtype_and_shape(leaf)}, and its {rows} do not make {parts} micro-batches. Take a divisor of the rows of a "
-                "replica, and let the loss function close over what is not data."
+                f"{name} is {dtype_and_shape(leaf)}, with {examples}, and cannot be split into {parts} micro-batches. "
+                "Use a divisor of "
+                "the number of examples per replica, and let the loss function capture values that are not data."
             )
     return jax.tree.map(
         lambda x: jnp.reshape(x, (parts, jnp.shape(x)[0] // parts, *jnp.shape(x)[1:])), (batch, weights)
-    )
-
-
-def _pair(result: Any) -> tuple[Any, PyTree]:
-    if isinstance(result, tuple) and len(result) == 2:
-        return result
-    raise TypeError(
-        f"With `has_aux` the loss function returns a pair `(losses, aux)`, and this one returned {type(result).__name__}."
     )

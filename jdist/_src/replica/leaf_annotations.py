@@ -1,8 +1,9 @@
-"""What a policy tells the strategy that runs it about leaves of the user's state.
+"""Annotations of state leaves that a synchronization policy makes while a step is traced.
 
-A policy is handed parameters and keeps a state, and never sees the container that the user has both in. It names leaves by
-the very arrays that it was given or has made; the strategy, which sees the whole state, finds them again by identity. So
-what is said where JAX traces a function of its own (`jax.jit`, `jax.eval_shape`, a loop) cannot be followed.
+A policy receives parameters and returns its own state; it does not receive the container in which the user stores both. It
+annotates leaves by the identity of the arrays that it received or created, and the strategy, which has the whole state, finds
+these arrays again by identity. Annotations made inside a function that JAX traces separately (`jax.jit`, `jax.eval_shape`, a
+loop) refer to tracers of that function, and cannot be matched with the state.
 """
 
 import contextlib
@@ -22,148 +23,154 @@ from jdist._src.values.sync_on_read import SyncOnRead
 
 
 class LocalLeaves(NamedTuple):
-    """Leaves of a new state of which every replica is to hold its own value.
+    """Leaves of a new state that `Strategy.init` stores as `SyncOnRead`.
 
     Attributes:
-        policy: Who says so.
+        policy: The name of the policy, for error messages.
         leaves: The leaves.
-        aggregation: How they are read.
-        trainable: Whether they are parameters.
-        where: What JAX was tracing.
+        aggregation: The aggregation of the `SyncOnRead`.
+        trainable: Whether the leaves are parameters.
+        trace: The trace in which they were annotated.
     """
 
     policy: str
     leaves: list[Any]
     aggregation: VariableAggregation
     trainable: bool
-    where: Any
+    trace: Any
 
 
 class SyncTarget(NamedTuple):
-    """Parameters that a step brings to the same value on every replica.
+    """Parameters that a step sets to the same value on every replica.
 
     Attributes:
-        before: What the step was given for them.
-        update: What is added to them.
-        target: What they are to become; mirrored.
-        when: Whether they are to in this step, a boolean `[]`; mirrored.
-        where: What JAX was tracing.
+        before: The parameters that the step received.
+        update: The update that is added to them.
+        target: Their new value; replicated.
+        when: Whether this step sets them, a boolean `[]`; replicated.
+        trace: The trace in which they were annotated.
     """
 
     before: list[Any]
     update: list[jax.Array]
     target: list[jax.Array]
     when: jax.Array
-    where: Any
+    trace: Any
 
 
-_partials: ContextVar[list[LocalLeaves] | None] = ContextVar("jdist_partials", default=None)
-_landings: ContextVar[list[SyncTarget] | None] = ContextVar("jdist_landings", default=None)
+_local_leaves: ContextVar[list[LocalLeaves] | None] = ContextVar("jdist_local_leaves", default=None)
+_sync_targets: ContextVar[list[SyncTarget] | None] = ContextVar("jdist_sync_targets", default=None)
 
 
 def mark_local(policy: str, tree: PyTree, aggregation: VariableAggregation, trainable: bool = False) -> None:
-    """Says of the leaves of `tree` that `Strategy.init`, if it runs around this call, makes them `SyncOnRead`.
+    """Annotates the leaves of `tree` as local: an enclosing `Strategy.init` stores them as `SyncOnRead`.
 
     Raises:
         TypeError: A leaf is a Python number, which has no identity.
     """
-    noted = _partials.get()
-    if noted is None:
+    annotations = _local_leaves.get()
+    if annotations is None:
         return
     for name, leaf in named_leaves("params", tree):
         if not hasattr(leaf, "dtype"):
             raise TypeError(
-                f"{name} is {dtype_and_shape(leaf)}, no array, and `jdist.{policy}` has to find it again in the state. Make it one: "
-                "`jnp.asarray(x)`."
+                f"{name} is {dtype_and_shape(leaf)}, not an array. `jdist.{policy}` finds it in the state by its identity, "
+                "which a number does not have: use `jnp.asarray(x)`."
             )
     if leaves := jax.tree.leaves(tree):
-        noted.append(LocalLeaves(policy, leaves, aggregation, trainable, jax_compat.trace_state()))
+        annotations.append(LocalLeaves(policy, leaves, aggregation, trainable, jax_compat.trace_state()))
 
 
 def snap_to_target(before: PyTree, update: PyTree, target: PyTree, when: Any) -> None:
-    """Says that the parameters `before`, to which the user adds `update`, are to be `target` to the bit, if `when` is true.
+    """Annotates the parameters `before`: with `update` added, they become bitwise equal to `target` where `when` is true.
 
-    The sum is rounded, on every replica from another starting point, and so would not be quite the same on all.
+    The sum `before + update` is rounded, from a different `before` on each replica, so it would differ in the last bits.
     """
-    noted = _landings.get()
-    if noted is not None:
+    annotations = _sync_targets.get()
+    if annotations is not None:
         leaves = [jax.tree.leaves(tree) for tree in (before, update, target)]
-        noted.append(SyncTarget(leaves[0], leaves[1], leaves[2], jnp.asarray(when), jax_compat.trace_state()))
+        annotations.append(SyncTarget(leaves[0], leaves[1], leaves[2], jnp.asarray(when), jax_compat.trace_state()))
 
 
-def snap_to_target_if(condition: jax.Array, noted: Sequence[SyncTarget]) -> None:
-    """Says again what was said within, for the case that `condition` is true."""
-    for one in noted:
-        snap_to_target(one.before, one.update, one.target, one.when & condition)
+def snap_to_target_if(condition: jax.Array, targets: Sequence[SyncTarget]) -> None:
+    """Repeats the annotations `targets`, for the case that `condition` is true."""
+    for sync_target in targets:
+        snap_to_target(sync_target.before, sync_target.update, sync_target.target, sync_target.when & condition)
 
 
 @contextlib.contextmanager
 def collect_local_leaves() -> Iterator[list[LocalLeaves]]:
-    """Collects what is said by `keep_partial`."""
-    token = _partials.set(noted := [])
+    """Collects the annotations of `mark_local`."""
+    token = _local_leaves.set(annotations := [])
     try:
-        with keyed(object()):  # a cached trace of a helper would call no policy, and so note nothing
-            yield noted
+        with keyed(object()):  # from a cached trace of a helper, the policy would not be called, and would not annotate
+            yield annotations
     finally:
-        _partials.reset(token)
+        _local_leaves.reset(token)
 
 
 @contextlib.contextmanager
 def collect_sync_targets() -> Iterator[list[SyncTarget]]:
-    """Collects what is said by `land`."""
-    token = _landings.set(noted := [])
+    """Collects the annotations of `snap_to_target`."""
+    token = _sync_targets.set(annotations := [])
     try:
-        yield noted
+        yield annotations
     finally:
-        _landings.reset(token)
+        _sync_targets.reset(token)
 
 
-def wrap_local_leaves(state: PyTree, noted: Sequence[LocalLeaves]) -> PyTree:
-    """A new state with the leaves that were noted as `SyncOnRead`.
+def wrap_local_leaves(state: PyTree, annotations: Sequence[LocalLeaves]) -> PyTree:
+    """Returns a new state with the annotated leaves as `SyncOnRead`.
 
     Raises:
-        ValueError: A policy keeps values apart, and they are not in the state.
+        ValueError: Leaves that a policy annotated are not in the state.
     """
     items, treedef = jax.tree.flatten(state, is_leaf=is_distributed)
-    there, here = {id(item) for item in items}, jax_compat.trace_state()
-    for one in noted:
-        # Within another function a policy may have been asked in vain, if it was asked here too.
-        asked_here = any(other.where == here for other in noted if other.policy == one.policy)
-        found = sum(id(leaf) in there for leaf in one.leaves)
-        if found < len(one.leaves) and (one.where == here or not asked_here):
-            raise ValueError(_not_found(one, found))
-    by_leaf = {id(leaf): one for one in noted for leaf in one.leaves}
+    item_ids, trace = {id(item) for item in items}, jax_compat.trace_state()
+    for local in annotations:
+        # Annotations of an inner trace are ignored if the same policy also annotated in this trace.
+        is_called_here = any(other.trace == trace for other in annotations if other.policy == local.policy)
+        num_found = sum(id(leaf) in item_ids for leaf in local.leaves)
+        if num_found < len(local.leaves) and (local.trace == trace or not is_called_here):
+            kind = "parameters that diverge between synchronization steps" if local.trainable else "per-replica values"
+            raise ValueError(
+                f"`jdist.{local.policy}` stores {kind}, and {num_found} of its {len(local.leaves)} arrays are in the state "
+                "that `strategy.init` created. It finds them by identity: pass the same parameters to the optimizer's `init` "
+                "and to "
+                "the state, and call that `init` directly, not within `jax.jit` or `optax.flatten`."
+            )
+    by_leaf = {id(leaf): local for local in annotations for leaf in local.leaves}
     return treedef.unflatten(
-        [SyncOnRead(item, one.aggregation, one.trainable) if (one := by_leaf.get(id(item))) else item for item in items]
+        [
+            SyncOnRead(item, local.aggregation, local.trainable) if (local := by_leaf.get(id(item))) else item
+            for item in items
+        ]
     )
 
 
-def apply_sync_targets(before: PyTree, after: PyTree, noted: Sequence[SyncTarget]) -> PyTree:
-    """What a step made of its state, with what reached its target but for rounding exactly there."""
-    if not noted or jax.tree.structure(before) != jax.tree.structure(after):
+def apply_sync_targets(before: PyTree, after: PyTree, targets: Sequence[SyncTarget]) -> PyTree:
+    """Returns the new state of a step, in which annotated parameters are bitwise equal to their targets.
+
+    Args:
+        before: The state that the step received.
+        after: The state that the step returned.
+        targets: The annotations made while the step was traced.
+    """
+    if not targets or jax.tree.structure(before) != jax.tree.structure(after):
         return after
     leaves, treedef = jax.tree.flatten(after)
-    places = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(before))}
-    for one in noted:
-        if one.where == jax_compat.trace_state():
-            for was, update, target in zip(one.before, one.update, one.target, strict=True):
-                number = places.get(id(was))
-                if number is not None and jnp.shape(leaves[number]) == target.shape:
-                    leaves[number] = _snapped(was, update, leaves[number], target, one.when)
+    positions = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(before))}
+    for sync_target in targets:
+        if sync_target.trace == jax_compat.trace_state():
+            for old, update, target in zip(sync_target.before, sync_target.update, sync_target.target, strict=True):
+                i = positions.get(id(old))
+                if i is not None and jnp.shape(leaves[i]) == target.shape:
+                    leaves[i] = _snapped(old, update, leaves[i], target, sync_target.when)
     return treedef.unflatten(leaves)
 
 
-def _snapped(was: jax.Array, update: jax.Array, now: Any, target: jax.Array, when: jax.Array) -> jax.Array:
-    now = jnp.asarray(now)
-    # What the user has made of it otherwise, as by a bound, is kept.
-    untouched = now == jnp.asarray(was + update).astype(was.dtype)
-    return jnp.where(when & untouched, target.astype(now.dtype), now)
-
-
-def _not_found(one: LocalLeaves, found: int) -> str:
-    what = "parameters that drift apart between synchronisations" if one.trainable else "values of each replica's own"
-    return (
-        f"`jdist.{one.policy}` keeps {what}, and {found} of its {len(one.leaves)} arrays are in the state that "
-        "`strategy.init` made. It finds them by identity: hand the same parameters to the optimizer's `init` and to the "
-        "state, and call that `init` directly, not within `jax.jit` or `optax.flatten`."
-    )
+def _snapped(old: jax.Array, update: jax.Array, new: Any, target: jax.Array, when: jax.Array) -> jax.Array:
+    new = jnp.asarray(new)
+    # An element that the step changed after the update, for example by clipping, is not replaced.
+    is_plain_update = new == jnp.asarray(old + update).astype(old.dtype)
+    return jnp.where(when & is_plain_update, target.astype(new.dtype), new)

@@ -1,10 +1,10 @@
 """Averages over the batches of all replicas, for losses and metrics.
 
-A batch that is split over replicas has one mean: that of all its examples. The mean of the replicas' means is another
-wherever they hold different numbers of examples, and where padding counts as one.
+The mean of a global batch is the mean over all its examples. The mean of the replicas' means differs from it if the replicas
+hold different numbers of examples, or if padding is counted.
 """
 
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +17,34 @@ from jdist._src.replica.context import require_replica_context
 from jdist._src.values.arrays import check_range
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 
+T = TypeVar("T")
 
-def global_mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...] | None = None) -> PyTree:
-    """The weighted mean over the examples of all replicas together; the same on each.
 
-    As a loss, its gradient is right after `jdist.all_reduce("mean", grads)`: it is then the gradient of the mean over the
-    whole batch on one device, however the batch is split and wherever padding lies.
+@overload
+def global_mean(
+    values: complex | np.ndarray | np.generic, weights: Any = None, *, axis: int | tuple[int, ...] | None = None
+) -> jax.Array: ...
+@overload
+def global_mean(values: T, weights: Any = None, *, axis: int | tuple[int, ...] | None = None) -> T: ...
+def global_mean(values: PyTree, weights: Any = None, *, axis: int | tuple[int, ...] | None = None) -> PyTree:
+    """Returns the weighted mean over the examples of all replicas; replicated.
+
+    As a loss, its gradient is correct after `jdist.all_reduce("mean", grads)`: it equals the gradient of the mean over the
+    global batch on one device, for every split of the batch and every position of padding.
 
     Args:
-        values: `[batch, ...]`, one value an example or several; or a tree of these.
-        weights: `[batch]`, or as many dimensions of `values` as it has from the left. 0 leaves an example out, whatever its
-            value, NaN included; of its gradient it leaves out what is finite, so give padding no infinite slope. 1 each by
-            default.
-        axis: The dimensions to average over, from 0 up, besides the replicas; all by default.
+        values: `[batch, ...]`, one or several values per example; or a tree of these.
+        weights: `[batch]`, or the first dimensions of `values`. An example with weight 0 has no effect, even if its value is
+            NaN; its gradient has no effect if it is finite, so avoid infinite gradients at padding. By default all weights
+            are 1.
+        axis: The dimensions of `values` to average over, from 0 up, in addition to the replicas; all by default.
 
     Returns:
-        float32 at least, `[]`, or the dimensions that are not averaged over. 0 if all weights are 0.
+        The tree with means: arrays `[]`, or of the dimensions that are not averaged over, float32 or wider. 0 if all weights
+        are 0.
 
     Raises:
-        ValueError: `weights` does not fit `values`, or there is no such dimension.
+        ValueError: The shape of `weights` does not match `values`, or `axis` is out of range.
         TypeError: A leaf is boolean or a random key.
         RuntimeError: Called from the host program within `strategy.scope()`.
 
@@ -47,13 +56,13 @@ def global_mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...]
         >>> float(strategy.run(jdist.global_mean, uneven.padded()))
         1.75
     """
-    context = require_replica_context("mean", "strategy.reduce")
+    context = require_replica_context("global_mean", "strategy.reduce")
     check_unwrapped((values, weights))
-    check_no_row_slices("mean", values)
+    check_no_row_slices("global_mean", values)
     sums = [weighted_sums(name, leaf, weights, axis) for name, leaf in named_leaves("values", values)]
     totals, counts = [total for total, _ in sums], [count for _, count in sums]
-    # Both are divided by the number of replicas, which is gone from their ratio. A count without weights is known, and the
-    # same on all.
+    # The mean over the replicas divides totals and counts by the number of replicas, which cancels in the ratio. Without
+    # weights the count is known while tracing, and the same on all replicas.
     if weights is None:
         totals = context.all_reduce(ReduceOp.MEAN, totals)
     else:
@@ -63,21 +72,22 @@ def global_mean(values: PyTree, weights: Any = None, axis: int | tuple[int, ...]
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> jax.Array:
-    """This replica's share of the average loss: its sum, divided by the size of the global batch.
+    """Returns this replica's share of the average loss: the sum of its losses, divided by the global batch size.
 
-    The shares of all replicas add up to the average, so reduce losses and gradients by SUM. `jdist.global_mean` counts the examples
-    by itself, and knows of padding.
+    The average is the sum of the shares of all replicas, so reduce losses and gradients by SUM. `jdist.global_mean` counts the
+    examples itself, and supports padding.
 
     Args:
         per_example_loss: `[batch, ...]`.
-        sample_weight: `[batch]`, or as many dimensions as it has from the left.
-        global_batch_size: Examples on all replicas together; by default this replica's times the number of replicas.
+        sample_weight: `[batch]`, or the first dimensions of `per_example_loss`.
+        global_batch_size: The number of examples on all replicas; by default that of this replica times the number of
+            replicas.
 
     Returns:
-        A scalar, one value a replica.
+        A scalar, one value per replica.
 
     Raises:
-        ValueError: `global_batch_size` is not positive, or there is no dimension to count examples in.
+        ValueError: `global_batch_size` is not positive, or is needed because `per_example_loss` has no examples to count.
         RuntimeError: Called from the host program within `strategy.scope()`.
 
     Example:
@@ -94,20 +104,20 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     if global_batch_size is None:
         if not loss.ndim or not loss.size:
             raise ValueError(
-                f"`per_example_loss` is {dtype_and_shape(loss)}, without examples to count. Give `global_batch_size`."
+                f"`per_example_loss` is {dtype_and_shape(loss)}, without examples to count. Pass `global_batch_size`."
             )
         global_batch_size = len(loss) * context.num_replicas_in_sync
-    whole = isinstance(global_batch_size, (int, np.integer))
-    if not isinstance(global_batch_size, jax.Array) and not (whole and global_batch_size > 0):
-        raise ValueError(f"`global_batch_size` is a positive number of examples, got {global_batch_size!r}.")
+    is_int = isinstance(global_batch_size, (int, np.integer))
+    if not isinstance(global_batch_size, jax.Array) and not (is_int and global_batch_size > 0):
+        raise ValueError(f"`global_batch_size` must be a positive number of examples, got {global_batch_size!r}.")
     weighted = loss if sample_weight is None else loss * broadcast_weights(sample_weight, loss, "per_example_loss")
     return jnp.sum(weighted) / global_batch_size
 
 
 def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
-    """This replica's share of a loss that all have whole: its sum, divided by the number of replicas.
+    """Returns this replica's share of a loss that every replica computes in full: its sum, divided by the number of replicas.
 
-    To be added to what `compute_average_loss` gives, and reduced by SUM with it.
+    Add it to the result of `compute_average_loss`, and reduce their sum over the replicas by SUM.
 
     Raises:
         RuntimeError: Called from the host program within `strategy.scope()`.
@@ -127,9 +137,9 @@ def scale_regularization_loss(regularization_loss: Any) -> jax.Array:
 def weighted_sums(
     name: str, leaf: Any, weights: Any, axis: int | tuple[int, ...] | None = None
 ) -> tuple[jax.Array, Any]:
-    """On this replica: the weighted sum of a leaf's values, and the sum of the weights of as many of them.
+    """Returns the weighted sum of a leaf's values on this replica, and the sum of their weights.
 
-    Without weights the second is a count, a number that is known before tracing.
+    Without weights the second is the number of values, a numpy number that is known while tracing.
     """
     check_reducible(ReduceOp.MEAN, name, leaf)
     check_range(name, leaf)
@@ -140,46 +150,42 @@ def weighted_sums(
         total = jnp.sum(values, axis=axis)
         return total, np.float32(values.size // max(total.size, 1))
     weight = jnp.ones(values.shape, values.real.dtype) * broadcast_weights(weights, values, name)
-    # Not weight * value alone: 0 leaves out what is not finite too.
+    # `where`, because 0 * NaN is NaN: an example of weight 0 has no effect even if its value is not finite.
     return jnp.sum(jnp.where(weight == 0, 0, values * weight), axis=axis), jnp.sum(weight, axis=axis)
 
 
 def broadcast_weights(weights: Any, values: jax.Array, name: str) -> jax.Array:
-    """`weights` with dimensions of 1 on the right, up to the rank of `values`.
+    """Returns `weights` with trailing dimensions of size 1, up to the rank of `values`.
 
     Raises:
-        ValueError: Its dimensions are not the first ones of `values`; the message calls these `name`. Or a weight is known
-            to be negative or not finite.
-        TypeError: They are no numbers.
+        ValueError: The shape of `weights` is not a prefix of the shape of `values`, which the message calls `name`; or a weight
+            that is known while tracing is negative or not finite.
+        TypeError: The weights are not numbers.
     """
-    given, weights = weights, jnp.asarray(weights)
-    if jnp.issubdtype(weights.dtype, jax.dtypes.prng_key):
-        raise TypeError(f"weights are random keys, {dtype_and_shape(weights)}: weigh with numbers.")
-    if weights.ndim > values.ndim or weights.shape != values.shape[: weights.ndim]:
+    array = jnp.asarray(weights)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"weights are random keys, {dtype_and_shape(array)}: use numbers.")
+    if array.ndim > values.ndim or array.shape != values.shape[: array.ndim]:
         raise ValueError(
-            f"weights {dtype_and_shape(weights)} do not stand beside {name} {dtype_and_shape(values)}: their dimensions are the first ones of the "
-            "values, as [batch] for [batch, ...]."
+            f"weights {dtype_and_shape(array)} do not match {name} {dtype_and_shape(values)}: the dimensions of the weights "
+            "must be the first dimensions of the values, as [batch] for [batch, ...]."
         )
-    check_weights("weights", given)
-    return weights.reshape(weights.shape + (1,) * (values.ndim - weights.ndim))
+    check_weights("weights", weights)
+    return array.reshape(array.shape + (1,) * (values.ndim - array.ndim))
 
 
 def check_weights(name: str, weights: Any) -> None:
-    """Checks weights whose values are known; a traced value is not checked.
-
-    Raises:
-        ValueError: A weight is negative or not finite.
-    """
+    """Raises ValueError if a weight is negative or not finite. A traced value is not checked."""
     if isinstance(weights, Tracer) or (isinstance(weights, jax.Array) and not weights.is_fully_addressable):
         return
     with jax.transfer_guard_device_to_host("allow"):
         values = np.asarray(weights)
     if values.dtype == bool or not jnp.issubdtype(values.dtype, jnp.number):
         return
-    wrong = ~(np.isfinite(values) & (np.real(values) >= 0))
-    if wrong.any():
-        place = [int(i) for i in np.argwhere(wrong)[0]]
+    is_invalid = ~(np.isfinite(values) & (np.real(values) >= 0))
+    if is_invalid.any():
+        index = [int(i) for i in np.argwhere(is_invalid)[0]]
         raise ValueError(
-            f"{name} has {int(wrong.sum())} of {values.size} values that are negative or not finite, the first is "
-            f"{values[tuple(place)]} at {place}. Weights must be finite and at least 0; 0 leaves an example out."
+            f"{name} has {int(is_invalid.sum())} of {values.size} values that are negative or not finite, the first is "
+            f"{values[tuple(index)]} at {index}. Weights must be finite and at least 0; an example with weight 0 has no effect."
         )

@@ -1,12 +1,11 @@
-"""Metrics: what is counted example by example, on any replica and in any order, and read as one number.
+"""Metrics that are accumulated example by example, on any replica and in any order.
 
-A metric is a tree of sums. `update` adds examples to it, `merge` adds two of them up, and `compute` reads it, so that the
-result is that of all examples at once: never a mean of means. Merging is associative and commutative, and an empty metric
-changes nothing.
+A metric is a tree of sums. `update` adds examples, `merge` adds two metrics, and `compute` returns the value, so the result is
+the value over all examples, never a mean of means. Merging is associative and commutative, and an empty metric is its identity.
 
-Since merging is adding leaf by leaf, so is everything that makes one value of many: `jdist.all_reduce("sum", metric)` in a
-step, or `jdist.SyncOnRead(metric, "sum")` in its state, which costs no communication until `read`. Sums are float32: counts
-are exact up to 2**24 examples, and right to seven digits beyond.
+Merging adds leaf by leaf, so a metric can be reduced by `jdist.all_reduce("sum", metric)` in a step, or stored in its state as
+`jdist.SyncOnRead(metric, "sum")`, which uses no communication until `read`. Sums are float32: counts are exact up to 2**24
+examples, and accurate to seven digits beyond.
 """
 
 import abc
@@ -24,29 +23,29 @@ from jdist._src.replica.losses import broadcast_weights, weighted_sums
 
 
 class Metric(abc.ABC):
-    """A frozen tree of sums over examples. Its `update` gives a metric with more of them.
+    """A frozen tree of sums over examples. `update` returns a metric with more examples.
 
-    Weights are `[batch]`, one an example, or `[batch, ...]`; an example of weight 0 counts for nothing, as padding does.
+    Weights are `[batch]`, one per example, or `[batch, ...]`. An example with weight 0, such as padding, has no effect.
     """
 
     @abc.abstractmethod
     def compute(self) -> jax.Array:
-        """The value over all examples so far."""
+        """Returns the value over all examples so far."""
 
     def merge(self, other: Self) -> Self:
-        """The metric of the examples of both.
+        """Returns the metric over the examples of both.
 
         Raises:
-            ValueError: They are of different kinds or sizes.
+            ValueError: The classes or the sizes of the metrics differ.
         """
         sizes, others = (jax.tree.map(np.shape, metric) for metric in (self, other))
         if sizes != others:
-            raise ValueError(f"{sizes} and {others} do not merge: a metric does with others of its kind and size.")
+            raise ValueError(f"Cannot merge {sizes} and {others}: metrics must have the same class and size.")
         return jax.tree.map(operator.add, self, other)
 
 
 def _zero() -> Any:
-    # A numpy number, as counts without weights are: a sum over replicas of what is known before tracing is no mistake.
+    # A numpy number, like counts without weights: their sum over the replicas is intended, and gives no `RepeatedSumWarning`.
     return dataclasses.field(default=np.float32(0))
 
 
@@ -67,12 +66,12 @@ class Sum(Metric):
     total: Any = _zero()
 
     def update(self, values: Any, *, weights: Any = None) -> "Sum":
-        """This sum with `values` `[batch, ...]`."""
+        """Returns this sum with `values` `[batch, ...]` added."""
         total, _ = weighted_sums("values", _floats("values", values), weights)
         return Sum(self.total + total)
 
     def compute(self) -> jax.Array:
-        """The sum, `[]`."""
+        """Returns the sum, `[]`."""
         return jnp.asarray(self.total)
 
 
@@ -80,7 +79,7 @@ class Sum(Metric):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Mean(Metric):
-    """The weighted mean of values; 0 of none.
+    """The weighted mean of values; 0 without values.
 
     Attributes:
         total: The weighted sum, `[]`.
@@ -97,12 +96,12 @@ class Mean(Metric):
     weight: Any = _zero()
 
     def update(self, values: Any, *, weights: Any = None) -> "Mean":
-        """This mean with `values` `[batch, ...]`."""
+        """Returns this mean with `values` `[batch, ...]` added."""
         total, weight = weighted_sums("values", _floats("values", values), weights)
         return Mean(self.total + total, self.weight + weight)
 
     def compute(self) -> jax.Array:
-        """The mean, `[]`."""
+        """Returns the mean, `[]`."""
         return _ratio(self.total, self.weight)
 
 
@@ -110,10 +109,10 @@ class Mean(Metric):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Accuracy(Metric):
-    """How many of the examples have their label as the greatest of their logits.
+    """The fraction of examples whose label has the largest logit.
 
     Attributes:
-        correct: The mean of 1 for right and 0 for wrong.
+        correct: The mean of 1 for a correct prediction and 0 for a wrong one.
 
     Example:
         >>> logits = np.float32([[0.1, 0.9], [0.8, 0.2]])
@@ -124,13 +123,13 @@ class Accuracy(Metric):
     correct: Mean = dataclasses.field(default_factory=Mean)
 
     def update(self, logits: Any, labels: Any, *, weights: Any = None) -> "Accuracy":
-        """This metric with `logits` `[batch, ..., class]` and integer `labels` `[batch, ...]`."""
+        """Returns this metric with `logits` `[batch, ..., class]` and integer `labels` `[batch, ...]` added."""
         logits, labels = _logits_and_labels(logits, labels)
-        right = jnp.argmax(logits, axis=-1) == labels
-        return Accuracy(self.correct.update(right, weights=weights))
+        is_correct = jnp.argmax(logits, axis=-1) == labels
+        return Accuracy(self.correct.update(is_correct, weights=weights))
 
     def compute(self) -> jax.Array:
-        """A share, 0 to 1."""
+        """Returns the fraction, 0 to 1."""
         return self.correct.compute()
 
 
@@ -138,13 +137,13 @@ class Accuracy(Metric):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TopKAccuracy(Metric):
-    """How many of the examples have their label among the `k` greatest of their logits.
+    """The fraction of examples whose label is among the `k` largest logits.
 
-    Of equal logits the one of the lower class counts as the greater, as in `jax.lax.top_k`.
+    Of equal logits, the one of the lower class is ranked first, as in `jax.lax.top_k`.
 
     Attributes:
-        k: How many.
-        correct: The mean of 1 for right and 0 for wrong.
+        k: The number of logits.
+        correct: The mean of 1 for a correct prediction and 0 for a wrong one.
 
     Example:
         >>> logits = np.float32([[0.1, 0.5, 0.4], [0.7, 0.2, 0.1]])
@@ -159,16 +158,16 @@ class TopKAccuracy(Metric):
         as_int("`k`", self.k, 1)
 
     def update(self, logits: Any, labels: Any, *, weights: Any = None) -> "TopKAccuracy":
-        """This metric with `logits` `[batch, ..., class]` and integer `labels` `[batch, ...]`."""
+        """Returns this metric with `logits` `[batch, ..., class]` and integer `labels` `[batch, ...]` added."""
         logits, labels = _logits_and_labels(logits, labels)
         if not 1 <= self.k <= logits.shape[-1]:
-            raise ValueError(f"There are no {self.k} greatest of {logits.shape[-1]} classes: `k` is from 1 up to that.")
-        _, best = jax.lax.top_k(logits, self.k)
-        right = jnp.any(best == labels[..., None], axis=-1)
-        return dataclasses.replace(self, correct=self.correct.update(right, weights=weights))
+            raise ValueError(f"`k` must be from 1 to the number of classes, {logits.shape[-1]}, got {self.k}.")
+        _, top_classes = jax.lax.top_k(logits, self.k)
+        is_correct = jnp.any(top_classes == labels[..., None], axis=-1)
+        return dataclasses.replace(self, correct=self.correct.update(is_correct, weights=weights))
 
     def compute(self) -> jax.Array:
-        """A share, 0 to 1."""
+        """Returns the fraction, 0 to 1."""
         return self.correct.compute()
 
 
@@ -179,7 +178,7 @@ class MeanSquaredError(Metric):
     """The mean of squared differences.
 
     Attributes:
-        squares: Their mean so far.
+        squares: The mean of the squares so far.
 
     Example:
         >>> float(MeanSquaredError().update(np.float32([1, 5]), np.float32([1, 3])).compute())
@@ -189,11 +188,11 @@ class MeanSquaredError(Metric):
     squares: Mean = dataclasses.field(default_factory=Mean)
 
     def update(self, predictions: Any, targets: Any, *, weights: Any = None) -> "MeanSquaredError":
-        """This metric with `predictions` and `targets`, `[batch, ...]` both."""
+        """Returns this metric with `predictions` and `targets`, both `[batch, ...]`, added."""
         return MeanSquaredError(self.squares.update(jnp.square(_difference(predictions, targets)), weights=weights))
 
     def compute(self) -> jax.Array:
-        """The mean, `[]`; its root is the root mean squared error."""
+        """Returns the mean, `[]`; its square root is the root mean squared error."""
         return self.squares.compute()
 
 
@@ -204,7 +203,7 @@ class MeanAbsoluteError(Metric):
     """The mean of absolute differences.
 
     Attributes:
-        distances: Their mean so far.
+        distances: The mean of the absolute differences so far.
 
     Example:
         >>> float(MeanAbsoluteError().update(np.float32([1, 5]), np.float32([1, 3])).compute())
@@ -214,11 +213,11 @@ class MeanAbsoluteError(Metric):
     distances: Mean = dataclasses.field(default_factory=Mean)
 
     def update(self, predictions: Any, targets: Any, *, weights: Any = None) -> "MeanAbsoluteError":
-        """This metric with `predictions` and `targets`, `[batch, ...]` both."""
+        """Returns this metric with `predictions` and `targets`, both `[batch, ...]`, added."""
         return MeanAbsoluteError(self.distances.update(jnp.abs(_difference(predictions, targets)), weights=weights))
 
     def compute(self) -> jax.Array:
-        """The mean, `[]`."""
+        """Returns the mean, `[]`."""
         return self.distances.compute()
 
 
@@ -226,10 +225,10 @@ class MeanAbsoluteError(Metric):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ConfusionMatrix(Metric):
-    """How often each class was taken for each.
+    """The number of examples for each pair of label and predicted class.
 
     Attributes:
-        counts: `[label, prediction]`; begin with `ConfusionMatrix.empty(num_classes)`.
+        counts: `[label, prediction]`; start with `ConfusionMatrix.empty(num_classes)`.
 
     Example:
         >>> matrix = ConfusionMatrix.empty(2).update(np.array([1, 1, 0]), np.array([1, 0, 0]))
@@ -243,35 +242,37 @@ class ConfusionMatrix(Metric):
 
     @classmethod
     def empty(cls, num_classes: int) -> "ConfusionMatrix":
-        """Of no examples; ValueError if there are no classes."""
+        """Returns the metric without examples; raises ValueError if `num_classes` is less than 1."""
         if num_classes < 1:
-            raise ValueError(f"There are {num_classes} classes: one at least is counted.")
+            raise ValueError(f"`num_classes` must be at least 1, got {num_classes}.")
         return cls(jnp.zeros((num_classes, num_classes), jnp.float32))
 
     def update(self, predictions: Any, labels: Any, *, weights: Any = None) -> "ConfusionMatrix":
-        """This metric with predicted and right classes, integers `[batch, ...]`; -1 or another that is none is left out."""
+        """Returns this metric with predicted classes and labels added, integers `[batch, ...]`.
+
+        Examples whose label or prediction is not a class, such as -1, have no effect.
+        """
         predictions, labels = _classes(predictions, labels)
         size = len(self.counts)
-        known = (labels >= 0) & (labels < size) & (predictions >= 0) & (predictions < size)
+        is_valid = (labels >= 0) & (labels < size) & (predictions >= 0) & (predictions < size)
         weight = 1.0 if weights is None else broadcast_weights(weights, labels, "labels").astype(jnp.float32)
-        ones = jnp.where(known, weight, 0)
-        places = jnp.where(known, labels, 0), jnp.where(known, predictions, 0)
-        return ConfusionMatrix(self.counts.at[places].add(ones))
+        indices = jnp.where(is_valid, labels, 0), jnp.where(is_valid, predictions, 0)
+        return ConfusionMatrix(self.counts.at[indices].add(jnp.where(is_valid, weight, 0)))
 
     def compute(self) -> jax.Array:
-        """The counts, `[label, prediction]`."""
+        """Returns the counts, `[label, prediction]`."""
         return self.counts
 
     def precision(self) -> jax.Array:
-        """Of those taken for each class, how many were it, `[class]`; 0 of none."""
+        """Returns for each class the fraction of its predictions that are correct, `[class]`; 0 without predictions."""
         return _ratio(jnp.diag(self.counts), self.counts.sum(axis=0))
 
     def recall(self) -> jax.Array:
-        """Of those of each class, how many were taken for it, `[class]`; 0 of none."""
+        """Returns for each class the fraction of its examples that are predicted correctly, `[class]`; 0 without examples."""
         return _ratio(jnp.diag(self.counts), self.counts.sum(axis=1))
 
     def f1(self) -> jax.Array:
-        """The harmonic mean of precision and recall, `[class]`; 0 of none."""
+        """Returns the harmonic mean of precision and recall, `[class]`; 0 without examples and predictions."""
         return _ratio(2 * jnp.diag(self.counts), self.counts.sum(axis=0) + self.counts.sum(axis=1))
 
 
@@ -279,10 +280,10 @@ class ConfusionMatrix(Metric):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class F1(Metric):
-    """The harmonic mean of precision and recall, averaged over classes that all count the same ("macro").
+    """The harmonic mean of precision and recall, averaged over the classes with equal weight ("macro").
 
     Attributes:
-        confusion: What it is computed from; begin with `F1.empty(num_classes)`.
+        confusion: The confusion matrix; start with `F1.empty(num_classes)`.
 
     Example:
         >>> round(float(F1.empty(2).update(np.array([1, 1, 0]), np.array([1, 0, 0])).compute()), 4)
@@ -293,23 +294,23 @@ class F1(Metric):
 
     @classmethod
     def empty(cls, num_classes: int) -> "F1":
-        """Of no examples."""
+        """Returns the metric without examples; raises ValueError if `num_classes` is less than 1."""
         return cls(ConfusionMatrix.empty(num_classes))
 
     def update(self, predictions: Any, labels: Any, *, weights: Any = None) -> "F1":
-        """This metric with the classes that were predicted and that are right, `[batch, ...]` integers both."""
+        """Returns this metric with predicted classes and labels added, integers `[batch, ...]`."""
         return F1(self.confusion.update(predictions, labels, weights=weights))
 
     def compute(self) -> jax.Array:
-        """The mean of the classes' F1, `[]`."""
+        """Returns the mean of the F1 of the classes, `[]`."""
         return self.confusion.f1().mean()
 
 
 def _floats(name: str, values: Any) -> jax.Array:
     is_key = isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jax.dtypes.prng_key)
     if is_key or np.iscomplexobj(values):
-        raise TypeError(f"{name} is {dtype_and_shape(values)}: metrics add up real numbers.")
-    # On the host first: an int64 that JAX would cut to 32 bits is a float32 here.
+        raise TypeError(f"{name} is {dtype_and_shape(values)}: a metric needs real numbers.")
+    # numpy converts first: JAX would truncate an int64 to 32 bits.
     return jnp.asarray(values if isinstance(values, jax.Array) else np.asarray(values, np.float32)).astype(jnp.float32)
 
 
@@ -328,20 +329,21 @@ def _difference(predictions: Any, targets: Any) -> jax.Array:
 
 def _logits_and_labels(logits: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
-    fits = logits.ndim > 0 and logits.shape[:-1] == labels.shape and logits.shape[-1] > 0
-    if not fits or not jnp.issubdtype(labels.dtype, jnp.integer):
+    is_matching = logits.ndim > 0 and logits.shape[:-1] == labels.shape and logits.shape[-1] > 0
+    if not is_matching or not jnp.issubdtype(labels.dtype, jnp.integer):
         raise ValueError(
-            f"logits {dtype_and_shape(logits)} are [batch, ..., class] and need integer labels [batch, ...], got {dtype_and_shape(labels)}."
+            f"logits {dtype_and_shape(logits)} are [batch, ..., class] and need integer labels [batch, ...], got "
+            f"{dtype_and_shape(labels)}."
         )
     return logits, labels
 
 
 def _classes(predictions: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
     predictions, labels = jnp.asarray(predictions), jnp.asarray(labels)
-    integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (predictions, labels))
-    if predictions.shape != labels.shape or not integers:
+    is_integer = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (predictions, labels))
+    if predictions.shape != labels.shape or not is_integer:
         raise ValueError(
-            f"predictions {dtype_and_shape(predictions)} and labels {dtype_and_shape(labels)} are classes, integers of one shape. Of logits, take "
-            "`logits.argmax(-1)`."
+            f"predictions {dtype_and_shape(predictions)} and labels {dtype_and_shape(labels)} must be classes, integers of "
+            "the same shape. For logits, use `logits.argmax(-1)`."
         )
     return predictions.astype(jnp.int32), labels.astype(jnp.int32)

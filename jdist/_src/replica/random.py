@@ -1,4 +1,4 @@
-"""Random keys: one for all replicas, one for each, one for each example."""
+"""Random keys per replica and per example, derived from a key that all replicas share."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,12 @@ from jdist._src.replica.context import require_replica_context
 
 
 def replica_key(key: jax.Array) -> jax.Array:
-    """A random key of this replica's own, made of one that all share: `fold_in(key, replica_id())`.
+    """Returns a random key that is different on each replica: `fold_in(key, replica_id())`.
 
-    What is drawn from it differs per replica, so store `key` in the state and not what this returns.
+    Numbers drawn from it vary between replicas, so store `key` in the state, and not the result of this function.
 
     Args:
-        key: A key, typed or raw.
+        key: A replicated key, typed or raw.
 
     Raises:
         RuntimeError: Called from the host program within `strategy.scope()`.
@@ -31,42 +31,40 @@ def replica_key(key: jax.Array) -> jax.Array:
 
 
 def example_key(key: jax.Array, index: jax.Array) -> jax.Array:
-    """A random key of each example's own: `fold_in(key, index)`.
+    """Returns one random key per example: `fold_in(key, index)`.
 
-    What is drawn from it depends on the example and not on where it is computed, so that dropout, augmentation and noise
-    are the same on 1 and on 8 replicas.
+    Numbers drawn from it depend on the example and not on the replica that computes it, so dropout, augmentation and noise are
+    the same on 1 and on 8 replicas.
 
     Args:
-        key: A key that all share, typed or raw.
-        index: The numbers of the examples, `[...]` of integers: their places in the global batch or in the dataset. The rows
-            of a batch of `n` a replica are `jdist.replica_id() * n + jnp.arange(n)`.
+        key: A replicated key, typed or raw.
+        index: The indices of the examples, integers `[...]`: their positions in the global batch or in the data set. With `n`
+            examples per replica, the positions in the global batch are `jdist.replica_id() * n + jnp.arange(n)`.
 
     Returns:
         Keys `[...]`, for `jax.vmap`.
 
     Raises:
-        TypeError: `index` is not of integers.
-        ValueError: A number has more than 32 bits.
+        TypeError: `index` does not contain integers.
+        ValueError: An index has more than 32 bits.
 
     Example:
         >>> keys = jdist.example_key(jax.random.key(0), np.arange(4))
         >>> jax.vmap(lambda key: jax.random.uniform(key, (3,)))(keys).shape
         (4, 3)
     """
-    numbers = index if isinstance(index, jax.Array) else jnp.asarray(_in_32_bits(np.asarray(index)))
-    if not jnp.issubdtype(numbers.dtype, jnp.integer):
-        raise TypeError(f"`index` numbers examples, in integers, got {dtype_and_shape(index)}.")
+    indices = index if isinstance(index, jax.Array) else jnp.asarray(_to_32_bits(np.asarray(index)))
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"`index` must contain integers, the positions of examples, got {dtype_and_shape(index)}.")
     fold = jax.random.fold_in
-    for _ in numbers.shape:
+    for _ in indices.shape:
         fold = jax.vmap(fold, in_axes=(None, 0))
-    return fold(key, numbers)
+    return fold(key, indices)
 
 
-def _in_32_bits(numbers: np.ndarray) -> np.ndarray:
-    if numbers.dtype.kind not in "iu" or not numbers.size:
-        return numbers
-    if numbers.min() < -(2**31) or numbers.max() >= 2**32:
-        raise ValueError(
-            f"`index` goes up to {numbers.max()}, and keys are told apart by 32 bits. Take it modulo 2**32."
-        )
-    return numbers.astype(np.uint32)
+def _to_32_bits(indices: np.ndarray) -> np.ndarray:
+    if indices.dtype.kind not in "iu" or not indices.size:
+        return indices
+    if indices.min() < -(2**31) or indices.max() >= 2**32:
+        raise ValueError(f"`index` is as large as {indices.max()}, and `fold_in` uses 32 bits. Pass it modulo 2**32.")
+    return indices.astype(np.uint32)

@@ -1,7 +1,7 @@
 """Compares the programs of several processes before they run.
 
-JAX compiles and runs a program of several processes without a comparison: where the processes traced different programs, or
-captured different values, replicated values would differ between them unnoticed, or a collective would wait forever.
+JAX compiles and runs a program of several processes without a comparison. If the processes traced different programs, or
+captured different values, replicated values would silently differ between them, or a collective would wait forever.
 """
 
 import itertools
@@ -22,44 +22,47 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr.program_fingerprint import Constant, Line, constants_of, crc_of, lines_of
 
 _LOG = logging.getLogger("jdist")
-_POLL = 1000  # milliseconds
-_REPORT = 30.0  # seconds between two warnings
+_POLL_MS = 1000
+_WARNING_INTERVAL = 30.0  # seconds
 _TIME_LIMIT = 600.0  # seconds
 
 
 def check_same_program(
     name: str, program: Any, arguments: Sequence[tuple[str, Any]], replicas: Replicas, failure: Exception | None = None
 ) -> None:
-    """Raises on every process if the processes of a mesh are about to run different programs.
+    """Raises on every process if the processes of a mesh traced different programs.
 
-    Called by each process when it has traced a program, before the program runs.
+    Each process calls it after tracing a program, before running it.
 
     Args:
         name: The name of the traced function.
         program: The closed jaxpr; None if tracing failed.
         arguments: The name and value of each leaf of the arguments.
         replicas: The replicas that run the program.
-        failure: The error of a trace that failed on this process, for the others to report.
+        failure: The error of tracing on this process; the other processes report it.
 
     Raises:
-        ValueError: Names, shapes or dtypes of arguments, host values among them, captured constants or equations differ.
-        RuntimeError: Another process failed, or did not trace a program within 10 minutes.
+        ValueError: Names, shapes or dtypes of arguments, host values, captured constants or equations differ.
+        RuntimeError: Tracing failed on another process, or took more than 10 minutes longer there.
     """
     processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
-    here = jax.process_index()
+    process_index = jax.process_index()
     if failure is not None:
         _post(processes, {"failure": f"{type(failure).__name__}: {failure}"[:2000]})
         return
     lines, constants = lines_of(program), constants_of(program)
     message = {
         "function": name,
-        "arguments": [f"{leaf_name} {_spec(leaf)}" for leaf_name, leaf in arguments],
+        "arguments": [
+            f"{leaf_name} {dtype_and_shape(np.asarray(leaf) if not hasattr(leaf, 'dtype') else leaf)}"
+            for leaf_name, leaf in arguments
+        ],
         "values": {leaf_name: crc_of(leaf) for leaf_name, leaf in arguments},
-        "constants": [f"{one.spec} #{one.crc}" for one in constants],
+        "constants": [f"{constant.spec} #{constant.crc}" for constant in constants],
         "equations": [zlib.crc32(line.text.encode()) for line in lines],
     }
     messages = _received(processes, _post(processes, message), name)
-    messages[here] = message
+    messages[process_index] = message
     for process in processes:
         if "failure" in messages[process]:
             raise RuntimeError(f"`{name}` could not be traced on process {process}: {messages[process]['failure']}")
@@ -67,24 +70,25 @@ def check_same_program(
     for subject in message:
         others = [process for process in processes if messages[process][subject] != messages[first][subject]]
         if others:
-            theirs = messages[others[0] if here == first else first][subject]
-            difference = _difference(subject, message[subject], theirs, lines, constants)
+            other = messages[others[0] if process_index == first else first][subject]
+            difference = _difference(subject, message[subject], other, lines, constants)
             raise ValueError(
                 f"The processes do not run the same program: {_listed(others)} differ{'s' * (len(others) == 1)} from process "
-                f"{first} in `{messages[first]['function']}`. On process {here}, {difference}. {_ADVICE[subject]}"
+                f"{first} in `{messages[first]['function']}`. On process {process_index}, {difference}. {_ADVICE[subject]}"
             )
 
 
-def _difference(subject: str, mine: Any, theirs: Any, lines: Sequence[Line], constants: Sequence[Constant]) -> str:
+def _difference(subject: str, local: Any, other: Any, lines: Sequence[Line], constants: Sequence[Constant]) -> str:
     if subject == "arguments":
-        return f"an argument is {_first_difference(mine, theirs)}"
+        pairs = itertools.zip_longest(local, other, fillvalue="absent")
+        return next(f"an argument is {a}, and on the other process {b}" for a, b in pairs if a != b)
     if subject == "values":
-        return f"{', '.join(name for name in mine if mine[name] != theirs[name])} has other values"
+        return f"{', '.join(name for name in local if local[name] != other[name])} has other values"
     if subject == "constants":
-        return _constant_difference(constants, theirs)
+        return _constant_difference(constants, other)
     if subject == "equations":
-        return _equation_difference(lines, mine, theirs)
-    return f"the function is `{mine}`, on the other process `{theirs}`"
+        return _equation_difference(lines, local, other)
+    return f"the function is `{local}`, on the other process `{other}`"
 
 
 _ADVICE = {
@@ -99,30 +103,21 @@ _ADVICE = {
 }
 
 
-def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
-    pairs = itertools.zip_longest(mine, theirs, fillvalue="absent")
-    return next(f"{a}, and on the other process {b}" for a, b in pairs if a != b)
+def _constant_difference(constants: Sequence[Constant], other: Sequence[str]) -> str:
+    if len(constants) != len(other):
+        return f"the function captures {len(constants)} arrays, and on the other process {len(other)}"
+    constant = next(c for c, text in zip(constants, other, strict=True) if f"{c.spec} #{c.crc}" != text)
+    use = f" that {constant.place} uses" if constant.place else ""
+    return f"a captured value {constant.spec}{use} has other values"
 
 
-def _constant_difference(constants: Sequence[Constant], theirs: Sequence[str]) -> str:
-    if len(constants) != len(theirs):
-        return f"the function captures {len(constants)} arrays, and on the other process {len(theirs)}"
-    differing = next(one for one, other in zip(constants, theirs, strict=True) if f"{one.spec} #{one.crc}" != other)
-    used = f" that {differing.place} uses" if differing.place else ""
-    return f"a captured value {differing.spec}{used} has other values"
-
-
-def _equation_difference(lines: Sequence[Line], mine: Sequence[int], theirs: Sequence[int]) -> str:
-    pairs = itertools.zip_longest(mine, theirs)
-    number = min(next(i for i, (a, b) in enumerate(pairs) if a != b), len(lines) - 1)
-    # A line without a place, such as a return, follows the line that made its operands.
-    place = next((line.place for line in reversed(lines[: number + 1]) if line.place), "")
-    where = f" at {place}" if place else ""
-    return f"equation {number} of {len(lines)} differs{where}: {lines[number].text:.300}"
-
-
-def _spec(leaf: Any) -> str:
-    return dtype_and_shape(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
+def _equation_difference(lines: Sequence[Line], local: Sequence[int], other: Sequence[int]) -> str:
+    pairs = itertools.zip_longest(local, other)
+    index = min(next(i for i, (a, b) in enumerate(pairs) if a != b), len(lines) - 1)
+    # A line without a source location, such as a return, follows the line that computes its operands.
+    place = next((line.place for line in reversed(lines[: index + 1]) if line.place), "")
+    location = f" at {place}" if place else ""
+    return f"equation {index} of {len(lines)} differs{location}: {lines[index].text:.300}"
 
 
 def _listed(processes: Sequence[int]) -> str:
@@ -137,13 +132,13 @@ def _post(processes: Sequence[int], message: dict[str, Any]) -> str:
 
 
 def _received(processes: Sequence[int], prefix: str, name: str) -> dict[int, dict[str, Any]]:
-    """The messages of the other processes; waits for them."""
-    store, start, due = jax_compat.key_value_store(), time.monotonic(), _REPORT
+    """Returns the messages of the other processes; waits for them."""
+    store, start, next_warning = jax_compat.key_value_store(), time.monotonic(), _WARNING_INTERVAL
     messages: dict[int, dict[str, Any]] = {}
     others = [process for process in processes if process != jax.process_index()]
     while missing := [process for process in others if process not in messages]:
         try:
-            messages[missing[0]] = json.loads(store.blocking_key_value_get(f"{prefix}/{missing[0]}", _POLL))
+            messages[missing[0]] = json.loads(store.blocking_key_value_get(f"{prefix}/{missing[0]}", _POLL_MS))
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -151,10 +146,10 @@ def _received(processes: Sequence[int], prefix: str, name: str) -> dict[int, dic
             if waited > _TIME_LIMIT:
                 raise RuntimeError(
                     f"{_listed(missing)} did not trace `{name}` within {_TIME_LIMIT} seconds of process {jax.process_index()}. "
-                    "Every process calls the same functions in the same order, with arguments of the same shapes: see whether "
-                    "it still runs, waits for data, or has taken another branch."
+                    "Every process must call the same functions in the same order, with arguments of the same shapes: check "
+                    "whether it still runs, waits for data, or took another branch."
                 ) from None
-            if waited > due:
+            if waited > next_warning:
                 _LOG.warning("Waiting for %s to trace `%s` for %d s.", _listed(missing), name, waited)
-                due += _REPORT
+                next_warning += _WARNING_INTERVAL
     return messages

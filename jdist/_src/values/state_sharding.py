@@ -189,7 +189,8 @@ class StateSharding:
             parts = math.prod(self.mesh.shape[axis] for axis in _axes_of([axes]))
             if size % parts:
                 raise ValueError(
-                    f"`layout[{pattern!r}]` splits dim {dim} of {leaf.name}, {dtype_and_shape(leaf.value)}, over {axes!r}, and {size} is "
+                    f"`layout[{pattern!r}]` splits dim {dim} of {leaf.name}, {dtype_and_shape(leaf.value)}, over "
+                    f"{axes!r}, and {size} is "
                     f"no multiple of {parts}. Split another dim, or make this one a multiple."
                 )
 
