@@ -16,6 +16,7 @@ autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+napoleon_use_ivar = True  # attributes of dataclasses are documented once
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist"]
 nb_execution_mode = "off"
