@@ -1,4 +1,4 @@
-"""The sessions: `nox` runs the quick tests on both Pythons, the lint and the types; `nox -s slow` and others by name."""
+"""The sessions: `nox` runs the default tests on both Pythons, the lint and the types; `nox -s slow` and others by name."""
 
 import pathlib
 import shutil
@@ -22,17 +22,19 @@ JAX_VERSION = [
     "tests/sync/test_policy_laws.py",
     "tests/training/test_loop.py",
 ]
-# Tests about bits, memory and the compiled program: all of them also run with XLA's own optimization level.
+# Tests of bits, memory and compiled programs, the longest first: they also run with XLA's default optimization level.
 COMPILED = [
-    "tests/checkpoint/test_restore_laws.py",
     "tests/jaxpr/test_exact.py",
+    "tests/training/test_resume.py",
+    "tests/checkpoint/test_restore_laws.py",
     "tests/jaxpr/test_virtual_replicas.py",
     "tests/strategies/test_central_memory.py",
     "tests/strategies/test_same_program.py",
     "tests/strategies/test_sharded_memory.py",
-    "tests/training/test_resume.py",
 ]
-# What a newer Python may change: the language, pickles, threads and files, one training.
+# The longest of the slow tests, which start first.
+LONGEST = ["tests/test_benchmarks.py", "tests/test_policies_example.py", "tests/processes", "tests/jaxpr"]
+# Tests of what depends on Python's version: the language, pickles, threads and files, one training.
 PYTHON_VERSION = [
     "tests/core",
     "tests/data/test_iterator.py",
@@ -64,7 +66,7 @@ def _without(paths: list[str]) -> list[str]:
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """The quick tests: all on the newest Python, and on the oldest those of what depends on JAX's version."""
+    """The default tests: all on the newest Python, and on the oldest those that depend on JAX's version."""
     _install(session)
     paths = JAX_VERSION if session.python == OLDEST else []
     _pytest(session, "-m", "not slow", *(session.posargs or paths))
@@ -72,13 +74,14 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=[*PYTHONS, "3.13"])
 def slow(session: nox.Session) -> None:
-    """The slow tests, and those of the compiled program as users compile it; on other Pythons what `tests` left out there."""
+    """The slow tests and `COMPILED`; on the oldest Python those that depend on JAX's version, and what `tests` left out."""
     _install(session)
     if session.posargs:
         _pytest(session, "-m", "slow", *session.posargs)
     elif session.python == NEWEST:
-        _pytest(session, "-m", "slow", *_without(COMPILED))
-        _pytest(session, *COMPILED, xla_flags="")
+        in_order = "--no-loadscope-reorder"
+        _pytest(session, "-m", "slow", in_order, *LONGEST, "tests", *_without(COMPILED))
+        _pytest(session, in_order, *COMPILED, xla_flags="")
     elif session.python == OLDEST:
         _pytest(session, "-m", "not slow", *_without(JAX_VERSION))
         _pytest(session, "-m", "slow", *JAX_VERSION, *_without(COMPILED))
