@@ -111,7 +111,7 @@ def gradients_accumulated_by_a_scan(state, x):
     return descend(state, jdist.all_reduce("mean", total)), None
 
 
-@wrong("state['w']", "x, which has one value per replica", "test_replication.py", "loss", 'all_reduce("mean", grads)')
+@wrong("state['w']", "x, which holds one value per replica", "test_replication.py", "loss", 'all_reduce("mean", grads)')
 def no_reduction(state, x):
     return descend(state, jax.grad(loss)(state["w"], x)), None
 

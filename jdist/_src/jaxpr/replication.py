@@ -119,7 +119,7 @@ def explain_cause(cause: Cause) -> str:
         for equation in sites
         if isinstance(equation, Equation) and (place := source_lines.equation_frame(equation))
     ]
-    lines = [f"{start.name}, which has one value per replica"] if isinstance(start, Input) else []
+    lines = [f"{start.name}, which holds one value per replica"] if isinstance(start, Input) else []
     for place, group in itertools.groupby(places, key=lambda pair: pair[0]):
         names = list(dict.fromkeys(name for _, name in group))
         steps = ", ".join(names if len(names) <= 3 else [names[0], "...", names[-1]])
