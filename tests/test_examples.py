@@ -26,9 +26,8 @@ def test_digits_reports_invalid_flags():
     assert_invalid_arguments(
         "digits.py",
         {
-            "--replicas 3": "--batch-size is a multiple of the 3 replicas, got 128",
-            "--epochs 0": "--epochs is at least 1, got 0",
-            "--seed -1": "--seed is at least 0, got -1",
+            "--replicas 3": "ValueError: A batch of 128 examples cannot be split over 3 replicas",
+            "--seed -1": "ValueError: `seed`",
             "--batch-size many": "argument --batch-size: invalid int value: 'many'",
             "--frobnicate": "unrecognized arguments: --frobnicate",
         },
