@@ -321,7 +321,7 @@ HOST_WORDS = {
 @pytest.mark.parametrize("word", HOST_WORDS)
 def test_word_of_the_host_said_in_a_replica_function_is_refused(word, two):
     with pytest.raises(
-        RuntimeError, match=rf"`strategy\.{word}` is called by the host .*: call it before, and hand in"
+        RuntimeError, match=rf"`strategy\.{word}` cannot be called inside a replica .*: call it outside, and pass"
     ):
         two.run(lambda: HOST_WORDS[word](two))
 

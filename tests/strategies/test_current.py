@@ -109,6 +109,6 @@ def test_scope_in_replica_function_is_refused(strategy):
         with strategy.scope():
             raise AssertionError("entered")
 
-    says = r"`strategy\.scope` is called by the host program, not in a replica function: enter it around the call"
+    says = r"`strategy\.scope` cannot be called inside a replica function: enter it around the call"
     with pytest.raises(RuntimeError, match=says):
         strategy.run(enter)

@@ -228,7 +228,7 @@ INSTEAD = {
 @pytest.mark.parametrize("word", INSTEAD)
 def test_question_of_the_host_asked_in_a_replica_function_is_refused(word, two):
     ask, instead = INSTEAD[word]
-    says = rf"`strategy\.{word}` is called by the host program, not in a replica function: use {instead} there"
+    says = rf"`strategy\.{word}` cannot be called inside a replica function: use {instead} there"
     with pytest.raises(RuntimeError, match=says):
         two.run(lambda x: ask(two, x), (np.ones(2),))
 
