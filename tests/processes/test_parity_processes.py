@@ -55,7 +55,7 @@ def test_va38_initial_value_per_process_is_refused_and_broadcast_takes_the_first
 
 
 def test_va38_host_values_that_differ_between_processes_are_refused_on_all_processes(result):
-    differs = "differs between the processes, and is to be the same on every replica. Compute it alike on all"
+    differs = "differs between the processes, and must be the same on every replica. Compute it from the"
     assert f"value['b'] (float64[2]) {differs}" in str(result["put_own"])
     assert differs in str(result["init_with_own"])
     assert result["after_refusals"].tolist() == [[0, 1]]

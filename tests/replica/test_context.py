@@ -65,9 +65,7 @@ WORDS = {
 @pytest.mark.parametrize("word", WORDS)
 def test_word_of_replicas_said_by_the_host_in_scope_is_refused(word, two):
     ask, instead = WORDS[word]
-    says = (
-        rf"`jdist\.{word}` is a word of replica functions.*`strategy\.run` or `strategy\.step` runs, or use `{instead}"
-    )
+    says = rf"`jdist\.{word}` can only be called inside a function run by `strategy\.run` or `strategy\.step`.* use `{instead}"
     with two.scope(), pytest.raises(RuntimeError, match=says):
         ask()
     ask()  # outside there is one replica
@@ -196,12 +194,14 @@ def test_strategy_that_is_set_gives_way_to_a_replica_function_and_to_the_next(tw
 
 def test_words_of_replicas_are_refused_to_the_host_of_a_strategy_that_is_set(two, outermost):
     outermost(two)
-    with pytest.raises(RuntimeError, match=r"`jdist\.all_reduce` is a word of replica functions.*`strategy\.reduce`"):
+    with pytest.raises(
+        RuntimeError, match=r"`jdist\.all_reduce` can only be called inside a function run by.*`strategy\.reduce`"
+    ):
         jdist.all_reduce("sum", 1.0)
 
 
 def test_strategy_is_not_set_in_a_scope_nor_a_replica_function(two, outermost):
-    says = r"`set_strategy` is called inside a `strategy\.scope\(\)` or a replica function\. Leave it first"
+    says = r"`set_strategy` cannot be called inside a `strategy\.scope\(\)` or a replica function\. Call it outside"
     for strategy in (two, None):
         with two.scope(), pytest.raises(RuntimeError, match=says):
             outermost(strategy)
@@ -527,7 +527,7 @@ def test_program_inside_merge_call_is_refused(ask, strategy):
 @pytest.mark.parametrize("word", ["all_reduce", "all_gather", "replica_id", "num_replicas", "replica_key", "broadcast"])
 def test_word_of_replicas_inside_merge_call_is_refused(word, two):
     ask = WORDS[word][0]
-    with pytest.raises(RuntimeError, match=rf"`jdist\.{word}` is a word of replica functions"):
+    with pytest.raises(RuntimeError, match=rf"`jdist\.{word}` can only be called inside a function run by"):
         two.run(lambda: _merge(lambda strategy: ask()))
 
 
@@ -586,7 +586,7 @@ def test_variable_within_merge_call_is_refused(two):
 
 
 def test_options_of_another_kind_are_refused():
-    with pytest.raises(TypeError, match=r"`options` are `jdist\.CommunicationOptions\(bytes_per_pack\)`, got 3"):
+    with pytest.raises(TypeError, match=r"`options` must be a `jdist\.CommunicationOptions\(bytes_per_pack\)`, got 3"):
         jdist.all_reduce("sum", 1.0, options=3)
 
 
@@ -598,11 +598,11 @@ def test_jitted_helper_is_traced_anew_in_each_context(two):
     assert float(helper(1.0)) == 10
     for strategy, expected in ((two, 21), (STRATEGIES["mirrored_3"](), 33), (two, 21)):
         assert float(strategy.run(lambda x: helper(x), (1.0,))) == expected
-        with strategy.scope(), pytest.raises(RuntimeError, match=r"is a word of replica functions"):
+        with strategy.scope(), pytest.raises(RuntimeError, match=r"can only be called inside a function run by"):
             helper(1.0)
         jdist.set_strategy(strategy)
         try:
-            with pytest.raises(RuntimeError, match=r"is a word of replica functions"):
+            with pytest.raises(RuntimeError, match=r"can only be called inside a function run by"):
                 helper(1.0)
         finally:
             jdist.set_strategy(None)

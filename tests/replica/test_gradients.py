@@ -372,5 +372,8 @@ def test_wrapped_values_are_refused(two):
 
 def test_call_by_the_host_program_within_a_scope_is_refused(two):
     x, y = data(1, 4, (), 0)
-    with two.scope(), pytest.raises(RuntimeError, match=r"`jdist\.value_and_grad` is a word of replica functions"):
+    with (
+        two.scope(),
+        pytest.raises(RuntimeError, match=r"`jdist\.value_and_grad` can only be called inside a function run by"),
+    ):
         jdist.value_and_grad(squares)(START, x[0], y[0])

@@ -298,9 +298,9 @@ MEAN_REFUSED = {
 @pytest.mark.parametrize("values, weights, axis, error, says", MEAN_REFUSED.values(), ids=MEAN_REFUSED)
 def test_mean_of_what_has_none_is_refused_by_name(values, weights, axis, error, says, two):
     with pytest.raises(error, match=says):
-        jdist.global_mean(values, weights, axis)
+        jdist.global_mean(values, weights, axis=axis)
     with pytest.raises(error, match=says):
-        two.run(lambda values, weights: jdist.global_mean(values, weights, axis), (values, weights))
+        two.run(lambda values, weights: jdist.global_mean(values, weights, axis=axis), (values, weights))
 
 
 @pytest.mark.parametrize("n", SPLITS)
@@ -391,7 +391,7 @@ def test_loss_of_shares_trains_as_one_device_does(strategy):
 
 
 IN_SCOPE = {
-    "mean": (lambda: jdist.global_mean(np.ones(2, np.float32)), r"strategy\.reduce"),
+    "global_mean": (lambda: jdist.global_mean(np.ones(2, np.float32)), r"strategy\.reduce"),
     "compute_average_loss": (lambda: jdist.compute_average_loss(np.ones(2, np.float32)), r"strategy\.reduce"),
     "scale_regularization_loss": (lambda: jdist.scale_regularization_loss(1.0), r"strategy\.num_replicas_in_sync"),
 }
@@ -403,7 +403,7 @@ def test_average_asked_by_the_host_in_scope_is_refused(word, name):
     ask, instead = IN_SCOPE[word]
     with (
         STRATEGIES[name]().scope(),
-        pytest.raises(RuntimeError, match=rf"`jdist\.{word}` is a word of replica.*`{instead}`"),
+        pytest.raises(RuntimeError, match=rf"`jdist\.{word}` can only be called inside .*`{instead}`"),
     ):
         ask()
 

@@ -323,7 +323,7 @@ HOST_METHODS = {
 @pytest.mark.parametrize("method", HOST_METHODS)
 def test_host_method_inside_a_replica_function_raises(method, two):
     with pytest.raises(
-        RuntimeError, match=rf"`strategy\.{method}` is called by the host .*: call it before, and hand in"
+        RuntimeError, match=rf"`strategy\.{method}` cannot be called inside a replica .*: call it outside, and pass"
     ):
         two.run(lambda: HOST_METHODS[method](two))
 

@@ -109,6 +109,6 @@ def test_scope_in_a_replica_function_raises(strategy):
         with strategy.scope():
             raise AssertionError("entered")
 
-    message = r"`strategy\.scope` is called by the host program, not in a replica function: enter it around the call"
+    message = r"`strategy\.scope` cannot be called inside a replica function: enter it around the call"
     with pytest.raises(RuntimeError, match=message):
         strategy.run(enter)

@@ -228,7 +228,7 @@ INSTEAD = {
 @pytest.mark.parametrize("method", INSTEAD)
 def test_host_reduction_in_a_replica_function_raises(method, two):
     call, instead = INSTEAD[method]
-    message = rf"`strategy\.{method}` is called by the host program, not in a replica function: use {instead} there"
+    message = rf"`strategy\.{method}` cannot be called inside a replica function: use {instead} there"
     with pytest.raises(RuntimeError, match=message):
         two.run(lambda x: call(two, x), (np.ones(2),))
 

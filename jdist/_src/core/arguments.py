@@ -67,5 +67,5 @@ def as_int(name: str, value: Any, minimum: int | None = None) -> int:
 
 def check_seconds(name: str, value: Any) -> None:
     """Raises ValueError if the argument `name` is not a positive, finite number of seconds."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise ValueError(f"`{name}` must be a positive number of seconds, got {value!r}.")

@@ -84,7 +84,7 @@ class ReplicaResults:
     def as_pair(self, values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         """Returns `(state, outputs)` with the global value of each result in its wrapper."""
         wrapped = [
-            item._with_tree(value) if item is not None else wrapper(value) if wrapper else value
+            item._with_tree(value) if item is not None else wrapper(value) if wrapper else value  # pyright: ignore[reportCallIssue]
             for item, wrapper, value in zip(self.items, self.wrappers, values, strict=True)
         ]
         return self.treedef.unflatten(wrapped)

@@ -1,7 +1,7 @@
 """Replica context and collectives: whether code runs for one replica or on the host, and the public collectives.
 
 While a strategy traces a replica function, `jdist.all_reduce` and the other collectives reduce over the strategy's mesh axes.
-Outside any strategy there is one replica, and they are the identity. In `strategy.scope()` the host cannot call them.
+Outside any strategy there is one replica, and they are the identity. In `strategy.scope()` the host program cannot call them.
 """
 
 import contextlib
@@ -9,10 +9,11 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jdist._src.collectives import ops
@@ -25,21 +26,25 @@ from jdist._src.values.arrays import check_value
 from jdist._src.values.base import is_distributed
 from jdist._src.values.device_put import check_uniform_shape
 from jdist._src.values.per_replica import PerReplica
-from jdist._src.values.reduce_op import ReduceOp
+from jdist._src.values.reduce_op import ReduceOp, ReduceOpName
+
+T = TypeVar("T")
+_Number: TypeAlias = complex | np.ndarray | np.generic  # leaves that become JAX arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaContext:
-    """What one replica knows of the others.
+    """The context of a replica function: the replicas that run together, and the collectives over them.
 
     Attributes:
-        axes: The mesh axes that the replicas lie along; none outside any strategy.
-        num_replicas_in_sync: How many replicas compute together.
+        axes: The mesh axes of the replicas; none outside any strategy.
+        num_replicas_in_sync: The number of replicas that run together.
         strategy: The strategy that runs them.
-        cross_device_ops: How their values are added up.
-        communication_options: Which of them travel together.
-        virtual: Whether the replicas are virtual, and their number does not depend on the devices.
-        reduced: What becomes of what is reduced, where one replica spans devices: it is split as the state is.
+        cross_device_ops: The algorithm of all-reduces.
+        communication_options: The packing of leaves into messages.
+        virtual: Whether the replicas are virtual, so that their number does not depend on the devices.
+        reduced: Where one replica spans devices, the function that is applied to the result of an all-reduce: it constrains the
+            sharding of reduced gradients.
     """
 
     axes: tuple[str, ...] = ()
@@ -54,32 +59,32 @@ class ReplicaContext:
     def of(
         cls, strategy: Any, replicas: Replicas, ops: CrossDeviceOps, options: CommunicationOptions
     ) -> "ReplicaContext":
-        """The context of the replicas of `strategy`."""
+        """Returns the context of the replicas of `strategy`."""
         return cls(replicas.axes, replicas.size, strategy, ops, options, replicas.virtual)
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:
-        """The number of this replica, an int32 scalar from 0 up; per-replica."""
+        """The index of this replica, an int32 scalar from 0 up; varying."""
         return lax.axis_index(self.axes) if self.axes else jnp.int32(0)
 
-    def all_reduce(self, op: ReduceOp | str, tree: PyTree, options: CommunicationOptions | None = None) -> PyTree:
+    def all_reduce(self, op: ReduceOp | ReduceOpName, tree: T, *, options: CommunicationOptions | None = None) -> T:
         """See `jdist.all_reduce`."""
         if not isinstance(options, CommunicationOptions | None):
-            raise TypeError(f"`options` are `jdist.CommunicationOptions(bytes_per_pack)`, got {options!r}.")
+            raise TypeError(f"`options` must be a `jdist.CommunicationOptions(bytes_per_pack)`, got {options!r}.")
         if options is None or options.bytes_per_pack is None:
             options = self.communication_options
         total = ops.all_reduce_tree(ReduceOp.of(op), tree, self.axes, self.cross_device_ops, options)
         return self.reduced(total) if self.reduced else total
 
-    def all_gather(self, tree: PyTree, axis: int) -> PyTree:
+    def all_gather(self, tree: T, axis: int) -> T:
         """See `jdist.all_gather`."""
         return ops.all_gather_tree(tree, axis, self.axes)
 
-    def reduce_scatter(self, op: ReduceOp | str, tree: PyTree, *, axis: int = 0) -> PyTree:
+    def reduce_scatter(self, op: ReduceOp | ReduceOpName, tree: T, *, axis: int = 0) -> T:
         """See `jdist.reduce_scatter`."""
         return ops.reduce_scatter_tree(ReduceOp.of(op), tree, axis, self.axes)
 
-    def broadcast(self, tree: PyTree) -> PyTree:
+    def broadcast(self, tree: T) -> T:
         """See `jdist.broadcast`."""
         return ops.broadcast_tree(tree, self.axes, self.cross_device_ops, self.communication_options)
 
@@ -89,24 +94,24 @@ class ReplicaContext:
         args: Sequence[PyTree] = (),
         kwargs: Mapping[str, PyTree] | None = None,
     ) -> PyTree:
-        """Calls `fn` once for all replicas, as the host program would, and gives each its part of the result.
+        """Calls `fn` once for all replicas in the cross-replica context, and returns this replica's part of the result.
 
-        It brings the values of all replicas to each of them, which costs more than a reduction: where `fn` reduces,
-        `jdist.all_reduce` does it for less. Works in `scan`, `cond` and `while_loop`.
+        It gathers the values of all replicas on each replica, which sends more than a reduction: if `fn` only reduces, use
+        `jdist.all_reduce`. Can be called in `scan`, `cond` and `while_loop`.
 
         Args:
             fn: Called as `fn(strategy, *args, **kwargs)` in the cross-replica context; every array among its arguments is a
                 `PerReplica` with leaves `[replica, ...]`. With one replica the arguments are plain arrays, as in TensorFlow;
-                `strategy.reduce`, `strategy.gather` and `strategy.local_results` take both.
-            args: One replica's values.
-            kwargs: One replica's values by name.
+                `strategy.reduce`, `strategy.gather` and `strategy.local_results` accept both.
+            args: The values of this replica.
+            kwargs: The values of this replica by name.
 
         Returns:
-            What `fn` returned: of a `PerReplica`, this replica's own value; anything else as it is, the same on all.
+            The result of `fn`, with the row of this replica in place of each `PerReplica`; other values are replicated.
 
         Raises:
-            TypeError: `args` is no tuple, or `kwargs` no mapping.
-            ValueError: `fn` returned a `PerReplica` that has not one row for each replica.
+            TypeError: `args` is not a tuple, or `kwargs` is not a mapping.
+            ValueError: `fn` returned a `PerReplica` that does not have one row per replica.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -117,20 +122,20 @@ class ReplicaContext:
         """
         if not isinstance(args, (tuple, list)):
             raise TypeError(
-                f"`args` is a tuple of arguments, got {describe_type(args)}: write `merge_call(fn, (value,))`."
+                f"`args` must be a tuple of arguments, got {describe_type(args)}: write `merge_call(fn, (value,))`."
             )
-        given = tuple(args), keyword_arguments("merge_call", kwargs)
-        for name, leaf in named_leaves("args", given[0]) + named_leaves("kwargs", given[1]):
+        arguments = tuple(args), keyword_arguments("merge_call", kwargs)
+        for name, leaf in named_leaves("args", arguments[0]) + named_leaves("kwargs", arguments[1]):
             check_value(name, leaf)
         if self.num_replicas_in_sync == 1:
-            given = jax.tree.map(jnp.asarray, given)
+            arguments = jax.tree.map(jnp.asarray, arguments)
         else:
-            given = jax.tree.map(PerReplica, ops.stack_replicas(given, self.axes))
+            arguments = jax.tree.map(PerReplica, ops.stack_replicas(arguments, self.axes))
         with enter_context(CrossReplicaContext(self.strategy, merging=True, axes=self.axes)):
-            result = fn(self.strategy, *given[0], **given[1])
-        return jax.tree.map(self._own_part, result, is_leaf=is_distributed)
+            result = fn(self.strategy, *arguments[0], **arguments[1])
+        return jax.tree.map(self._this_replica, result, is_leaf=is_distributed)
 
-    def _own_part(self, node: Any) -> Any:
+    def _this_replica(self, node: Any) -> Any:
         if not is_distributed(node):
             return node
         for name, leaf in named_leaves("the result of merge_call", node.tree):
@@ -138,17 +143,16 @@ class ReplicaContext:
         check_uniform_shape("the result of merge_call", node)
         if node._is_replicated:
             return node.read()
-        mine = self.replica_id_in_sync_group
         rows = node._rows(self.num_replicas_in_sync)
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, mine, keepdims=False), rows)
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, self.replica_id_in_sync_group, keepdims=False), rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossReplicaContext:
-    """The host program within `strategy.scope()`, or the function of a `merge_call`: it speaks for all replicas.
+    """The cross-replica context: the host program within `strategy.scope()`, or the function of a `merge_call`.
 
     Attributes:
-        strategy: Whose replicas.
+        strategy: The current strategy.
         merging: Whether it is a `merge_call`, within a replica function.
         axes: In a `merge_call`, the mesh axes of the replicas.
     """
@@ -160,11 +164,11 @@ class CrossReplicaContext:
 
 @dataclasses.dataclass(frozen=True)
 class ValueContext:
-    """Which replica a value is for, in `Strategy.distribute_values_from_function`.
+    """The argument of the function passed to `Strategy.distribute_values_from_function`: the replica of a value.
 
     Attributes:
-        replica_id_in_sync_group: The number of the replica, from 0 up.
-        num_replicas_in_sync: How many there are.
+        replica_id_in_sync_group: The index of the replica, from 0 up.
+        num_replicas_in_sync: The number of replicas.
     """
 
     replica_id_in_sync_group: int
@@ -174,12 +178,12 @@ class ValueContext:
 _OUTSIDE = ReplicaContext()
 _Context: TypeAlias = ReplicaContext | CrossReplicaContext
 _context: ContextVar[_Context | None] = ContextVar("jdist_context", default=None)
-_outermost: list[_Context] = [_OUTSIDE]  # of all threads and tasks
+_outermost: list[_Context] = [_OUTSIDE]  # shared by all threads and tasks
 
 
 @contextlib.contextmanager
 def enter_context(context: _Context) -> Iterator[None]:
-    """Makes `context` the current one of this thread or task, and restores the former one whatever happens."""
+    """Makes `context` the current context of this thread or task, and restores the former context on exit."""
     token = _context.set(context)
     try:
         with keyed(_key_of(context)):
@@ -189,45 +193,45 @@ def enter_context(context: _Context) -> Iterator[None]:
 
 
 def set_default_context(context: CrossReplicaContext | None) -> None:
-    """What is current wherever nothing is entered; None for the default, one replica.
+    """Sets the context that is current outside `enter_context`; None for the initial one, a single replica.
 
     Raises:
-        RuntimeError: Something is entered.
+        RuntimeError: A context is entered.
     """
     if _context.get() is not None:
         raise RuntimeError(
-            "`set_strategy` is called inside a `strategy.scope()` or a replica function. Leave it first."
+            "`set_strategy` cannot be called inside a `strategy.scope()` or a replica function. Call it outside."
         )
     set_outermost_key(None if context is None else _key_of(context))
     _outermost[0] = context or _OUTSIDE
 
 
 def _key_of(context: _Context) -> Hashable:
-    """What tells apart two contexts in which a function may be traced differently: JAX's caches must not hold a strategy."""
+    """Returns a key of the traces made in this context. Not the strategy: JAX's caches must not keep it alive."""
     if context.strategy is None or getattr(context, "reduced", None) is not None:
         return object()  # `reduced` is a function of one step's state
     return weakref.ref(context.strategy), type(context), getattr(context, "merging", None)
 
 
 def current_context() -> _Context:
-    """The context of this thread or task."""
+    """Returns the context of this thread or task."""
     return _context.get() or _outermost[0]
 
 
 def in_replica_function() -> bool:
-    """Whether a strategy is tracing a replica function around this call."""
+    """Returns whether this call is inside a replica function that a strategy is tracing."""
     context = _context.get()
     return context.merging if isinstance(context, CrossReplicaContext) else context is not None
 
 
 def merge_call_axes() -> tuple[str, ...]:
-    """The mesh axes of the replicas whose `merge_call` is around this call; empty elsewhere."""
+    """Returns the mesh axes of the replicas inside a `merge_call`; no axes elsewhere."""
     context = _context.get()
     return context.axes if isinstance(context, CrossReplicaContext) else ()
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the host program speaks for all replicas here: in `strategy.scope()`, and in a `merge_call`.
+    """Returns whether the current context is the cross-replica context: in `strategy.scope()`, and in a `merge_call`.
 
     Example:
         >>> jdist.in_cross_replica_context()
@@ -236,25 +240,31 @@ def in_cross_replica_context() -> bool:
     return isinstance(current_context(), CrossReplicaContext)
 
 
-def all_reduce(op: ReduceOp | str, tree: PyTree, options: CommunicationOptions | None = None) -> PyTree:
-    """The value of all replicas together, handed to each.
+@overload
+def all_reduce(
+    op: ReduceOp | ReduceOpName, tree: _Number, *, options: CommunicationOptions | None = None
+) -> jax.Array: ...
+@overload
+def all_reduce(op: ReduceOp | ReduceOpName, tree: T, *, options: CommunicationOptions | None = None) -> T: ...
+def all_reduce(op: ReduceOp | ReduceOpName, tree: PyTree, *, options: CommunicationOptions | None = None) -> PyTree:
+    """Returns the values of all replicas, reduced element by element; replicated.
 
-    At home in `scan`, `cond` and `while_loop`. SUM and MEAN are differentiable: the gradient is the same reduction of the
-    incoming gradients. The mean of integers is a float. MAX and MIN are NaN where the value of any replica is, as in
-    `jnp.max`. Reduce everything in one call: small leaves then travel together.
+    Can be called in `scan`, `cond` and `while_loop`. SUM and MEAN are differentiable: the gradient is the same reduction of the
+    incoming gradients. The mean of integers is a float. MAX and MIN are NaN where the value of any replica is NaN, as in
+    `jnp.max`. Reduce a whole tree in one call: small leaves are then packed into one message.
 
     Args:
         op: `"sum"`, `"mean"`, `"max"` or `"min"`.
-        tree: A tree whose leaves are `[...]` on each replica, or `RowSlices`.
-        options: Which leaves travel together, if not as the strategy says.
+        tree: A tree whose leaves are `[...]` per replica, or `RowSlices`.
+        options: The packing of leaves into messages; by default the options of the strategy.
 
     Returns:
-        The same tree, reduced element by element; mirrored.
+        The same tree, reduced element by element; replicated.
 
     Raises:
-        ValueError: There is no such reduction.
-        TypeError: A leaf has no such reduction (booleans, keys).
-        RuntimeError: Called from the host program within `strategy.scope()`.
+        ValueError: `op` is not a reduction.
+        TypeError: The dtype of a leaf does not support the reduction (booleans, keys).
+        RuntimeError: Called in the cross-replica context.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -263,22 +273,26 @@ def all_reduce(op: ReduceOp | str, tree: PyTree, options: CommunicationOptions |
         >>> jdist.all_reduce("sum", 3.0).item()  # outside any strategy there is one replica
         3.0
     """
-    return require_replica_context("all_reduce", "strategy.reduce").all_reduce(op, tree, options)
+    return require_replica_context("all_reduce", "strategy.reduce").all_reduce(op, tree, options=options)
 
 
+@overload
+def all_gather(tree: np.ndarray | np.generic, axis: int) -> jax.Array: ...
+@overload
+def all_gather(tree: T, axis: int) -> T: ...
 def all_gather(tree: PyTree, axis: int) -> PyTree:
-    """The values of all replicas, joined along a dimension and handed to each.
+    """Returns the values of all replicas, concatenated along a dimension; replicated.
 
     Args:
-        tree: A tree whose leaves are `[..., n, ...]` on each replica, the same shape on all.
-        axis: The dimension to join along; -1 is the last.
+        tree: A tree whose leaves are `[..., n, ...]` per replica, with the same shape on all replicas.
+        axis: The dimension to concatenate along; -1 is the last.
 
     Returns:
-        The same tree with leaves `[..., replica * n, ...]`; mirrored.
+        The same tree with leaves `[..., replica * n, ...]`; replicated.
 
     Raises:
-        ValueError: A leaf has no such dimension.
-        RuntimeError: Called from the host program within `strategy.scope()`.
+        ValueError: A leaf does not have the dimension.
+        RuntimeError: Called in the cross-replica context.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -288,11 +302,15 @@ def all_gather(tree: PyTree, axis: int) -> PyTree:
     return require_replica_context("all_gather", "strategy.gather").all_gather(tree, axis)
 
 
-def reduce_scatter(op: ReduceOp | str, tree: PyTree, *, axis: int = 0) -> PyTree:
+@overload
+def reduce_scatter(op: ReduceOp | ReduceOpName, tree: np.ndarray | np.generic, *, axis: int = 0) -> jax.Array: ...
+@overload
+def reduce_scatter(op: ReduceOp | ReduceOpName, tree: T, *, axis: int = 0) -> T: ...
+def reduce_scatter(op: ReduceOp | ReduceOpName, tree: PyTree, *, axis: int = 0) -> PyTree:
     """Returns one shard per replica of the values of all replicas, reduced element by element.
 
-    Equals the replica's part of `all_reduce(op, tree)`, and sends half as much. `all_gather` of the shards along the same
-    dimension gives the result of `all_reduce`. SUM and MEAN are differentiable. The mean of integers is a float.
+    Equals this replica's shard of `all_reduce(op, tree)`, and sends half as many bytes. `all_gather` of the shards along the same
+    dimension returns the result of `all_reduce`. SUM and MEAN are differentiable. The mean of integers is a float.
 
     Args:
         op: `"sum"` or `"mean"`.
@@ -300,11 +318,11 @@ def reduce_scatter(op: ReduceOp | str, tree: PyTree, *, axis: int = 0) -> PyTree
         axis: The dimension to split; -1 is the last.
 
     Returns:
-        The same tree with leaves `[..., n / replica, ...]`, which replica `i` holds the `i`-th part of; varying.
+        The same tree with leaves `[..., n / replica, ...]`: replica `i` holds shard `i`; varying.
 
     Raises:
         ValueError: `op` is another reduction, a leaf does not have the dimension, or the number of replicas does not divide it.
-        TypeError: A leaf has no such reduction (booleans, keys, `RowSlices`).
+        TypeError: The dtype of a leaf does not support the reduction (booleans, keys), or a leaf is `RowSlices`.
         RuntimeError: Called in the cross-replica context.
 
     Example:
@@ -316,17 +334,21 @@ def reduce_scatter(op: ReduceOp | str, tree: PyTree, *, axis: int = 0) -> PyTree
     return require_replica_context("reduce_scatter", "strategy.reduce").reduce_scatter(op, tree, axis=axis)
 
 
+@overload
+def broadcast(tree: _Number) -> jax.Array: ...
+@overload
+def broadcast(tree: T) -> T: ...
 def broadcast(tree: PyTree) -> PyTree:
-    """What replica 0 holds, handed to every replica.
+    """Returns the values of replica 0; replicated.
 
     Args:
-        tree: A tree of arrays `[...]` of any dtype, the same shapes on all replicas.
+        tree: A tree of arrays `[...]` of any dtype, with the same shapes on all replicas.
 
     Returns:
-        The same tree; mirrored.
+        The same tree; replicated.
 
     Raises:
-        RuntimeError: Called from the host program within `strategy.scope()`.
+        RuntimeError: Called in the cross-replica context.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -337,10 +359,10 @@ def broadcast(tree: PyTree) -> PyTree:
 
 
 def replica_id() -> jax.Array:
-    """The number of this replica, an int32 scalar from 0 up; 0 outside any strategy.
+    """Returns the index of this replica, an int32 scalar from 0 up; 0 outside any strategy.
 
     Raises:
-        RuntimeError: Called from the host program within `strategy.scope()`.
+        RuntimeError: Called in the cross-replica context.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -351,10 +373,10 @@ def replica_id() -> jax.Array:
 
 
 def num_replicas() -> int:
-    """How many replicas compute together: a Python number, known while tracing; 1 outside any strategy.
+    """Returns the number of replicas that run together, a Python integer; 1 outside any strategy.
 
     Raises:
-        RuntimeError: Called from the host program within `strategy.scope()`.
+        RuntimeError: Called in the cross-replica context.
 
     Example:
         >>> jdist.num_replicas()
@@ -363,22 +385,22 @@ def num_replicas() -> int:
     return require_replica_context("num_replicas", "strategy.num_replicas_in_sync").num_replicas_in_sync
 
 
-def require_replica_context(word: str, instead: str) -> ReplicaContext:
-    """The replica that is asking.
+def require_replica_context(name: str, instead: str) -> ReplicaContext:
+    """Returns the current context, in which the function `name` of the replica-context API is called.
 
     Raises:
-        RuntimeError: It is the host program, which should take `instead`.
+        RuntimeError: It is the cross-replica context, in which `instead` can be used.
     """
     context = current_context()
     if not isinstance(context, ReplicaContext):
         raise RuntimeError(
-            f"`jdist.{word}` is a word of replica functions, and within `strategy.scope()` the host program speaks for "
-            f"all replicas. Call it in a function that `strategy.run` or `strategy.step` runs, or use `{instead}` here."
+            f"`jdist.{name}` can only be called inside a function run by `strategy.run` or `strategy.step`. In the "
+            f"cross-replica context, use `{instead}`."
         )
     return context
 
 
-def require_cross_replica_context(word: str, instead: str = "call it before, and hand in what it gives") -> None:
-    """Raises RuntimeError if a replica function is running: `word` is a method of strategies for the host program."""
+def require_cross_replica_context(method: str, instead: str = "call it outside, and pass its result") -> None:
+    """Raises RuntimeError if `method`, a method of strategies for the host program, is called in a replica function."""
     if isinstance(current_context(), ReplicaContext) and in_replica_function():
-        raise RuntimeError(f"`strategy.{word}` is called by the host program, not in a replica function: {instead}.")
+        raise RuntimeError(f"`strategy.{method}` cannot be called inside a replica function: {instead}.")
