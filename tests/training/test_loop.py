@@ -1,4 +1,4 @@
-"""The loop: what is told when, and how it ends: Ctrl-C, losses that are not finite, errors of callbacks and of data."""
+"""The training loop: its events, and its ends by Ctrl-C, losses that are not finite, errors of callbacks and of data."""
 
 import os
 import signal
@@ -25,88 +25,88 @@ def small(strategy, **options):
 
 @pytest.fixture(autouse=True)
 def ctrl_c_interrupts():
-    """As in a terminal: whoever starts the tests in the background has Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Installs the default handler: a shell that starts the tests in the background ignores Ctrl-C."""
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, previous_handler)
 
 
-@pytest.mark.parametrize("a_call", [1, 3])
-def test_callbacks_are_told_in_order_of_every_call_epoch_and_end(two, a_call):
-    told = []
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_callbacks_receive_events_of_every_call_epoch_and_end(two, steps_per_call):
+    events = []
 
-    def note(event):
-        told.append((event.moment.name, event.step, event.epoch, event.examples))
+    def record(event):
+        events.append((event.moment.name, event.step, event.epoch, event.examples))
         if event.moment is Moment.EPOCH:
             assert {"loss", "accuracy"} == set(event.metrics)
             assert set(event.logs) == {"loss", "accuracy", "val_loss", "val_accuracy"}
         assert event.total_steps == 8
 
-    small(two, callbacks=[note], steps_per_call=a_call, validation_data=SMALL)
-    steps = [1, 2, 3, 4] if a_call == 1 else [3, 4]
+    small(two, callbacks=[record], steps_per_call=steps_per_call, validation_data=SMALL)
+    steps = [1, 2, 3, 4] if steps_per_call == 1 else [3, 4]
     expected = [("START", 0, 0, 0)]
     for epoch in (0, 1):
         expected += [("STEP", 4 * epoch + step, epoch) for step in steps] + [("EPOCH", 4 * epoch + 4, epoch)]
     expected += [("END", 8, 1)]
-    assert [one[:3] for one in told] == [one[:3] for one in expected]
-    assert told[-1][3] == 480
+    assert [event[:3] for event in events] == [event[:3] for event in expected]
+    assert events[-1][3] == 480
 
 
-def test_names_of_an_epoch_are_known_before_it(two):
+def test_metric_names_are_known_before_the_epoch(two):
     events = []
     small(two, callbacks=[events.append], epochs=1, validation_data=SMALL)
     assert list(events[0].metric_names) == list(events[-2].logs) == ["loss", "accuracy", "val_loss", "val_accuracy"]
 
 
-@pytest.mark.parametrize("a_call", [1, 4])
-def test_batches_of_steps_that_are_over_are_not_kept(two, a_call):
-    kept = []
-    batches = lambda event: kept.append(sum(x.shape == (2, 6, 64) for x in jax.live_arrays())) and None
-    small(two, batch_size=12, epochs=3, steps_per_call=a_call, callbacks=[batches])
-    assert len(kept) > 60 / a_call
-    assert max(kept) <= 2 * a_call + 3  # those of a call, and of the next; some are on their way
+@pytest.mark.parametrize("steps_per_call", [1, 4])
+def test_batches_are_released_after_their_step(two, steps_per_call):
+    counts = []
+    count_batches = lambda event: counts.append(sum(x.shape == (2, 6, 64) for x in jax.live_arrays()))
+    small(two, batch_size=12, epochs=3, steps_per_call=steps_per_call, callbacks=[count_batches])
+    assert len(counts) > 60 / steps_per_call
+    assert max(counts) <= 2 * steps_per_call + 3  # of this call, of the next call, and prefetched ones
 
 
-def test_metrics_within_an_epoch_are_those_of_its_examples_so_far(two):
-    seen = []
-    note = lambda event: seen.append((event.moment, event.metrics, event.position)) and None
-    small(two, callbacks=[note], epochs=1, shuffle=False, optimizer=optax.sgd(0.0))
+def test_metrics_within_an_epoch_cover_its_examples_so_far(two):
+    events = []
+    record = lambda event: events.append((event.moment, event.metrics, event.position))
+    small(two, callbacks=[record], epochs=1, shuffle=False, optimizer=optax.sgd(0.0))
     of_two = trainer(two)
     state = of_two.init(SMALL[0])
-    for number, (moment, metrics, position) in enumerate(seen[1:5], start=1):
+    for number, (moment, metrics, position) in enumerate(events[1:5], start=1):
         part = tuple(array[: 60 * number] for array in SMALL)
         expected = of_two.evaluate(state, part, batch_size=60)
         assert moment is Moment.STEP and position["batch"] == number
         assert metrics["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-6)
         assert metrics["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-    assert seen[5][1] == seen[4][1] == seen[6][1]  # of the epoch that has ended
+    assert events[5][1] == events[4][1] == events[6][1]  # the metrics of the complete epoch
 
 
-def test_callback_stops_training_with_its_sentence(two):
+def test_callback_stops_training_with_its_reason(two):
     stop = lambda event: CallbackResult(stop_reason="Enough.") if event.step == 3 else None
-    found = small(two, callbacks=[stop])
-    assert (found.stop_reason, found.steps, int(found.state.step)) == ("Enough.", 3, 3)
-    assert_bitwise_equal(found.state, small(two, epochs=None, steps=3).state)
+    result = small(two, callbacks=[stop])
+    assert (result.stop_reason, result.steps, int(result.state.step)) == ("Enough.", 3, 3)
+    assert_bitwise_equal(result.state, small(two, epochs=None, steps=3).state)
 
 
-def test_callback_hands_in_another_state_and_all_are_told_the_same(two):
-    steps_seen = []
-    first = {}
+def test_callback_replaces_the_state_after_all_callbacks_received_the_event(two):
+    steps = []
+    copies = {}
 
     def swap(event):
         if event.moment is Moment.START:
-            first["state"] = jax.tree.map(jnp.copy, event.state)
+            copies["state"] = jax.tree.map(jnp.copy, event.state)
         if event.moment is Moment.END:
-            return CallbackResult(state=first["state"])
+            return CallbackResult(state=copies["state"])
 
-    look = lambda event: steps_seen.append(int(event.state.step))
-    found = small(two, callbacks=[swap, look])
-    assert int(found.state.step) == 0
-    assert steps_seen[-1] == 8
+    record = lambda event: steps.append(int(event.state.step))
+    result = small(two, callbacks=[swap, record])
+    assert int(result.state.step) == 0
+    assert steps[-1] == 8
 
 
-def test_answer_of_another_kind_is_refused(two):
-    with pytest.raises(TypeError, match="The callback wrong returned 3: a callback returns None, or a"):
+def test_wrong_result_of_a_callback_raises(two):
+    with pytest.raises(TypeError, match="The callback wrong returned 3. A callback must return None, or a"):
 
         def wrong(event):
             return 3
@@ -122,17 +122,14 @@ def failing_at(step):
     return fails
 
 
-def test_error_of_a_callback_comes_with_the_state_so_far(two):
+def test_error_of_a_callback_contains_the_state_so_far(two):
     closed = []
 
-    class Closes:
-        def __call__(self, event):
-            return None
-
+    class Closes(jdist.callbacks.Callback):
         def close(self):
             closed.append(1)
 
-    with pytest.raises(jdist.FitError, match="behind step 5 by OSError: no space left") as error:
+    with pytest.raises(jdist.FitError, match="Training failed after step 5: OSError: no space left") as error:
         small(two, callbacks=[failing_at(5), Closes()])
     assert isinstance(error.value.__cause__, OSError)
     assert error.value.fit.steps == int(error.value.fit.state.step) == 5
@@ -141,7 +138,7 @@ def test_error_of_a_callback_comes_with_the_state_so_far(two):
     assert_bitwise_equal(error.value.fit.state, small(two, epochs=None, steps=5).state)
 
 
-def test_error_before_the_first_step_is_itself(two):
+def test_error_before_the_first_step_is_not_wrapped(two):
     with pytest.raises(OSError, match="no space left"):
         small(two, callbacks=[lambda event: failing_at(0)(event) or _fail(event)])
 
@@ -151,7 +148,7 @@ def _fail(event):
 
 
 def _failing_loss(step):
-    """A loss whose program raises on the host in this step, once."""
+    """Returns a loss whose program raises on the host in this step, once."""
     calls = []
 
     def check(value):
@@ -161,45 +158,42 @@ def _failing_loss(step):
         return value
 
     def loss(outputs, targets):
-        checked = jax.experimental.io_callback(check, jax.ShapeDtypeStruct((), np.float32), targets.sum())
-        return jnp.square(outputs - targets) + 0 * checked
+        zero = 0 * jax.experimental.io_callback(check, jax.ShapeDtypeStruct((), np.float32), targets.sum())
+        return jnp.square(outputs - targets) + zero
 
     return loss
 
 
-LINE = (lambda key, x: jnp.zeros(x.shape[-1]), lambda w, x: x @ w)
-ROWS = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+LINEAR = (lambda key, x: jnp.zeros(x.shape[-1]), lambda w, x: x @ w)
+X = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
 
 
-# On one device: of several, XLA ends the process where one fails and the others wait for it.
+# On one device: with several, XLA aborts the process if one fails while the others wait for it.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("step", [1, 4])
-def test_error_at_run_time_of_a_step_says_that_the_state_is_lost_and_where_a_checkpoint_is(step, tmp_path):
-    failing = jdist.Trainer(LINE, optax.sgd(0.1), _failing_loss(step), strategy=jdist.OneDeviceStrategy("cpu:0"))
-    # Of a state that was just saved, the host may have the arrays: the step does not get its memory, and it is not lost.
+def test_error_at_run_time_reports_the_lost_state_and_the_last_checkpoint(step, tmp_path):
+    failing = jdist.Trainer(LINEAR, optax.sgd(0.1), _failing_loss(step), strategy=jdist.OneDeviceStrategy("cpu:0"))
+    # The host may still use the arrays of a state that was just saved; then its buffers are not donated, and it is not lost.
     with jdist.Checkpointer(tmp_path, every=2) as checkpointer:
-        saving = jdist.callbacks.Checkpoint(checkpointer)
-        with pytest.raises(jdist.FitError, match="The state is lost: the step had taken its memory over") as error:
-            failing.fit((ROWS, ROWS[:, 0]), batch_size=4, callbacks=[saving], progress="off")
+        save = jdist.callbacks.Checkpoint(checkpointer)
+        with pytest.raises(jdist.FitError, match="The state is lost: it was donated to the step that failed") as error:
+            failing.fit((X, X[:, 0]), batch_size=4, callbacks=[save], progress="off")
     assert error.value.fit.state is None and isinstance(error.value.__cause__, jax.errors.JaxRuntimeError)
     assert "the disk of the loss is full" in str(error.value)
     assert "state: lost: an error ended the step" in repr(error.value.fit)
     if step == 1:
-        assert "There is no checkpoint to go on from" in str(error.value)
+        assert "There is no checkpoint to resume from" in str(error.value)
         return
     assert f"The last checkpoint is that of step 2, in {str(tmp_path)!r}: `fit(resume=" in str(error.value)
-    assert failing.fit((ROWS, ROWS[:, 0]), batch_size=4, resume=tmp_path, progress="off").steps == 6
+    assert failing.fit((X, X[:, 0]), batch_size=4, resume=tmp_path, progress="off").steps == 6
 
 
-def test_every_callback_is_closed_though_one_cannot_be(two):
+def test_every_callback_is_closed_if_one_raises(two):
     closed = []
 
-    class Closes:
+    class Closes(jdist.callbacks.Callback):
         def __init__(self, fails):
             self.fails = fails
-
-        def __call__(self, event):
-            return None
 
         def close(self):
             closed.append(self.fails)
@@ -211,7 +205,7 @@ def test_every_callback_is_closed_though_one_cannot_be(two):
     assert sorted(closed) == [False, False, True]
 
 
-def test_error_of_the_data_comes_with_the_state_so_far(two):
+def test_error_of_the_data_contains_the_state_so_far(two):
     class Broken:
         def __iter__(self):
             yield from ((SMALL[0][i : i + 60], SMALL[1][i : i + 60]) for i in range(0, 180, 60))
@@ -219,29 +213,29 @@ def test_error_of_the_data_comes_with_the_state_so_far(two):
 
     with pytest.raises(jdist.FitError, match="disk gone") as error:
         trainer(two).fit(Broken(), progress="off")
-    # The batch behind the last one is asked for before a step is taken, to know whether it is the last of its epoch.
+    # The next batch is drawn before a step is taken, to find out whether the step ends an epoch.
     assert error.value.fit.steps == int(error.value.fit.state.step) == 2
 
 
 def poisoned(number):
-    """The small data with a batch that makes the loss nan."""
+    """Returns the small data with a batch whose loss is NaN."""
     images = SMALL[0].copy()
     images[60 * number] = np.nan
     return images, SMALL[1]
 
 
-@pytest.mark.parametrize("a_call", [1, 3])
-def test_loss_that_is_not_finite_stops_with_the_state_before(two, a_call):
-    found = fit(two, poisoned(2), batch_size=60, epochs=2, shuffle=False, steps_per_call=a_call)
-    assert found.stop_reason == "The loss of step 3 is nan, of batch 2 of epoch 0. The state is that before the step."
-    assert found.steps == int(found.state.step) == 2
-    assert_bitwise_equal(found.state, fit(two, SMALL, batch_size=60, epochs=None, steps=2, shuffle=False).state)
-    assert list(found.history.losses) == [1, 2, 3]
-    assert np.isnan(found.history.losses[3])
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_non_finite_loss_stops_with_the_state_before_it(two, steps_per_call):
+    result = fit(two, poisoned(2), batch_size=60, epochs=2, shuffle=False, steps_per_call=steps_per_call)
+    assert result.stop_reason == "The loss of step 3 is nan (batch 2 of epoch 0). The state is the one before that step."
+    assert result.steps == int(result.state.step) == 2
+    assert_bitwise_equal(result.state, fit(two, SMALL, batch_size=60, epochs=None, steps=2, shuffle=False).state)
+    assert list(result.history.losses) == [1, 2, 3]
+    assert np.isnan(result.history.losses[3])
 
 
-def test_loss_that_is_not_finite_is_skipped(two):
-    found = fit(
+def test_step_with_a_non_finite_loss_is_skipped(two):
+    result = fit(
         two,
         poisoned(2),
         batch_size=60,
@@ -252,50 +246,50 @@ def test_loss_that_is_not_finite_is_skipped(two):
     )
     without = tuple(np.concatenate([array[:120], array[180:]]) for array in SMALL)
     expected = fit(two, without, batch_size=60, epochs=1, shuffle=False, optimizer=optax.sgd(0.1))
-    assert_bitwise_equal(found.state.params, expected.state.params)
-    assert found.steps == int(found.state.step) == 4
-    assert found.history["loss"] == pytest.approx(expected.history["loss"])
+    assert_bitwise_equal(result.state.params, expected.state.params)
+    assert result.steps == int(result.state.step) == 4
+    assert result.history["loss"] == pytest.approx(expected.history["loss"])
 
 
-def test_loss_that_is_not_finite_is_kept_if_asked_for(two):
-    found = fit(two, poisoned(2), batch_size=60, epochs=1, shuffle=False, trainer_options={"non_finite": "keep"})
-    assert found.steps == 4
-    assert not all(np.isfinite(leaf).all() for leaf in to_host(found.state.params))
+def test_step_with_a_non_finite_loss_is_kept_if_requested(two):
+    result = fit(two, poisoned(2), batch_size=60, epochs=1, shuffle=False, trainer_options={"non_finite": "keep"})
+    assert result.steps == 4
+    assert not all(np.isfinite(leaf).all() for leaf in to_host(result.state.params))
 
 
-def test_data_that_end_before_the_steps_say_so(two):
-    found = small(two, epochs=1, steps=10)
-    assert (found.stop_reason, found.steps) == ("The data ended after 4 of 10 steps.", 4)
+def test_data_that_end_before_the_requested_steps(two):
+    result = small(two, epochs=1, steps=10)
+    assert (result.stop_reason, result.steps) == ("The data ended after 4 of 10 steps.", 4)
 
 
-def test_no_step_at_all_gives_the_state_that_there_is(two):
-    found = small(two, epochs=None, steps=0)
-    assert (found.steps, found.history.rows, found.stop_reason) == (0, (), "All requested steps were taken.")
+def test_no_step_returns_the_initial_state(two):
+    result = small(two, epochs=None, steps=0)
+    assert (result.steps, result.history.rows, result.stop_reason) == (0, (), "All requested steps were taken.")
 
 
-def test_ctrl_c_in_a_step_ends_after_it_with_its_state(two):
+def test_ctrl_c_during_a_step_ends_training_after_it(two):
     press = lambda event: (
         os.kill(os.getpid(), signal.SIGINT) if event.moment is Moment.STEP and event.step == 3 else None
     )
-    found = small(two, callbacks=[press])
-    assert (found.stop_reason, found.steps, int(found.state.step)) == ("Ctrl-C was pressed.", 3, 3)
-    assert_bitwise_equal(found.state, small(two, epochs=None, steps=3).state)
+    result = small(two, callbacks=[press])
+    assert (result.stop_reason, result.steps, int(result.state.step)) == ("Ctrl-C was pressed.", 3, 3)
+    assert_bitwise_equal(result.state, small(two, epochs=None, steps=3).state)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_ctrl_c_while_waiting_for_data_ends_with_the_state_so_far(two):
+def test_ctrl_c_while_waiting_for_data_ends_training(two):
     class Slow:
         def __iter__(self):
             yield from ((SMALL[0][i : i + 60], SMALL[1][i : i + 60]) for i in range(0, 240, 60))
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             threading.Event().wait(60)
 
-    found = trainer(two).fit(Slow(), progress="off")
-    assert found.stop_reason == "Ctrl-C was pressed."
-    assert found.steps == int(found.state.step) == 3
+    result = trainer(two).fit(Slow(), progress="off")
+    assert result.stop_reason == "Ctrl-C was pressed."
+    assert result.steps == int(result.state.step) == 3
 
 
-def test_ctrl_c_twice_in_a_step_interrupts(two):
+def test_ctrl_c_twice_during_a_step_raises(two):
     def press(event):
         if event.moment is Moment.STEP and event.step == 3:
             os.kill(os.getpid(), signal.SIGINT)
@@ -306,27 +300,27 @@ def test_ctrl_c_twice_in_a_step_interrupts(two):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_fit_in_another_thread_than_the_main_one_trains(two):
-    found = []
-    thread = threading.Thread(target=lambda: found.append(small(two, epochs=1)))
+def test_fit_works_in_another_thread(two):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(small(two, epochs=1)))
     thread.start()
     thread.join()
-    assert found[0].steps == 4
+    assert results[0].steps == 4
 
 
-def test_handler_of_somebody_else_is_left_alone(two):
-    heard = []
-    before = signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+def test_handler_of_the_application_is_not_replaced(two):
+    signals = []
+    previous_handler = signal.signal(signal.SIGINT, lambda *_: signals.append(1))
     try:
         press = lambda event: os.kill(os.getpid(), signal.SIGINT) if event.step == 3 else None
         assert small(two, callbacks=[press]).steps == 8
     finally:
-        signal.signal(signal.SIGINT, before)
-    assert heard
+        signal.signal(signal.SIGINT, previous_handler)
+    assert signals
 
 
-def test_report_of_a_fit_is_a_page_with_its_numbers(two, tmp_path):
-    found = small(two, validation_data=SMALL)
-    text = found.report(tmp_path / "run.html").read_text()
-    for said in (found.stop_reason, "MirroredStrategy", str(found.proof), jax.__version__, sys.version.split()[0]):
-        assert said in text
+def test_report_of_a_fit_contains_its_results(two, tmp_path):
+    result = small(two, validation_data=SMALL)
+    text = result.report(tmp_path / "run.html").read_text()
+    for expected in (result.stop_reason, "MirroredStrategy", str(result.proof), jax.__version__, sys.version.split()[0]):
+        assert expected in text

@@ -1,4 +1,4 @@
-"""A step of training is one step of one device on all real examples, however they are split; and what guards it."""
+"""A training step equals the step of one device on all examples, for every split of the batch; and its checks."""
 
 import dataclasses
 import functools
@@ -18,16 +18,16 @@ import jdist
 
 from laws import STRATEGIES, assert_in_step
 
-ROWS = 12  # 1, 2, 3 and 4 replicas share them evenly
+EXAMPLES = 12  # divisible by 1, 2, 3 and 4 replicas
 RATE = 0.1
-X = np.random.default_rng(0).normal(size=(ROWS, 3)).astype(np.float32)
+X = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype(np.float32)
 Y = (X @ np.float32([1, -2, 3]) + 1).astype(np.float32)
-BEGIN = np.float32([0.5, 0, -0.5])
-MODEL = (lambda key, x: jnp.asarray(BEGIN), lambda w, x: x @ w)
+INITIAL = np.float32([0.5, 0, -0.5])
+MODEL = (lambda key, x: jnp.asarray(INITIAL), lambda w, x: x @ w)
 place = functools.cache(lambda name: STRATEGIES[name]())
 
 
-def trained(trainer, data=(X, Y), *, batch_size=ROWS, **options):
+def train(trainer, data=(X, Y), *, batch_size=EXAMPLES, **options):
     return trainer.fit(data, batch_size=batch_size, shuffle=False, progress="off", **options)
 
 
@@ -36,13 +36,13 @@ def trainer_of(strategy, optimizer=None, loss=optax.squared_error, model=MODEL, 
 
 
 def by_hand(w, x, y, weights=None):
-    """The loss of a linear regression, and the parameters after a step, in float64."""
+    """Returns the loss of a linear regression, and the parameters after a step, in float64."""
     weights = np.ones(len(x)) if weights is None else weights.astype(np.float64)
     error, total = x.astype(np.float64) @ w - y, max(weights.sum(), 1e-300)
     return (weights * error**2).sum() / total, w - RATE * 2 * (weights * error) @ x / total
 
 
-# -- the law -----------------------------------------------------------------------------------------------------------
+# -- equality with one device -----------------------------------------------------------------------------------------------------------
 
 SPLITS = [("one_device", 1), ("mirrored_2", 2), ("mirrored_3", 1), ("central_2", 2), ("sharded_4", 1)]
 MORE_SPLITS = [
@@ -66,37 +66,37 @@ def split_trainer(name):
 @every_split
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
-    rows=st.integers(1, ROWS),
-    weights=st.lists(st.sampled_from([0.0, 0.25, 1.0, 1.0, 7.0]), min_size=ROWS, max_size=ROWS),
+    rows=st.integers(1, EXAMPLES),
+    weights=st.lists(st.sampled_from([0.0, 0.25, 1.0, 1.0, 7.0]), min_size=EXAMPLES, max_size=EXAMPLES),
 )
-def test_a_step_is_that_of_the_mean_over_all_real_examples(name, micro_batches, rows, weights):
+def test_step_uses_the_mean_over_all_examples(name, micro_batches, rows, weights):
     x, y, weights = X[:rows], Y[:rows], np.float32(weights[:rows])
-    fit = trained(split_trainer(name), (x, y, weights), micro_batches=micro_batches)
-    loss, params = by_hand(BEGIN, x, y, weights)
+    fit = train(split_trainer(name), (x, y, weights), micro_batches=micro_batches)
+    loss, params = by_hand(INITIAL, x, y, weights)
     np.testing.assert_allclose(fit.state.params, params, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(fit.history.losses[1], loss, rtol=1e-4, atol=1e-6)
-    error = (weights * np.abs(x @ BEGIN - y)).sum() / max(weights.sum(), 1e-30)
+    error = (weights * np.abs(x @ INITIAL - y)).sum() / max(weights.sum(), 1e-30)
     np.testing.assert_allclose(fit.history.rows[0]["error"], error, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(fit.history.rows[0]["loss"], loss, rtol=1e-4, atol=1e-6)
 
 
 @every_split
-def test_steps_without_padding_weights_are_the_same(name, micro_batches):
-    """Of a data set that drops what is left over, so that there are no weights at all."""
+def test_step_without_padding_weights_uses_the_mean_over_all_examples(name, micro_batches):
+    """The dataset drops the remainder, so that batches have no weights."""
     trainer = split_trainer(name)
-    dataset = trainer.strategy.distribute_dataset((X, Y), ROWS, shuffle=False)
+    dataset = trainer.strategy.distribute_dataset((X, Y), EXAMPLES, shuffle=False)
     fit = trainer.fit(dataset, epochs=2, micro_batches=micro_batches, progress="off")
-    once = by_hand(BEGIN, X, Y)[1]
+    once = by_hand(INITIAL, X, Y)[1]
     loss, params = by_hand(once, X, Y)
     np.testing.assert_allclose(fit.state.params, params, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(fit.history.rows[1]["loss"], loss, rtol=1e-4)
     assert_in_step(fit.state)
 
 
-def test_losses_of_several_values_an_example_are_averaged_over_all_of_real_examples(two):
+def test_several_losses_per_example_are_averaged(two):
     model = (lambda key, x: jnp.float32(2), lambda w, x: w * x)
     loss = lambda outputs, targets: jnp.square(outputs - targets)
-    fit = trained(trainer_of(two, loss=loss, model=model), (X[:7], X[:7] + 1))
+    fit = train(trainer_of(two, loss=loss, model=model), (X[:7], X[:7] + 1))
     x, y = X[:7].ravel()[:, None], X[:7].ravel() + 1
     value, params = by_hand(np.array([2.0]), x, y)
     np.testing.assert_allclose([fit.state.params], params, rtol=1e-5)
@@ -107,12 +107,12 @@ def test_losses_of_several_values_an_example_are_averaged_over_all_of_real_examp
 
 
 @pytest.mark.parametrize("rows", [12, 7, 3])
-def test_a_mean_in_the_optimizer_is_not_taken_twice(rows, two):
-    data, found = (X[:rows], Y[:rows]), []
+def test_mean_policy_in_the_optimizer_gives_the_same_bits(rows, two):
+    data, results = (X[:rows], Y[:rows]), []
     for optimizer in (optax.sgd(RATE), optax.chain(jdist.sync.mean(), optax.sgd(RATE))):
-        fit = trained(trainer_of(two, optimizer), data, epochs=2)
-        found.append((np.asarray(fit.state.params).tobytes(), fit.history.losses))
-    assert found[0] == found[1]
+        fit = train(trainer_of(two, optimizer), data, epochs=2)
+        results.append((np.asarray(fit.state.params).tobytes(), fit.history.losses))
+    assert results[0] == results[1]
 
 
 POLICIES = {
@@ -133,94 +133,94 @@ def _jitted(optimizer):
 
 
 @pytest.mark.parametrize("policy, tolerance", POLICIES.values(), ids=POLICIES)
-def test_a_step_under_a_policy_is_that_of_one_device(policy, tolerance, two):
+def test_step_with_a_policy_equals_the_step_of_one_device(policy, tolerance, two):
     """9 examples: 6 on one replica, 3 and padding on the other."""
-    fit = trained(trainer_of(two, policy(optax.sgd(RATE))), (X[:9], Y[:9]))
-    loss, params = by_hand(BEGIN, X[:9], Y[:9])
+    fit = train(trainer_of(two, policy(optax.sgd(RATE))), (X[:9], Y[:9]))
+    loss, params = by_hand(INITIAL, X[:9], Y[:9])
     np.testing.assert_allclose(jdist.read_values(fit.state.params), params, rtol=tolerance, atol=tolerance)
     np.testing.assert_allclose(fit.history.losses[1], loss, rtol=1e-5)
 
 
-def test_an_optimizer_that_acts_every_second_step_takes_the_mean_of_two(two):
+def test_optimizer_that_updates_every_second_step_uses_the_mean_of_two_batches(two):
     optimizer = jdist.sync.every(optax.chain(jdist.sync.mean(), optax.sgd(RATE)), 2)
     trainer = trainer_of(two, optimizer)
-    fit = trained(trainer, batch_size=4, steps=1)
-    np.testing.assert_array_equal(fit.state.params, BEGIN)
-    fit = trained(trainer, batch_size=4, steps=2)
-    np.testing.assert_allclose(fit.state.params, by_hand(BEGIN, X[:8], Y[:8])[1], rtol=1e-5)
+    fit = train(trainer, batch_size=4, steps=1)
+    np.testing.assert_array_equal(fit.state.params, INITIAL)
+    fit = train(trainer, batch_size=4, steps=2)
+    np.testing.assert_allclose(fit.state.params, by_hand(INITIAL, X[:8], Y[:8])[1], rtol=1e-5)
 
 
-def test_parameters_drift_between_meetings_by_each_replicas_own_gradient(two):
+def test_parameters_differ_between_synchronization_steps_by_local_gradients(two):
     trainer = trainer_of(two, jdist.sync.local_sgd(optax.sgd(RATE), every=3))
-    fit = trained(trainer, batch_size=4, steps=1)
-    for number, own in enumerate(fit.state.params.values):
-        mine = slice(2 * number, 2 * number + 2)
-        np.testing.assert_allclose(own, by_hand(BEGIN, X[mine], Y[mine])[1], rtol=1e-5)
-    fit = trained(trainer, batch_size=4, steps=3)
+    fit = train(trainer, batch_size=4, steps=1)
+    for replica, params in enumerate(fit.state.params.values):
+        examples = slice(2 * replica, 2 * replica + 2)
+        np.testing.assert_allclose(params, by_hand(INITIAL, X[examples], Y[examples])[1], rtol=1e-5)
+    fit = train(trainer, batch_size=4, steps=3)
     assert_in_step(fit.state.params.values[0])
     np.testing.assert_array_equal(*fit.state.params.values)
 
 
-def test_exact_mode_gives_the_same_bits_on_any_number_of_devices():
-    optimizer, found = optax.chain(jdist.sync.exact(), optax.sgd(RATE)), []
+def test_exact_mode_is_bitwise_equal_on_any_number_of_devices():
+    optimizer, results = optax.chain(jdist.sync.exact(), optax.sgd(RATE)), []
     for devices in (1, 4):
         strategy = jdist.MirroredStrategy(jax.devices()[:devices], virtual_replicas=4)
-        fit = trained(trainer_of(strategy, optimizer), (X[:9], Y[:9]), epochs=2)
-        found.append((np.asarray(fit.state.params).tobytes(), fit.history.losses))
-    assert found[0] == found[1]
-    once = by_hand(BEGIN, X[:9], Y[:9])[1]
+        fit = train(trainer_of(strategy, optimizer), (X[:9], Y[:9]), epochs=2)
+        results.append((np.asarray(fit.state.params).tobytes(), fit.history.losses))
+    assert results[0] == results[1]
+    once = by_hand(INITIAL, X[:9], Y[:9])[1]
     np.testing.assert_allclose(fit.state.params, by_hand(once, X[:9], Y[:9])[1], rtol=1e-5)
 
 
 # -- precision ---------------------------------------------------------------------------------------------------------
 
-FINE = np.full(ROWS, 1.001, np.float32)  # 1.0 in bfloat16
+FINE = np.full(EXAMPLES, 1.001, np.float32)  # 1.0 in bfloat16
 ZERO = (lambda key, x: jnp.zeros(3), lambda w, x: x @ w)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_targets_stay_exact_in_lower_precision(micro_batches, two):
+def test_targets_are_exact_in_lower_precision(micro_batches, two):
     metrics = {"target": lambda outputs, targets: targets}
     trainer = trainer_of(two, model=ZERO, precision=jdist.Precision(), metrics=metrics)
-    fit = trained(trainer, (np.ones((ROWS, 3), np.float32), FINE), micro_batches=micro_batches)
+    fit = train(trainer, (np.ones((EXAMPLES, 3), np.float32), FINE), micro_batches=micro_batches)
     assert fit.history.rows[0]["target"] == pytest.approx(1.001, rel=1e-6)
     assert fit.history.losses[1] == pytest.approx(1.001**2, rel=1e-6)
     assert fit.state.params.dtype == jnp.float32
 
 
-def test_inputs_and_parameters_are_computed_with_in_lower_precision(two):
-    seen = []
+def test_model_receives_inputs_and_parameters_in_lower_precision(two):
+    dtypes = []
 
     def apply(w, x):
-        seen.append((w.dtype, x.dtype))
+        dtypes.append((w.dtype, x.dtype))
         return x @ w
 
     trainer = trainer_of(two, model=(MODEL[0], apply), precision=jdist.Precision())
-    fit = trained(trainer, batch_size=4, epochs=1)
+    fit = train(trainer, batch_size=4, epochs=1)
     trainer.predict(fit.state, X, batch_size=4)
-    assert set(seen) == {(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16))}
+    assert set(dtypes) == {(jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16))}
 
 
-def test_metrics_are_summed_in_float32_whatever_outputs_go_on_in(two):
-    """601 examples: no number of bfloat16, and neither is their half."""
+def test_metrics_are_summed_in_float32_for_bfloat16_outputs(two):
+    """bfloat16 represents neither 601, the number of examples, nor the half of 602."""
     precision = jdist.Precision(output_dtype=jnp.bfloat16)
     counts = {"count": (jdist.metrics.Sum(), lambda outputs, targets: (jnp.ones(len(outputs)),))}
     trainer = trainer_of(two, model=ZERO, precision=precision, metrics=counts)
     data = np.ones((601, 3), np.float32), np.ones(601, np.float32)
-    fit = trained(trainer, data, batch_size=602)
+    fit = train(trainer, data, batch_size=602)
     assert fit.history.rows[0]["count"] == 601
 
 
-def test_float16_is_scaled_by_the_optimizer(two):
+def test_float16_losses_are_scaled_by_the_optimizer(two):
     optimizer = jdist.sync.dynamic_loss_scale(optax.chain(jdist.sync.mean(), optax.sgd(RATE)), initial=2.0**8)
     trainer = trainer_of(two, optimizer, precision=jdist.Precision(compute_dtype=jnp.float16))
-    fit = trained(trainer, (X[:9], Y[:9]))
-    np.testing.assert_allclose(fit.state.params, by_hand(BEGIN, X[:9], Y[:9])[1], rtol=1e-2, atol=1e-2)
+    fit = train(trainer, (X[:9], Y[:9]))
+    np.testing.assert_allclose(fit.state.params, by_hand(INITIAL, X[:9], Y[:9])[1], rtol=1e-2, atol=1e-2)
 
 
 # -- losses that are not finite ----------------------------------------------------------------------------------------
 
-BATCH, BAD = 4, 1  # three batches, and the second has an infinite target
+BATCH, BAD = 4, 1  # three batches; the second contains a target that is not finite
 
 
 def poisoned(value=np.inf):
@@ -229,7 +229,7 @@ def poisoned(value=np.inf):
     return X, y
 
 
-def after(batches, w=BEGIN):
+def after(batches, w=INITIAL):
     for number in batches:
         rows = slice(BATCH * number, BATCH * number + BATCH)
         w = by_hand(w, X[rows], Y[rows])[1]
@@ -237,64 +237,64 @@ def after(batches, w=BEGIN):
 
 
 @pytest.mark.parametrize("value, steps_per_call", [(np.inf, 1), (np.nan, 1), (np.nan, 2)])
-def test_training_stops_with_the_state_before_the_bad_step(value, steps_per_call, two):
+def test_training_stops_with_the_state_before_the_non_finite_step(value, steps_per_call, two):
     trainer = trainer_of(two, optax.sgd(RATE, momentum=0.0))
-    fit = trained(trainer, poisoned(value), batch_size=BATCH, steps_per_call=steps_per_call, epochs=2)
+    fit = train(trainer, poisoned(value), batch_size=BATCH, steps_per_call=steps_per_call, epochs=2)
     np.testing.assert_allclose(fit.state.params, after([0]), rtol=1e-5)
     assert fit.steps == int(fit.state.step) == 1
     assert "step 2 is" in fit.stop_reason and "batch 1 of epoch 0" in fit.stop_reason
-    assert fit.history.losses[1] == pytest.approx(by_hand(BEGIN, X[:4], Y[:4])[0], rel=1e-5)
+    assert fit.history.losses[1] == pytest.approx(by_hand(INITIAL, X[:4], Y[:4])[0], rel=1e-5)
 
 
-def test_training_goes_on_from_where_it_stopped(two):
+def test_training_continues_from_the_state_where_it_stopped(two):
     trainer = trainer_of(two)
-    fit = trained(trainer, poisoned(), batch_size=BATCH)
-    fit = trained(trainer, (X[8:], Y[8:]), batch_size=BATCH, state=fit.state)
+    fit = train(trainer, poisoned(), batch_size=BATCH)
+    fit = train(trainer, (X[8:], Y[8:]), batch_size=BATCH, state=fit.state)
     np.testing.assert_allclose(fit.state.params, after([0, 2]), rtol=1e-5)
     assert fit.steps == int(fit.state.step) == 2
 
 
 @pytest.mark.parametrize("name", ["mirrored_2", "central_2"])
-def test_a_bad_step_is_left_out_and_counted(name):
+def test_skipped_step_changes_nothing_and_is_counted(name):
     trainer = trainer_of(place(name), optax.adam(RATE), non_finite="skip")
-    fit = trained(trainer, poisoned(), batch_size=BATCH)
-    good = trained(trainer, (np.delete(X, slice(4, 8), 0), np.delete(Y, slice(4, 8), 0)), batch_size=BATCH)
-    for one, other in zip(*(jax.tree.leaves((f.state.params, f.state.opt_state)) for f in (fit, good)), strict=True):
+    fit = train(trainer, poisoned(), batch_size=BATCH)
+    expected = train(trainer, (np.delete(X, slice(4, 8), 0), np.delete(Y, slice(4, 8), 0)), batch_size=BATCH)
+    for one, other in zip(*(jax.tree.leaves((f.state.params, f.state.opt_state)) for f in (fit, expected)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    assert fit.steps == int(fit.state.step) == 3 and good.steps == 2
+    assert fit.steps == int(fit.state.step) == 3 and expected.steps == 2
     assert not np.isfinite(fit.history.losses[2]) and np.isfinite(fit.history.losses[3])
-    assert fit.history.rows[0]["loss"] == pytest.approx(good.history.rows[0]["loss"], rel=1e-5)
+    assert fit.history.rows[0]["loss"] == pytest.approx(expected.history.rows[0]["loss"], rel=1e-5)
     assert fit.stop_reason == "All requested steps were taken."
 
 
-def test_a_bad_step_leaves_what_the_model_keeps_and_draws(two):
+def test_skipped_step_does_not_change_the_model_state(two):
     model = nn.Sequential([nn.BatchNorm(use_running_average=False, momentum=0.5), nn.Dense(1)])
     loss = lambda outputs, targets: jnp.square(outputs[:, 0] - targets)
     trainer = trainer_of(two, loss=loss, model=model, non_finite="skip")
     x = X.copy()
-    x[5] = np.nan  # in the statistics of the second batch
-    fit = trained(trainer, (x, Y), batch_size=BATCH)
+    x[5] = np.nan  # affects the statistics of the second batch
+    fit = train(trainer, (x, Y), batch_size=BATCH)
     means = X.reshape(3, BATCH, 3).mean(1)
-    kept = fit.state.model_state["batch_stats"]["layers_0"]["mean"]
-    np.testing.assert_allclose(kept, 0.25 * means[0] + 0.5 * means[2], rtol=1e-4, atol=1e-6)
+    mean = fit.state.model_state["batch_stats"]["layers_0"]["mean"]
+    np.testing.assert_allclose(mean, 0.25 * means[0] + 0.5 * means[2], rtol=1e-4, atol=1e-6)
 
 
-def test_a_bad_step_is_taken_when_it_is_to_be_kept(two):
-    fit = trained(trainer_of(two, non_finite="keep"), poisoned(), batch_size=BATCH)
+def test_non_finite_step_is_taken_with_keep(two):
+    fit = train(trainer_of(two, non_finite="keep"), poisoned(), batch_size=BATCH)
     assert not np.isfinite(np.asarray(fit.state.params)).any() and fit.steps == 3
     assert fit.stop_reason == "All requested steps were taken."
 
 
-def test_bad_padding_stops_nothing(two):
+def test_non_finite_padding_is_ignored(two):
     model = (MODEL[0], lambda w, x, weights: jnp.where(weights > 0, x @ w, jnp.inf))
-    fit = trained(trainer_of(two, model=model), (X[:9], Y[:9]))
-    np.testing.assert_allclose(fit.state.params, by_hand(BEGIN, X[:9], Y[:9])[1], rtol=1e-5)
+    fit = train(trainer_of(two, model=model), (X[:9], Y[:9]))
+    np.testing.assert_allclose(fit.state.params, by_hand(INITIAL, X[:9], Y[:9])[1], rtol=1e-5)
 
 
-def test_a_gradient_that_is_not_finite_does_not_reach_the_state_that_training_stops_with(two):
-    """The root of 0 is finite, and its slope is not: the loss of the step after it is the first to show that."""
+def test_non_finite_gradient_does_not_change_the_state(two):
+    """The square root of 0 is finite, but its derivative is not; only the next loss would not be finite."""
     loss = lambda outputs, targets: jnp.sqrt(jnp.abs(outputs - targets))
-    fit = trained(trainer_of(two, loss=loss), (X, (X @ BEGIN).astype(np.float32)), epochs=3)
+    fit = train(trainer_of(two, loss=loss), (X, (X @ INITIAL).astype(np.float32)), epochs=3)
     assert np.isfinite(np.asarray(fit.state.params)).all(), fit.stop_reason
 
 
@@ -302,7 +302,7 @@ def test_a_gradient_that_is_not_finite_does_not_reach_the_state_that_training_st
 
 
 @pytest.mark.parametrize(
-    "loss, error, said",
+    "loss, error, message",
     [
         (
             lambda o, t: jnp.square(o - t).mean(),
@@ -312,91 +312,91 @@ def test_a_gradient_that_is_not_finite_does_not_reach_the_state_that_training_st
         (lambda o, t: 1.0, ValueError, r"for 6 examples.*`\.mean\(\)`"),
         (lambda o, t: jnp.square(o - t)[:1], ValueError, r"`loss` returned float32\[1\] for 6 examples"),
         (lambda o, t: jnp.square(o - t)[None], ValueError, r"`loss` returned float32\[1, ?6\] for 6 examples"),
-        (lambda o, t: (jnp.square(o - t), {}), TypeError, "`loss` returns one array"),
-        (lambda o, t: {"loss": jnp.square(o - t)}, TypeError, r"`loss` returns one array.*loss: float32\[6\]"),
-        (lambda o, t: None, TypeError, "`loss` returns one array"),
+        (lambda o, t: (jnp.square(o - t), {}), TypeError, "`loss` must return one array"),
+        (lambda o, t: {"loss": jnp.square(o - t)}, TypeError, r"`loss` must return one array.*loss: float32\[6\]"),
+        (lambda o, t: None, TypeError, "`loss` must return one array"),
     ],
     ids=["mean", "number", "fewer", "transposed", "tuple", "dict", "none"],
 )
-def test_losses_that_are_not_one_value_an_example_are_refused(loss, error, said, two):
+def test_losses_that_are_not_one_value_per_example_raise(loss, error, message, two):
     trainer = trainer_of(two, loss=loss)
-    for call in (lambda: trained(trainer), lambda: trainer.evaluate(trainer.init(X), (X, Y), batch_size=ROWS)):
-        with pytest.raises(error, match=said):
+    for call in (lambda: train(trainer), lambda: trainer.evaluate(trainer.init(X), (X, Y), batch_size=EXAMPLES)):
+        with pytest.raises(error, match=message):
             call()
 
 
-@pytest.mark.parametrize("dtype, said", [(bool, "bool"), (jnp.int32, "int32")], ids=["bool", "int"])
-def test_a_loss_that_is_no_float_has_no_gradient_and_is_refused_in_training(dtype, said, two):
+@pytest.mark.parametrize("dtype, message", [(bool, "bool"), (jnp.int32, "int32")], ids=["bool", "int"])
+def test_loss_that_is_not_a_float_raises_in_training(dtype, message, two):
     trainer = trainer_of(two, loss=lambda outputs, targets: (outputs > targets).astype(dtype))
-    found = trainer.evaluate(trainer.init(X), (X, Y), batch_size=ROWS)
-    assert found["loss"] == pytest.approx(np.mean(X @ BEGIN > Y), rel=1e-6)
-    with pytest.raises(TypeError, match=said):
-        trained(trainer)
+    results = trainer.evaluate(trainer.init(X), (X, Y), batch_size=EXAMPLES)
+    assert results["loss"] == pytest.approx(np.mean(X @ INITIAL > Y), rel=1e-6)
+    with pytest.raises(TypeError, match=message):
+        train(trainer)
 
 
 @pytest.mark.parametrize(
-    "metric, error, said",
+    "metric, error, message",
     [
         (lambda o, t: jnp.abs(o - t).mean(), ValueError, r"The metric 'm' returned .*float32\[\] for 6 examples"),
         (lambda o, t: jnp.abs(o - t)[:2], ValueError, r"The metric 'm' returned .*float32\[2\] for 6 examples"),
-        ((jdist.metrics.Mean(), lambda o, t: o - t), TypeError, "The function of the metric 'm' returns a tuple"),
+        ((jdist.metrics.Mean(), lambda o, t: o - t), TypeError, "The function of the metric 'm' must return a tuple"),
         ((jdist.metrics.Mean(), lambda o, t: (o, t)), TypeError, "positional argument"),
         (jdist.metrics.Accuracy(), ValueError, r"logits float32\[6\]"),
         ((jdist.metrics.Mean(), lambda o, t: (o[:2],)), ValueError, "do not match"),
     ],
     ids=["mean", "fewer", "no_tuple", "two_for_one", "accuracy_of_numbers", "pair_of_fewer"],
 )
-def test_metrics_of_other_shapes_are_refused_by_name(metric, error, said, two):
+def test_metrics_of_wrong_shapes_raise_with_their_name(metric, error, message, two):
     trainer = trainer_of(two, metrics={"m": metric})
-    for call in (lambda: trained(trainer), lambda: trainer.evaluate(trainer.init(X), (X, Y), batch_size=ROWS)):
-        with pytest.raises(error, match=said) as found:
+    for call in (lambda: train(trainer), lambda: trainer.evaluate(trainer.init(X), (X, Y), batch_size=EXAMPLES)):
+        with pytest.raises(error, match=message) as raised:
             call()
-        assert "'m'" in "".join([str(found.value), *getattr(found.value, "__notes__", [])])
+        assert "'m'" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])
 
 
 @pytest.mark.parametrize(
-    "metrics, error, said",
+    "metrics, error, message",
     [
-        ({"loss": jdist.metrics.Mean()}, ValueError, "A metric is called 'loss'"),
-        ({"examples": jdist.metrics.Mean()}, ValueError, "A metric is called 'examples'"),
-        ({1: jdist.metrics.Mean()}, ValueError, "A metric is called 1"),
+        ({"loss": jdist.metrics.Mean()}, ValueError, "A metric has the name 'loss'"),
+        ({"examples": jdist.metrics.Mean()}, ValueError, "A metric has the name 'examples'"),
+        ({1: jdist.metrics.Mean()}, ValueError, "A metric has the name 1"),
         ({"m": jdist.metrics.Mean}, TypeError, "the class Mean: call it"),
         ({"m": "accuracy"}, TypeError, "got 'accuracy'"),
-        ([jdist.metrics.Mean()], TypeError, "`metrics` maps names to metrics"),
+        ([jdist.metrics.Mean()], TypeError, "`metrics` must be a dict from names to metrics"),
     ],
     ids=["loss", "examples", "number", "class", "string", "list"],
 )
-def test_what_is_no_metric_is_refused(metrics, error, said, two):
-    with pytest.raises(error, match=said):
+def test_wrong_metrics_raise(metrics, error, message, two):
+    with pytest.raises(error, match=message):
         trainer_of(two, metrics=metrics)
 
 
 @pytest.mark.parametrize(
     "name", ["epoch", "step", "seconds", "examples_per_second", "stalled_fraction", "learning_rate", "val_loss"]
 )
-def test_a_metric_does_not_take_the_place_of_what_a_row_of_the_history_has(name, two):
-    with pytest.raises(ValueError, match=f"A metric is called '{name}'"):
+def test_metric_with_the_name_of_a_history_column_raises(name, two):
+    with pytest.raises(ValueError, match=f"A metric has the name '{name}'"):
         trainer_of(two, metrics={name: lambda outputs, targets: outputs})
 
 
 def test_data_without_targets_are_both_inputs_and_targets(two):
     model = (lambda key, x: jnp.float32(0.5), lambda w, x: w * x)
     loss = lambda outputs, x: jnp.square(outputs - x).mean(-1)
-    fit = trained(trainer_of(two, loss=loss, model=model), X[:7])
+    fit = train(trainer_of(two, loss=loss, model=model), X[:7])
     x = X[:7].ravel()
     np.testing.assert_allclose([fit.state.params], by_hand(np.array([0.5]), x[:, None], x)[1], rtol=1e-5)
 
 
-def test_a_batch_that_does_not_split_into_micro_batches_is_refused(two):
+def test_batch_that_does_not_split_into_micro_batches_raises(two):
     with pytest.raises(ValueError, match="6 examples, and cannot be split into 4 micro-batches"):
-        trained(trainer_of(two), micro_batches=4)
+        train(trainer_of(two), micro_batches=4)
 
 
 # -- states of other kinds ---------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """With a normalisation, if asked for, and dropout."""
+    """A dense layer with dropout and optional batch normalization."""
 
     norm: bool = False
 
@@ -430,7 +430,7 @@ class OwnWithAll:
 
 
 @pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "batch_stats"])
-def test_states_of_flax_train_like_those_of_the_library(norm, two):
+def test_flax_state_trains_like_a_train_state(norm, two):
     model, optimizer = Net(norm), optax.adam(RATE)
     trainer = trainer_of(two, optimizer, model=model)
 
@@ -441,45 +441,45 @@ def test_states_of_flax_train_like_those_of_the_library(norm, two):
             kind, more = WithStatistics, {"batch_stats": variables["batch_stats"]}
         return kind.create(apply_fn=model.apply, params=variables["params"], tx=optimizer, **more)
 
-    def make_own(key):
+    def make_train_state(key):
         variables = dict(model.init(key, jnp.zeros((1, 3)), train=False))
         params = variables.pop("params")
         return jdist.TrainState.create(params, optimizer, model_state=variables, rng=jax.random.key(0))
 
-    found = [trained(trainer, epochs=3, state=two.init(fn, jax.random.key(5))) for fn in (make, make_own)]
-    flaxed, own = (fit.state for fit in found)
-    assert isinstance(flaxed, train_state.TrainState) and int(flaxed.step) == found[0].steps == 3
-    jax.tree.map(np.testing.assert_array_equal, (flaxed.params, flaxed.opt_state), (own.params, own.opt_state))
+    fits = [train(trainer, epochs=3, state=two.init(fn, jax.random.key(5))) for fn in (make, make_train_state)]
+    flax_state, own_state = (fit.state for fit in fits)
+    assert isinstance(flax_state, train_state.TrainState) and int(flax_state.step) == fits[0].steps == 3
+    jax.tree.map(np.testing.assert_array_equal, (flax_state.params, flax_state.opt_state), (own_state.params, own_state.opt_state))
     if norm:
-        jax.tree.map(np.testing.assert_array_equal, flaxed.batch_stats, own.model_state["batch_stats"])
-        assert np.abs(flaxed.batch_stats["BatchNorm_0"]["mean"]).max() > 0
-    np.testing.assert_array_equal(*(trainer.predict(state, X, batch_size=4) for state in (flaxed, own)))
+        jax.tree.map(np.testing.assert_array_equal, flax_state.batch_stats, own_state.model_state["batch_stats"])
+        assert np.abs(flax_state.batch_stats["BatchNorm_0"]["mean"]).max() > 0
+    np.testing.assert_array_equal(*(trainer.predict(state, X, batch_size=4) for state in (flax_state, own_state)))
 
 
 STATES = {
     "own": lambda w, opt: Own(jnp.int32(0), w, opt),
     "own_with_more": lambda w, opt: Own(jnp.int32(0), w, opt, extra={"ema": w + 1}),
-    "nothing_kept": lambda w, opt: OwnWithAll(jnp.int32(0), w, opt, {}, jax.random.key(3)),
+    "empty_model_state": lambda w, opt: OwnWithAll(jnp.int32(0), w, opt, {}, jax.random.key(3)),
     "model_state_none": lambda w, opt: OwnWithAll(jnp.int32(0), w, opt),
     "train_state_none": lambda w, opt: jdist.TrainState(jnp.int32(0), w, opt, None, jax.random.key(3)),
-    "steps_gone": lambda w, opt: Own(jnp.int32(0), w, opt, extra=jnp.int32(4)),
+    "extra_step_count": lambda w, opt: Own(jnp.int32(0), w, opt, extra=jnp.int32(4)),
 }
 
 
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
-def test_a_dataclass_of_the_users_is_a_state(make, two):
+def test_dataclass_of_the_user_is_accepted_as_state(make, two):
     optimizer = optax.sgd(RATE)
-    state = two.init(lambda: make(jnp.asarray(BEGIN), optimizer.init(jnp.asarray(BEGIN))))
+    state = two.init(lambda: make(jnp.asarray(INITIAL), optimizer.init(jnp.asarray(INITIAL))))
     kind, extra = type(state), jax.device_get(getattr(state, "extra", None))
-    fit = trained(trainer_of(two, optimizer), (X[:9], Y[:9]), state=state)
+    fit = train(trainer_of(two, optimizer), (X[:9], Y[:9]), state=state)
     assert type(fit.state) is kind and int(fit.state.step) == 1
-    np.testing.assert_allclose(fit.state.params, by_hand(BEGIN, X[:9], Y[:9])[1], rtol=1e-5)
+    np.testing.assert_allclose(fit.state.params, by_hand(INITIAL, X[:9], Y[:9])[1], rtol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(getattr(fit.state, "extra", None)), extra)
 
 
-def test_a_state_with_steps_behind_it_counts_on(two):
-    state = two.init(lambda: Own(jnp.int32(7), jnp.asarray(BEGIN), optax.sgd(RATE).init(jnp.asarray(BEGIN))))
-    fit = trained(trainer_of(two), batch_size=4, state=state, steps=9, epochs=None)
+def test_steps_of_the_state_count(two):
+    state = two.init(lambda: Own(jnp.int32(7), jnp.asarray(INITIAL), optax.sgd(RATE).init(jnp.asarray(INITIAL))))
+    fit = train(trainer_of(two), batch_size=4, state=state, steps=9, epochs=None)
     assert fit.steps == int(fit.state.step) == 9 and list(fit.history.losses) == [8, 9]
 
 
@@ -491,14 +491,14 @@ class Lacking:
 
 
 @pytest.mark.parametrize(
-    "make, said",
+    "make, message",
     [
-        (lambda: Lacking(jnp.int32(0), jnp.asarray(BEGIN)), "Lacking.*opt_state"),
-        (lambda: {"step": jnp.int32(0), "params": jnp.asarray(BEGIN)}, "dict"),
-        (lambda: jnp.asarray(BEGIN), "ArrayImpl"),
+        (lambda: Lacking(jnp.int32(0), jnp.asarray(INITIAL)), "Lacking.*opt_state"),
+        (lambda: {"step": jnp.int32(0), "params": jnp.asarray(INITIAL)}, "dict"),
+        (lambda: jnp.asarray(INITIAL), "ArrayImpl"),
     ],
     ids=["lacking", "dict", "array"],
 )
-def test_what_lacks_the_parts_of_a_state_is_refused(make, said, two):
-    with pytest.raises(TypeError, match=f"The state of training is a `jdist.TrainState`.*{said}"):
-        trained(trainer_of(two), state=two.init(make))
+def test_wrong_state_raises(make, message, two):
+    with pytest.raises(TypeError, match=f"The training state must be a `jdist.TrainState`.*{message}"):
+        train(trainer_of(two), state=two.init(make))
