@@ -134,7 +134,7 @@ def main():
     difference = max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs)
     console.print(f"Largest difference between the two models' weights: {difference:.1e}")
 
-    proved = sum(name.startswith("state") for name in train_step.proof.mirrored)
+    proved = sum(name.startswith("state") for name in train_step.proof.replicated)
     console.print(
         f"Proved while tracing: {proved} of {len(jax.tree.leaves(state))} state leaves are replicated on all "
         f"{len(devices)} replicas after every step, for any data."

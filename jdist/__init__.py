@@ -36,10 +36,12 @@ from jdist._src.data.dataset import DistributedDataset as DistributedDataset
 from jdist._src.data.dataset import DistributedIterator as DistributedIterator
 from jdist._src.data.shards import AutoShardPolicy as AutoShardPolicy
 from jdist._src.data.shards import InputContext as InputContext
+from jdist._src.devices.mesh import Replicas as Replicas
 from jdist._src.devices.topology import topology_devices as topology_devices
 from jdist._src.devices.xla_flags import XlaFlag as XlaFlag
 from jdist._src.devices.xla_flags import XlaFlags as XlaFlags
 from jdist._src.devices.xla_flags import xla_flags as xla_flags
+from jdist._src.execution.program import Program as Program
 from jdist._src.execution.replicate import Proof as Proof
 from jdist._src.export.export import export as export
 from jdist._src.export.load import Loaded as Loaded
@@ -68,8 +70,10 @@ from jdist._src.strategies.current import get_strategy as get_strategy
 from jdist._src.strategies.current import has_strategy as has_strategy
 from jdist._src.strategies.current import set_strategy as set_strategy
 from jdist._src.strategies.description import Description as Description
+from jdist._src.strategies.description import LeafDescription as LeafDescription
 from jdist._src.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from jdist._src.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from jdist._src.strategies.scope import Scope as Scope
 from jdist._src.strategies.sharded import ShardedStrategy as ShardedStrategy
 from jdist._src.strategies.tpu import TPUStrategy as TPUStrategy
 from jdist._src.strategies.variables import read_values as read_values

@@ -92,7 +92,7 @@ def test_state_is_donated_and_further_calls_trace_nothing(place):
 def test_state_that_is_not_proved_raises_in_a_scan_too(two):
     many = two.step(lambda w, x: (w + x.sum(), None), steps_per_call=2)
     batch = two.put(jdist.PerReplica(np.ones((2, 4), np.float32)))
-    with pytest.raises(jdist.NotMirroredError, match="state is not proved to be the same on every replica"):
+    with pytest.raises(jdist.NotMirroredError, match="state is not proved to be replicated"):
         many(two.put(np.float32(0)), [batch, batch])
 
 

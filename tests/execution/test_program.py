@@ -377,7 +377,7 @@ def test_proof_before_the_first_call_raises(two):
     ):
         _ = step.proof
     step(two.put(1.0))
-    assert step.proof.mirrored == ("state",)
+    assert step.proof.replicated == ("state",)
 
 
 # --- the jaxpr that was proved is the jaxpr that runs
@@ -413,7 +413,7 @@ def test_function_whose_second_trace_would_differ_runs_as_it_was_proved(case, tw
     program = two.step(step)
     with LOST_CACHES[case]():
         w, _ = program(two.put(np.float32(1)), rows(two, 3))
-    assert str(program.proof) == "1 of 1 results are the same on every replica"
+    assert str(program.proof) == "1 of 1 results are replicated"
     assert len(set(copies(w))) == 1
 
 

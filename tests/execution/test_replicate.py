@@ -127,9 +127,9 @@ def test_proof_lists_the_replicated_results(two):
     state = two.put({"w": np.zeros(2, np.float32), "own": jdist.PerReplica(np.zeros(2, np.float32))})
     step(state, rows(two, 2))
     assert step.proof == jdist.Proof(
-        mirrored=("state['w']", "output['n']"), per_replica=("state['own']", "output['x']")
+        replicated=("state['w']", "output['n']"), per_replica=("state['own']", "output['x']")
     )
-    text = "2 of 4 results are the same on every replica; one value per replica: state['own'], output['x']"
+    text = "2 of 4 results are replicated; one value per replica: state['own'], output['x']"
     assert str(step.proof) == text
 
 

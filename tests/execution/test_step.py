@@ -184,7 +184,7 @@ def test_write_is_aggregated_as_its_wrapper_declares(strategy):
             assert_in_step(state[name].tree)
         np.testing.assert_array_equal(state["read"].tree, x.tree)
         np.testing.assert_array_equal(state["own"].tree, x.tree)
-    assert step.proof.mirrored == ("state['mean']", "state['only_first_replica']", "state['sum']")
+    assert step.proof.replicated == ("state['mean']", "state['only_first_replica']", "state['sum']")
     assert step.proof.per_replica == ("state['own']", "state['read']")
 
 

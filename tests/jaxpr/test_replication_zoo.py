@@ -56,7 +56,7 @@ def _bits(x):
 def test_every_state_leaf_of_reduced_program_is_proved_replicated(program):
     step = _strategy().step(program.step)
     state = _trace(step, program)
-    assert set(_names("state", state)) <= set(step.proof.mirrored)
+    assert set(_names("state", state)) <= set(step.proof.replicated)
     assert step.proof.per_replica == ("output['own_loss']",)
 
 
@@ -80,6 +80,6 @@ def test_leaf_proved_replicated_is_bitwise_equal_on_all_devices(model):
     losses = [float(x) for x in outputs["own_loss"].values]
     assert losses[0] != losses[1]
     leaves = _names("state", state) | _names("output", outputs)
-    for name in step.proof.mirrored:
+    for name in step.proof.replicated:
         first, second = _bits(leaves[name])
         assert first == second, name

@@ -228,5 +228,5 @@ def test_cross_device_ops_are_refused_with_virtual_replicas():
 
 def test_varying_state_is_refused_with_virtual_replicas():
     step = ON[2].step(lambda state, x: (state + x.sum(), None))
-    with pytest.raises(jdist.NotMirroredError, match=r"state is not proved to be the same"):
+    with pytest.raises(jdist.NotMirroredError, match=r"state is not proved to be replicated"):
         step(ON[2].put(np.float32(0)), argument(ON[2]))

@@ -83,7 +83,7 @@ def test_va5_value_that_the_host_assigns_is_replicated(aggregation, synchronizat
 @pytest.mark.parametrize("synchronization", ["auto", "on_write"])
 def test_va6_varying_writes_without_aggregation_are_errors(synchronization, write, strategy):
     value = _made(strategy, 1.0, synchronization)
-    message = r"state is not proved to be the same on every replica(.|\n)*`jdist\.Mirrored\(x, aggregation\)`"
+    message = r"state is not proved to be replicated(.|\n)*`jdist\.Mirrored\(x, aggregation\)`"
     with pytest.raises(jdist.NotMirroredError, match=message):
         _written(strategy, value, write)
     assert [float(x) for x in strategy.local_results(value)] == [1.0] * strategy.num_replicas_in_sync
@@ -233,7 +233,7 @@ def test_va27_random_initial_value_is_the_same_on_every_replica(strategy):
 
 def test_va27_initial_value_from_a_replica_key_is_an_error_until_it_is_broadcast(two):
     key = jax.random.key(3)
-    message = r"state is not proved to be the same on every replica(.|\n)*`replica_key`"
+    message = r"state is not proved to be replicated(.|\n)*`replica_key`"
     with pytest.raises(jdist.NotMirroredError, match=message):
         two.init(lambda key: _drawn(jdist.replica_key(key)), key)
     value = two.init(lambda key: _drawn(jdist.broadcast(jdist.replica_key(key))), key)

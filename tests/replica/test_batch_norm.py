@@ -180,7 +180,7 @@ def test_synchronised_normalisation_is_that_of_the_batch_on_one_device(make, two
     state, out = step(state, jdist.PerReplica(BATCHES))
     chex.assert_trees_all_close(plain(state["stats"]), {"mean": np.float32([6.5]), "var": np.float32([32.75])})
     np.testing.assert_allclose(out.tree[..., 0], [[-1.1358, -0.7863], [0.6116, 1.3105]], atol=1e-4)
-    assert sum("stats" in name for name in step.proof.mirrored) == 2
+    assert sum("stats" in name for name in step.proof.replicated) == 2
     assert step.proof.per_replica == ("output",)
     assert_in_step(state)
 

@@ -479,7 +479,7 @@ def test_merge_call_proves_what_the_host_reduced_and_nothing_else(strategy):
     state, _ = step(strategy.put(np.zeros(2, np.float32)), x)
     np.testing.assert_allclose(state, np.asarray(x.tree).mean(0), rtol=1e-5)
     own = strategy.step(lambda w, x: (w + _merge(lambda strategy, x: x, x), None))
-    with pytest.raises(jdist.NotMirroredError, match="state is not proved to be the same on every"):
+    with pytest.raises(jdist.NotMirroredError, match="state is not proved to be replicated on every"):
         own(strategy.put(np.zeros(2, np.float32)), x)
 
 

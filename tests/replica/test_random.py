@@ -70,7 +70,7 @@ def test_key_of_all_replicas_stays_mirrored_while_each_draws_its_own(two):
         key, now = jax.random.split(key)
         expected = [jax.random.normal(jax.random.fold_in(now, i), 2) for i in range(2)]
         np.testing.assert_allclose(noise.tree, expected, rtol=1e-6)
-    assert set(step.proof.mirrored) == {"state['key']", "state['total']"}
+    assert set(step.proof.replicated) == {"state['key']", "state['total']"}
     np.testing.assert_array_equal(bits(state["key"]), bits(key))
     assert_in_step(state)
 

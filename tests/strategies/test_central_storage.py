@@ -417,7 +417,7 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("error, options, says", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize("error, options, message", INVALID.values(), ids=INVALID)
 def test_invalid_options_raise(error, options, message):
     with pytest.raises(error, match=message):
         jdist.CentralStorageStrategy(**options)
@@ -430,5 +430,5 @@ def test_step_without_a_reduction_raises_with_the_leaf(place):
         return {**state, "params": jax.tree.map(lambda p, g: p - g, state["params"], grads)}, None
 
     strategy = central(2, place)
-    with pytest.raises(jdist.NotMirroredError, match=r"state\['params'\].*is not proved to be the same"):
+    with pytest.raises(jdist.NotMirroredError, match=r"state\['params'\].*is not proved to be replicated"):
         strategy.step(step)(initial_state(strategy, OPTIMIZERS["sgd"]), next(iter(batches(strategy))))

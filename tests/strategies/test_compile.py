@@ -264,7 +264,7 @@ def test_compiled_step_has_a_proof():
     with pytest.raises(RuntimeError, match="Nothing is proved yet"):
         _ = descend.proof
     strategy.compile(descend, shapes_of(strategy), batch_of(strategy))
-    assert re.fullmatch(r"(\d+) of \1 results are the same on every replica", str(descend.proof))
+    assert re.fullmatch(r"(\d+) of \1 results are replicated", str(descend.proof))
 
 
 # --- errors
@@ -302,7 +302,7 @@ REFUSED = {
     "not_reduced": (
         jdist.NotMirroredError,
         lambda s: s.compile(lambda w, x: ({"w": w["w"] + x}, None), {"w": W}, X),
-        "state['w'] is not proved to be the same on every replica.",
+        "state['w'] is not proved to be replicated.",
     ),
     "other_shape": (
         TypeError,

@@ -156,7 +156,7 @@ HOST_SUMS = {"number": (3.0, r"3\.0"), "array": (np.ones((2, 3), np.float32), r"
 
 @pytest.mark.parametrize("value, text", HOST_SUMS.values(), ids=HOST_SUMS)
 def test_sum_of_host_value_raises_with_its_name(value, text, two):
-    message = rf"value\['x'\].*{text}.* host value, held_rows by none of the 2 replicas.*`value \* strategy.num_replicas_in_sync`"
+    message = rf"value\['x'\].*{text}.* host value, held by none of the 2 replicas.*`value \* strategy.num_replicas_in_sync`"
     with pytest.raises(ValueError, match=message):
         two.reduce("sum", {"x": value}, axis=None)
 
@@ -493,7 +493,7 @@ NOT_REDUCIBLE_PARTS = {
 }
 
 
-@pytest.mark.parametrize("make, op, says", NOT_REDUCIBLE_PARTS.values(), ids=NOT_REDUCIBLE_PARTS)
+@pytest.mark.parametrize("make, op, message", NOT_REDUCIBLE_PARTS.values(), ids=NOT_REDUCIBLE_PARTS)
 def test_reduce_of_values_that_are_not_reducible_raises_with_their_name(make, op, message, two):
     value = {"x": two.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))}
     with pytest.raises(TypeError, match=message):
@@ -563,7 +563,7 @@ def test_mean_of_host_row_slices_treats_them_as_replicated(two):
 
 
 def test_sum_of_host_row_slices_raises_with_their_name(two):
-    with pytest.raises(ValueError, match=r"value\['x'\].*a host value, held_rows by none of the 2 replicas"):
+    with pytest.raises(ValueError, match=r"value\['x'\].*a host value, held by none of the 2 replicas"):
         two.reduce("sum", {"x": jdist.RowSlices(*_slices(0), 5)}, axis=None)
 
 

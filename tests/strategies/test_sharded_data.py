@@ -39,7 +39,7 @@ def test_step_without_a_reduction_raises_the_error_of_mirrored():
 
     messages = []
     for strategy in (sharded(), STRATEGIES["mirrored_2"]()):
-        with pytest.raises(jdist.NotMirroredError, match=r"state\['params'\].*is not proved to be the same") as error:
+        with pytest.raises(jdist.NotMirroredError, match=r"state\['params'\].*is not proved to be replicated") as error:
             strategy.step(step)(initial_state(strategy, OPTIMIZERS["sgd"]), next(iter(batches(strategy))))
         messages.append(str(error.value))
     assert messages[0] == messages[1]

@@ -128,7 +128,7 @@ def test_only_per_replica_and_on_read_variables_may_vary_initially(strategy):
     state = strategy.init(make)
     np.testing.assert_array_equal(state["own"].tree, np.arange(n))
     assert int(state["part"].read()) == n * (n - 1) // 2
-    with pytest.raises(jdist.NotMirroredError, match=r"state is not proved to be the same on every replica"):
+    with pytest.raises(jdist.NotMirroredError, match=r"state is not proved to be replicated"):
         strategy.init(lambda: jdist.variable(jdist.replica_id(), synchronization="on_write", aggregation="sum"))
 
 

@@ -854,7 +854,7 @@ def test_optimizer_that_needs_further_arguments_is_refused(two, last):
 def test_state_made_without_init_is_refused_by_the_proof(two):
     tx = sync.local_sgd(optax.sgd(0.1), every=2)
     state = two.put((params := tree_of(START), tx.init(params)))
-    with pytest.raises(jdist.NotMirroredError, match=r"state\[0\]\['a'\] is not proved to be the same"):
+    with pytest.raises(jdist.NotMirroredError, match=r"state\[0\]\['a'\] is not proved to be replicated"):
         make_step(two, tx)(state, two.put(jdist.PerReplica(next(batches(1, 2)))))
 
 

@@ -86,13 +86,13 @@ def test_parameters_of_a_policy_without_local_updates_are_proved_replicated(name
         "state.params" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)
     }
     assert len(names) == 4
-    assert names <= set(proof.mirrored)
+    assert names <= set(proof.replicated)
 
 
 @pytest.mark.parametrize("name, strategy_name", marked_cases(LOCAL_UPDATES))
 def test_diverging_parameters_are_read_as_their_mean_and_trainable(name, strategy_name):
     state, proof = trained(name, strategy_name)
-    assert not any(name.startswith("state.params") for name in proof.mirrored)
+    assert not any(name.startswith("state.params") for name in proof.replicated)
     for leaf in jax.tree.leaves(state.params, is_leaf=lambda x: isinstance(x, jdist.SyncOnRead)):
         assert (leaf.aggregation, leaf.trainable) == (jdist.VariableAggregation.MEAN, True)
 

@@ -103,7 +103,7 @@ def check_alone(page):
 def page(tmp_path_factory):
     two = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
     about = two.describe(two.put({"kernel": np.zeros((4, 8), np.float32)}))
-    proof = Proof(mirrored=("state['w']", "state['<i>']"), per_replica=("output[3]",))
+    proof = Proof(replicated=("state['w']", "state['<i>']"), per_replica=("output[3]",))
     return Page(
         write_report(
             full(description=about, proof=proof), tmp_path_factory.mktemp("page") / "run.html", title="Digits & <b>"
@@ -129,7 +129,7 @@ def test_page_is_whole_and_needs_nothing_else(page):
         ["1", "40", "75", "1,500", "0", "1.25", "0.75", "1.375", "0.5"],
         ["Strategy", "MirroredStrategy"],
         ["kernel", "float32[4,8]", "mirrored"],
-        ["Proof", "2 of 3 results are the same on every replica; one value per replica: output[3]"],
+        ["Proof", "2 of 3 results are replicated; one value per replica: output[3]"],
         ["The same on every replica (2)", "state['w']", "state['<i>']", "One value a replica (1)", "output[3]"],
         ["jax", jax.__version__],
         ["processes", "1"],

@@ -11,7 +11,7 @@ from jax.tree_util import PyTreeDef
 
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
-from jdist._src.values.base import DistributedValues, is_distributed
+from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.state_sharding import StateSharding
 
@@ -64,7 +64,7 @@ class ReplicaResults:
     names: Sequence[str]
     num_state: int
     treedef: PyTreeDef
-    wrappers: Sequence[type[DistributedValues] | None] = ()
+    wrappers: Sequence[Any] = ()
 
     @property
     def trees(self) -> list[PyTree]:

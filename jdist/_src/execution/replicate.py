@@ -36,17 +36,17 @@ class Proof:
     """What the replication analysis proved about the results of a replica function.
 
     Attributes:
-        mirrored: The names of the results that are the same on every replica, whatever the inputs.
+        replicated: The names of the results that are the same on every replica, whatever the inputs.
         per_replica: The names of the results that have one value per replica.
     """
 
-    mirrored: tuple[str, ...]
+    replicated: tuple[str, ...]
     per_replica: tuple[str, ...]
 
     def __str__(self) -> str:
-        total = len(self.mirrored) + len(self.per_replica)
+        total = len(self.replicated) + len(self.per_replica)
         others = f"; one value per replica: {', '.join(self.per_replica)}" if self.per_replica else ""
-        return f"{len(self.mirrored)} of {total} results are the same on every replica{others}"
+        return f"{len(self.replicated)} of {total} results are replicated{others}"
 
 
 class Traced(NamedTuple):
@@ -186,7 +186,7 @@ def _with_wrappers(results: ReplicaResults, variations: Sequence[Variation]) -> 
 def _proof(results: ReplicaResults) -> Proof:
     pairs = list(zip(results.names, results.wrappers, strict=True))
     return Proof(
-        mirrored=tuple(name for name, wrapper in pairs if wrapper is None or wrapper._is_replicated),
+        replicated=tuple(name for name, wrapper in pairs if wrapper is None or wrapper._is_replicated),
         per_replica=tuple(name for name, wrapper in pairs if wrapper and not wrapper._is_replicated),
     )
 
@@ -197,7 +197,7 @@ def _not_replicated(varying: Sequence[tuple[str, Variation]], num_state: int) ->
     more = ", ".join(other for other, _ in others[:3]) + (", ..." if len(others) > 3 else "")
     also = f" (nor are {len(others)} more of {num_state}: {more})" if others else ""
     return (
-        f"{name} is not proved to be the same on every replica{also}.\n"
+        f"{name} is not proved to be replicated{also}.\n"
         f"  It may differ because of\n    {replication.explain_cause(cause)}\n"
         f"  {replication.fix_for(cause)}\n"
         "  If each replica should have its own value, wrap the value where the state is made: `jdist.PerReplica(x)`. To "

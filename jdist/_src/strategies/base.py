@@ -273,7 +273,7 @@ class Strategy:
             >>> float(w), float(loss)
             (0.5, 2.5)
             >>> print(descend.proof)
-            2 of 2 results are the same on every replica
+            2 of 2 results are replicated
         """
         if fn is ...:
             return functools.partial(self.step, precision=precision, steps_per_call=steps_per_call, donate=donate)

@@ -195,7 +195,7 @@ def _duration(seconds: float) -> str:
 
 
 def _proof(proof: Proof) -> str:
-    groups = (("Replicated", proof.mirrored), ("One value per replica", proof.per_replica))
+    groups = (("Replicated", proof.replicated), ("One value per replica", proof.per_replica))
     lists = "".join(_details(f"{title} ({len(names):,})", names) for title, names in groups if names)
     return f"<p>{html.escape(printable(str(proof), _MAX_PROOF_LENGTH))}</p>{lists}"
 
