@@ -566,7 +566,7 @@ def test_merge_call_that_gives_what_does_not_fit_the_replicas_is_refused(make, s
 
 def test_merge_call_of_arguments_that_are_no_tuple_is_refused(two):
     with pytest.raises(
-        TypeError, match=r"`args` is a tuple of arguments, got float: write `merge_call\(fn, \(value,\)\)`"
+        TypeError, match=r"`args` must be a tuple of arguments, got float: write `merge_call\(fn, \(value,\)\)`"
     ):
         two.run(lambda: jdist.get_replica_context().merge_call(lambda s, x: x, 1.0))
 
