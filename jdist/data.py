@@ -1,4 +1,4 @@
-"""Data: which replica gets which example, in which order, ahead of the step that takes it."""
+"""Input data: distributed data sets and their iterators, sources of files, and sharding policies."""
 
 from jdist._src.data.dataset import DistributedDataset as DistributedDataset
 from jdist._src.data.dataset import DistributedIterator as DistributedIterator

@@ -7,10 +7,10 @@ from jax.sharding import Mesh
 
 from jdist._src.collectives.ops import axes_argument, axis_argument
 from jdist._src.core.tree import PyTree
-from jdist._src.data.batches import Remainder
+from jdist._src.data.config import Remainder
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.data.distribute import dataset_from_function, dataset_from_source
-from jdist._src.data.shards import AutoShardPolicy, InputContext
+from jdist._src.data.shards import AutoShard, InputContext
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend
 from jdist._src.replica.context import ValueContext, require_cross_replica_context
@@ -175,7 +175,7 @@ class HostSide:
         seed: int = 0,
         epochs: int | None = 1,
         remainder: Remainder = "drop",
-        auto_shard: AutoShardPolicy | str = "auto",
+        auto_shard: AutoShard = "auto",
         prefetch: int = 2,
     ) -> DistributedDataset:
         """Batches of examples, one part a replica, on the devices before the step asks for them.
