@@ -1,4 +1,4 @@
-"""Strategies for the concrete cases, made once."""
+"""Strategies shared by the tests of data."""
 
 import pytest
 
@@ -7,11 +7,11 @@ from laws import STRATEGIES
 
 @pytest.fixture(scope="session")
 def one():
-    """A single replica."""
+    """Returns a strategy with one replica."""
     return STRATEGIES["one_device"]()
 
 
 @pytest.fixture(scope="session")
 def two():
-    """Two replicas."""
+    """Returns a strategy with two replicas."""
     return STRATEGIES["mirrored_2"]()

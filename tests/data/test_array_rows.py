@@ -1,4 +1,4 @@
-"""What a source gives, as rows that a device can hold; what is no such thing is refused by its name."""
+"""Conversion of sources to numeric rows, and errors that name the invalid leaf."""
 
 import logging
 import re
@@ -24,7 +24,7 @@ held = st.sampled_from(["bool", "uint8", "int8", "int16", "uint32", "int32", "fl
 
 
 class Again:
-    """Goes through the same examples, or batches, each time from the beginning."""
+    """An iterable of the same examples or batches each time."""
 
     def __init__(self, *elements):
         self._elements = elements
@@ -37,22 +37,22 @@ def _all(dataset):
     return [arrays(batch) for batch in dataset]
 
 
-# The pure functions.
+# Pure functions.
 
 
 @few
 @hypothesis.given(st.integers(1, 5), shapes, held, st.integers(0, 2**32 - 1))
-def test_stacked_examples_are_the_rows_in_order(count, shape, dtype, seed):
+def test_stacked_examples_are_rows_in_order(count, shape, dtype, seed):
     values = np.random.default_rng(seed).integers(0, 2, size=(count, *shape)).astype(dtype)
     examples = [{"x": values[i], "y": (np.int32(i), None)} for i in range(count)]
-    stack = array_rows.Stack()
+    stack = array_rows.ExampleStack()
     for example in examples:
         stack.add(example)
-    found = stack.rows()
-    chex.assert_trees_all_equal(found, {"x": values, "y": (np.arange(count, dtype=np.int32), None)})
-    assert found["x"].dtype == dtype
-    assert array_rows.num_rows(found) == count
-    assert not any(np.shares_memory(found["x"], example["x"]) for example in examples)
+    rows = stack.stacked()
+    chex.assert_trees_all_equal(rows, {"x": values, "y": (np.arange(count, dtype=np.int32), None)})
+    assert rows["x"].dtype == dtype
+    assert array_rows.num_rows(rows) == count
+    assert not any(np.shares_memory(rows["x"], example["x"]) for example in examples)
 
 
 @few
@@ -67,63 +67,63 @@ def test_as_rows_keeps_values_dtypes_and_structure(count, shape, dtype):
 
 @few
 @hypothesis.given(shapes, shapes, held, held)
-def test_difference_is_told_if_and_only_if_a_row_differs(shape, other_shape, dtype, other_dtype):
+def test_difference_is_described_if_and_only_if_a_row_differs(shape, other_shape, dtype, other_dtype):
     def tree(rows, shape, dtype):
         return {"a": np.zeros(rows, np.int8), "b": [np.zeros((rows, *shape), dtype)]}
 
-    told = array_rows.difference(tree(2, shape, dtype), tree(3, other_shape, other_dtype))
+    told = array_rows.describe_difference(tree(2, shape, dtype), tree(3, other_shape, other_dtype))
     assert (told is None) == ((shape, dtype) == (other_shape, other_dtype))
     if told is not None:
         now, before = (f"{d}[{','.join(map(str, s))}]" for d, s in ((other_dtype, other_shape), (dtype, shape)))
-        assert told == f"source['b'][0] as {now} a row, and not {before}"
+        assert told == f"source['b'][0] as {now} per row, expected {before}"
 
 
-def test_difference_of_structure_is_told():
-    told = array_rows.difference({"a": np.zeros(2)}, {"a": np.zeros(2), "b": np.zeros(2)})
-    assert "the structure PyTreeDef({'a': *, 'b': *}), and not PyTreeDef({'a': *})" in told
-    assert array_rows.difference({"a": np.zeros(2), "n": None}, {"a": np.ones(7), "n": None}) is None
+def test_difference_of_structure_is_described():
+    told = array_rows.describe_difference({"a": np.zeros(2)}, {"a": np.zeros(2), "b": np.zeros(2)})
+    assert "the structure PyTreeDef({'a': *, 'b': *}), expected PyTreeDef({'a': *})" in told
+    assert array_rows.describe_difference({"a": np.zeros(2), "n": None}, {"a": np.ones(7), "n": None}) is None
 
 
-def test_kind_names_each_leaf_and_its_row():
+def test_description_of_a_row_names_each_leaf():
     tree = {"x": np.zeros((4, 2, 3), np.float16), "y": (np.zeros(4, bool),)}
-    assert array_rows.kind(tree) == "source['x'] float16[2,3], source['y'][0] bool[]"
+    assert array_rows.describe_row(tree) == "source['x'] float16[2,3], source['y'][0] bool[]"
 
 
 @few
 @hypothesis.given(hnp.arrays(st.sampled_from(["int64", "uint64"]), st.integers(0, 6)))
-def test_narrowed_whole_numbers_are_the_same_or_refused(array):
+def test_integers_in_32_bits_are_equal_or_refused(array):
     limits = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
     fits = all(limits.min <= int(x) <= limits.max for x in array)
-    for check in (array_rows.check_ranges, array_rows.narrowed):
+    for check in (array_rows.check_ranges, array_rows.to_32_bits):
         if fits:
             check({"x": array})
         else:
             with pytest.raises(ValueError, match=r"source\['x'\] holds -?\d+, which is out of the range of u?int32\."):
                 check({"x": array})
     if fits:
-        narrow = array_rows.narrowed({"x": array})["x"]
+        narrow = array_rows.to_32_bits({"x": array})["x"]
         assert narrow.dtype == limits.dtype
         assert narrow.tolist() == array.tolist()
 
 
 @few
 @hypothesis.given(hnp.arrays(np.float64, st.integers(0, 6)))
-def test_narrowed_floats_are_what_jax_makes_of_them(array):
+def test_floats_in_32_bits_equal_jax(array):
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(array_rows.narrowed([array])[0], array.astype(np.float32))
+        np.testing.assert_array_equal(array_rows.to_32_bits([array])[0], array.astype(np.float32))
 
 
-def test_narrowed_leaves_alone_what_is_narrow():
+def test_32_bit_leaves_are_returned_unchanged():
     tree = {"x": np.zeros(2, np.float32), "y": np.zeros(2, np.uint8)}
-    assert array_rows.narrowed(tree) is tree
+    assert array_rows.to_32_bits(tree) is tree
 
 
-def test_wide_floats_are_named_with_their_specs():
+def test_float64_leaves_are_named_with_dtype_and_shape():
     tree = {"a": np.zeros((2, 3)), "b": np.zeros(2, np.float32), "c": np.zeros(2, complex), "d": np.zeros(2, int)}
-    assert array_rows.wide_floats(tree) == ["source['a'] (float64[2,3])", "source['c'] (complex128[2])"]
+    assert array_rows.float64_leaves(tree) == ["source['a'] (float64[2,3])", "source['c'] (complex128[2])"]
 
 
-# What is kept.
+# Values that stay unchanged.
 
 KEPT = {
     "bool": np.array([True, False, True, False]),
@@ -143,7 +143,7 @@ KEPT = {
 
 @every_strategy
 @pytest.mark.parametrize("values", KEPT.values(), ids=KEPT)
-def test_dtype_that_devices_hold_is_kept_to_the_bit(values, strategy):
+def test_supported_dtype_is_unchanged_bit_for_bit(values, strategy):
     sources = {
         "array": (values.copy(), 4),
         "examples": (Again(*values), 4),
@@ -159,8 +159,8 @@ def test_dtype_that_devices_hold_is_kept_to_the_bit(values, strategy):
 
 @every_strategy
 @pytest.mark.parametrize("dtype", [">i2", ">i4", ">u4", ">i8", ">f4", ">f8"])
-def test_numbers_in_the_other_byte_order_are_the_same_numbers(dtype, strategy):
-    values = np.arange(1, 5).astype(dtype)  # what the IDX files of MNIST hold
+def test_numbers_in_another_byte_order_are_equal(dtype, strategy):
+    values = np.arange(1, 5).astype(dtype)  # as in the IDX files of MNIST
     for source in (values, Again(*values)):
         with jax.enable_x64(dtype.endswith("8")):
             (batch,) = _all(strategy.distribute_dataset(source, 4))
@@ -169,34 +169,34 @@ def test_numbers_in_the_other_byte_order_are_the_same_numbers(dtype, strategy):
 
 
 @pytest.mark.parametrize("value, dtype", [(1, "int32"), (0.5, "float32"), (True, "bool"), (1j, "complex64")])
-def test_python_numbers_as_examples_become_what_jax_makes_of_them(value, dtype, two, caplog):
+def test_python_numbers_as_examples_have_the_default_dtype_of_jax(value, dtype, two, caplog):
     for source in (Again(value, value), Again({"x": value}, {"x": value})):
         (batch,) = _all(two.distribute_dataset(source, 2))
         (leaf,) = jax.tree.leaves(batch)
         assert (leaf.dtype, leaf.tolist()) == (dtype, [[value], [value]])
-    assert caplog.messages == []  # a Python number has no width that it could lose
+    assert caplog.messages == []  # a Python number does not have a width
 
 
-def test_python_numbers_whole_and_not_are_floats_and_nothing_is_said(two, caplog):
+def test_python_integers_and_floats_mixed_are_floats_without_a_warning(two, caplog):
     (batch,) = _all(two.distribute_dataset(Again(1, 2.5), 2))
     assert (batch.dtype, batch.tolist()) == (np.float32, [[1.0], [2.5]])
     assert caplog.messages == []
 
 
-def test_scalars_and_rows_of_no_width_are_kept(two):
+def test_scalars_and_empty_rows_are_unchanged(two):
     source = {"nothing": np.zeros((4, 0), np.float32), "one": np.zeros((4, 1), np.float32)}
     (batch,) = _all(two.distribute_dataset(source, 4))
     assert jax.tree.map(np.shape, batch) == {"nothing": (2, 2, 0), "one": (2, 2, 1)}
 
 
-def test_memory_that_is_not_contiguous_gives_the_same_rows(two):
+def test_non_contiguous_memory_gives_equal_rows(two):
     values = np.arange(48, dtype=np.float32).reshape(4, 3, 4)
     for source in (values[::-1, :, ::2], values.T, np.asfortranarray(values), np.broadcast_to(values[:1], (4, 3, 4))):
         (batch,) = _all(two.distribute_dataset(source, 4))
         np.testing.assert_array_equal(np.asarray(batch).reshape(source.shape), source)
 
 
-# Numbers that lose something where JAX keeps 32 bits.
+# 64-bit numbers.
 
 WIDE = {
     "array": lambda: ({"x": np.arange(8) / 3}, 4, r"source\['x'\] \(float64\[\d\]\)"),
@@ -207,7 +207,7 @@ WIDE = {
 
 
 @pytest.mark.parametrize("make", WIDE.values(), ids=WIDE)
-def test_float64_is_cut_down_and_said_once(make, two, caplog):
+def test_float64_is_converted_with_one_warning(make, two, caplog):
     source, batch_size, says = make()
     with caplog.at_level(logging.WARNING, logger="jdist"):
         dataset = two.distribute_dataset(source, batch_size, epochs=2)
@@ -215,11 +215,11 @@ def test_float64_is_cut_down_and_said_once(make, two, caplog):
             (leaf,) = jax.tree.leaves(_all(dataset)[0])
     assert leaf.dtype in (np.float32, np.complex64)
     (message,) = caplog.messages
-    assert re.match(rf"{says}: JAX keeps 32 bits of each number, and the others are cut off\.", message)
+    assert re.match(rf"{says}: JAX converts 64-bit floats to 32 bits by default\. Pass float32 arrays", message)
 
 
 @pytest.mark.parametrize("make", WIDE.values(), ids=WIDE)
-def test_float64_is_kept_where_jax_keeps_it_and_nothing_is_said(make, two, caplog):
+def test_float64_is_unchanged_without_a_warning_if_x64_is_enabled(make, two, caplog):
     source, batch_size, _ = make()
     with jax.enable_x64(True), caplog.at_level(logging.WARNING, logger="jdist"):
         batches = _all(two.distribute_dataset(source, batch_size))
@@ -228,14 +228,14 @@ def test_float64_is_kept_where_jax_keeps_it_and_nothing_is_said(make, two, caplo
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_python_numbers_are_wide_where_jax_keeps_64_bits(prefetch, two):
+def test_python_numbers_have_64_bits_if_x64_is_enabled(prefetch, two):
     with jax.enable_x64(True):
         for value, dtype in ((2**40, np.int64), (1 / 3, np.float64)):
             (batch,) = _all(two.distribute_dataset(Again(value, value), 2, prefetch=prefetch))
             assert (batch.dtype, batch.tolist()) == (dtype, [[value], [value]])
 
 
-def test_whole_numbers_that_fit_are_narrowed_and_nothing_is_said(two, caplog):
+def test_integers_in_range_are_converted_without_a_warning(two, caplog):
     values = np.array([-(2**31), 2**31 - 1, 0, 5])
     for source in (values, Again(*values)):
         (batch,) = _all(two.distribute_dataset(source, 4))
@@ -247,7 +247,7 @@ TOO_LARGE = [2**31, -(2**31) - 1, 2**63 - 1, np.uint64(2**32), np.uint64(2**64 -
 
 
 @pytest.mark.parametrize("value", TOO_LARGE)
-def test_whole_numbers_that_do_not_fit_are_refused(value, two):
+def test_integers_out_of_range_are_refused(value, two):
     kind = "uint32" if isinstance(value, np.uint64) else "int32"
     says = rf"source\['id'\] holds {value}, which is out of the range of {kind}\. .*jax_enable_x64"
     values = np.array([0, 1, 2, value], type(value) if kind == "uint32" else np.int64)
@@ -258,49 +258,73 @@ def test_whole_numbers_that_do_not_fit_are_refused(value, two):
             _all(two.distribute_dataset(source, batch_size))
 
 
-def test_whole_numbers_of_any_size_are_refused_by_name(two):
+def test_integers_beyond_64_bits_are_refused_by_name(two):
     with pytest.raises(ValueError, match=r"source\['id'\] is object\[2?\] in batch 1 of epoch 0"):
         _all(two.distribute_dataset(Again(*({"id": x} for x in (1, 2, 2**70, 4))), 2))
 
 
-# What is refused.
+# Errors.
 
 IN_FIRST = "( in batch 0 of epoch 0| in the first batch)"
-LENGTHS = r"object\[\d\]{}, rows of different length or no numbers\. Pad the rows to one length"
+LENGTHS = r"object\[\d\]{}: its rows have different lengths, or are not numbers\. Pad the rows to one length"
 ARRAYS = {
     "lengths": (
         {"x": np.zeros((4, 2)), "y": np.zeros(3)},
-        r"source\['x'\] has 4 rows and source\['y'\] has 3{}: row i",
+        r"source\['x'\] has 4 rows but source\['y'\] has 3{}\. All arrays must have the same length: row i",
     ),
     "ragged": ({"x": np.array([[1], [1, 2], [3], [4]], object)}, rf"source\['x'\] is {LENGTHS}"),
     "objects": ([np.array([object()] * 4)], rf"source\[0\] is {LENGTHS}"),
-    "strings": ({"a": {"b": np.array(["x"] * 4)}}, r"source\['a'\]\['b'\] is <U1\[4\]{}, which no device holds"),
-    "bytes": ((np.array([b"xy"] * 4),), r"source\[0\] is \|S2\[4\]{}, which no device holds"),
-    "structured": (np.zeros(4, [("a", "i4"), ("b", "f4")]), r"source is \[.*'a'.*\]\[4\]{}, which no device holds"),
-    "dates": ({"t": np.zeros(4, "M8[s]")}, r"source\['t'\] is datetime64\[s\]\[4\]{}, which no device holds"),
-    "durations": ({"t": np.zeros(4, "m8[s]")}, r"source\['t'\] is timedelta64\[s\]\[4\]{}, which no device holds"),
-    "long_floats": ({"f": np.zeros(4, np.longdouble)}, r"source\['f'\] is float128\[4\]{}, which no device holds"),
-    "keys": ({"key": jax.random.split(jax.random.key(0), 4)}, r"source\['key'\] is \w+{}, which is no numpy array: "),
+    "strings": (
+        {"a": {"b": np.array(["x"] * 4)}},
+        r"source\['a'\]\['b'\] is <U1\[4\]{}, a dtype that JAX does not support",
+    ),
+    "bytes": ((np.array([b"xy"] * 4),), r"source\[0\] is \|S2\[4\]{}, a dtype that JAX does not support"),
+    "structured": (
+        np.zeros(4, [("a", "i4"), ("b", "f4")]),
+        r"source is \[.*'a'.*\]\[4\]{}, a dtype that JAX does not support",
+    ),
+    "dates": (
+        {"t": np.zeros(4, "M8[s]")},
+        r"source\['t'\] is datetime64\[s\]\[4\]{}, a dtype that JAX does not support",
+    ),
+    "durations": (
+        {"t": np.zeros(4, "m8[s]")},
+        r"source\['t'\] is timedelta64\[s\]\[4\]{}, a dtype that JAX does not support",
+    ),
+    "long_floats": (
+        {"f": np.zeros(4, np.longdouble)},
+        r"source\['f'\] is float128\[4\]{}, a dtype that JAX does not support",
+    ),
+    "keys": (
+        {"key": jax.random.split(jax.random.key(0), 4)},
+        r"source\['key'\] is \w+{}, which is not convertible to numpy: ",
+    ),
     "scalar": (
         {"x": np.zeros(4), "y": np.float32(1)},
-        r"source\['y'\] is float32\[\]{}: an array with one row an example",
+        r"source\['y'\] is float32\[\]{}, but must be an array with one row per example",
     ),
-    "python_number": ({"x": np.zeros(4), "y": 1}, r"source\['y'\] is 1{}: an array with one row an example is needed"),
-    "list_of_numbers": ({"x": [1, 2, 3, 4]}, r"source\['x'\]\[0\] is 1{}: an array with one row an example is needed"),
+    "python_number": (
+        {"x": np.zeros(4), "y": 1},
+        r"source\['y'\] is 1{}, but must be an array with one row per example",
+    ),
+    "list_of_numbers": (
+        {"x": [1, 2, 3, 4]},
+        r"source\['x'\]\[0\] is 1{}, but must be an array with one row per example",
+    ),
     "text": ({"x": np.zeros(4), "name": "train"}, r"source\['name'\] is .*{}"),
-    "no_arrays": ({"x": None, "y": []}, r"The data source has no arrays{}\. Pass an array"),
+    "no_arrays": ({"x": None, "y": []}, r"The data source contains no arrays{}\. Pass an array"),
 }
 
 
 @pytest.mark.parametrize("tree, says", ARRAYS.values(), ids=ARRAYS)
-def test_arrays_that_are_no_rows_are_refused_by_name(tree, says, two):
+def test_invalid_arrays_are_refused_by_name(tree, says, two):
     with pytest.raises(ValueError, match=says.format("")):
         _all(two.distribute_dataset(tree, 2))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("tree, says", ARRAYS.values(), ids=ARRAYS)
-def test_batches_that_are_no_rows_are_refused_by_name_and_batch(tree, says, prefetch, two):
+def test_invalid_batches_are_refused_by_name_and_batch(tree, says, prefetch, two):
     for source in (Again(tree), lambda step: tree):
         with pytest.raises(ValueError, match=says.format(IN_FIRST)):
             _all(two.distribute_dataset(source, 4 if callable(source) else None, prefetch=prefetch))
@@ -314,35 +338,53 @@ GOOD = x(np.zeros(2, np.float32))
 EXAMPLES = {
     "ragged": (
         [x(np.zeros(2, np.float32)), x(np.zeros(3, np.float32))],
-        r"source\['x'\] has the shape \[3\] in example 1{}, and \[2\] in the first one\. .*pad what is shorter",
+        r"source\['x'\] has the shape \[3\] in example 1{}, but \[2\] in the first one\. .*pad shorter ones",
     ),
     "ragged_rank": (
         [x(np.zeros(2, np.float32)), x(np.zeros((2, 1), np.float32))],
-        r"source\['x'\] has the shape \[2, 1\] in example 1{}, and \[2\] in the first one",
+        r"source\['x'\] has the shape \[2, 1\] in example 1{}, but \[2\] in the first one",
     ),
     "structure": (
         [GOOD, {"y": np.zeros(2, np.float32)}],
-        r"Example 1 has the structure .*'y'.*{}, and the first one .*'x'.*\. Give every example the same one",
+        r"Example 1 has the structure .*'y'.*{}, but the first one has .*'x'.*\. All examples must have the same structure",
     ),
-    "none": ([GOOD, None], r"Example 1 has the structure .*None.*{}, and the first one"),
-    "none_inside": ([GOOD, x(None)], r"Example 1 has the structure .*None.*{}, and the first one"),
-    "only_none": ([None, None], r"An example of the source has no arrays{}, it is None"),
-    "empty": ([{}, {}], r"An example of the source has no arrays{}, it is \{{\}}"),
-    "text": ([x("a"), x("b")], r"source\['x'\] is <U1\[\]{}, which no device holds\. Turn it into numbers"),
-    "bytes": ([x(b"a"), x(b"b")], r"source\['x'\] is \|S1\[2?\]{}, which no device holds"),
-    "objects": ([x(object()), x(object())], r"source\['x'\] is object\[2?\]{}, rows of different length or no numbers"),
-    "dates": ([x(np.datetime64("2020", "s"))] * 2, r"source\['x'\] is datetime64\[s\]\[2?\]{}, which no device holds"),
-    "durations": ([x(np.timedelta64(3, "s"))] * 2, r"source\['x'\] is timedelta64\[s\]\[2?\]{}, which no device holds"),
-    "structured": ([x(np.zeros((), [("a", "i4")]))] * 2, r"source\['x'\] is \[.*\]\[2?\]{}, which no device holds"),
-    "long_floats": ([x(np.longdouble(1))] * 2, r"source\['x'\] is float128\[2?\]{}, which no device holds"),
-    "keys": ([x(jax.random.key(0)), x(jax.random.key(1))], r"source\['x'\] is \w+{}, which is no numpy array"),
+    "none": ([GOOD, None], r"Example 1 has the structure .*None.*{}, but the first one"),
+    "none_inside": ([GOOD, x(None)], r"Example 1 has the structure .*None.*{}, but the first one"),
+    "only_none": ([None, None], r"An example of the source contains no arrays{}: None"),
+    "empty": ([{}, {}], r"An example of the source contains no arrays{}: \{{\}}"),
+    "text": (
+        [x("a"), x("b")],
+        r"source\['x'\] is <U1\[\]{}, a dtype that JAX does not support\. Convert it to numbers",
+    ),
+    "bytes": ([x(b"a"), x(b"b")], r"source\['x'\] is \|S1\[2?\]{}, a dtype that JAX does not support"),
+    "objects": (
+        [x(object()), x(object())],
+        r"source\['x'\] is object\[2?\]{}: its rows have different lengths, or are not numbers",
+    ),
+    "dates": (
+        [x(np.datetime64("2020", "s"))] * 2,
+        r"source\['x'\] is datetime64\[s\]\[2?\]{}, a dtype that JAX does not support",
+    ),
+    "durations": (
+        [x(np.timedelta64(3, "s"))] * 2,
+        r"source\['x'\] is timedelta64\[s\]\[2?\]{}, a dtype that JAX does not support",
+    ),
+    "structured": (
+        [x(np.zeros((), [("a", "i4")]))] * 2,
+        r"source\['x'\] is \[.*\]\[2?\]{}, a dtype that JAX does not support",
+    ),
+    "long_floats": ([x(np.longdouble(1))] * 2, r"source\['x'\] is float128\[2?\]{}, a dtype that JAX does not support"),
+    "keys": (
+        [x(jax.random.key(0)), x(jax.random.key(1))],
+        r"source\['x'\] is \w+{}, which is not convertible to numpy",
+    ),
     "dtypes": ([x(np.int32(1)), x(np.float32(2.5))], r"source\['x'\].* float32\b.* example 1{}"),
 }
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("examples, says", EXAMPLES.values(), ids=EXAMPLES)
-def test_examples_that_are_no_rows_are_refused_with_leaf_and_batch(examples, says, prefetch, two):
+def test_invalid_examples_are_refused_with_leaf_and_batch(examples, says, prefetch, two):
     with pytest.raises(ValueError, match=says.format(IN_FIRST)):
         _all(two.distribute_dataset(Again(*examples), 2, prefetch=prefetch))
     says = r"Example [01] is None{}" if None in examples else says
@@ -363,34 +405,37 @@ def test_examples_are_refused_with_the_number_of_their_batch_and_epoch(two):
     dataset = two.distribute_dataset(LaterRagged(), 2, epochs=3)
     given = []
     with pytest.raises(
-        ValueError, match=r"source has the shape \[5\] in example 1 in batch 3 of epoch 1, and \[4\] in the first"
+        ValueError, match=r"source has the shape \[5\] in example 1 in batch 3 of epoch 1, but \[4\] in the first"
     ):
         given.extend(dataset)
-    assert len(given) == 7  # what was right before it
+    assert len(given) == 7  # the valid batches before it
 
 
 CHANGES = {
     "dtype": (
         [x(np.zeros((2, 3), np.float32)), x(np.zeros((2, 3), np.int32))],
-        r"The source gives source\['x'\] as int32\[3\] a row, and not float32\[3\]{}\. Give all batches the same",
+        r"The source yields source\['x'\] as int32\[3\] per row, expected float32\[3\]{}\. All batches must have the same",
     ),
     "width": (
         [x(np.zeros((2, 3), np.float32)), x(np.zeros((2, 3)))],
-        r"The source gives source\['x'\] as float64\[3\] a row, and not float32\[3\]{}",
+        r"The source yields source\['x'\] as float64\[3\] per row, expected float32\[3\]{}",
     ),
     "shape": (
         [{"a": (np.zeros(2), np.zeros((2, 3)))}, {"a": (np.zeros(2), np.zeros((2, 4)))}],
-        r"The source gives source\['a'\]\[1\] as float64\[4\] a row, and not float64\[3\]{}",
+        r"The source yields source\['a'\]\[1\] as float64\[4\] per row, expected float64\[3\]{}",
     ),
     "rank": (
         [np.zeros((2, 3), np.float32), np.zeros((2, 3, 1), np.float32)],
-        r"The source gives source as float32\[3,1\] a row, and not float32\[3\]{}",
+        r"The source yields source as float32\[3,1\] per row, expected float32\[3\]{}",
     ),
     "more_leaves": (
         [x(np.zeros(2)), {"x": np.zeros(2), "y": np.zeros(2)}],
-        r"The source gives the structure .*'y'.*, and not .*'x'.*{}",
+        r"The source yields the structure .*'y'.*, expected .*'x'.*{}",
     ),
-    "container": ([[np.zeros(2)], (np.zeros(2),)], r"The source gives the structure .*\(\*,\).*, and not .*\[\*\].*{}"),
+    "container": (
+        [[np.zeros(2)], (np.zeros(2),)],
+        r"The source yields the structure .*\(\*,\).*, expected .*\[\*\].*{}",
+    ),
 }
 
 
@@ -416,19 +461,21 @@ def test_batches_that_change_in_the_second_epoch_are_refused_there(prefetch, two
             self._epochs += 1
             return iter([np.zeros((2, self._epochs), np.float32)])
 
-    with pytest.raises(ValueError, match=r"source as float32\[2\] a row, and not float32\[1\] in batch 0 of epoch 1"):
+    with pytest.raises(
+        ValueError, match=r"source as float32\[2\] per row, expected float32\[1\] in batch 0 of epoch 1"
+    ):
         _all(two.distribute_dataset(Wider(), None, epochs=2, prefetch=prefetch))
 
 
 def test_batches_of_ragged_rows_are_refused_by_name(two):
     ragged = np.array([[1], [1, 2]], object)
     with pytest.raises(
-        ValueError, match=r"source\['x'\] is object\[2\] in batch 1 of epoch 0, rows of different length"
+        ValueError, match=r"source\['x'\] is object\[2\] in batch 1 of epoch 0: its rows have different lengths"
     ):
         _all(two.distribute_dataset(Again(x(np.zeros(2)), x(ragged)), None))
 
 
-def test_masked_array_is_refused_instead_of_read_without_its_mask(two):
+def test_masked_array_in_a_tree_is_refused(two):
     masked = np.ma.array(np.arange(4, dtype=np.float32), mask=[0, 1, 0, 1])
     with pytest.raises(ValueError, match=r"source\['x'\] is .*mask"):
         two.distribute_dataset({"x": masked}, 2)
@@ -441,7 +488,7 @@ def test_deleted_array_is_refused_by_name(two):
         two.distribute_dataset({"x": gone}, 2)
 
 
-def test_generator_function_that_is_not_called_is_refused_with_the_way_out(two):
+def test_generator_returned_by_a_function_of_the_step_is_refused_with_the_fix(two):
     dataset = two.distribute_dataset(lambda step: (np.zeros(2) for _ in range(3)), 2)
     with pytest.raises(
         ValueError,
@@ -450,8 +497,8 @@ def test_generator_function_that_is_not_called_is_refused_with_the_way_out(two):
         next(iter(dataset))
 
 
-def test_masked_array_is_refused_with_the_way_out(two):
+def test_masked_array_is_refused_with_the_fix(two):
     with pytest.raises(
-        ValueError, match=r"source is a MaskedArray, and no array of numbers\. Fill what is masked: `x\.filled"
+        ValueError, match=r"source is a MaskedArray, which is not supported\. Fill the masked elements: `x\.filled"
     ):
         two.distribute_dataset(np.ma.array([1.0, 2.0], mask=[0, 1]), 2)

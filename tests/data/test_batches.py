@@ -1,4 +1,4 @@
-"""Global batches at the pure level: the shares of any number of processes and replicas, put together in one process."""
+"""Global batches of any number of processes and replicas, computed and joined in one process."""
 
 import itertools
 import json
@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from jdist._src.data.batches import InputConfig, Position, read_batches
+from jdist._src.data.batches import Position, read_batches
+from jdist._src.data.config import InputConfig
 from jdist._src.data.files import Files
 from jdist._src.data.shards import ProcessShare
 from jdist._src.data.source_adapters import source_of
@@ -32,7 +33,7 @@ def _example(tree, i):
 
 
 class _Stream:
-    """Examples, or batches of `rows`, one after the other, anew for each epoch."""
+    """A stream of examples, or of batches of `rows`, from the beginning in each epoch."""
 
     def __init__(self, count, rows=None):
         self.count, self.rows = count, rows
@@ -45,7 +46,7 @@ class _Stream:
 
 
 class _Placed:
-    """A stream whose iterators say where they are, and are refused if they are read again from the beginning."""
+    """A stream whose iterators report their position; it records the elements that are read."""
 
     def __init__(self, count, live=False):
         self.count, self.live, self.begun = count, live, []
@@ -76,14 +77,14 @@ class _PlacedIterator:
         self._at = dict(state)
 
 
-def _reading(source, batch_size, **options):
+def _config(source, batch_size, **options):
     options = {"shuffle": False, "seed": 3, "epochs": 1, "remainder": "pad", **options}
     found = source_of(source, batch_size is None, options["shuffle"], options["seed"])
     return InputConfig(found, batch_size, **options)
 
 
 def _files(counts, batch_size, **options):
-    """Files with so many examples each; the examples of all of them are numbered through."""
+    """Returns the configuration of files with these numbers of examples, numbered over all files."""
     options = {"shuffle": False, "seed": 3, "epochs": 1, "remainder": "pad", **options}
     edges = [0, *itertools.accumulate(counts)]
     tree = _arrays(edges[-1])
@@ -95,26 +96,26 @@ def _alone(replicas):
     return [ProcessShare(tuple(range(replicas)), replicas)]
 
 
-def _together(reading, shares, start=START):
-    """The batches of all shares put together: `(global rows, weights, examples, position behind)` each."""
-    start = start._replace(batch_size=start.batch_size or reading.batch_size)
+def _together(config, shares, start=START):
+    """Returns the joined batches of all shares: `(global rows, weights, examples, position after it)` each."""
+    start = start._replace(batch_size=start.batch_size or config.batch_size)
     found = []
-    for parts in zip(*(read_batches(reading, share, start) for share in shares), strict=True):
+    for parts in zip(*(read_batches(config, share, start) for share in shares), strict=True):
         order = np.argsort(np.concatenate([share.replicas for share in shares]))
         whole = lambda *x, order=order: np.concatenate(x)[order].reshape(-1, *x[0].shape[2:])
         for part, share in zip(parts, shares, strict=True):
             assert {len(x) for x in jax.tree.leaves((part.rows, part.weights))} == {len(share.replicas)}
-        ((examples, after),) = {(part.examples, repr(part.after)) for part in parts}
-        assert after == repr(parts[0].after)
+        ((examples, after),) = {(part.examples, repr(part.position)) for part in parts}
+        assert after == repr(parts[0].position)
         rows = jax.tree.map(whole, *(part.rows for part in parts))
-        assert {part.weights is None for part in parts} == {reading.remainder != "pad"}
-        weights = np.ones(examples) if reading.remainder != "pad" else whole(*(part.weights for part in parts))
-        found.append((rows, weights, examples, parts[0].after))
+        assert {part.weights is None for part in parts} == {config.remainder != "pad"}
+        weights = np.ones(examples) if config.remainder != "pad" else whole(*(part.weights for part in parts))
+        found.append((rows, weights, examples, parts[0].position))
     return found
 
 
 def _counted(found):
-    """The numbers of the examples that count, a list a batch."""
+    """Returns the numbers of the examples without padding, one list per batch."""
     return [rows["number"][weights > 0].tolist() for rows, weights, *_ in found]
 
 
@@ -137,7 +138,7 @@ def _json(position):
 
 @st.composite
 def layouts(draw, replicas=(1, 2, 3, 4, 8), processes=(1, 2, 4)):
-    """The shares of processes that hold any of the replicas each: blocks, interleaved, unequal numbers."""
+    """Draws the shares of processes that hold arbitrary replicas: blocks, interleaved, unequal numbers."""
     n = draw(st.sampled_from(replicas))
     owner = draw(st.lists(st.integers(0, draw(st.sampled_from(processes)) - 1), min_size=n, max_size=n))
     used = sorted(set(owner))
@@ -149,7 +150,7 @@ def layouts(draw, replicas=(1, 2, 3, 4, 8), processes=(1, 2, 4)):
 
 @st.composite
 def layouts_and_batch(draw):
-    """Two layouts, and the size of a batch that both can split."""
+    """Draws two layouts, and a batch size that both can split."""
     one, two = draw(layouts()), draw(layouts())
     return one, two, math.lcm(one[0].num_replicas, two[0].num_replicas) * draw(st.integers(1, 3))
 
@@ -160,39 +161,39 @@ epochs = st.integers(1, 3)
 
 @few
 @hypothesis.given(layouts_and_batch(), counts, st.booleans(), seeds, remainders, epochs)
-def test_global_batches_are_the_same_bits_for_any_replicas_and_processes(
+def test_global_batches_are_bitwise_equal_for_any_replicas_and_processes(
     layouts, count, shuffle, seed, remainder, epochs
 ):
     one, two, size = layouts
     hypothesis.assume(remainder == "pad" or count >= size)
     options = dict(shuffle=shuffle, seed=seed, remainder=remainder, epochs=epochs)
-    reading = _reading(_arrays(count), size, **options)
-    expected = _together(reading, _alone(1))
-    _same(_together(reading, one), expected)
-    _same(_together(reading, two), expected)
+    config = _config(_arrays(count), size, **options)
+    expected = _together(config, _alone(1))
+    _same(_together(config, one), expected)
+    _same(_together(config, two), expected)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_global_batches_are_the_same_bits_for_every_layout_of_the_issue(replicas, processes, interleaved, shuffle):
+def test_global_batches_are_bitwise_equal_for_every_tabulated_layout(replicas, processes, interleaved, shuffle):
     processes = min(processes, replicas)
     owner = np.arange(replicas) % processes if interleaved else np.arange(replicas) * processes // replicas
     shares = [
         ProcessShare(tuple(np.flatnonzero(owner == p).tolist()), replicas, p, processes) for p in range(processes)
     ]
-    reading = _reading(_arrays(61), 24, shuffle=shuffle, epochs=2)
-    _same(_together(reading, shares), _together(reading, _alone(1)))
+    config = _config(_arrays(61), 24, shuffle=shuffle, epochs=2)
+    _same(_together(config, shares), _together(config, _alone(1)))
 
 
 @few
 @hypothesis.given(layouts(), st.integers(1, 3), counts, st.booleans(), seeds, epochs)
-def test_batches_of_arrays_with_pad_have_each_example_once_an_epoch_and_weights_count_them(
+def test_padded_batches_of_arrays_have_each_example_once_per_epoch_and_weights_count_them(
     shares, each, count, shuffle, seed, epochs
 ):
     size = shares[0].num_replicas * each
-    found = _together(_reading(_arrays(count), size, shuffle=shuffle, seed=seed, epochs=epochs), shares)
+    found = _together(_config(_arrays(count), size, shuffle=shuffle, seed=seed, epochs=epochs), shares)
     assert len(found) == epochs * math.ceil(count / size)
     for epoch in range(epochs):
         mine = [batch for batch in found if batch[3].epoch == epoch]
@@ -207,11 +208,11 @@ def test_batches_of_arrays_with_pad_have_each_example_once_an_epoch_and_weights_
 
 @few
 @hypothesis.given(layouts(), st.integers(1, 3), counts, st.booleans(), seeds)
-def test_batches_with_drop_are_the_full_ones_of_those_with_pad(shares, each, count, shuffle, seed):
+def test_batches_with_drop_are_the_full_batches_with_pad(shares, each, count, shuffle, seed):
     size = shares[0].num_replicas * each
     hypothesis.assume(count >= size)
-    dropped = _together(_reading(_arrays(count), size, shuffle=shuffle, seed=seed, remainder="drop"), shares)
-    padded = _together(_reading(_arrays(count), size, shuffle=shuffle, seed=seed), shares)
+    dropped = _together(_config(_arrays(count), size, shuffle=shuffle, seed=seed, remainder="drop"), shares)
+    padded = _together(_config(_arrays(count), size, shuffle=shuffle, seed=seed), shares)
     assert len(dropped) == count // size
     assert all(weights.all() and examples == size for _, weights, examples, _ in dropped)
     _same([_unweighted(batch) for batch in dropped], [_unweighted(batch) for batch in padded[: count // size]])
@@ -219,14 +220,14 @@ def test_batches_with_drop_are_the_full_ones_of_those_with_pad(shares, each, cou
 
 @few
 @hypothesis.given(layouts(), st.integers(1, 3), counts)
-def test_batches_with_error_give_the_full_ones_and_then_say_how_many_are_left(shares, each, count):
+def test_batches_with_error_are_the_full_ones_and_then_an_error_with_the_rest(shares, each, count):
     size = shares[0].num_replicas * each
-    reading = _reading(_arrays(count), size, remainder="error")
+    config = _config(_arrays(count), size, remainder="error")
     if count % size == 0:
-        return _same(_together(reading, shares), _together(_reading(_arrays(count), size, remainder="drop"), shares))
-    says = rf"There are {count % size} of {size} examples in batch {count // size} of epoch 0, and remainder=\"error\""
+        return _same(_together(config, shares), _together(_config(_arrays(count), size, remainder="drop"), shares))
+    says = rf"There are only {count % size} of {size} examples in batch {count // size} of epoch 0, and remainder=\"error\""
     for share in shares:
-        iterator = read_batches(reading, share, START._replace(batch_size=size))
+        iterator = read_batches(config, share, START._replace(batch_size=size))
         full = list(itertools.islice(iterator, count // size))
         assert [batch.examples for batch in full] == [size] * (count // size)
         with pytest.raises(ValueError, match=says):
@@ -239,48 +240,48 @@ def test_batches_of_fewer_examples_than_one_batch_with_drop_are_refused(shares, 
     size = shares[0].num_replicas * 8
     count = (left - 1) % (size - 1) + 1
     with pytest.raises(ValueError, match=rf"{count} examples do not fill one batch of {size}, and remainder=\"drop\""):
-        _together(_reading(_arrays(count), size, remainder="drop"), shares)
+        _together(_config(_arrays(count), size, remainder="drop"), shares)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_batches_of_fewer_examples_than_replicas_have_each_once(count, processes):
     shares = [ProcessShare(tuple(range(p, 8, processes)), 8, p, processes) for p in range(processes)]
-    ((rows, weights, examples, _),) = _together(_reading(_arrays(count), 8), shares)
+    ((rows, weights, examples, _),) = _together(_config(_arrays(count), 8), shares)
     assert rows["number"].tolist() == list(range(count)) + [0] * (8 - count)
     assert weights.tolist() == [1.0] * count + [0.0] * (8 - count)
     assert examples == count
 
 
-def test_rows_that_fill_up_repeat_the_first_example_of_their_batch():
+def test_padding_repeats_the_first_example_of_its_batch():
     shares = [ProcessShare((1,), 2, 0, 2), ProcessShare((0,), 2, 1, 2)]
-    _, (rows, *_) = _together(_reading(_arrays(9), 6, shuffle=True), shares)
+    _, (rows, *_) = _together(_config(_arrays(9), 6, shuffle=True), shares)
     assert rows["number"].tolist() == rows["number"][:3].tolist() + [rows["number"][0]] * 3
 
 
 SOURCES = {
-    "arrays": lambda count, size, **options: _reading(_arrays(count), size, **options),
-    "examples": lambda count, size, **options: _reading(_Stream(count), size, **options),
-    "batches": lambda count, size, **options: _reading(_Stream(count, size), None, **options),
-    "placed": lambda count, size, **options: _reading(_Placed(count), size, **options),
+    "arrays": lambda count, size, **options: _config(_arrays(count), size, **options),
+    "examples": lambda count, size, **options: _config(_Stream(count), size, **options),
+    "batches": lambda count, size, **options: _config(_Stream(count, size), None, **options),
+    "placed": lambda count, size, **options: _config(_Placed(count), size, **options),
 }
 
 
 def _views(shares):
-    """The shares, each as that of a process that has nobody to agree with: a whole source says the same to all."""
+    """Returns the shares as shares of a single process, for a source that is the same on all processes."""
     return [ProcessShare(share.replicas, share.num_replicas) for share in shares]
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 @hypothesis.settings(few, max_examples=25)
 @hypothesis.given(layouts_and_batch(), counts, remainders)
-def test_whole_source_of_any_kind_gives_every_layout_the_same_batches(kind, layouts, count, remainder):
+def test_shared_source_of_any_kind_gives_every_layout_the_same_batches(kind, layouts, count, remainder):
     one, two, size = layouts
-    hypothesis.assume(count >= size)  # the first batch of a stream says how many rows one has
-    reading = SOURCES[kind](count, size, remainder=remainder, epochs=2, warn=lambda said: None)
-    expected = _together(_reading(_arrays(count), size, remainder=remainder, epochs=2), _alone(1))
+    hypothesis.assume(count >= size)  # the first batch of a stream determines the batch size
+    config = SOURCES[kind](count, size, remainder=remainder, epochs=2, warn=lambda said: None)
+    expected = _together(_config(_arrays(count), size, remainder=remainder, epochs=2), _alone(1))
     for shares in (one, two):
-        found = _together(reading, _views(shares))
+        found = _together(config, _views(shares))
         assert _counted(found) == _counted(expected)
         assert [batch[1].tolist() for batch in found] == [batch[1].tolist() for batch in expected]
         full = [(rows, other) for (rows, w, *_), (other, *_) in zip(found, expected, strict=True) if w.all()]
@@ -295,59 +296,59 @@ def test_batches_of_arrays_resumed_at_any_position_on_any_layout_continue_exactl
 ):
     one, two, size = layouts
     hypothesis.assume(remainder == "pad" or count >= size)
-    reading = _reading(_arrays(count), size, shuffle=shuffle, seed=seed, remainder=remainder, epochs=epochs)
-    whole = _together(reading, one)
+    config = _config(_arrays(count), size, shuffle=shuffle, seed=seed, remainder=remainder, epochs=epochs)
+    whole = _together(config, one)
     cut = data.draw(st.integers(0, len(whole)))
     after = whole[cut - 1][3] if cut else START._replace(batch_size=size)
-    _same(_together(reading, two, _json(after)), whole[cut:])
+    _same(_together(config, two, _json(after)), whole[cut:])
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_batches_of_any_source_resumed_at_every_position_continue_exactly(kind):
-    reading = SOURCES[kind](27, 6, epochs=2)
-    whole = _together(reading, _alone(2))
+    config = SOURCES[kind](27, 6, epochs=2)
+    whole = _together(config, _alone(2))
     assert len(whole) == 10
     positions = [START, *(batch[3] for batch in whole)]
     for number, position in enumerate(positions):
         for shares in (_alone(1), _alone(3), [ProcessShare((1, 2), 3), ProcessShare((0,), 3)]):
-            found = _together(reading, shares, _json(position))
-            # What fills up behind the end is another example where the source is not read from the beginning.
+            found = _together(config, shares, _json(position))
+            # The padding is another example where the source is not read from the beginning.
             assert _counted(found) == _counted(whole[number:])
             assert [batch[2:] for batch in found] == [batch[2:] for batch in whole[number:]]
             assert [batch[1].tolist() for batch in found] == [batch[1].tolist() for batch in whole[number:]]
 
 
-def test_function_of_the_step_resumed_is_called_with_the_steps_that_come():
+def test_resumed_function_of_the_step_is_called_with_the_next_steps():
     steps = []
 
     def source(step):
         steps.append(step)
         return {"number": np.arange(step * 4, step * 4 + 4, dtype=np.int32)}
 
-    reading = _reading(source, None, epochs=None)
-    first = list(itertools.islice(read_batches(reading, ProcessShare((0, 1), 2), START), 3))
+    config = _config(source, None, epochs=None)
+    first = list(itertools.islice(read_batches(config, ProcessShare((0, 1), 2), START), 3))
     assert steps == [0, 1, 2]
-    resumed = next(read_batches(reading, ProcessShare((0,), 1), _json(first[-1].after)))
+    resumed = next(read_batches(config, ProcessShare((0,), 1), _json(first[-1].position)))
     assert steps == [0, 1, 2, 3]
     assert resumed.rows["number"].tolist() == [[12, 13, 14, 15]]
 
 
-def test_stream_that_says_where_it_is_is_not_read_from_the_beginning_again():
+def test_stream_that_reports_its_position_is_not_read_from_the_beginning():
     source = _Placed(20)
-    reading = _reading(source, 4)
-    position = list(itertools.islice(read_batches(reading, ProcessShare((0,), 1), START._replace(batch_size=4)), 2))[
+    config = _config(source, 4)
+    position = list(itertools.islice(read_batches(config, ProcessShare((0,), 1), START._replace(batch_size=4)), 2))[
         -1
-    ].after
+    ].position
     source.begun.clear()
-    assert sum(_counted(_together(reading, _alone(2), _json(position))), []) == list(range(8, 20))
+    assert sum(_counted(_together(config, _alone(2), _json(position))), []) == list(range(8, 20))
     assert source.begun == list(range(8, 20))
 
 
-def test_position_of_a_stream_whose_state_changes_in_place_stays_what_it_was():
-    reading = _reading(_Placed(20, live=True), 4)
-    found = _together(reading, _alone(1))  # as if all were read ahead
+def test_position_of_a_stream_whose_state_changes_in_place_is_a_copy():
+    config = _config(_Placed(20, live=True), 4)
+    found = _together(config, _alone(1))  # as if all batches were prefetched
     for number, (*_, after) in enumerate(found):
-        resumed = _together(_reading(_Placed(20), 4), _alone(1), after)
+        resumed = _together(_config(_Placed(20), 4), _alone(1), after)
         assert _counted(resumed) == _counted(found[number + 1 :])
 
 
@@ -361,13 +362,13 @@ def test_position_of_a_stream_whose_state_changes_in_place_stays_what_it_was():
     seeds,
     epochs,
 )
-def test_files_read_in_parts_have_each_example_once_and_weights_count_them(
+def test_sharded_files_have_each_example_once_and_weights_count_them(
     sizes, shards, replicas, each, shuffle, seed, epochs
 ):
     shards, size = min(shards, len(sizes)), 24 * each
-    reading = _files(sizes, size, shuffle=shuffle, seed=seed, epochs=epochs)
-    found = _together(reading, _alone(replicas), START._replace(shards=shards))
-    _same(found, _together(reading, _alone(1), START._replace(shards=shards)))
+    config = _files(sizes, size, shuffle=shuffle, seed=seed, epochs=epochs)
+    found = _together(config, _alone(replicas), START._replace(shards=shards))
+    _same(found, _together(config, _alone(1), START._replace(shards=shards)))
     for epoch in range(epochs):
         mine = [batch for batch in found if batch[3].epoch == epoch]
         assert sorted(sum(_counted(mine), [])) == list(range(sum(sizes)))
@@ -378,58 +379,58 @@ def test_files_read_in_parts_have_each_example_once_and_weights_count_them(
 @hypothesis.given(
     st.lists(st.integers(1, 12), min_size=2, max_size=6), st.integers(1, 4), st.booleans(), seeds, st.data()
 )
-def test_files_in_parts_resumed_on_another_number_of_replicas_continue_exactly(sizes, shards, shuffle, seed, data):
+def test_sharded_files_resumed_on_another_number_of_replicas_continue_exactly(sizes, shards, shuffle, seed, data):
     shards = min(shards, len(sizes))
-    reading = _files(sizes, 12, shuffle=shuffle, seed=seed, epochs=2)
+    config = _files(sizes, 12, shuffle=shuffle, seed=seed, epochs=2)
     start = START._replace(shards=shards, batch_size=12)
-    whole = _together(reading, _alone(3), start)
+    whole = _together(config, _alone(3), start)
     cut = data.draw(st.integers(0, len(whole)))
-    found = _together(reading, _alone(4), _json(whole[cut - 1][3] if cut else start))
+    found = _together(config, _alone(4), _json(whole[cut - 1][3] if cut else start))
     assert _counted(found) == _counted(whole[cut:])
     assert [batch[1].tolist() for batch in found] == [batch[1].tolist() for batch in whole[cut:]]
     assert [batch[2:] for batch in found] == [batch[2:] for batch in whole[cut:]]
 
 
-def test_files_in_parts_take_the_files_in_turn():
+def test_sharded_files_are_assigned_round_robin():
     found = _together(_files([4, 4, 4, 4], 4, epochs=1), _alone(2), START._replace(shards=2))
-    # Part 0 has files 0 and 2, part 1 has files 1 and 3; each gives its half of a batch.
+    # Shard 0 has files 0 and 2, shard 1 has files 1 and 3; each fills half of a batch.
     assert _counted(found) == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
 
 
-def test_part_of_the_files_without_any_example_is_refused_with_its_number():
-    with pytest.raises(ValueError, match=r"Part 1 of the 2 that the data are read in has no examples.*\"data\""):
+def test_shard_of_files_without_examples_is_refused_with_its_index():
+    with pytest.raises(ValueError, match=r"Shard 1 of the 2 shards of the data contains no examples.*\"data\""):
         _together(_files([4, 0, 4], 4), _alone(2), START._replace(shards=2))
 
 
-def test_files_of_unequal_length_that_drop_examples_tell_no_smaller_number_than_is_left_out():
+def test_warning_for_files_of_unequal_length_reports_a_lower_bound_of_the_dropped_examples():
     said = []
-    reading = _files([100, 4], 8, remainder="drop", warn=said.append)
-    found = _together(reading, _alone(2), START._replace(shards=2))
+    config = _files([100, 4], 8, remainder="drop", warn=said.append)
+    found = _together(config, _alone(2), START._replace(shards=2))
     assert sum(batch[2] for batch in found) == 8
     (message,) = said
     assert "left out 96 examples" in message or re.search(r"at least \d+", message), message
 
 
-def test_stream_that_drops_examples_says_how_many_in_its_first_epoch():
+def test_stream_that_drops_examples_warns_with_their_number_in_the_first_epoch():
     said = []
-    found = _together(_reading(_Stream(11), 4, remainder="drop", epochs=3, warn=said.append), _alone(2))
+    found = _together(_config(_Stream(11), 4, remainder="drop", epochs=3, warn=said.append), _alone(2))
     assert len(found) == 6
     (message,) = said
-    assert "left out 3 examples of the first epoch, which did not fill a batch of 4" in message
+    assert "dropped 3 examples of the first epoch, which do not fill a batch of 4" in message
 
 
-def test_stream_of_batches_that_one_replica_split_resumed_where_they_cannot_be_split_is_refused():
-    reading = _reading(_Stream(18, 6), None, remainder="drop")
-    first = next(read_batches(reading, ProcessShare((0, 1), 2), START))
+def test_stream_of_batches_resumed_on_replicas_that_cannot_split_them_is_refused():
+    config = _config(_Stream(18, 6), None, remainder="drop")
+    first = next(read_batches(config, ProcessShare((0, 1), 2), START))
     with pytest.raises(ValueError, match=r"batch of 6 examples cannot be split over 4 replicas \(2 left over\)"):
-        next(read_batches(reading, ProcessShare((0, 1, 2, 3), 4), _json(first.after)))
+        next(read_batches(config, ProcessShare((0, 1, 2, 3), 4), _json(first.position)))
 
 
 @pytest.mark.parametrize("before, now", [(1, 2), (1, 4), (2, 4), (4, 1), (3, 2), (4, 8)])
-def test_stream_of_batches_with_pad_resumed_on_other_replicas_has_every_example_of_the_rest(before, now):
-    reading = _reading(_Stream(15, 5), None)
-    first = next(read_batches(reading, ProcessShare(tuple(range(before)), before), START))
-    rest = _together(reading, _alone(now), _json(first.after))
+def test_padded_stream_of_batches_resumed_on_other_replicas_has_every_remaining_example(before, now):
+    config = _config(_Stream(15, 5), None)
+    first = next(read_batches(config, ProcessShare(tuple(range(before)), before), START))
+    rest = _together(config, _alone(now), _json(first.position))
     assert _counted(rest) == [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
 
 
@@ -440,7 +441,7 @@ def test_source_shorter_in_a_later_epoch_ends_it_earlier():
         def __iter__(self):
             return iter(_Stream(next(lengths)))
 
-    found = _together(_reading(Shrinking(), 4, epochs=2), _alone(2))
+    found = _together(_config(Shrinking(), 4, epochs=2), _alone(2))
     assert [(batch[3].epoch, batch[3].batch) for batch in found] == [(0, 1), (0, 2), (1, 1)]
 
 
@@ -451,12 +452,12 @@ def test_source_without_examples_in_a_later_epoch_is_refused_with_the_epoch():
         def __iter__(self):
             return iter(_Stream(next(lengths)))
 
-    with pytest.raises(ValueError, match=r"no examples in epoch 1, and some in the one before.*`__iter__`"):
-        _together(_reading(Emptied(), 4, epochs=2), _alone(2))
+    with pytest.raises(ValueError, match=r"no examples in epoch 1, but did in the one before.*`__iter__`"):
+        _together(_config(Emptied(), 4, epochs=2), _alone(2))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_examples_from_one_buffer_that_the_source_writes_again_are_those_that_it_gave(replicas):
+def test_examples_in_a_reused_buffer_are_copied(replicas):
     class Buffer:
         def __iter__(self):
             buffer = np.zeros(2, np.float32)
@@ -464,13 +465,13 @@ def test_examples_from_one_buffer_that_the_source_writes_again_are_those_that_it
                 buffer[:] = i
                 yield {"x": buffer, "number": i}
 
-    found = _together(_reading(Buffer(), 6), _alone(replicas))
+    found = _together(_config(Buffer(), 6), _alone(replicas))
     for rows, *_ in found:
         np.testing.assert_array_equal(rows["x"][:, 0], rows["number"])
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_batches_from_one_buffer_that_the_source_writes_again_are_those_that_it_gave(replicas):
+def test_batches_in_a_reused_buffer_are_copied(replicas):
     class Buffer:
         def __iter__(self):
             buffer = np.zeros(6, np.float32)
@@ -478,11 +479,11 @@ def test_batches_from_one_buffer_that_the_source_writes_again_are_those_that_it_
                 buffer[:] = i
                 yield buffer
 
-    found = _together(_reading(Buffer(), None), _alone(replicas))
+    found = _together(_config(Buffer(), None), _alone(replicas))
     assert [rows.tolist() for rows, *_ in found] == [[float(i)] * 6 for i in range(4)]
 
 
-def test_batches_of_each_replica_from_one_buffer_are_those_that_the_source_gave():
+def test_replica_batches_in_a_reused_buffer_are_copied():
     class Buffer:
         def __iter__(self):
             buffer = np.zeros(2, np.float32)
@@ -490,17 +491,17 @@ def test_batches_of_each_replica_from_one_buffer_are_those_that_the_source_gave(
                 buffer[:] = i
                 yield buffer
 
-    reading = _reading(Buffer(), None, own=True, replica_batches=True)
-    assert [rows.tolist() for rows, *_ in _together(reading, _alone(3))] == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
+    config = _config(Buffer(), None, own_source=True, replica_batches=True)
+    assert [rows.tolist() for rows, *_ in _together(config, _alone(3))] == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
 
 
 @few
 @hypothesis.given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 20), st.booleans())
-def test_batches_of_each_replica_weigh_as_many_as_the_source_has(replicas, rows, count, whole):
+def test_weights_of_replica_batches_count_the_examples_of_the_source(replicas, rows, count, whole):
     hypothesis.assume(count >= rows)
     count = count // rows * rows if whole else count
-    reading = _reading(_Stream(count, rows), None, own=True, replica_batches=True)
-    found = _together(reading, _alone(replicas))
+    config = _config(_Stream(count, rows), None, own_source=True, replica_batches=True)
+    found = _together(config, _alone(replicas))
     assert sum(weights.sum() for _, weights, *_ in found) == count
     assert sum(_counted(found), []) == list(range(count))
     assert {len(weights) for _, weights, *_ in found} == {replicas * rows}

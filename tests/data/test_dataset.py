@@ -1,4 +1,4 @@
-"""Batches: every example where and when it should be, the same for any number of replicas."""
+"""Distributed batches: order and placement of examples, equal for any number of replicas."""
 
 import logging
 
@@ -16,7 +16,7 @@ REPLICAS = {name: make() for name, make in STRATEGIES.items()}
 every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
 ORDERED = [(shuffle, remainder) for shuffle in (False, True) for remainder in ("drop", "pad")]
 BATCH = 24  # every number of replicas divides it
-EXAMPLES = 60  # and none of these two divides the other
+EXAMPLES = 60  # neither number divides the other
 
 
 def _source(count=EXAMPLES):
@@ -26,13 +26,13 @@ def _source(count=EXAMPLES):
 
 
 def _global(element):
-    """The global batch of an element as the source had it, and its weights, on the host."""
+    """Returns the global batch of an element, and its weights, on the host."""
     pair = element if isinstance(element, tuple) else (element, None)
     return jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), arrays(pair))
 
 
 def _numbers(dataset):
-    """The numbers of the examples that count, a list a batch."""
+    """Returns the numbers of the examples without padding, one list per batch."""
     batches = []
     for element in dataset:
         batch, weights = _global(element)
@@ -54,7 +54,7 @@ def test_global_batches_are_the_same_for_any_number_of_replicas(shuffle, remaind
 
 @every_strategy
 @pytest.mark.parametrize("shuffle, remainder", ORDERED)
-def test_rows_of_a_batch_belong_together_and_lie_on_their_replica(shuffle, remainder, strategy):
+def test_rows_of_a_batch_match_and_are_placed_on_their_replica(shuffle, remainder, strategy):
     n, source = strategy.num_replicas_in_sync, _source()
     for element in strategy.distribute_dataset(source, BATCH, shuffle=shuffle, remainder=remainder):
         batch, weights = element if remainder == "pad" else (element, None)
@@ -86,7 +86,7 @@ def test_epoch_with_drop_has_each_example_at_most_once(shuffle, two):
     assert len({*first, *second}) == 2 * BATCH
 
 
-def test_epochs_with_shuffle_have_orders_of_their_own(two):
+def test_shuffled_epochs_have_different_orders(two):
     def epochs(**options):
         batches = _numbers(two.distribute_dataset(_source(48), BATCH, epochs=2, **options))
         return [tuple(batches[0] + batches[1]), tuple(batches[2] + batches[3])]
@@ -98,7 +98,7 @@ def test_epochs_with_shuffle_have_orders_of_their_own(two):
     assert epochs(shuffle=False, seed=1) == [tuple(range(48))] * 2
 
 
-def test_dataset_iterated_again_begins_anew(two):
+def test_dataset_iterated_again_starts_from_the_beginning(two):
     dataset = two.distribute_dataset(_source(), BATCH, shuffle=True, epochs=2)
     iterator = iter(dataset)
     next(iterator)
@@ -139,7 +139,7 @@ def test_padded_batch_is_a_pair_of_batch_and_weights(strategy):
         assert all(isinstance(value, jdist.PerReplica) for value in (x_batch, y_batch, weights))
 
 
-def test_step_of_a_batch_of_several_leaves_is_the_program_of_one_wrapper_around_them(two):
+def test_step_of_a_batch_of_several_leaves_compiles_to_the_program_of_one_wrapper(two):
     def step(w, batch):
         x, y = batch
         return w - 0.1 * jdist.all_reduce("mean", ((x * w - y) * x).mean()), ()
@@ -152,66 +152,67 @@ def test_step_of_a_batch_of_several_leaves_is_the_program_of_one_wrapper_around_
 
 def test_dataset_smaller_than_a_batch_is_padded(two):
     ((batch, weights),) = two.distribute_dataset(np.arange(3), 8, remainder="pad")
-    np.testing.assert_array_equal(batch.tree, [[0, 1, 2, 0], [0, 0, 0, 0]])  # the first example fills up
+    np.testing.assert_array_equal(batch.tree, [[0, 1, 2, 0], [0, 0, 0, 0]])  # the first example is the padding
     np.testing.assert_array_equal(weights.tree, [[1, 1, 1, 0], [0, 0, 0, 0]])
 
 
 @every_strategy
-def test_dataset_of_jax_arrays_is_that_of_their_values(strategy):
+def test_dataset_of_jax_arrays_equals_that_of_numpy_arrays(strategy):
     expected = strategy.distribute_dataset(np.arange(48.0, dtype=np.float32), BATCH, shuffle=True)
     found = strategy.distribute_dataset(jnp.arange(48.0), BATCH, shuffle=True)
     for ours, theirs in zip(found, expected, strict=True):
         chex.assert_trees_all_equal(ours.tree, theirs.tree)
 
 
-def test_dataset_that_drops_rows_says_once_how_many(two, caplog):
+def test_dataset_that_drops_examples_warns_once_with_their_number(two, caplog):
     with caplog.at_level(logging.WARNING, logger="jdist"):
         dataset = two.distribute_dataset(_source(), BATCH, epochs=3)
         for _ in range(2):
             _numbers(dataset)
     (message,) = caplog.messages
-    assert "leaves out 12 of 60 examples an epoch, which do not fill a batch of 24" in message
-    assert 'remainder="pad" keeps them' in message
+    assert "drops 12 of 60 examples per epoch, which do not fill a batch of 24" in message
+    assert 'remainder="pad" to keep them' in message
 
 
 @pytest.mark.parametrize("count, remainder", [(48, "drop"), (60, "pad")])
-def test_dataset_that_drops_nothing_says_nothing(count, remainder, two, caplog):
+def test_dataset_that_drops_nothing_does_not_warn(count, remainder, two, caplog):
     with caplog.at_level(logging.DEBUG, logger="jdist"):
         _numbers(two.distribute_dataset(_source(count), BATCH, remainder=remainder))
     assert caplog.messages == []
 
 
-NO_ARRAY = r"an array with one row an example is needed"
+NO_ARRAY = r"but must be an array with one row per example"
 REFUSED = {
     "batch_between": (
         dict(batch_size=5),
-        r"batch of 5 examples cannot be split over 2 replicas \(1 left over\).*take 4 or 6",
+        r"batch of 5 examples cannot be split over 2 replicas \(1 left over\).*use 4 or 6",
     ),
     "batch_below": (
         dict(batch_size=1),
-        r"batch of 1 examples cannot be split over 2 replicas \(1 left over\).*take 2\.",
+        r"batch of 1 examples cannot be split over 2 replicas \(1 left over\).*use 2\.",
     ),
-    "batch_of_nothing": (dict(batch_size=0), r"batch of 0 examples cannot be split over 2 replicas.*take 2\."),
-    "batch_negative": (dict(batch_size=-2), r"batch of -2 examples cannot be split over 2 replicas.*take 2\."),
+    "batch_of_nothing": (dict(batch_size=0), r"batch of 0 examples cannot be split over 2 replicas.*use 2\."),
+    "batch_negative": (dict(batch_size=-2), r"batch of -2 examples cannot be split over 2 replicas.*use 2\."),
     "no_full_batch": (
         dict(batch_size=14),
-        r"12 examples do not fill one batch of 14.*smaller `batch_size`, or remainder=\"pad\"",
+        r"12 examples do not fill one batch of 14.*smaller `batch_size`, or pass remainder=\"pad\"",
     ),
-    "remainder": (dict(remainder="keep"), r"`remainder` is \"drop\", \"pad\" or \"error\", got 'keep'"),
-    "seed_negative": (dict(seed=-1), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got -1"),
-    "seed_too_large": (dict(seed=2**64), r"`seed` is a whole number from 0 to 2\*\*64 - 1, got 18446744073709551616"),
-    "no_epoch": (dict(epochs=0), r"`epochs` is at least 1, or None for no end, got 0"),
+    "remainder": (dict(remainder="keep"), r"`remainder` must be \"drop\", \"pad\" or \"error\", got 'keep'"),
+    "seed_negative": (dict(seed=-1), r"`seed` must be an integer from 0 to 2\*\*64 - 1, got -1"),
+    "seed_too_large": (dict(seed=2**64), r"`seed` must be an integer from 0 to 2\*\*64 - 1, got 18446744073709551616"),
+    "no_epoch": (dict(epochs=0), r"`epochs` must be at least 1, or None for an infinite data set, got 0"),
     "lengths": (
         dict(source={"x": np.zeros(12), "y": np.zeros((9, 2))}),
-        r"source\['x'\] has 12 rows and source\['y'\] has 9: row i of each array has to belong to example i",
+        r"source\['x'\] has 12 rows but source\['y'\] has 9\. "
+        r"All arrays must have the same length: row i of each array is part of example i",
     ),
     "no_arrays": (
         dict(source={}),
-        r"data source has no arrays\. Pass an array, or a tree of arrays with one row an example",
+        r"data source contains no arrays\. Pass an array, or a tree of arrays with one row per example",
     ),
-    "none": (dict(source=None), r"data source has no arrays\. Pass an array"),
-    "scalar": (dict(source={"x": np.zeros(12), "y": np.float32(0)}), rf"source\['y'\] is float32\[\]: {NO_ARRAY}"),
-    "python_numbers": (dict(source=[1, 2, 3, 4]), rf"source\[0\] is 1: {NO_ARRAY}"),
+    "none": (dict(source=None), r"data source contains no arrays\. Pass an array"),
+    "scalar": (dict(source={"x": np.zeros(12), "y": np.float32(0)}), rf"source\['y'\] is float32\[\], {NO_ARRAY}"),
+    "python_numbers": (dict(source=[1, 2, 3, 4]), rf"source\[0\] is 1, {NO_ARRAY}"),
     "empty": (dict(source={"x": np.zeros((0, 3))}), r"The source is empty: there is nothing to distribute"),
 }
 
@@ -222,9 +223,9 @@ def test_dataset_that_cannot_be_distributed_is_refused(options, says, two):
         two.distribute_dataset(**{"source": np.zeros(12), "batch_size": 4, **options})
 
 
-def test_dataset_of_batch_below_the_number_of_replicas_is_refused_with_the_least():
+def test_batch_smaller_than_the_number_of_replicas_is_refused_with_the_minimum():
     with pytest.raises(
-        ValueError, match=r"batch of 7 examples cannot be split over 8 replicas \(7 left over\).*take 8\."
+        ValueError, match=r"batch of 7 examples cannot be split over 8 replicas \(7 left over\).*use 8\."
     ):
         REPLICAS["mirrored_8"].distribute_dataset(np.zeros(12), 7)
 
@@ -239,23 +240,25 @@ WRONG_KINDS = {
 
 
 @pytest.mark.parametrize("options, says", WRONG_KINDS.values(), ids=WRONG_KINDS)
-def test_dataset_given_what_is_no_whole_number_is_refused(options, says):
+def test_option_that_is_not_an_integer_is_refused(options, says):
     with pytest.raises(TypeError, match=says):
         STRATEGIES["mirrored_2"]().distribute_dataset(np.arange(8), **{"batch_size": 4, **options})
 
 
 @pytest.mark.parametrize("shuffle", ["no", "", 1, 0, [], 0.0])
-def test_dataset_with_a_shuffle_that_is_no_flag_is_refused(shuffle, two):
+def test_shuffle_that_is_not_a_bool_is_refused(shuffle, two):
     with pytest.raises(TypeError, match=r"`shuffle` must be True, False or None, got"):
         two.distribute_dataset(np.arange(8), 4, shuffle=shuffle)
 
 
-def test_dataset_with_a_flag_of_numpy_is_shuffled(two):
+def test_shuffle_may_be_a_numpy_bool(two):
     shuffled, expected = (two.distribute_dataset(np.arange(8), 4, shuffle=flag, seed=2) for flag in (np.True_, True))
     assert [x.tree.tolist() for x in shuffled] == [x.tree.tolist() for x in expected]
 
 
-def test_dataset_of_strings_is_refused_by_its_name():
+def test_array_of_strings_is_refused_by_name():
     source = {"text": np.array(["a", "b"]), "label": np.arange(2)}
-    with pytest.raises(ValueError, match=r"source\['text'\] is <U1\[2\], which no device holds\. Turn it into numbers"):
+    with pytest.raises(
+        ValueError, match=r"source\['text'\] is <U1\[2\], a dtype that JAX does not support\. Convert it to numbers"
+    ):
         STRATEGIES["mirrored_2"]().distribute_dataset(source, 2)

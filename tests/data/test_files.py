@@ -1,4 +1,4 @@
-"""Examples in files: which file is read when, and what is said when one cannot be."""
+"""Examples in files: the order of reading, resuming, and errors with the path."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ from laws import STRATEGIES, Numbered
 
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2", "mirrored_3")}
 every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
-COUNTS = [5, 0, 7, 1, 300, 12]  # examples a file: none, fewer than a batch, more than are taken from a file at once
+COUNTS = [5, 0, 7, 1, 300, 12]  # examples per file: none, fewer than a batch, more than a chunk
 EDGES = np.cumsum([0, *COUNTS]).tolist()
 BATCH = 30
 ALL = list(range(sum(COUNTS)))
@@ -45,7 +45,7 @@ def _read_text(path):
 
 
 class Lines:
-    """A text file from the beginning each time."""
+    """An iterable over a text file, from the beginning each time."""
 
     def __init__(self, path):
         self._path = path
@@ -77,7 +77,7 @@ every_reader_by_number = pytest.mark.parametrize("save, read", BY_NUMBER.values(
 
 
 def _files(folder, save, read, counts=COUNTS):
-    """Files that hold 0, 1, 2, ... one after the other."""
+    """Returns files that together contain 0, 1, 2, ... in order."""
     paths, start = [], 0
     for i, count in enumerate(counts):
         path = folder / f"part-{i}"
@@ -104,7 +104,7 @@ def _file_of(number):
 @every_strategy
 @every_reader
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
-def test_files_give_what_they_hold_once_and_in_order(save, read, remainder, strategy, tmp_path):
+def test_files_yield_their_examples_once_and_in_order(save, read, remainder, strategy, tmp_path):
     dataset = strategy.distribute_dataset(_files(tmp_path, save, read), BATCH, epochs=2, remainder=remainder)
     cut = [ALL[i : i + BATCH] for i in range(0, len(ALL), BATCH)]
     assert len(cut[-1]) < BATCH
@@ -112,7 +112,7 @@ def test_files_give_what_they_hold_once_and_in_order(save, read, remainder, stra
 
 
 @every_reader_by_number
-def test_shuffled_files_come_whole_in_another_order_each_epoch(save, read, two, tmp_path):
+def test_shuffled_files_are_read_completely_in_another_order_each_epoch(save, read, two, tmp_path):
     files = _files(tmp_path, save, read)
     batches = _numbers(two.distribute_dataset(files, BATCH, shuffle=True, epochs=2, remainder="pad"))
     first, second = sum(batches[: len(batches) // 2], []), sum(batches[len(batches) // 2 :], [])
@@ -128,7 +128,7 @@ def test_shuffled_files_come_whole_in_another_order_each_epoch(save, read, two, 
     assert orders[0] != sorted(orders[0]) or orders[1] != sorted(orders[1])
 
 
-def test_shuffled_files_have_one_order_for_any_number_of_replicas_and_each_seed_another(tmp_path):
+def test_order_of_shuffled_files_depends_on_the_seed_and_not_on_the_replicas(tmp_path):
     files = _files(tmp_path, _save_npy, np.load)
 
     def order(name, seed):
@@ -139,7 +139,7 @@ def test_shuffled_files_have_one_order_for_any_number_of_replicas_and_each_seed_
     assert len({order("one_device", seed) for seed in range(5)}) == 5
 
 
-def test_shuffled_rows_of_files_of_one_length_are_not_in_one_order(two, tmp_path):
+def test_shuffled_files_of_equal_length_have_different_orders(two, tmp_path):
     files = _files(tmp_path, _save_npy, np.load, [20] * 4)
     (found,) = _numbers(two.distribute_dataset(files, 80, shuffle=True))
     within = {tuple(number % 20 for number in found[i : i + 20]) for i in range(0, 80, 20)}
@@ -154,7 +154,7 @@ POSITIONED = {
 
 @pytest.mark.parametrize("goes_on", REPLICAS)
 @pytest.mark.parametrize("save, read, shuffle", POSITIONED.values(), ids=POSITIONED)
-def test_position_goes_on_within_files_at_every_batch(save, read, shuffle, goes_on, two, tmp_path):
+def test_position_resumes_within_files_at_every_batch(save, read, shuffle, goes_on, two, tmp_path):
     files = _files(tmp_path, save, read, [5, 0, 7, 1, 12])
     options = dict(batch_size=6, shuffle=shuffle, epochs=2, remainder="pad")
     iterator = iter(two.distribute_dataset(files, **options))
@@ -169,7 +169,7 @@ def test_position_goes_on_within_files_at_every_batch(save, read, shuffle, goes_
         assert _numbers(resumed) == found[taken:]
 
 
-def test_each_file_is_opened_once_an_epoch_and_in_its_turn(one, tmp_path):
+def test_each_file_is_opened_once_per_epoch_and_when_it_is_needed(one, tmp_path):
     opened = []
 
     def read(path):
@@ -199,7 +199,7 @@ def test_files_are_closed_when_the_loop_ends_early(one, tmp_path):
 
 
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
-def test_batches_in_files_go_on_across_files(remainder, two, tmp_path):
+def test_files_of_batches_are_concatenated(remainder, two, tmp_path):
     def read(path):
         rows = np.load(path)
         return (rows[i : i + 4] for i in range(0, len(rows), 4))
@@ -210,14 +210,14 @@ def test_batches_in_files_go_on_across_files(remainder, two, tmp_path):
     assert _numbers(dataset) == (whole if remainder == "pad" else whole[:-1]) * 2
 
 
-def test_batches_in_files_that_have_numbers_are_shuffled_whole(two, tmp_path):
+def test_indexed_batches_in_files_are_shuffled_as_batches(two, tmp_path):
     files = _files(tmp_path, _save_records, lambda path: _records(path).batch(4), [24, 24])
     found = _numbers(two.distribute_dataset(files, None, shuffle=True, seed=1))
     assert found != sorted(found)
     assert sorted(found) == [list(range(i, i + 4)) for i in range(0, 48, 4)]
 
 
-def test_trees_in_files_keep_their_structure(two, tmp_path):
+def test_trees_in_files_have_their_structure(two, tmp_path):
     def read(path):
         rows = np.load(path)
         return {"x": rows, "pair": (np.stack([rows, -rows], axis=1), [None])}
@@ -228,7 +228,7 @@ def test_trees_in_files_keep_their_structure(two, tmp_path):
     assert batch["pair"][1] == [None]
 
 
-# What cannot be read.
+# Errors.
 
 
 class Broken(Exception):
@@ -275,14 +275,14 @@ def test_error_of_the_reader_has_its_traceback_and_the_path(read, says, whole, p
     given = []
     with pytest.raises(Broken, match=f"^{says}") as told:
         given.extend(_numbers([batch])[0] for batch in two.distribute_dataset(files, 2, prefetch=prefetch))
-    assert given == [[2 * i, 2 * i + 1] for i in range(whole)]  # what was read before it
+    assert given == [[2 * i, 2 * i + 1] for i in range(whole)]  # the batches before it
     assert told.value.__notes__ == [f"while reading {tmp_path / 'part-2'}"]
     functions = [frame.name for frame in traceback.extract_tb(told.value.__traceback__)]
     assert functions[-1] in (read.__name__, "__getitem__")
     assert pathlib.Path(traceback.extract_tb(told.value.__traceback__)[-1].filename).name == "test_files.py"
 
 
-def test_file_that_is_missing_is_named(two, tmp_path):
+def test_missing_file_is_named(two, tmp_path):
     files = Files([tmp_path / "no.npy"], np.load)
     with pytest.raises(FileNotFoundError, match=r"no\.npy") as told:
         next(iter(two.distribute_dataset(files, 2)))
@@ -290,12 +290,15 @@ def test_file_that_is_missing_is_named(two, tmp_path):
 
 
 NO_EXAMPLES = {
-    "nothing": (lambda path: None, r"The data source has no arrays"),
-    "number": (lambda path: 5, r"The source is int, from which no examples can be had"),
+    "nothing": (lambda path: None, r"The data source contains no arrays"),
+    "number": (lambda path: 5, r"The source is int, which is not supported"),
     "text": (lambda path: "1 2 3", r"The source is '1 2 3'"),
-    "lengths": (lambda path: (np.zeros(3), np.zeros(4)), r"source\[0\] has 3 rows and source\[1\] has 4"),
-    "words": (lambda path: np.array(["a", "b"]), r"source is <U1\[2\], which no device holds"),
-    "objects": (lambda path: np.array([[1], [1, 2]], object), r"source is object\[2\], rows of different length"),
+    "lengths": (lambda path: (np.zeros(3), np.zeros(4)), r"source\[0\] has 3 rows but source\[1\] has 4"),
+    "words": (lambda path: np.array(["a", "b"]), r"source is <U1\[2\], a dtype that JAX does not support"),
+    "objects": (
+        lambda path: np.array([[1], [1, 2]], object),
+        r"source is object\[2\]: its rows have different lengths",
+    ),
     "too_large": (lambda path: np.array([2**40]), r"source holds 1099511627776, which is out of the range of int32"),
 }
 
@@ -308,12 +311,12 @@ def test_file_without_examples_is_refused_with_the_path(read, says, two):
 
 
 def test_file_of_arrays_without_batch_size_is_refused_with_the_path(two):
-    with pytest.raises(ValueError, match=r"Arrays have to be cut into batches") as told:
+    with pytest.raises(ValueError, match=r"Pass the number of examples per batch: `batch_size=64`") as told:
         next(iter(two.distribute_dataset(Files(["here"], lambda path: np.zeros(4)), None)))
     assert told.value.__notes__ == ["while reading here"]
 
 
-def test_files_of_nothing_are_refused(two, tmp_path):
+def test_empty_files_are_refused(two, tmp_path):
     for remainder in ("drop", "pad", "error"):
         dataset = two.distribute_dataset(_files(tmp_path, _save_npy, np.load, [0, 0]), 2, remainder=remainder)
         with pytest.raises(ValueError, match=r"The source is empty: there is nothing to distribute\."):
@@ -324,42 +327,42 @@ def test_files_that_differ_are_refused_with_leaf_and_batch(two):
     sizes = {"a": 3, "b": 3, "c": 4}
     dataset = two.distribute_dataset(Files(list(sizes), lambda path: {"x": np.zeros((4, sizes[path]))}), 4)
     with pytest.raises(
-        ValueError, match=r"source\['x'\] as float64\[4\] a row, and not float64\[3\] in batch 2 of epoch 0"
+        ValueError, match=r"source\['x'\] as float64\[4\] per row, expected float64\[3\] in batch 2 of epoch 0"
     ):
         list(dataset)
     dataset = two.distribute_dataset(Files(list(sizes), lambda path: {"x": np.zeros((4, sizes[path]))}), 6)
     with pytest.raises(
         ValueError,
-        match=r"source\['x'\] has the shape \[4\] in example 2 in batch 1 of epoch 0, and \[3\] in the first",
+        match=r"source\['x'\] has the shape \[4\] in example 2 in batch 1 of epoch 0, but \[3\] in the first",
     ):
         list(dataset)
 
 
 def test_files_without_paths_are_refused():
     for paths in ([], (), iter([])):
-        with pytest.raises(ValueError, match=r"`paths` is empty: there is no file to read"):
+        with pytest.raises(ValueError, match=r"`paths` is empty\. Pass at least one path"):
             Files(paths, np.load)
 
 
 @pytest.mark.parametrize("path", ["a.npy", pathlib.Path("a.npy")])
-def test_single_path_is_refused_with_the_way_out(path):
-    with pytest.raises(TypeError, match=r"`paths` is a list of paths, got .*a\.npy.*: write `\['a\.npy'\]`"):
+def test_single_path_is_refused_with_the_fix(path):
+    with pytest.raises(TypeError, match=r"`paths` must be a list of paths, got .*a\.npy.*\. Write `\['a\.npy'\]`"):
         Files(path, np.load)
 
 
 @pytest.mark.parametrize("paths", [5, None, b"a.npy"])
-def test_what_is_no_list_of_paths_is_refused(paths):
-    with pytest.raises(TypeError, match=r"`paths` is a list of paths, got "):
+def test_paths_that_are_not_a_list_are_refused(paths):
+    with pytest.raises(TypeError, match=r"`paths` must be a list of paths, got "):
         Files(paths, np.load)
 
 
 @pytest.mark.parametrize("read", [None, "npy", 5])
-def test_reader_that_is_no_function_is_refused(read):
-    with pytest.raises(TypeError, match=r"`read` is a function from a path to the examples in that file, got "):
+def test_reader_that_is_not_a_function_is_refused(read):
+    with pytest.raises(TypeError, match=r"`read` must be a function from a path to the examples of that file, got "):
         Files(["a"], read)
 
 
-def test_paths_may_come_from_anything_and_are_kept(tmp_path, two):
+def test_paths_may_be_any_iterable_and_are_stored_as_a_tuple(tmp_path, two):
     _save_npy(tmp_path / "0.npy", range(4))
     files = Files(tmp_path.glob("*.npy"), np.load)
     assert files.paths == (tmp_path / "0.npy",)
@@ -367,21 +370,21 @@ def test_paths_may_come_from_anything_and_are_kept(tmp_path, two):
         assert _numbers(two.distribute_dataset(files, 4)) == [[0, 1, 2, 3]]
 
 
-def test_how_many_batches_files_have_is_not_known(two, tmp_path):
-    with pytest.raises(TypeError, match="How many batches there are is not known before they are read"):
+def test_number_of_batches_of_files_is_unknown(two, tmp_path):
+    with pytest.raises(TypeError, match="The number of batches is unknown before the source is read"):
         len(two.distribute_dataset(_files(tmp_path, _save_npy, np.load), BATCH))
 
 
-def test_files_under_a_policy_are_read_whole_by_a_single_process(two, tmp_path):
+def test_single_process_reads_all_files_under_every_policy(two, tmp_path):
     files = _files(tmp_path, _save_npy, np.load, [4, 4])
     for policy in ("auto", "FILE", "data", "off", jdist.data.AutoShardPolicy.FILE):
         assert _numbers(two.distribute_dataset(files, 4, auto_shard=policy)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("shards", ["data", "file"])
-def test_reader_that_gives_batches_where_examples_are_asked_for_is_refused_with_the_way_out(shards):
+def test_reader_of_batches_with_a_batch_size_is_refused_with_the_fix(shards):
     files = jdist.data.Files(["a"], lambda path: lambda step: np.zeros((2, 3), np.float32))
     dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(files, 2, auto_shard=shards)
-    with pytest.raises(ValueError, match=r"`read` gives batches, and not examples: .*`batch_size=None`") as raised:
+    with pytest.raises(ValueError, match=r"`read` returns batches, not examples\. .*`batch_size=None`") as raised:
         next(iter(dataset))
     assert raised.value.__notes__ == ["while reading a"]

@@ -1,4 +1,4 @@
-"""The iterator of a data set: its position, its thread, and how it ends."""
+"""The iterator of a data set: positions, prefetching, closing, and errors."""
 
 import gc
 import itertools
@@ -28,7 +28,7 @@ few = hypothesis.settings(max_examples=30, deadline=None, derandomize=True, data
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
 every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
 SIZE, COUNT = 6, 27
-PATIENCE = 30  # seconds, until what has to happen is said not to
+PATIENCE = 30  # seconds until a test fails
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def no_thread_is_left():
 
 
 def _buffer(*shape):
-    """An array of float32 that lies where JAX takes arrays over on CPU, and does not copy them."""
+    """Returns a float32 array at an address that JAX uses on CPU without a copy."""
     space = np.zeros(int(np.prod(shape)) + 16, np.float32)
     start = -(space.ctypes.data // 4) % 16
     return space[start : start + int(np.prod(shape))].reshape(shape)
@@ -50,7 +50,7 @@ def _threads():
 
 def _no_threads():
     if _threads():
-        gc.collect()  # what an error holds
+        gc.collect()  # the objects that an error references
     end = time.monotonic() + PATIENCE
     while _threads() and time.monotonic() < end:
         time.sleep(0.005)
@@ -58,7 +58,7 @@ def _no_threads():
 
 
 class _Source:
-    """Examples anew for each epoch, which counts how many it gave, and how many iterators ended."""
+    """A stream of examples that counts the examples read and the iterators that ended."""
 
     def __init__(self, count=COUNT, fails_at=None, error=None):
         self.count, self.fails_at, self.error = count, fails_at, error
@@ -83,7 +83,7 @@ def _arrays(count=COUNT):
 
 
 class _Batches:
-    """Batches with a partial one at the end."""
+    """Yields batches, the last one partial."""
 
     def __iter__(self):
         return (jax.tree.map(lambda x, i=i: x[i : i + SIZE], _arrays()) for i in range(0, COUNT, SIZE))
@@ -104,7 +104,7 @@ def _dataset(strategy, kind, **options):
 
 
 def _numbers(elements):
-    """The numbers of the examples that count, a list a batch."""
+    """Returns the numbers of the examples without padding, one list per batch."""
     found = []
     for element in elements:
         batch, weights = element if isinstance(element, tuple) else (element, None)
@@ -123,17 +123,17 @@ def _through_json(state):
     return again
 
 
-# Position
+# Positions
 
 
 @every_source
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_position_taken_anywhere_is_gone_on_from_exactly_on_any_number_of_replicas(kind, prefetch):
+def test_position_resumes_exactly_on_any_number_of_replicas(kind, prefetch):
     iterator = iter(_dataset(REPLICAS["mirrored_2"], kind, epochs=2, prefetch=prefetch))
     states = [iterator.get_state()]
     for _ in range(10):
         next(iterator)
-        states.append(iterator.get_state())  # while more batches are read ahead
+        states.append(iterator.get_state())  # while more batches are prefetched
     assert next(iterator, None) is None
     assert iterator.get_state() == states[-1]
     for strategy, (taken, state) in itertools.product(REPLICAS.values(), enumerate(states)):
@@ -153,7 +153,7 @@ def test_position_taken_anywhere_is_gone_on_from_exactly_on_any_number_of_replic
     st.integers(0, 3),
     st.data(),
 )
-def test_position_of_shuffled_arrays_is_gone_on_from_exactly_on_any_replicas(
+def test_position_of_shuffled_arrays_resumes_exactly_on_any_number_of_replicas(
     one, other, count, seed, remainder, prefetch, data
 ):
     hypothesis.assume(remainder == "pad" or count >= SIZE)
@@ -169,7 +169,7 @@ def test_position_of_shuffled_arrays_is_gone_on_from_exactly_on_any_replicas(
 
 
 @every_source
-def test_position_set_goes_back_and_forth_in_one_iterator(kind, two):
+def test_position_may_be_set_backward_and_forward(kind, two):
     iterator = iter(_dataset(two, kind))
     start = iterator.get_state()
     next(iterator)
@@ -184,7 +184,7 @@ def test_position_set_goes_back_and_forth_in_one_iterator(kind, two):
 
 
 @every_source
-def test_position_behind_the_last_batch_has_no_more_and_in_more_epochs_the_next(kind, two):
+def test_position_after_the_last_batch_continues_with_the_next_epoch_if_any(kind, two):
     iterator = iter(_dataset(two, kind))
     assert _numbers(iterator) == _epoch()
     resumed = iter(_dataset(two, kind))
@@ -195,7 +195,7 @@ def test_position_behind_the_last_batch_has_no_more_and_in_more_epochs_the_next(
     assert _numbers(longer) == _epoch()
 
 
-def test_position_in_an_endless_data_set_is_gone_on_from(two):
+def test_position_in_an_endless_data_set_resumes(two):
     iterator = iter(_dataset(two, "stream", epochs=None))
     assert _numbers(itertools.islice(iterator, 12)) == (_epoch() * 3)[:12]
     resumed = iter(_dataset(REPLICAS["mirrored_3"], "stream", epochs=None))
@@ -205,7 +205,7 @@ def test_position_in_an_endless_data_set_is_gone_on_from(two):
     resumed.close()
 
 
-def test_position_is_small_and_holds_only_what_was_taken(two):
+def test_position_is_small_and_excludes_prefetched_batches(two):
     iterator = iter(two.distribute_dataset(_arrays(), SIZE, shuffle=True, seed=4, remainder="pad"))
     next(iterator)
     state = iterator.get_state()
@@ -217,7 +217,7 @@ def test_position_is_small_and_holds_only_what_was_taken(two):
     assert iterator.get_state()["batch"] == 1
 
 
-def test_position_of_whole_numbers_from_numpy_is_json(two):
+def test_position_of_numpy_integers_is_json(two):
     dataset = two.distribute_dataset(
         _arrays(), np.int64(SIZE), seed=np.uint64(3), epochs=np.int32(2), prefetch=np.int16(1), shuffle=np.bool_(True)
     )
@@ -242,15 +242,15 @@ def test_position_on_replicas_that_cannot_split_the_batches_of_a_stream_is_refus
 
 DATA = dict(shuffle=True, seed=1, remainder="pad")
 WRONG = {
-    "none": (lambda state: None, "None is no position: take what `get_state"),
+    "none": (lambda state: None, "None is not a position\. Pass the result of `get_state"),
     "text": (json.dumps, "is no position"),
     "list": (lambda state: list(state), "is no position"),
     "number": (lambda state: 3, "3 is no position"),
-    "empty": (lambda state: {}, r"\{\} is no position"),
+    "empty": (lambda state: {}, r"\{\} is not a position"),
     **{
         f"without_{name}": (
             lambda state, name=name: {key: state[key] for key in state if key != name},
-            "is no position: take what `get_state",
+            "is not a position\. Pass the result of `get_state",
         )
         for name in ("epoch", "batch", "batch_size", "shards", "source", "examples", "shuffle", "seed", "remainder")
     },
@@ -258,7 +258,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong, says", WRONG.values(), ids=WRONG)
-def test_position_that_is_none_is_refused_and_the_iterator_goes_on(wrong, says, two):
+def test_invalid_position_is_refused_and_the_iterator_continues(wrong, says, two):
     iterator = iter(two.distribute_dataset(_arrays(), SIZE, **DATA))
     expected = _numbers(two.distribute_dataset(_arrays(), SIZE, **DATA))
     next(iterator)
@@ -281,7 +281,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name, value", VALUES.values(), ids=VALUES)
-def test_position_with_a_value_that_none_has_is_refused_by_its_name(name, value, two):
+def test_position_with_an_invalid_value_is_refused_by_name(name, value, two):
     iterator = iter(two.distribute_dataset(_arrays(), SIZE, **DATA))
     with pytest.raises(ValueError, match=name):
         iterator.set_state({**iterator.get_state(), name: value})
@@ -292,15 +292,15 @@ def test_position_outside_the_epochs_is_refused_with_their_number(two):
     state = {**iter(dataset).get_state(), "epoch": 2, "batch": 4}
     assert _numbers(_resumed(dataset, state)) == []
     with pytest.raises(
-        ValueError, match=r"epoch=3, which is no whole number from 0 to 2\. The data set has epochs=3\."
+        ValueError, match=r"epoch=3, which must be an integer from 0 to 2\.  The data set has epochs=3\."
     ):
         _resumed(dataset, {**state, "epoch": 3})
     _resumed(dataset.repeated(None), {**state, "epoch": 99})
 
 
-def test_position_behind_the_last_full_batch_is_refused_where_the_rest_is_dropped(two):
-    dataset = two.distribute_dataset(_arrays(), SIZE)  # four full batches, and three examples
-    with pytest.raises(ValueError, match=r"batch=5, which is no whole number from 0 to 4\."):
+def test_position_after_the_last_full_batch_is_refused_with_drop(two):
+    dataset = two.distribute_dataset(_arrays(), SIZE)  # four full batches and three examples
+    with pytest.raises(ValueError, match=r"batch=5, which must be an integer from 0 to 4\."):
         _resumed(dataset, {**iter(dataset).get_state(), "batch": 5})
 
 
@@ -308,11 +308,11 @@ def test_position_behind_the_last_full_batch_is_refused_where_the_rest_is_droppe
 def test_position_of_batches_without_a_size_is_refused(size, two):
     dataset = two.distribute_dataset(_Batches(), None, remainder="pad")
     state = {**iter(dataset).get_state(), "batch": 1, "batch_size": size}
-    with pytest.raises(ValueError, match=r"The position has batch_size=.*, which is no whole number from 1 up"):
+    with pytest.raises(ValueError, match=r"The position has batch_size=.*, which must be an integer >= 1"):
         _resumed(dataset, state)
 
 
-def test_position_of_a_source_that_has_none_is_refused(two):
+def test_position_for_a_source_without_positions_is_refused(two):
     dataset = two.distribute_dataset(_Source(), SIZE, prefetch=0)
     resumed = _resumed(dataset, {**iter(dataset).get_state(), "batch": 1, "source": {"value": 6}})
     with pytest.raises(
@@ -328,16 +328,16 @@ def _resumed(dataset, state):
 
 
 OTHER = {
-    "seed": (dict(seed=2), "with seed=1, and this data set has seed=2"),
-    "shuffle": (dict(shuffle=False), "with shuffle=True, and this data set has shuffle=False"),
-    "remainder": (dict(remainder="drop"), "with remainder='pad', and this data set has remainder='drop'"),
-    "batch_size": (dict(batch_size=12), "with batch_size=6, and this data set has batch_size=12"),
-    "examples": (dict(source=_arrays(28)), "with examples=27, and this data set has examples=28"),
+    "seed": (dict(seed=2), "with seed=1, but this data set has seed=2"),
+    "shuffle": (dict(shuffle=False), "with shuffle=True, but this data set has shuffle=False"),
+    "remainder": (dict(remainder="drop"), "with remainder='pad', but this data set has remainder='drop'"),
+    "batch_size": (dict(batch_size=12), "with batch_size=6, but this data set has batch_size=12"),
+    "examples": (dict(source=_arrays(28)), "with examples=27, but this data set has examples=28"),
 }
 
 
 @pytest.mark.parametrize("options, says", OTHER.values(), ids=OTHER)
-def test_position_of_other_data_or_order_is_refused_with_both(options, says, two):
+def test_position_of_other_data_or_order_is_refused_with_both_values(options, says, two):
     options = {"source": _arrays(), "batch_size": SIZE, **DATA, **options}
     iterator = iter(two.distribute_dataset(**options))
     expected = _numbers(two.distribute_dataset(**options))
@@ -347,15 +347,15 @@ def test_position_of_other_data_or_order_is_refused_with_both(options, says, two
     assert _numbers(iterator) == expected
 
 
-def test_position_among_arrays_is_refused_by_a_stream(two):
+def test_position_of_arrays_is_refused_by_a_stream(two):
     state = iter(two.distribute_dataset(_arrays(), SIZE, remainder="pad")).get_state()
     iterator = iter(two.distribute_dataset(_Source(), SIZE, remainder="pad"))
-    with pytest.raises(ValueError, match="with examples=27, and this data set has examples=None.*other examples"):
+    with pytest.raises(ValueError, match="with examples=27, but this data set has examples=None.*other examples"):
         iterator.set_state(state)
     assert _numbers(iterator) == _epoch()
 
 
-def test_position_of_a_function_of_the_context_is_gone_on_from(two):
+def test_position_of_a_function_of_the_context_resumes(two):
     make = lambda context: _Batches()
     whole = _numbers(two.distribute_datasets_from_function(make, remainder="pad"))
     assert sum(whole, []) == list(range(COUNT))
@@ -366,7 +366,7 @@ def test_position_of_a_function_of_the_context_is_gone_on_from(two):
     assert _numbers(resumed) == _numbers(iterator) == whole[1:]
 
 
-def test_position_of_a_grain_dataset_with_batches_read_ahead_is_gone_on_from(two):
+def test_position_of_a_grain_dataset_with_prefetched_batches_resumes(two):
     grain = pytest.importorskip("grain")
     source = lambda: grain.MapDataset.source(np.arange(24, dtype=np.int32)).shuffle(seed=3).to_iter_dataset()
     expected = [batch.tree.tolist() for batch in two.distribute_dataset(source(), 4)]
@@ -391,19 +391,19 @@ def test_length_is_the_number_of_batches_of_all_epochs(remainder, batches, strat
 
 
 def test_length_of_an_endless_data_set_is_refused(two):
-    with pytest.raises(TypeError, match="With epochs=None there is no last batch"):
+    with pytest.raises(TypeError, match="With epochs=None the data set is endless"):
         len(two.distribute_dataset(_arrays(), SIZE, epochs=None))
 
 
 @pytest.mark.parametrize("kind", ["stream", "batches", "files"])
-def test_length_of_what_has_to_be_read_to_be_counted_is_refused(kind, two):
+def test_unknown_length_is_refused(kind, two):
     dataset = _dataset(two, kind)
-    with pytest.raises(TypeError, match="not known before they are read"):
+    with pytest.raises(TypeError, match="unknown before the source is read"):
         len(dataset)
-    assert len(list(dataset)) == 5  # a list asks for the length as well
+    assert len(list(dataset)) == 5  # `list` calls `len` as well
 
 
-def test_data_set_without_end_gives_epoch_after_epoch(two):
+def test_endless_data_set_yields_epoch_after_epoch(two):
     iterator = iter(two.distribute_dataset(_arrays(12), SIZE, epochs=None))
     assert _numbers(itertools.islice(iterator, 7)) == (_epoch(12) * 4)[:7]
     iterator.close()
@@ -411,7 +411,7 @@ def test_data_set_without_end_gives_epoch_after_epoch(two):
 
 @every_source
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_iterator_at_its_end_stays_there(kind, prefetch, two):
+def test_exhausted_iterator_stays_exhausted(kind, prefetch, two):
     iterator = iter(_dataset(two, kind, prefetch=prefetch))
     assert iter(iterator) is iterator
     assert len(list(iterator)) == 5
@@ -419,7 +419,7 @@ def test_iterator_at_its_end_stays_there(kind, prefetch, two):
 
 
 @every_source
-def test_data_set_has_iterators_that_do_not_know_each_other(kind, two):
+def test_iterators_of_a_data_set_are_independent(kind, two):
     dataset = _dataset(two, kind)
     pairs = [_numbers(pair) for pair in zip(dataset, dataset, strict=True)]
     assert pairs == [[batch, batch] for batch in _epoch()]
@@ -427,19 +427,19 @@ def test_data_set_has_iterators_that_do_not_know_each_other(kind, two):
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_generator_gone_through_again_is_refused(prefetch, two):
+def test_second_loop_over_a_generator_is_refused(prefetch, two):
     dataset = two.distribute_dataset((np.int32(i) for i in range(12)), SIZE, prefetch=prefetch)
     assert [batch.tree.ravel().tolist() for batch in dataset] == _epoch(12)
-    with pytest.raises(ValueError, match="generator, which can be gone through once, and was"):
+    with pytest.raises(ValueError, match="generator, which can be read only once, and has been"):
         next(iter(dataset))
 
 
-# Reading ahead
+# Prefetching
 
 
 @every_source
 @every_strategy
-def test_batches_are_the_same_however_far_ahead_they_are_read(kind, strategy):
+def test_batches_do_not_depend_on_prefetch(kind, strategy):
     expected = list(_dataset(strategy, kind, prefetch=0, epochs=2))
     for prefetch in (1, 2, 5, 100):
         found = list(_dataset(strategy, kind, prefetch=prefetch, epochs=2))
@@ -448,14 +448,14 @@ def test_batches_are_the_same_however_far_ahead_they_are_read(kind, strategy):
 
 
 @pytest.mark.parametrize("kind, prefetch", [("arrays", 2), *((kind, 0) for kind in SOURCES)])
-def test_batches_of_arrays_or_not_read_ahead_need_no_thread(kind, prefetch, two):
+def test_arrays_and_prefetch_0_do_not_start_a_thread(kind, prefetch, two):
     iterator = iter(_dataset(two, kind, prefetch=prefetch))
     next(iterator)
     assert _threads() == []
     iterator.close()
 
 
-def test_source_is_not_touched_before_the_first_batch_is_asked_for(two):
+def test_source_is_not_read_before_the_first_batch_is_requested(two):
     source = _Source()
     iterator = iter(two.distribute_dataset(source, SIZE))
     iterator.get_state()
@@ -464,14 +464,14 @@ def test_source_is_not_touched_before_the_first_batch_is_asked_for(two):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
-def test_source_is_read_so_many_batches_ahead_and_no_more(prefetch, two):
+def test_at_most_prefetch_batches_are_read_ahead(prefetch, two):
     class Counted:
         given = 0
         late = threading.Event()
 
         def __call__(self, step):
             Counted.given += 1
-            if step > taken + prefetch:  # the batch that was taken last is number `taken`
+            if step > taken + prefetch:  # the last received batch has the number `taken`
                 Counted.late.set()
             return {"number": np.arange(SIZE, dtype=np.int32) + SIZE * step}
 
@@ -483,15 +483,15 @@ def test_source_is_read_so_many_batches_ahead_and_no_more(prefetch, two):
         end = time.monotonic() + PATIENCE
         while source.given < number + 1 + prefetch and time.monotonic() < end:
             time.sleep(0.001)
-        assert source.given == number + 1 + prefetch  # so far ahead
+        assert source.given == number + 1 + prefetch  # the limit of prefetching
     time.sleep(0.05)
     assert source.given == 12 + prefetch
-    assert not Counted.late.is_set()  # and never further
+    assert not Counted.late.is_set()  # and it is never exceeded
     iterator.close()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_batches_from_one_buffer_of_the_source_do_not_change_when_it_is_written_again(prefetch, two):
+def test_batches_in_a_reused_buffer_do_not_change(prefetch, two):
     buffer = _buffer(SIZE, 64)
 
     def source(step):
@@ -506,7 +506,7 @@ def test_batches_from_one_buffer_of_the_source_do_not_change_when_it_is_written_
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_batches_in_files_from_one_buffer_do_not_change_when_it_is_written_again(prefetch, two):
+def test_batches_in_files_in_a_reused_buffer_do_not_change(prefetch, two):
     buffer = _buffer(SIZE, 64)
 
     def read(path):
@@ -521,7 +521,7 @@ def test_batches_in_files_from_one_buffer_do_not_change_when_it_is_written_again
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_examples_from_one_buffer_of_the_source_are_those_that_it_gave(prefetch, two):
+def test_examples_in_a_reused_buffer_do_not_change(prefetch, two):
     def examples():
         buffer = _buffer(3)
         for i in range(12):
@@ -534,7 +534,7 @@ def test_examples_from_one_buffer_of_the_source_are_those_that_it_gave(prefetch,
     np.testing.assert_array_equal(found, np.arange(12).reshape(2, 6))
 
 
-def test_replica_batches_from_one_buffer_of_the_source_do_not_change_when_it_is_written_again(two):
+def test_replica_batches_in_a_reused_buffer_do_not_change(two):
     def batches(context):
         buffer = _buffer(2)
         for i in range(8):
@@ -546,7 +546,7 @@ def test_replica_batches_from_one_buffer_of_the_source_do_not_change_when_it_is_
 
 
 @pytest.mark.parametrize("kind", ["arrays", "stream"])
-def test_batches_are_sent_where_transfers_that_nobody_asked_for_are_forbidden(kind, two):
+def test_batches_are_transferred_under_a_transfer_guard(kind, two):
     with jax.transfer_guard("disallow"):
         batches = list(_dataset(two, kind))
     assert _numbers(batches) == _epoch()
@@ -564,7 +564,7 @@ WIDE_SOURCES = {
 @pytest.mark.parametrize("kind", WIDE_SOURCES)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("keeps", [True, False])
-def test_width_of_numbers_is_that_of_the_loop(kind, prefetch, keeps, two):
+def test_x64_setting_of_the_loop_applies_to_the_batches(kind, prefetch, keeps, two):
     source, size = WIDE_SOURCES[kind]()
     with jax.enable_x64(keeps):
         batches = [arrays(batch) for batch in two.distribute_dataset(source, size, prefetch=prefetch)]
@@ -577,7 +577,7 @@ def test_width_of_numbers_is_that_of_the_loop(kind, prefetch, keeps, two):
 
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 @pytest.mark.parametrize("kind", ["arrays", "stream"])
-def test_training_loop_over_batches_is_traced_once(kind, remainder, two):
+def test_training_loop_over_batches_traces_once(kind, remainder, two):
     traces = []
 
     @two.step
@@ -593,12 +593,12 @@ def test_training_loop_over_batches_is_traced_once(kind, remainder, two):
     assert float(total) == epochs * sum(range(COUNT if remainder == "pad" else 24))
 
 
-# The end
+# Closing
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("taken", [0, 1, 3])
-def test_closed_iterator_has_no_more_batches_and_neither_thread_nor_open_source(taken, prefetch, two):
+def test_closed_iterator_has_neither_batches_nor_thread_nor_open_source(taken, prefetch, two):
     source = _Source(10**6)
     iterator = iter(two.distribute_dataset(source, SIZE, epochs=None, prefetch=prefetch))
     for _ in range(taken):
@@ -610,7 +610,7 @@ def test_closed_iterator_has_no_more_batches_and_neither_thread_nor_open_source(
     assert [next(iterator, None) for _ in range(2)] == [None, None]
     assert iterator.get_state() == state
     iterator.close()
-    iterator.set_state(state)  # which opens it again
+    iterator.set_state(state)  # a new loop opens the source again
     assert _numbers([next(iterator)]) == _epoch(24)[taken : taken + 1]
     iterator.close()
     assert _threads() == []
@@ -633,7 +633,7 @@ def test_closed_iterator_has_closed_the_generator(two):
     assert ended == ["jdist input"]
 
 
-def test_iterator_closed_while_another_thread_waits_for_a_batch_lets_it_go(two):
+def test_iterator_closed_by_another_thread_releases_a_waiting_one(two):
     asked, release, found = threading.Event(), threading.Event(), []
 
     def source(step):
@@ -675,7 +675,7 @@ def test_loop_left_by_an_error_ends_the_thread_and_the_source(two):
     assert source.ended == 1
 
 
-def test_iterator_forgotten_within_a_cycle_ends_its_thread(two):
+def test_iterator_deleted_in_a_reference_cycle_ends_its_thread(two):
     holder = {}
     holder["self"] = holder
     holder["iterator"] = iter(two.distribute_dataset(_Source(), SIZE, epochs=None))
@@ -685,14 +685,14 @@ def test_iterator_forgotten_within_a_cycle_ends_its_thread(two):
     _no_threads()
 
 
-def test_exhausted_iterator_that_is_kept_has_no_thread(two):
+def test_referenced_exhausted_iterator_does_not_have_a_thread(two):
     iterator = iter(two.distribute_dataset(_Source(24), SIZE))
     assert _numbers(iterator) == _epoch(24)
     _no_threads()
     assert next(iterator, None) is None
 
 
-def test_many_iterators_left_early_leave_no_thread(two):
+def test_many_iterators_left_early_end_their_threads(two):
     dataset = two.distribute_dataset(_Source(), SIZE, epochs=None)
     for _ in range(30):
         next(iter(dataset))
@@ -708,7 +708,7 @@ class _SourceError(Exception):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 50])
 @pytest.mark.parametrize("error", [_SourceError("at 20"), OSError(5, "disk"), KeyError("x"), SystemExit(3)])
-def test_error_in_the_source_comes_after_the_batches_before_it_with_its_own_traceback(error, prefetch, two):
+def test_error_in_the_source_follows_the_batches_before_it_with_its_own_traceback(error, prefetch, two):
     iterator = iter(two.distribute_dataset(_Source(fails_at=20, error=error), SIZE, prefetch=prefetch))
     assert _numbers(itertools.islice(iterator, 3)) == _epoch()[:3]
     with pytest.raises(type(error)) as caught:
@@ -721,7 +721,7 @@ def test_error_in_the_source_comes_after_the_batches_before_it_with_its_own_trac
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_error_in_a_function_of_the_step_comes_at_its_step_and_can_be_tried_again(prefetch, two):
+def test_error_in_a_function_of_the_step_is_raised_at_its_step_and_can_be_retried(prefetch, two):
     broken = [True]
 
     def read_the_step(step):
@@ -742,13 +742,13 @@ def test_error_in_a_function_of_the_step_comes_at_its_step_and_can_be_tried_agai
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_batch_of_another_shape_is_refused_at_its_number_with_the_leaf(prefetch, two):
+def test_batch_of_another_shape_is_refused_with_its_number_and_leaf(prefetch, two):
     def source(step):
         return {"x": np.zeros((SIZE, 3 if step < 2 else 4), np.float32)}
 
     iterator = iter(two.distribute_dataset(source, None, epochs=None, prefetch=prefetch))
     next(iterator), next(iterator)
-    says = r"source\['x'\] as float32\[4\] a row, and not float32\[3\] in batch 2 of epoch 0"
+    says = r"source\['x'\] as float32\[4\] per row, expected float32\[3\] in batch 2 of epoch 0"
     with pytest.raises(ValueError, match=says):
         next(iterator)
 
@@ -763,20 +763,20 @@ def test_step_that_fails_does_not_end_the_iterator(two):
 
 @pytest.fixture
 def interruptible():
-    """Python listens to the signal, even where what started it does not."""
+    """Handles the signal in Python, even if the parent process ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_loop_interrupted_while_it_waits_goes_on_without_a_batch_lost(two):
+def test_loop_interrupted_while_it_waits_continues_without_losing_a_batch(two):
     asked, interrupted = threading.Event(), threading.Event()
 
     def source(step):
         if step == 2:
             assert asked.wait(PATIENCE)
-            for _ in range(PATIENCE):  # again where Python was just about to wait, and did not notice
+            for _ in range(PATIENCE):  # repeated, because a signal just before the wait is not noticed
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
                 if interrupted.wait(1):
                     break
@@ -796,7 +796,7 @@ def test_loop_interrupted_while_it_waits_goes_on_without_a_batch_lost(two):
 
 
 @pytest.mark.parametrize("position_set", [True, False])
-def test_loop_interrupted_in_the_source_without_a_thread_does_not_seem_to_be_at_its_end(position_set, two):
+def test_loop_interrupted_in_the_source_without_a_thread_is_not_exhausted(position_set, two):
     interrupted = []
 
     def source(step):
@@ -816,7 +816,7 @@ def test_loop_interrupted_in_the_source_without_a_thread_does_not_seem_to_be_at_
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("read", [1, 2, 4])
-def test_loop_interrupted_while_arrays_are_read_goes_on_without_a_batch_lost(read, prefetch, two, monkeypatch):
+def test_loop_interrupted_while_arrays_are_read_continues_without_losing_a_batch(read, prefetch, two, monkeypatch):
     iterator = iter(two.distribute_dataset(_arrays(30), SIZE, prefetch=prefetch))
     reads, take = itertools.count(1), Arrays.take
 
@@ -828,19 +828,19 @@ def test_loop_interrupted_while_arrays_are_read_goes_on_without_a_batch_lost(rea
     monkeypatch.setattr(Arrays, "take", interrupted)
     batches = []
     with pytest.raises(KeyboardInterrupt):
-        batches.extend(iterator)  # a list keeps what it had, as a loop does
+        batches.extend(iterator)  # a list keeps its elements after an interrupt, as a loop does
     assert iterator.get_state()["batch"] == len(batches)
     batches.extend(iterator)
     assert _numbers(batches) == _epoch(30)
 
 
-def test_stats_of_what_is_no_iterator_is_refused_with_the_way_out(two):
+def test_stats_of_an_object_that_is_not_an_iterator_is_refused_with_the_fix(two):
     dataset = two.distribute_dataset(_arrays(), SIZE)
     with pytest.raises(TypeError, match="iter"):
         jdist.data.stats(dataset)
 
 
-# The end of the process
+# Process exit
 
 PROGRAMS = {
     "held": "held = iter(distribute(Source(), 4, epochs=None)); next(held)",
@@ -855,7 +855,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", among(PROGRAMS, "exhausted", "in_a_loop_that_ends", "many_asleep"))
-def test_process_with_an_iterator_that_is_not_at_its_end_goes_away_in_silence(program):
+def test_process_with_an_unfinished_iterator_exits_without_output(program):
     text = """
         import time
         import numpy as np
@@ -875,6 +875,6 @@ def test_process_with_an_iterator_that_is_not_at_its_end_goes_away_in_silence(pr
     """
     text = textwrap.dedent(text) + PROGRAMS[program] + "\nprint('end', flush=True)"
     command = [sys.executable, "-c", text]
-    # Threads that will never hear of it get 2 seconds, however many they are.
+    # Threads that do not react get 2 seconds together.
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

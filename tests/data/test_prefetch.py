@@ -1,4 +1,4 @@
-"""Items made ahead of whoever takes them, by a thread or by the taker."""
+"""Prefetching of items, in a thread or inline."""
 
 import gc
 import itertools
@@ -16,7 +16,7 @@ import pytest
 from jdist._src.data.prefetch import Inline, Threaded
 
 few = hypothesis.settings(max_examples=40, deadline=None, derandomize=True, database=None)
-PATIENCE = 30  # seconds, until what has to happen is said not to
+PATIENCE = 30  # seconds until a test fails
 KINDS = {"inline": Inline, "threaded": Threaded}
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
@@ -41,7 +41,7 @@ def no_thread_is_left():
 
 
 def _making(count, fails=None, log=None):
-    """Makes the numbers below `count`, and then raises `fails`, if anything; notes what happens in `log`."""
+    """Returns a generator function of the numbers below `count`, which then raises `fails` if set; `log` records its calls."""
     log = [] if log is None else log
 
     def make(stopped):
@@ -72,15 +72,15 @@ class _MakerError(Exception):
 
 @few
 @hypothesis.given(st.sampled_from(list(KINDS)), st.integers(0, 20), st.integers(1, 25))
-def test_items_come_in_the_order_in_which_they_are_made(kind, count, depth):
+def test_items_are_returned_in_order(kind, count, depth):
     items = KINDS[kind](_making(count), depth)
     assert _taken(items) == list(range(count))
-    assert _taken(items) == []  # and then none, again and again
+    assert _taken(items) == []  # and StopIteration on each further call
     items.close()
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_items_that_are_not_made_ahead_come_in_order_as_well(count):
+def test_items_without_prefetch_are_returned_in_order(count):
     log = []
     items = Inline(_making(count, log=log), 0)
     for number in range(count):
@@ -91,7 +91,7 @@ def test_items_that_are_not_made_ahead_come_in_order_as_well(count):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_thread_makes_as_many_items_ahead_as_it_may_and_no_more(depth):
+def test_thread_makes_at_most_depth_items_ahead(depth):
     made, allowed, late = itertools.count(), [depth], []
 
     def make(stopped):
@@ -114,10 +114,10 @@ def test_thread_makes_as_many_items_ahead_as_it_may_and_no_more(depth):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 5])
-def test_taker_makes_as_many_items_ahead_as_it_may_and_no_more(depth):
+def test_inline_makes_at_most_depth_items_ahead(depth):
     log = []
     items = Inline(_making(100, log=log), depth)
-    assert log == []  # nothing before the first is wanted
+    assert log == []  # nothing before the first request
     for number in range(10):
         assert items.take() == number
         assert log == list(range(number + 1 + depth))
@@ -126,7 +126,7 @@ def test_taker_makes_as_many_items_ahead_as_it_may_and_no_more(depth):
 
 @few
 @hypothesis.given(st.sampled_from(list(KINDS)), st.integers(0, 10), st.integers(1, 12))
-def test_error_comes_once_after_all_items_before_it(kind, count, depth):
+def test_error_is_raised_once_after_the_items_before_it(kind, count, depth):
     error = _MakerError("broken")
     items = KINDS[kind](_making(count, error), depth)
     assert [items.take() for _ in range(count)] == list(range(count))
@@ -140,7 +140,7 @@ def test_error_comes_once_after_all_items_before_it(kind, count, depth):
 
 @pytest.mark.parametrize("error", [_MakerError("x"), KeyboardInterrupt(), SystemExit(1)], ids=repr)
 @pytest.mark.parametrize("depth", [1, 3])
-def test_error_of_any_kind_in_the_thread_reaches_the_taker(error, depth):
+def test_error_of_any_kind_in_the_thread_is_raised_in_take(error, depth):
     items = Threaded(_making(2, error), depth)
     assert [items.take(), items.take()] == [0, 1]
     with pytest.raises(type(error)) as caught:
@@ -150,7 +150,7 @@ def test_error_of_any_kind_in_the_thread_reaches_the_taker(error, depth):
 
 
 @every_kind
-def test_error_before_the_first_item_comes_at_once(kind):
+def test_error_before_the_first_item_is_raised_immediately(kind):
     def make(stopped):
         raise _MakerError("at once")
         yield
@@ -161,10 +161,10 @@ def test_error_before_the_first_item_comes_at_once(kind):
     items.close()
 
 
-def test_interrupt_while_items_are_made_ahead_loses_none():
+def test_interrupt_while_items_are_made_loses_none():
     raised = []
 
-    class Made:  # goes on after an error, as no generator does
+    class Made:  # continues after an error, unlike a generator
         def __init__(self, stopped):
             self.number = -1
 
@@ -182,7 +182,7 @@ def test_interrupt_while_items_are_made_ahead_loses_none():
 
 
 @every_kind
-def test_items_are_ready_when_one_was_made(kind):
+def test_ready_after_an_item_is_made(kind):
     items = kind(_making(3), 1)
     items.take()
     _until(items.ready)
@@ -190,7 +190,7 @@ def test_items_are_ready_when_one_was_made(kind):
     items.close()
 
 
-def test_items_of_a_thread_that_is_still_making_are_not_ready():
+def test_not_ready_while_the_thread_makes_the_first_item():
     go = threading.Event()
 
     def make(stopped):
@@ -207,7 +207,7 @@ def test_items_of_a_thread_that_is_still_making_are_not_ready():
 @every_kind
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("taken", [0, 1, 3, 10])
-def test_close_at_any_time_ends_all_and_can_be_repeated(kind, depth, taken):
+def test_close_at_any_time_ends_the_items_and_can_be_repeated(kind, depth, taken):
     log = []
     items = kind(_making(10, log=log), depth)
     for number in range(taken):
@@ -215,21 +215,21 @@ def test_close_at_any_time_ends_all_and_can_be_repeated(kind, depth, taken):
     for _ in range(3):
         items.close()
     assert _threads() == []
-    assert log[-1:] == ["closed"] or log == []  # a generator that was never begun has nothing to close
+    assert log[-1:] == ["closed"] or log == []  # a generator that was not started is not closed
     assert log.count("closed") <= 1
     assert not log or len(log) - 1 <= taken + depth
     assert _taken(items) == []
 
 
 @every_kind
-def test_close_after_an_error_that_was_not_taken_says_nothing(kind):
+def test_close_after_a_pending_error_does_not_raise(kind):
     items = kind(_making(1, _MakerError("never seen")), 3)
     assert items.take() == 0
     items.close()
     assert _taken(items) == []
 
 
-def test_close_while_an_item_is_made_waits_for_it_and_closes_what_makes_it():
+def test_close_while_an_item_is_made_waits_for_it_and_closes_the_generator():
     busy, go, log = threading.Event(), threading.Event(), []
 
     def make(stopped):
@@ -251,11 +251,11 @@ def test_close_while_an_item_is_made_waits_for_it_and_closes_what_makes_it():
     go.set()
     closing.join(PATIENCE)
     assert not closing.is_alive()
-    assert log == [True, "closed"]  # what makes the items was told to stop
+    assert log == [True, "closed"]  # the generator was requested to stop
     assert _taken(items) == []
 
 
-def test_maker_that_asks_whether_to_stop_ends_when_the_items_are_forgotten():
+def test_generator_that_polls_should_stop_ends_when_the_items_are_deleted():
     begun = threading.Event()
 
     def make(stopped):
@@ -273,7 +273,7 @@ def test_maker_that_asks_whether_to_stop_ends_when_the_items_are_forgotten():
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("taken", [0, 2])
-def test_items_that_are_forgotten_are_gone_with_their_thread_and_what_makes_them(depth, taken):
+def test_deleted_items_end_their_thread_and_generator(depth, taken):
     log = []
     items = Threaded(_making(10**6, log=log), depth)
     for _ in range(taken):
@@ -285,7 +285,7 @@ def test_items_that_are_forgotten_are_gone_with_their_thread_and_what_makes_them
     assert log[-1:] == ["closed"] or log == []
 
 
-def test_many_threads_begun_and_left_in_every_way_leave_none():
+def test_many_threads_left_in_every_way_end():
     kept = []
     for number in range(60):
         items = Threaded(_making(5, _MakerError() if number % 2 else None), 1 + number % 3)
@@ -300,14 +300,14 @@ def test_many_threads_begun_and_left_in_every_way_leave_none():
     assert all(_taken(items) == [] for items in kept)
 
 
-def test_thread_that_is_at_its_end_is_gone_while_the_items_are_kept():
+def test_finished_thread_ends_while_the_items_are_referenced():
     items = Threaded(_making(2), 5)
     _until(lambda: not _threads())
     assert _taken(items) == [0, 1]
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_thread_keeps_as_many_bits_as_who_began_it(keeps):
+def test_thread_has_the_x64_setting_of_its_creator(keeps):
     def make(stopped):
         yield jax.numpy.zeros((), np.float64 if keeps else np.float32).dtype
         yield jax.dtypes.canonicalize_dtype(np.float64)
@@ -317,7 +317,7 @@ def test_thread_keeps_as_many_bits_as_who_began_it(keeps):
     assert _taken(items) == [np.float64 if keeps else np.float32] * 2
 
 
-def test_two_threads_that_take_share_the_items():
+def test_two_consumer_threads_share_the_items():
     items, found = Threaded(_making(200), 3), [[], []]
 
     def take(mine):

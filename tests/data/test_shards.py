@@ -1,4 +1,4 @@
-"""Who holds which rows of a batch, and who reads what."""
+"""The rows of a batch that each process holds, and the part of the source that it reads."""
 
 import itertools
 
@@ -22,12 +22,12 @@ every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPL
 
 
 @pytest.mark.parametrize("policy", AutoShardPolicy)
-def test_policy_is_meant_by_itself_and_by_its_name_in_any_case(policy):
+def test_policy_is_a_member_or_its_name_in_any_case(policy):
     names = [policy.name, policy.name.lower(), policy.name.title()]
     assert [AutoShardPolicy.of(given) for given in [policy, *names]] == [policy] * 4
 
 
-def test_policies_have_the_numbers_of_tensorflow():
+def test_policies_have_the_values_of_tensorflow():
     assert {policy.name: policy.value for policy in AutoShardPolicy} == {
         "OFF": -1,
         "AUTO": 0,
@@ -38,8 +38,10 @@ def test_policies_have_the_numbers_of_tensorflow():
 
 
 @pytest.mark.parametrize("given", ["files", "", " data", None, 1, True, False, ["data"], "AutoShardPolicy.DATA"])
-def test_policy_of_an_unknown_name_is_refused_with_those_that_there_are(given):
-    with pytest.raises(ValueError, match=r"is no way to shard; take one of 'OFF', 'AUTO', 'FILE', 'DATA', 'HINT'") as e:
+def test_policy_of_an_unknown_name_is_refused_with_the_valid_names(given):
+    with pytest.raises(
+        ValueError, match=r"is not a policy for `auto_shard`; take one of 'OFF', 'AUTO', 'FILE', 'DATA', 'HINT'"
+    ) as e:
         AutoShardPolicy.of(given)
     assert str(e.value).startswith(repr(given))
 
@@ -47,7 +49,7 @@ def test_policy_of_an_unknown_name_is_refused_with_those_that_there_are(given):
 # The context of an input pipeline
 
 
-def test_context_gives_each_replica_its_part_of_a_batch():
+def test_context_returns_the_batch_size_per_replica():
     context = InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=6)
     assert context.get_per_replica_batch_size(12) == 2
     assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (2, 1, 6)
@@ -56,14 +58,14 @@ def test_context_gives_each_replica_its_part_of_a_batch():
 @pytest.mark.parametrize(
     "replicas, size, says",
     [
-        (6, 13, r"batch of 13 examples cannot be split over 6 replicas \(1 left over\).*take 12 or 18\."),
-        (4, 10, r"batch of 10 examples cannot be split over 4 replicas \(2 left over\).*take 8 or 12\."),
-        (4, 3, r"batch of 3 examples cannot be split over 4 replicas \(3 left over\).*take 4\."),
-        (4, 0, r"batch of 0 examples cannot be split over 4 replicas.*take 4\."),
-        (4, -4, r"batch of -4 examples cannot be split over 4 replicas.*take 4\."),
+        (6, 13, r"batch of 13 examples cannot be split over 6 replicas \(1 left over\).*use 12 or 18\."),
+        (4, 10, r"batch of 10 examples cannot be split over 4 replicas \(2 left over\).*use 8 or 12\."),
+        (4, 3, r"batch of 3 examples cannot be split over 4 replicas \(3 left over\).*use 4\."),
+        (4, 0, r"batch of 0 examples cannot be split over 4 replicas.*use 4\."),
+        (4, -4, r"batch of -4 examples cannot be split over 4 replicas.*use 4\."),
     ],
 )
-def test_context_refuses_a_batch_that_cannot_be_split_with_those_next_to_it(replicas, size, says):
+def test_context_refuses_a_batch_that_cannot_be_split_with_the_nearest_sizes(replicas, size, says):
     with pytest.raises(ValueError, match=says):
         InputContext(num_replicas_in_sync=replicas).get_per_replica_batch_size(size)
 
@@ -78,36 +80,36 @@ def test_context_refuses_a_batch_that_cannot_be_split_with_those_next_to_it(repl
         ((1, 0, 0), r"`num_replicas_in_sync` must be an integer >= 1, got 0"),
     ],
 )
-def test_context_that_cannot_be_is_refused(wrong, says):
+def test_inconsistent_context_is_refused(wrong, says):
     with pytest.raises(ValueError, match=says):
         InputContext(*wrong)
 
 
 @pytest.mark.parametrize("wrong", [(2.0, 1), (2, "1"), (2, 1, None), (True, 0)])
-def test_context_of_what_is_no_whole_number_is_refused(wrong):
+def test_context_argument_that_is_not_an_integer_is_refused(wrong):
     with pytest.raises(TypeError, match="must be an integer >= [01], got"):
         InputContext(*wrong)
 
 
 def test_context_names_the_argument_of_a_batch_that_cannot_be_split():
-    with pytest.raises(ValueError, match="`global_batch_size` counts the examples of all replicas together"):
+    with pytest.raises(ValueError, match="`global_batch_size` is the number of examples of all replicas together"):
         InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(3)
     with pytest.raises(TypeError, match=r"`global_batch_size` must be an integer, got 4\.0"):
         InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(4.0)
 
 
-def test_context_says_in_words_which_pipeline_it_is():
+def test_context_as_text_names_its_pipeline():
     assert str(InputContext(3, 2, 12)) == "jdist.InputContext(input pipeline id 2, total: 3)"
 
 
-def test_context_of_nothing_said_is_that_of_one_replica():
+def test_default_context_has_one_replica():
     context = InputContext()
     assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (1, 0, 1)
     assert [context.get_per_replica_batch_size(size) for size in (1, 7)] == [1, 7]
 
 
 @every_strategy
-def test_context_that_a_function_gets_is_that_of_its_strategy(strategy):
+def test_function_receives_the_context_of_its_strategy(strategy):
     given = []
     n = strategy.num_replicas_in_sync
 
@@ -125,7 +127,7 @@ def test_context_that_a_function_gets_is_that_of_its_strategy(strategy):
 
 @few
 @hypothesis.given(st.integers(-5, 60), st.integers(1, 12))
-def test_batch_is_refused_exactly_where_a_replica_would_have_none_or_more_than_another(size, replicas):
+def test_batch_is_refused_if_and_only_if_it_cannot_be_split_evenly(size, replicas):
     if size > 0 and size % replicas == 0:
         return check_split(size, replicas)
     near = {(size // replicas) * replicas, (size // replicas + 1) * replicas} if size > 0 else {replicas}
@@ -133,7 +135,7 @@ def test_batch_is_refused_exactly_where_a_replica_would_have_none_or_more_than_a
         check_split(size, replicas)
     for good in near - {0}:
         check_split(good, replicas)
-        assert str(good) in str(caught.value).partition("take")[2]
+        assert str(good) in str(caught.value).partition("use")[2]
 
 
 # Shares
@@ -141,7 +143,7 @@ def test_batch_is_refused_exactly_where_a_replica_would_have_none_or_more_than_a
 
 @st.composite
 def layouts(draw):
-    """The shares of processes that hold any of the replicas each."""
+    """Draws the shares of processes that hold arbitrary replicas."""
     n = draw(st.integers(1, 8))
     owner = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
     used = sorted(set(owner))
@@ -153,13 +155,13 @@ def layouts(draw):
 
 @few
 @hypothesis.given(layouts(), st.integers(1, 6), st.data())
-def test_common_parts_of_all_processes_are_the_batch_cut_into_blocks_each_row_once(shares, each, data):
+def test_rows_of_shards_of_all_processes_are_the_batch_with_each_row_once(shares, each, data):
     n = shares[0].num_replicas
     size = n * each
     shards = data.draw(st.integers(1, size))
     sizes, held = {}, []
     for share in shares:
-        parts = share.common(size, shards)
+        parts = share.rows_of_shards(size, shards)
         assert [part.shard for part in parts] == sorted({part.shard for part in parts})
         for part in parts:
             assert sizes.setdefault(part.shard, part.size) == part.size
@@ -167,7 +169,7 @@ def test_common_parts_of_all_processes_are_the_batch_cut_into_blocks_each_row_on
             assert part.rows.tolist() == sorted(set(part.rows.tolist()))
             assert set(part.rows.tolist()) <= set(range(part.size))
             held += [(part.shard, row) for row in part.rows.tolist()]
-    # Every shard gives the same number of rows, or one more or less, and every row has one process that holds it.
+    # The numbers of rows per shard differ by at most one, and every row is held by one process.
     assert sorted(sizes) == list(range(shards))
     assert sum(sizes.values()) == size
     assert max(sizes.values()) - min(sizes.values()) <= 1
@@ -176,21 +178,21 @@ def test_common_parts_of_all_processes_are_the_batch_cut_into_blocks_each_row_on
 
 @few
 @hypothesis.given(layouts(), st.integers(1, 6), st.data())
-def test_common_parts_are_the_rows_of_the_replicas_in_order(shares, each, data):
+def test_rows_of_shards_are_the_rows_of_the_replicas_in_order(shares, each, data):
     n = shares[0].num_replicas
     size = n * each
     shards = data.draw(st.integers(1, size))
     starts = [size * shard // shards for shard in range(shards)]
     for share in shares:
-        rows = [starts[part.shard] + row for part in share.common(size, shards) for row in part.rows.tolist()]
+        rows = [starts[part.shard] + row for part in share.rows_of_shards(size, shards) for row in part.rows.tolist()]
         assert rows == [i * each + row for i in share.replicas for row in range(each)]
 
 
 @few
 @hypothesis.given(layouts(), st.integers(1, 6))
-def test_own_parts_of_all_processes_are_the_rows_of_their_replicas(shares, each):
+def test_rows_of_own_shards_are_the_rows_of_the_replicas(shares, each):
     n = shares[0].num_replicas
-    parts = [share.own(n * each) for share in shares]
+    parts = [share.rows_of_own_shard(n * each) for share in shares]
     assert [part.shard for (part,) in parts] == [share.pipeline for share in shares]
     assert [part.size for (part,) in parts] == [len(share.replicas) * each for share in shares]
     assert sum(part.size for (part,) in parts) == n * each
@@ -198,13 +200,13 @@ def test_own_parts_of_all_processes_are_the_rows_of_their_replicas(shares, each)
         assert part.rows.tolist() == list(range(part.size))
 
 
-def test_share_of_equal_processes_reads_one_shard_each():
+def test_equal_processes_read_one_shard_each():
     shares = [ProcessShare((0, 1), 4, 0, 2), ProcessShare((2, 3), 4, 1, 2)]
-    assert [[part.shard for part in share.common(8, 2)] for share in shares] == [[0], [1]]
+    assert [[part.shard for part in share.rows_of_shards(8, 2)] for share in shares] == [[0], [1]]
 
 
 @every_strategy
-def test_share_of_one_process_is_everything(strategy):
+def test_single_process_has_the_complete_share(strategy):
     n = strategy.num_replicas_in_sync
     assert process_share(strategy.replicas) == ProcessShare(tuple(range(n)), n, 0, 1)
 
@@ -219,7 +221,7 @@ def _files():
 
 
 class _Sharded:
-    """A source that can be cut, and notes how it was asked to be."""
+    """A source with `shard`, which records the arguments."""
 
     def __init__(self, log, first=0, step=1):
         self.log, self.first, self.step = log, first, step
@@ -250,7 +252,7 @@ SOURCES = {
     ],
 )
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_policy_gives_one_process_everything(kind, policy, shuffle, strategy):
+def test_single_process_reads_everything_under_every_policy(kind, policy, shuffle, strategy):
     if shuffle and kind in ("stream", "batches"):
         return
     size = None if kind == "batches" else 6
@@ -266,7 +268,7 @@ def test_every_policy_gives_one_process_everything(kind, policy, shuffle, strate
     assert sorted(x for rows, weights in batches for x, w in zip(rows, weights, strict=True) if w) == list(range(15))
 
 
-def test_hint_asks_the_source_for_the_part_of_this_process():
+def test_hint_calls_shard_with_the_index_of_this_process():
     log = []
     source = _Sharded(log)
     dataset = REPLICAS["mirrored_2"].distribute_dataset(source, 4, auto_shard="hint")
@@ -276,26 +278,24 @@ def test_hint_asks_the_source_for_the_part_of_this_process():
 
 
 @pytest.mark.parametrize("source", [np.arange(8), [1, 2], _files()], ids=["array", "list", "files"])
-def test_hint_without_shard_is_refused_with_the_kind_of_the_source(source):
-    says = rf"auto_shard=\"hint\" asks the source for its `shard\(num_shards, index\)`, and {type(source).__name__} has none"
+def test_hint_without_shard_is_refused_with_the_type_of_the_source(source):
+    says = rf"auto_shard=\"hint\" calls `shard\(num_shards, index\)` of the source, but {type(source).__name__} does not have"
     with pytest.raises(ValueError, match=says):
         REPLICAS["mirrored_2"].distribute_dataset(source, 4, auto_shard="hint")
 
 
 @pytest.mark.parametrize("source", [np.arange(8), (i for i in range(3))], ids=["array", "generator"])
-def test_file_without_files_is_refused_with_the_kind_of_the_source(source):
-    says = (
-        rf"auto_shard=\"file\" needs files to share out, and the source is {type(source).__name__}.*jdist\.data\.Files"
-    )
+def test_file_policy_without_files_is_refused_with_the_type_of_the_source(source):
+    says = rf"auto_shard=\"file\" needs a source of files, got {type(source).__name__}.*jdist\.data\.Files"
     with pytest.raises(ValueError, match=says):
         REPLICAS["mirrored_2"].distribute_dataset(source, 4, auto_shard=AutoShardPolicy.FILE)
 
 
-def test_unknown_policy_of_a_data_set_is_refused_by_its_name():
-    with pytest.raises(ValueError, match=r"'rows' is no way to shard; take one of 'OFF'"):
+def test_unknown_policy_of_a_data_set_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"'rows' is not a policy for `auto_shard`; take one of 'OFF'"):
         REPLICAS["mirrored_2"].distribute_dataset(np.arange(8), 4, auto_shard="rows")
 
 
-def test_auto_with_enough_files_says_nothing(caplog):
+def test_auto_with_enough_files_does_not_warn(caplog):
     REPLICAS["mirrored_2"].distribute_dataset(jdist.data.Files(["a"], lambda path: np.arange(8)), 4)
     assert caplog.messages == []

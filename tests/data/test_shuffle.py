@@ -1,4 +1,4 @@
-"""Which examples make which batch: pure arithmetic."""
+"""The order of examples: pure arithmetic."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -25,13 +25,13 @@ def test_epoch_is_a_permutation_of_all_examples(order, epoch):
 
 @few
 @hypothesis.given(orders, epochs, sizes, st.integers(0, 3))
-def test_batches_of_an_epoch_are_its_order_cut_up(order, epoch, size, first):
+def test_batches_of_an_epoch_are_slices_of_its_order(order, epoch, size, first):
     batches = [batch.tolist() for batch in order.batches(epoch, size, first)]
     assert sum(batches, []) == order.epoch(epoch)[first * size :].tolist()
     assert all(len(batch) == size for batch in batches[:-1])
 
 
-def test_order_without_shuffle_is_that_of_the_source():
+def test_order_without_shuffle_is_the_order_of_the_source():
     assert [batch.tolist() for batch in ExampleOrder(5, shuffle=False, seed=3).batches(7, 2)] == [[0, 1], [2, 3], [4]]
 
 
@@ -54,5 +54,5 @@ def test_order_with_shuffle_changes_with_epoch_seed_and_shard():
         (2**64 - 1, 0, [0, 7, 2, 1, 4, 6, 5, 3]),
     ],
 )
-def test_order_of_seed_and_epoch_is_the_same_in_every_version(seed, epoch, expected):
+def test_shuffled_order_is_the_same_in_every_version(seed, epoch, expected):
     assert ExampleOrder(8, shuffle=True, seed=seed).epoch(epoch).tolist() == expected

@@ -1,4 +1,4 @@
-"""Data sets of other libraries: what each holds comes once, in its order, and no library is imported for it."""
+"""Data sets of other libraries: each yields its examples once, in its order, and jdist does not import the library."""
 
 import itertools
 import json
@@ -42,12 +42,12 @@ def datasets():
 
 
 def _imported(name):
-    with warnings.catch_warnings(action="ignore"):  # what it says of itself
+    with warnings.catch_warnings(action="ignore"):  # its repr
         return pytest.importorskip(name)
 
 
 def _numbers(elements):
-    """The numbers of the examples that count, a list a batch; every leaf has to say the same number."""
+    """Returns the numbers of the examples without padding, one list per batch; asserts that all leaves agree."""
     found = []
     for element in elements:
         batch, weights = element if isinstance(element, tuple) else (element, None)
@@ -64,7 +64,7 @@ def _expected(remainder):
 
 
 def _leaf(dataset):
-    """The dtype and the values of the single leaf of the first batch."""
+    """Returns the dtype and the values of the single leaf of the first batch."""
     (leaf,) = jax.tree.leaves(next(iter(dataset)))
     return leaf.dtype, np.asarray(leaf).reshape(-1, *leaf.shape[2:]).tolist()
 
@@ -82,7 +82,7 @@ def _assert_resumes_at_every_batch(make, **options):
     return found
 
 
-def test_jdist_imports_no_library_that_data_may_come_from():
+def test_jdist_does_not_import_data_libraries():
     program = """
         import sys
         import numpy as np
@@ -140,7 +140,7 @@ def _stream(torch, count=COUNT, sized=False):
 
 
 class EpochSampler:
-    """Another order each epoch, as `DistributedSampler` has, which needs more than torch to be made."""
+    """A sampler with another order each epoch, like `DistributedSampler`."""
 
     def __init__(self, count=COUNT):
         self._count, self._epoch, self.epochs = count, 0, []
@@ -185,7 +185,7 @@ def _pairs(torch):
 @every_strategy
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 @pytest.mark.parametrize("make, batch_size", TORCH.values(), ids=TORCH)
-def test_torch_source_gives_what_it_holds_once_an_epoch(make, batch_size, remainder, strategy, torch):
+def test_torch_source_yields_each_example_once_per_epoch(make, batch_size, remainder, strategy, torch):
     dataset = strategy.distribute_dataset(make(torch), batch_size, epochs=2, remainder=remainder)
     assert _numbers(dataset) == _expected(remainder) * 2
 
@@ -204,11 +204,11 @@ def test_torch_dataset_of_examples_is_shuffled_like_any_other(remainder, torch, 
 
 def test_torch_loader_is_not_shuffled_from_outside(torch, two):
     with pytest.raises(
-        ValueError, match=r"The source is a DataLoader, and shuffle=True needs .* Shuffle in the source"
+        ValueError, match=r"The source is a DataLoader, but shuffle=True needs .* Shuffle in the source"
     ):
         two.distribute_dataset(torch.utils.data.DataLoader(_mapped(torch), BATCH), None, shuffle=True)
     for sized in (False, True):
-        with pytest.raises(ValueError, match=r"shuffle=True needs examples that can be found by their numbers"):
+        with pytest.raises(ValueError, match=r"shuffle=True needs examples with an index"):
             two.distribute_dataset(_stream(torch, sized=sized), BATCH, shuffle=True)
 
 
@@ -221,7 +221,7 @@ SAMPLED = {
 
 
 @pytest.mark.parametrize("make", SAMPLED.values(), ids=SAMPLED)
-def test_torch_sampler_hears_the_epoch_and_goes_on_in_its_order(make, torch, two):
+def test_torch_sampler_receives_the_epoch_and_resumes_in_its_order(make, torch, two):
     sampler = EpochSampler()
     found = _numbers(two.distribute_dataset(make(torch, sampler), None, epochs=3, remainder="pad"))
     for epoch in range(3):
@@ -231,18 +231,18 @@ def test_torch_sampler_hears_the_epoch_and_goes_on_in_its_order(make, torch, two
     assert again == found
 
 
-def test_torch_loader_that_shuffles_in_an_order_of_its_own_is_not_resumed(torch, two):
+def test_torch_loader_with_random_order_is_not_resumed(torch, two):
     def iterator():
         loader = torch.utils.data.DataLoader(_mapped(torch), BATCH, shuffle=True)
         return iter(two.distribute_dataset(loader, None, remainder="pad"))
 
     first = iterator()
     next(first)
-    with pytest.raises(ValueError, match="shuffle"):  # the rest of another order has repeats and gaps
+    with pytest.raises(ValueError, match="shuffle"):  # the rest of another order would have repeats and gaps
         iterator().set_state(first.get_state())
 
 
-def test_torch_distributed_sampler_hears_the_epoch(torch, two):
+def test_torch_distributed_sampler_receives_the_epoch(torch, two):
     def epochs():
         sampler = torch.utils.data.DistributedSampler(_mapped(torch), num_replicas=1, rank=0, shuffle=True)
         loader = torch.utils.data.DataLoader(_mapped(torch), BATCH, sampler=sampler)
@@ -254,10 +254,10 @@ def test_torch_distributed_sampler_hears_the_epoch(torch, two):
     assert first != second
 
 
-def test_torch_loader_of_another_batch_size_is_refused_with_both(torch, two):
+def test_torch_loader_of_another_batch_size_is_refused_with_both_sizes(torch, two):
     loader = torch.utils.data.DataLoader(_mapped(torch), 4)
     with pytest.raises(
-        ValueError, match=r"The source makes batches of 4 examples, and 6 are asked for\. .*`batch_size=None`"
+        ValueError, match=r"The source makes batches of 4 examples, but 6 are expected\.  .*`batch_size=None`"
     ):
         two.distribute_dataset(loader, 6)
 
@@ -277,7 +277,7 @@ def test_torch_loader_of_less_than_a_batch_is_padded(torch, two):
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("whole", [False, True])
-def test_torch_stream_that_writes_its_buffer_again_changes_no_batch(whole, prefetch, torch, one):
+def test_torch_stream_with_a_reused_buffer_does_not_change_batches(whole, prefetch, torch, one):
     class Lending(torch.utils.data.IterableDataset):
         def __iter__(self):
             raw = np.zeros(4 * 2 * 16 + 64, np.uint8)
@@ -297,7 +297,7 @@ DTYPES = ["uint8", "int16", "int32", "float16", "float32", "bool", "complex64"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_dtype_is_kept(dtype, torch, two):
+def test_torch_dtype_is_unchanged(dtype, torch, two):
     tensor = torch.tensor([0, 1, 1, 0]).to(getattr(torch, dtype))
     sources = [
         (tensor, 4),
@@ -308,9 +308,9 @@ def test_torch_dtype_is_kept(dtype, torch, two):
         assert _leaf(two.distribute_dataset(source, batch_size)) == (dtype, [0, 1, 1, 0])
 
 
-def test_torch_tensor_that_needs_gradients_or_has_no_numpy_dtype_is_refused_by_name(torch, two):
+def test_torch_tensor_that_numpy_cannot_convert_is_refused_by_name(torch, two):
     for tensor, why in ((torch.zeros(4, requires_grad=True), "requires grad"), (torch.zeros(4).bfloat16(), "BFloat16")):
-        with pytest.raises(ValueError, match=rf"source\['x'\] is Tensor, which is no numpy array: .*{why}"):
+        with pytest.raises(ValueError, match=rf"source\['x'\] is Tensor, which is not convertible to numpy: .*{why}"):
             two.distribute_dataset({"x": tensor}, 4)
         examples = [{"x": row} for row in tensor]
         with pytest.raises(ValueError, match=rf"source\['x'\] is Tensor in batch 0 of epoch 0, .*{why}"):
@@ -358,7 +358,7 @@ TENSORFLOW = {
 @every_strategy
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 @pytest.mark.parametrize("make, batch_size", TENSORFLOW.values(), ids=TENSORFLOW)
-def test_tensorflow_source_gives_what_it_holds_once_an_epoch(make, batch_size, remainder, strategy, tensorflow):
+def test_tensorflow_source_yields_each_example_once_per_epoch(make, batch_size, remainder, strategy, tensorflow):
     dataset = strategy.distribute_dataset(make(tensorflow), batch_size, epochs=2, remainder=remainder)
     assert _numbers(dataset) == _expected(remainder) * 2
 
@@ -368,14 +368,14 @@ def test_tensorflow_source_resumes_at_every_batch(make, batch_size, tensorflow):
     assert _assert_resumes_at_every_batch(lambda: make(tensorflow), batch_size=batch_size, epochs=2) == CUT * 2
 
 
-def test_tensorflow_dataset_without_end_goes_on(tensorflow, two):
+def test_endless_tensorflow_dataset_continues(tensorflow, two):
     iterator = iter(two.distribute_dataset(_tensors(tensorflow, BATCH).repeat().batch(BATCH), None))
     assert _numbers(itertools.islice(iterator, 5)) == [list(range(BATCH))] * 5
     iterator.close()
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "bfloat16"])
-def test_tensorflow_dtype_is_kept(dtype, tensorflow, two):
+def test_tensorflow_dtype_is_unchanged(dtype, tensorflow, two):
     tensor = tensorflow.cast([0, 1, 1, 0], getattr(tensorflow, dtype))
     dataset = tensorflow.data.Dataset.from_tensor_slices(tensor)
     for source, batch_size in ((tensor, 4), (dataset, 4), (dataset.batch(4), None)):
@@ -384,7 +384,7 @@ def test_tensorflow_dtype_is_kept(dtype, tensorflow, two):
 
 def test_tensorflow_dataset_is_not_shuffled_from_outside(tensorflow, two):
     with pytest.raises(
-        ValueError, match=r"one element after the other, and shuffle=True needs .*Shuffle in the source"
+        ValueError, match=r"yields its elements sequentially, but shuffle=True needs .*Shuffle in the source"
     ):
         two.distribute_dataset(_tensors(tensorflow), BATCH, shuffle=True)
 
@@ -406,7 +406,7 @@ def test_tensorflow_dataset_of_ragged_rows_is_refused_by_name(tensorflow, two):
         next(iter(two.distribute_dataset(ragged.batch(2), None)))
 
 
-def test_tensorflow_error_surfaces_as_it_is(tensorflow, two):
+def test_tensorflow_error_is_raised_unchanged(tensorflow, two):
     def check(number):
         tensorflow.debugging.assert_less(number, tensorflow.constant(5, tensorflow.int64), "too far")
         return number
@@ -446,7 +446,7 @@ def _rows():
 @every_strategy
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 @pytest.mark.parametrize("make, batch_size", HUGGING_FACE.values(), ids=HUGGING_FACE)
-def test_hugging_face_source_gives_what_it_holds_once_an_epoch(make, batch_size, remainder, strategy, datasets):
+def test_hugging_face_source_yields_each_example_once_per_epoch(make, batch_size, remainder, strategy, datasets):
     dataset = strategy.distribute_dataset(make(datasets), batch_size, epochs=2, remainder=remainder)
     assert _numbers(dataset) == _expected(remainder) * 2
 
@@ -471,14 +471,14 @@ def test_hugging_face_stream_shuffles_itself_anew_each_epoch(datasets, two):
     assert sorted(first) == sorted(second) == list(range(COUNT))
     assert first != second
     with pytest.raises(
-        ValueError, match=r"one element after the other, and shuffle=True needs .*Shuffle in the source"
+        ValueError, match=r"yields its elements sequentially, but shuffle=True needs .*Shuffle in the source"
     ):
         two.distribute_dataset(make(), BATCH, shuffle=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "uint32", "float16", "float32", "bool"])
-def test_hugging_face_dtype_of_a_column_is_kept(dtype, stream, datasets, two):
+def test_hugging_face_dtype_of_a_column_is_unchanged(dtype, stream, datasets, two):
     features = datasets.Features({"x": datasets.Value(dtype)})
     dataset = datasets.Dataset.from_dict({"x": [0, 1, 1, 0]}, features=features)
     source = dataset.to_iterable_dataset() if stream else dataset
@@ -492,19 +492,19 @@ def test_hugging_face_images_keep_their_bytes(datasets, two):
     assert _leaf(two.distribute_dataset(dataset, 4)) == ("uint8", images.tolist())
 
 
-def test_hugging_face_float64_is_said_once_and_kept_where_jax_keeps_it(datasets, two, caplog):
+def test_hugging_face_float64_warns_once_and_is_unchanged_if_x64_is_enabled(datasets, two, caplog):
     table = datasets.Dataset.from_dict({"x": (np.arange(4) / 3).tolist()})
     with caplog.at_level(logging.WARNING, logger="jdist"):
         dataset = two.distribute_dataset(table, 4)
         assert _leaf(dataset)[0] == np.float32
         _leaf(dataset)
     (message,) = caplog.messages
-    assert message.startswith("source['x'] (float64[4]): JAX keeps 32 bits of each number")
+    assert message.startswith("source['x'] (float64[4]): JAX converts 64-bit floats")
     with jax.enable_x64(True):
         assert _leaf(two.distribute_dataset(table, 4)) == (np.float64, (np.arange(4) / 3).tolist())
 
 
-def test_hugging_face_whole_number_that_does_not_fit_is_refused_with_its_value(datasets, two):
+def test_hugging_face_integer_out_of_range_is_refused_with_its_value(datasets, two):
     features = datasets.Features({"id": datasets.Value("uint64")})
     table = datasets.Dataset.from_dict({"id": np.array([1, 2**40 + 5], np.uint64)}, features=features)
     for source in (table, table.to_iterable_dataset()):
@@ -518,7 +518,7 @@ def test_hugging_face_column_of_strings_is_refused_by_name(stream, datasets, two
     source = table.to_iterable_dataset() if stream else table
     with pytest.raises(
         ValueError,
-        match=r"source\['text'\] is <U\d(\[2\]|\[\]) in batch 0 of epoch 0, which no device holds\. .*leave it out",
+        match=r"source\['text'\] is <U\d(\[2\]|\[\]) in batch 0 of epoch 0, a dtype that JAX does not support\. .*remove it",
     ):
         next(iter(two.distribute_dataset(source, 2)))
     assert _numbers(two.distribute_dataset(source.remove_columns("text"), 2)) == [[1, 2]]
@@ -533,7 +533,7 @@ def test_hugging_face_column_of_ragged_lists_is_refused_by_name(stream, datasets
         list(two.distribute_dataset(source, 2))
 
 
-def test_hugging_face_splits_are_refused_by_their_kind(datasets, two):
+def test_hugging_face_splits_are_refused_with_their_type(datasets, two):
     splits = datasets.DatasetDict({"train": _table(datasets), "test": _table(datasets)})
     for batch_size in (2, BATCH):
         with pytest.raises(ValueError, match="The source is .*DatasetDict"):

@@ -1,4 +1,4 @@
-"""What a step is fed from: every kind of source gives what it holds exactly once, in order, from any position."""
+"""Every kind of source yields its examples exactly once, in order, from any position."""
 
 import functools
 import itertools
@@ -18,17 +18,17 @@ import pytest
 
 import jdist
 
-from laws import STRATEGIES
+from laws import STRATEGIES, arrays
 
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: make() for name, make in STRATEGIES.items()}
 every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
 BATCH = 24  # every number of replicas divides it
-COUNT = 60  # leaves 12 over
+COUNT = 60  # 12 examples are left over
 
 
 class Sequence:
-    """Examples found by their numbers; every leaf of example i holds i and nothing else."""
+    """Examples with an index; every element of every leaf of example i is i."""
 
     def __init__(self, count=COUNT):
         self._count = count
@@ -36,7 +36,7 @@ class Sequence:
     def __len__(self):
         return self._count
 
-    def __repr__(self):  # by which grain's DataLoader knows a source again
+    def __repr__(self):  # grain's DataLoader compares sources by it
         return f"Sequence({self._count})"
 
     def __getitem__(self, number):
@@ -51,7 +51,7 @@ def _examples_from(first=0, count=COUNT):
 
 
 class Again:
-    """Goes through what `make` gives, each time from the beginning."""
+    """An iterable that calls `make` for each iteration."""
 
     def __init__(self, make):
         self._make = make
@@ -125,7 +125,7 @@ KINDS = {
     **{name: (make, BATCH) for name, make in {**NUMBERED, **STREAMS}.items()},
     **{name: (make, None) for name, make in BATCHES.items()},
 }
-ONCE = ("generator", "iterator", "generator_of_batches")  # can be gone through once
+ONCE = ("generator", "iterator", "generator_of_batches")  # can be read only once
 AGAIN = {name: kind for name, kind in KINDS.items() if name not in ONCE}
 
 
@@ -139,7 +139,7 @@ def _table(kinds):
 
 
 def _numbers(elements):
-    """The numbers of the examples that count, a list a batch; every leaf has to say the same number."""
+    """Returns the numbers of the examples without padding, one list per batch; asserts that all leaves agree."""
     found = []
     for element in elements:
         batch, weights = element if isinstance(element, tuple) else (element, None)
@@ -159,45 +159,45 @@ def _expected(count, remainder):
 @every_strategy
 @pytest.mark.parametrize("remainder, count", [("drop", COUNT), ("pad", COUNT), ("error", 48)])
 @_table(KINDS)
-def test_source_gives_what_it_holds_once_and_in_order(make, batch_size, remainder, count, strategy):
+def test_source_yields_its_examples_once_and_in_order(make, batch_size, remainder, count, strategy):
     dataset = strategy.distribute_dataset(make(count), batch_size, remainder=remainder)
     assert _numbers(dataset) == _expected(count, remainder)
 
 
 @every_strategy
 @_table(ENDLESS)
-def test_source_without_end_goes_on(make, batch_size, strategy):
+def test_endless_source_continues(make, batch_size, strategy):
     dataset = strategy.distribute_dataset(make(), batch_size)
     iterator = iter(dataset)
     assert _numbers(itertools.islice(iterator, 5)) == [list(range(BATCH))] * 5
     iterator.close()
-    with pytest.raises(TypeError, match="The source has no end"):
+    with pytest.raises(TypeError, match="The source is endless"):
         len(dataset)
 
 
 @_table(KINDS)
 def test_source_with_error_refuses_a_partial_batch(make, batch_size, two):
-    says = r"60 examples leave 12 over in batches of 24|There are 12 of 24 examples in batch 2 of epoch 0"
+    says = r"60 examples in batches of 24 leave 12 over|There are only 12 of 24 examples in batch 2 of epoch 0"
     with pytest.raises(ValueError, match=rf"({says}).*remainder=\"error\" allows only full batches"):
         list(two.distribute_dataset(make(COUNT), batch_size, remainder="error"))
 
 
 @_table(AGAIN)
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
-def test_source_is_gone_through_once_an_epoch(make, batch_size, remainder, two):
+def test_source_is_read_once_per_epoch(make, batch_size, remainder, two):
     dataset = two.distribute_dataset(make(COUNT), batch_size, epochs=3, remainder=remainder)
     assert _numbers(dataset) == _expected(COUNT, remainder) * 3
 
 
 @_table(AGAIN)
-def test_source_with_epochs_without_end_goes_on(make, batch_size, two):
+def test_source_with_infinite_epochs_continues(make, batch_size, two):
     iterator = iter(two.distribute_dataset(make(COUNT), batch_size, epochs=None, remainder="pad"))
     assert _numbers(itertools.islice(iterator, 8)) == (_expected(COUNT, "pad") * 3)[:8]
     iterator.close()
 
 
 @_table(AGAIN)
-def test_source_begins_anew_with_each_loop(make, batch_size, two):
+def test_each_loop_reads_the_source_from_the_beginning(make, batch_size, two):
     dataset = two.distribute_dataset(make(COUNT), batch_size)
     next(iter(dataset))
     assert _numbers(dataset) == _numbers(dataset) == _expected(COUNT, "drop")
@@ -207,7 +207,7 @@ def test_source_begins_anew_with_each_loop(make, batch_size, two):
 @pytest.mark.parametrize("epochs", [2, None])
 def test_iterator_for_several_epochs_is_refused(epochs, make, batch_size, two):
     with pytest.raises(
-        ValueError, match=rf"The source is a \w+, which can be gone through once, and epochs={epochs}\. .*`__iter__`"
+        ValueError, match=rf"The source is a \w+, which can be read only once, but epochs={epochs}\. .*`__iter__`"
     ):
         two.distribute_dataset(make(COUNT), batch_size, epochs=epochs)
 
@@ -216,23 +216,23 @@ def test_iterator_for_several_epochs_is_refused(epochs, make, batch_size, two):
 def test_iterator_in_a_second_loop_is_refused(make, batch_size, two):
     dataset = two.distribute_dataset(make(COUNT), batch_size)
     assert len(_numbers(dataset)) == 2
-    with pytest.raises(ValueError, match=r"The source is a \w+, which can be gone through once, and was\."):
+    with pytest.raises(ValueError, match=r"The source is a \w+, which can be read only once, and has been\."):
         next(iter(dataset))
 
 
-def test_iterable_that_goes_on_where_it_was_is_refused_in_epoch_1(two):
+def test_iterable_that_does_not_restart_is_refused_in_epoch_1(two):
     left = iter(Sequence(BATCH))
     dataset = two.distribute_dataset(Again(lambda: left), BATCH, epochs=2)
     iterator = iter(dataset)
     next(iterator)
-    with pytest.raises(ValueError, match=r"The source gave no examples in epoch 1, and some in the one before\."):
+    with pytest.raises(ValueError, match=r"The source yields no examples in epoch 1, but did in the one before\."):
         next(iterator)
 
 
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
-def test_iterator_that_begins_again_behind_its_end_is_not_asked_again(remainder, one):
+def test_iterator_that_restarts_after_its_end_is_not_called_again(remainder, one):
     class Rewinding:
-        """As many hand-written iterators do."""
+        """Restarts after its end, like many hand-written iterators."""
 
         def __init__(self):
             self._next, self._asked = 0, 0
@@ -255,7 +255,7 @@ def test_iterator_that_begins_again_behind_its_end_is_not_asked_again(remainder,
 
 @pytest.mark.parametrize("make", NUMBERED.values(), ids=NUMBERED)
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
-def test_shuffle_of_what_has_numbers_is_one_order_for_all_kinds(remainder, make, two):
+def test_shuffled_order_is_the_same_for_all_indexed_sources(remainder, make, two):
     options = dict(shuffle=True, seed=3, epochs=2, remainder=remainder)
     found = _numbers(two.distribute_dataset(make(COUNT), BATCH, **options))
     assert found == _numbers(two.distribute_dataset(np.arange(COUNT), BATCH, **options))
@@ -264,7 +264,7 @@ def test_shuffle_of_what_has_numbers_is_one_order_for_all_kinds(remainder, make,
         assert sorted(sum(found, [])) == sorted([*range(COUNT)] * 2)
 
 
-def test_shuffle_of_numbered_batches_is_one_of_the_batches(two):
+def test_shuffle_of_indexed_batches_permutes_the_batches(two):
     dataset = two.distribute_dataset(_map(10 * BATCH).batch(BATCH), None, shuffle=True, epochs=2)
     found = _numbers(dataset)
     whole = [list(range(i, i + BATCH)) for i in range(0, 10 * BATCH, BATCH)]
@@ -280,21 +280,19 @@ UNSHUFFLED = {
 
 @_table(UNSHUFFLED)
 def test_shuffle_of_a_stream_is_refused(make, batch_size, two):
-    with pytest.raises(
-        ValueError, match=r"The source .*shuffle=True needs examples that can be found by their numbers"
-    ):
+    with pytest.raises(ValueError, match=r"The source .*shuffle=True needs examples with an index"):
         two.distribute_dataset(make(COUNT), batch_size, shuffle=True)
 
 
 def test_shuffle_of_files_that_are_streams_is_refused_with_the_path(two):
     dataset = two.distribute_dataset(STREAMS["files"](COUNT), BATCH, shuffle=True)
-    with pytest.raises(ValueError, match="gives one element after the other, and shuffle=True needs") as told:
+    with pytest.raises(ValueError, match="yields its elements sequentially, but shuffle=True needs") as told:
         next(iter(dataset))
     assert told.value.__notes__[0] in ("while reading 0", "while reading 1")
 
 
 def _buffer(*shape):
-    """Memory that JAX takes over as it is, instead of a copy."""
+    """Returns memory that JAX uses without a copy."""
     raw = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + 4 * int(np.prod(shape))].view(np.int32).reshape(shape)
@@ -350,7 +348,7 @@ LENT = {
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("replicas", ["one_device", "mirrored_2"])
 @pytest.mark.parametrize("make, batch_size", LENT.values(), ids=LENT)
-def test_buffer_that_the_source_writes_again_changes_no_batch(make, batch_size, replicas, prefetch):
+def test_reused_buffer_of_the_source_does_not_change_batches(make, batch_size, replicas, prefetch):
     iterator = iter(REPLICAS[replicas].distribute_dataset(make(), batch_size, prefetch=prefetch))
     batches = list(itertools.islice(iterator, 4))
     iterator.close()
@@ -360,7 +358,7 @@ def test_buffer_that_the_source_writes_again_changes_no_batch(make, batch_size, 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("replicas", ["one_device", "mirrored_2", "mirrored_3"])
-def test_buffer_that_a_pipeline_writes_again_changes_no_batch(replicas, prefetch):
+def test_reused_buffer_of_an_input_pipeline_does_not_change_batches(replicas, prefetch):
     strategy = REPLICAS[replicas]
     n = strategy.num_replicas_in_sync
     dataset = strategy.distribute_datasets_from_function(
@@ -371,7 +369,7 @@ def test_buffer_that_a_pipeline_writes_again_changes_no_batch(replicas, prefetch
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_array_that_the_user_writes_changes_no_batch_that_was_given(prefetch, one):
+def test_writing_to_the_source_array_does_not_change_received_batches(prefetch, one):
     rows = _buffer(4, 16)
     iterator = iter(one.distribute_dataset(rows, 2, prefetch=prefetch))
     first = next(iterator)
@@ -410,7 +408,7 @@ def test_position_resumes_at_every_batch_on_any_number_of_replicas(make, batch_s
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_position_of_a_grain_source_is_its_own_and_nothing_is_read_again(batched, two):
+def test_position_of_a_grain_source_comes_from_grain_and_nothing_is_read_again(batched, two):
     asked = []
 
     class Asked(Sequence):
@@ -435,7 +433,7 @@ def test_position_of_a_grain_source_is_its_own_and_nothing_is_read_again(batched
 
 
 class Stateful:
-    """An iterator that hands out the very dict that it counts in."""
+    """An iterator whose `get_state` returns the dict that it modifies."""
 
     def __init__(self):
         self._at = {"next": 0}
@@ -458,7 +456,7 @@ class Stateful:
 
 class StatefulInBytes(Stateful):
     def get_state(self):
-        return bytes([255, self._at["next"]])  # no text
+        return bytes([255, self._at["next"]])  # without a text form
 
     def set_state(self, state):
         self._at = {"next": state[1]}
@@ -466,21 +464,21 @@ class StatefulInBytes(Stateful):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 5])
 @pytest.mark.parametrize("kind", [Stateful, StatefulInBytes])
-def test_position_of_a_source_is_that_behind_the_batches_taken(kind, prefetch, one):
+def test_position_of_a_source_is_the_one_after_the_received_batches(kind, prefetch, one):
     def iterator():
         return iter(one.distribute_dataset(Again(kind), BATCH, prefetch=prefetch, remainder="pad"))
 
     first = iterator()
     assert _numbers([next(first)]) == [list(range(BATCH))]
     state = json.dumps(first.get_state())
-    for _ in range(2):  # which going on from it does not change
+    for _ in range(2):  # resuming does not change it
         resumed = iterator()
         resumed.set_state(json.loads(state))
         assert _numbers(resumed) == _expected(COUNT, "pad")[1:]
     assert json.dumps(first.get_state()) == state
 
 
-def test_position_set_twice_from_one_dict_is_the_same(one):
+def test_position_may_be_set_twice_from_one_dict(one):
     def iterator():
         return iter(one.distribute_dataset(Again(Stateful), BATCH, remainder="pad"))
 
@@ -508,13 +506,13 @@ def test_position_of_batches_that_the_replicas_cannot_split_is_refused(remainder
 
 
 @pytest.mark.parametrize("wrong", [{"batch": -1}, {"batch": 4}, {"batch": 1.5}, {"batch": "1"}, {"epoch": -1}])
-def test_position_that_cannot_be_is_refused(wrong, two):
-    iterator = iter(two.distribute_dataset(np.arange(12), 4))  # which has batches 0, 1 and 2
+def test_invalid_position_is_refused(wrong, two):
+    iterator = iter(two.distribute_dataset(np.arange(12), 4))  # the batches are 0, 1 and 2
     with pytest.raises(ValueError, match="position"):
         iterator.set_state({**iterator.get_state(), **wrong})
 
 
-def test_position_of_padded_batches_goes_on_with_every_row_on_more_replicas():
+def test_position_of_padded_batches_resumes_with_every_example_on_more_replicas():
     def iterator(replicas):
         return iter(REPLICAS[replicas].distribute_dataset(Again(lambda: _cut(20, 5)), None, remainder="pad"))
 
@@ -528,7 +526,7 @@ def test_position_of_padded_batches_goes_on_with_every_row_on_more_replicas():
     assert rows(resumed) == list(range(5, 20))
 
 
-def test_function_that_gives_small_batches_is_refused_instead_of_asked_for_ever(two):
+def test_function_of_the_step_with_small_batches_is_refused_instead_of_an_infinite_loop(two):
     def batch(step):
         assert step < 100, "this goes on for ever"
         return np.zeros((6, 2), np.float32)
@@ -537,18 +535,16 @@ def test_function_that_gives_small_batches_is_refused_instead_of_asked_for_ever(
         next(iter(two.distribute_dataset(batch, 8)))
 
 
-def test_function_that_gives_a_larger_batch_is_refused_with_its_number(two):
+def test_function_of_the_step_with_a_larger_batch_is_refused_with_its_number(two):
     dataset = two.distribute_dataset(lambda step: np.zeros((4 if step < 2 else 6, 2), np.float32), 4)
-    with pytest.raises(
-        ValueError, match=r"a batch of 6 rows in batch 2 of epoch 0, where batches of 4 rows are expected"
-    ):
+    with pytest.raises(ValueError, match=r"a batch of 6 rows in batch 2 of epoch 0, expected 4 rows"):
         list(dataset)
 
 
 @pytest.mark.parametrize("epochs", [2, 3])
 @_table(ENDLESS)
-def test_source_without_end_for_several_epochs_is_refused_with_the_way_out(make, batch_size, epochs, two):
-    says = rf"The source has no end, .*got epochs={epochs}\. Pass `epochs=None`, .*`itertools\.islice\(dataset, 1000\)`"
+def test_endless_source_for_several_epochs_is_refused_with_the_fix(make, batch_size, epochs, two):
+    says = rf"The source is endless, .*got epochs={epochs}\. Pass `epochs=None`, .*`itertools\.islice\(dataset, 1000\)`"
     with pytest.raises(ValueError, match=says):
         two.distribute_dataset(make(), batch_size, epochs=epochs)
     dataset = two.distribute_dataset(make(), batch_size, epochs=None)
@@ -557,7 +553,7 @@ def test_source_without_end_for_several_epochs_is_refused_with_the_way_out(make,
     assert len(list(itertools.islice(dataset, 5))) == 5
 
 
-def test_function_of_the_step_is_asked_for_each_step_once(two):
+def test_function_of_the_step_is_called_once_per_step(two):
     steps = []
 
     def batch(step):
@@ -574,7 +570,7 @@ def test_function_of_the_step_is_asked_for_each_step_once(two):
     assert steps == [4]
 
 
-def test_first_batch_of_the_source_says_how_large_batches_are(two):
+def test_first_batch_of_the_source_determines_the_batch_size(two):
     dataset = two.distribute_dataset(Again(lambda: _cut(10, 4)), None)
     assert [batch.tree.tolist() for batch in dataset] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
@@ -625,22 +621,25 @@ def test_padded_epoch_holds_each_example_once_for_any_sizes(count, each, replica
 
 
 NO_SOURCE = {
-    "number": (5, r"The source is int, from which no examples can be had\. Pass arrays"),
-    "object": (object(), r"The source is object, from which no examples can be had"),
-    "text": ("train.npy", r"The source is 'train\.npy'\. To read files, say how: `jdist\.data\.Files\(paths, read\)`"),
+    "number": (5, r"The source is int, which is not supported\. Pass arrays"),
+    "object": (object(), r"The source is object, which is not supported"),
+    "text": ("train.npy", r"The source is 'train\.npy'\. To read files, pass `jdist\.data\.Files\(paths, read\)`"),
     "list_of_dicts": (
         [{"x": np.zeros(2)}, {"x": np.zeros(2)}],
-        r"The source is a list of 2 parts that look alike: .*`grain\.MapDataset\.source\(examples\)`",
+        r"The source is a list of 2 elements with equal dtypes and shapes, which is ambiguous\. .*`batch_size=None`.*np\.stack",
     ),
-    "list_of_numbers": ([{"x": 1}, {"x": 2}], r"source\[0\]\['x'\] is 1: an array with one row an example is needed"),
-    "list_of_nothing": ([], r"The data source has no arrays\."),
+    "list_of_numbers": (
+        [{"x": 1}, {"x": 2}],
+        r"source\[0\]\['x'\] is 1, but must be an array with one row per example",
+    ),
+    "list_of_nothing": ([], r"The data source contains no arrays\."),
     "range_of_nothing": (range(0), r"The source is empty: there is nothing to distribute"),
     "sequence_of_nothing": (Sequence(0), r"The source is empty: there is nothing to distribute"),
 }
 
 
 @pytest.mark.parametrize("source, says", NO_SOURCE.values(), ids=NO_SOURCE)
-def test_what_is_no_source_is_refused(source, says, two):
+def test_unsupported_source_is_refused(source, says, two):
     with pytest.raises(ValueError, match=says):
         two.distribute_dataset(source, 2, remainder="pad")
 
@@ -663,7 +662,7 @@ NO_FUNCTION = {
 
 
 @pytest.mark.parametrize("source, says", NO_FUNCTION.values(), ids=NO_FUNCTION)
-def test_function_with_other_arguments_is_refused_with_them(source, says, two):
+def test_function_with_other_arguments_is_refused_with_its_signature(source, says, two):
     with pytest.raises(ValueError, match=says):
         two.distribute_dataset(source, 2)
 
@@ -671,9 +670,9 @@ def test_function_with_other_arguments_is_refused_with_them(source, says, two):
 @pytest.mark.parametrize(
     "result", [np.zeros(4), (np.zeros(4), np.zeros(4)), {"x": np.zeros(4)}, None, 5, "text"], ids=str
 )
-def test_function_without_arguments_that_makes_no_elements_is_refused(result, two):
+def test_function_without_arguments_that_does_not_return_elements_is_refused(result, two):
     with pytest.raises(
-        ValueError, match=r"a function without arguments, and returned .*\. Such a function returns an iterator"
+        ValueError, match=r"a function without arguments that returned .*\. Such a function must return an iterator"
     ):
         next(iter(two.distribute_dataset(lambda: result, 2)))
 
@@ -693,11 +692,11 @@ def test_generator_function_is_called_for_each_epoch_and_each_loop(two):
 
 
 def test_shuffle_of_a_generator_function_is_refused(two):
-    with pytest.raises(ValueError, match="The source is a generator function, and shuffle=True needs"):
+    with pytest.raises(ValueError, match="The source is a generator function, but shuffle=True needs"):
         two.distribute_dataset(lambda: iter(range(8)), 2, shuffle=True)
 
 
-# Elements that are batches already
+# Batches passed with a batch size
 
 
 def _batches_of_pairs(count=24):
@@ -716,7 +715,7 @@ LOOKS_BATCHED = {
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("make", LOOKS_BATCHED.values(), ids=LOOKS_BATCHED)
-def test_elements_with_the_rows_of_a_batch_warn_once_in_the_line_of_the_loop(make, prefetch, two):
+def test_elements_with_batch_size_rows_warn_once_at_the_line_of_the_loop(make, prefetch, two):
     dataset = two.distribute_dataset(make(), 8, prefetch=prefetch)
     says = r"Each element of the source has 8 rows \(.*\), and batch_size=8: .*8 x 8 rows\. .*pass `batch_size=None`"
     with pytest.warns(jdist.BatchedElementsWarning, match=says) as warned:
@@ -724,7 +723,7 @@ def test_elements_with_the_rows_of_a_batch_warn_once_in_the_line_of_the_loop(mak
     assert [warning.filename for warning in warned] == [__file__]
 
 
-def test_elements_with_the_rows_of_a_batch_that_fill_none_are_refused_with_the_way_out(two):
+def test_elements_with_batch_size_rows_that_do_not_fill_a_batch_are_refused_with_the_fix(two):
     with pytest.raises(ValueError, match=r"3 examples do not fill one batch of 8, .*pass `batch_size=None`"):
         list(two.distribute_dataset(_batches_of_pairs(3), 8))
 
@@ -739,11 +738,11 @@ NOT_BATCHED = {
 
 
 @pytest.mark.parametrize("make, batch_size", NOT_BATCHED.values(), ids=NOT_BATCHED)
-def test_elements_that_are_no_batches_of_that_size_do_not_warn(make, batch_size, two):
+def test_elements_with_other_numbers_of_rows_do_not_warn(make, batch_size, two):
     next(iter(two.distribute_dataset(make(), batch_size)))
 
 
-# Functions of the context
+# Functions of an input context
 
 
 def _context_batches(context):
@@ -778,24 +777,24 @@ def test_position_of_a_function_of_the_context_is_resumed_in_a_later_epoch(make,
 
 
 NO_BATCHES = {
-    "array": (np.zeros((4, 2)), r"The function returned float64\[4,2\], and not the batches"),
-    "tuple": ((np.zeros(4), np.zeros(4)), r"The function returned tuple, and not the batches"),
-    "nothing": (None, r"The function returned NoneType, and not"),
-    "number": (5, r"The function returned 5, and not"),
-    "text": ("train.npy", r"The function returned str, and not"),
-    "files": (jdist.data.Files(["a"], np.load), r"The function returned Files, and not"),
+    "array": (np.zeros((4, 2)), r"The function returned float64\[4,2\] instead of the batches"),
+    "tuple": ((np.zeros(4), np.zeros(4)), r"The function returned tuple instead of the batches"),
+    "nothing": (None, r"The function returned NoneType instead"),
+    "number": (5, r"The function returned 5 instead"),
+    "text": ("train.npy", r"The function returned str instead"),
+    "files": (jdist.data.Files(["a"], np.load), r"The function returned Files instead"),
     "examples": (
         [np.float32(1), np.float32(2)],
         r"source is float32\[\].*Return batches of one replica: stack `context\.",
     ),
-    "examples_by_number": (range(8), r"one row an example is needed\. Return batches of one replica"),
+    "examples_by_number": (range(8), r"one row per example\. Return batches of one replica"),
     "too_few": ([np.zeros(4)], r"4 examples do not fill one batch of 8, .*Let the function return smaller batches, or"),
     "no_batches": ([], r"The source is empty"),
 }
 
 
 @pytest.mark.parametrize("result, says", NO_BATCHES.values(), ids=NO_BATCHES)
-def test_function_of_the_context_that_returns_no_batches_is_refused_in_terms_of_its_own(result, says, two):
+def test_function_of_the_context_that_does_not_return_batches_is_refused_with_advice(result, says, two):
     with pytest.raises(ValueError, match=says) as refused:
         list(two.distribute_datasets_from_function(lambda context: result))
     assert not any(name in str(refused.value) for name in ("`batch_size", "auto_shard", "shuffle"))
@@ -812,29 +811,90 @@ def test_pipeline_that_is_not_a_function_of_a_context_is_refused(fn, got, two):
         two.distribute_datasets_from_function(fn)
 
 
-def test_function_of_the_context_that_leaves_examples_out_names_its_method(two, caplog):
+def test_warning_for_dropped_examples_names_the_method(two, caplog):
     list(two.distribute_datasets_from_function(lambda context: [np.zeros(2, np.float32)] * 3))
     assert caplog.messages == [
-        "distribute_datasets_from_function left out 2 examples of the first epoch, which did not fill a batch of 4. "
-        'remainder="pad" keeps them.'
+        "distribute_datasets_from_function dropped 2 examples of the first epoch, which do not fill a batch of 4. "
+        'Pass remainder="pad" to keep them.'
     ]
 
 
-def test_archive_of_arrays_is_refused_by_its_kind(tmp_path, two):
+def test_archive_of_arrays_is_refused_with_its_type(tmp_path, two):
     np.savez(tmp_path / "all.npz", x=np.zeros(8), y=np.ones(8))
     with np.load(tmp_path / "all.npz") as archive, pytest.raises(ValueError, match="The source is .*NpzFile"):
         next(iter(two.distribute_dataset(archive, 2)))
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_batches_that_are_distributed_are_not_distributed_again(begun, two):
+def test_distributed_dataset_as_a_source_is_refused(begun, two):
     dataset = two.distribute_dataset(np.arange(12), 4)
     with pytest.raises(ValueError, match="The source is .*Distributed(Dataset|Iterator)"):
         next(iter(two.distribute_dataset(iter(dataset) if begun else dataset, 2)))
 
 
+def _pairs(*sizes):
+    return [(np.full((size, 2), number, np.float32), np.full(size, number)) for number, size in enumerate(sizes)]
+
+
+@every_strategy
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_list_of_batches_is_read_as_batches(remainder, strategy):
+    for batches in (_pairs(BATCH, BATCH, 12), [{"x": x, "y": [y]} for x, y in _pairs(BATCH, BATCH, 12)]):
+        elements = list(strategy.distribute_dataset(batches, None, remainder=remainder))
+        found = [element[0] if remainder == "pad" else element for element in elements]
+        assert len(found) == (3 if remainder == "pad" else 2)
+        assert jax.tree.structure(arrays(found[0])) == jax.tree.structure(batches[0])
+        for number, batch in enumerate(found):
+            assert all((np.asarray(leaf) == number).all() for leaf in jax.tree.leaves(arrays(batch)))
+        weights = sum(np.asarray(element[1].tree).sum() for element in elements) if remainder == "pad" else 2 * BATCH
+        assert weights == (2 * BATCH + 12 if remainder == "pad" else 2 * BATCH)
+
+
+def test_list_of_batches_is_shuffled_by_batch_and_resumed(two):
+    options = dict(batch_size=None, shuffle=True, seed=1, epochs=2)
+    numbers = lambda dataset: [int(np.ravel(y.tree)[0]) for _, y in dataset]
+    shuffled = numbers(two.distribute_dataset(_pairs(*[4] * 9), **options))
+    assert sorted(shuffled[:9]) == sorted(shuffled[9:]) == list(range(9))
+    assert shuffled[:9] != shuffled[9:]
+    iterator = iter(two.distribute_dataset(_pairs(*[4] * 9), **options))
+    next(iterator)
+    resumed = iter(two.distribute_dataset(_pairs(*[4] * 9), **options))
+    resumed.set_state(json.loads(json.dumps(iterator.get_state())))
+    assert numbers(resumed) == shuffled[1:]
+
+
+LISTS = {
+    "batches": (lambda: _pairs(4, 4), r"ambiguous\. If each element is a batch, pass `batch_size=None`"),
+    "batches_with_a_partial_one": (
+        lambda: _pairs(4, 2),
+        r"source\[0\]\[0\] has 4 rows but source\[1\]\[0\] has 2\. .*If each element of the list is a batch, pass `batch_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, says", LISTS.values(), ids=LISTS)
+def test_list_of_batches_with_a_batch_size_is_refused_with_the_fix(make, says, two):
+    with pytest.raises(ValueError, match=says):
+        two.distribute_dataset(make(), 4)
+
+
+def test_list_of_arrays_without_batch_size_is_refused_with_the_fix(two):
+    batches = [np.zeros((4, 2)), np.zeros((4, 2))]
+    with pytest.raises(ValueError, match=r"list of batches, pass `lambda: iter\(batches\)`"):
+        two.distribute_dataset(batches, None)
+    assert len(list(two.distribute_dataset(lambda: iter(batches), None))) == 2
+
+
+def test_list_of_distributed_batches_is_refused(two):
+    batches = list(two.distribute_dataset((np.arange(8), np.arange(8)), 4))
+    with pytest.raises(ValueError, match="distributed over the devices of a strategy already"):
+        two.distribute_dataset(batches, None)
+
+
 def test_arrays_without_batch_size_are_refused(two):
-    with pytest.raises(ValueError, match=r"Arrays have to be cut into batches: .*`batch_size=64`"):
+    with pytest.raises(
+        ValueError, match=r"The source consists of arrays, which are split into batches\. .*`batch_size=64`"
+    ):
         two.distribute_dataset(np.zeros(8), None)
 
 
@@ -849,18 +909,18 @@ EMPTY = {
 
 @pytest.mark.parametrize("remainder", ["drop", "pad", "error"])
 @pytest.mark.parametrize("make, batch_size", EMPTY.values(), ids=EMPTY)
-def test_stream_of_nothing_is_refused(make, batch_size, remainder, two):
+def test_empty_stream_is_refused(make, batch_size, remainder, two):
     with pytest.raises(ValueError, match=r"The source is empty: there is nothing to distribute\."):
         next(iter(two.distribute_dataset(make(), batch_size, remainder=remainder)))
 
 
-def test_stream_below_a_batch_is_refused_with_drop(two):
+def test_stream_smaller_than_a_batch_is_refused_with_drop(two):
     with pytest.raises(ValueError, match=r"3 examples do not fill one batch of 4, .*smaller `batch_size`"):
         list(two.distribute_dataset(_examples(3), 4))
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_process_ends_well_while_iterators_still_read(forgotten):
+def test_process_exits_cleanly_while_iterators_read(forgotten):
     program = f"""
         import numpy as np
         import jdist

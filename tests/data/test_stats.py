@@ -1,4 +1,4 @@
-"""What a loop over batches waited for."""
+"""Timing of a loop over batches."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from laws import STRATEGIES
 few = hypothesis.settings(max_examples=60, deadline=None, derandomize=True, database=None)
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_1", "mirrored_2", "mirrored_3")}
 every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
-PATIENCE = 30  # seconds, until what has to happen is said not to
+PATIENCE = 30  # seconds until a test fails
 times = st.floats(0, 1e6)
 
 
@@ -36,7 +36,7 @@ SOURCES = {"arrays": lambda count: np.arange(count, dtype=np.int32), "stream": _
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("remainder, batches, examples", [("pad", 6, 40), ("drop", 6, 36)])
-def test_stats_count_batches_and_examples_and_not_what_fills_up(kind, prefetch, remainder, batches, examples, strategy):
+def test_stats_count_batches_and_examples_without_padding(kind, prefetch, remainder, batches, examples, strategy):
     options = dict(remainder=remainder, epochs=2, prefetch=prefetch)
     count, size = (20, 6) if remainder == "drop" else (20, 12)
     iterator = iter(strategy.distribute_dataset(SOURCES[kind](count), size, **options))
@@ -50,14 +50,14 @@ def test_stats_count_batches_and_examples_and_not_what_fills_up(kind, prefetch, 
     assert (stats.batches, stats.examples) == (batches - 2 * (remainder == "pad"), examples)
 
 
-def test_stats_of_an_iterator_that_gave_nothing_are_zero():
+def test_stats_of_a_new_iterator_are_zero():
     iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(np.arange(8), 4))
     assert jdist.data.stats(iterator) == Stats() == Stats(0, 0, 0.0, 0.0, 0.0, 0)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_stats_of_one_batch_have_a_start_and_no_rates(kind, prefetch):
+def test_stats_of_one_batch_have_startup_and_zero_rates(kind, prefetch):
     iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(SOURCES[kind](8), 4, prefetch=prefetch))
     next(iterator)
     stats = jdist.data.stats(iterator)
@@ -67,7 +67,7 @@ def test_stats_of_one_batch_have_a_start_and_no_rates(kind, prefetch):
     iterator.close()
 
 
-def test_stats_are_a_value_that_later_batches_do_not_change():
+def test_stats_are_not_changed_by_later_batches():
     iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(np.arange(12), 4))
     next(iterator)
     first = jdist.data.stats(iterator)
@@ -77,14 +77,14 @@ def test_stats_are_a_value_that_later_batches_do_not_change():
     assert jdist.data.stats(iterator).batches == 3
 
 
-def test_stats_of_two_iterators_are_their_own():
+def test_stats_of_two_iterators_are_independent():
     dataset = REPLICAS["mirrored_2"].distribute_dataset(np.arange(12), 4)
     one, other = iter(dataset), iter(dataset)
     list(one)
     assert (jdist.data.stats(one).batches, jdist.data.stats(other).batches) == (3, 0)
 
 
-def test_stats_do_not_count_a_batch_that_never_came():
+def test_stats_do_not_count_a_failed_batch():
     def source(step):
         if step == 2:
             raise OSError("disk")
@@ -100,7 +100,7 @@ def test_stats_do_not_count_a_batch_that_never_came():
 
 
 class _Held:
-    """A source that waits to be let go before each of its batches."""
+    """A source that waits for `go` before each batch."""
 
     def __init__(self):
         self.asked, self.go = threading.Semaphore(0), threading.Semaphore(0)
@@ -111,21 +111,21 @@ class _Held:
         return np.arange(4)
 
 
-def test_stats_count_a_step_as_stalled_where_its_batch_was_not_ready():
+def test_stats_count_a_step_as_stalled_if_its_batch_was_not_ready():
     source = _Held()
     iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(source, None, epochs=None, prefetch=1))
     source.go.release()
-    next(iterator)  # the first one is waited for, and does not count
+    next(iterator)  # the first batch does not count as stalled
     for number in range(4):
-        # The thread is held in the source until this thread is told to let go, a moment after it asked for the batch.
+        # The prefetch thread waits in the source until this loop has requested the batch.
         asked = threading.Event()
-        letting_go = threading.Thread(target=lambda asked=asked: (asked.wait(PATIENCE), source.go.release()))
-        letting_go.start()
-        ready = iterator._ahead.ready
-        iterator._ahead.ready = lambda ready=ready, asked=asked: (ready(), asked.set())[0]
+        releasing = threading.Thread(target=lambda asked=asked: (asked.wait(PATIENCE), source.go.release()))
+        releasing.start()
+        ready = iterator._prefetched.ready
+        iterator._prefetched.ready = lambda ready=ready, asked=asked: (ready(), asked.set())[0]
         next(iterator)
-        letting_go.join(PATIENCE)
-        iterator._ahead.ready = ready
+        releasing.join(PATIENCE)
+        iterator._prefetched.ready = ready
         stats = jdist.data.stats(iterator)
         assert (stats.batches, stats.stalled) == (number + 2, number + 1)
     assert stats.stalled_fraction == 1
@@ -136,12 +136,12 @@ def test_stats_count_a_step_as_stalled_where_its_batch_was_not_ready():
     iterator.close()
 
 
-def test_stats_count_no_step_as_stalled_where_the_source_is_ahead():
+def test_stats_do_not_count_a_step_as_stalled_if_its_batch_was_prefetched():
     reached, given = threading.Event(), []
 
     def source(step):
         given.append(step)
-        if step == 9:  # all before it lie ready
+        if step == 9:  # all batches before it are ready
             reached.set()
         return np.arange(4)
 
@@ -161,7 +161,7 @@ def test_stats_of_arrays_in_memory_are_never_stalled():
     assert (jdist.data.stats(iterator).batches, jdist.data.stats(iterator).stalled) == (10, 0)
 
 
-def test_stats_without_reading_ahead_are_stalled_at_every_step():
+def test_every_step_is_stalled_without_prefetching():
     iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(_Stream(40), 4, prefetch=0))
     list(iterator)
     stats = jdist.data.stats(iterator)
@@ -169,7 +169,7 @@ def test_stats_without_reading_ahead_are_stalled_at_every_step():
     assert stats.waiting > 0
 
 
-def test_stats_after_a_position_was_set_go_on_and_do_not_count_what_was_between():
+def test_stats_continue_after_set_state_and_exclude_the_time_between():
     iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(_Stream(40), 4))
     start = iterator.get_state()
     next(iterator), next(iterator)
@@ -181,17 +181,17 @@ def test_stats_after_a_position_was_set_go_on_and_do_not_count_what_was_between(
 
 
 @pytest.mark.parametrize("kind", SOURCES)
-def test_rows_a_second_are_those_of_the_steps_whose_time_was_taken(kind):
+def test_examples_per_second_cover_the_measured_steps(kind):
     iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(SOURCES[kind](16), 4))
     list(iterator)
     stats = jdist.data.stats(iterator)
-    # From having the first of 4 batches to having the last one 3 steps went by: 12 examples, and not 16.
+    # Between receiving the first of 4 batches and the last one there are 3 steps: 12 examples, not 16.
     assert stats.examples_per_second * (stats.waiting + stats.working) == pytest.approx(12)
 
 
 @few
 @hypothesis.given(st.integers(2, 1000), st.integers(0, 10**6), times, times, times, st.integers(0, 1000))
-def test_fractions_lie_between_none_and_all(batches, examples, startup, waiting, working, stalled):
+def test_fractions_are_between_0_and_1(batches, examples, startup, waiting, working, stalled):
     stats = Stats(batches, examples, startup, waiting, working, min(stalled, batches - 1))
     assert 0 <= stats.stalled_fraction <= 1
     assert 0 <= stats.waiting_fraction <= 1

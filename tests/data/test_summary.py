@@ -1,4 +1,4 @@
-"""A data set and its iterator as text and as a table in notebooks."""
+"""Text and HTML representations of data sets and iterators."""
 
 import html.parser
 
@@ -13,7 +13,7 @@ def _pairs():
 
 
 class _Cells(html.parser.HTMLParser):
-    """The text of each table cell."""
+    """Collects the text of each table cell."""
 
     def __init__(self, page):
         super().__init__()
@@ -47,12 +47,12 @@ def _unread():
 
 
 SOURCES = {
-    "stream": (lambda: _unread(), 4, "source: examples of a stream; batch_size: 4; epochs: 1;"),
-    "batches": (lambda: _unread, None, "source: batches of a stream; batch_size: that of the source; epochs: 1;"),
+    "stream": (lambda: _unread(), 4, "source: a stream of examples; batch_size: 4; epochs: 1;"),
+    "batches": (lambda: _unread, None, "source: a stream of batches; batch_size: from the source; epochs: 1;"),
     "function": (
         lambda: lambda step: next(_unread()),
         4,
-        "source: batches without an end; batch_size: 4; epochs: without an",
+        "source: endless stream of batches; batch_size: 4; epochs: endless",
     ),
     "numbered": (lambda: range(1234), 4, "source: 1,234 examples; batch_size: 4;"),
     "files": (lambda: jdist.data.Files(["a", "b"], _unread), 4, "source: 2 files; batch_size: 4;"),
@@ -73,18 +73,18 @@ def test_dataset_of_many_arrays_has_a_short_repr(two):
     assert "..." in repr(dataset)
 
 
-def test_iterator_has_a_repr_of_its_position_before_within_and_after_the_loop(two):
+def test_repr_of_an_iterator_has_its_position(two):
     iterator = iter(two.distribute_dataset(_pairs(), 900, epochs=2))
     assert repr(iterator).startswith(
-        "<DistributedIterator: position: epoch 0, batch 0 is next; taken: 0 batches, 0 examples;"
+        "<DistributedIterator: position: before batch 0 of epoch 0; received: 0 batches, 0 examples;"
     )
     for _ in range(3):
         next(iterator)
-    assert "position: epoch 1, batch 1 is next; taken: 3 batches, 2,700 examples; source: 1,800 examples" in repr(
+    assert "position: before batch 1 of epoch 1; received: 3 batches, 2,700 examples; source: 1,800 examples" in repr(
         iterator
     )
     iterator.close()
-    assert "position: closed; taken: 3 batches" in repr(iterator)
+    assert "position: closed; received: 3 batches" in repr(iterator)
 
 
 def test_dataset_and_iterator_are_tables_in_notebooks_with_the_facts_of_their_repr(two):

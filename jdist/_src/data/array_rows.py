@@ -1,4 +1,4 @@
-"""What a source gives, as arrays with one row an example that a device can hold; what is no such array is refused here."""
+"""Numpy arrays with one row per example: conversion, stacking of examples, and checks with the path of the invalid leaf."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,52 +11,62 @@ from jax.tree_util import keystr
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.values.arrays import check_range
 
-# What JAX makes of 64 bits unless it is told to keep them.
-_NARROW = {
+# The dtypes that JAX uses for 64-bit dtypes unless `jax_enable_x64` is set.
+_DTYPES_32 = {
     np.dtype(np.int64): np.dtype(np.int32),
     np.dtype(np.uint64): np.dtype(np.uint32),
     np.dtype(np.float64): np.dtype(np.float32),
     np.dtype(np.complex128): np.dtype(np.complex64),
 }
-_LIST = "A list of examples is given as `grain.MapDataset.source(examples)`"
+_SCALARS = (bool, int, float, complex, np.generic)
+STACK_EXAMPLES = "Stack a list of examples into arrays: `jax.tree.map(lambda *x: np.stack(x), *examples)`"
 
 
-def as_rows(tree: PyTree, where: str = "", if_not_batched: str = "") -> PyTree:
-    """A tree of things that are arrays, as numpy arrays `[row, ...]` that agree in how many rows they have.
+def as_rows(tree: PyTree, where: str = "", advice: str = "") -> PyTree:
+    """Returns a tree of arrays as numpy arrays `[row, ...]` of equal length.
+
+    Args:
+        tree: The tree.
+        where: The batch, for messages: " in batch 3 of epoch 0".
+        advice: The last sentence of the message for a leaf without rows.
 
     Raises:
-        ValueError: There are no arrays, one has no rows or no numbers, or they differ in length; the message names the leaf.
+        ValueError: The tree contains no arrays, or an array does not have rows, is not numeric, or has another length; the message
+            names the leaf.
     """
     leaves = named_leaves("source", tree) if not isinstance(tree, Iterator) else [("source", tree)]
     if not leaves:
         raise ValueError(
-            f"The data source has no arrays{where}. Pass an array, or a tree of arrays with one row an example."
+            f"The data source contains no arrays{where}. Pass an array, or a tree of arrays with one row per example."
         )
-    arrays = [as_numbers(name, leaf, where) for name, leaf in leaves]
+    arrays = [as_numeric_array(name, leaf, where) for name, leaf in leaves]
     for (name, leaf), array in zip(leaves, arrays, strict=True):
         if array.ndim == 0 or not hasattr(leaf, "__array__"):
-            instead = if_not_batched or _LIST
             raise ValueError(
-                f"{name} is {dtype_and_shape(leaf)}{where}: an array with one row an example is needed. {instead}."
+                f"{name} is {dtype_and_shape(leaf)}{where}, but must be an array with one row per example. "
+                f"{advice or STACK_EXAMPLES}."
             )
         if len(array) != len(arrays[0]):
+            hint = ""
+            if isinstance(tree, list) and not where:
+                hint = " If each element of the list is a batch, pass `batch_size=None`."
             raise ValueError(
-                f"{leaves[0][0]} has {len(arrays[0])} rows and {name} has {len(array)}{where}: row i of each array has to "
-                "belong to example i."
+                f"{leaves[0][0]} has {len(arrays[0])} rows but {name} has {len(array)}{where}. All arrays must have the same "
+                f"length: row i of each array is part of example i.{hint}"
             )
     return jax.tree.unflatten(jax.tree.structure(tree), arrays)
 
 
 def num_rows(tree: PyTree) -> int:
-    """How many rows each leaf has."""
+    """Returns the number of rows of each leaf."""
     return len(jax.tree.leaves(tree)[0])
 
 
-class Stack:
-    """Examples that become the rows of a batch. They are copied as they come: a source may write into what it gave before.
+class ExampleStack:
+    """Examples that are stacked into the rows of a batch. They are copied: a source may reuse the memory of an example.
 
     Args:
-        where: Which batch, in words.
+        where: The batch, for messages.
     """
 
     def __init__(self, where: str = ""):
@@ -70,172 +80,167 @@ class Stack:
         return self._count
 
     def add(self, example: PyTree) -> None:
-        """One more row.
+        """Adds a row.
 
         Raises:
-            ValueError: The example has no arrays, or another structure than those before.
+            ValueError: The example contains no arrays, or its structure differs from the first one.
         """
         leaves, treedef = jax.tree.flatten(example)
         if self._treedef is None:
             if not leaves:
-                raise ValueError(f"An example of the source has no arrays{self._where}, it is {example!r}.")
+                raise ValueError(f"An example of the source contains no arrays{self._where}: {example!r}.")
             self._treedef = treedef
             self._names = [name for name, _ in named_leaves("source", example)]
             self._columns = [[] for _ in leaves]
         if treedef != self._treedef:
             raise ValueError(
-                f"Example {self._count} has the structure {treedef}{self._where}, and the first one {self._treedef}. Give "
-                "every example the same one."
+                f"Example {self._count} has the structure {treedef}{self._where}, but the first one has {self._treedef}. All "
+                "examples must have the same structure."
             )
         for name, column, leaf in zip(self._names, self._columns, leaves, strict=True):
             column.append(leaf if isinstance(leaf, _SCALARS) else _copy(name, leaf, self._where))
         self._count += 1
 
-    def rows(self) -> PyTree:
-        """All of them, leaves `[example, ...]`.
+    def stacked(self) -> PyTree:
+        """Returns the rows, leaves `[example, ...]`.
 
         Raises:
-            ValueError: A leaf differs in shape or dtype between them, or has no numbers.
+            ValueError: A leaf is not numeric, or its shape or dtype differs between examples.
         """
         columns = zip(self._names, self._columns, strict=True)
-        return self._treedef.unflatten([_column(name, column, self._where) for name, column in columns])
+        return self._treedef.unflatten([_stack_column(name, column, self._where) for name, column in columns])
 
 
-def kept(example: PyTree, where: str = "") -> PyTree:
-    """An example that stays as it is, whatever its source writes into what it gave.
+def copy_example(example: PyTree, where: str = "") -> PyTree:
+    """Returns a copy of an example, in memory that its source does not reuse.
 
     Raises:
-        ValueError: A leaf is no array of numbers.
+        ValueError: A leaf is not a numeric array.
     """
-    one = lambda path, leaf: leaf if isinstance(leaf, _SCALARS) else _copy(f"source{keystr(path)}", leaf, where)
-    return jax.tree_util.tree_map_with_path(one, example)
-
-
-_SCALARS = (bool, int, float, complex, np.generic)
+    copy = lambda path, leaf: leaf if isinstance(leaf, _SCALARS) else _copy(f"source{keystr(path)}", leaf, where)
+    return jax.tree_util.tree_map_with_path(copy, example)
 
 
 def _copy(name: str, leaf: Any, where: str) -> np.ndarray:
-    return leaf.copy() if type(leaf) is np.ndarray else np.array(as_numbers(name, leaf, where))
+    return leaf.copy() if type(leaf) is np.ndarray else np.array(as_numeric_array(name, leaf, where))
 
 
-def _column(name: str, column: Sequence[Any], where: str) -> np.ndarray:
-    like = column[0]
-    as_numbers(name, like, where)
-    kinds = {leaf.dtype for leaf in column if hasattr(leaf, "dtype")}
+def _stack_column(name: str, column: Sequence[Any], where: str) -> np.ndarray:
+    first = column[0]
+    as_numeric_array(name, first, where)
+    dtypes = {leaf.dtype for leaf in column if hasattr(leaf, "dtype")}
     for number, leaf in enumerate(column):
-        if np.shape(leaf) != np.shape(like):
+        if np.shape(leaf) != np.shape(first):
             raise ValueError(
-                f"{name} has the shape {list(np.shape(leaf))} in example {number}{where}, and {list(np.shape(like))} in the "
-                "first one. Make the examples of one shape in the source: pad what is shorter, cut what is longer."
+                f"{name} has the shape {list(np.shape(leaf))} in example {number}{where}, but {list(np.shape(first))} in the "
+                "first one. Make examples of one shape in the source: pad shorter ones, cut longer ones."
             )
-        if len(kinds) > 1 and getattr(leaf, "dtype", None) != getattr(like, "dtype", None):
+        if len(dtypes) > 1 and getattr(leaf, "dtype", None) != getattr(first, "dtype", None):
             raise ValueError(
-                f"{name} is {dtype_and_shape(leaf)} in example {number}{where}, and {dtype_and_shape(like)} in the first one. Give every example the "
-                "same dtype."
+                f"{name} is {dtype_and_shape(leaf)} in example {number}{where}, but {dtype_and_shape(first)} in the first one. "
+                "All examples must have the same dtype."
             )
-    array = as_numbers(name, np.stack(column), where)
-    # A Python number has no width that it could lose.
-    plain = array.dtype.kind in "fc" and not kinds
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if plain else array
+    array = as_numeric_array(name, np.stack(column), where)
+    # Python numbers do not have a width, so their conversion to JAX's default dtype loses nothing to warn about.
+    is_python = array.dtype.kind in "fc" and not dtypes
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if is_python else array
 
 
-def as_numbers(name: str, leaf: Any, where: str) -> np.ndarray:
-    """A numpy array of a dtype that devices have.
+def as_numeric_array(name: str, leaf: Any, where: str) -> np.ndarray:
+    """Returns `leaf` as a numpy array of a dtype that JAX supports, in native byte order.
 
     Raises:
-        ValueError: `leaf` is no such array; the message begins with its name.
+        ValueError: `leaf` is not such an array; the message starts with its name.
     """
-    if isinstance(leaf, (Iterator, np.ma.MaskedArray)):
-        filled = "Fill what is masked: `x.filled(0)`"
-        called = (
-            "A function of the step returns one batch. To read a generator, pass the generator function, without arguments, "
-            "or the generator"
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise ValueError(
+            f"{name} is a MaskedArray{where}, which is not supported. Fill the masked elements: `x.filled(0)`."
         )
-        instead = filled if isinstance(leaf, np.ma.MaskedArray) else called
-        raise ValueError(f"{name} is a {type(leaf).__name__}{where}, and no array of numbers. {instead}.")
+    if isinstance(leaf, Iterator):
+        raise ValueError(
+            f"{name} is a {type(leaf).__name__}{where}, not an array of numbers. A function of the step returns one batch. To "
+            "read a generator, pass the generator function, without arguments, or the generator."
+        )
     try:
         array = np.asarray(leaf)
         array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # ragged, a random key, on another process, with gradients, ...
-        raise ValueError(f"{name} is {type(leaf).__name__}{where}, which is no numpy array: {error}") from error
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged, random keys, remote arrays, tensors with gradients
+        raise ValueError(
+            f"{name} is {type(leaf).__name__}{where}, which is not convertible to numpy: {error}"
+        ) from error
     if array.dtype == object:
         raise ValueError(
-            f"{name} is {dtype_and_shape(array)}{where}, rows of different length or no numbers. Pad the rows to one length, or turn "
-            "what they hold into numbers."
+            f"{name} is {dtype_and_shape(array)}{where}: its rows have different lengths, or are not numbers. Pad the rows to "
+            "one length, or convert them to numbers."
         )
-    if not _on_devices(array.dtype):
+    is_number = bool(jnp.issubdtype(array.dtype, jnp.number)) or array.dtype == np.bool_
+    # numpy counts durations as numbers; "g" and "G" are floats of more than 64 bits.
+    if not is_number or array.dtype.kind in "mM" or array.dtype.char in "gG":
         raise ValueError(
-            f"{name} is {dtype_and_shape(array)}{where}, which no device holds. Turn it into numbers first, or leave it out."
+            f"{name} is {dtype_and_shape(array)}{where}, a dtype that JAX does not support. Convert it to numbers, or remove "
+            "it."
         )
     return array
 
 
-def _on_devices(dtype: np.dtype) -> bool:
-    if dtype.kind in "mM" or dtype.char in "gG":  # durations, dates, and floats of more than 64 bits
-        return False
-    return bool(jnp.issubdtype(dtype, jnp.number)) or dtype == np.bool_
-
-
-def wide_floats(tree: PyTree) -> list[str]:
-    """The leaves that lose digits where JAX keeps 32 bits, in words."""
+def float64_leaves(tree: PyTree) -> list[str]:
+    """Returns name and shape of each leaf that loses precision in 32 bits."""
     wide = (np.dtype(np.float64), np.dtype(np.complex128))
     return [f"{name} ({dtype_and_shape(leaf)})" for name, leaf in named_leaves("source", tree) if leaf.dtype in wide]
 
 
 def check_ranges(tree: PyTree) -> None:
-    """Raises ValueError if JAX keeps 32 bits, and a whole number does not fit."""
+    """Raises ValueError if an integer is out of the range of JAX's default dtype."""
     for name, leaf in named_leaves("source", tree):
         check_range(name, leaf)
 
 
-def narrowed(tree: PyTree) -> PyTree:
-    """The rows as JAX holds them where it keeps 32 bits.
+def to_32_bits(tree: PyTree) -> PyTree:
+    """Returns the rows in the 32-bit dtypes that JAX uses by default.
 
     Raises:
-        ValueError: A whole number does not fit.
+        ValueError: An integer is out of range.
     """
-    if all(leaf.dtype not in _NARROW for leaf in jax.tree.leaves(tree)):
+    if all(leaf.dtype not in _DTYPES_32 for leaf in jax.tree.leaves(tree)):
         return tree
-    narrow = [_narrow(name, leaf) for name, leaf in named_leaves("source", tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree), narrow)
+    leaves = [_to_32_bits(name, leaf) for name, leaf in named_leaves("source", tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def _narrow(name: str, array: np.ndarray) -> np.ndarray:
-    kind = _NARROW.get(array.dtype)
-    if kind is None:
+def _to_32_bits(name: str, array: np.ndarray) -> np.ndarray:
+    dtype = _DTYPES_32.get(array.dtype)
+    if dtype is None:
         return array
-    if kind.kind in "fc":
-        with np.errstate(over="ignore"):  # as JAX does: too great becomes infinite
-            return array.astype(kind)
-    check_range(name, array, kind)
-    return array.astype(kind)
+    if dtype.kind in "fc":
+        with np.errstate(over="ignore"):  # as in JAX, a number out of range becomes infinite
+            return array.astype(dtype)
+    check_range(name, array, dtype)
+    return array.astype(dtype)
 
 
-def difference(like: PyTree, tree: PyTree) -> str | None:
-    """What tells the leaf that differs in structure, dtype or shape beyond the rows, or None."""
-    (before, structure), (now, found) = jax.tree.flatten(like), jax.tree.flatten(tree)
-    if structure != found:
-        return f"the structure {found}, and not {structure}"
-    if all(a.dtype == b.dtype and a.shape[1:] == b.shape[1:] for a, b in zip(before, now, strict=True)):
+def describe_difference(expected: PyTree, tree: PyTree) -> str | None:
+    """Returns the difference in structure, dtype or row shape of `tree` from `expected` as text, or None."""
+    (expected_leaves, expected_structure), (leaves, structure) = jax.tree.flatten(expected), jax.tree.flatten(tree)
+    if structure != expected_structure:
+        return f"the structure {structure}, expected {expected_structure}"
+    if all(a.dtype == b.dtype and a.shape[1:] == b.shape[1:] for a, b in zip(expected_leaves, leaves, strict=True)):
         return None
-    for (name, a), (_, b) in zip(named_leaves("source", like), named_leaves("source", tree), strict=True):
+    for (name, a), (_, b) in zip(named_leaves("source", expected), named_leaves("source", tree), strict=True):
         if a.dtype != b.dtype or a.shape[1:] != b.shape[1:]:
-            return f"{name} as {_row(b)} a row, and not {_row(a)}"
+            return f"{name} as {_row(b)} per row, expected {_row(a)}"
     return None
 
 
-def check_alike(like: PyTree, tree: PyTree, where: str) -> None:
-    """Raises ValueError if the rows of `tree` are of another structure, dtype or shape than those of `like`."""
-    if told := difference(like, tree):
-        raise ValueError(f"The source gives {told}{where}. Give all batches the same structure, dtypes and shapes.")
+def check_same_rows(expected: PyTree, tree: PyTree, where: str) -> None:
+    """Raises ValueError if the structure, dtypes or row shapes of `tree` differ from `expected`."""
+    if difference := describe_difference(expected, tree):
+        raise ValueError(
+            f"The source yields {difference}{where}. All batches must have the same structure, dtypes and shapes."
+        )
 
 
-def kind(tree: PyTree) -> str:
-    """Structure, dtypes and shapes of a row, in words."""
+def describe_row(tree: PyTree) -> str:
+    """Returns name, dtype and row shape of each leaf as text."""
     return ", ".join(f"{name} {_row(leaf)}" for name, leaf in named_leaves("source", tree))
 
 

@@ -1,8 +1,8 @@
-"""When data end for all: processes that read for themselves agree on each batch before any of them hands it out.
+"""Agreement on each batch between processes that read independently.
 
-How many examples there are is said, and whether one has failed, so none waits in a collective for another that is at its end.
-It is said through the store that the processes share, from the thread that reads ahead: no device takes part, and no step
-waits.
+The processes exchange the number of examples of each batch, and errors, so that the data end in the same batch on all
+processes and no process waits in a collective for another one that has no more data. The messages go through the key-value
+store of `jax.distributed`, from the prefetch thread: no device takes part, and no step waits.
 """
 
 import itertools
@@ -18,90 +18,99 @@ T = TypeVar("T")
 
 
 def channel_name(mesh: Mesh) -> str:
-    """A name for a new conversation of the processes of `mesh`."""
-    among = tuple(sorted({device.process_index for device in mesh.devices.flat}))
-    return numbered_name(f"jdist/input/{zlib.crc32(repr(among).encode())}")
+    """Returns a name for a new message exchange between the processes of `mesh`."""
+    processes = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+    return numbered_name(f"jdist/input/{zlib.crc32(repr(processes).encode())}")
 
 
 class SingleProcessSync:
-    """Nobody to agree with."""
+    """The agreement of a single process: nothing is exchanged."""
 
-    def told(self, work: Callable[[], T]) -> T:
-        """What `work` gives."""
+    def run(self, work: Callable[[], T]) -> T:
+        """Returns the result of `work`."""
         return work()
 
-    def counts(self, mine: dict[int, int], kind: str | None, where: str) -> list[int]:
-        """How many examples each shard has."""
-        return list(mine.values())
+    def exchange_counts(self, local_counts: dict[int, int], rows: str | None, where: str) -> list[int]:
+        """Returns the number of examples of each shard."""
+        return list(local_counts.values())
 
-    def leave(self) -> None:
-        """Nobody waits."""
+    def close(self) -> None:
+        """Does nothing."""
 
 
 class ProcessBatchSync:
-    """One conversation of the processes that feed a strategy, a round a batch.
+    """The agreement of the processes that feed a strategy, with one message exchange per batch.
 
     Args:
-        name: That of the conversation.
-        pipeline: The number of this process among them.
-        num_pipelines: How many they are.
-        stopped: Says whether to give up.
+        name: The name of the exchange.
+        pipeline: The index of this process.
+        num_pipelines: The number of processes.
+        should_stop: Whether to stop waiting for messages.
     """
 
-    def __init__(self, name: str, pipeline: int, num_pipelines: int, stopped: Callable[[], bool] = bool):
-        self._conversation = MessageExchange(name, pipeline, num_pipelines, stopped)
+    def __init__(self, name: str, pipeline: int, num_pipelines: int, should_stop: Callable[[], bool] = bool):
+        self._exchange = MessageExchange(name, pipeline, num_pipelines, should_stop)
 
-    def told(self, work: Callable[[], T]) -> T:
-        """What `work` gives; if it fails, the other processes hear of it in this round."""
+    def run(self, work: Callable[[], T]) -> T:
+        """Returns the result of `work`. If `work` raises, the other processes receive the error instead of a message."""
         try:
             return work()
         except Exception as error:
-            self._conversation.post({"error": f"{type(error).__name__}: {error}"})
+            self._exchange.post({"error": f"{type(error).__name__}: {error}"})
             raise
 
-    def same(self, what: str) -> None:
-        """Raises ValueError, on all, if the processes do not all say the same in this round; RuntimeError if one failed."""
-        self._compared([message["what"] for message in self._round({"what": what})])
+    def check_same(self, description: str) -> None:
+        """Checks that `description` is equal on all processes.
 
-    def counts(self, mine: dict[int, int], kind: str | None, where: str) -> list[int]:
-        """How many examples each shard has in this batch, shard by shard, the same on every process.
+        Raises:
+            ValueError: It differs; raised on all processes.
+            RuntimeError: A process failed.
+        """
+        self._check_equal([message["description"] for message in self._all_messages({"description": description})])
+
+    def exchange_counts(self, local_counts: dict[int, int], rows: str | None, where: str) -> list[int]:
+        """Returns the number of examples of each shard in this batch, ordered by shard, the same on every process.
 
         Args:
-            mine: How many there are in the shards that this process reads.
-            kind: What its batches are like, if it has had any.
-            where: Which batch it is.
+            local_counts: The number of examples of the shards that this process reads.
+            rows: The description of the rows of this process, if it has read any.
+            where: The batch, for messages.
 
         Raises:
             RuntimeError: Another process failed.
-            ValueError: The processes do not have the same, or not of the same kind, or are at different batches.
-            InterruptedError: It was given up.
+            ValueError: The counts or the rows differ between processes, or the processes are at different batches.
+            InterruptedError: `should_stop` returned True.
         """
-        said = self._round({"counts": list(mine.items()), "kind": kind, "where": where}, where)
-        self._compared([f"the rows{message['where']}" for message in said])
-        self._compared([message["kind"] and f"{message['kind']}{where}" for message in said])
+        messages = self._all_messages({"counts": list(local_counts.items()), "rows": rows, "where": where}, where)
+        self._check_equal([f"the rows{message['where']}" for message in messages])
+        self._check_equal([message["rows"] and f"{message['rows']}{where}" for message in messages])
         counts: dict[int, int] = {}
-        for shard, count in itertools.chain.from_iterable(message["counts"] for message in said):
+        for shard, count in itertools.chain.from_iterable(message["counts"] for message in messages):
             if counts.setdefault(shard, count) != count:
                 raise ValueError(
-                    f"One process has {counts[shard]} examples{where}, and another has {count}. Each has to hand in "
-                    'the same source; if each has a share of its own, say `auto_shard="off"`.'
+                    f"One process has {counts[shard]} examples{where}, and another has {count}. Each process must pass the "
+                    "same "
+                    'source. If each process has its own part of the data, pass `auto_shard="off"`.'
                 )
         return [counts[shard] for shard in sorted(counts)]
 
-    def leave(self) -> None:
-        """Nothing more is said: others that go on are told so, and do not wait."""
-        self._conversation.close({"error": "it was closed there, and not here"})
+    def close(self) -> None:
+        """Ends the exchange. Processes that continue receive an error instead of waiting."""
+        self._exchange.close({"error": "the iterator was closed there, but not here"})
 
-    def _round(self, message: dict[str, Any], where: str = "") -> list[dict[str, Any]]:
-        said = self._conversation.exchange(message)
-        for process, heard in enumerate(said):
-            if "error" in heard:
-                raise RuntimeError(f"Input pipeline {process} could not read its data{where}: {heard['error']}")
-        return said
+    def _all_messages(self, message: dict[str, Any], where: str = "") -> list[dict[str, Any]]:
+        messages = self._exchange.exchange(message)
+        for process, received in enumerate(messages):
+            if "error" in received:
+                raise RuntimeError(f"Input pipeline {process} could not read its data{where}: {received['error']}")
+        return messages
 
     @staticmethod
-    def _compared(said: Sequence[str | None]) -> None:
-        kinds = {what: process for process, what in enumerate(said) if what is not None}
-        if len(kinds) > 1:
-            (one, a), (other, b), *_ = kinds.items()
-            raise ValueError(f"Input pipeline {a} has {one}, and {b} has {other}. Make them alike on all processes.")
+    def _check_equal(descriptions: Sequence[str | None]) -> None:
+        processes = {text: process for process, text in enumerate(descriptions) if text is not None}
+        if len(processes) > 1:
+            (text, process), (other_text, other), *_ = processes.items()
+            raise ValueError(
+                f"Input pipeline {process} has {text}, but pipeline {other} has {other_text}. They must be equal on all "
+                "processes."
+            )

@@ -1,113 +1,36 @@
-"""Global batches, as the rows of them that this process holds: which come next, and what the last one of an epoch is.
+"""Global batches, as the rows that this process holds: their order, their size, and the partial batch of an epoch.
 
-Nothing here knows devices or threads, so any share of any number of processes can be had anywhere.
+Does not use devices or threads: a test can compute the rows of any process.
 """
 
-import dataclasses
 import itertools
-import logging
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
-from jdist._src.data.array_rows import check_alike, kind, narrowed, wide_floats
+from jdist._src.data.array_rows import check_same_rows, describe_row, float64_leaves, to_32_bits
 from jdist._src.data.batch_sync import ProcessBatchSync, SingleProcessSync
+from jdist._src.data.config import InputConfig
 from jdist._src.data.files import Files
 from jdist._src.data.shard_readers import IndexedReader, ShardBlock, ShardReader, StreamReader
 from jdist._src.data.shards import ProcessShare, ShardRows, check_split
 from jdist._src.data.shuffle import ExampleOrder
+from jdist._src.data.source_adapters import stream_of_files
 from jdist._src.data.sources import READ_AGAIN, Arrays, Indexed, Stream
-
-Remainder: TypeAlias = Literal["drop", "pad", "error"]
-_log = logging.getLogger("jdist")
-
-
-@dataclasses.dataclass(frozen=True)
-class InputConfig:
-    """How a source is read.
-
-    Attributes:
-        source: Where the examples come from.
-        batch_size: Examples in a global batch; None if the source's batches say it.
-        shuffle: Whether examples that have numbers come in another order in each epoch.
-        seed: What that order depends on.
-        epochs: How often the source is gone through; None for ever.
-        remainder: What becomes of a batch that is not full.
-        own: Whether each process has a source of its own, for its replicas only.
-        replica_batches: Whether an element of the source is the batch of one replica.
-        warn: Says something once.
-    """
-
-    source: Indexed | Stream | Files
-    batch_size: int | None
-    shuffle: bool
-    seed: int
-    epochs: int | None
-    remainder: Remainder
-    own: bool = False
-    replica_batches: bool = False
-    warn: Callable[[str], None] = _log.warning
-
-    def __post_init__(self) -> None:
-        if isinstance(self.source, Stream) and self.source.endless and self.epochs not in (None, 1):
-            raise ValueError(
-                f"The source has no end, so its first epoch never ends, got epochs={self.epochs}. Pass `epochs=None`, and end "
-                "the loop after a number of batches: `itertools.islice(dataset, 1000)`."
-            )
-
-    @property
-    def method(self) -> str:
-        """The name of the method of a strategy that reads, for messages."""
-        return "distribute_datasets_from_function" if self.replica_batches else "distribute_dataset"
-
-    @property
-    def smaller_batches(self) -> str:
-        """Advice for messages: how to make smaller batches."""
-        if self.replica_batches:
-            return "Let the function return smaller batches"
-        return "Let the source make smaller batches" if self.batch_size is None else "Take a smaller `batch_size`"
-
-    @property
-    def no_examples(self) -> str:
-        """Advice for messages: what to do where a process has no examples."""
-        if self.replica_batches:
-            return "Let the function return at least one batch on each process."
-        return 'Give each process some, or read it all on each: `auto_shard="data"`.'
-
-    def part(self, shard: int, shards: int) -> Indexed | Stream:
-        """What is in one of so many shards."""
-        if not isinstance(self.source, Files):
-            return self.source
-        which = (0, 1) if self.own else (shard, shards)
-        return self.source.stream(self.batch_size is None, self.shuffle, self.seed, *which)
-
-    def num_examples(self, share: ProcessShare) -> int | None:
-        """How many there are in an epoch, if that is known before they are read."""
-        apart = self.own and share.num_pipelines > 1
-        return None if apart or isinstance(self.source, (Stream, Files)) else len(self.source)
-
-
-def check_epochs(epochs: Any) -> None:
-    """Raises TypeError or ValueError if that is not how often something can be gone through."""
-    if epochs is None:
-        return
-    if as_int("`epochs`", epochs) < 1:
-        raise ValueError(f"`epochs` is at least 1, or None for no end, got {epochs}.")
 
 
 class Position(NamedTuple):
-    """Between two batches.
+    """A position between two batches.
 
     Attributes:
-        epoch: Of the batch that comes next.
-        batch: Its number in the epoch.
-        batch_size: Examples in a global batch, once it is known.
-        shards: How many parts of the data make a batch together.
-        source: Where the source said that it was, if it can.
+        epoch: The epoch of the next batch.
+        batch: The number of the next batch in the epoch.
+        batch_size: The number of examples in a global batch, once it is known.
+        shards: The number of shards of the data that together make a batch.
+        source: The position that the source reports, if it does.
     """
 
     epoch: int
@@ -118,236 +41,253 @@ class Position(NamedTuple):
 
 
 class LocalBatch(NamedTuple):
-    """What a process holds of a global batch.
+    """The part of a global batch that a process holds, on the host or on its devices.
 
     Attributes:
-        rows: Leaves `[local replica, row, ...]`.
-        weights: `[local replica, row]`: 1 for an example, 0 for a row that fills up; None unless batches are padded.
-        examples: How many examples all processes hold of it.
-        after: The position behind it.
-        warning: What is to be said of it to the user, if anything.
+        rows: On the host leaves `[local replica, row, ...]`; on devices `PerReplica` leaves.
+        weights: `[local replica, row]`: 1 for an example, 0 for padding; None unless batches are padded.
+        examples: The number of examples in the global batch.
+        position: The position after the batch.
+        warning: A warning for the user, if any.
     """
 
     rows: PyTree
-    weights: np.ndarray | None
+    weights: Any
     examples: int
-    after: Position
+    position: Position
     warning: str | None = None
 
 
 def read_batches(
-    reading: InputConfig, share: ProcessShare, start: Position, name: str = "", stopped: Callable[[], bool] = bool
+    config: InputConfig,
+    share: ProcessShare,
+    start: Position,
+    channel: str = "",
+    should_stop: Callable[[], bool] = bool,
 ) -> Iterator[LocalBatch]:
-    """All batches from `start` on.
+    """Yields all batches from `start` on.
 
     Args:
-        reading: What is read, and how.
-        share: What this process holds of it.
-        start: Where to begin.
-        name: That of the conversation with the other processes, if there are any.
-        stopped: Says whether to give up waiting for them.
+        config: The source and its options.
+        share: The part of each batch that this process holds.
+        start: The position of the first batch.
+        channel: The name of the message exchange with the other processes, if any.
+        should_stop: Whether to stop waiting for them.
     """
-    alone = share.num_pipelines == 1 or in_memory_on_all(reading, share)
-    agreement = SingleProcessSync() if alone else ProcessBatchSync(name, share.pipeline, share.num_pipelines, stopped)
+    is_single = share.num_pipelines == 1 or in_memory_on_all(config, share)
+    sync = (
+        SingleProcessSync()
+        if is_single
+        else ProcessBatchSync(channel, share.pipeline, share.num_pipelines, should_stop)
+    )
     try:
-        yield from _Reader(reading, share, start, agreement).read()
+        yield from _BatchReader(config, share, start, sync).read()
     finally:
-        agreement.leave()
+        sync.close()
 
 
-def in_memory_on_all(reading: InputConfig, share: ProcessShare) -> bool:
-    """Whether every process has the same arrays in memory, which cannot fail on one of them."""
-    return isinstance(reading.source, Arrays) and (share.num_pipelines == 1 or not reading.own)
+def in_memory_on_all(config: InputConfig, share: ProcessShare) -> bool:
+    """Returns whether every process has the same arrays in memory, so that reading cannot fail on only one process."""
+    return isinstance(config.source, Arrays) and (share.num_pipelines == 1 or not config.own_source)
 
 
-class _Reader:
-    """One process on its way through the source."""
+class _BatchReader:
+    """Reads the batches of one process."""
 
     def __init__(
         self,
-        reading: InputConfig,
+        config: InputConfig,
         share: ProcessShare,
         start: Position,
-        agreement: SingleProcessSync | ProcessBatchSync,
+        sync: SingleProcessSync | ProcessBatchSync,
     ):
-        self._reading, self._share, self._start = reading, share, start
+        self._config, self._share, self._start, self._sync = config, share, start, sync
         self._size = start.batch_size
-        # Counted when there may have been another number of replicas.
-        if self._size and reading.batch_size is None:
-            self._size = self._split(self._size, share.num_replicas)
-        self._like: PyTree = None
-        self._kind: str | None = None
-        self._warning: str | None = None  # of the elements
-        self._left_out = 0
-        self._short: list[int] = []  # how many examples each shard had in the first batch left out
-        self._keeps_64_bits = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-        self._agreement = agreement
+        # The size in a position may come from another number of replicas.
+        if self._size and config.batch_size is None:
+            self._size = self._divisible_size(self._size, share.num_replicas)
+        self._first_rows: PyTree = None  # without rows; for the comparison with later batches
+        self._description: str | None = None
+        self._warning: str | None = None
+        self._dropped = 0
+        self._short_counts: list[int] = []  # examples per shard in the first dropped batch
+        self._x64_enabled = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
     def read(self) -> Iterator[LocalBatch]:
-        """The batches of one epoch after the other."""
-        start = self._start
-        epochs = (
-            itertools.count(start.epoch) if self._reading.epochs is None else range(start.epoch, self._reading.epochs)
-        )
-        for epoch in epochs:
+        """Yields the batches of one epoch after the other."""
+        start, epochs = self._start, self._config.epochs
+        for epoch in itertools.count(start.epoch) if epochs is None else range(start.epoch, epochs):
             begin = start if epoch == start.epoch else Position(epoch, 0, self._size, start.shards)
-            before, found = self._left_out, False
-            for batch in self._epoch(begin):
-                found = True
+            dropped_before, is_empty = self._dropped, True
+            for batch in self._read_epoch(begin):
+                is_empty = False
                 yield batch._replace(warning=self._warning)
                 self._warning = None
-            if not found and begin.batch == 0:
-                wrong = _nothing(self._reading, epoch, self._left_out - before, self._size, self._short)
-                raise ValueError(f"{wrong} {self._warning}" if self._warning else wrong)
-            if epoch == start.epoch and self._left_out and self._reading.num_examples(self._share) is None:
-                least = "at least " if len(self._short) > 1 else ""
-                self._reading.warn(
-                    f"{self._reading.method} left out {least}{self._left_out} examples of the first epoch, which did not fill "
-                    f'a batch of {self._size}. remainder="pad" keeps them.'
+            if is_empty and begin.batch == 0:
+                dropped = self._dropped - dropped_before
+                problem = _empty_epoch_error(self._config, epoch, dropped, self._size, self._short_counts)
+                raise ValueError(f"{problem} {self._warning}" if self._warning else problem)
+            if epoch == start.epoch and self._dropped and self._config.num_examples(self._share) is None:
+                at_least = "at least " if len(self._short_counts) > 1 else ""
+                self._config.warn(
+                    f"{self._config.method} dropped {at_least}{self._dropped} examples of the first epoch, which do not fill a "
+                    f'batch of {self._size}. Pass remainder="pad" to keep them.'
                 )
 
-    def _epoch(self, begin: Position) -> Iterator[LocalBatch]:
-        feeds: dict[int, ShardReader] = {}
+    def _read_epoch(self, begin: Position) -> Iterator[LocalBatch]:
+        readers: dict[int, ShardReader] = {}
         try:
-            self._agreement.told(lambda: self._open(feeds, begin))
+            self._sync.run(lambda: self._open(readers, begin))
             parts = self._parts(self._size or 0, begin.shards)
             for number in itertools.count(begin.batch):
                 where = f" in batch {number} of epoch {begin.epoch}"
-                blocks, rows = self._agreement.told(lambda where=where: self._read(parts, feeds, where))
-                mine = {part.shard: block.examples for part, block in zip(parts, blocks, strict=True)}
-                counts = self._agreement.counts(mine, self._kind, where)
+                blocks, rows = self._sync.run(lambda where=where: self._read_blocks(parts, readers, where))
+                local_counts = {part.shard: block.examples for part, block in zip(parts, blocks, strict=True)}
+                counts = self._sync.exchange_counts(local_counts, self._description, where)
                 examples = sum(counts)
                 if examples == 0:
                     return
                 if number == 0 and 0 in counts:
                     raise ValueError(
-                        f"Part {counts.index(0)} of the {len(counts)} that the data are read in has no examples. "
-                        f"{self._reading.no_examples}"
+                        f"Shard {counts.index(0)} of the {len(counts)} shards of the data contains no examples. "
+                        f"{self._config.no_examples}"
                     )
-                if examples != self._size and self._reading.remainder == "error":
+                if examples != self._size and self._config.remainder == "error":
                     raise ValueError(
-                        f'There are {examples} of {self._size} examples{where}, and remainder="error" allows only full '
-                        'batches: "drop" leaves the others out, "pad" fills them up.'
+                        f'There are only {examples} of {self._size} examples{where}, and remainder="error" allows only full '
+                        'batches. Pass "drop" to drop the examples, or "pad" to pad the batch.'
                     )
-                if examples != self._size and self._reading.remainder == "drop":
-                    self._left_out += examples
-                    self._short = self._short or counts
-                    if 0 in counts:  # a shard is at its end, and no batch will be full again
+                if examples != self._size and self._config.remainder == "drop":
+                    self._dropped += examples
+                    self._short_counts = self._short_counts or counts
+                    if 0 in counts:  # a shard has ended, so later batches are not full either
                         return
                     continue
-                source = feeds[0].state() if begin.shards == 1 else None
-                after = Position(begin.epoch, number + 1, self._size, begin.shards, source)
-                yield LocalBatch(self._joined(blocks, rows, where), self._weights(parts, blocks), examples, after)
+                source_state = readers[0].state() if begin.shards == 1 else None
+                position = Position(begin.epoch, number + 1, self._size, begin.shards, source_state)
+                yield LocalBatch(self._join(blocks, rows, where), self._weights(parts, blocks), examples, position)
         finally:
-            for feed in feeds.values():
-                feed.close()
+            for reader in readers.values():
+                reader.close()
 
-    def _open(self, feeds: dict[int, ShardReader], begin: Position) -> None:
-        """Puts into `feeds` the shards that this process reads, at `begin`; and finds out how large a batch is."""
-        pieces = len(self._share.replicas) if self._reading.replica_batches else 1
+    def _open(self, readers: dict[int, ShardReader], begin: Position) -> None:
+        """Adds to `readers` the shards that this process reads, at `begin`; determines the batch size if it is unknown."""
+        config = self._config
+        batches_per_block = len(self._share.replicas) if config.replica_batches else 1
         for part in self._parts(self._size or self._share.num_replicas * begin.shards, begin.shards):
-            source = self._reading.part(part.shard, begin.shards)
+            source = self._shard_source(part.shard, begin.shards)
             if isinstance(source, Stream):
-                first = begin.batch * (pieces if source.batches else part.size)
-                feed = StreamReader(source, begin.epoch, first, pieces, begin.source)
+                first = begin.batch * (batches_per_block if source.batches else part.size)
+                reader = StreamReader(source, begin.epoch, first, batches_per_block, begin.source)
                 if self._size is None:
-                    self._size = self._size_of(
-                        source.batch_size or feed.rows_of_first(" in the first batch"), begin.shards
-                    )
+                    rows = source.batch_size or reader.peek_num_rows(" in the first batch")
+                    self._size = self._global_size(rows, begin.shards)
             else:
-                numbers = ExampleOrder(len(source), self._reading.shuffle, self._reading.seed, part.shard).epoch(
-                    begin.epoch
-                )
-                feed = IndexedReader(source, numbers, begin.batch * part.size)
-            feeds[part.shard] = feed
+                indices = ExampleOrder(len(source), config.shuffle, config.seed, part.shard).epoch(begin.epoch)
+                reader = IndexedReader(source, indices, begin.batch * part.size)
+            readers[part.shard] = reader
 
-    def _size_of(self, rows: int, shards: int) -> int:
-        """How many examples a global batch has where an element of the source has `rows`."""
+    def _shard_source(self, shard: int, shards: int) -> Indexed | Stream:
+        config = self._config
+        if not isinstance(config.source, Files):
+            return config.source
+        shard, shards = (0, 1) if config.own_source else (shard, shards)
+        return stream_of_files(config.source, config.batch_size is None, config.shuffle, config.seed, shard, shards)
+
+    def _global_size(self, rows: int, shards: int) -> int:
+        """Returns the number of examples in a global batch where an element of the source has `rows` rows."""
         if rows == 0:
-            raise ValueError(_nothing(self._reading, 0, 0, None, []))
-        if self._reading.replica_batches:
+            raise ValueError(_empty_epoch_error(self._config, 0, 0, None, []))
+        if self._config.replica_batches:
             return rows * self._share.num_replicas
-        if self._reading.own:
-            here = len(self._share.replicas)
-            return self._split(rows, here) // here * self._share.num_replicas
-        return self._split(rows * shards, self._share.num_replicas)
+        if self._config.own_source:
+            local_replicas = len(self._share.replicas)
+            return self._divisible_size(rows, local_replicas) // local_replicas * self._share.num_replicas
+        return self._divisible_size(rows * shards, self._share.num_replicas)
 
-    def _split(self, rows: int, replicas: int) -> int:
-        """`rows`, or if batches are padded the next number that can be split over so many replicas."""
-        if self._reading.remainder == "pad":
+    def _divisible_size(self, rows: int, replicas: int) -> int:
+        """Returns `rows`; with padding, the next number that `replicas` divides.
+
+        Raises:
+            ValueError: Batches are not padded, and `replicas` does not divide `rows`.
+        """
+        if self._config.remainder == "pad":
             return -(-rows // replicas) * replicas
         check_split(rows, replicas)
         return rows
 
     def _parts(self, size: int, shards: int) -> list[ShardRows]:
-        return self._share.own(size) if self._reading.own else self._share.common(size, shards)
+        if self._config.own_source:
+            return self._share.rows_of_own_shard(size)
+        return self._share.rows_of_shards(size, shards)
 
-    def _read(
-        self, parts: list[ShardRows], feeds: dict[int, ShardReader], where: str
+    def _read_blocks(
+        self, parts: list[ShardRows], readers: dict[int, ShardReader], where: str
     ) -> tuple[list[ShardBlock], list[PyTree]]:
-        """A block of each shard, and its rows where it has any examples."""
-        blocks = [feeds[part.shard].read(part, where) for part in parts]
+        """Returns a block of each shard, and its rows; None for a block without examples."""
+        blocks = [readers[part.shard].read(part, where) for part in parts]
         return blocks, [self._checked(block.rows(), where) if block.examples else None for block in blocks]
 
     def _checked(self, rows: PyTree, where: str) -> PyTree:
-        """`rows`, in the dtypes that devices hold, if they are like those before."""
-        if self._like is None:
-            self._like = jax.tree.map(lambda x: np.empty((0, *x.shape[1:]), x.dtype), rows)
-            self._warning = _batched_elements(self._reading, rows)
-            self._kind = f"batches of {self._size} examples of {kind(rows)}"
-            if not self._keeps_64_bits and (wide := wide_floats(rows)):
-                self._reading.warn(
-                    f"{', '.join(wide)}: JAX keeps 32 bits of each number, and the others are cut off. Hand in float32, or let "
-                    'JAX keep 64 bits: `jax.config.update("jax_enable_x64", True)`.'
+        """Returns `rows` in dtypes that JAX uses, after the comparison with the first batch."""
+        if self._first_rows is None:
+            self._first_rows = jax.tree.map(lambda x: np.empty((0, *x.shape[1:]), x.dtype), rows)
+            self._warning = _batched_elements_warning(self._config, rows)
+            self._description = f"batches of {self._size} examples of {describe_row(rows)}"
+            if not self._x64_enabled and (leaves := float64_leaves(rows)):
+                self._config.warn(
+                    f"{', '.join(leaves)}: JAX converts 64-bit floats to 32 bits by default. Pass float32 arrays, or enable "
+                    '64-bit types: `jax.config.update("jax_enable_x64", True)`.'
                 )
         else:
-            check_alike(self._like, rows, where)
-        return rows if self._keeps_64_bits else narrowed(rows)
+            check_same_rows(self._first_rows, rows, where)
+        return rows if self._x64_enabled else to_32_bits(rows)
 
-    def _joined(self, blocks: list[ShardBlock], rows: list[PyTree], where: str) -> PyTree:
-        """All rows of this process, one shard after the other, by replica."""
-        given = [self._checked(b.rows(), where) if r is None else r for b, r in zip(blocks, rows, strict=True)]
-        columns = zip(*map(jax.tree.leaves, given), strict=True)
-        whole = [column[0] if len(column) == 1 else np.concatenate(column) for column in columns]
-        return jax.tree.unflatten(jax.tree.structure(given[0]), [self._per_replica(array) for array in whole])
+    def _join(self, blocks: list[ShardBlock], rows: list[PyTree], where: str) -> PyTree:
+        """Returns all rows of this process, ordered by shard, as leaves `[local replica, row, ...]`."""
+        trees = [self._checked(b.rows(), where) if r is None else r for b, r in zip(blocks, rows, strict=True)]
+        columns = zip(*map(jax.tree.leaves, trees), strict=True)
+        arrays = [column[0] if len(column) == 1 else np.concatenate(column) for column in columns]
+        return jax.tree.unflatten(jax.tree.structure(trees[0]), [self._per_replica(array) for array in arrays])
 
     def _weights(self, parts: list[ShardRows], blocks: list[ShardBlock]) -> np.ndarray | None:
-        if self._reading.remainder != "pad":
+        if self._config.remainder != "pad":
             return None
-        valid = [block.valid()[part.rows] for part, block in zip(parts, blocks, strict=True)]
-        return self._per_replica(np.concatenate(valid).astype(np.float32))
+        is_example = [block.is_example()[part.rows] for part, block in zip(parts, blocks, strict=True)]
+        return self._per_replica(np.concatenate(is_example).astype(np.float32))
 
     def _per_replica(self, array: np.ndarray) -> np.ndarray:
         replicas = len(self._share.replicas)
         return array.reshape(replicas, len(array) // replicas, *array.shape[1:])
 
 
-def _batched_elements(reading: InputConfig, rows: PyTree) -> str | None:
+def _batched_elements_warning(config: InputConfig, rows: PyTree) -> str | None:
     """Returns a warning if the examples of a source look like batches: the first dimension of every leaf is the batch size."""
-    size, source = reading.batch_size, reading.source
+    size, source = config.batch_size, config.source
     are_batches = isinstance(source, Stream) and source.batches
     if size is None or are_batches or isinstance(source, Arrays):
         return None
     if any(leaf.ndim < 2 or leaf.shape[1] != size for leaf in jax.tree.leaves(rows)):
         return None
     return (
-        f"Each element of the source has {size} rows ({kind(rows)}), and batch_size={size}: a batch has {size} such elements, "
-        f"{size} x {size} rows. If the elements are batches already, pass `batch_size=None`."
+        f"Each element of the source has {size} rows ({describe_row(rows)}), and batch_size={size}: a batch has {size} such "
+        f"elements, {size} x {size} rows. If the elements are batches already, pass `batch_size=None`."
     )
 
 
-def _nothing(reading: InputConfig, epoch: int, left_out: int, size: int | None, short: list[int]) -> str:
-    if left_out and len(short) > 1:
+def _empty_epoch_error(config: InputConfig, epoch: int, dropped: int, size: int | None, short_counts: list[int]) -> str:
+    """Returns the message for an epoch without batches, given the number of dropped examples."""
+    if dropped and len(short_counts) > 1:
         return (
-            f"Part {short.index(min(short))} of the {len(short)} that the data are read in has only {min(short)} examples, "
-            f'which do not fill its part of a batch of {size}, and remainder="drop" leaves out what does not. '
-            f'{reading.smaller_batches}, or remainder="pad".'
+            f"Shard {short_counts.index(min(short_counts))} of the {len(short_counts)} shards of the data has only "
+            f'{min(short_counts)} examples, which do not fill its part of a batch of {size}, and remainder="drop" drops '
+            f'partial batches. {config.smaller_batches}, or pass remainder="pad".'
         )
-    if left_out:
+    if dropped:
         return (
-            f'{left_out} examples do not fill one batch of {size}, and remainder="drop" leaves out what does not. '
-            f'{reading.smaller_batches}, or remainder="pad".'
+            f'{dropped} examples do not fill one batch of {size}, and remainder="drop" drops partial batches. '
+            f'{config.smaller_batches}, or pass remainder="pad".'
         )
     if epoch:
-        return f"The source gave no examples in epoch {epoch}, and some in the one before. {READ_AGAIN}"
+        return f"The source yields no examples in epoch {epoch}, but did in the one before. {READ_AGAIN}"
     return "The source is empty: there is nothing to distribute."

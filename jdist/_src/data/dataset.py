@@ -1,4 +1,4 @@
-"""Batches on the devices, ahead of the step that takes them."""
+"""A distributed data set and its iterator: batches on the devices, prefetched before the step that uses them."""
 
 import dataclasses
 import functools
@@ -6,15 +6,16 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
+from jdist._src.core import html
 from jdist._src.core.errors import BatchedElementsWarning
-from jdist._src.data import summary
 from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
-from jdist._src.data.batches import InputConfig, Position, check_epochs, in_memory_on_all, read_batches
+from jdist._src.data.batches import LocalBatch, Position, in_memory_on_all, read_batches
+from jdist._src.data.config import InputConfig, check_epochs
 from jdist._src.data.files import Files
 from jdist._src.data.prefetch import Inline, Threaded
 from jdist._src.data.shard_readers import check_state
@@ -26,53 +27,53 @@ from jdist._src.values.per_replica import PerReplica
 
 
 class DistributedDataset:
-    """Batches of examples, one part a replica. Made by `Strategy.distribute_dataset`; every `for` starts anew.
+    """Batches of examples, split over the replicas. Made by `Strategy.distribute_dataset`; each `for` loop starts anew.
 
     A batch has the structure of the source's elements. Each leaf is a `PerReplica` `[replica, batch / replica, ...]`; the
     replicas hold consecutive rows of the global batch. With `remainder="pad"` an element is `(batch, weights)`: weights
-    `[replica, batch / replica]`, float32, are 1 for an example and 0 for a row that only fills up.
+    `[replica, batch / replica]`, float32, are 1 for an example and 0 for padding.
     """
 
-    def __init__(self, reading: InputConfig, shards: int, replicas: Replicas, prefetch: int):
-        self._reading, self._shards, self._replicas, self._prefetch = reading, shards, replicas, prefetch
-        self._share = process_share(replicas, reading.replica_batches)
+    def __init__(self, config: InputConfig, shards: int, replicas: Replicas, prefetch: int):
+        self._config, self._shards, self._replicas, self._prefetch = config, shards, replicas, prefetch
+        self._share = process_share(replicas, config.replica_batches)
 
     def __len__(self) -> int:
-        """How many batches there are, all epochs together.
+        """Returns the number of batches of all epochs.
 
         Raises:
-            TypeError: It is not known before they are read, or they have no end.
+            TypeError: The number is unknown before the source is read, or infinite.
         """
         if self.is_endless:
-            raise TypeError("The source has no end, so the data set has no length.")
-        per_epoch, epochs = self._batches_per_epoch(), self._reading.epochs
+            raise TypeError("The source is endless, so the length of the data set is undefined.")
+        per_epoch, epochs = self._batches_per_epoch(), self._config.epochs
         if per_epoch is None:
-            raise TypeError("How many batches there are is not known before they are read.")
+            raise TypeError("The number of batches is unknown before the source is read.")
         if epochs is None:
-            raise TypeError("With epochs=None there is no last batch.")
+            raise TypeError("With epochs=None the data set is endless, so its length is undefined.")
         return per_epoch * epochs
 
     def __iter__(self) -> "DistributedIterator":
         return DistributedIterator(self)
 
     def __repr__(self) -> str:
-        return summary.text(type(self).__name__, summary.facts(self._reading, self._share))
+        return _text(type(self).__name__, self._config.facts(self._share))
 
     def _repr_html_(self) -> str:
-        return summary.table(type(self).__name__, summary.facts(self._reading, self._share))
+        return _table(type(self).__name__, self._config.facts(self._share))
 
     @property
     def has_weights(self) -> bool:
         """Whether its elements are pairs of a batch and the weights of its rows."""
-        return self._reading.remainder == "pad"
+        return self._config.remainder == "pad"
 
     @property
     def is_endless(self) -> bool:
-        """Whether the source itself has no end, as a function of the step."""
-        return isinstance(self._reading.source, Stream) and self._reading.source.endless
+        """Whether the source is infinite, such as a function of the step."""
+        return self._config.is_endless
 
     def repeated(self, epochs: int | None) -> "DistributedDataset":
-        """The same, so many times instead; None for ever.
+        """Returns the data set with another number of epochs; None for an infinite data set.
 
         Example:
             >>> dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(np.arange(6), batch_size=2)
@@ -80,89 +81,95 @@ class DistributedDataset:
             (3, 12)
         """
         check_epochs(epochs)
-        reading = dataclasses.replace(self._reading, epochs=epochs)
-        return DistributedDataset(reading, self._shards, self._replicas, self._prefetch)
+        config = dataclasses.replace(self._config, epochs=epochs)
+        return DistributedDataset(config, self._shards, self._replicas, self._prefetch)
 
     def _batches_per_epoch(self) -> int | None:
-        """Returns the number of batches in an epoch, or None if it is not known before the source is read."""
-        reading, examples = self._reading, self._reading.num_examples(self._share)
-        if examples is None or reading.batch_size is None:
+        """Returns the number of batches in an epoch, or None if it is unknown before the source is read."""
+        config, examples = self._config, self._config.num_examples(self._share)
+        if examples is None or config.batch_size is None:
             return None
-        full, left = divmod(examples, reading.batch_size)
-        return full + (left > 0 and reading.remainder == "pad")
+        full, rest = divmod(examples, config.batch_size)
+        return full + (rest > 0 and config.remainder == "pad")
 
     def _identity(self) -> dict[str, Any]:
-        """What has to be the same where a position is taken and where it is used."""
-        identity = {name: getattr(self._reading, name) for name in ("shuffle", "seed", "remainder", "own")}
-        replicas = self._share.num_replicas if self._reading.replica_batches else None
-        return {"examples": self._reading.num_examples(self._share), "replicas": replicas, **identity}
+        """Returns the properties that must be equal where a position is taken and where it is used."""
+        config = self._config
+        return {
+            "examples": config.num_examples(self._share),
+            "replicas": self._share.num_replicas if config.replica_batches else None,
+            "shuffle": config.shuffle,
+            "seed": config.seed,
+            "remainder": config.remainder,
+            "own": config.own_source,
+        }
 
-    def _begin(self) -> Position:
-        return Position(0, 0, self._reading.batch_size, self._shards)
+    def _first_position(self) -> Position:
+        return Position(0, 0, self._config.batch_size, self._shards)
 
-    def _position(self, state: Mapping[str, Any]) -> Position:
-        """The position that `state` says.
+    def _check_position(self, state: Mapping[str, Any]) -> Position:
+        """Returns the position in `state`, a dict from `get_state`.
 
         Raises:
-            ValueError: It is none, or does not fit this data set.
+            ValueError: `state` is not a position, or is a position of other data.
         """
-        reading, expected = self._reading, self._identity()
+        config, expected = self._config, self._identity()
         if not isinstance(state, Mapping) or not {*Position._fields, *expected} <= state.keys():
-            raise ValueError(f"{state!r} is no position: take what `get_state()` of an iterator over batches gave.")
-        if reading.batch_size is not None:
-            expected["batch_size"] = reading.batch_size
-        if reading.own or not isinstance(reading.source, Files):  # of files, it says in how many parts they are read
+            raise ValueError(
+                f"{state!r} is not a position. Pass the result of `get_state()` of an iterator over batches."
+            )
+        if config.batch_size is not None:
+            expected["batch_size"] = config.batch_size
+        # For files the position determines the number of shards.
+        if config.own_source or not isinstance(config.source, Files):
             expected["shards"] = self._shards
         for name, value in expected.items():
             if state[name] != value:
                 raise ValueError(
-                    f"The position was taken with {name}={state[name]!r}, and this data set has {name}={value!r}. Make it "
-                    "alike, or begin anew: what comes next would be other examples."
+                    f"The position was taken with {name}={state[name]!r}, but this data set has {name}={value!r}, so the next "
+                    "examples would differ. Use the same value, or start from the beginning."
                 )
-        last_epoch = None if reading.epochs is None else reading.epochs - 1
+        last_epoch = None if config.epochs is None else config.epochs - 1
         ranges = {"epoch": (0, last_epoch), "batch": (0, self._batches_per_epoch()), "shards": (1, None)}
-        if (
-            state["batch"] or state["batch_size"] is not None
-        ):  # before the first batch a source of batches has no size yet
+        # Before the first batch the size is unknown for a source of batches.
+        if state["batch"] or state["batch_size"] is not None:
             ranges["batch_size"] = (1, None)
-        for name, (least, greatest) in ranges.items():
+        for name, (minimum, maximum) in ranges.items():
             value = state[name]
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or value < least or (greatest is not None and value > greatest):
-                upto = "up" if greatest is None else f"to {greatest}"
-                more = f" The data set has epochs={reading.epochs}." if name == "epoch" and greatest is not None else ""
-                raise ValueError(
-                    f"The position has {name}={value!r}, which is no whole number from {least} {upto}.{more}"
-                )
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not is_int or value < minimum or (maximum is not None and value > maximum):
+                bound = f" >= {minimum}" if maximum is None else f" from {minimum} to {maximum}"
+                hint = f" The data set has epochs={config.epochs}." if name == "epoch" and maximum is not None else ""
+                raise ValueError(f"The position has {name}={value!r}, which must be an integer{bound}.{hint}")
         check_state(state["source"])
-        shuffle_here = "" if reading.replica_batches else ", or shuffle here: hand in its dataset, with `shuffle=True`"
-        if isinstance(reading.source, Stream) and not reading.source.repeats and state["batch"] > 0:
+        if isinstance(config.source, Stream) and not config.source.repeatable and state["batch"] > 0:
+            shuffle_here = "" if config.replica_batches else ", or pass the loader's dataset with `shuffle=True`"
             raise ValueError(
-                "The source shuffles in another order each time, so there is no going on in the middle of an epoch. Give it a "
+                "The source shuffles in another order each time, so it cannot resume in the middle of an epoch. Give it a "
                 f"sampler whose order is a function of the epoch (`set_epoch`){shuffle_here}."
             )
         return Position(*(state[name] for name in Position._fields))
 
-    def _ahead(self, position: Position) -> "Inline[_Sent] | Threaded[_Sent]":
-        reading, share = self._reading, self._share
-        # Named here and not by the thread, so that the order is the same on every process.
-        name = channel_name(self._replicas.mesh)
-        make = functools.partial(_sent, reading, share, self._replicas, position, name)
-        in_memory = in_memory_on_all(reading, share)
+    def _start_prefetch(self, position: Position) -> "Inline[LocalBatch] | Threaded[LocalBatch]":
+        config, share = self._config, self._share
+        # The name is created here, not in the thread, so that the order of names is the same on every process.
+        channel = channel_name(self._replicas.mesh)
+        make = functools.partial(_device_batches, config, share, self._replicas, position, channel)
+        in_memory = in_memory_on_all(config, share)
         if in_memory and share.num_pipelines > 1:
-            agreement = ProcessBatchSync(name, share.pipeline, share.num_pipelines)
+            sync = ProcessBatchSync(channel, share.pipeline, share.num_pipelines)
             try:
-                agreement.same(f"the position {position}")
+                sync.check_same(f"the position {position}")
             finally:
-                agreement.leave()
-        # Where the examples are at hand, a thread would only cost: a transfer goes on by itself. To agree, one has to wait.
-        reads_ahead = isinstance(reading.source, Stream) and reading.source.reads_ahead and share.num_pipelines == 1
-        at_hand = in_memory or reads_ahead or self._prefetch == 0
-        return (Inline if at_hand else Threaded)(make, self._prefetch)
+                sync.close()
+        # A thread only costs time where reading does not block, since transfers are asynchronous. Agreement blocks.
+        reads_ahead = isinstance(config.source, Stream) and config.source.reads_ahead and share.num_pipelines == 1
+        is_inline = in_memory or reads_ahead or self._prefetch == 0
+        return (Inline if is_inline else Threaded)(make, self._prefetch)
 
 
 class DistributedIterator:
-    """The batches of a `DistributedDataset`, one after the other, and the position among them.
+    """Iterates over the batches of a `DistributedDataset`, with a position that can be saved.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -177,87 +184,87 @@ class DistributedIterator:
 
     def __init__(self, dataset: DistributedDataset):
         self._dataset = dataset
-        self._position = dataset._begin()
-        self._ahead: Inline[_Sent] | Threaded[_Sent] | None = None
+        self._position = dataset._first_position()
+        self._prefetched: Inline[LocalBatch] | Threaded[LocalBatch] | None = None
         self._closed = False
-        self._clock = LoopTimer()
+        self._timer = LoopTimer()
 
     def __iter__(self) -> "DistributedIterator":
         return self
 
     def __repr__(self) -> str:
-        return summary.text(type(self).__name__, self._facts())
+        return _text(type(self).__name__, self._facts())
 
     def _repr_html_(self) -> str:
-        return summary.table(type(self).__name__, self._facts())
+        return _table(type(self).__name__, self._facts())
 
     def _facts(self) -> dict[str, str]:
-        dataset, position, taken = self._dataset, self._position, self._clock.stats()
+        dataset, position, measured = self._dataset, self._position, self._timer.stats()
         return {
-            "position": "closed" if self._closed else f"epoch {position.epoch}, batch {position.batch} is next",
-            "taken": f"{taken.batches:,} batches, {taken.examples:,} examples",
-            **summary.facts(dataset._reading, dataset._share),
+            "position": "closed" if self._closed else f"before batch {position.batch} of epoch {position.epoch}",
+            "received": f"{measured.batches:,} batches, {measured.examples:,} examples",
+            **dataset._config.facts(dataset._share),
         }
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Returns the next batch.
 
         Raises:
-            StopIteration: There is none, or the iterator is closed.
-            ValueError: The source gives something that cannot be distributed; the message names the batch and the leaf.
+            StopIteration: There are no more batches, or the iterator is closed.
+            ValueError: The source yields data that cannot be distributed; the message names the batch and the leaf.
             RuntimeError: Another process could not read its data.
         """
         if self._closed:
             raise StopIteration
-        self._clock.ask()
-        if self._ahead is None:
-            self._ahead = self._dataset._ahead(self._position)
-        stalled = not self._ahead.ready()
+        self._timer.request()
+        if self._prefetched is None:
+            self._prefetched = self._dataset._start_prefetch(self._position)
+        stalled = not self._prefetched.ready()
         try:
-            sent = self._ahead.take()
+            batch = self._prefetched.take()
         except KeyboardInterrupt:
-            # What was interrupted is at its end. The next call begins anew where this one was.
-            self._ahead = None if isinstance(self._ahead, Inline) else self._ahead
+            # An interrupted generator has ended. The next call starts a new one at the same position.
+            self._prefetched = None if isinstance(self._prefetched, Inline) else self._prefetched
             raise
-        self._clock.have(sent.examples, stalled)
-        self._position = sent.after
-        if sent.warning:
-            warnings.warn(sent.warning, BatchedElementsWarning, stacklevel=_levels_to_user())
-        return sent.element
+        self._timer.receive(batch.examples, stalled)
+        self._position = batch.position
+        if batch.warning:
+            warnings.warn(batch.warning, BatchedElementsWarning, stacklevel=_levels_to_user())
+        return batch.rows if batch.weights is None else (batch.rows, batch.weights)
 
     def get_state(self) -> dict[str, Any]:
-        """The position behind the batches that were taken, as a small JSON-able dict; what is read ahead does not count.
+        """Returns the position after the received batches, as a small JSON-able dict; prefetched batches do not count.
 
-        Every process gives the same.
+        The result is the same on every process.
         """
         return {**self._position._asdict(), **self._dataset._identity()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a position that an iterator of the same data gave, over any number of devices and processes.
+        """Continues from a position of an iterator over the same data, with any number of devices and processes.
 
-        A stream that has no `get_state` of its own is read again up to there.
+        A stream without its own `get_state` is read again up to the position.
 
         Raises:
-            ValueError: It is no position, or one of other data, or of another order or batch size.
+            ValueError: `state` is not a position, or is a position of other data, another order or another batch size.
         """
-        position = self._dataset._position(state)
+        position = self._dataset._check_position(state)
         self.close()
         self._closed, self._position = False, position
-        self._clock.pause()
+        self._timer.pause()
 
     def close(self) -> None:
-        """Stops reading ahead; there are no more batches then. Leaving the loop and forgetting the iterator does it too."""
+        """Stops prefetching, and ends the iteration. The same happens when the iterator is deleted."""
         self._closed = True
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        if self._prefetched is not None:
+            self._prefetched.close()
+            self._prefetched = None
 
 
 def stats(iterator: DistributedIterator) -> Stats:
-    """What the loop over `iterator` has waited for so far.
+    """Returns the waiting time of the loop over `iterator` so far.
 
     Raises:
-        TypeError: It is no iterator over batches.
+        TypeError: `iterator` is not an iterator over batches.
 
     Example:
         >>> strategy = jdist.OneDeviceStrategy("cpu:0")
@@ -268,15 +275,18 @@ def stats(iterator: DistributedIterator) -> Stats:
         (3, 6)
     """
     if not isinstance(iterator, DistributedIterator):
-        raise TypeError(f"Stats are those of one loop: of `iterator = iter(dataset)`, got {type(iterator).__name__}.")
-    return iterator._clock.stats()
+        raise TypeError(
+            f"`stats` takes the iterator of a loop, `iterator = iter(dataset)`, got {type(iterator).__name__}."
+        )
+    return iterator._timer.stats()
 
 
-class _Sent(NamedTuple):
-    element: Any
-    examples: int
-    after: Position
-    warning: str | None
+def _text(title: str, facts: Mapping[str, str]) -> str:
+    return f"<{title}: {'; '.join(f'{name}: {fact}' for name, fact in facts.items())}>"
+
+
+def _table(title: str, facts: Mapping[str, str]) -> str:
+    return html.block(html.heading(title), html.table(facts.items()))
 
 
 def _levels_to_user() -> int:
@@ -288,42 +298,43 @@ def _levels_to_user() -> int:
     return levels
 
 
-def _sent(
-    reading: InputConfig,
+def _device_batches(
+    config: InputConfig,
     share: ProcessShare,
     replicas: Replicas,
     position: Position,
-    name: str,
-    stopped: Callable[[], bool],
-) -> Generator[_Sent]:
-    """The elements that the loop gets, on their way to the devices: they are given before they have arrived."""
-    places = {part: place for place, part in enumerate(share.replicas)}
+    channel: str,
+    should_stop: Callable[[], bool],
+) -> Generator[LocalBatch]:
+    """Yields the batches on the devices; the transfers may still be running."""
+    slots = {part: slot for slot, part in enumerate(share.replicas)}
 
-    def send(local: np.ndarray) -> jax.Array:
-        """`[local part, rows, ...]` to `[replica, rows, ...]`; faster than `device_put` (`benchmarks/input.py`)."""
+    def transfer(local: np.ndarray) -> jax.Array:
+        """Transfers `[local replica, row, ...]` to `[replica, row, ...]`; faster than `device_put`, see benchmarks/input.py."""
         if replicas.split:
-            return joined(local)
+            return transfer_split(local)
 
-        def rows(index: Any) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(replicas.size)
-            return local[places[start] : places[start] + stop - start]
+            return local[slots[start] : slots[start] + stop - start]
 
-        return jax.make_array_from_callback((replicas.size, *local.shape[1:]), replicas.rows, rows)
+        return jax.make_array_from_callback((replicas.size, *local.shape[1:]), replicas.rows, shard)
 
-    def joined(local: np.ndarray) -> jax.Array:
-        """The same where all parts are those of one replica, one after the other: `[1, part * rows, ...]`."""
-        each, shape = local.shape[1], (1, share.num_replicas * local.shape[1], *local.shape[2:])
+    def transfer_split(local: np.ndarray) -> jax.Array:
+        """Transfers the parts of one replica that spans several devices, to `[1, row, ...]`."""
+        part_rows = local.shape[1]
+        shape = (1, share.num_replicas * part_rows, *local.shape[2:])
 
-        def rows(index: Any) -> np.ndarray:
+        def shard(index: Any) -> np.ndarray:
             start, stop, _ = index[1].indices(shape[1])
-            first = places[start // each] * each + start % each
+            first = slots[start // part_rows] * part_rows + start % part_rows
             return local.reshape(-1, *shape[2:])[None, first : first + stop - start]
 
-        return jax.make_array_from_callback(shape, replicas.batch(shape), rows)
+        return jax.make_array_from_callback(shape, replicas.batch(shape), shard)
 
-    for batch in read_batches(reading, share, position, name, stopped):
-        # What a guard is to find are transfers that nobody asked for.
+    for batch in read_batches(config, share, position, channel, should_stop):
+        # The user's transfer guard is for implicit transfers of the step; these are explicit.
         with jax.transfer_guard_host_to_device("allow"):
-            element = jax.tree.map(lambda leaf: PerReplica(send(leaf)), batch.rows)
-            element = element if batch.weights is None else (element, PerReplica(send(batch.weights)))
-        yield _Sent(element, batch.examples, batch.after, batch.warning)
+            rows = jax.tree.map(lambda leaf: PerReplica(transfer(leaf)), batch.rows)
+            weights = None if batch.weights is None else PerReplica(transfer(batch.weights))
+        yield batch._replace(rows=rows, weights=weights)

@@ -1,4 +1,4 @@
-"""Items that are made ahead of whoever takes them: by a thread, or where making one cannot stall, by the taker."""
+"""Prefetching of items: in a thread, or in the consumer's thread where making an item does not block."""
 
 import atexit
 import collections
@@ -14,30 +14,30 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import jax
 
 T = TypeVar("T")
-_PATIENCE = 5  # seconds to wait for a source that is to be left
-_LOOK = 0.5  # seconds after which a loop that waits sees that it was interrupted
+_CLOSE_SECONDS = 5  # limit for waiting for a source that is being closed
+_POLL_SECONDS = 0.5  # interval in which a waiting loop reacts to interrupts
 _log = logging.getLogger("jdist")
-Maker: TypeAlias = Callable[[Callable[[], bool]], Generator[T]]  # makes the items, given what says whether to stop
+Maker: TypeAlias = Callable[[Callable[[], bool]], Generator[T]]  # makes the items; its argument returns whether to stop
 
 
 class Inline(Generic[T]):
-    """Items that are made when one is taken, `depth` ahead: enough where making one is only to ask for it."""
+    """Items that are made in `take`, `depth` items ahead. Sufficient where making an item only starts a transfer."""
 
     def __init__(self, make: Maker[T], depth: int):
         self._items = make(lambda: False)
         self._depth = depth
         self._made: collections.deque[T] = collections.deque()
-        self._end: Exception | None = None  # what comes after the last item: StopIteration, or an error first
+        self._end: Exception | None = None  # raised after the last item: an error once, then StopIteration
 
     def ready(self) -> bool:
-        """Whether an item can be had at once."""
+        """Returns whether an item is available without waiting."""
         return bool(self._made)
 
     def take(self) -> T:
-        """The next item.
+        """Returns the next item.
 
         Raises:
-            StopIteration: There is none.
+            StopIteration: There are no more items.
         """
         try:
             while self._end is None and len(self._made) <= self._depth:
@@ -51,112 +51,112 @@ class Inline(Generic[T]):
         raise end
 
     def close(self) -> None:
-        """Lets go of what makes the items, and of those that were made."""
+        """Releases the generator and the items."""
         self._end = StopIteration()
         self._made.clear()
         self._items.close()
 
 
 class Threaded(Generic[T]):
-    """Items that a thread makes, at most `depth` of them before they are taken.
+    """Items that a thread makes, at most `depth` items ahead.
 
-    The thread holds nothing of this object, so that it ends when this one is gone.
+    The thread does not reference this object, so that it ends when this object is deleted.
     """
 
     def __init__(self, make: Maker[T], depth: int):
-        # A simple queue, because what `__del__` does may come in the middle of anything: it can be put to even then.
+        # `SimpleQueue.put` is reentrant, so `__del__`, which may run at any point, can call it.
         self._slots: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(depth):
             self._slots.put(None)
         self._made: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
         self._stop = threading.Event()
-        # What a thread sees of JAX's settings is its own.
-        keeps_64_bits = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        work = (make, self._slots, self._made, self._stop, keeps_64_bits)
-        self._thread = threading.Thread(target=_work, args=work, name="jdist input", daemon=True)
-        _running[self._thread] = functools.partial(_ask_to_stop, self._stop, self._slots)
+        # JAX's configuration contexts are thread-local.
+        enable_x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        args = (make, self._slots, self._made, self._stop, enable_x64)
+        self._thread = threading.Thread(target=_make_items, args=args, name="jdist input", daemon=True)
+        _stop_functions[self._thread] = functools.partial(_request_stop, self._stop, self._slots)
         self._thread.start()
 
     def ready(self) -> bool:
-        """Whether an item can be had at once."""
+        """Returns whether an item is available without waiting."""
         return not self._made.empty()
 
     def take(self) -> T:
-        """The next item.
+        """Returns the next item.
 
         Raises:
-            StopIteration: There is none.
+            StopIteration: There are no more items.
         """
-        give = None
-        while give is None:
+        result = None
+        while result is None:
             with contextlib.suppress(queue.Empty):
-                give = self._made.get(timeout=_LOOK)
+                result = self._made.get(timeout=_POLL_SECONDS)
         self._slots.put(None)
         try:
-            return give()
+            return result()
         except BaseException:
             self._made.put(_end)
             raise
 
     def close(self) -> None:
-        """Ends the thread, and waits until it has made the item that it is at; but not for ever."""
-        self.stop(wait=_PATIENCE)
+        """Ends the thread. Waits for the item that it makes, up to a limit."""
+        self.stop(wait=_CLOSE_SECONDS)
         if self._thread.is_alive():
-            _log.warning("The source has not answered for %d s. The thread that reads it ends when it does.", _PATIENCE)
+            _log.warning("The source has not returned for %d s. Its thread ends when it does.", _CLOSE_SECONDS)
         self._made = queue.SimpleQueue()
         self._made.put(_end)
 
     def stop(self, wait: float = 0) -> None:
-        """Asks the thread to end, and waits so many seconds for it."""
-        _ask_to_stop(self._stop, self._slots)
+        """Requests the thread to end, and waits for it up to `wait` seconds."""
+        _request_stop(self._stop, self._slots)
         if wait:
             self._thread.join(wait)
 
     __del__ = stop
 
 
-def _ask_to_stop(stop: threading.Event, slots: queue.SimpleQueue[None]) -> None:
+def _request_stop(stop: threading.Event, slots: queue.SimpleQueue[None]) -> None:
     stop.set()
     slots.put(None)
 
 
-def _work(
+def _make_items(
     make: Maker[Any],
     slots: queue.SimpleQueue[None],
     made: queue.SimpleQueue[Callable[[], Any]],
     stop: threading.Event,
-    keeps_64_bits: bool,
+    enable_x64: bool,
 ) -> None:
     try:
-        with jax.enable_x64(keeps_64_bits), contextlib.closing(make(stop.is_set)) as items:  # pyright: ignore
+        with jax.enable_x64(enable_x64), contextlib.closing(make(stop.is_set)) as items:  # pyright: ignore
             while slots.get() is None and not stop.is_set():
-                made.put(_giving(next(items)))
+                made.put(_returning(next(items)))
     except BaseException as error:
         made.put(_raising(error))
     finally:
-        _running.pop(threading.current_thread(), None)
+        _stop_functions.pop(threading.current_thread(), None)
 
 
-def _giving(item: T) -> Callable[[], T]:
+def _returning(item: T) -> Callable[[], T]:
     return lambda: item
 
 
 def _raising(error: BaseException) -> Callable[[], Any]:
-    def give() -> Any:
+    def result() -> Any:
         raise error
 
-    return give
+    return result
 
 
 _end = _raising(StopIteration())
-_running: dict[threading.Thread, Callable[[], None]] = {}  # and how to ask each to stop
+_stop_functions: dict[threading.Thread, Callable[[], None]] = {}  # of the running threads
 
 
 @atexit.register
-def _stop_all() -> None:
-    """A thread that is still in JAX when Python goes away takes the process with it. One that waits for its source does not."""
-    deadline = time.monotonic() + _PATIENCE
-    for stop in list(_running.values()):
+def _stop_threads() -> None:
+    """Stops the running threads. A thread inside JAX at interpreter exit crashes the process; one that waits does not."""
+    deadline = time.monotonic() + _CLOSE_SECONDS
+    for stop in list(_stop_functions.values()):
         stop()
-    for thread in list(_running):
+    for thread in list(_stop_functions):
         thread.join(max(0, deadline - time.monotonic()))

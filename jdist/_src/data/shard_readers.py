@@ -1,4 +1,4 @@
-"""One shard of the data, a block of rows a batch."""
+"""Readers of one shard of the data: a block of rows per batch."""
 
 import base64
 import copy
@@ -9,112 +9,112 @@ import jax
 import numpy as np
 
 from jdist._src.core.tree import PyTree
-from jdist._src.data.array_rows import Stack, as_rows, check_alike, kept, num_rows
+from jdist._src.data.array_rows import ExampleStack, as_rows, check_same_rows, copy_example, num_rows
 from jdist._src.data.shards import ShardRows
 from jdist._src.data.sources import Indexed, Stream
 
 
 class ShardBlock(NamedTuple):
-    """What one shard has for one batch.
+    """The rows of one shard in one batch.
 
     Attributes:
-        examples: How many of its rows are examples; the others only fill up.
+        examples: The number of rows that are examples; the others are padding.
         rows: Makes the rows that this process holds, leaves `[row, ...]`.
-        valid: Says which of all the rows are examples, `[row]`.
+        is_example: Returns for each row of the shard whether it is an example, `[row]`.
     """
 
     examples: int
     rows: Callable[[], PyTree]
-    valid: Callable[[], np.ndarray]
+    is_example: Callable[[], np.ndarray]
 
 
 class ShardReader(Protocol):
-    """The blocks of a shard in one epoch, one after the other."""
+    """Reads the blocks of a shard in one epoch, sequentially."""
 
     def read(self, part: ShardRows, where: str) -> ShardBlock:
-        """The next block. After the last one all are without examples."""
+        """Returns the next block. Blocks after the last one do not contain examples."""
         ...
 
     def state(self) -> Any:
-        """Where the source is, if it can say so, as JSON-able data."""
+        """Returns the position of the source as JSON-able data, or None if the source does not report it."""
         ...
 
     def close(self) -> None:
-        """Lets the source go."""
+        """Releases the source."""
         ...
 
 
 class IndexedReader:
-    """Blocks of examples found by their numbers.
+    """Reads blocks of examples by their index.
 
     Args:
         source: The examples.
-        numbers: Their numbers, in the order of this epoch.
-        first: How many of them to leave out.
+        indices: Their indices, in the order of this epoch.
+        first: The number of examples to skip.
     """
 
-    def __init__(self, source: Indexed, numbers: np.ndarray, first: int):
-        self._source, self._numbers, self._next = source, numbers, first
+    def __init__(self, source: Indexed, indices: np.ndarray, first: int):
+        self._source, self._indices, self._next = source, indices, first
 
     def read(self, part: ShardRows, where: str) -> ShardBlock:
-        """The next block."""
-        numbers = self._numbers[self._next : self._next + part.size]
+        """Returns the next block."""
+        indices = self._indices[self._next : self._next + part.size]
         self._next += part.size
-        # A row that fills up repeats the first example: its values are harmless, its weight is zero.
-        first = (numbers if len(numbers) else self._numbers)[:1]
-        missing = part.size - len(numbers)
-        filled = np.concatenate([numbers, np.repeat(first, missing)]) if missing else numbers
-        rows = lambda: self._source.take(filled[part.rows], where)
-        return ShardBlock(len(numbers), rows, lambda: np.arange(part.size) < len(numbers))
+        # Padding repeats the first example: its values are valid inputs, and its weight is zero.
+        first = (indices if len(indices) else self._indices)[:1]
+        missing = part.size - len(indices)
+        padded = np.concatenate([indices, np.repeat(first, missing)]) if missing else indices
+        rows = lambda: self._source.take(padded[part.rows], where)
+        return ShardBlock(len(indices), rows, lambda: np.arange(part.size) < len(indices))
 
     def state(self) -> Any:
-        """None: the number of the batch says it all."""
+        """Returns None: the position is determined by the batch number."""
         return None
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class StreamReader:
-    """Blocks of what a stream gives: of its examples, or of its batches.
+    """Reads blocks of a stream of examples or of batches.
 
     Args:
         source: The stream.
-        epoch: Which epoch.
-        first: How many elements of it to leave out.
-        pieces: How many of the stream's batches make a block; each fills its own part of the block.
-        state: Where the source said that it was then, instead of leaving out.
+        epoch: The epoch.
+        first: The number of elements to skip.
+        batches_per_block: The number of the stream's batches per block; each fills its own part of the block.
+        state: The position of the source, which replaces skipping.
     """
 
-    def __init__(self, source: Stream, epoch: int, first: int, pieces: int = 1, state: Any = None):
-        self._source, self._epoch, self._pieces = source, epoch, pieces
+    def __init__(self, source: Stream, epoch: int, first: int, batches_per_block: int = 1, state: Any = None):
+        self._source, self._epoch, self._batches_per_block = source, epoch, batches_per_block
         self._elements = source.start(epoch, first if state is None else 0)
         if state is not None:
             set_state(self._elements, state)
         self._peeked: list[PyTree] = []
         self._ended = False
-        self._example: PyTree = None  # an element to fill up with
+        self._example: PyTree = None  # an example or a batch for padding
 
-    def rows_of_first(self, where: str) -> int:
-        """How many rows the batch has that comes next; 0 if none does."""
-        self._peeked = [self._batch(element, where) for element in self._next(1)]
+    def peek_num_rows(self, where: str) -> int:
+        """Returns the number of rows of the next batch; 0 at the end."""
+        self._peeked = [self._as_batch(element, where) for element in self._next_elements(1)]
         return num_rows(self._peeked[0]) if self._peeked else 0
 
     def read(self, part: ShardRows, where: str) -> ShardBlock:
-        """The next block."""
-        return self._of_batches(part, where) if self._source.batches else self._of_examples(part, where)
+        """Returns the next block."""
+        return self._read_batches(part, where) if self._source.batches else self._read_examples(part, where)
 
     def state(self) -> Any:
-        """What the iterator says of itself."""
+        """Returns the position that the source reports."""
         return get_state(self._elements)
 
     def close(self) -> None:
-        """Closes the iterator, if it can be closed."""
+        """Closes the iterator of the source if it can be closed."""
         if hasattr(self._elements, "close"):
             self._elements.close()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _next(self, count: int) -> Iterator[PyTree]:
-        """The next elements. One that has ended is not asked again: it might begin anew."""
+    def _next_elements(self, count: int) -> Iterator[PyTree]:
+        """Yields up to `count` elements. `next` is not called again after the end: some iterators would restart."""
         while count and not self._ended:
             try:
                 element = next(self._elements)
@@ -124,68 +124,70 @@ class StreamReader:
             yield element
             count -= 1
 
-    def _of_examples(self, part: ShardRows, where: str) -> ShardBlock:
-        wanted = np.zeros(part.size, bool)
-        wanted[part.rows] = True
-        stack, count = Stack(where), 0
-        for example in self._next(part.size):
+    def _read_examples(self, part: ShardRows, where: str) -> ShardBlock:
+        is_local = np.zeros(part.size, bool)
+        is_local[part.rows] = True
+        stack, count = ExampleStack(where), 0
+        for example in self._next_elements(part.size):
             if count == 0:
-                self._example = kept(example, where)
-            if wanted[count]:
+                self._example = copy_example(example, where)
+            if is_local[count]:
                 stack.add(example)
             count += 1
 
         def rows() -> PyTree:
             for _ in range(len(part.rows) - len(stack)):
-                stack.add(self._filler())
-            return stack.rows()
+                stack.add(self._padding())
+            return stack.stacked()
 
         return ShardBlock(count, rows, lambda: np.arange(part.size) < count)
 
-    def _of_batches(self, part: ShardRows, where: str) -> ShardBlock:
-        size = part.size // self._pieces
-        read = (self._batch(element, where) for element in self._next(self._pieces - len(self._peeked)))
-        batches, self._peeked = [*self._peeked, *read], []
+    def _read_batches(self, part: ShardRows, where: str) -> ShardBlock:
+        size = part.size // self._batches_per_block
+        elements = self._next_elements(self._batches_per_block - len(self._peeked))
+        batches = [*self._peeked, *(self._as_batch(element, where) for element in elements)]
+        self._peeked = []
         counts = [num_rows(batch) for batch in batches]
         for count in counts:
             if not 0 < count <= size or (self._source.endless and count < size):
                 raise ValueError(
-                    f"The source gives a batch of {count} rows{where}, where batches of {size} rows are expected. Only the "
-                    "last ones of an epoch may have fewer, and at least one."
+                    f"The source yields a batch of {count} rows{where}, expected {size} rows. Only the last batches of an "
+                    "epoch may have fewer, and at least one."
                 )
         self._example = batches[0] if batches else self._example
-        missing = self._pieces - len(batches)
+        missing = self._batches_per_block - len(batches)
 
         def rows() -> PyTree:
-            whole = [_filled(batch, size) for batch in batches + [self._filler()] * missing]
-            if len(whole) == 1 and len(part.rows) == size:
-                return whole[0]
-            for piece in whole:
-                check_alike(whole[0], piece, where)
-            return jax.tree.map(lambda *pieces: np.concatenate(pieces)[part.rows], *whole)
+            padded = [_pad(batch, size) for batch in batches + [self._padding()] * missing]
+            if len(padded) == 1 and len(part.rows) == size:
+                return padded[0]
+            for batch in padded:
+                check_same_rows(padded[0], batch, where)
+            return jax.tree.map(lambda *arrays: np.concatenate(arrays)[part.rows], *padded)
 
-        each = counts + [0] * missing
-        return ShardBlock(sum(counts), rows, lambda: np.concatenate([np.arange(size) < count for count in each]))
+        all_counts = counts + [0] * missing
+        is_example = lambda: np.concatenate([np.arange(size) < count for count in all_counts])
+        return ShardBlock(sum(counts), rows, is_example)
 
-    def _batch(self, element: PyTree, where: str) -> PyTree:
-        rows = as_rows(element, where, self._source.if_not_batched)
-        return jax.tree.map(np.array, rows) if self._source.lends else rows
+    def _as_batch(self, element: PyTree, where: str) -> PyTree:
+        rows = as_rows(element, where, self._source.advice)
+        return jax.tree.map(np.array, rows) if self._source.reuses_buffers else rows
 
-    def _filler(self) -> PyTree:
-        if self._example is None:  # begun behind the end of this shard
+    def _padding(self) -> PyTree:
+        if self._example is None:  # the reader started after the end of this shard
             first = next(self._source.start(self._epoch, 0))
-            self._example = as_rows(first) if self._source.batches else kept(first)
+            self._example = as_rows(first) if self._source.batches else copy_example(first)
         return self._example
 
 
 def get_state(iterator: Iterator[Any]) -> Any:
-    """The position of an iterator that has one, as JSON-able data, or None."""
+    """Returns the position of an iterator as JSON-able data, or None if it does not report one."""
     if not (hasattr(iterator, "get_state") and hasattr(iterator, "set_state")):
         return None
     state = iterator.get_state()  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
-    return {"value": copy.deepcopy(state)}  # which the source may go on to change
+    return {"value": copy.deepcopy(state)}  # the source may modify the state later
 
 
 def check_state(state: Any) -> None:
@@ -198,19 +200,25 @@ def check_state(state: Any) -> None:
 
 
 def set_state(iterator: Iterator[Any], state: Any) -> None:
-    """Brings an iterator to where `get_state` said that it was."""
+    """Moves an iterator to a position from `get_state`.
+
+    Raises:
+        ValueError: The iterator does not support positions.
+    """
     if not hasattr(iterator, "set_state"):
         raise ValueError(
             f"The position contains a position of the source, and this source ({type(iterator).__name__}) has no `set_state`. "
             "Resume with the source that the position was taken with."
         )
-    given = base64.b64decode(state["base64"]) if "base64" in state else copy.deepcopy(state["value"])
-    iterator.set_state(given)  # pyright: ignore[reportAttributeAccessIssue]
+    value = base64.b64decode(state["base64"]) if "base64" in state else copy.deepcopy(state["value"])
+    iterator.set_state(value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _filled(rows: PyTree, size: int) -> PyTree:
-    def one(array: np.ndarray) -> np.ndarray:
+def _pad(rows: PyTree, size: int) -> PyTree:
+    """Returns `rows` padded to `size` rows with their first row."""
+
+    def pad(array: np.ndarray) -> np.ndarray:
         missing = size - len(array)
         return np.concatenate([array, np.repeat(array[:1], missing, axis=0)]) if missing else array
 
-    return jax.tree.map(one, rows)
+    return jax.tree.map(pad, rows)

@@ -1,8 +1,8 @@
-"""Which rows of a global batch a process holds, and which part of the data they come from."""
+"""The rows of a global batch that a process holds, and the shards of the data that they are read from."""
 
 import dataclasses
 import enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -12,14 +12,16 @@ from jdist._src.devices.mesh import Replicas
 
 
 class AutoShardPolicy(enum.Enum):
-    """Who reads what, where several processes feed one strategy. Wherever one is asked for, its name does as well.
+    """The part of the source that each process reads, where several processes feed a strategy.
+
+    Functions accept a member or its name: `auto_shard="file"`.
 
     Attributes:
-        AUTO: FILE for `jdist.data.Files` with at least a file a process, else DATA.
-        FILE: Every process reads its own files.
-        DATA: Every process has the whole source, and takes the rows of its own replicas from each batch.
-        OFF: The source of each process is its own share: what it gives goes to the replicas of that process.
-        HINT: As OFF, of `source.shard(num_shards, index)`.
+        AUTO: FILE for `jdist.data.Files` with at least one file per process, else DATA.
+        FILE: Each process reads its own files.
+        DATA: Each process has the complete source, and takes the rows of its own replicas from each batch.
+        OFF: The source of each process is its own part of the data, for the replicas of that process.
+        HINT: As OFF, with the source `source.shard(num_shards, index)`.
     """
 
     OFF = -1
@@ -30,25 +32,28 @@ class AutoShardPolicy(enum.Enum):
 
     @classmethod
     def of(cls, policy: "AutoShardPolicy | str") -> "AutoShardPolicy":
-        """The policy of that name.
+        """Returns the policy with that name, in any case.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is no such policy.
         """
-        return enum_member(cls, policy, f"{policy!r} is no way to shard")
+        return enum_member(cls, policy, f"{policy!r} is not a policy for `auto_shard`")
+
+
+AutoShard: TypeAlias = AutoShardPolicy | Literal["auto", "file", "data", "off", "hint"]
 
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """What an input pipeline knows of itself: what `Strategy.distribute_datasets_from_function` gives its function.
+    """The input pipeline of one process, as `Strategy.distribute_datasets_from_function` passes it to its function.
 
     Attributes:
-        num_input_pipelines: How many there are: one a process.
-        input_pipeline_id: Which one this is, from 0.
-        num_replicas_in_sync: How many replicas all of them feed.
+        num_input_pipelines: The number of input pipelines: one per process.
+        input_pipeline_id: The index of this pipeline, from 0.
+        num_replicas_in_sync: The number of replicas that all pipelines feed together.
 
     Raises:
-        ValueError: There are fewer than one pipeline or replica, or `input_pipeline_id` is not one of the pipelines.
+        ValueError: A number is less than 1, or `input_pipeline_id` is not less than `num_input_pipelines`.
         TypeError: An argument is not an integer.
 
     Example:
@@ -61,8 +66,8 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def __post_init__(self) -> None:
-        for name, least in (("num_input_pipelines", 1), ("input_pipeline_id", 0), ("num_replicas_in_sync", 1)):
-            as_int(f"`{name}`", getattr(self, name), least)
+        for name, minimum in (("num_input_pipelines", 1), ("input_pipeline_id", 0), ("num_replicas_in_sync", 1)):
+            as_int(f"`{name}`", getattr(self, name), minimum)
         if self.input_pipeline_id >= self.num_input_pipelines:
             raise ValueError(
                 f"`input_pipeline_id` must be less than `num_input_pipelines`, got input_pipeline_id={self.input_pipeline_id} "
@@ -73,10 +78,10 @@ class InputContext:
         return f"jdist.InputContext(input pipeline id {self.input_pipeline_id}, total: {self.num_input_pipelines})"
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """How many examples of a global batch each replica gets.
+        """Returns the number of examples of a global batch per replica.
 
         Raises:
-            ValueError: The replicas cannot have as many each.
+            ValueError: The number of replicas does not divide the batch.
 
         Example:
             >>> InputContext(num_replicas_in_sync=6).get_per_replica_batch_size(12)
@@ -88,23 +93,23 @@ class InputContext:
 
 
 def check_split(size: int, parts: int, what: str = "replicas", argument: str = "batch_size") -> None:
-    """Raises ValueError if a batch of `size` examples cannot be split evenly over so many `what`."""
+    """Raises ValueError if a batch of `size` examples cannot be split evenly over `parts` replicas or devices (`what`)."""
     if size < 1 or size % parts:
-        down, up = size // parts * parts, (size // parts + 1) * parts
-        near = f"{down} or {up}" if down > 0 else str(max(up, parts))
+        smaller, larger = size // parts * parts, (size // parts + 1) * parts
+        valid_sizes = f"{smaller} or {larger}" if smaller > 0 else str(max(larger, parts))
         raise ValueError(
             f"A batch of {size} examples cannot be split over {parts} {what} ({size % parts} left over). "
-            f"`{argument}` counts the examples of all {what} together: take {near}."
+            f"`{argument}` is the number of examples of all {what} together: use {valid_sizes}."
         )
 
 
 class ShardRows(NamedTuple):
-    """What a process takes from one shard of the data in each batch.
+    """The rows that a process takes from one shard of the data in each batch.
 
     Attributes:
-        shard: Which one.
-        size: How many rows of a batch come from it.
-        rows: Which of these the process holds, `[row]`.
+        shard: The index of the shard.
+        size: The number of rows of a batch that come from the shard.
+        rows: The indices of those rows that the process holds, `[row]`.
     """
 
     shard: int
@@ -114,15 +119,15 @@ class ShardRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProcessShare:
-    """Which part of each global batch a process holds: that of its replicas. Replica i has the i-th of equal blocks of rows.
+    """The part of each global batch that a process holds: the rows of its replicas. Replica i has the i-th of equal blocks.
 
-    Where one replica spans devices, the devices that share its batch stand for replicas here.
+    Where one replica spans several devices, the devices that split its batch take the place of replicas here.
 
     Attributes:
         replicas: The replicas of this process, in ascending order.
-        num_replicas: How many there are in all.
-        pipeline: The number of this process among those that feed the strategy.
-        num_pipelines: How many these are.
+        num_replicas: The number of replicas of all processes.
+        pipeline: The index of this process among the processes that feed the strategy.
+        num_pipelines: The number of these processes.
     """
 
     replicas: tuple[int, ...]
@@ -130,28 +135,33 @@ class ProcessShare:
     pipeline: int = 0
     num_pipelines: int = 1
 
-    def common(self, size: int, shards: int) -> list[ShardRows]:
-        """What this process takes where a batch of `size` is one block of rows after the other, one from each shard."""
-        each = size // self.num_replicas
-        mine = np.concatenate([np.arange(i * each, (i + 1) * each) for i in self.replicas])
+    def rows_of_shards(self, size: int, shards: int) -> list[ShardRows]:
+        """Returns the rows of this process in a batch of `size` that consists of one block of rows from each shard."""
+        per_replica = size // self.num_replicas
+        local_rows = np.concatenate([np.arange(i * per_replica, (i + 1) * per_replica) for i in self.replicas])
         edges = [size * shard // shards for shard in range(shards + 1)]
         parts = []
         for shard, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
-            if len(rows := mine[(mine >= start) & (mine < stop)] - start):
+            if len(rows := local_rows[(local_rows >= start) & (local_rows < stop)] - start):
                 parts.append(ShardRows(shard, stop - start, rows))
         return parts
 
-    def own(self, size: int) -> list[ShardRows]:
-        """What this process takes where all its rows come from a shard of its own."""
-        here = size // self.num_replicas * len(self.replicas)
-        return [ShardRows(self.pipeline, here, np.arange(here))]
+    def rows_of_own_shard(self, size: int) -> list[ShardRows]:
+        """Returns the rows of this process in a batch of `size` if it has its own shard."""
+        local_size = size // self.num_replicas * len(self.replicas)
+        return [ShardRows(self.pipeline, local_size, np.arange(local_size))]
 
 
 def process_share(replicas: Replicas, by_replica: bool = False) -> ProcessShare:
-    """The share of this process in what feeds the replicas; `by_replica`: if it is read a replica's batch at a time."""
+    """Returns the share of this process in the batches of a strategy.
+
+    Args:
+        replicas: The replicas of the strategy.
+        by_replica: Whether the source yields the batch of one replica at a time.
+    """
     processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
-    here = jax.process_index()
-    number = processes.index(here) if here in processes else 0
+    process = jax.process_index()
+    pipeline = processes.index(process) if process in processes else 0
     if by_replica and replicas.split and len(processes) == 1:
         return ProcessShare((0,), 1)
-    return ProcessShare(replicas.local_parts, replicas.num_parts, number, len(processes))
+    return ProcessShare(replicas.local_parts, replicas.num_parts, pipeline, len(processes))

@@ -1,4 +1,4 @@
-"""In which order examples that have numbers come: pure arithmetic, the same on every process and any number of devices."""
+"""The order of indexed examples: pure arithmetic, the same on every process and for any number of devices."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class ExampleOrder:
-    """The order of the examples: a function of the seed, the epoch and the position.
+    """The order of the examples, a function of the seed and the epoch.
 
     Attributes:
-        num_examples: How many there are.
-        shuffle: Whether each epoch has an order of its own.
-        seed: What that order depends on, besides the epoch.
-        shard: Which of several parts of the data these examples are; each has an order of its own.
+        num_examples: The number of examples.
+        shuffle: Whether each epoch has its own order.
+        seed: The seed of the shuffled order.
+        shard: The index of these examples among several shards of the data; each shard has its own order.
 
     Example:
-        >>> order = Order(5, shuffle=False, seed=0)
+        >>> order = ExampleOrder(5, shuffle=False, seed=0)
         >>> [batch.tolist() for batch in order.batches(0, 2)]
         [[0, 1], [2, 3], [4]]
     """
@@ -28,15 +28,15 @@ class ExampleOrder:
     shard: int = 0
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """The numbers of all examples in the order of this epoch, `[example]`."""
+        """Returns the indices of all examples in the order of an epoch, `[example]`."""
         if not self.shuffle:
             return np.arange(self.num_examples)
         key, counter = np.array([self.seed, epoch], np.uint64), np.array([0, 0, 0, self.shard], np.uint64)
-        # Of numpy's generators only the legacy one promises that what it gives never changes.
+        # Of numpy's generators, only the legacy `RandomState` guarantees the same stream in every version.
         return np.random.RandomState(np.random.Philox(key=key, counter=counter)).permutation(self.num_examples)
 
     def batches(self, epoch: int, size: int, first: int = 0) -> Iterator[np.ndarray]:
-        """The numbers of the examples in each batch of this epoch, `[batch]`, from the `first`; fewer in a partial one."""
+        """Yields the indices of each batch of an epoch, `[batch]`, from batch `first`; a last partial batch has fewer."""
         order = self.epoch(epoch)
         for start in range(first * size, self.num_examples, size):
             yield order[start : start + size]

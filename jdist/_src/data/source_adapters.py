@@ -1,6 +1,6 @@
-"""Which kind of source an object is.
+"""Recognition of sources: converts the object that the user passes to an `Indexed` source or a `Stream`.
 
-The libraries that it may come from are never imported: who hands in an object of one has imported it.
+No data library is imported: a user who passes an object of a library has imported the library.
 """
 
 import functools
@@ -11,108 +11,193 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.data.array_rows import STACK_EXAMPLES
+from jdist._src.data.files import Files
 from jdist._src.data.shuffle import ExampleOrder
-from jdist._src.data.sources import Arrays, Called, Columns, Examples, Indexed, Stream, by_number, restarted, shufflers
+from jdist._src.data.sources import (
+    Arrays,
+    CallableIterable,
+    Columns,
+    Examples,
+    Indexed,
+    Stream,
+    indexed_batches,
+    restart_each_epoch,
+    samplers,
+)
 from jdist._src.values.base import is_distributed
 
-_ENDLESS = 2**40  # a `grain.MapDataset` that repeats for ever says that it has `sys.maxsize` examples
+_ENDLESS = 2**40  # an endlessly repeated `grain.MapDataset` reports `sys.maxsize` examples
+_CHUNK = 256  # examples read from a file per call
 
 
 def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed | Stream:
-    """What `source` is.
+    """Returns the source that the user passes as one of the two kinds of sources.
 
     Args:
-        source: What the user hands in.
+        source: The object that the user passes.
         batches: Whether its elements are batches.
-        shuffle: Whether the order is to be another in each epoch.
-        seed: What that order depends on.
+        shuffle: Whether each epoch has its own order.
+        seed: The seed of that order.
 
     Raises:
-        ValueError: It is of no kind that is known, or cannot be shuffled.
+        ValueError: The source is not recognized, or cannot be shuffled.
     """
+    if batches and _is_list_of_batches(source):
+        return indexed_batches(Examples(source), ExampleOrder(len(source), shuffle, seed))
     if _is_tree(source) or hasattr(source, "__array__"):
-        _refuse_list_of_examples(source)
-        if batches:
-            raise ValueError(
-                "Arrays have to be cut into batches: say how many examples a batch has, as `batch_size=64`."
-            )
+        _check_arrays(source, batches)
         return Arrays(source)
     if isinstance(source, (str, bytes)):
-        raise ValueError(f"The source is {source!r}. To read files, say how: `jdist.data.Files(paths, read)`.")
+        raise ValueError(f"The source is {source!r}. To read files, pass `jdist.data.Files(paths, read)`.")
     if isinstance(source, Mapping):
         raise ValueError(
-            f"The source is a {type(source).__name__} of {', '.join(map(repr, source))}. Hand in one of them; or, if they are "
-            "arrays of the same examples, `dict(source)`."
+            f"The source is a {type(source).__name__} with the keys {', '.join(map(repr, source))}. Pass one of its values; "
+            "or, if they are arrays of the same examples, `dict(source)`."
         )
-    if _is(source, "datasets", "Dataset"):
-        found = Columns(_as_numpy(source))
-        return by_number(found, ExampleOrder(len(found), shuffle, seed)) if batches else found
-    if _is(source, "torch", "utils.data.DataLoader"):
+    if _is_instance(source, "datasets", "Dataset"):
+        columns = Columns(_with_numpy_format(source))
+        return indexed_batches(columns, ExampleOrder(len(columns), shuffle, seed)) if batches else columns
+    if _is_instance(source, "torch", "utils.data.DataLoader"):
         _refuse_shuffle(shuffle, "is a DataLoader")
-        return _loader(source, batches)
-    iterable = _is(source, "torch", "utils.data.IterableDataset")  # which has `__getitem__`, and refuses it
-    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not iterable:
+        return _torch_loader(source, batches)
+    # A torch `IterableDataset` has a `__getitem__` that raises.
+    is_torch_stream = _is_instance(source, "torch", "utils.data.IterableDataset")
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_torch_stream:
         if len(source) < _ENDLESS:
-            found = Examples(source)
-            return by_number(found, ExampleOrder(len(found), shuffle, seed)) if batches else found
-        _refuse_shuffle(shuffle, "has no end")
+            examples = Examples(source)
+            return indexed_batches(examples, ExampleOrder(len(examples), shuffle, seed)) if batches else examples
+        _refuse_shuffle(shuffle, "is endless")
         start = lambda epoch, first: map(source.__getitem__, itertools.count(first))
-        return Stream(start, batches, lends=True, endless=True)
+        return Stream(start, batches, reuses_buffers=True, endless=True)
     if isinstance(source, Iterable):
-        _refuse_shuffle(shuffle, "gives one element after the other")
-        reads_ahead = _is(source, "grain", "IterDataset") or _is(source, "grain", "DataLoader")
-        return Stream(restarted(_iterable(source)), batches, lends=True, reads_ahead=reads_ahead)
+        _refuse_shuffle(shuffle, "yields its elements sequentially")
+        reads_ahead = _is_instance(source, "grain", "IterDataset") or _is_instance(source, "grain", "DataLoader")
+        start = restart_each_epoch(_with_numpy_elements(source))
+        return Stream(start, batches, reuses_buffers=True, reads_ahead=reads_ahead)
     if callable(source) and _makes_elements(source):
         _refuse_shuffle(shuffle, "is a generator function")
-        return Stream(restarted(Called(source, _elements)), batches, lends=True)
+        return Stream(restart_each_epoch(CallableIterable(source, _as_elements)), batches, reuses_buffers=True)
     if callable(source):
         _refuse_shuffle(shuffle, "is a function of the step")
         start = lambda epoch, first: map(source, itertools.count(first))
-        return Stream(start, True, lends=True, endless=True)
+        return Stream(start, True, reuses_buffers=True, endless=True)
     raise ValueError(
-        f"The source is {type(source).__name__}, from which no examples can be had. Pass arrays, a sequence or an iterable of "
-        "examples, a dataset of grain, TensorFlow, torch or Hugging Face, `jdist.data.Files`, a generator function without "
-        "arguments, or a function of the step."
+        f"The source is {type(source).__name__}, which is not supported. Pass arrays, a sequence or an iterable of examples, a "
+        "dataset of grain, TensorFlow, torch or Hugging Face, `jdist.data.Files`, a generator function without arguments, or a "
+        "function of the step."
     )
 
 
-def _iterable(source: Iterable[Any]) -> Iterable[Any]:
-    """Returns an iterable that gives numpy arrays where the library has other arrays by default."""
-    if _is(source, "tensorflow", "data.Dataset"):
+def stream_of_files(files: Files, batches: bool, shuffle: bool, seed: int, shard: int, shards: int) -> Stream:
+    """Returns the elements of the files `shard`, `shard + shards`, ... as one stream."""
+
+    def start(epoch: int, first: int) -> Iterator[Any]:
+        order = ExampleOrder(len(files.paths), shuffle, seed).epoch(epoch)
+        for number in order[shard::shards].tolist():
+            try:
+                source = source_of(files.read(files.paths[number]), batches, shuffle, seed)
+                if isinstance(source, Stream) and source.batches and not batches:
+                    raise ValueError("`read` returns batches, not examples. Pass `batch_size=None`.")
+                if isinstance(source, Stream):
+                    for element in source.start(epoch, 0):
+                        if first == 0:
+                            yield element
+                        first = max(0, first - 1)
+                else:
+                    # Shard numbers after the number of files, because shard 0 is the order of the files.
+                    indices = ExampleOrder(len(source), shuffle, seed, len(files.paths) + number).epoch(epoch)[first:]
+                    yield from _take_in_chunks(source, indices)
+                    first = max(0, first - len(source))
+            except Exception as error:
+                error.add_note(f"while reading {files.paths[number]}")
+                raise
+
+    return Stream(start, batches, reuses_buffers=True)
+
+
+def _take_in_chunks(source: Indexed, indices: np.ndarray) -> Iterator[Any]:
+    for start in range(0, len(indices), _CHUNK):
+        chunk = indices[start : start + _CHUNK]
+        rows = source.take(chunk, "")
+        yield from (jax.tree.map(lambda array, i=i: array[i], rows) for i in range(len(chunk)))
+
+
+def _is_list_of_batches(source: Any) -> bool:
+    """Returns whether `source` is a list of trees of arrays, such as `[(x, y), (x, y)]`: not a list of single arrays."""
+    if not isinstance(source, list) or not source:
+        return False
+    leaves = jax.tree.leaves(source, is_leaf=is_distributed)
+    are_arrays = all(hasattr(leaf, "__array__") and not is_distributed(leaf) for leaf in leaves)
+    return are_arrays and all(_is_tree(batch) and jax.tree.leaves(batch) for batch in source)
+
+
+def _check_arrays(source: PyTree, batches: bool) -> None:
+    """Checks a tree of arrays that is passed as a source.
+
+    Raises:
+        ValueError: Its leaves are distributed already, it may be a list of examples or of batches, or it is not in batches.
+    """
+    if any(map(is_distributed, jax.tree.leaves(source, is_leaf=is_distributed))):
+        raise ValueError("The source is distributed over the devices of a strategy already. Pass the original data.")
+    if batches:
+        hint = " If the source is a list of batches, pass `lambda: iter(batches)`." if isinstance(source, list) else ""
+        raise ValueError(
+            f"The source consists of arrays, which are split into batches. Pass the number of examples per batch: "
+            f"`batch_size=64`.{hint}"
+        )
+    # A list whose elements look alike may be a list of examples. Read as arrays, examples and leaves would be swapped silently.
+    if not isinstance(source, list) or len(source) < 2:
+        return
+    specs = {(jax.tree.structure(part), *map(dtype_and_shape, jax.tree.leaves(part))) for part in source}
+    if len(specs) == 1 and all(hasattr(leaf, "__array__") for leaf in jax.tree.leaves(source)):
+        raise ValueError(
+            f"The source is a list of {len(source)} elements with equal dtypes and shapes, which is ambiguous. If each element "
+            "is a batch, pass `batch_size=None`. If each element is an array of all examples, pass a tuple of the elements. "
+            f"{STACK_EXAMPLES}."
+        )
+
+
+def _with_numpy_elements(source: Iterable[Any]) -> Iterable[Any]:
+    """Returns an iterable of numpy arrays where the library yields its own arrays by default."""
+    if _is_instance(source, "tensorflow", "data.Dataset"):
         return _NumpyOfTensorflow(source)
-    return source.with_format("numpy") if _is(source, "datasets", "IterableDataset") else source  # pyright: ignore
+    if _is_instance(source, "datasets", "IterableDataset"):
+        return source.with_format("numpy")  # pyright: ignore
+    return source
 
 
 def _makes_elements(function: Callable[..., Any]) -> bool:
     """Returns True for a function without arguments that makes an iterable, False for a function of the step.
 
     Raises:
-        ValueError: It is neither, by its arguments.
+        ValueError: Its arguments fit neither.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a function in C may have none
+    except (TypeError, ValueError):  # some C functions do not have a signature
         return False
-    generates = any(map(inspect.isgeneratorfunction, (function, type(function).__call__)))
-    if generates and not _accepts(signature):
+    is_generator = any(map(inspect.isgeneratorfunction, (function, type(function).__call__)))
+    if is_generator and not _accepts(signature):
         raise ValueError(
-            f"The source is a generator function with the arguments {signature}. It is called without arguments: bind them by "
-            "`functools.partial`. Or pass a function of the step, which returns one batch and has no `yield`."
+            f"The source is a generator function with the arguments {signature}, but it is called without arguments. Bind them "
+            "with `functools.partial`. Or pass a function of the step, which returns one batch and does not use `yield`."
         )
-    if generates or _accepts(signature, 0):
-        return generates
+    if is_generator or _accepts(signature, 0):
+        return is_generator
     if not _accepts(signature):
         raise ValueError(
             f"The source is a function with the arguments {signature}. Pass a function of the step, with one argument, or a "
-            "generator function, without arguments. Bind the others by `functools.partial`."
+            "generator function, without arguments. Bind further arguments with `functools.partial`."
         )
     return True
 
 
 def accepts_one(function: Callable[..., Any]) -> bool:
-    """Whether a function may be called with one positional argument, as far as it has a signature."""
+    """Returns whether a function accepts one positional argument; True if it does not have a signature."""
     try:
         return _accepts(inspect.signature(function), 0)
     except (TypeError, ValueError):
@@ -127,35 +212,36 @@ def _accepts(signature: inspect.Signature, *args: Any) -> bool:
     return True
 
 
-def _elements(result: Any) -> Iterable[Any]:
-    """Returns the elements that a function without arguments made, as an iterable.
+def _as_elements(result: Any) -> Iterable[Any]:
+    """Returns the result of a function without arguments as an iterable of elements.
 
     Raises:
         ValueError: It is not an iterable of elements.
     """
     if is_single(result) or not isinstance(result, Iterable):
         raise ValueError(
-            f"The source is a function without arguments, and returned {dtype_and_shape(result)}. Such a function returns an iterator "
-            "over the elements, as a generator function does. Pass arrays without a function. A function of the step has one "
-            "argument."
+            f"The source is a function without arguments that returned {dtype_and_shape(result)}. Such a function must return "
+            "an iterator over the elements, as a generator function does. Pass arrays directly, without a function. A function "
+            "of the step has one argument."
         )
-    return _iterable(result)
+    return _with_numpy_elements(result)
 
 
 def is_single(result: Any) -> bool:
-    """Whether the result of a function is an array, a tree other than a list, or text: not a series of elements."""
+    """Returns whether `result` is an array, a tree other than a list, or text: one element, not a series of elements."""
     if isinstance(result, (str, bytes, Mapping)) or hasattr(result, "__array__"):
         return True
     return not isinstance(result, list) and _is_tree(result)
 
 
-def _loader(loader: Any, batches: bool) -> Stream:
-    """A torch `DataLoader`."""
-    samplers = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
-    repeats = not any(_is(part, "torch", f"utils.data.{name}") for part in shufflers(loader) for name in samplers)
+def _torch_loader(loader: Any, batches: bool) -> Stream:
+    names = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
+    is_random = lambda sampler: any(_is_instance(sampler, "torch", f"utils.data.{name}") for name in names)
+    repeatable = not any(map(is_random, samplers(loader)))
+    start = restart_each_epoch(loader)
     if loader.batch_size is None and loader.batch_sampler is None:
-        return Stream(restarted(loader), batches, lends=True, repeats=repeats)
-    return Stream(restarted(loader), True, loader.batch_size, repeats=repeats)
+        return Stream(start, batches, reuses_buffers=True, repeatable=repeatable)
+    return Stream(start, True, loader.batch_size, repeatable=repeatable)
 
 
 class _NumpyOfTensorflow:
@@ -166,42 +252,30 @@ class _NumpyOfTensorflow:
         return self._dataset.as_numpy_iterator()
 
 
-def _as_numpy(dataset: Any) -> Any:
+def _with_numpy_format(dataset: Any) -> Any:
     if dataset.format["type"] is not None:
         return dataset
-    return dataset.with_format("numpy", columns=dataset.format["columns"], dtype=None)  # None: those of the columns
+    # dtype=None keeps the dtypes of the columns.
+    return dataset.with_format("numpy", columns=dataset.format["columns"], dtype=None)
 
 
-def _is(source: Any, library: str, name: str) -> bool:
-    loaded = sys.modules.get(library)
-    kind = loaded and functools.reduce(lambda part, name: getattr(part, name, None), name.split("."), loaded)
-    return isinstance(kind, type) and isinstance(source, kind)
+def _is_instance(source: Any, library: str, class_name: str) -> bool:
+    """Returns whether `source` is an instance of a class of a library, which is not imported for it."""
+    module = sys.modules.get(library)
+    cls = module and functools.reduce(lambda part, name: getattr(part, name, None), class_name.split("."), module)
+    return isinstance(cls, type) and isinstance(source, cls)
 
 
 def _is_tree(source: Any) -> bool:
-    if isinstance(source, Iterator):  # which JAX would rather not be asked about
+    if isinstance(source, Iterator):  # JAX warns about iterators as leaves
         return False
     treedef = jax.tree.structure(source)
     return not (treedef.num_leaves == treedef.num_nodes == 1)
 
 
-def _refuse_shuffle(shuffle: bool, why: str) -> None:
+def _refuse_shuffle(shuffle: bool, source_property: str) -> None:
     if shuffle:
         raise ValueError(
-            f"The source {why}, and shuffle=True needs examples that can be found by their numbers (`__len__` and "
-            "`__getitem__`). Shuffle in the source."
-        )
-
-
-def _refuse_list_of_examples(source: PyTree) -> None:
-    """A list of trees that look all alike may be a list of examples; read as arrays it would be mixed up in silence."""
-    if any(map(is_distributed, jax.tree.leaves(source, is_leaf=is_distributed))):
-        raise ValueError("The source lies on the devices of a strategy already. Hand in what it was made from.")
-    if not isinstance(source, list) or len(source) < 2:
-        return
-    like = {(jax.tree.structure(part), *(dtype_and_shape(x) for x in jax.tree.leaves(part))) for part in source}
-    if len(like) == 1 and all(hasattr(x, "__array__") for x in jax.tree.leaves(source)):
-        raise ValueError(
-            f"The source is a list of {len(source)} parts that look alike: if each is an example, hand in "
-            "`grain.MapDataset.source(examples)`; if each is an array of all examples, hand in a tuple of them."
+            f"The source {source_property}, but shuffle=True needs examples with an index (`__len__` and `__getitem__`). "
+            "Shuffle in the source."
         )

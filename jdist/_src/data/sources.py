@@ -1,4 +1,4 @@
-"""What examples come from: some have numbers, and others come one after the other. There is no third kind."""
+"""The two kinds of sources: examples with an index, and streams of elements."""
 
 import dataclasses
 import itertools
@@ -9,65 +9,65 @@ import jax
 import numpy as np
 
 from jdist._src.core.tree import PyTree
-from jdist._src.data.array_rows import Stack, as_rows, check_ranges
+from jdist._src.data.array_rows import ExampleStack, as_rows, check_ranges
 from jdist._src.data.shuffle import ExampleOrder
 
 
 class Indexed(Protocol):
-    """Examples found by their numbers."""
+    """Examples with an index."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of examples."""
         ...
 
-    def take(self, numbers: np.ndarray, where: str) -> PyTree:
-        """These examples, leaves `[example, ...]`, in memory of their own."""
+    def take(self, indices: np.ndarray, where: str) -> PyTree:
+        """Returns the examples at `indices`, leaves `[example, ...]`, in new memory."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """Elements one after the other, gone through anew in each epoch.
+    """Elements read sequentially, from the beginning in each epoch.
 
     Attributes:
-        start: From the number of the epoch, and that of the first element wanted, to the elements.
-        batches: Whether an element is a batch, and not an example.
-        batch_size: How many examples a batch has, where the source says so.
-        lends: Whether the source may write into a batch that it gave before.
-        endless: Whether it has no end, and so no partial batch.
-        repeats: Whether an epoch that is begun again comes in the same order.
-        reads_ahead: Whether the source has threads or processes of its own that read ahead.
-        if_not_batched: What to do where an element has to be a batch, and its leaves have no rows.
+        start: Returns an iterator of the elements of an epoch, given the epoch and the index of the first element.
+        batches: Whether an element is a batch, not an example.
+        batch_size: The number of examples per batch, where the source reports it.
+        reuses_buffers: Whether the source may overwrite the memory of earlier batches.
+        endless: Whether the stream is infinite, and so without a partial batch.
+        repeatable: Whether an epoch that is read again has the same order.
+        reads_ahead: Whether the source reads ahead with its own threads or processes.
+        advice: The last sentence of the message for a batch whose leaves do not have rows.
     """
 
     start: Callable[[int, int], Iterator[Any]]
     batches: bool
     batch_size: int | None = None
-    lends: bool = False
+    reuses_buffers: bool = False
     endless: bool = False
-    repeats: bool = True
+    repeatable: bool = True
     reads_ahead: bool = False
-    if_not_batched: str = "If it is an example and no batch, say how many make one: `batch_size=64`"
+    advice: str = "If it is an example, not a batch, pass the number of examples per batch: `batch_size=64`"
 
 
 class Arrays:
-    """Arrays in host memory, with one row an example."""
+    """Arrays in host memory, with one row per example."""
 
     def __init__(self, tree: PyTree):
         arrays = as_rows(tree)
-        check_ranges(arrays)  # here, because another process may hold the rows that do not fit
+        check_ranges(arrays)  # checked on all rows, because this process may not read the invalid ones
         self._arrays, self._treedef = jax.tree.flatten(arrays)
 
     def __len__(self) -> int:
         return len(self._arrays[0])
 
-    def take(self, numbers: np.ndarray, where: str) -> PyTree:
-        """These rows."""
-        return self._treedef.unflatten([array.take(numbers, axis=0) for array in self._arrays])
+    def take(self, indices: np.ndarray, where: str) -> PyTree:
+        """Returns the rows at `indices`."""
+        return self._treedef.unflatten([array.take(indices, axis=0) for array in self._arrays])
 
 
 class Examples:
-    """A sequence that gives one example a number."""
+    """A sequence that returns one example per index."""
 
     def __init__(self, sequence: Any):
         self._sequence = sequence
@@ -75,22 +75,21 @@ class Examples:
     def __len__(self) -> int:
         return len(self._sequence)
 
-    def take(self, numbers: np.ndarray, where: str) -> PyTree:
-        """These examples, stacked."""
-        stack = Stack(where)
-        for number in numbers.tolist():
-            example = self._sequence[number]
+    def take(self, indices: np.ndarray, where: str) -> PyTree:
+        """Returns the stacked examples at `indices`."""
+        stack = ExampleStack(where)
+        for index in indices.tolist():
+            example = self._sequence[index]
             if example is None:
                 raise ValueError(
-                    f"Example {number} is None{where}. Where a `grain.MapDataset` filters, `to_iter_dataset()` leaves those "
-                    "out."
+                    f"Example {index} is None{where}. If a `grain.MapDataset` filters examples, `to_iter_dataset()` skips them."
                 )
             stack.add(example)
-        return stack.rows()
+        return stack.stacked()
 
 
 class Columns:
-    """A Hugging Face dataset, which gives many examples at once."""
+    """A Hugging Face dataset, which returns several examples per call."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
@@ -98,14 +97,14 @@ class Columns:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def take(self, numbers: np.ndarray, where: str) -> PyTree:
-        """These examples, column by column."""
-        return as_rows(self._dataset[numbers.tolist()], where)
+    def take(self, indices: np.ndarray, where: str) -> PyTree:
+        """Returns the examples at `indices`, by column."""
+        return as_rows(self._dataset[indices.tolist()], where)
 
 
-def by_number(source: Indexed, order: ExampleOrder) -> Stream:
-    """A stream of the batches that have these numbers."""
-    batch = lambda number: jax.tree.map(lambda x: x[0], source.take(np.array([number]), ""))
+def indexed_batches(source: Indexed, order: ExampleOrder) -> Stream:
+    """Returns a stream of the batches of `source`, whose examples are batches, in the given order."""
+    batch = lambda index: jax.tree.map(lambda x: x[0], source.take(np.array([index]), ""))
     return Stream(lambda epoch, first: map(batch, order.epoch(epoch)[first:]), True)
 
 
@@ -115,36 +114,39 @@ READ_AGAIN = (
 )
 
 
-class Called:
-    """An iterable that calls a function for a new iterator each time.
+class CallableIterable:
+    """An iterable that calls a function for each new iterator.
 
     Args:
-        make: A function without arguments that returns an iterable.
-        convert: Converts the result of `make` to an iterable of elements.
+        make: A function without arguments.
+        as_iterable: Converts the result of `make` to an iterable of elements.
     """
 
-    def __init__(self, make: Callable[[], Any], convert: Callable[[Any], Iterable[Any]]):
-        self._make, self._convert = make, convert
+    def __init__(self, make: Callable[[], Any], as_iterable: Callable[[Any], Iterable[Any]]):
+        self._make, self._as_iterable = make, as_iterable
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._convert(self._make()))
+        return iter(self._as_iterable(self._make()))
 
 
-def restarted(source: Iterable[Any]) -> Callable[[int, int], Iterator[Any]]:
-    """Goes through `source` again for each epoch; elements before the first wanted are read and let go."""
-    once = isinstance(source, Iterator)
-    begun = False
+def restart_each_epoch(source: Iterable[Any]) -> Callable[[int, int], Iterator[Any]]:
+    """Returns `Stream.start` for an iterable that is read from the beginning in each epoch.
+
+    Elements before the first requested one are read and discarded.
+    """
+    is_iterator = isinstance(source, Iterator)
+    was_read = False
 
     def start(epoch: int, first: int) -> Iterator[Any]:
-        nonlocal begun
-        if once and begun:
+        nonlocal was_read
+        if is_iterator and was_read:
             raise ValueError(
-                f"The source is a {type(source).__name__}, which can be gone through once, and was. {READ_AGAIN}"
+                f"The source is a {type(source).__name__}, which can be read only once, and has been read. {READ_AGAIN}"
             )
-        begun = True
-        for part in shufflers(source):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
+        was_read = True
+        for sampler in samplers(source):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
         iterator = iter(source)
         next(itertools.islice(iterator, first, first), None)
         return iterator
@@ -152,7 +154,7 @@ def restarted(source: Iterable[Any]) -> Callable[[int, int], Iterator[Any]]:
     return start
 
 
-def shufflers(source: Any) -> list[Any]:
-    """What may choose the order: the source, or in torch its samplers."""
+def samplers(source: Any) -> list[Any]:
+    """Returns the objects that may determine the order: the source, and the samplers of a torch loader."""
     batch_sampler = getattr(source, "batch_sampler", None)
     return [source, getattr(source, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]

@@ -1,4 +1,4 @@
-"""What a loop waits for."""
+"""Timing of a loop over batches."""
 
 import dataclasses
 import time
@@ -6,16 +6,16 @@ import time
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a loop over batches has waited for so far.
+    """The waiting time of a loop over batches so far.
 
     Attributes:
-        batches: How many batches it has taken.
-        examples: How many examples were in them, over all replicas.
-        startup: Seconds until it had the first one.
-        waiting: Seconds that it has waited for the others.
-        working: Seconds between having a batch and asking for the next: the steps.
-        stalled: How many batches were not ready when they were asked for, the first one not counted.
-        first: How many examples were in the first batch, which no step came before.
+        batches: The number of batches received.
+        examples: The number of examples in them, over all replicas.
+        startup: Seconds of waiting for the first batch.
+        waiting: Seconds of waiting for the other batches.
+        working: Seconds between receiving a batch and requesting the next one: the steps.
+        stalled: The number of batches that were not ready when they were requested, without the first one.
+        first: The number of examples in the first batch, which no step precedes.
     """
 
     batches: int = 0
@@ -28,54 +28,54 @@ class Stats:
 
     @property
     def stalled_fraction(self) -> float:
-        """Which part of the steps had to wait; 0 before there were two."""
+        """The fraction of the steps that waited; 0 for fewer than two batches."""
         return self.stalled / max(1, self.batches - 1)
 
     @property
     def waiting_fraction(self) -> float:
-        """Which part of the time went by waiting; 0 before there were two."""
-        spent = self.waiting + self.working
-        return self.waiting / spent if spent else 0.0
+        """The fraction of the time spent waiting; 0 for fewer than two batches."""
+        seconds = self.waiting + self.working
+        return self.waiting / seconds if seconds else 0.0
 
     @property
     def examples_per_second(self) -> float:
-        """How many examples a second it has taken since it had the first batch; 0 before there were two."""
-        spent = self.waiting + self.working
-        return (self.examples - self.first) / spent if spent else 0.0
+        """The number of examples per second since the first batch; 0 for fewer than two batches."""
+        seconds = self.waiting + self.working
+        return (self.examples - self.first) / seconds if seconds else 0.0
 
 
 class LoopTimer:
-    """Measures a loop, from when it asks for a batch to when it has it."""
+    """Measures the time between requesting a batch and receiving it."""
 
     def __init__(self) -> None:
         self._batches = self._examples = self._stalled = self._first = 0
         self._startup = self._waiting = self._working = 0.0
-        self._asked = 0.0
-        self._had: float | None = None
+        self._request_time = 0.0
+        self._receive_time: float | None = None
 
-    def ask(self) -> None:
-        """The loop asks for a batch."""
-        self._asked = time.perf_counter()
+    def request(self) -> None:
+        """Records that the loop requests a batch."""
+        self._request_time = time.perf_counter()
 
-    def have(self, examples: int, stalled: bool) -> None:
-        """It has one."""
+    def receive(self, examples: int, stalled: bool) -> None:
+        """Records that the loop receives a batch."""
         now = time.perf_counter()
         self._batches += 1
         self._examples += examples
-        if self._had is None:
-            self._startup += now - self._asked
+        if self._receive_time is None:
+            self._startup += now - self._request_time
             self._first += examples
         else:
-            self._waiting += now - self._asked
-            self._working += self._asked - self._had
+            self._waiting += now - self._request_time
+            self._working += self._request_time - self._receive_time
             self._stalled += stalled
-        self._had = now
+        self._receive_time = now
 
     def pause(self) -> None:
-        """What comes next is not a step after the last batch."""
-        self._had = None
+        """Excludes the time until the next batch, which does not follow a step."""
+        self._receive_time = None
 
     def stats(self) -> Stats:
-        """What was measured so far."""
+        """Returns the measurements so far."""
         times = self._startup, self._waiting, self._working
         return Stats(self._batches, self._examples, *times, self._stalled, self._first)
