@@ -85,7 +85,7 @@ def main():
         validation_data=validation,
         callbacks=[jdist.callbacks.EarlyStopping("val_loss", patience=5)],
     )
-    console.print(f"{fit.stop}\n{fit.history}")
+    console.print(f"{fit.stop_reason}\n{fit.history}")
 
     result = trainer.evaluate(fit.state, test, batch_size=args.batch_size)
     replicas = strategy.num_replicas_in_sync

@@ -136,7 +136,7 @@ def main():
         micro_batches=MICRO_BATCHES,
         steps_per_call=STEPS_PER_CALL,
     )
-    console.print(f"{fit.stop}\n{fit.history}")
+    console.print(f"{fit.stop_reason}\n{fit.history}")
     result = trainer.evaluate(fit.state, held_out, batch_size=args.batch_size)
     console.print(f"Held out: {result['loss']:.3f} bits per character, {result['examples']} windows")
 

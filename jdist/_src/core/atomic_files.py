@@ -56,7 +56,7 @@ def write_on_process_0(
         try:
             with replace_atomically(path, may_replace) as new:
                 write(new)
-        except BaseException as error:  # whatever it is: the other processes wait for the result
+        except BaseException as error:  # of any type: the other processes wait for the result
             problem = error
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils

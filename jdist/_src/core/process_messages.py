@@ -33,7 +33,7 @@ class MessageExchange:
         self._name, self._process, self._num_processes, self._should_stop = name, process, num_processes, should_stop
         self._store = key_value_store()
         self._next_read = self._next_post = 0  # rounds
-        # A process that posts here has closed the earlier exchanges of the subject, so nobody reads their messages any more.
+        # A process that posts here has closed the earlier exchanges of the subject, so their messages are not read any more.
         self._unread_keys = _unread_keys.setdefault(name.rpartition("/")[0], [])
         self._obsolete_keys, self._unread_keys[:] = list(self._unread_keys), []
 
