@@ -76,7 +76,10 @@ def test_ga10_row_slices_are_errors(strategy):
 
 
 def test_ga11_gather_in_a_replica_function_is_an_error(strategy):
-    with pytest.raises(RuntimeError, match=r"`strategy\.gather` cannot be called inside a replica function.*use `jdist\.all_gather` there"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"`strategy\.gather` cannot be called inside a replica function.*use `jdist\.all_gather` there",
+    ):
         strategy.run(lambda: strategy.gather(jnp.zeros(2) + jdist.replica_id(), axis=0))
 
 

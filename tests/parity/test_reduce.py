@@ -136,7 +136,10 @@ def test_rd27_sum_of_strings_is_an_error(two):
 
 
 def test_rd28_host_reduction_in_a_replica_function_is_an_error(strategy):
-    with pytest.raises(RuntimeError, match=r"`strategy\.reduce` cannot be called inside a replica function.*use `jdist\.all_reduce` there"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"`strategy\.reduce` cannot be called inside a replica function.*use `jdist\.all_reduce` there",
+    ):
         strategy.run(lambda: strategy.reduce("sum", jdist.replica_id(), axis=None))
 
 

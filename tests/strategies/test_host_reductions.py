@@ -156,7 +156,9 @@ HOST_SUMS = {"number": (3.0, r"3\.0"), "array": (np.ones((2, 3), np.float32), r"
 
 @pytest.mark.parametrize("value, text", HOST_SUMS.values(), ids=HOST_SUMS)
 def test_sum_of_host_value_raises_with_its_name(value, text, two):
-    message = rf"value\['x'\].*{text}.* host value, held by none of the 2 replicas.*`value \* strategy.num_replicas_in_sync`"
+    message = (
+        rf"value\['x'\].*{text}.* host value, held by none of the 2 replicas.*`value \* strategy.num_replicas_in_sync`"
+    )
     with pytest.raises(ValueError, match=message):
         two.reduce("sum", {"x": value}, axis=None)
 

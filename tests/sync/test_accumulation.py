@@ -415,7 +415,10 @@ def test_integers_among_the_gradients_are_finite():
 def test_update_by_the_host_program_within_a_scope_is_refused(two, make):
     tx = make()
     state = tx.init(jnp.zeros(2))
-    with two.scope(), pytest.raises(RuntimeError, match=r"`jdist\.sync\.\w+` can only be called inside a function run by"):
+    with (
+        two.scope(),
+        pytest.raises(RuntimeError, match=r"`jdist\.sync\.\w+` can only be called inside a function run by"),
+    ):
         tx.update(jnp.ones(2), state, jnp.zeros(2))
 
 

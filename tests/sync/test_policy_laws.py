@@ -501,7 +501,10 @@ def test_argument_that_is_not_a_transformation_is_refused(name, value, says):
 def test_policy_applied_on_the_host_within_a_scope_is_refused(name, two):
     tx, params = POLICIES[name](sgd()), first_params()
     opt_state = tx.init(params)
-    with two.scope(), pytest.raises(RuntimeError, match=r"`jdist\.sync\.\w+` can only be called inside a function run by"):
+    with (
+        two.scope(),
+        pytest.raises(RuntimeError, match=r"`jdist\.sync\.\w+` can only be called inside a function run by"),
+    ):
         tx.update(params, opt_state, params)
 
 
