@@ -46,9 +46,10 @@ def pytest_collection_modifyitems(items):
         test = item.nodeid.partition("[")[0]
         if one_in := item.get_closest_marker("one_in"):
             cases.setdefault((test, one_in.args[0]), []).append(item)
-        elif "strategy" in item.fixturenames:
-            name = str(item.callspec.params.get("strategy", ""))
-            pairs.setdefault(test, {})[name, item.callspec.id.replace(name, "", 1)] = item
+        elif "strategy" in item.callspec.params:
+            values = item.callspec.id.split("-")
+            name = next((value for value in values if value in STRATEGIES), "")
+            pairs.setdefault(test, {})[name, "-".join(value for value in values if value != name)] = item
     slow = [pairs_of[pair] for pairs_of in pairs.values() for pair in pairs_of.keys() - each_value(list(pairs_of))]
     slow += [item for (_, n), items_of in cases.items() for number, item in enumerate(items_of) if number % n]
     for item in slow:

@@ -24,6 +24,7 @@ def valid_topologies():
 
 def run(code, **environment):
     """Runs `code` in a new process. An environment variable with the value None is removed."""
+    environment = {"JAX_COMPILATION_CACHE_DIR": None} | environment  # programs for a TPU cannot be read from it, which warns
     merged = {name: value for name, value in (os.environ | environment).items() if value is not None}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code], env=merged, text=True, capture_output=True, timeout=120

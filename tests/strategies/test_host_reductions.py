@@ -15,7 +15,11 @@ from laws import STRATEGIES, assert_in_step, homes, rows
 few = hypothesis.settings(max_examples=12, deadline=None, derandomize=True, database=None)
 NUMPY = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 CACHED = {name: make() for name, make in STRATEGIES.items()}
-every_strategy = pytest.mark.parametrize("strategy", CACHED.values(), ids=CACHED)
+SLOW = ("mirrored_1", "mirrored_2", "mirrored_8")  # each like another strategy of the table
+every_strategy = pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(CACHED[name], id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CACHED],
+)
 
 
 @pytest.fixture
