@@ -65,6 +65,7 @@ def _reduced(tree):
 
 
 @every_algorithm
+@pytest.mark.one_in(3)
 def test_every_algorithm_and_packing_equals_numpy_on_all_replicas(ops, count):
     tree = _tree(count)
     results = _strategy(count, ops).run(_reduced, (jdist.PerReplica(tree),))

@@ -93,6 +93,7 @@ def test_reduce_scatter_equals_numpy_in_replica_order(make):
 
 
 @every_scattering
+@pytest.mark.one_in(3)
 def test_reduce_scatter_and_all_gather_are_an_all_reduce(make):
     strategy = make()
     n = strategy.num_replicas_in_sync

@@ -24,7 +24,9 @@ def valid_topologies():
 
 def run(code, **environment):
     """Runs `code` in a new process. An environment variable with the value None is removed."""
-    environment = {"JAX_COMPILATION_CACHE_DIR": None} | environment  # programs for a TPU cannot be read from it, which warns
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": None
+    } | environment  # programs for a TPU cannot be read from it, which warns
     merged = {name: value for name, value in (os.environ | environment).items() if value is not None}
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code], env=merged, text=True, capture_output=True, timeout=120
@@ -140,6 +142,7 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("variables", VARIABLES.values(), ids=VARIABLES)
+@pytest.mark.one_in(2)
 def test_variables_of_the_user_are_unchanged_and_do_not_prevent_compilation(variables):
     done = run(COMPILE, **variables)
     assert done.returncode == 0, done.stderr
@@ -170,6 +173,7 @@ def test_two_processes_compile_concurrently():
 
 
 @pytest.mark.parametrize("call", ["jdist.topology_devices('v5e:4x4')", "jdist.TPUStrategy(topology='v5e:4x4')"])
+@pytest.mark.one_in(2)
 def test_missing_compiler_is_an_error_with_the_command_that_installs_it(call):
     code = f"import sys\nsys.modules['libtpu'] = None\nimport jdist\n{call}"
     done = run(code)

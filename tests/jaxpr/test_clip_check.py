@@ -63,6 +63,7 @@ def warned(strategy, tx, calls=1):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("clip", ["clip_by_global_norm", "clip", "adaptive_grad_clip"])
+@pytest.mark.one_in(3)
 def test_clipping_before_a_policy_warns_on_the_users_line(two, clip, policy):
     caught, line = warned(two, optax.chain(CLIPS[clip](), POLICIES[policy](), optax.sgd(0.1)))
     assert [(w.category, w.filename, w.lineno) for w in caught] == [(ClippedPerReplicaWarning, __file__, line)]

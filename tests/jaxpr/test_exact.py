@@ -140,6 +140,7 @@ FEW = [("mlp", "muon", 8), ("mlp", "adamw", 4), *(pytest.param(*case, marks=pyte
 
 
 @pytest.mark.parametrize("model, optimizer, devices", FEW)
+@pytest.mark.one_in(2)
 def test_parameters_after_a_few_steps_are_bitwise_equal_to_one_device(model, optimizer, devices):
     (one, first), (many, losses) = after(8, model, optimizer, 1), after(8, model, optimizer, devices)
     assert first == losses
@@ -211,6 +212,7 @@ def after_regression(shape, devices, virtual, steps=3):
 
 @pytest.mark.parametrize("virtual, devices", [(4, (2, 4, 1, 3)), (8, (4, 8))])
 @pytest.mark.parametrize("shape", among(SHAPES, "22x10x1", "14x16x1"))
+@pytest.mark.one_in(2)
 def test_dense_layer_of_any_width_is_bitwise_equal_with_one_virtual_replica_per_device(shape, virtual, devices):
     expected, *others = [after_regression(shape, n, virtual) for n in devices]
     for weights, errors in others:

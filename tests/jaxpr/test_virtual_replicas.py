@@ -144,6 +144,7 @@ def test_results_are_bitwise_equal_on_any_number_of_devices(name):
 
 
 @pytest.mark.parametrize("devices", ON)
+@pytest.mark.one_in(3)
 def test_host_sees_every_virtual_replica(devices):
     strategy = ON[devices]
     assert strategy.num_replicas_in_sync == VIRTUAL
@@ -160,6 +161,7 @@ def test_host_sees_every_virtual_replica(devices):
 
 
 @pytest.mark.parametrize("devices", ON)
+@pytest.mark.one_in(3)
 def test_step_updates_a_state_with_every_wrapper(devices):
     strategy = ON[devices]
 

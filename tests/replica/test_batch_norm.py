@@ -253,6 +253,7 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("synced, alone", TRAINED.values(), ids=TRAINED)
+@pytest.mark.one_in(2)
 def test_training_with_synchronised_normalisation_on_four_replicas_is_that_on_one_device(synced, alone):
     strategy = jdist.MirroredStrategy(FOUR)
     params, stats, apply = synced()

@@ -190,6 +190,7 @@ QUICK = [("int8", "host"), ("every", "host")]
 
 
 @pytest.mark.parametrize("name, place", some(QUICK, [(name, place) for name in POLICIES for place in PLACES]))
+@pytest.mark.one_in(2)
 def test_policy_trains_like_mirrored(name, place):
     tx = policies.POLICIES[name](optax.adam(1e-2))
     actual, _ = policies.train(central(2, place), tx, 4)
@@ -219,6 +220,7 @@ def test_leaves_are_stored_as_requested():
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.one_in(3)
 def test_step_is_traced_and_compiled_once(place, offload):
     strategy, tx, traces = central(2, place, offload), OPTIMIZERS["clipped"], []
 
@@ -267,6 +269,7 @@ except ValueError as error:
 
 
 @pytest.mark.parametrize("device", PLACES.values(), ids=PLACES)
+@pytest.mark.one_in(3)
 def test_array_in_two_leaves_raises(device):
     # In a new process: memory that is donated twice may end the process, or block it forever.
     completed = subprocess.run(
@@ -333,6 +336,7 @@ def use_every_kind(s, x):
 
 
 @pytest.mark.parametrize("place, offload", [("host", "all"), ("host", "optimizer"), ("apart", "all"), ("among", "all")])
+@pytest.mark.one_in(3)
 def test_leaves_of_every_kind_equal_mirrored(place, offload):
     results = []
     for strategy in (central(2, place, offload), mirrored()):

@@ -65,6 +65,7 @@ def assert_nothing_lost(policy, state, expected):
 
 @pytest.mark.parametrize("replicas", among([1, 2, 3], 3))
 @pytest.mark.parametrize("name", [name for name in FEEDBACK if name != "top_k_in_bfloat16"])
+@pytest.mark.one_in(3)
 def test_applied_and_unsent_gradients_add_up_to_all_gradients(name, replicas):
     strategy, tx, grads = strategy_of(replicas), POLICIES[name](optax.identity()), gradients(replicas)
     state, step, rows = start(strategy, tx, zeros), adder(strategy, tx), strategy.put(jdist.PerReplica(grads))
@@ -133,6 +134,7 @@ def _is_key(leaf):
     "name",
     among([name for name in POLICIES if name != "hierarchical"], "int8_stochastic", "power_sgd", "every", "diloco"),
 )
+@pytest.mark.one_in(3)
 def test_restored_state_continues_bitwise_equal(name, two):
     tx = POLICIES[name](optax.sgd(0.1, momentum=0.9))
     step, state, data = stepper(two, tx), start(two, tx), list(batches(two, 6))

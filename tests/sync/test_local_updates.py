@@ -214,6 +214,7 @@ QUIET = {
 
 
 @pytest.mark.parametrize("name", QUIET)
+@pytest.mark.one_in(3)
 def test_step_between_synchronization_steps_executes_no_collective(two, name):
     in_every_call, in_sync_steps = collectives_of(two, QUIET[name]())
     assert in_every_call == 0
@@ -307,6 +308,7 @@ def test_diloco_with_int8_is_close_to_diloco_and_stores_a_residual(two):
         ("diloco_int8", jnp.bfloat16),
     ],
 )
+@pytest.mark.one_in(3)
 def test_replicas_are_bitwise_equal_after_a_synchronization_step_and_not_before(name, dtype):
     strategy, tx = mirrored(3), QUIET[name]()
     state, step = make_state(strategy, tx, dtype), make_step(strategy, tx)
@@ -384,6 +386,7 @@ def test_replicas_are_bitwise_equal_in_large_leaves(two):
 
 
 @pytest.mark.parametrize("name", WITHIN)
+@pytest.mark.one_in(3)
 def test_replicas_are_equal_up_to_rounding_if_update_is_called_inside_a_traced_function(two, name):
     tx = sync.local_sgd(optax.sgd(0.01), every=2)
     state = two.init(lambda: (w := jnp.full(300, 0.3), tx.init(w)))

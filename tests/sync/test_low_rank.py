@@ -21,6 +21,7 @@ def of_rank(rank, replicas, shape, seed=0):
 
 
 @pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
+@pytest.mark.one_in(3)
 def test_gradient_of_the_policy_rank_is_exact_without_a_residual(place):
     strategy = STRATEGIES[place]()
     grads = of_rank(2, strategy.num_replicas_in_sync, (20, 30))
@@ -87,6 +88,7 @@ def test_non_finite_gradient_stays_non_finite(two):
 
 
 @pytest.mark.parametrize("place", ["mirrored_2", "mirrored_3"])
+@pytest.mark.one_in(2)
 def test_low_rank_sends_two_all_reduces_of_its_columns(place):
     text = compiled(STRATEGIES[place](), sync.power_sgd(2), [(40, 50), (30, 60)])
     assert sent(text, "all-reduce") == ["f32", "f32"]

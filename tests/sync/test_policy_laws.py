@@ -43,13 +43,14 @@ from policies import (
 LOW_COVERAGE = ("one_device", "mirrored_1", "mirrored_2", "groups_of_1")  # strategies that add little coverage
 
 
+DEFAULT = each_value([case for case in cases(POLICIES) if case[1] not in LOW_COVERAGE])[::2]
+
+
 def marked_cases(policies):
-    """Returns the cases. All but one per policy and per strategy are slow; of strategies that add little, every third."""
-    all_cases = list(cases(policies))
-    common = [case for case in all_cases if case[1] not in LOW_COVERAGE]
-    default = each_value(common)
-    rare = [case for case in all_cases if case[1] in LOW_COVERAGE][::3]
-    return [case if case in default else pytest.param(*case, marks=pytest.mark.slow) for case in common + rare]
+    """Returns the cases. Those outside `DEFAULT` are slow; of strategies that add little coverage, every third."""
+    common = [case for case in cases(policies) if case[1] not in LOW_COVERAGE]
+    rare = [case for case in cases(policies) if case[1] in LOW_COVERAGE][::3]
+    return [case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in common + rare]
 
 
 def sgd():
@@ -227,6 +228,7 @@ def test_hierarchical_equals_mean(strategy_name):
 
 
 @pytest.mark.parametrize("strategy_name", ["one_device", "mirrored_2", "mirrored_3"])
+@pytest.mark.one_in(3)
 def test_every_2_equals_a_step_on_twice_the_batch(strategy_name):
     strategy = POLICY_STRATEGIES[strategy_name]()
     state, _ = train(strategy, sync.every(mean_then(sgd()), 2), 4)
@@ -252,6 +254,7 @@ def test_policy_outside_any_strategy_returns_the_gradients(name):
 
 
 @pytest.mark.parametrize("name", among([name for name in POLICIES if name != "hierarchical"], "int8", "diloco"))
+@pytest.mark.one_in(2)
 def test_policy_outside_any_strategy_trains_as_on_one_device(name):
     tx, params = POLICIES[name](sgd()), first_params()
     strategy = POLICY_STRATEGIES["one_device"]()
@@ -309,12 +312,14 @@ def test_policy_that_one_replica_may_skip_is_refused(two):
 
 
 @pytest.mark.parametrize("name", LOCAL_UPDATES)
+@pytest.mark.one_in(3)
 def test_local_updates_within_a_chain_synchronize(name, two):
     state, _ = train(two, optax.chain(POLICIES[name](sgd()), optax.identity()), 4)
     assert_synchronized(state.params)
 
 
 @pytest.mark.parametrize("name", LOCAL_UPDATES)
+@pytest.mark.one_in(3)
 def test_local_updates_of_some_parameters_do_not_change_frozen_ones(name, two):
     tx = optax.multi_transform({"trained": POLICIES[name](sgd()), "frozen": optax.set_to_zero()}, LABELS)
     state, _ = train(two, tx, 4)
@@ -323,6 +328,7 @@ def test_local_updates_of_some_parameters_do_not_change_frozen_ones(name, two):
 
 
 @pytest.mark.parametrize("name", ["mean", "int8", "top_k", "power_sgd"])
+@pytest.mark.one_in(3)
 def test_policy_within_multi_steps_updates_every_second_step(name, two):
     # `MultiSteps` sums each replica's gradients, so its sums are local to each replica.
     reducing_first = optax.chain(sync.mean(), optax.MultiSteps(sgd(), 2).gradient_transformation())
@@ -338,6 +344,7 @@ def test_policy_within_multi_steps_updates_every_second_step(name, two):
 @pytest.mark.parametrize(
     "name", among([name for name in POLICIES if name != "hierarchical"], "int8", "every", "diloco")
 )
+@pytest.mark.one_in(3)
 def test_policy_in_a_scan_within_the_step_gives_the_same_result(name, two):
     tx = POLICIES[name](sgd())
 

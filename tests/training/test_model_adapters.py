@@ -168,6 +168,7 @@ def zero(outputs, targets):
     ],  # means 1 and 12, variances 1 and 4; in the second case replica 1 has only padding
     ids=["all", "padding_only"],
 )
+@pytest.mark.one_in(3)
 def test_batch_statistics_are_averaged_over_replicas_that_have_examples(make, rows, expected, two, keras):
     fit = train(trainer_of(make(keras), two, zero), (BATCHES[:rows], np.zeros(rows, np.float32)), 4)
     np.testing.assert_allclose(statistics(fit.state), expected, rtol=1e-5)
@@ -219,6 +220,7 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.one_in(3)
 def test_model_state_is_averaged_with_the_number_of_examples_per_replica(rows, two):
     fit = train(trainer_of(Counted(), two), (X[:rows], Y[:rows]), 4)
     kept = fit.state.model_state["kept"]
@@ -330,6 +332,7 @@ def masks(trainer, steps):
 
 
 @every_dropout
+@pytest.mark.one_in(2)
 def test_ke14_dropout_differs_between_replicas_micro_batches_and_steps_and_is_off_in_evaluation(make, two, keras):
     trainer = trainer_of(make(keras), two, lambda outputs, targets: outputs.sum(-1), optax.sgd(1.0))
     all_masks, state = masks(trainer, 2)

@@ -107,6 +107,7 @@ def test_several_losses_per_example_are_averaged(two):
 
 
 @pytest.mark.parametrize("rows", [12, 7, 3])
+@pytest.mark.one_in(3)
 def test_mean_policy_in_the_optimizer_gives_the_same_bits(rows, two):
     data, results = (X[:rows], Y[:rows]), []
     for optimizer in (optax.sgd(RATE), optax.chain(jdist.sync.mean(), optax.sgd(RATE))):
@@ -133,6 +134,7 @@ def _jitted(optimizer):
 
 
 @pytest.mark.parametrize("policy, tolerance", POLICIES.values(), ids=POLICIES)
+@pytest.mark.one_in(3)
 def test_step_with_a_policy_equals_the_step_of_one_device(policy, tolerance, two):
     """9 examples: 6 on one replica, 3 and padding on the other."""
     fit = train(trainer_of(two, policy(optax.sgd(RATE))), (X[:9], Y[:9]))
@@ -473,6 +475,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
+@pytest.mark.one_in(3)
 def test_dataclass_of_the_user_is_accepted_as_state(make, two):
     optimizer = optax.sgd(RATE)
     state = two.init(lambda: make(jnp.asarray(INITIAL), optimizer.init(jnp.asarray(INITIAL))))
