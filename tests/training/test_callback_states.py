@@ -50,9 +50,7 @@ def test_identity_distinguishes_callbacks_of_one_class():
 
 
 def test_callbacks_with_one_identity_are_restored_in_order_with_a_warning():
-    with pytest.warns(
-        UserWarning, match="2 callbacks are named Counter; their states are restored in order"
-    ):
+    with pytest.warns(UserWarning, match="2 callbacks are named Counter; their states are restored in order"):
         assert restored_numbers([Counter(1), Counter(2)], [Counter(), Counter()]) == [1, 2]
 
 
@@ -67,7 +65,8 @@ def test_other_number_of_callbacks_with_one_identity_raises(number):
 def test_state_without_a_callback_raises_before_any_is_restored():
     target = [Counter()]
     with pytest.raises(
-        ValueError, match=r"the state of Named <a>, which is not in `callbacks`\. The callbacks with a state are: Counter"
+        ValueError,
+        match=r"the state of Named <a>, which is not in `callbacks`\. The callbacks with a state are: Counter",
     ):
         restored_numbers([Counter(1), Named("a", 2)], target)
     assert target[0].number == 0

@@ -69,7 +69,12 @@ def test_copy_of_a_fit_has_new_arrays_with_the_same_shardings(result):
 
 def test_pickled_fit_has_its_state_on_the_host_and_can_be_continued(result, two):
     loaded = pickle.loads(pickle.dumps(result))
-    assert (loaded.steps, loaded.stop_reason, loaded.proof, loaded.description) == (4, result.stop_reason, result.proof, None)
+    assert (loaded.steps, loaded.stop_reason, loaded.proof, loaded.description) == (
+        4,
+        result.stop_reason,
+        result.proof,
+        None,
+    )
     assert loaded.history.rows == result.history.rows and loaded.history.losses == result.history.losses
     assert isinstance(loaded.state.params["Dense_0"]["bias"], np.ndarray)
     resumed = [

@@ -227,7 +227,9 @@ def poisoned(number):
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_non_finite_loss_stops_with_the_state_before_it(two, steps_per_call):
     result = fit(two, poisoned(2), batch_size=60, epochs=2, shuffle=False, steps_per_call=steps_per_call)
-    assert result.stop_reason == "The loss of step 3 is nan (batch 2 of epoch 0). The state is the one before that step."
+    assert (
+        result.stop_reason == "The loss of step 3 is nan (batch 2 of epoch 0). The state is the one before that step."
+    )
     assert result.steps == int(result.state.step) == 2
     assert_bitwise_equal(result.state, fit(two, SMALL, batch_size=60, epochs=None, steps=2, shuffle=False).state)
     assert list(result.history.losses) == [1, 2, 3]
@@ -322,5 +324,11 @@ def test_handler_of_the_application_is_not_replaced(two):
 def test_report_of_a_fit_contains_its_results(two, tmp_path):
     result = small(two, validation_data=SMALL)
     text = result.report(tmp_path / "run.html").read_text()
-    for expected in (result.stop_reason, "MirroredStrategy", str(result.proof), jax.__version__, sys.version.split()[0]):
+    for expected in (
+        result.stop_reason,
+        "MirroredStrategy",
+        str(result.proof),
+        jax.__version__,
+        sys.version.split()[0],
+    ):
         assert expected in text

@@ -19,7 +19,9 @@ STEPS = 27
 
 def train(strategy, path=None, stop_at=None, every=1, **options):
     """Trains three epochs with checkpoints, from the newest one, until step `stop_at`."""
-    stop = lambda event: CallbackResult(stop_reason="Killed.") if event.moment is Moment.STEP and event.step == stop_at else None
+    stop = lambda event: (
+        CallbackResult(stop_reason="Killed.") if event.moment is Moment.STEP and event.step == stop_at else None
+    )
     if path is None:
         return fit(strategy, DATA, batch_size=60, **options)
     with jdist.Checkpointer(path, every=every) as checkpointer:
@@ -159,7 +161,8 @@ def test_missing_callbacks_raise(two, tmp_path):
         fit(two, DATA, batch_size=60, epochs=2, resume=tmp_path)
     others = [jdist.callbacks.EMA(0.99)]
     with pytest.raises(
-        ValueError, match=r"The callbacks with a state are: EMA\(0\.99, debias=True\)\. Pass a callback of the same class"
+        ValueError,
+        match=r"The callbacks with a state are: EMA\(0\.99, debias=True\)\. Pass a callback of the same class",
     ):
         fit(two, DATA, batch_size=60, epochs=2, callbacks=others, resume=tmp_path)
 

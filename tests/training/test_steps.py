@@ -42,7 +42,7 @@ def by_hand(w, x, y, weights=None):
     return (weights * error**2).sum() / total, w - RATE * 2 * (weights * error) @ x / total
 
 
-# -- equality with one device -----------------------------------------------------------------------------------------------------------
+# -- equality with one device ------------------------------------------------------------------------------------------
 
 SPLITS = [("one_device", 1), ("mirrored_2", 2), ("mirrored_3", 1), ("central_2", 2), ("sharded_4", 1)]
 MORE_SPLITS = [
@@ -259,7 +259,9 @@ def test_skipped_step_changes_nothing_and_is_counted(name):
     trainer = trainer_of(place(name), optax.adam(RATE), non_finite="skip")
     fit = train(trainer, poisoned(), batch_size=BATCH)
     expected = train(trainer, (np.delete(X, slice(4, 8), 0), np.delete(Y, slice(4, 8), 0)), batch_size=BATCH)
-    for one, other in zip(*(jax.tree.leaves((f.state.params, f.state.opt_state)) for f in (fit, expected)), strict=True):
+    for one, other in zip(
+        *(jax.tree.leaves((f.state.params, f.state.opt_state)) for f in (fit, expected)), strict=True
+    ):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     assert fit.steps == int(fit.state.step) == 3 and expected.steps == 2
     assert not np.isfinite(fit.history.losses[2]) and np.isfinite(fit.history.losses[3])
@@ -449,7 +451,11 @@ def test_flax_state_trains_like_a_train_state(norm, two):
     fits = [train(trainer, epochs=3, state=two.init(fn, jax.random.key(5))) for fn in (make, make_train_state)]
     flax_state, own_state = (fit.state for fit in fits)
     assert isinstance(flax_state, train_state.TrainState) and int(flax_state.step) == fits[0].steps == 3
-    jax.tree.map(np.testing.assert_array_equal, (flax_state.params, flax_state.opt_state), (own_state.params, own_state.opt_state))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (flax_state.params, flax_state.opt_state),
+        (own_state.params, own_state.opt_state),
+    )
     if norm:
         jax.tree.map(np.testing.assert_array_equal, flax_state.batch_stats, own_state.model_state["batch_stats"])
         assert np.abs(flax_state.batch_stats["BatchNorm_0"]["mean"]).max() > 0
