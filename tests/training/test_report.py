@@ -130,7 +130,7 @@ def test_page_is_valid_and_self_contained(page):
         ["waited for input", "12.5%"],
         ["1", "40", "75", "1,500", "0", "1.25", "0.75", "1.375", "0.5"],
         ["Strategy", "MirroredStrategy"],
-        ["kernel", "float32[4,8]", "mirrored"],
+        ["kernel", "float32[4,8]", "replicated"],
         ["Proof", "2 of 3 results are replicated; one value per replica: output[3]"],
         ["Replicated (2)", "state['w']", "state['<i>']", "One value per replica (1)", "output[3]"],
         ["jax", jax.__version__],

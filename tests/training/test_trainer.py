@@ -436,11 +436,13 @@ def test_arguments_as_in_keras_raise_with_the_line_to_write(two, call, line):
         call(trainer(two), *digits())
 
 
-def test_list_of_batches_raises_with_the_name_of_the_argument(two):
+def test_list_of_batches_is_read_batch_by_batch(two):
     images, labels = digits()
     batches = [(images[i : i + 240], labels[i : i + 240]) for i in range(0, 960, 240)]
-    with pytest.raises(ValueError, match="The source is a list of 4") as error:
-        trainer(two).fit(batches, progress="off")
-    assert "`data`" in "".join(error.value.__notes__)
-    result = trainer(two).fit(lambda: iter(batches), progress="off")
+    result = trainer(two).fit(batches, progress="off")
+    arrays = trainer(two).fit((images[:960], labels[:960]), batch_size=240, shuffle=False, progress="off")
     assert result.steps == 4
+    assert_bitwise_equal(result.state.params, arrays.state.params)
+    with pytest.raises(ValueError, match="The source is a list of 4 .* pass `batch_size=None`") as error:
+        trainer(two).fit(batches, batch_size=240, progress="off")
+    assert "`data`" in "".join(error.value.__notes__)
