@@ -260,7 +260,7 @@ def test_state_on_the_host_is_accepted():
     assert trainer.evaluate(host_state, (X, Y), batch_size=4) == trainer.evaluate(state, (X, Y), batch_size=4)
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def both(trainer, state, data, **options):

@@ -1,6 +1,6 @@
 """Rows KE of `tests/parity/rows.txt`: training, evaluation, metrics and random numbers on two replicas and on one device.
 
-Rows KE12 and KE14 have further tests in `tests/processes/test_fit_processes.py` and `tests/training/test_models.py`.
+Rows KE12 and KE14 have further tests in `tests/processes/test_fit_processes.py` and `tests/training/test_model_adapters.py`.
 """
 
 import functools
@@ -22,7 +22,7 @@ STATISTICS = np.float32([[0], [2], [10], [14]])  # replica 0 has the first two r
 
 
 def line(key, x):
-    """A dense layer with kernel 1 and bias 0."""
+    """Returns the parameters of a dense layer with kernel 1 and bias 0."""
     return {"w": jnp.ones(()), "b": jnp.zeros(())}
 
 
@@ -49,10 +49,10 @@ def weights(fitted):
 
 
 def test_fit_of_a_generator_function_reads_it_again_in_each_epoch():
-    def rows():
+    def generator():
         yield from zip(*examples(10), strict=True)
 
-    of_generator = line_trainer("mirrored_2").fit(rows, batch_size=4, epochs=2, progress="off")
+    of_generator = line_trainer("mirrored_2").fit(generator, batch_size=4, epochs=2, progress="off")
     of_arrays = fit("mirrored_2", 10, 4, epochs=2)
     assert of_generator.history["loss"] == pytest.approx(of_arrays.history["loss"])
     assert weights(of_generator) == weights(of_arrays)
@@ -97,7 +97,7 @@ def test_ke5_evaluate_and_predict_are_exact_and_in_order_for_any_number_of_examp
 
 
 @pytest.mark.parametrize("metric, expected", [(jdist.metrics.Mean, 1.5), (jdist.metrics.Sum, 3.0)])
-def test_ke6_metric_that_each_replica_updates_reads_as_that_of_all_and_is_empty_when_made_anew(metric, expected, two):
+def test_ke6_metric_is_read_over_all_replicas_and_a_new_one_is_empty(metric, expected, two):
     make = lambda: jdist.SyncOnRead(metric(), "sum")
     update = two.step(lambda state: (state.update(1.0 + jdist.replica_id()), None))
     state, _ = update(two.init(make))
@@ -106,7 +106,7 @@ def test_ke6_metric_that_each_replica_updates_reads_as_that_of_all_and_is_empty_
 
 
 class Norm(nn.Module):
-    """Batch normalization whose statistics are those of the last batch."""
+    """Batch normalization with the statistics of the last batch."""
 
     axis_name: str | None
 
@@ -121,13 +121,13 @@ class Norm(nn.Module):
     [(None, 6.5, 2.5, [-1, 1, -1, 1]), ("replica", 6.5, 32.75, [-1.1358, -0.7863, 0.6116, 1.3105])],
     ids=["per_replica", "synchronized"],
 )
-def test_ke8_batch_statistics_are_averaged_over_the_replicas_or_those_of_the_global_batch(
+def test_ke8_batch_statistics_are_averaged_over_the_replicas_or_computed_over_the_global_batch(
     axis_name, mean, var, outputs, two
 ):
-    # The targets make the loss of an example its output, which reaches the host as a metric.
-    seen = {f"row_{i}": lambda outputs, targets, i=i: outputs[:, 0] * (targets == i) * 4 for i in range(4)}
+    # The targets are row numbers: each output reaches the host as a metric.
+    metrics = {f"row_{i}": lambda outputs, targets, i=i: outputs[:, 0] * (targets == i) * 4 for i in range(4)}
     loss = lambda outputs, targets: 0 * outputs[:, 0]
-    trainer = jdist.Trainer(Norm(axis_name), optax.sgd(0.1), loss, metrics=seen, strategy=two)
+    trainer = jdist.Trainer(Norm(axis_name), optax.sgd(0.1), loss, metrics=metrics, strategy=two)
     data = STATISTICS, np.arange(4, dtype=np.float32)
     fitted = trainer.fit(data, batch_size=4, shuffle=False, progress="off")
     statistics = fitted.state.model_state["batch_stats"]["BatchNorm_0"]
@@ -145,14 +145,14 @@ def test_ke9_fit_compiles_one_step_and_runs_it_for_every_batch(place):
 
     trainer = jdist.Trainer((line, apply), optax.sgd(0.01), optax.squared_error, strategy=STRATEGIES[place]())
 
-    def trained(epochs):
+    def train(epochs):
         traces.clear()
         fitted = trainer.fit(examples(8), batch_size=4, epochs=epochs, shuffle=False, progress="off")
         return fitted, len(traces)
 
-    first, first_traces = trained(1)
+    first, first_traces = train(1)
     assert weights(first) == pytest.approx([1.652600, 0.131700], abs=2e-6)
-    longer, longer_traces = trained(5)
+    longer, longer_traces = train(5)
     assert longer.steps == 10
     assert longer_traces <= first_traces
 
@@ -164,8 +164,8 @@ def test_ke10_fit_of_two_steps_per_call_has_the_weights_of_one_step_per_call(pla
     assert list(fitted.history.losses) == [1, 2, 3]
 
 
-def test_ke14_random_numbers_of_replicas_differ_where_the_key_is_the_replicas_own(two):
+def test_ke14_random_numbers_differ_between_replicas_with_a_replica_key(two):
     draw = lambda key: (jax.random.uniform(jdist.replica_key(key)), jax.random.uniform(key))
-    own, shared = two.run(draw, (jax.random.key(1),))
-    assert isinstance(own, jdist.PerReplica) and len({float(value) for value in own.values}) == 2
+    local, shared = two.run(draw, (jax.random.key(1),))
+    assert isinstance(local, jdist.PerReplica) and len({float(value) for value in local.values}) == 2
     assert float(shared) == float(jax.random.uniform(jax.random.key(1)))

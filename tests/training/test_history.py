@@ -1,4 +1,4 @@
-"""What was recorded, as columns, as tables and as pictures: whatever it is, it is drawn, and what is drawn is what it is."""
+"""The history as columns, tables and charts: every history can be drawn, and the charts contain its values."""
 
 import io
 import itertools
@@ -24,16 +24,15 @@ few = hypothesis.settings(
     deadline=None,
     derandomize=True,
     database=None,
-    phases=[hypothesis.Phase.generate],  # a figure takes too long to look for a smaller one
+    phases=[hypothesis.Phase.generate],  # shrinking is too slow with figures
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 
 VALUES = st.one_of(st.floats(), st.integers(), st.sampled_from([0.5, 1.0, 0.0, -1.0, 1e-320, 1.7e308, None, "text"]))
 NAMES = st.one_of(
     st.sampled_from(["epoch", "step", "loss", "val_loss", "accuracy", "val_accuracy", "learning_rate", "val_", ""]),
-    st.sampled_from(
-        ["examples_per_second", "stalled_fraction", "$x$", "_hidden", "<script>", "\ud800", "a\nb", "損失", "val_val_"]
-    ),
+    st.sampled_from(["examples_per_second", "stalled_fraction", "$x$", "_hidden", "<script>"]),
+    st.sampled_from(["\ud800", "a\nb", "損失", "val_val_"]),
     st.text(max_size=40),
 )
 HISTORIES = st.builds(
@@ -44,12 +43,15 @@ HISTORIES = st.builds(
 
 
 def epochs(count, **columns):
-    """Rows of `count` epochs of 10 steps; each column a function of the epoch."""
-    return [{"epoch": e, "step": 10 * (e + 1)} | {name: of(e) for name, of in columns.items()} for e in range(count)]
+    """Returns the rows of `count` epochs of 10 steps; each column is a function of the epoch."""
+    return [
+        {"epoch": e, "step": 10 * (e + 1)} | {name: function(e) for name, function in columns.items()}
+        for e in range(count)
+    ]
 
 
-def steps(count, of=lambda step: 2.0 + math.sin(step)):
-    return {step: of(step) for step in range(1, count + 1)}
+def steps(count, loss=lambda step: 2.0 + math.sin(step)):
+    return {step: loss(step) for step in range(1, count + 1)}
 
 
 FULL = History(
@@ -57,7 +59,7 @@ FULL = History(
         4,
         seconds=lambda e: 1.5 * e,
         examples_per_second=lambda e: 1000.0 + e,
-        stalled=lambda e: 0.1 * e,
+        stalled_fraction=lambda e: 0.1 * e,
         loss=lambda e: 2.0 - 0.3 * e,
         accuracy=lambda e: 0.2 * e,
         perplexity=lambda e: 40.0 - e,
@@ -71,9 +73,9 @@ FULL = History(
 
 
 def axes_of(history):
-    """The axes of its figure, by the title above them."""
+    """Returns the axes of the figure by their titles."""
     figure = history.plot()
-    return {part.texts[0].get_text(): part.axes for part in figure.subfigs if part.axes}
+    return {subfigure.texts[0].get_text(): subfigure.axes for subfigure in figure.subfigs if subfigure.axes}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def lines_of(axes):
 # ---- columns
 
 
-def test_column_is_its_values_over_the_rows_that_have_it():
+def test_column_contains_the_values_of_the_rows_that_have_it():
     history = History([{"epoch": 0, "loss": 2.0}, {"epoch": 1, "loss": 1.0, "val_loss": 1.5}])
     assert history["loss"] == [2.0, 1.0] and history["val_loss"] == [1.5] and history["epoch"] == [0, 1]
     assert history.columns == ("epoch", "loss", "val_loss")
@@ -96,12 +98,12 @@ def test_column_is_its_values_over_the_rows_that_have_it():
 
 
 @pytest.mark.parametrize("column", ["los", 0, None])
-def test_column_that_is_not_there_is_an_error_with_those_that_are(column):
+def test_unknown_column_raises_with_the_known_ones(column):
     with pytest.raises(KeyError, match=r"no column .*The columns are 'epoch', 'loss'"):
         History([{"epoch": 0, "loss": 2.0}])[column]
 
 
-def test_column_of_nothing_is_an_error_that_says_so():
+def test_column_of_an_empty_history_raises():
     with pytest.raises(KeyError, match="none: no epoch has ended"):
         History()["loss"]
 
@@ -114,46 +116,46 @@ def test_history_is_frozen():
 # ---- tables
 
 
-def test_history_in_text_is_a_table_of_its_rows():
+def test_history_as_text_is_a_table_of_its_rows():
     history = History([{"epoch": 0, "loss": 2.25}, {"epoch": 1, "loss": 0.125, "val_loss": 0.5}], {1: 1.0})
     assert str(history).split() == ["epoch", "loss", "val_loss", "0", "2.25", "1", "0.125", "0.5"]
     assert len({len(line) for line in str(FULL).splitlines()}) == 1
     assert repr(history) == "History(2 rows of epoch, loss, val_loss; 1 losses)"
 
 
-def test_history_of_nothing_in_text_says_so():
+def test_empty_history_as_text():
     assert str(History()) == repr(History()) == "History(0 rows of nothing; 0 losses)"
 
 
-def test_long_table_has_the_first_and_the_last_rows_and_says_what_is_left_out():
+def test_long_table_contains_the_first_and_last_rows_and_the_number_of_omitted_ones():
     lines = str(History(epochs(1000))).splitlines()
     assert len(lines) == 32 and lines[1].split() == ["0", "10"] and lines[-1].split() == ["999", "10,000"]
     assert "… 970 more" in lines[16]
     assert History(epochs(1000))._repr_html_().count("<tr>") == 202
 
 
-def test_table_in_html_escapes_names_and_values():
+def test_html_table_escapes_names_and_values():
     text = History([{"<script>": "<b>"}])._repr_html_()
     assert "<td>&lt;b&gt;</td>" in text and "<th>&lt;script&gt;</th>" in text and "<script>" not in text
 
 
 @pytest.mark.parametrize(
-    "value, words",
+    "value, text",
     [(0, "0"), (12, "12"), (1234567, "1,234,567"), (10**15, "1,000,000,000,000,000"), (1.0, "1"), (0.98765, "0.9877")]
     + [(98765.4, "98,765"), (1e30, "1e+30"), (float("inf"), "inf"), (None, "None"), (10**400, printable(str(10**400)))],
 )
-def test_value_is_read_in_few_figures(value, words):
-    assert format_value(value) == words
+def test_values_are_formatted_with_few_digits(value, text):
+    assert format_value(value) == text
 
 
-def test_metrics_are_what_is_no_fact_of_the_run_with_the_loss_first():
+def test_metric_names_start_with_the_loss():
     assert metric_names(FULL.columns) == ["loss", "accuracy", "perplexity", "recall"]
 
 
-# ---- pictures
+# ---- charts
 
 
-def test_figure_has_a_panel_for_all_that_is_known(full):
+def test_figure_has_a_panel_per_recorded_quantity(full):
     assert {title: len(axes) for title, axes in full.items()} == {
         "Loss": 1,
         "Metrics": 1,
@@ -174,7 +176,7 @@ def test_figure_has_a_panel_for_all_that_is_known(full):
         ("Perplexity", "training", "perplexity"),
     ],
 )
-def test_line_has_the_values_of_its_column(full, title, label, column):
+def test_curve_contains_the_values_of_its_column(full, title, label, column):
     line = lines_of(full[title][0])[label]
     assert line.get_xdata().tolist() == FULL["step"] and line.get_ydata().tolist() == FULL[column]
 
@@ -182,38 +184,40 @@ def test_line_has_the_values_of_its_column(full, title, label, column):
 @pytest.mark.parametrize(
     "title, number, column", [("Learning rate", 0, "learning_rate"), ("Examples per second", 1, "stalled_fraction")]
 )
-def test_line_without_a_name_has_the_values_of_its_column(full, title, number, column):
+def test_curve_without_a_label_contains_the_values_of_its_column(full, title, number, column):
     (line,) = full[title][number].lines
     assert line.get_ydata().tolist() == FULL[column]
 
 
-def test_loss_of_every_step_is_drawn_as_it_is(full):
+def test_loss_of_every_step_is_drawn(full):
     line = lines_of(full["Loss"][0])["every step"]
     assert dict(zip(line.get_xdata().tolist(), line.get_ydata().tolist(), strict=True)) == FULL.losses
 
 
-def test_steps_that_come_in_another_order_are_drawn_in_order():
+def test_steps_are_sorted():
     (panel,) = chart_panels((), dict(reversed(steps(20).items())))
     assert panel.trace.x.tolist() == list(range(1, 21)) and panel.trace.mean.tolist() == list(steps(20).values())
 
 
-def test_validation_has_the_colour_of_its_metric_and_is_dashed(full):
+def test_validation_has_the_color_of_its_metric_and_is_dashed(full):
     lines = lines_of(full["Metrics"][0])
-    own, twin, other = (lines[label] for label in ("accuracy", "accuracy (validation)", "recall (validation)"))
-    assert own.get_color() == twin.get_color() != other.get_color()
-    assert own.get_linestyle() == "-" and twin.get_linestyle() == "--" == other.get_linestyle()
+    training, validation, other = (
+        lines[label] for label in ("accuracy", "accuracy (validation)", "recall (validation)")
+    )
+    assert training.get_color() == validation.get_color() != other.get_color()
+    assert training.get_linestyle() == "-" and validation.get_linestyle() == "--" == other.get_linestyle()
 
 
-def test_labels_stand_beside_the_lines_and_apart():
+def test_labels_do_not_overlap():
     (axes,) = axes_of(History(epochs(3, **{f"m{i}": lambda e: 0.5 for i in range(5)})))["Metrics"]
     assert [text.get_text() for text in axes.texts] == ["m4", "m3", "m2", "m1", "m0"]
     heights = sorted(text.xy[1] for text in axes.texts)
-    apart = [(b - a) * axes.bbox.height / axes.figure.dpi * 72 for a, b in itertools.pairwise(heights)]
-    assert min(apart) > 8.5 and heights[0] >= 0 and heights[-1] <= 1
+    distances = [(b - a) * axes.bbox.height / axes.figure.dpi * 72 for a, b in itertools.pairwise(heights)]
+    assert min(distances) > 8.5 and heights[0] >= 0 and heights[-1] <= 1
 
 
 @pytest.mark.parametrize("label, first", [("training", 40.0), ("validation", 40.0)])
-def test_label_stands_at_the_height_where_its_line_ends(label, first):
+def test_label_is_at_the_end_of_its_curve(label, first):
     rows = epochs(5, perplexity=lambda e: 40.0 - 9 * e, val_perplexity=lambda e: 40.0 - 5 * e)
     (axes,) = axes_of(History(rows))["Perplexity"]
     axes.figure.figure.canvas.draw()
@@ -223,13 +227,13 @@ def test_label_stands_at_the_height_where_its_line_ends(label, first):
     assert text.xy[1] == pytest.approx(end) and line.get_ydata()[0] == first
 
 
-def test_more_metrics_than_colours_share_panels():
-    found = chart_panels(epochs(2, **{f"m{i}": lambda e: 0.5 for i in range(7)}), {})
-    assert [len(panel.lines) for panel in found] == [5, 2]
-    assert all(len({line.color for line in panel.lines}) == len(panel.lines) for panel in found)
+def test_more_metrics_than_colors_use_several_panels():
+    panels = chart_panels(epochs(2, **{f"m{i}": lambda e: 0.5 for i in range(7)}), {})
+    assert [len(panel.lines) for panel in panels] == [5, 2]
+    assert all(len({line.color for line in panel.lines}) == len(panel.lines) for panel in panels)
 
 
-def test_metrics_whose_names_begin_alike_have_a_label_each():
+def test_metrics_with_a_common_prefix_have_separate_labels():
     (axes,) = axes_of(History([{"recall_of_class_1": 0.5, "recall_of_class_2": 0.6}]))["Metrics"]
     assert len(axes.texts) == 2
 
@@ -238,14 +242,14 @@ def test_metrics_whose_names_begin_alike_have_a_label_each():
     "values, log",
     [((1.0, 0.5), False), ((1.0, 1e-3), True), ((1.0, 0.0), False), ((1e3, -1.0), False), ((0.0, 0.0), False)],
 )
-def test_scale_is_logarithmic_if_the_values_are_of_different_orders(values, log):
+def test_scale_is_logarithmic_for_values_of_different_orders_of_magnitude(values, log):
     (panel,) = chart_panels(epochs(2, loss=values.__getitem__), {})
     (axes,) = axes_of(History(epochs(2, loss=values.__getitem__)))["Loss"]
     assert panel.log is log is ("log scale" in panel.caption) and axes.get_yscale() == ("log" if log else "linear")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1.7e308])
-def test_value_that_is_not_finite_is_marked_and_said(bad):
+def test_non_finite_values_are_marked_and_counted(bad):
     (panel,) = chart_panels(
         epochs(3, loss=[1.0, bad, 0.5].__getitem__), steps(30, lambda s: bad if s in (7, 20) else 1.0)
     )
@@ -258,14 +262,14 @@ def test_value_that_is_not_finite_is_marked_and_said(bad):
     assert np.isnan(lines_of(axes)["training"].get_ydata()).tolist() == [False, True, False]
 
 
-def test_losses_none_of_which_is_finite_still_span_their_steps():
+def test_axes_span_the_steps_if_no_loss_is_finite():
     (axes,) = axes_of(History((), steps(30, lambda step: math.nan)))["Loss"]
     low, high = axes.get_xlim()
     assert low <= 1 and high >= 30 and len(lines_of(axes)["not finite"].get_xdata()) == 30
 
 
 @pytest.mark.parametrize("count", [2_000, 2_001, 10_007, 100_000])
-def test_long_run_is_drawn_between_its_least_and_its_most(count):
+def test_long_run_is_drawn_as_a_range(count):
     values = np.random.default_rng(0).standard_normal(count)
     values[count // 2] = 99.0
     (panel,) = chart_panels((), dict(enumerate(values.tolist(), start=1)))
@@ -280,64 +284,64 @@ def test_long_run_is_drawn_between_its_least_and_its_most(count):
     assert (f"every {trace.every} steps" in panel.caption) == (count > 2_000)
 
 
-def test_smooth_line_of_a_constant_is_that_constant_though_some_losses_are_missing():
+def test_moving_average_of_a_constant_with_missing_values():
     (panel,) = chart_panels((), steps(500, lambda step: math.nan if step % 7 == 0 else 3.0))
     np.testing.assert_allclose(panel.trace.smooth, 3.0)
 
 
-def test_smooth_line_stays_between_the_least_and_the_most():
+def test_moving_average_is_within_the_range():
     (panel,) = chart_panels((), steps(300))
     assert panel.trace.smooth.min() >= panel.trace.low.min() and panel.trace.smooth.max() <= panel.trace.high.max()
 
 
-def test_one_row_and_one_loss_are_points():
-    axes = axes_of(History(epochs(1, loss=lambda e: 2.0, stalled=lambda e: 0.25), {10: 2.5}))
+def test_single_row_and_single_loss_are_points():
+    axes = axes_of(History(epochs(1, loss=lambda e: 2.0, stalled_fraction=lambda e: 0.25), {10: 2.5}))
     lines = lines_of(axes["Loss"][0])
     assert lines["training"].get_marker() == "o" and lines["every step"].get_marker() == "."
     assert axes["Examples per second"][0].patches[0].get_height() == 0.25
 
 
-def test_figure_of_nothing_says_so():
+def test_figure_of_an_empty_history():
     figure = History().plot()
     assert not figure.axes and [text.get_text() for text in figure.texts] == ["Nothing was recorded."]
 
 
 @pytest.mark.parametrize(
-    "rows, across, places",
+    "rows, x_label, positions",
     [
         ([{"step": 5, "loss": 1.0}], "step", [5]),
         ([{"epoch": 0, "loss": 1.0}, {"epoch": 1, "loss": 1.0}], "epoch", [0, 1]),
         ([{"loss": 1.0}, {"epoch": 1, "loss": 1.0}], "row", [1, 2]),
     ],
 )
-def test_rows_stand_at_their_steps_or_else_their_epochs_or_else_their_numbers(rows, across, places):
+def test_positions_of_rows_are_steps_or_else_epochs_or_else_row_numbers(rows, x_label, positions):
     (panel,) = chart_panels(rows, {})
-    assert panel.x_label == across and panel.lines[0].x.tolist() == places
+    assert panel.x_label == x_label and panel.lines[0].x.tolist() == positions
 
 
-def test_names_with_dollars_and_underscores_are_written_as_they_are():
+def test_names_are_not_parsed_as_math():
     (axes,) = axes_of(History([{"$x^": 0.1, "_hidden": 0.9}]))["Metrics"]
     axes.figure.figure.canvas.draw()
     assert sorted(text.get_text() for text in axes.texts) == ["$x^", "_hidden"]
 
 
-@pytest.mark.parametrize("ending, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_figure_is_saved_where_it_is_said(tmp_path, ending, start):
-    figure = FULL.plot(tmp_path / f"run.{ending}")
-    assert (tmp_path / f"run.{ending}").read_bytes().startswith(start) and len(figure.axes) == 6
+@pytest.mark.parametrize("suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_figure_is_saved(tmp_path, suffix, start):
+    figure = FULL.plot(tmp_path / f"run.{suffix}")
+    assert (tmp_path / f"run.{suffix}").read_bytes().startswith(start) and len(figure.axes) == 6
 
 
-def test_figure_shows_itself_in_a_notebook_and_can_be_kept():
+def test_figure_is_shown_in_a_notebook_and_can_be_pickled():
     figure = History(epochs(2, loss=lambda e: 1.0)).plot()
     assert figure._repr_png_().startswith(b"\x89PNG")
     assert len(pickle.loads(pickle.dumps(figure)).axes) == 1
 
 
-def test_drawing_leaves_the_settings_of_the_user_as_they_were_and_is_not_ruled_by_them():
+def test_drawing_neither_uses_nor_changes_the_settings_of_the_user():
     with matplotlib.rc_context({"lines.linewidth": 9.0, "axes.grid": False, "font.size": 30.0}):
-        before = dict(matplotlib.rcParams)
+        settings = dict(matplotlib.rcParams)
         figure = FULL.plot()
-        assert dict(matplotlib.rcParams) == before
+        assert dict(matplotlib.rcParams) == settings
     assert figure.axes[0].xaxis.label.get_size() < 12
 
 
@@ -346,17 +350,17 @@ def test_drawing_does_not_import_pyplot():
         "import sys; from jdist._src.training.history import History; assert 'matplotlib' not in sys.modules;"
         "History([{'step': 1, 'loss': 2.0}]).plot(); assert 'matplotlib.pyplot' not in sys.modules; print('drawn')"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "drawn\n", done.stderr
+    process = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120)
+    assert process.stdout == "drawn\n", process.stderr
 
 
-def test_without_matplotlib_the_error_names_what_to_install(monkeypatch):
+def test_missing_matplotlib_raises_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r'python -m pip install "jdist\[plot\]"'):
         FULL.plot()
 
 
-def test_panel_as_svg_is_text_in_the_colours_of_the_page_and_the_same_each_time():
+def test_svg_of_a_panel_uses_css_colors_and_is_deterministic():
     for i, panel in enumerate(chart_panels(FULL.rows, FULL.losses)):
         text = matplotlib_charts.draw_svg(panel, f"p{i}")
         root = ET.fromstring(text)
@@ -369,7 +373,7 @@ def test_panel_as_svg_is_text_in_the_colours_of_the_page_and_the_same_each_time(
 
 @few
 @hypothesis.given(HISTORIES)
-def test_any_history_is_shown_as_text_as_a_table_and_as_pictures(history):
+def test_any_history_is_shown_as_text_table_and_charts(history):
     assert str(history) and repr(history) and history._repr_html_().startswith("<table>")
     str(history).encode()
     for i, panel in enumerate(chart_panels(history.rows, history.losses)):
@@ -378,12 +382,14 @@ def test_any_history_is_shown_as_text_as_a_table_and_as_pictures(history):
 
 @few
 @hypothesis.given(HISTORIES)
-def test_any_history_is_drawn_with_each_of_its_values_or_a_mark(history):
-    found = chart_panels(history.rows, history.losses)
-    drawn = sum(len(line.y) for panel in found for line in (*panel.lines, *([panel.strip] if panel.strip else [])))
-    assert drawn == sum(name not in ("epoch", "step", "seconds") for row in history.rows for name in row)
-    traced = [panel.trace for panel in found if panel.trace]
-    assert sum(len(trace.x) for trace in traced) == len(history.losses)
+def test_charts_of_any_history_contain_all_values(history):
+    panels = chart_panels(history.rows, history.losses)
+    num_drawn = sum(len(line.y) for panel in panels for line in (*panel.lines, *([panel.strip] if panel.strip else [])))
+    assert num_drawn == sum(name not in ("epoch", "step", "seconds") for row in history.rows for name in row)
+    traces = [panel.trace for panel in panels if panel.trace]
+    assert sum(len(trace.x) for trace in traces) == len(history.losses)
     with io.BytesIO() as file:
-        hypothesis.assume(all(ord(c) < 256 for row in history.rows for name in row for c in name))  # the font has them
-        matplotlib_charts.draw_figure(found).savefig(file, format="png", dpi=40)
+        hypothesis.assume(
+            all(ord(c) < 256 for row in history.rows for name in row for c in name)
+        )  # characters of the font
+        matplotlib_charts.draw_figure(panels).savefig(file, format="png", dpi=40)

@@ -120,7 +120,7 @@ def test_parameters_do_not_depend_on_the_batch_size_or_values(two):
     )
 
 
-# -- model state ------------------------------------------------------------------------------------------------------
+# -- model state -------------------------------------------------------------------------------------------------------
 
 
 class LinenNorm(nn.Module):
@@ -355,7 +355,7 @@ def test_dropout_depends_on_the_seed(make, two, keras):
     assert (first != other).any()
 
 
-# -- no side effects ----------------------------------------------------------------------------------------------------
+# -- no side effects ---------------------------------------------------------------------------------------------------
 
 
 class NnxAll(nnx.Module):
@@ -548,7 +548,7 @@ def test_sown_intermediates_are_not_in_the_model_state(two):
     assert fit.steps == 4 and fit.state.model_state == {}
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -598,7 +598,7 @@ def test_adapted_model_is_returned_unchanged():
     assert adapt_model(model) is model
 
 
-# -- Keras models that are built again ----------------------------------------------------------------------------------
+# -- Keras models that are built again ---------------------------------------------------------------------------------
 
 
 def hidden_layers(keras):

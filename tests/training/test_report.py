@@ -1,4 +1,4 @@
-"""The page about a training run: whole, by itself, of the run it is about, and never the victim of a name in it."""
+"""The report page: valid HTML, self-contained, with the results of the run, and with escaped names."""
 
 import html.parser
 import math
@@ -29,12 +29,12 @@ few = hypothesis.settings(
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
 
-def run(rows=(), losses=None, **other):
-    fields = {"steps": 40, "stop": "All 2 epochs are done.", "description": None, "proof": None}
+def make_fit(rows=(), losses=None, **other):
+    fields = {"steps": 40, "stop_reason": "All 2 epochs are done.", "description": None, "proof": None}
     return types.SimpleNamespace(history=History(rows, losses or {}), **fields | other)
 
 
-def full(**other):
+def make_full_fit(**other):
     rows = [
         {
             "epoch": 0,
@@ -56,11 +56,11 @@ def full(**other):
         },
     ]
     rows = [row | {"val_loss": row["loss"] + 0.125, "<script>alert(1)</script>": 0.5} for row in rows]
-    return run(rows, {step: 3.0 - step / 40 for step in range(1, 41)}, **other)
+    return make_fit(rows, {step: 3.0 - step / 40 for step in range(1, 41)}, **other)
 
 
 class Page(html.parser.HTMLParser):
-    """What is in a page, if every element in it is closed in its turn."""
+    """The contents of a page. Every element must be closed in order."""
 
     def __init__(self, path):
         super().__init__()
@@ -88,8 +88,8 @@ class Page(html.parser.HTMLParser):
             self.words.append(data.strip())
 
 
-def check_alone(page):
-    """Nothing is loaded and nothing runs."""
+def assert_self_contained(page):
+    """Asserts that the page loads nothing and runs no script."""
     assert not {"script", "link", "img", "iframe", "object", "embed", "base"} & set(page.tags)
     loads = [value for _, name, value in page.attributes if name in ("src", "href", "xlink:href", "srcset", "action")]
     assert all(value.startswith("#") for value in loads)
@@ -102,17 +102,19 @@ def check_alone(page):
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     two = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-    about = two.describe(two.put({"kernel": np.zeros((4, 8), np.float32)}))
+    description = two.describe(two.put({"kernel": np.zeros((4, 8), np.float32)}))
     proof = Proof(replicated=("state['w']", "state['<i>']"), per_replica=("output[3]",))
     return Page(
         write_report(
-            full(description=about, proof=proof), tmp_path_factory.mktemp("page") / "run.html", title="Digits & <b>"
+            make_full_fit(description=description, proof=proof),
+            tmp_path_factory.mktemp("page") / "run.html",
+            title="Digits & <b>",
         )
     )
 
 
-def test_page_is_whole_and_needs_nothing_else(page):
-    check_alone(page)
+def test_page_is_valid_and_self_contained(page):
+    assert_self_contained(page)
     assert page.text.startswith("<!DOCTYPE html>") and "default-src 'none'" in page.text
 
 
@@ -128,65 +130,65 @@ def test_page_is_whole_and_needs_nothing_else(page):
         ["waited for input", "12.5%"],
         ["1", "40", "75", "1,500", "0", "1.25", "0.75", "1.375", "0.5"],
         ["Strategy", "MirroredStrategy"],
-        ["kernel", "float32[4,8]", "mirrored"],
+        ["kernel", "float32[4,8]", "replicated"],
         ["Proof", "2 of 3 results are replicated; one value per replica: output[3]"],
-        ["The same on every replica (2)", "state['w']", "state['<i>']", "One value a replica (1)", "output[3]"],
+        ["Replicated (2)", "state['w']", "state['<i>']", "One value per replica (1)", "output[3]"],
         ["jax", jax.__version__],
         ["processes", "1"],
     ],
     ids=lambda words: words[0],
 )
-def test_page_says_what_there_is_to_say(page, words):
+def test_page_contains_the_results(page, words):
     assert any(page.words[i : i + len(words)] == words for i in range(len(page.words)))
 
 
-def test_page_has_a_picture_for_each_panel_that_says_what_it_is(page):
+def test_page_has_a_labelled_chart_for_each_panel(page):
     labels = [value for tag, name, value in page.attributes if (tag, name) == ("figure", "aria-label")]
     assert labels == ["Loss", "Metrics", "Examples per second"] and page.tags.count("svg") == 3
 
 
-def test_page_has_colours_for_light_and_dark_and_those_of_the_pictures_are_among_them(page):
+def test_page_defines_all_colors_for_light_and_dark(page):
     style = re.search(r"<style>(.*?)</style>", page.text, re.DOTALL)[1]
     light, dark = (set(re.findall(r"--([\w-]+):", part)) for part in re.findall(r":root \{(.*?)\}", style))
     used = set(re.findall(r"var\(--([\w-]+)\)", page.text))
     assert used <= light == dark and "prefers-color-scheme: dark" in style and "@media print" in style
 
 
-def test_name_that_is_markup_is_shown_and_is_none(page):
+def test_name_with_markup_is_escaped(page):
     assert "<script>alert(1)</script>" in page.words and "<script" not in page.text
 
 
 @pytest.mark.parametrize(
-    "fit", [run(), run(losses={1: math.nan}), run([{"loss": math.inf}])], ids=["none", "step", "row"]
+    "fit", [make_fit(), make_fit(losses={1: math.nan}), make_fit([{"loss": math.inf}])], ids=["empty", "step", "row"]
 )
-def test_page_of_a_run_that_came_to_little_is_whole(tmp_path, fit):
+def test_page_of_a_short_run_is_valid(tmp_path, fit):
     page = Page(write_report(fit, tmp_path / "run.html"))
-    check_alone(page)
+    assert_self_contained(page)
     assert ("Nothing was recorded." in page.words) == (not fit.history.rows and not fit.history.losses)
 
 
-def test_proof_of_very_many_results_is_cut_and_says_so(tmp_path):
+def test_long_proof_is_shortened(tmp_path):
     proof = Proof((), tuple(f"output[{i}]" for i in range(5_000)))
-    page = Page(write_report(run(proof=proof), tmp_path / "run.html"))
+    page = Page(write_report(make_fit(proof=proof), tmp_path / "run.html"))
     assert "… 3,000 more" in page.words and max(map(len, page.words)) <= 400
 
 
-def test_page_replaces_an_older_one_and_leaves_nothing_beside_it(tmp_path):
+def test_page_replaces_an_existing_file_and_leaves_no_other_file(tmp_path):
     path = tmp_path / "run.html"
     path.write_text("old")
-    assert write_report(run(), str(path)) == path
+    assert write_report(make_fit(), str(path)) == path
     assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and list(tmp_path.iterdir()) == [path]
 
 
-def test_link_to_a_page_stays_a_link(tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "run.html").symlink_to(tmp_path / "there" / "page.html")
-    write_report(run(), tmp_path / "run.html")
-    assert (tmp_path / "run.html").is_symlink() and (tmp_path / "there" / "page.html").is_file()
+def test_symbolic_link_to_a_page_is_kept(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "run.html").symlink_to(tmp_path / "target" / "page.html")
+    write_report(make_fit(), tmp_path / "run.html")
+    assert (tmp_path / "run.html").is_symlink() and (tmp_path / "target" / "page.html").is_file()
 
 
 @pytest.mark.parametrize(
-    "path, error, says",
+    "path, error, message",
     [
         (
             "missing/run.html",
@@ -203,11 +205,11 @@ def test_link_to_a_page_stays_a_link(tmp_path):
     ],
     ids=["missing", "folder", "file", "long"],
 )
-def test_path_that_cannot_be_written_is_an_error_that_names_it_and_nothing_is_left(tmp_path, path, error, says):
+def test_path_that_cannot_be_written_raises_and_leaves_no_file(tmp_path, path, error, message):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("kept")
-    with pytest.raises(error, match=says):
-        write_report(run(), tmp_path / path)
+    with pytest.raises(error, match=message):
+        write_report(make_fit(), tmp_path / path)
     assert (
         sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"] and (tmp_path / "file").read_text() == "kept"
     )
@@ -215,13 +217,13 @@ def test_path_that_cannot_be_written_is_an_error_that_names_it_and_nothing_is_le
 
 def test_only_process_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    assert write_report(run(), tmp_path / "run.html") == tmp_path / "run.html" and not list(tmp_path.iterdir())
+    assert write_report(make_fit(), tmp_path / "run.html") == tmp_path / "run.html" and not list(tmp_path.iterdir())
 
 
-def test_without_matplotlib_the_error_names_what_to_install_and_nothing_is_written(tmp_path, monkeypatch):
+def test_missing_matplotlib_raises_with_the_install_command_and_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r'python -m pip install "jdist\[plot\]"'):
-        write_report(full(), tmp_path / "run.html")
+        write_report(make_full_fit(), tmp_path / "run.html")
     assert not list(tmp_path.iterdir())
 
 
@@ -231,15 +233,17 @@ def test_without_matplotlib_the_error_names_what_to_install_and_nothing_is_writt
     st.text(),
     st.text(max_size=50),
 )
-def test_page_of_any_history_is_whole(tmp_path, rows, stop, title):
-    page = Page(write_report(run(rows, {1: 1.0}, stop=stop), tmp_path / "run.html", title=title))
-    check_alone(page)
+def test_page_of_any_history_is_valid(tmp_path, rows, stop_reason, title):
+    page = Page(write_report(make_fit(rows, {1: 1.0}, stop_reason=stop_reason), tmp_path / "run.html", title=title))
+    assert_self_contained(page)
 
 
 @pytest.mark.parametrize(
     "name", ["\ud800", "a\x00b", "]]>", "--><b>", "</style>", "{x}", "\\1", "$\\frac", "損失 🙂", "\x1b[0m"]
 )
-def test_name_of_any_letters_leaves_the_page_whole(tmp_path, name):
-    page = Page(write_report(run([{name: 0.5, "other": 0.25}], stop=name), tmp_path / "run.html", title=name))
-    check_alone(page)
+def test_page_with_unusual_names_is_valid(tmp_path, name):
+    page = Page(
+        write_report(make_fit([{name: 0.5, "other": 0.25}], stop_reason=name), tmp_path / "run.html", title=name)
+    )
+    assert_self_contained(page)
     assert "b" not in page.tags

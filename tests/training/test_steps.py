@@ -42,7 +42,7 @@ def by_hand(w, x, y, weights=None):
     return (weights * error**2).sum() / total, w - RATE * 2 * (weights * error) @ x / total
 
 
-# -- equality with one device -----------------------------------------------------------------------------------------------------------
+# -- equality with one device ------------------------------------------------------------------------------------------
 
 SPLITS = [("one_device", 1), ("mirrored_2", 2), ("mirrored_3", 1), ("central_2", 2), ("sharded_4", 1)]
 MORE_SPLITS = [

@@ -1,7 +1,8 @@
-"""`Trainer.fit`: the same results under every strategy, whatever batches, calls and micro-batches."""
+"""`Trainer.fit`: the same results under every strategy, for all batches, calls and micro-batches; and argument errors."""
 
 import copy
 import pickle
+import re
 
 import jax
 import numpy as np
@@ -16,34 +17,36 @@ from small_fits import CROSS_ENTROPY, MLP, assert_bitwise_equal, digits, fit, to
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """Training on one device, 3 epochs of 1,797 examples in batches of 240, the last of which has 117."""
+def one_device():
+    """The result on one device: 3 epochs of 1,797 examples in batches of 240; the last batch has 117."""
     return fit(STRATEGIES["one_device"](), validation_data=digits())
 
 
-def assert_close(found, expected):
-    for a, b in zip(to_host(found.state.params), to_host(expected.state.params), strict=True):
+def assert_close(result, expected):
+    for a, b in zip(to_host(result.state.params), to_host(expected.state.params), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
 @pytest.mark.one_in(2)
-def test_results_do_not_depend_on_the_strategy(strategy, alone):
-    found = fit(strategy, validation_data=digits())
-    assert_close(found, alone)
-    assert_in_step(jdist.read_values(found.state.params))
-    assert found.steps == 3 * 8 == int(found.state.step)
-    for row, expected in zip(found.history.rows, alone.history.rows, strict=True):
+def test_results_do_not_depend_on_the_strategy(strategy, one_device):
+    result = fit(strategy, validation_data=digits())
+    assert_close(result, one_device)
+    assert_in_step(jdist.read_values(result.state.params))
+    assert result.steps == 3 * 8 == int(result.state.step)
+    for row, expected in zip(result.history.rows, one_device.history.rows, strict=True):
         for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
             assert row[name] == pytest.approx(expected[name], abs=1e-5)
-    assert len(found.history.losses) == 24
-    np.testing.assert_allclose(list(found.history.losses.values()), list(alone.history.losses.values()), atol=1e-5)
+    assert len(result.history.losses) == 24
+    np.testing.assert_allclose(
+        list(result.history.losses.values()), list(one_device.history.losses.values()), atol=1e-5
+    )
 
 
 OPTIONS = {
-    "four_steps_a_call": dict(steps_per_call=4),
+    "four_steps_per_call": dict(steps_per_call=4),
     "micro_batches": dict(micro_batches=4),
     "both": dict(steps_per_call=3, micro_batches=2),
-    "steps_in_place_of_epochs": dict(epochs=None, steps=24),
+    "steps_instead_of_epochs": dict(epochs=None, steps=24),
     "more_epochs_than_steps": dict(epochs=50, steps=24),
 }
 
@@ -61,31 +64,31 @@ OPTIONS = {
         for name, options in OPTIONS.items()
     ],
 )
-def test_results_do_not_depend_on_how_steps_are_taken(place, options, alone):
-    found = fit(STRATEGIES[place](), **options)
-    assert_close(found, alone)
-    assert found.steps == 24
-    assert len(found.history.losses) == 24
-    assert found.stop_reason == "All requested steps were taken."
+def test_results_do_not_depend_on_how_steps_are_taken(place, options, one_device):
+    result = fit(STRATEGIES[place](), **options)
+    assert_close(result, one_device)
+    assert result.steps == 24
+    assert len(result.history.losses) == 24
+    assert result.stop_reason == "All requested steps were taken."
 
 
-def test_last_batch_of_one_example_counts_as_one_example(two):
-    """tf.distribute halves its gradient: one replica of two has no example."""
+def test_last_batch_with_one_example_counts_as_one_example(two):
+    """One of two replicas has no example; tf.distribute halves the gradient of such a batch."""
     data = tuple(array[:9] for array in digits())
-    found = fit(two, data, batch_size=4, epochs=1, optimizer=optax.sgd(0.1), shuffle=False)
+    result = fit(two, data, batch_size=4, epochs=1, optimizer=optax.sgd(0.1), shuffle=False)
     expected = fit(STRATEGIES["one_device"](), data, batch_size=4, epochs=1, optimizer=optax.sgd(0.1), shuffle=False)
-    assert_close(found, expected)
-    assert found.history.losses[3] == pytest.approx(expected.history.losses[3], abs=1e-6)
+    assert_close(result, expected)
+    assert result.history.losses[3] == pytest.approx(expected.history.losses[3], abs=1e-6)
 
 
-def test_policy_of_the_optimizer_is_left_to_it(two):
+def test_mean_policy_in_the_optimizer_gives_the_same_bits(two):
     reduced = fit(two, optimizer=optax.chain(jdist.sync.mean(), optax.adam(3e-3)))
     assert_bitwise_equal(reduced.state.params, fit(two, optimizer=optax.adam(3e-3)).state.params)
 
 
-def test_policy_under_which_parameters_drift_keeps_one_set_a_replica(two):
-    drifting = fit(two, optimizer=jdist.sync.local_sgd(optax.sgd(0.1), every=5), epochs=1)
-    assert all(isinstance(x, jdist.SyncOnRead) for x in jax.tree.leaves(drifting.state.params, is_leaf=_is_wrapped))
+def test_local_sgd_stores_parameters_per_replica(two):
+    local = fit(two, optimizer=jdist.sync.local_sgd(optax.sgd(0.1), every=5), epochs=1)
+    assert all(isinstance(x, jdist.SyncOnRead) for x in jax.tree.leaves(local.state.params, is_leaf=_is_wrapped))
     every_step = fit(two, optimizer=jdist.sync.local_sgd(optax.sgd(0.1), every=1), epochs=1)
     assert_close(every_step, fit(two, optimizer=optax.sgd(0.1), epochs=1))
 
@@ -96,7 +99,7 @@ def _is_wrapped(node):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [optax.sgd(0.1, momentum=0.9), optax.adam(3e-3)])
-def test_exact_policy_trains_to_the_same_bits_on_any_number_of_devices(optimizer):
+def test_exact_policy_is_bitwise_equal_on_any_number_of_devices(optimizer):
     states = [
         fit(
             jdist.MirroredStrategy([f"cpu:{i}" for i in range(devices)], virtual_replicas=4),
@@ -109,23 +112,23 @@ def test_exact_policy_trains_to_the_same_bits_on_any_number_of_devices(optimizer
         assert_bitwise_equal(state, states[0])
 
 
-def test_dataset_that_is_distributed_already_is_taken_as_it_is(two, alone):
+def test_distributed_dataset_is_used_unchanged(two, one_device):
     once = two.distribute_dataset(digits(), 240, shuffle=True, remainder="pad")
-    assert_close(fit(two, once, batch_size=None, epochs=3), alone)
-    whole_batches = two.distribute_dataset(digits(), 240, shuffle=True)
-    assert fit(two, whole_batches, batch_size=None, epochs=2).steps == 2 * 7
+    assert_close(fit(two, once, batch_size=None, epochs=3), one_device)
+    full_batches = two.distribute_dataset(digits(), 240, shuffle=True)
+    assert fit(two, full_batches, batch_size=None, epochs=2).steps == 2 * 7
 
 
-def test_stream_whose_end_nobody_knows_is_gone_through_so_often(two):
+def test_stream_of_unknown_length_is_read_once_per_epoch(two):
     images, labels = digits()
 
-    class Parts:
+    class Stream:
         def __iter__(self):
             return ((images[i : i + 300], labels[i : i + 300]) for i in range(0, 1200, 300))
 
-    found = fit(two, Parts(), batch_size=None, epochs=2)
-    assert found.steps == 8
-    assert [row["step"] for row in found.history.rows] == [4, 8]
+    result = fit(two, Stream(), batch_size=None, epochs=2)
+    assert result.steps == 8
+    assert [row["step"] for row in result.history.rows] == [4, 8]
 
 
 def test_data_without_targets_are_both_inputs_and_targets(two):
@@ -134,49 +137,50 @@ def test_data_without_targets_are_both_inputs_and_targets(two):
     by_name = jdist.Trainer(
         model, optax.sgd(0.1), lambda logits, batch: CROSS_ENTROPY(logits, batch["label"]), strategy=two
     )
-    found = by_name.fit({"image": images, "label": labels}, batch_size=240, progress="off")
-    assert found.history["loss"][-1] < 2.3
+    result = by_name.fit({"image": images, "label": labels}, batch_size=240, progress="off")
+    assert result.history["loss"][-1] < 2.3
 
 
-def test_weights_of_examples_count_in_loss_and_metrics(two):
+def test_weights_of_examples_apply_to_loss_and_metrics(two):
     images, labels = digits()
     weights = (np.arange(len(labels)) < 500).astype(np.float32)
-    weighed = trainer(two)
-    found = weighed.fit((images, labels, weights), batch_size=240, shuffle=False, progress="off")
-    few = weighed.evaluate(found.state, (images[:500], labels[:500]), batch_size=240)
-    all_weighed = weighed.evaluate(found.state, (images, labels, weights), batch_size=240)
-    assert all_weighed["accuracy"] == pytest.approx(few["accuracy"], abs=1e-6)
-    assert (all_weighed["examples"], few["examples"]) == (1797, 500)
+    weighted = trainer(two)
+    result = weighted.fit((images, labels, weights), batch_size=240, shuffle=False, progress="off")
+    first_500 = weighted.evaluate(result.state, (images[:500], labels[:500]), batch_size=240)
+    all_weighted = weighted.evaluate(result.state, (images, labels, weights), batch_size=240)
+    assert all_weighted["accuracy"] == pytest.approx(first_500["accuracy"], abs=1e-6)
+    assert (all_weighted["examples"], first_500["examples"]) == (1797, 500)
 
 
-def test_training_goes_on_from_a_state_that_is_handed_in(two):
+def test_training_continues_from_the_state_of_the_caller(two):
     of_two = trainer(two)
     first = of_two.fit(digits(), batch_size=240, progress="off")
     second = of_two.fit(digits(), batch_size=240, steps=10, state=first.state, progress="off")
     assert (first.steps, second.steps, list(second.history.losses)) == (8, 10, [9, 10])
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.state.params))  # it is the memory of the second
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.state.params))  # it was donated
 
 
-def test_function_of_the_step_trains_for_so_many_steps(two):
-    found = trainer(two).fit(_batch, steps=3, progress="off")
-    assert (found.steps, found.stop_reason) == (3, "All requested steps were taken.")
+def test_function_of_the_step_trains_for_a_number_of_steps(two):
+    result = trainer(two).fit(_batch, steps=3, progress="off")
+    assert (result.steps, result.stop_reason) == (3, "All requested steps were taken.")
     for use in (trainer(two).evaluate, trainer(two).predict):
-        with pytest.raises(ValueError, match="`data` has no end, and one pass over it would never end"):
-            use(found.state, _endless)
+        with pytest.raises(ValueError, match="`data` is endless, and one pass over it would never end"):
+            use(result.state, endless)
 
 
-def test_steps_that_the_state_has_taken_already_are_said(two):
+def test_state_that_has_taken_all_steps_warns(two):
     of_two = trainer(two)
     first = of_two.fit(digits(), batch_size=240, progress="off")
-    said = r"No step was taken: steps=8 counts from the beginning of training, and the state has gone through 8 already"
-    with pytest.warns(UserWarning, match=said):
-        again = of_two.fit(digits(), batch_size=240, steps=8, state=first.state, progress="off")
-    assert again.stop_reason.startswith("No step was taken: steps=8") and again.steps == 8
+    message = r"No step was taken: steps=8 counts from the beginning of training, and the state has already taken 8"
+    with pytest.warns(UserWarning, match=message) as warnings:
+        second = of_two.fit(digits(), batch_size=240, steps=8, state=first.state, progress="off")
+    assert [warning.filename for warning in warnings] == [__file__]
+    assert second.stop_reason.startswith("No step was taken: steps=8") and second.steps == 8
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(first.state))
 
 
 @pytest.mark.parametrize("fails_in", ["model", "loss"])
-def test_model_or_loss_that_fails_on_dicts_is_said_with_the_data(two, fails_in):
+def test_error_of_a_model_or_loss_on_dicts_names_the_data(two, fails_in):
     inputs = (lambda batch: batch["x"]) if fails_in == "loss" else (lambda batch: batch)
     model = (lambda key, batch: np.zeros(np.shape(jax.tree.leaves(batch)[0])[-1:], np.float32),
              lambda w, batch: inputs(batch) @ w)  # fmt: skip
@@ -186,13 +190,13 @@ def test_model_or_loss_that_fails_on_dicts_is_said_with_the_data(two, fails_in):
     ) as error:
         wrong.fit({"x": digits()[0], "y": digits()[1]}, batch_size=240, progress="off")
     assert error.value.__cause__ is not None
-    with pytest.raises(IndexError):  # of a tuple it is the error of the loss alone
+    with pytest.raises(IndexError):  # on tuples the error is not wrapped
         jdist.Trainer((model[0], lambda w, x: x @ w), optax.sgd(0.1), lambda o, t: t.shape[5], strategy=two).fit(
             digits(), batch_size=240, progress="off"
         )
 
 
-def test_spent_state_is_refused_by_name(two):
+def test_donated_state_raises_with_its_name(two):
     of_two = trainer(two)
     first = of_two.fit(digits(), batch_size=240, progress="off")
     of_two.fit(digits(), batch_size=240, steps=9, state=first.state, progress="off")
@@ -207,7 +211,7 @@ def test_spent_state_is_refused_by_name(two):
             use(first.state)
 
 
-def test_leaves_are_named_as_the_caller_does(two):
+def test_errors_name_leaves_as_the_caller_does(two):
     of_two, other = trainer(two), STRATEGIES["mirrored_3"]()
     state = trainer(other).init(digits()[0])
     with pytest.raises(ValueError, match=r"^state\.step is on cpu:5, cpu:1, cpu:2, and this"):
@@ -216,34 +220,33 @@ def test_leaves_are_named_as_the_caller_does(two):
         of_two.evaluate(state, digits(), batch_size=240)
     with pytest.raises(ValueError, match=r"^batch[.\[].* is on cpu:5, cpu:1, cpu:2"):
         of_two.fit(other.distribute_dataset(digits(), 240, remainder="pad"), progress="off")
-    varies = optax.GradientTransformation(lambda p: (), lambda g, s, p: (jax.tree.map(_times_id, g), s))
+    varying = optax.GradientTransformation(lambda p: (), lambda g, s, p: (jax.tree.map(_times_id, g), s))
     with pytest.raises(ValueError, match=r"^state\.params\['Dense_0'\]\['bias'\] is not proved"):
-        fit(two, optimizer=varies)
+        fit(two, optimizer=varying)
 
 
 def _times_id(x):
     return x * jdist.replica_id()
 
 
-def test_trainer_is_short_in_text_and_a_table_in_a_notebook(two):
-    said = repr(trainer(two))
-    assert said == (
+def test_trainer_is_a_short_text_and_a_table_in_a_notebook(two):
+    assert repr(trainer(two)) == (
         "Trainer(model=MLP, loss=softmax_cross_entropy_with_integer_labels, metrics=accuracy, "
         "strategy=MirroredStrategy(['cpu:0', 'cpu:1']), seed=0)"
     )
     assert ">model</td>" in (page := trainer(two)._repr_html_()) and ">MLP</td>" in page
 
 
-def test_trainer_is_its_own_deep_copy_and_says_what_to_pickle(two):
+def test_trainer_is_not_copied_and_cannot_be_pickled(two):
     of_two = trainer(two)
     assert copy.deepcopy(of_two) is of_two
     with pytest.raises(
-        TypeError, match=r"A Trainer cannot be pickled: .* Make it anew in the other process, by a function"
+        TypeError, match=r"A Trainer cannot be pickled: .* Create it in the other process, by a function"
     ):
         pickle.dumps(of_two)
 
 
-def test_loop_moves_nothing_that_nobody_asked_for_and_traces_nothing_anew(two):
+def test_second_fit_traces_nothing(two):
     traced = []
 
     class Counted(MLP):
@@ -253,14 +256,14 @@ def test_loop_moves_nothing_that_nobody_asked_for_and_traces_nothing_anew(two):
 
     counts = []
     one = jdist.Trainer(Counted(), optax.adam(3e-3), CROSS_ENTROPY, strategy=two)
-    counting = lambda event: counts.append(len(traced)) if event.moment is Moment.STEP else None
-    one.fit(digits(), batch_size=240, epochs=3, callbacks=[counting], progress="off", validation_data=digits())
+    count_traces = lambda event: counts.append(len(traced)) if event.moment is Moment.STEP else None
+    one.fit(digits(), batch_size=240, epochs=3, callbacks=[count_traces], progress="off", validation_data=digits())
     assert len(set(counts[8:])) == 1  # after the first epoch, and its validation
-    one.fit(digits(), batch_size=240, callbacks=[counting], progress="off")
+    one.fit(digits(), batch_size=240, callbacks=[count_traces], progress="off")
     assert counts[-1] == counts[8]
 
 
-def _endless(step):
+def endless(step):
     return pytest.fail("It was called.")
 
 
@@ -268,9 +271,14 @@ def _batch(step):
     return tuple(array[:240] for array in digits())
 
 
-NOT_TO_BE = {
-    "no_optimizer": (dict(optimizer=None), {}, TypeError, "To fit, a trainer needs `optimizer`: `jdist.Trainer"),
-    "no_loss": (dict(loss=None), {}, TypeError, "To fit, a trainer needs `loss`"),
+WRONG_ARGUMENTS = {
+    "no_optimizer": (
+        dict(optimizer=None),
+        {},
+        TypeError,
+        "`fit` needs the argument `optimizer` of the trainer: `jdist.Trainer",
+    ),
+    "no_loss": (dict(loss=None), {}, TypeError, "`fit` needs the argument `loss` of the trainer"),
     "no_batch_size": ({}, dict(batch_size=None), ValueError, "batch"),
     "empty_validation": (
         {},
@@ -279,16 +287,21 @@ NOT_TO_BE = {
         "empty",
     ),
     "empty": ({}, dict(data=tuple(x[:0] for x in digits())), ValueError, "empty"),
-    "callback_no_function": ({}, dict(callbacks=["x"]), TypeError, "among `callbacks` there is 'x'"),
+    "wrong_callback": (
+        {},
+        dict(callbacks=["x"]),
+        TypeError,
+        "`callbacks` must contain `jdist.callbacks.Callback` objects or functions of an event, got 'x'",
+    ),
     "callback_class": (
         {},
         dict(callbacks=[jdist.callbacks.EMA]),
         TypeError,
-        "among `callbacks` there is the class EMA: call it",
+        "functions of an event, got the class EMA: call it",
     ),
-    "one_callback": ({}, dict(callbacks=print), TypeError, "`callbacks` is a list of functions of an event"),
-    "state_no_state": ({}, dict(state={"w": 0}), TypeError, "dict is none"),
-    "resume_no_checkpointer": ({}, dict(resume=3), TypeError, "`resume` is a `jdist.Checkpointer`, or a path"),
+    "one_callback": ({}, dict(callbacks=print), TypeError, "`callbacks` must be a list of callbacks, got"),
+    "wrong_state": ({}, dict(state={"w": 0}), TypeError, "dict is not a dataclass"),
+    "wrong_resume": ({}, dict(resume=3), TypeError, "`resume` must be a `jdist.Checkpointer` or the path"),
     "steps_per_call": ({}, dict(steps_per_call=0), ValueError, "`steps_per_call` must be an integer >= 1, got 0"),
     "micro_batches": ({}, dict(micro_batches=0), ValueError, "`micro_batches` must be an integer >= 1, got 0"),
     "micro_batches_that_do_not_split": ({}, dict(micro_batches=7), ValueError, "cannot be split into 7 micro-batches"),
@@ -299,7 +312,7 @@ NOT_TO_BE = {
         {},
         dict(progress=jdist.callbacks.Progress()),
         TypeError,
-        "got a display. What `jdist.callbacks.Progress(...)` returns is a callback: pass it as `callbacks=[",
+        "got a Progress: pass it as `callbacks=[jdist.callbacks.Progress(...)]`",
     ),
     "two_logs_on_one_path": (
         {},
@@ -311,13 +324,13 @@ NOT_TO_BE = {
         {},
         dict(data=_batch, batch_size=None, epochs=1),
         ValueError,
-        "`data` has no end, and no epochs: epochs=1 would never be reached. Say after how many steps training ends: `steps=",
+        "`data` is endless, so epochs=1 would never be reached. Pass the number of steps after which training ends: `steps=",
     ),
     "function_of_the_step": (
         {},
         dict(data=_batch, batch_size=None),
         ValueError,
-        "`data` has no end. Say after how many",
+        "`data` is endless. Pass the number of steps",
     ),
     "weights_of_examples_that_are_negative": (
         {},
@@ -327,61 +340,110 @@ NOT_TO_BE = {
     ),
     "function_of_the_step_to_validate": (
         {},
-        dict(validation_data=_endless),
+        dict(validation_data=endless),
         ValueError,
-        "`validation_data` has no end, and one pass over it would never end",
+        "`validation_data` is endless, and one pass over it would never end",
     ),
     "early_stopping": (
         {},
         dict(callbacks=[jdist.callbacks.EarlyStopping("val_acc")]),
         ValueError,
-        "EarlyStopping watches 'val_acc', and there are only 'loss'. Hand in `validation_data`.",
+        "EarlyStopping needs the metric 'val_acc'; available are 'loss'. Pass `validation_data`.",
     ),
     "state_on_the_host": (
         {},
         dict(state=jdist.TrainState(np.int32(0), {}, {}, {}, np.zeros(2, np.uint32))),
         TypeError,
-        "state.step is int32[] on the host, and `fit` takes a state on the devices",
+        "state.step is int32[] on the host, and `fit` needs a state on the devices",
     ),
 }
 
 
-@pytest.mark.parametrize("made, fitted, kind, message", NOT_TO_BE.values(), ids=NOT_TO_BE)
-def test_what_cannot_be_is_refused_before_the_first_step(two, made, fitted, kind, message):
-    options = {"optimizer": optax.adam(1e-3), "loss": CROSS_ENTROPY, "strategy": two, **made}
-    given = {"data": digits(), "batch_size": 240, "progress": "off", **fitted}
-    with pytest.raises(kind) as error:
-        jdist.Trainer(MLP(), **options).fit(given.pop("data"), **given)
-    assert message in str(error.value)
+@pytest.mark.parametrize("trainer_options, fit_options, error, message", WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_wrong_arguments_of_fit_raise_before_the_first_step(two, trainer_options, fit_options, error, message):
+    options = {"optimizer": optax.adam(1e-3), "loss": CROSS_ENTROPY, "strategy": two, **trainer_options}
+    arguments = {"data": digits(), "batch_size": 240, "progress": "off", **fit_options}
+    with pytest.raises(error) as raised:
+        jdist.Trainer(MLP(), **options).fit(arguments.pop("data"), **arguments)
+    assert message in str(raised.value)
 
 
-MADE_WRONG = {
-    "optimizer": (dict(optimizer="adam"), TypeError, "`optimizer` is a transformation of optax"),
-    "loss": (dict(loss="mse"), TypeError, "`loss` is a function from outputs and targets"),
-    "strategy": (dict(strategy="gpu"), TypeError, "`strategy` is a strategy"),
-    "precision": (dict(precision="bf16"), TypeError, "`precision` is a `jdist.Precision"),
+WRONG_TRAINERS = {
+    "optimizer": (
+        dict(optimizer="adam"),
+        TypeError,
+        "`optimizer` must be an optax transformation, got 'adam'. Write `optimizer=optax.adam(1e-3)`.",
+    ),
+    "unknown_optimizer": (dict(optimizer="best"), TypeError, "got 'best'. Write `optimizer=optax.adamw(1e-3)`."),
+    "optimizer_function": (dict(optimizer=optax.sgd), TypeError, "Write `optimizer=optax.sgd(1e-3)`."),
+    "loss": (dict(loss="mse"), TypeError, "`loss` must be a function from outputs and targets"),
+    "strategy": (dict(strategy="gpu"), TypeError, "`strategy` must be a strategy"),
+    "precision": (dict(precision="bf16"), TypeError, "`precision` must be a `jdist.Precision`, such as"),
     "seed": (dict(seed=-1), ValueError, "`seed` must be an integer >= 0, got -1"),
-    "non_finite": (dict(non_finite="ignore"), ValueError, '`non_finite` is "stop", "skip" or "keep"'),
-    "metrics": (dict(metrics=[jdist.metrics.Accuracy()]), TypeError, "`metrics` maps names to metrics"),
+    "non_finite": (dict(non_finite="ignore"), ValueError, '`non_finite` must be "stop", "skip" or "keep"'),
+    "metrics": (
+        dict(metrics=[jdist.metrics.Accuracy()]),
+        TypeError,
+        'Write `metrics={"accuracy": jdist.metrics.Accuracy()}`.',
+    ),
+    "metric_names": (
+        dict(metrics=["accuracy", "mse"]),
+        TypeError,
+        'Write `metrics={"accuracy": jdist.metrics.Accuracy(), "mse": jdist.metrics.MeanSquaredError()}`.',
+    ),
     "metric": (dict(metrics={"a": jdist.metrics.Accuracy}), TypeError, "got the class Accuracy: call it"),
-    "metric_name": (dict(metrics={"loss": jdist.metrics.Accuracy()}), ValueError, "A metric is called 'loss'"),
+    "metric_name": (dict(metrics={"loss": jdist.metrics.Accuracy()}), ValueError, "A metric has the name 'loss'"),
 }
 
 
-@pytest.mark.parametrize("made, kind, message", MADE_WRONG.values(), ids=MADE_WRONG)
-def test_trainer_of_what_cannot_be_is_refused(two, made, kind, message):
-    options = {"optimizer": optax.adam(1e-3), "loss": CROSS_ENTROPY, "strategy": two, **made}
-    with pytest.raises(kind) as error:
+@pytest.mark.parametrize("options, error, message", WRONG_TRAINERS.values(), ids=WRONG_TRAINERS)
+def test_wrong_arguments_of_the_trainer_raise(two, options, error, message):
+    options = {"optimizer": optax.adam(1e-3), "loss": CROSS_ENTROPY, "strategy": two, **options}
+    with pytest.raises(error) as raised:
         jdist.Trainer(MLP(), **options)
-    assert message in str(error.value)
+    assert message in str(raised.value)
 
 
-def test_loss_of_one_number_is_refused_with_what_to_do(two):
+def test_scalar_loss_raises_with_the_fix(two):
     wrong = jdist.Trainer(MLP(), optax.adam(1e-3), lambda *args: CROSS_ENTROPY(*args).mean(), strategy=two)
-    with pytest.raises(ValueError, match=r"`loss` returned float32\[\] for 120 examples.*leave `.mean\(\)` or"):
+    with pytest.raises(ValueError, match=r"`loss` returned float32\[\] for 120 examples.*remove `.mean\(\)` or"):
         wrong.fit(digits(), batch_size=240, progress="off")
 
 
-def test_strategy_in_force_is_the_default(two):
+def test_current_strategy_is_the_default(two):
     with two.scope():
         assert jdist.Trainer(MLP()).strategy is two
+
+
+GUESSES = {
+    "x_and_y": (lambda t, x, y: t.fit(x, y, batch_size=240), "Write `trainer.fit((x, y), batch_size=...)`"),
+    "keywords": (
+        lambda t, x, y: t.fit(x=x, y=y),
+        "no argument `x`: .* one tuple, `trainer.fit((x, y), batch_size=...)`",
+    ),
+    "verbose": (lambda t, x, y: t.fit((x, y), verbose=1), '`verbose`: write `progress="lines"`'),
+    "split": (
+        lambda t, x, y: t.fit((x, y), validation_split=0.1),
+        "write `validation_data=(x_validation, y_validation)`",
+    ),
+    "weights": (lambda t, x, y: t.fit((x, y), sample_weight=y), "with the data, `(x, y, weights)`"),
+    "evaluate": (lambda t, x, y: t.evaluate(None, x, y), "Write `trainer.evaluate(state, (x, y), batch_size=...)`"),
+}
+
+
+@pytest.mark.parametrize("call, line", GUESSES.values(), ids=GUESSES)
+def test_arguments_as_in_keras_raise_with_the_line_to_write(two, call, line):
+    with pytest.raises(TypeError, match=re.escape(line).replace(r"\.\*", ".*")):
+        call(trainer(two), *digits())
+
+
+def test_list_of_batches_is_read_batch_by_batch(two):
+    images, labels = digits()
+    batches = [(images[i : i + 240], labels[i : i + 240]) for i in range(0, 960, 240)]
+    result = trainer(two).fit(batches, progress="off")
+    arrays = trainer(two).fit((images[:960], labels[:960]), batch_size=240, shuffle=False, progress="off")
+    assert result.steps == 4
+    assert_bitwise_equal(result.state.params, arrays.state.params)
+    with pytest.raises(ValueError, match="The source is a list of 4 .* pass `batch_size=None`") as error:
+        trainer(two).fit(batches, batch_size=240, progress="off")
+    assert "`data`" in "".join(error.value.__notes__)

@@ -25,9 +25,9 @@ def adapt_loss(loss: Any) -> Any:
         ValueError: `loss` is a Keras loss with the reduction "sum", or the backend of Keras is not JAX.
 
     Example:
-        >>> in_trainer_order(lambda y_true, y_pred: y_pred - y_true)(5.0, 3.0)
+        >>> adapt_loss(lambda y_true, y_pred: y_pred - y_true)(5.0, 3.0)
         2.0
-        >>> in_trainer_order(lambda outputs, targets: outputs - targets)(5.0, 3.0)
+        >>> adapt_loss(lambda outputs, targets: outputs - targets)(5.0, 3.0)
         2.0
     """
     if isinstance(loss, type):
