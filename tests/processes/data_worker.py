@@ -111,7 +111,7 @@ HOW = {  # number of processes -> (remainder, prefetch); fewer for four processe
     2: [("drop", 0), ("drop", 2), ("pad", 0), ("pad", 2)],
     4: [("drop", 2), ("pad", 0)],
 }
-WITHOUT_BATCHES = {("fewer_than_replicas", "drop")}  # has no full batch
+WITHOUT_BATCHES = {("fewer_than_replicas", "drop")}  # fewer examples than a batch
 SKIPPED_ON_FOUR = WITHOUT_BATCHES | {
     (name, "drop")
     for name in (

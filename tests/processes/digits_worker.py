@@ -13,7 +13,7 @@ address, count, number, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 if count > 1:
     jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
 
-from digits import count_right, make_state, make_step
+from digits import count_correct, make_state, make_step
 from sklearn.datasets import load_digits
 
 import jdist
@@ -31,14 +31,14 @@ for batch, weights in batches:
     assert len(strategy.local_results(batch)) == local
     state, loss = step(state, batch, weights)
     losses.append(float(loss))
-right, rows = strategy.run(count_right, (state["params"], batch, weights))
+correct, examples = strategy.run(count_correct, (state["params"], batch, weights))
 
 ids = strategy.run(jdist.replica_id)
 numbers = strategy.distribute_values_from_function(lambda context: np.float32(context.replica_id_in_sync_group))
 results = {
     "losses": losses,
-    "rows": float(rows),
-    "right": float(right),
+    "examples": float(examples),
+    "correct": float(correct),
     "replicas": strategy.num_replicas_in_sync,
     "local_ids": [int(i) for i in strategy.local_results(ids)],
     "sum": float(strategy.reduce("sum", numbers, axis=None)),

@@ -35,7 +35,7 @@ def test_two_processes_train_the_same_model_as_one(results):
 def test_results_are_global_and_local_results_are_of_the_replicas_of_the_process(results, process):
     result = results[process]
     assert result["replicas"] == 4
-    assert result["rows"] == 100 % 32  # the last batch of the epoch, its padding not counted
+    assert result["examples"] == 100 % 32  # the last batch of the epoch, its padding not counted
     assert result["sum"] == 0 + 1 + 2 + 3
     assert result["gathered"].tolist() == [0, 1, 2, 3]
     assert result["local_ids"].tolist() == {"1_0": [0, 1, 2, 3], "2_0": [0, 1], "2_1": [2, 3]}[process]
