@@ -132,11 +132,11 @@ def test_ds16_batches_of_different_widths_are_errors_and_of_one_width_are_split(
     rows = [[1], [2, 2], [3, 3, 3]]
     widen = lambda rows, width: np.stack([np.pad(np.int32(row), (0, width - len(row))) for row in rows])
     with pytest.raises(
-        ValueError, match=r"source as int32\[3\] a row, and not int32\[2\] in batch 1 of epoch 0.*same structure"
+        ValueError, match=r"source as int32\[3\] per row, expected int32\[2\] in batch 1 of epoch 0.*same structure"
     ):
         list(two.distribute_dataset(iter([widen(rows[:2], 2), widen(rows[2:], 3)]), None, remainder="pad"))
     with pytest.raises(
-        ValueError, match=r"source has the shape \[2\] in example 1 in batch 0 of epoch 0, and \[1\] in"
+        ValueError, match=r"source has the shape \[2\] in example 1 in batch 0 of epoch 0, but \[1\] in"
     ):
         list(two.distribute_dataset(map(np.int32, rows), 2, remainder="pad"))
     widened = two.distribute_dataset(widen(rows, 3), 2, remainder="pad")
@@ -220,7 +220,7 @@ def test_ds27_length_is_known_if_the_source_has_a_length_and_an_element_is_its_s
         assert len(dataset) == len(list(dataset)) == steps
     for source, size in (((np.int32(i) for i in range(4)), 2), (Batched(np.arange(4), 2), None)):
         dataset = two.distribute_dataset(source, size)
-        with pytest.raises(TypeError, match="How many batches there are is not known before they are read"):
+        with pytest.raises(TypeError, match="The number of batches is unknown before the source is read"):
             len(dataset)
         spec = jax.tree.map(jax.typeof, next(iter(dataset)))
         assert (repr(spec), spec.tree.dtype, spec.tree.shape) == ("PerReplica(int32[2,1])", np.int32, (2, 1))
