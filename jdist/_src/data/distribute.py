@@ -168,8 +168,8 @@ def _resolve_policy(policy: AutoShardPolicy, source: Any, processes: int) -> Aut
     if policy is AutoShardPolicy.AUTO:
         if files is not None and files < processes:
             _log.warning(
-                "auto_shard: the number of files (%d) is less than the number of processes (%d), so each process reads all files "
-                "(DATA).",
+                "auto_shard: the number of files (%d) is less than the number of processes (%d), so each process reads all "
+                "files (DATA).",
                 files,
                 processes,
             )
