@@ -16,7 +16,7 @@ from jdist._src.core.tree import PyTree, argument_names, describe_type
 from jdist._src.data.config import Remainder
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.data.distribute import dataset_from_function, dataset_from_source
-from jdist._src.data.shards import AutoShardPolicy, InputContext
+from jdist._src.data.shards import AutoShard, InputContext
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend
 from jdist._src.execution.program import Program
