@@ -73,7 +73,7 @@ def test_ds4_mean_over_an_uneven_last_batch_is_the_mean_of_its_examples(count, t
 def test_ds6_batch_that_three_replicas_do_not_divide_is_an_error_or_padded():
     three = STRATEGIES["mirrored_3"]()
     for source in _both(np.arange(8), 4):
-        message = r"batch of 4 examples cannot be split over 3 replicas \(1 left over\).*take 3 or 6"
+        message = r"batch of 4 examples cannot be split over 3 replicas \(1 left over\).*use 3 or 6"
         with pytest.raises(ValueError, match=message):
             list(three.distribute_dataset(*source))
     padded = three.distribute_dataset(Batched(np.arange(8), 4), None, remainder="pad")
@@ -81,7 +81,7 @@ def test_ds6_batch_that_three_replicas_do_not_divide_is_an_error_or_padded():
 
 
 def test_ds10_examples_instead_of_batches_are_errors_and_vectors_are_split(two):
-    with pytest.raises(ValueError, match=r"source is int32\[\] in the first batch: an array with one row an example"):
+    with pytest.raises(ValueError, match=r"source is int32\[\] in the first batch, but must be an array with one row per example"):
         list(two.distribute_dataset((np.int32(i) for i in range(4)), None))
     with pytest.raises(ValueError, match=r"batch of 3 examples cannot be split over 2 replicas \(1 left over\)"):
         list(two.distribute_dataset([np.array([1, 2, 3])].__iter__(), None))
@@ -91,7 +91,7 @@ def test_ds10_examples_instead_of_batches_are_errors_and_vectors_are_split(two):
 
 @pytest.mark.parametrize("source", [object(), 5, 1.5], ids=["object", "int", "float"])
 def test_ds11_invalid_source_is_an_error_with_its_type(source, two):
-    with pytest.raises(ValueError, match=rf"The source is {type(source).__name__}, from which no examples can be had"):
+    with pytest.raises(ValueError, match=rf"The source is {type(source).__name__}, which is not supported"):
         two.distribute_dataset(source, 2)
 
 
@@ -132,11 +132,11 @@ def test_ds16_batches_of_different_widths_are_errors_and_of_one_width_are_split(
     rows = [[1], [2, 2], [3, 3, 3]]
     widen = lambda rows, width: np.stack([np.pad(np.int32(row), (0, width - len(row))) for row in rows])
     with pytest.raises(
-        ValueError, match=r"source as int32\[3\] a row, and not int32\[2\] in batch 1 of epoch 0.*same structure"
+        ValueError, match=r"source as int32\[3\] per row, expected int32\[2\] in batch 1 of epoch 0.*same structure"
     ):
         list(two.distribute_dataset(iter([widen(rows[:2], 2), widen(rows[2:], 3)]), None, remainder="pad"))
     with pytest.raises(
-        ValueError, match=r"source has the shape \[2\] in example 1 in batch 0 of epoch 0, and \[1\] in"
+        ValueError, match=r"source has the shape \[2\] in example 1 in batch 0 of epoch 0, but \[1\] in"
     ):
         list(two.distribute_dataset(map(np.int32, rows), 2, remainder="pad"))
     widened = two.distribute_dataset(widen(rows, 3), 2, remainder="pad")
@@ -220,7 +220,7 @@ def test_ds27_length_is_known_if_the_source_has_a_length_and_an_element_is_its_s
         assert len(dataset) == len(list(dataset)) == steps
     for source, size in (((np.int32(i) for i in range(4)), 2), (Batched(np.arange(4), 2), None)):
         dataset = two.distribute_dataset(source, size)
-        with pytest.raises(TypeError, match="How many batches there are is not known before they are read"):
+        with pytest.raises(TypeError, match="The number of batches is unknown before the source is read"):
             len(dataset)
         spec = jax.tree.map(jax.typeof, next(iter(dataset)))
         assert (repr(spec), spec.tree.dtype, spec.tree.shape) == ("PerReplica(int32[2,1])", np.int32, (2, 1))
@@ -272,7 +272,7 @@ def test_ds32_pipeline_per_replica_does_not_affect_later_data_sets(two):
 @pytest.mark.parametrize("remainder, total", [("pad", 310), ("drop", 200)])
 def test_ds33_ragged_rows_are_errors_and_padded_ones_are_split_with_their_masks(remainder, total, two):
     ragged = [np.full(i % 4, i, np.int32) for i in range(20)]
-    with pytest.raises(ValueError, match=r"source has the shape \[1\] in example 1 in batch 0 of epoch 0, and \[0\]"):
+    with pytest.raises(ValueError, match=r"source has the shape \[1\] in example 1 in batch 0 of epoch 0, but \[0\]"):
         list(two.distribute_dataset(iter(ragged), 8, remainder=remainder))
     source = {
         "value": np.stack([np.pad(row, (0, 3 - len(row))) for row in ragged]),
@@ -289,7 +289,7 @@ def test_ds33_ragged_rows_are_errors_and_padded_ones_are_split_with_their_masks(
 def test_ds34_batch_that_cannot_be_split_evenly_is_an_error():
     sixth = jdist.data.InputContext(num_replicas_in_sync=6)
     assert sixth.get_per_replica_batch_size(12) == 2
-    message = r"batch of 13 examples cannot be split over 6 replicas \(1 left over\).*take 12 or 18"
+    message = r"batch of 13 examples cannot be split over 6 replicas \(1 left over\).*use 12 or 18"
     with pytest.raises(ValueError, match=message):
         sixth.get_per_replica_batch_size(13)
     with pytest.raises(ValueError, match=r"batch of 10 examples cannot be split over 4 replicas \(2 left over\)"):

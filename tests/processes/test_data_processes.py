@@ -168,7 +168,7 @@ FAILURES = {  # of a source of 24 numbers in batches of 8: number of batches bef
 }
 MESSAGES = {
     "text": "ValueError: source is <U",
-    "shape": "ValueError: The source gives source as float64[2] a row, and not float64[1]",
+    "shape": "ValueError: The source yields source as float64[2] per row, expected float64[1]",
 }
 
 
@@ -215,8 +215,8 @@ def test_streams_of_different_length_are_refused_on_all_processes(lengths, batch
         result = process[f"lengths/{lengths}/{remainder}"]
         assert len(result["examples"]) == batch
         assert result["error"].startswith(
-            f"ValueError: One process has {one} examples in batch {batch} of epoch 0, and another has {other}. Each has to "
-            'hand in the same source; if each has a share of its own, say `auto_shard="off"`.'
+            f"ValueError: One process has {one} examples in batch {batch} of epoch 0, and another has {other}. Each process "
+            'must pass the same source. If each process has its own part of the data, pass `auto_shard="off"`.'
         )
 
 
@@ -234,7 +234,7 @@ def test_batches_of_another_shape_or_dtype_on_each_process_are_refused_on_all(na
         message = result["error"].replace("int64", "int32")
         assert result["examples"] == []
         assert message.startswith("ValueError: Input pipeline 0 has batches of 8 examples of " + kinds[0])
-        assert f"and 1 has batches of 8 examples of {kinds[1]} in batch 0 of epoch 0" in message
+        assert f"but pipeline 1 has batches of 8 examples of {kinds[1]} in batch 0 of epoch 0" in message
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -242,7 +242,7 @@ def test_data_sets_with_different_options_on_each_process_are_refused_on_all(nam
     results = [process[f"options/{name}"] for process in refusals]
     for result in results:
         assert "Input pipeline 0 has a data set of " in result["error"]
-        assert "Make them alike on all processes" in result["error"]
+        assert "They must be equal on all processes" in result["error"]
         assert result["examples"] == []
         assert re.match(r"(ValueError|RuntimeError): .*(The processes pass|[Pp]ipeline)", result["error"])
 
@@ -281,7 +281,7 @@ def test_source_too_short_for_one_batch_with_off_and_drop_is_named_in_the_error(
     for process in refusals:
         message = process[f"off/{lengths}/drop/{how}"]["error"]
         number, length = min(enumerate(lengths), key=lambda x: x[1])
-        assert re.search(rf"([Pp]ipeline|[Pp]rocess|[Pp]art) {number}\b.*\b{length} examples", message)
+        assert re.search(rf"([Pp]ipeline|[Pp]rocess|[Ss]hard) {number}\b.*\b{length} examples", message)
 
 
 @pytest.mark.parametrize("how", ["arrays", "stream"])
@@ -292,7 +292,9 @@ def test_sources_with_a_remainder_with_off_and_error_are_refused_on_all(lengths,
     for process in refusals:
         result = process[f"off/{lengths}/error/{how}"]
         assert result["examples"] == _split(4 * full)
-        assert f'There are {left} of 8 examples in batch {full} of epoch 0, and remainder="error"' in result["error"]
+        assert (
+            f'There are only {left} of 8 examples in batch {full} of epoch 0, and remainder="error"' in result["error"]
+        )
 
 
 def test_infinite_source_with_off_and_drop_ends_with_the_others(refusals):
@@ -304,7 +306,7 @@ def test_source_without_examples_on_one_process_is_refused_on_all(remainder, ref
     for process in refusals:
         message = process[f"empty/{remainder}"]["error"]
         assert message.startswith(
-            "ValueError: Part 1 of the 2 that the data are read in has no examples. Give each process some"
+            "ValueError: Shard 1 of the 2 shards of the data contains no examples. Pass a source with examples on each process"
         )
 
 

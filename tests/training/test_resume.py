@@ -146,7 +146,7 @@ def test_checkpoint_of_another_model_raises_with_the_leaves_that_differ(two, tmp
 def test_checkpoint_of_other_data_raises(two, tmp_path):
     train(two, tmp_path, stop_at=3)
     with pytest.raises(
-        ValueError, match="The position was taken with examples=500, and this data set has examples=499"
+        ValueError, match="The position was taken with examples=500, but this data set has examples=499"
     ):
         trainer(two).fit(tuple(x[:499] for x in DATA), batch_size=60, resume=tmp_path, progress="off")
 

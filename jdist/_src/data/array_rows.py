@@ -31,8 +31,8 @@ def as_rows(tree: PyTree, where: str = "", advice: str = "") -> PyTree:
         advice: The last sentence of the message for a leaf without rows.
 
     Raises:
-        ValueError: The tree contains no arrays, or an array does not have rows, is not numeric, or has another length; the message
-            names the leaf.
+        ValueError: The tree contains no arrays, or an array does not have rows, is not numeric, or has another length; the
+            message names the leaf.
     """
     leaves = named_leaves("source", tree) if not isinstance(tree, Iterator) else [("source", tree)]
     if not leaves:

@@ -168,7 +168,8 @@ def _resolve_policy(policy: AutoShardPolicy, source: Any, processes: int) -> Aut
     if policy is AutoShardPolicy.AUTO:
         if files is not None and files < processes:
             _log.warning(
-                "auto_shard: %d files are too few for %d processes to read separate files, so each process reads all (DATA).",
+                "auto_shard: the number of files (%d) is less than the number of processes (%d), so each process reads all "
+                "files (DATA).",
                 files,
                 processes,
             )
@@ -180,7 +181,7 @@ def _resolve_policy(policy: AutoShardPolicy, source: Any, processes: int) -> Aut
         )
     if policy is AutoShardPolicy.FILE and files is not None and files < processes:
         raise ValueError(
-            f'auto_shard="file": {files} files are too few for {processes} processes to read separate files. With '
+            f'auto_shard="file": the number of files ({files}) is less than the number of processes ({processes}). With '
             'auto_shard="data" each process reads all files.'
         )
     return policy
@@ -189,8 +190,8 @@ def _resolve_policy(policy: AutoShardPolicy, source: Any, processes: int) -> Aut
 def _shard_by_hint(source: Any, share: ProcessShare) -> Any:
     if not hasattr(source, "shard"):
         raise ValueError(
-            f'auto_shard="hint" calls `shard(num_shards, index)` of the source, but {type(source).__name__} has no such '
-            'method. Select the part of this process yourself, and pass auto_shard="off".'
+            f'auto_shard="hint" calls `shard(num_shards, index)` of the source, but {type(source).__name__} does not have '
+            'that method. Select the part of this process yourself, and pass auto_shard="off".'
         )
     return source.shard(num_shards=share.num_pipelines, index=share.pipeline)
 

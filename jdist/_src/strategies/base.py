@@ -477,8 +477,8 @@ class Strategy:
 
         Args:
             source: A tree of arrays `[example, ...]`; a sequence or an iterable of examples; a dataset of grain, TensorFlow,
-                torch or Hugging Face; `jdist.data.Files`; a generator function without arguments; or a function from the step,
-                0, 1, ..., to its batch.
+                torch or Hugging Face; `jdist.data.Files`; a generator function without arguments; a function from the step, 0,
+                1, ..., to its batch; or, with `batch_size=None`, a list of batches.
             batch_size: The number of examples in a global batch, a multiple of the number of replicas. None: the source returns
                 such batches.
             shuffle: Whether each epoch has its own order, a function of `seed` and epoch alone. For sources with random access,
