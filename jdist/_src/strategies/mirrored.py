@@ -53,7 +53,7 @@ class MirroredStrategy(Strategy):
         mesh, is_virtual = replica_mesh(devices), virtual_replicas is not None
         warn_if_local("MirroredStrategy", devices, "MirroredStrategy(devices=jax.devices())")
         mesh, ops, options = resolve_communication(mesh, cross_device_ops, communication_options, is_virtual)
-        replicas = Replicas.on(mesh, virtual_replicas)
+        replicas = Replicas.from_mesh(mesh, virtual_replicas)
         arguments = {
             "devices": list(mesh.devices.flat),
             "cross_device_ops": cross_device_ops,
