@@ -472,7 +472,7 @@ class Strategy:
         seed: int = 0,
         epochs: int | None = 1,
         remainder: Remainder = "drop",
-        auto_shard: AutoShardPolicy | Literal["auto", "file", "data", "off", "hint"] = "auto",
+        auto_shard: AutoShard = "auto",
         prefetch: int = 2,
     ) -> DistributedDataset:
         """Returns the batches of a data set, split over the replicas and prefetched to the devices.
