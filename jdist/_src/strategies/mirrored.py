@@ -48,7 +48,7 @@ class MirroredStrategy(Strategy):
     ):
         if isinstance(devices, int):
             raise TypeError(
-                f"`devices` is a list of devices, got {devices!r}: write `MirroredStrategy(jax.devices()[:{devices:d}])`."
+                f"`devices` must be a list of devices, got {devices!r}: write `MirroredStrategy(jax.devices()[:{devices:d}])`."
             )
         mesh, is_virtual = replica_mesh(devices), virtual_replicas is not None
         warn_if_local("MirroredStrategy", devices, "MirroredStrategy(devices=jax.devices())")
