@@ -242,7 +242,7 @@ def test_position_on_replicas_that_cannot_split_the_batches_of_a_stream_is_refus
 
 DATA = dict(shuffle=True, seed=1, remainder="pad")
 WRONG = {
-    "none": (lambda state: None, "None is not a position\. Pass the result of `get_state"),
+    "none": (lambda state: None, r"None is not a position\. Pass the result of `get_state"),
     "text": (json.dumps, "is no position"),
     "list": (lambda state: list(state), "is no position"),
     "number": (lambda state: 3, "3 is no position"),
@@ -250,7 +250,7 @@ WRONG = {
     **{
         f"without_{name}": (
             lambda state, name=name: {key: state[key] for key in state if key != name},
-            "is not a position\. Pass the result of `get_state",
+            r"is not a position\. Pass the result of `get_state",
         )
         for name in ("epoch", "batch", "batch_size", "shards", "source", "examples", "shuffle", "seed", "remainder")
     },

@@ -79,7 +79,11 @@ REFUSED = {
     "number": ([0], TypeError, r"A device must be a `jax.Device` or a name such as 'cpu:0', got 0"),
     "none": ([None], TypeError, r"A device must be a `jax.Device` or a name such as 'cpu:0', got None"),
     "one_name": ("cpu:0", TypeError, r"`devices` must be a list of devices, got 'cpu:0'; write \['cpu:0'\]"),
-    "how_many": (2, TypeError, r"`devices` must be a list of devices, got 2: write `MirroredStrategy\(jax\.devices\(\)\[:2\]\)`"),
+    "how_many": (
+        2,
+        TypeError,
+        r"`devices` must be a list of devices, got 2: write `MirroredStrategy\(jax\.devices\(\)\[:2\]\)`",
+    ),
 }
 
 
