@@ -60,7 +60,7 @@ def _tree(count):
 def _reduced(tree):
     reduced = {op: jdist.all_reduce(op, tree) for op in NUMPY}
     for number, bytes_per_pack in enumerate(PACKS):
-        reduced[f"sum{number}"] = jdist.all_reduce("sum", tree, CommunicationOptions(bytes_per_pack))
+        reduced[f"sum{number}"] = jdist.all_reduce("sum", tree, options=CommunicationOptions(bytes_per_pack))
     return reduced
 
 
@@ -179,7 +179,7 @@ def test_options_of_a_call_override_the_options_of_the_strategy():
     x = jdist.PerReplica(_leaves(1, 2, 3))
     counts = itertools.product((0, 2**40), repeat=2)
     for strategy_bytes, call_bytes in counts:
-        call = lambda tree, size=call_bytes: jdist.all_reduce("sum", tree, CommunicationOptions(size))
+        call = lambda tree, size=call_bytes: jdist.all_reduce("sum", tree, options=CommunicationOptions(size))
         assert _collectives(_strategy(2, bytes_per_pack=strategy_bytes), call, x) == {"psum": 1 if call_bytes else 3}
 
 

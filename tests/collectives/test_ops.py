@@ -442,13 +442,13 @@ def test_sum_of_a_replicated_leaf_among_others_is_a_warning(strategy):
     with pytest.warns(
         jdist.RepeatedSumWarning, match=r"the same on every replica multiplies it by the number of replicas"
     ):
-        strategy.run(lambda w, x: jdist.all_reduce("sum", {"w": w, "x": x}, pack), (np.ones(3, np.float32), x))
+        strategy.run(lambda w, x: jdist.all_reduce("sum", {"w": w, "x": x}, options=pack), (np.ones(3, np.float32), x))
 
 
 def test_sum_of_a_constant_is_a_count_and_not_a_warning(strategy):
     x = rows(strategy, 3)
     pack = jdist.CommunicationOptions(2**40)
-    sums = strategy.run(lambda x: jdist.all_reduce("sum", {"n": 1.0, "x": x}, pack), (x,))
+    sums = strategy.run(lambda x: jdist.all_reduce("sum", {"n": 1.0, "x": x}, options=pack), (x,))
     assert float(sums["n"]) == strategy.num_replicas_in_sync
 
 

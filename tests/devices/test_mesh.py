@@ -79,7 +79,11 @@ REFUSED = {
     "number": ([0], TypeError, r"A device must be a `jax.Device` or a name such as 'cpu:0', got 0"),
     "none": ([None], TypeError, r"A device must be a `jax.Device` or a name such as 'cpu:0', got None"),
     "one_name": ("cpu:0", TypeError, r"`devices` must be a list of devices, got 'cpu:0'; write \['cpu:0'\]"),
-    "how_many": (2, TypeError, r"`devices` must be a list of devices, got 2"),
+    "how_many": (
+        2,
+        TypeError,
+        r"`devices` must be a list of devices, got 2: write `MirroredStrategy\(jax\.devices\(\)\[:2\]\)`",
+    ),
 }
 
 
@@ -165,8 +169,8 @@ def test_mesh_has_one_auto_axis_over_all_replicas():
 
 def test_shardings_of_replicas_are_fully_replicated_and_one_row_per_replica():
     mesh = meshes.replica_mesh(["cpu:5", "cpu:1"])
-    replicas = meshes.Replicas.on(mesh, None)
-    mirrored, split = replicas.whole, replicas.rows
+    replicas = meshes.Replicas.from_mesh(mesh, None)
+    mirrored, split = replicas.replicated_sharding, replicas.per_replica_sharding
     assert mirrored.is_fully_replicated
     assert split.is_equivalent_to(jax.NamedSharding(mesh, PartitionSpec("replica")), 2)
     assert split.shard_shape((2, 3)) == (1, 3)
@@ -182,9 +186,9 @@ def test_shardings_of_replicas_are_fully_replicated_and_one_row_per_replica():
     ],
 )
 def test_devices_run_consecutive_virtual_replicas(virtual, each, axes, local):
-    replicas = meshes.Replicas.on(meshes.replica_mesh(["cpu:5", "cpu:1"]), virtual)
-    assert (replicas.size, replicas.each, replicas.per_replica_axes) == (virtual or 2, each, axes)
-    assert [device.id for device in replicas.local.values()] == local
+    replicas = meshes.Replicas.from_mesh(meshes.replica_mesh(["cpu:5", "cpu:1"]), virtual)
+    assert (replicas.size, replicas.max_per_device, replicas.per_replica_axes) == (virtual or 2, each, axes)
+    assert [device.id for device in replicas.local_devices.values()] == local
 
 
 @pytest.mark.parametrize(

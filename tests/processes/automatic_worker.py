@@ -19,7 +19,7 @@ logging.basicConfig(stream=sys.stdout, format="%(name)s: %(message)s")
 strategy = jdist.auto_strategy()
 values = strategy.distribute_values_from_function(lambda context: np.float32(1 + context.replica_id_in_sync_group))
 total = strategy.run(lambda x: jdist.all_reduce("sum", x), (values,))
-print(type(strategy).__name__, strategy.num_replicas_in_sync, len(strategy.replicas.local), float(total))
+print(type(strategy).__name__, strategy.num_replicas_in_sync, len(strategy.replicas.local_devices), float(total))
 
 # The process that hosts the coordinator exits last.
 jax.distributed.shutdown()

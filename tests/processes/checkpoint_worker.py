@@ -44,7 +44,9 @@ def count_up(state):
 def gathered(strategy, state):
     """Returns every leaf as a numpy array, on each process."""
     read = jdist.read_values({**state, "key": jax.random.key_data(state["key"])})
-    return jax.tree.map(np.asarray, jax.jit(lambda tree: tree, out_shardings=strategy.replicas.whole)(read))
+    return jax.tree.map(
+        np.asarray, jax.jit(lambda tree: tree, out_shardings=strategy.replicas.replicated_sharding)(read)
+    )
 
 
 results = {}

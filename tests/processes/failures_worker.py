@@ -60,7 +60,9 @@ def trained():
     try:
         trainer.fit(data, batch_size=4, callbacks=[jdist.callbacks.Checkpoint(checkpointer)], progress="off")
     except jdist.FitError as error:
-        total = float(jax.jit(lambda w: w.sum(), out_shardings=strategy.replicas.whole)(error.fit.state.params["w"]))
+        total = float(
+            jax.jit(lambda w: w.sum(), out_shardings=strategy.replicas.replicated_sharding)(error.fit.state.params["w"])
+        )
         return type(error.__cause__).__name__, error.fit.steps, int(error.fit.state.step), total == total
 
 

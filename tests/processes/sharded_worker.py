@@ -54,7 +54,7 @@ def trained(strategy):
 
 def gathered(strategy, tree):
     """Returns every leaf as a numpy array, on each process."""
-    replicated = jax.jit(lambda tree: tree, out_shardings=strategy.replicas.whole)(tree)
+    replicated = jax.jit(lambda tree: tree, out_shardings=strategy.replicas.replicated_sharding)(tree)
     return jax.tree.map(np.asarray, replicated)
 
 

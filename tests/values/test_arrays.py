@@ -63,7 +63,7 @@ def test_placed_array_has_memory_of_its_own(mesh):
 def test_copies_parts_and_rows_are_in_the_order_of_the_replicas():
     mesh = jdist.MirroredStrategy(["cpu:5", "cpu:1", "cpu:2"]).mesh
     ids = np.arange(6).reshape(3, 2)
-    rows = arrays.device_put_copy(ids, Replicas.on(mesh, None).rows)
+    rows = arrays.device_put_copy(ids, Replicas.from_mesh(mesh, None).per_replica_sharding)
     copies = arrays.local_shards(arrays.device_put_copy(ids, replicated_sharding(mesh)))
     for found, expected in (
         (arrays.local_rows(rows), ids),
@@ -78,17 +78,19 @@ def test_rows_have_their_true_shapes(mesh):
     n = mesh.size
     x = np.random.default_rng(0).normal(size=(n, 3, 2)).astype(np.float32)
     shapes = tuple((i % 4, 1 + i % 2) for i in range(n))
-    for rows in (x, arrays.device_put_copy(x, Replicas.on(mesh, None).rows)):
+    for rows in (x, arrays.device_put_copy(x, Replicas.from_mesh(mesh, None).per_replica_sharding)):
         for own, whole, shape in zip(arrays.local_rows(rows, shapes), x, shapes, strict=True):
             np.testing.assert_array_equal(own, whole[: shape[0], : shape[1]])
 
 
 def test_repeat_is_a_row_of_the_same_for_each(mesh):
     found = arrays.repeat_rows(
-        arrays.device_put_copy(np.arange(3), replicated_sharding(mesh)), mesh.size, Replicas.on(mesh, None).rows
+        arrays.device_put_copy(np.arange(3), replicated_sharding(mesh)),
+        mesh.size,
+        Replicas.from_mesh(mesh, None).per_replica_sharding,
     )
     np.testing.assert_array_equal(found, [np.arange(3)] * mesh.size)
-    assert found.sharding.is_equivalent_to(Replicas.on(mesh, None).rows, 2)
+    assert found.sharding.is_equivalent_to(Replicas.from_mesh(mesh, None).per_replica_sharding, 2)
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 8])
@@ -171,7 +173,7 @@ def test_rows_that_differ_along_another_dimension_are_not_joined():
 
 def test_reduction_and_join_lie_where_they_are_asked_to():
     mesh = STRATEGIES["mirrored_3"]().mesh
-    x = arrays.device_put_copy(_filled(UNEVEN)[0], Replicas.on(mesh, None).rows)
+    x = arrays.device_put_copy(_filled(UNEVEN)[0], Replicas.from_mesh(mesh, None).per_replica_sharding)
     everywhere = replicated_sharding(mesh)
     for shapes, op in itertools.product((UNEVEN, None), (ReduceOp.MEAN, ReduceOp.MAX)):
         assert arrays.reduce_rows(op, "value", x, shapes, (0,), everywhere).sharding.is_equivalent_to(everywhere, 1)

@@ -290,7 +290,7 @@ def _plan_aggregated_leaf(saved: Leaf, wanted: Leaf, sharding: NamedSharding, re
     largest_axis = max(mesh.shape, key=lambda axis: mesh.shape[axis])
     read_sharding = StateSharding(mesh, largest_axis, "all", {}).part(saved.value.array)
     target = _sharding_of_row(sharding) if wanted.is_stacked else sharding
-    on_mesh = NamedSharding(mesh, target.spec) if target.mesh == mesh else replicas.whole
+    on_mesh = NamedSharding(mesh, target.spec) if target.mesh == mesh else replicas.replicated_sharding
 
     def finish(rows: jax.Array) -> jax.Array:
         name = f"state/{saved.path}"

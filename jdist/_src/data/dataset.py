@@ -311,14 +311,14 @@ def _device_batches(
 
     def transfer(local: np.ndarray) -> jax.Array:
         """Transfers `[local replica, row, ...]` to `[replica, row, ...]`; faster than `device_put`, see benchmarks/input.py."""
-        if replicas.split:
+        if replicas.batch_axes:
             return transfer_split(local)
 
         def shard(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(replicas.size)
             return local[slots[start] : slots[start] + stop - start]
 
-        return jax.make_array_from_callback((replicas.size, *local.shape[1:]), replicas.rows, shard)
+        return jax.make_array_from_callback((replicas.size, *local.shape[1:]), replicas.per_replica_sharding, shard)
 
     def transfer_split(local: np.ndarray) -> jax.Array:
         """Transfers the parts of one replica that spans several devices, to `[1, row, ...]`."""
@@ -330,7 +330,7 @@ def _device_batches(
             first = slots[start // part_rows] * part_rows + start % part_rows
             return local.reshape(-1, *shape[2:])[None, first : first + stop - start]
 
-        return jax.make_array_from_callback(shape, replicas.batch(shape), shard)
+        return jax.make_array_from_callback(shape, replicas.batch_sharding(shape), shard)
 
     for batch in read_batches(config, share, position, channel, should_stop):
         # The user's transfer guard is for implicit transfers of the step; these are explicit.

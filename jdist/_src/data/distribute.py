@@ -44,7 +44,7 @@ def dataset_from_source(
             raise TypeError(f"`shuffle` must be True, False or None, got {shuffle!r}.")
         _check_options(batch_size, seed, epochs, remainder, prefetch)
         if batch_size is not None:
-            check_split(batch_size, replicas.num_parts, "devices" if replicas.split else "replicas")
+            check_split(batch_size, replicas.num_parts, "devices" if replicas.batch_axes else "replicas")
         if isinstance(source, (DistributedDataset, DistributedIterator)):
             raise ValueError(f"The source is a {type(source).__name__} already. Pass the data that it was made from.")
         policy = _resolve_policy(AutoShardPolicy.of(auto_shard), source, share.num_pipelines)

@@ -162,6 +162,6 @@ def process_share(replicas: Replicas, by_replica: bool = False) -> ProcessShare:
     processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
     process = jax.process_index()
     pipeline = processes.index(process) if process in processes else 0
-    if by_replica and replicas.split and len(processes) == 1:
+    if by_replica and replicas.batch_axes and len(processes) == 1:
         return ProcessShare((0,), 1)
     return ProcessShare(replicas.local_parts, replicas.num_parts, pipeline, len(processes))

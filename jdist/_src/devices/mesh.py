@@ -143,16 +143,16 @@ class Replicas:
         size: The number of replicas: one per device. If they are virtual, any number from the number of devices up; every
             device runs the same number, except that the last devices may run fewer.
         virtual: Whether the number of replicas was chosen independently of the number of devices.
-        split: The mesh axes that the batch of one replica is sharded over, if one replica spans devices.
+        batch_axes: The mesh axes that the batch of one replica is sharded over, if one replica spans devices.
     """
 
     mesh: Mesh
     size: int
     virtual: bool = False
-    split: tuple[str, ...] = ()
+    batch_axes: tuple[str, ...] = ()
 
     @classmethod
-    def on(cls, mesh: Mesh, virtual: int | None = None) -> "Replicas":
+    def from_mesh(cls, mesh: Mesh, virtual: int | None = None) -> "Replicas":
         """Returns one replica per device of `mesh`, or `virtual` virtual replicas.
 
         Raises:
@@ -177,24 +177,24 @@ class Replicas:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes of the replicas, as collectives name them."""
-        return (REPLICA_AXIS,) if self.split else self.mesh.axis_names
+        return (REPLICA_AXIS,) if self.batch_axes else self.mesh.axis_names
 
     @property
-    def each(self) -> int:
+    def max_per_device(self) -> int:
         """The largest number of replicas that one device runs."""
         return -(-self.size // self.mesh.size)
 
     @property
     def num_parts(self) -> int:
         """The number of equal parts of a batch: one per replica, or one per shard of a replica that spans devices."""
-        return math.prod(self.mesh.shape[axis] for axis in self.split) if self.split else self.size
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes) if self.batch_axes else self.size
 
     @property
     def local_parts(self) -> tuple[int, ...]:
         """The indices of the batch parts that this process holds, in ascending order."""
-        if not self.split:
-            return tuple(self.local)
-        first = [self.mesh.axis_names.index(axis) for axis in self.split]
+        if not self.batch_axes:
+            return tuple(self.local_devices)
+        first = [self.mesh.axis_names.index(axis) for axis in self.batch_axes]
         part_devices = np.moveaxis(self.mesh.devices, first, range(len(first))).reshape(self.num_parts, -1)
         process = jax.process_index()
         return tuple(
@@ -207,27 +207,27 @@ class Replicas:
         return self.mesh.axis_names if self.size % self.mesh.size == 0 else ()
 
     @property
-    def local(self) -> dict[int, jax.Device]:
+    def local_devices(self) -> dict[int, jax.Device]:
         """The device of each replica of this process, by replica index in ascending order."""
         devices = local_mesh_devices(self.mesh)
-        if self.split:
+        if self.batch_axes:
             return {0: next(iter(devices.values()))} if devices else {}
-        return {i: devices[i // self.each] for i in range(self.size) if i // self.each in devices}
+        return {i: devices[i // self.max_per_device] for i in range(self.size) if i // self.max_per_device in devices}
 
     @property
-    def whole(self) -> NamedSharding:
+    def replicated_sharding(self) -> NamedSharding:
         """The fully replicated sharding."""
         return replicated_sharding(self.mesh)
 
     @property
-    def rows(self) -> NamedSharding:
+    def per_replica_sharding(self) -> NamedSharding:
         """The sharding of `[replica, ...]` arrays."""
         return NamedSharding(self.mesh, PartitionSpec(self.per_replica_axes))
 
-    def batch(self, shape: tuple[int, ...]) -> NamedSharding:
+    def batch_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Returns the sharding of a batch `[replica, batch, ...]`."""
-        splits = self.split and len(shape) > 1 and shape[1] and shape[1] % self.num_parts == 0
-        return NamedSharding(self.mesh, PartitionSpec(None, self.split)) if splits else self.rows
+        splits = self.batch_axes and len(shape) > 1 and shape[1] and shape[1] % self.num_parts == 0
+        return NamedSharding(self.mesh, PartitionSpec(None, self.batch_axes)) if splits else self.per_replica_sharding
 
 
 def spans_devices(mesh: Mesh) -> bool:

@@ -151,7 +151,7 @@ class Backend(abc.ABC):
 
     def _input_sharding(self, item: Any, leaf: Any) -> NamedSharding:
         if not is_distributed(item) or item._is_replicated:
-            return self.replicas.whole
+            return self.replicas.replicated_sharding
         if isinstance(item, PerReplica):
-            return self.replicas.batch(leaf.shape)
+            return self.replicas.batch_sharding(leaf.shape)
         return NamedSharding(self.replicas.mesh, item._partition_spec(self.replicas.per_replica_axes))

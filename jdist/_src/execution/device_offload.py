@@ -36,7 +36,7 @@ class DeviceOffloadBackend(ShardMapBackend):
 
     def to_mesh(self, tree: PyTree) -> PyTree:
         """See `Backend.to_mesh`."""
-        return copy_to_mesh(tree, lambda leaf: leaf.sharding == self.storage, self.replicas.whole)
+        return copy_to_mesh(tree, lambda leaf: leaf.sharding == self.storage, self.replicas.replicated_sharding)
 
     def to_storage(self, state: PyTree) -> PyTree:
         """See `Backend.to_storage`."""

@@ -122,7 +122,9 @@ class HostOffloadBackend(Backend):
 
     def to_mesh(self, tree: PyTree) -> PyTree:
         """See `Backend.to_mesh`."""
-        return copy_to_mesh(tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.whole)
+        return copy_to_mesh(
+            tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.replicated_sharding
+        )
 
     def constrain_results(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
         """See `Backend.constrain_results`."""
@@ -154,7 +156,7 @@ class HostOffloadBackend(Backend):
         """Returns `x` replicated on the devices if it is in host memory, else `x`."""
         if not _is_on_host(x):
             return x
-        return lax.with_sharding_constraint(self._split(x, "device"), self.replicas.whole)
+        return lax.with_sharding_constraint(self._split(x, "device"), self.replicas.replicated_sharding)
 
     def _constrain(self, tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
         def constrain_leaf(x: Any, sharding: NamedSharding) -> Any:

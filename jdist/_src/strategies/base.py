@@ -459,7 +459,9 @@ class Strategy:
             PerReplica({'id': int32[2]})
         """
         require_cross_replica_context("distribute_values_from_function")
-        return put_per_replica([fn(ValueContext(i, self.replicas.size)) for i in self.replicas.local], self.replicas)
+        return put_per_replica(
+            [fn(ValueContext(i, self.replicas.size)) for i in self.replicas.local_devices], self.replicas
+        )
 
     def distribute_dataset(
         self,

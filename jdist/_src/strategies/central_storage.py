@@ -66,7 +66,7 @@ class CentralStorageStrategy(Strategy):
         mesh, ops, options = resolve_communication(replica_mesh(compute_devices), None, None, False)
         instead = "CentralStorageStrategy(compute_devices=jax.devices())"
         warn_if_local("CentralStorageStrategy", compute_devices, instead)
-        replicas = Replicas.on(mesh)
+        replicas = Replicas.from_mesh(mesh)
         platform = mesh.devices.flat[0].platform
         # Between the memories of a TPU and its host, the compiler copies parts of arrays only in complete tiles.
         tile = (8, 128) if platform == "tpu" and parameter_device == "host" else ()

@@ -218,7 +218,7 @@ def _describe_leaf(
         return LeafDescription(path, dtype_and_shape(value), "deleted: its memory was donated to a step, or freed")
     sharding = value.sharding if is_device_array(value) else default
     leaf_devices = frozenset(sharding.device_set)
-    is_host = sharding.memory_kind not in (None, replicas.whole.memory_kind)
+    is_host = sharding.memory_kind not in (None, replicas.replicated_sharding.memory_kind)
     placement = _placement(value.shape, wrapper, sharding, replicas)
     placement += f", in host memory ({sharding.memory_kind})" if is_host else ""
     if not leaf_devices <= devices:
@@ -365,7 +365,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _memories(replicas: Replicas) -> str:
     """The memory kinds of the devices, the default first. A device of another process may not list its memories."""
-    default = str(replicas.whole.memory_kind)
+    default = str(replicas.replicated_sharding.memory_kind)
     kinds = ([memory.kind for memory in device.addressable_memories()] for device in replicas.mesh.devices.flat)
     return ", ".join(dict.fromkeys([default, *sorted(next(filter(None, kinds), []))]))
 
@@ -378,9 +378,9 @@ def _facts(replicas: Replicas) -> list[Row]:
     for device in sorted(devices, key=lambda device: (device.process_index, device.id)):
         ids_by_process.setdefault(device.process_index, []).append(device.id)
     owners = _listed([f"process {process} has {_ranges(ids)}" for process, ids in ids_by_process.items()], 8, "; ")
-    placement = "over all devices" if replicas.split else "one per device"
+    placement = "over all devices" if replicas.batch_axes else "one per device"
     if replicas.virtual:
-        placement = f"virtual, at most {replicas.each} per device"
+        placement = f"virtual, at most {replicas.max_per_device} per device"
     return [
         ("mesh", " x ".join(f"{axis!r} {size:,}" for axis, size in replicas.mesh.shape.items())),
         ("devices", f"{kind_counts}, memory: {_memories(replicas)}"),

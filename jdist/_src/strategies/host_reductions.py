@@ -208,12 +208,12 @@ def _replica_shapes(node: Any, replicas: Replicas) -> list[Shape]:
 
 def _sharding(rows: jax.Array, replicas: Replicas) -> Any:
     """Returns the sharding of a result: replicated, or None if it is traced."""
-    return None if isinstance(rows, core.Tracer) else replicas.whole
+    return None if isinstance(rows, core.Tracer) else replicas.replicated_sharding
 
 
 def _local_values(node: Any, replicas: Replicas) -> Sequence[PyTree]:
     """Returns the value of `node` of each replica of this process."""
-    count = len(replicas.local)
+    count = len(replicas.local_devices)
     if is_distributed(node):
         leaves = jax.tree.leaves(node.tree)
         # A tree without leaves, or not on the devices yet, is the same object for all replicas.
@@ -231,7 +231,7 @@ def _local_values(node: Any, replicas: Replicas) -> Sequence[PyTree]:
 
 def _copies(x: jax.Array, replicas: Replicas) -> Sequence[jax.Array]:
     """Returns the copy of a replicated array on the device of each replica of this process."""
-    if replicas.split:
+    if replicas.batch_axes:
         return [x]
     shards = {shard.device: shard.data for shard in x.addressable_shards}
-    return [shards[device] for device in replicas.local.values()]
+    return [shards[device] for device in replicas.local_devices.values()]

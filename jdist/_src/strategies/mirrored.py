@@ -48,12 +48,12 @@ class MirroredStrategy(Strategy):
     ):
         if isinstance(devices, int):
             raise TypeError(
-                f"`devices` is a list of devices, got {devices!r}: write `MirroredStrategy(jax.devices()[:{devices:d}])`."
+                f"`devices` must be a list of devices, got {devices!r}: write `MirroredStrategy(jax.devices()[:{devices:d}])`."
             )
         mesh, is_virtual = replica_mesh(devices), virtual_replicas is not None
         warn_if_local("MirroredStrategy", devices, "MirroredStrategy(devices=jax.devices())")
         mesh, ops, options = resolve_communication(mesh, cross_device_ops, communication_options, is_virtual)
-        replicas = Replicas.on(mesh, virtual_replicas)
+        replicas = Replicas.from_mesh(mesh, virtual_replicas)
         arguments = {
             "devices": list(mesh.devices.flat),
             "cross_device_ops": cross_device_ops,

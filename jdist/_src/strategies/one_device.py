@@ -31,4 +31,4 @@ class OneDeviceStrategy(Strategy):
         instead = "MirroredStrategy(devices=jax.devices())"
         warn_if_local("OneDeviceStrategy", None if device is None else [device], instead)
         mesh = replica_mesh([jax.local_devices()[0] if device is None else device])
-        super().__init__(ShardMapBackend(Replicas.on(mesh)), arguments={"device": mesh.devices.flat[0]})
+        super().__init__(ShardMapBackend(Replicas.from_mesh(mesh)), arguments={"device": mesh.devices.flat[0]})

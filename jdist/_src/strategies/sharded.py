@@ -75,7 +75,7 @@ class ShardedStrategy(Strategy):
         if not isinstance(layout, Mapping | None):
             raise TypeError(f"`layout` maps patterns to `PartitionSpec`s, got {type(layout).__name__}.")
         batch_axes = tuple(axis for axis in mesh.axis_names if axis != model_axis)
-        replicas = Replicas(mesh, 1, split=batch_axes)
+        replicas = Replicas(mesh, 1, batch_axes=batch_axes)
         arguments = {"shard": shard, "mesh": mesh, "model_axis": model_axis, "layout": layout}
         rules = StateSharding(mesh, batch_axes[-1], shard, dict(layout or {}))
         super().__init__(AutoShardedBackend(replicas, rules), arguments=arguments)

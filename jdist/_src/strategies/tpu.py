@@ -75,7 +75,7 @@ class TPUStrategy(Strategy):
         mesh, ops, options = resolve_communication(_mesh(devices), None, None, False)
         # Without the resolver: it identifies this process, and another process may read the pickle.
         arguments = {"topology": topology, "num_slices": num_slices}
-        super().__init__(ShardMapBackend(Replicas.on(mesh)), ops, options, arguments=arguments)
+        super().__init__(ShardMapBackend(Replicas.from_mesh(mesh)), ops, options, arguments=arguments)
 
 
 def _attached_tpus() -> list[jax.Device]:

@@ -168,7 +168,7 @@ def local_rows(x: Any, shapes: Shapes | None = None) -> list[Any]:
     if is_on_mesh(x) and spans_devices(mesh_of(x)):
         numbers, rows = [0], [_first(x, None)]
     elif is_on_mesh(x):
-        numbers = Replicas(mesh_of(x), len(x)).local
+        numbers = Replicas(mesh_of(x), len(x)).local_devices
         by_device = {shard.device: (shard.index[0].start or 0, shard.data) for shard in x.addressable_shards}
         blocks = [(number, *by_device[device]) for number, device in numbers.items()]
         rows = [

@@ -166,7 +166,7 @@ def split_batch(batch: PyTree, replicas: Replicas, shardings: Callable[[PyTree],
         if remainder := sizes[0] % replicas.num_parts:
             raise ValueError(
                 f"{name} is {dtype_and_shape(leaf)}: its {sizes[0]} examples cannot be split over {replicas.num_parts} "
-                f"{'devices' if replicas.split else 'replicas'} ({remainder} left over). Use a multiple of "
+                f"{'devices' if replicas.batch_axes else 'replicas'} ({remainder} left over). Use a multiple of "
                 f"{replicas.num_parts}, or "
                 '`strategy.distribute_dataset(data, batch_size, remainder="pad")`, which pads the batch and returns weights.'
             )
@@ -179,7 +179,7 @@ def split_batch(batch: PyTree, replicas: Replicas, shardings: Callable[[PyTree],
 
 def put_replicated(tree: PyTree, replicas: Replicas) -> PyTree:
     """Returns `tree` with every leaf replicated on the devices of the replicas."""
-    return put(tree, replicas, lambda tree: [replicas.whole for _ in jax.tree.leaves(tree)])
+    return put(tree, replicas, lambda tree: [replicas.replicated_sharding for _ in jax.tree.leaves(tree)])
 
 
 def put_on_every_replica(node: PyTree, replicas: Replicas) -> PyTree:
@@ -189,7 +189,9 @@ def put_on_every_replica(node: PyTree, replicas: Replicas) -> PyTree:
         return put_replicated(node, replicas)
     for name, leaf in named_values("value", node):
         check_value(name, leaf)
-    to_rows = lambda x: repeat_rows(device_put_copy(x, replicas.whole), replicas.size, replicas.rows)
+    to_rows = lambda x: repeat_rows(
+        device_put_copy(x, replicas.replicated_sharding), replicas.size, replicas.per_replica_sharding
+    )
     return node._with_tree(jax.tree.map(to_rows, node.tree))
 
 
@@ -201,7 +203,7 @@ def put_per_replica(trees: Sequence[PyTree], replicas: Replicas) -> PerReplica:
         ValueError: The trees differ in structure, or a leaf in rank or dtype; the message names replica and leaf.
     """
     check_devices_attached(replicas.mesh)
-    error = _error_of(trees, list(replicas.local))
+    error = _error_of(trees, list(replicas.local_devices))
     # All processes compare before one of them raises, or the others would wait for it.
     kinds = [] if error else [(name, _dtype_and_rank(leaf), None) for name, leaf in named_leaves("value", trees[0])]
     check_same_on_processes([(str(error), "", None)] if error else kinds, replicas)

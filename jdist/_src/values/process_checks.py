@@ -22,8 +22,8 @@ def check_same_on_processes(leaves: Sequence[tuple[str, str, Any]], replicas: Re
         leaves: The name, the dtype and shape as text, and the value of each leaf; None for a value that may differ.
         replicas: The replicas.
     """
-    replicas = Replicas(replicas.mesh, replicas.mesh.size) if replicas.split else replicas
-    num_local = len(replicas.local)
+    replicas = Replicas(replicas.mesh, replicas.mesh.size) if replicas.batch_axes else replicas
+    num_local = len(replicas.local_devices)
     if num_local == replicas.size:
         return
     kinds_crc = zlib.crc32(repr([(name, kind) for name, kind, _ in leaves]).encode())
@@ -47,19 +47,23 @@ def exchange_rows(arrays: Sequence[Any], replicas: Replicas) -> Sequence[Any]:
     """Returns the arrays of all replicas, the same on every process, given one array per replica of this process."""
     if len(arrays) == replicas.size:
         return arrays
-    return list(np.asarray(jax.jit(jnp.copy, out_shardings=replicas.whole)(put_local_rows(arrays, replicas))))
+    return list(
+        np.asarray(jax.jit(jnp.copy, out_shardings=replicas.replicated_sharding)(put_local_rows(arrays, replicas)))
+    )
 
 
 def put_local_rows(arrays: Sequence[Any], replicas: Replicas) -> jax.Array:
     """Returns rows over the mesh, given one array per replica of this process."""
     if not replicas.per_replica_axes:
         rows = jnp.stack(arrays)
-        return device_put_copy(rows, replicas.batch(rows.shape))
-    per_device, devices = replicas.each, list(replicas.local.values())[:: replicas.each]
+        return device_put_copy(rows, replicas.batch_sharding(rows.shape))
+    per_device, devices = replicas.max_per_device, list(replicas.local_devices.values())[:: replicas.max_per_device]
     starts = range(0, len(arrays), per_device)
     blocks = [arrays[i][None] if per_device == 1 else jnp.stack(arrays[i : i + per_device]) for i in starts]
     placed = [jax.device_put(block, device) for block, device in zip(blocks, devices, strict=True)]
-    return jax.make_array_from_single_device_arrays((replicas.size, *placed[0].shape[1:]), replicas.rows, placed)
+    return jax.make_array_from_single_device_arrays(
+        (replicas.size, *placed[0].shape[1:]), replicas.per_replica_sharding, placed
+    )
 
 
 def _bytes(leaf: Any) -> bytes:
