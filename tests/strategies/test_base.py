@@ -242,20 +242,20 @@ def test_methods_and_partials_are_cached(two):
         traces = 0
 
         def predict(self, x):
-            Model.traced += 1
+            Model.traces += 1
             return x
 
     model = Model()
     for _ in range(3):
         two.run(model.predict, (1.0,))
-    assert Model.traced == 1
+    assert Model.traces == 1
     other = Model()
     two.run(other.predict, (1.0,))
-    assert Model.traced == 2
+    assert Model.traces == 2
     bound = functools.partial(model.predict, 1.0)
     for _ in range(3):
         two.run(bound)
-    assert Model.traced == 3
+    assert Model.traces == 3
     assert len(two._runs) == 3
 
 

@@ -106,7 +106,7 @@ def test_layout_that_does_not_fit_the_state_raises(make):
 
 INVALID = {
     "no_mesh": (TypeError, lambda: {"mesh": jax.devices()}, r"`mesh` is a `jax\.sharding\.Mesh`, got list"),
-    "empty_mesh": (ValueError, lambda: {"mesh": Mesh(np.array([]), ("data",))}, r"mesh .*no device|empty"),
+    "empty_mesh": (ValueError, lambda: {"mesh": Mesh(np.array([]), ("data",))}, r"mesh is empty"),
     "replica": (ValueError, lambda: {"mesh": Mesh(jax.devices(), ("replica",))}, r"axis 'replica', .*Rename it"),
     "model_axis": (
         ValueError,

@@ -146,7 +146,7 @@ class Backend(abc.ABC):
         return tree
 
     def to_storage(self, state: PyTree) -> PyTree:
-        """Returns the state that a program returned, moved to where it is stored between programs."""
+        """Returns the state that a program returned, moved to its storage between programs."""
         return state
 
     def _input_sharding(self, item: Any, leaf: Any) -> NamedSharding:
