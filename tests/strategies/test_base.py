@@ -21,7 +21,27 @@ def test_repr_and_devices_of_a_strategy():
     assert repr(strategy) == "MirroredStrategy(['cpu:5', 'cpu:1', 'cpu:2'])"
     assert repr(STRATEGIES["one_device"]()) == "OneDeviceStrategy(['cpu:0'])"
     assert strategy.num_replicas_in_sync == strategy.mesh.size == 3
-    assert [device.id for device in strategy.mesh.devices.flat] == [5, 1, 2]
+    assert [device.id for device in strategy.devices] == [5, 1, 2]
+    assert strategy.devices == tuple(strategy.mesh.devices.flat)
+
+
+def test_num_replicas_raises_with_the_name_to_write(two):
+    with pytest.raises(AttributeError, match=r"no attribute 'num_replicas'\. Write `strategy\.num_replicas_in_sync`"):
+        two.num_replicas  # noqa: B018
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_number_of_devices_raises_with_the_line_to_write(count):
+    with pytest.raises(TypeError, match=rf"got {count}: write `MirroredStrategy\(jax\.devices\(\)\[:{count}\]\)`"):
+        jdist.MirroredStrategy(count)
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2)])
+def test_shardings_are_the_shardings_of_put(strategy, shape):
+    tree = {"x": np.ones(shape, np.float32), "own": rows(strategy, 3), "key": jax.random.key(0)}
+    expected = jax.tree.map(lambda leaf: leaf.sharding, strategy.put(tree))
+    assert jax.tree.leaves(strategy.shardings(tree)) == jax.tree.leaves(expected)
+    assert isinstance(strategy.shardings(tree)["own"], jdist.PerReplica)
 
 
 # --- training

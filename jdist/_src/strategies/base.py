@@ -80,8 +80,10 @@ class Strategy:
     if not TYPE_CHECKING:  # a type checker would then accept every name
 
         def __getattr__(self, name: str) -> Any:
+            owner = f"{type(self).__name__!r} object"
+            if name == "num_replicas":
+                raise AttributeError(f"{owner} has no attribute {name!r}. Write `strategy.num_replicas_in_sync`.")
             if name in other_names.STRATEGY_NAMES:
-                owner = f"{type(self).__name__!r} object"
                 raise other_names.missing_attribute_error(owner, name, other_names.STRATEGY_NAMES)
             # Also called where a property raises AttributeError: raises that error again.
             return object.__getattribute__(self, name)
