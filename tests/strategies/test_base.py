@@ -21,7 +21,27 @@ def test_repr_and_devices_of_a_strategy():
     assert repr(strategy) == "MirroredStrategy(['cpu:5', 'cpu:1', 'cpu:2'])"
     assert repr(STRATEGIES["one_device"]()) == "OneDeviceStrategy(['cpu:0'])"
     assert strategy.num_replicas_in_sync == strategy.mesh.size == 3
-    assert [device.id for device in strategy.mesh.devices.flat] == [5, 1, 2]
+    assert [device.id for device in strategy.devices] == [5, 1, 2]
+    assert strategy.devices == tuple(strategy.mesh.devices.flat)
+
+
+def test_num_replicas_raises_with_the_name_to_write(two):
+    with pytest.raises(AttributeError, match=r"no attribute 'num_replicas'\. Write `strategy\.num_replicas_in_sync`"):
+        two.num_replicas  # noqa: B018
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_number_of_devices_raises_with_the_line_to_write(count):
+    with pytest.raises(TypeError, match=rf"got {count}: write `MirroredStrategy\(jax\.devices\(\)\[:{count}\]\)`"):
+        jdist.MirroredStrategy(count)
+
+
+@pytest.mark.parametrize("shape", [(8,), (4, 2)])
+def test_shardings_are_the_shardings_of_put(strategy, shape):
+    tree = {"x": np.ones(shape, np.float32), "own": rows(strategy, 3), "key": jax.random.key(0)}
+    expected = jax.tree.map(lambda leaf: leaf.sharding, strategy.put(tree))
+    assert jax.tree.leaves(strategy.shardings(tree)) == jax.tree.leaves(expected)
+    assert isinstance(strategy.shardings(tree)["own"], jdist.PerReplica)
 
 
 # --- training
@@ -242,20 +262,20 @@ def test_methods_and_partials_are_cached(two):
         traces = 0
 
         def predict(self, x):
-            Model.traced += 1
+            Model.traces += 1
             return x
 
     model = Model()
     for _ in range(3):
         two.run(model.predict, (1.0,))
-    assert Model.traced == 1
+    assert Model.traces == 1
     other = Model()
     two.run(other.predict, (1.0,))
-    assert Model.traced == 2
+    assert Model.traces == 2
     bound = functools.partial(model.predict, 1.0)
     for _ in range(3):
         two.run(bound)
-    assert Model.traced == 3
+    assert Model.traces == 3
     assert len(two._runs) == 3
 
 

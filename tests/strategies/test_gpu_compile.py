@@ -143,7 +143,7 @@ def test_invalid_gpu_target_file_raises(tmp_path, text):
 
 
 def test_num_slices_of_gpus_raises():
-    with pytest.raises(ValueError, match=r"`num_slices=2` is for TPUs; of GPUs the topology message it all"):
+    with pytest.raises(ValueError, match=r"`num_slices=2` is for TPUs\. A GPU topology contains the number of domains"):
         jdist.topology_devices("1x1x8", num_slices=2, gpu_target_config=TARGET)
 
 

@@ -1,8 +1,8 @@
 """`AutoShardedBackend`: one replica over all devices, in the global view; XLA partitions its computation.
 
 The step is traced with an axis `"replica"` of size one, so that the replication analysis applies to it as under the other
-backends. The collectives over this axis are then removed (`jdist._src.jaxpr.single_replica`), because XLA has no such axis.
-Sharding constraints on the arguments, the state and the results tell XLA how to split the work, and XLA inserts the
+backends. The collectives over this axis are then removed (`jdist._src.jaxpr.single_replica`), because XLA does not have this
+axis. Sharding constraints on the arguments, the state and the results determine how XLA splits the work, and XLA inserts the
 collectives.
 """
 

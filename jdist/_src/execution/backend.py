@@ -37,7 +37,7 @@ class ReplicaFunction:
 
 
 def replica_shapes(item: Any, num_replicas: int) -> PyTree:
-    """Returns the shapes that one replica receives of an argument: `[n, ...]` of `[replica * n, ...]`, or the shapes of a shared one."""
+    """Returns the shapes of an argument of one replica: `[n, ...]` of a varying `[replica * n, ...]`, else unchanged."""
     is_shared = not is_distributed(item) or item._is_replicated
 
     def leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -146,7 +146,7 @@ class Backend(abc.ABC):
         return tree
 
     def to_storage(self, state: PyTree) -> PyTree:
-        """Returns the state that a program returned, moved to where it is stored between programs."""
+        """Returns the state that a program returned, moved to its storage between programs."""
         return state
 
     def _input_sharding(self, item: Any, leaf: Any) -> NamedSharding:

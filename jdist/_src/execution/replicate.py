@@ -33,10 +33,10 @@ from jdist._src.values.per_replica import PerReplica
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """What the replication analysis proved about the results of a replica function.
+    """The result of the replication analysis: which results of a replica function are replicated.
 
     Attributes:
-        replicated: The names of the results that are the same on every replica, whatever the inputs.
+        replicated: The names of the results that are the same on every replica, for all inputs.
         per_replica: The names of the results that have one value per replica.
     """
 
@@ -99,7 +99,7 @@ def replicate(
     """Traces `body` for one replica, proves its results, and runs it for all replicas.
 
     Args:
-        call: The call of the user's function. Its arguments are those of `body`.
+        call: The call of the user's function. `body` receives its arguments.
         body: Returns `(state, outputs)` of one replica. Plain leaves of the state have to be replicated.
         backend: Runs the jaxpr on the devices.
         context: The replica context of the strategy.

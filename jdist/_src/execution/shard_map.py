@@ -39,5 +39,5 @@ def map_over_mesh(
 
 
 def partition_specs(wrappers: Sequence[Any], replicas: Replicas) -> list[PartitionSpec]:
-    """Returns the `PartitionSpec` of values in wrappers of these classes; None stands for a replicated value."""
+    """Returns the `PartitionSpec` of values in wrappers of these classes; None means a replicated value."""
     return [wrapper._partition_spec(replicas.per_replica_axes) if wrapper else PartitionSpec() for wrapper in wrappers]

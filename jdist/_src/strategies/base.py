@@ -39,7 +39,7 @@ _OutputsT = TypeVar("_OutputsT")
 class Strategy:
     """Runs replica functions, one replica per device of a mesh, each on its own part of the data.
 
-    A replica function is ordinary JAX code. Its arguments are those of one replica: a `PerReplica` argument is this replica's
+    A replica function is ordinary JAX code. It receives the arguments of one replica: a `PerReplica` argument is this replica's
     own value, any other argument is the same on all replicas. Replicas communicate by `jdist.all_reduce` and the other
     collectives. A strategy is immutable, except for its cache of compiled functions: a copy is the strategy itself, and a
     pickle builds it again on the devices of the same names.
@@ -80,8 +80,10 @@ class Strategy:
     if not TYPE_CHECKING:  # a type checker would then accept every name
 
         def __getattr__(self, name: str) -> Any:
+            owner = f"{type(self).__name__!r} object"
+            if name == "num_replicas":
+                raise AttributeError(f"{owner} has no attribute {name!r}. Write `strategy.num_replicas_in_sync`.")
             if name in other_names.STRATEGY_NAMES:
-                owner = f"{type(self).__name__!r} object"
                 raise other_names.missing_attribute_error(owner, name, other_names.STRATEGY_NAMES)
             # Also called where a property raises AttributeError: raises that error again.
             return object.__getattribute__(self, name)
@@ -123,7 +125,7 @@ class Strategy:
         """
         return Scope(self)
 
-    # The declared result of `run` and of a step is that of the function. A leaf of it that varies is a `PerReplica` at run
+    # `run` and steps are declared to return the result of the function. A leaf of it that varies is a `PerReplica` at run
     # time.
     def run(
         self,
@@ -235,7 +237,7 @@ class Strategy:
         """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
         The first call traces the function. A state leaf that is a plain array has to be proved to be the same on every replica
-        after the step, whatever the inputs; a leaf in a wrapper returns to it. Then the step is compiled, and a call costs as
+        after the step, for all inputs; a leaf in a wrapper returns to it. Then the step is compiled, and a call costs as
         much as a call of `jax.jit(jax.shard_map(...))` written by hand. The memory of the state is reused for the new state
         (the state is *donated*): continue with the state that the step returns.
 
@@ -297,7 +299,7 @@ class Strategy:
             The compiled program: `as_text()`, `memory_analysis()` per device, `cost_analysis()`.
 
         Raises:
-            ValueError: The state cannot be placed; or `step` was made by another strategy.
+            ValueError: The state cannot be placed; or another strategy made `step`.
         """
         program = step if isinstance(step, Program) else self.step(step)
         if program.backend is not self._backend:
@@ -330,8 +332,8 @@ class Strategy:
             The same tree of plain arrays, replicated.
 
         Raises:
-            ValueError: There is no such operation or dimension; or the shapes differ beyond `axis`, all values are empty, or a
-                host value is to be summed.
+            ValueError: The operation or the dimension does not exist; or the shapes differ beyond `axis`, all values are empty,
+                or a host value is to be summed.
             TypeError: A leaf is boolean, a random key, or complex for an operation that needs an order.
 
         Example:

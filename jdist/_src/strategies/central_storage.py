@@ -29,8 +29,8 @@ _Offload = Literal["all", "optimizer"]
 class CentralStorageStrategy(Strategy):
     """One replica on each of several devices, and one copy of the state for all of them, in host memory.
 
-    A step copies the leaves that the replicas read to their devices, reduces the gradients, and updates the state where it is
-    stored. For models whose state does not fit on a device: it needs less device memory, and more time.
+    A step copies the leaves that the replicas read to their devices, reduces the gradients, and updates the state in its
+    storage. For models whose state does not fit on a device: it needs less device memory, and more time.
 
     The copy is split equally over the devices' hosts, along the largest divisible dim. A leaf without one is replicated on the
     hosts; on TPUs so is a leaf whose parts would not consist of tiles of 8 x 128 elements. On TPU and CPU the host also
@@ -44,7 +44,7 @@ class CentralStorageStrategy(Strategy):
         offload: `"all"` of the state, or only the state of the `"optimizer"`: then the parameters stay on the compute devices.
 
     Raises:
-        ValueError: The list of devices is empty, or their host memory has no name in programs; or `offload` or
+        ValueError: The list of devices is empty, or programs cannot address their host memory; or `offload` or
             `parameter_device` is unknown.
 
     Example:

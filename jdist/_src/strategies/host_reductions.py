@@ -49,8 +49,8 @@ def reduce(op: ReduceOp, value: PyTree, axes: Shape, replicas: Replicas) -> PyTr
         The same tree of replicated arrays; a host value for a host value.
 
     Raises:
-        ValueError: There is no such dimension, the replicas' shapes do not fit, or a host value has no such reduction.
-        TypeError: A leaf's dtype has no such reduction.
+        ValueError: The dimension does not exist, the replicas' shapes do not fit, or a host value cannot be reduced so.
+        TypeError: A leaf's dtype does not support the reduction.
     """
 
     def reduce_held(name: str, rows: jax.Array, shapes: Shapes | None) -> jax.Array:
@@ -100,7 +100,7 @@ def gather(value: PyTree, axis: int, replicas: Replicas) -> PyTree:
         The same tree of replicated arrays; host values unchanged.
 
     Raises:
-        ValueError: A leaf has no such dimension, or the replicas' shapes differ along another.
+        ValueError: A leaf does not have this dimension, or the replicas' shapes differ along another.
     """
     check_no_row_slices("gather", value)
 

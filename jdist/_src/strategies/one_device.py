@@ -20,7 +20,7 @@ class OneDeviceStrategy(Strategy):
         device: The device, or its name, as `"cpu:0"`; the first local device by default.
 
     Raises:
-        ValueError: There is no such device.
+        ValueError: The device does not exist.
 
     Example:
         >>> jdist.OneDeviceStrategy("cpu:0").num_replicas_in_sync

@@ -34,15 +34,16 @@ class _DeviceName:
         """Returns the device of this name.
 
         Raises:
-            ValueError: There is no such device.
+            ValueError: The device does not exist.
         """
         if self.process is None:
             return find_device(f"{self.platform}:{self.index}")
         devices = _devices_of(self.platform, self.process)
         if self.index >= len(devices):
             raise ValueError(
-                f"There is no device {self.platform}:{self.index} of process {self.process}: the number of joined processes is "
-                f"{jax.process_count()}, and process {self.process} has {len(devices)} devices of platform {self.platform!r}."
+                f"Device {self.platform}:{self.index} of process {self.process} does not exist: the number of joined "
+                f"processes is {jax.process_count()}, and process {self.process} has {len(devices)} devices of platform "
+                f"{self.platform!r}."
             )
         return devices[self.index]
 

@@ -29,13 +29,13 @@ class ShardedStrategy(Strategy):
 
     The step is the same as under other strategies, and its collectives are the identity, because there is one replica. XLA
     partitions its computation over the devices, and inserts the all-gathers of parameters and the reduce-scatters of gradients.
-    Batch statistics and random numbers are those of one device with the global batch.
+    Batch statistics and random numbers are the same as on one device with the global batch.
 
     Args:
-        shard: What is split over the data axis: `"optimizer"`, the state of the optimizer (ZeRO stage 1); `"gradients"`, also
-            the gradients that `jdist.all_reduce` reduces (stage 2; XLA may do the same under `"optimizer"`, where it is
-            faster); `"all"`, also the parameters and all other leaves (stage 3, FSDP). A leaf is split along its largest
-            divisible dim, or replicated if it has none. The state of the optimizer consists of the states of optax and
+        shard: The leaves that are split over the data axis: `"optimizer"`, the state of the optimizer (ZeRO stage 1);
+            `"gradients"`, also the gradients that `jdist.all_reduce` reduces (stage 2; XLA may do the same under `"optimizer"`,
+            where it is faster); `"all"`, also the parameters and all other leaves (stage 3, FSDP). A leaf is split along its
+            largest divisible dim, or replicated if it has none. The state of the optimizer consists of the states of optax and
             `jdist.sync`, and of the leaves under the names `opt_state`, `optimizer_state` and `optimizer`.
         mesh: The devices; one axis, `"data"`, over all local ones by default. Its axes have the type `Auto`. The batch is split
             over all axes but the model axis, the state over the last of these: a mesh of `("host", "data")` splits the state
@@ -98,7 +98,7 @@ def _check_mesh(mesh: Mesh, model_axis: str | None) -> None:
             f'`mesh` is a `jax.sharding.Mesh`, got {type(mesh).__name__}: write `Mesh(np.array(devices), ("data",))`.'
         )
     if not mesh.size:
-        raise ValueError("The mesh has no devices.")
+        raise ValueError("The mesh is empty: it needs at least one device.")
     names = ", ".join(map(repr, mesh.axis_names))
     if model_axis is not None and model_axis not in mesh.axis_names:
         raise ValueError(
@@ -122,5 +122,5 @@ def _check_mesh(mesh: Mesh, model_axis: str | None) -> None:
             f"The mesh has the axis types {types}, and `ShardedStrategy` needs `Auto`: XLA partitions the step, which "
             "JAX refuses for explicit axes where the sharding of a result is ambiguous. Write "
             "`mesh=jax.sharding.Mesh(mesh.devices, mesh.axis_names)`; `jax.make_mesh` creates explicit axes unless "
-            "`axis_types=` says `Auto`."
+            "`axis_types=` is `Auto`."
         )

@@ -18,9 +18,9 @@ from jdist._src.strategies.base import Strategy
 class TPUStrategy(Strategy):
     """One replica on each TPU core; every replica holds a full copy of the state, and all copies stay equal.
 
-    The strategy uses all cores of the slice, including those of other hosts: each host runs the same program. The replicas are
-    in the order that JAX's `mesh_utils` computes for the network of the chips. Each of several slices, connected by the network
-    of the data center, is a group along a mesh axis `"group"` beside `"replica"`. Collectives reduce over both axes.
+    The strategy uses all cores of the slice, including the cores of other hosts: each host runs the same program. The replicas
+    are in the order that JAX's `mesh_utils` computes for the network of the chips. Each of several slices, connected by the
+    network of the data center, is a group along a mesh axis `"group"` beside `"replica"`. Collectives reduce over both axes.
 
     Unlike in TensorFlow, the TPU system needs no initialization: JAX initializes it at its first use.
 

@@ -34,7 +34,7 @@ def variable(
       aggregation `NONE` the host program reads one value per replica (`.values`).
     * `NONE`: `PerReplica`. The value that a replica writes stays local, and the host program reads one value per replica.
 
-    `AUTO` with an aggregation is `ON_WRITE`. `NONE` needs no aggregation.
+    `AUTO` with an aggregation is `ON_WRITE`. `NONE` does not need an aggregation.
 
     Args:
         value: The initial value of every replica: a tree of arrays and numbers `[...]`.

@@ -1,0 +1,89 @@
+"""The declared types of `step`, `run`, `init` and the constructors, checked by pyright on a program with wrong lines."""
+
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import jdist
+
+PROGRAM = """
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import jdist
+
+State = dict[str, jax.Array]
+strategy = jdist.MirroredStrategy(jax.devices()[:2], virtual_replicas=4)
+x = jnp.ones(3)
+
+
+def initial_state(key: jax.Array) -> State:
+    return {"w": jnp.zeros(3)}
+
+
+def train(state: State, x: jax.Array, rate: float = 0.1) -> tuple[State, jax.Array]:
+    return state, x
+
+
+state = strategy.init(initial_state, jax.random.key(0))
+assert_type(state, State)
+step = strategy.step(train)
+state, loss = step(state, x)
+assert_type(state, State)
+assert_type(loss, jax.Array)
+state, loss = step(state, x, 0.2)
+many = strategy.step(train, steps_per_call=2)
+state, loss = many(state, [x, x])
+assert_type(state, State)
+
+
+@strategy.step(precision=jdist.Precision(), donate=False)
+def decorated(state: State, x: jax.Array) -> tuple[State, float]:
+    return state, 1.0
+
+
+state, value = decorated(state, x)
+assert_type(value, float)
+assert_type(strategy.run(train, (state, x)), tuple[State, jax.Array])
+untyped = strategy.step(lambda state, x: (state, None))
+untyped(state, x)
+strategy.compile(step, state, x)
+strategy.reduce("mean", loss, axis=None)
+devices: tuple[jax.Device, ...] = strategy.devices
+step.proof.replicated
+
+strategy.step(3)  # error
+strategy.step(initial_state)  # error
+strategy.run("train")  # error
+strategy.init(3)  # error
+step(state)  # error
+step(state, x, 0.1, 2)  # error
+step(3, x)  # error
+strategy.reduce("avg", loss, axis=None)  # error
+jdist.MirroredStrategy(8)  # error
+jdist.MirroredStrategy(None, jdist.AllReduce())  # error
+jdist.ShardedStrategy("fsdp")  # error
+jdist.variable(1.0, synchronization="sometimes")  # error
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="NOT TESTED: declared types. `pip install pyright`")
+def test_pyright_accepts_correct_calls_and_rejects_wrong_ones(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "pyrightconfig.json").write_text(
+        json.dumps({"extraPaths": [str(pathlib.Path(jdist.__file__).parent.parent)], "reportInvalidTypeForm": False})
+    )
+    completed = subprocess.run(
+        ["pyright", "--outputjson", "--pythonpath", sys.executable],
+        cwd=tmp_path, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    errors = [item for item in json.loads(completed.stdout)["generalDiagnostics"] if item["severity"] == "error"]
+    lines = {item["range"]["start"]["line"] + 1: item["message"] for item in errors}
+    expected = {number for number, line in enumerate(PROGRAM.splitlines(), start=1) if line.endswith("# error")}
+    assert set(lines) == expected, lines
