@@ -327,7 +327,7 @@ def test_invalid_arguments_of_compile_raise(error, call, message):
 def test_layout_that_does_not_fit_raises_with_leaf_and_sizes():
     mesh = Mesh(np.array(tpus()).reshape(4, 2), ("data", "model"))
     strategy = jdist.ShardedStrategy("all", mesh=mesh, model_axis="model", layout={"w": PartitionSpec(None, "model")})
-    message = r"splits dim 1 of state\['params'\]\['w'\], float32\[16,15\], over 'model', and 15 is no multiple of 2"
+    message = r"splits dim 1 of state\['params'\]\['w'\], float32\[16,15\], over 'model', and 15 is not a multiple of 2"
     with pytest.raises(ValueError, match=message):
         strategy.compile(lambda state: (state, None), {"params": {"w": SHAPE((16, 15), np.float32)}})
 

@@ -1,8 +1,11 @@
-"""How the state of a model lies on a mesh: what is the optimizer's, which dim is split over which axis, what patterns say."""
+"""`StateSharding`: which leaves belong to the optimizer, and which dim of each leaf is split over which mesh axis."""
 
 import math
 import re
+from typing import Any, NamedTuple
 
+import chex
+import flax
 import flax.linen as nn
 import hypothesis
 import hypothesis.strategies as st
@@ -31,16 +34,17 @@ def mesh(*shape, axes=("data",)):
     return Mesh(np.array(jax.devices()[: math.prod(shape)]).reshape(shape), axes)
 
 
-def layout(shard="optimizer", where=None, axis="data", **patterns):
-    return StateSharding(where or mesh(4), axis, shard, patterns)
+def layout(shard="optimizer", device_mesh=None, axis="data", **patterns):
+    return StateSharding(device_mesh or mesh(4), axis, shard, patterns)
 
 
-def splits(of, tree):
-    """From the name of each leaf to how it is split."""
-    return {leaf.name: tuple(found.spec) for leaf, found in zip(state_leaves(tree), of.shardings(tree), strict=True)}
+def splits(rules, tree):
+    """Maps the name of each leaf to its spec."""
+    pairs = zip(state_leaves(tree), rules.shardings(tree), strict=True)
+    return {leaf.name: tuple(sharding.spec) for leaf, sharding in pairs}
 
 
-# --- whose a leaf is
+# --- leaves of optimizer states
 
 
 def _shapes(tx):
@@ -71,7 +75,7 @@ OPTIMIZERS = {
     "diloco": sync.diloco(optax.adam(1e-3), every=2),
     "streaming_diloco": sync.streaming_diloco(optax.adam(1e-3), every=2, fragments=1, overlap=0),
 }
-HOMES = {
+CONTAINERS = {
     "pair": lambda params, opt_state: (params, opt_state),
     "dict": lambda params, opt_state: {"anything": opt_state, "params": params},
     "nested": lambda params, opt_state: {"generator": {"weights": params, "tx": [opt_state]}, "step": jnp.int32(0)},
@@ -81,14 +85,14 @@ HOMES = {
 }
 
 
-@pytest.mark.parametrize("home", HOMES.values(), ids=HOMES)
+@pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_optimizer_state_is_known_wherever_it_lies(tx, home):
-    of_optimizer = lambda state: sum(leaf.is_optimizer for leaf in state_leaves(state))
+def test_optimizer_state_is_recognized_in_every_container(tx, container):
+    num_optimizer_leaves = lambda state: sum(leaf.is_optimizer for leaf in state_leaves(state))
     opt_state = _shapes(tx)
-    state = home(PARAMS, opt_state)
-    assert of_optimizer(state) == len(jax.tree.leaves(opt_state))
-    assert of_optimizer(home(PARAMS, ())) == 0
+    state = container(PARAMS, opt_state)
+    assert num_optimizer_leaves(state) == len(jax.tree.leaves(opt_state))
+    assert num_optimizer_leaves(container(PARAMS, ())) == 0
     assert [leaf.value for leaf in state_leaves(state)] == jax.tree.leaves(state)
 
 
@@ -99,7 +103,7 @@ class Net(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
 
-def test_optimizer_state_of_nnx_is_known_and_follows_its_parameters():
+def test_optimizer_state_of_nnx_is_recognized_and_split_like_its_parameters():
     model = Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     state = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
@@ -107,38 +111,168 @@ def test_optimizer_state_of_nnx_is_known_and_follows_its_parameters():
     assert [leaf.is_optimizer for leaf in state_leaves(state)] == expected
     assert sum(expected) == 10
 
-    _, alone = nnx.split((model, optimizer))  # by no name of ours but nnx's own, `opt_state`
-    assert sum(leaf.is_optimizer for leaf in state_leaves(alone)) == 9
-    of = layout("all", mesh(2, 2, axes=("data", "model")), **{"dense/kernel": PartitionSpec(None, "model")})
-    found = splits(of, state)
-    kernels = [split for name, split in found.items() if "kernel" in name]
+    _, unnamed = nnx.split((model, optimizer))  # by the class of the variables
+    assert sum(leaf.is_optimizer for leaf in state_leaves(unnamed)) == 10
+    rules = layout("all", mesh(2, 2, axes=("data", "model")), **{"dense/kernel": PartitionSpec(None, "model")})
+    specs = splits(rules, state)
+    kernels = [split for name, split in specs.items() if "kernel" in name]
     assert kernels == [("data", "model")] * 3
 
 
 @pytest.mark.parametrize("name", ["opt_state", "optimizer"])
-def test_state_of_an_optimizer_written_by_hand_is_known_by_its_name(name):
-    found = splits(layout(), {"params": PARAMS, name: {"m": PARAMS, "count": jnp.int32(0)}})
-    assert {split for leaf, split in found.items() if "params" in leaf} == {()}
-    assert found[f"state['{name}']['m']['one']['kernel']"] == (None, "data")
-    assert found[f"state['{name}']['m']['one']['bias']"] == ("data",)
-    assert found[f"state['{name}']['m']['two']['bias']"] == found[f"state['{name}']['count']"] == ()
+def test_state_of_a_custom_optimizer_is_recognized_by_its_key(name):
+    specs = splits(layout(), {"params": PARAMS, name: {"m": PARAMS, "count": jnp.int32(0)}})
+    assert {split for leaf, split in specs.items() if "params" in leaf} == {()}
+    assert specs[f"state['{name}']['m']['one']['kernel']"] == (None, "data")
+    assert specs[f"state['{name}']['m']['one']['bias']"] == ("data",)
+    assert specs[f"state['{name}']['m']['two']['bias']"] == specs[f"state['{name}']['count']"] == ()
 
 
-def test_copies_that_the_user_keeps_are_no_optimizers():
+def test_copies_of_parameters_are_not_optimizer_states():
     state = {"params": PARAMS, "ema": PARAMS, "opt_state": _shapes(optax.ema(0.9))}
     owners = {leaf.path[0] for leaf in state_leaves(state) if leaf.is_optimizer}
     assert owners == {"opt_state"}
 
 
-# --- companions
+class MyAdamState(NamedTuple):
+    count: Any
+    m: Any
+    v: Any
 
 
-@pytest.mark.parametrize("home", HOMES.values(), ids=HOMES)
+class MyNetwork(NamedTuple):
+    weights: Any
+
+
+UNRECOGNIZED = {
+    "beside_parameters": ({"params": PARAMS, "adam": MyAdamState(jnp.int32(0), PARAMS, PARAMS)}, r"state\['adam'\]"),
+    "nested": (
+        ({"net": {"params": PARAMS}, "extra": [MyAdamState(0, PARAMS["one"], {})]},),
+        r"state\[0\]\['extra'\]\[0\]",
+    ),
+    "pair": ((PARAMS, MyAdamState(0, PARAMS, PARAMS)), r"state\[1\]"),
+}
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+@pytest.mark.parametrize("state, name", UNRECOGNIZED.values(), ids=UNRECOGNIZED)
+def test_state_that_looks_like_an_optimizer_state_is_named_by_a_warning(state, name, shard):
+    message = rf"^{name} \(MyAdamState\) looks like the state of an optimizer: `m` has .*key `opt_state`"
+    with pytest.warns(jdist.UnrecognizedOptimizerStateWarning, match=message) as warned:
+        layout(shard).shardings(state)
+    assert len(warned) == 1 and warned[0].filename == __file__
+
+
+NOT_OPTIMIZERS = {
+    "declared_by_key": {"params": PARAMS, "opt_state": MyAdamState(0, PARAMS, PARAMS)},
+    "optax": (PARAMS, _shapes(optax.adam(1e-3))),
+    "container": MyAdamState(0, PARAMS, PARAMS),
+    "container_below_the_root": {"state": MyAdamState(0, PARAMS, {}), "metrics": jdist.metrics.Mean()},
+    "target_network": {"online": MyNetwork(PARAMS), "target": MyNetwork(PARAMS)},
+    "copy": {"params": PARAMS, "ema": PARAMS},
+    "other_structure": {"params": PARAMS, "stats": MyAdamState(0, {"one": {"mean": jnp.zeros(16)}}, ())},
+    "one_array": {"params": jnp.zeros(16), "stats": MyAdamState(0, jnp.zeros(16), ())},
+}
+
+
+@pytest.mark.parametrize("state", NOT_OPTIMIZERS.values(), ids=NOT_OPTIMIZERS)
+def test_other_states_are_not_named_by_a_warning(state):  # a warning is an error here
+    layout("optimizer").shardings(state)
+
+
+def test_no_warning_where_the_split_does_not_depend_on_it():
+    state, _ = UNRECOGNIZED["pair"]
+    layout("all").shardings(state)
+    layout("optimizer").shardings(state, is_state=False)
+
+
+# --- partition metadata of flax
+
+
+class Annotated(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.zeros
+        x = nn.Dense(16, kernel_init=nn.with_partitioning(init, (None, "model")))(x)
+        x = nn.Dense(8, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp")), name="logical")(x)
+        rules = (("embed", "model"),)
+        return nn.Dense(8, kernel_init=nn.with_logical_partitioning(init, ("embed", None), rules=rules), name="own")(x)
+
+
+ANNOTATED = jax.eval_shape(Annotated().init, jax.random.key(0), jnp.zeros((1, 8)))["params"]
+
+
+def test_partition_metadata_of_linen_splits_parameters_and_their_moments():
+    rules = layout("optimizer", mesh(2, 2, axes=("data", "model")))
+    state = {"params": ANNOTATED, "opt_state": jax.eval_shape(optax.adam(1e-3).init, ANNOTATED)}
+    specs = splits(rules, state)
+    assert specs["state['params']['Dense_0']['kernel'].value"] == (None, "model")
+    assert specs["state['opt_state'][0].mu['Dense_0']['kernel'].value"] == ("data", "model")
+    assert specs["state['params']['own']['kernel'].value"] == ("model", None)
+    assert specs["state['opt_state'][0].nu['own']['kernel'].value"] == ("model", "data")
+    assert specs["state['params']['logical']['kernel'].value"] == ()  # names without a rule
+    with nn.logical_axis_rules((("mlp", "model"),)):
+        assert splits(rules, state)["state['params']['logical']['kernel'].value"] == (None, "model")
+
+
+def test_pattern_of_layout_overrides_partition_metadata():
+    rules = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"Dense_0/kernel": PartitionSpec("model")})
+    assert splits(rules, ANNOTATED)["state['Dense_0']['kernel'].value"] == ("model",)
+
+
+def test_axes_of_partition_metadata_that_the_mesh_does_not_have_are_ignored():
+    specs = splits(layout("all"), ANNOTATED)
+    assert specs["state['Dense_0']['kernel'].value"] == (None, "data")
+
+
+def test_partition_metadata_that_does_not_divide_the_shape_is_refused():
+    box = flax.core.meta.Partitioned(jnp.zeros((4, 3)), names=(None, "model"))
+    message = (
+        r"its partition metadata splits dim 1 of state\['w'\]\.value, float32\[4,3\], over 'model', and 3 is not a multiple "
+        r"of 2\. .*`layout=\{'w/value': PartitionSpec\(\)\}`"
+    )
+    with pytest.raises(ValueError, match=message):
+        layout("all", mesh(2, 2, axes=("data", "model"))).shardings({"w": box})
+
+
+def test_step_with_partition_metadata_computes_what_one_device_computes():
+    net, tx = Annotated(), optax.sgd(0.1, momentum=0.9)
+    init = lambda: (params := net.init(jax.random.key(0), jnp.zeros((1, 8)))["params"], tx.init(params))
+
+    def step(state, x):
+        params, opt_state = state
+        grads = jax.grad(lambda params: jnp.mean((net.apply({"params": params}, x) - 1) ** 2))(params)
+        updates, opt_state = tx.update(jdist.all_reduce("mean", grads), opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    strategy = jdist.ShardedStrategy("optimizer", mesh=mesh(2, 2, axes=("data", "model")), model_axis="model")
+    state, _ = strategy.step(step)(strategy.init(init), strategy.split(x))
+    assert state[0]["Dense_0"]["kernel"].value.sharding.spec == PartitionSpec(None, "model")
+    expected, _ = jax.jit(step)(init(), x)
+    chex.assert_trees_all_close(jax.device_get(state), jax.device_get(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_sharding_metadata_of_nnx_splits_parameters_and_their_moments():
+    init = nnx.with_metadata(nnx.initializers.zeros, out_sharding=(None, "model"), eager_sharding=False)
+    model = nnx.Linear(8, 16, kernel_init=init, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    rules = layout("optimizer", mesh(2, 2, axes=("data", "model")))
+    specs = splits(rules, {"model": nnx.state(model), "tx": nnx.state(optimizer)})
+    kernels = {name: spec for name, spec in specs.items() if "kernel" in name}
+    assert len(kernels) == 3 and kernels.pop("state['model']['kernel'].value") == (None, "model")
+    assert set(kernels.values()) == {("data", "model")}
+
+
+# --- split of the moments of a parameter
+
+
+@pytest.mark.parametrize("container", CONTAINERS.values(), ids=CONTAINERS)
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_optimizer_keeps_for_a_parameter_is_split_as_that_is(tx, home):
-    of = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"one/kernel": PartitionSpec("model")})
-    state = home(PARAMS, _shapes(tx))
-    for leaf, sharding in zip(state_leaves(state), of.shardings(state), strict=True):
+def test_moments_of_a_parameter_are_split_like_it(tx, container):
+    rules = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"one/kernel": PartitionSpec("model")})
+    state = container(PARAMS, _shapes(tx))
+    for leaf, sharding in zip(state_leaves(state), rules.shardings(state), strict=True):
         if leaf.shape == (8, 16):  # no other parameter has it
             assert tuple(sharding.spec) == (("model", "data") if leaf.is_optimizer else ("model",)), leaf.name
         else:
@@ -146,22 +280,22 @@ def test_optimizer_keeps_for_a_parameter_is_split_as_that_is(tx, home):
 
 
 @pytest.mark.parametrize("copy", ["ema", "zzz"])  # before and after `params`
-def test_companion_of_a_moment_is_the_parameter_and_not_a_copy_of_it(copy):
-    of = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"params/one/kernel": PartitionSpec("model")})
-    found = splits(of, {copy: PARAMS, "params": PARAMS, "opt_state": _shapes(optax.sgd(0.1, momentum=0.9))})
-    assert found["state['opt_state'][0].trace['one']['kernel']"] == ("model", "data")
-    assert found[f"state['{copy}']['one']['kernel']"] == ()
+def test_moment_is_split_like_the_parameter_and_not_like_a_copy_of_it(copy):
+    rules = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"params/one/kernel": PartitionSpec("model")})
+    specs = splits(rules, {copy: PARAMS, "params": PARAMS, "opt_state": _shapes(optax.sgd(0.1, momentum=0.9))})
+    assert specs["state['opt_state'][0].trace['one']['kernel']"] == ("model", "data")
+    assert specs[f"state['{copy}']['one']['kernel']"] == ()
 
 
-def test_companions_with_one_ending_are_told_apart_by_the_rest():
+def test_parameters_with_the_same_end_of_path_are_distinguished_by_the_full_path():
     params = {name: {"layer": {"kernel": jnp.zeros((8, 16))}} for name in ("encoder", "decoder")}
-    of = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"encoder": PartitionSpec("model")})
-    found = splits(of, (params, optax.sgd(0.1, momentum=0.9).init(params)))
-    assert found["state[1][0].trace['encoder']['layer']['kernel']"] == ("model", "data")
-    assert found["state[1][0].trace['decoder']['layer']['kernel']"] == (None, "data")
+    rules = layout("optimizer", mesh(2, 2, axes=("data", "model")), **{"encoder": PartitionSpec("model")})
+    specs = splits(rules, (params, optax.sgd(0.1, momentum=0.9).init(params)))
+    assert specs["state[1][0].trace['encoder']['layer']['kernel']"] == ("model", "data")
+    assert specs["state[1][0].trace['decoder']['layer']['kernel']"] == (None, "data")
 
 
-# --- which dim
+# --- dim
 
 
 SPLIT = {
@@ -181,19 +315,19 @@ def test_leaf_is_split_along_its_largest_dim_that_divides(shape, expected):
     assert splits(layout("all"), jnp.zeros(shape)) == {"state": expected}
 
 
-def test_random_keys_are_whole_but_what_looks_like_one_is_not():
+def test_random_keys_are_replicated_and_raw_key_data_is_split():
     keys = jax.random.split(jax.random.key(0), 8)
     assert splits(layout("all"), [keys, jax.random.key_data(keys)]) == {"state[0]": (), "state[1]": ("data", None)}
 
 
 @pytest.mark.parametrize("shard, parameter", [("optimizer", ()), ("gradients", ()), ("all", (None, "data"))])
-def test_shard_says_whether_parameters_are_split(shard, parameter):
-    found = splits(layout(shard), (PARAMS, _shapes(optax.adam(1e-3))))
-    assert found["state[0]['one']['kernel']"] == parameter
-    assert found["state[1][0].mu['one']['kernel']"] == found["state[1][0].nu['one']['kernel']"] == (None, "data")
+def test_shard_defines_whether_parameters_are_split(shard, parameter):
+    specs = splits(layout(shard), (PARAMS, _shapes(optax.adam(1e-3))))
+    assert specs["state[0]['one']['kernel']"] == parameter
+    assert specs["state[1][0].mu['one']['kernel']"] == specs["state[1][0].nu['one']['kernel']"] == (None, "data")
 
 
-def test_stacked_values_are_split_beside_their_replicas():
+def test_stacked_values_are_split_after_the_replica_dim():
     value = jdist.SyncOnRead(np.zeros((1, 8, 16), np.float32), jdist.VariableAggregation.MEAN)
     assert splits(layout("all"), {"w": value, "n": jdist.Mirrored(np.zeros((8, 4)))}) == {
         "state['n']": ("data", None),
@@ -207,7 +341,7 @@ shapes = st.lists(st.integers(0, 12), max_size=4).map(tuple)
 
 @st.composite
 def _wanted(draw, shape, parts):
-    """A `PartitionSpec` over the model axis that fits `shape`, or one that splits nothing."""
+    """Draws a `PartitionSpec` over the model axis that fits `shape`, or an empty one."""
     fits = [dim for dim, size in enumerate(shape) if size % parts == 0]
     if not fits or draw(st.booleans()):
         return PartitionSpec()
@@ -218,16 +352,18 @@ def _wanted(draw, shape, parts):
 @hypothesis.given(
     st.data(), st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2]), st.sampled_from(["optimizer", "all"])
 )
-def test_every_layout_is_valid_and_no_device_holds_more_than_its_part(data, size, model, shard):
-    where = mesh(size, model, axes=("data", "model"))
+def test_every_layout_is_valid_and_no_device_stores_more_than_its_shard(data, size, model, shard):
+    device_mesh = mesh(size, model, axes=("data", "model"))
     params = {
         f"w{i}": jax.ShapeDtypeStruct(data.draw(shapes), jnp.float32) for i in range(data.draw(st.integers(1, 3)))
     }
     patterns = {rf"^0/{name}$": data.draw(_wanted(leaf.shape, model)) for name, leaf in params.items()}
     state = params, jax.eval_shape(optax.adam(1e-3).init, params)
-    for leaf, sharding in zip(state_leaves(state), layout(shard, where, **patterns).shardings(state), strict=True):
-        part = sharding.shard_shape(leaf.shape)  # raises where it does not fit
-        parts = math.prod(where.shape[axis] for axis in sharding.spec if axis)
+    for leaf, sharding in zip(
+        state_leaves(state), layout(shard, device_mesh, **patterns).shardings(state), strict=True
+    ):
+        part = sharding.shard_shape(leaf.shape)  # raises device_mesh it does not fit
+        parts = math.prod(device_mesh.shape[axis] for axis in sharding.spec if axis)
         assert math.prod(part) * parts == math.prod(leaf.shape)
         axes = [axis for axis in sharding.spec if axis]
         assert len(axes) == len(set(axes))
@@ -241,30 +377,30 @@ def test_every_layout_is_valid_and_no_device_holds_more_than_its_part(data, size
 
 
 @pytest.mark.parametrize("split", [("data",), (None, "data"), (("data", "model"),), (("model", "data"), None)])
-def test_axis_that_a_pattern_names_is_not_taken_again(split):
-    of = layout("all", mesh(2, 2, axes=("data", "model")), **{"^w$": PartitionSpec(*split)})
-    assert splits(of, {"w": jnp.zeros((8, 16))}) == {"state['w']": split}
+def test_axis_that_a_pattern_names_is_not_used_again(split):
+    rules = layout("all", mesh(2, 2, axes=("data", "model")), **{"^w$": PartitionSpec(*split)})
+    assert splits(rules, {"w": jnp.zeros((8, 16))}) == {"state['w']": split}
 
 
-def test_pattern_may_leave_a_parameter_whole_and_be_over_two_axes():
-    where = mesh(2, 2, 2, axes=("data", "model", "expert"))
+def test_pattern_may_replicate_a_parameter_or_split_a_dim_over_two_axes():
+    device_mesh = mesh(2, 2, 2, axes=("data", "model", "expert"))
     patterns = {"one/kernel": PartitionSpec(None, ("model", "expert")), "two": PartitionSpec()}
-    found = splits(layout("optimizer", where, **patterns), PARAMS)
-    assert found["state['one']['kernel']"] == (None, ("model", "expert"))
-    assert found["state['two']['kernel']"] == ()
+    specs = splits(layout("optimizer", device_mesh, **patterns), PARAMS)
+    assert specs["state['one']['kernel']"] == (None, ("model", "expert"))
+    assert specs["state['two']['kernel']"] == ()
 
 
-# --- what is wrong with patterns
+# --- invalid patterns
 
 
 WRONG = {
     "nothing": (
         {"three": PartitionSpec()},
-        r"pattern 'three', which matches no parameter\. There are '0/one/bias', '0/one/",
+        r"pattern 'three', which matches no parameter\. The parameters are '0/one/bias', '0/one/",
     ),
     "only_optimizer": (
         {"trace": PartitionSpec()},
-        r"pattern 'trace', which matches no parameter\. There are '0/one/bias'",
+        r"pattern 'trace', which matches no parameter\. The parameters are '0/one/bias'",
     ),
     "twice": (
         {"one": PartitionSpec(), "kernel": PartitionSpec()},
@@ -272,11 +408,11 @@ WRONG = {
     ),
     "not_dividing": (
         {"two/kernel": PartitionSpec(None, ("data", "model"))},
-        r"dim 1 of state\[0\]\['two'\]\['kernel'\], float32\[12,20\], over \('data', 'model'\), and 20 is no multiple of 8",
+        r"dim 1 of state\[0\]\['two'\]\['kernel'\], float32\[12,20\], over \('data', 'model'\), and 20 is not a multiple of 8",
     ),
     "odd": (
         {"two/bias": PartitionSpec("model")},
-        r"splits dim 0 of state\[0\]\['two'\]\['bias'\], float32\[3\], over 'model', and 3 is no multiple of 2",
+        r"splits dim 0 of state\[0\]\['two'\]\['bias'\], float32\[3\], over 'model', and 3 is not a multiple of 2",
     ),
     "too_many_dims": (
         {"one/bias": PartitionSpec(None, "model")},
@@ -285,50 +421,58 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("patterns, says", WRONG.values(), ids=WRONG)
-def test_pattern_that_does_not_fit_the_state_is_refused(patterns, says):
+@pytest.mark.parametrize("patterns, message", WRONG.values(), ids=WRONG)
+def test_pattern_that_does_not_fit_the_state_is_refused(patterns, message):
     state = PARAMS, _shapes(optax.sgd(0.1, momentum=0.9))
-    of = layout("all", mesh(4, 2, axes=("data", "model")), **patterns)
-    with pytest.raises(ValueError, match=says):
-        of.shardings(state)
+    rules = layout("all", mesh(4, 2, axes=("data", "model")), **patterns)
+    with pytest.raises(ValueError, match=message):
+        rules.shardings(state)
 
 
 REFUSED = {
     "unknown_axis": (ValueError, {"w": PartitionSpec("tensor")}, r"layout\['w'\].*'tensor'.* mesh has data, model"),
     "unknown_among_two": (ValueError, {"w": PartitionSpec(("data", "x"))}, r"\['w'\].*'x'.* mesh has data, model"),
-    "no_spec": (TypeError, {"w": ("data",)}, r"maps patterns, as text, to .*PartitionSpec`s, got 'w': \('data',\)"),
-    "none": (TypeError, {"w": None}, r"maps patterns, as text, to `jax\.sharding\.PartitionSpec`s, got 'w': None"),
+    "not_a_spec": (
+        TypeError,
+        {"w": ("data",)},
+        r"must map patterns, which are strings, to .*PartitionSpec`s, got 'w': \('data',\)",
+    ),
+    "none": (
+        TypeError,
+        {"w": None},
+        r"must map patterns, which are strings, to `jax\.sharding\.PartitionSpec`s, got 'w': None",
+    ),
     "bad_regex": (
         ValueError,
         {"w(": PartitionSpec()},
-        r"pattern 'w\(', no regular expression: missing \), unterminated",
+        r"pattern 'w\(', which is not a regular expression: missing \), unterminated",
     ),
     "axis_twice": (ValueError, {"w": PartitionSpec("model", "model")}, r"\['w'\]` is P.* names the axis 'model' twice"),
-    "no_text": (TypeError, {3: PartitionSpec()}, r"maps patterns, as text, .* got 3: P"),
+    "not_a_string": (TypeError, {3: PartitionSpec()}, r"must map patterns, which are strings, .* got 3: P"),
 }
 
 
-@pytest.mark.parametrize("error, patterns, says", REFUSED.values(), ids=REFUSED)
-def test_pattern_that_fits_no_state_is_refused_at_once(error, patterns, says):
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize("error, patterns, message", REFUSED.values(), ids=REFUSED)
+def test_invalid_pattern_is_refused_immediately(error, patterns, message):
+    with pytest.raises(error, match=message):
         StateSharding(mesh(4, 2, axes=("data", "model")), "data", "all", patterns)
 
 
 @pytest.mark.parametrize("shard", ["params", 1, None, ["all"]])
-def test_shard_that_is_not_known_is_refused(shard):
+def test_unknown_shard_is_refused(shard):
     with pytest.raises(ValueError, match=r'"optimizer", "gradients" or "all", got ' + re.escape(repr(shard))):
         layout(shard)
 
 
-def test_patterns_found_in_what_is_put_need_not_be_in_a_batch():
-    of = layout(
+def test_patterns_need_not_match_a_batch():
+    rules = layout(
         "all", mesh(2, 2, axes=("data", "model")), **{"one/kernel": PartitionSpec("model"), "two": PartitionSpec()}
     )
-    assert of.shardings({"images": jnp.zeros((4, 3))}, is_state=False)
+    assert rules.shardings({"images": jnp.zeros((4, 3))}, is_state=False)
     with pytest.raises(ValueError, match="pattern 'two', which matches no parameter"):
-        of.shardings({"one": PARAMS["one"]}, is_state=False)
+        rules.shardings({"one": PARAMS["one"]}, is_state=False)
     with pytest.raises(ValueError, match="pattern 'one/kernel', which matches no parameter"):
-        of.shardings({"images": jnp.zeros((4, 3))})
+        rules.shardings({"images": jnp.zeros((4, 3))})
 
 
 # --- gradients
@@ -337,11 +481,11 @@ def test_patterns_found_in_what_is_put_need_not_be_in_a_batch():
 @pytest.mark.parametrize(
     "shard, expected", [("optimizer", None), ("gradients", (None, "data")), ("all", (None, "data"))]
 )
-def test_gradients_are_reduced_to_where_their_moments_lie(shard, expected):
+def test_gradients_are_constrained_to_the_sharding_of_their_moments(shard, expected):
     params = {"dense": nn.Dense(16).init(jax.random.key(0), jnp.zeros((1, 8)))["params"]}
     reduced = layout(shard).reduced((params, optax.adam(1e-3).init(params)))
     assert (reduced is None) == (expected is None)
     if reduced:
-        found = jax.jit(reduced)({"loss": jnp.zeros(8), "grads": params})
-        assert found["grads"]["dense"]["kernel"].sharding.spec == PartitionSpec(*expected)
-        np.testing.assert_array_equal(found["grads"]["dense"]["kernel"], params["dense"]["kernel"])
+        specs = jax.jit(reduced)({"loss": jnp.zeros(8), "grads": params})
+        assert specs["grads"]["dense"]["kernel"].sharding.spec == PartitionSpec(*expected)
+        np.testing.assert_array_equal(specs["grads"]["dense"]["kernel"], params["dense"]["kernel"])

@@ -50,6 +50,12 @@ class ClippedPerReplicaWarning(UserWarning):
     __module__ = "jdist"
 
 
+class UnrecognizedOptimizerStateWarning(UserWarning):
+    """A part of a state looks like the state of an optimizer and is not recognized, so it is not sharded as one."""
+
+    __module__ = "jdist"
+
+
 class FitError(RuntimeError):
     """Training ended with an error, which is the `__cause__` of this exception.
 

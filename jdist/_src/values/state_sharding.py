@@ -1,19 +1,34 @@
-"""Which dims of the leaves of a state are split over which mesh axes.
+"""`StateSharding`: over which mesh axes each dimension of each leaf of a state is split.
 
-A leaf is split in two ways, one after the other. A *pattern* that its path matches says how tensor parallelism splits it;
-an optimizer's moments of a parameter are split as the parameter is. Then, if it is of a kind that data parallelism need
-not hold in full on every device, its largest dim that is left and divides is split over the data axis.
+A leaf is split in two stages. First, a *pattern* of `layout` that matches the path of a parameter defines its split for tensor
+parallelism; where no pattern matches, the partition metadata of flax does (`nn.with_partitioning`,
+`nn.with_logical_partitioning`, `out_sharding` of an `nnx.Variable`). The moments that an optimizer stores for a parameter are
+split like the parameter. Second, if data parallelism does not need a full copy of the leaf on every device, its largest
+remaining dimension that is divisible is split over the data axis.
+
+The leaves of optimizer states are found by declared facts, in this order:
+
+* the class of a node: the states of optax and `jdist.sync` are classes of these packages; `nnx.Optimizer` stores
+  `nnx.optimizer.OptState` variables;
+* the key under which a state is stored: `opt_state`, as in flax's `TrainState` and `jdist.TrainState`, `optimizer` or
+  `optimizer_state`.
+
+`optax.tree_map_params` is not used: it calls `init` of the optimizer with a placeholder for the parameters, and a strategy
+receives the state but not the optimizer. It also fails for transformations that inspect their parameters (`optax.lbfgs`). A
+`NamedTuple` or dataclass that looks like the state of an optimizer, and is not found by these facts, is named by a warning.
 
 Source:
-    S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", arXiv:1910.02054: the
-    kinds, in three stages. Y. Xu et al., "GSPMD: general and scalable parallelization for ML computation graphs",
-    arXiv:2105.04663: one program, and annotations of where its values lie.
+    S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", arXiv:1910.02054: what is
+    split, in three stages. Y. Xu et al., "GSPMD: general and scalable parallelization for ML computation graphs",
+    arXiv:2105.04663: one program, with annotations of the shardings of its values.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -22,12 +37,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdist._src.core import source_lines
+from jdist._src.core.errors import UnrecognizedOptimizerStateWarning
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.values.arrays import Shape
-from jdist._src.values.base import is_distributed
+from jdist._src.values.base import DistributedValues, is_distributed
 
 Shard: TypeAlias = Literal["optimizer", "gradients", "all"]
-_OPTIMIZER = frozenset(("opt_state", "optimizer", "optimizer_state"))
+_OPTIMIZER_KEYS = frozenset(("opt_state", "optimizer", "optimizer_state"))
 _SEPARATOR = "/"
 
 
@@ -36,13 +53,14 @@ class StateLeaf:
     """A leaf of a state.
 
     Attributes:
-        name: What messages call it.
-        path: The keys that lead to it.
-        shape: Its shape, as one replica has it.
-        value: What it is like.
+        name: Its name in error messages.
+        path: The keys of its path.
+        shape: Its shape on one replica.
+        value: The array, or its shape and dtype.
         is_optimizer: Whether it belongs to the state of an optimizer.
-        is_stacked: Whether the host sees `[replica, ...]`.
-        is_own: Whether each replica has its own, or a part of its own.
+        is_stacked: Whether it is `[replica, ...]` on the host.
+        is_varying: Whether the replicas hold different values or shards.
+        metadata: The axis names of flax's partition metadata; None without metadata.
     """
 
     name: str
@@ -51,21 +69,21 @@ class StateLeaf:
     value: Any
     is_optimizer: bool
     is_stacked: bool = False
-    is_own: bool = False
+    is_varying: bool = False
+    metadata: PartitionSpec | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class StateSharding:
-    """How the state of a model lies on a mesh.
+    """The rules that split the state of a model over a mesh.
 
     Attributes:
         mesh: The devices.
-        axis: The mesh axis that ZeRO splits over.
-        shard: What of the state it splits: the optimizer's part, or all. `"gradients"` splits these as well as the
-            optimizer's part.
-        patterns: From a regular expression, searched in the paths of parameters, `params/dense/kernel`, to how a
-            parameter that it is found in is split.
-        tile: What sizes of the last dims of a part ZeRO's split has to leave multiples of.
+        axis: The mesh axis over which ZeRO splits.
+        shard: The leaves that ZeRO splits: those of the optimizer's state, or all. `"gradients"` also splits the gradients.
+        patterns: Maps regular expressions, searched in the paths of parameters (`params/dense/kernel`), to their
+            `PartitionSpec`.
+        tile: ZeRO splits the last dimensions only into multiples of these sizes.
     """
 
     mesh: Mesh
@@ -76,191 +94,306 @@ class StateSharding:
 
     def __post_init__(self) -> None:
         if self.shard not in get_args(Shard):
-            raise ValueError(f'`shard` is "optimizer", "gradients" or "all", got {self.shard!r}.')
-        for pattern, wanted in self.patterns.items():
-            if not isinstance(pattern, str) or not isinstance(wanted, PartitionSpec):
+            raise ValueError(f'`shard` must be "optimizer", "gradients" or "all", got {self.shard!r}.')
+        for pattern, spec in self.patterns.items():
+            if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
                 raise TypeError(
-                    f"`layout` maps patterns, as text, to `jax.sharding.PartitionSpec`s, got {pattern!r}: {wanted!r}."
+                    "`layout` must map patterns, which are strings, to `jax.sharding.PartitionSpec`s, got "
+                    f"{pattern!r}: {spec!r}."
                 )
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"`layout` has the pattern {pattern!r}, no regular expression: {error}.") from None
-            unknown = [axis for axis in _axes_of(wanted) if axis not in self.mesh.shape]
-            if unknown:
                 raise ValueError(
-                    f"`layout[{pattern!r}]` names the axis {unknown[0]!r}, and the mesh has {', '.join(self.mesh.axis_names)}."
+                    f"`layout` has the pattern {pattern!r}, which is not a regular expression: {error}."
+                ) from None
+            axes = _axes_of(spec)
+            unknown_axes = [axis for axis in axes if axis not in self.mesh.shape]
+            if unknown_axes:
+                raise ValueError(
+                    f"`layout[{pattern!r}]` names the axis {unknown_axes[0]!r}, and the mesh has "
+                    f"{', '.join(self.mesh.axis_names)}."
                 )
-            axes = _axes_of(wanted)
             if len(set(axes)) < len(axes):
-                twice = next(axis for axis in axes if axes.count(axis) > 1)
+                duplicate = next(axis for axis in axes if axes.count(axis) > 1)
                 raise ValueError(
-                    f"`layout[{pattern!r}]` is {wanted} and names the axis {twice!r} twice. Name each once."
+                    f"`layout[{pattern!r}]` is {spec} and names the axis {duplicate!r} twice. Name each axis once."
                 )
 
     def shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
-        """How each leaf of `tree` lies on the mesh.
+        """Returns the sharding of each leaf of `tree`.
 
         Args:
-            tree: A state, of arrays or their shapes, some in wrappers.
-            is_state: Whether it is known to be a whole one, in which every pattern is found.
+            tree: A state, of arrays or of their shapes, some in wrappers.
+            is_state: Whether `tree` is a complete state, in which every pattern must match a parameter.
 
         Raises:
-            ValueError: A pattern is found in no parameter, or two in one; or it does not fit there.
+            ValueError: A pattern matches no parameter, two patterns match the same one, or a spec does not fit its shape.
+
+        Warns:
+            UnrecognizedOptimizerStateWarning: A node of a complete state looks like the state of an optimizer, is not
+                recognized as one, and would be split differently if it were.
         """
         leaves = state_leaves(tree)
-        wanted = self._wanted(leaves, is_state)
-        companions = _Companions(leaves, wanted)
+        parameter_specs = self._parameter_specs(leaves, is_state)
+        if is_state and self.shard != "all":
+            _warn_of_unrecognized_states(tree, leaves)
+        parameters = _ParameterIndex(leaves, parameter_specs)
         shardings: list[NamedSharding] = []
         for leaf in leaves:
-            base = wanted.get(companions.parameter(leaf).path if leaf.is_optimizer else leaf.path, PartitionSpec())
-            split = self._split(leaf, base) if self._splits(leaf) else base
-            split = PartitionSpec(None, *split) if leaf.is_stacked and len(split) else split
-            shardings.append(NamedSharding(self.mesh, split))
+            path = parameters.parameter_of(leaf).path if leaf.is_optimizer else leaf.path
+            spec = parameter_specs.get(path, PartitionSpec())
+            spec = self._with_data_axis(leaf, spec) if leaf.is_optimizer or self.shard == "all" else spec
+            spec = PartitionSpec(None, *spec) if leaf.is_stacked and len(spec) else spec
+            shardings.append(NamedSharding(self.mesh, spec))
         return shardings
 
     def is_split(self, tree: PyTree) -> list[bool]:
-        """For each leaf of `tree`, whether it is an array for all replicas, and of a kind that is split."""
+        """Returns for each leaf of `tree` whether `shard` includes it, and it is an array that is not varying."""
         return [
-            self._splits(leaf) and not leaf.is_own and bool(leaf.shape) and not _is_key(leaf.value)
+            (leaf.is_optimizer or self.shard == "all")
+            and not leaf.is_varying
+            and bool(leaf.shape)
+            and not _is_key(leaf.value)
             for leaf in state_leaves(tree)
         ]
 
     def part(self, x: Any) -> NamedSharding:
-        """How an array of this shape is split, if it is of a kind that is, and no pattern says otherwise."""
+        """Returns the sharding of an array of this shape that `shard` includes and no pattern matches."""
         leaf = StateLeaf("value", (), jnp.shape(x), x, is_optimizer=True)
-        return NamedSharding(self.mesh, self._split(leaf, PartitionSpec()))
+        return NamedSharding(self.mesh, self._with_data_axis(leaf, PartitionSpec()))
 
     def reduced(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
-        """What brings reduced gradients to the devices that hold that part of the optimizer's state; None if nothing has to."""
+        """Returns a function that constrains reduced gradients to the sharding of the optimizer's state, or None.
+
+        The function accepts any tree: a leaf is a gradient if a parameter has its shape and the end of its path.
+        """
         if self.shard == "optimizer":
             return None
         leaves = state_leaves(state)
-        wanted = self._wanted(leaves, is_state=True)
-        companions = _Companions(leaves, wanted)
+        parameter_specs = self._parameter_specs(leaves, is_state=True)
+        parameters = _ParameterIndex(leaves, parameter_specs)
 
-        def one(path: Any, x: Any) -> Any:
+        def constrain(path: Any, x: Any) -> Any:
             gradient = StateLeaf("gradient", _keys(path), jnp.shape(x), x, is_optimizer=True)
-            parameter = companions.parameter(gradient)
+            parameter = parameters.parameter_of(gradient)
             if parameter is gradient:
                 return x
-            split = self._split(gradient, wanted.get(parameter.path, PartitionSpec()))
-            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, split))
+            spec = self._with_data_axis(gradient, parameter_specs.get(parameter.path, PartitionSpec()))
+            return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-        return lambda tree: jax.tree_util.tree_map_with_path(one, tree)
+        return lambda tree: jax.tree_util.tree_map_with_path(constrain, tree)
 
-    def _wanted(self, leaves: Sequence[StateLeaf], is_state: bool) -> dict[tuple[str, ...], PartitionSpec]:
-        """How patterns split the parameters that they are found in, by their paths."""
+    def _parameter_specs(self, leaves: Sequence[StateLeaf], is_state: bool) -> dict[tuple[str, ...], PartitionSpec]:
+        """Returns the spec of each parameter that a pattern matches or that has partition metadata, by its path."""
         parameters = [leaf for leaf in leaves if not leaf.is_optimizer]
-        wanted: dict[tuple[str, ...], PartitionSpec] = {}
-        unused = set(self.patterns)
+        specs: dict[tuple[str, ...], PartitionSpec] = {}
+        unused_patterns = set(self.patterns)
         for leaf in parameters:
             path = _SEPARATOR.join(leaf.path)
-            found = [pattern for pattern in self.patterns if re.search(pattern, path)]
-            if len(found) > 1:
+            matches = [pattern for pattern in self.patterns if re.search(pattern, path)]
+            if len(matches) > 1:
                 raise ValueError(
-                    f"{leaf.name} ({path}) is matched by {len(found)} patterns of `layout`, {_listed(found)}, and is split in "
-                    "one way. Make them exclude each other."
+                    f"{leaf.name} ({path}) is matched by {len(matches)} patterns of `layout`, {_listed(matches)}. Make the "
+                    "patterns exclude each other."
                 )
-            for pattern in found:
-                self._check(pattern, leaf)
-                wanted[leaf.path] = self.patterns[pattern]
-                unused.discard(pattern)
-        # What is put may be any tree, but one in which some patterns are found is meant to be a state. One of metrics has none.
-        is_model = len(unused) < len(self.patterns) or (is_state and any(not leaf.is_stacked for leaf in parameters))
-        if unused and is_model:
+            for pattern in matches:
+                specs[leaf.path] = self.patterns[pattern]
+                self._check_fit(f"`layout[{pattern!r}]`", specs[leaf.path], leaf, "Split another dim, or pad this one.")
+                unused_patterns.discard(pattern)
+            if not matches and leaf.metadata is not None:
+                specs[leaf.path] = self._on_mesh(leaf.metadata)
+                fix = f"Change the metadata, or override it: `layout={{{re.escape(path)!r}: PartitionSpec()}}`."
+                self._check_fit("its partition metadata", specs[leaf.path], leaf, fix)
+        # A tree passed to `put` may be any tree; if it matches some of the patterns, it must be a state, and match all. A state
+        # of metrics matches none.
+        is_model_state = len(unused_patterns) < len(self.patterns) or (
+            is_state and any(not leaf.is_stacked for leaf in parameters)
+        )
+        if unused_patterns and is_model_state:
             raise ValueError(
-                f"`layout` has the pattern {min(unused)!r}, which matches no parameter. There are "
+                f"`layout` has the pattern {min(unused_patterns)!r}, which matches no parameter. The parameters are "
                 f"{_listed([_SEPARATOR.join(leaf.path) for leaf in parameters])}."
             )
-        return wanted
+        return specs
 
-    def _splits(self, leaf: StateLeaf) -> bool:
-        return leaf.is_optimizer or self.shard == "all"
+    def _on_mesh(self, metadata: PartitionSpec) -> PartitionSpec:
+        """Returns `metadata` without the names that are not axes of the mesh: these dimensions are not split."""
+        dims = [tuple(axis for axis in _axes_of([axes]) if axis in self.mesh.shape) for axes in metadata]
+        return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in dims] if any(dims) else ())
 
-    def _check(self, pattern: str, leaf: StateLeaf) -> None:
-        """Raises ValueError if the leaf cannot be split as the pattern says."""
-        wanted = self.patterns[pattern]
-        if len(wanted) > len(leaf.shape):
+    def _check_fit(self, source: str, spec: PartitionSpec, leaf: StateLeaf, fix: str) -> None:
+        """Raises ValueError if the leaf cannot be split by `spec`, which comes from `source`."""
+        if len(spec) > len(leaf.shape):
             raise ValueError(
-                f"`layout[{pattern!r}]` is {wanted}, for {len(wanted)} dims, and {leaf.name} is {dtype_and_shape(leaf.value)}."
+                f"{source} is {spec}, for {len(spec)} dims, and {leaf.name} is {dtype_and_shape(leaf.value)}."
             )
-        for dim, (size, axes) in enumerate(zip(leaf.shape, wanted, strict=False)):
-            parts = math.prod(self.mesh.shape[axis] for axis in _axes_of([axes]))
-            if size % parts:
+        for dim, (size, axes) in enumerate(zip(leaf.shape, spec, strict=False)):
+            num_parts = math.prod(self.mesh.shape[axis] for axis in _axes_of([axes]))
+            if size % num_parts:
                 raise ValueError(
-                    f"`layout[{pattern!r}]` splits dim {dim} of {leaf.name}, {dtype_and_shape(leaf.value)}, over "
-                    f"{axes!r}, and {size} is "
-                    f"no multiple of {parts}. Split another dim, or make this one a multiple."
+                    f"{source} splits dim {dim} of {leaf.name}, {dtype_and_shape(leaf.value)}, over {axes!r}, and {size} is "
+                    f"not a multiple of {num_parts}. {fix}"
                 )
 
-    def _split(self, leaf: StateLeaf, base: PartitionSpec) -> PartitionSpec:
-        """`base`, and the largest dim that is left and divides over the data axis."""
-        parts = self.mesh.shape[self.axis]
-        if parts == 1 or self.axis in _axes_of(base) or _is_key(leaf.value):
-            return base
-        axes = [*base, *[None] * (len(leaf.shape) - len(base))]
-        steps = [1] * len(leaf.shape)
-        for dim, step in zip(reversed(range(len(steps))), reversed(self.tile), strict=False):
-            steps[dim] = step
-        fits = [bool(size) and size % (parts * step) == 0 for size, step in zip(leaf.shape, steps, strict=True)]
-        free = [dim for dim, can in enumerate(fits) if can and axes[dim] is None]
-        if not free:
-            return base
-        axes[max(free, key=lambda dim: leaf.shape[dim])] = self.axis
-        return PartitionSpec(*axes)
+    def _with_data_axis(self, leaf: StateLeaf, spec: PartitionSpec) -> PartitionSpec:
+        """Returns `spec` with the largest remaining dim that is divisible split over the data axis."""
+        num_parts = self.mesh.shape[self.axis]
+        if num_parts == 1 or self.axis in _axes_of(spec) or _is_key(leaf.value):
+            return spec
+        dims = [*spec, *[None] * (len(leaf.shape) - len(spec))]
+        tile = [1] * len(leaf.shape)
+        for dim, size in zip(reversed(range(len(tile))), reversed(self.tile), strict=False):
+            tile[dim] = size
+        is_divisible = [
+            bool(size) and size % (num_parts * step) == 0 for size, step in zip(leaf.shape, tile, strict=True)
+        ]
+        candidates = [dim for dim, divisible in enumerate(is_divisible) if divisible and dims[dim] is None]
+        if not candidates:
+            return spec
+        dims[max(candidates, key=lambda dim: leaf.shape[dim])] = self.axis
+        return PartitionSpec(*dims)
 
 
 def state_leaves(state: PyTree) -> list[StateLeaf]:
-    """The leaves of a state, in order."""
+    """Returns the leaves of a state, in the order of `jax.tree.leaves`."""
     leaves: list[StateLeaf] = []
 
-    def visit(prefix: tuple[Any, ...], tree: PyTree, is_optimizer: bool) -> None:
-        stops = lambda node: is_distributed(node) or (not is_optimizer and _is_of_optimizer(node))
-        for path, node in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]:
-            path = (*prefix, *path)
-            if is_distributed(node):
-                add(path, node.tree, is_optimizer, node._is_stacked, not node._is_replicated)
-            elif not is_optimizer and _is_of_optimizer(node):
-                visit(path, node, True)
-            else:
-                add(path, node, is_optimizer, False, False)
+    def visit(path: tuple[Any, ...], node: Any, parent: StateLeaf) -> None:
+        if is_distributed(node):
+            visit(path, node.tree, _in_wrapper(parent, node))
+            return
+        if not parent.is_optimizer and _is_optimizer_state(node):
+            parent = dataclasses.replace(parent, is_optimizer=True)
+        metadata = _partition_metadata(node)
+        if metadata is not None:
+            parent = dataclasses.replace(parent, metadata=metadata)
 
-    def add(prefix: tuple[Any, ...], tree: PyTree, is_optimizer: bool, is_stacked: bool, is_own: bool) -> None:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-            keys = _keys((*prefix, *path))
-            shape = np.shape(leaf)[1:] if is_stacked else np.shape(leaf)
-            by_name = is_optimizer or not _OPTIMIZER.isdisjoint(keys)
-            name = "state" + jax.tree_util.keystr((*prefix, *path))
-            leaves.append(StateLeaf(name, keys, shape, leaf, by_name, is_stacked, is_own))
+        def is_next(child: Any) -> bool:
+            is_declared = is_distributed(child) or _partition_metadata(child) is not None
+            return child is not node and (is_declared or (not parent.is_optimizer and _is_optimizer_state(child)))
 
-    visit((), state, False)
+        for child_path, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=is_next)[0]:
+            full_path = (*path, *child_path)
+            if is_next(child):
+                visit(full_path, child, parent)
+                continue
+            keys = _keys(full_path)
+            leaves.append(
+                dataclasses.replace(
+                    parent,
+                    name="state" + jax.tree_util.keystr(full_path),
+                    path=keys,
+                    shape=np.shape(child)[1:] if parent.is_stacked else np.shape(child),
+                    value=child,
+                    is_optimizer=parent.is_optimizer or not _OPTIMIZER_KEYS.isdisjoint(keys),
+                )
+            )
+
+    visit((), state, StateLeaf("state", (), (), None, is_optimizer=False))
     return leaves
 
 
-class _Companions:
-    """Which parameter an optimizer keeps a leaf for: the one of its shape whose path ends like its own, the longest way.
+def _in_wrapper(leaf: StateLeaf, wrapper: DistributedValues) -> StateLeaf:
+    return dataclasses.replace(leaf, is_stacked=wrapper._is_stacked, is_varying=not wrapper._is_replicated)
 
-    Of several, it is one that a pattern is found in: the others are copies of it.
+
+class _ParameterIndex:
+    """Finds the parameter for which an optimizer stores a leaf: same shape, and the longest common end of their paths.
+
+    If several parameters match, those with a spec are preferred: the others are copies, such as moving averages.
     """
 
-    def __init__(self, leaves: Sequence[StateLeaf], wanted: Collection[tuple[str, ...]]):
-        self._by_end: dict[tuple[tuple[str, ...], Shape], StateLeaf] = {}
-        for leaf in sorted(leaves, key=lambda leaf: leaf.path not in wanted):
+    def __init__(self, leaves: Sequence[StateLeaf], paths_with_spec: Collection[tuple[str, ...]]):
+        self._by_path_end: dict[tuple[tuple[str, ...], Shape], StateLeaf] = {}
+        for leaf in sorted(leaves, key=lambda leaf: leaf.path not in paths_with_spec):
             if not leaf.is_optimizer:
-                for start in range(len(leaf.path) + 1):
-                    self._by_end.setdefault((leaf.path[start:], leaf.shape), leaf)
+                for end in _path_ends(leaf):
+                    self._by_path_end.setdefault(end, leaf)
 
-    def parameter(self, leaf: StateLeaf) -> StateLeaf:
-        """That parameter; the leaf itself if there is none."""
-        ends = ((leaf.path[start:], leaf.shape) for start in range(len(leaf.path) + 1))
-        return next((self._by_end[end] for end in ends if end in self._by_end), leaf)
+    def parameter_of(self, leaf: StateLeaf) -> StateLeaf:
+        """Returns the parameter; the leaf itself if there is none."""
+        return next((self._by_path_end[end] for end in _path_ends(leaf) if end in self._by_path_end), leaf)
 
 
-def _is_of_optimizer(node: Any) -> bool:
-    """Whether `node` is what an optimizer of optax, or a policy, keeps."""
-    module = type(node).__module__
-    return isinstance(node, tuple) and (module.partition(".")[0] == "optax" or module.startswith("jdist._src.sync."))
+def _path_ends(leaf: StateLeaf) -> Iterator[tuple[tuple[str, ...], Shape]]:
+    """Yields the ends of the path of the leaf, the longest first, each with the shape of the leaf."""
+    return ((leaf.path[start:], leaf.shape) for start in range(len(leaf.path) + 1))
+
+
+def _is_optimizer_state(node: Any) -> bool:
+    """Returns whether the class of `node` declares it as the state of an optimizer of optax, `jdist.sync` or nnx."""
+    if isinstance(node, tuple):
+        module = type(node).__module__
+        return module.partition(".")[0] == "optax" or module.startswith("jdist._src.sync.")
+    nnx_state = getattr(getattr(sys.modules.get("flax.nnx"), "optimizer", None), "OptState", ())
+    return isinstance(node, nnx_state)
+
+
+def _partition_metadata(node: Any) -> PartitionSpec | None:
+    """Returns the axis names of a linen box (`Partitioned`, `LogicallyPartitioned`) or an nnx variable; None without names.
+
+    Logical names are translated by their rules, or the rules of the current context; a name without a rule stays unsplit.
+    """
+    partitioned = getattr(sys.modules.get("flax.core.meta"), "Partitioned", ())
+    if isinstance(node, partitioned):
+        linen = sys.modules.get("flax.linen")
+        if isinstance(node, getattr(linen, "LogicallyPartitioned", ())):
+            return linen.logical_to_mesh_axes(node.names, node.rules)  # pyright: ignore[reportOptionalMemberAccess]
+        return node.get_partition_spec()
+    nnx = sys.modules.get("flax.nnx")
+    if not isinstance(node, getattr(nnx, "Variable", ())) or not node.get_metadata().get("out_sharding"):
+        return None
+    return nnx.get_partition_spec(node).get_value()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _warn_of_unrecognized_states(state: PyTree, leaves: Sequence[StateLeaf]) -> None:
+    """Warns of each record of which a field has the structure and the shapes of parameters outside the record."""
+    records = [(path, _keys(path), record) for path, record in _records(state)]
+    for path, keys, record in records:
+        # Parameters in a record of the same class are another model's, such as a target network.
+        excluded = [other for _, other, twin in records if type(twin) is type(record)]
+        parameters = [leaf for leaf in leaves if not leaf.is_optimizer and not _is_under(leaf, excluded)]
+        path_ends = {end for leaf in parameters for end in _path_ends(leaf)}
+        fields: dict[str, list[StateLeaf]] = {}
+        for leaf in leaves:
+            if leaf.shape and not leaf.is_optimizer and _is_under(leaf, [keys]):
+                fields.setdefault(leaf.path[len(keys)], []).append(leaf)
+        for field, field_leaves in fields.items():
+            ends = [(leaf.path[len(keys) + 1 :], leaf.shape) for leaf in field_leaves]
+            if all(end[0] and end in path_ends for end in ends):
+                frame = source_lines.caller_frame()
+                message = (
+                    f"state{jax.tree_util.keystr(path)} ({type(record).__name__}) looks like the state of an optimizer: "
+                    f"`{field}` has the structure and the shapes of parameters. It is not recognized as one, so it is sharded "
+                    "like parameters. If it is one, store it under the key `opt_state`, `optimizer_state` or `optimizer`. The "
+                    "states of optax, `jdist.sync` and `nnx.Optimizer` are recognized by their classes."
+                )
+                file, line = (frame.file, frame.line) if frame else (__file__, 0)
+                warnings.warn_explicit(message, UnrecognizedOptimizerStateWarning, file, line, registry=_warned)
+                break
+
+
+_warned: dict[str | tuple[str, type[Warning], int], int] = {}  # the registry of warnings that are shown once per line
+
+
+def _is_under(leaf: StateLeaf, paths: Iterable[tuple[str, ...]]) -> bool:
+    return any(leaf.path[: len(path)] == path for path in paths)
+
+
+def _records(state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
+    """Returns path and value of each `NamedTuple` and dataclass below the root of `state`, except for optimizer states."""
+    records: list[tuple[tuple[Any, ...], Any]] = []
+
+    def visit(path: tuple[Any, ...], node: Any) -> None:
+        is_next = lambda child: child is not node and (hasattr(child, "_fields") or dataclasses.is_dataclass(child))
+        for child_path, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=is_next)[0]:
+            if is_next(child) and not is_distributed(child) and not _is_optimizer_state(child):
+                records.append(((*path, *child_path), child))
+                visit((*path, *child_path), child)
+
+    visit((), state)
+    return records
 
 
 def _is_key(value: Any) -> bool:
@@ -268,12 +401,12 @@ def _is_key(value: Any) -> bool:
 
 
 def _keys(path: Sequence[Any]) -> tuple[str, ...]:
-    # The state of a `Trainer` lies in a container whose key has no name: its paths are those of the state alone.
+    # The state of a `Trainer` is stored in a container whose key has no name: paths do not include it.
     return tuple(filter(None, (jax.tree_util.keystr((key,), simple=True) for key in path)))
 
 
-def _axes_of(split: Iterable[Any]) -> list[str]:
-    return [axis for axes in split if axes is not None for axis in ((axes,) if isinstance(axes, str) else axes)]
+def _axes_of(spec: Iterable[Any]) -> list[str]:
+    return [axis for axes in spec if axes is not None for axis in ((axes,) if isinstance(axes, str) else axes)]
 
 
 def _listed(names: Sequence[str]) -> str:
