@@ -94,11 +94,11 @@ def test_state_position_seed_and_extra_are_restored(checkpointer, two):
 
 def test_data_position_and_extra_are_optional(checkpointer, two):
     checkpointer.save(0, two.put(np.float32(3)))
-    found = checkpointer.restore(two)
-    assert found.state.item() == 3.0 and found.data_position is None and found.extra is None
+    restored = checkpointer.restore(two)
+    assert restored.state.item() == 3.0 and restored.data_position is None and restored.extra is None
     checkpointer.save(1, {"none": None, "empty": [], "zero": np.zeros((0, 2), np.float32)})
-    found = checkpointer.restore(two).state
-    assert found["none"] is None and found["empty"] == [] and found["zero"].shape == (0, 2)
+    restored = checkpointer.restore(two).state
+    assert restored["none"] is None and restored["empty"] == [] and restored["zero"].shape == (0, 2)
 
 
 DTYPES = ["bool", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "float8_e4m3fn", "float32", "complex64"]
@@ -109,18 +109,18 @@ def test_every_dtype_and_host_value_is_restored_bit_for_bit(checkpointer, two):
     state = {name: numbers.astype(np.dtype(name)) for name in DTYPES}
     state = two.put({**state, "nan": np.uint32([0x7FC00001, 0xFF800000, 0x80000000]).view(np.float32)})
     checkpointer.save(0, {**state, "host": np.float32([1, 2]), "int": 7, "float": 1.5, "yes": True, "np": np.int16(3)})
-    found = checkpointer.restore(two).state
+    restored = checkpointer.restore(two).state
     for name, x in state.items():
-        assert found[name].dtype == x.dtype and np.asarray(found[name]).tobytes() == np.asarray(x).tobytes(), name
+        assert restored[name].dtype == x.dtype and np.asarray(restored[name]).tobytes() == np.asarray(x).tobytes(), name
     plain = {"host": jnp.float32, "int": jnp.int32, "float": jnp.float32, "yes": jnp.bool_, "np": jnp.int16}
-    assert {name: found[name].dtype for name in plain} == plain
-    assert all(found[name].sharding == two.put(0).sharding for name in plain)
-    assert found["int"] == 7 and found["float"] == 1.5 and found["yes"]
+    assert {name: restored[name].dtype for name in plain} == plain
+    assert all(restored[name].sharding == two.put(0).sharding for name in plain)
+    assert restored["int"] == 7 and restored["float"] == 1.5 and restored["yes"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Own:
+class CustomState:
     params: dict
     moments: tuple
     key: jax.Array
@@ -132,15 +132,19 @@ def test_restored_state_has_the_containers_of_like(checkpointer, two):
     def make(key):
         params = model.init(key, jnp.zeros((1, 2)))["params"]
         train = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-        return {"train": train, "own": Own(params, (jdist.SyncOnRead(jnp.zeros(2), "mean"),), key), "none": None}
+        return {
+            "train": train,
+            "custom": CustomState(params, (jdist.SyncOnRead(jnp.zeros(2), "mean"),), key),
+            "none": None,
+        }
 
     state = two.init(make, jax.random.key(0))
     like = jax.eval_shape(lambda key: two.init(make, key), jax.random.key(1))
     checkpointer.save(0, state)
-    found = checkpointer.restore(two, like=like).state
-    assert jax.tree.structure(found) == jax.tree.structure(state)
-    assert found["train"].tx is tx and isinstance(found["own"], Own)
-    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(found), strict=True):
+    restored = checkpointer.restore(two, like=like).state
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert restored["train"].tx is tx and isinstance(restored["custom"], CustomState)
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
         assert x.dtype == y.dtype and (x == y).all() and x.sharding == y.sharding
     # A state that was restored into dicts is saved, and restored into the classes again.
     checkpointer.save(1, checkpointer.restore(two).state)
@@ -161,9 +165,9 @@ def test_step_after_a_save_does_not_change_the_saved_state(name, tmp_path):
             for _ in range(2):
                 state, _ = count(state)  # while the checkpoint is written
         for step in range(5):
-            found = checkpointer.restore(strategy, like=state, step=step).state
-            assert float(found["n"]) == 2 * step
-            assert (np.asarray(jdist.read_values(found["w"])) == 2 * step).all()
+            restored = checkpointer.restore(strategy, like=state, step=step).state
+            assert float(restored["n"]) == 2 * step
+            assert (np.asarray(jdist.read_values(restored["w"])) == 2 * step).all()
 
 
 def test_save_and_restore_run_under_a_transfer_guard(checkpointer, two):

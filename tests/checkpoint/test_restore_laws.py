@@ -99,16 +99,16 @@ def saved(tmp_path_factory):
 def check_pair(folder, source, target):
     state, (after, like) = started(source)[1], started(target)
     with Checkpointer(folder) as checkpointer:
-        found = checkpointer.restore(after, like=like).state
+        new_state = checkpointer.restore(after, like=like).state
         as_saved = checkpointer.restore(after).state
-    assert jax.tree.structure(found) == jax.tree.structure(like)
-    assert_reads_alike(state, found)
-    for restored in (found, as_saved):
+    assert jax.tree.structure(new_state) == jax.tree.structure(like)
+    assert_reads_alike(state, new_state)
+    for restored in (new_state, as_saved):
         for (path, x), y in zip(jax.tree.leaves_with_path(restored), jax.tree.leaves(after.put(restored)), strict=True):
             assert x.dtype == y.dtype and x.shape == y.shape, path
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
-    assert_in_step(found)
-    return found
+    assert_in_step(new_state)
+    return new_state
 
 
 @pytest.mark.parametrize("source, target", SAMPLE)
@@ -125,13 +125,13 @@ def test_state_saved_under_one_strategy_is_restored_under_all(source, saved):
 
 @pytest.mark.parametrize("target", some_slow("sharded_4"))
 def test_step_runs_on_a_restored_state(target, saved):
-    found = check_pair(saved("mirrored_2"), "mirrored_2", target)
-    shardings = [x.sharding for x in jax.tree.leaves(found)]
+    new_state = check_pair(saved("mirrored_2"), "mirrored_2", target)
+    shardings = [x.sharding for x in jax.tree.leaves(new_state)]
     for _ in range(2):
-        found, _ = started(target)[0].step(train)(found)
-    pairs = zip(jax.tree.leaves(found), shardings, strict=True)
+        new_state, _ = started(target)[0].step(train)(new_state)
+    pairs = zip(jax.tree.leaves(new_state), shardings, strict=True)
     assert all(x.sharding.is_equivalent_to(sharding, x.ndim) for x, sharding in pairs)
-    assert int(found["opt_state"][0].count) == 2
+    assert int(new_state["opt_state"][0].count) == 2
 
 
 @pytest.mark.parametrize("name", some_slow("sharded_4", "central_2"))
@@ -142,9 +142,9 @@ def test_state_is_restored_bit_by_bit_under_the_same_strategy(name, tmp_path):
     del state["total"], state["seen"]
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(0, state)
-        found = checkpointer.restore(strategy, like=jax.eval_shape(lambda: state)).state
-    assert jax.tree.structure(found) == jax.tree.structure(state)
-    for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(found), strict=True):
+        new_state = checkpointer.restore(strategy, like=jax.eval_shape(lambda: state)).state
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    for (path, x), y in zip(jax.tree.leaves_with_path(state), jax.tree.leaves(new_state), strict=True):
         assert x.dtype == y.dtype and x.sharding.is_equivalent_to(y.sharding, x.ndim), path
         assert bits(x).tobytes() == bits(y).tobytes(), path
 
@@ -215,22 +215,22 @@ def test_plain_value_is_restored_as_one_value_per_replica(two, tmp_path):
 
 
 def test_per_replica_value_on_another_number_of_replicas_is_refused_with_what_to_do(two, tmp_path):
-    own = jdist.PerReplica(rows(2, 3))
+    saved = jdist.PerReplica(rows(2, 3))
     with pytest.raises(
         ValueError, match=r"state/v has one value for each of 2 replicas, .* on 3 replicas\. .*virtual_rep"
     ):
-        restored(tmp_path, own, own, two, STRATEGIES["mirrored_3"]())
+        restored(tmp_path, saved, saved, two, STRATEGIES["mirrored_3"]())
     with pytest.raises(ValueError, match="state/v has one value for each .* cannot be restored as plain on 2"):
-        restored(tmp_path / "plain", own, np.float32(0), two)
-    there = jdist.MirroredStrategy(["cpu:5"], virtual_replicas=2)
-    assert components(restored(tmp_path / "there", own, own, two, there)) == [2.0, 3.0]
+        restored(tmp_path / "plain", saved, np.float32(0), two)
+    virtual_strategy = jdist.MirroredStrategy(["cpu:5"], virtual_replicas=2)
+    assert components(restored(tmp_path / "there", saved, saved, two, virtual_strategy)) == [2.0, 3.0]
 
 
 def test_sync_on_read_without_aggregation_is_restored_on_the_same_number_of_replicas_only(two, tmp_path):
-    own = jdist.SyncOnRead(rows(2, 3), "none")
-    assert components(restored(tmp_path / "same", own, own, two)) == [2.0, 3.0]
+    saved = jdist.SyncOnRead(rows(2, 3), "none")
+    assert components(restored(tmp_path / "same", saved, saved, two)) == [2.0, 3.0]
     with pytest.raises(ValueError, match=r"state/v has one value for each of 2 replicas, .* on 3 replicas\."):
-        restored(tmp_path / "other", own, own, two, STRATEGIES["mirrored_3"]())
+        restored(tmp_path / "other", saved, saved, two, STRATEGIES["mirrored_3"]())
 
 
 def test_sharded_value_that_cannot_be_split_evenly_is_refused(two, tmp_path):
