@@ -331,7 +331,7 @@ def test_reduce_and_gather_of_any_rows_equal_numpy_on_all_rows(counts, op, seed)
         np.testing.assert_allclose(strategy.reduce(op, value, axis=0), NUMPY[op](all_rows, axis=0), rtol=1e-5)
     else:
         with pytest.raises(
-            ValueError, match=rf"Cannot compute the {op.upper()} of value: it has no elements on any replica"
+            ValueError, match=rf"Cannot compute the {op.upper()} of value: it is empty on every replica"
         ):
             strategy.reduce(op, value, axis=0)
 
@@ -419,7 +419,7 @@ def test_reduce_of_empty_values_raises(op, counts, two):
     width = lambda i: 1 + i if len(counts) == 2 else 1
     value = two.distribute_values_from_function(lambda c: np.ones((0, width(c.replica_id_in_sync_group)), np.float32))
     with pytest.raises(
-        ValueError, match=rf"Cannot compute the {op.upper()} of value: it has no elements on any replica"
+        ValueError, match=rf"Cannot compute the {op.upper()} of value: it is empty on every replica"
     ):
         two.reduce(op, value, axis=(0, 1))
     assert float(two.reduce("sum", value, axis=(0, 1))) == 0

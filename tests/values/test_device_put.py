@@ -332,7 +332,7 @@ def test_split_batch_has_leaves_of_no_width(two):
 
 
 def test_masked_array_is_refused_where_it_is_put_because_its_mask_would_be_dropped(two):
-    with pytest.raises(TypeError, match=r"value\['x'\] is a masked array, and JAX arrays have no mask\. Fill it"):
+    with pytest.raises(TypeError, match=r"value\['x'\] is a masked array, which JAX does not support\. Fill it"):
         two.put({"x": np.ma.array([1.0, 2.0], mask=[0, 1])})
 
 

@@ -483,7 +483,7 @@ def test_patterns_need_not_match_a_batch():
 )
 def test_gradients_are_constrained_to_the_sharding_of_their_moments(shard, expected):
     params = {"dense": nn.Dense(16).init(jax.random.key(0), jnp.zeros((1, 8)))["params"]}
-    reduced = layout(shard).reduced((params, optax.adam(1e-3).init(params)))
+    reduced = layout(shard).gradient_constraint((params, optax.adam(1e-3).init(params)))
     assert (reduced is None) == (expected is None)
     if reduced:
         specs = jax.jit(reduced)({"loss": jnp.zeros(8), "grads": params})

@@ -288,7 +288,7 @@ def _plan_aggregated_leaf(saved: Leaf, wanted: Leaf, sharding: NamedSharding, re
     """
     mesh = replicas.mesh
     largest_axis = max(mesh.shape, key=lambda axis: mesh.shape[axis])
-    read_sharding = StateSharding(mesh, largest_axis, "all", {}).part(saved.value.array)
+    read_sharding = StateSharding(mesh, largest_axis, "all", {}).array_sharding(saved.value.array)
     target = _sharding_of_row(sharding) if wanted.is_stacked else sharding
     on_mesh = NamedSharding(mesh, target.spec) if target.mesh == mesh else replicas.replicated_sharding
 

@@ -57,7 +57,7 @@ class AutoShardedBackend(Backend):
 
     def gradient_constraint(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
         """See `Backend.gradient_constraint`."""
-        return self._rules.reduced(state)
+        return self._rules.gradient_constraint(state)
 
     def constrain_results(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
         """See `Backend.constrain_results`."""

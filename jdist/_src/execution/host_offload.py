@@ -148,7 +148,7 @@ class HostOffloadBackend(Backend):
 
     def _split(self, x: Any, memory: str) -> Any:
         """Returns `x` in that memory, split as an offloaded leaf. A copy between host and device moves each device's part."""
-        part = self._rules.part(x)
+        part = self._rules.array_sharding(x)
         x = x if _is_on_host(x) else lax.with_sharding_constraint(x, part)
         return jax.device_put(x, part.with_memory_kind(memory)) if _is_on_host(x) or memory == HOST_MEMORY else x
 

@@ -118,7 +118,7 @@ def replicate(
         check_wrapper(name, item, backend.replicas)
         check_uniform_shape(name, item)
     if has_state:
-        context = dataclasses.replace(context, reduced=backend.gradient_constraint(call.args[0]))
+        context = dataclasses.replace(context, gradient_constraint=backend.gradient_constraint(call.args[0]))
     traced_results: list[ReplicaResults] = []
 
     @jax.jit

@@ -43,8 +43,8 @@ class ReplicaContext:
         cross_device_ops: The algorithm of all-reduces.
         communication_options: The packing of leaves into messages.
         virtual: Whether the replicas are virtual, so that their number does not depend on the devices.
-        reduced: Where one replica spans devices, the function that is applied to the result of an all-reduce: it constrains the
-            sharding of reduced gradients.
+        gradient_constraint: Where one replica spans devices, a function that constrains the sharding of reduced gradients. It
+            is applied to the result of an all-reduce.
     """
 
     axes: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class ReplicaContext:
     cross_device_ops: CrossDeviceOps = AllReduce()
     communication_options: CommunicationOptions = CommunicationOptions()
     virtual: bool = False
-    reduced: Callable[[PyTree], PyTree] | None = None
+    gradient_constraint: Callable[[PyTree], PyTree] | None = None
 
     @classmethod
     def of(
@@ -74,7 +74,7 @@ class ReplicaContext:
         if options is None or options.bytes_per_pack is None:
             options = self.communication_options
         total = ops.all_reduce_tree(ReduceOp.of(op), tree, self.axes, self.cross_device_ops, options)
-        return self.reduced(total) if self.reduced else total
+        return self.gradient_constraint(total) if self.gradient_constraint else total
 
     def all_gather(self, tree: T, axis: int) -> T:
         """See `jdist.all_gather`."""
@@ -208,8 +208,8 @@ def set_default_context(context: CrossReplicaContext | None) -> None:
 
 def _key_of(context: _Context) -> Hashable:
     """Returns a key of the traces made in this context. Not the strategy: JAX's caches must not keep it alive."""
-    if context.strategy is None or getattr(context, "reduced", None) is not None:
-        return object()  # `reduced` is a function of one step's state
+    if context.strategy is None or getattr(context, "gradient_constraint", None) is not None:
+        return object()  # the constraint is a function of the state of one step
     return weakref.ref(context.strategy), type(context), getattr(context, "merging", None)
 
 
@@ -251,7 +251,7 @@ def all_reduce(op: ReduceOp | ReduceOpName, tree: PyTree, *, options: Communicat
 
     Can be called in `scan`, `cond` and `while_loop`. SUM and MEAN are differentiable: the gradient is the same reduction of the
     incoming gradients. The mean of integers is a float. MAX and MIN are NaN where the value of any replica is NaN, as in
-    `jnp.max`. Reduce a whole tree in one call: small leaves are then packed into one message.
+    `jnp.max`. Reduce a tree in one call: small leaves are then packed into one message.
 
     Args:
         op: `"sum"`, `"mean"`, `"max"` or `"min"`.
@@ -309,7 +309,7 @@ def reduce_scatter(op: ReduceOp | ReduceOpName, tree: T, *, axis: int = 0) -> T:
 def reduce_scatter(op: ReduceOp | ReduceOpName, tree: PyTree, *, axis: int = 0) -> PyTree:
     """Returns one shard per replica of the values of all replicas, reduced element by element.
 
-    Equals this replica's shard of `all_reduce(op, tree)`, and sends half as many bytes. `all_gather` of the shards along the same
+    Equals this replica's shard of `all_reduce(op, tree)`, and sends half the bytes. `all_gather` of the shards along the same
     dimension returns the result of `all_reduce`. SUM and MEAN are differentiable. The mean of integers is a float.
 
     Args:

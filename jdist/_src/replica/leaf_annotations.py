@@ -1,8 +1,8 @@
 """Annotations of state leaves that a synchronization policy makes while a step is traced.
 
-A policy receives parameters and returns its own state; it does not receive the container in which the user stores both. It
-annotates leaves by the identity of the arrays that it received or created, and the strategy, which has the whole state, finds
-these arrays again by identity. Annotations made inside a function that JAX traces separately (`jax.jit`, `jax.eval_shape`, a
+A policy receives parameters and returns its own state; it does not receive the container of both. It annotates leaves by the
+identity of the arrays that it received or created, and the strategy, which receives the complete state, finds these arrays
+again by identity. Annotations made inside a function that JAX traces separately (`jax.jit`, `jax.eval_shape`, a
 loop) refer to tracers of that function, and cannot be matched with the state.
 """
 

@@ -80,8 +80,8 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     Args:
         per_example_loss: `[batch, ...]`.
         sample_weight: `[batch]`, or the first dimensions of `per_example_loss`.
-        global_batch_size: The number of examples on all replicas; by default that of this replica times the number of
-            replicas.
+        global_batch_size: The number of examples on all replicas; by default the number on this replica times the
+            number of replicas.
 
     Returns:
         A scalar, one value per replica.

@@ -40,7 +40,7 @@ def check_array(name: str, leaf: Any) -> None:
     if is_traceable(leaf) or isinstance(leaf, int):
         return
     if isinstance(leaf, np.ma.MaskedArray):  # numpy would drop the mask silently
-        raise TypeError(f"{name} is a masked array, and JAX arrays have no mask. Fill it: `x.filled(0)`.")
+        raise TypeError(f"{name} is a masked array, which JAX does not support. Fill it: `x.filled(0)`.")
     if np.asarray(leaf).dtype.kind in "USOmM":
         raise TypeError(
             f"{name} is {dtype_and_shape(leaf)}: devices hold numbers, booleans and random keys. Store it on the host."
@@ -107,7 +107,7 @@ def is_traceable(leaf: Any) -> bool:
 
 
 def host_leaves(tree: PyTree) -> list[Any]:
-    """Returns the leaves that are not arrays on devices. Runs at every call of a program, so it has no loop over arrays."""
+    """Returns the leaves that are not arrays on devices. Runs at every call of a program: without a loop over arrays."""
     leaves = jax.tree.leaves(tree)
     if _ARRAY_CLASSES.issuperset(map(type, leaves)):
         return []
@@ -115,7 +115,7 @@ def host_leaves(tree: PyTree) -> list[Any]:
     return [leaf for leaf in leaves if type(leaf) not in _ARRAY_CLASSES]
 
 
-_ARRAY_CLASSES: set[type] = set()  # the classes of arrays on devices, for which JAX has no public name
+_ARRAY_CLASSES: set[type] = set()  # the classes of arrays on devices, which JAX does not export
 
 
 def mesh_of(leaf: jax.Array) -> Mesh:
@@ -203,7 +203,7 @@ def reduce_rows(
     A mean is over elements: a replica's weight is its number of elements, and a replica without elements has no effect.
 
     Raises:
-        ValueError: The shapes differ in a dimension that is not reduced, or there are no elements for MEAN, MAX or MIN.
+        ValueError: The shapes differ in a dimension that is not reduced, or MEAN, MAX or MIN is computed without elements.
     """
     row_shapes = shapes or (x.shape[1:],) * x.shape[0]
     if len({tuple(size for dim, size in enumerate(shape) if dim not in dims) for shape in row_shapes}) > 1:
@@ -213,7 +213,7 @@ def reduce_rows(
         )
     count = sum(math.prod(shape[dim] for dim in dims) for shape in row_shapes)
     if not count and op is not ReduceOp.SUM:
-        raise ValueError(f"Cannot compute the {op.name} of {name}: it has no elements on any replica.")
+        raise ValueError(f"Cannot compute the {op.name} of {name}: it is empty on every replica.")
     return _wait_if_bounded(_reduce(x, op, shapes, dims, count, sharding), sharding)
 
 

@@ -6,7 +6,7 @@ Terms:
 * *replicated* (mirrored): the same value on every replica. An unwrapped array is replicated.
 * *per-replica*: one value per replica. *Sync-on-read*: one partial value per replica, aggregated when it is read.
   *Sharded*: one value, split over the replicas.
-* *replica context*: inside a function that a strategy runs. There are no wrappers there, only the plain arrays of one replica.
+* *replica context*: inside a function that a strategy runs, where values are the plain arrays of one replica.
 
 A wrapper declares a placement: the partition spec of its leaves, the conversion from the block of one device to the value of
 one replica, and its inverse. Wrappers can be used anywhere in a tree: in arguments, in the state of a step, and in the results
@@ -83,7 +83,7 @@ class DistributedValues(abc.ABC):
         """Returns `fn` of each replica's value, in the same placement."""
 
     def _for_num_replicas(self, num_replicas: int) -> Self:
-        """Returns an equivalent value for `num_replicas` replicas; the value itself if there is no equivalent."""
+        """Returns an equivalent value for `num_replicas` replicas; or the value itself without an equivalent."""
         return self
 
     @abc.abstractmethod

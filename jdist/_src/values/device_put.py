@@ -143,7 +143,7 @@ def split_batch(batch: PyTree, replicas: Replicas, shardings: Callable[[PyTree],
 
     Raises:
         TypeError: A leaf is already in a wrapper, or is not an array of numbers.
-        ValueError: A leaf has no dimension of examples, or the numbers of examples differ or cannot be split.
+        ValueError: A leaf is a scalar, or the numbers of examples differ or cannot be split.
     """
     leaves = named_values("batch", batch)
     _check_leaves(leaves, replicas)

@@ -37,7 +37,7 @@ class Mirrored(DistributedValues):
 
     Raises:
         TypeError: While tracing: the mean of integers would be stored as integers.
-        ValueError: While tracing: a host number is written, which has no sum over the replicas.
+        ValueError: While tracing: a host number is written, whose sum over the replicas is undefined.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -87,7 +87,7 @@ class PerReplica(DistributedValues):
         return tuple(treedef.unflatten(row) for row in zip(*rows, strict=True))
 
     def read(self) -> PyTree:
-        """Returns the leaves, `[replica, ...]`: a `PerReplica` has no aggregation.
+        """Returns the leaves, `[replica, ...]`, without aggregation.
 
         Raises:
             ValueError: The replicas hold values of different shapes, which are not rows of one array.

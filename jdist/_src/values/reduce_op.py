@@ -71,7 +71,7 @@ def sortable(op: ReduceOp, x: jax.Array) -> jax.Array:
     dtype, `x` is returned unchanged.
 
     Raises:
-        NotImplementedError: While differentiating: an all-reduce of MAX or MIN has no gradient.
+        NotImplementedError: While differentiating: an all-reduce of MAX or MIN is not differentiable.
     """
     if not _is_sorted(op, x.dtype):
         return x
@@ -108,6 +108,6 @@ def _without_gradient(x: jax.Array) -> jax.Array:
 @_without_gradient.defjvp
 def _refuse_gradient(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "`jdist.all_reduce` with MAX or MIN has no gradient. Stop the gradient before it: "
+        "`jdist.all_reduce` with MAX or MIN is not differentiable. Stop the gradient before it: "
         '`jdist.all_reduce("max", jax.lax.stop_gradient(x))`.'
     )

@@ -1,4 +1,4 @@
-"""`RowSlices`: a sparse table, of which only some rows are nonzero."""
+"""`RowSlices`: a sparse table, with few nonzero rows."""
 
 import dataclasses
 from typing import Any, final
@@ -53,7 +53,7 @@ class RowSlices:
         if table.shape != (self.num_rows, *rows.shape[1:]):
             raise ValueError(
                 f"The table is {dtype_and_shape(table)}, and these are rows {dtype_and_shape(rows)} of a table of "
-                f"{self.num_rows} rows. Pass the table that the rows belong to."
+                f"{self.num_rows} rows. Pass the table of these rows."
             )
         if not jnp.can_cast(rows.dtype, table.dtype, "same_kind"):
             raise TypeError(

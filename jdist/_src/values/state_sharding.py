@@ -6,7 +6,7 @@ parallelism; where no pattern matches, the partition metadata of flax does (`nn.
 split like the parameter. Second, if data parallelism does not need a full copy of the leaf on every device, its largest
 remaining dimension that is divisible is split over the data axis.
 
-The leaves of optimizer states are found by declared facts, in this order:
+The leaves of optimizer states are recognized by declared facts:
 
 * the class of a node: the states of optax and `jdist.sync` are classes of these packages; `nnx.Optimizer` stores
   `nnx.optimizer.OptState` variables;
@@ -15,7 +15,7 @@ The leaves of optimizer states are found by declared facts, in this order:
 
 `optax.tree_map_params` is not used: it calls `init` of the optimizer with a placeholder for the parameters, and a strategy
 receives the state but not the optimizer. It also fails for transformations that inspect their parameters (`optax.lbfgs`). A
-`NamedTuple` or dataclass that looks like the state of an optimizer, and is not found by these facts, is named by a warning.
+warning names each `NamedTuple` or dataclass that looks like the state of an optimizer and is not recognized.
 
 Source:
     S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", arXiv:1910.02054: what is
@@ -57,7 +57,7 @@ class StateLeaf:
         path: The keys of its path.
         shape: Its shape on one replica.
         value: The array, or its shape and dtype.
-        is_optimizer: Whether it belongs to the state of an optimizer.
+        is_optimizer: Whether it is part of the state of an optimizer.
         is_stacked: Whether it is `[replica, ...]` on the host.
         is_varying: Whether the replicas hold different values or shards.
         metadata: The axis names of flax's partition metadata; None without metadata.
@@ -80,7 +80,7 @@ class StateSharding:
     Attributes:
         mesh: The devices.
         axis: The mesh axis over which ZeRO splits.
-        shard: The leaves that ZeRO splits: those of the optimizer's state, or all. `"gradients"` also splits the gradients.
+        shard: The leaves that ZeRO splits: the optimizer's state, or all. `"gradients"` also splits the gradients.
         patterns: Maps regular expressions, searched in the paths of parameters (`params/dense/kernel`), to their
             `PartitionSpec`.
         tile: ZeRO splits the last dimensions only into multiples of these sizes.
@@ -158,12 +158,12 @@ class StateSharding:
             for leaf in state_leaves(tree)
         ]
 
-    def part(self, x: Any) -> NamedSharding:
+    def array_sharding(self, x: Any) -> NamedSharding:
         """Returns the sharding of an array of this shape that `shard` includes and no pattern matches."""
         leaf = StateLeaf("value", (), jnp.shape(x), x, is_optimizer=True)
         return NamedSharding(self.mesh, self._with_data_axis(leaf, PartitionSpec()))
 
-    def reduced(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
+    def gradient_constraint(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
         """Returns a function that constrains reduced gradients to the sharding of the optimizer's state, or None.
 
         The function accepts any tree: a leaf is a gradient if a parameter has its shape and the end of its path.
@@ -348,7 +348,7 @@ def _partition_metadata(node: Any) -> PartitionSpec | None:
 
 
 def _warn_of_unrecognized_states(state: PyTree, leaves: Sequence[StateLeaf]) -> None:
-    """Warns of each record of which a field has the structure and the shapes of parameters outside the record."""
+    """Warns of each record with a field that has the structure and the shapes of parameters outside the record."""
     records = [(path, _keys(path), record) for path, record in _records(state)]
     for path, keys, record in records:
         # Parameters in a record of the same class are another model's, such as a target network.
