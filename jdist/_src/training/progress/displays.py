@@ -74,15 +74,15 @@ def wrap_parts(parts: Iterable[str], width: int, indent: int = 0) -> list[str]:
         >>> wrap_parts(["step 1", "loss 0.5", "val_loss 0.25"], 16)
         ['step 1  loss 0.5', 'val_loss 0.25']
     """
-    lines, left = [""], width - indent
+    lines, remaining = [""], width - indent
     for part in parts:
         needed = len(part) + 2 * bool(lines[-1])
-        if needed > left and lines[-1]:
+        if needed > remaining and lines[-1]:
             lines.append(part)
-            left = width - len(part)
+            remaining = width - len(part)
         else:
             lines[-1] += "  " * bool(lines[-1]) + part
-            left -= needed
+            remaining -= needed
     return lines
 
 
