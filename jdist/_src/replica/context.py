@@ -309,8 +309,8 @@ def reduce_scatter(op: ReduceOp | ReduceOpName, tree: T, *, axis: int = 0) -> T:
 def reduce_scatter(op: ReduceOp | ReduceOpName, tree: PyTree, *, axis: int = 0) -> PyTree:
     """Returns one shard per replica of the values of all replicas, reduced element by element.
 
-    Equals this replica's shard of `all_reduce(op, tree)`, and sends half as many bytes. `all_gather` of the shards along the same
-    dimension returns the result of `all_reduce`. SUM and MEAN are differentiable. The mean of integers is a float.
+    Equals this replica's shard of `all_reduce(op, tree)`, and sends half as many bytes. `all_gather` of the shards along the
+    same dimension returns the result of `all_reduce`. SUM and MEAN are differentiable. The mean of integers is a float.
 
     Args:
         op: `"sum"` or `"mean"`.
