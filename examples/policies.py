@@ -1,4 +1,4 @@
-"""Trains one model under every synchronisation policy, and compares what each of them sends with what it learns.
+"""Trains one model under every synchronization policy, and compares the bytes that each policy sends with its loss.
 
     python examples/policies.py                         # all policies, 4 CPU devices
     python examples/policies.py --policy mean int8 --plot policies.png
@@ -26,18 +26,18 @@ from rich.table import Column, Table
 import jdist
 from jdist import hlo, sync
 
-WINDOW = 64  # characters that the model predicts in one example
+WINDOW = 64  # characters per example
 VIRTUAL_REPLICAS = 8
 
 
 class CharacterModel(nn.Module):
-    """Two causal convolutions that see 16 characters back: `[batch, time]` to logits `[batch, time, characters]`."""
+    """Two causal convolutions with a receptive field of 16 characters: `[batch, time]` to `[batch, time, characters]`."""
 
     characters: int
 
     @nn.compact
     def __call__(self, codes: jax.Array) -> jax.Array:
-        """The logits of each next character."""
+        """Returns the logits of each next character."""
         x = nn.Embed(self.characters, 64)(codes)
         x = nn.relu(nn.Dense(128)(with_past(x, 1)))
         x = x + nn.relu(nn.Dense(128)(with_past(x, 4)))
@@ -45,7 +45,7 @@ class CharacterModel(nn.Module):
 
 
 def with_past(x: jax.Array, apart: int) -> jax.Array:
-    """`[batch, time, n]` to `[batch, time, 4 n]`: each time with three before it, zeros before the first.
+    """Returns each time step with the three before it, zeros before the first: `[batch, time, n]` to `[batch, time, 4 n]`.
 
     A convolution in the form of a matrix product, which is as fast in a loop, where `exact` has it on the CPU.
     """
@@ -55,12 +55,12 @@ def with_past(x: jax.Array, apart: int) -> jax.Array:
 
 
 class Setting(NamedTuple):
-    """A policy and what goes with it.
+    """A policy and its hyperparameters.
 
     Attributes:
         tx: The policy, with the optimizer.
-        period: Every how many steps each of its collectives runs.
-        strategy: Arguments of `MirroredStrategy` that it needs.
+        period: The number of steps between two runs of its collectives.
+        strategy: Arguments of `MirroredStrategy` for the policy.
     """
 
     tx: optax.GradientTransformation
@@ -69,7 +69,7 @@ class Setting(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of a policy: the held-out loss, and for a step the bytes and collectives of a replica, and milliseconds."""
+    """The held-out loss of a policy, and per step the bytes and collectives of a replica and the milliseconds."""
 
     loss: float
     sent: float
@@ -81,7 +81,7 @@ def make_settings(steps: int) -> dict[str, Setting]:
     def adamw(rate=2e-2, updates=steps):
         return optax.adamw(optax.cosine_decay_schedule(rate, updates))
 
-    # What DiLoCo's outer optimizer makes of the way of each replica is longer than that way, so each goes a shorter one.
+    # DiLoCo's outer optimizer takes a step longer than the pseudo-gradient, so the inner learning rate is smaller.
     slower = adamw(5e-3)
     groups = {"cross_device_ops": jdist.HierarchicalAllReduce(group_size=2)}
     return {
@@ -107,7 +107,7 @@ POLICIES = tuple(make_settings(1))
 
 
 def make_step(model: nn.Module, tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """A training step as one replica sees it, whatever the policy."""
+    """Returns the training step of one replica, the same function for every policy."""
 
     def train_step(state, windows):
         loss, grads = jax.value_and_grad(mean_loss)(state["params"], model, windows)
@@ -118,7 +118,7 @@ def make_step(model: nn.Module, tx: optax.GradientTransformation) -> Callable[..
 
 
 def losses(params, model, windows):
-    """The loss of each character, `[batch, time]`."""
+    """Returns the loss of each character, `[batch, time]`."""
     logits = model.apply({"params": params}, windows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
 
@@ -128,7 +128,7 @@ def mean_loss(params, model, windows):
 
 
 def evaluate(strategy, model, params, data, batch_size):
-    """The mean loss of all windows of `data`."""
+    """Returns the mean loss over all windows of `data`."""
 
     def total(params, windows, weights):
         each = losses(params, model, windows).mean(axis=1)
@@ -159,7 +159,7 @@ def train(setting: Setting, model: nn.Module, train_data: np.ndarray, test_data:
     jax.block_until_ready(loss)
     seconds = time.perf_counter() - start
 
-    # A loop of unknown length would make the count a guess; no policy has a collective in one.
+    # The count is None in a loop of unknown length; no policy has a collective in such a loop.
     runs = [one.executions / (setting.period if one.conditional else 1) for one in sent]
     return Result(
         loss=evaluate(strategy, model, jdist.read_values(state["params"]), test_data, args.batch_size),
@@ -170,11 +170,11 @@ def train(setting: Setting, model: nn.Module, train_data: np.ndarray, test_data:
 
 
 def make_data() -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Windows of the text to train on, and of its last tenth; its length, and how many characters there are."""
+    """Returns windows of the training text and of its last tenth, its length, and the number of distinct characters."""
     text = np.array(list("".join(topics[name] for name in sorted(topics))))
     characters, codes = np.unique(text, return_inverse=True)
 
-    def windows(part):  # each one character longer, the last one to predict
+    def windows(part):  # each one character longer: the target of the last position
         starts = range(0, len(part) - WINDOW, WINDOW)
         return np.stack([part[start : start + WINDOW + 1] for start in starts]).astype(np.int32)
 
@@ -187,7 +187,7 @@ def human(size: float) -> str:
 
 
 def make_table(results: dict[str, Result]) -> Table:
-    title = "Loss on held-out text; what a replica sends in a step, in how many collectives; milliseconds a step"
+    title = "Loss on held-out text; per replica and step: bytes sent, collectives, milliseconds"
     table = Table(Column("Policy", no_wrap=True), caption=title, caption_justify="left")
     for heading in ("Loss", "To mean", "Sent", "Collectives", "ms"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -209,7 +209,7 @@ def pyplot():
     return pyplot
 
 
-KINDS = {  # what a policy saves, by the beginning of its name
+KINDS = {  # the method of a policy, by the beginning of its name
     "sends everything, every step": ("mean", "hierarchical", "exact", "skip"),
     "fewer or smaller numbers": ("in_dtype", "int8", "top_k", "power_sgd"),
     "seldom": ("every", "local", "diloco", "streaming"),
@@ -217,7 +217,7 @@ KINDS = {  # what a policy saves, by the beginning of its name
 
 
 def draw(results: dict[str, Result], title: str, path: str) -> None:
-    """Loss against bytes, every point with its name."""
+    """Plots loss against bytes, with the name of each point."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 5.6), dpi=160, layout="constrained")
     for (kind, beginnings), colour in zip(KINDS.items(), ("#4c566a", "#1f77b4", "#d1632a"), strict=True):
@@ -239,10 +239,10 @@ def draw(results: dict[str, Result], title: str, path: str) -> None:
 
 
 def label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
-    """Names each point, and points in one place together, as near as the names cover no point and no other name."""
+    """Labels each point, and points at the same place together, as near as possible without overlap."""
     figure = axes.figure
     figure.canvas.draw()
-    figure.set_layout_engine("none")  # from here on nothing moves
+    figure.set_layout_engine("none")  # fixes the positions
     axes.autoscale(False)
     pixel = figure.dpi / 72
     together: dict[tuple[float, float], list[str]] = {}
@@ -271,40 +271,47 @@ def label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
 
 def parse_arguments():
     parser = argparse.ArgumentParser(
-        description="Train a character model under every synchronisation policy: what it sends, and what it learns.",
+        description="Train a character model under every synchronization policy, and compare bytes and loss.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--policy", nargs="+", choices=POLICIES, default=POLICIES, metavar="NAME", help="which; all by default"
+        "--policy",
+        nargs="+",
+        choices=POLICIES,
+        default=POLICIES,
+        metavar="NAME",
+        help="policies to train; all by default",
     )
-    parser.add_argument("--replicas", type=int, default=4, help="devices to use, CPU devices where there are no others")
+    parser.add_argument("--replicas", type=int, default=4, help="number of devices; CPU devices without accelerators")
     parser.add_argument("--steps", type=int, default=512, help="training steps under each policy")
-    parser.add_argument("--batch-size", type=int, default=32, help="windows of text in a step of all replicas together")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the windows")
-    parser.add_argument("--plot", metavar="FILE.png", help="where to draw the loss against the bytes")
+    parser.add_argument("--batch-size", type=int, default=32, help="global batch size, in windows of text")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of shuffling")
+    parser.add_argument("--plot", metavar="FILE.png", help="path of a figure of the loss against the bytes")
     args = parser.parse_args()
     for name in ("replicas", "steps", "batch_size"):
         if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is at least 1, got {getattr(args, name)}")
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.seed < 0:
-        parser.error(f"--seed is at least 0, got {args.seed}")
-    # Before the first use of JAX, and without effect where there are accelerators.
+        parser.error(f"--seed must be at least 0, got {args.seed}")
+    # Before the first use of JAX. No effect on accelerators.
     jax.config.update("jax_num_cpu_devices", args.replicas)
     if args.replicas > len(jax.devices()):
-        parser.error(f"--replicas is at most the number of devices, {len(jax.devices())}, got {args.replicas}")
+        parser.error(f"--replicas must be at most the number of devices, {len(jax.devices())}, got {args.replicas}")
     if "hierarchical" in args.policy and args.replicas % 2:
-        parser.error(f"--replicas is even for `hierarchical`, which has groups of 2, got {args.replicas}")
+        parser.error(f"--replicas must be even for the groups of 2 of `hierarchical`, got {args.replicas}")
     if args.batch_size % args.replicas:
-        parser.error(f"--batch-size is a multiple of the {args.replicas} replicas, got {args.batch_size}")
+        parser.error(f"--batch-size must be a multiple of the {args.replicas} replicas, got {args.batch_size}")
     if "exact" in args.policy and args.batch_size % VIRTUAL_REPLICAS:
-        parser.error(f"--batch-size is a multiple of the {VIRTUAL_REPLICAS} replicas of `exact`, got {args.batch_size}")
+        parser.error(
+            f"--batch-size must be a multiple of the {VIRTUAL_REPLICAS} replicas of `exact`, got {args.batch_size}"
+        )
     return args
 
 
 def main():
     args = parse_arguments()
     if args.plot:
-        pyplot()  # it is missing now, not after minutes
+        pyplot()  # fails now if matplotlib is missing, not after minutes of training
     console = Console(highlight=False, soft_wrap=True)
     train_data, test_data, length, characters = make_data()
     if args.batch_size > len(train_data):
@@ -324,13 +331,9 @@ def main():
         console.print(f"{len(results)}/{len(args.policy)} {name}: loss {results[name].loss:.4f}, {seconds:.0f} s")
     console.print(make_table(results))
     if device.platform == "cpu":
-        console.print(
-            "XLA may add up on the CPU in a wider dtype than was asked for, and sends that: bfloat16 becomes float32."
-        )
+        console.print("On CPU, XLA may reduce and send in a wider dtype than requested: bfloat16 becomes float32.")
     if args.plot:
-        draw(
-            results, f"What a policy sends and what it learns: {args.steps} steps, {args.replicas} replicas", args.plot
-        )
+        draw(results, f"Bytes sent and loss by policy: {args.steps} steps, {args.replicas} replicas", args.plot)
         console.print(f"Drawn to {args.plot}")
 
 

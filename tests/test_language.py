@@ -35,9 +35,9 @@ RULES = {advice: re.compile(pattern) for advice, pattern in PATTERNS.items()}
 
 
 def without_code(text: str) -> str:
-    """Returns `text` without code spans, doctests and links."""
+    """Returns `text` without doctests, and with a placeholder for code spans, links and quotations."""
     text = re.sub(r"^\s*(>>>|\.\.\.) .*$", " ", text, flags=re.MULTILINE)
-    return re.sub(r"``.*?``|`[^`]*`|https?://\S+|\"[^\"\n]*\"", " ", text)
+    return re.sub(r"``.*?``|`[^`]*`|https?://\S+|\"[^\"\n]*\"", "CODE", text)
 
 
 def python_texts(source: str):
