@@ -59,10 +59,10 @@ def test_stacked_examples_are_rows_in_order(count, shape, dtype, seed):
 @hypothesis.given(st.integers(0, 5), shapes, held)
 def test_as_rows_keeps_values_dtypes_and_structure(count, shape, dtype):
     tree = {"x": np.zeros((count, *shape), dtype), "y": [np.arange(count), None]}
-    found = array_rows.as_rows(tree)
-    chex.assert_trees_all_equal(found, tree)
-    assert found["x"].dtype == dtype
-    assert array_rows.num_rows(found) == count
+    rows = array_rows.as_rows(tree)
+    chex.assert_trees_all_equal(rows, tree)
+    assert rows["x"].dtype == dtype
+    assert array_rows.num_rows(rows) == count
 
 
 @few
@@ -71,16 +71,16 @@ def test_difference_is_described_if_and_only_if_a_row_differs(shape, other_shape
     def tree(rows, shape, dtype):
         return {"a": np.zeros(rows, np.int8), "b": [np.zeros((rows, *shape), dtype)]}
 
-    told = array_rows.describe_difference(tree(2, shape, dtype), tree(3, other_shape, other_dtype))
-    assert (told is None) == ((shape, dtype) == (other_shape, other_dtype))
-    if told is not None:
+    text = array_rows.describe_difference(tree(2, shape, dtype), tree(3, other_shape, other_dtype))
+    assert (text is None) == ((shape, dtype) == (other_shape, other_dtype))
+    if text is not None:
         now, before = (f"{d}[{','.join(map(str, s))}]" for d, s in ((other_dtype, other_shape), (dtype, shape)))
-        assert told == f"source['b'][0] as {now} per row, expected {before}"
+        assert text == f"source['b'][0] as {now} per row, expected {before}"
 
 
 def test_difference_of_structure_is_described():
-    told = array_rows.describe_difference({"a": np.zeros(2)}, {"a": np.zeros(2), "b": np.zeros(2)})
-    assert "the structure PyTreeDef({'a': *, 'b': *}), expected PyTreeDef({'a': *})" in told
+    text = array_rows.describe_difference({"a": np.zeros(2)}, {"a": np.zeros(2), "b": np.zeros(2)})
+    assert "the structure PyTreeDef({'a': *, 'b': *}), expected PyTreeDef({'a': *})" in text
     assert array_rows.describe_difference({"a": np.zeros(2), "n": None}, {"a": np.ones(7), "n": None}) is None
 
 

@@ -79,8 +79,8 @@ class _PlacedIterator:
 
 def _config(source, batch_size, **options):
     options = {"shuffle": False, "seed": 3, "epochs": 1, "remainder": "pad", **options}
-    found = source_of(source, batch_size is None, options["shuffle"], options["seed"])
-    return InputConfig(found, batch_size, **options)
+    adapted = source_of(source, batch_size is None, options["shuffle"], options["seed"])
+    return InputConfig(adapted, batch_size, **options)
 
 
 def _files(counts, batch_size, **options):
@@ -92,14 +92,14 @@ def _files(counts, batch_size, **options):
     return InputConfig(files, batch_size, **options)
 
 
-def _alone(replicas):
+def _single_process(replicas):
     return [ProcessShare(tuple(range(replicas)), replicas)]
 
 
-def _together(config, shares, start=START):
+def _join(config, shares, start=START):
     """Returns the joined batches of all shares: `(global rows, weights, examples, position after it)` each."""
     start = start._replace(batch_size=start.batch_size or config.batch_size)
-    found = []
+    joined = []
     for parts in zip(*(read_batches(config, share, start) for share in shares), strict=True):
         order = np.argsort(np.concatenate([share.replicas for share in shares]))
         whole = lambda *x, order=order: np.concatenate(x)[order].reshape(-1, *x[0].shape[2:])
@@ -110,13 +110,13 @@ def _together(config, shares, start=START):
         rows = jax.tree.map(whole, *(part.rows for part in parts))
         assert {part.weights is None for part in parts} == {config.remainder != "pad"}
         weights = np.ones(examples) if config.remainder != "pad" else whole(*(part.weights for part in parts))
-        found.append((rows, weights, examples, parts[0].position))
-    return found
+        joined.append((rows, weights, examples, parts[0].position))
+    return joined
 
 
-def _counted(found):
+def _example_numbers(joined):
     """Returns the numbers of the examples without padding, one list per batch."""
-    return [rows["number"][weights > 0].tolist() for rows, weights, *_ in found]
+    return [rows["number"][weights > 0].tolist() for rows, weights, *_ in joined]
 
 
 def _same(ours, theirs):
@@ -168,9 +168,9 @@ def test_global_batches_are_bitwise_equal_for_any_replicas_and_processes(
     hypothesis.assume(remainder == "pad" or count >= size)
     options = dict(shuffle=shuffle, seed=seed, remainder=remainder, epochs=epochs)
     config = _config(_arrays(count), size, **options)
-    expected = _together(config, _alone(1))
-    _same(_together(config, one), expected)
-    _same(_together(config, two), expected)
+    expected = _join(config, _single_process(1))
+    _same(_join(config, one), expected)
+    _same(_join(config, two), expected)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -184,7 +184,7 @@ def test_global_batches_are_bitwise_equal_for_every_tabulated_layout(replicas, p
         ProcessShare(tuple(np.flatnonzero(owner == p).tolist()), replicas, p, processes) for p in range(processes)
     ]
     config = _config(_arrays(61), 24, shuffle=shuffle, epochs=2)
-    _same(_together(config, shares), _together(config, _alone(1)))
+    _same(_join(config, shares), _join(config, _single_process(1)))
 
 
 @few
@@ -193,14 +193,16 @@ def test_padded_batches_of_arrays_have_each_example_once_per_epoch_and_weights_c
     shares, each, count, shuffle, seed, epochs
 ):
     size = shares[0].num_replicas * each
-    found = _together(_config(_arrays(count), size, shuffle=shuffle, seed=seed, epochs=epochs), shares)
-    assert len(found) == epochs * math.ceil(count / size)
+    joined = _join(_config(_arrays(count), size, shuffle=shuffle, seed=seed, epochs=epochs), shares)
+    assert len(joined) == epochs * math.ceil(count / size)
     for epoch in range(epochs):
-        mine = [batch for batch in found if batch[3].epoch == epoch]
-        assert sum(weights.sum() for _, weights, *_ in mine) == sum(batch[2] for batch in mine) == count
-        assert sorted(sum(_counted(mine), [])) == list(range(count))
-        assert shuffle or sum(_counted(mine), []) == list(range(count))
-    for rows, weights, examples, _ in found:
+        epoch_batches = [batch for batch in joined if batch[3].epoch == epoch]
+        assert (
+            sum(weights.sum() for _, weights, *_ in epoch_batches) == sum(batch[2] for batch in epoch_batches) == count
+        )
+        assert sorted(sum(_example_numbers(epoch_batches), [])) == list(range(count))
+        assert shuffle or sum(_example_numbers(epoch_batches), []) == list(range(count))
+    for rows, weights, examples, _ in joined:
         assert (weights.dtype, weights.shape) == (np.float32, (size,))
         assert weights.tolist() == [1.0] * examples + [0.0] * (size - examples)
         chex.assert_trees_all_equal(rows, jax.tree.map(lambda x, i=rows["number"]: x[i], _arrays(count)))
@@ -211,8 +213,8 @@ def test_padded_batches_of_arrays_have_each_example_once_per_epoch_and_weights_c
 def test_batches_with_drop_are_the_full_batches_with_pad(shares, each, count, shuffle, seed):
     size = shares[0].num_replicas * each
     hypothesis.assume(count >= size)
-    dropped = _together(_config(_arrays(count), size, shuffle=shuffle, seed=seed, remainder="drop"), shares)
-    padded = _together(_config(_arrays(count), size, shuffle=shuffle, seed=seed), shares)
+    dropped = _join(_config(_arrays(count), size, shuffle=shuffle, seed=seed, remainder="drop"), shares)
+    padded = _join(_config(_arrays(count), size, shuffle=shuffle, seed=seed), shares)
     assert len(dropped) == count // size
     assert all(weights.all() and examples == size for _, weights, examples, _ in dropped)
     _same([_unweighted(batch) for batch in dropped], [_unweighted(batch) for batch in padded[: count // size]])
@@ -224,7 +226,7 @@ def test_batches_with_error_are_the_full_ones_and_then_an_error_with_the_rest(sh
     size = shares[0].num_replicas * each
     config = _config(_arrays(count), size, remainder="error")
     if count % size == 0:
-        return _same(_together(config, shares), _together(_config(_arrays(count), size, remainder="drop"), shares))
+        return _same(_join(config, shares), _join(_config(_arrays(count), size, remainder="drop"), shares))
     says = rf"There are only {count % size} of {size} examples in batch {count // size} of epoch 0, and remainder=\"error\""
     for share in shares:
         iterator = read_batches(config, share, START._replace(batch_size=size))
@@ -240,14 +242,14 @@ def test_batches_of_fewer_examples_than_one_batch_with_drop_are_refused(shares, 
     size = shares[0].num_replicas * 8
     count = (left - 1) % (size - 1) + 1
     with pytest.raises(ValueError, match=rf"{count} examples do not fill one batch of {size}, and remainder=\"drop\""):
-        _together(_config(_arrays(count), size, remainder="drop"), shares)
+        _join(_config(_arrays(count), size, remainder="drop"), shares)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_batches_of_fewer_examples_than_replicas_have_each_once(count, processes):
     shares = [ProcessShare(tuple(range(p, 8, processes)), 8, p, processes) for p in range(processes)]
-    ((rows, weights, examples, _),) = _together(_config(_arrays(count), 8), shares)
+    ((rows, weights, examples, _),) = _join(_config(_arrays(count), 8), shares)
     assert rows["number"].tolist() == list(range(count)) + [0] * (8 - count)
     assert weights.tolist() == [1.0] * count + [0.0] * (8 - count)
     assert examples == count
@@ -255,7 +257,7 @@ def test_batches_of_fewer_examples_than_replicas_have_each_once(count, processes
 
 def test_padding_repeats_the_first_example_of_its_batch():
     shares = [ProcessShare((1,), 2, 0, 2), ProcessShare((0,), 2, 1, 2)]
-    _, (rows, *_) = _together(_config(_arrays(9), 6, shuffle=True), shares)
+    _, (rows, *_) = _join(_config(_arrays(9), 6, shuffle=True), shares)
     assert rows["number"].tolist() == rows["number"][:3].tolist() + [rows["number"][0]] * 3
 
 
@@ -278,13 +280,13 @@ def _views(shares):
 def test_shared_source_of_any_kind_gives_every_layout_the_same_batches(kind, layouts, count, remainder):
     one, two, size = layouts
     hypothesis.assume(count >= size)  # the first batch of a stream determines the batch size
-    config = SOURCES[kind](count, size, remainder=remainder, epochs=2, warn=lambda said: None)
-    expected = _together(_config(_arrays(count), size, remainder=remainder, epochs=2), _alone(1))
+    config = SOURCES[kind](count, size, remainder=remainder, epochs=2, warn=lambda messages: None)
+    expected = _join(_config(_arrays(count), size, remainder=remainder, epochs=2), _single_process(1))
     for shares in (one, two):
-        found = _together(config, _views(shares))
-        assert _counted(found) == _counted(expected)
-        assert [batch[1].tolist() for batch in found] == [batch[1].tolist() for batch in expected]
-        full = [(rows, other) for (rows, w, *_), (other, *_) in zip(found, expected, strict=True) if w.all()]
+        joined = _join(config, _views(shares))
+        assert _example_numbers(joined) == _example_numbers(expected)
+        assert [batch[1].tolist() for batch in joined] == [batch[1].tolist() for batch in expected]
+        full = [(rows, other) for (rows, w, *_), (other, *_) in zip(joined, expected, strict=True) if w.all()]
         for rows, other in full:
             chex.assert_trees_all_equal(rows, other, strict=True)
 
@@ -297,25 +299,25 @@ def test_batches_of_arrays_resumed_at_any_position_on_any_layout_continue_exactl
     one, two, size = layouts
     hypothesis.assume(remainder == "pad" or count >= size)
     config = _config(_arrays(count), size, shuffle=shuffle, seed=seed, remainder=remainder, epochs=epochs)
-    whole = _together(config, one)
+    whole = _join(config, one)
     cut = data.draw(st.integers(0, len(whole)))
     after = whole[cut - 1][3] if cut else START._replace(batch_size=size)
-    _same(_together(config, two, _json(after)), whole[cut:])
+    _same(_join(config, two, _json(after)), whole[cut:])
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_batches_of_any_source_resumed_at_every_position_continue_exactly(kind):
     config = SOURCES[kind](27, 6, epochs=2)
-    whole = _together(config, _alone(2))
+    whole = _join(config, _single_process(2))
     assert len(whole) == 10
     positions = [START, *(batch[3] for batch in whole)]
     for number, position in enumerate(positions):
-        for shares in (_alone(1), _alone(3), [ProcessShare((1, 2), 3), ProcessShare((0,), 3)]):
-            found = _together(config, shares, _json(position))
+        for shares in (_single_process(1), _single_process(3), [ProcessShare((1, 2), 3), ProcessShare((0,), 3)]):
+            joined = _join(config, shares, _json(position))
             # The padding is another example where the source is not read from the beginning.
-            assert _counted(found) == _counted(whole[number:])
-            assert [batch[2:] for batch in found] == [batch[2:] for batch in whole[number:]]
-            assert [batch[1].tolist() for batch in found] == [batch[1].tolist() for batch in whole[number:]]
+            assert _example_numbers(joined) == _example_numbers(whole[number:])
+            assert [batch[2:] for batch in joined] == [batch[2:] for batch in whole[number:]]
+            assert [batch[1].tolist() for batch in joined] == [batch[1].tolist() for batch in whole[number:]]
 
 
 def test_resumed_function_of_the_step_is_called_with_the_next_steps():
@@ -340,16 +342,16 @@ def test_stream_that_reports_its_position_is_not_read_from_the_beginning():
         -1
     ].position
     source.begun.clear()
-    assert sum(_counted(_together(config, _alone(2), _json(position))), []) == list(range(8, 20))
+    assert sum(_example_numbers(_join(config, _single_process(2), _json(position))), []) == list(range(8, 20))
     assert source.begun == list(range(8, 20))
 
 
 def test_position_of_a_stream_whose_state_changes_in_place_is_a_copy():
     config = _config(_Placed(20, live=True), 4)
-    found = _together(config, _alone(1))  # as if all batches were prefetched
-    for number, (*_, after) in enumerate(found):
-        resumed = _together(_config(_Placed(20), 4), _alone(1), after)
-        assert _counted(resumed) == _counted(found[number + 1 :])
+    joined = _join(config, _single_process(1))  # as if all batches were prefetched
+    for number, (*_, after) in enumerate(joined):
+        resumed = _join(_config(_Placed(20), 4), _single_process(1), after)
+        assert _example_numbers(resumed) == _example_numbers(joined[number + 1 :])
 
 
 @few
@@ -367,12 +369,12 @@ def test_sharded_files_have_each_example_once_and_weights_count_them(
 ):
     shards, size = min(shards, len(sizes)), 24 * each
     config = _files(sizes, size, shuffle=shuffle, seed=seed, epochs=epochs)
-    found = _together(config, _alone(replicas), START._replace(shards=shards))
-    _same(found, _together(config, _alone(1), START._replace(shards=shards)))
+    joined = _join(config, _single_process(replicas), START._replace(shards=shards))
+    _same(joined, _join(config, _single_process(1), START._replace(shards=shards)))
     for epoch in range(epochs):
-        mine = [batch for batch in found if batch[3].epoch == epoch]
-        assert sorted(sum(_counted(mine), [])) == list(range(sum(sizes)))
-        assert sum(weights.sum() for _, weights, *_ in mine) == sum(sizes)
+        epoch_batches = [batch for batch in joined if batch[3].epoch == epoch]
+        assert sorted(sum(_example_numbers(epoch_batches), [])) == list(range(sum(sizes)))
+        assert sum(weights.sum() for _, weights, *_ in epoch_batches) == sum(sizes)
 
 
 @few
@@ -383,39 +385,39 @@ def test_sharded_files_resumed_on_another_number_of_replicas_continue_exactly(si
     shards = min(shards, len(sizes))
     config = _files(sizes, 12, shuffle=shuffle, seed=seed, epochs=2)
     start = START._replace(shards=shards, batch_size=12)
-    whole = _together(config, _alone(3), start)
+    whole = _join(config, _single_process(3), start)
     cut = data.draw(st.integers(0, len(whole)))
-    found = _together(config, _alone(4), _json(whole[cut - 1][3] if cut else start))
-    assert _counted(found) == _counted(whole[cut:])
-    assert [batch[1].tolist() for batch in found] == [batch[1].tolist() for batch in whole[cut:]]
-    assert [batch[2:] for batch in found] == [batch[2:] for batch in whole[cut:]]
+    joined = _join(config, _single_process(4), _json(whole[cut - 1][3] if cut else start))
+    assert _example_numbers(joined) == _example_numbers(whole[cut:])
+    assert [batch[1].tolist() for batch in joined] == [batch[1].tolist() for batch in whole[cut:]]
+    assert [batch[2:] for batch in joined] == [batch[2:] for batch in whole[cut:]]
 
 
 def test_sharded_files_are_assigned_round_robin():
-    found = _together(_files([4, 4, 4, 4], 4, epochs=1), _alone(2), START._replace(shards=2))
+    joined = _join(_files([4, 4, 4, 4], 4, epochs=1), _single_process(2), START._replace(shards=2))
     # Shard 0 has files 0 and 2, shard 1 has files 1 and 3; each fills half of a batch.
-    assert _counted(found) == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+    assert _example_numbers(joined) == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
 
 
 def test_shard_of_files_without_examples_is_refused_with_its_index():
     with pytest.raises(ValueError, match=r"Shard 1 of the 2 shards of the data contains no examples.*\"data\""):
-        _together(_files([4, 0, 4], 4), _alone(2), START._replace(shards=2))
+        _join(_files([4, 0, 4], 4), _single_process(2), START._replace(shards=2))
 
 
 def test_warning_for_files_of_unequal_length_reports_a_lower_bound_of_the_dropped_examples():
-    said = []
-    config = _files([100, 4], 8, remainder="drop", warn=said.append)
-    found = _together(config, _alone(2), START._replace(shards=2))
-    assert sum(batch[2] for batch in found) == 8
-    (message,) = said
+    messages = []
+    config = _files([100, 4], 8, remainder="drop", warn=messages.append)
+    joined = _join(config, _single_process(2), START._replace(shards=2))
+    assert sum(batch[2] for batch in joined) == 8
+    (message,) = messages
     assert "left out 96 examples" in message or re.search(r"at least \d+", message), message
 
 
 def test_stream_that_drops_examples_warns_with_their_number_in_the_first_epoch():
-    said = []
-    found = _together(_config(_Stream(11), 4, remainder="drop", epochs=3, warn=said.append), _alone(2))
-    assert len(found) == 6
-    (message,) = said
+    messages = []
+    joined = _join(_config(_Stream(11), 4, remainder="drop", epochs=3, warn=messages.append), _single_process(2))
+    assert len(joined) == 6
+    (message,) = messages
     assert "dropped 3 examples of the first epoch, which do not fill a batch of 4" in message
 
 
@@ -430,8 +432,8 @@ def test_stream_of_batches_resumed_on_replicas_that_cannot_split_them_is_refused
 def test_padded_stream_of_batches_resumed_on_other_replicas_has_every_remaining_example(before, now):
     config = _config(_Stream(15, 5), None)
     first = next(read_batches(config, ProcessShare(tuple(range(before)), before), START))
-    rest = _together(config, _alone(now), _json(first.position))
-    assert _counted(rest) == [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
+    rest = _join(config, _single_process(now), _json(first.position))
+    assert _example_numbers(rest) == [[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
 
 
 def test_source_shorter_in_a_later_epoch_ends_it_earlier():
@@ -441,8 +443,8 @@ def test_source_shorter_in_a_later_epoch_ends_it_earlier():
         def __iter__(self):
             return iter(_Stream(next(lengths)))
 
-    found = _together(_config(Shrinking(), 4, epochs=2), _alone(2))
-    assert [(batch[3].epoch, batch[3].batch) for batch in found] == [(0, 1), (0, 2), (1, 1)]
+    joined = _join(_config(Shrinking(), 4, epochs=2), _single_process(2))
+    assert [(batch[3].epoch, batch[3].batch) for batch in joined] == [(0, 1), (0, 2), (1, 1)]
 
 
 def test_source_without_examples_in_a_later_epoch_is_refused_with_the_epoch():
@@ -453,7 +455,7 @@ def test_source_without_examples_in_a_later_epoch_is_refused_with_the_epoch():
             return iter(_Stream(next(lengths)))
 
     with pytest.raises(ValueError, match=r"no examples in epoch 1, but did in the one before.*`__iter__`"):
-        _together(_config(Emptied(), 4, epochs=2), _alone(2))
+        _join(_config(Emptied(), 4, epochs=2), _single_process(2))
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -465,8 +467,8 @@ def test_examples_in_a_reused_buffer_are_copied(replicas):
                 buffer[:] = i
                 yield {"x": buffer, "number": i}
 
-    found = _together(_config(Buffer(), 6), _alone(replicas))
-    for rows, *_ in found:
+    joined = _join(_config(Buffer(), 6), _single_process(replicas))
+    for rows, *_ in joined:
         np.testing.assert_array_equal(rows["x"][:, 0], rows["number"])
 
 
@@ -479,8 +481,8 @@ def test_batches_in_a_reused_buffer_are_copied(replicas):
                 buffer[:] = i
                 yield buffer
 
-    found = _together(_config(Buffer(), None), _alone(replicas))
-    assert [rows.tolist() for rows, *_ in found] == [[float(i)] * 6 for i in range(4)]
+    joined = _join(_config(Buffer(), None), _single_process(replicas))
+    assert [rows.tolist() for rows, *_ in joined] == [[float(i)] * 6 for i in range(4)]
 
 
 def test_replica_batches_in_a_reused_buffer_are_copied():
@@ -492,7 +494,7 @@ def test_replica_batches_in_a_reused_buffer_are_copied():
                 yield buffer
 
     config = _config(Buffer(), None, own_source=True, replica_batches=True)
-    assert [rows.tolist() for rows, *_ in _together(config, _alone(3))] == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
+    assert [rows.tolist() for rows, *_ in _join(config, _single_process(3))] == [[0, 0, 1, 1, 2, 2], [3, 3, 4, 4, 5, 5]]
 
 
 @few
@@ -501,7 +503,7 @@ def test_weights_of_replica_batches_count_the_examples_of_the_source(replicas, r
     hypothesis.assume(count >= rows)
     count = count // rows * rows if whole else count
     config = _config(_Stream(count, rows), None, own_source=True, replica_batches=True)
-    found = _together(config, _alone(replicas))
-    assert sum(weights.sum() for _, weights, *_ in found) == count
-    assert sum(_counted(found), []) == list(range(count))
-    assert {len(weights) for _, weights, *_ in found} == {replicas * rows}
+    joined = _join(config, _single_process(replicas))
+    assert sum(weights.sum() for _, weights, *_ in joined) == count
+    assert sum(_example_numbers(joined), []) == list(range(count))
+    assert {len(weights) for _, weights, *_ in joined} == {replicas * rows}

@@ -45,10 +45,10 @@ def _numbers(dataset):
 @pytest.mark.parametrize("shuffle, remainder", ORDERED)
 def test_global_batches_are_the_same_for_any_number_of_replicas(shuffle, remainder, strategy):
     options = dict(shuffle=shuffle, seed=5, epochs=2, remainder=remainder)
-    found = strategy.distribute_dataset(_source(), BATCH, **options)
+    dataset = strategy.distribute_dataset(_source(), BATCH, **options)
     expected = REPLICAS["one_device"].distribute_dataset(_source(), BATCH, **options)
-    assert len(found) == len(expected) == len(list(found))
-    for ours, theirs in zip(found, expected, strict=True):
+    assert len(dataset) == len(expected) == len(list(dataset))
+    for ours, theirs in zip(dataset, expected, strict=True):
         chex.assert_trees_all_equal(_global(ours), _global(theirs))
 
 
@@ -159,8 +159,8 @@ def test_dataset_smaller_than_a_batch_is_padded(two):
 @every_strategy
 def test_dataset_of_jax_arrays_equals_that_of_numpy_arrays(strategy):
     expected = strategy.distribute_dataset(np.arange(48.0, dtype=np.float32), BATCH, shuffle=True)
-    found = strategy.distribute_dataset(jnp.arange(48.0), BATCH, shuffle=True)
-    for ours, theirs in zip(found, expected, strict=True):
+    of_jax_arrays = strategy.distribute_dataset(jnp.arange(48.0), BATCH, shuffle=True)
+    for ours, theirs in zip(of_jax_arrays, expected, strict=True):
         chex.assert_trees_all_equal(ours.tree, theirs.tree)
 
 

@@ -89,12 +89,12 @@ def _files(folder, save, read, counts=COUNTS):
 
 
 def _numbers(elements):
-    found = []
+    read_numbers = []
     for element in elements:
         batch, weights = element if isinstance(element, tuple) else (element, None)
         keep = slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0
-        found.append(np.asarray(batch.tree).ravel()[keep].tolist())
-    return found
+        read_numbers.append(np.asarray(batch.tree).ravel()[keep].tolist())
+    return read_numbers
 
 
 def _file_of(number):
@@ -141,8 +141,8 @@ def test_order_of_shuffled_files_depends_on_the_seed_and_not_on_the_replicas(tmp
 
 def test_shuffled_files_of_equal_length_have_different_orders(two, tmp_path):
     files = _files(tmp_path, _save_npy, np.load, [20] * 4)
-    (found,) = _numbers(two.distribute_dataset(files, 80, shuffle=True))
-    within = {tuple(number % 20 for number in found[i : i + 20]) for i in range(0, 80, 20)}
+    (read_numbers,) = _numbers(two.distribute_dataset(files, 80, shuffle=True))
+    within = {tuple(number % 20 for number in read_numbers[i : i + 20]) for i in range(0, 80, 20)}
     assert len(within) == 4
 
 
@@ -158,15 +158,15 @@ def test_position_resumes_within_files_at_every_batch(save, read, shuffle, goes_
     files = _files(tmp_path, save, read, [5, 0, 7, 1, 12])
     options = dict(batch_size=6, shuffle=shuffle, epochs=2, remainder="pad")
     iterator = iter(two.distribute_dataset(files, **options))
-    states, found = [json.dumps(iterator.get_state())], []
+    states, read_numbers = [json.dumps(iterator.get_state())], []
     for element in iterator:
-        found += _numbers([element])
+        read_numbers += _numbers([element])
         states.append(json.dumps(iterator.get_state()))
-    assert sorted(sum(found, [])) == sorted([*range(25)] * 2)
+    assert sorted(sum(read_numbers, [])) == sorted([*range(25)] * 2)
     for taken, state in enumerate(states):
         resumed = iter(REPLICAS[goes_on].distribute_dataset(files, **options))
         resumed.set_state(json.loads(state))
-        assert _numbers(resumed) == found[taken:]
+        assert _numbers(resumed) == read_numbers[taken:]
 
 
 def test_each_file_is_opened_once_per_epoch_and_when_it_is_needed(one, tmp_path):
@@ -212,9 +212,9 @@ def test_files_of_batches_are_concatenated(remainder, two, tmp_path):
 
 def test_indexed_batches_in_files_are_shuffled_as_batches(two, tmp_path):
     files = _files(tmp_path, _save_records, lambda path: _records(path).batch(4), [24, 24])
-    found = _numbers(two.distribute_dataset(files, None, shuffle=True, seed=1))
-    assert found != sorted(found)
-    assert sorted(found) == [list(range(i, i + 4)) for i in range(0, 48, 4)]
+    read_numbers = _numbers(two.distribute_dataset(files, None, shuffle=True, seed=1))
+    assert read_numbers != sorted(read_numbers)
+    assert sorted(read_numbers) == [list(range(i, i + 4)) for i in range(0, 48, 4)]
 
 
 def test_trees_in_files_have_their_structure(two, tmp_path):
@@ -272,21 +272,21 @@ BROKEN = {
 @pytest.mark.parametrize("read, says, whole", BROKEN.values(), ids=BROKEN)
 def test_error_of_the_reader_has_its_traceback_and_the_path(read, says, whole, prefetch, two, tmp_path):
     files = _files(tmp_path, _save_text, read)
-    given = []
-    with pytest.raises(Broken, match=f"^{says}") as told:
-        given.extend(_numbers([batch])[0] for batch in two.distribute_dataset(files, 2, prefetch=prefetch))
-    assert given == [[2 * i, 2 * i + 1] for i in range(whole)]  # the batches before it
-    assert told.value.__notes__ == [f"while reading {tmp_path / 'part-2'}"]
-    functions = [frame.name for frame in traceback.extract_tb(told.value.__traceback__)]
+    received = []
+    with pytest.raises(Broken, match=f"^{says}") as error:
+        received.extend(_numbers([batch])[0] for batch in two.distribute_dataset(files, 2, prefetch=prefetch))
+    assert received == [[2 * i, 2 * i + 1] for i in range(whole)]  # the batches before it
+    assert error.value.__notes__ == [f"while reading {tmp_path / 'part-2'}"]
+    functions = [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
     assert functions[-1] in (read.__name__, "__getitem__")
-    assert pathlib.Path(traceback.extract_tb(told.value.__traceback__)[-1].filename).name == "test_files.py"
+    assert pathlib.Path(traceback.extract_tb(error.value.__traceback__)[-1].filename).name == "test_files.py"
 
 
 def test_missing_file_is_named(two, tmp_path):
     files = Files([tmp_path / "no.npy"], np.load)
-    with pytest.raises(FileNotFoundError, match=r"no\.npy") as told:
+    with pytest.raises(FileNotFoundError, match=r"no\.npy") as error:
         next(iter(two.distribute_dataset(files, 2)))
-    assert told.value.__notes__ == [f"while reading {tmp_path / 'no.npy'}"]
+    assert error.value.__notes__ == [f"while reading {tmp_path / 'no.npy'}"]
 
 
 NO_EXAMPLES = {
@@ -305,15 +305,15 @@ NO_EXAMPLES = {
 
 @pytest.mark.parametrize("read, says", NO_EXAMPLES.values(), ids=NO_EXAMPLES)
 def test_file_without_examples_is_refused_with_the_path(read, says, two):
-    with pytest.raises(ValueError, match=says) as told:
+    with pytest.raises(ValueError, match=says) as error:
         next(iter(two.distribute_dataset(Files(["here"], read), 2)))
-    assert told.value.__notes__ == ["while reading here"]
+    assert error.value.__notes__ == ["while reading here"]
 
 
 def test_file_of_arrays_without_batch_size_is_refused_with_the_path(two):
-    with pytest.raises(ValueError, match=r"Pass the number of examples per batch: `batch_size=64`") as told:
+    with pytest.raises(ValueError, match=r"Pass the number of examples per batch: `batch_size=64`") as error:
         next(iter(two.distribute_dataset(Files(["here"], lambda path: np.zeros(4)), None)))
-    assert told.value.__notes__ == ["while reading here"]
+    assert error.value.__notes__ == ["while reading here"]
 
 
 def test_empty_files_are_refused(two, tmp_path):

@@ -105,12 +105,12 @@ def _dataset(strategy, kind, **options):
 
 def _numbers(elements):
     """Returns the numbers of the examples without padding, one list per batch."""
-    found = []
+    received = []
     for element in elements:
         batch, weights = element if isinstance(element, tuple) else (element, None)
         numbers = np.asarray(batch["number"].tree).ravel()
-        found.append(numbers[slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0].tolist())
-    return found
+        received.append(numbers[slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0].tolist())
+    return received
 
 
 def _epoch(count=COUNT):
@@ -444,8 +444,8 @@ def test_second_loop_over_a_generator_is_refused(prefetch, two):
 def test_batches_do_not_depend_on_prefetch(kind, strategy):
     expected = list(_dataset(strategy, kind, prefetch=0, epochs=2))
     for prefetch in (1, 2, 5, 100):
-        found = list(_dataset(strategy, kind, prefetch=prefetch, epochs=2))
-        for ours, theirs in zip(found, expected, strict=True):
+        received = list(_dataset(strategy, kind, prefetch=prefetch, epochs=2))
+        for ours, theirs in zip(received, expected, strict=True):
             chex.assert_trees_all_equal(arrays(ours), arrays(theirs), strict=True)
 
 
@@ -530,10 +530,10 @@ def test_examples_in_a_reused_buffer_do_not_change(prefetch, two):
             buffer[:] = i
             yield buffer
 
-    found = [
+    received = [
         np.asarray(batch.tree)[..., 0].ravel() for batch in two.distribute_dataset(examples(), 6, prefetch=prefetch)
     ]
-    np.testing.assert_array_equal(found, np.arange(12).reshape(2, 6))
+    np.testing.assert_array_equal(received, np.arange(12).reshape(2, 6))
 
 
 def test_replica_batches_in_a_reused_buffer_do_not_change(two):
@@ -543,8 +543,8 @@ def test_replica_batches_in_a_reused_buffer_do_not_change(two):
             buffer[:] = i
             yield buffer
 
-    found = [batch.tree.tolist() for batch in two.distribute_datasets_from_function(batches)]
-    assert found == [[[i, i], [i + 1, i + 1]] for i in range(0, 8, 2)]
+    received = [batch.tree.tolist() for batch in two.distribute_datasets_from_function(batches)]
+    assert received == [[[i, i], [i + 1, i + 1]] for i in range(0, 8, 2)]
 
 
 @pytest.mark.parametrize("kind", ["arrays", "stream"])
@@ -573,8 +573,8 @@ def test_x64_setting_of_the_loop_applies_to_the_batches(kind, prefetch, keeps, t
     dtypes = {"number": np.int64, "x": np.float64} if keeps else {"number": np.int32, "x": np.float32}
     for name, dtype in dtypes.items():
         assert {batch[name].dtype for batch in batches} == {np.dtype(dtype)}
-        found = np.concatenate([np.asarray(batch[name]).ravel() for batch in batches])
-        np.testing.assert_array_equal(found, WIDE[name].astype(dtype))
+        received = np.concatenate([np.asarray(batch[name]).ravel() for batch in batches])
+        np.testing.assert_array_equal(received, WIDE[name].astype(dtype))
 
 
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
@@ -636,7 +636,7 @@ def test_closed_iterator_has_closed_the_generator(two):
 
 
 def test_iterator_closed_by_another_thread_releases_a_waiting_one(two):
-    asked, release, found = threading.Event(), threading.Event(), []
+    asked, release, received = threading.Event(), threading.Event(), []
 
     def source(step):
         asked.set()
@@ -644,7 +644,7 @@ def test_iterator_closed_by_another_thread_releases_a_waiting_one(two):
         return np.arange(SIZE)
 
     iterator = iter(two.distribute_dataset(source, None, epochs=None))
-    loop = threading.Thread(target=lambda: found.extend(iterator), daemon=True)
+    loop = threading.Thread(target=lambda: received.extend(iterator), daemon=True)
     loop.start()
     assert asked.wait(PATIENCE)
     closing = threading.Thread(target=iterator.close, daemon=True)

@@ -58,12 +58,12 @@ def _making(count, fails=None, log=None):
 
 
 def _taken(items):
-    found = []
+    received = []
     while True:
         try:
-            found.append(items.take())
+            received.append(items.take())
         except StopIteration:
-            return found
+            return received
 
 
 class _MakerError(Exception):
@@ -318,17 +318,17 @@ def test_thread_has_the_x64_setting_of_its_creator(keeps):
 
 
 def test_two_consumer_threads_share_the_items():
-    items, found = Threaded(_making(200), 3), [[], []]
+    items, received = Threaded(_making(200), 3), [[], []]
 
-    def take(mine):
+    def take(own_items):
         for _ in range(100):
-            mine.append(items.take())
+            own_items.append(items.take())
 
-    takers = [threading.Thread(target=take, args=(mine,)) for mine in found]
+    takers = [threading.Thread(target=take, args=(own_items,)) for own_items in received]
     for taker in takers:
         taker.start()
     for taker in takers:
         taker.join(PATIENCE)
-    assert sorted(sum(found, [])) == list(range(200))
-    assert all(mine == sorted(mine) for mine in found)
+    assert sorted(sum(received, [])) == list(range(200))
+    assert all(own_items == sorted(own_items) for own_items in received)
     items.close()

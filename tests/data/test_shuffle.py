@@ -37,12 +37,12 @@ def test_order_without_shuffle_is_the_order_of_the_source():
 
 def test_order_with_shuffle_changes_with_epoch_seed_and_shard():
     order = lambda *of: tuple(ExampleOrder(50, True, of[0], of[2]).epoch(of[1]))
-    found = {
+    orders_by_key = {
         of: order(*of)
         for of in [(seed, epoch, shard) for seed in (0, 1, 2**64 - 1) for epoch in (0, 1) for shard in (0, 1)]
     }
-    assert len(set(found.values())) == len(found)
-    assert order(1, 1, 1) == found[1, 1, 1]
+    assert len(set(orders_by_key.values())) == len(orders_by_key)
+    assert order(1, 1, 1) == orders_by_key[1, 1, 1]
 
 
 @pytest.mark.parametrize(

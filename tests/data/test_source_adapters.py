@@ -36,9 +36,9 @@ def tensorflow():
 
 @pytest.fixture
 def datasets():
-    found = _imported("datasets")
-    found.disable_progress_bars()
-    return found
+    read_numbers = _imported("datasets")
+    read_numbers.disable_progress_bars()
+    return read_numbers
 
 
 def _imported(name):
@@ -48,15 +48,15 @@ def _imported(name):
 
 def _numbers(elements):
     """Returns the numbers of the examples without padding, one list per batch; asserts that all leaves agree."""
-    found = []
+    read_numbers = []
     for element in elements:
         batch, weights = element if isinstance(element, tuple) else (element, None)
         leaves = [np.asarray(x).reshape(x.shape[0] * x.shape[1], -1) for x in jax.tree.leaves(batch)]
         for leaf in leaves:
             np.testing.assert_array_equal(leaf, np.broadcast_to(leaves[0][:, :1], leaf.shape))
         keep = slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0
-        found.append(leaves[0][keep, 0].tolist())
-    return found
+        read_numbers.append(leaves[0][keep, 0].tolist())
+    return read_numbers
 
 
 def _expected(remainder):
@@ -71,15 +71,15 @@ def _leaf(dataset):
 
 def _assert_resumes_at_every_batch(make, **options):
     iterator = iter(REPLICAS["mirrored_2"].distribute_dataset(make(), remainder="pad", **options))
-    states, found = [json.dumps(iterator.get_state())], []
+    states, read_numbers = [json.dumps(iterator.get_state())], []
     for element in iterator:
-        found += _numbers([element])
+        read_numbers += _numbers([element])
         states.append(json.dumps(iterator.get_state()))
     for (taken, state), strategy in itertools.product(enumerate(states), REPLICAS.values()):
         resumed = iter(strategy.distribute_dataset(make(), remainder="pad", **options))
         resumed.set_state(json.loads(state))
-        assert _numbers(resumed) == found[taken:]
-    return found
+        assert _numbers(resumed) == read_numbers[taken:]
+    return read_numbers
 
 
 def test_jdist_does_not_import_data_libraries():
@@ -223,12 +223,12 @@ SAMPLED = {
 @pytest.mark.parametrize("make", SAMPLED.values(), ids=SAMPLED)
 def test_torch_sampler_receives_the_epoch_and_resumes_in_its_order(make, torch, two):
     sampler = EpochSampler()
-    found = _numbers(two.distribute_dataset(make(torch, sampler), None, epochs=3, remainder="pad"))
+    read_numbers = _numbers(two.distribute_dataset(make(torch, sampler), None, epochs=3, remainder="pad"))
     for epoch in range(3):
         sampler.set_epoch(epoch)
-        assert sum(found[3 * epoch : 3 * epoch + 3], []) == list(sampler)
+        assert sum(read_numbers[3 * epoch : 3 * epoch + 3], []) == list(sampler)
     again = _assert_resumes_at_every_batch(lambda: make(torch, EpochSampler()), batch_size=None, epochs=3)
-    assert again == found
+    assert again == read_numbers
 
 
 def test_torch_loader_with_random_order_is_not_resumed(torch, two):
@@ -246,8 +246,8 @@ def test_torch_distributed_sampler_receives_the_epoch(torch, two):
     def epochs():
         sampler = torch.utils.data.DistributedSampler(_mapped(torch), num_replicas=1, rank=0, shuffle=True)
         loader = torch.utils.data.DataLoader(_mapped(torch), BATCH, sampler=sampler)
-        found = _numbers(two.distribute_dataset(loader, None, epochs=2, remainder="pad"))
-        return sum(found[:3], []), sum(found[3:], [])
+        read_numbers = _numbers(two.distribute_dataset(loader, None, epochs=2, remainder="pad"))
+        return sum(read_numbers[:3], []), sum(read_numbers[3:], [])
 
     first, second = epochs()
     assert sorted(first) == sorted(second) == list(range(COUNT))
@@ -289,8 +289,8 @@ def test_torch_stream_with_a_reused_buffer_does_not_change_batches(whole, prefet
 
     loader = torch.utils.data.DataLoader(Lending(), batch_size=None)
     batches = list(one.distribute_dataset(loader, None if whole else 1, prefetch=prefetch))
-    found = np.concatenate([np.asarray(batch.tree)[0] for batch in batches])
-    np.testing.assert_array_equal(found, np.broadcast_to(np.arange(8)[:, None], (8, 16)))
+    read_numbers = np.concatenate([np.asarray(batch.tree)[0] for batch in batches])
+    np.testing.assert_array_equal(read_numbers, np.broadcast_to(np.arange(8)[:, None], (8, 16)))
 
 
 DTYPES = ["uint8", "int16", "int32", "float16", "float32", "bool", "complex64"]
@@ -330,9 +330,9 @@ def test_torch_error_in_an_example_surfaces_with_its_own_traceback(torch, two):
     for source, batch_size in ((Broken(), 4), (torch.utils.data.DataLoader(Broken(), 4), None)):
         iterator = iter(two.distribute_dataset(source, batch_size))
         assert _numbers([next(iterator)]) == [[0, 1, 2, 3]]
-        with pytest.raises(OSError, match="disk is gone") as told:
+        with pytest.raises(OSError, match="disk is gone") as error:
             next(iterator)
-        assert told.traceback[-1].name == "__getitem__"
+        assert error.traceback[-1].name == "__getitem__"
 
 
 # TensorFlow
@@ -466,8 +466,8 @@ def test_hugging_face_stream_shuffles_itself_anew_each_epoch(datasets, two):
     def make():
         return _table(datasets).to_iterable_dataset().shuffle(seed=0, buffer_size=8)
 
-    found = _assert_resumes_at_every_batch(make, batch_size=BATCH, epochs=2)
-    first, second = sum(found[:3], []), sum(found[3:], [])
+    read_numbers = _assert_resumes_at_every_batch(make, batch_size=BATCH, epochs=2)
+    first, second = sum(read_numbers[:3], []), sum(read_numbers[3:], [])
     assert sorted(first) == sorted(second) == list(range(COUNT))
     assert first != second
     with pytest.raises(

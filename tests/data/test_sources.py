@@ -140,15 +140,15 @@ def _table(kinds):
 
 def _numbers(elements):
     """Returns the numbers of the examples without padding, one list per batch; asserts that all leaves agree."""
-    found = []
+    read_numbers = []
     for element in elements:
         batch, weights = element if isinstance(element, tuple) else (element, None)
         leaves = [np.asarray(x).reshape(BATCH, -1) for x in jax.tree.leaves(batch)]
         for leaf in leaves:
             np.testing.assert_array_equal(leaf, np.broadcast_to(leaves[0][:, :1], leaf.shape))
         keep = slice(None) if weights is None else np.asarray(weights.tree).ravel() > 0
-        found.append(leaves[0][keep, 0].tolist())
-    return found
+        read_numbers.append(leaves[0][keep, 0].tolist())
+    return read_numbers
 
 
 def _expected(count, remainder):
@@ -257,19 +257,19 @@ def test_iterator_that_restarts_after_its_end_is_not_called_again(remainder, one
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_shuffled_order_is_the_same_for_all_indexed_sources(remainder, make, two):
     options = dict(shuffle=True, seed=3, epochs=2, remainder=remainder)
-    found = _numbers(two.distribute_dataset(make(COUNT), BATCH, **options))
-    assert found == _numbers(two.distribute_dataset(np.arange(COUNT), BATCH, **options))
-    assert found[: len(found) // 2] != found[len(found) // 2 :]
+    read_numbers = _numbers(two.distribute_dataset(make(COUNT), BATCH, **options))
+    assert read_numbers == _numbers(two.distribute_dataset(np.arange(COUNT), BATCH, **options))
+    assert read_numbers[: len(read_numbers) // 2] != read_numbers[len(read_numbers) // 2 :]
     if remainder == "pad":
-        assert sorted(sum(found, [])) == sorted([*range(COUNT)] * 2)
+        assert sorted(sum(read_numbers, [])) == sorted([*range(COUNT)] * 2)
 
 
 def test_shuffle_of_indexed_batches_permutes_the_batches(two):
     dataset = two.distribute_dataset(_map(10 * BATCH).batch(BATCH), None, shuffle=True, epochs=2)
-    found = _numbers(dataset)
+    read_numbers = _numbers(dataset)
     whole = [list(range(i, i + BATCH)) for i in range(0, 10 * BATCH, BATCH)]
-    assert sorted(found[:10]) == sorted(found[10:]) == whole
-    assert len({str(whole), str(found[:10]), str(found[10:])}) == 3
+    assert sorted(read_numbers[:10]) == sorted(read_numbers[10:]) == whole
+    assert len({str(whole), str(read_numbers[:10]), str(read_numbers[10:])}) == 3
 
 
 UNSHUFFLED = {
@@ -286,9 +286,9 @@ def test_shuffle_of_a_stream_is_refused(make, batch_size, two):
 
 def test_shuffle_of_files_that_are_streams_is_refused_with_the_path(two):
     dataset = two.distribute_dataset(STREAMS["files"](COUNT), BATCH, shuffle=True)
-    with pytest.raises(ValueError, match="yields its elements sequentially, but shuffle=True needs") as told:
+    with pytest.raises(ValueError, match="yields its elements sequentially, but shuffle=True needs") as error:
         next(iter(dataset))
-    assert told.value.__notes__[0] in ("while reading 0", "while reading 1")
+    assert error.value.__notes__[0] in ("while reading 0", "while reading 1")
 
 
 def _buffer(*shape):
@@ -352,8 +352,8 @@ def test_reused_buffer_of_the_source_does_not_change_batches(make, batch_size, r
     iterator = iter(REPLICAS[replicas].distribute_dataset(make(), batch_size, prefetch=prefetch))
     batches = list(itertools.islice(iterator, 4))
     iterator.close()
-    found = np.stack([np.asarray(batch["x"].tree).reshape(2, 16) for batch in batches])
-    np.testing.assert_array_equal(found, np.broadcast_to(np.arange(8).reshape(4, 2, 1), (4, 2, 16)))
+    read_numbers = np.stack([np.asarray(batch["x"].tree).reshape(2, 16) for batch in batches])
+    np.testing.assert_array_equal(read_numbers, np.broadcast_to(np.arange(8).reshape(4, 2, 1), (4, 2, 16)))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -364,8 +364,8 @@ def test_reused_buffer_of_an_input_pipeline_does_not_change_batches(replicas, pr
     dataset = strategy.distribute_datasets_from_function(
         lambda _: Again(lambda: _lent_batches(2 * n)), prefetch=prefetch
     )
-    found = np.stack([np.asarray(batch["x"].tree) for batch in list(dataset)])
-    np.testing.assert_array_equal(found, np.broadcast_to(np.arange(4 * n).reshape(2, n, 2, 1), (2, n, 2, 16)))
+    read_numbers = np.stack([np.asarray(batch["x"].tree) for batch in list(dataset)])
+    np.testing.assert_array_equal(read_numbers, np.broadcast_to(np.arange(4 * n).reshape(2, n, 2, 1), (2, n, 2, 16)))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -393,17 +393,17 @@ def test_position_resumes_at_every_batch_on_any_number_of_replicas(make, batch_s
     def iterator(strategy):
         return iter(strategy.distribute_dataset(make(COUNT), batch_size, **options))
 
-    source, states, found = iterator(two), [], []
+    source, states, read_numbers = iterator(two), [], []
     states.append(json.dumps(source.get_state()))
     for element in itertools.islice(source, 6):
-        found += _numbers([element])
+        read_numbers += _numbers([element])
         states.append(json.dumps(source.get_state()))
     source.close()
     for taken, state in enumerate(states):
         resumed = iterator(REPLICAS[goes_on])
         resumed.set_state(json.loads(state))
         assert json.dumps(resumed.get_state()) == state
-        assert _numbers(itertools.islice(resumed, len(found) - taken)) == found[taken:]
+        assert _numbers(itertools.islice(resumed, len(read_numbers) - taken)) == read_numbers[taken:]
         resumed.close()
 
 
@@ -604,12 +604,12 @@ def test_padded_epoch_holds_each_example_once_for_any_sizes(count, each, replica
         return iter(strategy.distribute_dataset(make(), batch_size, remainder="pad", prefetch=prefetch))
 
     def rows(elements):
-        found = []
+        read_numbers = []
         for batch, weights in elements:
             weights = np.asarray(weights.tree).ravel()
             assert set(weights) <= {0.0, 1.0}
-            found += np.asarray(batch.tree).ravel()[weights > 0].tolist()
-        return found
+            read_numbers += np.asarray(batch.tree).ravel()[weights > 0].tolist()
+        return read_numbers
 
     first = iterator(replicas)
     before = rows(itertools.islice(first, taken))
@@ -841,10 +841,10 @@ def _pairs(*sizes):
 def test_list_of_batches_is_read_as_batches(remainder, strategy):
     for batches in (_pairs(BATCH, BATCH, 12), [{"x": x, "y": [y]} for x, y in _pairs(BATCH, BATCH, 12)]):
         elements = list(strategy.distribute_dataset(batches, None, remainder=remainder))
-        found = [element[0] if remainder == "pad" else element for element in elements]
-        assert len(found) == (3 if remainder == "pad" else 2)
-        assert jax.tree.structure(arrays(found[0])) == jax.tree.structure(batches[0])
-        for number, batch in enumerate(found):
+        read_numbers = [element[0] if remainder == "pad" else element for element in elements]
+        assert len(read_numbers) == (3 if remainder == "pad" else 2)
+        assert jax.tree.structure(arrays(read_numbers[0])) == jax.tree.structure(batches[0])
+        for number, batch in enumerate(read_numbers):
             assert all((np.asarray(leaf) == number).all() for leaf in jax.tree.leaves(arrays(batch)))
         weights = sum(np.asarray(element[1].tree).sum() for element in elements) if remainder == "pad" else 2 * BATCH
         assert weights == (2 * BATCH + 12 if remainder == "pad" else 2 * BATCH)

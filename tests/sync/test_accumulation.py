@@ -42,14 +42,14 @@ def reduced(optimizer):
 
 def on_one_device(optimizer, data):
     """Returns the parameters after each step on a global batch of inputs x, targets y and weights."""
-    params, held = tree_of(START), []
+    params, history = tree_of(START), []
     opt_state = optimizer.init(params)
     weighted = lambda params, x, y, w: jnp.sum(w * (predictions(params, x) - y) ** 2) / max(w.sum(), 1e-30)
     for x, y, w in data:
         updates, opt_state = optimizer.update(jax.grad(weighted)(params, x, y, w), opt_state, params)
         params = optax.apply_updates(params, updates)
-        held.append(vector(params))
-    return np.stack(held)
+        history.append(vector(params))
+    return np.stack(history)
 
 
 def together(data, k):
@@ -80,12 +80,12 @@ def together(data, k):
 @pytest.mark.one_in(3)
 def test_accumulated_steps_equal_one_step_on_the_larger_batch(replicas, k, name):
     data = list(batches(3 * k, replicas))
-    _, held = trained(mirrored(replicas), sync.every(reduced(OPTIMIZERS[name]()), k), data)
+    _, history = trained(mirrored(replicas), sync.every(reduced(OPTIMIZERS[name]()), k), data)
     expected = on_one_device(OPTIMIZERS[name](), together(data, k))
-    np.testing.assert_allclose(held[k - 1 :: k, 0], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(history[k - 1 :: k, 0], expected, rtol=1e-4, atol=1e-5)
     for number in range(3 * k):
         counted = (number + 1) // k
-        np.testing.assert_array_equal(held[number][0], held[counted * k - 1][0] if counted else START)
+        np.testing.assert_array_equal(history[number][0], history[counted * k - 1][0] if counted else START)
 
 
 def weighted_batches(steps, replicas, seed=3):
@@ -117,12 +117,12 @@ def weighted_step(strategy, tx, weight=lambda w: jdist.all_reduce("sum", w.sum()
 def test_batches_are_averaged_by_their_weights(replicas, k, name):
     data, strategy = list(weighted_batches(2 * k, replicas)), mirrored(replicas)
     tx = sync.every(reduced(OPTIMIZERS[name]()), k)
-    state, step, held = make_state(strategy, tx), weighted_step(strategy, tx), []
+    state, step, history = make_state(strategy, tx), weighted_step(strategy, tx), []
     for batch in data:
         state, _ = step(state, strategy.put(jdist.PerReplica(batch)))
-        held.append(vector(state[0]))
+        history.append(vector(state[0]))
     expected = on_one_device(OPTIMIZERS[name](), together(data, k))
-    np.testing.assert_allclose(held[k - 1 :: k], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(history[k - 1 :: k], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_batches_of_weight_zero_do_not_change_the_state_or_later_updates(two):
@@ -180,7 +180,7 @@ def test_another_number_of_replicas_resumes_in_the_middle_of_an_accumulation():
     state, _ = trained(two, tx, before)
     assert kinds(state[1].sums) == [("MEAN", False)] * 3
     assert set(kinds(state[1]._replace(sums=()))) == {None}
-    _, held = trained(three, tx, after, state=three.put(state))
+    _, history = trained(three, tx, after, state=three.put(state))
 
     weights = lambda batch, rows: np.full(
         rows, 1 / rows, np.float32
@@ -190,7 +190,7 @@ def test_another_number_of_replicas_resumes_in_the_middle_of_an_accumulation():
         tuple(np.concatenate(part) for part in zip(*[(x, y, weights(x, len(y))) for x, y in group], strict=True))
         for group in (rows[:3], rows[3:])
     ]
-    np.testing.assert_allclose(held[-1][0], on_one_device(optax.adam(0.05), data)[-1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(history[-1][0], on_one_device(optax.adam(0.05), data)[-1], rtol=1e-4, atol=1e-5)
 
 
 def test_nested_accumulation_equals_one_of_the_product(two):
@@ -202,37 +202,37 @@ def test_nested_accumulation_equals_one_of_the_product(two):
 
 def test_weights_reach_a_nested_accumulation(two):
     """Four batches, accumulated in pairs, are averaged by their weights as in one accumulation of four."""
-    data, found = list(weighted_batches(4, 2)), []
+    data, results = list(weighted_batches(4, 2)), []
     for tx in (sync.every(reduced(optax.sgd(0.1)), 4), sync.every(sync.every(reduced(optax.sgd(0.1)), 2), 2)):
         state, step = make_state(two, tx), weighted_step(two, tx)
         for batch in data:
             state, _ = step(state, two.put(jdist.PerReplica(batch)))
-        found.append(vector(state[0]))
-    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-6)
+        results.append(vector(state[0]))
+    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-6)
 
 
 def test_accumulation_of_one_step_is_bitwise_equal_to_the_optimizer(two):
     data = list(batches(3, 2))
-    state, held = trained(two, sync.every(reduced(optax.adam(0.1)), 1), data)
+    state, history = trained(two, sync.every(reduced(optax.adam(0.1)), 1), data)
     plain, expected = trained(two, reduced(optax.adam(0.1)), data)
-    np.testing.assert_array_equal(held, expected)
+    np.testing.assert_array_equal(history, expected)
     assert jax.tree.structure(state) == jax.tree.structure(plain)
 
 
 def test_accumulation_around_local_sgd_is_local_sgd_on_the_larger_batches(two):
     data = list(batches(8, 2))
-    _, held = trained(two, sync.every(sync.local_sgd(optax.sgd(0.1), every=2), 2), data)
+    _, history = trained(two, sync.every(sync.local_sgd(optax.sgd(0.1), every=2), 2), data)
     larger = [tuple(np.concatenate(pair, axis=1) for pair in zip(*data[i : i + 2], strict=True)) for i in (0, 2, 4, 6)]
     _, expected = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), larger)
-    np.testing.assert_allclose(held[1::2], expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(history[1::2], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_accumulation_within_local_sgd_is_local_to_each_replica(two):
     data = list(batches(8, 2))
-    _, held = trained(two, sync.local_sgd(sync.every(optax.sgd(0.1), 2), every=4), data)
+    _, history = trained(two, sync.local_sgd(sync.every(optax.sgd(0.1), 2), every=4), data)
     larger = [tuple(np.concatenate(pair, axis=1) for pair in zip(*data[i : i + 2], strict=True)) for i in (0, 2, 4, 6)]
     _, expected = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), larger)
-    np.testing.assert_allclose(held[1::2], expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(history[1::2], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -352,11 +352,11 @@ def test_skipped_synchronization_step_does_not_change_replicas_that_differ_by_a_
     grads = np.zeros((2, 6))
     grads[1, 0] = -1e-7
     state = step(state, grads)
-    apart = bits(state[0])
-    assert apart != bits(make_state(two, tx)[0])
+    differ = bits(state[0])
+    assert differ != bits(make_state(two, tx)[0])
     state = step(state, [[0, 0, 0, 0, 0, np.nan]] * 2)
     assert int(state[1].skipped) == 1
-    assert bits(state[0]) == apart
+    assert bits(state[0]) == differ
 
 
 def test_step_whose_sum_overflows_but_no_replica_alone_is_skipped(two):

@@ -44,8 +44,8 @@ def adder(strategy, tx):
 def residuals(opt_state):
     """Returns the stored residual of each compressed leaf."""
     is_partial = lambda x: isinstance(x, jdist.SyncOnRead)
-    found = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_partial)
-    return {path[-1].key: leaf for path, leaf in found if is_partial(leaf)}
+    results = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=is_partial)
+    return {path[-1].key: leaf for path, leaf in results if is_partial(leaf)}
 
 
 def pending(opt_state):
@@ -56,10 +56,10 @@ def pending(opt_state):
 def assert_nothing_lost(policy, state, expected):
     # `in_dtype` compensates the rounding of the sent gradients, not the rounding of their sum.
     rounding = {"in_dtype": 2e-2, "in_dtype_float16": 2e-3}.get(policy, 1e-4)
-    owed = pending(state.opt_state)
-    assert owed
+    residual_sums = pending(state.opt_state)
+    assert residual_sums
     for name, applied in read(state.params).items():
-        total = applied + owed.get(name, 0)
+        total = applied + residual_sums.get(name, 0)
         np.testing.assert_allclose(total, expected[name], rtol=rounding, atol=rounding, err_msg=name)
 
 
@@ -105,12 +105,12 @@ def test_residual_on_another_number_of_replicas_is_split_and_nothing_is_lost(pol
     rows = strategy.put(jdist.PerReplica(first))
     for _ in range(STEPS):
         state, _ = step(state, rows)
-    owed = pending(state.opt_state)
+    residual_sums = pending(state.opt_state)
     strategy = strategy_of(after)
     state, step, rows = strategy.put(state), adder(strategy, tx), strategy.put(jdist.PerReplica(second))
     assert {leaf.tree.shape[0] for leaf in residuals(state.opt_state).values()} == {after}
     for name, now in pending(state.opt_state).items():
-        np.testing.assert_allclose(now, owed[name], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(now, residual_sums[name], rtol=1e-5, atol=1e-6)
     for _ in range(STEPS):
         state, _ = step(state, rows)
     assert_synchronized(state.params)

@@ -76,11 +76,11 @@ def make_step(strategy, tx, after=lambda params: params, seen=None):
 def trained(strategy, tx, data, state=None, **options):
     """Returns the final state, and the parameters of each replica after each step, `[step, replica, 6]`."""
     state = make_state(strategy, tx) if state is None else state
-    step, held = make_step(strategy, tx, **options), []
+    step, history = make_step(strategy, tx, **options), []
     for batch in data:
         state, _ = step(state, strategy.put(jdist.PerReplica(batch)))
-        held.append(each(state[0], strategy.num_replicas_in_sync))
-    return state, np.stack(held)
+        history.append(each(state[0], strategy.num_replicas_in_sync))
+    return state, np.stack(history)
 
 
 class Workers:
@@ -140,25 +140,25 @@ class Nesterov:
 
 
 def local_sgd_by_numpy(workers, data, every, number=0):
-    held = []
+    history = []
     for batch in data:
         workers.step(*batch)
         number += 1
         if number % every == 0:
             workers.w[:] = workers.w.mean(0)
-        held.append(workers.w.copy())
-    return np.stack(held)
+        history.append(workers.w.copy())
+    return np.stack(history)
 
 
 def diloco_by_numpy(workers, data, every):
-    anchor, outer, held = np.float64(START), Nesterov(), []
+    anchor, outer, history = np.float64(START), Nesterov(), []
     for number, batch in enumerate(data, 1):
         workers.step(*batch)
         if number % every == 0:
             anchor = outer(anchor, workers.w)
             workers.w[:] = anchor
-        held.append(workers.w.copy())
-    return np.stack(held)
+        history.append(workers.w.copy())
+    return np.stack(history)
 
 
 # --- the compiled program
@@ -253,11 +253,11 @@ CASES = [
 def test_local_sgd_equals_numpy(replicas, every, name):
     strategy, (make, rule) = mirrored(replicas), OPTIMIZERS[name]
     data = list(batches(9, replicas))
-    state, held = trained(strategy, sync.local_sgd(make(), every=every), data)
-    np.testing.assert_allclose(held, local_sgd_by_numpy(Workers(rule, replicas), data, every), rtol=1e-4, atol=1e-5)
+    state, history = trained(strategy, sync.local_sgd(make(), every=every), data)
+    np.testing.assert_allclose(history, local_sgd_by_numpy(Workers(rule, replicas), data, every), rtol=1e-4, atol=1e-5)
     if every > 1:
         read = np.concatenate([state[0][name].read() for name in SIZES])
-        np.testing.assert_allclose(read, held[-1].mean(0), rtol=1e-6)
+        np.testing.assert_allclose(read, history[-1].mean(0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("replicas, every, name", CASES)
@@ -265,8 +265,8 @@ def test_local_sgd_equals_numpy(replicas, every, name):
 def test_diloco_equals_numpy(replicas, every, name):
     strategy, (make, rule) = mirrored(replicas), OPTIMIZERS[name]
     data = list(batches(9, replicas))
-    _, held = trained(strategy, sync.diloco(make(), every=every), data)
-    np.testing.assert_allclose(held, diloco_by_numpy(Workers(rule, replicas), data, every), rtol=1e-4, atol=1e-5)
+    _, history = trained(strategy, sync.diloco(make(), every=every), data)
+    np.testing.assert_allclose(history, diloco_by_numpy(Workers(rule, replicas), data, every), rtol=1e-4, atol=1e-5)
 
 
 def test_local_sgd_with_every_1_equals_mean_with_plain_sgd(two):
@@ -285,14 +285,14 @@ def test_diloco_with_every_1_and_a_plain_outer_step_equals_mean(two):
 
 def test_diloco_with_int8_is_close_to_diloco_and_stores_a_residual(two):
     data = list(batches(6, 2))
-    state, held = trained(
+    state, history = trained(
         two, sync.diloco(optax.sgd(0.1), optax.sgd(1.0), every=3, reduction=sync.int8(block_size=2)), data
     )
     _, exact = trained(two, sync.diloco(optax.sgd(0.1), optax.sgd(1.0), every=3), data)
-    np.testing.assert_allclose(held[2], exact[2], atol=0.02)
+    np.testing.assert_allclose(history[2], exact[2], atol=0.02)
     residual = state[1].reduction_state.residual
     assert kinds(residual) == [("SUM", False)] * 2
-    np.testing.assert_array_equal(held[2][0], held[2][1])
+    np.testing.assert_array_equal(history[2][0], history[2][1])
 
 
 # --- synchronization steps
@@ -315,8 +315,8 @@ def test_replicas_are_bitwise_equal_after_a_synchronization_step_and_not_before(
     for number, batch in enumerate(batches(9, 3), 1):
         state, _ = step(state, strategy.put(jdist.PerReplica(batch)))
         assert {x.tree.dtype for x in state[0].values()} == {np.dtype(dtype)}
-        held = each(state[0], 3)
-        assert len(np.unique(held, axis=0)) == (1 if number % 3 == 0 else 3)
+        history = each(state[0], 3)
+        assert len(np.unique(history, axis=0)) == (1 if number % 3 == 0 else 3)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -346,9 +346,9 @@ def test_replicas_are_bitwise_equal_where_parameters_cross_zero(dtype):
 @pytest.mark.one_in(2)
 def test_replicas_are_bitwise_equal_inside_an_accumulation(two, name):
     tx = sync.every(QUIET[name](), 2)
-    _, held = trained(two, tx, batches(12, 2))
-    apart = [len(np.unique(now, axis=0)) > 1 for now in held]
-    assert apart[4] and not apart[5] and not apart[6] and not apart[11]
+    _, history = trained(two, tx, batches(12, 2))
+    differ = [len(np.unique(now, axis=0)) > 1 for now in history]
+    assert differ[4] and not differ[5] and not differ[6] and not differ[11]
 
 
 WITHIN = {
@@ -406,7 +406,7 @@ def test_replicas_are_equal_up_to_rounding_if_update_is_called_inside_a_traced_f
 def test_user_changes_to_the_parameters_after_the_update_are_preserved(two):
     box = lambda params: jax.tree.map(lambda w: jnp.clip(w, -0.25, 0.25), params)
     data = list(batches(6, 2))
-    _, held = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), data, after=box)
+    _, history = trained(two, sync.local_sgd(optax.sgd(0.1), every=2), data, after=box)
 
     workers, expected = Workers(sgd, 2), []
     for number, batch in enumerate(data, 1):
@@ -415,8 +415,8 @@ def test_user_changes_to_the_parameters_after_the_update_are_preserved(two):
             workers.w[:] = workers.w.mean(0)
         workers.w = workers.w.clip(-0.25, 0.25)
         expected.append(workers.w.copy())
-    assert np.abs(held).max() == 0.25
-    np.testing.assert_allclose(held, np.stack(expected), rtol=1e-4, atol=1e-6)
+    assert np.abs(history).max() == 0.25
+    np.testing.assert_allclose(history, np.stack(expected), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -568,8 +568,8 @@ def test_local_leaves_of_a_wrapped_policy_are_placed_by_init(two, wrapper):
     assert kinds(state[0]) == LOCAL_KINDS
     assert kinds(state[1]).count(("MEAN", False)) == 3
     assert kinds(state[1]).count(None) == len(kinds(state[1])) - 3
-    _, held = trained(two, tx, batches(4, 2), state=state)
-    assert [len(np.unique(now, axis=0)) for now in held] == [2, 1, 2, 1]
+    _, history = trained(two, tx, batches(4, 2), state=state)
+    assert [len(np.unique(now, axis=0)) for now in history] == [2, 1, 2, 1]
 
 
 PARTED = {
@@ -592,9 +592,9 @@ def test_policy_for_some_parameters_places_only_these(two, wrapper):
     state = make_state(two, tx)
     assert kinds(state[0]) == [("MEAN", True), ("MEAN", True), None]
     assert kinds(state[1]).count(("MEAN", False)) == 2
-    _, held = trained(two, tx, batches(4, 2), state=state)
-    assert [len(np.unique(now, axis=0)) for now in held] == [2, 1, 2, 1]
-    assert [len(np.unique(now[:, 5])) for now in held] == [1, 1, 1, 1]
+    _, history = trained(two, tx, batches(4, 2), state=state)
+    assert [len(np.unique(now, axis=0)) for now in history] == [2, 1, 2, 1]
+    assert [len(np.unique(now[:, 5])) for now in history] == [1, 1, 1, 1]
 
 
 def test_two_policies_for_parts_of_a_model_each_place_their_part(two):
@@ -606,9 +606,9 @@ def test_two_policies_for_parts_of_a_model_each_place_their_part(two):
     tx = optax.multi_transform(parts, labels)
     state = make_state(two, tx)
     assert kinds(state[0]) == LOCAL_KINDS
-    _, held = trained(two, tx, batches(6, 2), state=state)
-    assert [len(np.unique(now[:, :3], axis=0)) for now in held] == [2, 1, 2, 1, 2, 1]
-    assert [len(np.unique(now[:, 3:], axis=0)) for now in held] == [2, 2, 1, 2, 2, 1]
+    _, history = trained(two, tx, batches(6, 2), state=state)
+    assert [len(np.unique(now[:, :3], axis=0)) for now in history] == [2, 1, 2, 1, 2, 1]
+    assert [len(np.unique(now[:, 3:], axis=0)) for now in history] == [2, 2, 1, 2, 2, 1]
 
 
 def test_apply_if_finite_around_a_policy_is_placed_and_its_condition_is_refused_by_the_proof(two):
@@ -647,12 +647,12 @@ def test_state_computed_from_diverging_parameters_is_local(two):
 
 
 def test_evaluation_of_diverging_parameters_reads_their_average(two):
-    state, held = trained(two, sync.local_sgd(optax.sgd(0.1), every=5), batches(3, 2))
-    assert len(np.unique(held[-1], axis=0)) == 2
+    state, history = trained(two, sync.local_sgd(optax.sgd(0.1), every=5), batches(3, 2))
+    assert len(np.unique(history[-1], axis=0)) == 2
     x = np.float32(np.random.default_rng(1).normal(size=(5, 6)))
     average = jax.tree.map(lambda p: p.read(), state[0], is_leaf=_is_own)
-    found = two.run(predictions, (average, x))
-    np.testing.assert_allclose(found, x @ held[-1].mean(0), rtol=1e-5, atol=1e-6)
+    results = two.run(predictions, (average, x))
+    np.testing.assert_allclose(results, x @ history[-1].mean(0), rtol=1e-5, atol=1e-6)
 
 
 # --- resuming
@@ -663,13 +663,13 @@ def test_another_number_of_replicas_continues_from_the_average():
     two, three = mirrored(2), mirrored(3)
     tx = sync.local_sgd(optax.sgd(0.05, momentum=0.8), every=3)
     state, _ = trained(two, tx, data[0])
-    _, held = trained(three, tx, data[1], state=three.put(state))
+    _, history = trained(three, tx, data[1], state=three.put(state))
 
     workers = Workers(momentum, 2)
     local_sgd_by_numpy(workers, data[0], 3)
     workers.share_out(3)
     expected = local_sgd_by_numpy(workers, data[1], 3, number=4)
-    np.testing.assert_allclose(held, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(history, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -678,14 +678,14 @@ def test_diloco_with_a_residual_continues_with_another_number_of_replicas():
     two, others = mirrored(2), mirrored(replicas)
     tx = sync.diloco(optax.adam(0.05), every=2, reduction=sync.int8(block_size=2))
     state, _ = trained(two, tx, batches(3, 2))
-    owed = [np.asarray(state[1].reduction_state.residual[name].read()) for name in "ab"]
+    residual_sums = [np.asarray(state[1].reduction_state.residual[name].read()) for name in "ab"]
     state = others.put(state)
-    for name, sum_before in zip("ab", owed, strict=True):
+    for name, sum_before in zip("ab", residual_sums, strict=True):
         assert np.abs(sum_before).max() > 1e-5
         np.testing.assert_allclose(state[1].reduction_state.residual[name].read(), sum_before, rtol=1e-5, atol=1e-7)
-    _, held = trained(others, tx, batches(5, replicas, seed=1), state=state)
-    assert np.isfinite(held).all()
-    np.testing.assert_array_equal(held[4], held[4][[0] * replicas])
+    _, history = trained(others, tx, batches(5, replicas, seed=1), state=state)
+    assert np.isfinite(history).all()
+    np.testing.assert_array_equal(history[4], history[4][[0] * replicas])
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "diloco_int8"])
@@ -803,7 +803,7 @@ SIMPLE_OPTIMIZERS = {"sgd": lambda: optax.sgd(0.1), "adam": lambda: optax.adam(0
 )
 def test_parameters_that_are_not_found_in_the_state_are_refused(two, name, make, message):
     tx = sync.local_sgd(SIMPLE_OPTIMIZERS[name](), every=2)
-    with pytest.raises(ValueError, match=rf"`jdist\.sync\.local_sgd` keeps .*{message} are in the state"):
+    with pytest.raises(ValueError, match=rf"`jdist\.sync\.local_sgd` stores .*{message} are in the state"):
         two.init(lambda: make(tree_of(START), tx))
 
 
@@ -832,7 +832,7 @@ def test_state_is_placed_after_an_abstract_evaluation_of_init(two):
 
 def test_parameters_that_are_python_numbers_are_refused(two):
     tx = sync.local_sgd(optax.sgd(0.1), every=2)
-    with pytest.raises(TypeError, match=r"params\['b'\] is 1\.5, no array.*jnp\.asarray"):
+    with pytest.raises(TypeError, match=r"params\['b'\] is 1\.5, not an array.*jnp\.asarray"):
         two.init(lambda: (params := {"a": jnp.zeros(2), "b": 1.5}, tx.init(params)))
 
 

@@ -95,14 +95,14 @@ def test_gradients_in_float16_equal_float32_up_to_rounding(two):
     rng = np.random.default_rng(0)
     x, y, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 8, 5), (2, 8), (2, 8)))
     losses = lambda p, x, y: (jnp.tanh(x @ p) - y) ** 2
-    found = {}
+    results = {}
     for precision in (FLOAT16, None):
         tx = sync.dynamic_loss_scale(reduced(), initial=2.0**10)
         state = make_state(two, tx, 5, start=0.3)
         step = make_step(two, tx, losses, precision, micro_batches=2)
         _, (value, grad) = step(state, *(two.put(jdist.PerReplica(v)) for v in (x, y)))
-        found[precision] = value.tree, grad.tree
-    for half, single in zip(*found.values(), strict=True):
+        results[precision] = value.tree, grad.tree
+    for half, single in zip(*results.values(), strict=True):
         np.testing.assert_allclose(half, single, rtol=5e-3, atol=1e-3)
         assert np.asarray(half).tobytes() != np.asarray(single).tobytes()
 

@@ -25,16 +25,16 @@ def of_rank(rank, replicas, shape, seed=0):
 def test_gradient_of_the_policy_rank_is_exact_without_a_residual(place):
     strategy = STRATEGIES[place]()
     grads = of_rank(2, strategy.num_replicas_in_sync, (20, 30))
-    state, found = once(strategy, sync.power_sgd(2), strategy.put(jdist.PerReplica(grads)))
-    np.testing.assert_allclose(found, grads.mean(0), rtol=1e-4, atol=1e-4)
+    state, results = once(strategy, sync.power_sgd(2), strategy.put(jdist.PerReplica(grads)))
+    np.testing.assert_allclose(results, grads.mean(0), rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(state.residual.read(), 0, atol=1e-4)
 
 
 def test_gradient_of_higher_rank_is_approximated_with_the_policy_rank(two):
     grads = np.random.default_rng(0).normal(size=(2, 20, 30)).astype(np.float32)
-    state, found = once(two, sync.power_sgd(3), two.put(jdist.PerReplica(grads)))
-    assert np.linalg.matrix_rank(np.asarray(found), tol=1e-4) == 3
-    np.testing.assert_allclose(found + state.residual.read(), grads.mean(0), rtol=1e-4, atol=1e-5)
+    state, results = once(two, sync.power_sgd(3), two.put(jdist.PerReplica(grads)))
+    assert np.linalg.matrix_rank(np.asarray(results), tol=1e-4) == 3
+    np.testing.assert_allclose(results + state.residual.read(), grads.mean(0), rtol=1e-4, atol=1e-5)
 
 
 def test_power_iteration_continues_from_the_last_step():
@@ -43,8 +43,8 @@ def test_power_iteration_continues_from_the_last_step():
     state, off = tx.init(grads), []
     for _ in range(8):
         state = state._replace(residual=jnp.zeros_like(grads))
-        found, state = tx.update(grads, state)
-        off.append(float(jnp.linalg.norm(found - grads)))
+        results, state = tx.update(grads, state)
+        off.append(float(jnp.linalg.norm(results - grads)))
     best = np.linalg.norm(np.linalg.svd(np.asarray(grads), compute_uv=False)[2:])
     assert off[-1] < off[0]
     assert off[-1] == pytest.approx(best, rel=0.02)
@@ -54,10 +54,10 @@ def test_power_iteration_continues_from_the_last_step():
 @pytest.mark.one_in(3)
 def test_leaf_of_any_ndim_is_a_matrix_of_its_last_dimension(shape, two):
     grads = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
-    state, found = once(two, sync.power_sgd(1), two.put(jdist.PerReplica(grads)))
-    assert found.shape == shape
-    assert np.linalg.matrix_rank(np.asarray(found).reshape(-1, shape[-1]), tol=1e-4) == 1
-    np.testing.assert_allclose(found + state.residual.read(), grads.mean(0), rtol=1e-4, atol=1e-4)
+    state, results = once(two, sync.power_sgd(1), two.put(jdist.PerReplica(grads)))
+    assert results.shape == shape
+    assert np.linalg.matrix_rank(np.asarray(results).reshape(-1, shape[-1]), tol=1e-4) == 1
+    np.testing.assert_allclose(results + state.residual.read(), grads.mean(0), rtol=1e-4, atol=1e-4)
 
 
 def test_leaf_that_would_not_become_smaller_is_reduced_by_the_fallback(two):
@@ -71,20 +71,20 @@ def test_zero_gradient_is_zero_and_the_next_one_is_reduced(two):
     tx, like = sync.power_sgd(2), jnp.zeros((20, 30))
     state = two.init(lambda: tx.init(like))
     update = two.step(lambda state, grads: tx.update(grads, state, like)[::-1])
-    state, found = update(state, two.put(jdist.PerReplica(np.zeros((2, 20, 30), np.float32))))
-    assert not np.any(found)
+    state, results = update(state, two.put(jdist.PerReplica(np.zeros((2, 20, 30), np.float32))))
+    assert not np.any(results)
     grads = of_rank(2, 2, (20, 30))
     rows = two.put(jdist.PerReplica(grads))
     for _ in range(3):
-        state, found = update(state, rows)
-    assert np.linalg.norm(found) > 0.5 * np.linalg.norm(grads.mean(0))
+        state, results = update(state, rows)
+    assert np.linalg.norm(results) > 0.5 * np.linalg.norm(grads.mean(0))
 
 
 def test_non_finite_gradient_stays_non_finite(two):
     grads = np.ones((2, 20, 30), np.float32)
     grads[1, 5, 5] = np.nan
-    _, found = once(two, sync.power_sgd(2), two.put(jdist.PerReplica(grads)))
-    assert np.isnan(found).any()
+    _, results = once(two, sync.power_sgd(2), two.put(jdist.PerReplica(grads)))
+    assert np.isnan(results).any()
 
 
 @pytest.mark.parametrize("place", ["mirrored_2", "mirrored_3"])
@@ -122,5 +122,5 @@ def test_rank_larger_than_some_matrices_is_accepted():
 @pytest.mark.parametrize("params", [{}, {"b": jnp.ones(3)}, None], ids=["empty", "vectors", "none"])
 def test_parameters_without_a_matrix_are_reduced_by_the_fallback(params):
     tx = sync.power_sgd(5)
-    found, _ = tx.update(params, tx.init(params))
-    jax.tree.map(np.testing.assert_array_equal, found, params)
+    results, _ = tx.update(params, tx.init(params))
+    jax.tree.map(np.testing.assert_array_equal, results, params)

@@ -28,12 +28,12 @@ few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True, data
 def test_in_dtype_equals_mean_up_to_rounding(dtype, place):
     strategy = STRATEGIES[place]()
     grads = rows(strategy, 50, 7)
-    _, found = once(strategy, sync.in_dtype(dtype), grads)
+    _, results = once(strategy, sync.in_dtype(dtype), grads)
     most = np.abs(grads.tree).mean(0)
     # Each number is rounded, and each partial sum may be.
     off = strategy.num_replicas_in_sync * float(jnp.finfo(dtype).eps) * most + 1e-7
-    assert (np.abs(np.asarray(found) - np.mean(grads.tree, 0)) <= off).all()
-    assert found.dtype == jnp.float32
+    assert (np.abs(np.asarray(results) - np.mean(grads.tree, 0)) <= off).all()
+    assert results.dtype == jnp.float32
 
 
 def test_in_dtype_does_not_round_leaves_of_lower_precision(two):
@@ -71,8 +71,8 @@ def test_in_dtype_of_an_object_that_is_not_a_dtype_is_refused(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", np.float16, np.dtype("float16")])
 def test_in_dtype_accepts_the_names_of_dtypes(dtype, two):
-    _, found = once(two, sync.in_dtype(dtype), rows(two, 20))
-    assert found.dtype == jnp.float32
+    _, results = once(two, sync.in_dtype(dtype), rows(two, 20))
+    assert results.dtype == jnp.float32
 
 
 # --- in 8 bits
@@ -88,12 +88,12 @@ def test_in_dtype_accepts_the_names_of_dtypes(dtype, two):
 def test_int8_on_one_replica_has_an_error_of_half_a_quantization_step(seed, size, block, power):
     grads = jnp.float32(10.0**power * np.random.default_rng(seed).normal(size=size))
     tx = sync.int8(block_size=block)
-    found, state = tx.update(grads, tx.init(grads))
+    results, state = tx.update(grads, tx.init(grads))
     filled = np.pad(np.abs(grads), (0, -size % block)).reshape(-1, block)
     step = np.repeat(filled.max(1) / 127, block)[:size]
     # The sum is quantized once more before it is sent back.
-    assert (np.abs(found - grads) <= (0.5 + 0.5 + 1e-3) * step + 1e-30).all()
-    np.testing.assert_allclose(found + state.residual, grads, rtol=1e-5, atol=1e-5 * 10.0**power)
+    assert (np.abs(results - grads) <= (0.5 + 0.5 + 1e-3) * step + 1e-30).all()
+    np.testing.assert_allclose(results + state.residual, grads, rtol=1e-5, atol=1e-5 * 10.0**power)
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -102,29 +102,29 @@ def test_int8_on_one_replica_has_an_error_of_half_a_quantization_step(seed, size
 def test_int8_equals_mean_up_to_the_quantization_steps(place, rounding):
     strategy = STRATEGIES[place]()
     grads = rows(strategy, 50, 7)
-    _, found = once(strategy, sync.int8(rounding=rounding, block_size=32), grads)
+    _, results = once(strategy, sync.int8(rounding=rounding, block_size=32), grads)
     off = 2 * np.abs(grads.tree).max() / 127 * (1 if rounding == "stochastic" else 0.5) + 1e-6
-    assert (np.abs(np.asarray(found) - np.mean(grads.tree, 0)) <= off).all()
-    assert not np.array_equal(found, np.mean(grads.tree, 0))
+    assert (np.abs(np.asarray(results) - np.mean(grads.tree, 0)) <= off).all()
+    assert not np.array_equal(results, np.mean(grads.tree, 0))
 
 
 def test_int8_of_integers_up_to_127_is_exact(two):
     grads = np.float32([[127, -3, 0, 5] * 8, [127, 3, 0, 5] * 8])
-    _, found = once(two, sync.int8(block_size=4), two.put(jdist.PerReplica(grads)))
-    np.testing.assert_array_equal(found, np.float32([127, 0, 0, 5] * 8))
+    _, results = once(two, sync.int8(block_size=4), two.put(jdist.PerReplica(grads)))
+    np.testing.assert_array_equal(results, np.float32([127, 0, 0, 5] * 8))
 
 
 def test_int8_of_zeros_is_zeros(two):
-    state, found = once(two, sync.int8(block_size=4), two.put(jdist.PerReplica(np.zeros((2, 10), np.float32))))
-    assert not np.any(found)
+    state, results = once(two, sync.int8(block_size=4), two.put(jdist.PerReplica(np.zeros((2, 10), np.float32))))
+    assert not np.any(results)
     assert not np.any(state.residual.read())
 
 
 @pytest.mark.parametrize("value", [1e-45, 1e-40, 1e-37, 1e37, 1e38])
 def test_int8_at_the_ends_of_float32_is_finite(value, two):
     grads = np.full((2, 10), value, np.float32)
-    state, found = once(two, sync.int8(block_size=4), two.put(jdist.PerReplica(grads)))
-    assert np.isfinite(found).all()
+    state, results = once(two, sync.int8(block_size=4), two.put(jdist.PerReplica(grads)))
+    assert np.isfinite(results).all()
     assert np.isfinite(state.residual.read()).all()
 
 
@@ -132,9 +132,9 @@ def test_int8_at_the_ends_of_float32_is_finite(value, two):
 def test_int8_of_a_non_finite_gradient_stays_non_finite(bad, two):
     grads = np.ones((2, 64), np.float32)
     grads[1, 5] = bad
-    _, found = once(two, sync.int8(block_size=16), two.put(jdist.PerReplica(grads)))
-    assert not np.isfinite(found[5])
-    assert np.isfinite(found[16:]).all()  # other blocks are independent of it
+    _, results = once(two, sync.int8(block_size=16), two.put(jdist.PerReplica(grads)))
+    assert not np.isfinite(results[5])
+    assert np.isfinite(results[16:]).all()  # other blocks are independent of it
 
 
 @pytest.mark.slow
@@ -143,14 +143,14 @@ def test_stochastic_rounding_is_correct_on_average_and_differs_between_steps(two
     grads = rows(two, 64)
     zeros = jnp.zeros(64)
     update = two.step(lambda state, grads: tx.update(grads, state, zeros)[::-1])
-    found = []
+    results = []
     for seed in range(60):
         tx = sync.int8(rounding="stochastic", block_size=64, seed=seed)
         state = two.init(lambda: tx.init(zeros))  # noqa: B023
-        found.append(np.asarray(update(state, grads)[1]))
+        results.append(np.asarray(update(state, grads)[1]))
     exact, step = np.mean(grads.tree, 0), np.abs(grads.tree).max() / 127
-    assert len({one.tobytes() for one in found}) == 60
-    assert (np.abs(np.mean(found, 0) - exact) < 5 * step / np.sqrt(60)).all()
+    assert len({one.tobytes() for one in results}) == 60
+    assert (np.abs(np.mean(results, 0) - exact) < 5 * step / np.sqrt(60)).all()
 
 
 def test_stochastic_rounding_of_equal_gradients_differs_between_replicas(two):

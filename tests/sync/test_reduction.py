@@ -19,8 +19,8 @@ HIERARCHICAL = lambda: sync.hierarchical("replica", "group")
 def test_policy_returns_the_reduction_over_the_replicas(policy, reduce, place):
     strategy = STRATEGIES[place]()
     grads = rows(strategy, 5, 3)
-    _, found = once(strategy, policy(), grads)
-    np.testing.assert_allclose(found, reduce(np.asarray(grads.tree), axis=0), rtol=1e-5, atol=1e-6)
+    _, results = once(strategy, policy(), grads)
+    np.testing.assert_allclose(results, reduce(np.asarray(grads.tree), axis=0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", TWO_LEVELS)
@@ -28,8 +28,8 @@ def test_policy_returns_the_reduction_over_the_replicas(policy, reduce, place):
 def test_hierarchical_equals_mean_for_every_shape(shape, place):
     strategy = TWO_LEVELS[place]()
     grads = rows(strategy, *shape)
-    _, found = once(strategy, HIERARCHICAL(), grads)
-    np.testing.assert_allclose(found, np.mean(grads.tree, axis=0), rtol=1e-6, atol=1e-6)
+    _, results = once(strategy, HIERARCHICAL(), grads)
+    np.testing.assert_allclose(results, np.mean(grads.tree, axis=0), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -43,8 +43,8 @@ def test_policies_keep_the_dtype(dtype):
 def test_hierarchical_with_swapped_axes_equals_mean():
     strategy = TWO_LEVELS["groups_of_2"]()
     grads = rows(strategy, 5)
-    _, found = once(strategy, sync.hierarchical("group", "replica"), grads)
-    np.testing.assert_allclose(found, np.mean(grads.tree, axis=0), rtol=1e-6, atol=1e-6)
+    _, results = once(strategy, sync.hierarchical("group", "replica"), grads)
+    np.testing.assert_allclose(results, np.mean(grads.tree, axis=0), rtol=1e-6, atol=1e-6)
 
 
 def test_hierarchical_scatters_reduces_and_gathers():

@@ -19,8 +19,8 @@ def put(strategy, grads):
 
 
 def test_top_k_returns_the_mean_of_the_largest_entries_of_each_replica(two):
-    _, found = once(two, sync.top_k(0.25), put(two, GRADS))
-    np.testing.assert_array_equal(found, [0, -2.5, 2, 0])
+    _, results = once(two, sync.top_k(0.25), put(two, GRADS))
+    np.testing.assert_array_equal(results, [0, -2.5, 2, 0])
 
 
 def test_top_k_stores_the_other_entries_in_the_residual_of_each_replica(two):
@@ -30,8 +30,8 @@ def test_top_k_stores_the_other_entries_in_the_residual_of_each_replica(two):
 
 
 def test_top_k_sums_entries_that_both_replicas_send(two):
-    _, found = once(two, sync.top_k(0.25), put(two, np.float32([[1, 8, 0, 0], [1, 4, 0, 0]])))
-    np.testing.assert_array_equal(found, [0, 6, 0, 0])
+    _, results = once(two, sync.top_k(0.25), put(two, np.float32([[1, 8, 0, 0], [1, 4, 0, 0]])))
+    np.testing.assert_array_equal(results, [0, 6, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -40,16 +40,16 @@ def test_top_k_sums_entries_that_both_replicas_send(two):
 def test_top_k_sends_its_fraction_of_each_leaf_rounded_up(fraction, count):
     grads = {"w": jnp.arange(1.0, 21.0)}
     tx = sync.top_k(fraction)
-    found, _ = tx.update(grads, tx.init(grads))
-    assert np.count_nonzero(found["w"]) == count
-    np.testing.assert_array_equal(found["w"][20 - count :], grads["w"][20 - count :])
+    results, _ = tx.update(grads, tx.init(grads))
+    assert np.count_nonzero(results["w"]) == count
+    np.testing.assert_array_equal(results["w"][20 - count :], grads["w"][20 - count :])
 
 
 def test_top_k_selects_entries_per_leaf():
     grads = {"large": 100.0 * jnp.arange(1.0, 11.0), "small": 0.01 * jnp.arange(1.0, 11.0)}
     tx = sync.top_k(0.1)
-    found, _ = tx.update(grads, tx.init(grads))
-    assert jax.tree.map(np.count_nonzero, found) == {"large": 1, "small": 1}
+    results, _ = tx.update(grads, tx.init(grads))
+    assert jax.tree.map(np.count_nonzero, results) == {"large": 1, "small": 1}
 
 
 def test_unsent_entry_is_sent_once_it_is_large_enough():
@@ -57,9 +57,9 @@ def test_unsent_entry_is_sent_once_it_is_large_enough():
     tx = sync.top_k(0.25)
     state, sent_at = tx.init(grads), []
     for step in range(3):
-        found, state = tx.update(grads, state)
-        if found[1]:
-            sent_at.append((step, float(found[1])))
+        results, state = tx.update(grads, state)
+        if results[1]:
+            sent_at.append((step, float(results[1])))
     assert [step for step, _ in sent_at] == [2]
     assert sent_at[0][1] == pytest.approx(1.2)
 
@@ -68,8 +68,8 @@ def test_unsent_entry_is_sent_once_it_is_large_enough():
 def test_top_k_of_a_non_finite_gradient_stays_non_finite(bad, two):
     grads = np.ones((2, 64), np.float32)
     grads[1, 5] = bad
-    _, found = once(two, sync.top_k(0.1), put(two, grads))
-    assert not np.isfinite(found[5])
+    _, results = once(two, sync.top_k(0.1), put(two, grads))
+    assert not np.isfinite(results[5])
 
 
 @pytest.mark.parametrize("place", ["mirrored_2", "mirrored_3"])

@@ -33,17 +33,17 @@ PARTS = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 1, 2], [3, 4, 5]], 3: [[0, 1, 2], [3, 
 def streaming_by_numpy(workers, data, every, fragments, overlap, blend):
     """Fragment p is sent after step p * every / fragments, and every `every` steps; its result is applied `overlap` later."""
     anchor, outers = np.float64(START), [Nesterov() for _ in range(fragments)]
-    held = [workers.w.copy()]
+    history = [workers.w.copy()]
     for number, batch in enumerate(data, 1):
         workers.step(*batch)
         for index, part in enumerate(PARTS[fragments]):
             sent = number - overlap
             if sent > 0 and (sent - index * every // fragments) % every == 0:
-                then = workers.w if overlap == 0 else held[sent]
+                then = workers.w if overlap == 0 else history[sent]
                 anchor[part] = outers[index](anchor[part], then[:, part])
                 workers.w[:, part] = blend * workers.w[:, part] + (1 - blend) * anchor[part]
-        held.append(workers.w.copy())
-    return np.stack(held[1:])
+        history.append(workers.w.copy())
+    return np.stack(history[1:])
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_streaming_diloco_equals_numpy(replicas, every, fragments, overlap, blen
     make, rule = OPTIMIZERS[name]
     data = list(batches(14, replicas))
     tx = sync.streaming_diloco(make(), every=every, fragments=fragments, overlap=overlap, blend=blend)
-    _, held = trained(mirrored(replicas), tx, data)
+    _, history = trained(mirrored(replicas), tx, data)
     expected = streaming_by_numpy(Workers(rule, replicas), data, every, fragments, overlap, blend)
-    np.testing.assert_allclose(held, expected, rtol=1e-4, atol=2e-5)
+    np.testing.assert_allclose(history, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -86,20 +86,20 @@ def test_one_fragment_without_overlap_and_blend_is_diloco(two, every, outer):
 def test_only_the_synchronized_fragment_is_bitwise_equal_on_all_replicas(dtype, overlap):
     strategy = mirrored(3)
     tx = sync.streaming_diloco(optax.adam(0.1), every=4, fragments=2, overlap=overlap, blend=0.0)
-    state, step, found = make_state(strategy, tx, dtype), make_step(strategy, tx), []
+    state, step, results = make_state(strategy, tx, dtype), make_step(strategy, tx), []
     for batch in batches(12, 3):
         state, _ = step(state, strategy.put(jdist.PerReplica(batch)))
-        held = each(state[0], 3)
-        found.append([len(np.unique(held[:, part], axis=0)) == 1 for part in PARTS[2]])
+        history = each(state[0], 3)
+        results.append([len(np.unique(history[:, part], axis=0)) == 1 for part in PARTS[2]])
     due = lambda start: [number - overlap > 0 and (number - overlap - start) % 4 == 0 for number in range(1, 13)]
-    assert [list(column) for column in zip(*found, strict=True)] == [due(0), due(2)]
+    assert [list(column) for column in zip(*results, strict=True)] == [due(0), due(2)]
 
 
 def test_blended_replicas_differ_less(two):
     tx = sync.streaming_diloco(optax.sgd(0.1), every=4, fragments=1, overlap=0, blend=0.5)
     _, blended = trained(two, tx, batches(4, 2))
     _, alone = trained(two, optax.sgd(0.1), batches(4, 2), state=_apart(two, optax.sgd(0.1)))
-    spread = lambda held: np.abs(held[-1][0] - held[-1][1])
+    spread = lambda history: np.abs(history[-1][0] - history[-1][1])
     np.testing.assert_allclose(spread(blended), 0.5 * spread(alone), rtol=1e-3, atol=1e-6)
 
 
@@ -169,11 +169,13 @@ def test_another_number_of_replicas_resumes_between_fragments():
     two, three = mirrored(2), mirrored(3)
     tx = sync.streaming_diloco(optax.sgd(0.05), every=4, fragments=2, overlap=0, blend=0.0)
     state, before = trained(two, tx, batches(5, 2))
-    _, held = trained(three, tx, batches(3, 3, seed=1), state=three.put(state))
-    assert np.isfinite(held).all()
-    assert len(np.unique(held[0][:, :3], axis=0)) == 3  # step 6: the second fragment is synchronized, the first is not
-    assert len(np.unique(held[0][:, 3:], axis=0)) == 1
-    assert len(np.unique(held[2][:, :3], axis=0)) == 1
+    _, history = trained(three, tx, batches(3, 3, seed=1), state=three.put(state))
+    assert np.isfinite(history).all()
+    assert (
+        len(np.unique(history[0][:, :3], axis=0)) == 3
+    )  # step 6: the second fragment is synchronized, the first is not
+    assert len(np.unique(history[0][:, 3:], axis=0)) == 1
+    assert len(np.unique(history[2][:, :3], axis=0)) == 1
 
 
 def test_steps_trace_once_without_transfers_and_donate_their_state(two):
