@@ -7,10 +7,10 @@ leaves; `mlp` (two layers), `cnn` (of the digits example) and `transformer` (4 b
 hand-written step without any reduction: a bound for every reduction, not a correct training step. The others start from
 the same state, and the losses of their first steps are checked to be equal. On CPU every candidate waits for each step.
 
-`small, 10 steps per call` is `strategy.step(fn, steps_per_call=10)` against peers with one step per call, and against `scan`, a
-hand-written scan over the same number of steps that packs all leaves into one reduction. `fit, cnn` is an epoch of `Trainer.fit`
-without progress, against `for batch in dataset: state, loss = step(state, batch)`: `same step` calls the step of the trainer, with
-its metrics, and `written step` a step as users write it.
+`small, 10 steps per call` is `strategy.step(fn, steps_per_call=10)` against peers with one step per call, and against `scan`,
+a hand-written scan over the same number of steps that packs all leaves into one reduction. `fit, cnn` is an epoch of
+`Trainer.fit` without progress, against `for batch in dataset: state, loss = step(state, batch)`: `same step` calls the step of
+the trainer, with its metrics, and `written step` a step as users write it.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Draws the pictures of the documents from the code that they show.
+"""Draws the figures of the documentation with the code that they show.
 
 python docs/pictures.py
 """
@@ -7,27 +7,28 @@ import pathlib
 
 import numpy as np
 
-from jdist.data.batches import Position, Reading, batches
-from jdist.data.files import Files
-from jdist.data.sharding import Share
+from jdist._src.data.batches import Position, read_batches
+from jdist._src.data.config import InputConfig
+from jdist._src.data.files import Files
+from jdist._src.data.shards import ProcessShare
 
 HERE = pathlib.Path(__file__).parent
 PROCESSES, DEVICES, FILES, IN_FILE, BATCH = 2, 4, 4, 6, 16
-COLOURS = ("#9ecae9", "#ffbf79", "#a1d99b", "#d4b5e3")  # one a file
+COLORS = ("#9ecae9", "#ffbf79", "#a1d99b", "#d4b5e3")  # one per file
 CELL, HEIGHT, LEFT, TOP, GAP = 72, 34, 76, 64, 20
 
 
 def who_reads() -> str:
-    """Which example lies where, for 24 examples in 4 files, over 2 processes of 4 devices, under DATA and under FILE."""
+    """Returns an SVG: which process reads which of 24 examples in 4 files, for 2 processes of 4 devices, with DATA and FILE."""
     panels = [
-        _panel("DATA: every process has the whole source, and takes the rows of its own replicas", 1, 0),
+        _panel("DATA: every process has the complete source, and reads the examples of its replicas", 1, 0),
         _panel("FILE: process 0 reads the files 0 and 2, process 1 the files 1 and 3", PROCESSES, 1),
     ]
     width, height = LEFT + PROCESSES * (DEVICES * CELL + GAP), 2 * _panel_height() + 34
     key = "".join(
-        f'<rect x="{LEFT + i * 120}" y="{height - 24}" width="14" height="14" fill="{colour}"/>'
+        f'<rect x="{LEFT + i * 120}" y="{height - 24}" width="14" height="14" fill="{color}"/>'
         f'<text x="{LEFT + i * 120 + 20}" y="{height - 12}">file {i}: {i * IN_FILE} to {(i + 1) * IN_FILE - 1}</text>'
-        for i, colour in enumerate(COLOURS)
+        for i, color in enumerate(COLORS)
     )
     key += f'<text x="{LEFT + 490}" y="{height - 12}" fill="#666">grey: weight 0</text>'
     return (
@@ -56,20 +57,21 @@ def _panel(title: str, shards: int, number: int) -> str:
     return "\n".join(parts)
 
 
-def _example(x: int, y: int, example: int, counts: bool) -> str:
+def _example(x: int, y: int, example: int, is_example: bool) -> str:
     width = (CELL - 8) // 2 - 2
-    fill, text = (COLOURS[example // IN_FILE], str(example)) if counts else ("#eeeeee", "0")
-    words = f'<text x="{x + width / 2}" y="{y + 22}" text-anchor="middle" fill="{"black" if counts else "#999"}">{text}</text>'
-    return f'<rect x="{x}" y="{y}" width="{width}" height="{HEIGHT}" fill="{fill}"/>{words}'
+    fill, text = (COLORS[example // IN_FILE], str(example)) if is_example else ("#eeeeee", "0")
+    color = "black" if is_example else "#999"
+    label = f'<text x="{x + width / 2}" y="{y + 22}" text-anchor="middle" fill="{color}">{text}</text>'
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{HEIGHT}" fill="{fill}"/>{label}'
 
 
 def _rows(process: int, shards: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The examples `[replica, row]` that lie with a process in each batch, and their weights."""
+    """Returns the examples `[replica, row]` of a process in each batch, and their weights."""
     files = Files([str(i) for i in range(FILES)], lambda path: np.arange(IN_FILE) + IN_FILE * int(path))
-    reading = Reading(files, BATCH, False, 0, 1, "pad")
-    share = Share(tuple(range(process * DEVICES, (process + 1) * DEVICES)), PROCESSES * DEVICES)
-    found = batches(reading, share, Position(0, 0, BATCH, shards))
-    return [(batch.rows, batch.weights) for batch in found if batch.weights is not None]
+    config = InputConfig(files, BATCH, False, 0, 1, "pad")
+    share = ProcessShare(tuple(range(process * DEVICES, (process + 1) * DEVICES)), PROCESSES * DEVICES)
+    local_batches = read_batches(config, share, Position(0, 0, BATCH, shards))
+    return [(batch.rows, batch.weights) for batch in local_batches if batch.weights is not None]
 
 
 def _panel_height() -> int:

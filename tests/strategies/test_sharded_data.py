@@ -92,9 +92,7 @@ def test_array_that_is_state_and_input_raises():
 @pytest.mark.parametrize("make", ["init", "step"])
 def test_layout_that_does_not_fit_the_state_raises(make):
     strategy = sharded("all", "data_model", {"second/kernel": PartitionSpec(None, "model")})
-    message = (
-        r"dim 1 of state\['params'\]\['second'\]\['kernel'\], float32\[16,3\], over 'model', and 3 is not a multiple of 2"
-    )
+    message = r"dim 1 of state\['params'\]\['second'\]\['kernel'\], float32\[16,3\], over 'model', and 3 is not a multiple of 2"
     with pytest.raises(ValueError, match=message):
         if make == "init":
             initial_state(strategy, OPTIMIZERS["sgd"])

@@ -18,8 +18,8 @@ receives the state but not the optimizer. It also fails for transformations that
 warning names each `NamedTuple` or dataclass that looks like the state of an optimizer and is not recognized.
 
 Source:
-    S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", arXiv:1910.02054: what is
-    split, in three stages. Y. Xu et al., "GSPMD: general and scalable parallelization for ML computation graphs",
+    S. Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models", arXiv:1910.02054: the
+    three stages. Y. Xu et al., "GSPMD: general and scalable parallelization for ML computation graphs",
     arXiv:2105.04663: one program, with annotations of the shardings of its values.
 """
 
