@@ -134,15 +134,15 @@ def test_proof_lists_the_replicated_results(two):
 
 
 OTHER_DEVICES = {
-    "per_replica_of_more": (lambda: rows(STRATEGIES["mirrored_3"](), 2), "has 2", "on cpu:0, cpu:1"),
-    "per_replica_of_fewer": (lambda: rows(STRATEGIES["mirrored_1"](), 2), "has 2", "on cpu:0, cpu:1"),
-    "per_replica_of_others": (lambda: rows(jdist.MirroredStrategy(["cpu:2", "cpu:3"]), 2), "on cpu:0, cpu:1"),
+    "per_replica_of_more": (lambda: rows(STRATEGIES["mirrored_3"](), 2), "has 2", "uses cpu:0, cpu:1"),
+    "per_replica_of_fewer": (lambda: rows(STRATEGIES["mirrored_1"](), 2), "has 2", "uses cpu:0, cpu:1"),
+    "per_replica_of_others": (lambda: rows(jdist.MirroredStrategy(["cpu:2", "cpu:3"]), 2), "uses cpu:0, cpu:1"),
     "per_replica_of_the_same_in_other_order": (
         lambda: rows(jdist.MirroredStrategy(["cpu:1", "cpu:0"]), 2),
-        "on cpu:0, cpu:1",
+        "uses cpu:0, cpu:1",
     ),
-    "mirrored_on_more": (lambda: STRATEGIES["mirrored_8"]().put(np.ones(2)), "on cpu:0, cpu:1"),
-    "on_one_device": (lambda: jax.device_put(np.ones(2), jax.devices()[1]), "on cpu:0, cpu:1"),
+    "mirrored_on_more": (lambda: STRATEGIES["mirrored_8"]().put(np.ones(2)), "uses cpu:0, cpu:1"),
+    "on_one_device": (lambda: jax.device_put(np.ones(2), jax.devices()[1]), "uses cpu:0, cpu:1"),
 }
 
 

@@ -221,7 +221,7 @@ def test_gather_of_scalars_raises(two):
     "call", [lambda s, x: s.reduce("sum", x, axis=None), lambda s, x: s.gather(x, axis=0)], ids=["reduce", "gather"]
 )
 def test_value_of_another_strategy_raises_with_its_name(call, two):
-    with pytest.raises(ValueError, match=r"value\['x'\].*this strategy (has 2|on cpu:0, cpu:1)"):
+    with pytest.raises(ValueError, match=r"value\['x'\].*this strategy (has 2|uses cpu:0, cpu:1)"):
         call(two, {"x": rows(CACHED["mirrored_3"], 2)})
 
 
@@ -639,14 +639,14 @@ UNFIT = {
 def test_reduce_of_row_slices_without_an_index_per_row_raises(make, two):
     rows = two.put(jdist.PerReplica(np.ones((2, 1, 2), np.float32)))
     with pytest.raises(
-        ValueError, match=r"value is RowSlices .* there is one index a row\. Place both: `strategy\.put"
+        ValueError, match=r"value is RowSlices .* each replica must have one index per row\. Place both: `strategy\.put"
     ):
         two.reduce("sum", make(two, rows), axis=None)
 
 
 def test_reduce_of_row_slices_with_indices_that_are_not_integers_raises(two):
     slices = two.put(jdist.RowSlices(np.ones((1, 2), np.float32), np.float32([2]), 4))
-    with pytest.raises(TypeError, match=r"indices of float32\[1\]: rows are counted in integers"):
+    with pytest.raises(TypeError, match=r"indices of float32\[1\]: indices must be integers"):
         two.reduce("sum", slices, axis=None)
 
 
