@@ -47,8 +47,8 @@ def test_unpickled_strategy_has_the_same_global_devices_or_the_local_devices_of_
 
 def test_pickled_strategy_of_several_processes_cannot_be_loaded_in_a_process_that_has_not_joined(outputs, folder):
     message = (
-        r"A pickled MirroredStrategy is built on the devices of the same names, which this process does not have\. There is no "
-        r"device cpu:1 of process 1: the number of joined processes is 1, and process 1 has 0 devices of platform 'cpu'\."
+        r"A pickled MirroredStrategy is built on the devices of the same names, which this process does not have\. Device "
+        r"cpu:1 of process 1 does not exist: the number of joined processes is 1, and process 1 has 0 devices of platform 'cpu'\."
     )
     with pytest.raises(ValueError, match=message):
         pickle.loads((folder / "0").read_bytes())
