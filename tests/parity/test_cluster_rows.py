@@ -19,7 +19,7 @@ def test_mw19_process_without_a_cluster_has_one_replica_on_its_device(tmp_path):
 
 
 def test_cr29_tpu_strategy_without_a_tpu_is_an_error_with_the_alternatives():
-    with pytest.raises(RuntimeError, match=r"There is no TPU: JAX has cpu:0.*`jdist\.auto_strategy\(\)`"):
+    with pytest.raises(RuntimeError, match=r"There is no TPU: JAX has the devices cpu:0.*`jdist\.auto_strategy\(\)`"):
         jdist.TPUStrategy()
 
 

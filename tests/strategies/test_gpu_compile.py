@@ -155,7 +155,5 @@ def test_central_storage_on_topology_devices_of_gpus_raises():
 
 @pytest.mark.skipif(HAS_PLUGIN, reason="the plugin is installed")
 def test_error_without_the_plugin_contains_the_install_command():
-    with pytest.raises(
-        ModuleNotFoundError, match=r"requires JAX's CUDA plugin.*`pip install --no-deps jax-cuda13"
-    ):
+    with pytest.raises(ModuleNotFoundError, match=r"requires JAX's CUDA plugin.*`pip install --no-deps jax-cuda13"):
         gpus()
