@@ -1,4 +1,4 @@
-"""Batch normalisation of flax in a step: each replica's own, of all replicas together, and with padding not counted."""
+"""Batch normalization of flax in a step: per replica, over all replicas, and with padding excluded."""
 
 import chex
 import flax.linen as nn
@@ -13,13 +13,13 @@ import jdist
 
 from laws import assert_in_step
 
-BATCHES = np.float32([[[0], [2]], [[10], [14]]])  # of two replicas, as in the tests of tf.distribute and Keras
+BATCHES = np.float32([[[0], [2]], [[10], [14]]])  # two replicas, as in the tests of tf.distribute and Keras
 FOUR = [f"cpu:{i}" for i in range(4)]
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 
 
 class LinenNet(nn.Module):
-    """Two layers with a normalisation between them."""
+    """Two layers with a normalization between them."""
 
     norm: nn.Module
 
@@ -31,7 +31,7 @@ class LinenNet(nn.Module):
 
 
 class CountedNorm(nn.Module):
-    """Normalises with the statistics of all replicas' true rows: those of weight above 0."""
+    """Normalizes with the statistics of all rows of all replicas whose weight is greater than 0."""
 
     momentum: float = 0.9
 
@@ -72,7 +72,7 @@ class CountedNnxNorm(nnx.Module):
 
 
 class NnxNet(nnx.Module):
-    """Two layers with a normalisation between them."""
+    """Two layers with a normalization between them."""
 
     def __init__(self, norm):
         self.first = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
@@ -86,7 +86,7 @@ class NnxNet(nnx.Module):
 
 
 def linen(model, *batch):
-    """What a model begins with, parameters and statistics; and it as a function of these and a batch, with new statistics."""
+    """Returns initial parameters and statistics, and a function from these and a batch to outputs and new statistics."""
     variables = model.init(jax.random.key(0), *batch)
 
     def apply(params, stats, *batch):
@@ -97,7 +97,7 @@ def linen(model, *batch):
 
 
 def of_nnx(model):
-    """The same of an nnx model, whose states are put into the state of the step as they are."""
+    """Does the same for an nnx model, whose states are stored in the state of the step."""
     graph, params, stats = nnx.split(model, nnx.Param, nnx.BatchStat)
 
     def apply(params, stats, *batch):
@@ -109,7 +109,7 @@ def of_nnx(model):
 
 
 def plain(stats):
-    """Statistics as a dict of arrays, of either kind of model."""
+    """Returns statistics of a linen or nnx model as a dict of arrays."""
     return nnx.to_pure_dict(stats) if isinstance(stats, nnx.State) else stats
 
 
@@ -121,7 +121,7 @@ every_norm = pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
 
 
 def normalise(apply):
-    """The step that only normalises, and its outputs."""
+    """Returns a step that only normalizes, and its outputs."""
 
     def step(state, x):
         out, stats = apply(state["params"], state["stats"], x)
@@ -131,20 +131,20 @@ def normalise(apply):
 
 
 @every_norm
-def test_statistics_of_each_replica_are_their_own_and_read_as_their_mean(make, two):
+def test_statistics_are_local_to_each_replica_and_read_as_their_mean(make, two):
     params, stats, apply = make(momentum=0.0)
     state = two.init(lambda: {"params": params, "stats": jdist.SyncOnRead(stats, "mean")})
     step = two.step(normalise(apply))
     state, out = step(state, jdist.PerReplica(BATCHES))
-    np.testing.assert_allclose([plain(one)["mean"] for one in state["stats"].values], [[1], [12]])
-    np.testing.assert_allclose([plain(one)["var"] for one in state["stats"].values], [[1], [4]])
+    np.testing.assert_allclose([plain(single)["mean"] for single in state["stats"].values], [[1], [12]])
+    np.testing.assert_allclose([plain(single)["var"] for single in state["stats"].values], [[1], [4]])
     chex.assert_trees_all_close(plain(state["stats"].read()), {"mean": np.float32([6.5]), "var": np.float32([2.5])})
     np.testing.assert_allclose(out.tree[..., 0], [[-1, 1], [-1, 1]], rtol=1e-4)
     assert step.proof.per_replica == ("state['stats']", "output")
 
 
 @every_norm
-def test_statistics_of_each_replica_run_with_its_own_batches(make, strategy):
+def test_statistics_of_each_replica_follow_its_own_batches(make, strategy):
     params, stats, apply = make(momentum=0.75)
     n = strategy.num_replicas_in_sync
     x = np.random.default_rng(0).normal(size=(2, n, 3, 1)).astype(np.float32)
@@ -157,8 +157,8 @@ def test_statistics_of_each_replica_run_with_its_own_batches(make, strategy):
         "mean": 0.75 * 0.25 * mean[0] + 0.25 * mean[1],
         "var": 0.75**2 + 0.75 * 0.25 * var[0] + 0.25 * var[1],
     }
-    for number, own in enumerate(state["stats"].values):
-        chex.assert_trees_all_close(plain(own), jax.tree.map(lambda x, i=number: x[i], expected), rtol=1e-4, atol=1e-5)
+    for number, row in enumerate(state["stats"].values):
+        chex.assert_trees_all_close(plain(row), jax.tree.map(lambda x, i=number: x[i], expected), rtol=1e-4, atol=1e-5)
     chex.assert_trees_all_close(
         plain(state["stats"].read()), jax.tree.map(lambda x: x.mean(0), expected), rtol=1e-4, atol=1e-5
     )
@@ -173,7 +173,7 @@ def test_statistics_of_each_replica_in_a_plain_leaf_are_refused_by_name(make, tw
 
 
 @every_norm
-def test_synchronised_normalisation_is_that_of_the_batch_on_one_device(make, two):
+def test_synchronized_normalization_equals_that_of_the_batch_on_one_device(make, two):
     params, stats, apply = make(momentum=0.0, axis_name="replica")
     state = two.init(lambda: {"params": params, "stats": stats})
     step = two.step(normalise(apply))
@@ -186,7 +186,7 @@ def test_synchronised_normalisation_is_that_of_the_batch_on_one_device(make, two
 
 
 @every_norm
-def test_synchronised_normalisation_over_groups_names_both_axes(make):
+def test_synchronized_normalization_over_groups_names_both_axes(make):
     strategy = jdist.MirroredStrategy(FOUR, cross_device_ops=jdist.HierarchicalAllReduce(group_size=2))
     x = np.random.default_rng(1).normal(size=(4, 3, 1)).astype(np.float32)
     params, stats, apply = make(momentum=0.0, axis_name=("group", "replica"))
@@ -197,7 +197,7 @@ def test_synchronised_normalisation_over_groups_names_both_axes(make):
 
 
 @every_norm
-def test_normalisation_synchronised_within_a_group_only_is_refused(make):
+def test_normalization_synchronized_within_a_group_only_is_refused(make):
     strategy = jdist.MirroredStrategy(FOUR, cross_device_ops=jdist.HierarchicalAllReduce(group_size=2))
     params, stats, apply = make(momentum=0.0, axis_name="replica")
     state = strategy.init(lambda: {"params": params, "stats": stats})
@@ -219,7 +219,7 @@ def _synced_nnx(axis_name):
 
 
 def training(apply):
-    """A step of training, whose gradients are among the outputs."""
+    """Returns a training step that also returns its gradients."""
 
     def step(state, batch, weights):
         x, y = batch
@@ -254,20 +254,20 @@ TRAINED = {
 
 @pytest.mark.parametrize("synced, alone", TRAINED.values(), ids=TRAINED)
 @pytest.mark.one_in(2)
-def test_training_with_synchronised_normalisation_on_four_replicas_is_that_on_one_device(synced, alone):
+def test_training_with_synchronized_normalization_on_four_replicas_equals_that_on_one_device(synced, alone):
     strategy = jdist.MirroredStrategy(FOUR)
     params, stats, apply = synced()
     step, state = strategy.step(training(apply)), strategy.init(lambda: begin(params, stats))
     params, stats, apply = alone()
-    one_step, one = jax.jit(training(apply)), begin(params, stats)
+    one_step, single = jax.jit(training(apply)), begin(params, stats)
     x, y = examples(24)
     for now in (slice(0, 8), slice(8, 16), slice(16, 24)):
         batch = (x[now], y[now]), np.ones(8, np.float32)
         split = [jdist.PerReplica(jax.tree.map(lambda a: a.reshape(4, 2, *a.shape[1:]), part)) for part in batch]
         state, (value, grads, out) = step(state, *split)
-        one, expected = one_step(one, *batch)
+        single, expected = one_step(single, *batch)
         chex.assert_trees_all_close((value, grads, out.tree.reshape(8, 2)), expected, rtol=1e-3, atol=1e-5)
-    chex.assert_trees_all_close(state, one, rtol=1e-3, atol=1e-5)
+    chex.assert_trees_all_close(state, single, rtol=1e-3, atol=1e-5)
     assert step.proof.per_replica == ("output[2]",)
     assert_in_step(state)
 
@@ -279,24 +279,24 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("counted, alone", COUNTED.values(), ids=COUNTED)
-def test_normalisation_of_padded_batches_is_that_of_the_true_rows_on_one_device(counted, alone):
-    count = 11  # the second batch is two rows, one and padding, and on two replicas only padding
+def test_normalization_of_padded_batches_equals_that_of_the_batches_without_padding_on_one_device(counted, alone):
+    count = 11  # the second batch has two rows on one replica, one row and padding on another, and only padding on two
     strategy = jdist.MirroredStrategy(FOUR)
     params, stats, apply = counted()
     step, state = strategy.step(training(apply)), strategy.init(lambda: begin(params, stats))
     params, stats, apply = alone()
-    one_step, one = jax.jit(training(apply)), begin(params, stats)
+    one_step, single = jax.jit(training(apply)), begin(params, stats)
     x, y = examples(count)
     padding = []
     for number, (batch, weights) in enumerate(strategy.distribute_dataset((x, y), 8, remainder="pad")):
         state, (value, grads, out) = step(state, batch, weights)
         now = slice(8 * number, min(8 * number + 8, count))
-        one, expected = one_step(one, (x[now], y[now]), np.ones(len(x[now]), np.float32))
+        single, expected = one_step(single, (x[now], y[now]), np.ones(len(x[now]), np.float32))
         true = np.asarray(weights.tree).ravel() > 0
         chex.assert_trees_all_close(
             (value, grads, np.asarray(out.tree).reshape(8, 2)[true]), expected, rtol=1e-3, atol=1e-5
         )
         padding += np.asarray(weights.tree).sum(1).tolist()
-    chex.assert_trees_all_close(state, one, rtol=1e-3, atol=1e-5)
+    chex.assert_trees_all_close(state, single, rtol=1e-3, atol=1e-5)
     assert 0 in padding
     assert step.proof.per_replica == ("output[2]",)

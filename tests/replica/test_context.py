@@ -1,4 +1,4 @@
-"""Who is asking: a replica, the host program in a scope, or nobody's program outside any strategy."""
+"""Contexts: in a replica function, on the host in a scope, in `merge_call`, and outside any strategy."""
 
 import asyncio
 import contextvars
@@ -25,26 +25,26 @@ def test_context_outside_any_strategy_is_of_one_replica():
     assert jdist.num_replicas() == 1
 
 
-def test_context_in_replica_function_knows_the_others(strategy):
+def test_context_in_replica_function_has_the_number_of_replicas(strategy):
     seen = []
 
     def look(x):
         context = jdist.get_replica_context()
         seen.append((context.strategy, context.num_replicas_in_sync, jdist.num_replicas()))
-        own = context.replica_id_in_sync_group, jdist.replica_id()
-        return own, context.all_reduce("sum", x), context.all_gather(x[None], 0)
+        local = context.replica_id_in_sync_group, jdist.replica_id()
+        return local, context.all_reduce("sum", x), context.all_gather(x[None], 0)
 
     n = strategy.num_replicas_in_sync
     ids, total, joined = strategy.run(look, (jdist.PerReplica(np.arange(n)),))
     assert seen == [(strategy, n, n)]
-    for found in ids:
-        np.testing.assert_array_equal(found.tree, np.arange(n))
-        assert found.tree.dtype == np.int32
+    for result in ids:
+        np.testing.assert_array_equal(result.tree, np.arange(n))
+        assert result.tree.dtype == np.int32
     assert int(total) == n * (n - 1) // 2
     np.testing.assert_array_equal(joined, np.arange(n))
 
 
-def test_context_in_scope_is_none(two):
+def test_replica_context_in_scope_is_none(two):
     with two.scope():
         assert jdist.get_replica_context() is None
         assert two.run(lambda x: jdist.num_replicas() * x, (1,)) == 2
@@ -62,13 +62,13 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("word", WORDS)
-def test_word_of_replicas_said_by_the_host_in_scope_is_refused(word, two):
-    ask, instead = WORDS[word]
-    says = rf"`jdist\.{word}` can only be called inside a function run by `strategy\.run` or `strategy\.step`.* use `{instead}"
-    with two.scope(), pytest.raises(RuntimeError, match=says):
+@pytest.mark.parametrize("function", WORDS)
+def test_replica_function_called_by_the_host_in_scope_is_refused(function, two):
+    ask, instead = WORDS[function]
+    message = rf"`jdist\.{function}` can only be called inside a function run by `strategy\.run` or `strategy\.step`.* use `{instead}"
+    with two.scope(), pytest.raises(RuntimeError, match=message):
         ask()
-    ask()  # outside there is one replica
+    ask()  # outside the scope there is one replica
 
 
 def test_context_after_a_function_that_raised_is_restored(two):
@@ -100,7 +100,7 @@ def test_context_of_scope_is_of_its_own_thread(two):
 
 
 def all_words(x, key):
-    """Every word of replica functions, in one."""
+    """Calls every function of the replica-context API."""
     noise = jax.random.normal(jdist.replica_key(key), x.shape)
     return {
         "sum": jdist.all_reduce("sum", x),
@@ -115,7 +115,7 @@ def all_words(x, key):
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored_1"])
-def test_function_called_outside_any_strategy_gives_what_one_replica_sees(name):
+def test_function_called_outside_any_strategy_returns_the_result_of_one_replica(name):
     strategy = STRATEGIES[name]()
     x, key = rows(strategy, 3), jax.random.key(2)
     (seen,) = strategy.local_results(strategy.run(all_words, (x, key)))
@@ -125,7 +125,7 @@ def test_function_called_outside_any_strategy_gives_what_one_replica_sees(name):
 
 
 def _where():
-    """Who is asking here: whether it is the host, a replica, and under which strategy."""
+    """Returns whether the context is cross-replica, whether it is a replica's, and the current strategy."""
     return jdist.in_cross_replica_context(), jdist.get_replica_context() is not None, jdist.get_strategy()
 
 
@@ -157,12 +157,12 @@ def test_cross_replica_context_is_in_scope_and_in_merge_call_and_nowhere_else(st
 
 @pytest.fixture
 def outermost():
-    """Sets the strategy of the whole program, and sets it back."""
+    """Sets the default strategy, and resets it after the test."""
     yield jdist.set_strategy
     jdist.set_strategy(None)
 
 
-def test_strategy_that_is_set_is_in_force_in_all_threads_until_it_is_reset(strategy, outermost):
+def test_set_strategy_is_current_in_all_threads_until_it_is_reset(strategy, outermost):
     seen = {}
     look = lambda name: seen.setdefault(name, (_where(), jdist.has_strategy()))
     outermost(strategy)
@@ -179,7 +179,7 @@ def test_strategy_that_is_set_is_in_force_in_all_threads_until_it_is_reset(strat
     assert jdist.get_replica_context().num_replicas_in_sync == 1
 
 
-def test_strategy_that_is_set_gives_way_to_a_replica_function_and_to_the_next(two, outermost):
+def test_set_strategy_is_replaced_in_a_replica_function_and_by_the_next(two, outermost):
     outermost(two)
     assert two.run(lambda: jdist.in_cross_replica_context() + 0) == 0
     with two.scope():
@@ -192,7 +192,7 @@ def test_strategy_that_is_set_gives_way_to_a_replica_function_and_to_the_next(tw
     assert not jdist.has_strategy()
 
 
-def test_words_of_replicas_are_refused_to_the_host_of_a_strategy_that_is_set(two, outermost):
+def test_collectives_on_the_host_of_a_set_strategy_are_refused(two, outermost):
     outermost(two)
     with pytest.raises(
         RuntimeError, match=r"`jdist\.all_reduce` can only be called inside a function run by.*`strategy\.reduce`"
@@ -200,22 +200,22 @@ def test_words_of_replicas_are_refused_to_the_host_of_a_strategy_that_is_set(two
         jdist.all_reduce("sum", 1.0)
 
 
-def test_strategy_is_not_set_in_a_scope_nor_a_replica_function(two, outermost):
-    says = r"`set_strategy` cannot be called inside a `strategy\.scope\(\)` or a replica function\. Call it outside"
+def test_set_strategy_in_a_scope_or_a_replica_function_is_refused(two, outermost):
+    message = r"`set_strategy` cannot be called inside a `strategy\.scope\(\)` or a replica function\. Call it outside"
     for strategy in (two, None):
-        with two.scope(), pytest.raises(RuntimeError, match=says):
+        with two.scope(), pytest.raises(RuntimeError, match=message):
             outermost(strategy)
-        with pytest.raises(RuntimeError, match=says):
+        with pytest.raises(RuntimeError, match=message):
             two.run(lambda strategy=strategy: outermost(strategy))
-        with pytest.raises(RuntimeError, match=says):
+        with pytest.raises(RuntimeError, match=message):
             two.run(lambda: jdist.get_replica_context().merge_call(outermost))
     assert not jdist.has_strategy()
 
 
-@pytest.mark.parametrize("bad", [1, "mirrored", jdist.MirroredStrategy, {}], ids=str)
-def test_what_is_no_strategy_is_not_set(bad, outermost):
+@pytest.mark.parametrize("invalid", [1, "mirrored", jdist.MirroredStrategy, {}], ids=str)
+def test_set_strategy_refuses_other_objects(invalid, outermost):
     with pytest.raises(TypeError, match=r"`strategy` must be a strategy or None, got (int|str|type|ABCMeta|dict)\."):
-        outermost(bad)
+        outermost(invalid)
     assert not jdist.has_strategy()
 
 
@@ -228,10 +228,13 @@ def test_tasks_have_each_their_own_scope_at_the_same_time():
             if len(entered) == len(strategies):
                 everyone.set()
             await everyone.wait()
-            found = jdist.get_strategy(), int(strategy.run(lambda: jdist.all_reduce("sum", jdist.replica_id() * 0 + 1)))
+            result = (
+                jdist.get_strategy(),
+                int(strategy.run(lambda: jdist.all_reduce("sum", jdist.replica_id() * 0 + 1))),
+            )
             await asyncio.sleep(0)
             assert jdist.get_strategy() is strategy
-        return found
+        return result
 
     async def main():
         entered, everyone = [], asyncio.Event()
@@ -244,21 +247,21 @@ def test_tasks_have_each_their_own_scope_at_the_same_time():
 def test_threads_have_each_their_own_scope_at_the_same_time():
     strategies = [STRATEGIES[name]() for name in ("mirrored_1", "mirrored_2", "mirrored_3")]
     together = threading.Barrier(len(strategies), timeout=60)
-    found = {}
+    result = {}
 
     def work(number, strategy):
         with strategy.scope():
             together.wait()
             inside = jdist.get_strategy()
             together.wait()
-        found[number] = inside, jdist.has_strategy()
+        result[number] = inside, jdist.has_strategy()
 
     threads = [threading.Thread(target=work, args=pair) for pair in enumerate(strategies)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {number: (strategy, False) for number, strategy in enumerate(strategies)}
+    assert result == {number: (strategy, False) for number, strategy in enumerate(strategies)}
 
 
 def test_scope_is_restored_after_exceptions_one_by_one(two):
@@ -276,15 +279,15 @@ def _merge(fn, *args, **kwargs):
     return jdist.get_replica_context().merge_call(fn, args, kwargs)
 
 
-def test_merge_call_sees_the_values_of_all_replicas(strategy):
+def test_merge_call_receives_the_values_of_all_replicas(strategy):
     n = strategy.num_replicas_in_sync
     seen = []
 
-    def look(given, value, tree, *, scale):
+    def look(current, value, tree, *, scale):
         leaves = [value, tree["a"], scale]
         wrapped = [isinstance(x, jdist.PerReplica) for x in leaves]
         shapes = [np.shape(x.tree if n > 1 else x) for x in leaves]
-        seen.append((given, _where(), len(strategy.local_results(value)), wrapped, shapes, tree["none"]))
+        seen.append((current, _where(), len(strategy.local_results(value)), wrapped, shapes, tree["none"]))
 
     x = rows(strategy, 3)
     strategy.run(lambda x: _merge(look, x, {"a": jdist.replica_id(), "none": None}, scale=2.0), (x,))
@@ -331,8 +334,8 @@ def ask_little(strategy, x):
 
 
 def merge_in_scan(x):
-    _, found = lax.scan(lambda carry, _: (carry, _merge(ask_little, x)), 0, None, length=2)
-    return jax.tree.map(lambda leaf: leaf[1], found)
+    _, result = lax.scan(lambda carry, _: (carry, _merge(ask_little, x)), 0, None, length=2)
+    return jax.tree.map(lambda leaf: leaf[1], result)
 
 
 def merge_in_cond(x):
@@ -349,38 +352,38 @@ MERGES = {fn.__name__: fn for fn in (merge_alone, merge_in_scan, merge_in_cond, 
 
 
 @pytest.mark.parametrize("fn", MERGES.values(), ids=MERGES)
-def test_merge_call_gives_each_replica_its_part_of_what_the_host_would_say(fn, strategy):
+def test_merge_call_returns_each_replica_its_row_of_the_result_of_the_host(fn, strategy):
     x = rows(strategy, 3)
-    found = strategy.run(fn, (x,))
-    for number, one in enumerate(strategy.local_results(found)):
+    result = strategy.run(fn, (x,))
+    for number, part_of_one in enumerate(strategy.local_results(result)):
         expected = _asked(np.asarray(x.tree), number)
-        chex.assert_trees_all_close(one, {name: expected[name] for name in one}, rtol=1e-5, atol=1e-6)
-    for name, leaf in found.items():
+        chex.assert_trees_all_close(part_of_one, {name: expected[name] for name in part_of_one}, rtol=1e-5, atol=1e-6)
+    for name, leaf in result.items():
         assert isinstance(leaf, jdist.PerReplica) == (name in ("own", "mapped"))
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
-def test_merge_call_on_a_mesh_of_groups_is_as_on_one_of_replicas(groups):
+def test_merge_call_on_a_mesh_of_groups_equals_that_on_a_mesh_of_replicas(groups):
     strategy = jdist.MirroredStrategy(cross_device_ops=jdist.HierarchicalAllReduce(groups))
     x = rows(strategy, 3)
-    for number, one in enumerate(strategy.local_results(strategy.run(merge_alone, (x,)))):
-        chex.assert_trees_all_close(one, _asked(np.asarray(x.tree), number), rtol=1e-5, atol=1e-6)
+    for number, part_of_one in enumerate(strategy.local_results(strategy.run(merge_alone, (x,)))):
+        chex.assert_trees_all_close(part_of_one, _asked(np.asarray(x.tree), number), rtol=1e-5, atol=1e-6)
 
 
-def test_merge_call_on_several_replicas_takes_the_values_apart(two):
-    found = two.run(lambda: _merge(lambda strategy, ids: ids.values, jdist.replica_id() + 5))
-    assert [int(x) for x in found] == [5, 6]
+def test_merge_call_on_several_replicas_reads_the_values_of_each(two):
+    result = two.run(lambda: _merge(lambda strategy, ids: ids.values, jdist.replica_id() + 5))
+    assert [int(x) for x in result] == [5, 6]
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored_1", "sharded_4"])
-def test_merge_call_on_one_replica_sees_plain_arrays(name):
+def test_merge_call_on_one_replica_receives_plain_arrays(name):
     strategy = STRATEGIES[name]()
     add = lambda strategy, x, *, y: x + y
-    found = strategy.run(lambda x: _merge(add, x, y=2), (rows(strategy, 3),))
-    np.testing.assert_array_equal(found.values[0], np.asarray(rows(strategy, 3).tree)[0] + 2)
+    result = strategy.run(lambda x: _merge(add, x, y=2), (rows(strategy, 3),))
+    np.testing.assert_array_equal(result.values[0], np.asarray(rows(strategy, 3).tree)[0] + 2)
 
 
-def test_scope_in_merge_call_on_one_replica_changes_nothing():
+def test_scope_in_merge_call_on_one_replica_has_no_effect():
     strategy = STRATEGIES["one_device"]()
 
     def total(strategy, x):
@@ -392,30 +395,30 @@ def test_scope_in_merge_call_on_one_replica_changes_nothing():
     np.testing.assert_allclose(state, rows(strategy, 2).tree[0])
 
 
-def test_merge_call_outside_any_strategy_sees_plain_arrays():
+def test_merge_call_outside_any_strategy_receives_plain_arrays():
     add = lambda strategy, x: {
         "total": x + 1,
         "reduced": strategy.reduce("sum", x, axis=0),
         "all": strategy.gather(x, 0),
     }
     for call in (_merge, lambda *args: jax.jit(lambda x: _merge(add, x))(*args[1:])):
-        found = call(add, np.float32([1, 2]))
-        chex.assert_trees_all_equal(found, {"total": np.float32([2, 3]), "reduced": 3.0, "all": np.float32([1, 2])})
+        result = call(add, np.float32([1, 2]))
+        chex.assert_trees_all_equal(result, {"total": np.float32([2, 3]), "reduced": 3.0, "all": np.float32([1, 2])})
 
 
 def test_merge_call_of_kwargs_that_are_a_list_is_refused(two):
-    says = r"^`kwargs` must be a mapping from argument names to values, got list\. Write `merge_call\(fn, kwargs="
-    with pytest.raises(TypeError, match=says):
+    message = r"^`kwargs` must be a mapping from argument names to values, got list\. Write `merge_call\(fn, kwargs="
+    with pytest.raises(TypeError, match=message):
         two.run(lambda: jdist.get_replica_context().merge_call(lambda s: 1, (), [1]))
 
 
 def test_merge_call_outside_any_strategy_is_of_one_replica():
-    found = merge_alone(np.float32([1, 2, 3]))
-    chex.assert_trees_all_close(found, _asked(np.float32([[1, 2, 3]]), 0))
+    result = merge_alone(np.float32([1, 2, 3]))
+    chex.assert_trees_all_close(result, _asked(np.float32([[1, 2, 3]]), 0))
     assert not jdist.in_cross_replica_context()
 
 
-def test_merge_call_of_nothing_gives_nothing(strategy):
+def test_merge_call_of_empty_trees_returns_empty_trees(strategy):
     assert strategy.run(lambda: (_merge(lambda strategy: None), _merge(lambda strategy: {}))) == (None, {})
     assert strategy.run(
         lambda: jdist.get_replica_context().merge_call(lambda strategy, *args, **kwargs: (args, kwargs))
@@ -434,11 +437,11 @@ PARTS = {
 
 
 @pytest.mark.parametrize("make, part", PARTS.values(), ids=PARTS)
-def test_merge_call_gives_each_replica_its_part_of_every_wrapper(make, part, strategy):
+def test_merge_call_returns_each_replica_its_part_of_every_wrapper(make, part, strategy):
     n = strategy.num_replicas_in_sync
-    found = strategy.run(lambda: _merge(lambda strategy: make(n)))
-    for number, one in enumerate(strategy.local_results(found)):
-        chex.assert_trees_all_equal(one, part(n, number))
+    result = strategy.run(lambda: _merge(lambda strategy: make(n)))
+    for number, part_of_one in enumerate(strategy.local_results(result)):
+        chex.assert_trees_all_equal(part_of_one, part(n, number))
 
 
 UNFIT = {
@@ -457,44 +460,44 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("make, says", UNFIT.values(), ids=UNFIT)
-def test_merge_call_that_returns_what_does_not_fit_the_replicas_is_refused(make, says, two):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("make, message", UNFIT.values(), ids=UNFIT)
+def test_merge_call_with_a_result_for_another_number_of_replicas_is_refused(make, message, two):
+    with pytest.raises(ValueError, match=message):
         two.run(lambda: _merge(lambda strategy: make()))
 
 
-def test_merge_call_takes_keys_booleans_and_empty_leaves(strategy):
+def test_merge_call_accepts_keys_booleans_and_empty_leaves(strategy):
     n = strategy.num_replicas_in_sync
-    own = {"key": jax.random.split(jax.random.key(1), n), "odd": np.arange(n) % 2 == 1, "empty": np.zeros((n, 0, 2))}
-    found = strategy.run(lambda tree: _merge(lambda strategy, tree: tree, tree), (jdist.PerReplica(own),))
-    for name, leaf in found.items():
+    local = {"key": jax.random.split(jax.random.key(1), n), "odd": np.arange(n) % 2 == 1, "empty": np.zeros((n, 0, 2))}
+    result = strategy.run(lambda tree: _merge(lambda strategy, tree: tree, tree), (jdist.PerReplica(local),))
+    for name, leaf in result.items():
         plain = jax.random.key_data if name == "key" else np.asarray
         value = leaf.tree if isinstance(leaf, jdist.PerReplica) else jnp.stack([leaf] * n)
-        np.testing.assert_array_equal(plain(value), plain(own[name]))
+        np.testing.assert_array_equal(plain(value), plain(local[name]))
 
 
-def test_merge_call_proves_what_the_host_reduced_and_nothing_else(strategy):
+def test_result_of_merge_call_is_proved_replicated_only_if_it_was_reduced(strategy):
     step = strategy.step(lambda w, x: (w + _merge(lambda strategy, x: strategy.reduce("mean", x, axis=None), x), None))
     x = rows(strategy, 2)
     state, _ = step(strategy.put(np.zeros(2, np.float32)), x)
     np.testing.assert_allclose(state, np.asarray(x.tree).mean(0), rtol=1e-5)
-    own = strategy.step(lambda w, x: (w + _merge(lambda strategy, x: x, x), None))
+    local = strategy.step(lambda w, x: (w + _merge(lambda strategy, x: x, x), None))
     with pytest.raises(jdist.NotMirroredError, match="state is not proved to be replicated on every"):
-        own(strategy.put(np.zeros(2, np.float32)), x)
+        local(strategy.put(np.zeros(2, np.float32)), x)
 
 
-def test_merge_call_is_differentiated_through(strategy):
+def test_merge_call_is_differentiable(strategy):
     n = strategy.num_replicas_in_sync
     mean = lambda strategy, x: strategy.reduce("mean", x, axis=None)
     gradient = lambda x: jax.grad(lambda x: _merge(mean, x * x))(x)
     plain = lambda x: jax.grad(lambda x: jdist.all_reduce("mean", x * x))(x)
     x = rows(strategy)
-    found, expected = (np.asarray(strategy.run(fn, (x,)).tree) for fn in (gradient, plain))
-    assert found.shape == (n,)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    result, expected = (np.asarray(strategy.run(fn, (x,)).tree) for fn in (gradient, plain))
+    assert result.shape == (n,)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
-def test_exception_in_merge_call_goes_through_and_restores_the_context(strategy):
+def test_exception_in_merge_call_is_raised_and_restores_the_context(strategy):
     def fail(strategy):
         raise KeyError("mine")
 
@@ -519,15 +522,17 @@ INSIDE = {
 
 @pytest.mark.parametrize("ask", INSIDE.values(), ids=INSIDE)
 def test_program_inside_merge_call_is_refused(ask, strategy):
-    says = r"`strategy\.run`, `strategy\.init` or a step is called inside a replica function\. Call the inner function directly"
-    with pytest.raises(RuntimeError, match=says):
+    message = r"`strategy\.run`, `strategy\.init` or a step is called inside a replica function\. Call the inner function directly"
+    with pytest.raises(RuntimeError, match=message):
         strategy.run(lambda: _merge(ask))
 
 
-@pytest.mark.parametrize("word", ["all_reduce", "all_gather", "replica_id", "num_replicas", "replica_key", "broadcast"])
-def test_word_of_replicas_inside_merge_call_is_refused(word, two):
-    ask = WORDS[word][0]
-    with pytest.raises(RuntimeError, match=rf"`jdist\.{word}` can only be called inside a function run by"):
+@pytest.mark.parametrize(
+    "function", ["all_reduce", "all_gather", "replica_id", "num_replicas", "replica_key", "broadcast"]
+)
+def test_collective_inside_merge_call_is_refused(function, two):
+    ask = WORDS[function][0]
+    with pytest.raises(RuntimeError, match=rf"`jdist\.{function}` can only be called inside a function run by"):
         two.run(lambda: _merge(lambda strategy: ask()))
 
 
@@ -538,10 +543,10 @@ def test_merge_call_that_only_some_replicas_reach_is_refused(two):
         two.run(some, (1.0,))
 
 
-def test_merge_call_of_a_scalar_key_gives_each_its_own(two):
-    own = lambda: jdist.replica_key(jax.random.key(0))
-    handed = lambda: jax.random.key_data(jdist.get_replica_context().merge_call(lambda _, key: key, (own(),)))
-    expected = two.run(lambda: jax.random.key_data(own()))
+def test_merge_call_of_a_scalar_key_returns_the_key_of_each_replica(two):
+    local = lambda: jdist.replica_key(jax.random.key(0))
+    handed = lambda: jax.random.key_data(jdist.get_replica_context().merge_call(lambda _, key: key, (local(),)))
+    expected = two.run(lambda: jax.random.key_data(local()))
     np.testing.assert_array_equal(two.run(handed).tree, expected.tree)
 
 
@@ -557,14 +562,14 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("make, says", UNFIT.values(), ids=UNFIT)
-def test_merge_call_that_gives_what_does_not_fit_the_replicas_is_refused(make, says, two):
+@pytest.mark.parametrize("make, message", UNFIT.values(), ids=UNFIT)
+def test_merge_call_with_arguments_that_do_not_fit_is_refused(make, message, two):
     value = make(two)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         two.run(lambda: jdist.get_replica_context().merge_call(lambda _: value))
 
 
-def test_merge_call_of_arguments_that_are_no_tuple_is_refused(two):
+def test_merge_call_with_args_that_are_not_a_tuple_is_refused(two):
     with pytest.raises(
         TypeError, match=r"`args` must be a tuple of arguments, got float: write `merge_call\(fn, \(value,\)\)`"
     ):
@@ -593,7 +598,7 @@ def test_options_of_another_kind_are_refused():
 # --- contexts are part of JAX's trace cache key
 
 
-def test_jitted_helper_is_traced_anew_in_each_context(two):
+def test_jitted_helper_is_traced_again_in_each_context(two):
     helper = jax.jit(lambda x: jdist.all_reduce("sum", x * jdist.replica_id()) + 10 * jdist.num_replicas())
     assert float(helper(1.0)) == 10
     for strategy, expected in ((two, 21), (STRATEGIES["mirrored_3"](), 33), (two, 21)):
@@ -609,7 +614,7 @@ def test_jitted_helper_is_traced_anew_in_each_context(two):
     assert float(helper(1.0)) == 10
 
 
-def test_jitted_helper_that_asks_for_the_strategy_gets_the_one_that_runs_it():
+def test_jitted_helper_that_reads_the_strategy_gets_the_current_one():
     helper, seen = jax.jit(lambda x: (seen.append(jdist.get_strategy()), x)[1]), []
     strategies = [STRATEGIES["mirrored_2"](), STRATEGIES["mirrored_2"]()]
     for strategy in strategies:

@@ -1,4 +1,4 @@
-"""Gradients of the mean over all replicas and micro-batches, against one device and the whole batch."""
+"""`value_and_grad` over replicas and micro-batches, compared with one device and the global batch."""
 
 import re
 
@@ -21,12 +21,12 @@ def mirrored(count):
 
 
 def squares(params, x, y):
-    """Losses like `y`, of x `[..., 3]`."""
+    """Returns losses with the shape of `y`, for x `[..., 3]`."""
     return (x @ params["w"] + params["b"] - y) ** 2
 
 
 def by_numpy(x, y, weights):
-    """The weighted mean of `squares` over all rows, and its gradient; zero of no weight."""
+    """Returns the weighted mean of `squares` over all rows, and its gradient; zero if all weights are 0."""
     x, y, weights = (np.float64(value) for value in (x, y, weights))
     error = x @ np.float64(START["w"]) + float(START["b"]) - y
     weights = np.ones(error.shape) * weights.reshape(weights.shape + (1,) * (error.ndim - weights.ndim))
@@ -45,7 +45,7 @@ def data(replicas, rows, time, seed):
 
 
 def both(strategy, x, y, weights=None, **options):
-    """Value and gradient of all replicas, the mean of their shares."""
+    """Returns the mean of the replicas' shares of value and gradient."""
 
     def fn(params, x, y, weights):
         shares = jdist.value_and_grad(squares, weights=weights, **options)(params, x, y)
@@ -54,18 +54,18 @@ def both(strategy, x, y, weights=None, **options):
     return strategy.run(fn, (START, *(None if v is None else jdist.PerReplica(v) for v in (x, y, weights))))
 
 
-def assert_close(found, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), found, expected)
+def assert_close(result, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), result, expected)
 
 
 def flat(value):
-    """The rows of all replicas as one batch."""
+    """Returns the rows of all replicas as one batch."""
     return value.reshape(-1, *value.shape[2:])
 
 
 @st.composite
 def cases(draw):
-    """Replicas, micro-batches, x, y and weights: none, of examples or of tokens, with zeros here and there."""
+    """Draws replicas, micro-batches, x, y and weights: none, per example or per token, some of them zero."""
     replicas, parts = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     rows = parts * draw(st.integers(1, 3))
     time = draw(st.sampled_from([(), (2,), (3, 1)]))
@@ -85,22 +85,22 @@ def cases(draw):
 
 @few
 @hypothesis.given(cases())
-def test_gradients_are_those_of_the_weighted_mean_on_one_device(case):
+def test_gradients_equal_the_gradients_of_the_weighted_mean_on_one_device(case):
     replicas, parts, x, y, weights = case
-    found = both(mirrored(replicas), x, y, weights, micro_batches=parts)
+    result = both(mirrored(replicas), x, y, weights, micro_batches=parts)
     expected = by_numpy(flat(x), flat(y), np.ones(flat(y).shape[:1]) if weights is None else flat(weights))
-    assert_close(found, expected)
+    assert_close(result, expected)
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int32, np.float16])
-def test_weights_may_be_of_any_numbers(two, dtype):
+def test_weights_may_have_any_real_dtype(two, dtype):
     x, y = data(2, 4, (), 0)
     weights = np.array([[1, 0, 1, 1], [0, 0, 1, 0]])
     assert_close(both(two, x, y, weights.astype(dtype), micro_batches=2), by_numpy(flat(x), flat(y), flat(weights)))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_padding_whose_losses_are_no_numbers_is_left_out_of_the_value(two, parts):
+def test_padding_with_nan_losses_has_no_effect_on_the_value(two, parts):
     x, y = data(2, 4, (), 0)
     weights = np.float32([[1, 1, 1, 0], [1, 0, 0, 0]])
     expected = by_numpy(flat(x), flat(y), flat(weights))
@@ -123,12 +123,12 @@ def test_one_loss_for_all_rows_is_averaged_over_replicas_and_micro_batches(parts
     def fn(params, x, y):
         return jdist.all_reduce("mean", jdist.value_and_grad(mean, micro_batches=parts)(params, x, y))
 
-    found = mirrored(2).run(fn, (START, jdist.PerReplica(x), jdist.PerReplica(y)))
-    assert_close(found, by_numpy(flat(x), flat(y), np.ones(12)))
+    result = mirrored(2).run(fn, (START, jdist.PerReplica(x), jdist.PerReplica(y)))
+    assert_close(result, by_numpy(flat(x), flat(y), np.ones(12)))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_share_of_a_replica_is_of_itself_alone_without_weights(two, parts):
+def test_share_of_a_replica_depends_only_on_itself_without_weights(two, parts):
     x, y = data(2, 4, (), 0)
     fn = lambda params, x, y: jdist.value_and_grad(squares, micro_batches=parts)(params, x, y)
     shares = two.run(fn, (START, jdist.PerReplica(x), jdist.PerReplica(y)))
@@ -136,7 +136,7 @@ def test_share_of_a_replica_is_of_itself_alone_without_weights(two, parts):
         assert_close(share, by_numpy(x[number], y[number], np.ones(4)))
 
 
-def test_aux_is_handed_on_and_stacked_where_there_are_micro_batches():
+def test_aux_is_returned_and_stacked_with_micro_batches():
     x, y = data(1, 6, (), 0)
 
     def losses(params, x, y):
@@ -159,8 +159,8 @@ def test_batch_may_be_a_tree_and_any_number_of_arguments():
     x, y = data(1, 4, (), 0)
     losses = lambda params, batch, *more: squares(params, batch["x"], batch["y"]) + more[0] - more[1]["z"]
     zeros = np.zeros(4, np.float32)
-    found = jdist.value_and_grad(losses, micro_batches=2)(START, {"x": x[0], "y": y[0]}, zeros, {"z": zeros})
-    assert_close(found, by_numpy(x[0], y[0], np.ones(4)))
+    result = jdist.value_and_grad(losses, micro_batches=2)(START, {"x": x[0], "y": y[0]}, zeros, {"z": zeros})
+    assert_close(result, by_numpy(x[0], y[0], np.ones(4)))
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -172,14 +172,14 @@ def test_gradients_keep_the_dtypes_of_the_parameters(parts):
     assert value.dtype == jnp.float32
 
 
-def test_micro_batches_of_few_bits_are_added_up_in_float32():
-    """300 gradients of 0.01 in bfloat16: added up there, they would stay at a third of it."""
+def test_micro_batches_of_few_bits_are_accumulated_in_float32():
+    """300 gradients of 0.01 in bfloat16: their sum in bfloat16 would be a third of the true sum."""
     x = jnp.full((300, 1), 0.01, jnp.bfloat16)
     _, grad = jdist.value_and_grad(lambda w, x: x[:, 0] * w, micro_batches=300)(jnp.bfloat16(1), x)
     assert grad == jnp.bfloat16(0.01)
 
 
-def test_it_works_within_scan_on_the_replicas(two):
+def test_value_and_grad_in_scan_in_a_replica_function(two):
     x, y = data(2, 4, (), 0)
 
     def fn(params, x, y):
@@ -199,14 +199,14 @@ def test_it_works_within_scan_on_the_replicas(two):
     assert_close(params, {"w": w, "b": b})
 
 
-def test_outside_any_strategy_and_below_jit_it_is_that_of_jax():
+def test_outside_any_strategy_and_in_jit_it_equals_jax():
     x, y = data(1, 4, (), 0)
     params = jax.tree.map(jnp.asarray, START)
     expected = jax.value_and_grad(lambda p: jnp.mean(squares(p, x[0], y[0])))(params)
     assert_close(jax.jit(jdist.value_and_grad(squares, micro_batches=2))(params, x[0], y[0]), expected)
 
 
-# --- what it costs
+# --- cost
 
 
 def compiled(strategy, fn, *args):
@@ -216,7 +216,7 @@ def compiled(strategy, fn, *args):
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_it_talks_to_the_other_replicas_only_to_add_up_weights_once(two, parts, weighted):
+def test_only_collective_is_one_all_reduce_of_the_weights(two, parts, weighted):
     x, y = data(2, 4, (), 0)
     weights = np.ones((2, 4), np.float32)
 
@@ -259,18 +259,18 @@ def test_loss_function_is_traced_a_few_times_however_many_micro_batches(parts):
     assert set(traced) == {(8 // parts, 3)}
 
 
-# --- what is wrong
+# --- errors
 
 
 @pytest.mark.parametrize("parts", [0, -1, 2.0, True, None, "2"])
-def test_number_of_micro_batches_that_is_none_is_refused(parts):
+def test_invalid_number_of_micro_batches_is_refused(parts):
     with pytest.raises(
         (TypeError, ValueError), match=rf"`micro_batches` must be an integer >= 1, got {re.escape(repr(parts))}"
     ):
         jdist.value_and_grad(squares, micro_batches=parts)
 
 
-def test_number_of_micro_batches_may_be_one_of_numpy():
+def test_number_of_micro_batches_may_be_a_numpy_integer():
     x, y = data(1, 4, (), 0)
     assert_close(
         jdist.value_and_grad(squares, micro_batches=np.int64(2))(START, x[0], y[0]), by_numpy(x[0], y[0], np.ones(4))
@@ -301,7 +301,7 @@ def test_number_of_micro_batches_may_be_one_of_numpy():
         ),
     ],
 )
-def test_rows_that_do_not_split_are_refused_by_name_with_their_number(batch, weights, message):
+def test_batch_that_cannot_be_split_is_refused_by_name_with_its_number_of_examples(batch, weights, message):
     with pytest.raises(ValueError, match=message):
         jdist.value_and_grad(squares, micro_batches=3, weights=weights)(START, *batch)
 
@@ -312,7 +312,7 @@ def test_arrays_of_different_numbers_of_rows_are_refused_or_an_error_of_the_loss
         jdist.value_and_grad(squares, micro_batches=parts)(START, np.ones((4, 3), np.float32), np.ones(6, np.float32))
 
 
-@pytest.mark.filterwarnings("default:size requires ndarray:DeprecationWarning")  # as a user's program runs
+@pytest.mark.filterwarnings("default:size requires ndarray:DeprecationWarning")  # the default in a user's program
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(
     "losses, message",
@@ -327,7 +327,7 @@ def test_arrays_of_different_numbers_of_rows_are_refused_or_an_error_of_the_loss
     ],
     ids=["booleans", "none", "dict", "pair", "pair_of_numbers", "list", "text"],
 )
-def test_losses_that_are_no_numbers_are_refused(parts, losses, message):
+def test_losses_that_are_not_numbers_are_refused(parts, losses, message):
     x, y = data(1, 4, (), 0)
     with pytest.raises((TypeError, ValueError), match=message):
         jdist.value_and_grad(losses, micro_batches=parts)(START, x[0], y[0])

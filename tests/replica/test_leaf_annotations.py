@@ -121,13 +121,13 @@ def test_annotation_in_an_inner_trace_is_ignored_if_the_policy_annotates_again()
 
 
 def test_leaves_of_each_annotation_must_be_found():
-    lost, found = [jnp.zeros(2), jnp.zeros(3)], [jnp.zeros(2), jnp.zeros(3)]
+    lost, result = [jnp.zeros(2), jnp.zeros(3)], [jnp.zeros(2), jnp.zeros(3)]
     with collect_local_leaves() as annotations:
         mark_local("sync.some", lost, MEAN)
-        mark_local("sync.some", found, MEAN)
-    assert kinds(wrap_local_leaves([*found, *lost], annotations)) == [MEAN] * 4
+        mark_local("sync.some", result, MEAN)
+    assert kinds(wrap_local_leaves([*result, *lost], annotations)) == [MEAN] * 4
     with pytest.raises(ValueError, match="1 of its 2 arrays"):
-        wrap_local_leaves([*found, lost[0]], annotations)
+        wrap_local_leaves([*result, lost[0]], annotations)
 
 
 def test_annotation_without_leaves_does_not_hide_a_missing_leaf():

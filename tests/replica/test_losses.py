@@ -1,4 +1,4 @@
-"""Averages over the batches of all replicas, with numpy in float64 as the judge."""
+"""Averages over the batches of all replicas, compared with numpy in float64."""
 
 import chex
 import hypothesis
@@ -31,7 +31,7 @@ def share_and_gradient(w, x, y, weights, size):
 
 
 def weighted_loss_and_gradient(w, x, y, weights):
-    """The reference: the weighted mean over the whole batch, by hand."""
+    """Returns the reference: the weighted mean over the global batch, and its gradient."""
     error = x.astype(np.float64) @ w - y
     total = weights.astype(np.float64).sum()
     return weights @ np.square(error) / total, 2 * (weights * error) @ x / total
@@ -39,7 +39,7 @@ def weighted_loss_and_gradient(w, x, y, weights):
 
 @st.composite
 def batches(draw):
-    """Up to 12 examples with weights, not all of them 0, and where each replica's part of them ends."""
+    """Draws up to 12 examples with weights, not all of them 0, and the end of each replica's part."""
     size, seed = draw(st.integers(1, WIDTH)), draw(st.integers(0, 999))
     weights = draw(st.lists(st.sampled_from([0, 0.25, 1, 1, 3.5]), min_size=size, max_size=size).filter(any))
     ends = draw(st.lists(st.integers(0, size), min_size=3, max_size=3).map(sorted))
@@ -49,70 +49,72 @@ def batches(draw):
 
 
 def _split(n, ends, *arrays):
-    """Each replica's examples, filled up with rows of 9; the last array, the weights, with 0."""
+    """Returns each replica's examples, padded with rows of 9; the last array, the weights, with 0."""
     ends = [0, *ends[: n - 1], len(arrays[0])]
-    found = []
+    result = []
     for number, array in enumerate(arrays):
         rows = np.full((n, WIDTH, *array.shape[1:]), 0 if number == len(arrays) - 1 else 9, np.float32)
         for i in range(n):
             part = array[ends[i] : ends[i + 1]]
             rows[i, : len(part)] = part
-        found.append(jdist.PerReplica(rows))
-    return found
+        result.append(jdist.PerReplica(rows))
+    return result
 
 
 @pytest.mark.parametrize("n", SPLITS)
 @some
 @hypothesis.given(batches())
-def test_mean_and_its_gradient_are_those_of_the_whole_batch_however_it_is_split(n, case):
+def test_mean_and_its_gradient_equal_those_of_the_global_batch_for_every_split(n, case):
     w, x, y, weights, ends = case
-    found = SPLITS[n].run(mean_and_gradient, (w, *_split(n, ends, x, y, weights)))
-    chex.assert_trees_all_close(found, weighted_loss_and_gradient(w, x, y, weights), rtol=1e-4, atol=1e-5)
-    assert all(leaf.sharding.is_fully_replicated for leaf in found)
+    result = SPLITS[n].run(mean_and_gradient, (w, *_split(n, ends, x, y, weights)))
+    chex.assert_trees_all_close(result, weighted_loss_and_gradient(w, x, y, weights), rtol=1e-4, atol=1e-5)
+    assert all(leaf.sharding.is_fully_replicated for leaf in result)
 
 
-def test_mean_over_groups_of_replicas_is_that_of_the_whole_batch():
+def test_mean_over_groups_of_replicas_equals_that_of_the_global_batch():
     rng = np.random.default_rng(0)
     w, x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((3,), (10, 3), (10,)))
     weights = np.float32([1, 0, 2, 1, 1, 1, 0.5, 1, 0, 1])
-    found = GROUPS.run(mean_and_gradient, (w, *_split(4, [1, 1, 9], x, y, weights)))
-    chex.assert_trees_all_close(found, weighted_loss_and_gradient(w, x, y, weights), rtol=1e-5)
+    result = GROUPS.run(mean_and_gradient, (w, *_split(4, [1, 1, 9], x, y, weights)))
+    chex.assert_trees_all_close(result, weighted_loss_and_gradient(w, x, y, weights), rtol=1e-5)
 
 
 def test_mean_outside_any_strategy_is_the_plain_weighted_mean():
     rng = np.random.default_rng(1)
     w, x, y = (rng.normal(size=shape).astype(np.float32) for shape in ((3,), (6, 3), (6,)))
     weights = np.float32([1, 0, 2, 1, 1, 0.5])
-    found = mean_and_gradient(w, x, y, weights)
-    chex.assert_trees_all_close(found, weighted_loss_and_gradient(w, x, y, weights), rtol=1e-5)
+    result = mean_and_gradient(w, x, y, weights)
+    chex.assert_trees_all_close(result, weighted_loss_and_gradient(w, x, y, weights), rtol=1e-5)
 
 
-def test_mean_without_weights_is_that_of_all_values(strategy):
-    whole = np.random.default_rng(2).normal(size=(strategy.num_replicas_in_sync, 4, 2)).astype(np.float32)
-    np.testing.assert_allclose(strategy.run(jdist.global_mean, (jdist.PerReplica(whole),)), whole.mean(), rtol=1e-5)
+def test_mean_without_weights_is_the_mean_of_all_values(strategy):
+    global_values = np.random.default_rng(2).normal(size=(strategy.num_replicas_in_sync, 4, 2)).astype(np.float32)
+    np.testing.assert_allclose(
+        strategy.run(jdist.global_mean, (jdist.PerReplica(global_values),)), global_values.mean(), rtol=1e-5
+    )
 
 
 def test_mean_of_uneven_values_counts_each_row_once(strategy):
     parts = [np.arange(i % 3, dtype=np.float32) + i for i in range(1, strategy.num_replicas_in_sync + 1)]
     uneven = strategy.distribute_values_from_function(lambda c: (parts[c.replica_id_in_sync_group],))
     (value,), weights = (part.tree for part in uneven.padded())
-    found = strategy.run(jdist.global_mean, (jdist.PerReplica(value), jdist.PerReplica(weights)))
-    np.testing.assert_allclose(found, np.concatenate(parts).mean(), rtol=1e-6)
+    result = strategy.run(jdist.global_mean, (jdist.PerReplica(value), jdist.PerReplica(weights)))
+    np.testing.assert_allclose(result, np.concatenate(parts).mean(), rtol=1e-6)
 
 
 def test_mean_of_tree_is_the_mean_of_each_leaf_and_none_stays(strategy):
     n = strategy.num_replicas_in_sync
-    one = np.random.default_rng(3).normal(size=(n, 2)).astype(np.float32)
+    values_of_one = np.random.default_rng(3).normal(size=(n, 2)).astype(np.float32)
     tokens = np.random.default_rng(4).normal(size=(n, 2, 3)).astype(np.float32)
     weights = np.arange(2 * n, dtype=np.float32).reshape(n, 2)
-    values = {"one": one, "tokens": tokens, "none": None}
-    found = strategy.run(jdist.global_mean, (jdist.PerReplica(values), jdist.PerReplica(weights)))
+    values = {"one": values_of_one, "tokens": tokens, "none": None}
+    result = strategy.run(jdist.global_mean, (jdist.PerReplica(values), jdist.PerReplica(weights)))
     expected = {
-        "one": np.average(one, weights=weights),
+        "one": np.average(values_of_one, weights=weights),
         "tokens": np.average(tokens, weights=np.repeat(weights[..., None], 3, -1)),
         "none": None,
     }
-    chex.assert_trees_all_close(found, expected, rtol=1e-5)
+    chex.assert_trees_all_close(result, expected, rtol=1e-5)
 
 
 AXES = {
@@ -129,10 +131,10 @@ def test_mean_over_axis_keeps_the_other_dimensions(axis, over, left, strategy):
     values = np.random.default_rng(5).normal(size=(n, 2, 3, 2)).astype(np.float32)
     weights = np.arange(1, 2 * n + 1, dtype=np.float32).reshape(n, 2)
     average = lambda values, weights: jdist.global_mean(values, weights, axis=axis)
-    found = strategy.run(average, (jdist.PerReplica(values), jdist.PerReplica(weights)))
-    whole = np.broadcast_to(weights[:, :, None, None], values.shape)
-    np.testing.assert_allclose(found, np.average(values, axis=(0, *over), weights=whole), rtol=1e-4, atol=1e-6)
-    assert found.shape == left
+    result = strategy.run(average, (jdist.PerReplica(values), jdist.PerReplica(weights)))
+    global_values = np.broadcast_to(weights[:, :, None, None], values.shape)
+    np.testing.assert_allclose(result, np.average(values, axis=(0, *over), weights=global_values), rtol=1e-4, atol=1e-6)
+    assert result.shape == left
 
 
 WEIGHTS = {
@@ -145,15 +147,15 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("weights, expected", WEIGHTS.values(), ids=WEIGHTS)
-def test_mean_takes_weights_of_the_first_dimensions(weights, expected, two):
+def test_mean_accepts_weights_of_the_first_dimensions(weights, expected, two):
     values = np.float32([[1, 2, 3], [4, 5, 6]])
     assert float(two.run(jdist.global_mean, (values, weights))) == pytest.approx(expected)
     assert float(jdist.global_mean(values, weights)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_mean_leaves_out_a_row_of_weight_zero_that_is_not_finite(bad, two):
-    values = jdist.PerReplica(np.float32([[1, bad], [3, 5]]))
+@pytest.mark.parametrize("nonfinite", [np.nan, np.inf, -np.inf])
+def test_row_of_weight_zero_that_is_not_finite_has_no_effect_on_the_mean(nonfinite, two):
+    values = jdist.PerReplica(np.float32([[1, nonfinite], [3, 5]]))
     weights = jdist.PerReplica(np.float32([[1, 0], [1, 1]]))
     average = lambda values, weights: jax.value_and_grad(jdist.global_mean)(values, weights)
     value, gradient = two.run(average, (values, weights))
@@ -161,12 +163,12 @@ def test_mean_leaves_out_a_row_of_weight_zero_that_is_not_finite(bad, two):
     np.testing.assert_allclose(gradient.tree, np.float32([[1, 0], [1, 1]]) * 2 / 3, rtol=1e-6)
 
 
-def test_mean_counts_a_true_row_that_is_not_finite(two):
+def test_row_that_is_not_finite_makes_the_mean_nan(two):
     values = jdist.PerReplica(np.float32([[1, np.nan], [3, 5]]))
     assert np.isnan(two.run(jdist.global_mean, (values,)))
 
 
-def test_mean_of_no_weight_is_zero_and_its_gradient_too(strategy):
+def test_mean_and_gradient_with_zero_weights_are_zero(strategy):
     n = strategy.num_replicas_in_sync
     nothing = jdist.PerReplica(np.zeros((n, 2), np.float32))
     average = lambda values, weights: jax.value_and_grad(jdist.global_mean)(values, weights)
@@ -175,7 +177,7 @@ def test_mean_of_no_weight_is_zero_and_its_gradient_too(strategy):
     np.testing.assert_array_equal(gradient.tree, np.zeros((n, 2)))
 
 
-def test_mean_of_no_rows_is_zero_for_each_feature(two):
+def test_mean_without_rows_is_zero_for_each_feature(two):
     average = lambda values: jdist.global_mean(values, axis=0)
     np.testing.assert_array_equal(two.run(average, (jdist.PerReplica(np.zeros((2, 0, 3), np.float32)),)), np.zeros(3))
 
@@ -194,30 +196,30 @@ DTYPES = {
 @pytest.mark.parametrize("dtype, expected", DTYPES.items(), ids=DTYPES)
 def test_mean_is_float32_at_least(dtype, expected, two):
     values = jdist.PerReplica(jnp.asarray([[100, 101], [102, 104]], dtype))
-    found = two.run(jdist.global_mean, (values,))
-    assert found.dtype == expected
-    np.testing.assert_allclose(found, np.mean(np.asarray(values.tree, expected)), rtol=1e-6)
+    result = two.run(jdist.global_mean, (values,))
+    assert result.dtype == expected
+    np.testing.assert_allclose(result, np.mean(np.asarray(values.tree, expected)), rtol=1e-6)
 
 
 def test_mean_of_complex_values_is_weighted_in_both_parts(two):
     values = jdist.PerReplica(np.complex64([[1 + 2j, 9], [3j, 9j]]))
-    found = two.run(jdist.global_mean, (values, np.float32([1, 0])))
-    np.testing.assert_allclose(found, 0.5 + 2.5j)
+    result = two.run(jdist.global_mean, (values, np.float32([1, 0])))
+    np.testing.assert_allclose(result, 0.5 + 2.5j)
 
 
 @pytest.mark.parametrize("weights", [None, np.ones(3, np.float32), np.float32([1, 0, 2])], ids=str)
-def test_mean_of_what_is_the_same_on_every_replica_is_that_without_a_warning(weights, strategy):
+def test_mean_of_replicated_values_is_their_mean_without_a_warning(weights, strategy):
     values = np.float32([1, 2, 6])
-    found = strategy.run(jdist.global_mean, (values, weights))
-    assert float(found) == pytest.approx(np.average(values, weights=weights))
+    result = strategy.run(jdist.global_mean, (values, weights))
+    assert float(result) == pytest.approx(np.average(values, weights=weights))
 
 
 def test_mean_in_scan_is_the_same_as_outside(strategy):
-    whole = np.random.default_rng(6).normal(size=(strategy.num_replicas_in_sync, 5, 2)).astype(np.float32)
+    global_values = np.random.default_rng(6).normal(size=(strategy.num_replicas_in_sync, 5, 2)).astype(np.float32)
     turn = lambda total, x: (total + jdist.global_mean(x), jdist.global_mean(x, axis=0))
-    total, means = strategy.run(lambda xs: jax.lax.scan(turn, 0.0, xs), (jdist.PerReplica(whole[:, :, None]),))
-    np.testing.assert_allclose(total, whole.mean((0, 2)).sum(), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(means, whole.mean(0), rtol=1e-5, atol=1e-6)
+    total, means = strategy.run(lambda xs: jax.lax.scan(turn, 0.0, xs), (jdist.PerReplica(global_values[:, :, None]),))
+    np.testing.assert_allclose(total, global_values.mean((0, 2)).sum(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(means, global_values.mean(0), rtol=1e-5, atol=1e-6)
 
 
 BAD_WEIGHTS = {
@@ -232,18 +234,18 @@ BAD_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("weights, says", BAD_WEIGHTS.values(), ids=BAD_WEIGHTS)
-def test_weights_that_are_negative_or_not_finite_are_refused(weights, says, two):
+@pytest.mark.parametrize("weights, message", BAD_WEIGHTS.values(), ids=BAD_WEIGHTS)
+def test_weights_that_are_negative_or_not_finite_are_refused(weights, message, two):
     values, share = np.float32([1, 2]), jdist.compute_average_loss
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         jdist.global_mean(values, weights)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         two.run(lambda values: jdist.global_mean(values, weights), (values,))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         two.run(lambda values: share(values, weights), (values,))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         jdist.metrics.Mean().update(values, weights=weights)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         jdist.metrics.ConfusionMatrix.empty(3).update(np.array([1, 2]), np.array([1, 2]), weights=weights)
 
 
@@ -295,23 +297,23 @@ MEAN_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("values, weights, axis, error, says", MEAN_REFUSED.values(), ids=MEAN_REFUSED)
-def test_mean_of_what_has_none_is_refused_by_name(values, weights, axis, error, says, two):
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize("values, weights, axis, error, message", MEAN_REFUSED.values(), ids=MEAN_REFUSED)
+def test_mean_of_invalid_values_and_weights_is_refused_by_name(values, weights, axis, error, message, two):
+    with pytest.raises(error, match=message):
         jdist.global_mean(values, weights, axis=axis)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         two.run(lambda values, weights: jdist.global_mean(values, weights, axis=axis), (values, weights))
 
 
 @pytest.mark.parametrize("n", SPLITS)
 @some
 @hypothesis.given(batches())
-def test_average_loss_summed_over_replicas_is_the_weighted_sum_by_the_size_given(n, case):
+def test_average_loss_summed_over_replicas_is_the_weighted_sum_divided_by_the_size(n, case):
     w, x, y, weights, ends = case
     size = len(x)
-    found = SPLITS[n].run(share_and_gradient, (w, *_split(n, ends, x, y, weights), np.float32(size)))
+    result = SPLITS[n].run(share_and_gradient, (w, *_split(n, ends, x, y, weights), np.float32(size)))
     expected = jax.tree.map(lambda z: z * weights.sum() / size, weighted_loss_and_gradient(w, x, y, weights))
-    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_average_loss_counts_the_batches_of_all_replicas_by_default(strategy):
@@ -334,7 +336,7 @@ TF_LOSSES = {
 
 
 @pytest.mark.parametrize("loss, weights, size, expected", TF_LOSSES.values(), ids=TF_LOSSES)
-def test_average_loss_is_that_of_tensorflow(loss, weights, size, expected, two):
+def test_average_loss_equals_tensorflow(loss, weights, size, expected, two):
     share = lambda loss, weights: jdist.compute_average_loss(loss, weights, size)
     assert float(two.run(share, (loss, weights))) == pytest.approx(expected)
     alone = expected if size else 2 * expected
@@ -358,11 +360,11 @@ AVERAGE_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("args, says", AVERAGE_REFUSED.values(), ids=AVERAGE_REFUSED)
-def test_average_loss_of_no_batch_is_refused(args, says, two):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("args, message", AVERAGE_REFUSED.values(), ids=AVERAGE_REFUSED)
+def test_average_loss_of_no_batch_is_refused(args, message, two):
+    with pytest.raises(ValueError, match=message):
         jdist.compute_average_loss(*args)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         two.run(lambda: jdist.compute_average_loss(*args))
 
 
@@ -385,9 +387,9 @@ def test_loss_of_shares_trains_as_one_device_does(strategy):
 
         return w - 0.1 * jdist.all_reduce("sum", jax.grad(share)(w)), None
 
-    found, _ = strategy.step(descend)(strategy.put(np.ones(3, np.float32)), jdist.PerReplica(x), jdist.PerReplica(y))
-    whole, _ = descend(np.ones(3, np.float32), x.reshape(-1, 3), y.ravel())
-    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-6)
+    result, _ = strategy.step(descend)(strategy.put(np.ones(3, np.float32)), jdist.PerReplica(x), jdist.PerReplica(y))
+    global_values, _ = descend(np.ones(3, np.float32), x.reshape(-1, 3), y.ravel())
+    np.testing.assert_allclose(result, global_values, rtol=1e-5, atol=1e-6)
 
 
 IN_SCOPE = {
@@ -398,32 +400,32 @@ IN_SCOPE = {
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored_2"])
-@pytest.mark.parametrize("word", IN_SCOPE)
-def test_average_asked_by_the_host_in_scope_is_refused(word, name):
-    ask, instead = IN_SCOPE[word]
+@pytest.mark.parametrize("function", IN_SCOPE)
+def test_average_on_the_host_in_scope_is_refused(function, name):
+    call, instead = IN_SCOPE[function]
     with (
         STRATEGIES[name]().scope(),
-        pytest.raises(RuntimeError, match=rf"`jdist\.{word}` can only be called inside .*`{instead}`"),
+        pytest.raises(RuntimeError, match=rf"`jdist\.{function}` can only be called inside .*`{instead}`"),
     ):
-        ask()
+        call()
 
 
 @pytest.mark.parametrize("size", [np.int64(0), 2.5, "many"])
-def test_average_loss_of_a_batch_size_that_counts_nothing_is_refused(size):
+def test_average_loss_with_an_invalid_batch_size_is_refused(size):
     with pytest.raises(ValueError, match="`global_batch_size` must be a positive number of examples"):
         jdist.compute_average_loss(np.ones(3, np.float32), global_batch_size=size)
 
 
-@pytest.mark.parametrize("word", [jdist.compute_average_loss, jdist.scale_regularization_loss, jdist.global_mean])
-def test_loss_of_a_wrapped_value_is_refused_with_the_way_out(word, two):
+@pytest.mark.parametrize("function", [jdist.compute_average_loss, jdist.scale_regularization_loss, jdist.global_mean])
+def test_loss_of_a_wrapped_value_is_refused_with_the_fix(function, two):
     with pytest.raises(TypeError, match=r"PerReplica\(float32\[2,3\]\) is a distributed value.*`strategy\.run"):
-        word(two.put(jdist.PerReplica(np.ones((2, 3), np.float32))))
+        function(two.put(jdist.PerReplica(np.ones((2, 3), np.float32))))
 
 
-@pytest.mark.parametrize("word", [jdist.compute_average_loss, jdist.scale_regularization_loss])
-def test_loss_that_is_a_key_is_refused_by_name(word):
+@pytest.mark.parametrize("function", [jdist.compute_average_loss, jdist.scale_regularization_loss])
+def test_loss_that_is_a_key_is_refused_by_name(function):
     with pytest.raises(TypeError, match="loss is a random key"):
-        word(jax.random.key(0))
+        function(jax.random.key(0))
 
 
 def test_mean_without_weights_sends_its_sum_and_no_count(two):

@@ -1,4 +1,4 @@
-"""Metrics: one table, the laws that each holds, and scikit-learn as the judge."""
+"""Metrics: one table, the laws of every metric, and a comparison with scikit-learn."""
 
 import chex
 import hypothesis
@@ -30,7 +30,7 @@ def _classes(rng, n):
     return rng.integers(0, CLASSES, size=n)
 
 
-# Each with its empty value, and what makes the arguments of `update` for n examples: whole numbers, so that sums are exact.
+# For each metric its empty value, and a function that returns arguments of `update` for n examples: integers, for exact sums.
 METRICS = {
     "sum": (metrics.Sum(), lambda rng, n: (_numbers(rng, n),)),
     "mean": (metrics.Mean(), lambda rng, n: (_numbers(rng, n),)),
@@ -56,7 +56,7 @@ UPDATE = {name: jax.jit(type(empty).update) for name, (empty, _) in METRICS.item
 
 
 def _examples(name, n, seed=0):
-    """Weights and arguments for n examples."""
+    """Returns weights and arguments for n examples."""
     rng = np.random.default_rng(seed)
     args = METRICS[name][1](rng, n)
     return rng.integers(0, 4, size=n).astype(np.float32), args
@@ -73,7 +73,7 @@ def _all(name, weights, args):
 @every_metric
 @some
 @hypothesis.given(st.tuples(*3 * [st.integers(0, 99)]))
-def test_merge_is_associative_and_commutative_and_empty_is_its_unit(name, seeds):
+def test_merge_is_associative_and_commutative_and_empty_is_its_identity(name, seeds):
     empty = METRICS[name][0]
     a, b, c = (_all(name, *_examples(name, WIDTH, seed)) for seed in seeds)
     chex.assert_trees_all_equal(a.merge(b).merge(c), a.merge(b.merge(c)))
@@ -84,12 +84,12 @@ def test_merge_is_associative_and_commutative_and_empty_is_its_unit(name, seeds)
 
 @every_metric
 @pytest.mark.parametrize("cut", [2, 4])
-def test_update_of_two_parts_is_update_of_the_whole(name, cut):
+def test_update_with_two_parts_equals_update_with_all_examples(name, cut):
     weights, args = _examples(name, WIDTH)
     first, second = (weights[:cut], _part(args, 0, cut)), (weights[cut:], _part(args, cut, WIDTH))
-    whole = _all(name, weights, args)
-    chex.assert_trees_all_equal(_all(name, *first).merge(_all(name, *second)), whole)
-    chex.assert_trees_all_equal(UPDATE[name](_all(name, *first), *second[1], weights=second[0]), whole)
+    expected_metric = _all(name, weights, args)
+    chex.assert_trees_all_equal(_all(name, *first).merge(_all(name, *second)), expected_metric)
+    chex.assert_trees_all_equal(UPDATE[name](_all(name, *first), *second[1], weights=second[0]), expected_metric)
 
 
 @every_metric
@@ -99,7 +99,7 @@ def test_update_without_weights_counts_each_example_once(name):
 
 
 @every_metric
-def test_update_with_no_examples_changes_nothing(name):
+def test_update_without_examples_has_no_effect(name):
     empty = METRICS[name][0]
     chex.assert_trees_all_equal(_all(name, *_examples(name, 0)), empty)
     assert np.all(np.asarray(empty.compute()) == 0)
@@ -107,7 +107,7 @@ def test_update_with_no_examples_changes_nothing(name):
 
 @every_metric
 @pytest.mark.parametrize("fill", [0, np.nan, np.inf], ids=str)
-def test_rows_of_weight_zero_change_nothing_whatever_they_hold(name, fill):
+def test_rows_of_weight_zero_have_no_effect(name, fill):
     weights, args = _examples(name, 4)
     padded = [
         np.concatenate([x, np.full((2, *x.shape[1:]), fill if x.dtype.kind == "f" else 1, x.dtype)]) for x in args
@@ -122,7 +122,7 @@ def test_rows_of_weight_zero_change_nothing_whatever_they_hold(name, fill):
 @some
 @hypothesis.given(st.integers(0, 9), st.integers(0, WIDTH), st.integers(0, WIDTH))
 @pytest.mark.one_in(3)
-def test_sum_over_replicas_is_all_examples_at_once_however_they_are_split(name, n, seed, a, b):
+def test_sum_over_replicas_equals_all_examples_in_one_update_for_every_split(name, n, seed, a, b):
     weights, args = _examples(name, WIDTH, seed)
     ends = [0, *sorted([a, b])[: n - 1], WIDTH]
     rows = [np.zeros((n, *x.shape), x.dtype) for x in (weights, *args)]
@@ -130,12 +130,12 @@ def test_sum_over_replicas_is_all_examples_at_once_however_they_are_split(name, 
         for row, x in zip(rows, (weights, *args), strict=True):
             part = x[ends[i] : ends[i + 1]]
             row[i, : len(part)] = part
-    found = SPLITS[n].run(SUMMED[name], tuple(map(jdist.PerReplica, rows)))
-    chex.assert_trees_all_equal(found, _all(name, weights, args))
+    result = SPLITS[n].run(SUMMED[name], tuple(map(jdist.PerReplica, rows)))
+    chex.assert_trees_all_equal(result, _all(name, weights, args))
 
 
 @pytest.mark.parametrize("name", ["mean", "f1"])
-def test_sum_over_groups_of_replicas_is_all_examples_at_once(name):
+def test_sum_over_groups_of_replicas_equals_all_examples_in_one_update(name):
     weights, args = _examples(name, 8)
     split = [jdist.PerReplica(x.reshape(4, 2, *x.shape[1:])) for x in (weights, *args)]
     chex.assert_trees_all_equal(GROUPS.run(SUMMED[name], split), _all(name, weights, args))
@@ -150,7 +150,7 @@ def test_update_and_compute_under_jit_are_the_same_as_outside(name):
 
 
 @every_metric
-def test_update_in_scan_is_the_same_as_at_once(name):
+def test_update_in_scan_equals_one_update(name):
     weights, args = _examples(name, WIDTH)
     xs = [x.reshape(3, 2, *x.shape[1:]) for x in (weights, *args)]
     turn = lambda metric, x: (metric.update(*x[1:], weights=x[0]), None)
@@ -172,7 +172,7 @@ def test_metric_synced_on_read_is_of_all_replicas_and_steps(name, two):
 
 
 @every_metric
-def test_metric_in_the_state_of_a_step_is_mirrored_once_it_is_reduced(name, two):
+def test_metric_in_the_state_of_a_step_is_replicated_after_it_is_reduced(name, two):
     weights, args = _examples(name, 4)
     empty = METRICS[name][0]
 
@@ -194,27 +194,27 @@ def test_metric_in_the_state_of_a_step_is_mirrored_once_it_is_reduced(name, two)
 def test_metric_of_each_replica_is_summed_by_the_host(name, two):
     weights, args = _examples(name, 4)
     split = [jdist.PerReplica(x.reshape(2, 2, *x.shape[1:])) for x in (weights, *args)]
-    own = two.run(lambda weights, *args: METRICS[name][0].update(*args, weights=weights), split)
-    chex.assert_trees_all_equal(two.reduce("sum", own, axis=None), _all(name, weights, args))
+    metrics_per_replica = two.run(lambda weights, *args: METRICS[name][0].update(*args, weights=weights), split)
+    chex.assert_trees_all_equal(two.reduce("sum", metrics_per_replica, axis=None), _all(name, weights, args))
 
 
 @pytest.fixture(scope="module")
 def predicted():
-    """Scores of 40 examples, their labels, and weights."""
+    """Returns scores of 40 examples, their labels, and weights."""
     rng = np.random.default_rng(11)
     scores = rng.normal(size=(40, CLASSES)).astype(np.float32)
     return scores, rng.integers(0, CLASSES, size=40), rng.integers(0, 3, size=40).astype(np.float32)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_metrics_of_classes_are_those_of_scikit_learn(weighted, predicted):
+def test_metrics_of_classes_equal_scikit_learn(weighted, predicted):
     scores, labels, weights = predicted
     weights = weights if weighted else None
     taken = scores.argmax(-1)
     judge = {"sample_weight": weights}
     matrix = metrics.ConfusionMatrix.empty(CLASSES).update(taken, labels, weights=weights)
     both = labels, taken
-    found = {
+    result = {
         "accuracy": metrics.Accuracy().update(scores, labels, weights=weights).compute(),
         **{f"top_{k}": metrics.TopKAccuracy(k).update(scores, labels, weights=weights).compute() for k in (1, 2, 3)},
         "matrix": matrix.compute(),
@@ -232,11 +232,11 @@ def test_metrics_of_classes_are_those_of_scikit_learn(weighted, predicted):
         "f1": sklearn.metrics.f1_score(*both, average=None, **judge),
         "macro": sklearn.metrics.f1_score(*both, average="macro", **judge),
     }
-    chex.assert_trees_all_close(found, jax.tree.map(np.float32, expected), rtol=1e-6)
+    chex.assert_trees_all_close(result, jax.tree.map(np.float32, expected), rtol=1e-6)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_metrics_of_numbers_are_those_of_scikit_learn(weighted, predicted):
+def test_metrics_of_numbers_equal_scikit_learn(weighted, predicted):
     scores, labels, weights = predicted
     weights = weights if weighted else None
     targets = labels.astype(np.float32)
@@ -247,7 +247,7 @@ def test_metrics_of_numbers_are_those_of_scikit_learn(weighted, predicted):
     np.testing.assert_allclose([squared, absolute], expected, rtol=1e-5)
 
 
-def test_class_that_nobody_has_or_is_taken_for_scores_zero_as_in_scikit_learn():
+def test_class_without_examples_and_predictions_scores_zero_as_in_scikit_learn():
     labels, taken = np.array([0, 0, 1]), np.array([0, 3, 1])
     matrix = metrics.ConfusionMatrix.empty(4).update(taken, labels)
     judge = {"average": None, "labels": range(4), "zero_division": 0}
@@ -286,22 +286,22 @@ def test_padded_digits_over_eight_replicas_are_counted_exactly():
     source = {"image": images, "label": labels}
     for batch, weights in strategy.distribute_dataset(source, 256, shuffle=True, remainder="pad"):
         state, _ = step(state, batch, weights)
-    found = state.read()
+    result = state.read()
     scores = score(images)
     taken = scores.argmax(-1)
-    assert float(found["count"].compute()) == float(found["accuracy"].correct.weight) == 1797
-    assert float(found["accuracy"].correct.total) == sklearn.metrics.accuracy_score(labels, taken, normalize=False)
+    assert float(result["count"].compute()) == float(result["accuracy"].correct.weight) == 1797
+    assert float(result["accuracy"].correct.total) == sklearn.metrics.accuracy_score(labels, taken, normalize=False)
     top_3 = sklearn.metrics.top_k_accuracy_score(labels, scores, k=3, normalize=False)
-    assert float(found["top_3"].correct.total) == top_3
-    np.testing.assert_array_equal(found["matrix"].compute(), sklearn.metrics.confusion_matrix(labels, taken))
-    assert float(found["f1"].compute()) == pytest.approx(sklearn.metrics.f1_score(labels, taken, average="macro"))
+    assert float(result["top_3"].correct.total) == top_3
+    np.testing.assert_array_equal(result["matrix"].compute(), sklearn.metrics.confusion_matrix(labels, taken))
+    assert float(result["f1"].compute()) == pytest.approx(sklearn.metrics.f1_score(labels, taken, average="macro"))
 
 
 OUTSIDE = {"minus_one": -1, "one_too_many": CLASSES, "far": 10**6}
 
 
 @pytest.mark.parametrize("label", OUTSIDE.values(), ids=OUTSIDE)
-def test_label_that_there_is_not_is_never_right(label):
+def test_label_that_is_not_a_class_is_never_correct(label):
     scores = np.eye(CLASSES, dtype=np.float32)
     labels = np.array([0, 1, 2, label])
     assert float(metrics.Accuracy().update(scores, labels).compute()) == 0.75
@@ -309,7 +309,7 @@ def test_label_that_there_is_not_is_never_right(label):
 
 
 @pytest.mark.parametrize("label", OUTSIDE.values(), ids=OUTSIDE)
-def test_label_or_prediction_that_there_is_not_is_left_out_of_a_confusion_matrix(label):
+def test_label_or_prediction_that_is_not_a_class_has_no_effect_on_a_confusion_matrix(label):
     empty = metrics.ConfusionMatrix.empty(CLASSES)
     known = empty.update(np.array([0, 1]), np.array([0, 2]))
     chex.assert_trees_all_equal(empty.update(np.array([0, 1, 3]), np.array([0, 2, label])), known)
@@ -325,7 +325,7 @@ def test_equal_logits_count_for_the_lower_class():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "uint8", "bool"])
-def test_sums_are_float32_whatever_is_counted(dtype):
+def test_sums_are_float32_for_every_dtype(dtype):
     values = np.array([1, 0, 1]).astype(jnp.dtype(dtype))
     seen = metrics.Mean().update(values)
     assert (seen.total.dtype, seen.weight.dtype) == (jnp.float32, jnp.float32)
@@ -338,7 +338,7 @@ def test_errors_of_unsigned_numbers_do_not_wrap():
     assert float(metrics.MeanAbsoluteError().update(small, great).compute()) == 2
 
 
-def test_weights_of_tokens_leave_out_single_tokens():
+def test_weights_of_tokens_exclude_single_tokens():
     scores = np.eye(2, dtype=np.float32)[np.array([[0, 1], [1, 1]])]
     labels = np.array([[0, 1], [0, 1]])
     weights = np.float32([[1, 1], [0, 1]])
@@ -401,10 +401,10 @@ UPDATE_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("ask, says", UPDATE_REFUSED.values(), ids=UPDATE_REFUSED)
-def test_update_with_what_does_not_fit_is_refused(ask, says):
-    with pytest.raises(ValueError, match=says):
-        ask()
+@pytest.mark.parametrize("call, message", UPDATE_REFUSED.values(), ids=UPDATE_REFUSED)
+def test_update_with_invalid_arguments_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_update_with_a_wrapper_on_the_host_is_refused(two):
@@ -435,7 +435,7 @@ def test_classes_of_small_integers_are_counted(dtype):
     assert metrics.ConfusionMatrix.empty(300).update(classes, classes).compute().sum() == 2
 
 
-def test_sum_over_replicas_of_a_metric_without_weights_is_no_repeated_sum(two):
+def test_sum_over_replicas_of_a_metric_without_weights_gives_no_repeated_sum_warning(two):
     values = two.put(jdist.PerReplica(np.arange(6, dtype=np.float32).reshape(2, 3)))
     metric = two.run(lambda x: jdist.all_reduce("sum", metrics.Mean().update(x)), (values,))
     assert float(metric.compute()) == 2.5
@@ -446,7 +446,7 @@ def test_counts_beyond_32_bits_are_added_on_the_host():
 
 
 @pytest.mark.parametrize("values", [np.complex64([1j]), jax.random.key(0)], ids=["complex", "key"])
-def test_values_that_are_no_real_numbers_are_refused(values):
+def test_values_that_are_not_real_numbers_are_refused(values):
     with pytest.raises(TypeError, match="values is .* a metric needs real numbers"):
         metrics.Mean().update(values)
 
@@ -457,11 +457,11 @@ def test_lists_are_values_like_arrays():
 
 
 @pytest.mark.parametrize("make", [metrics.ConfusionMatrix.empty, metrics.F1.empty])
-def test_metric_of_no_classes_is_refused(make):
+def test_metric_without_classes_is_refused(make):
     with pytest.raises(ValueError, match="`num_classes` must be at least 1, got 0"):
         make(0)
 
 
-def test_matrices_of_different_sizes_do_not_merge():
+def test_merge_of_matrices_of_different_sizes_is_refused():
     with pytest.raises(ValueError, match=r"Cannot merge .*\(1, 1\).* and .*\(3, 3\)"):
         metrics.ConfusionMatrix.empty(1).merge(metrics.ConfusionMatrix.empty(3))

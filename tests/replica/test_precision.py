@@ -1,4 +1,4 @@
-"""Mixed precision: which dtypes a step computes in, what is cast and what is not, and how it is refused."""
+"""`Precision`: the dtypes of a step, casts, and errors."""
 
 import re
 
@@ -20,19 +20,19 @@ def x_of(*rows):
 
 
 def stepped(strategy, loss_fn, *batch, precision=BFLOAT16, params=None, **options):
-    """The parameters' dtypes, value (with aux) and gradients of one step, on replica 0."""
+    """Returns the parameters' dtypes, value (with aux) and gradients of one step, on replica 0."""
     params = {"w": np.float32(1.001)} if params is None else params
 
     @strategy.step(precision=precision)
     def step(params, *batch):
         return params, jdist.value_and_grad(loss_fn, **options)(params, *batch)
 
-    _, found = step(strategy.put(params), *map(strategy.put, batch))
-    return strategy.local_results(found)[0]
+    _, result = step(strategy.put(params), *map(strategy.put, batch))
+    return strategy.local_results(result)[0]
 
 
 def seen_by(strategy, *batch, precision=BFLOAT16, params=None):
-    """The dtypes in which a loss function gets parameters and data."""
+    """Returns the dtypes of the parameters and data that a loss function receives."""
     seen = []
 
     def losses(params, *batch):
@@ -43,11 +43,11 @@ def seen_by(strategy, *batch, precision=BFLOAT16, params=None):
     return seen[0]
 
 
-# --- what is cast
+# --- casts
 
 
 @pytest.mark.parametrize("compute", [jnp.bfloat16, jnp.float32, jnp.float8_e4m3fn])
-def test_loss_function_gets_floats_in_the_dtype_of_computing_and_the_rest_as_it_is(two, compute):
+def test_loss_function_receives_floats_in_compute_dtype_and_other_leaves_unchanged(two, compute):
     batch = {
         "x": np.ones((2, 3), np.float32),
         "half": np.ones((2, 3), np.float16),
@@ -69,7 +69,7 @@ def test_loss_function_gets_floats_in_the_dtype_of_computing_and_the_rest_as_it_
     assert rest == {"x": name, "half": name, "label": "int32", "mask": "bool", "key": "key<fry>"}
 
 
-def test_value_aux_and_gradients_come_back_in_the_dtypes_of_output_and_parameters(two):
+def test_value_and_aux_have_output_dtype_and_gradients_the_dtypes_of_the_parameters(two):
     def losses(params, x):
         return params["w"] * x, {"seen": x, "count": jnp.int32(3), "text": None}
 
@@ -81,8 +81,8 @@ def test_value_aux_and_gradients_come_back_in_the_dtypes_of_output_and_parameter
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_computing_in_few_bits_shows_in_the_numbers_and_keeping_does_not(two, parts):
-    """1.001 is 1 in bfloat16; the parameter itself stays as it is."""
+def test_compute_dtype_rounds_results_and_not_parameters(two, parts):
+    """1.001 is 1 in bfloat16; the parameter itself is not rounded."""
     x = x_of([1.5, 2.5], [1.5, 2.5])
     value, grads = stepped(two, lambda p, x: (p["w"] * x) ** 2, x, micro_batches=parts)
     assert float(value) == (1.5**2 + 2.5**2) / 2
@@ -98,7 +98,7 @@ def test_computing_in_few_bits_shows_in_the_numbers_and_keeping_does_not(two, pa
 
 
 def test_weights_are_not_cast(two):
-    """As bfloat16, 257 would be 256."""
+    """In bfloat16, 257 would be 256."""
     fn = lambda p, x: p["w"] * x
 
     @two.step(precision=BFLOAT16)
@@ -109,7 +109,7 @@ def test_weights_are_not_cast(two):
     np.testing.assert_allclose([float(v) for v in value.values], 257 / 258, rtol=1e-6)
 
 
-def test_precision_holds_for_one_step_and_none_beside_it(two):
+def test_precision_applies_to_its_step_only(two):
     seen = []
 
     def step(params, x):
@@ -128,7 +128,7 @@ def test_precision_holds_for_one_step_and_none_beside_it(two):
     assert set(seen) == {"float32"}
 
 
-def test_precision_is_given_up_after_a_step_that_fails(two):
+def test_precision_is_reset_after_a_step_that_fails(two):
     @two.step(precision=BFLOAT16)
     def fails(w, x):
         raise KeyError("no")
@@ -146,13 +146,13 @@ def test_step_with_arguments_and_without_is_the_same(two):
         return w - 0.1 * jdist.all_reduce("mean", grad), value
 
     forms = [two.step(descend, precision=BFLOAT16), two.step(precision=BFLOAT16)(descend), two.step(descend)]
-    found = [float(form(two.put(np.float32(1.001)), two.put(x_of([1.5], [2.5])))[0]) for form in forms]
-    assert found[0] == found[1] != found[2]
+    result = [float(form(two.put(np.float32(1.001)), two.put(x_of([1.5], [2.5])))[0]) for form in forms]
+    assert result[0] == result[1] != result[2]
     assert forms[1].__wrapped__ is descend
 
 
-def test_step_without_a_precision_may_be_written_with_none(two):
-    """As where the precision is a setting of the user's program."""
+def test_precision_of_a_step_may_be_none(two):
+    """For programs in which the precision is a setting."""
 
     @two.step(precision=None)
     def step(w, x):
@@ -181,7 +181,7 @@ def test_bfloat16_needs_no_scale_and_trains(two):
     np.testing.assert_allclose(state[0]["w"], [1, -2, 0.5], atol=0.03)
 
 
-def test_precision_casts_trees_by_hand():
+def test_cast_methods_of_precision():
     tree = {"x": np.ones(2, np.float64), "n": np.int8(1), "key": jax.random.key(0), "plain": 1.5, "none": None}
     dtypes = jdist.Precision(param_dtype=jnp.float32, compute_dtype=jnp.float16, output_dtype=jnp.bfloat16)
     for cast, name in (
@@ -189,8 +189,8 @@ def test_precision_casts_trees_by_hand():
         (dtypes.cast_compute, "float16"),
         (dtypes.cast_output, "bfloat16"),
     ):
-        found = cast(tree)
-        assert {k: str(getattr(v, "dtype", v)) for k, v in found.items()} == {
+        result = cast(tree)
+        assert {k: str(getattr(v, "dtype", v)) for k, v in result.items()} == {
             "x": name,
             "n": "int8",
             "key": "key<fry>",
@@ -205,19 +205,19 @@ def test_precision_is_a_value():
     assert BFLOAT16.param_dtype == np.float32
 
 
-# --- what is wrong
+# --- errors
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "output_dtype"])
 @pytest.mark.parametrize("dtype", [jnp.int32, bool, None, "bfloat17", 16, jnp.complex64])
-def test_dtype_of_no_floats_is_refused_by_name(field, dtype):
+def test_dtype_that_is_not_floating_point_is_refused_by_name(field, dtype):
     with pytest.raises(
         TypeError, match=rf"`{field}` of `Precision` is a floating-point dtype.*{re.escape(repr(dtype))}"
     ):
         jdist.Precision(**{field: dtype})
 
 
-def test_parameters_kept_in_another_dtype_are_refused_by_name(two):
+def test_parameters_in_another_dtype_are_refused_by_name(two):
     params = {"ok": np.float32(1), "w": np.zeros(3, np.float16), "n": np.int32(1)}
     with pytest.raises(
         ValueError, match=r"params\['w'\] is float16\[3\], and the `param_dtype` of the precision is float32"
@@ -225,7 +225,7 @@ def test_parameters_kept_in_another_dtype_are_refused_by_name(two):
         stepped(two, lambda p, x: x, x_of([1], [1]), params=params)
 
 
-def test_whole_numbers_among_the_parameters_are_no_matter(two):
+def test_integers_among_the_parameters_are_accepted(two):
     tree = {"w": jnp.float32(1), "n": jnp.int32(1), "key": jax.random.key(0)}
     BFLOAT16.check_params(tree)
 
@@ -237,7 +237,7 @@ def test_step_that_does_not_use_its_precision_is_refused(two):
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", jnp.bfloat16, True, {}])
-def test_precision_that_is_none_is_refused(two, precision):
+def test_precision_of_another_class_is_refused(two, precision):
     with pytest.raises(TypeError, match=r"[Pp]recision"):
         two.step(lambda w: (w, None), precision=precision)
 
@@ -250,7 +250,7 @@ def test_float16_without_a_scale_is_refused(two):
         stepped(two, lambda p, x: p["w"] * x, x_of([1], [1]), precision=FLOAT16)
 
 
-def test_two_scales_in_one_state_are_refused_with_their_number(two):
+def test_several_scales_in_one_state_are_refused_with_their_number(two):
     tx = sync.dynamic_loss_scale(optax.sgd(0.1))
     state = two.init(lambda: [w := jnp.float32(0), tx.init(w), tx.init(w)])
     step = two.step(lambda state, x: (state, jdist.value_and_grad(lambda w, x: w * x)(state[0], x)), precision=FLOAT16)

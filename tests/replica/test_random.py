@@ -1,4 +1,4 @@
-"""Random keys: one for all replicas, one for each, one for each example."""
+"""Random keys per replica and per example."""
 
 import chex
 import flax.linen as nn
@@ -25,36 +25,36 @@ def bits(key):
 
 def test_replica_key_differs_per_replica_and_is_the_folded_key(strategy):
     key = jax.random.key(7)
-    found = strategy.run(lambda key: jax.random.key_data(jdist.replica_key(key)), (key,))
+    result = strategy.run(lambda key: jax.random.key_data(jdist.replica_key(key)), (key,))
     n = strategy.num_replicas_in_sync
-    np.testing.assert_array_equal(found.tree, [bits(jax.random.fold_in(key, i)) for i in range(n)])
-    assert len({row.tobytes() for row in np.asarray(found.tree)}) == n
+    np.testing.assert_array_equal(result.tree, [bits(jax.random.fold_in(key, i)) for i in range(n)])
+    assert len({row.tobytes() for row in np.asarray(result.tree)}) == n
 
 
 @every_key
-def test_replica_key_is_of_the_kind_that_was_given(make, two):
+def test_replica_key_has_the_dtype_of_its_key(make, two):
     key = make()
-    own = two.run(jdist.replica_key, (key,))
-    assert isinstance(own, jdist.PerReplica)
-    for number, mine in enumerate(own.values):
+    per_replica = two.run(jdist.replica_key, (key,))
+    assert isinstance(per_replica, jdist.PerReplica)
+    for number, mine in enumerate(per_replica.values):
         assert (mine.shape, mine.dtype) == (key.shape, key.dtype)
         np.testing.assert_array_equal(bits(mine), bits(jax.random.fold_in(key, number)))
 
 
-def test_replica_key_outside_any_strategy_is_that_of_replica_zero():
+def test_replica_key_outside_any_strategy_is_the_key_of_replica_zero():
     key = jax.random.key(3)
     np.testing.assert_array_equal(bits(jdist.replica_key(key)), bits(jax.random.fold_in(key, 0)))
 
 
-def test_replica_key_over_groups_of_replicas_is_each_one_once():
+def test_replica_keys_over_groups_of_replicas_are_distinct():
     ops = jdist.HierarchicalAllReduce(group_size=2)
     strategy = jdist.MirroredStrategy([f"cpu:{i}" for i in range(4)], cross_device_ops=ops)
     key = jax.random.key(3)
-    found = strategy.run(jdist.replica_key, (key,))
-    np.testing.assert_array_equal(bits(found.tree), [bits(jax.random.fold_in(key, i)) for i in range(4)])
+    result = strategy.run(jdist.replica_key, (key,))
+    np.testing.assert_array_equal(bits(result.tree), [bits(jax.random.fold_in(key, i)) for i in range(4)])
 
 
-def test_key_of_all_replicas_stays_mirrored_while_each_draws_its_own(two):
+def test_shared_key_stays_replicated_while_each_replica_draws_its_own_numbers(two):
     def draw(state, x):
         key, now = jax.random.split(state["key"])
         noise = jax.random.normal(jdist.replica_key(now), x.shape)
@@ -75,7 +75,7 @@ def test_key_of_all_replicas_stays_mirrored_while_each_draws_its_own(two):
     assert_in_step(state)
 
 
-def test_replica_key_that_is_stored_is_refused_with_the_way_out(strategy):
+def test_replica_key_that_is_stored_is_refused_with_the_fix(strategy):
     step = strategy.step(lambda state: ({"key": jdist.replica_key(state["key"])}, None))
     with pytest.raises(jdist.NotMirroredError, match=r"(?s)state\['key'\].*store .*the key that was folded"):
         step(strategy.put({"key": jax.random.key(0)}))
@@ -95,22 +95,22 @@ INDICES = {
 
 @every_key
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
-def test_example_keys_are_those_folded_one_by_one(index, make):
+def test_example_keys_equal_keys_folded_one_by_one(index, make):
     key = make()
-    found = jdist.example_key(key, index)
-    assert (found.shape, found.dtype) == ((*np.shape(index), *key.shape), key.dtype)
+    result = jdist.example_key(key, index)
+    assert (result.shape, result.dtype) == ((*np.shape(index), *key.shape), key.dtype)
     expected = [bits(jax.random.fold_in(key, int(i))) for i in np.ravel(index)]
-    np.testing.assert_array_equal(bits(found), np.reshape(np.asarray(expected, np.uint32), bits(found).shape))
+    np.testing.assert_array_equal(bits(result), np.reshape(np.asarray(expected, np.uint32), bits(result).shape))
 
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored_3"])
-def test_example_keys_of_a_batch_in_a_replica_function_are_those_of_the_whole(name):
+def test_example_keys_of_a_batch_in_a_replica_function_equal_those_of_the_global_batch(name):
     strategy = STRATEGIES[name]()
     n = strategy.num_replicas_in_sync
     key = jax.random.key(1)
-    own = lambda key: jax.random.key_data(jdist.example_key(key, jdist.replica_id() * 3 + jnp.arange(3)))
-    found = strategy.run(own, (key,))
-    np.testing.assert_array_equal(np.concatenate(found.tree), bits(jdist.example_key(key, np.arange(3 * n))))
+    per_replica = lambda key: jax.random.key_data(jdist.example_key(key, jdist.replica_id() * 3 + jnp.arange(3)))
+    result = strategy.run(per_replica, (key,))
+    np.testing.assert_array_equal(np.concatenate(result.tree), bits(jdist.example_key(key, np.arange(3 * n))))
 
 
 NOT_NUMBERS = {
@@ -120,14 +120,14 @@ NOT_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("index, said", NOT_NUMBERS.values(), ids=NOT_NUMBERS)
-def test_example_key_of_what_numbers_nothing_is_refused(index, said):
-    with pytest.raises(TypeError, match=rf"`index` must contain integers, the positions of examples, got {said}"):
+@pytest.mark.parametrize("index, text", NOT_NUMBERS.values(), ids=NOT_NUMBERS)
+def test_example_key_of_an_index_that_is_not_an_integer_is_refused(index, text):
+    with pytest.raises(TypeError, match=rf"`index` must contain integers, the positions of examples, got {text}"):
         jdist.example_key(jax.random.key(0), index)
 
 
 class Dropped(nn.Module):
-    """Two layers of dropout, for one example."""
+    """A model with two layers of dropout, for one example."""
 
     @nn.compact
     def __call__(self, x):
@@ -141,21 +141,21 @@ def test_dropout_of_each_example_is_the_same_on_any_number_of_replicas():
     index = np.random.default_rng(1).permutation(16)
 
     def drop(key, x, index):
-        one = lambda x, key: model.apply({}, x, rngs={"dropout": key})
-        return jax.vmap(one)(x, jdist.example_key(key, index))
+        single = lambda x, key: model.apply({}, x, rngs={"dropout": key})
+        return jax.vmap(single)(x, jdist.example_key(key, index))
 
-    found = []
+    result = []
     for name in ("one_device", "mirrored_2", "mirrored_8"):
         strategy = STRATEGIES[name]()
         split = [jdist.PerReplica(a.reshape(strategy.num_replicas_in_sync, -1, *a.shape[1:])) for a in (x, index)]
-        found.append([np.concatenate(rows.tree) for rows in strategy.run(drop, (key, *split))])
-    chex.assert_trees_all_equal(*found)
-    _, masks = found[0]
+        result.append([np.concatenate(rows.tree) for rows in strategy.run(drop, (key, *split))])
+    chex.assert_trees_all_equal(*result)
+    _, masks = result[0]
     assert len({row.tobytes() for row in masks}) == 16
     np.testing.assert_array_equal(np.unique(masks), [0, 2])
 
 
 @pytest.mark.parametrize("index", [np.array([2**40]), np.uint64([2**32 + 1, 1]), 2**40, -(2**31) - 1])
-def test_example_key_of_more_than_32_bits_is_refused(index):
+def test_example_key_of_an_index_of_more_than_32_bits_is_refused(index):
     with pytest.raises(ValueError, match=r"`fold_in` uses 32 bits\. Pass it modulo"):
         jdist.example_key(jax.random.key(0), index)

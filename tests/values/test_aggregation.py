@@ -1,4 +1,4 @@
-"""When and how writes become one value: the choices by name, and the aggregation of rows."""
+"""`VariableSynchronization` and `VariableAggregation`: members by name, and the aggregation of rows."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ CHOICES = [jdist.VariableSynchronization, jdist.VariableAggregation]
 
 
 @pytest.mark.parametrize("member", [member for kind in CHOICES for member in kind], ids=str)
-def test_choice_is_found_by_its_name_in_any_case(member):
+def test_member_is_found_by_its_name_in_any_case(member):
     kind = type(member)
     for name in (member, member.name, member.name.lower(), member.name.title(), member.value):
         assert kind.of(name) is member
@@ -41,9 +41,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("kind, name, says", BAD.values(), ids=BAD)
-def test_choice_that_there_is_none_of_is_refused_with_all_there_are(kind, name, says):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("kind, name, message", BAD.values(), ids=BAD)
+def test_unknown_name_is_refused_with_all_names(kind, name, message):
+    with pytest.raises(ValueError, match=message):
         kind.of(name)
 
 
@@ -52,22 +52,22 @@ NUMPY = {**ADDED, jdist.VariableAggregation.ONLY_FIRST_REPLICA: lambda x, axis: 
 
 
 @pytest.mark.parametrize("how", NUMPY, ids=str)
-def test_aggregated_rows_lie_on_every_device_of_theirs(how, strategy):
+def test_aggregated_rows_are_replicated_on_their_devices(how, strategy):
     rows = np.random.default_rng(0).normal(size=(strategy.num_replicas_in_sync, 2, 3)).astype(np.float32)
     placed = strategy.put(jdist.PerReplica(rows)).tree
-    found = aggregations.aggregate_rows(how, "value", placed)
-    np.testing.assert_allclose(found, NUMPY[how](rows, axis=0), rtol=1e-5, atol=1e-6)
-    assert found.sharding.device_set == set(strategy.mesh.devices.flat)
-    assert found.sharding.is_fully_replicated
+    result = aggregations.aggregate_rows(how, "value", placed)
+    np.testing.assert_allclose(result, NUMPY[how](rows, axis=0), rtol=1e-5, atol=1e-6)
+    assert result.sharding.device_set == set(strategy.mesh.devices.flat)
+    assert result.sharding.is_fully_replicated
     for elsewhere in (rows, jnp.asarray(rows)):
-        np.testing.assert_allclose(aggregations.aggregate_rows(how, "value", elsewhere), found, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(aggregations.aggregate_rows(how, "value", elsewhere), result, rtol=1e-5, atol=1e-6)
     traced = jax.jit(lambda x: aggregations.aggregate_rows(how, "value", x))(rows)
-    np.testing.assert_allclose(traced, found, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(traced, result, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("leaf", [np.ones(2, bool), jax.random.split(jax.random.key(0))], ids=["bools", "keys"])
 @pytest.mark.parametrize("how", ADDED, ids=str)
-def test_rows_that_have_no_such_aggregation_are_refused_by_name(how, leaf):
+def test_rows_of_a_dtype_without_that_aggregation_are_refused_by_name(how, leaf):
     with pytest.raises(TypeError, match=r"state\['x'\] is .*(bool|key<fry>)\["):
         aggregations.aggregate_rows(how, "state['x']", leaf)
 
@@ -76,5 +76,5 @@ def test_rows_that_have_no_such_aggregation_are_refused_by_name(how, leaf):
 def test_first_of_rows_may_be_of_any_dtype(leaf, two):
     plain = jax.random.key_data if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray
     for rows in (leaf, jnp.asarray(leaf), two.put(jdist.PerReplica(leaf)).tree):
-        found = aggregations.aggregate_rows(jdist.VariableAggregation.ONLY_FIRST_REPLICA, "value", rows)
-        np.testing.assert_array_equal(plain(found), plain(leaf)[0])
+        result = aggregations.aggregate_rows(jdist.VariableAggregation.ONLY_FIRST_REPLICA, "value", rows)
+        np.testing.assert_array_equal(plain(result), plain(leaf)[0])

@@ -1,4 +1,4 @@
-"""Arrays on a mesh: copies, parts, rows, and what the host makes of one row a replica."""
+"""Arrays on a mesh: copies, shards, rows, and reductions of rows on the host."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def mesh(request):
     return replica_mesh(jax.devices()[: request.param])
 
 
-def test_array_is_placed_unless_it_is_on_the_host_or_traced():
+def test_device_array_is_neither_on_the_host_nor_traced():
     assert arrays.is_device_array(jnp.ones(2))
     assert arrays.is_device_array(jax.random.key(0))
     assert not any(map(arrays.is_device_array, (np.ones(2), 1.0, None)))
@@ -43,18 +43,18 @@ PLACED = {
 
 
 @pytest.mark.parametrize("x", PLACED.values(), ids=PLACED)
-def test_placed_array_is_a_copy_of_definite_dtype(x, two):
+def test_placed_array_is_a_copy_without_weak_type(x, two):
     mesh = two.mesh
-    found = arrays.device_put_copy(x, replicated_sharding(mesh))
-    assert found is not x
-    assert not jax.typeof(found).weak_type
-    assert found.sharding == replicated_sharding(mesh)
-    assert found.dtype == jnp.asarray(x).dtype
-    plain = jax.random.key_data if jnp.issubdtype(found.dtype, jax.dtypes.prng_key) else np.asarray
-    np.testing.assert_array_equal(plain(found), plain(x))
+    result = arrays.device_put_copy(x, replicated_sharding(mesh))
+    assert result is not x
+    assert not jax.typeof(result).weak_type
+    assert result.sharding == replicated_sharding(mesh)
+    assert result.dtype == jnp.asarray(x).dtype
+    plain = jax.random.key_data if jnp.issubdtype(result.dtype, jax.dtypes.prng_key) else np.asarray
+    np.testing.assert_array_equal(plain(result), plain(x))
 
 
-def test_placed_array_has_memory_of_its_own(mesh):
+def test_placed_array_does_not_share_memory(mesh):
     x = jax.device_put(jnp.arange(3.0), replicated_sharding(mesh))
     arrays.device_put_copy(x, replicated_sharding(mesh)).delete()
     assert not x.is_deleted()
@@ -65,36 +65,34 @@ def test_copies_parts_and_rows_are_in_the_order_of_the_replicas():
     ids = np.arange(6).reshape(3, 2)
     rows = arrays.device_put_copy(ids, Replicas.from_mesh(mesh, None).per_replica_sharding)
     copies = arrays.local_shards(arrays.device_put_copy(ids, replicated_sharding(mesh)))
-    for found, expected in (
+    for result, expected in (
         (arrays.local_rows(rows), ids),
         (arrays.local_shards(rows), ids[:, None]),
         (copies, [ids] * 3),
     ):
-        np.testing.assert_array_equal(np.stack(found), np.stack(expected))
-        assert [x.devices() for x in found] == [{device} for device in mesh.devices.flat]
+        np.testing.assert_array_equal(np.stack(result), np.stack(expected))
+        assert [x.devices() for x in result] == [{device} for device in mesh.devices.flat]
 
 
-def test_rows_have_their_true_shapes(mesh):
+def test_local_rows_have_their_shapes_without_padding(mesh):
     n = mesh.size
     x = np.random.default_rng(0).normal(size=(n, 3, 2)).astype(np.float32)
     shapes = tuple((i % 4, 1 + i % 2) for i in range(n))
     for rows in (x, arrays.device_put_copy(x, Replicas.from_mesh(mesh, None).per_replica_sharding)):
-        for own, whole, shape in zip(arrays.local_rows(rows, shapes), x, shapes, strict=True):
-            np.testing.assert_array_equal(own, whole[: shape[0], : shape[1]])
+        for unpadded, largest, shape in zip(arrays.local_rows(rows, shapes), x, shapes, strict=True):
+            np.testing.assert_array_equal(unpadded, largest[: shape[0], : shape[1]])
 
 
-def test_repeat_is_a_row_of_the_same_for_each(mesh):
-    found = arrays.repeat_rows(
-        arrays.device_put_copy(np.arange(3), replicated_sharding(mesh)),
-        mesh.size,
-        Replicas.from_mesh(mesh, None).per_replica_sharding,
+def test_repeat_rows_has_one_equal_row_per_replica(mesh):
+    result = arrays.repeat_rows(
+        arrays.device_put_copy(np.arange(3), replicated_sharding(mesh)), mesh.size, Replicas.from_mesh(mesh, None).per_replica_sharding
     )
-    np.testing.assert_array_equal(found, [np.arange(3)] * mesh.size)
-    assert found.sharding.is_equivalent_to(Replicas.from_mesh(mesh, None).per_replica_sharding, 2)
+    np.testing.assert_array_equal(result, [np.arange(3)] * mesh.size)
+    assert result.sharding.is_equivalent_to(Replicas.from_mesh(mesh, None).per_replica_sharding, 2)
 
 
 @pytest.mark.parametrize("times", [1, 2, 3, 8])
-def test_split_sum_of_integers_adds_up_exactly(times):
+def test_shares_of_integers_add_up_exactly(times):
     for x in (np.int32([-9, -1, 0, 1, 7, 64]), np.int8([-128, 127]), np.uint8([255, 3])):
         rows = np.asarray(arrays.split_into_shares(jnp.asarray(x), times, None))
         assert rows.dtype == x.dtype
@@ -106,72 +104,74 @@ NUMPY = {ReduceOp.SUM: np.sum, ReduceOp.MEAN: np.mean, ReduceOp.MAX: np.max, Red
 
 
 def _filled(shapes):
-    """Random rows of these shapes, filled up to the largest with numbers that nothing may see."""
-    whole = tuple(map(max, zip(*shapes, strict=True)))
-    own = [np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)]
-    filled = np.full((len(shapes), *whole), 1e6, np.float32)
-    for row, values in zip(filled, own, strict=True):
+    """Returns random rows of these shapes, padded to the largest with 1e6, and the rows without padding."""
+    largest = tuple(map(max, zip(*shapes, strict=True)))
+    unpadded = [np.random.default_rng(i).normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)]
+    filled = np.full((len(shapes), *largest), 1e6, np.float32)
+    for row, values in zip(filled, unpadded, strict=True):
         row[tuple(map(slice, values.shape))] = values
-    return jnp.asarray(filled), own
+    return jnp.asarray(filled), unpadded
 
 
 @pytest.mark.parametrize("op", NUMPY, ids=str)
-def test_reduction_of_rows_of_different_lengths_is_over_what_is_true(op):
-    x, own = _filled(UNEVEN)
-    joined = np.concatenate(own)
-    found = arrays.reduce_rows(op, "value", x, UNEVEN, (0,), None)
-    np.testing.assert_allclose(found, NUMPY[op](joined, axis=0), rtol=1e-5)
-    found = arrays.reduce_rows(op, "value", x, UNEVEN, (0, 1), None)
-    np.testing.assert_allclose(found, NUMPY[op](joined), rtol=1e-5)
+def test_reduction_of_rows_of_different_lengths_ignores_padding(op):
+    x, unpadded = _filled(UNEVEN)
+    joined = np.concatenate(unpadded)
+    result = arrays.reduce_rows(op, "value", x, UNEVEN, (0,), None)
+    np.testing.assert_allclose(result, NUMPY[op](joined, axis=0), rtol=1e-5)
+    result = arrays.reduce_rows(op, "value", x, UNEVEN, (0, 1), None)
+    np.testing.assert_allclose(result, NUMPY[op](joined), rtol=1e-5)
 
 
 @pytest.mark.parametrize("op", NUMPY, ids=str)
 @pytest.mark.parametrize("dims", [(), (1,), (0, 1)], ids=str)
-def test_reduction_of_rows_of_one_shape_is_that_of_numpy(op, dims):
+def test_reduction_of_rows_of_one_shape_equals_numpy(op, dims):
     x = np.random.default_rng(0).normal(size=(3, 2, 4)).astype(np.float32)
-    found = arrays.reduce_rows(op, "value", jnp.asarray(x), None, dims, None)
-    np.testing.assert_allclose(found, NUMPY[op](x, axis=(0, *(dim + 1 for dim in dims))), rtol=1e-5)
+    result = arrays.reduce_rows(op, "value", jnp.asarray(x), None, dims, None)
+    np.testing.assert_allclose(result, NUMPY[op](x, axis=(0, *(dim + 1 for dim in dims))), rtol=1e-5)
 
 
-def test_reduction_of_nothing_is_refused_unless_it_is_a_sum():
+def test_reduction_without_elements_is_refused_unless_it_is_a_sum():
     empty, shapes = jnp.zeros((2, 0, 3)), ((0, 3), (0, 3))
-    for given in (None, shapes):
-        np.testing.assert_array_equal(arrays.reduce_rows(ReduceOp.SUM, "value", empty, given, (0,), None), np.zeros(3))
+    for row_shapes in (None, shapes):
+        np.testing.assert_array_equal(
+            arrays.reduce_rows(ReduceOp.SUM, "value", empty, row_shapes, (0,), None), np.zeros(3)
+        )
         for op in (ReduceOp.MEAN, ReduceOp.MAX, ReduceOp.MIN):
             with pytest.raises(ValueError, match=rf"{op.name} of value\['x'\]: it is empty on every"):
-                arrays.reduce_rows(op, "value['x']", empty, given, (0,), None)
+                arrays.reduce_rows(op, "value['x']", empty, row_shapes, (0,), None)
 
 
 def test_reduction_that_leaves_different_shapes_is_refused():
     x, _ = _filled(UNEVEN)
     for dims in ((), (1,)):
-        says = (
+        message = (
             r"value\['x'\] has the shapes \[2, 3\], \[0, 3\], \[1, 3\] on the replicas, which also differ in "
             rf"dimensions other than the reduced ones, \[{1 if dims else ''}\].*as in `axis=0`, or concatenate the "
             r"values: `strategy\.gather`"
         )
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             arrays.reduce_rows(ReduceOp.SUM, "value['x']", x, UNEVEN, dims, None)
 
 
 @pytest.mark.parametrize("dim, shapes", [(0, UNEVEN), (1, ((2, 1), (2, 3), (2, 0))), (0, None), (1, None)], ids=str)
-def test_joined_rows_are_those_of_numpy(dim, shapes):
-    x, own = _filled(shapes or ((2, 3),) * 3)
-    found = arrays.join_rows("value", x, shapes, dim, None)
-    np.testing.assert_array_equal(found, np.concatenate(own, axis=dim))
+def test_joined_rows_equal_numpy(dim, shapes):
+    x, unpadded = _filled(shapes or ((2, 3),) * 3)
+    result = arrays.join_rows("value", x, shapes, dim, None)
+    np.testing.assert_array_equal(result, np.concatenate(unpadded, axis=dim))
 
 
 def test_rows_that_differ_along_another_dimension_are_not_joined():
     x, _ = _filled(UNEVEN)
-    says = (
+    message = (
         r"value has the shapes \[2, 3\], \[0, 3\], \[1, 3\] .* along dimension 1 .*Concatenate along the dimension "
         r"that differs"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         arrays.join_rows("value", x, UNEVEN, 1, None)
 
 
-def test_reduction_and_join_lie_where_they_are_asked_to():
+def test_reduction_and_join_have_the_requested_sharding():
     mesh = STRATEGIES["mirrored_3"]().mesh
     x = arrays.device_put_copy(_filled(UNEVEN)[0], Replicas.from_mesh(mesh, None).per_replica_sharding)
     everywhere = replicated_sharding(mesh)

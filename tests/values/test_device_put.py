@@ -1,4 +1,4 @@
-"""How values come to lie on a mesh."""
+"""Placement of trees on a mesh: `put`, `distribute_values_from_function` and `split`."""
 
 import chex
 import jax
@@ -11,7 +11,7 @@ import jdist
 from laws import STRATEGIES, assert_in_step, homes, rows
 
 
-def test_put_of_plain_leaves_is_the_same_on_every_device(strategy):
+def test_put_replicates_plain_leaves(strategy):
     tree = {"a": np.arange(6.0, dtype=np.float32).reshape(2, 3), "n": 3, "key": jax.random.key(1), "none": None}
     placed = strategy.put(tree)
     assert_in_step(placed)
@@ -30,22 +30,22 @@ def test_put_of_plain_leaves_is_the_same_on_every_device(strategy):
     [(2**31, "int32"), (-(2**31) - 1, "int32"), (np.int64(2**40), "int32"), (np.uint64(2**32), "uint32")],
     ids=str,
 )
-def test_whole_number_that_jax_would_cut_is_refused(number, kept, two):
-    says = (
+def test_integer_that_jax_would_truncate_is_refused(number, expected_dtype, two):
+    message = (
         rf"value\['a'\].* holds {number}, which is out of the range of "
-        rf"{kept}.*`jax.config.update\(\"jax_enable_x64\", True\)`"
+        rf"{expected_dtype}.*`jax.config.update\(\"jax_enable_x64\", True\)`"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         two.put({"a": number})
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         two.put({"a": jdist.Mirrored(np.array([number, number]))})
-    with pytest.raises(ValueError, match=says.replace("value", r"value\[0\]")):
+    with pytest.raises(ValueError, match=message.replace("value", r"value\[0\]")):
         two.distribute_values_from_function(lambda _: {"a": np.array([number, number])})
     fits = [np.int64(2**31 - 1), np.int64(-(2**31)), np.uint64(2**32 - 1), np.zeros(0, np.int64)]
     chex.assert_trees_all_equal(two.put(fits), fits)
 
 
-def test_put_of_wrapped_leaves_lies_as_each_wrapper_says(strategy):
+def test_put_of_wrapped_leaves_has_the_sharding_of_each_wrapper(strategy):
     n = strategy.num_replicas_in_sync
     x = np.arange(n * 4).reshape(2 * n, 2)
     placed = strategy.put(
@@ -59,18 +59,24 @@ def test_put_of_wrapped_leaves_lies_as_each_wrapper_says(strategy):
     )
     parts = {name: leaf.tree if name != "plain" else leaf for name, leaf in placed.items()}
     shapes = {name: leaf.sharding.shard_shape(leaf.shape) for name, leaf in parts.items()}
-    kept = (2, 2) if isinstance(strategy, jdist.CentralStorageStrategy) else (2 * n, 2)
-    assert shapes == {"own": (1, 2, 2), "read": (1, 2, 2), "split": (2, 2), "all": kept, "plain": kept}
+    expected_dtype = (2, 2) if isinstance(strategy, jdist.CentralStorageStrategy) else (2 * n, 2)
+    assert shapes == {
+        "own": (1, 2, 2),
+        "read": (1, 2, 2),
+        "split": (2, 2),
+        "all": expected_dtype,
+        "plain": expected_dtype,
+    }
 
 
-def test_put_of_an_array_without_memory_is_refused_by_name(two):
+def test_put_of_a_deleted_array_is_refused_by_name(two):
     spent = two.put({"w": np.float32([1, 2])})
     spent["w"].delete()
     with pytest.raises(ValueError, match=r"^value\['w'\] \(float32\[2\]\) was deleted: it was donated to a step"):
         two.put({"new": np.zeros(3, np.float32), **spent})
 
 
-def test_put_of_what_was_put_is_the_same(strategy):
+def test_put_of_placed_values_is_the_identity(strategy):
     n = strategy.num_replicas_in_sync
     once = strategy.put(
         {
@@ -118,13 +124,13 @@ PUT_REFUSED = {
 }
 
 
-@pytest.mark.parametrize("wrap, leaf, says", PUT_REFUSED.values(), ids=PUT_REFUSED)
-def test_wrapper_that_does_not_fit_the_replicas_is_refused_wherever_it_is_handed_in(wrap, leaf, says, two):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("wrap, leaf, message", PUT_REFUSED.values(), ids=PUT_REFUSED)
+def test_wrapper_that_does_not_fit_the_replicas_is_refused_by_every_function(wrap, leaf, message, two):
+    with pytest.raises(ValueError, match=message):
         two.put({"x": wrap(leaf)})
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         two.run(lambda value: value, ({"x": wrap(leaf)},))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         two.reduce("mean", {"x": wrap(leaf)}, axis=None)
 
 
@@ -135,7 +141,7 @@ def test_wrapper_of_another_strategy_is_refused_by_its_devices(two):
             two.run(lambda x: x, (other.put(value),))
 
 
-def test_values_from_function_are_those_of_each_replica(strategy):
+def test_values_from_function_are_one_per_replica(strategy):
     n = strategy.num_replicas_in_sync
     made = strategy.distribute_values_from_function(
         lambda c: {"id": c.replica_id_in_sync_group, "x": np.full(2, c.num_replicas_in_sync, np.float32), "none": None}
@@ -154,7 +160,7 @@ def test_values_from_function_may_be_keys(strategy):
         np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(number)))
 
 
-def test_values_from_function_may_be_nothing(strategy):
+def test_values_from_function_may_be_empty_trees(strategy):
     made = strategy.distribute_values_from_function(lambda c: {"none": None, "list": []})
     assert (made.tree, made.shapes) == ({"none": None, "list": []}, None)
 
@@ -195,9 +201,9 @@ UNLIKE = {
 }
 
 
-@pytest.mark.parametrize("make, says", UNLIKE.values(), ids=UNLIKE)
-def test_values_from_function_that_differ_in_kind_are_refused(make, says, two):
-    with pytest.raises(ValueError, match=says):
+@pytest.mark.parametrize("make, message", UNLIKE.values(), ids=UNLIKE)
+def test_values_from_function_that_differ_in_structure_or_dtype_are_refused(make, message, two):
+    with pytest.raises(ValueError, match=message):
         two.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))
 
 
@@ -205,7 +211,7 @@ GROUPED = {size: jdist.HierarchicalAllReduce(size) for size in (1, 2, 4, 8)}
 
 
 @pytest.mark.parametrize("ops", GROUPED.values(), ids=GROUPED)
-def test_values_on_a_mesh_of_groups_lie_as_on_one_of_replicas(ops):
+def test_values_on_a_mesh_of_groups_are_placed_like_on_a_mesh_of_replicas(ops):
     grouped, flat = jdist.MirroredStrategy(cross_device_ops=ops), STRATEGIES["mirrored_8"]()
     tree = {
         "own": jdist.PerReplica(np.arange(8)),
@@ -230,24 +236,24 @@ def test_values_on_a_mesh_of_groups_lie_as_on_one_of_replicas(ops):
         ("sum", [1.0, 2], [1, 2]),
     ],
 )
-def test_partial_values_of_another_number_of_replicas_are_shared_out_anew(aggregation, rows, new, two):
-    found = two.put(
+def test_partial_values_of_another_number_of_replicas_are_split_again(aggregation, rows, new, two):
+    result = two.put(
         jdist.SyncOnRead(np.array(rows, np.float32 if isinstance(rows[0], float) else np.int32), aggregation)
     )
-    assert [float(x) for x in found.values] == new
+    assert [float(x) for x in result.values] == new
 
 
-def test_partial_values_on_the_devices_of_another_strategy_are_shared_out_anew(two):
+def test_partial_values_on_the_devices_of_another_strategy_are_split_again(two):
     other = jdist.MirroredStrategy(["cpu:2", "cpu:3", "cpu:4"])
     state = {"seen": other.put(jdist.SyncOnRead(np.float32([1, 2, 6]), "sum")), "w": other.put(np.float32(7))}
-    found = two.put(state)
-    assert [float(x) for x in found["seen"].values] == [4.5, 4.5]
+    result = two.put(state)
+    assert [float(x) for x in result["seen"].values] == [4.5, 4.5]
     step = two.step(lambda state: ({**state, "seen": state["seen"] + 1}, None))
-    state, _ = step(found)
+    state, _ = step(result)
     assert float(state["seen"].read()) == 11
 
 
-def test_partial_values_of_another_number_of_replicas_are_no_argument(two):
+def test_partial_values_of_another_number_of_replicas_are_refused_as_argument(two):
     with pytest.raises(
         ValueError, match=r"is a SyncOnRead of int32\[3\], for 3 replicas; this strategy has 2\. A SyncOnRead"
     ):
@@ -257,7 +263,7 @@ def test_partial_values_of_another_number_of_replicas_are_no_argument(two):
 # --- one global batch
 
 
-def test_batch_that_is_split_is_what_a_data_set_gives(strategy):
+def test_split_batch_equals_the_batch_of_a_data_set(strategy):
     x, y = np.arange(24 * 2, dtype=np.float32).reshape(24, 2), np.arange(24)
     (expected,) = strategy.distribute_dataset({"x": x, "y": y}, 24)
     split = strategy.split({"x": x, "y": y})
@@ -267,7 +273,7 @@ def test_batch_that_is_split_is_what_a_data_set_gives(strategy):
         assert (mine.dtype, mine.sharding) == (theirs.dtype, theirs.sharding)
 
 
-def test_split_batch_trains_as_the_whole_batch_on_one_device(strategy):
+def test_split_batch_trains_like_the_global_batch_on_one_device(strategy):
     x = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
     step = lambda w, x: (w - jdist.all_reduce("mean", (x * (x @ w)[:, None]).mean(0)), None)
     w = np.ones(3, np.float32)
@@ -275,7 +281,7 @@ def test_split_batch_trains_as_the_whole_batch_on_one_device(strategy):
     np.testing.assert_allclose(new, step(w, x)[0], rtol=1e-5)
 
 
-def test_virtual_replicas_get_their_parts_of_a_split_batch():
+def test_virtual_replicas_receive_their_shards_of_a_split_batch():
     strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"], virtual_replicas=4)
     assert strategy.split(np.arange(8)).tree.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
@@ -314,24 +320,24 @@ WRONG_BATCHES = {
 
 @pytest.mark.parametrize("case", WRONG_BATCHES)
 def test_batch_that_cannot_be_split_is_refused_with_its_numbers(case, two):
-    batch, kind, says = WRONG_BATCHES[case]
-    with pytest.raises(kind, match=says):
+    batch, kind, message = WRONG_BATCHES[case]
+    with pytest.raises(kind, match=message):
         two.split(batch)
 
 
-def test_split_batch_whose_memory_is_gone_is_refused_by_name(two):
+def test_split_of_a_deleted_batch_is_refused_by_name(two):
     gone = jnp.arange(4.0)
     gone.delete()
     with pytest.raises(ValueError, match=r"batch\['x'\] \(float32\[4\]\) was deleted"):
         two.split({"x": gone})
 
 
-def test_split_batch_has_leaves_of_no_width(two):
+def test_split_batch_may_have_leaves_without_elements(two):
     x, y = two.split((np.zeros((4, 0, 3), np.float32), np.arange(4)))
     assert (x.tree.shape, y.tree.tolist()) == ((2, 2, 0, 3), [[0, 1], [2, 3]])
 
 
-def test_masked_array_is_refused_where_it_is_put_because_its_mask_would_be_dropped(two):
+def test_put_of_a_masked_array_is_refused_because_its_mask_would_be_dropped(two):
     with pytest.raises(TypeError, match=r"value\['x'\] is a masked array, which JAX does not support\. Fill it"):
         two.put({"x": np.ma.array([1.0, 2.0], mask=[0, 1])})
 

@@ -1,4 +1,4 @@
-"""`Mirrored`: the same value on every replica, and what the host program writes to it."""
+"""`Mirrored`: a replicated value, and writes by the host program."""
 
 import chex
 import jax
@@ -13,7 +13,7 @@ from laws import STRATEGIES, assert_in_step, homes, rows
 TREE = {"a": np.float32([1, 2]), "b": (np.int32(3), None)}
 
 
-def test_values_are_one_copy_a_replica_on_its_own_device(strategy):
+def test_values_are_one_copy_per_replica_on_its_own_device(strategy):
     parts = strategy.put(jdist.Mirrored(TREE)).values
     assert len(parts) == strategy.num_replicas_in_sync
     for part, home in zip(parts, homes(strategy), strict=True):
@@ -21,7 +21,7 @@ def test_values_are_one_copy_a_replica_on_its_own_device(strategy):
         assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
 
 
-def test_values_of_what_lies_nowhere_are_the_value():
+def test_values_of_a_value_that_is_not_placed_are_the_value():
     assert jdist.Mirrored(TREE).values == (TREE,)
     assert jdist.Mirrored({}).values == ({},)
 
@@ -31,7 +31,7 @@ def test_read_is_the_array_itself(two):
     assert value.read() is value.tree
 
 
-def test_map_is_the_function_of_every_copy_where_it_lies(strategy):
+def test_map_computes_the_function_on_every_device(strategy):
     value = strategy.put(jdist.Mirrored(TREE, "mean", trainable=False))
     mapped = value.map(lambda tree: {"sum": tree["a"].sum(), "n": tree["b"][0] + 1})
     assert (mapped.aggregation, mapped.trainable) == (jdist.VariableAggregation.MEAN, False)
@@ -42,30 +42,30 @@ def test_map_is_the_function_of_every_copy_where_it_lies(strategy):
 
 
 @pytest.mark.parametrize("aggregation", ["none", "sum", "Mean", "ONLY_FIRST_REPLICA", *jdist.VariableAggregation])
-def test_assign_of_one_value_is_that_value_whatever_the_aggregation(aggregation, two):
+def test_assign_of_one_value_does_not_depend_on_the_aggregation(aggregation, two):
     value = two.put(jdist.Mirrored(np.float32([1, 2]), aggregation))
-    found = value.assign(np.float32([3, 5]))
-    np.testing.assert_array_equal(found.read(), [3, 5])
-    np.testing.assert_array_equal(found.assign_add(np.float32([1, 1])).read(), [4, 6])
-    np.testing.assert_array_equal(found.assign_sub(two.put(np.float32([1, 1]))).read(), [2, 4])
+    result = value.assign(np.float32([3, 5]))
+    np.testing.assert_array_equal(result.read(), [3, 5])
+    np.testing.assert_array_equal(result.assign_add(np.float32([1, 1])).read(), [4, 6])
+    np.testing.assert_array_equal(result.assign_sub(two.put(np.float32([1, 1]))).read(), [2, 4])
     np.testing.assert_array_equal(value.assign(two.put(jdist.Mirrored(np.float32([7, 7])))).read(), [7, 7])
-    assert_in_step(found.tree)
+    assert_in_step(result.tree)
 
 
 AGGREGATIONS = {"sum": np.sum, "mean": np.mean, "only_first_replica": lambda x, axis: x[0]}
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_assign_of_one_value_a_replica_is_aggregated(name, strategy):
+def test_assign_of_one_value_per_replica_is_aggregated(name, strategy):
     value = strategy.put(jdist.Mirrored({"x": np.ones(3, np.float32)}, name))
     new = jdist.PerReplica({"x": rows(strategy, 3).tree})
     expected = AGGREGATIONS[name](np.asarray(new.tree["x"]), axis=0)
-    found = {
+    result = {
         "assign": (value.assign(new), expected),
         "assign_add": (value.assign_add(new), 1 + expected),
         "assign_sub": (value.assign_sub(new), 1 - expected),
     }
-    for assigned, right in found.values():
+    for assigned, right in result.values():
         np.testing.assert_allclose(assigned.read()["x"], right, rtol=1e-5, atol=1e-6)
         assert assigned.read()["x"].sharding.is_equivalent_to(value.read()["x"].sharding, 1)
         assert_in_step(assigned.tree)
@@ -80,32 +80,32 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("x", DTYPES.values(), ids=DTYPES)
-def test_assign_of_one_value_a_replica_keeps_the_dtype(x):
+def test_assign_of_one_value_per_replica_keeps_the_dtype(x):
     strategy, n = STRATEGIES["mirrored_3"](), 3
     value = strategy.put(jdist.Mirrored(x, "sum"))
-    found = value.assign(jdist.PerReplica(np.stack([x] * n))).read()
-    assert found.dtype == x.dtype
-    np.testing.assert_array_equal(found, x * np.array(n, x.dtype))
+    result = value.assign(jdist.PerReplica(np.stack([x] * n))).read()
+    assert result.dtype == x.dtype
+    np.testing.assert_array_equal(result, x * np.array(n, x.dtype))
 
 
 @pytest.mark.parametrize("leaf", [np.array([False, True]), jax.random.split(jax.random.key(0))], ids=["bools", "keys"])
-def test_assign_of_booleans_and_keys_a_replica_may_be_the_first(leaf, two):
-    found = two.put(jdist.Mirrored(leaf[1], "only_first_replica")).assign(jdist.PerReplica(leaf)).read()
-    assert found.dtype == leaf.dtype
-    assert bool(found == leaf[0])
+def test_assign_of_booleans_and_keys_per_replica_may_be_the_first(leaf, two):
+    result = two.put(jdist.Mirrored(leaf[1], "only_first_replica")).assign(jdist.PerReplica(leaf)).read()
+    assert result.dtype == leaf.dtype
+    assert bool(result == leaf[0])
 
 
-def test_assign_of_partial_values_is_what_they_are_read_as(two):
+def test_assign_of_partial_values_is_their_aggregate(two):
     partial = two.put(jdist.SyncOnRead(np.float32([1, 3]), "sum"))
     assert float(two.put(jdist.Mirrored(np.float32(0), "mean")).assign(partial).read()) == 4
 
 
-def test_assign_of_one_value_a_replica_without_aggregation_is_refused(two):
+def test_assign_of_one_value_per_replica_without_aggregation_is_refused(two):
     value = two.put(jdist.Mirrored({"x": np.zeros(3, np.float32)}))
-    says = r"`{}`: value\['x'\] is replicated, and received one value per replica.*`Mirrored\(tree, aggregation\)`"
-    for word in ("assign", "assign_add", "assign_sub"):
-        with pytest.raises(ValueError, match=says.format(word)):
-            getattr(value, word)(jdist.PerReplica({"x": np.zeros((2, 3), np.float32)}))
+    message = r"`{}`: value\['x'\] is replicated, and received one value per replica.*`Mirrored\(tree, aggregation\)`"
+    for method in ("assign", "assign_add", "assign_sub"):
+        with pytest.raises(ValueError, match=message.format(method)):
+            getattr(value, method)(jdist.PerReplica({"x": np.zeros((2, 3), np.float32)}))
 
 
 NO_AGGREGATION = {
@@ -120,29 +120,29 @@ NO_AGGREGATION = {
 }
 
 
-@pytest.mark.parametrize("leaf, aggregation, error, says", NO_AGGREGATION.values(), ids=NO_AGGREGATION)
-def test_assign_of_what_has_no_such_aggregation_is_refused_by_name(leaf, aggregation, error, says, two):
+@pytest.mark.parametrize("leaf, aggregation, error, message", NO_AGGREGATION.values(), ids=NO_AGGREGATION)
+def test_assign_of_a_dtype_without_that_aggregation_is_refused_by_name(leaf, aggregation, error, message, two):
     value = two.put(jdist.Mirrored({"x": leaf}, aggregation))
     row = leaf if np.shape(leaf) == () else leaf[:2]
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         value.assign(jdist.PerReplica({"x": jnp.stack([row, row])}))
 
 
-@pytest.mark.parametrize("bad", ["avg", "", 3, None], ids=str)
+@pytest.mark.parametrize("invalid", ["avg", "", 3, None], ids=str)
 @pytest.mark.parametrize("kind", [jdist.Mirrored, jdist.SyncOnRead])
-def test_aggregation_that_there_is_none_of_is_refused(bad, kind):
-    says = r"Invalid variable aggregation mode: .*; take one of 'NONE', 'SUM', 'MEAN', 'ONLY_FIRST_REPLICA'\."
-    with pytest.raises(ValueError, match=says):
-        kind(np.ones(2), bad)
+def test_unknown_aggregation_is_refused(invalid, kind):
+    message = r"Invalid variable aggregation mode: .*; take one of 'NONE', 'SUM', 'MEAN', 'ONLY_FIRST_REPLICA'\."
+    with pytest.raises(ValueError, match=message):
+        kind(np.ones(2), invalid)
 
 
-def test_mirrored_enters_a_replica_function_plain_and_proved(strategy):
+def test_mirrored_is_a_plain_replicated_array_in_a_replica_function(strategy):
     value = strategy.put(jdist.Mirrored({"x": np.float32([1, 2])}, "sum"))
     seen = []
-    found = strategy.run(lambda value: seen.append(value) or value["x"] * 2, (value,))
+    result = strategy.run(lambda value: seen.append(value) or value["x"] * 2, (value,))
     assert isinstance(seen[0]["x"], jax.Array)
-    assert isinstance(found, jax.Array)
-    np.testing.assert_array_equal(found, [2, 4])
+    assert isinstance(result, jax.Array)
+    np.testing.assert_array_equal(result, [2, 4])
 
 
 def test_reduce_and_gather_of_mirrored_count_every_replica(strategy):

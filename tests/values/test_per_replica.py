@@ -1,4 +1,4 @@
-"""`PerReplica`: one value a replica, of one shape or of several."""
+"""`PerReplica`: one value per replica, of one shape or of several."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ import jdist
 from laws import STRATEGIES, homes, rows
 
 
-def test_repr_of_tree_of_keys_and_nothing_says_specs():
+def test_repr_of_keys_and_empty_trees_shows_dtypes_and_shapes():
     tree = {"a": np.zeros(2, np.int32), "b": None, "key": jax.random.split(jax.random.key(0))}
     assert repr(jdist.PerReplica(tree)) == "PerReplica({'a': int32[2], 'b': None, 'key': key<fry>[2]})"
 
@@ -35,7 +35,7 @@ def test_values_of_per_replica_keys_are_keys(strategy):
         np.testing.assert_array_equal(jax.random.key_data(mine), jax.random.key_data(key))
 
 
-def test_values_of_rows_that_lie_nowhere_are_the_rows():
+def test_values_of_rows_that_are_not_placed_are_the_rows():
     value = jdist.PerReplica({"a": np.arange(6).reshape(2, 3)})
     chex.assert_trees_all_equal(value.values, ({"a": np.arange(3)}, {"a": np.arange(3, 6)}))
 
@@ -54,7 +54,7 @@ MAPS = {
 
 
 @pytest.mark.parametrize("fn, expected", MAPS.values(), ids=MAPS)
-def test_map_of_per_replica_is_the_function_of_each_row_where_it_lies(fn, expected, strategy):
+def test_map_of_per_replica_computes_the_function_on_the_device_of_each_row(fn, expected, strategy):
     value = rows(strategy, 4)
     mapped = value.map(fn)
     assert isinstance(mapped, jdist.PerReplica)
@@ -79,17 +79,17 @@ def test_assign_of_one_value_gives_it_to_every_replica(dtype):
     assert added.tree["x"].dtype == jnp.dtype(dtype)
 
 
-def test_assign_of_per_replica_gives_each_its_own(strategy):
+def test_assign_of_per_replica_assigns_one_value_per_replica(strategy):
     value, other = rows(strategy, 2), rows(strategy, 2, seed=1)
     np.testing.assert_array_equal(value.assign(other).tree, other.tree)
     np.testing.assert_array_equal(value.assign_add(other).tree, np.asarray(value.tree) + np.asarray(other.tree))
     np.testing.assert_array_equal(value.assign_sub(other).tree, np.asarray(value.tree) - np.asarray(other.tree))
 
 
-def test_assign_of_keys_gives_each_its_own(strategy):
+def test_assign_of_keys_assigns_one_key_per_replica(strategy):
     keys = [jax.random.split(jax.random.key(seed), strategy.num_replicas_in_sync) for seed in (1, 2)]
-    found = strategy.put(jdist.PerReplica(keys[0])).assign(jdist.PerReplica(keys[1]))
-    np.testing.assert_array_equal(jax.random.key_data(found.tree), jax.random.key_data(keys[1]))
+    result = strategy.put(jdist.PerReplica(keys[0])).assign(jdist.PerReplica(keys[1]))
+    np.testing.assert_array_equal(jax.random.key_data(result.tree), jax.random.key_data(keys[1]))
 
 
 def test_assign_of_rows_for_another_number_of_replicas_is_refused(two):
@@ -101,10 +101,10 @@ def test_assign_of_rows_for_another_number_of_replicas_is_refused(two):
 
 def test_assign_where_the_replicas_hold_different_shapes_is_refused(two):
     value, other = _uneven(two), _uneven(two)
-    says = rf"`{{}}` to {SHAPES} of .*: values with different shapes .* `strategy\.distribute_values_from_function`"
-    for word, new in (("assign", other), ("assign", np.ones(2, np.float32)), ("assign_add", np.ones(2, np.float32))):
-        with pytest.raises(ValueError, match=says.format(word)):
-            getattr(value, word)(new)
+    message = rf"`{{}}` to {SHAPES} of .*: values with different shapes .* `strategy\.distribute_values_from_function`"
+    for method, new in (("assign", other), ("assign", np.ones(2, np.float32)), ("assign_add", np.ones(2, np.float32))):
+        with pytest.raises(ValueError, match=message.format(method)):
+            getattr(value, method)(new)
     with pytest.raises(
         ValueError, match=rf"`assign` to Mirrored\(float32\[2\], SUM\) of {SHAPES}: values with different"
     ):
@@ -112,7 +112,7 @@ def test_assign_where_the_replicas_hold_different_shapes_is_refused(two):
 
 
 def _uneven(strategy, *shape, dtype=np.float32):
-    """Replica `i` of `n` holds `n - i` rows of the number `i + 1`."""
+    """Returns a value of which replica `i` of `n` holds `n - i` rows of the number `i + 1`."""
     n = strategy.num_replicas_in_sync
     return strategy.distribute_values_from_function(
         lambda c: np.full((n - c.replica_id_in_sync_group, *shape), c.replica_id_in_sync_group + 1, dtype)
@@ -120,13 +120,13 @@ def _uneven(strategy, *shape, dtype=np.float32):
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "bool"])
-def test_values_of_different_shapes_are_each_replicas_own(dtype):
+def test_values_of_different_shapes_have_the_shape_of_each_replica(dtype):
     strategy, n = STRATEGIES["mirrored_3"](), 3
     value = _uneven(strategy, 2, dtype=jnp.dtype(dtype))
-    for number, (own, device) in enumerate(zip(value.values, strategy.mesh.devices.flat, strict=True)):
-        assert own.devices() == {device}
-        assert own.dtype == jnp.dtype(dtype)
-        np.testing.assert_array_equal(own, np.full((n - number, 2), number + 1).astype(own.dtype))
+    for number, (row, device) in enumerate(zip(value.values, strategy.mesh.devices.flat, strict=True)):
+        assert row.devices() == {device}
+        assert row.dtype == jnp.dtype(dtype)
+        np.testing.assert_array_equal(row, np.full((n - number, 2), number + 1).astype(row.dtype))
     chex.assert_trees_all_equal(strategy.local_results(value), value.values)
     chex.assert_trees_all_equal(strategy.put(value).values, value.values)
 
@@ -134,16 +134,16 @@ def test_values_of_different_shapes_are_each_replicas_own(dtype):
 def test_values_of_different_shapes_may_be_empty_or_differ_in_any_dimension(two):
     shapes = [(0, 3), (2, 1)]
     value = two.distribute_values_from_function(lambda c: np.ones(shapes[c.replica_id_in_sync_group], np.int32))
-    assert [own.shape for own in value.values] == shapes
+    assert [row.shape for row in value.values] == shapes
     assert repr(value) == "PerReplica(int32[0,3] | int32[2,1])"
 
 
-def test_repr_of_different_shapes_says_each_replicas():
+def test_repr_of_different_shapes_shows_the_shape_of_each_replica():
     value = _uneven(STRATEGIES["mirrored_3"](), 2)
     assert repr(value) == "PerReplica(float32[3,2] | float32[2,2] | float32[1,2])"
 
 
-def test_leaf_of_one_shape_stays_one_beside_a_leaf_of_several(two):
+def test_leaf_of_one_shape_is_not_padded_beside_a_leaf_of_several(two):
     value = two.distribute_values_from_function(
         lambda c: {"x": np.ones(1 + c.replica_id_in_sync_group), "id": c.replica_id_in_sync_group, "none": None}
     )
@@ -151,14 +151,14 @@ def test_leaf_of_one_shape_stays_one_beside_a_leaf_of_several(two):
         value.values,
         ({"x": np.ones(1, np.float32), "id": 0, "none": None}, {"x": np.ones(2, np.float32), "id": 1, "none": None}),
     )
-    assert [[x.shape for x in jax.tree.leaves(own)] for own in value.values] == [[(), (1,)], [(), (2,)]]
+    assert [[x.shape for x in jax.tree.leaves(row)] for row in value.values] == [[(), (1,)], [(), (2,)]]
 
 
-def test_values_of_one_shape_know_no_others(strategy):
+def test_values_of_one_shape_have_no_shapes(strategy):
     assert strategy.distribute_values_from_function(lambda c: np.ones(3)).shapes is None
 
 
-def test_padded_is_filled_up_with_zeros_and_weighted(strategy):
+def test_padded_has_zeros_and_weights(strategy):
     n = strategy.num_replicas_in_sync
     value, weights = _uneven(strategy, 2).padded()
     true = np.arange(n)[None] < n - np.arange(n)[:, None]
@@ -168,15 +168,15 @@ def test_padded_is_filled_up_with_zeros_and_weighted(strategy):
     assert weights.tree.sharding.is_equivalent_to(value.tree.sharding, 2)
 
 
-def test_padded_goes_through_run_and_weighs_every_row_once(strategy):
+def test_padded_in_run_counts_every_row_once(strategy):
     n = strategy.num_replicas_in_sync
     value, weights = _uneven(strategy).padded()
-    found = strategy.run(jdist.global_mean, (value, weights))
+    result = strategy.run(jdist.global_mean, (value, weights))
     every = np.concatenate([np.full(n - i, i + 1) for i in range(n)])
-    np.testing.assert_allclose(found, every.mean(), rtol=1e-6)
+    np.testing.assert_allclose(result, every.mean(), rtol=1e-6)
 
 
-def test_padded_of_a_tree_has_one_weight_a_row(two):
+def test_padded_of_a_tree_has_one_weight_per_row(two):
     value = two.distribute_values_from_function(
         lambda c: {"x": np.ones((2 - c.replica_id_in_sync_group, 3)), "y": np.ones(2 - c.replica_id_in_sync_group, int)}
     )
@@ -200,10 +200,10 @@ NOT_PADDED = {
 
 
 @pytest.mark.parametrize("make", NOT_PADDED.values(), ids=NOT_PADDED)
-def test_padded_of_what_differs_in_more_than_its_rows_is_refused(make, two):
+def test_padded_of_leaves_that_differ_in_another_dim_is_refused(make, two):
     value = two.distribute_values_from_function(lambda c: make(c.replica_id_in_sync_group))
-    says = r"PerReplica\(.* \| .*\) cannot be padded by rows: its leaves differ.*Pad each replica's value to one shape where"
-    with pytest.raises(ValueError, match=says):
+    message = r"PerReplica\(.* \| .*\) cannot be padded by rows: its leaves differ.*Pad each replica's value to one shape where"
+    with pytest.raises(ValueError, match=message):
         value.padded()
 
 
@@ -211,31 +211,31 @@ SHAPES = r"PerReplica\(float32\[2\] \| float32\[1\]\)"
 
 
 def test_read_and_map_of_different_shapes_are_refused(two):
-    says = (
+    message = (
         SHAPES
         + r" has different shapes on the replicas\. Use `\.values` or `\.padded\(\)`, or concatenate: `strategy\.gather`"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         _uneven(two).read()
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         _uneven(two).map(lambda x: x)
 
 
-def test_different_shapes_are_refused_by_programs_with_the_way_out(two):
-    says = (
+def test_different_shapes_are_refused_by_programs_with_the_fix(two):
+    message = (
         rf"\['x'\] is {SHAPES}: .* different shapes.*`value, weights = value\.padded\(\)`, then "
         r"`jdist\.global_mean\(values, weights"
     )
     batch = {"x": _uneven(two)}
-    with pytest.raises(ValueError, match="batch" + says):
+    with pytest.raises(ValueError, match="batch" + message):
         two.run(lambda batch: batch, (batch,))
-    with pytest.raises(ValueError, match="batch" + says):
+    with pytest.raises(ValueError, match="batch" + message):
         two.step(lambda state, batch: (state, None))(two.put(1.0), batch)
-    with pytest.raises(ValueError, match="state" + says):
+    with pytest.raises(ValueError, match="state" + message):
         two.step(lambda state: (state, None))(batch)
 
 
-def test_shapes_go_through_tree_functions_and_cannot_be_set(two):
+def test_shapes_are_kept_by_tree_functions_and_cannot_be_set(two):
     value = _uneven(two)
     doubled = jax.tree.map(lambda x: x * 2, value)
     chex.assert_trees_all_equal(doubled.values, (np.float32([2, 2]), np.float32([4])))

@@ -1,4 +1,4 @@
-"""`RowSlices`: a table of which only some rows are not zero, with numpy as the judge."""
+"""`RowSlices`, a sparse table, compared with numpy."""
 
 import dataclasses
 
@@ -39,20 +39,20 @@ def test_dense_is_the_table_with_every_row_added(rows, indices, num_rows):
         jdist.RowSlices(rows, indices, num_rows),
         jdist.RowSlices(jnp.asarray(rows), jnp.asarray(indices), num_rows),
     ):
-        for found in (slices.dense(), jax.jit(jdist.RowSlices.dense)(slices)):
-            np.testing.assert_array_equal(found, _dense(rows, indices, num_rows))
-            assert found.dtype == rows.dtype
+        for result in (slices.dense(), jax.jit(jdist.RowSlices.dense)(slices)):
+            np.testing.assert_array_equal(result, _dense(rows, indices, num_rows))
+            assert result.dtype == rows.dtype
 
 
 @pytest.mark.parametrize("rows, indices, num_rows", CASES.values(), ids=CASES)
 def test_add_to_is_the_table_and_the_rows(rows, indices, num_rows):
     shape = (num_rows, *rows.shape[1:])
     table = np.arange(np.prod(shape)).reshape(shape).astype(rows.dtype)
-    found = jdist.RowSlices(rows, indices, num_rows).add_to(table)
-    np.testing.assert_array_equal(found, table + _dense(rows, indices, num_rows))
+    result = jdist.RowSlices(rows, indices, num_rows).add_to(table)
+    np.testing.assert_array_equal(result, table + _dense(rows, indices, num_rows))
 
 
-def test_gradient_with_respect_to_the_rows_is_that_of_the_table_at_them():
+def test_gradient_with_respect_to_the_rows_equals_the_rows_of_the_gradient_of_the_table():
     indices = jnp.int32([2, 0, 2])
     weights = jnp.arange(8.0).reshape(4, 2)
     total = lambda rows: (jdist.RowSlices(rows, indices, 4).dense() * weights).sum()
@@ -68,7 +68,7 @@ def test_row_slices_are_a_frozen_tree_that_keeps_its_number_of_rows():
     assert len(jax.tree.leaves(slices)) == 2
 
 
-def test_row_slices_go_through_run_as_one_replicas_own(strategy):
+def test_row_slices_are_arguments_and_results_of_run(strategy):
     n = strategy.num_replicas_in_sync
     made = strategy.run(lambda: jdist.RowSlices(jnp.ones((1, 2)), jdist.replica_id()[None], 9))
     assert (made.num_rows, np.shape(made.rows)) == (9, (1, 2))
@@ -90,10 +90,10 @@ NOT_OF_TABLE = {
 }
 
 
-@pytest.mark.parametrize("shape, said", NOT_OF_TABLE.values(), ids=NOT_OF_TABLE)
-def test_rows_of_another_table_are_refused(shape, said):
+@pytest.mark.parametrize("shape, text", NOT_OF_TABLE.values(), ids=NOT_OF_TABLE)
+def test_rows_of_another_table_are_refused(shape, text):
     slices = jdist.RowSlices(np.ones((1, 2), np.float32), np.int32([0]), 4)
-    with pytest.raises(ValueError, match=rf"The table is {said}, and these are rows .* of a table of 4 rows"):
+    with pytest.raises(ValueError, match=rf"The table is {text}, and these are rows .* of a table of 4 rows"):
         slices.add_to(np.zeros(shape, np.float32))
 
 
@@ -137,13 +137,13 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("rows, indices, error, says", BAD.values(), ids=BAD)
-def test_rows_without_an_index_each_are_refused_by_name(rows, indices, error, says):
+@pytest.mark.parametrize("rows, indices, error, message", BAD.values(), ids=BAD)
+def test_invalid_rows_and_indices_are_refused_by_name(rows, indices, error, message):
     slices = jdist.RowSlices(rows, indices, 4)
-    with pytest.raises(error, match=r"grads\['e'\] " + says):
+    with pytest.raises(error, match=r"grads\['e'\] " + message):
         slices._check("grads['e']")
-    with pytest.raises(error, match=r"value\['e'\] " + says):
+    with pytest.raises(error, match=r"value\['e'\] " + message):
         jdist.all_reduce("sum", {"e": slices})
     if np.ndim(rows):
-        with pytest.raises(error, match=r"value " + says):
+        with pytest.raises(error, match=r"value " + message):
             slices.dense()

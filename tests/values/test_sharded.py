@@ -16,7 +16,7 @@ def _table(strategy, columns=2):
     return np.arange(2.0 * n * columns, dtype=np.float32).reshape(2 * n, columns)
 
 
-def test_values_are_the_parts_in_order_on_their_own_devices(strategy):
+def test_values_are_the_shards_in_order_on_their_own_devices(strategy):
     n, x = strategy.num_replicas_in_sync, _table(strategy)
     parts = strategy.put(jdist.Sharded({"x": x, "ids": np.arange(n), "none": None})).values
     assert len(parts) == n
@@ -26,19 +26,19 @@ def test_values_are_the_parts_in_order_on_their_own_devices(strategy):
         assert home == set().union(*(leaf.devices() for leaf in jax.tree.leaves(part)))
 
 
-def test_read_is_the_whole_array(strategy):
+def test_read_is_the_full_array(strategy):
     value = strategy.put(jdist.Sharded(_table(strategy)))
     assert value.read() is value.tree
     np.testing.assert_array_equal(value.read(), _table(strategy))
 
 
-def test_values_of_what_lies_nowhere_are_refused():
-    says = r"Sharded\(float32\[4\]\) is not split over devices yet\. Place it first: `strategy\.put\(value\)`"
-    with pytest.raises(ValueError, match=says):
+def test_values_of_a_value_that_is_not_placed_are_refused():
+    message = r"Sharded\(float32\[4\]\) is not split over devices yet\. Place it first: `strategy\.put\(value\)`"
+    with pytest.raises(ValueError, match=message):
         _ = jdist.Sharded(np.ones(4, np.float32)).values
 
 
-def test_map_is_the_function_of_each_part(strategy):
+def test_map_is_the_function_of_each_shard(strategy):
     value = strategy.put(jdist.Sharded(_table(strategy)))
     mapped = value.map(lambda part: {"sum": part.sum(0, keepdims=True), "twice": jnp.concatenate([part, part])})
     for before, after in zip(value.values, mapped.values, strict=True):
@@ -57,20 +57,20 @@ DTYPES = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_assign_of_the_whole_value_splits_it(dtype):
+def test_assign_of_the_full_value_splits_it(dtype):
     strategy = STRATEGIES["mirrored_3"]()
     x = _table(strategy).astype(dtype)
     value = strategy.put(jdist.Sharded({"x": np.zeros_like(x)}))
-    found = value.assign({"x": x})
-    np.testing.assert_array_equal(found.read()["x"], x)
-    assert found.tree["x"].sharding.is_equivalent_to(value.tree["x"].sharding, 2)
-    np.testing.assert_array_equal(found.assign_add({"x": x}).read()["x"], x + x)
-    np.testing.assert_array_equal(found.assign_sub({"x": x}).read()["x"], x - x)
+    result = value.assign({"x": x})
+    np.testing.assert_array_equal(result.read()["x"], x)
+    assert result.tree["x"].sharding.is_equivalent_to(value.tree["x"].sharding, 2)
+    np.testing.assert_array_equal(result.assign_add({"x": x}).read()["x"], x + x)
+    np.testing.assert_array_equal(result.assign_sub({"x": x}).read()["x"], x - x)
     np.testing.assert_array_equal(value.assign(strategy.put(jdist.Mirrored({"x": x}))).read()["x"], x)
-    np.testing.assert_array_equal(value.assign(found).read()["x"], x)
+    np.testing.assert_array_equal(value.assign(result).read()["x"], x)
 
 
-def test_assign_of_one_value_a_replica_is_its_part(strategy):
+def test_assign_of_one_value_per_replica_is_its_shard(strategy):
     value = strategy.put(jdist.Sharded(_table(strategy)))
     parts = rows(strategy, 2, 2)
     expected = np.concatenate(np.asarray(parts.tree))
@@ -79,7 +79,7 @@ def test_assign_of_one_value_a_replica_is_its_part(strategy):
     chex.assert_trees_all_equal(value.assign(parts).values, parts.values)
 
 
-def test_assign_of_parts_of_another_shape_is_refused(two):
+def test_assign_of_shards_of_another_shape_is_refused(two):
     value = two.put(jdist.Sharded(_table(two)))
     with pytest.raises(ValueError, match=r"`assign`: value has the shape \[4, 2\], and the new value has \[2, 2\]"):
         value.assign(rows(two, 1, 2))
@@ -94,7 +94,7 @@ def test_sharded_keys_are_split_and_assigned(strategy):
     np.testing.assert_array_equal(jax.random.key_data(value.assign(keys[1]).read()), jax.random.key_data(keys[1]))
 
 
-def test_sharded_enters_a_replica_function_as_its_part_and_stays_split_in_a_step(strategy):
+def test_sharded_is_the_shard_in_a_replica_function_and_stays_split_in_a_step(strategy):
     n, x = strategy.num_replicas_in_sync, _table(strategy)
     seen = []
 
@@ -103,31 +103,31 @@ def test_sharded_enters_a_replica_function_as_its_part_and_stays_split_in_a_step
         return table * 2, jdist.all_gather(table, 0)
 
     value = strategy.put(jdist.Sharded(x))
-    where = value.tree.sharding
-    table, whole = strategy.step(double)(value)
+    state_sharding = value.tree.sharding
+    table, output = strategy.step(double)(value)
     assert seen == [(2, 2)]
     assert isinstance(table, jdist.Sharded)
-    assert table.tree.sharding.is_equivalent_to(where, 2)
+    assert table.tree.sharding.is_equivalent_to(state_sharding, 2)
     np.testing.assert_array_equal(table.read(), x * 2)
-    np.testing.assert_array_equal(whole, x)
+    np.testing.assert_array_equal(output, x)
     assert len(table.values) == n
 
 
-def test_init_makes_each_part_where_it_lies(strategy):
+def test_init_creates_each_shard_on_its_device(strategy):
     n = strategy.num_replicas_in_sync
     made = strategy.init(lambda: jdist.Sharded(jdist.replica_id() * 10 + jnp.arange(2)))
     np.testing.assert_array_equal(made.read(), [10 * i + j for i in range(n) for j in range(2)])
     assert made.tree.sharding.shard_shape(made.tree.shape) == (2,)
 
 
-def test_part_without_a_dimension_is_refused(strategy):
+def test_shard_without_a_dimension_is_refused(strategy):
     with pytest.raises(
         ValueError, match=r"value\['x'\] of a Sharded is int32\[\]: the shard of a replica has at least one dimension"
     ):
         strategy.init(lambda: jdist.Sharded({"x": jdist.replica_id()}))
 
 
-def test_reduce_and_gather_of_sharded_are_of_the_parts(strategy):
+def test_reduce_and_gather_of_sharded_use_the_shards(strategy):
     x = _table(strategy)
     n, value = strategy.num_replicas_in_sync, strategy.put(jdist.Sharded(x))
     np.testing.assert_allclose(strategy.reduce("sum", value, axis=None), x.reshape(n, 2, 2).sum(0))

@@ -1,4 +1,4 @@
-"""`SyncOnRead`: one partial value a replica, and what the host reads and writes of it."""
+"""`SyncOnRead`: one partial value per replica, and reads and writes by the host."""
 
 import chex
 import jax
@@ -24,16 +24,16 @@ def test_values_are_partial_and_on_their_own_devices(strategy):
 
 
 @pytest.mark.parametrize("aggregation", NUMPY)
-def test_read_is_aggregated_and_held_by_every_replica(aggregation, strategy):
+def test_read_is_aggregated_and_replicated(aggregation, strategy):
     partial = np.asarray(rows(strategy, 3).tree)
-    found = strategy.put(jdist.SyncOnRead({"x": partial, "none": None}, aggregation)).read()
-    np.testing.assert_allclose(found["x"], NUMPY[aggregation](partial, axis=0), rtol=1e-5, atol=1e-6)
-    assert found["none"] is None
-    assert found["x"].sharding.device_set == set(strategy.mesh.devices.flat)
-    assert_in_step(found)
+    result = strategy.put(jdist.SyncOnRead({"x": partial, "none": None}, aggregation)).read()
+    np.testing.assert_allclose(result["x"], NUMPY[aggregation](partial, axis=0), rtol=1e-5, atol=1e-6)
+    assert result["none"] is None
+    assert result["x"].sharding.device_set == set(strategy.mesh.devices.flat)
+    assert_in_step(result)
 
 
-def test_read_of_what_lies_nowhere_is_aggregated():
+def test_read_of_a_value_that_is_not_placed_is_aggregated():
     assert float(jdist.SyncOnRead(np.float32([1, 2]), "sum").read()) == 3
     assert float(jdist.SyncOnRead(jnp.float32([1, 2]), "mean").read()) == 1.5
 
@@ -72,10 +72,10 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("partial, aggregation, says", UNREADABLE.values(), ids=UNREADABLE)
-def test_read_and_assign_of_leaf_without_that_aggregation_is_refused(partial, aggregation, says, two):
+@pytest.mark.parametrize("partial, aggregation, message", UNREADABLE.values(), ids=UNREADABLE)
+def test_read_and_assign_of_leaf_without_that_aggregation_is_refused(partial, aggregation, message, two):
     value = two.put(jdist.SyncOnRead(partial, aggregation))
-    with pytest.raises(TypeError, match=says):
+    with pytest.raises(TypeError, match=message):
         value.read()
 
 
@@ -92,10 +92,10 @@ def test_map_is_the_function_of_each_partial_value(strategy):
 def test_assign_to_a_sum_gives_equal_shares(x, strategy):
     n = strategy.num_replicas_in_sync
     value = strategy.put(jdist.SyncOnRead(rows(strategy, 3).tree, "sum"))
-    found = value.assign(np.float32(x))
-    for own in found.values:
-        np.testing.assert_array_equal(own, np.float32(x) / n)
-    np.testing.assert_allclose(found.read(), np.float32(x), rtol=1e-6)
+    result = value.assign(np.float32(x))
+    for row in result.values:
+        np.testing.assert_array_equal(row, np.float32(x) / n)
+    np.testing.assert_allclose(result.read(), np.float32(x), rtol=1e-6)
 
 
 INTEGERS = {
@@ -109,9 +109,9 @@ INTEGERS = {
 @pytest.mark.parametrize("x", INTEGERS.values(), ids=INTEGERS)
 def test_assign_to_a_sum_of_integers_keeps_the_remainder_on_the_first_replicas(x):
     strategy, n = STRATEGIES["mirrored_3"](), 3
-    found = strategy.put(jdist.SyncOnRead(np.zeros((n, *x.shape), x.dtype), "sum")).assign(x)
-    shares = np.stack(found.values).astype(np.int64)
-    assert found.tree.dtype == x.dtype
+    result = strategy.put(jdist.SyncOnRead(np.zeros((n, *x.shape), x.dtype), "sum")).assign(x)
+    shares = np.stack(result.values).astype(np.int64)
+    assert result.tree.dtype == x.dtype
     np.testing.assert_array_equal(shares.sum(0), x.astype(np.int64))
     np.testing.assert_array_equal(shares, -np.sort(-shares, axis=0))
     assert (shares.max(0) - shares.min(0)).max() <= 1
@@ -126,30 +126,30 @@ EXACT = {
 
 @pytest.mark.parametrize("x", EXACT.values(), ids=EXACT)
 def test_assign_to_a_sum_of_any_inexact_dtype_is_read_back(x, two):
-    found = two.put(jdist.SyncOnRead(np.zeros((2, 2), x.dtype), "sum")).assign(x)
-    assert found.read().dtype == x.dtype
-    np.testing.assert_array_equal(found.read(), x)
-    np.testing.assert_array_equal(found.values[0], found.values[1])
+    result = two.put(jdist.SyncOnRead(np.zeros((2, 2), x.dtype), "sum")).assign(x)
+    assert result.read().dtype == x.dtype
+    np.testing.assert_array_equal(result.read(), x)
+    np.testing.assert_array_equal(result.values[0], result.values[1])
 
 
-def test_assign_to_a_mean_gives_it_to_every_replica(strategy):
+def test_assign_to_a_mean_assigns_the_value_on_every_replica(strategy):
     value = strategy.put(jdist.SyncOnRead(rows(strategy, 2).tree, "mean"))
-    found = value.assign(np.float32([1, 3]))
-    for own in found.values:
-        np.testing.assert_array_equal(own, [1, 3])
-    np.testing.assert_allclose(found.assign_add(np.float32([1, 1])).read(), [2, 4])
-    np.testing.assert_allclose(found.assign_sub(np.float32([1, 1])).read(), [0, 2])
+    result = value.assign(np.float32([1, 3]))
+    for row in result.values:
+        np.testing.assert_array_equal(row, [1, 3])
+    np.testing.assert_allclose(result.assign_add(np.float32([1, 1])).read(), [2, 4])
+    np.testing.assert_allclose(result.assign_sub(np.float32([1, 1])).read(), [0, 2])
 
 
 def test_assign_of_keys_gives_every_replica_the_key(two):
     keys = two.put(jdist.SyncOnRead(jax.random.split(jax.random.key(0)), "only_first_replica"))
     assert keys.assign(jax.random.key(7)).read() == jax.random.key(7)
-    for own in keys.assign(jax.random.key(7)).values:
-        np.testing.assert_array_equal(jax.random.key_data(own), jax.random.key_data(jax.random.key(7)))
+    for row in keys.assign(jax.random.key(7)).values:
+        np.testing.assert_array_equal(jax.random.key_data(row), jax.random.key_data(jax.random.key(7)))
 
 
 @pytest.mark.parametrize("aggregation", NUMPY)
-def test_assign_of_one_value_a_replica_gives_each_its_own(aggregation, strategy):
+def test_assign_of_one_value_per_replica_assigns_each(aggregation, strategy):
     value = strategy.put(jdist.SyncOnRead(rows(strategy, 2).tree, aggregation))
     other = rows(strategy, 2, seed=1)
     np.testing.assert_array_equal(value.assign(other).tree, other.tree)
@@ -158,41 +158,41 @@ def test_assign_of_one_value_a_replica_gives_each_its_own(aggregation, strategy)
     np.testing.assert_array_equal(value.assign(value.assign(other)).tree, other.tree)
 
 
-@pytest.mark.parametrize("word", ["assign_add", "assign_sub"])
-def test_addition_of_one_value_to_a_sum_is_refused_because_it_could_mean_two_things(word, two):
+@pytest.mark.parametrize("method", ["assign_add", "assign_sub"])
+def test_addition_of_one_value_to_a_sum_is_refused_as_ambiguous(method, two):
     value = two.put(jdist.SyncOnRead(np.float32([1, 2]), "sum"))
-    says = (
-        rf"`{word}` of one value to SyncOnRead\(float32\[2\], SUM\) is ambiguous: "
-        rf".*`value\.assign\(.*`value\.{word}\(PerReplica\(rows"
+    message = (
+        rf"`{method}` of one value to SyncOnRead\(float32\[2\], SUM\) is ambiguous: "
+        rf".*`value\.assign\(.*`value\.{method}\(PerReplica\(rows"
     )
-    for one in (1.0, two.put(1.0), two.put(jdist.Mirrored(1.0))):
-        with pytest.raises(ValueError, match=says):
-            getattr(value, word)(one)
+    for addend in (1.0, two.put(1.0), two.put(jdist.Mirrored(1.0))):
+        with pytest.raises(ValueError, match=message):
+            getattr(value, method)(addend)
 
 
 @pytest.mark.parametrize("none", ["none", jdist.VariableAggregation.NONE], ids=str)
-def test_partial_values_without_an_aggregation_are_written_and_refuse_to_be_read(none, strategy):
+def test_partial_values_without_an_aggregation_can_be_written_and_not_read(none, strategy):
     n = strategy.num_replicas_in_sync
     state = strategy.init(lambda: jdist.SyncOnRead(np.float32(1), none))
     state, _ = strategy.step(lambda x: (x + jdist.replica_id(), None))(state)
     assert [float(x) for x in state.values] == [1.0 + i for i in range(n)]
     assert [float(x) for x in state.assign(4.0).values] == [4.0] * n
-    says = r"SyncOnRead\(float32\[.*\], NONE\) has no aggregation, so it cannot be read .*`\.values`.* use SUM, MEAN"
+    message = r"SyncOnRead\(float32\[.*\], NONE\) has no aggregation, so it cannot be read .*`\.values`.* use SUM, MEAN"
     for read in (
         state.read,
         lambda: jdist.read_values({"x": state}),
         lambda: strategy.put(jdist.Mirrored(1.0)).assign(state),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             read()
 
 
-def test_partial_values_without_an_aggregation_belong_to_their_number_of_replicas(two):
+def test_partial_values_without_an_aggregation_keep_their_number_of_replicas(two):
     with pytest.raises(ValueError, match=r"value is a SyncOnRead of float32\[3\], for 3 replicas; this strategy has 2"):
         two.put(jdist.SyncOnRead(np.ones(3, np.float32), "none"))
 
 
-def test_partial_value_enters_a_replica_function_as_its_own(strategy):
+def test_partial_value_is_plain_in_a_replica_function(strategy):
     n = strategy.num_replicas_in_sync
     value = strategy.put(jdist.SyncOnRead(np.arange(n), "sum"))
     mine, total = strategy.run(lambda x: (x, jdist.all_reduce("sum", x)), (value,))

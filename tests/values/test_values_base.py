@@ -1,4 +1,4 @@
-"""What every wrapper has in common: no arithmetic, a frozen tree, a repr without contents, and how it is assigned to."""
+"""All wrappers: no arithmetic, a frozen tree, a repr without contents, and `assign`."""
 
 import copy
 import dataclasses
@@ -85,50 +85,50 @@ JAX = {
 }
 
 
-def _way_out(value):
+def _refusal(value):
     return rf" is not defined for {re.escape(repr(value))}, .*`strategy\.run.*`\.values`"
 
 
 @every_wrapper
 @pytest.mark.parametrize("sign", BINARY)
 @pytest.mark.parametrize("other", [2, np.float32(2), np.ones(3)], ids=["number", "numpy_scalar", "numpy_array"])
-def test_operator_on_a_wrapper_is_refused_from_both_sides(sign, other, make):
+def test_binary_operator_of_a_wrapper_is_refused_on_both_sides(sign, other, make):
     value = make()
-    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _way_out(value)):
+    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _refusal(value)):
         BINARY[sign](value, other)
-    with pytest.raises(TypeError, match=_way_out(value)):  # Python and numpy may ask for it under another name
+    with pytest.raises(TypeError, match=_refusal(value)):  # Python and numpy may call another operator
         BINARY[sign](other, value)
 
 
 @every_wrapper
 @pytest.mark.parametrize("sign", IN_PLACE)
-def test_operator_in_place_on_a_wrapper_is_refused(sign, make):
+def test_in_place_operator_of_a_wrapper_is_refused(sign, make):
     value = make()
-    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _way_out(value)):
+    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _refusal(value)):
         IN_PLACE[sign](value, 1)
 
 
 @every_wrapper
 @pytest.mark.parametrize("sign", UNARY)
-def test_operator_of_a_wrapper_alone_is_refused(sign, make):
+def test_unary_operator_of_a_wrapper_is_refused(sign, make):
     value = make()
-    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _way_out(value)):
+    with pytest.raises(TypeError, match=f"`{re.escape(sign)}`" + _refusal(value)):
         UNARY[sign](value)
 
 
 @every_wrapper
 @pytest.mark.parametrize("fn", NUMPY.values(), ids=NUMPY)
-def test_numpy_function_of_a_wrapper_is_refused_with_the_way_out(fn, make):
+def test_numpy_function_of_a_wrapper_is_refused_with_the_fix(fn, make):
     value = make()
-    with pytest.raises(TypeError, match=_way_out(value)):
+    with pytest.raises(TypeError, match=_refusal(value)):
         fn(value)
 
 
 @every_wrapper
 @pytest.mark.parametrize("fn", JAX.values(), ids=JAX)
-def test_jax_function_of_a_wrapper_is_refused_with_the_way_out(fn, make):
+def test_jax_function_of_a_wrapper_is_refused_with_the_fix(fn, make):
     value = make()
-    with pytest.raises(TypeError, match="`jax.numpy`" + _way_out(value)):
+    with pytest.raises(TypeError, match="`jax.numpy`" + _refusal(value)):
         fn(value)
 
 
@@ -156,21 +156,21 @@ COPIES = {
 
 @every_wrapper
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_wrapper_goes_through_copies_with_all_that_it_says(copied, make):
+def test_copy_of_a_wrapper_has_the_same_options(copied, make):
     value = make()
-    found = copied(value)
-    assert type(found) is type(value)
-    assert repr(found) == repr(value)
-    assert _fields(found) == _fields(value)
-    np.testing.assert_array_equal(found.tree, X)
+    result = copied(value)
+    assert type(result) is type(value)
+    assert repr(result) == repr(value)
+    assert _fields(result) == _fields(value)
+    np.testing.assert_array_equal(result.tree, X)
 
 
 @every_wrapper
-def test_deepcopy_of_a_placed_wrapper_lies_where_it_lay(make, two):
+def test_deepcopy_of_a_placed_wrapper_keeps_the_sharding(make, two):
     value = two.put(make())
-    found = copy.deepcopy(value)
-    assert found.tree.sharding == value.tree.sharding
-    chex.assert_trees_all_equal(found.values, value.values)
+    result = copy.deepcopy(value)
+    assert result.tree.sharding == value.tree.sharding
+    chex.assert_trees_all_equal(result.values, value.values)
 
 
 @every_wrapper
@@ -198,12 +198,12 @@ REPRS = {
 }
 
 
-@pytest.mark.parametrize("make, said", REPRS.values(), ids=REPRS)
-def test_repr_of_a_wrapper_says_specs_and_no_contents(make, said):
-    assert repr(make(X)) == said
+@pytest.mark.parametrize("make, text", REPRS.values(), ids=REPRS)
+def test_repr_of_a_wrapper_shows_dtypes_and_shapes_and_no_contents(make, text):
+    assert repr(make(X)) == text
     traced = []
     jax.eval_shape(lambda x: traced.append(repr(make(x))), X)
-    assert traced == [said]
+    assert traced == [text]
 
 
 NESTED = {
@@ -223,45 +223,45 @@ NESTED = {
 }
 
 
-@pytest.mark.parametrize("make, says", NESTED.values(), ids=NESTED)
-def test_wrapper_inside_a_wrapper_is_refused_wherever_it_is_handed_in(make, says, two):
-    with pytest.raises(TypeError, match=r"value\['x'\] " + says):
+@pytest.mark.parametrize("make, message", NESTED.values(), ids=NESTED)
+def test_wrapper_inside_a_wrapper_is_refused_by_every_function(make, message, two):
+    with pytest.raises(TypeError, match=r"value\['x'\] " + message):
         two.put({"x": make()})
-    with pytest.raises(TypeError, match=r"x " + says):
+    with pytest.raises(TypeError, match=r"x " + message):
         two.run(lambda x: x, (make(),))
-    with pytest.raises(TypeError, match=r"state\['x'\] " + says):
+    with pytest.raises(TypeError, match=r"state\['x'\] " + message):
         two.step(lambda state: (state, None))({"x": make()})
-    with pytest.raises(TypeError, match=r"state\['x'\] " + says):
+    with pytest.raises(TypeError, match=r"state\['x'\] " + message):
         two.init(lambda: {"x": make()})
 
 
 @every_wrapper
-def test_assigned_value_keeps_kind_place_and_dtype(make, strategy):
+def test_assigned_value_keeps_wrapper_placement_and_dtype(make, strategy):
     n = strategy.num_replicas_in_sync
     value = dataclasses.replace(make(), tree=np.arange(n * 3.0, dtype=np.float32).reshape(n, 3))
     value = strategy.put(value)
     row = np.ones(np.shape(value.tree) if isinstance(value, (jdist.Mirrored, jdist.Sharded)) else 3, np.float64)
-    found = value.assign(row * 2)
-    assert _fields(found) == _fields(value)
-    assert (found.tree.dtype, found.tree.shape) == (value.tree.dtype, value.tree.shape)
-    assert found.tree.sharding.is_equivalent_to(value.tree.sharding, 2)
+    result = value.assign(row * 2)
+    assert _fields(result) == _fields(value)
+    assert (result.tree.dtype, result.tree.shape) == (value.tree.dtype, value.tree.shape)
+    assert result.tree.sharding.is_equivalent_to(value.tree.sharding, 2)
     np.testing.assert_allclose(value.tree, np.arange(n * 3).reshape(n, 3))
 
 
 @every_wrapper
 def test_assign_of_its_own_values_changes_nothing(make, two):
     value = two.put(make())
-    own = value if not isinstance(value, jdist.Mirrored) else two.put(jdist.Mirrored(X))
-    chex.assert_trees_all_equal(value.assign(own), value)
+    same = value if not isinstance(value, jdist.Mirrored) else two.put(jdist.Mirrored(X))
+    chex.assert_trees_all_equal(value.assign(same), value)
 
 
 @every_wrapper
-@pytest.mark.parametrize("word", ["assign", "assign_add", "assign_sub"])
-def test_assign_to_what_lies_nowhere_is_refused(word, make):
-    says = r"value is float32\[2,3\], and is not on the devices of a strategy yet\. Place it first: `strategy\.put"
+@pytest.mark.parametrize("method", ["assign", "assign_add", "assign_sub"])
+def test_assign_to_a_value_that_is_not_placed_is_refused(method, make):
+    message = r"value is float32\[2,3\], and is not on the devices of a strategy yet\. Place it first: `strategy\.put"
     for value in (make(), jax.tree.map(jnp.asarray, make())):
-        with pytest.raises(ValueError, match=says):
-            getattr(value, word)(jdist.PerReplica(X))
+        with pytest.raises(ValueError, match=message):
+            getattr(value, method)(jdist.PerReplica(X))
 
 
 ASSIGN_REFUSED = {
@@ -291,12 +291,12 @@ ASSIGN_REFUSED = {
 
 
 @every_wrapper
-@pytest.mark.parametrize("change, error, says", ASSIGN_REFUSED.values(), ids=ASSIGN_REFUSED)
-def test_assign_of_what_does_not_fit_is_refused_by_name(change, error, says, make, two):
+@pytest.mark.parametrize("change, error, message", ASSIGN_REFUSED.values(), ids=ASSIGN_REFUSED)
+def test_assign_of_another_shape_or_dtype_is_refused_by_name(change, error, message, make, two):
     value = make()
     value = two.put(dataclasses.replace(value, tree={"a": value.tree}))
     row = X if isinstance(value, (jdist.Mirrored, jdist.Sharded)) else X[0]
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         value.assign({"a": change(row)})
 
 
@@ -322,17 +322,17 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("dtype, fits, beyond", WHOLE.values(), ids=WHOLE)
-def test_assign_of_python_number_fits_as_far_as_the_dtype_goes(dtype, fits, beyond, two):
+def test_assign_of_python_number_is_accepted_within_the_range_of_the_dtype(dtype, fits, beyond, two):
     value = two.put(jdist.Mirrored(dtype(0)))
-    found = value.assign(fits)
-    assert (int(found.read()), found.read().dtype) == (fits, dtype)
+    result = value.assign(fits)
+    assert (int(result.read()), result.read().dtype) == (fits, dtype)
     with pytest.raises(TypeError, match=rf"is {np.dtype(dtype)} and cannot hold {beyond} without loss"):
         value.assign(beyond)
     with pytest.raises(TypeError, match=rf"is {np.dtype(dtype)} and cannot hold 1\.5 without loss"):
         value.assign(1.5)
 
 
-def test_assign_of_a_whole_number_that_jax_would_cut_is_refused(two):
+def test_assign_of_an_integer_that_jax_would_truncate_is_refused(two):
     value = two.put(jdist.Mirrored(np.int32(0)))
     assert int(value.assign(np.int64(2**31 - 1)).read()) == 2**31 - 1
     with pytest.raises(TypeError, match=r"is int32 and cannot hold int64\[\] without loss"):
@@ -353,28 +353,28 @@ HELD = {
 
 
 @pytest.mark.parametrize("old, new", HELD.values(), ids=HELD)
-def test_assign_casts_where_nothing_is_lost(old, new, two):
-    found = two.put(jdist.Mirrored(old)).assign(new).read()
-    assert found.dtype == old.dtype
-    assert complex(found) == complex(new)
+def test_assign_casts_without_loss(old, new, two):
+    result = two.put(jdist.Mirrored(old)).assign(new).read()
+    assert result.dtype == old.dtype
+    assert complex(result) == complex(new)
 
 
-def test_assign_of_keys_takes_keys_of_the_same_kind(two):
+def test_assign_of_keys_accepts_keys_of_the_same_dtype(two):
     value = two.put(jdist.Mirrored(jax.random.key(0)))
-    found = value.assign(jax.random.key(5)).read()
-    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(jax.random.key(5)))
+    result = value.assign(jax.random.key(5)).read()
+    np.testing.assert_array_equal(jax.random.key_data(result), jax.random.key_data(jax.random.key(5)))
     for other in (1.0, np.uint32(1), jax.random.key(5, impl="rbg")):
         with pytest.raises(TypeError, match=r"`assign`: value is key<fry> and cannot hold"):
             value.assign(other)
 
 
-def test_assign_to_nothing_is_nothing(two):
+def test_assign_to_an_empty_tree_is_an_empty_tree(two):
     for value in (jdist.Mirrored({}), jdist.PerReplica({}), jdist.Sharded({}), jdist.SyncOnRead({}, "mean")):
-        found = two.put(value).assign({})
-        assert (type(found), found.tree) == (type(value), {})
+        result = two.put(value).assign({})
+        assert (type(result), result.tree) == (type(value), {})
 
 
-def test_wrapper_around_a_whole_tree_that_is_unpacked_says_what_to_write(two):
+def test_unpacking_a_wrapper_around_a_tree_is_refused_with_the_line_to_write(two):
     pair = two.put(jdist.PerReplica((X, X)))
     with pytest.raises(
         TypeError, match=r"wraps a tuple.*wrap each element: `x, y = map\(jdist\.PerReplica, value\.tree\)`"
