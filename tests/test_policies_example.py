@@ -97,7 +97,7 @@ def test_policies_reports_a_missing_matplotlib_before_it_runs(tmp_path):
     )
     done = run("-c", blocked)
     assert done.returncode == 1
-    assert done.stderr.strip() == 'The figure is drawn by matplotlib: python -m pip install -e ".[plot]"'
+    assert done.stderr.strip() == 'The figure needs matplotlib: python -m pip install -e ".[plot]"'
     assert done.stdout == ""
 
 

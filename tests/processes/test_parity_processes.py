@@ -86,7 +86,7 @@ def test_batch_that_differs_between_processes_or_does_not_divide_is_refused_on_b
         result["split_other_size"]
     )
     assert "batch (float32[8]) differs between the processes" in str(result["split_other_values"])
-    assert "its 6 examples do not split over 4 replicas (2 left over)" in str(result["split_rest"])
+    assert "its 6 examples cannot be split over 4 replicas (2 left over)" in str(result["split_rest"])
 
 
 def test_va40_write_of_the_first_replica_is_broadcast_to_both_processes(result):

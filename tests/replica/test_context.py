@@ -482,7 +482,7 @@ def test_result_of_merge_call_is_proved_replicated_only_if_it_was_reduced(strate
     state, _ = step(strategy.put(np.zeros(2, np.float32)), x)
     np.testing.assert_allclose(state, np.asarray(x.tree).mean(0), rtol=1e-5)
     local = strategy.step(lambda w, x: (w + _merge(lambda strategy, x: x, x), None))
-    with pytest.raises(jdist.NotMirroredError, match="state is not proved to be replicated on every"):
+    with pytest.raises(jdist.NotMirroredError, match="state is not proved to be replicated"):
         local(strategy.put(np.zeros(2, np.float32)), x)
 
 
@@ -586,7 +586,7 @@ def test_run_in_a_scope_within_merge_call_is_refused(two):
 
 
 def test_variable_within_merge_call_is_refused(two):
-    with pytest.raises(RuntimeError, match=r"`jdist\.variable` is called in a `merge_call`\. Make the value before"):
+    with pytest.raises(RuntimeError, match=r"`jdist\.variable` is called in a `merge_call`\. Create the value before"):
         two.run(lambda: jdist.get_replica_context().merge_call(lambda _: jdist.variable(1.0)))
 
 
