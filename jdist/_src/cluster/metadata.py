@@ -1,4 +1,4 @@
-"""Requests to a cloud metadata server, with one deadline for the whole request."""
+"""Requests to a cloud metadata server, with one deadline per request."""
 
 import concurrent.futures
 import contextlib

@@ -49,7 +49,7 @@ class TPUClusterResolver:
         tpu: None, `""` or `"local"`, which all mean the TPU of this host. A TPU of another host cannot be reached.
         coordinator_address: The `"host:port"` where process 0 listens. Default: `JAX_COORDINATOR_ADDRESS`, or the host of
             process 0 with the port `JAX_COORDINATOR_PORT`, or 8482.
-        environ: The environment variables to read; those of this process by default.
+        environ: The environment variables to read; default: `os.environ`.
         timeout_seconds: The time limit for all requests to the metadata server together.
 
     Attributes:
@@ -213,7 +213,7 @@ def _addresses(settings: _Settings, variables: _Variables) -> tuple[tuple[str, .
 
 
 def _worker_id(settings: _Settings, count: int, source: str) -> int:
-    # If several processes share a host, the task ID is the index of the process and the worker ID that of the host.
+    # If several processes share a host, the task ID is the process index and the worker ID is the host index.
     names = reversed(_IDS) if _PROCESSES in settings else _IDS
     setting = next((settings[name] for name in names if name in settings), None)
     return _index(setting, count, f"{source} lists {count} processes", "TPU_WORKER_ID")
@@ -265,7 +265,7 @@ def _coordinator(argument: str | None, settings: _Settings, variables: _Variable
     host = coordinator.text if coordinator else first
     if host.count(":") > 1 and not host.startswith("["):
         return f"[{host}]:{port}"  # IPv6
-    # The port of a host in these settings belongs to another service.
+    # The port of a host in these settings is the port of another service.
     return re.sub(":[0-9]+$", "", host) + f":{port}"
 
 

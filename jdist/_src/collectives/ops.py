@@ -1,4 +1,4 @@
-"""Collectives of replica functions over explicit mesh axes, for whole trees.
+"""Collectives of replica functions over explicit mesh axes, applied to trees.
 
 Without axes there is one replica, and every function here is the identity. `jdist._src.replica.context` defines the public
 collectives, which pass the mesh axes of the replica function that is being traced.

@@ -1,7 +1,7 @@
 """Collectives of a compiled program and the bytes that they send, read from its optimized HLO.
 
-The optimized HLO is the program that XLA runs, after it has combined, split and converted collectives. Bytes are those of ring
-algorithms, which XLA's backends use for large arrays.
+The optimized HLO is the program that XLA runs, after it has combined, split and converted collectives. Bytes are counted for
+ring algorithms, which XLA's backends use for large arrays.
 """
 
 import math
@@ -113,7 +113,7 @@ def _parse(hlo_text: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
             instructions[name] = _Instruction(opcode, shape, re.findall(r"%([\w.-]+)", operands), attributes)
     if entry is None:
         raise ValueError(
-            "`program` is not the text of a compiled program: it has no ENTRY computation. Pass `compiled.as_text()`."
+            "`program` is not the text of a compiled program: it does not have an ENTRY computation. Pass `compiled.as_text()`."
         )
     return computations, entry
 

@@ -113,7 +113,7 @@ _TPU_ADVICE = (
     "The TPU cores of other hosts belong to other processes: `jdist.TPUStrategy()` uses the cores of all hosts.",
     'JAX found no TPU: on a TPU machine, `pip install "jax[tpu]"`, and do not set `JAX_PLATFORMS` to another platform.',
 )
-# By platform: the advice if the index is too high, and the advice if JAX has no device of the platform.
+# By platform: the advice if the index is too high, and the advice if JAX does not have a device of the platform.
 _PLATFORM_ADVICE = {
     "cpu": _CPU_ADVICE,
     "gpu": _GPU_ADVICE,
@@ -169,8 +169,8 @@ class Replicas:
         replicas = cls(mesh, virtual, virtual=True)
         if not replicas.per_replica_axes and len(local_mesh_devices(mesh)) < mesh.size:
             raise ValueError(
-                f"`virtual_replicas={virtual}` does not divide evenly over {mesh.size} devices. The devices belong to several "
-                f"processes, and each process reads the rows of its own devices: use a multiple of {mesh.size}."
+                f"`virtual_replicas={virtual}` does not divide evenly over {mesh.size} devices. The devices are in several "
+                f"processes, and each process reads the rows of its devices: use a multiple of {mesh.size}."
             )
         return replicas
 
@@ -241,7 +241,7 @@ def replicated_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def local_mesh_devices(mesh: Mesh) -> dict[int, jax.Device]:
-    """Returns the devices of `mesh` that belong to this process, by position in the mesh in ascending order."""
+    """Returns the devices of this process in `mesh`, by position in the mesh in ascending order."""
     process = jax.process_index()
     return {i: device for i, device in enumerate(mesh.devices.flat) if device.process_index == process}
 
@@ -276,7 +276,7 @@ _warned_strategies: set[str] = set()
 def _local_devices(platform: str) -> list[jax.Device]:
     try:
         return jax.local_devices(backend=platform)
-    except RuntimeError:  # JAX does not have the platform, or it has no devices
+    except RuntimeError:  # JAX does not have the platform, or a device of it
         return []
 
 

@@ -75,7 +75,7 @@ def topology_devices(
             f"The TPU topology {topology!r} does not exist. Valid topologies are {valid}. Write generation and shape: "
             "'v5e:4x4'. For GPUs, pass `gpu_target_config`."
         )
-    if importlib.util.find_spec("libtpu") is None:  # JAX loads it from where it is installed
+    if importlib.util.find_spec("libtpu") is None:  # JAX imports it to compile
         raise ModuleNotFoundError(
             f"Compiling for {topology!r} without a TPU requires the TPU compiler, which is not installed: "
             '`pip install "jdist[plan]"`.'
