@@ -17,8 +17,8 @@ from jdist._src.training.events import Callback as Callback
 from jdist._src.training.events import CallbackResult as CallbackResult
 from jdist._src.training.events import Event as Event
 from jdist._src.training.events import Moment as Moment
-from jdist._src.training.learning_rate import learning_rate_of as learning_rate_of
 from jdist._src.training.progress.display_callback import Progress as Progress
+from jdist._src.training.state import learning_rate_of as learning_rate_of
 
 
 def __dir__() -> list[str]:

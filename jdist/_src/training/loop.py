@@ -1,14 +1,17 @@
 """The training loop: a `for` over calls of the step, and the events after each.
 
 Read `Loop.run` first. The order is: the step, its STEP event; at the end of an epoch the validation, the row of the history,
-the EPOCH event.
+the EPOCH event. Ctrl-C is deferred to the end of a step, so that it does not separate a step from its state.
 """
 
 import contextlib
 import dataclasses
 import functools
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, cast
 
 import jax
@@ -22,11 +25,9 @@ from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.variables import read_values
 from jdist._src.training.events import Callback, CallbackResult, Event, FunctionCallback, Moment
 from jdist._src.training.fit import Fit, is_donated
-from jdist._src.training.interrupt import handle_interrupts
-from jdist._src.training.learning_rate import learning_rate_of
 from jdist._src.training.recorder import NonFiniteStep, Recorder
 from jdist._src.training.resume import StartPoint, restore_epoch_metrics, saved_callback_states
-from jdist._src.training.state import state_fields
+from jdist._src.training.state import learning_rate_of, state_fields
 from jdist._src.training.state_copies import summands
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import StepOutcome, TrainCarry
@@ -101,7 +102,7 @@ class Loop:
 
     def run(self, groups: Iterable[Sequence[DrawnBatch]]) -> Fit:
         """Takes a call of the step per group of batches, and returns the result of training."""
-        with self._keeping_state(), jax.transfer_guard("disallow"), handle_interrupts() as interrupt:
+        with self._keeping_state(), jax.transfer_guard("disallow"), _handle_interrupts() as interrupt:
             self._notify(Moment.START)
             try:
                 for batches in groups:
@@ -278,6 +279,47 @@ class Loop:
         state = cast(Any, None if is_lost else self._carry.state)
         description = self._config.strategy.describe(state)
         return Fit(state, history, self._step, self._stop_reason or "", description, proof)
+
+
+class _Interrupt:
+    """Records Ctrl-C while it is deferred.
+
+    Mutable: a signal handler writes to it.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._is_deferred = False
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Inside, the first Ctrl-C is only recorded; the second one raises KeyboardInterrupt."""
+        self._is_deferred = True
+        try:
+            yield
+        finally:
+            self._is_deferred = False
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handles the signal."""
+        if not self._is_deferred or self.is_requested:
+            raise KeyboardInterrupt
+        self.is_requested = True
+
+
+@contextlib.contextmanager
+def _handle_interrupts() -> Iterator[_Interrupt]:
+    """Handles Ctrl-C inside. Has no effect in other threads than the main one, which receive no signals."""
+    interrupt = _Interrupt()
+    previous_handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous_handler is not signal.default_int_handler:
+        yield interrupt  # the application has installed a handler: leave it in place
+        return
+    signal.signal(signal.SIGINT, interrupt.handle)
+    try:
+        yield interrupt
+    finally:
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def no_step_message(requested_steps: int, steps: int) -> str:

@@ -383,6 +383,6 @@ def _with_progress(callbacks: list[Callback], progress: ProgressKind) -> list[Ca
         kinds = ", ".join(f'"{kind}"' for kind in get_args(ProgressKind))
         hint = ": pass it as `callbacks=[jdist.callbacks.Progress(...)]`" if isinstance(progress, Progress) else ""
         raise TypeError(f"`progress` must be one of {kinds}, got a {type(progress).__name__}{hint}.")
-    display = Progress(progress)
-    has_display = any(isinstance(callback, Progress) for callback in callbacks)
-    return callbacks if has_display or progress == "off" else [*callbacks, display]
+    if progress == "off" or any(isinstance(callback, Progress) for callback in callbacks):
+        return callbacks
+    return [*callbacks, Progress(progress)]
