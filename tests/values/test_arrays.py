@@ -85,7 +85,9 @@ def test_local_rows_have_their_shapes_without_padding(mesh):
 
 def test_repeat_rows_has_one_equal_row_per_replica(mesh):
     result = arrays.repeat_rows(
-        arrays.device_put_copy(np.arange(3), replicated_sharding(mesh)), mesh.size, Replicas.from_mesh(mesh, None).per_replica_sharding
+        arrays.device_put_copy(np.arange(3), replicated_sharding(mesh)),
+        mesh.size,
+        Replicas.from_mesh(mesh, None).per_replica_sharding,
     )
     np.testing.assert_array_equal(result, [np.arange(3)] * mesh.size)
     assert result.sharding.is_equivalent_to(Replicas.from_mesh(mesh, None).per_replica_sharding, 2)
