@@ -16,7 +16,7 @@ class ClusterResolver(Protocol):
 
     @property
     def coordinator_address(self) -> str:
-        """`"host:port"` where process 0 listens, the same on every process."""
+        """The address at which process 0 listens, host and port, the same on every process."""
         ...
 
     @property

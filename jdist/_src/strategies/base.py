@@ -246,9 +246,8 @@ class Strategy:
             precision: The dtypes that `jdist.value_and_grad` computes in within the step.
             steps_per_call: The number of steps that one call runs in one program, so that the overhead of a call is shared by
                 all of them. Each input is then a list with the input of each step, and each output contains the outputs of all
-                steps: leaves `[step, ...]`, or `[replica, step, ...]` in a `PerReplica`. `CentralStorageStrategy` runs a
-                    program
-                per step instead.
+                steps: leaves `[step, ...]`, or `[replica, step, ...]` in a `PerReplica`. `CentralStorageStrategy` runs
+                one program per step instead.
             donate: Whether the new state reuses the memory of the old state. Without donation the old state stays valid, and
                 both states need memory.
 
