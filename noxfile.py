@@ -74,7 +74,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=[*PYTHONS, "3.13"])
 def slow(session: nox.Session) -> None:
-    """The slow tests and `COMPILED`; on the oldest Python those that depend on JAX's version, and what `tests` left out."""
+    """The slow tests and `COMPILED`; on the oldest Python those that depend on JAX's version, and the tests that the session `tests` left out."""
     _install(session)
     if session.posargs:
         _pytest(session, "-m", "slow", *session.posargs)
@@ -99,36 +99,36 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def types(session: nox.Session) -> None:
-    """The annotations of the package."""
-    optional = ".[export,plot,tensorboard]"  # which the package imports where they are there
+    """Type annotations of the package."""
+    optional = ".[export,plot,tensorboard]"  # optional imports of the package
     session.install("--no-compile", *CONSTRAINTS, "-e", optional, "pyright[nodejs]")
     session.run("pyright")
 
 
 @nox.session(python="3.11")
 def libraries(session: nox.Session) -> None:
-    """Data from the libraries that are not needed otherwise, the real ones."""
+    """Data sources of TensorFlow, torch and Hugging Face, with the real libraries."""
     session.install(*CONSTRAINTS, "-e", ".[test]", "datasets", "tensorflow-cpu", "torch")
-    session.run("python", "-m", "pytest", "tests/data/test_libraries.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/data/test_source_adapters.py", *session.posargs)
 
 
 @nox.session(python=PYTHONS)
 def gpus(session: nox.Session) -> None:
-    """Programs compiled for GPUs that are not there."""
+    """Programs compiled for GPUs without hardware."""
     session.install(*CONSTRAINTS, "-e", ".[test]", "jax-cuda13-plugin")
     session.run("python", "-m", "pytest", "tests/strategies/test_gpu_compile.py", *session.posargs)
 
 
 @nox.session(python="3.11")
 def docs(session: nox.Session) -> None:
-    """The documents, as pages; a warning is an error."""
+    """Documentation pages; a warning is an error."""
     session.install(*CONSTRAINTS, "-e", ".[docs]")
     session.run("sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html")
 
 
 @nox.session(python="3.11")
 def benchmarks(session: nox.Session) -> None:
-    """Every benchmark, quickly; give other options after `--`."""
+    """All benchmarks with `--quick`, or with the options after `--`."""
     session.install(*CONSTRAINTS, "-e", ".")
     for name in (
         "import_time",
