@@ -74,7 +74,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=[*PYTHONS, "3.13"])
 def slow(session: nox.Session) -> None:
-    """The slow tests and `COMPILED`; on the oldest Python those that depend on JAX's version, and the tests that the session `tests` left out."""
+    """The slow tests and `COMPILED`; on the oldest Python those of `JAX_VERSION`, and the default tests of other paths."""
     _install(session)
     if session.posargs:
         _pytest(session, "-m", "slow", *session.posargs)
