@@ -306,7 +306,7 @@ WRONG_ARGUMENTS = {
     "micro_batches": ({}, dict(micro_batches=0), ValueError, "`micro_batches` must be an integer >= 1, got 0"),
     "micro_batches_that_do_not_split": ({}, dict(micro_batches=7), ValueError, "cannot be split into 7 micro-batches"),
     "steps": ({}, dict(steps=-1), ValueError, "`steps` must be an integer >= 0, got -1"),
-    "epochs": ({}, dict(epochs=0), ValueError, "`epochs` is at least 1"),
+    "epochs": ({}, dict(epochs=0), ValueError, "`epochs` must be at least 1"),
     "progress": ({}, dict(progress="loud"), ValueError, "loud"),
     "display_as_progress": (
         {},
