@@ -291,7 +291,9 @@ def test_dataset_that_drops_its_only_batch_raises():
 
 def test_arrays_without_batch_size_raise():
     trainer, state = regressor()
-    error = assert_raises(both(trainer, state, (X, Y)), ValueError, "which are split into batches")
+    error = assert_raises(
+        both(trainer, state, (X, Y)), ValueError, "consists of arrays, .* Pass the number of examples per batch"
+    )
     assert "`data`" in "".join(error.__notes__)
 
 
