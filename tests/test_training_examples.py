@@ -28,7 +28,7 @@ def test_digits_fit_trains_and_evaluates_on_every_image_once(tmp_path):
     assert _column(printed, "val_loss")[1] < _column(printed, "val_loss")[0]
     assert _column(printed, "learning_rate")[0] > _column(printed, "learning_rate")[1]
     assert "of 360 digits, on 2 replicas" in printed
-    assert re.search(r"The first ten are \[(\d, ){9}\d\]\n +predicted as \[(\d, ){9}\d\]", printed)
+    assert re.search(r"First ten labels: \[(\d, ){9}\d\]\n +predictions: \[(\d, ){9}\d\]", printed)
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def test_digits_fit_reaches_its_accuracy_and_writes_its_page(tmp_path):
     pytest.importorskip("matplotlib")
     printed = _printed("digits_fit.py", folder=tmp_path)
     assert float(re.search(r"Test accuracy (\S+)% of 360", printed)[1]) >= 97.5
-    assert "Pictures of it: digits_fit.html" in printed
+    assert "Report: digits_fit.html" in printed
     page = (tmp_path / "digits_fit.html").read_text(encoding="utf-8")
     assert "<h1>Digits</h1>" in page
     assert "val_accuracy" in page and "learning_rate" in page
@@ -60,9 +60,9 @@ def test_digits_fit_without_matplotlib_prints_the_install_command_and_succeeds(t
 def test_text_lm_learns_to_predict_characters_and_writes_the_requested_number():
     printed = _printed("text_lm.py", "--steps", "60", "--length", "50")
     assert _column(printed, "step") == [60]
-    (bits,) = re.findall(r"Held out: (\S+) bits a character, of \d+ windows", printed)
+    (bits,) = re.findall(r"Held out: (\S+) bits per character, \d+ windows", printed)
     assert float(bits) < 4.2  # the frequencies of the characters alone give 4.7
-    _, written = printed.split("it writes:\n\n")
+    _, written = printed.split("generated text:\n\n")
     assert len(written) == 64 + 50 + 1  # the prompt, and the end of the line
 
 
@@ -75,7 +75,7 @@ def test_resume_after_kills_at_random_steps_is_bitwise_equal():
     starts, killed = [[int(row[i]) for row in rows] for i in (1, 2)]
     assert f"Process 1 trained from step 0 and was killed after step {killed[0]}" in printed.split("│")[0]
     assert starts[0] == 0
-    (last,) = re.findall(rf"│ this +│ (\d+) +│ none: it ended after {steps} +│", printed)
+    (last,) = re.findall(rf"│ this +│ (\d+) +│ none: complete after {steps} +│", printed)
     for after, before in zip([*starts[1:], int(last)], killed, strict=True):
         assert after <= before and after % 7 == 0  # only the checkpoint that was being written may be lost
     differences = re.findall(r"(\w+) +(\d+) of (\S+) numbers differ in a bit", printed)
