@@ -17,7 +17,7 @@ def _column(printed, name):
     """Returns a column of the printed history."""
     lines = [line.split() for line in printed.splitlines()]
     head = next(number for number, line in enumerate(lines) if line[:2] == ["epoch", "step"])
-    rows = [line for line in lines[head + 1 :] if len(line) == len(lines[head])]
+    rows = [line for line in lines[head + 1 :] if len(line) == len(lines[head]) and line[0].isdigit()]
     return [float(row[lines[head].index(name)].replace(",", "")) for row in rows]
 
 
