@@ -26,7 +26,7 @@ def test_put_replicates_plain_leaves(strategy):
 
 
 @pytest.mark.parametrize(
-    "number, kept",
+    "number, expected_dtype",
     [(2**31, "int32"), (-(2**31) - 1, "int32"), (np.int64(2**40), "int32"), (np.uint64(2**32), "uint32")],
     ids=str,
 )
