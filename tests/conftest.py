@@ -1,4 +1,4 @@
-"""Eight CPU devices and a quick compiler for every test, set before jax starts; and the `strategy` fixture."""
+"""Sets eight CPU devices and a low optimization level before JAX starts; the `strategy` fixture and the default cases."""
 
 import atexit
 import gc
@@ -8,9 +8,9 @@ import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# Most of the time of a test is XLA's. `XLA_FLAGS= pytest` compiles as a user does; the session `slow` does so where it matters.
+# Compilation dominates the tests. `XLA_FLAGS= pytest` uses XLA's default level, as session `slow` does for `COMPILED`.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
-# What is compiled is kept for all tests of the session, and for the processes that they start.
+# The tests and the processes that they start share one compilation cache.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jdist-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -26,7 +26,7 @@ TABLE = [name for name in STRATEGIES if name != "mirrored_1"]  # which is as `on
 
 @pytest.fixture(params=among(TABLE, "one_device", "mirrored_3", "sharded_4", "central_2"))
 def strategy(request):
-    """Each strategy of the table in turn."""
+    """Returns each strategy of the table in turn."""
     return STRATEGIES[request.param]()
 
 
@@ -57,6 +57,6 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Keeps modules and tests, which stay until the end, out of every later garbage collection."""
+    """Excludes modules and tests from garbage collection: `gc.collect` in a test took more than a second."""
     gc.collect()
     gc.freeze()
