@@ -35,15 +35,18 @@ class ShardedStrategy(Strategy):
         shard: The leaves that are split over the data axis: `"optimizer"`, the state of the optimizer (ZeRO stage 1);
             `"gradients"`, also the gradients that `jdist.all_reduce` reduces (stage 2; XLA may do the same under `"optimizer"`,
             where it is faster); `"all"`, also the parameters and all other leaves (stage 3, FSDP). A leaf is split along its
-            largest divisible dim, or replicated if it has none. The state of the optimizer consists of the states of optax and
-            `jdist.sync`, and of the leaves under the names `opt_state`, `optimizer_state` and `optimizer`.
+            largest divisible dim, or replicated if it has none. The state of the optimizer consists of the states of optax,
+            `jdist.sync` and `nnx.Optimizer`, and of leaves under the names `opt_state`, `optimizer_state` and `optimizer`. A
+            `jdist.UnrecognizedOptimizerStateWarning` names a state that looks like one and is not recognized.
         mesh: The devices; one axis, `"data"`, over all local ones by default. Its axes have the type `Auto`. The batch is split
             over all axes but the model axis, the state over the last of these: a mesh of `("host", "data")` splits the state
             over the devices of a host, and every host has a full copy.
         model_axis: The mesh axis of tensor parallelism, which `layout` may name.
         layout: Maps regular expressions, searched in the paths of parameters (`params/dense/kernel`), to their
-            `PartitionSpec`: `{"dense/kernel": PartitionSpec(None, "model")}`. The state that an optimizer stores for a
-            parameter is split like the parameter, and `shard` applies in addition.
+            `PartitionSpec`: `{"dense/kernel": PartitionSpec(None, "model")}`. Where no pattern matches, the partition metadata
+            of flax applies (`nn.with_partitioning`, `nn.with_logical_partitioning`, `out_sharding` of `nnx` variables), without
+            names that are not axes of the mesh. The state that an optimizer stores for a parameter is split like the
+            parameter, and `shard` applies in addition.
 
     Raises:
         ValueError: `shard` or an axis is unknown, or an axis of the mesh is not `Auto`; or, when a state is placed, a pattern

@@ -41,7 +41,7 @@ from jdist._src.core import source_lines
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.values.arrays import Shape
-from jdist._src.values.base import DistributedValues, is_distributed
+from jdist._src.values.base import is_distributed
 
 Shard: TypeAlias = Literal["optimizer", "gradients", "all"]
 _OPTIMIZER_KEYS = frozenset(("opt_state", "optimizer", "optimizer_state"))
@@ -261,7 +261,8 @@ def state_leaves(state: PyTree) -> list[StateLeaf]:
 
     def visit(path: tuple[Any, ...], node: Any, parent: StateLeaf) -> None:
         if is_distributed(node):
-            visit(path, node.tree, _in_wrapper(parent, node))
+            is_varying = not node._is_replicated
+            visit(path, node.tree, dataclasses.replace(parent, is_stacked=node._is_stacked, is_varying=is_varying))
             return
         if not parent.is_optimizer and _is_optimizer_state(node):
             parent = dataclasses.replace(parent, is_optimizer=True)
@@ -292,10 +293,6 @@ def state_leaves(state: PyTree) -> list[StateLeaf]:
 
     visit((), state, StateLeaf("state", (), (), None, is_optimizer=False))
     return leaves
-
-
-def _in_wrapper(leaf: StateLeaf, wrapper: DistributedValues) -> StateLeaf:
-    return dataclasses.replace(leaf, is_stacked=wrapper._is_stacked, is_varying=not wrapper._is_replicated)
 
 
 class _ParameterIndex:
