@@ -11,8 +11,8 @@ class Checkpoint(Callback):
     """Saves the training state, the position of the data, the states of callbacks, and the history.
 
     A checkpoint is saved after each step that is a multiple of the checkpointer's `every`, or after the call of several steps
-    that contains it; at the end of an epoch, after its validation; and at the end of training, where the callback waits for
-    it. The last checkpoint contains the state after the last step, even if another callback ends training with a different
+    that contains it; where a validation or the end of an epoch follows the step, after these; and at the end of training, where
+    the callback waits for it. The last checkpoint contains the state after the last step, even if another callback ends training with a different
     state: a resumed run continues from the last step.
 
     Args:
@@ -54,9 +54,9 @@ class Checkpoint(Callback):
         match event.moment:
             case Moment.START:
                 self._last_saved, self._is_due = event.step, False
-            case Moment.STEP if self._is_due and not event.ends_epoch:
+            case Moment.STEP if self._is_due and not (event.ends_epoch or event.validates):
                 self._save(event)
-            case Moment.EPOCH if self._is_due:
+            case Moment.VALIDATION | Moment.EPOCH if self._is_due:
                 self._save(event)
             case Moment.END:
                 # The step number may have decreased: steps after a loss that is not finite were rejected.

@@ -70,9 +70,9 @@ class _Log(RowWriter):
 
 @final
 class CSVLog(_Log):
-    """Writes a CSV table: a row after each epoch, and every `every` steps.
+    """Writes a CSV table: a row after each epoch and each validation, and every `every` steps.
 
-    The columns are `moment` (`step`, `epoch`, or `end` for an incomplete epoch), `epoch`, `step`, `seconds` and `examples`
+    The columns are `moment` (`step`, `validation`, `epoch`, or `end` for an incomplete epoch), `epoch`, `step`, `seconds` and `examples`
     since the start of this `fit`, `stalled_fraction`, and the metrics. A column that appears later, as with the first
     validation, is empty in the previous rows. A resumed run continues the file, without the rows after the step that it
     resumes from; a run from the beginning renames an existing log to `<path>.1`. Process 0 writes.
@@ -116,7 +116,7 @@ class CSVLog(_Log):
 
 @final
 class JSONLog(_Log):
-    """Writes JSON Lines: an object after each epoch, and every `every` steps.
+    """Writes JSON Lines: an object after each epoch and each validation, and every `every` steps.
 
     Otherwise like `CSVLog`. Values that are not finite are the strings `"nan"`, `"inf"` and `"-inf"`, which `float` parses.
 
