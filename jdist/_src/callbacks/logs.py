@@ -72,10 +72,10 @@ class _Log(RowWriter):
 class CSVLog(_Log):
     """Writes a CSV table: a row after each epoch and each validation, and every `every` steps.
 
-    The columns are `moment` (`step`, `validation`, `epoch`, or `end` for an incomplete epoch), `epoch`, `step`, `seconds` and `examples`
-    since the start of this `fit`, `stalled_fraction`, and the metrics. A column that appears later, as with the first
-    validation, is empty in the previous rows. A resumed run continues the file, without the rows after the step that it
-    resumes from; a run from the beginning renames an existing log to `<path>.1`. Process 0 writes.
+    The columns are `moment` (`step`, `validation`, `epoch`, or `end` for an incomplete epoch), `epoch`, `step`, `seconds` and
+    `examples` since the start of this `fit`, `stalled_fraction`, and the metrics. A column that appears later, as with the
+    first validation, is empty in the previous rows. A resumed run continues the file, without the rows after the step that
+    it resumes from; a run from the beginning renames an existing log to `<path>.1`. Process 0 writes.
 
     Args:
         path: The file. Directories are created.

@@ -156,7 +156,9 @@ class EarlyStopping(Callback):
         count = f"{self._epochs_since} {self._unit}{'s' * (self._epochs_since != 1)}"
         if self.best is None:
             return f"{self.metric} was NaN or infinite for {count}."
-        return f"{self.metric} was best, {self._best:.6g}, after step {self._best_step}, and did not improve for {count}."
+        return (
+            f"{self.metric} was best, {self._best:.6g}, after step {self._best_step}, and did not improve for {count}."
+        )
 
 
 @final

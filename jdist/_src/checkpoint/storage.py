@@ -189,10 +189,13 @@ def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> d
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         # Not with orbax's `Checkpointer`, which has barriers between the processes: a process that fails would not reach them.
-        handler = ocp.StandardCheckpointHandler()
+        handler = ocp.PyTreeCheckpointHandler()
         try:
             path: Any = folder / str(step) / ARRAYS
-            arrays = handler.restore(path, args=ocp.args.StandardRestore(items or {"none": np.zeros(1)}))
+            items = items or {"none": np.zeros(1)}
+            restore_args = ocp.checkpoint_utils.construct_restore_args(items)
+            # Partial, because a checkpoint may contain further arrays.
+            arrays = handler.restore(path, args=ocp.args.PyTreeRestore(items, restore_args, partial_restore=True))
             return {number: arrays[str(number)] for number in shapes}
         except Exception as error:
             message = short_message(error)

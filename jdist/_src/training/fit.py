@@ -69,7 +69,12 @@ class Fit:
     def __repr__(self) -> str:
         rows = len(self.history)
         metrics = [f"{name} {value}" for name, value in self._last_metrics().items()]
-        parts = [f"{self.steps:,} steps", f"{rows:,} {row_name(self.history)}{'s' * (rows != 1)}", *metrics, repr(self.stop_reason)]
+        parts = [
+            f"{self.steps:,} steps",
+            f"{rows:,} {row_name(self.history)}{'s' * (rows != 1)}",
+            *metrics,
+            repr(self.stop_reason),
+        ]
         return f"Fit({', '.join(parts)}; state: {describe_state(self.state)})"
 
     def _repr_html_(self) -> str:

@@ -21,9 +21,10 @@ class History:
     """The record of training. A table when printed or shown in a notebook; `plot` draws it.
 
     Attributes:
-        rows: One row per epoch, and per validation of `fit(validate_every=...)`: `epoch`, `step`, `seconds`, `examples_per_second`, `stalled_fraction` (the fraction of steps
-            that waited for their batch), `loss` and the metrics since the previous row, the same of the validation data as
-            `val_loss` and so on, or `val_NAME_loss` with several sets, and `learning_rate` if known.
+        rows: One row per epoch, and per validation of `fit(validate_every=...)`: `epoch`, `step`, `seconds`,
+            `examples_per_second`, `stalled_fraction` (the fraction of steps that waited for their batch), `loss` and the
+            metrics since the previous row, the same of the validation data as `val_loss` and so on, or `val_NAME_loss` with
+            several sets, and `learning_rate` if known.
         losses: The loss of each step, by step number.
 
     Example:

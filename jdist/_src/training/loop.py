@@ -1,7 +1,8 @@
 """The training loop: a `for` over calls of the step, and the events after each.
 
 Read `Loop.run` first. The order is: the step, its STEP event; where one is due, the validation; after it, and at the end of an
-epoch, the row of the history and its event, VALIDATION or EPOCH. Ctrl-C is deferred to the end of a step, so that it does not separate a step from its state.
+epoch, the row of the history and its event, VALIDATION or EPOCH. Ctrl-C is deferred to the end of a step, so that it does not
+separate a step from its state.
 """
 
 import contextlib

@@ -54,7 +54,6 @@ def adapt_metrics(metrics: Any) -> dict[str, MetricAdapter]:
     return {name: _adapt_metric(name, metric) for name, metric in metrics.items()}
 
 
-
 def batch_metrics(
     metrics: Mapping[str, MetricAdapter], losses: jax.Array, outputs: PyTree, targets: PyTree, weights: Any
 ) -> dict[str, Metric]:

@@ -210,8 +210,8 @@ class Trainer:
             shuffle: See `distribute_dataset`; by default, sources with random access, such as arrays, are shuffled.
             state: The state to start with: a `TrainState`, or another dataclass with `step`, `params` and `opt_state`, on the
                 devices of the strategy. It is donated. By default, `init` creates one.
-            validation_data: The data to evaluate at the end of each epoch, like `data`; or several sets by name, whose metrics are
-                named `val_NAME_loss`. A mapping with an array as a value, or with the keys of `data`, is one source.
+            validation_data: The data to evaluate at the end of each epoch, like `data`; or several sets by name, whose metrics
+                are named `val_NAME_loss`. A mapping with an array as a value, or with the keys of `data`, is one source.
             validate_every: The number of steps between validations, instead of one per epoch. With it, validation also takes
                 place after the last step of the data, and each validation adds a row to the history.
             callbacks: Callbacks, or functions of an event; see `jdist.callbacks`.

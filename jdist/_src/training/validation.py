@@ -89,9 +89,7 @@ def validate_all(
     if not sets:
         return None
     return lambda state: {
-        f"{prefix}{name}": value
-        for prefix, dataset in sets.items()
-        for name, value in evaluate(state, dataset).items()
+        f"{prefix}{name}": value for prefix, dataset in sets.items() for name, value in evaluate(state, dataset).items()
     }
 
 

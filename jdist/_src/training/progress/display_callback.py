@@ -37,8 +37,8 @@ class Progress(Callback):
 
     Args:
         kind: `"live"`, a line of a terminal that is rewritten, below a line per epoch and validation; `"lines"`, a line every
-            few seconds, suitable for a file; `"notebook"`, a bar and the same lines in the output of a cell; `"off"`, nothing. `"auto"` is
-            a notebook if an IPython kernel runs this, a live line if `stream` is a terminal, else lines.
+            few seconds, suitable for a file; `"notebook"`, a bar and the same lines in the output of a cell; `"off"`, nothing.
+            `"auto"` is a notebook if an IPython kernel runs this, a live line if `stream` is a terminal, else lines.
         interval_seconds: The number of seconds between two reports: by default 0.25 live, 0.5 in a notebook, 10 between lines.
         stream: The stream to write to; by default `sys.stdout` at the start of training.
 

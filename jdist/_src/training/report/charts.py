@@ -135,8 +135,8 @@ def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
     The data of `val_loss` are "validation", and those of `val_easy_loss` are the validation set "easy".
 
     Example:
-        >>> metric_columns(["epoch", "accuracy", "loss", "val_loss", "val_easy_accuracy"])
-        {'loss': {'loss': 'training', 'val_loss': 'validation'}, 'accuracy': {'accuracy': 'training', 'val_easy_accuracy': 'easy'}}
+        >>> metric_columns(["epoch", "recall", "loss", "val_loss", "val_easy_recall"])
+        {'loss': {'loss': 'training', 'val_loss': 'validation'}, 'recall': {'recall': 'training', 'val_easy_recall': 'easy'}}
     """
     names = [name for name in dict.fromkeys(columns) if name not in FACTS]
     training = [name for name in names if not name.startswith(VALIDATION_PREFIX)]

@@ -107,7 +107,11 @@ def _page(fit: FinishedRun, title: str) -> str:
         _section("Charts", f'<div class="charts">{charts}</div>' if charts else "<p>Nothing was recorded.</p>"),
     ]
     if len(history):
-        sections.append(_section(f"{row_name(history).title()}s", f'<div class="wide epochs" tabindex="0">{history._repr_html_()}</div>'))
+        sections.append(
+            _section(
+                f"{row_name(history).title()}s", f'<div class="wide epochs" tabindex="0">{history._repr_html_()}</div>'
+            )
+        )
     if fit.description is not None:
         description = fit.description._repr_html_()
         sections.append(_section("Strategy", f'<div class="wide strategy" tabindex="0">{description}</div>'))
