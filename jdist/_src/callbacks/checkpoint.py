@@ -16,8 +16,8 @@ class Checkpoint(Callback):
     A checkpoint is saved after each step that is a multiple of the checkpointer's `every`, or after the call of several steps
     that contains it; where a validation or the end of an epoch follows the step, after these; and at the end of training, where
     the callback waits for it. With `Checkpointer(keep_best=...)`, one is also saved after each validation whose metric is
-    better than in all saved ones. The last checkpoint contains the state after the last step, even if another callback ends training
-    with a different state: a resumed run continues from the last step.
+    better than in all saved ones. The last checkpoint contains the state after the last step, even if another callback ends
+    training with a different state: a resumed run continues from the last step.
 
     Args:
         checkpointer: The checkpointer, which determines the steps, the folder, and the number of checkpoints kept.

@@ -1,6 +1,7 @@
 """`Checkpointer`: saves training states in the background, and restores them onto any devices."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ import jax
 
 from jdist._src.checkpoint import storage
 from jdist._src.checkpoint.leaf_selection import LeafSelection, as_paths, as_renames
-from jdist._src.checkpoint.preservation import Metrics, Mode, as_metrics, as_preservation
+from jdist._src.checkpoint.preservation import Metrics, Mode, Preservation, as_metrics, as_preservation
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.restore_plan import RestorePlan, make_restore_plan, read_manifest
 from jdist._src.checkpoint.save_plan import SavePlan, make_save_plan
@@ -106,7 +107,7 @@ class Checkpointer:
         self._lock: FolderLock | None = None
         self._saving = -1
         self._damaged: set[int] = set()  # steps that `restore` could not read
-        self._metrics: dict[int, Metrics] = {}  # of the steps that were saved, or whose manifest was read
+        self._metrics = _SavedMetrics(self._folder)
 
     def __repr__(self) -> str:
         newest, best, every = self._preservation.newest, self._preservation.best, self._preservation.every
@@ -236,7 +237,7 @@ class Checkpointer:
         """
         if self._preservation.best is None:
             raise ValueError('`best` needs a metric: `Checkpointer(path, keep_best=("val_loss", "min"))`.')
-        return self._preservation.best.best_step({step: self._metrics_of(step) for step in self.steps()})
+        return self._preservation.best.best_step({step: self._metrics[step] for step in self.steps()})
 
     def wait(self) -> None:
         """Waits until the save in progress is written.
@@ -315,29 +316,17 @@ class Checkpointer:
             if damaged and self._writer is not None:  # orbax caches the steps of the folder
                 self._writer.close()
                 self._writer = None
-            self._metrics[plan.step] = plan.metrics
-            self._writer = self._writer or Writer(self._folder, self._preserved_steps)
+            self._metrics.known[plan.step] = plan.metrics
+            # Not a method: the writer would keep this object, and its lock, alive.
+            preserved_steps = functools.partial(_preserved_steps, self._preservation, self._metrics)
+            self._writer = self._writer or Writer(self._folder, preserved_steps)
             self._writer.write(plan.step, plan.pack, damaged)
             self._damaged.clear()
         except Exception as error:
             self._raise_write_error(error)
 
-    def _preserved_steps(self, steps: Sequence[int]) -> set[int]:
-        return self._preservation.preserved_steps({step: self._metrics_of(step) for step in steps})
-
-    def _metrics_of(self, step: int) -> Metrics:
-        """Returns the metrics of a checkpoint from its manifest; none if it cannot be read."""
-        if self._preservation.best is None:
-            return {}
-        if step not in self._metrics:
-            try:
-                self._metrics[step] = read_manifest(self._folder, step)[0].get("metrics", {})
-            except Exception:  # of any type: the manifest is damaged
-                return {}
-        return self._metrics[step]
-
     def _raise_write_error(self, error: Exception) -> NoReturn:
-        self._metrics.pop(self._saving, None)
+        self._metrics.known.pop(self._saving, None)
         writer, self._writer = self._writer, None
         if writer is not None:
             try:
@@ -402,6 +391,33 @@ class Checkpointer:
         ) from error
 
 
+class _SavedMetrics:
+    """The metrics of the checkpoints in a folder.
+
+    Mutable: a cache of the manifests.
+
+    Attributes:
+        known: The metrics by the steps that were saved, or whose manifest was read.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self.known: dict[int, Metrics] = {}
+
+    def __getitem__(self, step: int) -> Metrics:
+        """Returns the metrics of a step: none if its manifest cannot be read, or is of an earlier version of jdist."""
+        if step not in self.known:
+            try:
+                self.known[step] = read_manifest(self._folder, step)[0].get("metrics", {})
+            except Exception:  # of any type: the manifest is damaged
+                return {}
+        return self.known[step]
+
+
+def _preserved_steps(preservation: Preservation, metrics: _SavedMetrics, steps: Sequence[int]) -> set[int]:
+    return preservation.preserved_steps({step: metrics[step] if preservation.best else {} for step in steps})
+
+
 def newest_step(checkpointer: Checkpointer) -> int | None:
     """Returns the newest step, from which training resumes; None without a checkpoint. All processes call it.
 
@@ -427,8 +443,8 @@ def is_best(checkpointer: Checkpointer, metrics: Mapping[str, Any]) -> bool:
     best = checkpointer._preservation.best
     if best is None or best.name not in (finite := as_metrics(metrics)):
         return False
-    steps = {*checkpointer.steps(), *checkpointer._metrics}
-    return all(best.is_better(finite, checkpointer._metrics_of(step)) for step in steps)
+    steps = {*checkpointer.steps(), *checkpointer._metrics.known}
+    return all(best.is_better(finite, checkpointer._metrics[step]) for step in steps)
 
 
 def best_metric(checkpointer: Checkpointer) -> str | None:

@@ -209,8 +209,8 @@ def _unchanged_leaves(like: PyTree, leaves: Sequence[Leaf], selected: set[int]) 
     shapes = [leaves[number].path for number, leaf in unchanged.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
     if shapes:
         raise ValueError(
-            f"`only` does not restore {_shortened(shapes)}, and `like` contains shapes there, without values. Pass a state with "
-            "values as `like`, such as the result of `trainer.init`; or restore without `like`, or with the part of it "
+            f"`only` does not restore {_shortened(shapes)}, and `like` contains shapes there, without values. Pass a state "
+            "with values as `like`, such as the result of `trainer.init`; or restore without `like`, or with the part of it "
             "that `only` names."
         )
     return unchanged
