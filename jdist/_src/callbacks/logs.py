@@ -15,6 +15,7 @@ import numpy as np
 from jdist._src.callbacks.arguments import as_path
 from jdist._src.callbacks.log_rows import FACTS, ExtraColumns, RowWriter, row_of
 from jdist._src.core.atomic_files import replace_atomically
+from jdist._src.core.paths import append_text, is_url
 from jdist._src.training.events import Event
 
 Row: TypeAlias = dict[str, Any]
@@ -33,8 +34,7 @@ class _Log(RowWriter):
     def _write(self, event: Event) -> None:
         row = {name: _to_python(value) for name, value in row_of(event, self._also).items()}
         line = self._line(row)  # before the file is opened, because this may replace it
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(line)
+        append_text(self.path, line)
 
     @abc.abstractmethod
     def _rows(self, text: str) -> list[Row]:
@@ -50,7 +50,8 @@ class _Log(RowWriter):
 
     def _begin(self, step: int) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not is_url(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
             rows = self._rows(text)
             if rows and step == 0:

@@ -22,6 +22,7 @@ from jdist._src.checkpoint.storage import (
     rename_damaged,
     silence_orbax,
 )
+from jdist._src.core.paths import is_url
 
 _TEST_BYTES = 2**16  # written to the folder before orbax starts
 
@@ -102,7 +103,7 @@ class Writer:
         silence_orbax()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_PreservationPolicy(self._preserved_steps),
-            todelete_subdir=DELETED,
+            todelete_subdir=None if is_url(self._folder) else DELETED,
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),

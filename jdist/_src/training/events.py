@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast, final
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
+from jdist._src.core.paths import absolute
 from jdist._src.core.tree import PyTree
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.history import History
@@ -214,7 +215,7 @@ def as_callbacks(callbacks: Sequence[Callback | CallbackFunction]) -> list[Callb
     for callback in adapted:
         if callback.destination is None:
             continue
-        path = callback.destination.resolve()
+        path = absolute(callback.destination)
         if path in writers:
             names = " and ".join(type(writer).__name__ for writer in (writers[path], callback))
             raise ValueError(f"Two callbacks, {names}, write to {str(path)!r}. Pass a different path to each.")

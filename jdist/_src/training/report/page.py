@@ -16,6 +16,7 @@ from typing import Protocol
 import jax
 
 from jdist._src.core.atomic_files import replace_atomically
+from jdist._src.core.paths import as_path
 from jdist._src.execution.replicate import Proof
 from jdist._src.strategies.description import Description
 from jdist._src.training.history import History, format_value, row_name
@@ -87,7 +88,7 @@ def write_report(fit: FinishedRun, path: str | os.PathLike[str], *, title: str =
         >>> "<h1>Digits</h1>" in text and "All requested steps were taken." in text
         True
     """
-    path = pathlib.Path(path)
+    path = as_path(path)
     if jax.process_index() == 0:
         page = _page(fit, title)
         with replace_atomically(path) as new:
