@@ -62,7 +62,8 @@ class Checkpointer:
     Use it in a `with` statement, or call `close`; otherwise the last save may be lost. Mutable: it holds the save in progress.
 
     Args:
-        path: The folder: new, empty, or with checkpoints. On several processes, a folder that all of them can read and write.
+        path: The folder: new, empty, or with checkpoints; also a URL, `gs://bucket/run`. On several processes, a folder that
+            all of them can read and write.
         keep: The number of newest checkpoints that are kept; None keeps all. Older ones are deleted, except for those that
             `keep_best` or `keep_every` names.
         every: A checkpoint is due at every step that `every` divides.

@@ -5,7 +5,7 @@
     FOLDER/STEP/manifest/manifest.json      the manifest
 
 orbax writes a step under a temporary name and renames it when it is complete. An old step is first moved to `.old` and then
-deleted. So a folder with the name of a step is always complete, whenever a process ends. An object store cannot rename a folder:
+deleted. So a folder with the name of a step is always complete, whenever a process ends. An object store cannot rename folders:
 there, a complete step contains the file `commit_success.txt`. orbax takes a second to import, so it
 is imported at the first use.
 """
@@ -163,16 +163,22 @@ def warn_of_incomplete(folder: pathlib.Path, newest: int | None) -> None:
         if newest is None
         else f"The newest complete checkpoint is that of step {newest}."
     )
+    missing = _COMMITTED_FILE if is_url(folder) else f"{MANIFEST}/{MANIFEST_FILE}"
+    effect = "deletes it" if is_url(folder) else f"renames the damaged folder to {incomplete[-1].name}.damaged"
     warnings.warn(
-        f"{', '.join(map(str, incomplete))} is damaged: {MANIFEST}/{MANIFEST_FILE} is missing. {complete} A `save` of the same "
-        f"step renames the damaged folder to {incomplete[-1].name}.damaged.",
+        f"{', '.join(map(str, incomplete))} is damaged: {missing} is missing. {complete} A `save` of the same step {effect}.",
         stacklevel=3,
     )
 
 
 def rename_damaged(folder: pathlib.Path, step: int) -> None:
-    """Renames the damaged folder of a step to `STEP.damaged`. An earlier folder of this name is deleted."""
+    """Renames the damaged folder of a step to `STEP.damaged`. An earlier folder of this name is deleted.
+
+    In an object store, an incomplete folder is deleted: orbax would also delete the renamed one.
+    """
     damaged = folder / f"{step}.damaged"
+    if is_url(folder) and not is_complete(folder, step):
+        remove_tree(folder / str(step))
     if (folder / str(step)).exists():
         remove_tree(damaged)
         (folder / str(step)).rename(damaged)

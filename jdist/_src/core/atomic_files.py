@@ -73,9 +73,7 @@ def write_on_process_0(
 
 
 @contextlib.contextmanager
-def replace_atomically(
-    path: Path, may_replace: Callable[[pathlib.Path], bool] = is_file
-) -> Iterator[pathlib.Path]:
+def replace_atomically(path: Path, may_replace: Callable[[pathlib.Path], bool] = is_file) -> Iterator[pathlib.Path]:
     """Yields the local path of a new file or folder, which replaces `path` when the `with` block ends without an error.
 
     Args:
@@ -94,7 +92,9 @@ def replace_atomically(
             new = pathlib.Path(folder) / path.name
             yield new
             if new.is_dir():
-                raise ValueError(f"The folder {path} cannot be written to a URL. Write it to a local path, and copy it.")
+                raise ValueError(
+                    f"The folder {path} cannot be written to a URL. Write it to a local path, and copy it."
+                )
             with open(new, "rb") as source, path.open("wb") as target:
                 shutil.copyfileobj(source, target, _COPY_BYTES)
         return

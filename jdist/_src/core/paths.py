@@ -1,4 +1,4 @@
-"""Paths of files: of the local file system as `pathlib.Path`, and URLs of object stores, such as `gs://`, as `etils.epath.Path`.
+"""Paths: those of the local file system as `pathlib.Path`, and URLs of object stores, such as `gs://`, as `etils.epath.Path`.
 
 `epath` is a dependency of orbax. Its paths have the methods of `pathlib.Path`; the functions here cover the differences. An
 object store writes an object when it is closed, completely or not at all, and has no empty folders, links or locks.
@@ -40,7 +40,9 @@ def as_path(path: Any) -> pathlib.Path:
         return pathlib.Path(path)
     if url[1] not in _SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
-        raise ValueError(f"The path {text!r} is a URL of an unknown kind. jdist reads and writes local paths, {schemes}.")
+        raise ValueError(
+            f"The path {text!r} is a URL of an unknown kind. jdist reads and writes local paths, {schemes}."
+        )
     from etils import epath
 
     name, install = _SCHEMES[url[1]]
