@@ -67,10 +67,13 @@ def is_below(path: str, paths: Sequence[str] | None) -> bool:
     return paths is None or any(path == parent or path.startswith(f"{parent}/") for parent in paths)
 
 
-def check_each_path(name: str, only: Sequence[str] | None, leaves: Sequence[Leaf]) -> None:
-    """Raises ValueError if there is no leaf below a path of `only`. The message begins with `name`."""
+def check_each_path(name: str, only: Sequence[str] | None, leaves: Sequence[Leaf], saved: PyTree) -> None:
+    """Raises ValueError if there is no leaf below a path of `only`, and no part of the saved state without leaves there.
+
+    The message begins with `name`.
+    """
     for path in only or ():
-        if not any(is_below(leaf.path, [path]) for leaf in leaves):
+        if not any(is_below(leaf.path, [path]) for leaf in leaves) and not _has_node(saved, path.split("/")):
             raise ValueError(f'{name} and `like` have no leaf below only="{path}". {_named_leaves(leaves)}')
 
 
@@ -124,6 +127,14 @@ def pruned(tree: PyTree, only: Sequence[str] | None) -> PyTree:
         return node if is_below("/".join(keys), only) else None
 
     return visit(tree, ())
+
+
+def _has_node(tree: PyTree, keys: Sequence[str]) -> bool:
+    for key in keys:
+        if not isinstance(tree, dict) or key not in tree:
+            return False
+        tree = tree[key]
+    return True
 
 
 def _renamed_keys(keys: Keys, rename: Mapping[str, str]) -> Keys:
