@@ -15,8 +15,8 @@ from jdist._src.training.events import Event
 class Rows(RowWriter):
     """Calls a function with a row of numbers: after each epoch and each validation, and every `every` steps.
 
-    It connects every tracker whose function takes a dict and a step: `Rows(wandb.log)`, `Rows(mlflow.log_metrics)`. The row is
-    that of `CSVLog` without `moment` and `step`, and without metrics that are arrays. Process 0 calls the function.
+    It connects every tracker whose function takes a dict and a step: `Rows(wandb.log)`, `Rows(mlflow.log_metrics)`. The row has
+    the columns of `CSVLog` except for `moment`, `step` and metrics that are arrays. Process 0 calls the function.
 
     Args:
         function: Called as `function(row, step=step)`; its result is not used.

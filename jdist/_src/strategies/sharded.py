@@ -49,7 +49,8 @@ class ShardedStrategy(Strategy):
             parameter, and `shard` applies in addition.
         offload: `"optimizer"` stores the arrays of the optimizer's state in the memory of the devices' hosts between calls of
             the step, each device's part in that of its host; the step copies them to the devices and back. The results are the
-            same. It saves device memory between the steps, not during a step. On TPUs, a part that does not consist of tiles of 8 x 128 elements stays on its device.
+            same. It saves device memory between the steps, not during a step. On TPUs, a part that does not consist of tiles of
+            8 x 128 elements stays on its device.
 
     Raises:
         ValueError: `shard`, `offload` or an axis is unknown, or an axis of the mesh is not `Auto`, or programs cannot address

@@ -28,7 +28,7 @@ def validation_sets(
 
     Raises:
         TypeError: The name of a set is not a string.
-        ValueError: A set is endless, a name is empty, or there is no set.
+        ValueError: A set is endless, a name is empty, or the mapping is empty.
     """
     if validation_data is None:
         return {}
@@ -69,7 +69,7 @@ def check_validate_every(validate_every: Any, has_validation: bool) -> int | Non
 
     Raises:
         TypeError: It is not an integer.
-        ValueError: It is less than 1, or there are no validation data.
+        ValueError: It is less than 1, or `fit` has no validation data.
     """
     if validate_every is None:
         return None
@@ -85,7 +85,7 @@ def check_validate_every(validate_every: Any, has_validation: bool) -> int | Non
 def validate_all(
     sets: Mapping[str, DistributedDataset], evaluate: Callable[[PyTree, DistributedDataset], Mapping[str, Any]]
 ) -> Callable[[PyTree], dict[str, Any]] | None:
-    """Returns a function from a state to the metrics of all sets, with their prefixes; None if there is no set."""
+    """Returns a function from a state to the metrics of all sets, with their prefixes; None without sets."""
     if not sets:
         return None
     return lambda state: {
