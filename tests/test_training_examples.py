@@ -1,8 +1,11 @@
 """The training examples, run as a user does."""
 
 import re
+import runpy
 
+import jax
 import pytest
+from flax import nnx
 
 from example_runs import EXAMPLES, assert_invalid_arguments, run
 
@@ -111,6 +114,17 @@ def test_example_help_lists_defaults(example):
     printed = _printed(example, "--help")
     assert "--replicas" in printed
     assert "(default: 0)" in printed  # of `--seed`
+
+
+def test_text_lm_with_temperature_0_takes_the_most_likely_characters():
+    example = runpy.run_path(str(EXAMPLES / "text_lm.py"))
+    graphdef, params = nnx.split(example["Transformer"](10, layers=1, width=8, rngs=nnx.Rngs(0)))
+    window = jax.numpy.arange(8)
+    generate = lambda temperature, seed: example["generate"](
+        graphdef, params, window, 20, temperature, jax.random.key(seed)
+    )
+    assert generate(0.0, 0).tolist() == generate(0.0, 1).tolist() != generate(1.0, 0).tolist()
+    assert generate(0.0, 0)[0] == nnx.merge(graphdef, params)(window[None])[0, -1].argmax()
 
 
 def test_text_lm_reports_batches_larger_than_the_text():
