@@ -35,9 +35,7 @@ def adapt_keras(model: Any) -> ModelFunctions:
         params = {name: v.value for name, v in zip(param_names, model.trainable_variables, strict=True)}
         return params, {name: v.value for name, v in zip(state_names, model.non_trainable_variables, strict=True)}
 
-    def apply(
-        params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
-    ) -> ModelResult:
+    def apply(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
         import keras
 
         seeds = {name: state[name] for name in state_names if "seed_generator" in name}
@@ -46,7 +44,10 @@ def adapt_keras(model: Any) -> ModelFunctions:
         args, kwargs = signature.arguments(inputs)
         mapping = list(zip(variables, values, strict=True))
         # Not `stateless_call`: it loses the losses of all calls of a shared layer except for the last one.
-        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope, _without_padding(model, weights):
+        with (
+            keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope,
+            _without_padding(model, weights),
+        ):
             outputs = model(*args, **kwargs, **signature.keywords(train))
             losses = list(model.losses)
         state_variables = zip(state_names, variables[len(param_names) :], strict=True)

@@ -27,7 +27,7 @@ from jdist._src.training.events import Callback, CallbackResult, Event, Function
 from jdist._src.training.fit import Fit, is_donated
 from jdist._src.training.recorder import NonFiniteStep, Recorder
 from jdist._src.training.resume import StartPoint, restore_epoch_metrics, saved_callback_states
-from jdist._src.training.state import learning_rate_of, state_fields
+from jdist._src.training.state import learning_rate_of, step_of
 from jdist._src.training.state_copies import summands
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import StepOutcome, TrainCarry
@@ -86,7 +86,7 @@ class Loop:
         self._config = config
         metrics: Any = restore_epoch_metrics(config.empty_metrics(), start.resume_data.get("seen", ()))
         self._carry = TrainCarry(start.state, metrics, config.strategy.put(np.bool_(False)))
-        self._first_step = self._step = self._epoch_first_step = int(state_fields(start.state).step)
+        self._first_step = self._step = self._epoch_first_step = int(step_of(start.state))
         self._calls = self._examples = self._epoch_first_example = 0
         self._epoch, self._position, self._stalled_fraction = position["epoch"], position, 0.0
         self._epoch_metrics: Mapping[str, Any] = {}

@@ -70,9 +70,7 @@ def _adapt_linen(module: Any) -> ModelFunctions:
             variables.pop(name, None)
         return variables.pop("params", {}), variables
 
-    def apply(
-        params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
-    ) -> ModelResult:
+    def apply(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
         # flax uses the key "params" for `make_rng` of any other collection.
         rngs = {"dropout": key, "params": jax.random.fold_in(key, 0)}
         args, kwargs = signature.arguments(inputs)
@@ -110,14 +108,14 @@ def _adapt_nnx(module: Any) -> ModelFunctions:
         nnx.replace_by_pure_dict(state, values)
         return state
 
-    def apply(
-        values: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
-    ) -> ModelResult:
+    def apply(values: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
         merged = nnx.merge(
             graphs[train], with_values(params, values), _new_keys(key, keys), with_values(rest, state), copy=True
         )
         args, kwargs = signature.arguments(inputs)
-        keywords = signature.keywords(train, weights, rngs=nnx.Rngs(jax.random.fold_in(key, len(jax.tree.leaves(keys)))))
+        keywords = signature.keywords(
+            train, weights, rngs=nnx.Rngs(jax.random.fold_in(key, len(jax.tree.leaves(keys))))
+        )
         call = nnx.capture(lambda module: module(*args, **kwargs, **keywords), nnx.Intermediate)
         outputs, intermediates = call(merged)
         new_state = nnx.to_pure_dict(nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))))
@@ -145,16 +143,16 @@ def _adapt_haiku(model: Any) -> ModelFunctions:
     """`hk.transform(fn)`, and `hk.transform_with_state(fn)` if `model` has a state."""
     has_state = type(model).__name__ == "TransformedWithState"
     signature = CallSignature(model.init, 1)
-    takes_key = "rng" in list(inspect.signature(model.apply).parameters)[: 2 + has_state]  # not after `without_apply_rng`
+    takes_key = (
+        "rng" in list(inspect.signature(model.apply).parameters)[: 2 + has_state]
+    )  # not after `without_apply_rng`
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         args, kwargs = signature.arguments(inputs)
         variables = model.init(key, *args, **kwargs, **signature.keywords(False))
         return variables if has_state else (variables, {})
 
-    def apply(
-        params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
-    ) -> ModelResult:
+    def apply(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
         leading = (params, *([state] if has_state else []), *([key] if takes_key else []))
         args, kwargs = signature.arguments(inputs)
         result = model.apply(*leading, *args, **kwargs, **signature.keywords(train, weights))
@@ -169,15 +167,13 @@ def _adapt_equinox(model: Any, model_state: Any = None) -> ModelFunctions:
     import equinox
 
     params, static = equinox.partition(model, equinox.is_inexact_array)
-    signature = CallSignature(type(model).__call__, 1)
+    signature = CallSignature(type(model).__call__, 1, excluded=("state",))
     has_state, takes_key = model_state is not None, "key" in inspect.signature(type(model).__call__).parameters
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         return params, {"state": model_state} if has_state else {}
 
-    def apply(
-        values: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
-    ) -> ModelResult:
+    def apply(values: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
         module = equinox.nn.inference_mode(equinox.combine(values, static), value=not train)
 
         def call(example: PyTree, module_state: Any, example_key: jax.Array) -> Any:

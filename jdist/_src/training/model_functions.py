@@ -1,7 +1,7 @@
 """`ModelFunctions`: a model of any library as pure functions, and how these receive inputs and keyword arguments."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +68,7 @@ class CallSignature:
     Args:
         fn: The function.
         num_leading: The number of parameters before the inputs, such as `self` or the parameters of the model.
+        excluded: Names of parameters that are not inputs.
 
     Example:
         >>> one, two = CallSignature(lambda x, train: x, 0), CallSignature(lambda x, y, train: x, 0)
@@ -77,9 +78,10 @@ class CallSignature:
         {'train': True}
     """
 
-    def __init__(self, fn: Callable[..., Any], num_leading: int):
+    def __init__(self, fn: Callable[..., Any], num_leading: int, excluded: Collection[str] = ()):
         parameters = list(inspect.signature(fn).parameters.values())[num_leading:]
-        named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        named = [p for p in parameters if p.kind not in variadic and p.name not in excluded]
         inputs = [p for i, p in enumerate(named) if i == 0 or p.name not in _OPTIONAL]
         self._input_names = {p.name for p in inputs if p.kind is not p.POSITIONAL_ONLY}
         self._required = [p.name for p in inputs if p.default is p.empty]
@@ -111,3 +113,13 @@ def example_mask(weights: Any) -> jax.Array:
     """Returns 1 for each example with a weight other than 0, else 0: float32 `[batch]`."""
     weights = jnp.asarray(weights)
     return (weights != 0).any(axis=tuple(range(1, weights.ndim))).astype(jnp.float32)
+
+
+def _no_model(*args: Any) -> Any:
+    raise TypeError(
+        "This trainer has no model: it was created with `step=`. Pass a model too, `Trainer(model, loss=..., step=...)`, to use "
+        "`evaluate`, `predict`, `apply` and `model`; the state then needs `params`."
+    )
+
+
+NO_MODEL = ModelFunctions(_no_model, _no_model, _no_model)

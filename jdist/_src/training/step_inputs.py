@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.tree import PyTree
+from jdist._src.data.config import Remainder
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator, stats
 from jdist._src.replica.losses import check_weights
 from jdist._src.strategies.base import Strategy
@@ -36,9 +37,15 @@ class DrawnBatch(NamedTuple):
 
 
 def distribute(
-    strategy: Strategy, name: str, data: Any, batch_size: int | None, shuffle: bool | None, seed: int
+    strategy: Strategy,
+    name: str,
+    data: Any,
+    batch_size: int | None,
+    shuffle: bool | None,
+    seed: int,
+    remainder: Remainder = "pad",
 ) -> DistributedDataset:
-    """Returns `data` as a distributed data set whose last batch is padded.
+    """Returns `data` as a distributed data set whose last batch is padded, or as `remainder` says.
 
     Raises:
         TypeError, ValueError: The errors of `distribute_dataset`, with the name of the argument in a note.
@@ -50,7 +57,7 @@ def distribute(
     if isinstance(data, tuple) and len(data) == 3 and isinstance(data[2], (np.ndarray, jax.Array)):
         check_weights(f"`{name}`[2], the weights of the examples,", data[2])
     try:
-        return strategy.distribute_dataset(data, batch_size, shuffle=shuffle, seed=seed, remainder="pad")
+        return strategy.distribute_dataset(data, batch_size, shuffle=shuffle, seed=seed, remainder=remainder)
     except (TypeError, ValueError) as error:
         error.add_note(f"The error is in the argument `{name}`.")
         raise
@@ -79,13 +86,14 @@ def distribute_epochs(
     seed: int,
     epochs: int | None,
     steps: int | None,
+    remainder: Remainder = "pad",
 ) -> DistributedDataset:
     """Returns the batches of `epochs` passes over `data`, of one pass by default, or endless for a number of steps.
 
     Raises:
         ValueError: The data are endless, and `steps` is None.
     """
-    dataset = distribute(strategy, "data", data, batch_size, shuffle, seed)
+    dataset = distribute(strategy, "data", data, batch_size, shuffle, seed, remainder)
     if dataset.is_endless and steps is None:
         epochs_hint = "" if epochs is None else f", so epochs={epochs} would never be reached"
         raise ValueError(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
@@ -16,17 +17,25 @@ from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.execution.replicate import Proof
+from jdist._src.replica.gradients import Remat
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies.automatic import auto_strategy
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.current import get_strategy, has_strategy
-from jdist._src.training.arguments import explain_keras_arguments, require_arguments
+from jdist._src.training.arguments import (
+    check_alternatives,
+    check_eval_params,
+    explain_keras_arguments,
+    require_arguments,
+)
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
 from jdist._src.training.fit import Fit, html_table, name_of
 from jdist._src.training.loop import Loop, LoopConfig, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
 from jdist._src.training.metric_adapters import adapt_metrics, epoch_metric_names
 from jdist._src.training.model_adapters import adapt_model
+from jdist._src.training.model_functions import NO_MODEL
+from jdist._src.training.objectives import Objective, explained_data_errors
 from jdist._src.training.progress.display_callback import Progress, ProgressKind
 from jdist._src.training.resume import (
     StartPoint,
@@ -36,7 +45,7 @@ from jdist._src.training.resume import (
     stateful_callbacks,
     total_steps,
 )
-from jdist._src.training.state import TrainState, model_variables
+from jdist._src.training.state import ModelVariables, TrainState, model_variables
 from jdist._src.training.step_inputs import (
     DrawnBatch,
     distribute_epochs,
@@ -44,15 +53,7 @@ from jdist._src.training.step_inputs import (
     drawn_batches,
     step_groups,
 )
-from jdist._src.training.steps import (
-    NonFinite,
-    StepFunctions,
-    StepOutcome,
-    TrainCarry,
-    explained_data_errors,
-    split_element,
-    total_metrics,
-)
+from jdist._src.training.steps import NonFinite, StepFunctions, StepOutcome, TrainCarry, total_metrics
 from jdist._src.values.base import is_distributed
 
 
@@ -105,13 +106,17 @@ class Trainer:
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         optimizer: Any = None,
         loss: Callable[[Any, Any], Any] | None = None,
         *,
-        metrics: Mapping[str, Any] | None = None,
+        objective: Callable[..., Any] | None = None,
+        step: Callable[..., Any] | None = None,
+        metrics: Mapping[str, Any] | Sequence[str] | None = None,
         strategy: Strategy | None = None,
         precision: Precision | None = None,
+        remat: Remat = False,
+        eval_params: Callable[[Any, Any], Any] | None = None,
         seed: int = 0,
         non_finite: NonFinite = "stop",
     ):
@@ -119,15 +124,24 @@ class Trainer:
             raise TypeError(f"`strategy` must be a strategy, such as `jdist.MirroredStrategy()`, got {strategy!r}.")
         self.strategy = strategy or (get_strategy() if has_strategy() else auto_strategy())
         self._seed = as_int("`seed`", seed, 0)
-        self._names = {"model": name_of(model), "loss": name_of(loss)}
+        check_alternatives(model, optimizer, loss, objective, step)
+        named = {"model": model, "loss": loss, "objective": objective, "step": step}
+        self._names = {name: name_of(value) for name, value in named.items() if value is not None}
         self._functions = StepFunctions(
-            adapt_model(model),
-            adapt_loss(loss),
-            adapt_metrics(metrics or {}),
-            precision,
+            Objective(
+                NO_MODEL if model is None and step is not None else adapt_model(model),
+                adapt_loss(loss),
+                objective,
+                adapt_metrics(metrics or {}, is_of_outputs=objective is None and step is None),
+                precision,
+            ),
             optimizer,
+            step,
+            remat=remat,
             non_finite=non_finite,
         )
+        check_eval_params(eval_params)
+        self._eval_params = eval_params
         self._cache: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
@@ -137,8 +151,9 @@ class Trainer:
         return html_table("Trainer", self._facts())
 
     def _facts(self) -> dict[str, str]:
-        no_optimizer = {} if self._functions.optimizer is not None else {"optimizer": "None"}
-        metrics = ", ".join(self._functions.metrics) or "none"
+        has_update = self._functions.optimizer is not None or self._functions.custom_step is not None
+        no_optimizer = {} if has_update else {"optimizer": "None"}
+        metrics = ", ".join(self._functions.objective.metrics) or "none"
         strategy_and_seed = {"strategy": repr(self.strategy), "seed": str(self._seed)}
         return {**self._names, "metrics": metrics, **no_optimizer, **strategy_and_seed}
 
@@ -164,12 +179,16 @@ class Trainer:
             >>> trainer.init(np.zeros((1, 3), np.float32)).params.shape
             (3,)
         """
+        return self._initial_state(self._functions.init_for_inputs, inputs)
+
+    def _initial_state(self, init: Callable[[PyTree, jax.Array], TrainState], data: PyTree) -> TrainState:
+        """Returns the result of `init`, a method of the step functions, for inputs or elements with these shapes."""
         require_arguments("init", optimizer=self._functions.optimizer)
         # `strategy.init` caches its program by the function, so inputs of the same kind use the same function.
-        leaves, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, inputs))
+        leaves, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, data))
         example = treedef.unflatten([jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
-        key = ("init", treedef, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
-        make = self._cached(key, lambda: functools.partial(self._functions.init, example))
+        key = (init.__name__, treedef, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
+        make = self._cached(key, lambda: functools.partial(init, example))
         return self.strategy.init(make, jax.random.key(self._seed))
 
     @explain_keras_arguments("fit((x, y), batch_size=...)", num_positional=1)
@@ -219,13 +238,22 @@ class Trainer:
             TypeError: The optimizer or the loss is missing, `state` is not a state, or a number is not an integer.
             FitError: An error ended training after the first step.
         """
-        require_arguments("fit", optimizer=self._functions.optimizer, loss=self._functions.loss)
+        self._functions.check_fit(state)
         steps = None if steps is None else as_int("`steps`", steps, 0)
         dataset = distribute_epochs(
-            self.strategy, data, batch_size=batch_size, shuffle=shuffle, seed=self._seed, epochs=epochs, steps=steps
+            self.strategy,
+            data,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=self._seed,
+            epochs=epochs,
+            steps=steps,
+            remainder="pad" if self._functions.takes_weights else "error",
         )
+        self._functions.check_weights(dataset.has_weights)
         validate = None
         if validation_data is not None:
+            self._functions.check_evaluate("fit(validation_data=...)")
             validation = distribute_one_pass(self.strategy, "validation_data", validation_data, batch_size)
             validate = lambda state: self._evaluate(state, validation)[0]
         ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
@@ -271,7 +299,7 @@ class Trainer:
             ValueError: The data are empty, or the loss or a metric is not one value per example.
             TypeError: The loss is missing, or `state` is not a state.
         """
-        require_arguments("evaluate", loss=self._functions.loss)
+        self._functions.check_evaluate("evaluate")
         metrics, examples = self._evaluate(state, distribute_one_pass(self.strategy, "data", data, batch_size))
         return {**metrics, "examples": examples}
 
@@ -291,7 +319,7 @@ class Trainer:
             TypeError: `state` is not a state.
         """
         dataset = distribute_one_pass(self.strategy, "data", data, batch_size)
-        variables, parts = model_variables(state), []
+        variables, parts = self._variables(state), []
         for batch in drawn_batches(iter(dataset), dataset.has_weights):
             results = self.strategy.run(self._functions.predict, (variables, *batch.inputs))
             outputs, weights = jax.device_get(self.strategy.gather(results, axis=0))
@@ -307,7 +335,39 @@ class Trainer:
             >>> trainer.apply(trainer.init(np.zeros((1, 3))), np.ones((2, 3))).tolist()
             [3.0, 3.0]
         """
-        return self._functions.outputs(model_variables(state), inputs)
+        return self._functions.outputs(model_variables(state, self._eval_params), inputs)
+
+    def model(self, state: PyTree) -> Any:
+        """Returns the model with the values of a training state, on the default device.
+
+        The model that was passed to the trainer is not changed by training.
+
+        Args:
+            state: A training state. With `eval_params`, its results are the parameters.
+
+        Returns:
+            For a Keras model or an nnx module a new model; for an equinox module the module, as a pair with its state if it has
+            one; for linen the variables; for haiku the parameters, as a pair with the state if there is one; for a pair of
+            functions the parameters.
+
+        Raises:
+            ValueError: The state was donated.
+            TypeError: `state` is not a state, the trainer has no model, or Keras cannot copy the model.
+
+        Example:
+            >>> import optax
+            >>> from flax import nnx
+            >>> trainer = jdist.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), optax.squared_error)
+            >>> fit = trainer.fit((np.ones((8, 3)), np.ones((8, 1))), batch_size=8, progress="off")
+            >>> trainer.model(fit.state)(np.ones((2, 3))).shape
+            (2, 1)
+        """
+        variables = jax.tree.map(jnp.asarray, jax.device_get(self._variables(state)))
+        return self._functions.objective.model.rebuild(*variables)
+
+    def _variables(self, state: PyTree) -> ModelVariables:
+        """Returns the variables for the evaluation of a state, on the devices."""
+        return model_variables(state, self._eval_params and (lambda *args: self.strategy.run(self._eval_params, args)))
 
     def _start(
         self, dataset: DistributedDataset, state: PyTree, resume: "Checkpointer | str | os.PathLike[str] | None"
@@ -321,7 +381,7 @@ class Trainer:
             batches = itertools.chain([first], batches)
             without_replicas = lambda value: jax.ShapeDtypeStruct(value.tree.shape[1:], value.tree.dtype)
             shapes = jax.tree.map(without_replicas, first.inputs[0], is_leaf=is_distributed)
-            make = explained_data_errors(shapes)(functools.partial(self.init, split_element(shapes, None)[0]))
+            make = explained_data_errors(shapes)(functools.partial(self._initial_state, self._functions.init, shapes))
         start = start_point(self.strategy, state, make, resume)
         if start.position is not None:
             iterator.set_state(start.position)
@@ -329,7 +389,7 @@ class Trainer:
         return start, batches
 
     def _evaluate(self, state: PyTree, dataset: DistributedDataset) -> tuple[dict[str, Any], int]:
-        variables, iterator = model_variables(state), iter(dataset)
+        variables, iterator = self._variables(state), iter(dataset)
         step = self._cached("evaluate", lambda: self.strategy.step(self._functions.evaluate))
         metrics, examples = self.strategy.init(self._functions.empty_metrics), 0
         for batch in drawn_batches(iterator, dataset.has_weights):
@@ -342,7 +402,7 @@ class Trainer:
     ) -> Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, StepOutcome]]:
         """Returns a function that runs a group of batches: by one program for a complete group, by another for one batch."""
         functions = dataclasses.replace(self._functions, micro_batches=micro_batches)
-        make = functools.partial(self.strategy.step, functions.train)
+        make = functools.partial(self.strategy.step, functions.step)
         single = self._cached(("train", micro_batches, 1), make)
         if steps_per_call == 1:
             return lambda carry, batches: single(carry, *batches[0].inputs)
