@@ -110,8 +110,7 @@ class Objective:
                 losses, measured, name = self.loss(outputs, targets), (outputs, targets), "loss"
         else:
             objective_key, model.key = jax.random.split(key)
-            keywords = {"weights": weights} if "weights" in inspect.signature(self.fn).parameters else {}
-            result = self.fn(params, batch, objective_key, model, **keywords)
+            result = self._call_fn(params, batch, objective_key, model, weights)
             losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
             measured, name = (aux, batch), "objective"
         losses = check_losses(losses, num_examples, name)
@@ -133,7 +132,8 @@ class Objective:
             raise _FirstInputs(_as_inputs(args, kwargs))
 
         try:
-            jax.eval_shape(lambda batch, key: self.fn(None, batch, key, stop), element, jax.random.key(0))
+            weights = jnp.ones(len(jax.tree.leaves(element)[0]))
+            jax.eval_shape(lambda batch, key: self._call_fn(None, batch, key, stop, weights), element, jax.random.key(0))
         except _FirstInputs as first:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), first.inputs)
         except Exception as error:
@@ -142,6 +142,11 @@ class Objective:
                 f"({type(error).__name__}: {error}). Pass a state: `fit(data, state=trainer.init(inputs))`."
             ) from error
         return element
+
+    def _call_fn(self, params: PyTree, batch: PyTree, key: jax.Array, apply: Callable[..., Any], weights: Any) -> Any:
+        assert self.fn is not None
+        keywords = {"weights": weights} if "weights" in inspect.signature(self.fn).parameters else {}
+        return self.fn(params, batch, key, apply, **keywords)
 
     def apply(
         self, params: PyTree, model_state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
@@ -190,7 +195,8 @@ def _check_objective(fn: Any) -> None:
     if not callable(fn):
         raise TypeError(f"`objective` must be a function `fn(params, batch, key, apply)`, got {fn!r}.")
     try:
-        inspect.signature(fn).bind(None, None, None, None)
+        signature = inspect.signature(fn)
+        signature.bind(None, None, None, None, **({"weights": None} if "weights" in signature.parameters else {}))
     except TypeError as error:
         raise TypeError(
             f"`objective` is called as `fn(params, batch, key, apply)`, and optionally with `weights=`: {error}. `apply(params, "

@@ -199,7 +199,12 @@ class StepFunctions:
         data = batch, weights, jnp.arange(len(jax.tree.leaves(batch)[0]))
         differentiate = value_and_grad(compute_losses, has_aux=True, **options)
         (loss, (metrics, model_state)), grads = differentiate(fields.params, *data)
-        value_fn = lambda params: global_loss(lambda *args: compute_losses(*args)[0], **options)(params, *data)
+
+        def value_fn(
+            params: PyTree, obj_fn: Any = None
+        ) -> jax.Array:  # optax: it must accept all other extra arguments
+            return global_loss(lambda *args: compute_losses(*args)[0], **options)(params, *data)
+
         if self.micro_batches > 1:
             metrics = jax.tree.map(lambda x: x.sum(0), metrics)
             model_state = _mean_over_micro_batches(model_state, weights, self.micro_batches)
@@ -315,7 +320,7 @@ class StepFunctions:
     def _update_probe(self, grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         """Returns the results of the optimizer with a loss that uses no collectives, to trace it."""
 
-        def value_fn(params: PyTree) -> jax.Array:
+        def value_fn(params: PyTree, obj_fn: Any = None) -> jax.Array:
             return sum((jnp.sum(x.real).astype(jnp.float32) for x in jax.tree.leaves(params)), jnp.float32(0))
 
         loss = jnp.float32(0)

@@ -381,7 +381,8 @@ class Trainer:
             batches = itertools.chain([first], batches)
             without_replicas = lambda value: jax.ShapeDtypeStruct(value.tree.shape[1:], value.tree.dtype)
             shapes = jax.tree.map(without_replicas, first.inputs[0], is_leaf=is_distributed)
-            make = explained_data_errors(shapes)(functools.partial(self._initial_state, self._functions.init, shapes))
+            make = functools.partial(self._initial_state, self._functions.init, shapes)
+            make = make if self._functions.objective.fn else explained_data_errors(shapes)(make)
         start = start_point(self.strategy, state, make, resume)
         if start.position is not None:
             iterator.set_state(start.position)
