@@ -149,7 +149,7 @@ def _adapt_haiku(model: Any) -> ModelFunctions:
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         args, kwargs = signature.arguments(inputs)
-        variables = model.init(key, *args, **kwargs, **signature.keywords(False))
+        variables = model.init(key, *args, **kwargs, **signature.keywords(True))  # haiku creates states in training
         return variables if has_state else (variables, {})
 
     def apply(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:

@@ -133,7 +133,9 @@ class Objective:
 
         try:
             weights = jnp.ones(len(jax.tree.leaves(element)[0]))
-            jax.eval_shape(lambda batch, key: self._call_fn(None, batch, key, stop, weights), element, jax.random.key(0))
+            jax.eval_shape(
+                lambda batch, key: self._call_fn(None, batch, key, stop, weights), element, jax.random.key(0)
+            )
         except _FirstInputs as first:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), first.inputs)
         except Exception as error:

@@ -282,7 +282,7 @@ class StepFunctions:
         """Returns the outputs for a batch, `[batch, ...]`, and the weights of its examples."""
         inputs, _, _ = split_element(batch, weights)
         with explained_data_errors(batch):
-            outputs = self.outputs(state, inputs, weights)
+            outputs = self.outputs(state, inputs, weights, replica_key(jax.random.key(0)))
         size = len(jax.tree.leaves(inputs)[0])
         for name, leaf in named_leaves("outputs", outputs):
             if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != size:
@@ -291,9 +291,10 @@ class StepFunctions:
                 )
         return outputs, jnp.ones(size) if weights is None else weights
 
-    def outputs(self, variables: ModelVariables, inputs: PyTree, weights: Any = None) -> PyTree:
-        """Returns the outputs of the model for `inputs`, in evaluation mode."""
-        return self.objective.apply(*variables, inputs, jax.random.key(0), False, weights).outputs
+    def outputs(self, variables: ModelVariables, inputs: PyTree, weights: Any = None, key: Any = None) -> PyTree:
+        """Returns the outputs of the model for `inputs`, in evaluation mode, with random numbers from `key`."""
+        key = jax.random.key(0) if key is None else key
+        return self.objective.apply(*variables, inputs, key, False, weights).outputs
 
     def _update(self, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any) -> tuple[PyTree, PyTree]:
         """Returns the updates and the new state of the optimizer, which receives the extra arguments that it accepts.
