@@ -77,8 +77,8 @@ def value_and_grad(
             `[micro_batch, ...]`.
         weights: `[batch]`, or the first dimensions of the losses: the weight of each loss. An example with weight 0 has no
             effect. By default all weights are 1.
-        remat: Whether the backward pass recomputes the values of the forward pass instead of storing them (`jax.checkpoint`); or
-            a policy of `jax.checkpoint_policies`, which decides the values to store.
+        remat: Whether the backward pass recomputes the values of the forward pass, which saves memory (`jax.checkpoint`); or a
+            policy of `jax.checkpoint_policies`, which selects the values to store.
 
     Returns:
         A function like `jax.value_and_grad(loss_fn)`: `(value, grads)`, or `((value, aux), grads)`. Zero if all weights are 0.
@@ -130,18 +130,14 @@ def value_and_grad(
 
 
 def global_loss(
-    loss_fn: Callable[Concatenate[Params, Batch], Any],
-    *,
-    micro_batches: int = 1,
-    weights: Any = None,
-    remat: Remat = False,
-) -> Callable[Concatenate[Params, Batch], jax.Array]:
-    """Returns a function that computes the mean loss over the examples of all replicas, with the gradient of the global batch.
+    loss_fn: Callable[..., Any], *, micro_batches: int = 1, weights: Any = None, remat: Remat = False
+) -> Callable[..., jax.Array]:
+    """Returns a function that computes the mean loss over all replicas, and has the gradient of the global batch.
 
-    The value is replicated, and so is the result of `jax.grad`, for replicated parameters: the function behaves like the loss of
-    a single device, also under `jax.jvp`, in second derivatives, and in `scan` and `while_loop`. Optimizers that evaluate the
-    loss themselves need it, such as the line search of `optax.lbfgs` (`value_fn`) and `optax.contrib.sophia` (`obj_fn`). Each
-    gradient costs an all-reduce of all parameters and is not reduced again; in a training step use `jdist.value_and_grad`.
+    For replicated parameters the value is replicated, and so is the result of `jax.grad`: the function equals the loss of a
+    single device, also under `jax.jvp`, in second derivatives, and in `scan` and `while_loop`. Optimizers that evaluate the
+    loss need it, such as the line search of `optax.lbfgs` (`value_fn`) and `optax.contrib.sophia` (`obj_fn`). Each gradient
+    costs an all-reduce of all parameters, and must not be reduced again. For one gradient per step use `jdist.value_and_grad`.
 
     Args:
         loss_fn: See `value_and_grad`.

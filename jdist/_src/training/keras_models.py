@@ -140,6 +140,6 @@ def _copied(model: Any) -> Any:
     except (TypeError, ValueError, NotImplementedError) as error:
         raise TypeError(
             f"The Keras model {model.name!r} cannot be copied, because Keras cannot serialize it ({type(error).__name__}). "
-            "Define `get_config` in its class, and accept `**kwargs` in `__init__`; or assign the values to a model of your own: "
-            "`for variable in model.variables: variable.assign({**state.params, **state.model_state}[variable.path])`."
+            "Define `get_config` in its class, and accept `**kwargs` in `__init__`. Or assign the values to the variables of a "
+            "model: `for v in model.variables: v.assign({**state.params, **state.model_state}[v.path])`."
         ) from error

@@ -121,7 +121,7 @@ def step_of(state: PyTree) -> Any:
     Raises:
         TypeError: There is none, or it is not one integer.
     """
-    step = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
+    step: Any = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
     if not hasattr(step, "dtype") or step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
         got = "no `step`" if step is None else f"`step` {step!r}"
         raise TypeError(

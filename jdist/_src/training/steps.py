@@ -98,7 +98,7 @@ class StepFunctions:
 
     objective: Objective
     optimizer: Any = None
-    custom_step: Callable[..., Any] | None = None
+    custom_step: Any = None
     micro_batches: int = 1
     remat: Remat = False
     non_finite: NonFinite = "stop"
@@ -241,17 +241,13 @@ class StepFunctions:
             TypeError: Its results are not a state and a loss, or its state has the same step number as before.
         """
         carry = state
-        result = (
-            self.custom_step(carry.state, batch, weights)
-            if self.takes_weights
-            else self.custom_step(carry.state, batch)
-        )
+        result = self.custom_step(carry.state, batch, *([weights] if self.takes_weights else []))
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"`step` must return a pair of the new state and a loss or a dict, got {type(result).__name__}."
             )
         new_state, outputs = result
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not hasattr(loss, "dtype"):
             raise TypeError(
                 "The second result of `step` must be the loss, or a dict with the key `loss` and the values of metrics, got "
@@ -260,9 +256,7 @@ class StepFunctions:
         if step_of(new_state) is step_of(carry.state):
             raise TypeError("`step` returned a state with the same step number. Return `step=state.step + 1`.")
         num_examples = len(jax.tree.leaves(batch)[0])
-        losses = (
-            jnp.broadcast_to(loss, num_examples) if jnp.ndim(loss) == 0 else check_losses(loss, num_examples, "step")
-        )
+        losses = jnp.broadcast_to(loss, num_examples) if loss.ndim == 0 else check_losses(loss, num_examples, "step")
         metrics = batch_metrics(self.metrics, losses, outputs, batch, weights)
         loss = global_mean(losses, weights)
         new_carry = TrainCarry(new_state, jax.tree.map(jnp.add, carry.metrics, metrics), carry.has_failed)

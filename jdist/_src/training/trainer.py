@@ -367,7 +367,9 @@ class Trainer:
 
     def _variables(self, state: PyTree) -> ModelVariables:
         """Returns the variables for the evaluation of a state, on the devices."""
-        return model_variables(state, self._eval_params and (lambda *args: self.strategy.run(self._eval_params, args)))
+        eval_params = self._eval_params
+        run = None if eval_params is None else lambda *args: self.strategy.run(eval_params, args)
+        return model_variables(state, run)
 
     def _start(
         self, dataset: DistributedDataset, state: PyTree, resume: "Checkpointer | str | os.PathLike[str] | None"
