@@ -42,8 +42,9 @@ def adapt_loss(loss: Any) -> Any:
     ]
     if len(required) > 2:
         raise TypeError(
-            f"`loss` has a third parameter without a default, `{required[2]}`, and is called as `loss(outputs, targets)`. For a loss "
-            "of parameters or other values, write an objective: `Trainer(objective=fn)` with `fn(params, batch, key, apply)`."
+            f"`loss` has a third parameter without a default, `{required[2]}`, and is called as `loss(outputs, targets)`. For "
+            "a loss of parameters or other values, write an objective: `Trainer(objective=fn)`, with "
+            "`fn(params, batch, key, apply)`."
         )
     is_keras_order = tuple(p.name for p in parameters[:2]) in _TARGETS_FIRST
     return _with_targets_first(loss) if is_keras_order else loss

@@ -39,9 +39,9 @@ def adapt_metrics(metrics: Any, is_of_outputs: bool = True) -> dict[str, MetricA
 
     Args:
         metrics: A mapping from names to metrics.
-        is_of_outputs: Whether the metrics are of outputs and targets. Otherwise they are of the auxiliary values of an objective
-            or a step and its batch: a metric without a function has the arguments `aux[name]`, and a list of names is accepted,
-            for means of these values.
+        is_of_outputs: Whether the metrics are of outputs and targets. Otherwise they are of the auxiliary values and the batch
+            of an objective or a step: a metric without a function has the arguments `aux[name]`, and a list of names is
+            accepted, for means of these values.
 
     Raises:
         TypeError: `metrics` is not a mapping, or a value is not a metric.

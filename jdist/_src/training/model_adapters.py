@@ -35,9 +35,9 @@ def adapt_model(model: Any) -> ModelFunctions:
             return _adapt_pair(*model)
     got = f"the class {model.__name__}: pass an instance" if isinstance(model, type) else type(model).__name__
     raise TypeError(
-        "`model` must be a module of flax (linen or nnx), a Keras model, a transformed function of haiku, an equinox module, or "
-        "a pair of functions `(init, apply)`, where `init(key, inputs)` returns parameters and `apply(params, inputs)` returns "
-        f"outputs; got {got}."
+        "`model` must be a module of flax (linen or nnx), a Keras model, a transformed function of haiku, an equinox module, "
+        "or a pair of functions `(init, apply)`, where `init(key, inputs)` returns parameters and `apply(params, inputs)` "
+        f"returns outputs; got {got}."
     )
 
 

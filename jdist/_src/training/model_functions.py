@@ -22,8 +22,8 @@ class ModelLosses(NamedTuple):
     """The losses that a model adds, beside the loss of its outputs.
 
     Attributes:
-        means: Arrays `[]`, the mean over the examples of a batch or a function of the parameters only; or `[batch, ...]`, one or
-            several values per example, which are averaged over all examples.
+        means: Arrays `[]`, the mean over the examples of a batch or a function of the parameters only; or `[batch, ...]`, one
+            or several values per example, which are averaged over all examples.
         sums: Arrays `[batch, ...]`, which are added over all examples.
     """
 
@@ -94,9 +94,9 @@ class CallSignature:
         A dict whose keys are parameters is passed by keywords. A tuple or a list is passed as several arguments if two or more
         parameters have no default. Other inputs are one argument.
         """
-        if isinstance(inputs, Mapping) and inputs and self._input_names.issuperset(inputs):
-            if all(name in inputs for name in self._required):
-                return (), inputs
+        has_names = isinstance(inputs, Mapping) and bool(inputs) and self._input_names.issuperset(inputs)
+        if has_names and all(name in inputs for name in self._required):
+            return (), inputs
         is_several = isinstance(inputs, (tuple, list)) and not hasattr(inputs, "_fields")
         if is_several and 2 <= len(self._required) <= len(inputs) <= self._num_positional:
             return tuple(inputs), {}
@@ -117,8 +117,8 @@ def example_mask(weights: Any) -> jax.Array:
 
 def _no_model(*args: Any) -> Any:
     raise TypeError(
-        "This trainer has no model: it was created with `step=`. Pass a model too, `Trainer(model, loss=..., step=...)`, to use "
-        "`evaluate`, `predict`, `apply` and `model`; the state then needs `params`."
+        "This trainer has no model: it was created with `step=`. Pass a model too, `Trainer(model, loss=..., step=...)`, to "
+        "use `evaluate`, `predict`, `apply` and `model`; the state then needs `params`."
     )
 
 

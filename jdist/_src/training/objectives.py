@@ -201,8 +201,8 @@ def _check_objective(fn: Any) -> None:
         signature.bind(None, None, None, None, **({"weights": None} if "weights" in signature.parameters else {}))
     except TypeError as error:
         raise TypeError(
-            f"`objective` is called as `fn(params, batch, key, apply)`, and optionally with `weights=`: {error}. `apply(params, "
-            "inputs)` returns the outputs of the model."
+            f"`objective` is called as `fn(params, batch, key, apply)`, and optionally with `weights=`: {error}. "
+            "`apply(params, inputs)` returns the outputs of the model."
         ) from None
 
 
@@ -236,8 +236,8 @@ def _per_example(value: Any, num_examples: int, reduce: Callable[..., jax.Array]
     """
     if jnp.ndim(value) and len(value) != num_examples:
         raise ValueError(
-            f"The model adds the loss {dtype_and_shape(value)} for {num_examples} examples. It must be one number [], the mean over "
-            f"the examples or a function of the parameters, or values per example, [{num_examples}, ...]."
+            f"The model adds the loss {dtype_and_shape(value)} for {num_examples} examples. It must be one number [], the mean "
+            f"over the examples or a function of the parameters, or values per example, [{num_examples}, ...]."
         )
     value = jnp.asarray(value, jnp.float32)
     return reduce(value, axis=tuple(range(1, value.ndim))) if value.ndim else jnp.broadcast_to(value, num_examples)

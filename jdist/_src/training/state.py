@@ -15,12 +15,12 @@ from jdist._src.values.base import is_distributed
 
 Schedule: TypeAlias = Callable[[Any], Any]
 GROWING_MODEL_STATE = (
-    "A `sow` appends a value in each call. Sow losses in the collection `losses`, which the trainer adds to the loss, and other "
-    "values in `intermediates`, which it ignores; or store a value of a fixed shape with `self.variable`."
+    "A `sow` appends a value in each call. Sow losses in the collection `losses`, which the trainer adds to the loss, and "
+    "other values in `intermediates`, which it ignores; or store a value of a fixed shape with `self.variable`."
 )
 GROWING_OPTIMIZER_STATE = (
-    "`init` of the optimizer must return all leaves. `optax.snapshot` and `optax.monitor` add theirs in the first update: remove "
-    "them, and return the measurements as auxiliary values of an `objective`."
+    "`init` of the optimizer must return all leaves. `optax.monitor` adds its measurements in the first update; "
+    "`optax.snapshot` has them from the beginning."
 )
 
 
@@ -174,8 +174,8 @@ def model_variables(state: PyTree, eval_params: Callable[[PyTree, PyTree], PyTre
     params = eval_params(jax.tree.map(read, fields.opt_state, is_leaf=is_distributed), variables.params)
     if jax.tree.structure(params) != jax.tree.structure(variables.params):
         raise TypeError(
-            f"`eval_params` must return parameters with the same leaves as `params`, {jax.tree.structure(variables.params)}, got "
-            f"{jax.tree.structure(params)}."
+            f"`eval_params` must return parameters with the same leaves as `params`, {jax.tree.structure(variables.params)}, "
+            f"got {jax.tree.structure(params)}."
         )
     return variables._replace(params=params)
 

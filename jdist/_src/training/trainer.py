@@ -71,22 +71,39 @@ class Trainer:
     Immutable, except for a cache of compiled functions.
 
     Args:
-        model: A module of flax (linen or nnx), a Keras model on JAX, or a pair of functions: `init(key, inputs)`, which returns
-            parameters, and `apply(params, inputs)`, which returns outputs.
-        optimizer: An optax transformation. Not needed for `evaluate` and `predict`.
+        model: A module of flax (linen or nnx), a Keras model on JAX, a transformed function of haiku, an equinox module, or a
+            pair of functions: `init(key, inputs)`, which returns parameters, and `apply(params, inputs)`, which returns
+            outputs.
+        optimizer: An optax transformation. Its update receives the extra arguments that it accepts out of `value` and `grad`,
+            the loss and its gradient, and `value_fn` and `obj_fn`, the loss as a function of parameters (`jdist.global_loss`).
+            Not needed for `evaluate` and `predict`.
         loss: `loss(outputs, targets)` returns losses `[batch, ...]`, one or several per example. A Keras loss, or a function
-            with parameters named `y_true, y_pred`, is called with the targets first. Not needed for `predict`.
+            with parameters named `y_true, y_pred`, is called with the targets first. Not needed for `predict`. The losses that
+            the model itself adds, such as regularizers of Keras, are added to it.
+        objective: A function in place of `loss`: `fn(params, batch, key, apply)` returns losses `[batch, ...]`, or a pair of
+            these and a dict of auxiliary values. `batch` is an element of the data; `key` differs between replicas and steps;
+            `apply(params, inputs)` returns the outputs of the model. With a parameter `weights` it receives the weights of the
+            examples, 0 for padding. Evaluation uses it too.
+        step: A function in place of `optimizer`: `fn(state, batch)` or `fn(state, batch, weights)` takes a training step of one
+            replica, and returns the new state and the loss, or a dict with `loss` and other values. The state is any tree with
+            an attribute or a key `step`, the number of steps; it is passed to `fit`.
         metrics: A dict from names to: a metric of `jdist.metrics`, whose arguments are outputs and targets; a pair of a metric
             and a function from outputs and targets to a tuple of its arguments; or a function from outputs and targets to
-            values `[batch, ...]`, which are averaged.
+            values `[batch, ...]`, which are averaged. With `objective` or `step`, its auxiliary values and the batch take the
+            place of outputs and targets, the argument of a metric without a function is the auxiliary value of its name, and a
+            list of names averages these values.
         strategy: The strategy; by default the current strategy, else `jdist.auto_strategy()`.
         precision: The dtypes of the computation.
+        remat: See `jdist.value_and_grad`.
+        eval_params: A function from the state of the optimizer and the parameters to the parameters for evaluation, prediction
+            and `model`, such as `optax.contrib.schedule_free_eval_params`.
         seed: The seed of the parameters, of the order of the data, and of random numbers during training.
         non_finite: The treatment of a step whose loss or update is infinite or NaN. `"stop"`: training ends with the state
-            before it. `"skip"`: the step changes nothing, and training continues. `"keep"`: no treatment.
+            before it. `"skip"`: the step changes nothing, and training continues. `"keep"`: no treatment. With `step`, the loss
+            decides.
 
     Raises:
-        TypeError: The model, the optimizer, the loss or a metric is of an unknown type.
+        TypeError: The model, the optimizer, the loss or a metric is of an unknown type, or two arguments exclude each other.
 
     Example:
         >>> import optax
@@ -210,6 +227,8 @@ class Trainer:
     ) -> Fit:
         """Trains, and returns the state with the history.
 
+        The model that was passed to the trainer is not changed: `model` returns the trained one.
+
         Ctrl-C ends training after the current step. An error of the data or of a callback is raised as a `jdist.FitError`,
         which contains the state and the history so far.
 
@@ -221,7 +240,7 @@ class Trainer:
             steps: The number of steps after which to stop, including those that `state` has already taken.
             shuffle: See `distribute_dataset`; by default, sources with random access, such as arrays, are shuffled.
             state: The state to start with: a `TrainState`, or another dataclass with `step`, `params` and `opt_state`, on the
-                devices of the strategy. It is donated. By default, `init` creates one.
+                devices of the strategy. It is donated. By default, `init` creates one. A trainer with `step=` needs one.
             validation_data: The data to evaluate at the end of each epoch, like `data`.
             callbacks: Callbacks, or functions of an event; see `jdist.callbacks`.
             steps_per_call: The number of steps per call of the compiled program. Callbacks receive one event per call. The
@@ -235,7 +254,8 @@ class Trainer:
         Raises:
             ValueError: The data are empty; an option does not fit; a checkpoint is of another model; or, while the step is
                 traced, the loss or a metric is not one value per example.
-            TypeError: The optimizer or the loss is missing, `state` is not a state, or a number is not an integer.
+            TypeError: The optimizer or the loss is missing, `state` is not a state, or a number is not an integer; or, while
+                the step is traced, a part of the state changes its leaves.
             FitError: An error ended training after the first step.
         """
         self._functions.check_fit(state)
