@@ -157,8 +157,8 @@ def global_loss(
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
         >>> (x,) = strategy.distribute_dataset(np.float32([1, 2, 6, 7]), batch_size=4)
         >>> loss = jdist.global_loss(lambda w, x: (w - x) ** 2)
-        >>> strategy.run(jax.value_and_grad(loss), (strategy.put(np.float32(0)), x))
-        (Array(22.5, dtype=float32), Array(-8., dtype=float32, weak_type=True))
+        >>> [float(number) for number in strategy.run(jax.value_and_grad(loss), (strategy.put(np.float32(0)), x))]
+        [22.5, -8.0]
     """
     micro_batches = as_int("`micro_batches`", micro_batches, 1)
     checkpointed = _checkpoint(remat or micro_batches > 1)
