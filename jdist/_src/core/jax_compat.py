@@ -165,6 +165,13 @@ def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()
 # Equations.
 
 
+def is_function_of(equation: Equation, folders: tuple[str, ...]) -> bool:
+    """Whether an equation calls a function that is defined in a file in one of `folders`."""
+    call = called_jaxpr(equation)
+    info = getattr(open_jaxpr(call.program), "debug_info", None) if call else None
+    return (getattr(info, "func_filename", None) or "").startswith(folders)
+
+
 def shape_of(atom: Any) -> tuple[int, ...]:
     """Returns the shape of an operand or a result of an equation."""
     return atom.aval.shape
