@@ -104,7 +104,7 @@ def functions_in_file(equation: Equation, package: str, file_name_part: str) -> 
     ]
 
 
-_LIBRARIES = "flax", "optax", "chex", "keras", "haiku", "equinox", "distrax"
+_LIBRARIES = "flax", "optax", "chex", "keras", "optree", "haiku", "equinox", "distrax"
 
 
 def _in_library(file: str) -> bool:

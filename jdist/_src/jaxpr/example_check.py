@@ -191,8 +191,8 @@ class _ExampleAnalysis(Interpreter[_Labels]):
         named = self._axes & jax_compat.contents(equation).names
         if not value.axes:
             return value
-        axes = value.axes - named
-        return _Labels(axes, value.dims if axes else _NO_DIMS, None, is_reduced=True)
+        axes, is_gather = value.axes - named, equation.primitive.name.startswith("all_gather")
+        return _Labels(axes, value.dims if axes else _NO_DIMS, None, value.is_reduced or not is_gather)
 
     def _result_dims(self, equation: Equation, operands: Sequence[_Labels]) -> list[Dims]:
         """Returns the dims of each result, after looking for examples and shared random numbers in one dim."""
@@ -233,7 +233,10 @@ def _shifted(dims: Dims, by: int) -> Dims:
 
 
 def _same_dims(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
-    return dims if jax_compat.shape_of(equation.invars[i]) == jax_compat.shape_of(result) else _NO_DIMS
+    old, new = jax_compat.shape_of(equation.invars[i]), jax_compat.shape_of(result)
+    if len(old) != len(new) or any(size not in (1, new_size) for size, new_size in zip(old, new, strict=True)):
+        return _NO_DIMS
+    return frozenset(dim for dim in dims if old[dim] == new[dim])
 
 
 def _same_rank(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
@@ -265,6 +268,14 @@ def _without(removed: Iterable[int], dims: Dims) -> Dims:
 
 def _squeeze(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
     return _without(equation.params["dimensions"], dims)
+
+
+def _stack(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
+    return frozenset(dim + (dim >= equation.params["axis"]) for dim in dims)
+
+
+def _unstack(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
+    return _without((equation.params["axis"],), dims)
 
 
 def _reduce(equation: Equation, i: int, dims: Dims, result: Any) -> Dims:
@@ -327,6 +338,8 @@ _RULES: dict[str, Callable[[Equation, int, Dims, Any], Dims]] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
     "squeeze": _squeeze,
+    "stack": _stack,
+    "unstack": _unstack,
     "reshape": _reshape,
     "dot_general": _dot_general,
     "conv_general_dilated": _convolution,

@@ -386,7 +386,8 @@ class Strategy:
         A state of another strategy can continue on this one: a `SyncOnRead` is read, and its value is split over the replicas.
 
         Raises:
-            ValueError: A wrapper does not fit the replicas; or, on several processes, the processes pass different values.
+            ValueError: A wrapper does not fit the replicas: the first dimension of its leaves counts them; or, on several
+                processes, the processes pass different values.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
