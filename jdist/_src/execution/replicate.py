@@ -136,7 +136,7 @@ def replicate(
 
     num_state = len(jax.tree.leaves(call.args[0], is_leaf=is_distributed)) if has_state else 0
     function = ReplicaFunction(enter_and_run, items, num_state)
-    with explain_trace_errors(names, backend.replicas.mesh):
+    with explain_trace_errors(names, backend.replicas.mesh, context.axes):
         traced = backend.trace(function)
     jaxpr = jax_compat.open_jaxpr(traced)
     inputs = _analysis_inputs(items, names, context.axes)

@@ -126,7 +126,7 @@ class _ExampleAnalysis(Interpreter[_Labels]):
         if operands and operands[0].is_reduced and not operands[0].axes and _is_norm_per_example(equation):
             self.clipped = self.clipped or source_lines.equation_frame(equation)
         if name in REPLICATING_COLLECTIVES and not jax_compat.has_axis_index_groups(equation):
-            return [self._reduced(equation, value) for value in operands]
+            return [self._reduced(equation, i, value) for i, value in enumerate(operands)]
         result = self._joined(equation, operands)
         if name in RANDOM_BITS and not result.axes:
             place = source_lines.call_frame(equation, self._calls)
@@ -187,12 +187,16 @@ class _ExampleAnalysis(Interpreter[_Labels]):
         place = None if axes else next((value.place for value in operands if value.place), None)
         return _Labels(axes, _NO_DIMS, place, any(value.is_reduced for value in operands))
 
-    def _reduced(self, equation: Equation, value: _Labels) -> _Labels:
-        named = self._axes & jax_compat.contents(equation).names
+    def _reduced(self, equation: Equation, i: int, value: _Labels) -> _Labels:
+        """Returns the labels of result `i` of a collective with the same result on every replica, from operand `i`."""
+        dims = _same_dims(equation, i, value.dims, equation.outvars[i])
         if not value.axes:
-            return value
-        axes, is_gather = value.axes - named, equation.primitive.name.startswith("all_gather")
-        return _Labels(axes, value.dims if axes else _NO_DIMS, None, value.is_reduced or not is_gather)
+            return dataclasses.replace(value, dims=dims)
+        axes, is_gather = (
+            value.axes - jax_compat.contents(equation).names,
+            equation.primitive.name.startswith("all_gather"),
+        )
+        return _Labels(axes, dims if axes else _NO_DIMS, None, value.is_reduced or not is_gather)
 
     def _result_dims(self, equation: Equation, operands: Sequence[_Labels]) -> list[Dims]:
         """Returns the dims of each result, after looking for examples and shared random numbers in one dim."""

@@ -17,21 +17,34 @@ _UNKNOWN_VALUE = (
 # JAX's messages name the arguments of the function that it traced: `given[0]`, of `replicate.one_replica`.
 _ARGUMENT = re.compile(r"value of the arguments? .*?\bgiven\[(\d+)\]")
 
+_UNBOUND_AXIS = re.compile(r"unbound axis name: (\w+)")
+
 
 @contextlib.contextmanager
-def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh) -> Iterator[None]:
+def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh, axes: Sequence[str]) -> Iterator[None]:
     """Replaces JAX's errors about traced values, and about captured sharded arrays, by errors that name them.
 
     Args:
         names: The names of the arguments, in the order of the traced function's `given`.
         mesh: The mesh of the strategy.
+        axes: The mesh axes of the replicas.
 
     Raises:
         TypeError: Python code needs the value of a traced array.
         ValueError: The function closes over an array that is sharded over the mesh.
+        NameError: The function names a mesh axis that the replicas do not have.
     """
     try:
         yield
+    except NameError as error:
+        unbound = _UNBOUND_AXIS.search(str(error))
+        if not unbound:
+            raise
+        raise NameError(
+            f"{_place(error)} uses the axis {unbound[1]!r}, and the replicas of this strategy have the axis "
+            f"{' and '.join(map(repr, axes))}. Use `jdist.all_reduce`, which needs no name, or the name of the axis. A strategy "
+            f'with `axis_name="{unbound[1]}"` takes the function as it is.'
+        ) from error
     except TypeError as error:
         if not isinstance(error, _UNKNOWN_VALUE) and not _ARGUMENT.search(str(error)):
             raise
