@@ -19,7 +19,10 @@ from jdist._src.replica.context import ReplicaContext
 
 from programs import AXIS, SIZE, Step, programs, replica_function
 
-pytestmark = pytest.mark.filterwarnings("ignore::jdist.RepeatedSumWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::jdist.RepeatedSumWarning"),
+    pytest.mark.filterwarnings("ignore::jdist.SharedRandomnessWarning"),
+]
 
 REPRODUCIBLE = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 random_programs = given(program=programs(), num_replicas=st.sampled_from((4, 3, 2)))

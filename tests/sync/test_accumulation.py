@@ -430,3 +430,19 @@ def test_weighted_reference_loss_equals_the_loss_of_the_model():
     x, y, w = next(together(list(batches(2, 2)), 2))
     error = x @ START - y
     np.testing.assert_allclose(loss(tree_of(START), x, y), np.mean(w * error**2), rtol=1e-5)
+
+
+def test_every_without_a_reduction_is_rejected_with_the_fix(two):
+    tx = sync.every(optax.adam(0.1), 2)
+    state = two.init(lambda: (w := jnp.ones(3), tx.init(w)))
+
+    def step(state, x):
+        w, opt_state = state
+        updates, opt_state = tx.update(x * w, opt_state, w)
+        return (optax.apply_updates(w, updates), opt_state), None
+
+    message = (
+        r"(?s)state\[0\] is not proved.*`jdist\.sync\.every\(optax\.chain\(jdist\.sync\.mean\(\), optimizer\), k\)`"
+    )
+    with pytest.raises(jdist.NotMirroredError, match=message):
+        two.step(step).lower(state, two.put(jdist.PerReplica(np.ones((2, 3), np.float32))))

@@ -174,7 +174,7 @@ class StepFunctions:
         """Returns the loss and the metrics with one more batch."""
         inputs, targets, weights = split_element(batch, weights)
         with explained_data_errors(batch):
-            outputs = self.outputs(state, inputs, weights)
+            outputs = self.outputs(state, inputs, weights, replica_key(jax.random.key(0)))
             losses = self.loss(outputs, targets)
         losses = check_losses(losses, len(jax.tree.leaves(inputs)[0]))
         return jax.tree.map(jnp.add, metrics, batch_metrics(self.metrics, losses, outputs, targets, weights)), None
@@ -183,7 +183,7 @@ class StepFunctions:
         """Returns the outputs for a batch, `[batch, ...]`, and the weights of its examples."""
         inputs, _, _ = split_element(batch, weights)
         with explained_data_errors(batch):
-            outputs = self.outputs(state, inputs, weights)
+            outputs = self.outputs(state, inputs, weights, replica_key(jax.random.key(0)))
         size = len(jax.tree.leaves(inputs)[0])
         for name, leaf in named_leaves("outputs", outputs):
             if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != size:
@@ -192,9 +192,10 @@ class StepFunctions:
                 )
         return outputs, jnp.ones(size) if weights is None else weights
 
-    def outputs(self, variables: ModelVariables, inputs: PyTree, weights: Any = None) -> PyTree:
-        """Returns the outputs of the model for `inputs`, in evaluation mode."""
-        outputs, _ = self._apply(*variables, inputs, jax.random.key(0), False, weights)
+    def outputs(self, variables: ModelVariables, inputs: PyTree, weights: Any = None, key: Any = None) -> PyTree:
+        """Returns the outputs of the model for `inputs`, in evaluation mode, with random numbers from `key`."""
+        key = jax.random.key(0) if key is None else key
+        outputs, _ = self._apply(*variables, inputs, key, False, weights)
         return outputs
 
     def _apply(self, params: PyTree, model_state: PyTree, inputs: PyTree, key: Any, train: bool, weights: Any) -> Any:
