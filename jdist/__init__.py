@@ -31,6 +31,7 @@ from jdist._src.core.errors import FitError as FitError
 from jdist._src.core.errors import NotMirroredError as NotMirroredError
 from jdist._src.core.errors import RepeatedSumWarning as RepeatedSumWarning
 from jdist._src.core.errors import ReplicatedBatchWarning as ReplicatedBatchWarning
+from jdist._src.core.errors import SharedRandomnessWarning as SharedRandomnessWarning
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning as UnrecognizedOptimizerStateWarning
 from jdist._src.core.version import __version__ as __version__
 from jdist._src.data.dataset import DistributedDataset as DistributedDataset
