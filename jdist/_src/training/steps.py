@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +11,19 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
-from jdist._src.jaxpr.interpreter import uses_axes
-from jdist._src.replica import leaf_annotations, precision
-from jdist._src.replica.context import all_reduce, require_replica_context
+from jdist._src.replica import precision
+from jdist._src.replica.context import all_reduce
 from jdist._src.replica.gradients import value_and_grad
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.replica.precision import Precision
 from jdist._src.replica.random import replica_key
+from jdist._src.training import finite_guard
+from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.metric_adapters import MetricAdapter, batch_metrics, check_losses
 from jdist._src.training.model_adapters import ModelFunctions
-from jdist._src.training.state import ModelVariables, TrainState, replace_fields, state_fields
+from jdist._src.training.state import ModelVariables, StateFields, TrainState, replace_fields, state_fields
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.sync_on_read import SyncOnRead
-
-NonFinite: TypeAlias = Literal["stop", "skip", "keep"]
 
 
 class StepOutcome(NamedTuple):
@@ -33,7 +31,7 @@ class StepOutcome(NamedTuple):
 
     Attributes:
         loss: The mean loss of all examples of the batch, float32 `[]`.
-        is_finite: Whether loss and update were finite; always true with `non_finite="keep"`.
+        is_finite: Whether the loss and the gradients, or the updates, were finite; always true with `non_finite="keep"`.
     """
 
     loss: jax.Array
@@ -47,7 +45,7 @@ class TrainCarry:
     Attributes:
         state: The training state.
         metrics: The loss and the metrics of this epoch so far, of each replica's examples.
-        has_failed: Whether a step was rejected because its loss or its update was not finite; later steps then change nothing.
+        has_failed: Whether a step was rejected because its loss or a gradient was not finite; later steps then change nothing.
     """
 
     state: PyTree
@@ -83,7 +81,7 @@ class StepFunctions:
         precision: The dtypes of the computation.
         optimizer: The optimizer.
         micro_batches: The number of parts that a batch is split into.
-        non_finite: The treatment of a step whose loss or update is not finite.
+        non_finite: The treatment of a step whose loss or gradient is not finite.
     """
 
     model: ModelFunctions
@@ -153,22 +151,17 @@ class StepFunctions:
             model_state = _mean_over_micro_batches(model_state, weights, self.micro_batches)
         model_state = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), model_state, fields.model_state)
 
-        optimizer_reduces = _has_collectives(self.optimizer.update, grads, fields.opt_state, fields.params)
-        if optimizer_reduces:
-            loss = all_reduce("mean", loss)
-        else:
-            loss, grads = all_reduce("mean", (loss, grads))
-        updates, opt_state = self.optimizer.update(grads, fields.opt_state, fields.params)
-        params = optax.apply_updates(fields.params, updates)
+        loss, is_finite, params, opt_state = self._updated(carry.has_failed, loss, grads, fields)
         model_state = _mean_over_replicas(model_state, weights)
-        new_state = replace_fields(carry.state, fields.step + 1, params, opt_state, model_state)
-        new_carry = TrainCarry(new_state, jax.tree.map(jnp.add, carry.metrics, metrics), carry.has_failed)
-        if self.non_finite == "keep":
-            return new_carry, StepOutcome(loss.astype(jnp.float32), jnp.bool_(True))
-        # An optimizer with collectives may update each replica by local gradients, so the replicas have to agree.
-        agree = functools.partial(all_reduce, "min") if optimizer_reduces else lambda x: x
-        is_finite = jnp.isfinite(loss) & (agree(_are_finite(updates)) == 1)
-        return self._guarded(carry, new_carry, is_finite), StepOutcome(loss.astype(jnp.float32), is_finite)
+        metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
+        step, has_failed, is_taken = fields.step + 1, carry.has_failed, is_finite & ~carry.has_failed
+        if self.non_finite != "keep":
+            old = fields.model_state, carry.metrics
+            model_state, metrics = finite_guard.select(is_taken, (model_state, metrics), old)
+        if self.non_finite == "stop":
+            step, has_failed = jnp.where(is_taken, step, fields.step), ~is_taken
+        new_state = replace_fields(carry.state, step, params, opt_state, model_state)
+        return TrainCarry(new_state, metrics, has_failed), StepOutcome(loss.astype(jnp.float32), is_finite)
 
     def evaluate(self, metrics: PyTree, state: ModelVariables, batch: PyTree, weights: Any = None) -> Any:
         """Returns the loss and the metrics with one more batch."""
@@ -204,14 +197,36 @@ class StepFunctions:
         outputs, model_state = self.model.apply(params, model_state, inputs, key, train, weights)
         return self.precision.cast_output(outputs), model_state
 
-    def _guarded(self, old: TrainCarry, new: TrainCarry, is_finite: jax.Array) -> TrainCarry:
-        """Returns `new`; or `old`, if the step was not finite, or if an earlier failure ends training."""
-        if self.non_finite == "stop":
-            has_failed = old.has_failed | ~is_finite
-            guarded = jax.tree.map(lambda a, b: _select(has_failed, a, b), old, new)
-            return dataclasses.replace(guarded, has_failed=has_failed)
-        guarded = jax.tree.map(lambda a, b: _select(~is_finite, a, b), old, new)
-        return dataclasses.replace(guarded, state=dataclasses.replace(guarded.state, step=state_fields(new.state).step))
+    def _updated(
+        self, has_failed: jax.Array, loss: jax.Array, grads: PyTree, fields: StateFields
+    ) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
+        """Reduces loss and gradients of this replica, and updates the parameters, unless the step is not finite.
+
+        Returns:
+            The mean loss; whether the step is finite; the parameters and the state of the optimizer after it.
+        """
+        update = finite_guard.trace_update(self.optimizer.update, grads, fields.opt_state, fields.params)
+        is_finite = jnp.bool_(True)
+        if update.has_collectives:
+            loss = all_reduce("mean", loss)
+        elif self.non_finite == "keep" or update.tests_numbers:
+            loss, grads = all_reduce("mean", (loss, grads))
+        else:
+            loss, grads, is_finite = finite_guard.mean_over_replicas(loss, grads, update.reads)
+            is_finite &= finite_guard.are_finite(finite_guard.gradient_factors(update, fields.opt_state))
+            is_taken = is_finite & ~has_failed
+            updates, opt_state = finite_guard.guarded_update(update, is_taken, grads, fields.opt_state, fields.params)
+            params = finite_guard.select(is_taken, optax.apply_updates(fields.params, updates), fields.params)
+            return loss, is_finite, params, opt_state
+        updates, opt_state = self.optimizer.update(grads, fields.opt_state, fields.params)
+        params = optax.apply_updates(fields.params, updates)
+        if self.non_finite == "keep":
+            return loss, is_finite, params, opt_state
+        # With collectives the updates of the replicas may differ, and the replicas have to agree.
+        are_finite = finite_guard.are_finite_on_all_replicas if update.has_collectives else finite_guard.are_finite
+        is_finite = jnp.isfinite(loss) & are_finite(updates)
+        old = fields.params, fields.opt_state
+        return loss, is_finite, *finite_guard.select(is_finite & ~has_failed, (params, opt_state), old)
 
 
 def split_element(element: PyTree, padding_weights: Any) -> tuple[PyTree, PyTree, Any]:
@@ -264,10 +279,6 @@ def _not_an_optimizer(optimizer: Any) -> str:
     return f"`optimizer` must be an optax transformation, got {optimizer!r}. Write `optimizer={example}`."
 
 
-def _select(condition: Any, old: Any, new: Any) -> Any:
-    return new if new is old else jnp.where(condition, old, new)
-
-
 def _mean_over_micro_batches(stacked: PyTree, weights: Any, micro_batches: int) -> PyTree:
     """Returns the model state after micro-batches: the mean of floats, weighted by examples; the last of other values."""
     counts = None if weights is None else jnp.reshape(weights, (micro_batches, -1)).sum(1)
@@ -300,17 +311,3 @@ def _scaled_by_count(value: jax.Array, count: jax.Array, mean_count: jax.Array) 
     factor = jnp.where(mean_count == 0, 1, count / jnp.where(mean_count == 0, 1, mean_count))
     factor = factor.astype(value.dtype).reshape(factor.shape + (1,) * (value.ndim - factor.ndim))
     return jnp.where(factor == 0, 0, value * factor)
-
-
-def _are_finite(tree: PyTree) -> jax.Array:
-    """Returns 1 if all floats are finite, else 0; int32 `[]`."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all().astype(jnp.int32) if leaves else jnp.int32(1)
-
-
-def _has_collectives(update: Callable[..., Any], *args: PyTree) -> bool:
-    """Returns whether an optimizer uses collectives over the replicas, as a policy of `jdist.sync` does."""
-    axes = frozenset(require_replica_context("sync", "strategy.step").axes)
-    with leaf_annotations.collect_sync_targets():  # discards the annotations of this trace
-        program = jax.make_jaxpr(update)(*args).jaxpr
-    return any(uses_axes(equation, axes) for equation in program.eqns)

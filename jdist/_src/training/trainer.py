@@ -22,6 +22,7 @@ from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.current import get_strategy, has_strategy
 from jdist._src.training.arguments import explain_keras_arguments, require_arguments
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
+from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.fit import Fit, html_table, name_of
 from jdist._src.training.loop import Loop, LoopConfig, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
@@ -45,7 +46,6 @@ from jdist._src.training.step_inputs import (
     step_groups,
 )
 from jdist._src.training.steps import (
-    NonFinite,
     StepFunctions,
     StepOutcome,
     TrainCarry,
@@ -81,8 +81,11 @@ class Trainer:
         strategy: The strategy; by default the current strategy, else `jdist.auto_strategy()`.
         precision: The dtypes of the computation.
         seed: The seed of the parameters, of the order of the data, and of random numbers during training.
-        non_finite: The treatment of a step whose loss or update is infinite or NaN. `"stop"`: training ends with the state
-            before it. `"skip"`: the step changes nothing, and training continues. `"keep"`: no treatment.
+        non_finite: The treatment of a step whose loss or gradient is infinite or NaN. `"stop"`: training ends with the state
+            before it. `"skip"`: the step changes nothing but the step counter, and training continues. `"keep"`: no treatment.
+            The learning rate counts like a gradient. The updates decide instead of the gradients if the optimizer reduces
+            gradients (`jdist.sync`) or tests numbers itself (`optax.apply_if_finite`, `optax.zero_nans`). An update that is not
+            finite for another reason, such as an overflow of float16, is found at the next loss.
 
     Raises:
         TypeError: The model, the optimizer, the loss or a metric is of an unknown type.
@@ -247,7 +250,7 @@ class Trainer:
             proof=lambda: self._proof(micro_batches, steps_per_call),
             total_steps=total_steps(dataset, start, steps),
             requested_steps=steps,
-            stops_at_failure=self._functions.non_finite == "stop",
+            non_finite=self._functions.non_finite,
         )
         loop = Loop(config, start, start.position or iter(dataset).get_state())
         remaining_steps = None if steps is None else max(0, steps - loop.step)
