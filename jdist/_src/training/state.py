@@ -131,6 +131,11 @@ def step_of(state: PyTree) -> Any:
     return step
 
 
+def params_of(state: PyTree) -> PyTree:
+    """Returns the attribute or the key `params` of a state; an empty tree if it has none."""
+    return state.get("params", ()) if isinstance(state, Mapping) else getattr(state, "params", ())
+
+
 def with_step(state: Any, step: Any) -> Any:
     """Returns `state` with another number of steps."""
     if isinstance(state, Mapping):

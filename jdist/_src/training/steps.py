@@ -1,10 +1,9 @@
 """The replica functions that a `Trainer` runs: the steps of training, evaluation and prediction."""
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +11,20 @@ import optax
 from jax.tree_util import GetAttrKey
 
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
-from jdist._src.jaxpr.interpreter import uses_axes
-from jdist._src.replica import leaf_annotations, precision
-from jdist._src.replica.context import all_reduce, require_replica_context
+from jdist._src.replica import precision
+from jdist._src.replica.context import all_reduce
 from jdist._src.replica.gradients import Remat, global_loss, value_and_grad
 from jdist._src.replica.losses import global_mean
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.replica.random import replica_key
+from jdist._src.training import finite_guard
 from jdist._src.training.arguments import require_arguments
+from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.metric_adapters import MetricAdapter, batch_metrics, check_losses, dtypes_and_shapes
 from jdist._src.training.objectives import Objective, explained_data_errors, split_element
+from jdist._src.training.optimizer_update import update_params
 from jdist._src.training.state import (
     GROWING_MODEL_STATE,
-    GROWING_OPTIMIZER_STATE,
     ModelVariables,
     TrainState,
     check_same_leaves,
@@ -36,15 +36,13 @@ from jdist._src.training.state import (
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.sync_on_read import SyncOnRead
 
-NonFinite: TypeAlias = Literal["stop", "skip", "keep"]
-
 
 class StepOutcome(NamedTuple):
     """The loss of a step, and whether the step was finite.
 
     Attributes:
         loss: The mean loss of all examples of the batch, float32 `[]`.
-        is_finite: Whether loss and update were finite; always true with `non_finite="keep"`.
+        is_finite: Whether the loss and the gradients, or the updates, were finite; always true with `non_finite="keep"`.
     """
 
     loss: jax.Array
@@ -58,7 +56,7 @@ class TrainCarry:
     Attributes:
         state: The training state.
         metrics: The loss and the metrics of this epoch so far, of each replica's examples.
-        has_failed: Whether a step was rejected because its loss or its update was not finite; later steps then change nothing.
+        has_failed: Whether a step was rejected because its loss or a gradient was not finite; later steps then change nothing.
     """
 
     state: PyTree
@@ -93,7 +91,7 @@ class StepFunctions:
         custom_step: A function `fn(state, batch[, weights])` of the user that takes a training step, or None.
         micro_batches: The number of parts that a batch is split into.
         remat: See `jdist.value_and_grad`.
-        non_finite: The treatment of a step whose loss or update is not finite.
+        non_finite: The treatment of a step whose loss or gradient is not finite.
     """
 
     objective: Objective
@@ -211,26 +209,19 @@ class StepFunctions:
         check_same_leaves("model_state", fields.model_state, model_state, GROWING_MODEL_STATE)
         model_state = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), model_state, fields.model_state)
 
-        optimizer_reduces = _has_collectives(self._update_probe, grads, fields.opt_state, fields.params)
-        if optimizer_reduces:
-            loss = all_reduce("mean", loss)
-        else:
-            loss, grads = all_reduce("mean", (loss, grads))
-        reduced = {} if optimizer_reduces else {"grad": grads}
-        updates, opt_state = self._update(
-            grads, fields.opt_state, fields.params, value=loss, value_fn=value_fn, obj_fn=value_fn, **reduced
+        loss, is_finite, params, opt_state = update_params(
+            self.optimizer, self.non_finite, carry.has_failed, loss, grads, fields, value_fn
         )
-        check_same_leaves("opt_state", fields.opt_state, opt_state, GROWING_OPTIMIZER_STATE)
-        params = optax.apply_updates(fields.params, updates)
         model_state = _mean_over_replicas(model_state, weights)
-        new_state = replace_fields(carry.state, fields.step + 1, params, opt_state, model_state)
-        new_carry = TrainCarry(new_state, jax.tree.map(jnp.add, carry.metrics, metrics), carry.has_failed)
-        if self.non_finite == "keep":
-            return new_carry, StepOutcome(loss.astype(jnp.float32), jnp.bool_(True))
-        # An optimizer with collectives may update each replica by local gradients, so the replicas have to agree.
-        agree = functools.partial(all_reduce, "min") if optimizer_reduces else lambda x: x
-        is_finite = jnp.isfinite(loss) & (agree(_are_finite(updates)) == 1)
-        return self._guarded(carry, new_carry, is_finite), StepOutcome(loss.astype(jnp.float32), is_finite)
+        metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
+        step, has_failed, is_taken = fields.step + 1, carry.has_failed, is_finite & ~carry.has_failed
+        if self.non_finite != "keep":
+            old = fields.model_state, carry.metrics
+            model_state, metrics = finite_guard.select(is_taken, (model_state, metrics), old)
+        if self.non_finite == "stop":
+            step, has_failed = jnp.where(is_taken, step, fields.step), ~is_taken
+        new_state = replace_fields(carry.state, step, params, opt_state, model_state)
+        return TrainCarry(new_state, metrics, has_failed), StepOutcome(loss.astype(jnp.float32), is_finite)
 
     def train_by_custom_step(
         self, state: TrainCarry, batch: PyTree, weights: Any = None
@@ -259,11 +250,15 @@ class StepFunctions:
         losses = jnp.broadcast_to(loss, num_examples) if loss.ndim == 0 else check_losses(loss, num_examples, "step")
         metrics = batch_metrics(self.metrics, losses, outputs, batch, weights)
         loss = global_mean(losses, weights)
-        new_carry = TrainCarry(new_state, jax.tree.map(jnp.add, carry.metrics, metrics), carry.has_failed)
-        if self.non_finite == "keep":
-            return new_carry, StepOutcome(loss, jnp.bool_(True))
-        is_finite = jnp.isfinite(loss)
-        return self._guarded(carry, new_carry, is_finite), StepOutcome(loss, is_finite)
+        is_finite, has_failed = jnp.isfinite(loss) | (self.non_finite == "keep"), carry.has_failed
+        metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
+        if self.non_finite != "keep":
+            old, is_taken = (carry.state, carry.metrics), is_finite & ~has_failed
+            guarded_state, metrics = finite_guard.select(is_taken, (new_state, metrics), old)
+            is_skipped = self.non_finite == "skip"
+            new_state = with_step(guarded_state, step_of(new_state)) if is_skipped else guarded_state
+            has_failed = has_failed if is_skipped else ~is_taken
+        return TrainCarry(new_state, metrics, has_failed), StepOutcome(loss, is_finite)
 
     def evaluate(self, metrics: PyTree, state: ModelVariables, batch: PyTree, weights: Any = None) -> Any:
         """Returns the loss and the metrics with one more batch."""
@@ -290,46 +285,6 @@ class StepFunctions:
         key = jax.random.key(0) if key is None else key
         return self.objective.apply(*variables, inputs, key, False, weights).outputs
 
-    def _update(self, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any) -> tuple[PyTree, PyTree]:
-        """Returns the updates and the new state of the optimizer, which receives the extra arguments that it accepts.
-
-        Raises:
-            TypeError: The optimizer needs another argument.
-        """
-        try:
-            return optax.with_extra_args_support(self.optimizer).update(grads, opt_state, params, **extra_args)
-        except TypeError as error:
-            if "required keyword-only argument" not in str(error):
-                raise
-            if "'grad'" in str(error):
-                raise TypeError(
-                    f"The optimizer needs the reduced gradients as `grad` ({error}), and reduces gradients itself. Remove the "
-                    "policy of `jdist.sync` from it: the trainer then reduces the gradients before the update."
-                ) from error
-            raise TypeError(
-                f"The optimizer needs another argument ({error}). A `Trainer` passes `value` and `grad`, the loss and its "
-                "gradient, and `value_fn` and `obj_fn`, functions from parameters to the loss. For others write the step: "
-                "`Trainer(step=fn)`."
-            ) from error
-
-    def _update_probe(self, grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the results of the optimizer with a loss that uses no collectives, to trace it."""
-
-        def value_fn(params: PyTree, obj_fn: Any = None) -> jax.Array:
-            return sum((jnp.sum(x.real).astype(jnp.float32) for x in jax.tree.leaves(params)), jnp.float32(0))
-
-        loss = jnp.float32(0)
-        return self._update(grads, opt_state, params, value=loss, grad=grads, value_fn=value_fn, obj_fn=value_fn)
-
-    def _guarded(self, old: TrainCarry, new: TrainCarry, is_finite: jax.Array) -> TrainCarry:
-        """Returns `new`; or `old`, if the step was not finite, or if an earlier failure ends training."""
-        if self.non_finite == "stop":
-            has_failed = old.has_failed | ~is_finite
-            guarded = jax.tree.map(lambda a, b: _select(has_failed, a, b), old, new)
-            return dataclasses.replace(guarded, has_failed=has_failed)
-        guarded = jax.tree.map(lambda a, b: _select(~is_finite, a, b), old, new)
-        return dataclasses.replace(guarded, state=with_step(guarded.state, step_of(new.state)))
-
 
 def total_metrics(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
     """Returns the values of metrics over the examples of all replicas."""
@@ -342,10 +297,6 @@ def _not_an_optimizer(optimizer: Any) -> str:
     if isinstance(name, str) and callable(getattr(optax, name.lower(), None)):
         example = f"optax.{name.lower()}(1e-3)"
     return f"`optimizer` must be an optax transformation, got {optimizer!r}. Write `optimizer={example}`."
-
-
-def _select(condition: Any, old: Any, new: Any) -> Any:
-    return new if new is old else jnp.where(condition, old, new)
 
 
 def _mean_over_micro_batches(stacked: PyTree, weights: Any, micro_batches: int) -> PyTree:
@@ -380,17 +331,3 @@ def _scaled_by_count(value: jax.Array, count: jax.Array, mean_count: jax.Array) 
     factor = jnp.where(mean_count == 0, 1, count / jnp.where(mean_count == 0, 1, mean_count))
     factor = factor.astype(value.dtype).reshape(factor.shape + (1,) * (value.ndim - factor.ndim))
     return jnp.where(factor == 0, 0, value * factor)
-
-
-def _are_finite(tree: PyTree) -> jax.Array:
-    """Returns 1 if all floats are finite, else 0; int32 `[]`."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all().astype(jnp.int32) if leaves else jnp.int32(1)
-
-
-def _has_collectives(update: Callable[..., Any], *args: PyTree) -> bool:
-    """Returns whether an optimizer uses collectives over the replicas, as a policy of `jdist.sync` does."""
-    axes = frozenset(require_replica_context("sync", "strategy.step").axes)
-    with leaf_annotations.collect_sync_targets():  # discards the annotations of this trace
-        program = jax.make_jaxpr(update)(*args).jaxpr
-    return any(uses_axes(equation, axes) for equation in program.eqns)

@@ -29,6 +29,7 @@ from jdist._src.training.arguments import (
     require_arguments,
 )
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
+from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.fit import Fit, html_table, name_of
 from jdist._src.training.loop import Loop, LoopConfig, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
@@ -53,7 +54,7 @@ from jdist._src.training.step_inputs import (
     drawn_batches,
     step_groups,
 )
-from jdist._src.training.steps import NonFinite, StepFunctions, StepOutcome, TrainCarry, total_metrics
+from jdist._src.training.steps import StepFunctions, StepOutcome, TrainCarry, total_metrics
 from jdist._src.training.validation import (
     check_validate_every,
     validate_all,
@@ -104,9 +105,12 @@ class Trainer:
         eval_params: A function from the state of the optimizer and the parameters to the parameters for evaluation, prediction
             and `model`, such as `optax.contrib.schedule_free_eval_params`.
         seed: The seed of the parameters, of the order of the data, and of random numbers during training.
-        non_finite: The treatment of a step whose loss or update is infinite or NaN. `"stop"`: training ends with the state
-            before it. `"skip"`: the step changes nothing, and training continues. `"keep"`: no treatment. With `step`, the loss
-            decides.
+        non_finite: The treatment of a step whose loss or gradient is infinite or NaN. `"stop"`: training ends with the state
+            before it. `"skip"`: the step changes nothing but the step counter, and training continues. `"keep"`: no treatment.
+            The learning rate counts like a gradient. The updates decide instead of the gradients if the optimizer reduces
+            gradients (`jdist.sync`), tests numbers itself (`optax.apply_if_finite`, `optax.zero_nans`), or evaluates the loss
+            (`optax.lbfgs`); with `step`, only the loss decides. An update that is not finite for another reason, such as an
+            overflow of float16, is found at the next loss.
 
     Raises:
         TypeError: The model, the optimizer, the loss or a metric is of an unknown type, or two arguments exclude each other.
@@ -305,7 +309,7 @@ class Trainer:
             proof=lambda: self._proof(micro_batches, steps_per_call),
             total_steps=total_steps(dataset, start, steps),
             requested_steps=steps,
-            stops_at_failure=self._functions.non_finite == "stop",
+            non_finite=self._functions.non_finite,
         )
         loop = Loop(config, start, start.position or iter(dataset).get_state())
         remaining_steps = None if steps is None else max(0, steps - loop.step)
