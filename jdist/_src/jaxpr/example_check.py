@@ -1,7 +1,7 @@
 """Checks on values with one entry per example: random numbers that all replicas share, and clipping of averaged gradients.
 
 An abstract interpretation of the traced function (`interpreter`) follows two sets of dims. A varying value has the dims that
-index the examples of a replica, from the data on. A replicated value has the dims along which it was drawn at random. Where
+index the examples of a replica, from the data on. A replicated value has the dims along which it is random. Where
 both occur in one dim of a result, each replica combines its own examples with the same random numbers: one dropout mask, or
 one noise, for different examples. A sum over the examples removes the dim, so noise on gradients and on parameters is not
 reported: it has to be the same on all replicas.
