@@ -53,6 +53,16 @@ def keras(tmp_path_factory):
     return module
 
 
+@pytest.fixture
+def store(monkeypatch, tmp_path_factory):
+    """Serves `gs://` and `s3://` from folders; returns the folder that contains them."""
+    import object_store
+
+    root = tmp_path_factory.mktemp("store")
+    object_store.install(monkeypatch, root)
+    return root
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items):
     """Marks as slow the pairs of a strategy and other parameters that no value needs, and the cases left out by `one_in`."""

@@ -1,8 +1,11 @@
 """The training examples, run as a user does."""
 
 import re
+import runpy
 
+import jax
 import pytest
+from flax import nnx
 
 from example_runs import EXAMPLES, assert_invalid_arguments, run
 
@@ -99,12 +102,14 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", WRONG)
 @pytest.mark.one_in(3)
 def test_example_reports_invalid_flags(example):
     assert_invalid_arguments(example, WRONG[example])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["digits_fit.py", "text_lm.py", "resume.py"])
 @pytest.mark.one_in(3)
 def test_example_help_lists_defaults(example):
@@ -113,6 +118,19 @@ def test_example_help_lists_defaults(example):
     assert "(default: 0)" in printed  # of `--seed`
 
 
+@pytest.mark.slow
+def test_text_lm_with_temperature_0_takes_the_most_likely_characters():
+    example = runpy.run_path(str(EXAMPLES / "text_lm.py"))
+    graphdef, params = nnx.split(example["Transformer"](10, layers=1, width=8, rngs=nnx.Rngs(0)))
+    window = jax.numpy.arange(8)
+    generate = lambda temperature, seed: example["generate"](
+        graphdef, params, window, 20, temperature, jax.random.key(seed)
+    )
+    assert generate(0.0, 0).tolist() == generate(0.0, 1).tolist() != generate(1.0, 0).tolist()
+    assert generate(0.0, 0)[0] == nnx.merge(graphdef, params)(window[None])[0, -1].argmax()
+
+
+@pytest.mark.slow
 def test_text_lm_reports_batches_larger_than_the_text():
     done = run(EXAMPLES / "text_lm.py", "--batch-size", "4000")
     assert done.returncode == 1

@@ -75,7 +75,7 @@ def _check(program, num_replicas):
         assert not unsound, f"values {unsound} of {program} were proved replicated and vary"
 
 
-@settings(REPRODUCIBLE, max_examples=40)
+@settings(REPRODUCIBLE, max_examples=25)
 @random_programs
 def test_value_proved_replicated_in_random_program_is_bitwise_equal_on_all_replicas(program, num_replicas):
     _check(program, num_replicas)

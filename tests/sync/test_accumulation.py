@@ -164,6 +164,7 @@ def test_step_without_an_update_executes_no_collective(two, make):
     assert when_it_counts >= 1
 
 
+@pytest.mark.slow
 def test_weight_costs_one_collective_per_step(two):
     tx = sync.every(reduced(optax.adam(0.1)), 3)
     batch = two.put(jdist.PerReplica(next(weighted_batches(1, 2))))
@@ -173,6 +174,7 @@ def test_weight_costs_one_collective_per_step(two):
     assert counts[1] <= counts[0] + 1
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_resumes_in_the_middle_of_an_accumulation():
     before, after = list(batches(5, 2)), list(batches(1, 3, seed=1))
     two, three = mirrored(2), mirrored(3)
@@ -193,6 +195,7 @@ def test_another_number_of_replicas_resumes_in_the_middle_of_an_accumulation():
     np.testing.assert_allclose(history[-1][0], on_one_device(optax.adam(0.05), data)[-1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_nested_accumulation_equals_one_of_the_product(two):
     data = list(batches(12, 2))
     _, nested = trained(two, sync.every(sync.every(reduced(optax.adam(0.1)), 3), 2), data)

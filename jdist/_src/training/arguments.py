@@ -14,6 +14,8 @@ _KERAS_ARGUMENTS = {
     "validation_split": "split the data, and write `validation_data=(x_validation, y_validation)`",
     "sample_weight": "pass the weights of the examples with the data, `(x, y, weights)`",
     "steps_per_epoch": "write `steps=`, the number of steps after which training ends",
+    "validation_freq": "write `validate_every=`, the number of steps between validations",
+    "validation_steps": "pass as many validation examples as are to be evaluated",
     "initial_epoch": "write `state=` or `resume=`, which continue from a saved state",
 }
 

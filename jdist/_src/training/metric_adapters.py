@@ -54,12 +54,6 @@ def adapt_metrics(metrics: Any) -> dict[str, MetricAdapter]:
     return {name: _adapt_metric(name, metric) for name, metric in metrics.items()}
 
 
-def epoch_metric_names(metrics: Mapping[str, MetricAdapter], has_validation: bool) -> list[str]:
-    """Returns the names of the loss and the metrics at the end of an epoch."""
-    names = ["loss", *metrics]
-    return names + [f"val_{name}" for name in names if has_validation]
-
-
 def batch_metrics(
     metrics: Mapping[str, MetricAdapter], losses: jax.Array, outputs: PyTree, targets: PyTree, weights: Any
 ) -> dict[str, Metric]:

@@ -64,7 +64,7 @@ def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | 
 
 
 def restore_epoch_metrics(empty: SyncOnRead, totals: Sequence[Any]) -> SyncOnRead:
-    """Returns the metrics of a partial epoch from a checkpoint; `empty` if the checkpoint has other metrics."""
+    """Returns the metrics since the last row, from a checkpoint; `empty` if the checkpoint has other metrics."""
     shapes = [np.shape(leaf)[1:] for leaf in jax.tree.leaves(empty.tree)]
     if [np.shape(total) for total in totals] != shapes:
         return empty

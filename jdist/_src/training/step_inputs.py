@@ -21,6 +21,7 @@ class DrawnBatch(NamedTuple):
         examples: The number of examples since the start of the iterator, with this batch.
         stalled_fraction: The fraction of steps that had to wait for their batch.
         ends_epoch: Whether it is the last batch of its epoch, or of all; set by `step_groups`.
+        is_last: Whether it is the last batch of all; set by `step_groups`.
     """
 
     inputs: tuple[PyTree, ...]
@@ -28,6 +29,7 @@ class DrawnBatch(NamedTuple):
     examples: int
     stalled_fraction: float
     ends_epoch: bool = False
+    is_last: bool = False
 
     @property
     def epoch(self) -> int:
@@ -114,8 +116,9 @@ def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[
     """
     group: list[DrawnBatch] = []
     for batch, next_batch in _with_next(batches):
-        ends_epoch = next_batch is None or next_batch.epoch != batch.epoch
-        group.append(batch._replace(ends_epoch=ends_epoch))
+        is_last = next_batch is None
+        ends_epoch = is_last or next_batch.epoch != batch.epoch
+        group.append(batch._replace(ends_epoch=ends_epoch, is_last=is_last))
         if len(group) == steps_per_call:
             yield group
             group = []

@@ -25,7 +25,7 @@ from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
 from jdist._src.training.fit import Fit, html_table, name_of
 from jdist._src.training.loop import Loop, LoopConfig, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
-from jdist._src.training.metric_adapters import adapt_metrics, epoch_metric_names
+from jdist._src.training.metric_adapters import adapt_metrics
 from jdist._src.training.model_adapters import adapt_model
 from jdist._src.training.progress.display_callback import Progress, ProgressKind
 from jdist._src.training.resume import (
@@ -52,6 +52,12 @@ from jdist._src.training.steps import (
     explained_data_errors,
     split_element,
     total_metrics,
+)
+from jdist._src.training.validation import (
+    check_validate_every,
+    validate_all,
+    validation_metric_names,
+    validation_sets,
 )
 from jdist._src.values.base import is_distributed
 
@@ -183,6 +189,7 @@ class Trainer:
         shuffle: bool | None = None,
         state: PyTree = None,
         validation_data: Any = None,
+        validate_every: int | None = None,
         callbacks: Sequence[Callback | CallbackFunction] = (),
         steps_per_call: int = 1,
         micro_batches: int = 1,
@@ -203,7 +210,10 @@ class Trainer:
             shuffle: See `distribute_dataset`; by default, sources with random access, such as arrays, are shuffled.
             state: The state to start with: a `TrainState`, or another dataclass with `step`, `params` and `opt_state`, on the
                 devices of the strategy. It is donated. By default, `init` creates one.
-            validation_data: The data to evaluate at the end of each epoch, like `data`.
+            validation_data: The data to evaluate at the end of each epoch, like `data`; or several sets by name, whose metrics
+                are named `val_NAME_loss`. A mapping with an array as a value, or with the keys of `data`, is one source.
+            validate_every: The number of steps between validations, instead of one per epoch. With it, validation also takes
+                place after the last step of the data, and each validation adds a row to the history.
             callbacks: Callbacks, or functions of an event; see `jdist.callbacks`.
             steps_per_call: The number of steps per call of the compiled program. Callbacks receive one event per call. The
                 remaining steps of an epoch run one by one, by a second program.
@@ -224,10 +234,7 @@ class Trainer:
         dataset = distribute_epochs(
             self.strategy, data, batch_size=batch_size, shuffle=shuffle, seed=self._seed, epochs=epochs, steps=steps
         )
-        validate = None
-        if validation_data is not None:
-            validation = distribute_one_pass(self.strategy, "validation_data", validation_data, batch_size)
-            validate = lambda state: self._evaluate(state, validation)[0]
+        validation = validation_sets(self.strategy, data, validation_data, batch_size)
         ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
         step = self._step_function(steps_per_call, micro_batches)
         start, batches = self._start(dataset, state, resume)
@@ -239,10 +246,12 @@ class Trainer:
             step=step,
             read_metrics=self._read_metrics,
             empty_metrics=lambda: self.strategy.init(self._functions.empty_metrics),
-            validate=validate,
+            validate=validate_all(validation, lambda state, dataset: self._evaluate(state, dataset)[0]),
+            validate_every=check_validate_every(validate_every, bool(validation)),
             callbacks=ordered_callbacks,
             stateful_callbacks=stateful,
-            metric_names=epoch_metric_names(self._functions.metrics, validate is not None),
+            metric_names=["loss", *self._functions.metrics]
+            + validation_metric_names(validation, self._functions.metrics),
             last_checkpoint=functools.partial(describe_last_checkpoint, ordered_callbacks, resume),
             proof=lambda: self._proof(micro_batches, steps_per_call),
             total_steps=total_steps(dataset, start, steps),
