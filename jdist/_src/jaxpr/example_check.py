@@ -71,8 +71,8 @@ def check_examples(
     if not any(data) or not any(map(_is_checked, all_equations(program))):
         return
     labels = [
-        _Labels(frozenset(one.axes), frozenset({1}) if has_examples else _NO_DIMS)
-        for one, has_examples in zip(inputs, data, strict=True)
+        _Labels(frozenset(one.axes), frozenset({1}) if is_data and len(jax_compat.shape_of(var)) > 1 else _NO_DIMS)
+        for one, is_data, var in zip(inputs, data, program.invars, strict=True)
     ]
     analysis = _ExampleAnalysis(frozenset(axes))
     analysis.run(program, [_CONSTANT] * len(program.constvars), labels)
