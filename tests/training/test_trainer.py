@@ -81,6 +81,23 @@ def test_last_batch_with_one_example_counts_as_one_example(two):
     assert result.history.losses[3] == pytest.approx(expected.history.losses[3], abs=1e-6)
 
 
+def test_batch_of_any_size_trains_evaluates_and_predicts_as_on_one_device(strategy):
+    """256 examples on 3 replicas are 86 rows each, two of them padding."""
+    data = tuple(array[:600] for array in digits())
+    options = dict(data=data, batch_size=256, epochs=2, optimizer=optax.sgd(0.1, momentum=0.9), validation_data=data)
+    result, expected = fit(strategy, **options), fit(STRATEGIES["one_device"](), **options)
+    assert_close(result, expected)
+    assert result.steps == 6
+    np.testing.assert_allclose(list(result.history.losses.values()), list(expected.history.losses.values()), atol=1e-5)
+    for row, other in zip(result.history.rows, expected.history.rows, strict=True):
+        for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+            assert row[name] == pytest.approx(other[name], abs=1e-5)
+    outputs = trainer(strategy).predict(result.state, data[0], batch_size=250)
+    alone = trainer(STRATEGIES["one_device"]())
+    np.testing.assert_allclose(outputs, alone.predict(expected.state, data[0], batch_size=600), atol=1e-4)
+    assert trainer(strategy).evaluate(result.state, data, batch_size=250)["examples"] == 600
+
+
 def test_mean_policy_in_the_optimizer_gives_the_same_bits(two):
     reduced = fit(two, optimizer=optax.chain(jdist.sync.mean(), optax.adam(3e-3)))
     assert_bitwise_equal(reduced.state.params, fit(two, optimizer=optax.adam(3e-3)).state.params)

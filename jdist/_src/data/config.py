@@ -14,6 +14,7 @@ from jdist._src.data.shards import ProcessShare
 from jdist._src.data.sources import Arrays, Indexed, Stream
 
 Remainder: TypeAlias = Literal["drop", "pad", "error"]
+Cache: TypeAlias = Literal["device"]
 _MAX_TEXT = 120  # characters of a list of leaves
 _log = logging.getLogger("jdist")
 

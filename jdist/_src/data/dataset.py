@@ -9,14 +9,15 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jdist._src.core import html
 from jdist._src.core.errors import BatchedElementsWarning
 from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
 from jdist._src.data.batches import LocalBatch, Position, in_memory_on_all, read_batches
 from jdist._src.data.config import InputConfig, check_epochs
+from jdist._src.data.device_cache import DeviceCache
 from jdist._src.data.files import Files
+from jdist._src.data.placement import RowPlacement
 from jdist._src.data.prefetch import Inline, Threaded
 from jdist._src.data.shard_readers import check_state
 from jdist._src.data.shards import ProcessShare, process_share
@@ -34,8 +35,11 @@ class DistributedDataset:
     `[replica, batch / replica]`, float32, are 1 for an example and 0 for padding.
     """
 
-    def __init__(self, config: InputConfig, shards: int, replicas: Replicas, prefetch: int):
+    def __init__(
+        self, config: InputConfig, shards: int, replicas: Replicas, prefetch: int, cache: DeviceCache | None = None
+    ):
         self._config, self._shards, self._replicas, self._prefetch = config, shards, replicas, prefetch
+        self._cache = cache
         self._share = process_share(replicas, config.replica_batches)
 
     def __len__(self) -> int:
@@ -82,7 +86,7 @@ class DistributedDataset:
         """
         check_epochs(epochs)
         config = dataclasses.replace(self._config, epochs=epochs)
-        return DistributedDataset(config, self._shards, self._replicas, self._prefetch)
+        return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
 
     def _batches_per_epoch(self) -> int | None:
         """Returns the number of batches in an epoch, or None if it is unknown before the source is read."""
@@ -155,6 +159,8 @@ class DistributedDataset:
         # The name is created here, not in the thread, so that the order of names is the same on every process.
         channel = channel_name(self._replicas.mesh)
         make = functools.partial(_device_batches, config, share, self._replicas, position, channel)
+        if self._cache is not None:
+            make = functools.partial(self._cache.batches, config, share, position)
         in_memory = in_memory_on_all(config, share)
         if in_memory and share.num_pipelines > 1:
             sync = ProcessBatchSync(channel, share.pipeline, share.num_pipelines)
@@ -307,34 +313,14 @@ def _device_batches(
     should_stop: Callable[[], bool],
 ) -> Generator[LocalBatch]:
     """Yields the batches on the devices; the transfers may still be running."""
-    slots = {part: slot for slot, part in enumerate(share.replicas)}
-
-    def transfer(local: np.ndarray) -> jax.Array:
-        """Transfers `[local replica, row, ...]` to `[replica, row, ...]`; faster than `device_put`, see benchmarks/input.py."""
-        if replicas.batch_axes:
-            return transfer_split(local)
-
-        def shard(index: Any) -> np.ndarray:
-            start, stop, _ = index[0].indices(replicas.size)
-            return local[slots[start] : slots[start] + stop - start]
-
-        return jax.make_array_from_callback((replicas.size, *local.shape[1:]), replicas.per_replica_sharding, shard)
-
-    def transfer_split(local: np.ndarray) -> jax.Array:
-        """Transfers the parts of one replica that spans several devices, to `[1, row, ...]`."""
-        part_rows = local.shape[1]
-        shape = (1, share.num_replicas * part_rows, *local.shape[2:])
-
-        def shard(index: Any) -> np.ndarray:
-            start, stop, _ = index[1].indices(shape[1])
-            first = slots[start // part_rows] * part_rows + start % part_rows
-            return local.reshape(-1, *shape[2:])[None, first : first + stop - start]
-
-        return jax.make_array_from_callback(shape, replicas.batch_sharding(shape), shard)
-
+    place = RowPlacement(replicas, share)
+    full_weights: tuple[Any, Any] = None, None  # weights that the reader returned for a full batch, and on the devices
     for batch in read_batches(config, share, position, channel, should_stop):
         # The user's transfer guard is for implicit transfers of the step; these are explicit.
         with jax.transfer_guard_host_to_device("allow"):
-            rows = jax.tree.map(lambda leaf: PerReplica(transfer(leaf)), batch.rows)
-            weights = None if batch.weights is None else PerReplica(transfer(batch.weights))
-        yield batch._replace(rows=rows, weights=weights)
+            leaves, treedef = jax.tree.flatten(batch.rows)
+            rows = treedef.unflatten([PerReplica(place(leaf)) for leaf in leaves])
+            weights = batch.weights
+            if weights is not None and (weights is not full_weights[0] or full_weights[1].is_deleted()):
+                full_weights = weights, place(weights)
+        yield batch._replace(rows=rows, weights=None if weights is None else PerReplica(full_weights[1]))

@@ -20,7 +20,7 @@ class ShardBlock(NamedTuple):
     Attributes:
         examples: The number of rows that are examples; the others are padding.
         rows: Makes the rows that this process holds, leaves `[row, ...]`.
-        is_example: Returns for each row of the shard whether it is an example, `[row]`.
+        is_example: Returns for each row that this process holds whether it is an example, `[row]`.
     """
 
     examples: int
@@ -62,10 +62,10 @@ class IndexedReader:
         self._next += part.size
         # Padding repeats the first example: its values are valid inputs, and its weight is zero.
         first = (indices if len(indices) else self._indices)[:1]
-        missing = part.size - len(indices)
+        missing = max(part.size, part.rows[-1] + 1) - len(indices)
         padded = np.concatenate([indices, np.repeat(first, missing)]) if missing else indices
         rows = lambda: self._source.take(padded[part.rows], where)
-        return ShardBlock(len(indices), rows, lambda: np.arange(part.size) < len(indices))
+        return ShardBlock(len(indices), rows, lambda: part.rows < len(indices))
 
     def state(self) -> Any:
         """Returns None: the position is determined by the batch number."""
@@ -126,7 +126,7 @@ class StreamReader:
 
     def _read_examples(self, part: ShardRows, where: str) -> ShardBlock:
         is_local = np.zeros(part.size, bool)
-        is_local[part.rows] = True
+        is_local[part.rows[part.rows < part.size]] = True
         stack, count = ExampleStack(where), 0
         for example in self._next_elements(part.size):
             if count == 0:
@@ -140,7 +140,7 @@ class StreamReader:
                 stack.add(self._padding())
             return stack.stacked()
 
-        return ShardBlock(count, rows, lambda: np.arange(part.size) < count)
+        return ShardBlock(count, rows, lambda: part.rows < count)
 
     def _read_batches(self, part: ShardRows, where: str) -> ShardBlock:
         size = part.size // self._batches_per_block
@@ -156,17 +156,19 @@ class StreamReader:
                 )
         self._example = batches[0] if batches else self._example
         missing = self._batches_per_block - len(batches)
+        # With one batch per block, the block may have further rows for padding.
+        num_rows_padded = size if self._batches_per_block > 1 else max(size, part.rows[-1] + 1)
 
         def rows() -> PyTree:
-            padded = [_pad(batch, size) for batch in batches + [self._padding()] * missing]
-            if len(padded) == 1 and len(part.rows) == size:
+            padded = [_pad(batch, num_rows_padded) for batch in batches + [self._padding()] * missing]
+            if len(padded) == 1 and len(part.rows) == num_rows_padded:
                 return padded[0]
             for batch in padded:
                 check_same_rows(padded[0], batch, where)
             return jax.tree.map(lambda *arrays: np.concatenate(arrays)[part.rows], *padded)
 
         all_counts = counts + [0] * missing
-        is_example = lambda: np.concatenate([np.arange(size) < count for count in all_counts])
+        is_example = lambda: np.concatenate([np.arange(num_rows_padded) < count for count in all_counts])[part.rows]
         return ShardBlock(sum(counts), rows, is_example)
 
     def _as_batch(self, element: PyTree, where: str) -> PyTree:

@@ -61,6 +61,11 @@ class Arrays:
     def __len__(self) -> int:
         return len(self._arrays[0])
 
+    @property
+    def tree(self) -> PyTree:
+        """The arrays, leaves `[example, ...]`."""
+        return self._treedef.unflatten(self._arrays)
+
     def take(self, indices: np.ndarray, where: str) -> PyTree:
         """Returns the rows at `indices`."""
         return self._treedef.unflatten([array.take(indices, axis=0) for array in self._arrays])

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.tree import PyTree
+from jdist._src.data.config import Cache
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator, stats
 from jdist._src.replica.losses import check_weights
 from jdist._src.strategies.base import Strategy
@@ -36,7 +37,13 @@ class DrawnBatch(NamedTuple):
 
 
 def distribute(
-    strategy: Strategy, name: str, data: Any, batch_size: int | None, shuffle: bool | None, seed: int
+    strategy: Strategy,
+    name: str,
+    data: Any,
+    batch_size: int | None,
+    shuffle: bool | None,
+    seed: int,
+    cache: Cache | None = None,
 ) -> DistributedDataset:
     """Returns `data` as a distributed data set whose last batch is padded.
 
@@ -46,11 +53,13 @@ def distribute(
     if isinstance(data, DistributedDataset):
         if batch_size is not None:
             raise ValueError(f"`{name}` is already distributed, with its batch size: leave `batch_size` out.")
+        if cache is not None:
+            raise ValueError(f"`{name}` is already distributed: pass `cache` to `distribute_dataset`.")
         return data
     if isinstance(data, tuple) and len(data) == 3 and isinstance(data[2], (np.ndarray, jax.Array)):
         check_weights(f"`{name}`[2], the weights of the examples,", data[2])
     try:
-        return strategy.distribute_dataset(data, batch_size, shuffle=shuffle, seed=seed, remainder="pad")
+        return strategy.distribute_dataset(data, batch_size, shuffle=shuffle, seed=seed, remainder="pad", cache=cache)
     except (TypeError, ValueError) as error:
         error.add_note(f"The error is in the argument `{name}`.")
         raise
@@ -79,13 +88,14 @@ def distribute_epochs(
     seed: int,
     epochs: int | None,
     steps: int | None,
+    cache: Cache | None = None,
 ) -> DistributedDataset:
     """Returns the batches of `epochs` passes over `data`, of one pass by default, or endless for a number of steps.
 
     Raises:
         ValueError: The data are endless, and `steps` is None.
     """
-    dataset = distribute(strategy, "data", data, batch_size, shuffle, seed)
+    dataset = distribute(strategy, "data", data, batch_size, shuffle, seed, cache)
     if dataset.is_endless and steps is None:
         epochs_hint = "" if epochs is None else f", so epochs={epochs} would never be reached"
         raise ValueError(

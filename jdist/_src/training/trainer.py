@@ -14,6 +14,7 @@ import numpy as np
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
+from jdist._src.data.config import Cache
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.execution.replicate import Proof
 from jdist._src.replica.precision import Precision
@@ -186,6 +187,7 @@ class Trainer:
         callbacks: Sequence[Callback | CallbackFunction] = (),
         steps_per_call: int = 1,
         micro_batches: int = 1,
+        cache: Cache | None = None,
         progress: ProgressKind = "auto",
         resume: "Checkpointer | str | os.PathLike[str] | None" = None,
     ) -> Fit:
@@ -209,6 +211,7 @@ class Trainer:
                 remaining steps of an epoch run one by one, by a second program.
             micro_batches: The number of parts that a batch is split into, to reduce the memory of activations. The results are
                 the same.
+            cache: `"device"` stores the arrays of `data` on every device; see `distribute_dataset`.
             progress: The progress display: "live" in a terminal, "notebook", in "lines", "off", or "auto".
             resume: A `Checkpointer`, or the path of its folder. If it contains a checkpoint, training continues from the newest
                 one, bitwise equal to training without the interruption.
@@ -222,7 +225,14 @@ class Trainer:
         require_arguments("fit", optimizer=self._functions.optimizer, loss=self._functions.loss)
         steps = None if steps is None else as_int("`steps`", steps, 0)
         dataset = distribute_epochs(
-            self.strategy, data, batch_size=batch_size, shuffle=shuffle, seed=self._seed, epochs=epochs, steps=steps
+            self.strategy,
+            data,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=self._seed,
+            epochs=epochs,
+            steps=steps,
+            cache=cache,
         )
         validate = None
         if validation_data is not None:
