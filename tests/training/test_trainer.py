@@ -98,6 +98,25 @@ def test_batch_of_any_size_trains_evaluates_and_predicts_as_on_one_device(strate
     assert trainer(strategy).evaluate(result.state, data, batch_size=250)["examples"] == 600
 
 
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_data_that_stay_on_the_devices_train_to_the_same_bits(two, steps_per_call, tmp_path):
+    options = dict(data=tuple(array[:900] for array in digits()), batch_size=250, epochs=2, steps_per_call=steps_per_call)
+    expected = fit(two, **options)
+    assert_bitwise_equal(fit(two, **options, cache="device").state.params, expected.state.params)
+    with jdist.Checkpointer(tmp_path, every=1) as checkpointer:
+        saves = [jdist.callbacks.Checkpoint(checkpointer)]
+        fit(two, **{**options, "epochs": None}, steps=3, callbacks=saves, cache="device")
+        resumed = fit(two, **options, resume=checkpointer, cache="device")
+    assert_bitwise_equal(resumed.state.params, expected.state.params)
+    assert resumed.steps == expected.steps
+
+
+def test_cache_of_a_distributed_dataset_is_refused_with_the_place_to_pass_it(two):
+    dataset = two.distribute_dataset(digits(), 240)
+    with pytest.raises(ValueError, match="`data` is already distributed: pass `cache` to `distribute_dataset`"):
+        fit(two, dataset, batch_size=None, cache="device")
+
+
 def test_mean_policy_in_the_optimizer_gives_the_same_bits(two):
     reduced = fit(two, optimizer=optax.chain(jdist.sync.mean(), optax.adam(3e-3)))
     assert_bitwise_equal(reduced.state.params, fit(two, optimizer=optax.adam(3e-3)).state.params)

@@ -4,9 +4,11 @@ A batch consists of indices, which the step's program uses to gather the example
 together. Order, positions and weights are those of `jdist._src.data.batches`.
 """
 
+import collections
 import itertools
+import math
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -48,26 +50,21 @@ class DeviceCache:
         """Yields the batches from `start` on."""
         place = RowPlacement(self._replicas, share)
         sequence, numbers = object(), itertools.count()
-        full_weights: Any = None
-        batches = _index_batches(config, share, start)
-        upcoming = list(itertools.islice(batches, 2 * _GROUP))
-        while upcoming:
+        full_weights: PerReplica | None = None
+        for indices, batches in _with_next(_groups(config, share, start)):
             with jax.transfer_guard_host_to_device("allow"):
                 leaves, treedef = self._on_devices()
-                indices = self._transfer([batch.rows for batch in upcoming])
-            for batch, index in zip(upcoming[:_GROUP], self._indices, strict=False):
+                device_indices = self._transfer(indices)
+            for batch, index in zip(batches, self._indices, strict=False):
+                position, examples, host_weights = batch
                 number = BatchNumber(sequence, next(numbers))
-                rows = treedef.unflatten([CachedRows(leaf, indices, index, number) for leaf in leaves])
-                weights = batch.weights
-                if weights is not None:
-                    is_full = batch.examples == config.batch_size
-                    if not is_full or full_weights is None or full_weights.is_deleted():
-                        with jax.transfer_guard_host_to_device("allow"):
-                            weights = place(weights)
-                        full_weights = weights if is_full else full_weights
-                    weights = PerReplica(full_weights if is_full else weights)
-                yield batch._replace(rows=rows, weights=weights)
-            upcoming = [*upcoming[_GROUP:], *itertools.islice(batches, _GROUP)]
+                rows = treedef.unflatten([CachedRows(leaf, device_indices, index, number) for leaf in leaves])
+                weights = full_weights if examples == config.batch_size else None
+                if host_weights is not None and (weights is None or weights.tree.is_deleted()):
+                    with jax.transfer_guard_host_to_device("allow"):
+                        weights = PerReplica(place(host_weights))
+                    full_weights = weights if examples == config.batch_size else full_weights
+                yield LocalBatch(rows, weights, examples, position)
 
     def _on_devices(self) -> tuple[list[jax.Array], Any]:
         """Returns the arrays on the devices.
@@ -84,38 +81,82 @@ class DeviceCache:
             _check_memory(sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)), self._replicas)
             sharding = self._replicas.replicated_sharding
             self._arrays = jax.device_put(arrays, sharding)
-            self._indices = jax.device_put([np.int32(i) for i in range(_GROUP)], sharding)
+            self._indices = jax.device_put([np.uint32(i) for i in range(_GROUP)], sharding)
         return jax.tree.flatten(self._arrays)
 
-    def _transfer(self, rows: list[np.ndarray]) -> jax.Array:
-        """Returns the indices of these batches on the devices, `[2 * _GROUP, replica, row]`."""
-        first = rows[0]
-        indices = np.zeros((2 * _GROUP, 1, first.size) if self._replicas.batch_axes else (2 * _GROUP, *first.shape), np.int32)
-        indices[: len(rows)] = np.stack(rows).reshape(len(rows), *indices.shape[1:])
+    def _transfer(self, indices: np.ndarray) -> jax.Array:
+        """Returns indices `[batch, replica, row]` on the devices."""
+        if self._replicas.batch_axes:  # there is one replica, with the rows of all parts of the batch
+            indices = indices.reshape(len(indices), 1, -1)
         spec = self._replicas.batch_sharding(indices.shape[1:]).spec
         return jax.device_put(indices, NamedSharding(self._replicas.mesh, PartitionSpec(None, *spec)))
 
 
-def _index_batches(config: InputConfig, share: ProcessShare, start: Position) -> Iterator[LocalBatch]:
-    """Yields the batches of a single process, with the indices of the examples in place of their rows."""
+class _IndexBatch(NamedTuple):
+    """A batch without the indices of its examples.
+
+    Attributes:
+        position: The position after the batch.
+        examples: The number of examples.
+        weights: The weights `[replica, row]`; None unless batches are padded.
+    """
+
+    position: Position
+    examples: int
+    weights: np.ndarray | None
+
+
+class _Group(NamedTuple):
+    """At most `_GROUP` successive batches of an epoch.
+
+    Attributes:
+        indices: The indices of their examples, `[batch, replica, row]`.
+        batches: The batches.
+    """
+
+    indices: np.ndarray
+    batches: list[_IndexBatch]
+
+
+def _with_next(groups: Iterator[_Group]) -> Iterator[_Group]:
+    """Yields the groups with the indices of the batches after them appended, `[2 * _GROUP, replica, row]`."""
+    upcoming: collections.deque[_Group] = collections.deque()
+    while True:
+        while sum(len(group.indices) for group in upcoming) < 2 * _GROUP and (group := next(groups, None)) is not None:
+            upcoming.append(group)
+        if not upcoming:
+            return
+        joined = np.concatenate([group.indices for group in upcoming])[: 2 * _GROUP]
+        indices = np.zeros((2 * _GROUP, *joined.shape[1:]), np.uint32)
+        indices[: len(joined)] = joined
+        yield _Group(indices, upcoming.popleft().batches)
+
+
+def _groups(config: InputConfig, share: ProcessShare, start: Position) -> Iterator[_Group]:
+    """Yields the batches of a single process from `start` on."""
     size, count = config.batch_size, config.num_examples(share)
     assert size is not None and count is not None
-    ((_, _, rows),) = share.rows_of_shards(size, 1)
     shape = (share.num_replicas, share.rows_per_replica(size))
-    full_weights = (rows < size).astype(np.float32).reshape(shape) if config.remainder == "pad" else None
+    slots = np.arange(math.prod(shape)).reshape(shape)
+    is_padded = config.remainder == "pad"
+    full_weights = (slots < size).astype(np.float32) if is_padded else None
+    num_batches = -(-count // size) if is_padded else count // size
+    order = ExampleOrder(count, config.shuffle, config.seed)
     for epoch in itertools.count(start.epoch) if config.epochs is None else range(start.epoch, config.epochs):
-        order = ExampleOrder(count, config.shuffle, config.seed)
-        first = start.batch if epoch == start.epoch else 0
-        for number, indices in enumerate(order.batches(epoch, size, first), first):
-            if len(indices) < size and config.remainder != "pad":
-                break
-            missing = len(rows) - len(indices)
-            padded = np.concatenate([indices, np.repeat(indices[:1], missing)]) if missing else indices
-            weights = full_weights
-            if weights is not None and len(indices) < size:
-                weights = (rows < len(indices)).astype(np.float32).reshape(shape)
-            position = Position(epoch, number + 1, size, start.shards)
-            yield LocalBatch(padded.reshape(shape), weights, len(indices), position)
+        indices = order.epoch(epoch)[: num_batches * size].astype(np.uint32)
+        if rest := len(indices) % size:
+            # Padding repeats the first example of its batch.
+            indices = np.concatenate([indices, np.repeat(indices[-rest], size - rest)])
+        rows = indices.reshape(num_batches, size)
+        if padding := slots.size - size:
+            rows = np.concatenate([rows, np.repeat(rows[:, :1], padding, axis=1)], axis=1)
+        rows = rows.reshape(num_batches, *shape)
+        for first in range(start.batch if epoch == start.epoch else 0, num_batches, _GROUP):
+            numbers = range(first, min(first + _GROUP, num_batches))
+            batches = [_IndexBatch(Position(epoch, i + 1, size, start.shards), size, full_weights) for i in numbers]
+            if rest and numbers[-1] == num_batches - 1:
+                batches[-1] = batches[-1]._replace(examples=rest, weights=(slots < rest).astype(np.float32))
+            yield _Group(rows[first : first + _GROUP], batches)
 
 
 def _check_memory(num_bytes: int, replicas: Replicas) -> None:

@@ -48,8 +48,9 @@ class CachedRows(DistributedValues):
 
     Attributes:
         array: All examples, `[example, ...]`, replicated.
-        indices: The indices of the examples of several batches, `[batch, replica, row]`, sharded over the replicas.
-        index: The index of this batch among them, int32 `[]`, replicated. The next batches of the sequence follow it.
+        indices: The indices of the examples of several batches, `[batch, replica, row]`, sharded over the replicas. Unsigned,
+            because JAX adds instructions for negative indices of other types.
+        index: The index of this batch among them, unsigned `[]`, replicated. The next batches of the sequence follow it.
         batch: The number of the batch, or None.
     """
 
@@ -166,10 +167,9 @@ class CachedSteps:
         """Returns the examples of all batches as a `PerReplica` `[replica, batch, row, ...]`; see `CachedRows.gathered`."""
 
         def gather(array: jax.Array, indices: jax.Array, index: jax.Array) -> jax.Array:
-            rows = lax.dynamic_slice_in_dim(indices, index, self.num_steps)
-            return _take(array, rows.swapaxes(0, 1))
+            return _take(array, lax.dynamic_slice_in_dim(indices, index, self.num_steps).swapaxes(0, 1))
 
-        out_spec = PartitionSpec(*spec[:1], None, *spec[1:]) if spec else spec
+        out_spec = PartitionSpec(*spec[:1], None, *spec[1:])
         return PerReplica(_on_each_device(gather, mesh, spec, out_spec)(self.array, self.indices, self.index))
 
 
@@ -184,16 +184,17 @@ def gather_cached_rows(tree: PyTree, replicas: Replicas) -> PyTree:
     return jax.tree.map(gather, tree, is_leaf=lambda node: is_distributed(node) or isinstance(node, CachedSteps))
 
 
-def _take(array: jax.Array, indices: jax.Array) -> jax.Array:
-    return array.at[indices].get(mode="promise_in_bounds")
-
-
 def _on_each_device(
     gather: Callable[..., jax.Array], mesh: Mesh, spec: PartitionSpec, out_spec: PartitionSpec
 ) -> Callable[..., jax.Array]:
     """Returns `gather` in a `shard_map`, so that each device gathers its own rows, without communication."""
     in_specs = (PartitionSpec(), PartitionSpec(None, *spec), PartitionSpec())
     return jax.shard_map(gather, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
+
+
+def _take(array: jax.Array, indices: jax.Array) -> jax.Array:
+    # The barrier keeps XLA from fusing the gather into the step, which would round sums of examples differently.
+    return lax.optimization_barrier(array.at[indices].get(mode="promise_in_bounds"))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
