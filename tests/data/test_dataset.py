@@ -70,6 +70,38 @@ def test_rows_of_a_batch_match_and_are_placed_on_their_replica(shuffle, remainde
 
 
 @every_strategy
+def test_element_spec_is_the_batch_that_a_compiled_step_takes(strategy):
+    dataset = strategy.distribute_dataset({"x": np.zeros((9, 3)), "y": np.arange(9)}, 5, remainder="pad")
+    spec = dataset.element_spec
+    element = next(iter(dataset))
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert shapes(spec) == shapes(element)
+    assert jax.tree.structure(spec) == jax.tree.structure(element)
+
+    def step(state, element):
+        batch, weights = element
+        return state + jdist.all_reduce("sum", (batch["x"].sum(1) * weights).sum()), None
+
+    state = strategy.put(np.float32(0))
+    assert strategy.compile(strategy.step(step), state, spec).memory_analysis() is not None
+
+
+def test_element_spec_does_not_read_arrays_and_reads_one_example_of_a_sequence(two):
+    read = []
+
+    class Recording:
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, number):
+            read.append(number)
+            return {"x": np.zeros(3)}
+
+    assert str(two.distribute_dataset(Recording(), 4).element_spec) == "{'x': PerReplica(float32[2,2,3])}"
+    assert read == [0]
+
+
+@every_strategy
 def test_every_batch_of_any_size_is_filled_up_to_a_multiple_of_the_replicas(strategy):
     parts = strategy.replicas.num_parts
     for size in (1, 5, 10):

@@ -212,6 +212,34 @@ def test_iterator_for_several_epochs_is_refused(epochs, make, batch_size, two):
         two.distribute_dataset(make(COUNT), batch_size, epochs=epochs)
 
 
+def test_generator_for_several_epochs_is_refused_with_the_line_to_write(two):
+    def rows():
+        yield from np.arange(8)
+
+    line = r"Write `rows` instead of `rows\(\)`"
+    with pytest.raises(ValueError, match=rf"The source is a generator, .*epochs=2\..*{line}"):
+        two.distribute_dataset(rows(), 4, epochs=2)
+    with pytest.raises(ValueError, match=rf"epochs=3\..*{line}"):
+        two.distribute_dataset(rows(), 4).repeated(3)
+    with pytest.raises(ValueError, match=r"read only once.*first batch determines|first batch determines.*read only once"):
+        two.distribute_dataset(rows(), 4).element_spec  # noqa: B018
+    with pytest.raises(ValueError, match=r"`__iter__` starts at the beginning\.$"):
+        two.distribute_dataset((i for i in range(8)), 4, epochs=2)
+
+
+@_table(KINDS)
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_element_spec_has_the_shapes_of_the_batches(remainder, make, batch_size, two):
+    dataset = two.distribute_dataset(make(COUNT), batch_size, remainder=remainder)
+    if dataset.is_one_shot:
+        return
+    spec = dataset.element_spec
+    element = next(iter(dataset))
+    shapes = lambda tree: [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
+    assert shapes(spec) == shapes(element)
+    assert jax.tree.structure(spec) == jax.tree.structure(element)
+
+
 @_table({name: KINDS[name] for name in ONCE})
 def test_iterator_in_a_second_loop_is_refused(make, batch_size, two):
     dataset = two.distribute_dataset(make(COUNT), batch_size)

@@ -117,6 +117,19 @@ def test_cache_of_a_distributed_dataset_is_refused_with_the_place_to_pass_it(two
         fit(two, dataset, batch_size=None, cache="device")
 
 
+def test_generator_that_is_read_several_times_is_refused_before_the_first_step(two):
+    def rows(count=480):
+        images, classes = digits()
+        yield from zip(images[:count], classes[:count], strict=True)
+
+    with pytest.raises(ValueError, match=r"read only once, but epochs=2\..*Write `rows` instead of `rows\(\)`"):
+        fit(two, rows(), epochs=2)
+    with pytest.raises(ValueError, match="`validation_data` is an iterator, which can be read only once"):
+        fit(two, epochs=2, validation_data=rows())
+    result = fit(two, rows(), epochs=None, steps=5, validation_data=rows())
+    assert (result.steps, result.stop_reason) == (2, "The data ended after 2 of 5 steps.")
+
+
 def test_mean_policy_in_the_optimizer_gives_the_same_bits(two):
     reduced = fit(two, optimizer=optax.chain(jdist.sync.mean(), optax.adam(3e-3)))
     assert_bitwise_equal(reduced.state.params, fit(two, optimizer=optax.adam(3e-3)).state.params)

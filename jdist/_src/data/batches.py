@@ -3,6 +3,7 @@
 Does not use devices or threads: a test can compute the rows of any process.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -84,6 +85,31 @@ def read_batches(
         yield from _BatchReader(config, share, start, sync).read()
     finally:
         sync.close()
+
+
+def element_shapes(config: InputConfig, share: ProcessShare, start: Position, channel: str) -> PyTree:
+    """Returns the shapes of an element `[local replica, row, ...]`: a batch, or with padding a pair of a batch and its weights.
+
+    Raises:
+        ValueError: The source can be read only once, and only reading it determines the shapes.
+    """
+    if config.read_again is not None:
+        kind, advice = config.read_again
+        raise ValueError(f"The source is a {kind}, whose first batch determines the shapes, and which can be read only once. {advice}")
+    if isinstance(config.source, (Stream, Files)) or config.batch_size is None:
+        batches = read_batches(config, share, start, channel)
+        with contextlib.closing(batches):  # pyright: ignore[reportArgumentType]
+            rows = next(batches).rows
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
+    else:
+        is_arrays = isinstance(config.source, Arrays)
+        row = config.source.tree if is_arrays else config.source.take(np.zeros(1, int), "")
+        rows = len(share.replicas), share.rows_per_replica(config.batch_size)
+        dtype = jax.dtypes.canonicalize_dtype
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), dtype(x.dtype)), row)
+    if config.remainder != "pad":
+        return shapes
+    return shapes, jax.ShapeDtypeStruct(jax.tree.leaves(shapes)[0].shape[:2], np.float32)
 
 
 def in_memory_on_all(config: InputConfig, share: ProcessShare) -> bool:

@@ -51,11 +51,19 @@ class InputConfig:
                 f"The source is endless, so its first epoch does not end, got epochs={self.epochs}. Pass `epochs=None`, and "
                 "end the loop after a number of batches: `itertools.islice(dataset, 1000)`."
             )
+        if self.read_again is not None and self.epochs != 1:
+            kind, advice = self.read_again
+            raise ValueError(f"The source is a {kind}, which can be read only once, but epochs={self.epochs}. {advice}")
 
     @property
     def is_endless(self) -> bool:
         """Whether the source is infinite, such as a function of the step."""
         return isinstance(self.source, Stream) and self.source.endless
+
+    @property
+    def read_again(self) -> tuple[str, str] | None:
+        """If the source can be read only once, its class and the advice to pass another one; see `Stream`."""
+        return self.source.read_again if isinstance(self.source, Stream) else None
 
     @property
     def method(self) -> str:

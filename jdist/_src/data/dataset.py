@@ -12,8 +12,9 @@ import jax
 
 from jdist._src.core import html
 from jdist._src.core.errors import BatchedElementsWarning
+from jdist._src.core.tree import PyTree
 from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
-from jdist._src.data.batches import LocalBatch, Position, in_memory_on_all, read_batches
+from jdist._src.data.batches import LocalBatch, Position, element_shapes, in_memory_on_all, read_batches
 from jdist._src.data.config import InputConfig, check_epochs
 from jdist._src.data.device_cache import DeviceCache
 from jdist._src.data.files import Files
@@ -67,6 +68,24 @@ class DistributedDataset:
         return _table(type(self).__name__, self._config.facts(self._share))
 
     @property
+    def element_spec(self) -> PyTree:
+        """The shapes and dtypes of a batch, as `Strategy.compile` and a step take it: `jax.ShapeDtypeStruct` leaves.
+
+        It has the structure of an element, with a `PerReplica` in place of each leaf; with `remainder="pad"`, it is a pair with
+        the spec of the weights. It is known without reading for arrays; from other sources with indices, one example is read,
+        and from streams the first batch.
+
+        Raises:
+            ValueError: The source is an iterator, which can be read only once.
+
+        Example:
+            >>> dataset = jdist.MirroredStrategy(["cpu:0", "cpu:1"]).distribute_dataset(np.zeros((9, 3), np.float32), batch_size=4)
+            >>> dataset.element_spec
+            PerReplica(float32[2,2,3])
+        """
+        return jax.tree.map(self._spec, element_shapes(self._config, self._share, self._first_position(), self._channel()))
+
+    @property
     def has_weights(self) -> bool:
         """Whether its elements are pairs of a batch and the weights of its rows."""
         return self._config.remainder == "pad"
@@ -76,6 +95,16 @@ class DistributedDataset:
         """Whether the source is infinite, such as a function of the step."""
         return self._config.is_endless
 
+    @property
+    def epochs(self) -> int | None:
+        """The number of epochs; None for an infinite data set."""
+        return self._config.epochs
+
+    @property
+    def is_one_shot(self) -> bool:
+        """Whether the source is an iterator, which can be read only once."""
+        return self._config.read_again is not None
+
     def repeated(self, epochs: int | None) -> "DistributedDataset":
         """Returns the data set with another number of epochs; None for an infinite data set.
 
@@ -83,6 +112,9 @@ class DistributedDataset:
             >>> dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(np.arange(6), batch_size=2)
             >>> len(dataset), len(dataset.repeated(4))
             (3, 12)
+
+        Raises:
+            ValueError: `epochs` is less than 1; or the source is endless or can be read only once, and `epochs` is more than 1.
         """
         check_epochs(epochs)
         config = dataclasses.replace(self._config, epochs=epochs)
@@ -154,10 +186,21 @@ class DistributedDataset:
             )
         return Position(*(state[name] for name in Position._fields))
 
+    def _spec(self, leaf: jax.ShapeDtypeStruct) -> PerReplica:
+        """Returns the spec on the devices of `[local replica, row, ...]`."""
+        replicas = self._replicas
+        shape = (replicas.size, *leaf.shape[1:])
+        if replicas.batch_axes:
+            shape = (1, self._share.num_replicas * leaf.shape[1], *leaf.shape[2:])
+        return PerReplica(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=replicas.batch_sharding(shape)))
+
+    def _channel(self) -> str:
+        return channel_name(self._replicas.mesh)
+
     def _start_prefetch(self, position: Position) -> "Inline[LocalBatch] | Threaded[LocalBatch]":
         config, share = self._config, self._share
         # The name is created here, not in the thread, so that the order of names is the same on every process.
-        channel = channel_name(self._replicas.mesh)
+        channel = self._channel()
         make = functools.partial(_device_batches, config, share, self._replicas, position, channel)
         if self._cache is not None:
             make = functools.partial(self._cache.batches, config, share, position)

@@ -26,7 +26,7 @@ from jdist._src.data.shards import (
     process_share,
 )
 from jdist._src.data.source_adapters import accepts_one, is_single, source_of
-from jdist._src.data.sources import READ_AGAIN, Arrays, CallableIterable, Stream, restart_each_epoch
+from jdist._src.data.sources import Arrays, CallableIterable, Stream, restart_each_epoch
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.device_put import check_devices_attached
 
@@ -66,7 +66,7 @@ def dataset_from_source(
         size = None if batch_size is None else int(batch_size)  # numpy integers are not JSON-able
         is_shuffled = not isinstance(adapted, (Stream, Files)) if shuffle is None else bool(shuffle)
         config = InputConfig(adapted, size, is_shuffled, int(seed), epochs, remainder, own_source, warn=_warn_once())
-        _check_batches(config, share, local_source)
+        _check_batches(config, share)
         shards = share.num_pipelines if own_source or policy is AutoShardPolicy.FILE else 1
         if size is not None and size < shards:
             raise ValueError(
@@ -213,12 +213,8 @@ def _shard_by_hint(source: Any, share: ProcessShare) -> Any:
     return source.shard(num_shards=share.num_pipelines, index=share.pipeline)
 
 
-def _check_batches(config: InputConfig, share: ProcessShare, source: Any) -> None:
+def _check_batches(config: InputConfig, share: ProcessShare) -> None:
     """Raises ValueError if the source cannot be split into batches; logs the number of examples that are dropped."""
-    if isinstance(source, Iterator) and config.epochs != 1:
-        raise ValueError(
-            f"The source is a {type(source).__name__}, which can be read only once, but epochs={config.epochs}. {READ_AGAIN}"
-        )
     size, count = config.batch_size, config.num_examples(share)
     if isinstance(config.source, Stream) and config.source.batch_size and size:
         expected = share.own_size(size) if config.own_source else size

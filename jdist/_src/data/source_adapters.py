@@ -25,6 +25,7 @@ from jdist._src.data.sources import (
     Indexed,
     Stream,
     indexed_batches,
+    read_again,
     restart_each_epoch,
     samplers,
 )
@@ -77,7 +78,7 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
         _refuse_shuffle(shuffle, "yields its elements sequentially")
         reads_ahead = _is_instance(source, "grain", "IterDataset") or _is_instance(source, "grain", "DataLoader")
         start = restart_each_epoch(_with_numpy_elements(source))
-        return Stream(start, batches, reuses_buffers=True, reads_ahead=reads_ahead)
+        return Stream(start, batches, reuses_buffers=True, reads_ahead=reads_ahead, read_again=read_again(source))
     if callable(source) and _makes_elements(source):
         _refuse_shuffle(shuffle, "is a generator function")
         return Stream(restart_each_epoch(CallableIterable(source, _as_elements)), batches, reuses_buffers=True)

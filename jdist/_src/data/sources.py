@@ -1,6 +1,7 @@
 """The two kinds of sources: examples with an index, and streams of elements."""
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -37,6 +38,7 @@ class Stream:
         endless: Whether the stream is infinite, and so without a partial batch.
         repeatable: Whether an epoch that is read again has the same order.
         reads_ahead: Whether the source reads ahead with its own threads or processes.
+        read_again: If the stream can be read only once, its class and the advice to pass another one; for messages.
         advice: The last sentence of the message for a batch whose leaves do not have rows.
     """
 
@@ -47,6 +49,7 @@ class Stream:
     endless: bool = False
     repeatable: bool = True
     reads_ahead: bool = False
+    read_again: tuple[str, str] | None = None
     advice: str = "If it is an example, not a batch, pass the number of examples per batch: `batch_size=64`"
 
 
@@ -119,6 +122,15 @@ READ_AGAIN = (
 )
 
 
+def read_again(source: Any) -> tuple[str, str] | None:
+    """Returns the class of an iterator and the advice to pass a source that can be read again; None for other sources."""
+    if not isinstance(source, Iterator):
+        return None
+    name = getattr(source, "__name__", "<") if inspect.isgenerator(source) else "<"
+    line = "" if name.startswith("<") else f" Write `{name}` instead of `{name}()`, or bind arguments with `functools.partial`."
+    return type(source).__name__, f"{READ_AGAIN}{line}"
+
+
 class CallableIterable:
     """An iterable that calls a function for each new iterator.
 
@@ -139,15 +151,13 @@ def restart_each_epoch(source: Iterable[Any]) -> Callable[[int, int], Iterator[A
 
     Elements before the first requested one are read and discarded.
     """
-    is_iterator = isinstance(source, Iterator)
+    once = read_again(source)
     was_read = False
 
     def start(epoch: int, first: int) -> Iterator[Any]:
         nonlocal was_read
-        if is_iterator and was_read:
-            raise ValueError(
-                f"The source is a {type(source).__name__}, which can be read only once, and has been read. {READ_AGAIN}"
-            )
+        if once and was_read:
+            raise ValueError(f"The source is a {once[0]}, which can be read only once, and has been read. {once[1]}")
         was_read = True
         for sampler in samplers(source):
             if hasattr(sampler, "set_epoch"):

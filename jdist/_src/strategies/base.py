@@ -291,7 +291,7 @@ class Strategy:
             step: The result of `step`, or a function for it.
             state: The state, or its shapes: `jax.eval_shape(lambda key: strategy.init(make, key), key)`.
             inputs: The other arguments of the step: arrays or `jax.ShapeDtypeStruct`s, a batch as `PerReplica` of
-                `[replica, batch, ...]`.
+                `[replica, batch, ...]`, such as `dataset.element_spec` of a distributed data set.
             compiler_options: Options of XLA, such as `jdist.xla_flags("tpu").compiler_options`.
 
         Returns:

@@ -65,16 +65,30 @@ def distribute(
         raise
 
 
-def distribute_one_pass(strategy: Strategy, name: str, data: Any, batch_size: int | None) -> DistributedDataset:
+def distribute_one_pass(
+    strategy: Strategy, name: str, data: Any, batch_size: int | None, num_passes: int | None = 1
+) -> DistributedDataset:
     """Returns the batches of one pass over `data`, in order.
 
+    Args:
+        strategy: The strategy.
+        name: The name of the data, for messages.
+        data: A distributed data set, or its source.
+        batch_size: The number of examples in a batch of a source.
+        num_passes: The number of times that the caller reads the batches; None if it is unknown.
+
     Raises:
-        ValueError: The data are endless.
+        ValueError: The data are endless, or can be read only once and are read several times.
     """
     dataset = distribute(strategy, name, data, batch_size, False, 0)
     if dataset.is_endless:
         raise ValueError(
             f"`{name}` is endless, and one pass over it would never end. Pass a finite source, such as arrays."
+        )
+    if dataset.is_one_shot and num_passes != 1:
+        raise ValueError(
+            f"`{name}` is an iterator, which can be read only once, and it is read after each epoch. Pass arrays, or a generator "
+            "function without arguments: `rows` instead of `rows()`."
         )
     return dataset.repeated(1)
 
@@ -105,8 +119,9 @@ def distribute_epochs(
         return dataset
     if epochs is None and steps is None:
         return dataset.repeated(1)
-    # An endless source is one infinite epoch, which the number of steps ends.
-    return dataset.repeated(None if dataset.is_endless else epochs)
+    # An endless source is one infinite epoch, which the number of steps ends. An iterator may end before.
+    once = epochs is None and dataset.is_one_shot
+    return dataset.repeated(None if dataset.is_endless else 1 if once else epochs)
 
 
 def drawn_batches(iterator: DistributedIterator, has_weights: bool) -> Iterator[DrawnBatch]:

@@ -236,7 +236,9 @@ class Trainer:
         )
         validate = None
         if validation_data is not None:
-            validation = distribute_one_pass(self.strategy, "validation_data", validation_data, batch_size)
+            validation = distribute_one_pass(
+                self.strategy, "validation_data", validation_data, batch_size, dataset.epochs
+            )
             validate = lambda state: self._evaluate(state, validation)[0]
         ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
         step = self._step_function(steps_per_call, micro_batches)
