@@ -20,8 +20,9 @@ from jdist._src.data.device_cache import DeviceCache
 from jdist._src.data.files import Files
 from jdist._src.data.placement import RowPlacement
 from jdist._src.data.prefetch import Inline, Threaded
-from jdist._src.data.shard_readers import check_state
 from jdist._src.data.shards import ProcessShare, process_share
+from jdist._src.data.source_state import check_state
+from jdist._src.data.source_state import check_state
 from jdist._src.data.sources import Stream
 from jdist._src.data.stats import LoopTimer, Stats
 from jdist._src.devices.mesh import Replicas
@@ -178,7 +179,8 @@ class DistributedDataset:
                 hint = f" The data set has epochs={config.epochs}." if name == "epoch" and maximum is not None else ""
                 raise ValueError(f"The position has {name}={value!r}, which must be an integer{bound}.{hint}")
         check_state(state["source"])
-        if isinstance(config.source, Stream) and not config.source.repeatable and state["batch"] > 0:
+        is_random = isinstance(config.source, Stream) and not config.source.repeatable
+        if is_random and state["batch"] > 0 and state["source"] is None:
             shuffle_here = "" if config.replica_batches else ", or pass the loader's dataset with `shuffle=True`"
             raise ValueError(
                 "The source shuffles in another order each time, so it cannot resume in the middle of an epoch. Give it a "

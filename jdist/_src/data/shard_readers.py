@@ -1,8 +1,6 @@
 """Readers of one shard of the data: a block of rows per batch."""
 
-import base64
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -11,6 +9,7 @@ import numpy as np
 from jdist._src.core.tree import PyTree
 from jdist._src.data.array_rows import ExampleStack, as_rows, check_same_rows, copy_example, num_rows
 from jdist._src.data.shards import ShardRows
+from jdist._src.data.source_state import get_state, set_state
 from jdist._src.data.sources import Indexed, Stream
 
 
@@ -180,40 +179,6 @@ class StreamReader:
             first = next(self._source.start(self._epoch, 0))
             self._example = as_rows(first) if self._source.batches else copy_example(first)
         return self._example
-
-
-def get_state(iterator: Iterator[Any]) -> Any:
-    """Returns the position of an iterator as JSON-able data, or None if it does not report one."""
-    if not (hasattr(iterator, "get_state") and hasattr(iterator, "set_state")):
-        return None
-    state = iterator.get_state()  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(state, bytes):
-        return {"base64": base64.b64encode(state).decode()}
-    return {"value": copy.deepcopy(state)}  # the source may modify the state later
-
-
-def check_state(state: Any) -> None:
-    """Raises ValueError if `state` is not the position of a source, as `get_state` returns it."""
-    is_position = isinstance(state, Mapping) and ("base64" in state or "value" in state)
-    if state is not None and not is_position:
-        raise ValueError(
-            f"The position has source={state!r}, which is not the position of a source. Pass it unchanged."
-        )
-
-
-def set_state(iterator: Iterator[Any], state: Any) -> None:
-    """Moves an iterator to a position from `get_state`.
-
-    Raises:
-        ValueError: The iterator does not support positions.
-    """
-    if not hasattr(iterator, "set_state"):
-        raise ValueError(
-            f"The position contains a position of the source, and this source ({type(iterator).__name__}) has no `set_state`. "
-            "Resume with the source that the position was taken with."
-        )
-    value = base64.b64decode(state["base64"]) if "base64" in state else copy.deepcopy(state["value"])
-    iterator.set_state(value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _pad(rows: PyTree, size: int) -> PyTree:
