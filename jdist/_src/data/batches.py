@@ -99,17 +99,15 @@ def element_shapes(config: InputConfig, share: ProcessShare, start: Position, ch
     if isinstance(config.source, (Stream, Files)) or config.batch_size is None:
         batches = read_batches(config, share, start, channel)
         with contextlib.closing(batches):  # pyright: ignore[reportArgumentType]
-            rows = next(batches).rows
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
-    else:
-        is_arrays = isinstance(config.source, Arrays)
-        row = config.source.tree if is_arrays else config.source.take(np.zeros(1, int), "")
-        rows = len(share.replicas), share.rows_per_replica(config.batch_size)
-        dtype = jax.dtypes.canonicalize_dtype
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), dtype(x.dtype)), row)
-    if config.remainder != "pad":
-        return shapes
-    return shapes, jax.ShapeDtypeStruct(jax.tree.leaves(shapes)[0].shape[:2], np.float32)
+            first = next(batches)
+        element = first.rows if first.weights is None else (first.rows, first.weights)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), element)
+    is_arrays = isinstance(config.source, Arrays)
+    row = config.source.tree if is_arrays else config.source.take(np.zeros(1, int), "")
+    rows = len(share.replicas), share.rows_per_replica(config.batch_size)
+    dtype = jax.dtypes.canonicalize_dtype
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), dtype(x.dtype)), row)
+    return (shapes, jax.ShapeDtypeStruct(rows, np.float32)) if config.remainder == "pad" else shapes
 
 
 def in_memory_on_all(config: InputConfig, share: ProcessShare) -> bool:
@@ -287,7 +285,8 @@ class _BatchReader:
 
     def _per_replica(self, array: np.ndarray) -> np.ndarray:
         replicas = len(self._share.replicas)
-        return array.reshape(replicas, len(array) // replicas, *array.shape[1:])
+        rows = (len(array) // replicas,) if self._config.has_rows else ()
+        return array.reshape(replicas, *rows, *array.shape[1:])
 
 
 def _batched_elements_warning(config: InputConfig, rows: PyTree) -> str | None:

@@ -32,6 +32,8 @@ class InputConfig:
         remainder: The treatment of a partial batch.
         own_source: Whether each process has its own source, for its own replicas.
         replica_batches: Whether an element of the source is the batch of one replica.
+        has_rows: Whether the leaves of an element have rows, one per example. If not, an element is one value of any shape, which
+            the source yields as a batch of one row.
         warn: Logs a warning, once per text.
     """
 
@@ -43,6 +45,7 @@ class InputConfig:
     remainder: Remainder
     own_source: bool = False
     replica_batches: bool = False
+    has_rows: bool = True
     warn: Callable[[str], None] = _log.warning
 
     def __post_init__(self) -> None:

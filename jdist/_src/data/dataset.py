@@ -192,7 +192,7 @@ class DistributedDataset:
         """Returns the spec on the devices of `[local replica, row, ...]`."""
         replicas = self._replicas
         shape = (replicas.size, *leaf.shape[1:])
-        if replicas.batch_axes:
+        if replicas.batch_axes and leaf.ndim > 1:
             shape = (1, self._share.num_replicas * leaf.shape[1], *leaf.shape[2:])
         return PerReplica(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=replicas.batch_sharding(shape)))
 

@@ -26,7 +26,7 @@ from jdist._src.data.shards import (
     process_share,
 )
 from jdist._src.data.source_adapters import accepts_one, is_single, source_of
-from jdist._src.data.sources import Arrays, CallableIterable, Stream, restart_each_epoch
+from jdist._src.data.sources import Arrays, CallableIterable, Stream, restart_each_epoch, with_row_dimension
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.device_put import check_devices_attached
 
@@ -82,7 +82,12 @@ def dataset_from_source(
 
 
 def dataset_from_function(
-    fn: Callable[[InputContext], Any], epochs: int | None, remainder: Remainder, prefetch: int, replicas: Replicas
+    fn: Callable[[InputContext], Any],
+    epochs: int | None,
+    remainder: Remainder,
+    prefetch: int,
+    batched: bool,
+    replicas: Replicas,
 ) -> DistributedDataset:
     """Returns the batches that `fn` makes; see `Strategy.distribute_datasets_from_function` for the arguments."""
     check_devices_attached(replicas.mesh)
@@ -96,12 +101,20 @@ def dataset_from_function(
                 f"{problem}. Write `lambda context: batches`."
             )
         _check_options(None, 0, epochs, remainder, prefetch)
+        if not isinstance(batched, bool):
+            raise TypeError(f"`batched` must be True or False, got {batched!r}.")
+        if not batched and replicas.batch_axes and share.num_pipelines > 1:
+            raise ValueError(
+                "`batched=False` yields one value per replica, and the replica of this strategy spans several processes. Return "
+                "batches, whose rows are split over the devices."
+            )
         context = InputContext(share.num_pipelines, share.pipeline, share.num_replicas)
         source = _stream_of_batches(lambda: fn(context))
-        config = InputConfig(
-            source, None, False, 0, epochs, remainder, own_source=True, replica_batches=True, warn=_warn_once()
-        )
-        return DistributedDataset(config, share.num_pipelines, replicas, prefetch), f"{epochs=}, {remainder=}"
+        if not batched:
+            source = with_row_dimension(source)
+        options = dict(own_source=True, replica_batches=True, has_rows=batched, warn=_warn_once())
+        config = InputConfig(source, None, False, 0, epochs, remainder, **options)
+        return DistributedDataset(config, share.num_pipelines, replicas, prefetch), f"{epochs=}, {remainder=}, {batched=}"
 
     return _make_on_all_processes(make, share, replicas)
 

@@ -37,6 +37,8 @@ class RowPlacement:
 
     def _split_replica(self, local: np.ndarray) -> jax.Array:
         """Returns the rows `[1, row, ...]` of one replica that spans several devices."""
+        if local.ndim == 1:  # a scalar for the replica
+            return jax.device_put(local, self._sharding)
         part_rows = local.shape[1]
         shape = (1, self._share.num_replicas * part_rows, *local.shape[2:])
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jdist._src.core.tree import PyTree
-from jdist._src.data.array_rows import ExampleStack, as_rows, check_ranges
+from jdist._src.core.tree import PyTree, named_leaves
+from jdist._src.data.array_rows import ExampleStack, as_numeric_array, as_rows, check_ranges
 from jdist._src.data.shuffle import ExampleOrder
 
 
@@ -114,6 +114,33 @@ def indexed_batches(source: Indexed, order: ExampleOrder) -> Stream:
     """Returns a stream of the batches of `source`, whose examples are batches, in the given order."""
     batch = lambda index: jax.tree.map(lambda x: x[0], source.take(np.array([index]), ""))
     return Stream(lambda epoch, first: map(batch, order.epoch(epoch)[first:]), True)
+
+
+def with_row_dimension(source: Stream) -> Stream:
+    """Returns a stream of batches of one row each, given a stream of values of any shape."""
+
+    def as_batch(element: Any) -> PyTree:
+        leaves, treedef = jax.tree.flatten(element)
+        names = [name for name, _ in named_leaves("source", element)]
+        return treedef.unflatten([as_numeric_array(n, x, "")[None] for n, x in zip(names, leaves, strict=True)])
+
+    return dataclasses.replace(source, start=lambda epoch, first: _Mapped(as_batch, source.start(epoch, first)))
+
+
+class _Mapped:
+    """An iterator of `fn` of the elements of another one, which reports the position of that one."""
+
+    def __init__(self, fn: Callable[[Any], Any], iterator: Iterator[Any]):
+        self._fn, self._iterator = fn, iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._fn(next(self._iterator))
+
+    def __getattr__(self, name: str) -> Any:  # `get_state`, `set_state` and `close`, if the iterator has them
+        return getattr(self._iterator, name)
 
 
 READ_AGAIN = (

@@ -527,6 +527,7 @@ class Strategy:
         epochs: int | None = 1,
         remainder: Remainder = "drop",
         prefetch: int = 2,
+        batched: bool = True,
     ) -> DistributedDataset:
         """Returns the batches of one input pipeline per process. They end on all processes after the same step.
 
@@ -537,6 +538,9 @@ class Strategy:
             epochs: See `distribute_dataset`.
             remainder: See `distribute_dataset`. A step in which a replica lacks rows is a partial batch.
             prefetch: See `distribute_dataset`.
+            batched: Whether the leaves of an element have a first dimension of rows, equal for all leaves. False: an element is any
+                tree of arrays for one replica, such as a padded graph. Its leaves have any shapes, equal for all elements, and
+                become `[replica, ...]`; the weights of `"pad"` are `[replica]`, one per element.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -546,7 +550,7 @@ class Strategy:
             >>> [batch.tree.tolist() for batch in strategy.distribute_datasets_from_function(batches)]
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
-        return dataset_from_function(fn, epochs, remainder, prefetch, self.replicas)
+        return dataset_from_function(fn, epochs, remainder, prefetch, batched, self.replicas)
 
     def describe(self, state: PyTree = None, *, max_rows: int = 40) -> Description:
         """Describes the mesh, the devices and the processes, and the placement and size of each leaf of a state.
