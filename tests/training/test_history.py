@@ -345,6 +345,7 @@ def test_drawing_neither_uses_nor_changes_the_settings_of_the_user():
     assert figure.axes[0].xaxis.label.get_size() < 12
 
 
+@pytest.mark.slow
 def test_drawing_does_not_import_pyplot():
     code = (
         "import sys; from jdist._src.training.history import History; assert 'matplotlib' not in sys.modules;"

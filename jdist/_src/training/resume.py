@@ -20,7 +20,7 @@ from jdist._src.data.dataset import DistributedDataset
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.events import Callback
 from jdist._src.training.fit import Fit
-from jdist._src.training.state import TrainState, state_fields
+from jdist._src.training.state import step_of
 from jdist._src.training.state_copies import with_summands
 from jdist._src.values.arrays import check_not_deleted, is_device_array, is_on_mesh
 from jdist._src.values.sync_on_read import SyncOnRead
@@ -100,7 +100,7 @@ def total_steps(dataset: DistributedDataset, start: StartPoint, steps: int | Non
     if start.position is not None:
         batches_per_epoch = len(dataset.repeated(1))
         remaining -= start.position["epoch"] * batches_per_epoch + start.position["batch"]
-    total = int(state_fields(start.state).step) + remaining
+    total = int(step_of(start.state)) + remaining
     return total if steps is None else min(total, steps)
 
 
@@ -187,7 +187,8 @@ def _opened(resume: Any) -> Iterator[Checkpointer]:
         )
 
 
-def _check_state(state: PyTree) -> None:
+def check_is_state(state: PyTree) -> None:
+    """Raises TypeError if the argument `state` of `fit` is a record, a number, or text, with the argument that is meant."""
     if isinstance(state, Fit):
         raise TypeError("`state` is a `Fit`. Pass the state in it: `fit(state=earlier.state)`.")
     if isinstance(state, (int, float, str, np.generic)):
@@ -195,12 +196,10 @@ def _check_state(state: PyTree) -> None:
             f"`state` must be a training state, got {state!r}. Pass the `state` of an earlier `Fit` or the result of "
             "`trainer.init`; to continue from a checkpoint, write `resume=path`, and to take a number of steps, `steps=`."
         )
-    state_fields(state)
-    if isinstance(state, TrainState) and state.opt_state is None:
-        raise ValueError(
-            "`state.opt_state` is None: the state was created without an optimizer, and can only be evaluated. To train it, "
-            "write `fit(state=jdist.TrainState.create(state.params, optimizer, model_state=state.model_state))`."
-        )
+
+
+def _check_state(state: PyTree) -> None:
+    step_of(state)
     for name, leaf in named_leaves("state", state):
         check_not_deleted(name, leaf)
 
