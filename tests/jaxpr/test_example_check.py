@@ -192,6 +192,11 @@ def test_only_several_replicas_warn(name):
     assert len(trained(strategy, SHARED["noise"])) == (strategy.num_replicas_in_sync > 1)
 
 
+def test_one_number_per_replica_has_no_examples(two):
+    own = two.put(jdist.PerReplica(np.float32([1, 2])))
+    two.run(lambda x: x[None] * jax.random.uniform(jax.random.key(0), (1,)), (own,))
+
+
 def test_environments_in_the_state_warn(two):
     """A step without data, whose state has the environments of each replica."""
 

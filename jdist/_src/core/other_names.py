@@ -149,7 +149,9 @@ JAX_NAMES = {
 }
 
 _CLOSE_OVER = "bind it before, `strategy.step(functools.partial(fn, name=value))`, or close over it"
-_ARRAYS_AND_WRAPPERS = "not needed: a `jdist.PerReplica` is split over the replicas (`strategy.split(batch)`), any other argument is replicated"
+_ARRAYS_AND_WRAPPERS = (
+    "not needed: a `jdist.PerReplica` is split (`strategy.split(batch)`), any other argument is replicated"
+)
 # Arguments of `jax.jit`, `jax.pmap` and `jax.shard_map` that `strategy.step` does not have.
 STEP_ARGUMENTS = {
     **dict.fromkeys(("static_argnums", "static_argnames", "static_broadcasted_argnums"), _CLOSE_OVER),

@@ -113,6 +113,7 @@ def step_program(
         has_state=True,
         donates=donate,
         steps_per_call=None if backend.supports_scan else steps_per_call,
+        scanned_steps=scanned_steps,
     )
     functools.update_wrapper(program, fn, updated=())
     return program

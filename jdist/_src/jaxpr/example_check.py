@@ -1,7 +1,7 @@
 """Checks on values with one entry per example: random numbers that all replicas share, and clipping of averaged gradients.
 
 An abstract interpretation of the traced function (`interpreter`) follows two sets of dims. A varying value has the dims that
-index the examples of a replica, from the data on. A replicated value has the dims along which it was drawn at random. Where
+index the examples of a replica, from the data on. A replicated value has the dims along which it is random. Where
 both occur in one dim of a result, each replica combines its own examples with the same random numbers: one dropout mask, or
 one noise, for different examples. A sum over the examples removes the dim, so noise on gradients and on parameters is not
 reported: it has to be the same on all replicas.
@@ -71,8 +71,8 @@ def check_examples(
     if not any(data) or not any(map(_is_checked, all_equations(program))):
         return
     labels = [
-        _Labels(frozenset(one.axes), frozenset({1}) if has_examples else _NO_DIMS)
-        for one, has_examples in zip(inputs, data, strict=True)
+        _Labels(frozenset(one.axes), frozenset({1}) if is_data and len(jax_compat.shape_of(var)) > 1 else _NO_DIMS)
+        for one, is_data, var in zip(inputs, data, program.invars, strict=True)
     ]
     analysis = _ExampleAnalysis(frozenset(axes))
     analysis.run(program, [_CONSTANT] * len(program.constvars), labels)

@@ -51,7 +51,8 @@ def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh, axes: Se
     except jax.errors.NonConcreteBooleanIndexError as error:
         raise IndexError(
             f"{_place(error)} selects elements by a mask that is not known when the function is traced, so the shape of the "
-            "result is not known. Keep the shape: `jnp.where(mask, x, 0)`, or weights, `jdist.global_mean(values, weights=mask)`."
+            "result is not known. Keep the shape: `jnp.where(mask, x, 0)`, or weights, `jdist.global_mean(values, "
+            "weights=mask)`."
         ) from error
     except TypeError as error:
         if not isinstance(error, _UNKNOWN_VALUE) and _FORMAT not in str(error) and not _ARGUMENT.search(str(error)):

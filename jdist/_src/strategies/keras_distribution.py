@@ -19,7 +19,7 @@ from jdist._src.devices.dispatch import is_bounded
 
 @contextlib.contextmanager
 def keras_distribution(strategy: Any) -> Iterator[None]:
-    """Distributes Keras over the devices of `strategy`, if Keras is imported, uses JAX and has no distribution yet.
+    """Distributes Keras over the devices of `strategy`, if Keras is imported, uses JAX and does not have a distribution yet.
 
     Raises:
         ValueError: On exit, if a batch after the first one cannot be split over the devices.

@@ -15,6 +15,7 @@ import numpy as np
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
+from jdist._src.data.config import Cache
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.execution.replicate import Proof
 from jdist._src.replica.gradients import Remat
@@ -233,6 +234,7 @@ class Trainer:
         callbacks: Sequence[Callback | CallbackFunction] = (),
         steps_per_call: int = 1,
         micro_batches: int = 1,
+        cache: Cache | None = None,
         progress: ProgressKind = "auto",
         resume: "Checkpointer | str | os.PathLike[str] | None" = None,
     ) -> Fit:
@@ -261,6 +263,7 @@ class Trainer:
                 remaining steps of an epoch run one by one, by a second program.
             micro_batches: The number of parts that a batch is split into, to reduce the memory of activations. The results are
                 the same.
+            cache: `"device"` stores the arrays of `data` on every device; see `distribute_dataset`.
             progress: The progress display: "live" in a terminal, "notebook", in "lines", "off", or "auto".
             resume: A `Checkpointer`, or the path of its folder. If it contains a checkpoint, training continues from the newest
                 one, bitwise equal to training without the interruption.
@@ -283,11 +286,13 @@ class Trainer:
             epochs=epochs,
             steps=steps,
             remainder="pad" if self._functions.takes_weights else "error",
+            cache=cache,
         )
         self._functions.check_weights(dataset.has_weights)
         if validation_data is not None:
             self._functions.check_evaluate("fit(validation_data=...)")
-        validation = validation_sets(self.strategy, data, validation_data, batch_size)
+        passes = dataset.epochs if validate_every is None else None
+        validation = validation_sets(self.strategy, data, validation_data, batch_size, passes)
         ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
         step = self._step_function(steps_per_call, micro_batches)
         start, batches = self._start(dataset, state, resume)
