@@ -13,6 +13,7 @@ from jdist._src.core import other_names
 from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.tree import PyTree, argument_names, describe_type
+from jdist._src.data.buckets import Buckets
 from jdist._src.data.config import Cache, Remainder
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.data.distribute import dataset_from_function, dataset_from_source
@@ -476,6 +477,7 @@ class Strategy:
         auto_shard: AutoShard = "auto",
         prefetch: int = 2,
         cache: Cache | None = None,
+        buckets: Buckets | None = None,
     ) -> DistributedDataset:
         """Returns the batches of a data set, split over the replicas and prefetched to the devices.
 
@@ -498,6 +500,7 @@ class Strategy:
                 debugging.
             cache: `"device"` stores the arrays of the source on every device, when the first batch is read. A batch then
                 consists of indices, and the program of the step gathers the examples. Order, values and positions are the same.
+            buckets: The widths that batches of varying width are padded to, `jdist.data.Buckets((32, 64, 128))`.
 
         Returns:
             Batches with the structure of the source's elements and `PerReplica` leaves `[replica, batch / replica, ...]`: for
@@ -517,7 +520,7 @@ class Strategy:
             [[0, 1], [2, 0]] [[1.0, 1.0], [1.0, 0.0]]
         """
         return dataset_from_source(
-            source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, cache, self.replicas
+            source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, cache, buckets, self.replicas
         )
 
     def distribute_datasets_from_function(
