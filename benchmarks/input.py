@@ -154,7 +154,10 @@ def cached():
 
     def make(key):
         keys = jax.random.split(key, 3)
-        return [jax.random.normal(k, shape) * 0.1 for k, shape in zip(keys, zip(sizes, sizes[1:], strict=False), strict=True)]
+        return [
+            jax.random.normal(k, shape) * 0.1
+            for k, shape in zip(keys, zip(sizes, sizes[1:], strict=False), strict=True)
+        ]
 
     def loss(params, features, labels):
         for w in params[:-1]:

@@ -210,16 +210,16 @@ def test_padded_batches_of_arrays_have_each_example_once_per_epoch_and_weights_c
 
 @few
 @hypothesis.given(layouts(), layouts(), st.integers(1, 20), counts, st.booleans(), seeds, st.data())
-def test_padded_batches_of_any_size_have_the_same_examples_on_every_layout(
-    one, two, size, count, shuffle, seed, data
-):
+def test_padded_batches_of_any_size_have_the_same_examples_on_every_layout(one, two, size, count, shuffle, seed, data):
     config = _config(_arrays(count), size, shuffle=shuffle, seed=seed, epochs=2)
     expected = _join(config, _single_process(1))
     joined = _join(config, one)
     assert _example_numbers(joined) == _example_numbers(expected)
     assert [batch[2:] for batch in joined] == [batch[2:] for batch in expected]
     for rows, weights, examples, _ in joined:
-        assert weights.tolist() == [1.0] * examples + [0.0] * (-(-size // one[0].num_replicas) * one[0].num_replicas - examples)
+        assert weights.tolist() == [1.0] * examples + [0.0] * (
+            -(-size // one[0].num_replicas) * one[0].num_replicas - examples
+        )
         chex.assert_trees_all_equal(rows, jax.tree.map(lambda x, i=rows["number"]: x[i], _arrays(count)))
     cut = data.draw(st.integers(0, len(joined)))
     after = joined[cut - 1][3] if cut else START._replace(batch_size=size)

@@ -52,8 +52,10 @@ def test_batches_are_padded_to_the_next_width(strategy):
 @pytest.mark.parametrize("source", [lambda: _examples, Indexed], ids=["stream", "indexed"])
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_examples_of_one_batch_may_have_different_widths(source, remainder, two):
-    dataset = two.distribute_dataset(source(), 5, buckets=Buckets([4, 8]), remainder=remainder) if remainder == "pad" else (
-        two.distribute_dataset(source(), 4, buckets=Buckets([4, 8]))
+    dataset = (
+        two.distribute_dataset(source(), 5, buckets=Buckets([4, 8]), remainder=remainder)
+        if remainder == "pad"
+        else (two.distribute_dataset(source(), 4, buckets=Buckets([4, 8])))
     )
     found, widths = [], []
     for element in dataset:
@@ -82,7 +84,9 @@ def test_position_of_batches_of_varying_width_resumes(two):
 def test_buckets_pad_every_leaf_with_a_width_by_default(two):
     (batch,) = two.distribute_dataset([_batch(3)], None, buckets=Buckets((8,)))
     assert (batch["tokens"].tree.shape, batch["features"].tree.shape) == ((2, 2, 8), (2, 2, 8))
-    (pair,) = two.distribute_dataset([(_batch(3)["tokens"], _batch(3)["features"])], None, buckets=Buckets((8,), leaves=(0,)))
+    (pair,) = two.distribute_dataset(
+        [(_batch(3)["tokens"], _batch(3)["features"])], None, buckets=Buckets((8,), leaves=(0,))
+    )
     assert [leaf.tree.shape for leaf in pair] == [(2, 2, 8), (2, 2, 6)]
 
 
@@ -99,7 +103,11 @@ REFUSED = {
         [_batch(3), _batch(7)],
         r"source\['tokens'\] is int32\[4,7\] in batch 1 of epoch 0: its dimension 1 is larger than the largest bucket of \[4, 6\]",
     ),
-    "no_leaf": (Buckets((4,), leaves=("text",)), [_batch(3)], r"`buckets` pads no leaf of the source in batch 0.*source\['features'\]"),
+    "no_leaf": (
+        Buckets((4,), leaves=("text",)),
+        [_batch(3)],
+        r"`buckets` pads no leaf of the source in batch 0.*source\['features'\]",
+    ),
     "other_dimension": (
         Buckets((8,)),
         [{"x": np.zeros((4, 2, 3))}, {"x": np.zeros((4, 2, 5))}],
@@ -121,7 +129,9 @@ def test_wrong_buckets_are_refused(two):
         Buckets(())
     with pytest.raises(TypeError, match="`widths` must be an integer >= 1, got 4.0"):
         Buckets((4.0,))
-    with pytest.raises(TypeError, match=r"`leaves` must be a collection of names, got 'tokens'\. Write `\('tokens',\)`"):
+    with pytest.raises(
+        TypeError, match=r"`leaves` must be a collection of names, got 'tokens'\. Write `\('tokens',\)`"
+    ):
         Buckets((4,), leaves="tokens")
     with pytest.raises(TypeError, match=r"`buckets` must be a `jdist.data.Buckets\(\(32, 64, 128\)\)`, got \(4, 8\)"):
         two.distribute_dataset([_batch(3)], None, buckets=(4, 8))

@@ -293,7 +293,8 @@ def test_dataset_that_cannot_be_distributed_is_refused(options, says, two):
 
 def test_batch_smaller_than_the_number_of_replicas_is_refused_with_the_minimum():
     with pytest.raises(
-        ValueError, match=r"batch of 7 examples cannot be split over 8 replicas \(7 left over\).*use 8, or pass remainder=\"pad\", which fills up"
+        ValueError,
+        match=r"batch of 7 examples cannot be split over 8 replicas \(7 left over\).*use 8, or pass remainder=\"pad\", which fills up",
     ):
         REPLICAS["mirrored_8"].distribute_dataset(np.zeros(12), 7)
 

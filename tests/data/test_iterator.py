@@ -445,7 +445,9 @@ def test_loader_resumed_at_the_end_of_an_epoch_continues_with_the_next_one(two):
 def test_state_dict_that_cannot_be_stored_is_refused_with_its_path(two):
     loader = StatefulLoader(1)
     loader.state_dict = lambda: {"workers": [{"sampler": object()}]}
-    with pytest.raises(TypeError, match=r"state_dict\(\)\['workers'\]\[0\]\['sampler'\] of the source is object, which cannot"):
+    with pytest.raises(
+        TypeError, match=r"state_dict\(\)\['workers'\]\[0\]\['sampler'\] of the source is object, which cannot"
+    ):
         next(iter(two.distribute_dataset(loader, 4)))
 
 

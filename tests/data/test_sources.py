@@ -221,7 +221,9 @@ def test_generator_for_several_epochs_is_refused_with_the_line_to_write(two):
         two.distribute_dataset(rows(), 4, epochs=2)
     with pytest.raises(ValueError, match=rf"epochs=3\..*{line}"):
         two.distribute_dataset(rows(), 4).repeated(3)
-    with pytest.raises(ValueError, match=r"read only once.*first batch determines|first batch determines.*read only once"):
+    with pytest.raises(
+        ValueError, match=r"read only once.*first batch determines|first batch determines.*read only once"
+    ):
         two.distribute_dataset(rows(), 4).element_spec  # noqa: B018
     with pytest.raises(ValueError, match=r"`__iter__` starts at the beginning\.$"):
         two.distribute_dataset((i for i in range(8)), 4, epochs=2)
@@ -973,7 +975,12 @@ def test_process_exits_cleanly_while_iterators_read(forgotten):
 
 def _graphs(count, nodes=5):
     for i in range(count):
-        yield {"nodes": np.full((nodes, 2), i, np.float32), "edges": np.arange(8, dtype=np.int32), "size": np.int32(i), "none": None}
+        yield {
+            "nodes": np.full((nodes, 2), i, np.float32),
+            "edges": np.arange(8, dtype=np.int32),
+            "size": np.int32(i),
+            "none": None,
+        }
 
 
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
@@ -983,7 +990,9 @@ def test_elements_of_any_shape_are_one_per_replica(remainder, strategy):
         lambda context: _graphs(2 * n + 1), remainder=remainder, batched=False, epochs=2
     )
     sizes, total = [], 0
-    step = strategy.step(lambda state, graph: (state + jdist.all_reduce("sum", graph["nodes"].mean() + graph["size"]), None))
+    step = strategy.step(
+        lambda state, graph: (state + jdist.all_reduce("sum", graph["nodes"].mean() + graph["size"]), None)
+    )
     state = strategy.put(np.float32(0))
     for element in dataset:
         graph, weights = element if remainder == "pad" else (element, None)
@@ -1014,7 +1023,11 @@ def test_elements_of_any_shape_resume_and_keep_their_structure(two):
 
 
 WRONG_ELEMENTS = {
-    "shape": (lambda c: [*_graphs(1), *_graphs(1, nodes=6)], ValueError, r"source\['nodes'\] as float32\[6,2\] .*expected float32\[5,2\]"),
+    "shape": (
+        lambda c: [*_graphs(1), *_graphs(1, nodes=6)],
+        ValueError,
+        r"source\['nodes'\] as float32\[6,2\] .*expected float32\[5,2\]",
+    ),
     "text": (lambda c: [{"nodes": "a"}] * 2, ValueError, r"source\['nodes'\] is <U1\[\].*does not support"),
 }
 

@@ -100,7 +100,9 @@ def test_batch_of_any_size_trains_evaluates_and_predicts_as_on_one_device(strate
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_data_that_stay_on_the_devices_train_to_the_same_bits(two, steps_per_call, tmp_path):
-    options = dict(data=tuple(array[:900] for array in digits()), batch_size=250, epochs=2, steps_per_call=steps_per_call)
+    options = dict(
+        data=tuple(array[:900] for array in digits()), batch_size=250, epochs=2, steps_per_call=steps_per_call
+    )
     expected = fit(two, **options)
     assert_bitwise_equal(fit(two, **options, cache="device").state.params, expected.state.params)
     with jdist.Checkpointer(tmp_path, every=1) as checkpointer:

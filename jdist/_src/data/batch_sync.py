@@ -30,9 +30,7 @@ class SingleProcessSync:
         """Returns the result of `work`."""
         return work()
 
-    def exchange(
-        self, local_counts: dict[int, int], width: int, rows: str | None, where: str
-    ) -> tuple[list[int], int]:
+    def exchange(self, local_counts: dict[int, int], width: int, rows: str | None, where: str) -> tuple[list[int], int]:
         """Returns the number of examples of each shard, and the width."""
         return list(local_counts.values()), width
 
@@ -70,9 +68,7 @@ class ProcessBatchSync:
         """
         self._check_equal([message["description"] for message in self._all_messages({"description": description})])
 
-    def exchange(
-        self, local_counts: dict[int, int], width: int, rows: str | None, where: str
-    ) -> tuple[list[int], int]:
+    def exchange(self, local_counts: dict[int, int], width: int, rows: str | None, where: str) -> tuple[list[int], int]:
         """Returns the number of examples of each shard in this batch, ordered by shard, and the largest width of all processes.
 
         Args:

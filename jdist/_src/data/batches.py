@@ -95,7 +95,9 @@ def element_shapes(config: InputConfig, share: ProcessShare, start: Position, ch
     """
     if config.read_again is not None:
         kind, advice = config.read_again
-        raise ValueError(f"The source is a {kind}, whose first batch determines the shapes, and which can be read only once. {advice}")
+        raise ValueError(
+            f"The source is a {kind}, whose first batch determines the shapes, and which can be read only once. {advice}"
+        )
     if isinstance(config.source, (Stream, Files)) or config.batch_size is None:
         batches = read_batches(config, share, start, channel)
         with contextlib.closing(batches):  # pyright: ignore[reportArgumentType]

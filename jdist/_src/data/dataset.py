@@ -84,7 +84,9 @@ class DistributedDataset:
             >>> dataset.element_spec
             PerReplica(float32[2,2,3])
         """
-        return jax.tree.map(self._spec, element_shapes(self._config, self._share, self._first_position(), self._channel()))
+        return jax.tree.map(
+            self._spec, element_shapes(self._config, self._share, self._first_position(), self._channel())
+        )
 
     @property
     def has_weights(self) -> bool:

@@ -122,7 +122,9 @@ def dataset_from_function(
             source = with_row_dimension(source)
         options = dict(own_source=True, replica_batches=True, has_rows=batched, warn=_warn_once())
         config = InputConfig(source, None, False, 0, epochs, remainder, **options)
-        return DistributedDataset(config, share.num_pipelines, replicas, prefetch), f"{epochs=}, {remainder=}, {batched=}"
+        return DistributedDataset(
+            config, share.num_pipelines, replicas, prefetch
+        ), f"{epochs=}, {remainder=}, {batched=}"
 
     return _make_on_all_processes(make, share, replicas)
 
@@ -278,7 +280,9 @@ def _check_cache(cache: Cache | None, config: InputConfig, share: ProcessShare, 
             "`[example, ...]`, or omit `cache`."
         )
     if config.buckets is not None:
-        raise ValueError('`buckets` pads batches on the host, and cache="device" stores the examples on the devices. Omit one.')
+        raise ValueError(
+            '`buckets` pads batches on the host, and cache="device" stores the examples on the devices. Omit one.'
+        )
     if share.num_pipelines > 1:
         raise ValueError(
             f'cache="device" needs the devices of a single process, and this strategy has devices of {share.num_pipelines} '

@@ -32,7 +32,9 @@ class RowPlacement:
         blocks = self._blocks
         shape = (self._replicas.size, *local.shape[1:])
         return jax.make_array_from_callback(
-            shape, self._sharding, lambda index: local[blocks[index[0].start or 0]]  # pyright: ignore
+            shape,
+            self._sharding,
+            lambda index: local[blocks[index[0].start or 0]],  # pyright: ignore
         )
 
     def _split_replica(self, local: np.ndarray) -> jax.Array:

@@ -92,9 +92,7 @@ class InputContext:
         return global_batch_size // self.num_replicas_in_sync
 
 
-def check_split(
-    size: int, parts: int, what: str = "replicas", argument: str = "batch_size", advice: str = ""
-) -> None:
+def check_split(size: int, parts: int, what: str = "replicas", argument: str = "batch_size", advice: str = "") -> None:
     """Raises ValueError if a batch of `size` examples cannot be split evenly over `parts` replicas or devices (`what`)."""
     if size < 1 or size % parts:
         smaller, larger = size // parts * parts, (size // parts + 1) * parts

@@ -159,7 +159,11 @@ def read_again(source: Any) -> tuple[str, str] | None:
     if not isinstance(source, Iterator):
         return None
     name = getattr(source, "__name__", "<") if inspect.isgenerator(source) else "<"
-    line = "" if name.startswith("<") else f" Write `{name}` instead of `{name}()`, or bind arguments with `functools.partial`."
+    line = (
+        ""
+        if name.startswith("<")
+        else f" Write `{name}` instead of `{name}()`, or bind arguments with `functools.partial`."
+    )
     return type(source).__name__, f"{READ_AGAIN}{line}"
 
 
