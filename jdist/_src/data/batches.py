@@ -104,8 +104,8 @@ def element_shapes(config: InputConfig, share: ProcessShare, start: Position, ch
             first = next(batches)
         element = first.rows if first.weights is None else (first.rows, first.weights)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), element)
-    is_arrays = isinstance(config.source, Arrays)
-    row = config.source.tree if is_arrays else config.source.take(np.zeros(1, int), "")
+    source = config.source
+    row = source.tree if isinstance(source, Arrays) else source.take(np.zeros(1, int), "")
     rows = len(share.replicas), share.rows_per_replica(config.batch_size)
     dtype = jax.dtypes.canonicalize_dtype
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), dtype(x.dtype)), row)

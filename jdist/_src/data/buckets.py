@@ -13,15 +13,15 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """The widths of batches whose width varies, such as the length of sentences: sizes of dimension 1 of leaves `[row, width, ...]`.
+    """The widths of batches whose width varies, such as the length of sentences: the sizes of dimension 1 of their leaves.
 
-    A batch is padded to the smallest of the widths that is not less than its own, the same on all processes, so a step is compiled
-    for at most as many shapes as there are widths. Examples of one batch may have different widths.
+    A batch `[row, width, ...]` is padded to the smallest of the widths that is not less than its own, the same on all processes,
+    so a step is compiled for at most as many shapes as there are widths. Examples of one batch may have different widths.
 
     Attributes:
         widths: The widths.
-        leaves: The keys, fields or indices of the leaves that are padded: `("tokens", "mask")`. None: all leaves with a dimension
-            1.
+        leaves: The keys, fields or indices of the leaves that are padded: `("tokens", "mask")`. None: all leaves that have a
+            dimension 1, to the same width.
         fill: The value of the padding.
 
     Raises:
@@ -77,7 +77,6 @@ class Buckets:
 
     def resized(self, rows: PyTree, width: int) -> PyTree:
         """Returns `rows` with the padded leaves cut or padded to `width`."""
-
         leaves, treedef = jax.tree.flatten(rows)
         pairs = zip(leaves, self._is_padded(rows), strict=True)
         return treedef.unflatten(
@@ -85,7 +84,7 @@ class Buckets:
         )
 
     def with_equal_widths(self, path: Sequence[Any], column: Sequence[Any]) -> Sequence[Any]:
-        """Returns one leaf of several examples, `[width, ...]` each, padded to the width of the widest if the leaf is padded."""
+        """Returns one leaf of several examples, `[width, ...]` each, padded to the largest width if the leaf is selected."""
         sizes = {np.shape(leaf)[:1] for leaf in column}
         if len(sizes) == 1 or () in sizes or not self._selects(path):
             return column

@@ -33,8 +33,8 @@ class InputConfig:
         remainder: The treatment of a partial batch.
         own_source: Whether each process has its own source, for its own replicas.
         replica_batches: Whether an element of the source is the batch of one replica.
-        has_rows: Whether the leaves of an element have rows, one per example. If not, an element is one value of any shape, which
-            the source yields as a batch of one row.
+        has_rows: Whether the leaves of an element have rows, one per example. If not, an element is one value of any shape,
+            which the source yields as a batch of one row.
         buckets: The widths that batches of varying width are padded to.
         warn: Logs a warning, once per text.
     """

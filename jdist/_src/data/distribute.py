@@ -113,15 +113,25 @@ def dataset_from_function(
             raise TypeError(f"`batched` must be True or False, got {batched!r}.")
         if not batched and replicas.batch_axes and share.num_pipelines > 1:
             raise ValueError(
-                "`batched=False` yields one value per replica, and the replica of this strategy spans several processes. Return "
-                "batches, whose rows are split over the devices."
+                "`batched=False` yields one value per replica, and the replica of this strategy spans several processes. "
+                "Return batches, whose rows are split over the devices."
             )
         context = InputContext(share.num_pipelines, share.pipeline, share.num_replicas)
         source = _stream_of_batches(lambda: fn(context))
         if not batched:
             source = with_row_dimension(source)
-        options = dict(own_source=True, replica_batches=True, has_rows=batched, warn=_warn_once())
-        config = InputConfig(source, None, False, 0, epochs, remainder, **options)
+        config = InputConfig(
+            source,
+            None,
+            False,
+            0,
+            epochs,
+            remainder,
+            own_source=True,
+            replica_batches=True,
+            has_rows=batched,
+            warn=_warn_once(),
+        )
         return DistributedDataset(
             config, share.num_pipelines, replicas, prefetch
         ), f"{epochs=}, {remainder=}, {batched=}"

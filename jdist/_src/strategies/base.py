@@ -485,8 +485,8 @@ class Strategy:
             source: A tree of arrays `[example, ...]`; a sequence or an iterable of examples; a dataset of grain, TensorFlow,
                 torch or Hugging Face; `jdist.data.Files`; a generator function without arguments; a function from the step, 0,
                 1, ..., to its batch; or, with `batch_size=None`, a list of batches.
-            batch_size: The number of examples in a global batch, a multiple of the number of replicas unless batches are padded.
-                None: the source returns such batches.
+            batch_size: The number of examples in a global batch; a multiple of the number of replicas, unless batches are
+                padded. None: the source returns such batches.
             shuffle: Whether each epoch has its own order, a function of `seed` and epoch alone. For sources with random access,
                 such as arrays; a stream shuffles its examples itself. None: shuffle if the source has random access.
             seed: An integer.
@@ -541,9 +541,9 @@ class Strategy:
             epochs: See `distribute_dataset`.
             remainder: See `distribute_dataset`. A step in which a replica lacks rows is a partial batch.
             prefetch: See `distribute_dataset`.
-            batched: Whether the leaves of an element have a first dimension of rows, equal for all leaves. False: an element is any
-                tree of arrays for one replica, such as a padded graph. Its leaves have any shapes, equal for all elements, and
-                become `[replica, ...]`; the weights of `"pad"` are `[replica]`, one per element.
+            batched: Whether the leaves of an element have a first dimension of rows, equal for all leaves. False: an element is
+                any tree of arrays for one replica, such as a padded graph. Its leaves have any shapes, equal for all elements,
+                and become `[replica, ...]`; the weights of `"pad"` are `[replica]`, one per element.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])

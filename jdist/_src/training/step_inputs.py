@@ -87,8 +87,8 @@ def distribute_one_pass(
         )
     if dataset.is_one_shot and num_passes != 1:
         raise ValueError(
-            f"`{name}` is an iterator, which can be read only once, and it is read after each epoch. Pass arrays, or a generator "
-            "function without arguments: `rows` instead of `rows()`."
+            f"`{name}` is an iterator, which can be read only once, and it is read after each epoch. Pass arrays, or a "
+            "generator function without arguments: `rows` instead of `rows()`."
         )
     return dataset.repeated(1)
 

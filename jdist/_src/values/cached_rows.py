@@ -155,8 +155,9 @@ class CachedSteps:
         if start is None:
             return None
         for number, rows in enumerate(batches, start.number):
-            is_next = isinstance(rows, CachedRows) and rows.batch is not None and rows.batch.number == number
-            if not is_next or rows.batch.sequence is not start.sequence or rows.array is not first.array:
+            if not isinstance(rows, CachedRows) or rows.batch is None or rows.array is not first.array:
+                return None
+            if rows.batch.number != number or rows.batch.sequence is not start.sequence:
                 return None
         # The indices on the devices are those of the first batch and of as many further ones as the first half contains.
         if len(batches) > first.indices.shape[0] // 2:
