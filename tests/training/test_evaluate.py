@@ -367,3 +367,12 @@ def test_predict_needs_neither_loss_nor_optimizer(two):
     _, state = regressor()
     trainer = jdist.Trainer(LINEAR, strategy=place("mirrored_2"))
     np.testing.assert_allclose(trainer.predict(state, X, batch_size=4), X.sum(1), rtol=1e-5, atol=1e-6)
+
+
+def test_random_numbers_in_evaluation_differ_between_the_replicas_and_do_not_warn(two):
+    """A model such as a variational autoencoder draws in evaluation, too. Warnings are errors in the tests."""
+    noisy = (lambda key, x: jnp.zeros(3), lambda w, x, key: x @ w + jax.random.normal(key, (len(x),)))
+    trainer = jdist.Trainer(noisy, optax.sgd(0.0), optax.squared_error, strategy=two)
+    state = trainer.fit((X, Y), batch_size=4, epochs=1, progress="off").state
+    assert len(set(trainer.predict(state, X[:8], batch_size=8).tolist())) == 8
+    assert trainer.evaluate(state, (X, Y), batch_size=4)["examples"] == 11

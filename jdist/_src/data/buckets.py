@@ -15,8 +15,9 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 class Buckets:
     """The widths of batches whose width varies, such as the length of sentences: the sizes of dimension 1 of their leaves.
 
-    A batch `[row, width, ...]` is padded to the smallest of the widths that is not less than its own, the same on all processes,
-    so a step is compiled for at most as many shapes as there are widths. Examples of one batch may have different widths.
+    A batch `[row, width, ...]` is padded to the smallest of the widths that is not less than its own, the same on all
+    processes, so a step is compiled for at most as many shapes as there are widths. Examples of one batch may have different
+    widths.
 
     Attributes:
         widths: The widths.

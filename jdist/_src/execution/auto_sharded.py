@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
-from jdist._src.devices.mesh import REPLICA_AXIS, Replicas
+from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults
 from jdist._src.jaxpr.single_replica import eliminate_collectives
 from jdist._src.values.base import is_distributed
@@ -38,7 +38,7 @@ class AutoShardedBackend(Backend):
 
     def trace(self, function: ReplicaFunction) -> Any:
         """See `Backend.trace`."""
-        axis_env = [(REPLICA_AXIS, 1)]
+        axis_env = [(axis, 1) for axis in self.replicas.axes]
         traced = jax.make_jaxpr(function.fn, axis_env=axis_env)(*function.unwrapped)
         return jax_compat.lower_hi_primitives(traced, axis_env)
 
@@ -46,7 +46,8 @@ class AutoShardedBackend(Backend):
         """See `Backend.run`."""
         state, inputs = function.unwrapped[: function.num_state], function.items[function.num_state :]
         arguments = jax.tree.leaves([*state, *map(self._constrain_batch, inputs)])
-        return results.to_blocks(results.as_trees(eliminate_collectives(program, REPLICA_AXIS, arguments)))
+        (axis,) = self.replicas.axes
+        return results.to_blocks(results.as_trees(eliminate_collectives(program, axis, arguments)))
 
     def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
         """See `Backend.state_shardings`."""

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
+from jdist._src.jaxpr.interpreter import contains_outside_loops
 from jdist._src.values.base import is_distributed
 from jdist._src.values.cached_rows import CachedRows, CachedSteps
 from jdist._src.values.per_replica import PerReplica
@@ -74,12 +76,31 @@ def stack_cached_batches(inputs: Any, num_steps: int) -> Any:
     return inputs if any(item is None for item in stacked) else StackedSteps(stacked, treedef)
 
 
-def scan_steps(step: Callable[..., tuple[PyTree, PyTree]], num_steps: int, state: PyTree, *inputs: PyTree) -> Any:
-    """Returns the state after `num_steps` steps and their outputs, leaves `[step, ...]`. Called in a replica function."""
+def scan_steps(
+    step: Callable[..., tuple[PyTree, PyTree]], num_steps: int, avoids_loops: bool, state: PyTree, *inputs: PyTree
+) -> Any:
+    """Returns the state after `num_steps` steps and their outputs, leaves `[step, ...]`. Called in a replica function.
+
+    Args:
+        step: From the state and the inputs of a step to the new state and the outputs.
+        num_steps: The number of steps.
+        avoids_loops: Whether to write the steps one after the other instead of in a loop, if a step contains a convolution.
+        state: The state before the first step.
+        inputs: The inputs, each a list with one element per step, or `StackedSteps`.
+    """
     steps = inputs_per_step([x for x in inputs if not isinstance(x, StackedSteps)], num_steps)
     lists = iter(_stack(steps))
     stacked = tuple(x.stacked() if isinstance(x, StackedSteps) else next(lists) for x in inputs)
-    return lax.scan(lambda state, inputs: step(state, *inputs), jax.tree.map(jnp.asarray, state), stacked, num_steps)
+    scan = lambda state, inputs: lax.scan(lambda state, inputs: step(state, *inputs), state, inputs, num_steps)
+    arguments = jax.tree.map(jnp.asarray, state), stacked
+    if not avoids_loops:
+        return scan(*arguments)
+    program, shapes = jax.make_jaxpr(scan, return_shape=True)(*arguments)
+    bodies = [body for equation in program.eqns for body in jax_compat.contents(equation).jaxprs]
+    if any(contains_outside_loops(body, "conv_general_dilated") for body in bodies):
+        program = jax_compat.unroll_scans(program)
+    leaves = jax_compat.jaxpr_function(program)(*jax.tree.leaves(arguments))
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 def _stack(values: Sequence[PyTree]) -> PyTree:

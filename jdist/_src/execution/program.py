@@ -6,6 +6,7 @@ the caller's values, and on several CPU devices one call runs at a time (`jdist.
 
 import contextlib
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
@@ -126,10 +127,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         def __call__(self, *args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
             """Returns the new state and the outputs, as global values."""
             if named:
-                raise TypeError(
-                    f"`{self._name}` got {', '.join(f'`{name}`' for name in named)} by name. A step takes its arguments by "
-                    "position: `step(state, *inputs)`."
-                )
+                raise TypeError(_named_arguments(self._name, getattr(self, "__wrapped__", None), list(named)))
             if in_replica_function():
                 raise RuntimeError(
                     "`strategy.run`, `strategy.init` or a step is called inside a replica function. Call the inner function "
@@ -274,6 +272,19 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             is_valid = False
         if not is_valid:
             _check_donated_state(args[0], args[1:])
+
+
+def _named_arguments(name: str, fn: Any, named: Sequence[str]) -> str:
+    """Returns the message for arguments that are passed to a step by name."""
+    parameters = list(inspect.signature(fn).parameters) if fn is not None else []
+    unknown = [argument for argument in named if argument not in parameters]
+    message = f"`{name}` got {', '.join(f'`{argument}`' for argument in named)} by name. "
+    if not unknown:
+        return message + "A step takes its arguments by position: `step(state, *inputs)`."
+    return message + (
+        f"A step takes its arguments by position, and its function has no parameter `{unknown[0]}`: its parameters are "
+        f"{', '.join(f'`{parameter}`' for parameter in parameters) or 'not known'}."
+    )
 
 
 def _shapes(args: tuple[PyTree, ...], shardings: Sequence[Sharding]) -> tuple[PyTree, ...]:

@@ -234,6 +234,7 @@ class Strategy:
         precision: Precision | None = None,
         steps_per_call: int | None = None,
         donate: bool = True,
+        **others: Any,
     ) -> Any:
         """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
@@ -251,6 +252,8 @@ class Strategy:
                 one program per step instead.
             donate: Whether the new state reuses the memory of the old state. Without donation the old state stays valid, and
                 both states need memory.
+            others: Not accepted. Arguments of `jax.jit` and `jax.pmap`, such as `static_argnums`, raise an error with the
+                line to write.
 
         Returns:
             The step for all replicas, a `jdist.Program`, called like `fn` with positional arguments. Its `proof` reports which
@@ -277,6 +280,7 @@ class Strategy:
             >>> print(descend.proof)
             2 of 2 results are replicated
         """
+        other_names.check_no_other_arguments(others, "`precision`, `steps_per_call` and `donate`")
         if fn is ...:
             return functools.partial(self.step, precision=precision, steps_per_call=steps_per_call, donate=donate)
         if not isinstance(donate, bool):
@@ -387,7 +391,8 @@ class Strategy:
         A state of another strategy can continue on this one: a `SyncOnRead` is read, and its value is split over the replicas.
 
         Raises:
-            ValueError: A wrapper does not fit the replicas; or, on several processes, the processes pass different values.
+            ValueError: A wrapper does not fit the replicas: the first dimension of its leaves counts them; or, on several
+                processes, the processes pass different values.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])

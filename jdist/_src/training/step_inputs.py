@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.tree import PyTree
-from jdist._src.data.config import Cache
+from jdist._src.data.config import Cache, Remainder
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator, stats
 from jdist._src.replica.losses import check_weights
 from jdist._src.strategies.base import Strategy
@@ -22,6 +22,7 @@ class DrawnBatch(NamedTuple):
         examples: The number of examples since the start of the iterator, with this batch.
         stalled_fraction: The fraction of steps that had to wait for their batch.
         ends_epoch: Whether it is the last batch of its epoch, or of all; set by `step_groups`.
+        is_last: Whether it is the last batch of all; set by `step_groups`.
     """
 
     inputs: tuple[PyTree, ...]
@@ -29,6 +30,7 @@ class DrawnBatch(NamedTuple):
     examples: int
     stalled_fraction: float
     ends_epoch: bool = False
+    is_last: bool = False
 
     @property
     def epoch(self) -> int:
@@ -43,9 +45,10 @@ def distribute(
     batch_size: int | None,
     shuffle: bool | None,
     seed: int,
+    remainder: Remainder = "pad",
     cache: Cache | None = None,
 ) -> DistributedDataset:
-    """Returns `data` as a distributed data set whose last batch is padded.
+    """Returns `data` as a distributed data set whose last batch is padded, or as `remainder` says.
 
     Raises:
         TypeError, ValueError: The errors of `distribute_dataset`, with the name of the argument in a note.
@@ -59,7 +62,9 @@ def distribute(
     if isinstance(data, tuple) and len(data) == 3 and isinstance(data[2], (np.ndarray, jax.Array)):
         check_weights(f"`{name}`[2], the weights of the examples,", data[2])
     try:
-        return strategy.distribute_dataset(data, batch_size, shuffle=shuffle, seed=seed, remainder="pad", cache=cache)
+        return strategy.distribute_dataset(
+            data, batch_size, shuffle=shuffle, seed=seed, remainder=remainder, cache=cache
+        )
     except (TypeError, ValueError) as error:
         error.add_note(f"The error is in the argument `{name}`.")
         raise
@@ -87,7 +92,7 @@ def distribute_one_pass(
         )
     if dataset.is_one_shot and num_passes != 1:
         raise ValueError(
-            f"`{name}` is an iterator, which can be read only once, and it is read after each epoch. Pass arrays, or a "
+            f"`{name}` is an iterator, which can be read only once, and it is read for each validation. Pass arrays, or a "
             "generator function without arguments: `rows` instead of `rows()`."
         )
     return dataset.repeated(1)
@@ -102,6 +107,7 @@ def distribute_epochs(
     seed: int,
     epochs: int | None,
     steps: int | None,
+    remainder: Remainder = "pad",
     cache: Cache | None = None,
 ) -> DistributedDataset:
     """Returns the batches of `epochs` passes over `data`, of one pass by default, or endless for a number of steps.
@@ -109,7 +115,7 @@ def distribute_epochs(
     Raises:
         ValueError: The data are endless, and `steps` is None.
     """
-    dataset = distribute(strategy, "data", data, batch_size, shuffle, seed, cache)
+    dataset = distribute(strategy, "data", data, batch_size, shuffle, seed, remainder, cache)
     if dataset.is_endless and steps is None:
         epochs_hint = "" if epochs is None else f", so epochs={epochs} would never be reached"
         raise ValueError(
@@ -139,8 +145,9 @@ def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[
     """
     group: list[DrawnBatch] = []
     for batch, next_batch in _with_next(batches):
-        ends_epoch = next_batch is None or next_batch.epoch != batch.epoch
-        group.append(batch._replace(ends_epoch=ends_epoch))
+        is_last = next_batch is None
+        ends_epoch = is_last or next_batch.epoch != batch.epoch
+        group.append(batch._replace(ends_epoch=ends_epoch, is_last=is_last))
         if len(group) == steps_per_call:
             yield group
             group = []
