@@ -42,7 +42,7 @@ class BatchNumber:
 class CachedRows(DistributedValues):
     """The examples of a batch, selected by index from an array that every device holds: a leaf of a batch.
 
-    Made by `Strategy.distribute_dataset(cache="device")`. A program gathers the examples when it runs, and receives them as the
+    `Strategy.distribute_dataset(cache="device")` creates it. A program gathers the examples when it runs, and receives them as the
     `PerReplica` that it would receive without the cache. On the host it has the values and methods of this `PerReplica`; each
     access gathers the examples. As a pytree it consists of the three arrays.
 
