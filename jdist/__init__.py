@@ -57,6 +57,7 @@ from jdist._src.replica.context import in_cross_replica_context as in_cross_repl
 from jdist._src.replica.context import num_replicas as num_replicas
 from jdist._src.replica.context import reduce_scatter as reduce_scatter
 from jdist._src.replica.context import replica_id as replica_id
+from jdist._src.replica.gradients import global_loss as global_loss
 from jdist._src.replica.gradients import value_and_grad as value_and_grad
 from jdist._src.replica.losses import compute_average_loss as compute_average_loss
 from jdist._src.replica.losses import global_mean as global_mean

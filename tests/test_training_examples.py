@@ -91,6 +91,10 @@ WRONG = {
         "--replicas 3": "ValueError: A batch of 128 examples cannot be split over 3 replicas",
         "--frobnicate": "unrecognized arguments: --frobnicate",
     },
+    "cartpole.py": {
+        "--environments 3": "3 environments cannot be split over 4 replicas.",
+        "--updates many": "argument --updates: invalid int value: 'many'",
+    },
     "text_lm.py": {
         "--batch-size 6": "ValueError: inputs is int32[3,64]",
         "--temperature cold": "argument --temperature: invalid float value: 'cold'",
@@ -110,7 +114,7 @@ def test_example_reports_invalid_flags(example):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["digits_fit.py", "text_lm.py", "resume.py"])
+@pytest.mark.parametrize("example", ["digits_fit.py", "text_lm.py", "resume.py", "cartpole.py"])
 @pytest.mark.one_in(3)
 def test_example_help_lists_defaults(example):
     printed = _printed(example, "--help")
@@ -135,3 +139,12 @@ def test_text_lm_reports_batches_larger_than_the_text():
     done = run(EXAMPLES / "text_lm.py", "--batch-size", "4000")
     assert done.returncode == 1
     assert "ValueError: The source is empty" in done.stderr
+
+
+@pytest.mark.slow
+def test_cartpole_learns_to_balance_with_environments_of_each_replica():
+    printed = _printed("cartpole.py", "--replicas", "2")
+    lengths = [float(length) for length in re.findall(r"^update +\d+ .* (\S+)$", printed, re.MULTILINE)]
+    assert len(lengths) == 4 and lengths[0] < 60
+    assert "per replica: ('state.poles',)" in printed
+    assert float(re.search(r"balances for (\S+) of 200 steps, trained on 2 replicas", printed)[1]) > 120

@@ -87,7 +87,7 @@ class Checkpoint(Callback):
 
     def _save(self, event: Event, metrics: Mapping[str, float] | None = None) -> None:
         self._is_due = False
-        if not event.is_finite() and event.moment is not Moment.END:
+        if not event.is_finite():
             return
         seed, extra = event.position.get("seed"), event.resume_data()
         self._checkpointer.save(

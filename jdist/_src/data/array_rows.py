@@ -183,10 +183,16 @@ def as_numeric_array(name: str, leaf: Any, where: str) -> np.ndarray:
     return array
 
 
-def float64_leaves(tree: PyTree) -> list[str]:
-    """Returns name and shape of each leaf that loses precision in 32 bits."""
+def float64_warning(tree: PyTree) -> str | None:
+    """Returns a warning that names the leaves that lose precision in 32 bits, if any."""
     wide = (np.dtype(np.float64), np.dtype(np.complex128))
-    return [f"{name} ({dtype_and_shape(leaf)})" for name, leaf in named_leaves("source", tree) if leaf.dtype in wide]
+    leaves = [f"{name} ({dtype_and_shape(leaf)})" for name, leaf in named_leaves("source", tree) if leaf.dtype in wide]
+    if not leaves:
+        return None
+    return (
+        f"{', '.join(leaves)}: JAX converts 64-bit floats to 32 bits by default. Pass float32 arrays, or enable "
+        '64-bit types: `jax.config.update("jax_enable_x64", True)`.'
+    )
 
 
 def check_ranges(tree: PyTree) -> None:

@@ -8,7 +8,7 @@ for its domain, and `primitive` for all other equations. The domains are
 * arrays, while the jaxpr is traced anew (`Evaluator`): collectives over a size-one axis are removed (`single_replica`), calls
   are inlined (`update_partition`), equations run once per virtual replica (`virtual_replicas`).
 
-`nested_equations`, `all_equations` and `uses_axes` search a jaxpr without values.
+`nested_equations`, `all_equations`, `contains_outside_loops` and `uses_axes` search a jaxpr without values.
 """
 
 import abc
@@ -201,6 +201,16 @@ def nested_equations(equation: Equation) -> Iterator[tuple[Equation, Contents]]:
 def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
     """Yields the equations of `jaxpr` and of all jaxprs inside it."""
     return (inner for equation in jaxpr.eqns for inner, _ in nested_equations(equation))
+
+
+def contains_outside_loops(jaxpr: Jaxpr, primitive: str) -> bool:
+    """Whether `jaxpr`, or a jaxpr inside it but not inside a loop of it, has an equation of this primitive."""
+    return any(
+        equation.primitive.name == primitive
+        or equation.primitive.name not in ("while", "scan")
+        and any(contains_outside_loops(inner, primitive) for inner in jax_compat.contents(equation).jaxprs)
+        for equation in jaxpr.eqns
+    )
 
 
 def uses_axes(equation: Equation, axes: frozenset[str]) -> bool:

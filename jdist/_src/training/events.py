@@ -72,7 +72,8 @@ class Event:
         history: The rows and losses recorded so far.
         resume_data: Returns the data that a resumed run needs in addition to state and position: the states of the callbacks,
             the metrics since the last row of the history, the history.
-        is_finite: Waits for the last step. Returns False if a step was rejected because its loss or update was not finite.
+        is_finite: Waits for the last step. Returns False if it was rejected because its loss or a gradient was not finite, or
+            if parameters are infinite or NaN. With several processes, all of them have to call it.
         read_metrics: Returns the metrics since the last row of the history. See `metrics`.
         ends_epoch: Whether the last step was the last of its epoch. After such a STEP event follows an EPOCH event.
         metric_names: The names in `logs` after a validation, if known in advance.

@@ -24,17 +24,24 @@ from jdist._src.core.tree import PyTree
 from jdist._src.execution.replicate import Proof
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.variables import read_values
+from jdist._src.training import finite_guard
 from jdist._src.training.events import Callback, CallbackResult, Event, FunctionCallback, Moment
+from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.fit import Fit, is_donated
 from jdist._src.training.recorder import NonFiniteStep, Recorder
 from jdist._src.training.resume import StartPoint, restore_epoch_metrics, saved_callback_states
-from jdist._src.training.state import learning_rate_of, state_fields
+from jdist._src.training.state import learning_rate_of, params_of, step_of
 from jdist._src.training.state_copies import summands
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import StepOutcome, TrainCarry
 
 CALLS_PER_CHECK = 32  # calls between two checks of the losses, and of whether a process stops
 _INTERRUPTED = "Ctrl-C was pressed."
+_PARAMS_NOT_FINITE = (
+    " Parameters of this state are infinite or NaN, although the loss and the gradients of the steps before were finite: the "
+    "initial parameters were, or an update. Look at the learning rate and at the state of the optimizer, and continue from an "
+    "earlier checkpoint."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +62,7 @@ class LoopConfig:
         proof: Returns the result of the replication proof of the step.
         total_steps: The number of steps after which training ends, if known.
         requested_steps: The number of steps that the caller requested, if any.
-        stops_at_failure: Whether a loss that is not finite ends training.
+        non_finite: The treatment of a step that is not finite.
     """
 
     strategy: Strategy
@@ -71,7 +78,7 @@ class LoopConfig:
     proof: Callable[[], Proof]
     total_steps: int | None
     requested_steps: int | None
-    stops_at_failure: bool
+    non_finite: NonFinite
 
 
 class Loop:
@@ -89,7 +96,7 @@ class Loop:
         self._config = config
         metrics: Any = restore_epoch_metrics(config.empty_metrics(), start.resume_data.get("seen", ()))
         self._carry = TrainCarry(start.state, metrics, config.strategy.put(np.bool_(False)))
-        self._first_step = self._step = self._row_first_step = int(state_fields(start.state).step)
+        self._first_step = self._step = self._row_first_step = int(step_of(start.state))
         self._last_validation = self._step
         self._calls = self._examples = self._row_first_example = 0
         self._epoch, self._position, self._stalled_fraction = position["epoch"], position, 0.0
@@ -193,7 +200,13 @@ class Loop:
             self._row_first_step = self._step
         if self._stop_reason is None:
             self._stop_reason = self._end_reason(self._config.requested_steps)
+        elif self._has_failed and not self._has_finite_params():
+            self._stop_reason += _PARAMS_NOT_FINITE
         self._notify(Moment.END)
+
+    def _has_finite_params(self) -> bool:
+        params = params_of(self._carry.state)
+        return bool(jax.device_get(self._config.strategy.run(finite_guard.are_finite_on_all_replicas, (params,))))
 
     def _end_reason(self, requested_steps: int | None) -> str:
         if requested_steps is not None and self._step < requested_steps:
@@ -203,8 +216,8 @@ class Loop:
         return "All requested steps were taken."
 
     def _check_failure(self, failure: NonFiniteStep | None) -> None:
-        """Stops at a loss that is not finite, if configured. The step function rejected all steps from there on."""
-        if failure is None or not self._config.stops_at_failure or self._has_failed:
+        """Stops at a step that is not finite, if configured. The step function rejected all steps from there on."""
+        if failure is None or self._config.non_finite != "stop" or self._has_failed:
             return
         self._has_failed = True
         self._step, self._position = failure.step - 1, failure.position_before
@@ -238,7 +251,7 @@ class Loop:
             strategy=self._config.strategy,
             history=self._recorder.history,
             resume_data=self._resume_data,
-            is_finite=self._is_finite,
+            is_finite=functools.partial(self._is_finite, moment),
             read_metrics=functools.partial(self._read_metrics, moment),
             ends_epoch=self._ends_epoch,
             validates=moment is Moment.STEP and self._validates,
@@ -253,9 +266,11 @@ class Loop:
             return self._recorder.last_loss  # reading the metrics is a collective, and possibly one process reads them
         return self._config.read_metrics(self._carry.metrics)
 
-    def _is_finite(self) -> bool:
+    def _is_finite(self, moment: Moment) -> bool:
         self._check_failure(self._recorder.fetch())
-        return not self._has_failed
+        if self._has_failed and moment is not Moment.END:  # the event has the number of a step that was rejected
+            return False
+        return self._config.non_finite == "keep" or self._has_finite_params()
 
     def _resume_data(self) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ from jdist._src.training.steps import StepOutcome
 
 
 class NonFiniteStep(NamedTuple):
-    """A step whose loss or update was not finite.
+    """A step that was rejected because numbers of it were not finite.
 
     Attributes:
         step: The step number, from 1.
@@ -31,8 +31,10 @@ class NonFiniteStep(NamedTuple):
     position_before: Mapping[str, Any]
 
     def __str__(self) -> str:
-        subject, value = ("update", "not finite") if math.isfinite(self.loss) else ("loss", str(self.loss))
-        return f"The {subject} of step {self.step} is {value} (batch {self.batch} of epoch {self.epoch})."
+        is_finite = math.isfinite(self.loss)
+        subject = f"A gradient or the update of step {self.step}" if is_finite else f"The loss of step {self.step}"
+        value = "infinite or NaN" if is_finite else str(self.loss)
+        return f"{subject} is {value} (batch {self.batch} of epoch {self.epoch})."
 
 
 class _PendingCall(NamedTuple):

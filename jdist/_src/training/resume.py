@@ -18,7 +18,7 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.events import Callback
-from jdist._src.training.state import state_fields
+from jdist._src.training.state import step_of
 from jdist._src.training.state_copies import with_summands
 from jdist._src.values.arrays import check_not_deleted, is_device_array
 from jdist._src.values.sync_on_read import SyncOnRead
@@ -98,7 +98,7 @@ def total_steps(dataset: DistributedDataset, start: StartPoint, steps: int | Non
     if start.position is not None:
         batches_per_epoch = len(dataset.repeated(1))
         remaining -= start.position["epoch"] * batches_per_epoch + start.position["batch"]
-    total = int(state_fields(start.state).step) + remaining
+    total = int(step_of(start.state)) + remaining
     return total if steps is None else min(total, steps)
 
 
@@ -186,7 +186,7 @@ def _opened(resume: Any) -> Iterator[Checkpointer]:
 
 
 def _check_state(state: PyTree) -> None:
-    state_fields(state)
+    step_of(state)
     for name, leaf in named_leaves("state", state):
         check_not_deleted(name, leaf)
         if not is_device_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):

@@ -14,7 +14,7 @@ from jdist._src.training.step_inputs import distribute_one_pass
 
 
 def validation_sets(
-    strategy: Strategy, data: Any, validation_data: Any, batch_size: int | None
+    strategy: Strategy, data: Any, validation_data: Any, batch_size: int | None, num_passes: int | None
 ) -> dict[str, DistributedDataset]:
     """Returns the validation sets by the prefix of their metrics: `""` for a single set, `"easy_"` for a set named `easy`.
 
@@ -25,15 +25,16 @@ def validation_sets(
         data: The training data.
         validation_data: The data to evaluate, or None.
         batch_size: The number of examples in the global batch, for sources.
+        num_passes: The number of times that each set is read; None if it is unknown.
 
     Raises:
         TypeError: The name of a set is not a string.
-        ValueError: A set is endless, a name is empty, or there is no set.
+        ValueError: A set is endless, or can be read only once and is read several times; a name is empty, or there is no set.
     """
     if validation_data is None:
         return {}
     if not isinstance(validation_data, Mapping) or _is_source(validation_data, data):
-        return {"": distribute_one_pass(strategy, "validation_data", validation_data, batch_size)}
+        return {"": distribute_one_pass(strategy, "validation_data", validation_data, batch_size, num_passes)}
     if not validation_data:
         raise ValueError("`validation_data` is an empty mapping. Leave it out, or pass data sets by their names.")
     for name in validation_data:
@@ -41,7 +42,7 @@ def validation_sets(
             kind = TypeError if not isinstance(name, str) else ValueError
             raise kind(f"The names of the sets in `validation_data` must be non-empty strings, got {name!r}.")
     return {
-        f"{name}_": distribute_one_pass(strategy, f"validation_data[{name!r}]", source, batch_size)
+        f"{name}_": distribute_one_pass(strategy, f"validation_data[{name!r}]", source, batch_size, num_passes)
         for name, source in validation_data.items()
     }
 
