@@ -5,8 +5,8 @@
 The data are 60,000 images of 28 x 28 bytes and their labels, in batches of 256. Cases: `arrays` (shuffled arrays in memory;
 hand-written: numpy indexing and one `device_put`; if installed, tf.data with `experimental_distribute_dataset`, and torch's
 `DataLoader` with a `device_put`); `grain` (a `grain` pipeline passed to jdist, against the same pipeline iterated and placed by
-hand); `step` (arrays, and a step on each batch); `tiny` (64 examples of 32 floats and a label per batch, padded batches, against
-one `device_put` of the same batch); `cached` (a small MLP, ten steps per call, on data that are stored on the devices, against
+hand); `step` (arrays, and a step on each batch); `tiny` (padded batches of 64 examples of 32 floats and a label, against one
+`device_put` of the same batch); `cached` (a small MLP, ten steps per call, on data that are stored on the devices, against
 the same steps on one batch that is on the devices already). A measurement ends when the last batch is on the devices.
 """
 

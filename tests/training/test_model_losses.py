@@ -108,6 +108,7 @@ def one_step(trainer, added, rows, weights=None):
 
 @every_flax
 @pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.one_in(8)
 def test_losses_of_flax_modules_are_added_as_on_one_device(kind, micro_batches, strategy):
     added = Added(of_params=0.3, scalar=0.7, per_example=0.2)
     trainer, fitted = fit(kind(added), strategy, micro_batches=micro_batches)
@@ -123,7 +124,7 @@ def test_losses_of_flax_modules_are_added_as_on_one_device(kind, micro_batches, 
 @every_flax
 @pytest.mark.parametrize("rows, weights", [(5, None), (29, WEIGHTS)])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_losses_of_parameters_and_of_examples_are_exact_with_padding_and_weights(
     kind, rows, weights, micro_batches, two
 ):
@@ -153,6 +154,7 @@ def test_intermediates_of_an_earlier_call_have_no_effect(two):
     jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(module)))
 
 
+@pytest.mark.slow
 def test_losses_in_lower_precision_are_added_in_float32(two):
     trainer = jdist.Trainer(
         LinenAdds(Added(of_params=0.3)), optax.sgd(RATE), squared, strategy=two, precision=jdist.Precision()
@@ -205,6 +207,7 @@ def keras_loss(keras, model, x, y, weights=None):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.one_in(4)
 def test_losses_of_a_keras_model_are_added_as_on_one_device(micro_batches, strategy, keras):
     model = keras_model(keras, mean=0.5)
     loss, grads = keras_loss(keras, model, X, Y)

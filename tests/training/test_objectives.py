@@ -50,6 +50,8 @@ OPTIMIZERS = {
     "sophia": lambda: optax.contrib.sophia(0.1, update_interval=2),
 }
 
+SLOW = ["backtracking", "sophia"]
+
 
 def loop(optimizer, rows, steps):
     """Returns the parameters after some steps of a hand-written loop on one device."""
@@ -64,7 +66,9 @@ def loop(optimizer, rows, steps):
     return params
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in OPTIMIZERS]
+)
 def test_optimizer_with_extra_arguments_equals_a_loop_on_one_device(name, two):
     optimizer = OPTIMIZERS[name]()
     fitted = fit(trainer_of(two, optimizer), rows=17)
@@ -72,6 +76,7 @@ def test_optimizer_with_extra_arguments_equals_a_loop_on_one_device(name, two):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.one_in(4)
 def test_lbfgs_equals_one_device_under_every_strategy(strategy, micro_batches):
     fitted = fit(trainer_of(strategy, optax.lbfgs()), micro_batches=micro_batches, steps=4)
     assert_close(fitted.state.params, loop(optax.lbfgs(), EXAMPLES, 4), rtol=1e-3, atol=1e-4)
@@ -183,6 +188,7 @@ def test_objective_of_dicts_applies_the_model_to_some_entries_with_the_weights_o
     assert_close(fitted.state.params, expected.state.params)
 
 
+@pytest.mark.one_in(2)
 def test_contrastive_objective_compares_the_examples_of_all_replicas(strategy):
     def objective(params, batch, key, apply):
         a, b = batch

@@ -104,8 +104,8 @@ def element_shapes(config: InputConfig, share: ProcessShare, start: Position, ch
             first = next(batches)
         element = first.rows if first.weights is None else (first.rows, first.weights)
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), element)
-    is_arrays = isinstance(config.source, Arrays)
-    row = config.source.tree if is_arrays else config.source.take(np.zeros(1, int), "")
+    source = config.source
+    row = source.tree if isinstance(source, Arrays) else source.take(np.zeros(1, int), "")
     rows = len(share.replicas), share.rows_per_replica(config.batch_size)
     dtype = jax.dtypes.canonicalize_dtype
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), dtype(x.dtype)), row)
@@ -170,7 +170,8 @@ class _BatchReader:
                 where = f" in batch {number} of epoch {begin.epoch}"
                 blocks, rows = self._sync.run(lambda where=where: self._read_blocks(parts, readers, where))
                 local_counts = {part.shard: block.examples for part, block in zip(parts, blocks, strict=True)}
-                counts = self._sync.exchange_counts(local_counts, self._description, where)
+                width = self._sync.run(lambda rows=rows, where=where: self._width(rows, where))
+                counts, width = self._sync.exchange(local_counts, width, self._description, where)
                 examples = sum(counts)
                 if examples == 0:
                     return
@@ -193,7 +194,7 @@ class _BatchReader:
                 source_state = readers[0].state() if begin.shards == 1 else None
                 position = Position(begin.epoch, number + 1, self._size, begin.shards, source_state)
                 weights = self._weights(parts, blocks, is_full=examples == self._size)
-                yield LocalBatch(self._join(blocks, rows, where), weights, examples, position)
+                yield LocalBatch(self._join(blocks, rows, width, where), weights, examples, position)
         finally:
             for reader in readers.values():
                 reader.close()
@@ -206,7 +207,7 @@ class _BatchReader:
             source = self._shard_source(part.shard, begin.shards)
             if isinstance(source, Stream):
                 first = begin.batch * (batches_per_block if source.batches else part.size)
-                reader = StreamReader(source, begin.epoch, first, batches_per_block, begin.source)
+                reader = StreamReader(source, begin.epoch, first, batches_per_block, begin.source, config.buckets)
                 if self._size is None:
                     rows = source.batch_size or reader.peek_num_rows(" in the first batch")
                     self._size = self._global_size(rows, begin.shards)
@@ -256,19 +257,29 @@ class _BatchReader:
 
     def _checked(self, rows: PyTree, where: str) -> PyTree:
         """Returns `rows` in dtypes that JAX uses, after the comparison with the first batch."""
+        buckets = self._config.buckets
+        compared = rows if buckets is None else buckets.resized(rows, 0)
         if self._first_rows is None:
-            self._first_rows = jax.tree.map(lambda x: np.empty((0, *x.shape[1:]), x.dtype), rows)
-            self._warning = _batched_elements_warning(self._config, rows)
-            self._description = f"batches of {self._size} examples of {describe_row(rows)}"
+            self._first_rows = jax.tree.map(lambda x: np.empty((0, *x.shape[1:]), x.dtype), compared)
+            self._warning = _batched_elements_warning(self._config, compared)
+            self._description = f"batches of {self._size} examples of {describe_row(compared)}"
             if not self._x64_enabled and (warning := float64_warning(rows)):
                 self._config.warn(warning)
         else:
-            check_same_rows(self._first_rows, rows, where)
+            check_same_rows(self._first_rows, compared, where)
         return rows if self._x64_enabled else to_32_bits(rows)
 
-    def _join(self, blocks: list[ShardBlock], rows: list[PyTree], where: str) -> PyTree:
+    def _width(self, blocks: list[PyTree], where: str) -> int:
+        """Returns the width that the blocks of this process have to be padded to; 0 without buckets, or without examples."""
+        buckets = self._config.buckets
+        return max((buckets.width(rows, where) for rows in blocks if rows is not None), default=0) if buckets else 0
+
+    def _join(self, blocks: list[ShardBlock], rows: list[PyTree], width: int, where: str) -> PyTree:
         """Returns all rows of this process, ordered by shard, as leaves `[local replica, row, ...]`."""
         trees = [self._checked(b.rows(), where) if r is None else r for b, r in zip(blocks, rows, strict=True)]
+        if self._config.buckets is not None:
+            # A block without examples has padding only, which may be cut.
+            trees = [self._config.buckets.resized(tree, width) for tree in trees]
         columns = zip(*map(jax.tree.leaves, trees), strict=True)
         arrays = [column[0] if len(column) == 1 else np.concatenate(column) for column in columns]
         return jax.tree.unflatten(jax.tree.structure(trees[0]), [self._per_replica(array) for array in arrays])

@@ -9,6 +9,7 @@ import numpy as np
 
 from jdist._src.core.arguments import as_int
 from jdist._src.data.array_rows import describe_row
+from jdist._src.data.buckets import Buckets
 from jdist._src.data.files import Files
 from jdist._src.data.shards import ProcessShare
 from jdist._src.data.sources import Arrays, Indexed, Stream
@@ -32,8 +33,9 @@ class InputConfig:
         remainder: The treatment of a partial batch.
         own_source: Whether each process has its own source, for its own replicas.
         replica_batches: Whether an element of the source is the batch of one replica.
-        has_rows: Whether the leaves of an element have rows, one per example. If not, an element is one value of any shape, which
-            the source yields as a batch of one row.
+        has_rows: Whether the leaves of an element have rows, one per example. If not, an element is one value of any shape,
+            which the source yields as a batch of one row.
+        buckets: The widths that batches of varying width are padded to.
         warn: Logs a warning, once per text.
     """
 
@@ -46,6 +48,7 @@ class InputConfig:
     own_source: bool = False
     replica_batches: bool = False
     has_rows: bool = True
+    buckets: Buckets | None = None
     warn: Callable[[str], None] = _log.warning
 
     def __post_init__(self) -> None:

@@ -22,7 +22,6 @@ from jdist._src.data.placement import RowPlacement
 from jdist._src.data.prefetch import Inline, Threaded
 from jdist._src.data.shards import ProcessShare, process_share
 from jdist._src.data.source_state import check_state
-from jdist._src.data.source_state import check_state
 from jdist._src.data.sources import Stream
 from jdist._src.data.stats import LoopTimer, Stats
 from jdist._src.devices.mesh import Replicas
@@ -80,8 +79,8 @@ class DistributedDataset:
             ValueError: The source is an iterator, which can be read only once.
 
         Example:
-            >>> dataset = jdist.MirroredStrategy(["cpu:0", "cpu:1"]).distribute_dataset(np.zeros((9, 3), np.float32), batch_size=4)
-            >>> dataset.element_spec
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.distribute_dataset(np.zeros((9, 3), np.float32), batch_size=4).element_spec
             PerReplica(float32[2,2,3])
         """
         return jax.tree.map(

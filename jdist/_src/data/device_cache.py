@@ -168,6 +168,6 @@ def _check_memory(num_bytes: int, replicas: Replicas) -> None:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
         if num_bytes > free:
             raise ValueError(
-                f'cache="device" stores {num_bytes / 1e9:,.2f} GB on each device, and {device} has {max(0, free) / 1e9:,.2f} GB '
-                "of memory left. Omit `cache`, so that batches are transferred before the steps."
+                f'cache="device" stores {num_bytes / 1e9:,.2f} GB on each device, and {device} has '
+                f"{max(0, free) / 1e9:,.2f} GB of memory left. Omit `cache`, so that batches are transferred before the steps."
             )

@@ -12,6 +12,7 @@ from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.data.array_rows import describe_row
 from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
+from jdist._src.data.buckets import Buckets
 from jdist._src.data.config import Cache, InputConfig, Remainder, check_epochs
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator
 from jdist._src.data.device_cache import DeviceCache
@@ -26,7 +27,7 @@ from jdist._src.data.shards import (
     process_share,
 )
 from jdist._src.data.source_adapters import accepts_one, is_single, source_of
-from jdist._src.data.sources import Arrays, CallableIterable, Stream, restart_each_epoch, with_row_dimension
+from jdist._src.data.sources import Arrays, CallableIterable, Examples, Stream, restart_each_epoch, with_row_dimension
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.device_put import check_devices_attached
 
@@ -43,6 +44,7 @@ def dataset_from_source(
     auto_shard: AutoShard,
     prefetch: int,
     cache: Cache | None,
+    buckets: Buckets | None,
     replicas: Replicas,
 ) -> DistributedDataset:
     """Returns the batches of `source`; see `Strategy.distribute_dataset` for the arguments."""
@@ -65,7 +67,13 @@ def dataset_from_source(
             adapted = source_of(local_source, batch_size is None, bool(shuffle), seed)
         size = None if batch_size is None else int(batch_size)  # numpy integers are not JSON-able
         is_shuffled = not isinstance(adapted, (Stream, Files)) if shuffle is None else bool(shuffle)
-        config = InputConfig(adapted, size, is_shuffled, int(seed), epochs, remainder, own_source, warn=_warn_once())
+        if not isinstance(buckets, Buckets | None):
+            raise TypeError(f"`buckets` must be a `jdist.data.Buckets((32, 64, 128))`, got {buckets!r}.")
+        if buckets is not None and isinstance(adapted, Examples):
+            adapted = adapted.with_buckets(buckets)
+        config = InputConfig(
+            adapted, size, is_shuffled, int(seed), epochs, remainder, own_source, buckets=buckets, warn=_warn_once()
+        )
         _check_batches(config, share)
         shards = share.num_pipelines if own_source or policy is AutoShardPolicy.FILE else 1
         if size is not None and size < shards:
@@ -73,7 +81,7 @@ def dataset_from_source(
                 f"A batch of {size} examples cannot consist of examples of {shards} processes that read their own data. Use a "
                 f'larger `batch_size`, at least {shards}, or auto_shard="data".'
             )
-        options = f"{policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}, {cache=}"
+        options = f"{policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}, {cache=}, {buckets=}"
         _check_cache(cache, config, share, local_source)
         dataset = DistributedDataset(config, shards, replicas, prefetch, cache and DeviceCache(config, replicas))
         return dataset, f"{_describe_source(config, share)}, {options}"
@@ -105,15 +113,25 @@ def dataset_from_function(
             raise TypeError(f"`batched` must be True or False, got {batched!r}.")
         if not batched and replicas.batch_axes and share.num_pipelines > 1:
             raise ValueError(
-                "`batched=False` yields one value per replica, and the replica of this strategy spans several processes. Return "
-                "batches, whose rows are split over the devices."
+                "`batched=False` yields one value per replica, and the replica of this strategy spans several processes. "
+                "Return batches, whose rows are split over the devices."
             )
         context = InputContext(share.num_pipelines, share.pipeline, share.num_replicas)
         source = _stream_of_batches(lambda: fn(context))
         if not batched:
             source = with_row_dimension(source)
-        options = dict(own_source=True, replica_batches=True, has_rows=batched, warn=_warn_once())
-        config = InputConfig(source, None, False, 0, epochs, remainder, **options)
+        config = InputConfig(
+            source,
+            None,
+            False,
+            0,
+            epochs,
+            remainder,
+            own_source=True,
+            replica_batches=True,
+            has_rows=batched,
+            warn=_warn_once(),
+        )
         return DistributedDataset(
             config, share.num_pipelines, replicas, prefetch
         ), f"{epochs=}, {remainder=}, {batched=}"
@@ -270,6 +288,10 @@ def _check_cache(cache: Cache | None, config: InputConfig, share: ProcessShare, 
         raise ValueError(
             f'cache="device" stores arrays on the devices, and the source is {type(source).__name__}. Pass a tree of arrays '
             "`[example, ...]`, or omit `cache`."
+        )
+    if config.buckets is not None:
+        raise ValueError(
+            '`buckets` pads batches on the host, and cache="device" stores the examples on the devices. Omit one.'
         )
     if share.num_pipelines > 1:
         raise ValueError(

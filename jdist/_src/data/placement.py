@@ -26,7 +26,7 @@ class RowPlacement:
                 self._blocks[start] = slice(self._slots[start], self._slots[start] + stop - start)
 
     def __call__(self, local: np.ndarray) -> jax.Array:
-        """Returns `[replica, row, ...]` on the devices, given `[local replica, row, ...]`; the transfer may still be running."""
+        """Returns `[replica, row, ...]` on the devices, given `[local replica, row, ...]`; the transfer may be running."""
         if self._replicas.batch_axes:
             return self._split_replica(local)
         blocks = self._blocks

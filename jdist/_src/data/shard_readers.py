@@ -8,6 +8,7 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree
 from jdist._src.data.array_rows import ExampleStack, as_rows, check_same_rows, copy_example, num_rows
+from jdist._src.data.buckets import Buckets
 from jdist._src.data.shards import ShardRows
 from jdist._src.data.source_state import get_state, set_state
 from jdist._src.data.sources import Indexed, Stream
@@ -83,10 +84,20 @@ class StreamReader:
         first: The number of elements to skip.
         batches_per_block: The number of the stream's batches per block; each fills its own part of the block.
         state: The position of the source, which replaces skipping.
+        buckets: The widths of examples of different width, if they are padded.
     """
 
-    def __init__(self, source: Stream, epoch: int, first: int, batches_per_block: int = 1, state: Any = None):
+    def __init__(
+        self,
+        source: Stream,
+        epoch: int,
+        first: int,
+        batches_per_block: int = 1,
+        state: Any = None,
+        buckets: Buckets | None = None,
+    ):
         self._source, self._epoch, self._batches_per_block = source, epoch, batches_per_block
+        self._buckets = buckets
         self._elements = source.start(epoch, first if state is None else 0)
         if state is not None:
             set_state(self._elements, state)
@@ -126,7 +137,7 @@ class StreamReader:
     def _read_examples(self, part: ShardRows, where: str) -> ShardBlock:
         is_local = np.zeros(part.size, bool)
         is_local[part.rows[part.rows < part.size]] = True
-        stack, count = ExampleStack(where), 0
+        stack, count = ExampleStack(where, self._buckets), 0
         for example in self._next_elements(part.size):
             if count == 0:
                 self._example = copy_example(example, where)

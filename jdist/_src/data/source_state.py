@@ -1,6 +1,7 @@
 """The position that a source reports, as data that can be stored as JSON.
 
-Iterators report it by `get_state` and `set_state`, as grain's do; loaders by `state_dict` and `load_state_dict`, as torchdata's do.
+Iterators, such as grain's, report it by `get_state` and `set_state`; loaders, such as torchdata's, by `state_dict` and
+`load_state_dict`.
 """
 
 import base64
@@ -123,8 +124,8 @@ def _encode(name: str, value: Any) -> Any:
             data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
             return ["tensor" if is_tensor else "array", [array.dtype.str, list(array.shape), data]]
     raise TypeError(
-        f"{name} of the source is {type(value).__name__}, which cannot be stored in a position. A position consists of numbers, "
-        "text, bytes, arrays, and lists and dicts of these."
+        f"{name} of the source is {type(value).__name__}, which cannot be stored in a position. A position consists of "
+        "numbers, text, bytes, arrays, and lists and dicts of these."
     )
 
 

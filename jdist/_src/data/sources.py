@@ -11,6 +11,7 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree, named_leaves
 from jdist._src.data.array_rows import ExampleStack, as_numeric_array, as_rows, check_ranges
+from jdist._src.data.buckets import Buckets
 from jdist._src.data.shuffle import ExampleOrder
 
 
@@ -77,15 +78,19 @@ class Arrays:
 class Examples:
     """A sequence that returns one example per index."""
 
-    def __init__(self, sequence: Any):
-        self._sequence = sequence
+    def __init__(self, sequence: Any, buckets: Buckets | None = None):
+        self._sequence, self._buckets = sequence, buckets
 
     def __len__(self) -> int:
         return len(self._sequence)
 
+    def with_buckets(self, buckets: Buckets | None) -> "Examples":
+        """Returns the same examples, which may have different widths."""
+        return Examples(self._sequence, buckets)
+
     def take(self, indices: np.ndarray, where: str) -> PyTree:
         """Returns the stacked examples at `indices`."""
-        stack = ExampleStack(where)
+        stack = ExampleStack(where, self._buckets)
         for index in indices.tolist():
             example = self._sequence[index]
             if example is None:

@@ -53,7 +53,7 @@ class _StepKey:
 jax.tree_util.register_pytree_with_keys(
     StackedSteps,
     StackedSteps._keyed_items,
-    lambda treedef, items: StackedSteps(items, treedef),
+    lambda treedef, items: StackedSteps(list(items), treedef),
     lambda steps: (steps.items, steps.treedef),
 )
 

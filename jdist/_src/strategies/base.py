@@ -13,6 +13,7 @@ from jdist._src.core import other_names
 from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.tree import PyTree, argument_names, describe_type
+from jdist._src.data.buckets import Buckets
 from jdist._src.data.config import Cache, Remainder
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.data.distribute import dataset_from_function, dataset_from_source
@@ -481,6 +482,7 @@ class Strategy:
         auto_shard: AutoShard = "auto",
         prefetch: int = 2,
         cache: Cache | None = None,
+        buckets: Buckets | None = None,
     ) -> DistributedDataset:
         """Returns the batches of a data set, split over the replicas and prefetched to the devices.
 
@@ -488,8 +490,8 @@ class Strategy:
             source: A tree of arrays `[example, ...]`; a sequence or an iterable of examples; a dataset of grain, TensorFlow,
                 torch or Hugging Face; `jdist.data.Files`; a generator function without arguments; a function from the step, 0,
                 1, ..., to its batch; or, with `batch_size=None`, a list of batches.
-            batch_size: The number of examples in a global batch, a multiple of the number of replicas unless batches are padded.
-                None: the source returns such batches.
+            batch_size: The number of examples in a global batch; a multiple of the number of replicas, unless batches are
+                padded. None: the source returns such batches.
             shuffle: Whether each epoch has its own order, a function of `seed` and epoch alone. For sources with random access,
                 such as arrays; a stream shuffles its examples itself. None: shuffle if the source has random access.
             seed: An integer.
@@ -503,6 +505,7 @@ class Strategy:
                 debugging.
             cache: `"device"` stores the arrays of the source on every device, when the first batch is read. A batch then
                 consists of indices, and the program of the step gathers the examples. Order, values and positions are the same.
+            buckets: The widths that batches of varying width are padded to, `jdist.data.Buckets((32, 64, 128))`.
 
         Returns:
             Batches with the structure of the source's elements and `PerReplica` leaves `[replica, batch / replica, ...]`: for
@@ -522,7 +525,7 @@ class Strategy:
             [[0, 1], [2, 0]] [[1.0, 1.0], [1.0, 0.0]]
         """
         return dataset_from_source(
-            source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, cache, self.replicas
+            source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, cache, buckets, self.replicas
         )
 
     def distribute_datasets_from_function(
@@ -543,9 +546,9 @@ class Strategy:
             epochs: See `distribute_dataset`.
             remainder: See `distribute_dataset`. A step in which a replica lacks rows is a partial batch.
             prefetch: See `distribute_dataset`.
-            batched: Whether the leaves of an element have a first dimension of rows, equal for all leaves. False: an element is any
-                tree of arrays for one replica, such as a padded graph. Its leaves have any shapes, equal for all elements, and
-                become `[replica, ...]`; the weights of `"pad"` are `[replica]`, one per element.
+            batched: Whether the leaves of an element have a first dimension of rows, equal for all leaves. False: an element is
+                any tree of arrays for one replica, such as a padded graph. Its leaves have any shapes, equal for all elements,
+                and become `[replica, ...]`; the weights of `"pad"` are `[replica]`, one per element.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])

@@ -74,8 +74,8 @@ def _data_parallel(keras: Any, devices: Sequence[jax.Device], reason_for_one_dev
                 )
             return layout([None] * len(data_shape), self.device_mesh)
 
-    chosen = list(devices[:1] if reason_for_one_device else devices)
-    return ScopeDistribution(devices=chosen, auto_shard_dataset=False)
+    chosen = jax.local_devices()[:1] if reason_for_one_device else devices
+    return ScopeDistribution(devices=list(chosen), auto_shard_dataset=False)
 
 
 def _reason_for_one_device(strategy: Any) -> str | None:

@@ -22,6 +22,7 @@ from jdist._src.jaxpr.interpreter import Evaluator, all_equations, uses_axes
 from jdist._src.replica import leaf_annotations
 from jdist._src.replica.context import all_reduce, require_replica_context
 
+_SMALL = 4096  # elements of an array that is tested together with others
 NonFinite: TypeAlias = Literal["stop", "skip", "keep"]
 
 
@@ -171,7 +172,12 @@ def are_finite(tree: PyTree) -> jax.Array:
         (True, False)
     """
     leaves = [leaf for leaf in map(jnp.asarray, jax.tree.leaves(tree)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all() if leaves else jnp.bool_(True)
+    # A program of many small tests takes longer than one test of a copy.
+    tested = [leaf for leaf in leaves if leaf.size > _SMALL]
+    for dtype in {leaf.dtype: None for leaf in leaves}:
+        small = [leaf.ravel() for leaf in leaves if leaf.size <= _SMALL and leaf.dtype == dtype]
+        tested += [jnp.concatenate(small)] if small else []
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in tested]).all() if tested else jnp.bool_(True)
 
 
 def are_finite_on_all_replicas(tree: PyTree) -> jax.Array:

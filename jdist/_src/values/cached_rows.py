@@ -42,7 +42,7 @@ class BatchNumber:
 class CachedRows(DistributedValues):
     """The examples of a batch, selected by index from an array that every device holds: a leaf of a batch.
 
-    Made by `Strategy.distribute_dataset(cache="device")`. A program gathers the examples when it runs, and receives them as the
+    `Strategy.distribute_dataset(cache="device")` creates it. A program gathers the examples when it runs, and receives them as the
     `PerReplica` that it would receive without the cache. On the host it has the values and methods of this `PerReplica`; each
     access gathers the examples. As a pytree it consists of the three arrays.
 
@@ -155,8 +155,9 @@ class CachedSteps:
         if start is None:
             return None
         for number, rows in enumerate(batches, start.number):
-            is_next = isinstance(rows, CachedRows) and rows.batch is not None and rows.batch.number == number
-            if not is_next or rows.batch.sequence is not start.sequence or rows.array is not first.array:
+            if not isinstance(rows, CachedRows) or rows.batch is None or rows.array is not first.array:
+                return None
+            if rows.batch.number != number or rows.batch.sequence is not start.sequence:
                 return None
         # The indices on the devices are those of the first batch and of as many further ones as the first half contains.
         if len(batches) > first.indices.shape[0] // 2:
