@@ -131,7 +131,8 @@ class StepFunctions:
             if state is not None and state_fields(state).opt_state is None:
                 raise ValueError(
                     "`state.opt_state` is None: the state was created without an optimizer, and can only be evaluated. To "
-                    "train it, write `fit(state=jdist.TrainState.create(state.params, optimizer, model_state=state.model_state))`."
+                    "train it, write "
+                    "`fit(state=jdist.TrainState.create(state.params, optimizer, model_state=state.model_state))`."
                 )
         elif state is None:
             raise TypeError(
