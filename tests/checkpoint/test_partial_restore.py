@@ -124,7 +124,7 @@ W = np.zeros((2, 2), np.float32)
 
 @pytest.mark.parametrize("like, options, error, message", [
     (None, {"only": "params/decoder"}, ValueError,
-     r'The checkpoint of step 3 in .* and `like` have no leaf below only="params/decoder"\. The leaves are layers/0, '),
+     r'The checkpoint of step 3 in .* and `like` do not have the path only="params/decoder"\. The leaves are layers/0, '),
     ({"params": {"w": W}}, {"only": "params/w"}, ValueError, r"Only in `like`: params/w float32\[2,2\]"),
     ({"params": {"encoder": {"w": W}}}, {"only": "params/encoder"}, ValueError,
      r"Only in the checkpoint: params/encoder/b float32\[2\].*restore a part that matches, `only=\"params\"`"),
@@ -133,7 +133,7 @@ W = np.zeros((2, 2), np.float32)
      "`only` does not restore step, and `like` contains shapes there, without values. Pass a state with values"),
     (None, {"rename": {"step": "number"}}, ValueError, r"`rename` needs the new structure: `restore\(strategy, like=state"),
     ({"step": 0}, {"rename": {"params/decoder": "p"}, "only": "step"}, ValueError,
-     'has no leaf below "params/decoder", which `rename` contains. The leaves are layers/0'),
+     'does not have the path "params/decoder", which `rename` contains. The leaves are layers/0'),
     ({"step": 0}, {"rename": {"params/head": "step"}, "only": "step"}, ValueError,
      "After `rename`, params/head and step of The checkpoint of step 3 in .* have the same path, step"),
     (None, {"only": 3}, TypeError, '`only` must be a path such as "params/encoder", or a list of paths, got 3'),

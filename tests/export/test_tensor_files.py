@@ -108,7 +108,7 @@ def test_missing_file_of_an_index_is_named(tmp_path):
 
 @pytest.mark.parametrize("header, data, message", [
     ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, 4, r"a has 4 bytes, which is not the size of float32\[2\]"),
-    ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, 8, "the bytes of a do not follow those of the previous"),
+    ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, 8, "the bytes of a do not follow the bytes of the previous"),
     ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, 9, "it has 9 bytes of arrays, and its header names 4"),
     ({"a": {"dtype": "F32", "shape": [1]}}, 4, "its header is not JSON of this format"),
 ])  # fmt: skip

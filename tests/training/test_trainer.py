@@ -265,8 +265,6 @@ def test_donated_state_raises_with_its_name(two):
 def test_errors_name_leaves_as_the_caller_does(two):
     of_two, other = trainer(two), STRATEGIES["mirrored_3"]()
     state = trainer(other).init(digits()[0])
-    with pytest.raises(ValueError, match=r"^state\.step is on cpu:5, cpu:1, cpu:2, and this"):
-        of_two.fit(digits(), batch_size=240, state=state, progress="off")
     with pytest.raises(ValueError, match=r"^state\.params\['Dense_0'\]\['bias'\] is on cpu:5, cpu:1, cpu:2"):
         of_two.evaluate(state, digits(), batch_size=240)
     with pytest.raises(ValueError, match=r"^batch[.\[].* is on cpu:5, cpu:1, cpu:2"):
@@ -400,12 +398,6 @@ WRONG_ARGUMENTS = {
         dict(callbacks=[jdist.callbacks.EarlyStopping("val_acc")]),
         ValueError,
         "EarlyStopping needs the metric 'val_acc'; available are 'loss'. Pass `validation_data`.",
-    ),
-    "state_on_the_host": (
-        {},
-        dict(state=jdist.TrainState(np.int32(0), {}, {}, {}, np.zeros(2, np.uint32))),
-        TypeError,
-        "state.step is int32[] on the host, and `fit` needs a state on the devices",
     ),
 }
 

@@ -68,8 +68,8 @@ class Checkpointer:
             `keep_best` or `keep_every` names.
         every: A checkpoint is due at every step that `every` divides.
         keep_best: The best checkpoint by a metric is kept too: a pair such as `("val_loss", "min")` or `("val_accuracy",
-            "max")`, of the metrics that were passed to `save`. `jdist.callbacks.Checkpoint` passes those of each row of the
-            history, and then also saves after each validation that is better than all saved ones.
+            "max")`, of the metrics that were passed to `save`. `jdist.callbacks.Checkpoint` passes the metrics of each row of
+            the history, and then also saves after each validation that is better than all saved ones.
         keep_every: Checkpoints of steps that `keep_every` divides are kept too.
 
     Raises:

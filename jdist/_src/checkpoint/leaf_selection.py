@@ -67,22 +67,27 @@ def is_below(path: str, paths: Sequence[str] | None) -> bool:
     return paths is None or any(path == parent or path.startswith(f"{parent}/") for parent in paths)
 
 
-def check_each_path(name: str, only: Sequence[str] | None, leaves: Sequence[Leaf]) -> None:
-    """Raises ValueError if there is no leaf below a path of `only`. The message begins with `name`."""
+def check_each_path(name: str, only: Sequence[str] | None, leaves: Sequence[Leaf], saved: PyTree) -> None:
+    """Raises ValueError if neither the leaves nor the saved state, which may have empty parts, have a path of `only`.
+
+    The message begins with `name`.
+    """
     for path in only or ():
-        if not any(is_below(leaf.path, [path]) for leaf in leaves):
-            raise ValueError(f'{name} and `like` have no leaf below only="{path}". {_named_leaves(leaves)}')
+        if not any(is_below(leaf.path, [path]) for leaf in leaves) and not _has_node(saved, path.split("/")):
+            raise ValueError(f'{name} and `like` do not have the path only="{path}". {_named_leaves(leaves)}')
 
 
 def renamed_leaves(name: str, leaves: Sequence[Leaf], rename: Mapping[str, str]) -> list[Leaf]:
     """Returns the saved leaves with their new paths. The longest path in `rename` above a leaf applies.
 
     Raises:
-        ValueError: There is no leaf below a path of `rename`, or two leaves get the same path. The message begins with `name`.
+        ValueError: A path of `rename` does not exist, or two leaves get the same path. The message begins with `name`.
     """
     unused = [old for old in rename if not any(is_below(leaf.path, [old]) for leaf in leaves)]
     if unused:
-        raise ValueError(f'{name} has no leaf below "{unused[0]}", which `rename` contains. {_named_leaves(leaves)}')
+        raise ValueError(
+            f'{name} does not have the path "{unused[0]}", which `rename` contains. {_named_leaves(leaves)}'
+        )
     renamed = [leaf._replace(keys=_renamed_keys(leaf.keys, rename)) for leaf in leaves]
     sources: dict[str, str] = {}
     for old, new in zip(leaves, renamed, strict=True):
@@ -124,6 +129,14 @@ def pruned(tree: PyTree, only: Sequence[str] | None) -> PyTree:
         return node if is_below("/".join(keys), only) else None
 
     return visit(tree, ())
+
+
+def _has_node(tree: PyTree, keys: Sequence[str]) -> bool:
+    for key in keys:
+        if not isinstance(tree, dict) or key not in tree:
+            return False
+        tree = tree[key]
+    return True
 
 
 def _renamed_keys(keys: Keys, rename: Mapping[str, str]) -> Keys:

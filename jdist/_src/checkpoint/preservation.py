@@ -25,7 +25,7 @@ class BestMetric(NamedTuple):
     mode: Mode
 
     def is_better(self, metrics: Metrics, other: Metrics) -> bool:
-        """Returns whether the metric of a checkpoint is better than that of another one. A missing metric is worst."""
+        """Returns whether the metric of a checkpoint is better than the metric of another one. A missing one is worst."""
         return self._badness(metrics) < self._badness(other)
 
     def best_step(self, metrics: Mapping[int, Metrics]) -> int | None:
@@ -42,8 +42,8 @@ class BestMetric(NamedTuple):
 class Preservation:
     """The rule by which old checkpoints are deleted: those that none of its parts preserves.
 
-    orbax has policies of the same kind. Its policy for the best checkpoints needs the metrics in files of its own, and
-    does not define the order of NaN.
+    orbax has policies of the same kind. Its policy for the best checkpoints reads the metrics from further files, and does not
+    define the order of NaN.
 
     Attributes:
         newest: The number of newest checkpoints; None for all.
@@ -65,8 +65,9 @@ class Preservation:
         """
         steps = sorted(metrics)
         preserved = set(steps if self.newest is None else steps[-self.newest :])
-        if self.best is not None:
-            preserved |= {self.best.best_step(metrics)} - {None}
+        best_step = None if self.best is None else self.best.best_step(metrics)
+        if best_step is not None:
+            preserved.add(best_step)
         if self.every is not None:
             preserved |= {step for step in steps if step % self.every == 0}
         return preserved

@@ -162,7 +162,7 @@ def make_restore_plan(
         raise ValueError("`rename` needs the new structure: `restore(strategy, like=state, rename=...)`.")
     all_saved = renamed_leaves(name, leaves_of(saved), selection.rename)
     if like is None:
-        check_each_path(name, only, all_saved)
+        check_each_path(name, only, all_saved, saved)
         target = _saved_shapes(pruned(saved, only), replicas.size)
     else:
         target = _shapes_of_like(like, replicas.size)
@@ -171,7 +171,7 @@ def make_restore_plan(
     target_leaves = list(selected.values())
     saved_leaves: Sequence[Leaf] = [leaf for leaf in all_saved if is_below(leaf.path, only)]
     if like is not None:
-        check_each_path(name, only, [*all_targets, *all_saved])
+        check_each_path(name, only, [*all_targets, *all_saved], saved)
         saved_leaves = _with_names_of_like(name, with_keys_of(saved_leaves, target_leaves), target_leaves)
         if differences := _differences(saved_leaves, target_leaves):
             raise ValueError(

@@ -1,7 +1,7 @@
-"""Paths: those of the local file system as `pathlib.Path`, and URLs of object stores, such as `gs://`, as `etils.epath.Path`.
+"""Paths: local ones as `pathlib.Path`, and URLs of object stores, such as `gs://`, as `etils.epath.Path`.
 
 `epath` is a dependency of orbax. Its paths have the methods of `pathlib.Path`; the functions here cover the differences. An
-object store writes an object when it is closed, completely or not at all, and has no empty folders, links or locks.
+object store writes an object when it is closed, completely or not at all. It does not have empty folders, links or locks.
 """
 
 import importlib.util

@@ -312,3 +312,14 @@ def _check(devices: list[jax.Device]) -> None:
             f"`devices` mixes the platforms {' and '.join(platforms)}, but a program runs on one platform. Use the devices of "
             "one platform."
         )
+
+
+def check_host_memory(mesh: Mesh, instead: str) -> None:
+    """Raises ValueError if programs for these devices cannot name their host memory. `instead` says what to do."""
+    device = next(iter(local_mesh_devices(mesh).values()), mesh.devices.flat[0])
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"The devices ({device.device_kind}) have the memories {kinds}, and not {HOST_MEMORY!r}, which would store the "
+            f"state. Topology devices of GPUs list no memories: compile for TPUs to see the saving. {instead}"
+        )

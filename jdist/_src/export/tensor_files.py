@@ -46,12 +46,13 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
-    def read(self, index: tuple[slice, ...] = ()) -> np.ndarray:
+    def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Returns the array, or the part of it at `index`, as a new array. Only the rows of this part are read.
 
         Raises:
             OSError: The file cannot be read.
         """
+        index = () if index is None else index
         if is_url(self.path):
             return self._read_url(index)
         if not math.prod(self.shape):  # an empty range cannot be mapped
@@ -87,6 +88,7 @@ def read_tensors(path: pathlib.Path) -> dict[str, Any]:
 def _read_index(path: pathlib.Path) -> dict[str, Any]:
     if not is_file(path):
         raise FileNotFoundError(f"The file {path} does not exist, or is a folder. Pass the path of a safetensors file.")
+    files: dict[str, str] = {}
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         is_valid = all(isinstance(text, str) for pair in files.items() for text in pair)
@@ -128,7 +130,7 @@ def _read_header(path: pathlib.Path) -> dict[str, Any]:
     position = 0
     for name, (_, _, first, stop) in sorted(entries.items(), key=lambda entry: entry[1][2:]):
         if first != position or stop < first:
-            raise _damaged(path, f"the bytes of {name} do not follow those of the previous array")
+            raise _damaged(path, f"the bytes of {name} do not follow the bytes of the previous array")
         position = stop
     if position != file_bytes - 8 - length:
         raise _damaged(path, f"it has {file_bytes - 8 - length:,} bytes of arrays, and its header names {position:,}")

@@ -41,14 +41,14 @@ def save(path: Path, tree: PyTree, *, max_file_bytes: int | None = None) -> None
         path: The file; its name usually ends in `.safetensors`. A local path, or a URL such as `gs://bucket/model.safetensors`.
         tree: Arrays and numbers, in any containers. Wrapped values are read, as by `jdist.read_values`. Random keys are
             restored as random keys.
-        max_file_bytes: The largest size of a file, except for a larger array, which has a file of its own. Arrays that do not
+        max_file_bytes: The largest size of a file, except for a larger array, which gets a separate file. Arrays that do not
             fit into one file `model.safetensors` are written to `model-00001-of-00002.safetensors` and so on, and last
             `model.safetensors.index.json`, which `load` reads; an existing `model.safetensors` is removed, or an existing index
             if one file is enough.
 
     Raises:
-        ValueError: Two leaves have the same name, or a leaf was donated to a step; or `max_file_bytes` is less than 1, or does
-            not go with the name of the file.
+        ValueError: Two leaves have the same name, or a leaf was donated to a step; or `max_file_bytes` is less than 1, or the
+            name of the file does not end in `.safetensors`.
         TypeError: A leaf is not an array, or safetensors does not have its dtype; or the two arguments are swapped.
         OSError: The folder does not exist, or cannot be written to. An existing file is unchanged.
 
@@ -257,7 +257,11 @@ def _write_index(path: pathlib.Path, files: Mapping[str, Mapping[str, Any]]) -> 
         names = {name: os.path.basename(file) for file, part in files.items() for name in part}
         size = sum(_num_bytes(leaf) for part in files.values() for leaf in part.values())
         text = json.dumps({"metadata": {"total_size": size}, "weight_map": names}, indent=2)
-        write_on_process_0(index, lambda new: new.write_text(text, encoding="utf-8") and None)
+
+        def write(new: pathlib.Path) -> None:
+            new.write_text(text, encoding="utf-8")
+
+        write_on_process_0(index, write)
     if jax.process_index() == 0:
         (path if is_split else index).unlink(missing_ok=True)
 

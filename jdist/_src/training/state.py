@@ -56,7 +56,7 @@ class TrainState:
     def create(
         cls,
         params: PyTree,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | None,
         *,
         model_state: PyTree = None,
         rng: jax.Array | None = None,
@@ -65,12 +65,13 @@ class TrainState:
 
         Args:
             params: The initial parameters.
-            optimizer: The optimizer that will update them.
+            optimizer: The optimizer that will update them; None for a state that is only evaluated, with None as `opt_state`.
             model_state: The other variables of the model.
             rng: A random key; by default `jax.random.key(0)`.
         """
         rng = jax.random.key(0) if rng is None else rng
-        return cls(jnp.int32(0), params, optimizer.init(params), {} if model_state is None else model_state, rng)
+        opt_state = None if optimizer is None else optimizer.init(params)
+        return cls(jnp.int32(0), params, opt_state, {} if model_state is None else model_state, rng)
 
 
 class StateFields(NamedTuple):
@@ -115,6 +116,26 @@ def state_fields(state: PyTree) -> StateFields:
     return StateFields(state.step, state.params, state.opt_state, model_state or {}, rng)
 
 
+def evaluated_fields(state: PyTree) -> StateFields:
+    """Returns the fields of a state that is not trained: it needs `params` only, as an attribute or a key.
+
+    Such a state is the result of `Checkpointer.restore(strategy, only=["params", "model_state"])`.
+
+    Raises:
+        TypeError: There are no `params`.
+    """
+    get = state.get if isinstance(state, Mapping) else lambda name: getattr(state, name, None)
+    if get("params") is None:
+        raise TypeError(
+            "The state must have `params`, as an attribute or a key: pass a `jdist.TrainState`, or a dict such as "
+            f'{{"params": params, "model_state": variables}}; got {type(state).__name__}.'
+        )
+    model_state = get("model_state")
+    if model_state is None and get("batch_stats"):
+        model_state = {"batch_stats": get("batch_stats")}
+    return StateFields(get("step"), get("params"), get("opt_state"), model_state or {}, get("rng"))
+
+
 def step_of(state: PyTree) -> Any:
     """Returns the number of steps that a state contains, as the attribute or the key `step`.
 
@@ -122,6 +143,8 @@ def step_of(state: PyTree) -> Any:
         TypeError: There is none, or it is not one integer.
     """
     step: Any = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
+    if type(step) is int:  # on the host, as `flax.training.train_state.TrainState.create` returns it
+        return step
     if not hasattr(step, "dtype") or step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
         got = "no `step`" if step is None else f"`step` {step!r}"
         raise TypeError(
@@ -168,7 +191,7 @@ def model_variables(state: PyTree, eval_params: Callable[[PyTree, PyTree], PyTre
         ValueError: The state was donated.
         TypeError: `state` is not a training state, or the result of `eval_params` has other leaves than the parameters.
     """
-    fields = state_fields(state)
+    fields = evaluated_fields(state)
     for name, leaf in named_leaves("state", state):
         check_not_deleted(name, leaf)
     read = lambda node: node.read() if is_distributed(node) else node

@@ -124,12 +124,16 @@ class StepFunctions:
         return self.train if self.custom_step is None else self.train_by_custom_step
 
     def check_fit(self, state: PyTree) -> None:
-        """Raises TypeError if an argument of the trainer that `fit` needs is missing, or `state` does not fit."""
+        """Raises TypeError or ValueError if an argument of the trainer that `fit` needs is missing, or `state` does not fit."""
         if self.custom_step is None:
             loss = self.objective.loss or self.objective.fn
             require_arguments("fit", optimizer=self.optimizer, loss=loss)
-            if state is not None:
-                state_fields(state)
+            if state is not None and state_fields(state).opt_state is None:
+                raise ValueError(
+                    "`state.opt_state` is None: the state was created without an optimizer, and can only be evaluated. To "
+                    "train it, write "
+                    "`fit(state=jdist.TrainState.create(state.params, optimizer, model_state=state.model_state))`."
+                )
         elif state is None:
             raise TypeError(
                 "A trainer with `step=` needs the state to start with: `fit(data, state=strategy.init(make, key))`, where "

@@ -27,7 +27,6 @@ from jdist._src.training.arguments import (
     check_alternatives,
     check_eval_params,
     explain_keras_arguments,
-    require_arguments,
 )
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
 from jdist._src.training.finite_guard import NonFinite
@@ -41,6 +40,7 @@ from jdist._src.training.objectives import Objective, explained_data_errors
 from jdist._src.training.progress.display_callback import Progress, ProgressKind
 from jdist._src.training.resume import (
     StartPoint,
+    check_is_state,
     describe_last_checkpoint,
     restore_callback_states,
     start_point,
@@ -196,7 +196,7 @@ class Trainer:
         )
 
     def init(self, inputs: PyTree) -> TrainState:
-        """Returns the state before the first step, created on the devices.
+        """Returns the state before the first step, created on the devices. Without an optimizer, `opt_state` is None.
 
         Args:
             inputs: The inputs of a batch, or their shapes: arrays `[batch, ...]`. Values and batch size do not matter.
@@ -211,7 +211,6 @@ class Trainer:
 
     def _initial_state(self, init: Callable[[PyTree, jax.Array], TrainState], data: PyTree) -> TrainState:
         """Returns the result of `init`, a method of the step functions, for inputs or elements with these shapes."""
-        require_arguments("init", optimizer=self._functions.optimizer)
         # `strategy.init` caches its program by the function, so inputs of the same kind use the same function.
         leaves, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, data))
         example = treedef.unflatten([jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
@@ -252,8 +251,9 @@ class Trainer:
             epochs: The number of passes over the data; by default 1, or with `steps` as many as needed.
             steps: The number of steps after which to stop, including those that `state` has already taken.
             shuffle: See `distribute_dataset`; by default, sources with random access, such as arrays, are shuffled.
-            state: The state to start with: a `TrainState`, or another dataclass with `step`, `params` and `opt_state`, on the
-                devices of the strategy. It is donated. By default, `init` creates one. A trainer with `step=` needs one.
+            state: The state to start with: a `TrainState`, or another dataclass with `step`, `params` and `opt_state`. On the
+                devices of the strategy, it is donated; on the host or on other devices, it is placed first. By default, `init`
+                creates one. A trainer with `step=` needs one.
             validation_data: The data to evaluate at the end of each epoch, like `data`; or several sets by name, whose metrics
                 are named `val_NAME_loss`. A mapping with an array as a value, or with the keys of `data`, is one source.
             validate_every: The number of steps between validations, instead of one per epoch. With it, validation also takes
@@ -275,6 +275,7 @@ class Trainer:
                 the step is traced, a part of the state changes its leaves.
             FitError: An error ended training after the first step.
         """
+        check_is_state(state)
         self._functions.check_fit(state)
         steps = None if steps is None else as_int("`steps`", steps, 0)
         dataset = distribute_epochs(
@@ -327,7 +328,7 @@ class Trainer:
         """Returns the loss and the metrics of a model, exact over all examples.
 
         Args:
-            state: A training state.
+            state: A training state; or any object or dict with `params`, and `model_state` if the model has other variables.
             data: A distributed data set, or a source for `strategy.distribute_dataset`.
             batch_size: The number of examples in the global batch, if `data` is a source.
 
@@ -346,7 +347,7 @@ class Trainer:
         """Returns the outputs of a model for all examples, in the order of the data.
 
         Args:
-            state: A training state.
+            state: See `evaluate`.
             data: See `evaluate`; inputs alone, or tuples whose other parts are not used.
             batch_size: See `evaluate`.
 

@@ -29,7 +29,7 @@ def validation_sets(
 
     Raises:
         TypeError: The name of a set is not a string.
-        ValueError: A set is endless, or can be read only once and is read several times; a name is empty, or there is no set.
+        ValueError: A set is endless, or can be read only once and is read several times; a name or the mapping is empty.
     """
     if validation_data is None:
         return {}
@@ -70,7 +70,7 @@ def check_validate_every(validate_every: Any, has_validation: bool) -> int | Non
 
     Raises:
         TypeError: It is not an integer.
-        ValueError: It is less than 1, or there are no validation data.
+        ValueError: It is less than 1, or `fit` has no validation data.
     """
     if validate_every is None:
         return None
@@ -86,7 +86,7 @@ def check_validate_every(validate_every: Any, has_validation: bool) -> int | Non
 def validate_all(
     sets: Mapping[str, DistributedDataset], evaluate: Callable[[PyTree, DistributedDataset], Mapping[str, Any]]
 ) -> Callable[[PyTree], dict[str, Any]] | None:
-    """Returns a function from a state to the metrics of all sets, with their prefixes; None if there is no set."""
+    """Returns a function from a state to the metrics of all sets, with their prefixes; None without sets."""
     if not sets:
         return None
     return lambda state: {
