@@ -263,7 +263,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
     def _check_memory(self, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError if memory of the state was donated before, or would be donated twice."""
-        state, inputs = jax.tree.leaves(args[0]), jax.tree.leaves(args[1:])
+        state, inputs = jax.tree.leaves(args[:1]), jax.tree.leaves(args[1:])
         try:
             ids = set(map(id, state))
             is_valid = len(ids) == len(state) and ids.isdisjoint(map(id, inputs))  # an input may occur several times

@@ -229,7 +229,7 @@ class Loop:
         if not self._config.callbacks:
             return
         event = self._event(moment, validation or {})
-        with jax.transfer_guard("allow"):
+        with _transfers_allowed():
             results = [_checked(callback, callback(event)) for callback in self._config.callbacks]
         for result in filter(None, results):
             if result.state is not None:
@@ -357,6 +357,17 @@ def _handle_interrupts() -> Iterator[_Interrupt]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, previous_handler)
+
+
+@contextlib.contextmanager
+def _transfers_allowed() -> Iterator[None]:
+    """The same as `jax.transfer_guard("allow")`, in a third of the time."""
+    with (
+        jax.transfer_guard_host_to_device("allow"),
+        jax.transfer_guard_device_to_device("allow"),
+        jax.transfer_guard_device_to_host("allow"),
+    ):
+        yield
 
 
 def no_step_message(requested_steps: int, steps: int) -> str:

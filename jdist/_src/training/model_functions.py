@@ -82,11 +82,16 @@ class CallSignature:
         parameters = list(inspect.signature(fn).parameters.values())[num_leading:]
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         named = [p for p in parameters if p.kind not in variadic and p.name not in excluded]
-        inputs = [p for i, p in enumerate(named) if i == 0 or p.name not in _OPTIONAL]
+        first = (
+            parameters[0]
+            if parameters and parameters[0].kind not in (*variadic, inspect.Parameter.KEYWORD_ONLY)
+            else None
+        )
+        inputs = [p for p in named if p is first or p.name not in _OPTIONAL]
         self._input_names = {p.name for p in inputs if p.kind is not p.POSITIONAL_ONLY}
         self._required = [p.name for p in inputs if p.default is p.empty]
         self._num_positional = sum(p.kind is not p.KEYWORD_ONLY for p in inputs)
-        self._optional_names = {p.name for p in named[1:]} & _OPTIONAL
+        self._optional_names = {p.name for p in named if p is not first} & _OPTIONAL
 
     def arguments(self, inputs: PyTree) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Returns `inputs` as positional and keyword arguments.

@@ -33,7 +33,7 @@ class BatchResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What is minimized: the loss of a model's outputs, or a function of the user; plus the losses that the model adds.
+    """The losses of a batch: of the outputs of a model, or of a function of the user; plus the losses that the model adds.
 
     Attributes:
         model: The model.
@@ -62,11 +62,6 @@ class Objective:
             )
         if self.fn is not None:
             _check_objective(self.fn)
-
-    @property
-    def is_defined(self) -> bool:
-        """Whether there is a loss or a function of the user."""
-        return self.loss is not None or self.fn is not None
 
     def split(self, element: PyTree, padding_weights: Any) -> tuple[PyTree, Any]:
         """Returns the batch for `__call__`, and the weights of its examples."""

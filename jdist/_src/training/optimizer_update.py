@@ -45,7 +45,7 @@ def update_params(
     calls: list[PyTree] = []
 
     def stand_in(params: PyTree, obj_fn: Any = None) -> jax.Array:
-        """Returns a number in place of the loss, whose collectives would look like those of the optimizer."""
+        """Returns a number without collectives in place of the loss: the trace shows the collectives of the optimizer."""
         calls.append(params)
         return sum((jnp.sum(x.real).astype(jnp.float32) for x in jax.tree.leaves(params)), jnp.float32(0))
 

@@ -90,21 +90,27 @@ class Recorder:
         self._pending.append(_PendingCall(first_step, position_before, [batch.position for batch in batches], outcome))
 
     def fetch(self, keep_pending: int = 0) -> NonFiniteStep | None:
-        """Fetches all pending outcomes except for the last `keep_pending` calls. Returns the first step that was not finite."""
+        """Fetches the losses of all pending calls except for the last `keep_pending`.
+
+        Returns:
+            The first step that was rejected, if the last of these steps was rejected, as all steps after a failure are.
+        """
         count = max(0, len(self._pending) - keep_pending)
         calls, self._pending = self._pending[:count], self._pending[count:]
-        first_failure = None
-        outcomes = jax.device_get([call.outcome for call in calls])
-        for call, outcome in zip(calls, outcomes, strict=True):
-            pairs = zip(np.atleast_1d(outcome.loss).tolist(), np.atleast_1d(outcome.is_finite), strict=True)
-            for offset, (loss, is_finite) in enumerate(pairs):
-                step = call.first_step + offset
-                self._losses[step] = loss
-                if first_failure is None and not is_finite:
-                    position = call.positions[offset]
-                    before = call.positions[offset - 1] if offset else call.position_before
-                    first_failure = NonFiniteStep(step, loss, position["epoch"], position["batch"] - 1, before)
-        return first_failure
+        losses = jax.device_get([call.outcome.loss for call in calls])
+        for call, values in zip(calls, losses, strict=True):
+            self._losses.update(enumerate(np.atleast_1d(values).tolist(), start=call.first_step))
+        if not calls or np.atleast_1d(jax.device_get(calls[-1].outcome.is_finite))[-1]:
+            return None
+        return self._first_failure(calls)
+
+    def _first_failure(self, calls: Sequence[_PendingCall]) -> NonFiniteStep | None:
+        for call, flags in zip(calls, jax.device_get([call.outcome.is_finite for call in calls]), strict=True):
+            for offset in np.flatnonzero(~np.atleast_1d(flags))[:1]:
+                step, position = call.first_step + int(offset), call.positions[offset]
+                before = call.positions[offset - 1] if offset else call.position_before
+                return NonFiniteStep(step, self._losses[step], position["epoch"], position["batch"] - 1, before)
+        return None
 
     def remove_losses_after(self, step: int) -> None:
         """Removes the losses of rejected steps."""

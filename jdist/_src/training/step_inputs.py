@@ -48,7 +48,7 @@ def distribute(
     remainder: Remainder = "pad",
     cache: Cache | None = None,
 ) -> DistributedDataset:
-    """Returns `data` as a distributed data set whose last batch is padded, or as `remainder` says.
+    """Returns `data` as a distributed data set; by default, its last batch is padded.
 
     Raises:
         TypeError, ValueError: The errors of `distribute_dataset`, with the name of the argument in a note.

@@ -42,7 +42,8 @@ class StepOutcome(NamedTuple):
 
     Attributes:
         loss: The mean loss of all examples of the batch, float32 `[]`.
-        is_finite: Whether the loss and the gradients, or the updates, were finite; always true with `non_finite="keep"`.
+        is_finite: Whether the loss and the gradients, or the updates, were finite; always true with `non_finite="keep"`. With
+            `"stop"` false in all steps after a failure.
     """
 
     loss: jax.Array
@@ -223,7 +224,7 @@ class StepFunctions:
             old = fields.model_state, carry.metrics
             model_state, metrics = finite_guard.select(is_taken, (model_state, metrics), old)
         if self.non_finite == "stop":
-            step, has_failed = jnp.where(is_taken, step, fields.step), ~is_taken
+            step, has_failed, is_finite = jnp.where(is_taken, step, fields.step), ~is_taken, is_taken
         new_state = replace_fields(carry.state, step, params, opt_state, model_state)
         return TrainCarry(new_state, metrics, has_failed), StepOutcome(loss.astype(jnp.float32), is_finite)
 

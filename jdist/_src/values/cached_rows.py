@@ -42,9 +42,9 @@ class BatchNumber:
 class CachedRows(DistributedValues):
     """The examples of a batch, selected by index from an array that every device holds: a leaf of a batch.
 
-    `Strategy.distribute_dataset(cache="device")` creates it. A program gathers the examples when it runs, and receives them as the
-    `PerReplica` that it would receive without the cache. On the host it has the values and methods of this `PerReplica`; each
-    access gathers the examples. As a pytree it consists of the three arrays.
+    `Strategy.distribute_dataset(cache="device")` creates it. A program gathers the examples when it runs, and receives them as
+    the `PerReplica` that it would receive without the cache. On the host it has the values and methods of this `PerReplica`;
+    each access gathers the examples. As a pytree it consists of the three arrays.
 
     Attributes:
         array: All examples, `[example, ...]`, replicated.
