@@ -245,7 +245,7 @@ BAD = {
     "position": (lambda x: x, {"data_position": {"a": len}}, TypeError, "`data_position` .* JSON, which cannot represent"),
     "pair": (lambda x: x, {"data_position": (1, 2)}, TypeError, r"JSON, which returns \[1, 2\] for \(1, 2\)\. Pass \[1, 2\]"),
     "seed": (lambda x: x, {"seed": object()}, TypeError, "`seed` is saved as JSON, which cannot represent"),
-    "extra": (lambda x: x, {"extra": {"f": len}}, TypeError, "extra/f is builtin_function_or_method: devices hold"),
+    "extra": (lambda x: x, {"extra": {"f": len}}, TypeError, "extra/f is builtin_function_or_method, a function: devices hold"),
     "wrapped": (
         lambda x: x, {"extra": {"f": jdist.Mirrored(np.zeros(1))}}, TypeError,
         "extra/f is in a Mirrored, and `extra` takes plain values only",
