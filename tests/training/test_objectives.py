@@ -288,6 +288,15 @@ def test_objective_that_uses_parameters_before_the_model_needs_a_state(two):
     assert trainer.fit({"x": X, "y": Y}, state=trainer.init(X), **options).steps == 1
 
 
+def test_model_is_initialized_with_the_inputs_of_its_first_call(two):
+    def objective(params, batch, key, apply):
+        return optax.squared_error(apply(params, batch[1]), batch[0])
+
+    trainer = trainer_of(two, optax.sgd(0.1), loss=None, objective=objective)
+    fitted = trainer.fit((Y, X), batch_size=EXAMPLES, steps=2, shuffle=False, progress="off")
+    assert_close(fitted.state.params, fit(trainer_of(two, optax.sgd(0.1)), steps=2).state.params)
+
+
 # -- steps of the user -------------------------------------------------------------------------------------------------
 
 

@@ -120,7 +120,7 @@ class Objective:
         Raises:
             ValueError: The objective needs parameters before it applies the model.
         """
-        if self.fn is None or (isinstance(element, tuple) and len(element) in (2, 3)):
+        if self.fn is None:
             return split_element(element, None)[0]
 
         def stop(params: PyTree, *args: Any, **kwargs: Any) -> None:
@@ -134,6 +134,8 @@ class Objective:
         except _FirstInputs as first:
             return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.asarray(x).dtype), first.inputs)
         except Exception as error:
+            if isinstance(element, tuple):
+                return element[0]
             raise ValueError(
                 "The inputs of the model are not known, because the objective uses `params` before it calls `apply` "
                 f"({type(error).__name__}: {error}). Pass a state: `fit(data, state=trainer.init(inputs))`."

@@ -260,9 +260,10 @@ class StepFunctions:
         if self.non_finite != "keep":
             old, is_taken = (carry.state, carry.metrics), is_finite & ~has_failed
             guarded_state, metrics = finite_guard.select(is_taken, (new_state, metrics), old)
-            is_skipped = self.non_finite == "skip"
-            new_state = with_step(guarded_state, step_of(new_state)) if is_skipped else guarded_state
-            has_failed = has_failed if is_skipped else ~is_taken
+            if self.non_finite == "skip":
+                new_state = with_step(guarded_state, step_of(new_state))
+            else:
+                new_state, has_failed, is_finite = guarded_state, ~is_taken, is_taken
         return TrainCarry(new_state, metrics, has_failed), StepOutcome(loss, is_finite)
 
     def evaluate(self, metrics: PyTree, state: ModelVariables, batch: PyTree, weights: Any = None) -> Any:
