@@ -72,7 +72,7 @@ class DeviceCache:
                 yield LocalBatch(rows, weights, examples, position)
 
     def _on_devices(self, indices: np.ndarray) -> tuple[list[tuple[jax.Array | None, jax.Array]], Any]:
-        """Returns `array` and `batches` of `CachedRows` for each leaf, given indices `[batch, replica, row]`; and the structure.
+        """Returns `array` and `batches` of `CachedRows` for each leaf, given indices `[batch, replica, row]`; and the treedef.
 
         Raises:
             ValueError: The arrays do not fit in the memory of a device.
