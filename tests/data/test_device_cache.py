@@ -26,6 +26,14 @@ every_strategy = pytest.mark.parametrize("name", among(STRATEGIES_AND_VIRTUAL, "
 SIZE, EXAMPLES = 24, 61
 
 
+@pytest.fixture(params=["gather", "copy"], autouse=True)
+def place(request, monkeypatch):
+    """On CPU devices the host copies the examples of small batches; elsewhere, and for large batches, programs gather them."""
+    if request.param == "gather":
+        monkeypatch.setattr(device_cache, "_MAX_COPIED_BYTES", 0)
+    return request.param
+
+
 def _source(count=EXAMPLES):
     numbers = np.arange(count)
     image = np.random.default_rng(0).normal(size=(count, 2, 3)).astype(np.float32)
@@ -151,12 +159,12 @@ def test_steps_transfer_nothing_and_compile_once(two, monkeypatch):
         assert traced == [1, 1, 1, 1]
 
 
-def test_program_gathers_without_communication():
+def test_program_gathers_without_communication(place):
     strategy = STRATEGIES["mirrored_8"]()
     _, cached = _pair(strategy)
     step = strategy.step(lambda state, batch: (state, batch["pair"][0].sum(0)))
     text = step.lower(strategy.put(0), next(iter(cached))).compile().as_text()
-    assert "gather" in text
+    assert (" gather(" in text) == (place == "gather")
     assert not [name for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if name in text]
 
 
@@ -189,11 +197,12 @@ def test_cached_batch_of_another_strategy_is_refused_with_its_name(two):
         two.step(_train)(two.put(jnp.zeros((2, 3))), next(iter(cached)))
 
 
-def test_arrays_are_transferred_once_for_all_iterators(two):
+def test_arrays_are_transferred_once_for_all_iterators(two, place):
     _, cached = _pair(two)
     first, second = (next(iter(dataset))["number"] for dataset in (cached, cached.repeated(5)))
     assert isinstance(first, CachedRows)
     assert first.array is second.array
+    assert (first.array is None) == (place == "copy")
 
 
 def test_doubles_are_converted_with_the_warning(two, caplog):

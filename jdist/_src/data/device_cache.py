@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdist._src.core.tree import PyTree
 from jdist._src.data.array_rows import float64_warning, to_32_bits
 from jdist._src.data.batches import LocalBatch, Position
 from jdist._src.data.config import InputConfig
@@ -26,8 +25,12 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.values.cached_rows import BatchNumber, CachedRows
 from jdist._src.values.per_replica import PerReplica
 
-# The number of batches whose indices are transferred together; also the largest `steps_per_call` that gathers them together.
-_GROUP = 64
+# The number of batches that are transferred together, and the number of batches after them that are transferred too, so that
+# `steps_per_call` successive batches are in one array.
+_GROUP, _AHEAD = 64, 16
+# On CPU devices, whose memory is the host's, XLA gathers more slowly than numpy. There the host copies the examples of a group
+# if they have at most this number of bytes.
+_MAX_COPIED_BYTES = 1 << 24
 
 
 class DeviceCache:
@@ -41,7 +44,8 @@ class DeviceCache:
     def __init__(self, config: InputConfig, replicas: Replicas):
         assert isinstance(config.source, Arrays)
         self._source, self._warn, self._replicas = config.source, config.warn, replicas
-        self._arrays: PyTree = None
+        self._host_leaves: list[np.ndarray] = []
+        self._leaves: list[jax.Array] = []
         self._indices: list[jax.Array] = []  # 0, 1, ... on the devices
 
     def batches(
@@ -53,12 +57,13 @@ class DeviceCache:
         full_weights: PerReplica | None = None
         for indices, batches in _with_next(_groups(config, share, start)):
             with jax.transfer_guard_host_to_device("allow"):
-                leaves, treedef = self._on_devices()
-                device_indices = self._transfer(indices)
+                leaves, treedef = self._on_devices(indices)
+            available = len(indices)
             for batch, index in zip(batches, self._indices, strict=False):
                 position, examples, host_weights = batch
-                number = BatchNumber(sequence, next(numbers))
-                rows = treedef.unflatten([CachedRows(leaf, device_indices, index, number) for leaf in leaves])
+                number = BatchNumber(sequence, next(numbers), available)
+                available -= 1
+                rows = treedef.unflatten([CachedRows(array, rows, index, number) for array, rows in leaves])
                 weights = full_weights if examples == config.batch_size else None
                 if host_weights is not None and (weights is None or weights.tree.is_deleted()):
                     with jax.transfer_guard_host_to_device("allow"):
@@ -66,30 +71,36 @@ class DeviceCache:
                     full_weights = weights if examples == config.batch_size else full_weights
                 yield LocalBatch(rows, weights, examples, position)
 
-    def _on_devices(self) -> tuple[list[jax.Array], Any]:
-        """Returns the arrays on the devices.
+    def _on_devices(self, indices: np.ndarray) -> tuple[list[tuple[jax.Array | None, jax.Array]], Any]:
+        """Returns `array` and `batches` of `CachedRows` for each leaf, given indices `[batch, replica, row]`; and the treedef.
 
         Raises:
             ValueError: The arrays do not fit in the memory of a device.
         """
-        if self._arrays is None:
+        if not self._host_leaves:
             arrays = self._source.tree
             if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
                 if warning := float64_warning(arrays):
                     self._warn(warning)
                 arrays = to_32_bits(arrays)
-            _check_memory(sum(leaf.nbytes for leaf in jax.tree.leaves(arrays)), self._replicas)
-            sharding = self._replicas.replicated_sharding
-            self._arrays = jax.device_put(arrays, sharding)
-            self._indices = jax.device_put([np.uint32(i) for i in range(_GROUP)], sharding)
-        return jax.tree.flatten(self._arrays)
+            self._host_leaves = jax.tree.leaves(arrays)
+            self._indices = jax.device_put([np.uint32(i) for i in range(_GROUP)], self._replicas.replicated_sharding)
+        treedef = jax.tree.structure(self._source.tree)
+        num_bytes = indices.size * sum(leaf.nbytes // len(leaf) for leaf in self._host_leaves)
+        if self._replicas.mesh.devices.flat[0].platform == "cpu" and num_bytes <= _MAX_COPIED_BYTES:
+            return [(None, self._transfer(leaf.take(indices, axis=0))) for leaf in self._host_leaves], treedef
+        if not self._leaves:
+            _check_memory(sum(leaf.nbytes for leaf in self._host_leaves), self._replicas)
+            self._leaves = jax.device_put(self._host_leaves, self._replicas.replicated_sharding)
+        device_indices = self._transfer(indices)
+        return [(leaf, device_indices) for leaf in self._leaves], treedef
 
-    def _transfer(self, indices: np.ndarray) -> jax.Array:
-        """Returns indices `[batch, replica, row]` on the devices."""
+    def _transfer(self, batches: np.ndarray) -> jax.Array:
+        """Returns `[batch, replica, row, ...]` on the devices."""
         if self._replicas.batch_axes:  # there is one replica, with the rows of all parts of the batch
-            indices = indices.reshape(len(indices), 1, -1)
-        spec = self._replicas.batch_sharding(indices.shape[1:]).spec
-        return jax.device_put(indices, NamedSharding(self._replicas.mesh, PartitionSpec(None, *spec)))
+            batches = batches.reshape(len(batches), 1, -1, *batches.shape[3:])
+        spec = self._replicas.batch_sharding(batches.shape[1:]).spec
+        return jax.device_put(batches, NamedSharding(self._replicas.mesh, PartitionSpec(None, *spec)))
 
 
 class _IndexBatch(NamedTuple):
@@ -119,15 +130,16 @@ class _Group(NamedTuple):
 
 
 def _with_next(groups: Iterator[_Group]) -> Iterator[_Group]:
-    """Yields the groups with the indices of the batches after them appended, `[2 * _GROUP, replica, row]`."""
+    """Yields the groups with the indices of the batches after them appended, `[_GROUP + _AHEAD, replica, row]`."""
+    size = _GROUP + _AHEAD
     upcoming: collections.deque[_Group] = collections.deque()
     while True:
-        while sum(len(group.indices) for group in upcoming) < 2 * _GROUP and (group := next(groups, None)) is not None:
+        while sum(len(group.indices) for group in upcoming) < size and (group := next(groups, None)) is not None:
             upcoming.append(group)
         if not upcoming:
             return
-        joined = np.concatenate([group.indices for group in upcoming])[: 2 * _GROUP]
-        indices = np.zeros((2 * _GROUP, *joined.shape[1:]), np.uint32)
+        joined = np.concatenate([group.indices for group in upcoming])[:size]
+        indices = np.zeros((size, *joined.shape[1:]), np.uint32)
         indices[: len(joined)] = joined
         yield _Group(indices, upcoming.popleft().batches)
 

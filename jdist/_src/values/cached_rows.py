@@ -24,10 +24,12 @@ class BatchNumber:
     Attributes:
         sequence: An object that identifies the sequence.
         number: The number.
+        available: The number of successive batches, from this one on, that are on the devices in one array.
     """
 
     sequence: object
     number: int
+    available: int
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BatchNumber)
@@ -47,16 +49,17 @@ class CachedRows(DistributedValues):
     each access gathers the examples. As a pytree it consists of the three arrays.
 
     Attributes:
-        array: All examples, `[example, ...]`, replicated.
-        indices: The indices of the examples of several batches, `[batch, replica, row]`, sharded over the replicas. Unsigned,
-            because JAX adds instructions for negative indices of other types.
+        array: All examples, `[example, ...]`, replicated; None if `batches` contains the examples.
+        batches: The indices of the examples of several batches, `[batch, replica, row]`, sharded over the replicas. Unsigned,
+            because JAX adds instructions for negative indices of other types. Without `array` the examples themselves,
+            `[batch, replica, row, ...]`.
         index: The index of this batch among them, unsigned `[]`, replicated. The next batches of the sequence follow it.
         batch: The number of the batch, or None.
     """
 
     _is_stacked = True
     array: Any
-    indices: Any
+    batches: Any
     index: Any
     batch: BatchNumber | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -68,17 +71,17 @@ class CachedRows(DistributedValues):
             spec: The partition spec of `[replica, row]` arrays.
         """
 
-        def gather(array: jax.Array, indices: jax.Array, index: jax.Array) -> jax.Array:
-            return _take(array, lax.dynamic_index_in_dim(indices, index, keepdims=False))
+        def gather(array: jax.Array | None, batches: jax.Array, index: jax.Array) -> jax.Array:
+            return _take(array, lax.dynamic_index_in_dim(batches, index, keepdims=False))
 
-        return PerReplica(_on_each_device(gather, mesh, spec, spec)(self.array, self.indices, self.index))
+        return PerReplica(_on_each_device(gather, mesh, spec, spec)(self.array, self.batches, self.index))
 
     @property
     def tree(self) -> jax.Array:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The examples, `[replica, row, ...]`."""
-        if not is_device_array(self.indices):  # in a `jax.jit` of the user
-            return _take(self.array, self.indices[self.index])
-        mesh, spec = mesh_of(self.indices), self.indices.sharding.spec
+        if not is_device_array(self.batches):  # in a `jax.jit` of the user
+            return _take(self.array, self.batches[self.index])
+        mesh, spec = mesh_of(self.batches), self.batches.sharding.spec
         rows = _gather(self, mesh, PartitionSpec(*spec[1:]))
         if is_bounded(mesh):
             wait_for_results(rows)
@@ -128,8 +131,10 @@ class CachedRows(DistributedValues):
         return self.tree, True
 
     def __repr__(self) -> str:
-        shape = (*self.indices.shape[1:], *self.array.shape[1:])
-        return f"CachedRows({ReprText.of(jax.ShapeDtypeStruct(shape, self.array.dtype))!r})"
+        shape, dtype = self.batches.shape[1:], self.batches.dtype
+        if self.array is not None:
+            shape, dtype = (*shape, *self.array.shape[1:]), self.array.dtype
+        return f"CachedRows({ReprText.of(jax.ShapeDtypeStruct(shape, dtype))!r})"
 
 
 @final
@@ -139,12 +144,12 @@ class CachedSteps:
     """The `CachedRows` of successive batches, with their arrays once.
 
     Attributes:
-        array, indices, index: See `CachedRows`; `index` is the index of the first batch.
+        array, batches, index: See `CachedRows`; `index` is the index of the first batch.
         num_steps: The number of batches.
     """
 
     array: Any
-    indices: Any
+    batches: Any
     index: Any
     num_steps: int = dataclasses.field(metadata={"static": True})
 
@@ -152,26 +157,23 @@ class CachedSteps:
     def of(cls, batches: Sequence[Any]) -> "CachedSteps | None":
         """Returns `batches` as one value; None if they are not successive batches whose indices are on the devices together."""
         first, start = batches[0], batches[0].batch
-        if start is None:
+        if start is None or len(batches) > start.available:
             return None
         for number, rows in enumerate(batches, start.number):
             if not isinstance(rows, CachedRows) or rows.batch is None or rows.array is not first.array:
                 return None
             if rows.batch.number != number or rows.batch.sequence is not start.sequence:
                 return None
-        # The indices on the devices are those of the first batch and of as many further ones as the first half contains.
-        if len(batches) > first.indices.shape[0] // 2:
-            return None
-        return cls(first.array, first.indices, first.index, len(batches))
+        return cls(first.array, first.batches, first.index, len(batches))
 
     def gathered(self, mesh: Mesh, spec: PartitionSpec) -> PerReplica:
         """Returns the examples of all batches as a `PerReplica` `[replica, batch, row, ...]`; see `CachedRows.gathered`."""
 
-        def gather(array: jax.Array, indices: jax.Array, index: jax.Array) -> jax.Array:
-            return _take(array, lax.dynamic_slice_in_dim(indices, index, self.num_steps).swapaxes(0, 1))
+        def gather(array: jax.Array | None, batches: jax.Array, index: jax.Array) -> jax.Array:
+            return _take(array, lax.dynamic_slice_in_dim(batches, index, self.num_steps).swapaxes(0, 1))
 
         out_spec = PartitionSpec(*spec[:1], None, *spec[1:])
-        return PerReplica(_on_each_device(gather, mesh, spec, out_spec)(self.array, self.indices, self.index))
+        return PerReplica(_on_each_device(gather, mesh, spec, out_spec)(self.array, self.batches, self.index))
 
 
 def gather_cached_rows(tree: PyTree, replicas: Replicas) -> PyTree:
@@ -180,7 +182,7 @@ def gather_cached_rows(tree: PyTree, replicas: Replicas) -> PyTree:
     def gather(node: Any) -> Any:
         if not isinstance(node, (CachedRows, CachedSteps)):
             return node
-        return node.gathered(replicas.mesh, replicas.batch_sharding(node.indices.shape[1:]).spec)
+        return node.gathered(replicas.mesh, replicas.batch_sharding(node.batches.shape[1:]).spec)
 
     return jax.tree.map(gather, tree, is_leaf=lambda node: is_distributed(node) or isinstance(node, CachedSteps))
 
@@ -193,9 +195,10 @@ def _on_each_device(
     return jax.shard_map(gather, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
 
 
-def _take(array: jax.Array, indices: jax.Array) -> jax.Array:
+def _take(array: jax.Array | None, selected: jax.Array) -> jax.Array:
+    rows = selected if array is None else array.at[selected].get(mode="promise_in_bounds")
     # The barrier keeps XLA from fusing the gather into the step, which would round sums of examples differently.
-    return lax.optimization_barrier(array.at[indices].get(mode="promise_in_bounds"))
+    return lax.optimization_barrier(rows)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
