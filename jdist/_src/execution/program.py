@@ -19,7 +19,7 @@ from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
 from jdist._src.execution.backend import Backend
-from jdist._src.execution.multi_step import inputs_per_step, run_sequentially
+from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially
 from jdist._src.execution.replicate import Call, Proof, Traced
 from jdist._src.replica.context import in_replica_function
 from jdist._src.values.arrays import (
@@ -59,6 +59,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         donates: Whether the memory of that state is reused for the new state.
         steps_per_call: The number of times that one call runs the program, on successive elements of its inputs; None to run it
             once on its inputs.
+        without_scan: Returns an equal program that does not scan over several steps, for a program whose trace raises
+            `SlowLoopError`.
     """
 
     __wrapped__: Callable[Concatenate[StateT, InputsT], tuple[Any, OutputsT]]
@@ -72,6 +74,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         has_state: bool = False,
         donates: bool = False,
         steps_per_call: int | None = None,
+        without_scan: "Callable[[], Program[..., Any, Any]] | None" = None,
     ):
         proofs: list[Proof] = []
 
@@ -91,6 +94,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._has_state = has_state
         self._donates = donates
         self._steps_per_call = steps_per_call
+        self._without_scan = without_scan
+        self._replacement: Any = None  # the program without a scan, after `SlowLoopError`
         self._smallest = 0  # the index of the smallest result: the results of a call are held until the next call
         compile_ = functools.partial(jax.jit, donate_argnums=(0,) if donates else ())
         self._compiled = compile_(traced)
@@ -129,10 +134,14 @@ class Program(Generic[StateT, InputsT, OutputsT]):
                     "`strategy.run`, `strategy.init` or a step is called inside a replica function. Call the inner function "
                     "directly: inside a replica function the values are one replica's plain arrays."
                 )
+            if self._replacement is not None:
+                return self._replacement(*args)
             try:
                 if is_keyed() or not jax.sharding.get_abstract_mesh().empty:
                     return self._call_outside_contexts(*args)
                 return self._checked_call(*args)
+            except SlowLoopError:
+                return self._replaced()(*args)
             except (TypeError, ValueError, RuntimeError, AttributeError) as error:
                 mesh, has_donated = self.backend.replicas.mesh, self._donates and bool(args)
                 check_devices_attached(mesh)
@@ -141,13 +150,18 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Returns the program lowered for arguments of these shapes: `lower(...).compile().as_text()`."""
+        if self._replacement is not None:
+            return self._replacement.lower(*args)
         if self._steps_per_call is not None:
             args = (args[0], *inputs_per_step(args[1:], self._steps_per_call)[0])
         state, inputs = args[: self._has_state], args[self._has_state :]
         backend = self.backend
         state_shardings = backend.state_shardings if backend.storage is None else backend.input_shardings
         shardings = state_shardings(state[0]) if self._has_state else []
-        return self._lowered.lower(*_shapes(args, [*shardings, *backend.input_shardings(inputs)]))
+        try:
+            return self._lowered.lower(*_shapes(args, [*shardings, *backend.input_shardings(inputs)]))
+        except SlowLoopError:
+            return self._replaced().lower(*args)
 
     @property
     def proof(self) -> Proof:
@@ -156,6 +170,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         Raises:
             RuntimeError: The program was not traced yet.
         """
+        if self._replacement is not None:
+            return self._replacement.proof
         if not self._proofs:
             raise RuntimeError("Nothing is proved yet: a step is traced when it is called for the first time.")
         return self._proofs[0]
@@ -171,6 +187,11 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             "A step cannot be pickled: it is compiled for devices of this process. Pickle its function, `step.__wrapped__`, "
             "and the strategy, and call `strategy.step(fn)` again. `jdist.export` saves a function with its weights."
         )
+
+    def _replaced(self) -> Any:
+        assert self._without_scan is not None
+        self._replacement = self._without_scan()
+        return self._replacement
 
     def _call_outside_contexts(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         """Calls the program outside the host's contexts. In `scope()` or `jax.set_mesh` it would be compiled again."""
@@ -239,6 +260,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             return
         try:
             yield programs
+        except SlowLoopError:  # on all processes, which compare the program without a scan
+            raise
         except Exception as error:
             check_same_program(name, None, [], replicas, failure=error)
             raise
