@@ -1,15 +1,18 @@
 """Batches placed on the devices by jdist, against hand-written code and other libraries.
 
-    python benchmarks/input.py [--quick] [--json] [--devices 4] [--case arrays]
+    python benchmarks/input.py [--quick] [--json] [--devices 4] [--case arrays|tiny|cached|grain|step]
 
 The data are 60,000 images of 28 x 28 bytes and their labels, in batches of 256. Cases: `arrays` (shuffled arrays in memory;
 hand-written: numpy indexing and one `device_put`; if installed, tf.data with `experimental_distribute_dataset`, and torch's
 `DataLoader` with a `device_put`); `grain` (a `grain` pipeline passed to jdist, against the same pipeline iterated and placed by
-hand); `step` (arrays, and a step on each batch). A measurement ends when the last batch is on the devices.
+hand); `step` (arrays, and a step on each batch); `tiny` (padded batches of 64 examples of 32 floats and a label, against one
+`device_put` of the same batch); `cached` (a small MLP, ten steps per call, on data that are stored on the devices, against
+the same steps on one batch that is on the devices already). A measurement ends when the last batch is on the devices.
 """
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
 
@@ -21,7 +24,7 @@ import sidebyside
 
 options = sidebyside.parser("Input of jdist against hand-written input and other libraries.")
 options.add_argument("--devices", type=int, default=0, help="default: all accelerators, or 4 CPU devices")
-options.add_argument("--case", choices=["arrays", "grain", "step"], help="run only this case")
+options.add_argument("--case", choices=["arrays", "tiny", "cached", "grain", "step"], help="run only this case")
 args = options.parse_args()
 jax.config.update("jax_num_cpu_devices", args.devices or 4)
 
@@ -37,6 +40,7 @@ BATCH = 256
 IMAGES = np.random.default_rng(0).integers(0, 256, (60_000, 28, 28)).astype(np.uint8)
 LABELS = np.arange(60_000, dtype=np.int32) % 10
 STEPS = len(IMAGES) // BATCH
+ROW_BATCH, ROW_STEPS = 64, 640
 strategy = jdist.MirroredStrategy(DEVICES)
 
 
@@ -120,13 +124,73 @@ def step():
     }
 
 
+def rows():
+    """Returns examples of 32 floats and a label, for `ROW_STEPS` batches."""
+    generator = np.random.default_rng(0)
+    features = generator.normal(size=(ROW_STEPS * ROW_BATCH, 32)).astype(np.float32)
+    return features, generator.integers(0, 10, len(features)).astype(np.int32)
+
+
+def tiny():
+    data = rows()
+    ours = strategy.distribute_dataset(data, ROW_BATCH, remainder="pad")
+
+    def put():
+        for start in range(0, ROW_STEPS * ROW_BATCH, ROW_BATCH):
+            batch = tuple(array[start : start + ROW_BATCH] for array in data)
+            placed = jax.device_put(batch, (ROWS, ROWS))
+        jax.block_until_ready(placed)
+
+    def feed():
+        for (batch, _), _ in zip(ours, range(ROW_STEPS), strict=True):
+            placed = batch
+        jax.block_until_ready(placed)
+
+    return {"jdist": feed, "one device_put": put}
+
+
+def cached():
+    sizes, per_call = (32, 64, 64, 10), 10
+
+    def make(key):
+        keys = jax.random.split(key, 3)
+        return [
+            jax.random.normal(k, shape) * 0.1
+            for k, shape in zip(keys, zip(sizes, sizes[1:], strict=False), strict=True)
+        ]
+
+    def loss(params, features, labels):
+        for w in params[:-1]:
+            features = jnp.tanh(features @ w)
+        scores = jax.nn.log_softmax(features @ params[-1])
+        return -jnp.take_along_axis(scores, labels[:, None], 1).mean()
+
+    def train(params, batch):
+        value, grads = jdist.all_reduce("mean", jax.value_and_grad(loss)(params, *batch))
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
+    take = strategy.step(train, steps_per_call=per_call)
+    data = rows()
+    ours = strategy.distribute_dataset(data, ROW_BATCH, shuffle=True, cache="device")
+    one = next(iter(strategy.distribute_dataset(data, ROW_BATCH)))
+
+    def run(batches):
+        params = strategy.init(make, jax.random.key(0))
+        for _ in range(ROW_STEPS // per_call):
+            params, losses = take(params, [next(batches) for _ in range(per_call)])
+        jax.block_until_ready(losses)
+
+    return {"jdist": lambda: run(iter(ours)), "not fed": lambda: run(itertools.repeat(one))}
+
+
 def main():
     sidebyside.versions(args.json)
-    for case in (arrays, grain, step):
+    for case in (arrays, tiny, cached, grain, step):
         if args.case in (None, case.__name__):
             timed = {peer: functools.partial(sidebyside.seconds, work) for peer, work in case().items()}
             taken = sidebyside.rounds(timed, 3 if args.quick else 9 if case is grain else 21)
-            sidebyside.report(f"{case.__name__}, {len(DEVICES)} devices", taken, args.json, STEPS)
+            steps = ROW_STEPS if case in (tiny, cached) else STEPS
+            sidebyside.report(f"{case.__name__}, {len(DEVICES)} devices", taken, args.json, steps)
 
 
 if __name__ == "__main__":

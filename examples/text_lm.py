@@ -92,7 +92,8 @@ def generate(graphdef, params, window, length, temperature, key):
     model = nnx.merge(graphdef, params)
 
     def next_character(window, key):
-        code = jax.random.categorical(key, model(window[None])[0, -1] / temperature).astype(window.dtype)
+        logits = model(window[None])[0, -1] / jnp.maximum(temperature, 1e-6)  # 0 takes the most likely character
+        code = jax.random.categorical(key, logits).astype(window.dtype)
         return jnp.append(window[1:], code), code
 
     return lax.scan(next_character, window, jax.random.split(key, length))[1]
@@ -104,7 +105,12 @@ def main():
     parser.add_argument("--steps", type=int, default=420, help="training steps (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=32, help="global batch size (default: %(default)s)")
     parser.add_argument("--length", type=int, default=600, help="characters to generate (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of sampling (default: %(default)s)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="of sampling; 0 takes the most likely character (default: %(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, shuffling, sampling (default: %(default)s)")
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", args.replicas)  # before JAX starts; no effect on accelerators

@@ -31,6 +31,7 @@ from jdist._src.core.errors import FitError as FitError
 from jdist._src.core.errors import NotMirroredError as NotMirroredError
 from jdist._src.core.errors import RepeatedSumWarning as RepeatedSumWarning
 from jdist._src.core.errors import ReplicatedBatchWarning as ReplicatedBatchWarning
+from jdist._src.core.errors import SharedRandomnessWarning as SharedRandomnessWarning
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning as UnrecognizedOptimizerStateWarning
 from jdist._src.core.version import __version__ as __version__
 from jdist._src.data.dataset import DistributedDataset as DistributedDataset
@@ -56,6 +57,7 @@ from jdist._src.replica.context import in_cross_replica_context as in_cross_repl
 from jdist._src.replica.context import num_replicas as num_replicas
 from jdist._src.replica.context import reduce_scatter as reduce_scatter
 from jdist._src.replica.context import replica_id as replica_id
+from jdist._src.replica.gradients import global_loss as global_loss
 from jdist._src.replica.gradients import value_and_grad as value_and_grad
 from jdist._src.replica.losses import compute_average_loss as compute_average_loss
 from jdist._src.replica.losses import global_mean as global_mean

@@ -1,5 +1,6 @@
 """Input pipelines: distributed data sets, sharding policies, files as sources, and statistics of the input pipeline."""
 
+from jdist._src.data.buckets import Buckets as Buckets
 from jdist._src.data.dataset import DistributedDataset as DistributedDataset
 from jdist._src.data.dataset import DistributedIterator as DistributedIterator
 from jdist._src.data.dataset import stats as stats

@@ -4,7 +4,9 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
+import warnings
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -34,6 +36,31 @@ def strategy(request):
 def two():
     """Two replicas, for the concrete cases."""
     return STRATEGIES["mirrored_2"]()
+
+
+@pytest.fixture(scope="session")
+def keras(tmp_path_factory):
+    """Returns Keras with JAX as its backend. The environment variables are restored."""
+    if "keras" not in sys.modules:
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            patch.setenv("KERAS_BACKEND", "jax")
+            patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
+            pytest.importorskip("keras", reason="Keras is optional and not installed.")
+    module = sys.modules["keras"]
+    if module.backend.backend() != "jax":
+        pytest.skip("Keras was imported with another backend than JAX.")
+    return module
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path_factory):
+    """Serves `gs://` and `s3://` from folders; returns the folder that contains them."""
+    import object_store
+
+    root = tmp_path_factory.mktemp("store")
+    object_store.install(monkeypatch, root)
+    return root
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses

@@ -34,6 +34,7 @@ def test_digits_reports_invalid_flags():
     )
 
 
+@pytest.mark.slow
 def test_digits_help_lists_every_flag_and_its_default():
     text = run(DIGITS, "--help").stdout
     for flag in ("--replicas", "--epochs", "--batch-size", "--seed"):

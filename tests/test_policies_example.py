@@ -76,6 +76,7 @@ def test_compressing_policies_reach_the_loss_of_the_mean():
         assert table[name][0] < 1.02 * mean, name
 
 
+@pytest.mark.slow
 def test_policies_reports_invalid_flags():
     assert_invalid_arguments(
         "policies.py",

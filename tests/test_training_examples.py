@@ -1,8 +1,11 @@
 """The training examples, run as a user does."""
 
 import re
+import runpy
 
+import jax
 import pytest
+from flax import nnx
 
 from example_runs import EXAMPLES, assert_invalid_arguments, run
 
@@ -88,6 +91,10 @@ WRONG = {
         "--replicas 3": "ValueError: A batch of 128 examples cannot be split over 3 replicas",
         "--frobnicate": "unrecognized arguments: --frobnicate",
     },
+    "cartpole.py": {
+        "--environments 3": "3 environments cannot be split over 4 replicas.",
+        "--updates many": "argument --updates: invalid int value: 'many'",
+    },
     "text_lm.py": {
         "--batch-size 6": "ValueError: inputs is int32[3,64]",
         "--temperature cold": "argument --temperature: invalid float value: 'cold'",
@@ -99,13 +106,15 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", WRONG)
 @pytest.mark.one_in(3)
 def test_example_reports_invalid_flags(example):
     assert_invalid_arguments(example, WRONG[example])
 
 
-@pytest.mark.parametrize("example", ["digits_fit.py", "text_lm.py", "resume.py"])
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["digits_fit.py", "text_lm.py", "resume.py", "cartpole.py"])
 @pytest.mark.one_in(3)
 def test_example_help_lists_defaults(example):
     printed = _printed(example, "--help")
@@ -113,7 +122,29 @@ def test_example_help_lists_defaults(example):
     assert "(default: 0)" in printed  # of `--seed`
 
 
+@pytest.mark.slow
+def test_text_lm_with_temperature_0_takes_the_most_likely_characters():
+    example = runpy.run_path(str(EXAMPLES / "text_lm.py"))
+    graphdef, params = nnx.split(example["Transformer"](10, layers=1, width=8, rngs=nnx.Rngs(0)))
+    window = jax.numpy.arange(8)
+    generate = lambda temperature, seed: example["generate"](
+        graphdef, params, window, 20, temperature, jax.random.key(seed)
+    )
+    assert generate(0.0, 0).tolist() == generate(0.0, 1).tolist() != generate(1.0, 0).tolist()
+    assert generate(0.0, 0)[0] == nnx.merge(graphdef, params)(window[None])[0, -1].argmax()
+
+
+@pytest.mark.slow
 def test_text_lm_reports_batches_larger_than_the_text():
     done = run(EXAMPLES / "text_lm.py", "--batch-size", "4000")
     assert done.returncode == 1
     assert "ValueError: The source is empty" in done.stderr
+
+
+@pytest.mark.slow
+def test_cartpole_learns_to_balance_with_environments_of_each_replica():
+    printed = _printed("cartpole.py", "--replicas", "2")
+    lengths = [float(length) for length in re.findall(r"^update +\d+ .* (\S+)$", printed, re.MULTILINE)]
+    assert len(lengths) == 4 and lengths[0] < 60
+    assert "per replica: ('state.poles',)" in printed
+    assert float(re.search(r"balances for (\S+) of 200 steps, trained on 2 replicas", printed)[1]) > 120

@@ -118,9 +118,11 @@ def test_32_bit_leaves_are_returned_unchanged():
     assert array_rows.to_32_bits(tree) is tree
 
 
-def test_float64_leaves_are_named_with_dtype_and_shape():
+def test_warning_names_float64_leaves_with_dtype_and_shape():
     tree = {"a": np.zeros((2, 3)), "b": np.zeros(2, np.float32), "c": np.zeros(2, complex), "d": np.zeros(2, int)}
-    assert array_rows.float64_leaves(tree) == ["source['a'] (float64[2,3])", "source['c'] (complex128[2])"]
+    leaves = "source['a'] (float64[2,3]), source['c'] (complex128[2])"
+    assert array_rows.float64_warning(tree).startswith(f"{leaves}: JAX converts 64-bit floats")
+    assert array_rows.float64_warning(tree["d"]) is None
 
 
 # Values that stay unchanged.

@@ -209,6 +209,51 @@ def test_padded_batches_of_arrays_have_each_example_once_per_epoch_and_weights_c
 
 
 @few
+@hypothesis.given(layouts(), layouts(), st.integers(1, 20), counts, st.booleans(), seeds, st.data())
+def test_padded_batches_of_any_size_have_the_same_examples_on_every_layout(one, two, size, count, shuffle, seed, data):
+    config = _config(_arrays(count), size, shuffle=shuffle, seed=seed, epochs=2)
+    expected = _join(config, _single_process(1))
+    joined = _join(config, one)
+    assert _example_numbers(joined) == _example_numbers(expected)
+    assert [batch[2:] for batch in joined] == [batch[2:] for batch in expected]
+    for rows, weights, examples, _ in joined:
+        assert weights.tolist() == [1.0] * examples + [0.0] * (
+            -(-size // one[0].num_replicas) * one[0].num_replicas - examples
+        )
+        chex.assert_trees_all_equal(rows, jax.tree.map(lambda x, i=rows["number"]: x[i], _arrays(count)))
+    cut = data.draw(st.integers(0, len(joined)))
+    after = joined[cut - 1][3] if cut else START._replace(batch_size=size)
+    resumed = _join(config, two, _json(after))
+    assert _example_numbers(resumed) == _example_numbers(expected[cut:])
+    assert [batch[2:] for batch in resumed] == [batch[2:] for batch in expected[cut:]]
+
+
+@pytest.mark.parametrize("kind", ["examples", "batches", "placed"])
+@pytest.mark.parametrize("size", [1, 5, 7])
+def test_padded_batches_of_streams_of_any_size_have_the_same_examples_on_every_layout(kind, size):
+    config = SOURCES[kind](23, size, epochs=2)
+    expected = _join(config, _single_process(1))
+    for shares in (_single_process(3), _views([ProcessShare((0, 2), 4), ProcessShare((1, 3), 4)])):
+        for number, position in enumerate([START, *(batch[3] for batch in expected)]):
+            joined = _join(config, shares, _json(position))
+            assert _example_numbers(joined) == _example_numbers(expected[number:])
+            assert [batch[2:] for batch in joined] == [batch[2:] for batch in expected[number:]]
+
+
+@few
+@hypothesis.given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 6), st.integers(1, 8), st.integers(6, 20)
+)
+def test_padded_batches_of_sharded_files_of_any_size_have_each_example_once(sizes, shards, replicas, size):
+    shards = min(shards, len(sizes))
+    start = START._replace(shards=shards)
+    joined = _join(_files(sizes, size), _single_process(replicas), start)
+    expected = _join(_files(sizes, size), _single_process(1), start)
+    assert _example_numbers(joined) == _example_numbers(expected)
+    assert sorted(sum(_example_numbers(joined), [])) == list(range(sum(sizes)))
+
+
+@few
 @hypothesis.given(layouts(), st.integers(1, 3), counts, st.booleans(), seeds)
 def test_batches_with_drop_are_the_full_batches_with_pad(shares, each, count, shuffle, seed):
     size = shares[0].num_replicas * each

@@ -70,6 +70,74 @@ def test_rows_of_a_batch_match_and_are_placed_on_their_replica(shuffle, remainde
 
 
 @every_strategy
+def test_element_spec_is_the_batch_that_a_compiled_step_takes(strategy):
+    dataset = strategy.distribute_dataset({"x": np.zeros((9, 3)), "y": np.arange(9)}, 5, remainder="pad")
+    spec = dataset.element_spec
+    element = next(iter(dataset))
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert shapes(spec) == shapes(element)
+    assert jax.tree.structure(spec) == jax.tree.structure(element)
+
+    def step(state, element):
+        batch, weights = element
+        return state + jdist.all_reduce("sum", (batch["x"].sum(1) * weights).sum()), None
+
+    state = strategy.put(np.float32(0))
+    assert strategy.compile(strategy.step(step), state, spec).memory_analysis() is not None
+
+
+def test_element_spec_does_not_read_arrays_and_reads_one_example_of_a_sequence(two):
+    read = []
+
+    class Recording:
+        def __len__(self):
+            return 9
+
+        def __getitem__(self, number):
+            read.append(number)
+            return {"x": np.zeros(3)}
+
+    assert str(two.distribute_dataset(Recording(), 4).element_spec) == "{'x': PerReplica(float32[2,2,3])}"
+    assert read == [0]
+
+
+@every_strategy
+def test_every_batch_of_any_size_is_filled_up_to_a_multiple_of_the_replicas(strategy):
+    parts = strategy.replicas.num_parts
+    for size in (1, 5, 10):
+        dataset = strategy.distribute_dataset(_source(), size, shuffle=True, remainder="pad")
+        expected = REPLICAS["one_device"].distribute_dataset(_source(), size, shuffle=True)
+        assert _numbers(dataset) == _numbers(expected)
+        for batch, weights in dataset:
+            assert weights.tree.size == -(-size // parts) * parts
+            assert np.asarray(weights.tree).ravel().tolist() == [1.0] * size + [0.0] * (weights.tree.size - size)
+            assert len(_global((batch, weights))[0]["number"]) == weights.tree.size
+
+
+def test_position_between_filled_up_batches_continues_on_another_number_of_replicas():
+    options = dict(batch_size=7, shuffle=True, epochs=2, remainder="pad")
+    expected = _numbers(REPLICAS["mirrored_3"].distribute_dataset(_source(), **options))
+    first = iter(REPLICAS["mirrored_3"].distribute_dataset(_source(), **options))
+    for taken in (0, 1, 8, 9, 17):
+        while jdist.data.stats(first).batches < taken:
+            next(first)
+        assert first.get_state()["batch_size"] == 7
+        for name in ("one_device", "mirrored_2", "mirrored_8"):
+            resumed = iter(REPLICAS[name].distribute_dataset(_source(), **options))
+            resumed.set_state(first.get_state())
+            assert _numbers(resumed) == expected[taken:]
+
+
+def test_weights_of_full_batches_are_transferred_once(two):
+    first, second, last = (weights.tree for _, weights in two.distribute_dataset(_source(), BATCH, remainder="pad"))
+    assert second is first
+    assert np.asarray(last).sum() == 12
+    iterator = iter(two.distribute_dataset(_source(), BATCH, remainder="pad", prefetch=0))
+    next(iterator)[1].tree.delete()  # donated to a program of the user
+    assert np.asarray(next(iterator)[1].tree).sum() == BATCH
+
+
+@every_strategy
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_epoch_with_pad_has_each_example_once_and_weights_count_them(shuffle, strategy):
     dataset = strategy.distribute_dataset(_source(), BATCH, shuffle=shuffle, remainder="pad")
@@ -189,7 +257,7 @@ REFUSED = {
     ),
     "batch_below": (
         dict(batch_size=1),
-        r"batch of 1 examples cannot be split over 2 replicas \(1 left over\).*use 2\.",
+        r"batch of 1 examples cannot be split over 2 replicas \(1 left over\).*use 2, or pass remainder=\"pad\"",
     ),
     "batch_of_nothing": (dict(batch_size=0), r"batch of 0 examples cannot be split over 2 replicas.*use 2\."),
     "batch_negative": (dict(batch_size=-2), r"batch of -2 examples cannot be split over 2 replicas.*use 2\."),
@@ -225,7 +293,8 @@ def test_dataset_that_cannot_be_distributed_is_refused(options, says, two):
 
 def test_batch_smaller_than_the_number_of_replicas_is_refused_with_the_minimum():
     with pytest.raises(
-        ValueError, match=r"batch of 7 examples cannot be split over 8 replicas \(7 left over\).*use 8\."
+        ValueError,
+        match=r"batch of 7 examples cannot be split over 8 replicas \(7 left over\).*use 8, or pass remainder=\"pad\", which fills up",
     ):
         REPLICAS["mirrored_8"].distribute_dataset(np.zeros(12), 7)
 

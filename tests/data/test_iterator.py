@@ -382,6 +382,75 @@ def test_position_of_a_grain_dataset_with_prefetched_batches_resumes(two):
     iterator.close()
 
 
+class StatefulLoader:
+    """A loader with the interface of torchdata's `StatefulDataLoader`, in a random order that only its state repeats."""
+
+    def __init__(self, seed, count=12, rows=None):
+        self.generator, self.count, self.rows = np.random.default_rng(seed), count, rows
+        self.read, self._state = 0, None
+
+    def __iter__(self):
+        state, self._state = self._state, None
+        if state is None:
+            state = {"order": self.generator.permutation(self.count), "at": {0: 0}, "name": ("a", b"b", None)}
+        order, self._at = state["order"], state["at"][0]
+        self._order = order
+        while self._at < self.count:
+            i, step = self._at, self.rows or 1
+            self._at += step
+            self.read += 1
+            yield order[i : i + step].astype(np.int32) if self.rows else np.int32(order[i])
+
+    def state_dict(self):
+        return {"order": self._order, "at": {0: self._at}, "name": ("a", b"b", None)}
+
+    def load_state_dict(self, state):
+        assert state["name"] == ("a", b"b", None)
+        self._state = state
+
+
+@pytest.mark.parametrize("rows", [None, 4], ids=["examples", "batches"])
+def test_loader_with_a_state_dict_resumes_from_it(rows, two):
+    batch_size = None if rows else 4
+    dataset = lambda loader: two.distribute_dataset(loader, batch_size, epochs=2, remainder="pad")
+    numbers = lambda elements: [np.asarray(rows.tree).ravel().tolist() for rows, _ in elements]
+    whole = numbers(dataset(StatefulLoader(1, rows=rows)))
+    assert sorted(sum(whole[:3], [])) == list(range(12))
+    first = iter(dataset(StatefulLoader(1, rows=rows)))
+    for taken in range(1, 4):
+        next(first)
+        loader = StatefulLoader(99, rows=rows)  # another order
+        resumed = iter(dataset(loader))
+        resumed.set_state(_through_json(first.get_state()))
+        rest = numbers(itertools.islice(resumed, 3 - taken))
+        assert rest == whole[taken:3]
+        resumed.close()
+        assert taken == 3 or loader.read <= (3 - taken + 2) * (1 if rows else 4) + 4
+
+
+def test_loader_resumed_at_the_end_of_an_epoch_continues_with_the_next_one(two):
+    """A partial batch is read until the loader ends; the loader's state is then that of its next epoch."""
+    dataset = lambda loader: two.distribute_dataset(loader, 4, epochs=2, remainder="pad")
+    first = iter(dataset(StatefulLoader(1, count=6)))
+    list(itertools.islice(first, 2))
+    state = _through_json(first.get_state())
+    assert (state["epoch"], state["batch"]) == (0, 2)
+    resumed = iter(dataset(StatefulLoader(5, count=6)))
+    resumed.set_state(state)
+    rows, weights = zip(*resumed, strict=True)
+    assert resumed.get_state()["epoch"] == 1
+    assert sum(np.asarray(w.tree).sum() for w in weights) == 6
+
+
+def test_state_dict_that_cannot_be_stored_is_refused_with_its_path(two):
+    loader = StatefulLoader(1)
+    loader.state_dict = lambda: {"workers": [{"sampler": object()}]}
+    with pytest.raises(
+        TypeError, match=r"state_dict\(\)\['workers'\]\[0\]\['sampler'\] of the source is object, which cannot"
+    ):
+        next(iter(two.distribute_dataset(loader, 4)))
+
+
 # The number of batches
 
 

@@ -189,6 +189,32 @@ def test_rows_of_shards_are_the_rows_of_the_replicas_in_order(shares, each, data
 
 
 @few
+@hypothesis.given(layouts(), st.integers(1, 40), st.data())
+def test_shards_of_a_batch_that_replicas_do_not_divide_have_all_examples_and_the_padding(shares, size, data):
+    n = shares[0].num_replicas
+    shards = data.draw(st.integers(1, size))
+    held, padding = [], 0
+    for share in shares:
+        parts = share.rows_of_shards(size, shards)
+        assert sum(len(part.rows) for part in parts) == len(share.replicas) * -(-size // n)
+        for part in parts:
+            held += [(part.shard, row) for row in part.rows.tolist() if row < part.size]
+            padding += sum(part.rows >= part.size)
+    sizes = [size * (shard + 1) // shards - size * shard // shards for shard in range(shards)]
+    assert sorted(held) == [(shard, row) for shard in range(shards) for row in range(sizes[shard])]
+    assert padding == -(-size // n) * n - size
+    own = [share.rows_of_own_shard(size) for share in shares]
+    assert sum(part.size for (part,) in own) == size
+    assert all(part.size <= len(part.rows) for (part,) in own)
+
+
+@pytest.mark.parametrize("size", [9, 10, 11])
+def test_equal_processes_read_one_shard_each_of_a_batch_that_replicas_do_not_divide(size):
+    shares = [ProcessShare((0, 1), 4, 0, 2), ProcessShare((2, 3), 4, 1, 2)]
+    assert [[part.shard for part in share.rows_of_shards(size, 2)] for share in shares] == [[0], [1]]
+
+
+@few
 @hypothesis.given(layouts(), st.integers(1, 6))
 def test_rows_of_own_shards_are_the_rows_of_the_replicas(shares, each):
     n = shares[0].num_replicas

@@ -212,6 +212,36 @@ def test_iterator_for_several_epochs_is_refused(epochs, make, batch_size, two):
         two.distribute_dataset(make(COUNT), batch_size, epochs=epochs)
 
 
+def test_generator_for_several_epochs_is_refused_with_the_line_to_write(two):
+    def rows():
+        yield from np.arange(8)
+
+    line = r"Write `rows` instead of `rows\(\)`"
+    with pytest.raises(ValueError, match=rf"The source is a generator, .*epochs=2\..*{line}"):
+        two.distribute_dataset(rows(), 4, epochs=2)
+    with pytest.raises(ValueError, match=rf"epochs=3\..*{line}"):
+        two.distribute_dataset(rows(), 4).repeated(3)
+    with pytest.raises(
+        ValueError, match=r"read only once.*first batch determines|first batch determines.*read only once"
+    ):
+        two.distribute_dataset(rows(), 4).element_spec  # noqa: B018
+    with pytest.raises(ValueError, match=r"`__iter__` starts at the beginning\.$"):
+        two.distribute_dataset((i for i in range(8)), 4, epochs=2)
+
+
+@_table(KINDS)
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_element_spec_has_the_shapes_of_the_batches(remainder, make, batch_size, two):
+    dataset = two.distribute_dataset(make(COUNT), batch_size, remainder=remainder)
+    if dataset.is_one_shot:
+        return
+    spec = dataset.element_spec
+    element = next(iter(dataset))
+    shapes = lambda tree: [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
+    assert shapes(spec) == shapes(element)
+    assert jax.tree.structure(spec) == jax.tree.structure(element)
+
+
 @_table({name: KINDS[name] for name in ONCE})
 def test_iterator_in_a_second_loop_is_refused(make, batch_size, two):
     dataset = two.distribute_dataset(make(COUNT), batch_size)
@@ -938,3 +968,76 @@ def test_process_exits_cleanly_while_iterators_read(forgotten):
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=environment
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# Elements that are one tree per replica
+
+
+def _graphs(count, nodes=5):
+    for i in range(count):
+        yield {
+            "nodes": np.full((nodes, 2), i, np.float32),
+            "edges": np.arange(8, dtype=np.int32),
+            "size": np.int32(i),
+            "none": None,
+        }
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_elements_of_any_shape_are_one_per_replica(remainder, strategy):
+    n = strategy.num_replicas_in_sync
+    dataset = strategy.distribute_datasets_from_function(
+        lambda context: _graphs(2 * n + 1), remainder=remainder, batched=False, epochs=2
+    )
+    sizes, total = [], 0
+    step = strategy.step(
+        lambda state, graph: (state + jdist.all_reduce("sum", graph["nodes"].mean() + graph["size"]), None)
+    )
+    state = strategy.put(np.float32(0))
+    for element in dataset:
+        graph, weights = element if remainder == "pad" else (element, None)
+        assert (graph["nodes"].tree.shape, graph["edges"].tree.shape) == ((n, 5, 2), (n, 8))
+        chosen = np.asarray(graph["size"].tree)
+        assert chosen.shape == (n,)
+        if weights is not None:
+            assert weights.tree.shape == (n,)
+            chosen = chosen[np.asarray(weights.tree) > 0]
+        sizes += chosen.tolist()
+        total += 2 * np.asarray(graph["size"].tree).sum()
+        state, _ = step(state, graph)
+    assert sizes == list(range(2 * n + (remainder == "pad" or n == 1))) * 2
+    assert float(state) == total
+    spec = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert spec(dataset.element_spec) == spec(element)
+
+
+def test_elements_of_any_shape_resume_and_keep_their_structure(two):
+    dataset = two.distribute_datasets_from_function(lambda context: _graphs(8), batched=False, epochs=2)
+    iterator = iter(dataset)
+    for taken in range(8):
+        resumed = iter(dataset)
+        resumed.set_state(json.loads(json.dumps(iterator.get_state())))
+        sizes = [graph["size"].tree.tolist() for graph in resumed]
+        assert sizes == ([[0, 1], [2, 3], [4, 5], [6, 7]] * 2)[taken:]
+        next(iterator)
+
+
+WRONG_ELEMENTS = {
+    "shape": (
+        lambda c: [*_graphs(1), *_graphs(1, nodes=6)],
+        ValueError,
+        r"source\['nodes'\] as float32\[6,2\] .*expected float32\[5,2\]",
+    ),
+    "text": (lambda c: [{"nodes": "a"}] * 2, ValueError, r"source\['nodes'\] is <U1\[\].*does not support"),
+}
+
+
+@pytest.mark.parametrize("make, error, says", WRONG_ELEMENTS.values(), ids=WRONG_ELEMENTS)
+def test_elements_that_replicas_cannot_hold_are_refused(make, error, says, two):
+    with pytest.raises(error, match=says):
+        next(iter(two.distribute_datasets_from_function(make, batched=False)))
+
+
+def test_batched_that_is_not_a_flag_is_refused(two):
+    with pytest.raises(TypeError, match="`batched` must be True or False, got 4"):
+        two.distribute_datasets_from_function(lambda context: _graphs(8), batched=4)

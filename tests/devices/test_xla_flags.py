@@ -267,6 +267,7 @@ def test_tpu_flags_in_xla_flags_terminate_the_process():
     assert "Unknown flag" in done.stderr
 
 
+@pytest.mark.slow
 def test_tpu_flags_compile_only_for_the_recommended_generations():
     results = _tpu(ACCEPTED)
     assert results["tpu"] == ["compiled"] * 4

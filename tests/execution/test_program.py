@@ -625,7 +625,23 @@ CALLS = {
     ),
     "step_by_name": (
         lambda s, step: step(1.0, x=2),
-        r"^`count` got `x` by name\. A step takes its arguments by position",
+        r"^`count` got `x` by name\. A step takes its arguments by position: `step\(state, \*inputs\)`\.$",
+    ),
+    "step_by_unknown_name": (
+        lambda s, step: step(1.0, 2.0, train=True),
+        r"^`count` got `train` by name\. .*has no parameter `train`: its parameters are `state`, `x`\.$",
+    ),
+    "step_with_an_argument_of_jit": (
+        lambda s, step: s.step(identity, static_argnums=1),
+        r"^`strategy\.step` has no argument `static_argnums`: bind it before, `strategy\.step\(functools\.partial\(fn, name",
+    ),
+    "step_with_an_argument_of_pmap": (
+        lambda s, step: s.step(axis_name="batch"),
+        r'`strategy\.step` has no argument `axis_name`: the strategy has the name, `jdist\.MirroredStrategy\(axis_name="batch"\)`',
+    ),
+    "step_with_an_unknown_argument": (
+        lambda s, step: s.step(identity, donated=True),
+        r"has no argument `donated`: its arguments are `precision`, `steps_per_call` and `donate`\.$",
     ),
 }
 

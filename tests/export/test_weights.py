@@ -20,12 +20,13 @@ from jax.sharding import Mesh
 
 import jdist
 from jdist import weights
+from jdist._src.export import tensor_files
 from jdist._src.export import weights as weight_files
 
 from laws import STRATEGIES
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-DTYPES = [np.dtype(dtype) for dtype in weight_files._DTYPES.values()]
+DTYPES = [np.dtype(dtype) for dtype in tensor_files.DTYPES.values()]
 
 
 class Pair(NamedTuple):

@@ -167,6 +167,7 @@ def test_training_resumes_bitwise_equal_on_another_number_of_devices():
     assert digest_of(state) == digest_of(expected)
 
 
+@pytest.mark.slow
 def test_without_virtual_replicas_the_parameters_depend_on_the_number_of_devices():
     """If these were equal, the tests above would be vacuous."""
     one, many = (after(6, "mlp", "adamw", devices, jdist.sync.mean, virtual=None) for devices in (1, 8))
@@ -210,6 +211,7 @@ def after_regression(shape, devices, virtual, steps=3):
     return np.asarray(state["w"]), np.stack(error.values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("virtual, devices", [(4, (2, 4, 1, 3)), (8, (4, 8))])
 @pytest.mark.parametrize("shape", among(SHAPES, "22x10x1", "14x16x1"))
 @pytest.mark.one_in(2)

@@ -23,7 +23,10 @@ AXIS, REPLICAS = "replica", 2
 few = hypothesis.settings(
     max_examples=12, deadline=None, derandomize=True, database=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
-pytestmark = pytest.mark.filterwarnings("ignore::jdist.RepeatedSumWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::jdist.RepeatedSumWarning"),
+    pytest.mark.filterwarnings("ignore::jdist.SharedRandomnessWarning"),
+]
 
 
 class SplitStep:

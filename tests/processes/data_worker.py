@@ -318,11 +318,43 @@ def refusals(strategy, count, number):
     )
     results["different_prefetch"] = attempt(lambda: make(Elements(lambda: _numbers(16)), 8, prefetch=[0, 2][number]))
     results["later"] = later()
+    results |= _any_size(strategy, number)
+    results["widths"] = _widths(strategy, number)
     results |= _stops(strategy, number)
     results["trained"] = _trained(strategy)
     results["keys"] = _keys_after_loops(strategy)
     results["different_positions"] = attempt(lambda: _at_position(make(Elements(lambda: _numbers(32)), 8), number))
     return results
+
+
+ANY_SIZE = 7  # not a multiple of the replicas
+
+
+def _any_size(strategy, number):
+    """Returns padded batches of `ANY_SIZE` examples under each policy; process i reads the numbers from 100 i on if it has its own."""
+    make = functools.partial(strategy.distribute_dataset, remainder="pad")
+    files = jdist.data.Files(["0", "1"], lambda path: np.arange(13) + 100 * int(path))
+    own = np.arange(11) + 100 * number
+    batches = Elements(lambda: (own[i : i + 5] for i in range(0, 11, 5)))
+    return {
+        "any_size/data": attempt(lambda: make(np.arange(23), ANY_SIZE)),
+        "any_size/stream": attempt(lambda: make(Elements(lambda: _numbers(23)), ANY_SIZE)),
+        "any_size/file": attempt(lambda: make(files, ANY_SIZE, auto_shard="file")),
+        "any_size/off": attempt(lambda: make(own, ANY_SIZE, auto_shard="off")),
+        "any_size/off_batches": attempt(lambda: make(batches, None, auto_shard="off")),
+        "any_size/too_small": attempt(lambda: make(own, 1, auto_shard="off")),
+    }
+
+
+WIDTHS = [(3, 2), (7, 3), (2, 5), (4, 1)]  # of the batches of both processes
+
+
+def _widths(strategy, number):
+    """Returns the shapes of batches whose width differs between the processes."""
+    batches = Elements(lambda: (np.zeros((4, widths[number]), np.int32) for widths in WIDTHS))
+    buckets = jdist.data.Buckets((4, 8))
+    data = strategy.distribute_dataset(batches, None, auto_shard="off", buckets=buckets)
+    return [list(batch.tree.shape) for batch in data]
 
 
 def _at_position(data, batch):

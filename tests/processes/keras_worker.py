@@ -24,8 +24,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import keras
 
-model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
 strategy = jdist.MirroredStrategy(jax.devices())
+with strategy.scope():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
 loss = lambda outputs, targets: (outputs - targets) ** 2
 metrics = {"mae": jdist.metrics.MeanAbsoluteError()}
 trainer = jdist.Trainer(model, optax.sgd(0.01), loss, metrics=metrics, strategy=strategy)

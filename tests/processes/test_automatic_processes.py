@@ -9,6 +9,7 @@ from processes.runner import run_processes
 WORKER = pathlib.Path(__file__).parent / "automatic_worker.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count, each", [(2, 1), (2, 2)])
 def test_joined_processes_share_one_strategy(count, each):
     outputs = run_processes(WORKER, count, each)

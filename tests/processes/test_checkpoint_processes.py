@@ -68,6 +68,7 @@ WRONG = {  # case -> the error of the process whose argument is wrong
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", among([0, 1], 1))
 def test_calls_that_fail_or_differ_on_one_process_fail_on_both_and_the_next_succeed(tmp_path, wrong):
     outputs = run_processes(AGREEMENT, 2, 2, tmp_path, wrong, seconds=60)

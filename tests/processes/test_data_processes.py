@@ -297,6 +297,41 @@ def test_sources_with_a_remainder_with_off_and_error_are_refused_on_all(lengths,
         )
 
 
+def _cut(numbers, size):
+    return [numbers[i : i + size] for i in range(0, len(numbers), size)]
+
+
+ANY_SIZE = {  # the examples of both processes, per batch of 7
+    **{
+        name: [
+            [list(range(i, min(i + 4, 23))) for i in range(0, 23, 7)],
+            [list(range(i + 4, min(i + 7, 23))) for i in range(0, 23, 7)],
+        ]
+        for name in ("data", "stream")
+    },
+    "file": [_cut(list(range(13)), 3), [*_cut(list(range(100, 113)), 4), []]],
+    "off": [_cut(list(range(11)), 3), [*_cut(list(range(100, 111)), 4), []]],
+    "off_batches": [_cut(list(range(11)), 5), _cut(list(range(100, 111)), 5)],
+}
+
+
+@pytest.mark.parametrize("name", ANY_SIZE)
+def test_batches_that_the_replicas_do_not_divide_are_filled_up(name, refusals):
+    _assert_examples([process[f"any_size/{name}"] for process in refusals], ANY_SIZE[name])
+
+
+def test_batch_of_fewer_examples_than_processes_with_their_own_data_is_refused(refusals):
+    for process in refusals:
+        assert (
+            "A batch of 1 examples cannot consist of examples of 2 processes" in process["any_size/too_small"]["error"]
+        )
+
+
+def test_processes_pad_batches_of_varying_width_to_the_same_width(refusals):
+    for process in refusals:
+        assert process["widths"] == [[4, 2, 4], [4, 2, 8], [4, 2, 8], [4, 2, 4]]
+
+
 def test_infinite_source_with_off_and_drop_ends_with_the_others(refusals):
     _assert_examples([process["off_infinite"] for process in refusals], [_split(8)] * 2)
 

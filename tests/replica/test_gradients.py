@@ -377,3 +377,86 @@ def test_call_by_the_host_program_within_a_scope_is_refused(two):
         pytest.raises(RuntimeError, match=r"`jdist\.value_and_grad` can only be called inside a function run by"),
     ):
         jdist.value_and_grad(squares)(START, x[0], y[0])
+
+
+# -- global_loss -------------------------------------------------------------------------------------------------------
+
+ROWS = 48
+INPUTS = np.random.default_rng(5).normal(size=(ROWS, 3)).astype(np.float32)
+TARGETS = np.random.default_rng(6).normal(size=ROWS).astype(np.float32)
+ROW_WEIGHTS = np.tile(np.float32([1, 0, 0.5, 2]), ROWS // 4) * (np.arange(ROWS) >= ROWS // 2)  # some replicas have none
+WEIGHT, DIRECTION = np.float32([0.1, 0.2, 0.3]), np.float32([1, -1, 0.5])
+
+
+def tanh_losses(w, x, y):
+    return jnp.tanh(x @ w["w"] - y) ** 2
+
+
+def derivatives(loss):
+    """Returns value, gradient, forward derivative, and the product of the Hessian with a vector in both orders."""
+    params, direction = {"w": jnp.asarray(WEIGHT), "n": 3}, {"w": jnp.asarray(DIRECTION), "n": 3}
+    of_w = lambda w: loss({**params, "w": w})
+    w, v = params["w"], direction["w"]
+    forward_over_reverse = jax.jvp(jax.grad(of_w), (w,), (v,))[1]
+    reverse_over_reverse = jax.grad(lambda w: jnp.vdot(jax.grad(of_w)(w), v))(w)
+    return of_w(w), jax.grad(of_w)(w), jax.jvp(of_w, (w,), (v,))[1], forward_over_reverse, reverse_over_reverse
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.one_in(4)
+def test_global_loss_and_its_derivatives_are_those_of_one_device(strategy, weighted, micro_batches):
+    def of_replica(x, y, weights):
+        options = {"weights": weights if weighted else None, "micro_batches": micro_batches}
+        loss = jdist.global_loss(tanh_losses, **options)
+        return derivatives(lambda params: loss(params, x, y))
+
+    results = strategy.run(of_replica, tuple(strategy.split(array) for array in (INPUTS, TARGETS, ROW_WEIGHTS)))
+    weights = ROW_WEIGHTS if weighted else None
+    expected = derivatives(lambda params: jnp.average(tanh_losses(params, INPUTS, TARGETS), weights=weights))
+    for result, value in zip(results, expected, strict=True):
+        np.testing.assert_allclose(result, value, rtol=2e-5, atol=1e-6)
+
+
+def test_global_loss_is_minimized_in_a_while_loop_of_virtual_replicas():
+    strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=4)
+
+    def minimize(x, y):
+        loss = jdist.global_loss(tanh_losses)
+        value, grad = jax.value_and_grad(lambda w: loss({"w": w}, x, y))(jnp.asarray(WEIGHT))
+        search = lambda rate: jax.lax.while_loop(
+            lambda carry: carry[1] > value - 0.1 * carry[0] * jnp.vdot(grad, grad),
+            lambda carry: (carry[0] / 2, loss({"w": WEIGHT - carry[0] / 2 * grad}, x, y)),
+            (rate, loss({"w": WEIGHT - rate * grad}, x, y)),
+        )
+        return search(jnp.float32(64.0))
+
+    rate, value = strategy.run(minimize, (strategy.split(INPUTS), strategy.split(TARGETS)))
+    expected = lambda w: jnp.mean(tanh_losses({"w": w}, INPUTS, TARGETS))
+    grad = jax.grad(expected)(WEIGHT)
+    np.testing.assert_allclose(value, expected(WEIGHT - rate * grad), rtol=1e-5)
+    assert value < expected(WEIGHT)
+
+
+def test_global_loss_ignores_nan_of_a_replica_with_only_padding(two):
+    def of_replica(x, weights):
+        losses = lambda w, x: (w * x).sum(1) / weights.sum()
+        return jax.value_and_grad(jdist.global_loss(losses, weights=weights))(jnp.ones(3), x)
+
+    weights = np.float32([1, 1, 0, 0])
+    value, grad = two.run(of_replica, (two.split(INPUTS[:4]), two.split(weights)))
+    assert np.isfinite(value) and np.isfinite(grad).all()
+
+
+def test_global_loss_in_the_cross_replica_context_raises(two):
+    with (
+        two.scope(),
+        pytest.raises(RuntimeError, match="`jdist.global_loss` can only be called inside a function run by"),
+    ):
+        jdist.global_loss(tanh_losses)({"w": WEIGHT}, INPUTS, TARGETS)
+
+
+def test_remat_that_is_not_a_policy_raises():
+    for function in (jdist.value_and_grad, jdist.global_loss):
+        with pytest.raises(TypeError, match="`remat` must be a boolean or a policy of `jax.checkpoint_policies`"):
+            function(tanh_losses, remat="dots")

@@ -180,6 +180,7 @@ def train_flax(strategy):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place, offload", some([("host", "all")], [(p, o) for p in PLACES for o in OFFLOADS]))
 def test_model_with_batch_norm_and_dropout_trains_like_mirrored(place, offload):
     assert_close(train_flax(central(2, place, offload)), train_flax(mirrored()), rtol=2e-4, atol=2e-5)

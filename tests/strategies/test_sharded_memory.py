@@ -92,6 +92,7 @@ SLOW = [(shard, devices) for shard in SHARDS for devices in DEVICES if (shard, d
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard, devices", CASES)
 def test_device_stores_one_nth_of_the_split_leaves(shard, devices):
     programs = compiled(shard, devices)

@@ -164,6 +164,7 @@ def test_step_without_an_update_executes_no_collective(two, make):
     assert when_it_counts >= 1
 
 
+@pytest.mark.slow
 def test_weight_costs_one_collective_per_step(two):
     tx = sync.every(reduced(optax.adam(0.1)), 3)
     batch = two.put(jdist.PerReplica(next(weighted_batches(1, 2))))
@@ -173,6 +174,7 @@ def test_weight_costs_one_collective_per_step(two):
     assert counts[1] <= counts[0] + 1
 
 
+@pytest.mark.slow
 def test_another_number_of_replicas_resumes_in_the_middle_of_an_accumulation():
     before, after = list(batches(5, 2)), list(batches(1, 3, seed=1))
     two, three = mirrored(2), mirrored(3)
@@ -193,6 +195,7 @@ def test_another_number_of_replicas_resumes_in_the_middle_of_an_accumulation():
     np.testing.assert_allclose(history[-1][0], on_one_device(optax.adam(0.05), data)[-1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_nested_accumulation_equals_one_of_the_product(two):
     data = list(batches(12, 2))
     _, nested = trained(two, sync.every(sync.every(reduced(optax.adam(0.1)), 3), 2), data)
@@ -427,3 +430,19 @@ def test_weighted_reference_loss_equals_the_loss_of_the_model():
     x, y, w = next(together(list(batches(2, 2)), 2))
     error = x @ START - y
     np.testing.assert_allclose(loss(tree_of(START), x, y), np.mean(w * error**2), rtol=1e-5)
+
+
+def test_every_without_a_reduction_is_rejected_with_the_fix(two):
+    tx = sync.every(optax.adam(0.1), 2)
+    state = two.init(lambda: (w := jnp.ones(3), tx.init(w)))
+
+    def step(state, x):
+        w, opt_state = state
+        updates, opt_state = tx.update(x * w, opt_state, w)
+        return (optax.apply_updates(w, updates), opt_state), None
+
+    message = (
+        r"(?s)state\[0\] is not proved.*`jdist\.sync\.every\(optax\.chain\(jdist\.sync\.mean\(\), optimizer\), k\)`"
+    )
+    with pytest.raises(jdist.NotMirroredError, match=message):
+        two.step(step).lower(state, two.put(jdist.PerReplica(np.ones((2, 3), np.float32))))

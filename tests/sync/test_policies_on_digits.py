@@ -70,6 +70,7 @@ def trained_by(name):
     return trained(LOSSY.get(name, sync.mean)(), seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", among(LOSSY, "int8", "power_sgd"))
 @pytest.mark.one_in(2)
 def test_lossy_policy_reaches_the_loss_of_the_mean_within_2_percent_on_digits(name):

@@ -1,5 +1,6 @@
 """Gradients in fewer bits: errors of the result, collectives, and error messages."""
 
+import functools
 import re
 
 import hypothesis
@@ -78,6 +79,12 @@ def test_in_dtype_accepts_the_names_of_dtypes(dtype, two):
 # --- in 8 bits
 
 
+@functools.cache
+def _int8_on_one_replica(block_size):
+    tx = sync.int8(block_size=block_size)
+    return jax.jit(lambda grads: tx.update(grads, tx.init(grads)))
+
+
 @few
 @hypothesis.given(
     seed=st.integers(0, 99),
@@ -87,8 +94,7 @@ def test_in_dtype_accepts_the_names_of_dtypes(dtype, two):
 )
 def test_int8_on_one_replica_has_an_error_of_half_a_quantization_step(seed, size, block, power):
     grads = jnp.float32(10.0**power * np.random.default_rng(seed).normal(size=size))
-    tx = sync.int8(block_size=block)
-    results, state = tx.update(grads, tx.init(grads))
+    results, state = _int8_on_one_replica(block)(grads)
     filled = np.pad(np.abs(grads), (0, -size % block)).reshape(-1, block)
     step = np.repeat(filled.max(1) / 127, block)[:size]
     # The sum is quantized once more before it is sent back.

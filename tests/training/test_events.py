@@ -33,7 +33,8 @@ def test_moment_is_equal_to_its_name_only():
 def test_comparing_a_moment_with_another_string_raises(name):
     for compare in (lambda: name == Moment.EPOCH, lambda: name != Moment.EPOCH, lambda: Moment.EPOCH in ("end", name)):
         with pytest.raises(
-            ValueError, match=f"There is no moment '{name}'. The moments are 'start', 'step', 'epoch', 'end'"
+            ValueError,
+            match=f"There is no moment '{name}'. The moments are 'start', 'step', 'validation', 'epoch', 'end'",
         ):
             compare()
 

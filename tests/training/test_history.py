@@ -17,7 +17,7 @@ from matplotlib.colors import to_hex
 
 from jdist._src.training.history import History, format_value
 from jdist._src.training.report import matplotlib_charts
-from jdist._src.training.report.charts import chart_panels, metric_names, printable
+from jdist._src.training.report.charts import chart_panels, metric_columns, printable
 
 few = hypothesis.settings(
     max_examples=12,
@@ -149,7 +149,7 @@ def test_values_are_formatted_with_few_digits(value, text):
 
 
 def test_metric_names_start_with_the_loss():
-    assert metric_names(FULL.columns) == ["loss", "accuracy", "perplexity", "recall"]
+    assert list(metric_columns(FULL.columns)) == ["loss", "accuracy", "perplexity", "recall"]
 
 
 # ---- charts
@@ -345,6 +345,7 @@ def test_drawing_neither_uses_nor_changes_the_settings_of_the_user():
     assert figure.axes[0].xaxis.label.get_size() < 12
 
 
+@pytest.mark.slow
 def test_drawing_does_not_import_pyplot():
     code = (
         "import sys; from jdist._src.training.history import History; assert 'matplotlib' not in sys.modules;"

@@ -441,7 +441,7 @@ def test_keras_model_without_training_argument_is_called_without_it(keras):
     expected, model = np.asarray(plain(X)), adapt_model(plain)
     params, state = model.init(jax.random.key(0), X)
     for train in (True, False):
-        outputs, _ = model.apply(params, state, X, jax.random.key(1), train, None)
+        outputs, *_ = model.apply(params, state, X, jax.random.key(1), train, None)
         np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -522,7 +522,7 @@ def test_model_receives_the_weights_of_its_micro_batch(two):
 def test_positional_parameters_of_a_pair_may_have_the_names_of_keywords(apply):
     model = adapt_model((lambda key, x: jnp.ones((3, 1)), apply))
     params, state = model.init(jax.random.key(0), X)
-    outputs, _ = model.apply(params, state, X, jax.random.key(1), True, jnp.ones(8))
+    outputs, *_ = model.apply(params, state, X, jax.random.key(1), True, jnp.ones(8))
     np.testing.assert_allclose(outputs[:, 0], X.sum(1), rtol=1e-5)
 
 

@@ -167,6 +167,7 @@ def test_missing_callbacks_raise(two, tmp_path):
         fit(two, DATA, batch_size=60, epochs=2, callbacks=others, resume=tmp_path)
 
 
+@pytest.mark.slow
 def test_callbacks_in_another_order_and_new_ones_get_their_states(two, tmp_path):
     def run(*callbacks, path, epochs):
         with jdist.Checkpointer(path) as checkpointer:

@@ -81,6 +81,57 @@ def test_last_batch_with_one_example_counts_as_one_example(two):
     assert result.history.losses[3] == pytest.approx(expected.history.losses[3], abs=1e-6)
 
 
+def test_batch_of_any_size_trains_evaluates_and_predicts_as_on_one_device(strategy):
+    """256 examples on 3 replicas are 86 rows each, two of them padding."""
+    data = tuple(array[:600] for array in digits())
+    options = dict(data=data, batch_size=256, epochs=2, optimizer=optax.sgd(0.1, momentum=0.9), validation_data=data)
+    result, expected = fit(strategy, **options), fit(STRATEGIES["one_device"](), **options)
+    assert_close(result, expected)
+    assert result.steps == 6
+    np.testing.assert_allclose(list(result.history.losses.values()), list(expected.history.losses.values()), atol=1e-5)
+    for row, other in zip(result.history.rows, expected.history.rows, strict=True):
+        for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+            assert row[name] == pytest.approx(other[name], abs=1e-5)
+    outputs = trainer(strategy).predict(result.state, data[0], batch_size=250)
+    alone = trainer(STRATEGIES["one_device"]())
+    np.testing.assert_allclose(outputs, alone.predict(expected.state, data[0], batch_size=600), atol=1e-4)
+    assert trainer(strategy).evaluate(result.state, data, batch_size=250)["examples"] == 600
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_data_that_stay_on_the_devices_train_to_the_same_bits(two, steps_per_call, tmp_path):
+    options = dict(
+        data=tuple(array[:900] for array in digits()), batch_size=250, epochs=2, steps_per_call=steps_per_call
+    )
+    expected = fit(two, **options)
+    assert_bitwise_equal(fit(two, **options, cache="device").state.params, expected.state.params)
+    with jdist.Checkpointer(tmp_path, every=1) as checkpointer:
+        saves = [jdist.callbacks.Checkpoint(checkpointer)]
+        fit(two, **{**options, "epochs": None}, steps=3, callbacks=saves, cache="device")
+        resumed = fit(two, **options, resume=checkpointer, cache="device")
+    assert_bitwise_equal(resumed.state.params, expected.state.params)
+    assert resumed.steps == expected.steps
+
+
+def test_cache_of_a_distributed_dataset_is_refused_with_the_place_to_pass_it(two):
+    dataset = two.distribute_dataset(digits(), 240)
+    with pytest.raises(ValueError, match="`data` is already distributed: pass `cache` to `distribute_dataset`"):
+        fit(two, dataset, batch_size=None, cache="device")
+
+
+def test_generator_that_is_read_several_times_is_refused_before_the_first_step(two):
+    def rows(count=480):
+        images, classes = digits()
+        yield from zip(images[:count], classes[:count], strict=True)
+
+    with pytest.raises(ValueError, match=r"read only once, but epochs=2\..*Write `rows` instead of `rows\(\)`"):
+        fit(two, rows(), epochs=2)
+    with pytest.raises(ValueError, match="`validation_data` is an iterator, which can be read only once"):
+        fit(two, epochs=2, validation_data=rows())
+    result = fit(two, rows(), epochs=None, steps=5, validation_data=rows())
+    assert (result.steps, result.stop_reason) == (2, "The data ended after 2 of 5 steps.")
+
+
 def test_mean_policy_in_the_optimizer_gives_the_same_bits(two):
     reduced = fit(two, optimizer=optax.chain(jdist.sync.mean(), optax.adam(3e-3)))
     assert_bitwise_equal(reduced.state.params, fit(two, optimizer=optax.adam(3e-3)).state.params)
@@ -214,8 +265,6 @@ def test_donated_state_raises_with_its_name(two):
 def test_errors_name_leaves_as_the_caller_does(two):
     of_two, other = trainer(two), STRATEGIES["mirrored_3"]()
     state = trainer(other).init(digits()[0])
-    with pytest.raises(ValueError, match=r"^state\.step is on cpu:5, cpu:1, cpu:2, and this"):
-        of_two.fit(digits(), batch_size=240, state=state, progress="off")
     with pytest.raises(ValueError, match=r"^state\.params\['Dense_0'\]\['bias'\] is on cpu:5, cpu:1, cpu:2"):
         of_two.evaluate(state, digits(), batch_size=240)
     with pytest.raises(ValueError, match=r"^batch[.\[].* is on cpu:5, cpu:1, cpu:2"):
@@ -349,12 +398,6 @@ WRONG_ARGUMENTS = {
         dict(callbacks=[jdist.callbacks.EarlyStopping("val_acc")]),
         ValueError,
         "EarlyStopping needs the metric 'val_acc'; available are 'loss'. Pass `validation_data`.",
-    ),
-    "state_on_the_host": (
-        {},
-        dict(state=jdist.TrainState(np.int32(0), {}, {}, {}, np.zeros(2, np.uint32))),
-        TypeError,
-        "state.step is int32[] on the host, and `fit` needs a state on the devices",
     ),
 }
 

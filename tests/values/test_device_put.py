@@ -237,9 +237,9 @@ def test_values_on_a_mesh_of_groups_are_placed_like_on_a_mesh_of_replicas(ops):
     ],
 )
 def test_partial_values_of_another_number_of_replicas_are_split_again(aggregation, rows, new, two):
-    result = two.put(
-        jdist.SyncOnRead(np.array(rows, np.float32 if isinstance(rows[0], float) else np.int32), aggregation)
-    )
+    other = jdist.MirroredStrategy([f"cpu:{i}" for i in range(len(rows))])
+    dtype = np.float32 if isinstance(rows[0], float) else np.int32
+    result = two.put(other.put(jdist.SyncOnRead(np.array(rows, dtype), aggregation)))
     assert [float(x) for x in result.values] == new
 
 
@@ -251,6 +251,18 @@ def test_partial_values_on_the_devices_of_another_strategy_are_split_again(two):
     step = two.step(lambda state: ({**state, "seen": state["seen"] + 1}, None))
     state, _ = step(result)
     assert float(state["seen"].read()) == 11
+
+
+@pytest.mark.parametrize("make", [np.ones, jnp.ones], ids=["host", "device"])
+def test_a_value_that_the_user_wraps_is_not_taken_for_rows_of_replicas(strategy, make):
+    message = (
+        r"value\['stats'\] is a SyncOnRead of float\d+\[64\]\. The first dimension of a SyncOnRead counts replicas, 64 here, and "
+        r"this strategy has \d\. To start with a value of shape \[64\] .*`strategy\.init\(lambda: jdist\.SyncOnRead\("
+    )
+    with pytest.raises(ValueError, match=message):
+        strategy.put({"stats": jdist.SyncOnRead(make(64), "mean")})
+    state = strategy.init(lambda: jdist.SyncOnRead(jnp.ones(64), "mean"))
+    assert state.read().shape == (64,)
 
 
 def test_partial_values_of_another_number_of_replicas_are_refused_as_argument(two):

@@ -188,8 +188,9 @@ def test_partial_values_without_an_aggregation_can_be_written_and_not_read(none,
 
 
 def test_partial_values_without_an_aggregation_keep_their_number_of_replicas(two):
+    value = jdist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"]).put(jdist.SyncOnRead(np.ones(3, np.float32), "none"))
     with pytest.raises(ValueError, match=r"value is a SyncOnRead of float32\[3\], for 3 replicas; this strategy has 2"):
-        two.put(jdist.SyncOnRead(np.ones(3, np.float32), "none"))
+        two.put(value)
 
 
 def test_partial_value_is_plain_in_a_replica_function(strategy):

@@ -4,6 +4,8 @@ import os
 import pathlib
 from typing import Any
 
+from jdist._src.core import paths
+
 
 def check_function(name: str, value: Any, argument: str) -> None:
     """Raises TypeError if the argument `name` is not a function of `argument`."""
@@ -16,21 +18,37 @@ def as_path(name: str, value: Any) -> pathlib.Path:
 
     Raises:
         TypeError: It is not a path.
-        ValueError: It is empty.
+        ValueError: It is empty, or a URL of an unknown kind.
+        ImportError: The package for this kind of URL is not installed.
     """
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"`{name}` must be a path, got {type(value).__name__}.")
     if not os.fspath(value):
         raise ValueError(f"`{name}` must not be empty.")
-    return pathlib.Path(value)  # pyright: ignore[reportArgumentType]
+    return paths.as_path(value)
+
+
+def as_local_path(name: str, value: Any) -> pathlib.Path:
+    """Returns the argument `name` as a path of the local file system.
+
+    Raises:
+        TypeError: It is not a path.
+        ValueError: It is empty, or a URL.
+    """
+    path = as_path(name, value)
+    if paths.is_url(path):
+        raise ValueError(f"`{name}` must be a path of a local file system, got the URL {str(path)!r}.")
+    return path
 
 
 def make_directory(path: pathlib.Path) -> None:
-    """Makes a directory, and checks that it is writable.
+    """Makes a directory, and checks that it is writable. Object stores have no directories, so a URL is not checked.
 
     Raises:
         ValueError: The directory cannot be made, or is not writable.
     """
+    if paths.is_url(path):
+        return
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

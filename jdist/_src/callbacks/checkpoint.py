@@ -1,8 +1,11 @@
 """Checkpoints during training."""
 
+from collections.abc import Mapping
 from typing import final
 
-from jdist._src.checkpoint.checkpointer import Checkpointer
+import numpy as np
+
+from jdist._src.checkpoint.checkpointer import Checkpointer, best_metric, is_best
 from jdist._src.training.events import Callback, Event, Moment
 
 
@@ -11,15 +14,17 @@ class Checkpoint(Callback):
     """Saves the training state, the position of the data, the states of callbacks, and the history.
 
     A checkpoint is saved after each step that is a multiple of the checkpointer's `every`, or after the call of several steps
-    that contains it; at the end of an epoch, after its validation; and at the end of training, where the callback waits for
-    it. The last checkpoint contains the state after the last step, even if another callback ends training with a different
-    state: a resumed run continues from the last step.
+    that contains it; where a validation or the end of an epoch follows the step, after these; and at the end of training, where
+    the callback waits for it. With `Checkpointer(keep_best=...)`, one is also saved after each validation whose metric is
+    better than in all saved ones. The last checkpoint contains the state after the last step, even if another callback ends
+    training with a different state: a resumed run continues from the last step.
 
     Args:
         checkpointer: The checkpointer, which determines the steps, the folder, and the number of checkpoints kept.
 
     Raises:
         TypeError: `checkpointer` is not a `jdist.Checkpointer`.
+        ValueError: Raised by `Trainer.fit` before the first step: the metric of `keep_best` does not exist.
 
     Example:
         >>> import tempfile
@@ -54,10 +59,13 @@ class Checkpoint(Callback):
         match event.moment:
             case Moment.START:
                 self._last_saved, self._is_due = event.step, False
-            case Moment.STEP if self._is_due and not event.ends_epoch:
+                self._check_metric(event)
+            case Moment.STEP if self._is_due and not (event.ends_epoch or event.validates):
                 self._save(event)
-            case Moment.EPOCH if self._is_due:
-                self._save(event)
+            case Moment.VALIDATION | Moment.EPOCH:
+                metrics = {name: value for name, value in event.logs.items() if np.ndim(value) == 0}
+                if self._is_due or is_best(self._checkpointer, metrics):
+                    self._save(event, metrics)
             case Moment.END:
                 # The step number may have decreased: steps after a loss that is not finite were rejected.
                 if event.step > self._last_saved:
@@ -68,10 +76,21 @@ class Checkpoint(Callback):
         """Waits for the checkpoint that is being saved."""
         self._checkpointer.wait()
 
-    def _save(self, event: Event) -> None:
+    def _check_metric(self, event: Event) -> None:
+        name = best_metric(self._checkpointer)
+        if name is not None and event.metric_names is not None and name not in event.metric_names:
+            hint = " Pass `validation_data`." if name.startswith("val_") else ""
+            available = ", ".join(map(repr, event.metric_names))
+            raise ValueError(
+                f"`Checkpointer(keep_best=...)` needs the metric {name!r}; available are {available}.{hint}"
+            )
+
+    def _save(self, event: Event, metrics: Mapping[str, float] | None = None) -> None:
         self._is_due = False
         if not event.is_finite():
             return
         seed, extra = event.position.get("seed"), event.resume_data()
-        self._checkpointer.save(event.step, event.state, event.position, seed=seed, extra=extra, now=True)
+        self._checkpointer.save(
+            event.step, event.state, event.position, seed=seed, extra=extra, metrics=metrics, now=True
+        )
         self._last_saved = event.step

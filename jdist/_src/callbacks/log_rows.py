@@ -15,13 +15,13 @@ FACTS = ("moment", "epoch", "step", "seconds", "examples", "stalled_fraction")
 
 
 class RowSchedule:
-    """Determines when a row is due: after each epoch, and every `every` steps.
+    """Determines when a row is due: after each epoch and each validation, and every `every` steps.
 
     Mutable: it stores the step of the last event, because a call of the step may take several steps. If training ends within an
     epoch, one more row is due.
 
     Args:
-        every: The number of steps; None for rows of epochs only.
+        every: The number of steps; None for rows of epochs and validations only.
     """
 
     def __init__(self, every: int | None):
@@ -36,7 +36,7 @@ class RowSchedule:
                 self._last_due, is_due = event.step, False
             case Moment.STEP:
                 is_due = self._every is not None and event.step // self._every > last_step // self._every
-            case Moment.EPOCH:
+            case Moment.VALIDATION | Moment.EPOCH:
                 is_due = True
             case Moment.END:
                 is_due = event.step > self._last_due
@@ -46,7 +46,9 @@ class RowSchedule:
 
 
 class RowWriter(Callback, abc.ABC):
-    """Base class of callbacks that write rows: after each epoch, and every `every` steps. Process 0 writes.
+    """Base class of callbacks that write rows: after each epoch and each validation, and every `every` steps.
+
+    Process 0 writes.
 
     Args:
         every: The number of steps between additional rows; each of them reads the metrics from the devices.

@@ -15,6 +15,7 @@ import numpy as np
 from jdist._src.callbacks.arguments import as_path
 from jdist._src.callbacks.log_rows import FACTS, ExtraColumns, RowWriter, row_of
 from jdist._src.core.atomic_files import replace_atomically
+from jdist._src.core.paths import append_text, is_url
 from jdist._src.training.events import Event
 
 Row: TypeAlias = dict[str, Any]
@@ -33,8 +34,7 @@ class _Log(RowWriter):
     def _write(self, event: Event) -> None:
         row = {name: _to_python(value) for name, value in row_of(event, self._also).items()}
         line = self._line(row)  # before the file is opened, because this may replace it
-        with self.path.open("a", encoding="utf-8", newline="") as file:
-            file.write(line)
+        append_text(self.path, line)
 
     @abc.abstractmethod
     def _rows(self, text: str) -> list[Row]:
@@ -50,7 +50,8 @@ class _Log(RowWriter):
 
     def _begin(self, step: int) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not is_url(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
             text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
             rows = self._rows(text)
             if rows and step == 0:
@@ -70,12 +71,12 @@ class _Log(RowWriter):
 
 @final
 class CSVLog(_Log):
-    """Writes a CSV table: a row after each epoch, and every `every` steps.
+    """Writes a CSV table: a row after each epoch and each validation, and every `every` steps.
 
-    The columns are `moment` (`step`, `epoch`, or `end` for an incomplete epoch), `epoch`, `step`, `seconds` and `examples`
-    since the start of this `fit`, `stalled_fraction`, and the metrics. A column that appears later, as with the first
-    validation, is empty in the previous rows. A resumed run continues the file, without the rows after the step that it
-    resumes from; a run from the beginning renames an existing log to `<path>.1`. Process 0 writes.
+    The columns are `moment` (`step`, `validation`, `epoch`, or `end` for an incomplete epoch), `epoch`, `step`, `seconds` and
+    `examples` since the start of this `fit`, `stalled_fraction`, and the metrics. A column that appears later, as with the
+    first validation, is empty in the previous rows. A resumed run continues the file, without the rows after the step that
+    it resumes from; a run from the beginning renames an existing log to `<path>.1`. Process 0 writes.
 
     Args:
         path: The file. Directories are created.
@@ -116,7 +117,7 @@ class CSVLog(_Log):
 
 @final
 class JSONLog(_Log):
-    """Writes JSON Lines: an object after each epoch, and every `every` steps.
+    """Writes JSON Lines: an object after each epoch and each validation, and every `every` steps.
 
     Otherwise like `CSVLog`. Values that are not finite are the strings `"nan"`, `"inf"` and `"-inf"`, which `float` parses.
 

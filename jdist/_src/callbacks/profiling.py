@@ -6,7 +6,7 @@ from typing import final
 
 import jax
 
-from jdist._src.callbacks.arguments import as_path, make_directory
+from jdist._src.callbacks.arguments import as_local_path, make_directory
 from jdist._src.core.arguments import as_int
 from jdist._src.training.events import Callback, Event, Moment
 
@@ -32,7 +32,7 @@ class Profile(Callback):
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, start: int, stop: int):
-        self.directory = as_path("directory", directory)
+        self.directory = as_local_path("directory", directory)
         self.start, self.stop = as_int("`start`", start, 1), as_int("`stop`", stop, 1)
         if stop < start:
             raise ValueError(f"`stop` must be >= `start`, got start={start}, stop={stop}.")

@@ -19,7 +19,10 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 @final
 class EarlyStopping(Callback):
-    """Stops when a metric has not improved for some epochs.
+    """Stops when a metric has not improved for some validations.
+
+    A metric of the validation data is compared after each validation: at the end of each epoch, or every
+    `fit(validate_every=...)` steps. A metric of training is compared in each row of the history.
 
     Mutable: it stores the best value and, on the devices, a copy of the state that had it, which takes the memory of one more
     state. Checkpoints contain both, so a resumed run decides the same. Training ends with that copy, whatever ends it. NaN is
@@ -27,7 +30,8 @@ class EarlyStopping(Callback):
 
     Args:
         metric: The name of the metric: `"loss"` or a metric of training, or `"val_loss"` and so on of the validation data.
-        patience: The number of consecutive epochs without improvement after which to stop.
+        patience: The number of consecutive validations without improvement after which to stop; without validation data, of
+            epochs.
         min_delta: The minimum change that counts as an improvement.
         mode: Whether a smaller value, `"min"`, or a larger one, `"max"`, is better.
         restore_best: Whether training ends with the state that had the best value instead of the last state.
@@ -72,14 +76,14 @@ class EarlyStopping(Callback):
         return self._best if self._best_step >= 0 else None
 
     def __call__(self, event: Event, /) -> CallbackResult | None:
-        """Compares the metric after each epoch."""
+        """Compares the metric after each epoch and each validation."""
         match event.moment:
             case Moment.START:
                 self._reset()
                 self._restore(event)
                 if event.metric_names is not None and self.metric not in event.metric_names:
                     self._check_missing(event.metric_names)
-            case Moment.EPOCH:
+            case Moment.VALIDATION | Moment.EPOCH:
                 return self._compare(event)
             case Moment.END:
                 # Not earlier: a checkpoint at the end contains the last state, which corresponds to the data position.
@@ -110,6 +114,7 @@ class EarlyStopping(Callback):
         self._epochs_since = 0
         self._best_state: PyTree = None
         self._has_compared = False
+        self._unit = "epoch"
 
     def _restore(self, event: Event) -> None:
         saved, self._saved = self._saved, None
@@ -124,11 +129,12 @@ class EarlyStopping(Callback):
     def _compare(self, event: Event) -> CallbackResult | None:
         logs = event.logs
         if self.metric not in logs:
-            return self._check_missing(logs)
+            return self._check_missing(logs) if self.metric not in (event.metric_names or ()) else None
         value = logs[self.metric]
         if np.ndim(value):
             raise ValueError(f"EarlyStopping needs a scalar metric; {self.metric!r} has {np.size(value)} values.")
         self._has_compared = True
+        self._unit = "validation" if event.moment is Moment.VALIDATION else self._unit
         sign = 1.0 if self.mode == "min" else -1.0
         if sign * float(value) < sign * self._best - self.min_delta:
             self._best, self._best_step, self._epochs_since = float(value), event.step, 0
@@ -139,7 +145,7 @@ class EarlyStopping(Callback):
         return CallbackResult(self._stop_reason()) if self._epochs_since >= self.patience else None
 
     def _check_missing(self, names: Collection[str]) -> None:
-        """Raises ValueError if the metric was never present. Later it may be missing: validation can be every few epochs."""
+        """Raises ValueError if the metric was never present. Later it may be missing: not every row has a validation."""
         if self._has_compared:
             return
         available = ", ".join(map(repr, names))
@@ -147,11 +153,11 @@ class EarlyStopping(Callback):
         raise ValueError(f"EarlyStopping needs the metric {self.metric!r}; available are {available}.{hint}")
 
     def _stop_reason(self) -> str:
-        epochs = f"{self._epochs_since} epoch{'s' * (self._epochs_since != 1)}"
+        count = f"{self._epochs_since} {self._unit}{'s' * (self._epochs_since != 1)}"
         if self.best is None:
-            return f"{self.metric} was NaN or infinite for {epochs}."
+            return f"{self.metric} was NaN or infinite for {count}."
         return (
-            f"{self.metric} was best, {self._best:.6g}, after step {self._best_step}, and did not improve for {epochs}."
+            f"{self.metric} was best, {self._best:.6g}, after step {self._best_step}, and did not improve for {count}."
         )
 
 

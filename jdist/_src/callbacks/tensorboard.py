@@ -14,7 +14,9 @@ from jdist._src.training.events import Event, Moment
 
 @final
 class TensorBoard(RowWriter):
-    """Writes scalars for TensorBoard: after each epoch, and every `every` steps. Needs the extra `tensorboard`.
+    """Writes scalars for TensorBoard: after each epoch and each validation, and every `every` steps.
+
+    Needs the extra `tensorboard`.
 
     A resumed run writes a new file into the directory, and hides the values of other files after the step that it resumes
     from. Process 0 writes.

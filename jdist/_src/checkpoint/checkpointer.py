@@ -1,15 +1,18 @@
 """`Checkpointer`: saves training states in the background, and restores them onto any devices."""
 
 import dataclasses
+import functools
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 
 import jax
 
 from jdist._src.checkpoint import storage
+from jdist._src.checkpoint.leaf_selection import LeafSelection, as_paths, as_renames
+from jdist._src.checkpoint.preservation import Metrics, Mode, Preservation, as_metrics, as_preservation
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.restore_plan import RestorePlan, make_restore_plan, read_manifest
 from jdist._src.checkpoint.save_plan import SavePlan, make_save_plan
@@ -34,7 +37,9 @@ class RestoredCheckpoint:
         state: The state, on the strategy's devices.
         data_position: The data position that was passed to `save`.
         extra: The `extra` that was passed to `save`, in dicts and lists, with arrays on the host.
-        manifest: The content of the manifest: versions, time, seed, and a description of each array.
+        manifest: The content of the manifest: versions, time, seed, metrics, and a description of each array.
+        unrestored: The paths of the leaves of `like` that `only` excluded: they are the leaves of `like`.
+        unused: The paths of the saved leaves that `only` excluded.
     """
 
     step: int
@@ -42,6 +47,8 @@ class RestoredCheckpoint:
     data_position: Any
     extra: PyTree
     manifest: Mapping[str, Any]
+    unrestored: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
 
 class Checkpointer:
@@ -55,13 +62,19 @@ class Checkpointer:
     Use it in a `with` statement, or call `close`; otherwise the last save may be lost. Mutable: it holds the save in progress.
 
     Args:
-        path: The folder: new, empty, or with checkpoints. On several processes, a folder that all of them can read and write.
-        keep: The number of newest checkpoints that are kept; None keeps all.
+        path: The folder: new, empty, or with checkpoints; also a URL, `gs://bucket/run`. On several processes, a folder that
+            all of them can read and write.
+        keep: The number of newest checkpoints that are kept; None keeps all. Older ones are deleted, except for those that
+            `keep_best` or `keep_every` names.
         every: A checkpoint is due at every step that `every` divides.
+        keep_best: The best checkpoint by a metric is kept too: a pair such as `("val_loss", "min")` or `("val_accuracy",
+            "max")`, of the metrics that were passed to `save`. `jdist.callbacks.Checkpoint` passes the metrics of each row of
+            the history, and then also saves after each validation that is better than all saved ones.
+        keep_every: Checkpoints of steps that `keep_every` divides are kept too.
 
     Raises:
-        ValueError: The folder contains other files, or a number is less than 1.
-        TypeError: `path` is not a path; `keep` or `every` is not an integer.
+        ValueError: The folder contains other files, a number is less than 1, or the mode of `keep_best` is unknown.
+        TypeError: `path` is not a path; a number is not an integer; `keep_best` is not a pair.
         CheckpointError: The folder cannot be created.
 
     Example:
@@ -77,18 +90,31 @@ class Checkpointer:
         >>> folder.cleanup()
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, keep: int | None = 3, every: int = 1):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        every: int = 1,
+        keep_best: tuple[str, Mode] | None = None,
+        keep_every: int | None = None,
+    ):
         check_path("Checkpointer(path)", path)
-        self._keep, self.every = None if keep is None else as_int("`keep`", keep, 1), as_int("`every`", every, 1)
+        self.every = as_int("`every`", every, 1)
+        self._preservation = as_preservation(keep, keep_best, keep_every)
         self._folder = storage.open_folder(path)
         self._writer: Writer | None = None
         self._calls: ProcessGroup | None = None  # compares the calls of all processes
         self._lock: FolderLock | None = None
         self._saving = -1
         self._damaged: set[int] = set()  # steps that `restore` could not read
+        self._metrics = _SavedMetrics(self._folder)
 
     def __repr__(self) -> str:
-        return f"Checkpointer({str(self._folder)!r}, keep={self._keep}, every={self.every})"
+        newest, best, every = self._preservation.newest, self._preservation.best, self._preservation.every
+        options = "" if best is None else f", keep_best={tuple(best)}"
+        options += "" if every is None else f", keep_every={every}"
+        return f"Checkpointer({str(self._folder)!r}, keep={newest}, every={self.every}{options})"
 
     @property
     def folder(self) -> pathlib.Path:
@@ -116,6 +142,7 @@ class Checkpointer:
         *,
         seed: Any = None,
         extra: PyTree = None,
+        metrics: Mapping[str, float] | None = None,
         now: bool = False,
     ) -> bool:
         """Saves a checkpoint in the background, if one is due.
@@ -129,6 +156,7 @@ class Checkpointer:
             data_position: The position in the data: the result of `get_state` of an iterator, or other JSON.
             seed: The seed of the run, for the manifest.
             extra: Other values: a tree of dicts and lists of arrays, numbers and text.
+            metrics: Numbers by name, for `keep_best` and the manifest. Those that are not finite are not stored.
             now: Whether to save even if no checkpoint is due at this step.
 
         Returns:
@@ -136,7 +164,7 @@ class Checkpointer:
 
         Raises:
             ValueError: The folder has a checkpoint of a later step, or a leaf was donated.
-            TypeError: A leaf cannot be saved.
+            TypeError: A leaf cannot be saved, or a metric is not a number.
             CheckpointError: This checkpoint, or the previous one, could not be written. The state is unchanged, and the next
                 `save` tries again.
         """
@@ -146,12 +174,20 @@ class Checkpointer:
             return False
         self.wait()
         with jax.transfer_guard("allow"):  # a training loop may forbid implicit transfers
-            plan = self._run_compared("save", lambda: self._plan_save(step, state, data_position, seed, extra))
+            plan = self._run_compared("save", lambda: self._plan_save(step, state, data_position, seed, extra, metrics))
             if plan is not None:
                 self._write(plan)
         return plan is not None
 
-    def restore(self, strategy: Strategy, *, like: PyTree = None, step: int | None = None) -> RestoredCheckpoint:
+    def restore(
+        self,
+        strategy: Strategy,
+        *,
+        like: PyTree = None,
+        step: int | None = None,
+        only: str | Sequence[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> RestoredCheckpoint:
         """Restores a checkpoint onto the devices of a strategy. Each device reads its own part.
 
         Wrappers are preserved. A `SyncOnRead` SUM is split into shares for the new replicas. Other values per replica, of a
@@ -163,15 +199,22 @@ class Checkpointer:
             like: A state or its shapes, `jax.eval_shape(lambda key: strategy.init(make, key), key)`, with the containers and
                 wrappers of the restored state. By default the state has its saved wrappers, in dicts and lists.
             step: The step of the checkpoint; the newest by default.
+            only: Paths of parts of the state, such as `"params/encoder"`: only the leaves below them are read and restored, and
+                all of them must match. The other leaves of the result are those of `like`, which must be arrays; without
+                `like`, the result contains these parts only. `unrestored` and `unused` of the result name the other leaves.
+            rename: Paths in the checkpoint and their new paths in `like`: `{"params/encoder": "params/backbone"}`. A path
+                renames all leaves below it; the longest one applies. Paths in `only` are new paths.
 
         Raises:
             FileNotFoundError: The folder does not contain a checkpoint, or not one of this step.
-            ValueError: The saved state does not match `like`, or does not fit the strategy; the message names the leaves.
+            ValueError: The saved state does not match `like`, or does not fit the strategy; a path in `only` or `rename` does
+                not exist. The message names the leaves.
+            TypeError: `only` or `rename` does not contain paths.
             CheckpointError: A file is damaged, or cannot be read.
         """
         self.wait()
         with jax.transfer_guard("allow"):
-            plan = self._run_compared("restore", lambda: self._plan_restore(strategy, like, step))
+            plan = self._run_compared("restore", lambda: self._plan_restore(strategy, like, step, only, rename))
             restored = self._read(plan)
         if step is None:
             storage.warn_of_incomplete(self._folder, restored.step)
@@ -185,6 +228,17 @@ class Checkpointer:
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint; None if there is none."""
         return max(self.steps(), default=None)
+
+    @property
+    def best(self) -> int | None:
+        """The step of the complete checkpoint that is the best by `keep_best`; None if none has the metric.
+
+        Raises:
+            ValueError: The checkpointer has no `keep_best`.
+        """
+        if self._preservation.best is None:
+            raise ValueError('`best` needs a metric: `Checkpointer(path, keep_best=("val_loss", "min"))`.')
+        return self._preservation.best.best_step({step: self._metrics[step] for step in self.steps()})
 
     def wait(self) -> None:
         """Waits until the save in progress is written.
@@ -230,7 +284,7 @@ class Checkpointer:
         return self._calls.run_compared(call, work)
 
     def _plan_save(
-        self, step: int, state: PyTree, data_position: Any, seed: Any, extra: PyTree
+        self, step: int, state: PyTree, data_position: Any, seed: Any, extra: PyTree, metrics: Any
     ) -> tuple[SavePlan | None, Facts]:
         """Returns the plan of a save, or None if there is a checkpoint of this step; and facts for `run_compared`.
 
@@ -248,7 +302,7 @@ class Checkpointer:
         facts = {"`step`": [str(step)], "the latest checkpoint": [f"step {latest}"]}
         if step == latest:
             return None, facts
-        plan = make_save_plan(step, state, data_position, seed, extra)
+        plan = make_save_plan(step, state, data_position, seed, extra, metrics)
         return plan, {**facts, **plan.facts, "the damaged checkpoints": [str(self._damaged_steps(step))]}
 
     def _damaged_steps(self, step: int) -> list[int]:
@@ -263,13 +317,17 @@ class Checkpointer:
             if damaged and self._writer is not None:  # orbax caches the steps of the folder
                 self._writer.close()
                 self._writer = None
-            self._writer = self._writer or Writer(self._folder, self._keep)
+            self._metrics.known[plan.step] = plan.metrics
+            # Not a method: the writer would keep this object, and its lock, alive.
+            preserved_steps = functools.partial(_preserved_steps, self._preservation, self._metrics)
+            self._writer = self._writer or Writer(self._folder, preserved_steps)
             self._writer.write(plan.step, plan.pack, damaged)
             self._damaged.clear()
         except Exception as error:
             self._raise_write_error(error)
 
     def _raise_write_error(self, error: Exception) -> NoReturn:
+        self._metrics.known.pop(self._saving, None)
         writer, self._writer = self._writer, None
         if writer is not None:
             try:
@@ -290,7 +348,9 @@ class Checkpointer:
             "The training state is unchanged, and the next `save` tries again."
         ) from error
 
-    def _plan_restore(self, strategy: Strategy, like: PyTree, step: int | None) -> tuple[RestorePlan, Facts]:
+    def _plan_restore(
+        self, strategy: Strategy, like: PyTree, step: int | None, only: Any, rename: Any
+    ) -> tuple[RestorePlan, Facts]:
         """Returns the plan of a restore, and facts for `run_compared`. Uses no collectives."""
         if not isinstance(strategy, Strategy):
             raise TypeError(
@@ -303,7 +363,8 @@ class Checkpointer:
             manifest, saved = read_manifest(self._folder, step)
         except Exception as error:
             self._raise_read_error(step, error)
-        return make_restore_plan(self._folder, manifest, saved, strategy, like)
+        selection = LeafSelection(as_paths(only), as_renames(rename))
+        return make_restore_plan(self._folder, manifest, saved, strategy, like, selection)
 
     def _read(self, plan: RestorePlan) -> RestoredCheckpoint:
         try:
@@ -313,7 +374,8 @@ class Checkpointer:
             self._raise_read_error(plan.step, error)
         state = plan.finish(arrays)
         self._damaged.discard(plan.step)
-        return RestoredCheckpoint(plan.step, state, plan.manifest["data_position"], extra, plan.manifest)
+        position = plan.manifest["data_position"]
+        return RestoredCheckpoint(plan.step, state, position, extra, plan.manifest, plan.unrestored, plan.unused)
 
     def _raise_read_error(self, step: int, error: Exception) -> NoReturn:
         self._damaged.add(step)
@@ -328,6 +390,33 @@ class Checkpointer:
         raise CheckpointError(
             f"The checkpoint of step {step} in {self._folder} is damaged or cannot be read: {short_message(error)} {advice}"
         ) from error
+
+
+class _SavedMetrics:
+    """The metrics of the checkpoints in a folder.
+
+    Mutable: a cache of the manifests.
+
+    Attributes:
+        known: The metrics by the steps that were saved, or whose manifest was read.
+    """
+
+    def __init__(self, folder: pathlib.Path):
+        self._folder = folder
+        self.known: dict[int, Metrics] = {}
+
+    def __getitem__(self, step: int) -> Metrics:
+        """Returns the metrics of a step: none if its manifest cannot be read, or is of an earlier version of jdist."""
+        if step not in self.known:
+            try:
+                self.known[step] = read_manifest(self._folder, step)[0].get("metrics", {})
+            except Exception:  # of any type: the manifest is damaged
+                return {}
+        return self.known[step]
+
+
+def _preserved_steps(preservation: Preservation, metrics: _SavedMetrics, steps: Sequence[int]) -> set[int]:
+    return preservation.preserved_steps({step: metrics[step] if preservation.best else {} for step in steps})
 
 
 def newest_step(checkpointer: Checkpointer) -> int | None:
@@ -345,6 +434,23 @@ def newest_step(checkpointer: Checkpointer) -> int | None:
     latest = checkpointer._run_compared("resume", read_latest)
     storage.warn_of_incomplete(checkpointer._folder, latest)
     return latest
+
+
+def is_best(checkpointer: Checkpointer, metrics: Mapping[str, Any]) -> bool:
+    """Returns whether a checkpoint with these metrics would be better by `keep_best` than all saved ones.
+
+    False without `keep_best`. The checkpoint that is being written counts as saved.
+    """
+    best = checkpointer._preservation.best
+    if best is None or best.name not in (finite := as_metrics(metrics)):
+        return False
+    steps = {*checkpointer.steps(), *checkpointer._metrics.known}
+    return all(best.is_better(finite, checkpointer._metrics[step]) for step in steps)
+
+
+def best_metric(checkpointer: Checkpointer) -> str | None:
+    """Returns the name of the metric of `keep_best`, if there is one."""
+    return None if checkpointer._preservation.best is None else checkpointer._preservation.best.name
 
 
 def _listed(steps: Any) -> str:

@@ -82,7 +82,13 @@ class StoredArray:
 
 
 def make_manifest(
-    step: int, seed: Any, position: Any, arrays: Sequence[StoredArray], state: Any, extra: Any
+    step: int,
+    seed: Any,
+    position: Any,
+    metrics: Mapping[str, float],
+    arrays: Sequence[StoredArray],
+    state: Any,
+    extra: Any,
 ) -> dict[str, Any]:
     """Returns the manifest of a checkpoint.
 
@@ -90,6 +96,7 @@ def make_manifest(
         step: The step.
         seed: The seed, as JSON.
         position: The data position, as JSON.
+        metrics: The finite metrics of the checkpoint.
         arrays: The arrays, ordered by number.
         state: The structure of the state, with the numbers of its arrays.
         extra: The structure of `extra`, likewise.
@@ -103,6 +110,7 @@ def make_manifest(
             "jax": jax.__version__,
             "seed": seed,
             "data_position": position,
+            "metrics": dict(metrics),
             "bytes": sum(array.bytes for array in arrays),
             "leaves": [
                 {name: value for name, value in dataclasses.asdict(array).items() if value is not None}

@@ -16,6 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdist._src.checkpoint import storage
 from jdist._src.checkpoint.fingerprint import fingerprints
+from jdist._src.checkpoint.leaf_selection import (
+    LeafSelection,
+    check_each_path,
+    is_below,
+    pruned,
+    renamed_leaves,
+    with_keys_of,
+)
 from jdist._src.checkpoint.manifest import StoredArray, from_text, signed, stored_arrays
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.tree_format import Leaf, from_json, leaves_of, pair_renamed
@@ -57,13 +65,19 @@ class RestorePlan(NamedTuple):
         folder: The folder of checkpoints.
         manifest: The manifest.
         treedef: The structure of the new state.
-        leaves: The restore of each of its leaves.
+        leaves: The restore of its leaves, by their numbers in `treedef`.
+        unchanged: Its other leaves, which are those of `like`, by their numbers.
+        unrestored: The paths of these other leaves.
+        unused: The paths of the saved leaves that are not restored.
     """
 
     folder: pathlib.Path
     manifest: Mapping[str, Any]
     treedef: Any
-    leaves: list[_LeafPlan]
+    leaves: dict[int, _LeafPlan]
+    unchanged: dict[int, Any]
+    unrestored: tuple[str, ...]
+    unused: tuple[str, ...]
 
     @property
     def step(self) -> int:
@@ -82,26 +96,27 @@ class RestorePlan(NamedTuple):
             leaf.stored.number: jax.ShapeDtypeStruct(
                 leaf.stored.bits.shape, leaf.stored.bits.dtype, sharding=leaf.sharding
             )
-            for leaf in self.leaves
+            for leaf in self.leaves.values()
         }
         shapes |= {array.number: np.zeros(array.bits.shape, array.bits.dtype) for array in extra}
         nonempty = {number: shape for number, shape in shapes.items() if shape.size}
         bits = group.run(lambda: storage.read_arrays(self.folder, self.step, nonempty))
         bits |= {number: _empty(shape) for number, shape in shapes.items() if not shape.size}
-        arrays = [*(leaf.stored for leaf in self.leaves), *extra]
+        arrays = [*(leaf.stored for leaf in self.leaves.values()), *extra]
         for array, fingerprint in zip(arrays, fingerprints([bits[array.number] for array in arrays]), strict=True):
             if fingerprint != array.fingerprint:
                 raise ValueError(f"The bits of {array.path} are not the saved ones")
         extra_values = {array.number: array.from_bits(bits[array.number]) for array in extra}
         return (
-            [leaf.stored.from_bits(bits[leaf.stored.number]) for leaf in self.leaves],
+            [leaf.stored.from_bits(bits[leaf.stored.number]) for leaf in self.leaves.values()],
             from_json(self.manifest["extra"], extra_values.__getitem__),
         )
 
     def finish(self, arrays: Sequence[jax.Array]) -> PyTree:
         """Returns the state from the arrays that `read` returned."""
-        leaves = [leaf.finish(array) for leaf, array in zip(self.leaves, arrays, strict=True)]
-        return jax.tree.unflatten(self.treedef, leaves)
+        finished = [leaf.finish(array) for leaf, array in zip(self.leaves.values(), arrays, strict=True)]
+        leaves = dict(zip(self.leaves, finished, strict=True)) | self.unchanged
+        return jax.tree.unflatten(self.treedef, [leaves[number] for number in range(len(leaves))])
 
 
 def read_manifest(folder: pathlib.Path, step: int) -> tuple[Mapping[str, Any], PyTree]:
@@ -120,7 +135,12 @@ def read_manifest(folder: pathlib.Path, step: int) -> tuple[Mapping[str, Any], P
 
 
 def make_restore_plan(
-    folder: pathlib.Path, manifest: Mapping[str, Any], saved: PyTree, strategy: Strategy, like: PyTree
+    folder: pathlib.Path,
+    manifest: Mapping[str, Any],
+    saved: PyTree,
+    strategy: Strategy,
+    like: PyTree,
+    selection: LeafSelection,
 ) -> tuple[RestorePlan, Facts]:
     """Returns the plan of a restore, and facts that must be equal on all processes. Uses no collectives.
 
@@ -130,35 +150,70 @@ def make_restore_plan(
         saved: The saved state, with a `StoredArray` for each leaf.
         strategy: The strategy of the new state.
         like: A state with the structure of the new state; None for the structure of the checkpoint.
+        selection: The leaves that are restored, and the saved leaves with other names.
 
     Raises:
-        ValueError: The saved state does not match `like`, or does not fit the strategy.
+        ValueError: The saved state does not match `like`, or does not fit the strategy; a path in `selection` does not exist.
     """
     name = f"The checkpoint of step {manifest['step']} in {folder}"
     replicas = strategy.replicas
-    target = _saved_shapes(saved, replicas.size) if like is None else _shapes_of_like(like, replicas.size)
-    saved_leaves, target_leaves = leaves_of(saved), leaves_of(target)
+    only = selection.only
+    if like is None and selection.rename:
+        raise ValueError("`rename` needs the new structure: `restore(strategy, like=state, rename=...)`.")
+    all_saved = renamed_leaves(name, leaves_of(saved), selection.rename)
+    if like is None:
+        check_each_path(name, only, all_saved, saved)
+        target = _saved_shapes(pruned(saved, only), replicas.size)
+    else:
+        target = _shapes_of_like(like, replicas.size)
+    all_targets = leaves_of(target)
+    selected = {number: leaf for number, leaf in enumerate(all_targets) if is_below(leaf.path, only)}
+    target_leaves = list(selected.values())
+    saved_leaves: Sequence[Leaf] = [leaf for leaf in all_saved if is_below(leaf.path, only)]
     if like is not None:
-        saved_leaves = _with_names_of_like(name, saved_leaves, target_leaves)
+        check_each_path(name, only, [*all_targets, *all_saved], saved)
+        saved_leaves = _with_names_of_like(name, with_keys_of(saved_leaves, target_leaves), target_leaves)
         if differences := _differences(saved_leaves, target_leaves):
             raise ValueError(
                 f"{name} does not match `like`. {' '.join(differences)} Pass the state of the same model and optimizer as "
-                "`like`, or restore without `like` and use the leaves that match."
+                '`like`; restore a part that matches, `only="params"`, or leaves with other names, `rename={"old": "new"}`; '
+                "or restore without `like` and use the leaves that match."
             )
     for leaf in target_leaves:
         check_wrapper(f"state/{leaf.path}", leaf.wrapper, replicas)
     saved_by_keys = {leaf.keys: leaf for leaf in saved_leaves}
     shardings = jax.tree.leaves(strategy.shardings(target))
-    plans = [
-        _plan_leaf(saved_by_keys[leaf.keys], leaf, sharding, replicas)
-        for leaf, sharding in zip(target_leaves, shardings, strict=True)
-    ]
+    plans = {
+        number: _plan_leaf(saved_by_keys[leaf.keys], leaf, shardings[number], replicas)
+        for number, leaf in selected.items()
+    }
+    unchanged = _unchanged_leaves(like, all_targets, set(selected))
     facts = {
         "`step`": [str(manifest["step"])],
         "the manifest of the checkpoint": [signed(manifest)["fingerprint"]],
-        "`like`": [f"{leaf.path} {dtype_and_shape(leaf.value)}" for leaf in target_leaves],
+        "`like`": [f"{leaf.path} {dtype_and_shape(leaf.value)}" for leaf in all_targets],
+        "`only` and `rename`": [f"{leaf.path} from {saved_by_keys[leaf.keys].value.path}" for leaf in target_leaves],
     }
-    return RestorePlan(folder, manifest, jax.tree.structure(target), plans), facts
+    unrestored = tuple(all_targets[number].path for number in unchanged)
+    unused = tuple(leaf.value.path.partition("/")[2] for leaf in all_saved if not is_below(leaf.path, only))
+    return RestorePlan(folder, manifest, jax.tree.structure(target), plans, unchanged, unrestored, unused), facts
+
+
+def _unchanged_leaves(like: PyTree, leaves: Sequence[Leaf], selected: set[int]) -> dict[int, Any]:
+    """Returns the leaves of `like` that are not restored, by their numbers.
+
+    Raises:
+        ValueError: One of them is a shape without a value.
+    """
+    unchanged = {number: leaf for number, leaf in enumerate(jax.tree.leaves(like)) if number not in selected}
+    shapes = [leaves[number].path for number, leaf in unchanged.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if shapes:
+        raise ValueError(
+            f"`only` does not restore {_shortened(shapes)}, and `like` contains shapes there, without values. Pass a state "
+            "with values as `like`, such as the result of `trainer.init`; or restore without `like`, or with the part of it "
+            "that `only` names."
+        )
+    return unchanged
 
 
 def _saved_shapes(tree: PyTree, num_replicas: int) -> PyTree:

@@ -5,6 +5,7 @@ A checkpoint stores values that do not depend on the devices. A plain leaf, a `M
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax import core
 
 from jdist._src.checkpoint.fingerprint import fingerprints
 from jdist._src.checkpoint.manifest import StoredArray, checked_json, make_manifest, to_text
+from jdist._src.checkpoint.preservation import as_metrics
 from jdist._src.checkpoint.process_sync import Facts
 from jdist._src.checkpoint.tree_format import Leaf, check_distinct, is_inline, leaves_of, to_json
 from jdist._src.core.tree import PyTree, dtype_and_shape
@@ -30,6 +32,7 @@ class SavePlan(NamedTuple):
         step: The step.
         position: The data position, as JSON.
         seed: The seed, as JSON.
+        metrics: The finite metrics.
         state: The leaves of the state: arrays on the devices, or copies on the host.
         extra: The leaves of `extra`, except for text and Python numbers: arrays on the devices, or copies on the host.
         structures: The structures of both trees, as JSON.
@@ -38,6 +41,7 @@ class SavePlan(NamedTuple):
     step: int
     position: Any
     seed: Any
+    metrics: dict[str, float]
     state: list[Leaf]
     extra: list[Leaf]
     structures: tuple[Any, Any]
@@ -51,6 +55,7 @@ class SavePlan(NamedTuple):
             "`state`": [_describe(leaf) for leaf in self.state],
             "`data_position`": [json.dumps(self.position)],
             "`seed`": [json.dumps(self.seed)],
+            "`metrics`": [json.dumps(self.metrics)],
             "`extra`": [_describe(leaf) for leaf in shared],
         }
 
@@ -63,15 +68,18 @@ class SavePlan(NamedTuple):
         bits = [_to_bits(x) for x in values]
         columns = zip(paths, values, wrappers, fingerprints(bits), strict=True)
         arrays = [StoredArray.of(number, *column) for number, column in enumerate(columns)]
-        return bits, to_text(make_manifest(self.step, self.seed, self.position, arrays, *self.structures))
+        manifest = make_manifest(self.step, self.seed, self.position, self.metrics, arrays, *self.structures)
+        return bits, to_text(manifest)
 
 
-def make_save_plan(step: int, state: PyTree, position: Any, seed: Any, extra: PyTree) -> SavePlan:
+def make_save_plan(
+    step: int, state: PyTree, position: Any, seed: Any, extra: PyTree, metrics: Mapping[str, Any] | None
+) -> SavePlan:
     """Checks the arguments of a save, and copies host values. Uses no collectives: it may fail on one process of several.
 
     Raises:
         ValueError: A leaf was donated, two leaves have the same path, or the replicas hold values of different shapes.
-        TypeError: A leaf, the position or the seed cannot be saved.
+        TypeError: A leaf, the position, the seed or a metric cannot be saved.
     """
     position, seed = checked_json("data_position", position), checked_json("seed", seed)
     state_leaves = leaves_of(state)
@@ -83,6 +91,7 @@ def make_save_plan(step: int, state: PyTree, position: Any, seed: Any, extra: Py
         step,
         position,
         seed,
+        as_metrics(metrics),
         [leaf._replace(value=_check_state_leaf(leaf)) for leaf in state_leaves],
         [leaf._replace(value=_check_extra_leaf(leaf)) for leaf in extra_leaves],
         structures,

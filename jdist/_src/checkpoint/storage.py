@@ -5,7 +5,8 @@
     FOLDER/STEP/manifest/manifest.json      the manifest
 
 orbax writes a step under a temporary name and renames it when it is complete. An old step is first moved to `.old` and then
-deleted. So a folder with the name of a step is always complete, whenever a process ends. orbax takes a second to import, so it
+deleted. So a folder with the name of a step is always complete, whenever a process ends. An object store cannot rename folders:
+there, a complete step contains the file `commit_success.txt`. orbax takes a second to import, so it
 is imported at the first use.
 """
 
@@ -16,7 +17,6 @@ import logging
 import os
 import pathlib
 import re
-import shutil
 import warnings
 import weakref
 from collections.abc import Coroutine, Mapping
@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.paths import as_path, is_url, remove_tree
 
 try:
     import fcntl
@@ -35,6 +36,8 @@ except ImportError:  # Windows
 ARRAYS, MANIFEST = "arrays", "manifest"
 MANIFEST_FILE = "manifest.json"
 DELETED = ".old"
+_COMMITTED_FILE = "commit_success.txt"  # of orbax
+_SUPPORTED_URL = "gs://"
 _MARKER_FILE = "jdist.json"
 _MARKER_TEXT = '{"holds": "checkpoints of jdist, one folder per step; STEP/manifest/manifest.json describes a step"}\n'
 
@@ -71,14 +74,18 @@ def open_folder(path: Any) -> pathlib.Path:
     """Returns the absolute path of a folder of checkpoints. Creates the folder if it does not exist.
 
     Raises:
-        ValueError: The path is a URL or a file, or the folder contains other files.
+        ValueError: The path is a file or an unsupported URL, or the folder contains other files.
+        ImportError: The package for this kind of URL is not installed.
         CheckpointError: The folder cannot be created.
     """
-    if "://" in str(path):
+    folder = as_path(path)
+    if not is_url(folder):
+        folder = folder.expanduser().resolve()
+    elif not str(folder).startswith(_SUPPORTED_URL):
         raise ValueError(
-            f"`path` must be a folder of a file system, got the URL {str(path)!r}. Mount it, and pass the mounted folder."
+            f"`path` is the URL {str(path)!r}, and orbax, which writes the arrays, supports {_SUPPORTED_URL} only. Mount the "
+            "folder, and pass the path of the mounted folder."
         )
-    folder = pathlib.Path(path).expanduser().resolve()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`path` is the file {folder}. Pass a folder for the checkpoints.")
     if (folder / _MARKER_FILE).exists():
@@ -99,6 +106,15 @@ def open_folder(path: Any) -> pathlib.Path:
     return folder
 
 
+def is_complete(folder: pathlib.Path, step: int) -> bool:
+    """Returns whether a step has a complete checkpoint.
+
+    In a file system, the folder of a step gets its name when it is complete. In an object store, orbax writes a file last.
+    """
+    path = folder / str(step) / _COMMITTED_FILE if is_url(folder) else manifest_path(folder, step)
+    return path.exists()
+
+
 def manifest_path(folder: pathlib.Path, step: int) -> pathlib.Path:
     """Returns the path of the manifest of a step."""
     return folder / str(step) / MANIFEST / MANIFEST_FILE
@@ -107,13 +123,13 @@ def manifest_path(folder: pathlib.Path, step: int) -> pathlib.Path:
 def complete_steps(folder: pathlib.Path) -> tuple[int, ...]:
     """Returns the steps with a complete checkpoint, in ascending order."""
     steps = [int(child.name) for child in folder.iterdir() if child.name.isdecimal()]
-    return tuple(sorted(step for step in steps if manifest_path(folder, step).exists()))
+    return tuple(sorted(step for step in steps if is_complete(folder, step)))
 
 
 def incomplete_folders(folder: pathlib.Path, after: int) -> tuple[pathlib.Path, ...]:
     """Returns the folders of steps later than `after` without a manifest, in ascending order of their steps."""
     later = [child for child in folder.iterdir() if child.name.isdecimal() and int(child.name) > after]
-    incomplete = [child for child in later if not manifest_path(folder, int(child.name)).exists()]
+    incomplete = [child for child in later if not is_complete(folder, int(child.name))]
     return tuple(sorted(incomplete, key=lambda child: int(child.name)))
 
 
@@ -147,25 +163,31 @@ def warn_of_incomplete(folder: pathlib.Path, newest: int | None) -> None:
         if newest is None
         else f"The newest complete checkpoint is that of step {newest}."
     )
+    missing = _COMMITTED_FILE if is_url(folder) else f"{MANIFEST}/{MANIFEST_FILE}"
+    effect = "deletes it" if is_url(folder) else f"renames the damaged folder to {incomplete[-1].name}.damaged"
     warnings.warn(
-        f"{', '.join(map(str, incomplete))} is damaged: {MANIFEST}/{MANIFEST_FILE} is missing. {complete} A `save` of the same "
-        f"step renames the damaged folder to {incomplete[-1].name}.damaged.",
+        f"{', '.join(map(str, incomplete))} is damaged: {missing} is missing. {complete} A `save` of the same step {effect}.",
         stacklevel=3,
     )
 
 
 def rename_damaged(folder: pathlib.Path, step: int) -> None:
-    """Renames the damaged folder of a step to `STEP.damaged`. An earlier folder of this name is deleted."""
+    """Renames the damaged folder of a step to `STEP.damaged`. An earlier folder of this name is deleted.
+
+    In an object store, an incomplete folder is deleted: orbax would also delete the renamed one.
+    """
     damaged = folder / f"{step}.damaged"
+    if is_url(folder) and not is_complete(folder, step):
+        remove_tree(folder / str(step))
     if (folder / str(step)).exists():
-        shutil.rmtree(damaged, ignore_errors=True)
+        remove_tree(damaged)
         (folder / str(step)).rename(damaged)
 
 
 def empty_deleted(folder: pathlib.Path) -> None:
     """Deletes old checkpoints that orbax moved to `.old`."""
-    if jax.process_index() == 0:
-        shutil.rmtree(folder / DELETED, ignore_errors=True)
+    if jax.process_index() == 0 and not is_url(folder):
+        remove_tree(folder / DELETED)
 
 
 def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> dict[int, Any]:
@@ -189,10 +211,13 @@ def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> d
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         # Not with orbax's `Checkpointer`, which has barriers between the processes: a process that fails would not reach them.
-        handler = ocp.StandardCheckpointHandler()
+        handler = ocp.PyTreeCheckpointHandler()
         try:
             path: Any = folder / str(step) / ARRAYS
-            arrays = handler.restore(path, args=ocp.args.StandardRestore(items or {"none": np.zeros(1)}))
+            items = items or {"none": np.zeros(1)}
+            restore_args = ocp.checkpoint_utils.construct_restore_args(items)
+            # Partial, because a checkpoint may contain further arrays.
+            arrays = handler.restore(path, args=ocp.args.PyTreeRestore(items, restore_args, partial_restore=True))
             return {number: arrays[str(number)] for number in shapes}
         except Exception as error:
             message = short_message(error)
@@ -206,7 +231,7 @@ class FolderLock:
     """A lock on a folder of checkpoints, so that only one job at a time writes into it. Reading does not need the lock.
 
     The lock is held from the creation until `release`. The operating system releases it when the process ends, also by SIGKILL.
-    On Windows and on file systems without locks it has no effect.
+    On Windows, on file systems without locks and on object stores it has no effect.
 
     Mutable: it can be released.
 
@@ -222,7 +247,7 @@ class FolderLock:
     def __init__(self, folder: pathlib.Path, owner: object):
         self._folder = folder
         self._file: int | None = None
-        if fcntl is None:
+        if fcntl is None or is_url(folder):
             return
         try:
             file = os.open(folder / _MARKER_FILE, os.O_RDWR)  # over NFS, an exclusive lock needs a writable file

@@ -6,7 +6,7 @@ import functools
 import pathlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -22,20 +22,25 @@ from jdist._src.checkpoint.storage import (
     rename_damaged,
     silence_orbax,
 )
+from jdist._src.core.paths import is_url
 
 _TEST_BYTES = 2**16  # written to the folder before orbax starts
 
 
 class Writer:
-    """Writes checkpoints into a folder, and deletes incomplete ones and all but the newest `keep`.
+    """Writes checkpoints into a folder, and deletes incomplete ones and those that are not preserved.
 
     When a write has failed on any process, it has failed on all of them, and a new writer is needed.
 
     Mutable: it holds the write in progress.
+
+    Args:
+        folder: The folder.
+        preserved_steps: From the steps of all checkpoints, including the new one, to those that are preserved.
     """
 
-    def __init__(self, folder: pathlib.Path, keep: int | None):
-        self._folder, self._keep = folder, keep
+    def __init__(self, folder: pathlib.Path, preserved_steps: Callable[[Sequence[int]], Collection[int]]):
+        self._folder, self._preserved_steps = folder, preserved_steps
         self._group = ProcessGroup()
         self._manager: Any = None
         self._caller = threading.get_ident()
@@ -97,8 +102,8 @@ class Writer:
 
         silence_orbax()
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep,
-            todelete_subdir=DELETED,
+            preservation_policy=_PreservationPolicy(self._preserved_steps),
+            todelete_subdir=None if is_url(self._folder) else DELETED,
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
@@ -113,6 +118,17 @@ class Writer:
             self._group.barrier(timeout_ms / 1000)
         else:
             self._group.fail(error)
+
+
+class _PreservationPolicy:
+    """The protocol of orbax for the rule that preserves checkpoints."""
+
+    def __init__(self, preserved_steps: Callable[[Sequence[int]], Collection[int]]):
+        self._preserved_steps = preserved_steps
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        preserved = self._preserved_steps([checkpoint.step for checkpoint in checkpoints])
+        return [checkpoint.step in preserved for checkpoint in checkpoints]
 
 
 @functools.cache

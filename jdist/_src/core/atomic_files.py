@@ -5,13 +5,17 @@ import os
 import pathlib
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from jdist._src.core.paths import absolute, as_path, is_file, is_url
+
 Path: TypeAlias = str | os.PathLike[str]
+_COPY_BYTES = 16 * 2**20
 
 
 def check_path(call: str, path: Any, second: Any = None) -> None:
@@ -37,7 +41,7 @@ def check_path(call: str, path: Any, second: Any = None) -> None:
 def write_on_process_0(
     path: Path,
     write: Callable[[pathlib.Path], None],
-    may_replace: Callable[[pathlib.Path], bool] = pathlib.Path.is_file,
+    may_replace: Callable[[pathlib.Path], bool] = is_file,
 ) -> None:
     """Writes the file or folder `path` atomically on process 0. The other processes wait, and raise if process 0 fails.
 
@@ -69,20 +73,31 @@ def write_on_process_0(
 
 
 @contextlib.contextmanager
-def replace_atomically(
-    path: Path, may_replace: Callable[[pathlib.Path], bool] = pathlib.Path.is_file
-) -> Iterator[pathlib.Path]:
-    """Yields the path of a new file or folder, which replaces `path` when the `with` block ends without an error.
+def replace_atomically(path: Path, may_replace: Callable[[pathlib.Path], bool] = is_file) -> Iterator[pathlib.Path]:
+    """Yields the local path of a new file or folder, which replaces `path` when the `with` block ends without an error.
 
     Args:
-        path: The final path. An existing file or folder stays until the new one is complete. A link stays a link.
+        path: The final path. An existing file or folder stays until the new one is complete. A link stays a link. To a URL,
+            a file is copied when the block ends; an object store writes it completely or not at all.
         may_replace: Whether an existing file or folder may be replaced.
 
     Raises:
         FileNotFoundError: The parent folder does not exist.
         FileExistsError: `path` exists and `may_replace` returns False.
+        ValueError: `path` is a URL, and the block writes a folder.
     """
-    path = pathlib.Path(path).resolve()
+    path = absolute(as_path(path))
+    if is_url(path):
+        with tempfile.TemporaryDirectory() as folder:
+            new = pathlib.Path(folder) / path.name
+            yield new
+            if new.is_dir():
+                raise ValueError(
+                    f"The folder {path} cannot be written to a URL. Write it to a local path, and copy it."
+                )
+            with open(new, "rb") as source, path.open("wb") as target:
+                shutil.copyfileobj(source, target, _COPY_BYTES)
+        return
     if not path.parent.is_dir():
         raise FileNotFoundError(f"The folder {path.parent} does not exist. Create it before writing {path.name} to it.")
     if path.exists() and not may_replace(path):

@@ -50,6 +50,12 @@ class ClippedPerReplicaWarning(UserWarning):
     __module__ = "jdist"
 
 
+class SharedRandomnessWarning(UserWarning):
+    """Every replica combines its own examples with the same random numbers, such as one dropout mask."""
+
+    __module__ = "jdist"
+
+
 class UnrecognizedOptimizerStateWarning(UserWarning):
     """A part of a state looks like the state of an optimizer and is not recognized, so it is not sharded as one."""
 

@@ -17,6 +17,8 @@ Literal = core.Literal
 # On several CPU devices this JAX ends the process with a segmentation fault where it should refuse memory that was donated
 # before, or that is donated twice in one call.
 CRASHES_ON_DONATED_MEMORY = jax.__version_info__ < (0, 11)
+# On several CPU devices this JAX ends the process if many calls with collectives are dispatched without waiting, as Keras does.
+KERAS_BLOCKS_ON_CPU = jax.__version_info__ < (0, 11)
 
 
 # The state of JAX.
@@ -163,6 +165,13 @@ def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()
 
 
 # Equations.
+
+
+def is_function_of(equation: Equation, folders: tuple[str, ...]) -> bool:
+    """Whether an equation calls a function that is defined in a file in one of `folders`."""
+    call = called_jaxpr(equation)
+    info = getattr(open_jaxpr(call.program), "debug_info", None) if call else None
+    return (getattr(info, "func_filename", None) or "").startswith(folders)
 
 
 def shape_of(atom: Any) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 `docs/from_tf_distribute.md` is the guide for moving a program from TensorFlow.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _BATCHES = "write `strategy.distribute_dataset(source, batch_size)`, with the global batch size"
 _DEPRECATED = "deprecated in TensorFlow; jdist does not have it"
@@ -147,6 +147,33 @@ JAX_NAMES = {
     "unreplicate": "not needed: a replicated value is a plain array",
     "with_sharding_constraint": "write `jax.lax.with_sharding_constraint` in a step of `jdist.ShardedStrategy`",
 }
+
+_CLOSE_OVER = "bind it before, `strategy.step(functools.partial(fn, name=value))`, or close over it"
+_ARRAYS_AND_WRAPPERS = (
+    "not needed: a `jdist.PerReplica` is split (`strategy.split(batch)`), any other argument is replicated"
+)
+# Arguments of `jax.jit`, `jax.pmap` and `jax.shard_map` that `strategy.step` does not have.
+STEP_ARGUMENTS = {
+    **dict.fromkeys(("static_argnums", "static_argnames", "static_broadcasted_argnums"), _CLOSE_OVER),
+    **dict.fromkeys(
+        ("donate_argnums", "donate_argnames"),
+        "the state is donated, unless you write `strategy.step(fn, donate=False)`",
+    ),
+    **dict.fromkeys(
+        ("in_axes", "out_axes", "in_specs", "out_specs", "in_shardings", "out_shardings"), _ARRAYS_AND_WRAPPERS
+    ),
+    **dict.fromkeys(
+        ("devices", "axis_size", "mesh"), "the strategy has the devices, `jdist.MirroredStrategy(devices)`"
+    ),
+    "axis_name": 'the strategy has the name, `jdist.MirroredStrategy(axis_name="batch")`',
+}
+
+
+def check_no_other_arguments(names: Iterable[str], accepted: str) -> None:
+    """Raises TypeError if there are `names` of arguments that `strategy.step` does not have; `accepted` are those it has."""
+    for name in names:
+        advice = STEP_ARGUMENTS.get(name, f"its arguments are {accepted}")
+        raise TypeError(f"`strategy.step` has no argument `{name}`: {advice}.")
 
 
 def missing_attribute_error(

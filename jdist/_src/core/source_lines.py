@@ -5,10 +5,12 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
+from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation
 
 
@@ -43,6 +45,23 @@ def equation_frame(equation: Equation) -> Frame | None:
     return next(user_frames, outside_jax[0])
 
 
+def call_frame(equation: Equation, calls: Sequence[Equation]) -> Frame | None:
+    """Returns the user's line of an equation inside a function of JAX, such as `jax.random.bernoulli`.
+
+    JAX caches the jaxprs of its own functions, so the equation has the line of the first call of the function; the equation
+    that calls the function has the line of this call.
+
+    Args:
+        equation: The equation.
+        calls: The equations that call the functions that contain it, from the outermost.
+    """
+    for call in reversed(calls):
+        if not jax_compat.is_function_of(call, _folders("jax")):
+            break
+        equation = call
+    return equation_frame(equation)
+
+
 def error_frame(error: BaseException) -> Frame | None:
     """Returns the innermost frame of user code in the traceback of `error`."""
     frames = [Frame(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
@@ -67,16 +86,34 @@ def is_in_jdist(frame: Frame) -> bool:
     return _absolute(frame.file).startswith(_JDIST)
 
 
-def is_from_file(equation: Equation, package: str, file_name_part: str) -> bool:
-    """Whether `equation` was traced in a file of `package` whose name contains `file_name_part`."""
+def is_from_jdist(equation: Equation, file: str, function: str) -> bool:
+    """Whether `function`, or one inside it, in a module of jdist such as `"sync/accumulation.py"` traced `equation`."""
+    stack, path = equation.source_info.traceback, os.path.join(_JDIST, "_src", file)
+    frames = stack.frames if stack else ()
+    return any(_absolute(f.file_name) == path and f.function_name.startswith(function) for f in frames)
+
+
+def functions_in_file(equation: Equation, package: str, file_name_part: str) -> list[str]:
+    """Returns the functions that traced `equation` and are in a file of `package` whose name contains `file_name_part`."""
     stack = equation.source_info.traceback
-    files = [_absolute(frame.file_name) for frame in stack.frames] if stack else []
-    return any(file.startswith(_folders(package)) and file_name_part in os.path.basename(file) for file in files)
+    return [
+        frame.function_name
+        for frame in (stack.frames if stack else ())
+        if (file := _absolute(frame.file_name)).startswith(_folders(package))
+        and file_name_part in os.path.basename(file)
+    ]
+
+
+_LIBRARIES = "flax", "optax", "chex", "keras", "optree", "haiku", "equinox", "distrax"
 
 
 def _in_library(file: str) -> bool:
     in_standard = file.startswith(sysconfig.get_paths()["stdlib"]) and "site-packages" not in file
-    return in_standard or file.startswith(_folders("flax", "optax", "chex")) or file.startswith(_JDIST)
+    return (
+        in_standard
+        or file.startswith(_folders("flax", "optax", "chex", "keras", "haiku", "equinox", "distrax"))
+        or file.startswith(_JDIST)
+    )
 
 
 @functools.cache

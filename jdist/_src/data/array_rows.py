@@ -9,6 +9,7 @@ import numpy as np
 from jax.tree_util import keystr
 
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.data.buckets import Buckets
 from jdist._src.values.arrays import check_range
 
 # The dtypes that JAX uses for 64-bit dtypes unless `jax_enable_x64` is set.
@@ -67,10 +68,11 @@ class ExampleStack:
 
     Args:
         where: The batch, for messages.
+        buckets: The widths of examples of different width, if they are padded.
     """
 
-    def __init__(self, where: str = ""):
-        self._where = where
+    def __init__(self, where: str = "", buckets: Buckets | None = None):
+        self._where, self._buckets = where, buckets
         self._treedef: Any = None
         self._names: list[str] = []
         self._columns: list[list[Any]] = []
@@ -107,8 +109,13 @@ class ExampleStack:
         Raises:
             ValueError: A leaf is not numeric, or its shape or dtype differs between examples.
         """
-        columns = zip(self._names, self._columns, strict=True)
-        return self._treedef.unflatten([_stack_column(name, column, self._where) for name, column in columns])
+        columns: Sequence[Sequence[Any]] = self._columns
+        if self._buckets is not None:
+            numbered = self._treedef.unflatten(range(len(columns)))
+            paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
+            columns = [self._buckets.with_equal_widths(path, columns[i]) for path, i in paths]
+        pairs = zip(self._names, columns, strict=True)
+        return self._treedef.unflatten([_stack_column(name, column, self._where) for name, column in pairs])
 
 
 def copy_example(example: PyTree, where: str = "") -> PyTree:
@@ -183,10 +190,16 @@ def as_numeric_array(name: str, leaf: Any, where: str) -> np.ndarray:
     return array
 
 
-def float64_leaves(tree: PyTree) -> list[str]:
-    """Returns name and shape of each leaf that loses precision in 32 bits."""
+def float64_warning(tree: PyTree) -> str | None:
+    """Returns a warning that names the leaves that lose precision in 32 bits, if any."""
     wide = (np.dtype(np.float64), np.dtype(np.complex128))
-    return [f"{name} ({dtype_and_shape(leaf)})" for name, leaf in named_leaves("source", tree) if leaf.dtype in wide]
+    leaves = [f"{name} ({dtype_and_shape(leaf)})" for name, leaf in named_leaves("source", tree) if leaf.dtype in wide]
+    if not leaves:
+        return None
+    return (
+        f"{', '.join(leaves)}: JAX converts 64-bit floats to 32 bits by default. Pass float32 arrays, or enable "
+        '64-bit types: `jax.config.update("jax_enable_x64", True)`.'
+    )
 
 
 def check_ranges(tree: PyTree) -> None:

@@ -30,9 +30,9 @@ class SingleProcessSync:
         """Returns the result of `work`."""
         return work()
 
-    def exchange_counts(self, local_counts: dict[int, int], rows: str | None, where: str) -> list[int]:
-        """Returns the number of examples of each shard."""
-        return list(local_counts.values())
+    def exchange(self, local_counts: dict[int, int], width: int, rows: str | None, where: str) -> tuple[list[int], int]:
+        """Returns the number of examples of each shard, and the width."""
+        return list(local_counts.values()), width
 
     def close(self) -> None:
         """Does nothing."""
@@ -68,11 +68,12 @@ class ProcessBatchSync:
         """
         self._check_equal([message["description"] for message in self._all_messages({"description": description})])
 
-    def exchange_counts(self, local_counts: dict[int, int], rows: str | None, where: str) -> list[int]:
-        """Returns the number of examples of each shard in this batch, ordered by shard, the same on every process.
+    def exchange(self, local_counts: dict[int, int], width: int, rows: str | None, where: str) -> tuple[list[int], int]:
+        """Returns the number of examples of each shard in this batch, ordered by shard, and the largest width of all processes.
 
         Args:
             local_counts: The number of examples of the shards that this process reads.
+            width: The width that the rows of this process are padded to, or 0.
             rows: The description of the rows of this process, if it has read any.
             where: The batch, for messages.
 
@@ -81,7 +82,8 @@ class ProcessBatchSync:
             ValueError: The counts or the rows differ between processes, or the processes are at different batches.
             InterruptedError: `should_stop` returned True.
         """
-        messages = self._all_messages({"counts": list(local_counts.items()), "rows": rows, "where": where}, where)
+        message = {"counts": list(local_counts.items()), "width": width, "rows": rows, "where": where}
+        messages = self._all_messages(message, where)
         self._check_equal([f"the rows{message['where']}" for message in messages])
         self._check_equal([message["rows"] and f"{message['rows']}{where}" for message in messages])
         counts: dict[int, int] = {}
@@ -92,7 +94,7 @@ class ProcessBatchSync:
                     "same "
                     'source. If each process has its own part of the data, pass `auto_shard="off"`.'
                 )
-        return [counts[shard] for shard in sorted(counts)]
+        return [counts[shard] for shard in sorted(counts)], max(message["width"] for message in messages)
 
     def close(self) -> None:
         """Ends the exchange. Processes that continue receive an error instead of waiting."""

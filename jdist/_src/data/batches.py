@@ -3,6 +3,7 @@
 Does not use devices or threads: a test can compute the rows of any process.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,12 +12,12 @@ import jax
 import numpy as np
 
 from jdist._src.core.tree import PyTree
-from jdist._src.data.array_rows import check_same_rows, describe_row, float64_leaves, to_32_bits
+from jdist._src.data.array_rows import check_same_rows, describe_row, float64_warning, to_32_bits
 from jdist._src.data.batch_sync import ProcessBatchSync, SingleProcessSync
 from jdist._src.data.config import InputConfig
 from jdist._src.data.files import Files
 from jdist._src.data.shard_readers import IndexedReader, ShardBlock, ShardReader, StreamReader
-from jdist._src.data.shards import ProcessShare, ShardRows, check_split
+from jdist._src.data.shards import PAD_EVERY_BATCH, ProcessShare, ShardRows, check_split
 from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.source_adapters import stream_of_files
 from jdist._src.data.sources import READ_AGAIN, Arrays, Indexed, Stream
@@ -86,6 +87,31 @@ def read_batches(
         sync.close()
 
 
+def element_shapes(config: InputConfig, share: ProcessShare, start: Position, channel: str) -> PyTree:
+    """Returns the shapes of an element `[local replica, row, ...]`: a batch, or with padding a pair of a batch and its weights.
+
+    Raises:
+        ValueError: The source can be read only once, and only reading it determines the shapes.
+    """
+    if config.read_again is not None:
+        kind, advice = config.read_again
+        raise ValueError(
+            f"The source is a {kind}, whose first batch determines the shapes, and which can be read only once. {advice}"
+        )
+    if isinstance(config.source, (Stream, Files)) or config.batch_size is None:
+        batches = read_batches(config, share, start, channel)
+        with contextlib.closing(batches):  # pyright: ignore[reportArgumentType]
+            first = next(batches)
+        element = first.rows if first.weights is None else (first.rows, first.weights)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), element)
+    source = config.source
+    row = source.tree if isinstance(source, Arrays) else source.take(np.zeros(1, int), "")
+    rows = len(share.replicas), share.rows_per_replica(config.batch_size)
+    dtype = jax.dtypes.canonicalize_dtype
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*rows, *x.shape[1:]), dtype(x.dtype)), row)
+    return (shapes, jax.ShapeDtypeStruct(rows, np.float32)) if config.remainder == "pad" else shapes
+
+
 def in_memory_on_all(config: InputConfig, share: ProcessShare) -> bool:
     """Returns whether every process has the same arrays in memory, so that reading cannot fail on only one process."""
     return isinstance(config.source, Arrays) and (share.num_pipelines == 1 or not config.own_source)
@@ -105,12 +131,13 @@ class _BatchReader:
         self._size = start.batch_size
         # The size in a position may come from another number of replicas.
         if self._size and config.batch_size is None:
-            self._size = self._divisible_size(self._size, share.num_replicas)
+            self._check_size(self._size, share.num_replicas)
         self._first_rows: PyTree = None  # without rows; for the comparison with later batches
         self._description: str | None = None
         self._warning: str | None = None
         self._dropped = 0
         self._short_counts: list[int] = []  # examples per shard in the first dropped batch
+        self._full_weights: np.ndarray | None = None  # of a batch without partial shards: one array for all of them
         self._x64_enabled = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
     def read(self) -> Iterator[LocalBatch]:
@@ -121,7 +148,7 @@ class _BatchReader:
             dropped_before, is_empty = self._dropped, True
             for batch in self._read_epoch(begin):
                 is_empty = False
-                yield batch._replace(warning=self._warning)
+                yield batch._replace(warning=self._warning) if self._warning else batch
                 self._warning = None
             if is_empty and begin.batch == 0:
                 dropped = self._dropped - dropped_before
@@ -143,7 +170,8 @@ class _BatchReader:
                 where = f" in batch {number} of epoch {begin.epoch}"
                 blocks, rows = self._sync.run(lambda where=where: self._read_blocks(parts, readers, where))
                 local_counts = {part.shard: block.examples for part, block in zip(parts, blocks, strict=True)}
-                counts = self._sync.exchange_counts(local_counts, self._description, where)
+                width = self._sync.run(lambda rows=rows, where=where: self._width(rows, where))
+                counts, width = self._sync.exchange(local_counts, width, self._description, where)
                 examples = sum(counts)
                 if examples == 0:
                     return
@@ -165,7 +193,8 @@ class _BatchReader:
                     continue
                 source_state = readers[0].state() if begin.shards == 1 else None
                 position = Position(begin.epoch, number + 1, self._size, begin.shards, source_state)
-                yield LocalBatch(self._join(blocks, rows, where), self._weights(parts, blocks), examples, position)
+                weights = self._weights(parts, blocks, is_full=examples == self._size)
+                yield LocalBatch(self._join(blocks, rows, width, where), weights, examples, position)
         finally:
             for reader in readers.values():
                 reader.close()
@@ -178,7 +207,7 @@ class _BatchReader:
             source = self._shard_source(part.shard, begin.shards)
             if isinstance(source, Stream):
                 first = begin.batch * (batches_per_block if source.batches else part.size)
-                reader = StreamReader(source, begin.epoch, first, batches_per_block, begin.source)
+                reader = StreamReader(source, begin.epoch, first, batches_per_block, begin.source, config.buckets)
                 if self._size is None:
                     rows = source.batch_size or reader.peek_num_rows(" in the first batch")
                     self._size = self._global_size(rows, begin.shards)
@@ -201,20 +230,18 @@ class _BatchReader:
         if self._config.replica_batches:
             return rows * self._share.num_replicas
         if self._config.own_source:
-            local_replicas = len(self._share.replicas)
-            return self._divisible_size(rows, local_replicas) // local_replicas * self._share.num_replicas
-        return self._divisible_size(rows * shards, self._share.num_replicas)
+            local_replicas, replicas = len(self._share.replicas), self._share.num_replicas
+            self._check_size(rows, local_replicas)
+            size = rows * replicas // local_replicas
+            # With different numbers of replicas per process, `size` is a multiple of the replicas.
+            return size if self._share.own_size(size) == rows else -(-rows // local_replicas) * replicas
+        self._check_size(rows * shards, self._share.num_replicas)
+        return rows * shards
 
-    def _divisible_size(self, rows: int, replicas: int) -> int:
-        """Returns `rows`; with padding, the next number that `replicas` divides.
-
-        Raises:
-            ValueError: Batches are not padded, and `replicas` does not divide `rows`.
-        """
-        if self._config.remainder == "pad":
-            return -(-rows // replicas) * replicas
-        check_split(rows, replicas)
-        return rows
+    def _check_size(self, rows: int, replicas: int) -> None:
+        """Raises ValueError if batches are not padded, and `replicas` does not divide `rows`."""
+        if self._config.remainder != "pad":
+            check_split(rows, replicas, advice=PAD_EVERY_BATCH)
 
     def _parts(self, size: int, shards: int) -> list[ShardRows]:
         if self._config.own_source:
@@ -230,35 +257,49 @@ class _BatchReader:
 
     def _checked(self, rows: PyTree, where: str) -> PyTree:
         """Returns `rows` in dtypes that JAX uses, after the comparison with the first batch."""
+        buckets = self._config.buckets
+        compared = rows if buckets is None else buckets.resized(rows, 0)
         if self._first_rows is None:
-            self._first_rows = jax.tree.map(lambda x: np.empty((0, *x.shape[1:]), x.dtype), rows)
-            self._warning = _batched_elements_warning(self._config, rows)
-            self._description = f"batches of {self._size} examples of {describe_row(rows)}"
-            if not self._x64_enabled and (leaves := float64_leaves(rows)):
-                self._config.warn(
-                    f"{', '.join(leaves)}: JAX converts 64-bit floats to 32 bits by default. Pass float32 arrays, or enable "
-                    '64-bit types: `jax.config.update("jax_enable_x64", True)`.'
-                )
+            self._first_rows = jax.tree.map(lambda x: np.empty((0, *x.shape[1:]), x.dtype), compared)
+            self._warning = _batched_elements_warning(self._config, compared)
+            self._description = f"batches of {self._size} examples of {describe_row(compared)}"
+            if not self._x64_enabled and (warning := float64_warning(rows)):
+                self._config.warn(warning)
         else:
-            check_same_rows(self._first_rows, rows, where)
+            check_same_rows(self._first_rows, compared, where)
         return rows if self._x64_enabled else to_32_bits(rows)
 
-    def _join(self, blocks: list[ShardBlock], rows: list[PyTree], where: str) -> PyTree:
+    def _width(self, blocks: list[PyTree], where: str) -> int:
+        """Returns the width that the blocks of this process have to be padded to; 0 without buckets, or without examples."""
+        buckets = self._config.buckets
+        return max((buckets.width(rows, where) for rows in blocks if rows is not None), default=0) if buckets else 0
+
+    def _join(self, blocks: list[ShardBlock], rows: list[PyTree], width: int, where: str) -> PyTree:
         """Returns all rows of this process, ordered by shard, as leaves `[local replica, row, ...]`."""
         trees = [self._checked(b.rows(), where) if r is None else r for b, r in zip(blocks, rows, strict=True)]
+        if self._config.buckets is not None:
+            # A block without examples has padding only, which may be cut.
+            trees = [self._config.buckets.resized(tree, width) for tree in trees]
         columns = zip(*map(jax.tree.leaves, trees), strict=True)
         arrays = [column[0] if len(column) == 1 else np.concatenate(column) for column in columns]
         return jax.tree.unflatten(jax.tree.structure(trees[0]), [self._per_replica(array) for array in arrays])
 
-    def _weights(self, parts: list[ShardRows], blocks: list[ShardBlock]) -> np.ndarray | None:
+    def _weights(self, parts: list[ShardRows], blocks: list[ShardBlock], is_full: bool) -> np.ndarray | None:
+        """Returns the weights of the rows of this process; the same object for all full batches."""
         if self._config.remainder != "pad":
             return None
-        is_example = [block.is_example()[part.rows] for part, block in zip(parts, blocks, strict=True)]
-        return self._per_replica(np.concatenate(is_example).astype(np.float32))
+        if is_full and self._full_weights is not None:
+            return self._full_weights
+        is_example = np.concatenate([block.is_example() for block in blocks])
+        weights = self._per_replica(is_example.astype(np.float32))
+        if is_full:
+            self._full_weights = weights
+        return weights
 
     def _per_replica(self, array: np.ndarray) -> np.ndarray:
         replicas = len(self._share.replicas)
-        return array.reshape(replicas, len(array) // replicas, *array.shape[1:])
+        rows = (len(array) // replicas,) if self._config.has_rows else ()
+        return array.reshape(replicas, *rows, *array.shape[1:])
 
 
 def _batched_elements_warning(config: InputConfig, rows: PyTree) -> str | None:

@@ -9,11 +9,13 @@ import numpy as np
 
 from jdist._src.core.arguments import as_int
 from jdist._src.data.array_rows import describe_row
+from jdist._src.data.buckets import Buckets
 from jdist._src.data.files import Files
 from jdist._src.data.shards import ProcessShare
 from jdist._src.data.sources import Arrays, Indexed, Stream
 
 Remainder: TypeAlias = Literal["drop", "pad", "error"]
+Cache: TypeAlias = Literal["device"]
 _MAX_TEXT = 120  # characters of a list of leaves
 _log = logging.getLogger("jdist")
 
@@ -31,6 +33,9 @@ class InputConfig:
         remainder: The treatment of a partial batch.
         own_source: Whether each process has its own source, for its own replicas.
         replica_batches: Whether an element of the source is the batch of one replica.
+        has_rows: Whether the leaves of an element have rows, one per example. If not, an element is one value of any shape,
+            which the source yields as a batch of one row.
+        buckets: The widths that batches of varying width are padded to.
         warn: Logs a warning, once per text.
     """
 
@@ -42,6 +47,8 @@ class InputConfig:
     remainder: Remainder
     own_source: bool = False
     replica_batches: bool = False
+    has_rows: bool = True
+    buckets: Buckets | None = None
     warn: Callable[[str], None] = _log.warning
 
     def __post_init__(self) -> None:
@@ -50,11 +57,19 @@ class InputConfig:
                 f"The source is endless, so its first epoch does not end, got epochs={self.epochs}. Pass `epochs=None`, and "
                 "end the loop after a number of batches: `itertools.islice(dataset, 1000)`."
             )
+        if self.read_again is not None and self.epochs != 1:
+            kind, advice = self.read_again
+            raise ValueError(f"The source is a {kind}, which can be read only once, but epochs={self.epochs}. {advice}")
 
     @property
     def is_endless(self) -> bool:
         """Whether the source is infinite, such as a function of the step."""
         return isinstance(self.source, Stream) and self.source.endless
+
+    @property
+    def read_again(self) -> tuple[str, str] | None:
+        """If the source can be read only once, its class and the advice to pass another one; see `Stream`."""
+        return self.source.read_again if isinstance(self.source, Stream) else None
 
     @property
     def method(self) -> str:

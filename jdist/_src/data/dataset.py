@@ -9,17 +9,19 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jdist._src.core import html
 from jdist._src.core.errors import BatchedElementsWarning
+from jdist._src.core.tree import PyTree
 from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
-from jdist._src.data.batches import LocalBatch, Position, in_memory_on_all, read_batches
+from jdist._src.data.batches import LocalBatch, Position, element_shapes, in_memory_on_all, read_batches
 from jdist._src.data.config import InputConfig, check_epochs
+from jdist._src.data.device_cache import DeviceCache
 from jdist._src.data.files import Files
+from jdist._src.data.placement import RowPlacement
 from jdist._src.data.prefetch import Inline, Threaded
-from jdist._src.data.shard_readers import check_state
 from jdist._src.data.shards import ProcessShare, process_share
+from jdist._src.data.source_state import check_state
 from jdist._src.data.sources import Stream
 from jdist._src.data.stats import LoopTimer, Stats
 from jdist._src.devices.mesh import Replicas
@@ -34,8 +36,11 @@ class DistributedDataset:
     `[replica, batch / replica]`, float32, are 1 for an example and 0 for padding.
     """
 
-    def __init__(self, config: InputConfig, shards: int, replicas: Replicas, prefetch: int):
+    def __init__(
+        self, config: InputConfig, shards: int, replicas: Replicas, prefetch: int, cache: DeviceCache | None = None
+    ):
         self._config, self._shards, self._replicas, self._prefetch = config, shards, replicas, prefetch
+        self._cache = cache
         self._share = process_share(replicas, config.replica_batches)
 
     def __len__(self) -> int:
@@ -63,6 +68,26 @@ class DistributedDataset:
         return _table(type(self).__name__, self._config.facts(self._share))
 
     @property
+    def element_spec(self) -> PyTree:
+        """The shapes and dtypes of a batch, as `Strategy.compile` and a step take it: `jax.ShapeDtypeStruct` leaves.
+
+        It has the structure of an element, with a `PerReplica` in place of each leaf; with `remainder="pad"`, it is a pair with
+        the spec of the weights. It is known without reading for arrays; from other sources with indices, one example is read,
+        and from streams the first batch.
+
+        Raises:
+            ValueError: The source is an iterator, which can be read only once.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> strategy.distribute_dataset(np.zeros((9, 3), np.float32), batch_size=4).element_spec
+            PerReplica(float32[2,2,3])
+        """
+        return jax.tree.map(
+            self._spec, element_shapes(self._config, self._share, self._first_position(), self._channel())
+        )
+
+    @property
     def has_weights(self) -> bool:
         """Whether its elements are pairs of a batch and the weights of its rows."""
         return self._config.remainder == "pad"
@@ -72,6 +97,16 @@ class DistributedDataset:
         """Whether the source is infinite, such as a function of the step."""
         return self._config.is_endless
 
+    @property
+    def epochs(self) -> int | None:
+        """The number of epochs; None for an infinite data set."""
+        return self._config.epochs
+
+    @property
+    def is_one_shot(self) -> bool:
+        """Whether the source is an iterator, which can be read only once."""
+        return self._config.read_again is not None
+
     def repeated(self, epochs: int | None) -> "DistributedDataset":
         """Returns the data set with another number of epochs; None for an infinite data set.
 
@@ -79,10 +114,13 @@ class DistributedDataset:
             >>> dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(np.arange(6), batch_size=2)
             >>> len(dataset), len(dataset.repeated(4))
             (3, 12)
+
+        Raises:
+            ValueError: `epochs` is less than 1; or the source is endless or can be read only once, and `epochs` is more than 1.
         """
         check_epochs(epochs)
         config = dataclasses.replace(self._config, epochs=epochs)
-        return DistributedDataset(config, self._shards, self._replicas, self._prefetch)
+        return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
 
     def _batches_per_epoch(self) -> int | None:
         """Returns the number of batches in an epoch, or None if it is unknown before the source is read."""
@@ -142,7 +180,8 @@ class DistributedDataset:
                 hint = f" The data set has epochs={config.epochs}." if name == "epoch" and maximum is not None else ""
                 raise ValueError(f"The position has {name}={value!r}, which must be an integer{bound}.{hint}")
         check_state(state["source"])
-        if isinstance(config.source, Stream) and not config.source.repeatable and state["batch"] > 0:
+        is_random = isinstance(config.source, Stream) and not config.source.repeatable
+        if is_random and state["batch"] > 0 and state["source"] is None:
             shuffle_here = "" if config.replica_batches else ", or pass the loader's dataset with `shuffle=True`"
             raise ValueError(
                 "The source shuffles in another order each time, so it cannot resume in the middle of an epoch. Give it a "
@@ -150,11 +189,24 @@ class DistributedDataset:
             )
         return Position(*(state[name] for name in Position._fields))
 
+    def _spec(self, leaf: jax.ShapeDtypeStruct) -> PerReplica:
+        """Returns the spec on the devices of `[local replica, row, ...]`."""
+        replicas = self._replicas
+        shape = (replicas.size, *leaf.shape[1:])
+        if replicas.batch_axes and leaf.ndim > 1:
+            shape = (1, self._share.num_replicas * leaf.shape[1], *leaf.shape[2:])
+        return PerReplica(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=replicas.batch_sharding(shape)))
+
+    def _channel(self) -> str:
+        return channel_name(self._replicas.mesh)
+
     def _start_prefetch(self, position: Position) -> "Inline[LocalBatch] | Threaded[LocalBatch]":
         config, share = self._config, self._share
         # The name is created here, not in the thread, so that the order of names is the same on every process.
-        channel = channel_name(self._replicas.mesh)
+        channel = self._channel()
         make = functools.partial(_device_batches, config, share, self._replicas, position, channel)
+        if self._cache is not None:
+            make = functools.partial(self._cache.batches, config, share, position)
         in_memory = in_memory_on_all(config, share)
         if in_memory and share.num_pipelines > 1:
             sync = ProcessBatchSync(channel, share.pipeline, share.num_pipelines)
@@ -307,34 +359,14 @@ def _device_batches(
     should_stop: Callable[[], bool],
 ) -> Generator[LocalBatch]:
     """Yields the batches on the devices; the transfers may still be running."""
-    slots = {part: slot for slot, part in enumerate(share.replicas)}
-
-    def transfer(local: np.ndarray) -> jax.Array:
-        """Transfers `[local replica, row, ...]` to `[replica, row, ...]`; faster than `device_put`, see benchmarks/input.py."""
-        if replicas.batch_axes:
-            return transfer_split(local)
-
-        def shard(index: Any) -> np.ndarray:
-            start, stop, _ = index[0].indices(replicas.size)
-            return local[slots[start] : slots[start] + stop - start]
-
-        return jax.make_array_from_callback((replicas.size, *local.shape[1:]), replicas.per_replica_sharding, shard)
-
-    def transfer_split(local: np.ndarray) -> jax.Array:
-        """Transfers the parts of one replica that spans several devices, to `[1, row, ...]`."""
-        part_rows = local.shape[1]
-        shape = (1, share.num_replicas * part_rows, *local.shape[2:])
-
-        def shard(index: Any) -> np.ndarray:
-            start, stop, _ = index[1].indices(shape[1])
-            first = slots[start // part_rows] * part_rows + start % part_rows
-            return local.reshape(-1, *shape[2:])[None, first : first + stop - start]
-
-        return jax.make_array_from_callback(shape, replicas.batch_sharding(shape), shard)
-
+    place = RowPlacement(replicas, share)
+    full_weights: tuple[Any, Any] = None, None  # weights that the reader returned for a full batch, and on the devices
     for batch in read_batches(config, share, position, channel, should_stop):
         # The user's transfer guard is for implicit transfers of the step; these are explicit.
         with jax.transfer_guard_host_to_device("allow"):
-            rows = jax.tree.map(lambda leaf: PerReplica(transfer(leaf)), batch.rows)
-            weights = None if batch.weights is None else PerReplica(transfer(batch.weights))
-        yield batch._replace(rows=rows, weights=weights)
+            leaves, treedef = jax.tree.flatten(batch.rows)
+            rows = treedef.unflatten([PerReplica(place(leaf)) for leaf in leaves])
+            weights = batch.weights
+            if weights is not None and (weights is not full_weights[0] or full_weights[1].is_deleted()):
+                full_weights = weights, place(weights)
+        yield batch._replace(rows=rows, weights=None if weights is None else PerReplica(full_weights[1]))

@@ -12,12 +12,22 @@ from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.data.array_rows import describe_row
 from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
-from jdist._src.data.config import InputConfig, Remainder, check_epochs
+from jdist._src.data.buckets import Buckets
+from jdist._src.data.config import Cache, InputConfig, Remainder, check_epochs
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator
+from jdist._src.data.device_cache import DeviceCache
 from jdist._src.data.files import Files
-from jdist._src.data.shards import AutoShard, AutoShardPolicy, InputContext, ProcessShare, check_split, process_share
+from jdist._src.data.shards import (
+    PAD_EVERY_BATCH,
+    AutoShard,
+    AutoShardPolicy,
+    InputContext,
+    ProcessShare,
+    check_split,
+    process_share,
+)
 from jdist._src.data.source_adapters import accepts_one, is_single, source_of
-from jdist._src.data.sources import READ_AGAIN, Arrays, CallableIterable, Stream, restart_each_epoch
+from jdist._src.data.sources import Arrays, CallableIterable, Examples, Stream, restart_each_epoch, with_row_dimension
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.device_put import check_devices_attached
 
@@ -33,6 +43,8 @@ def dataset_from_source(
     remainder: Remainder,
     auto_shard: AutoShard,
     prefetch: int,
+    cache: Cache | None,
+    buckets: Buckets | None,
     replicas: Replicas,
 ) -> DistributedDataset:
     """Returns the batches of `source`; see `Strategy.distribute_dataset` for the arguments."""
@@ -44,7 +56,7 @@ def dataset_from_source(
             raise TypeError(f"`shuffle` must be True, False or None, got {shuffle!r}.")
         _check_options(batch_size, seed, epochs, remainder, prefetch)
         if batch_size is not None:
-            check_split(batch_size, replicas.num_parts, "devices" if replicas.batch_axes else "replicas")
+            _check_batch_size(batch_size, remainder, replicas)
         if isinstance(source, (DistributedDataset, DistributedIterator)):
             raise ValueError(f"The source is a {type(source).__name__} already. Pass the data that it was made from.")
         policy = _resolve_policy(AutoShardPolicy.of(auto_shard), source, share.num_pipelines)
@@ -55,17 +67,35 @@ def dataset_from_source(
             adapted = source_of(local_source, batch_size is None, bool(shuffle), seed)
         size = None if batch_size is None else int(batch_size)  # numpy integers are not JSON-able
         is_shuffled = not isinstance(adapted, (Stream, Files)) if shuffle is None else bool(shuffle)
-        config = InputConfig(adapted, size, is_shuffled, int(seed), epochs, remainder, own_source, warn=_warn_once())
-        _check_batches(config, share, local_source)
+        if not isinstance(buckets, Buckets | None):
+            raise TypeError(f"`buckets` must be a `jdist.data.Buckets((32, 64, 128))`, got {buckets!r}.")
+        if buckets is not None and isinstance(adapted, Examples):
+            adapted = adapted.with_buckets(buckets)
+        config = InputConfig(
+            adapted, size, is_shuffled, int(seed), epochs, remainder, own_source, buckets=buckets, warn=_warn_once()
+        )
+        _check_batches(config, share)
         shards = share.num_pipelines if own_source or policy is AutoShardPolicy.FILE else 1
-        options = f"{policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}"
-        return DistributedDataset(config, shards, replicas, prefetch), f"{_describe_source(config, share)}, {options}"
+        if size is not None and size < shards:
+            raise ValueError(
+                f"A batch of {size} examples cannot consist of examples of {shards} processes that read their own data. Use a "
+                f'larger `batch_size`, at least {shards}, or auto_shard="data".'
+            )
+        options = f"{policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}, {cache=}, {buckets=}"
+        _check_cache(cache, config, share, local_source)
+        dataset = DistributedDataset(config, shards, replicas, prefetch, cache and DeviceCache(config, replicas))
+        return dataset, f"{_describe_source(config, share)}, {options}"
 
     return _make_on_all_processes(make, share, replicas)
 
 
 def dataset_from_function(
-    fn: Callable[[InputContext], Any], epochs: int | None, remainder: Remainder, prefetch: int, replicas: Replicas
+    fn: Callable[[InputContext], Any],
+    epochs: int | None,
+    remainder: Remainder,
+    prefetch: int,
+    batched: bool,
+    replicas: Replicas,
 ) -> DistributedDataset:
     """Returns the batches that `fn` makes; see `Strategy.distribute_datasets_from_function` for the arguments."""
     check_devices_attached(replicas.mesh)
@@ -79,12 +109,32 @@ def dataset_from_function(
                 f"{problem}. Write `lambda context: batches`."
             )
         _check_options(None, 0, epochs, remainder, prefetch)
+        if not isinstance(batched, bool):
+            raise TypeError(f"`batched` must be True or False, got {batched!r}.")
+        if not batched and replicas.batch_axes and share.num_pipelines > 1:
+            raise ValueError(
+                "`batched=False` yields one value per replica, and the replica of this strategy spans several processes. "
+                "Return batches, whose rows are split over the devices."
+            )
         context = InputContext(share.num_pipelines, share.pipeline, share.num_replicas)
         source = _stream_of_batches(lambda: fn(context))
+        if not batched:
+            source = with_row_dimension(source)
         config = InputConfig(
-            source, None, False, 0, epochs, remainder, own_source=True, replica_batches=True, warn=_warn_once()
+            source,
+            None,
+            False,
+            0,
+            epochs,
+            remainder,
+            own_source=True,
+            replica_batches=True,
+            has_rows=batched,
+            warn=_warn_once(),
         )
-        return DistributedDataset(config, share.num_pipelines, replicas, prefetch), f"{epochs=}, {remainder=}"
+        return DistributedDataset(
+            config, share.num_pipelines, replicas, prefetch
+        ), f"{epochs=}, {remainder=}, {batched=}"
 
     return _make_on_all_processes(make, share, replicas)
 
@@ -196,15 +246,11 @@ def _shard_by_hint(source: Any, share: ProcessShare) -> Any:
     return source.shard(num_shards=share.num_pipelines, index=share.pipeline)
 
 
-def _check_batches(config: InputConfig, share: ProcessShare, source: Any) -> None:
+def _check_batches(config: InputConfig, share: ProcessShare) -> None:
     """Raises ValueError if the source cannot be split into batches; logs the number of examples that are dropped."""
-    if isinstance(source, Iterator) and config.epochs != 1:
-        raise ValueError(
-            f"The source is a {type(source).__name__}, which can be read only once, but epochs={config.epochs}. {READ_AGAIN}"
-        )
     size, count = config.batch_size, config.num_examples(share)
     if isinstance(config.source, Stream) and config.source.batch_size and size:
-        expected = size // share.num_replicas * len(share.replicas) if config.own_source else size
+        expected = share.own_size(size) if config.own_source else size
         if config.source.batch_size != expected:
             raise ValueError(
                 f"The source makes batches of {config.source.batch_size} examples, but {expected} are expected. Change the "
@@ -230,6 +276,36 @@ def _check_batches(config: InputConfig, share: ProcessShare, source: Any) -> Non
             f"distribute_dataset drops {rest} of {count} examples per epoch, which do not fill a batch of {size}. Pass "
             'remainder="pad" to keep them.'
         )
+
+
+def _check_cache(cache: Cache | None, config: InputConfig, share: ProcessShare, source: Any) -> None:
+    """Raises ValueError if the source cannot be stored on the devices as `cache` requires."""
+    if cache is not None and cache not in get_args(Cache):
+        raise ValueError(f'`cache` must be "device" or None, got {cache!r}.')
+    if cache is None:
+        return
+    if not isinstance(config.source, Arrays):
+        raise ValueError(
+            f'cache="device" stores arrays on the devices, and the source is {type(source).__name__}. Pass a tree of arrays '
+            "`[example, ...]`, or omit `cache`."
+        )
+    if config.buckets is not None:
+        raise ValueError(
+            '`buckets` pads batches on the host, and cache="device" stores the examples on the devices. Omit one.'
+        )
+    if share.num_pipelines > 1:
+        raise ValueError(
+            f'cache="device" needs the devices of a single process, and this strategy has devices of {share.num_pipelines} '
+            "processes. Omit `cache`."
+        )
+
+
+def _check_batch_size(batch_size: int, remainder: Remainder, replicas: Replicas) -> None:
+    """Raises ValueError if batches of `batch_size` examples cannot be split over the replicas, and are not padded."""
+    what = "devices" if replicas.batch_axes else "replicas"
+    if remainder == "pad" and batch_size > 0:
+        return
+    check_split(batch_size, replicas.num_parts, what, advice=PAD_EVERY_BATCH if batch_size > 0 else "")
 
 
 def _check_options(batch_size: int | None, seed: int, epochs: int | None, remainder: Remainder, prefetch: int) -> None:

@@ -1,8 +1,6 @@
 """Readers of one shard of the data: a block of rows per batch."""
 
-import base64
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,7 +8,9 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree
 from jdist._src.data.array_rows import ExampleStack, as_rows, check_same_rows, copy_example, num_rows
+from jdist._src.data.buckets import Buckets
 from jdist._src.data.shards import ShardRows
+from jdist._src.data.source_state import get_state, set_state
 from jdist._src.data.sources import Indexed, Stream
 
 
@@ -20,7 +20,7 @@ class ShardBlock(NamedTuple):
     Attributes:
         examples: The number of rows that are examples; the others are padding.
         rows: Makes the rows that this process holds, leaves `[row, ...]`.
-        is_example: Returns for each row of the shard whether it is an example, `[row]`.
+        is_example: Returns for each row that this process holds whether it is an example, `[row]`.
     """
 
     examples: int
@@ -62,10 +62,10 @@ class IndexedReader:
         self._next += part.size
         # Padding repeats the first example: its values are valid inputs, and its weight is zero.
         first = (indices if len(indices) else self._indices)[:1]
-        missing = part.size - len(indices)
+        missing = max(part.size, part.rows[-1] + 1) - len(indices)
         padded = np.concatenate([indices, np.repeat(first, missing)]) if missing else indices
         rows = lambda: self._source.take(padded[part.rows], where)
-        return ShardBlock(len(indices), rows, lambda: np.arange(part.size) < len(indices))
+        return ShardBlock(len(indices), rows, lambda: part.rows < len(indices))
 
     def state(self) -> Any:
         """Returns None: the position is determined by the batch number."""
@@ -84,10 +84,20 @@ class StreamReader:
         first: The number of elements to skip.
         batches_per_block: The number of the stream's batches per block; each fills its own part of the block.
         state: The position of the source, which replaces skipping.
+        buckets: The widths of examples of different width, if they are padded.
     """
 
-    def __init__(self, source: Stream, epoch: int, first: int, batches_per_block: int = 1, state: Any = None):
+    def __init__(
+        self,
+        source: Stream,
+        epoch: int,
+        first: int,
+        batches_per_block: int = 1,
+        state: Any = None,
+        buckets: Buckets | None = None,
+    ):
         self._source, self._epoch, self._batches_per_block = source, epoch, batches_per_block
+        self._buckets = buckets
         self._elements = source.start(epoch, first if state is None else 0)
         if state is not None:
             set_state(self._elements, state)
@@ -126,8 +136,8 @@ class StreamReader:
 
     def _read_examples(self, part: ShardRows, where: str) -> ShardBlock:
         is_local = np.zeros(part.size, bool)
-        is_local[part.rows] = True
-        stack, count = ExampleStack(where), 0
+        is_local[part.rows[part.rows < part.size]] = True
+        stack, count = ExampleStack(where, self._buckets), 0
         for example in self._next_elements(part.size):
             if count == 0:
                 self._example = copy_example(example, where)
@@ -140,7 +150,7 @@ class StreamReader:
                 stack.add(self._padding())
             return stack.stacked()
 
-        return ShardBlock(count, rows, lambda: np.arange(part.size) < count)
+        return ShardBlock(count, rows, lambda: part.rows < count)
 
     def _read_batches(self, part: ShardRows, where: str) -> ShardBlock:
         size = part.size // self._batches_per_block
@@ -156,17 +166,19 @@ class StreamReader:
                 )
         self._example = batches[0] if batches else self._example
         missing = self._batches_per_block - len(batches)
+        # With one batch per block, the block may have further rows for padding.
+        num_rows_padded = size if self._batches_per_block > 1 else max(size, part.rows[-1] + 1)
 
         def rows() -> PyTree:
-            padded = [_pad(batch, size) for batch in batches + [self._padding()] * missing]
-            if len(padded) == 1 and len(part.rows) == size:
+            padded = [_pad(batch, num_rows_padded) for batch in batches + [self._padding()] * missing]
+            if len(padded) == 1 and len(part.rows) == num_rows_padded:
                 return padded[0]
             for batch in padded:
                 check_same_rows(padded[0], batch, where)
             return jax.tree.map(lambda *arrays: np.concatenate(arrays)[part.rows], *padded)
 
         all_counts = counts + [0] * missing
-        is_example = lambda: np.concatenate([np.arange(size) < count for count in all_counts])
+        is_example = lambda: np.concatenate([np.arange(num_rows_padded) < count for count in all_counts])[part.rows]
         return ShardBlock(sum(counts), rows, is_example)
 
     def _as_batch(self, element: PyTree, where: str) -> PyTree:
@@ -178,40 +190,6 @@ class StreamReader:
             first = next(self._source.start(self._epoch, 0))
             self._example = as_rows(first) if self._source.batches else copy_example(first)
         return self._example
-
-
-def get_state(iterator: Iterator[Any]) -> Any:
-    """Returns the position of an iterator as JSON-able data, or None if it does not report one."""
-    if not (hasattr(iterator, "get_state") and hasattr(iterator, "set_state")):
-        return None
-    state = iterator.get_state()  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(state, bytes):
-        return {"base64": base64.b64encode(state).decode()}
-    return {"value": copy.deepcopy(state)}  # the source may modify the state later
-
-
-def check_state(state: Any) -> None:
-    """Raises ValueError if `state` is not the position of a source, as `get_state` returns it."""
-    is_position = isinstance(state, Mapping) and ("base64" in state or "value" in state)
-    if state is not None and not is_position:
-        raise ValueError(
-            f"The position has source={state!r}, which is not the position of a source. Pass it unchanged."
-        )
-
-
-def set_state(iterator: Iterator[Any], state: Any) -> None:
-    """Moves an iterator to a position from `get_state`.
-
-    Raises:
-        ValueError: The iterator does not support positions.
-    """
-    if not hasattr(iterator, "set_state"):
-        raise ValueError(
-            f"The position contains a position of the source, and this source ({type(iterator).__name__}) has no `set_state`. "
-            "Resume with the source that the position was taken with."
-        )
-    value = base64.b64decode(state["base64"]) if "base64" in state else copy.deepcopy(state["value"])
-    iterator.set_state(value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _pad(rows: PyTree, size: int) -> PyTree:

@@ -92,15 +92,18 @@ class InputContext:
         return global_batch_size // self.num_replicas_in_sync
 
 
-def check_split(size: int, parts: int, what: str = "replicas", argument: str = "batch_size") -> None:
+def check_split(size: int, parts: int, what: str = "replicas", argument: str = "batch_size", advice: str = "") -> None:
     """Raises ValueError if a batch of `size` examples cannot be split evenly over `parts` replicas or devices (`what`)."""
     if size < 1 or size % parts:
         smaller, larger = size // parts * parts, (size // parts + 1) * parts
         valid_sizes = f"{smaller} or {larger}" if smaller > 0 else str(max(larger, parts))
         raise ValueError(
             f"A batch of {size} examples cannot be split over {parts} {what} ({size % parts} left over). "
-            f"`{argument}` is the number of examples of all {what} together: use {valid_sizes}."
+            f"`{argument}` is the number of examples of all {what} together: use {valid_sizes}{advice}."
         )
+
+
+PAD_EVERY_BATCH = ', or pass remainder="pad", which fills up every batch with rows of weight 0'  # advice for messages
 
 
 class ShardRows(NamedTuple):
@@ -108,8 +111,9 @@ class ShardRows(NamedTuple):
 
     Attributes:
         shard: The index of the shard.
-        size: The number of rows of a batch that come from the shard.
-        rows: The indices of those rows that the process holds, `[row]`.
+        size: The number of examples of a batch that come from the shard.
+        rows: The indices of the shard's rows that the process holds, `[row]`, ascending. Rows from `size` on are padding, which
+            fills up the batch to a multiple of the replicas.
     """
 
     shard: int
@@ -136,20 +140,33 @@ class ProcessShare:
     num_pipelines: int = 1
 
     def rows_of_shards(self, size: int, shards: int) -> list[ShardRows]:
-        """Returns the rows of this process in a batch of `size` that consists of one block of rows from each shard."""
-        per_replica = size // self.num_replicas
+        """Returns the rows of this process in a batch of `size` examples that consists of one block of rows from each shard."""
+        per_replica = self.rows_per_replica(size)
         local_rows = np.concatenate([np.arange(i * per_replica, (i + 1) * per_replica) for i in self.replicas])
-        edges = [size * shard // shards for shard in range(shards + 1)]
-        parts = []
-        for shard, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        counts = [size * (shard + 1) // shards - size * shard // shards for shard in range(shards)]
+        parts, start = [], 0
+        for shard, count in enumerate(counts):
+            # Padding is distributed over the blocks, so that the rows of a process come from as few shards as possible.
+            stop = max(per_replica * self.num_replicas * (shard + 1) // shards, start + count)
             if len(rows := local_rows[(local_rows >= start) & (local_rows < stop)] - start):
-                parts.append(ShardRows(shard, stop - start, rows))
+                parts.append(ShardRows(shard, count, rows))
+            start = stop
         return parts
 
     def rows_of_own_shard(self, size: int) -> list[ShardRows]:
-        """Returns the rows of this process in a batch of `size` if it has its own shard."""
-        local_size = size // self.num_replicas * len(self.replicas)
-        return [ShardRows(self.pipeline, local_size, np.arange(local_size))]
+        """Returns the rows of this process in a batch of `size` examples if it has its own shard."""
+        return [
+            ShardRows(self.pipeline, self.own_size(size), np.arange(self.rows_per_replica(size) * len(self.replicas)))
+        ]
+
+    def rows_per_replica(self, size: int) -> int:
+        """Returns the number of rows of each replica in a batch of `size` examples, including padding."""
+        return -(-size // self.num_replicas)
+
+    def own_size(self, size: int) -> int:
+        """Returns the number of examples that this process contributes to a batch of `size` if it has its own shard."""
+        edges = [size * i // self.num_replicas for i in range(self.num_replicas + 1)]
+        return sum(edges[i + 1] - edges[i] for i in self.replicas)
 
 
 def process_share(replicas: Replicas, by_replica: bool = False) -> ProcessShare:

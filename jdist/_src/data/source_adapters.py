@@ -17,6 +17,7 @@ from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.data.array_rows import STACK_EXAMPLES
 from jdist._src.data.files import Files
 from jdist._src.data.shuffle import ExampleOrder
+from jdist._src.data.source_state import with_loader_state
 from jdist._src.data.sources import (
     Arrays,
     CallableIterable,
@@ -25,6 +26,7 @@ from jdist._src.data.sources import (
     Indexed,
     Stream,
     indexed_batches,
+    read_again,
     restart_each_epoch,
     samplers,
 )
@@ -77,7 +79,10 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
         _refuse_shuffle(shuffle, "yields its elements sequentially")
         reads_ahead = _is_instance(source, "grain", "IterDataset") or _is_instance(source, "grain", "DataLoader")
         start = restart_each_epoch(_with_numpy_elements(source))
-        return Stream(start, batches, reuses_buffers=True, reads_ahead=reads_ahead)
+        # The `state_dict` of a Hugging Face dataset omits the examples in its shuffle buffer.
+        if not _is_instance(source, "datasets", "IterableDataset"):
+            start = with_loader_state(source, start)
+        return Stream(start, batches, reuses_buffers=True, reads_ahead=reads_ahead, read_again=read_again(source))
     if callable(source) and _makes_elements(source):
         _refuse_shuffle(shuffle, "is a generator function")
         return Stream(restart_each_epoch(CallableIterable(source, _as_elements)), batches, reuses_buffers=True)
@@ -238,7 +243,7 @@ def _torch_loader(loader: Any, batches: bool) -> Stream:
     names = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
     is_random = lambda sampler: any(_is_instance(sampler, "torch", f"utils.data.{name}") for name in names)
     repeatable = not any(map(is_random, samplers(loader)))
-    start = restart_each_epoch(loader)
+    start = with_loader_state(loader, restart_each_epoch(loader))
     if loader.batch_size is None and loader.batch_sampler is None:
         return Stream(start, batches, reuses_buffers=True, repeatable=repeatable)
     return Stream(start, True, loader.batch_size, repeatable=repeatable)

@@ -1,6 +1,7 @@
 """The two kinds of sources: examples with an index, and streams of elements."""
 
 import dataclasses
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -8,8 +9,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jdist._src.core.tree import PyTree
-from jdist._src.data.array_rows import ExampleStack, as_rows, check_ranges
+from jdist._src.core.tree import PyTree, named_leaves
+from jdist._src.data.array_rows import ExampleStack, as_numeric_array, as_rows, check_ranges
+from jdist._src.data.buckets import Buckets
 from jdist._src.data.shuffle import ExampleOrder
 
 
@@ -37,6 +39,7 @@ class Stream:
         endless: Whether the stream is infinite, and so without a partial batch.
         repeatable: Whether an epoch that is read again has the same order.
         reads_ahead: Whether the source reads ahead with its own threads or processes.
+        read_again: If the stream can be read only once, its class and the advice to pass another one; for messages.
         advice: The last sentence of the message for a batch whose leaves do not have rows.
     """
 
@@ -47,6 +50,7 @@ class Stream:
     endless: bool = False
     repeatable: bool = True
     reads_ahead: bool = False
+    read_again: tuple[str, str] | None = None
     advice: str = "If it is an example, not a batch, pass the number of examples per batch: `batch_size=64`"
 
 
@@ -61,6 +65,11 @@ class Arrays:
     def __len__(self) -> int:
         return len(self._arrays[0])
 
+    @property
+    def tree(self) -> PyTree:
+        """The arrays, leaves `[example, ...]`."""
+        return self._treedef.unflatten(self._arrays)
+
     def take(self, indices: np.ndarray, where: str) -> PyTree:
         """Returns the rows at `indices`."""
         return self._treedef.unflatten([array.take(indices, axis=0) for array in self._arrays])
@@ -69,15 +78,19 @@ class Arrays:
 class Examples:
     """A sequence that returns one example per index."""
 
-    def __init__(self, sequence: Any):
-        self._sequence = sequence
+    def __init__(self, sequence: Any, buckets: Buckets | None = None):
+        self._sequence, self._buckets = sequence, buckets
 
     def __len__(self) -> int:
         return len(self._sequence)
 
+    def with_buckets(self, buckets: Buckets | None) -> "Examples":
+        """Returns the same examples, which may have different widths."""
+        return Examples(self._sequence, buckets)
+
     def take(self, indices: np.ndarray, where: str) -> PyTree:
         """Returns the stacked examples at `indices`."""
-        stack = ExampleStack(where)
+        stack = ExampleStack(where, self._buckets)
         for index in indices.tolist():
             example = self._sequence[index]
             if example is None:
@@ -108,10 +121,50 @@ def indexed_batches(source: Indexed, order: ExampleOrder) -> Stream:
     return Stream(lambda epoch, first: map(batch, order.epoch(epoch)[first:]), True)
 
 
+def with_row_dimension(source: Stream) -> Stream:
+    """Returns a stream of batches of one row each, given a stream of values of any shape."""
+
+    def as_batch(element: Any) -> PyTree:
+        leaves, treedef = jax.tree.flatten(element)
+        names = [name for name, _ in named_leaves("source", element)]
+        return treedef.unflatten([as_numeric_array(n, x, "")[None] for n, x in zip(names, leaves, strict=True)])
+
+    return dataclasses.replace(source, start=lambda epoch, first: _Mapped(as_batch, source.start(epoch, first)))
+
+
+class _Mapped:
+    """An iterator of `fn` of the elements of another one, which reports the position of that one."""
+
+    def __init__(self, fn: Callable[[Any], Any], iterator: Iterator[Any]):
+        self._fn, self._iterator = fn, iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return self._fn(next(self._iterator))
+
+    def __getattr__(self, name: str) -> Any:  # `get_state`, `set_state` and `close`, if the iterator has them
+        return getattr(self._iterator, name)
+
+
 READ_AGAIN = (
     "Pass a source that can be read again: a generator function without arguments, or an object whose `__iter__` starts at "
     "the beginning."
 )
+
+
+def read_again(source: Any) -> tuple[str, str] | None:
+    """Returns the class of an iterator and the advice to pass a source that can be read again; None for other sources."""
+    if not isinstance(source, Iterator):
+        return None
+    name = getattr(source, "__name__", "<") if inspect.isgenerator(source) else "<"
+    line = (
+        ""
+        if name.startswith("<")
+        else f" Write `{name}` instead of `{name}()`, or bind arguments with `functools.partial`."
+    )
+    return type(source).__name__, f"{READ_AGAIN}{line}"
 
 
 class CallableIterable:
@@ -134,15 +187,13 @@ def restart_each_epoch(source: Iterable[Any]) -> Callable[[int, int], Iterator[A
 
     Elements before the first requested one are read and discarded.
     """
-    is_iterator = isinstance(source, Iterator)
+    once = read_again(source)
     was_read = False
 
     def start(epoch: int, first: int) -> Iterator[Any]:
         nonlocal was_read
-        if is_iterator and was_read:
-            raise ValueError(
-                f"The source is a {type(source).__name__}, which can be read only once, and has been read. {READ_AGAIN}"
-            )
+        if once and was_read:
+            raise ValueError(f"The source is a {once[0]}, which can be read only once, and has been read. {once[1]}")
         was_read = True
         for sampler in samplers(source):
             if hasattr(sampler, "set_epoch"):

@@ -17,19 +17,22 @@ GROUP_AXIS = "group"
 HOST_MEMORY = "pinned_host"
 
 
-def replica_mesh(devices: Sequence[jax.Device | str] | None = None) -> Mesh:
+def replica_mesh(devices: Sequence[jax.Device | str] | None = None, axis_name: str = REPLICA_AXIS) -> Mesh:
     """Returns a mesh with one replica per device.
 
     Args:
         devices: Devices, or their names (`"cpu:0"`: platform, then the index among this process's devices of that
             platform; TensorFlow's `"/cpu:0"` too). All local devices by default. Devices of other processes may be included.
+        axis_name: The axis of the replicas.
 
     Returns:
-        A mesh with the single axis `"replica"`, in the order of `devices`.
+        A mesh with the single axis `"replica"`, in the order of `devices`. With another `axis_name`, an axis `"replica"` of
+        size 1 is before it, by which jdist recognizes the mesh (`spans_devices`).
 
     Raises:
-        ValueError: The list is empty, has duplicates, mixes platforms or names a device that this process does not have.
-        TypeError: An entry is neither a device nor a name.
+        ValueError: The list is empty, has duplicates, mixes platforms or names a device that this process does not have; or
+            `axis_name` is empty.
+        TypeError: An entry is neither a device nor a name, or `axis_name` is not a string.
 
     Example:
         >>> dict(replica_mesh(["cpu:0", "cpu:1"]).shape)
@@ -46,8 +49,19 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None) -> Mesh:
         raise TypeError(f"`devices` must be a list of devices, got {devices!r}; write {instead}.")
     chosen = jax.local_devices() if devices is None else [find_device(device) for device in devices]
     _check(chosen)
+    check_axis_name(axis_name)
+    if axis_name != REPLICA_AXIS:
+        return Mesh(np.array([chosen]), (REPLICA_AXIS, axis_name), axis_types=(AxisType.Auto,) * 2)
     # Not `jax.make_mesh`: it defaults to explicit axes, and may reorder the devices.
     return Mesh(np.array(chosen), (REPLICA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def check_axis_name(axis_name: object) -> None:
+    """Raises TypeError or ValueError if `axis_name` is not the name of a mesh axis."""
+    if not isinstance(axis_name, str):
+        raise TypeError(f'`axis_name` must be a string, the name in `jax.lax.pmean(x, "batch")`, got {axis_name!r}.')
+    if not axis_name:
+        raise ValueError('`axis_name` is empty. Name the axis of the replicas, or omit it for "replica".')
 
 
 def group_mesh(mesh: Mesh, group_size: int) -> Mesh:
@@ -144,15 +158,17 @@ class Replicas:
             device runs the same number, except that the last devices may run fewer.
         virtual: Whether the number of replicas was chosen independently of the number of devices.
         batch_axes: The mesh axes that the batch of one replica is sharded over, if one replica spans devices.
+        axis_name: The axis of the replicas in replica functions, if its name is chosen; else None.
     """
 
     mesh: Mesh
     size: int
     virtual: bool = False
     batch_axes: tuple[str, ...] = ()
+    axis_name: str | None = None
 
     @classmethod
-    def from_mesh(cls, mesh: Mesh, virtual: int | None = None) -> "Replicas":
+    def from_mesh(cls, mesh: Mesh, virtual: int | None = None, axis_name: str | None = None) -> "Replicas":
         """Returns one replica per device of `mesh`, or `virtual` virtual replicas.
 
         Raises:
@@ -160,13 +176,13 @@ class Replicas:
             ValueError: There are fewer virtual replicas than devices; or they do not divide evenly over several processes.
         """
         if virtual is None:
-            return cls(mesh, mesh.size)
+            return cls(mesh, mesh.size, axis_name=axis_name)
         if as_int("`virtual_replicas`", virtual, 1) < mesh.size:
             raise ValueError(
                 f"`virtual_replicas={virtual}` is less than the number of devices, {mesh.size}. Every device runs at least one "
                 f"replica: use more replicas, or only {max(virtual, 1)} of the devices."
             )
-        replicas = cls(mesh, virtual, virtual=True)
+        replicas = cls(mesh, virtual, virtual=True, axis_name=axis_name)
         if not replicas.per_replica_axes and len(local_mesh_devices(mesh)) < mesh.size:
             raise ValueError(
                 f"`virtual_replicas={virtual}` does not divide evenly over {mesh.size} devices. The devices are in several "
@@ -177,6 +193,8 @@ class Replicas:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes of the replicas, as collectives name them."""
+        if self.axis_name is not None:
+            return (self.axis_name,)
         return (REPLICA_AXIS,) if self.batch_axes else self.mesh.axis_names
 
     @property
@@ -293,4 +311,15 @@ def _check(devices: list[jax.Device]) -> None:
         raise ValueError(
             f"`devices` mixes the platforms {' and '.join(platforms)}, but a program runs on one platform. Use the devices of "
             "one platform."
+        )
+
+
+def check_host_memory(mesh: Mesh, instead: str) -> None:
+    """Raises ValueError if programs for these devices cannot name their host memory. `instead` says what to do."""
+    device = next(iter(local_mesh_devices(mesh).values()), mesh.devices.flat[0])
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"The devices ({device.device_kind}) have the memories {kinds}, and not {HOST_MEMORY!r}, which would store the "
+            f"state. Topology devices of GPUs list no memories: compile for TPUs to see the saving. {instead}"
         )

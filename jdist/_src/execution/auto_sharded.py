@@ -15,8 +15,9 @@ from jax.sharding import NamedSharding
 
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
-from jdist._src.devices.mesh import REPLICA_AXIS, Replicas
+from jdist._src.devices.mesh import HOST_MEMORY, Replicas
 from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults
+from jdist._src.execution.device_offload import copy_to_mesh
 from jdist._src.jaxpr.single_replica import eliminate_collectives
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
@@ -29,7 +30,8 @@ class AutoShardedBackend(Backend):
 
     Args:
         replicas: The one replica and its mesh.
-        state_sharding: The rules that split the leaves of a state.
+        state_sharding: The rules that split the leaves of a state, and select the leaves that are stored in host memory
+            between programs. A program copies these to the devices first.
     """
 
     def __init__(self, replicas: Replicas, state_sharding: StateSharding):
@@ -38,15 +40,16 @@ class AutoShardedBackend(Backend):
 
     def trace(self, function: ReplicaFunction) -> Any:
         """See `Backend.trace`."""
-        axis_env = [(REPLICA_AXIS, 1)]
-        traced = jax.make_jaxpr(function.fn, axis_env=axis_env)(*function.unwrapped)
+        axis_env = [(axis, 1) for axis in self.replicas.axes]
+        traced = jax.make_jaxpr(function.fn, axis_env=axis_env)(*jax.tree.map(_device_shape, function.unwrapped))
         return jax_compat.lower_hi_primitives(traced, axis_env)
 
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""
         state, inputs = function.unwrapped[: function.num_state], function.items[function.num_state :]
-        arguments = jax.tree.leaves([*state, *map(self._constrain_batch, inputs)])
-        return results.to_blocks(results.as_trees(eliminate_collectives(program, REPLICA_AXIS, arguments)))
+        arguments = jax.tree.leaves(jax.tree.map(_to_device, [*state, *map(self._constrain_batch, inputs)]))
+        (axis,) = self.replicas.axes
+        return results.to_blocks(results.as_trees(eliminate_collectives(program, axis, arguments)))
 
     def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
         """See `Backend.state_shardings`."""
@@ -54,6 +57,12 @@ class AutoShardedBackend(Backend):
         is_batch = [isinstance(item, PerReplica) for item in items for _ in jax.tree.leaves(item)]
         rows = zip(is_batch, self.input_shardings(tree), self._rules.shardings(tree, is_state), strict=True)
         return [batch if per_replica else split for per_replica, batch, split in rows]
+
+    def to_mesh(self, tree: PyTree) -> PyTree:
+        """See `Backend.to_mesh`."""
+        return copy_to_mesh(
+            tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.replicated_sharding
+        )
 
     def gradient_constraint(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
         """See `Backend.gradient_constraint`."""
@@ -72,6 +81,27 @@ class AutoShardedBackend(Backend):
 
 
 def _constrain(tree: PyTree, shardings: list[NamedSharding]) -> PyTree:
-    """Returns the traced `tree` with the sharding of each leaf fixed."""
+    """Returns the traced `tree` with the sharding and the memory of each leaf fixed."""
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(map(lax.with_sharding_constraint, leaves, shardings))
+    return treedef.unflatten(map(_constrain_leaf, leaves, shardings))
+
+
+def _constrain_leaf(x: Any, sharding: NamedSharding) -> Any:
+    if sharding.memory_kind != HOST_MEMORY:
+        return lax.with_sharding_constraint(_to_device(x), sharding)
+    # First the sharding and then the memory, so that each device copies its part.
+    return jax.device_put(lax.with_sharding_constraint(_to_device(x), sharding.with_memory_kind("device")), sharding)
+
+
+def _to_device(x: Any) -> Any:
+    """Returns `x`, which may be stored in host memory, in device memory with the same sharding."""
+    return jax.device_put(x, jax.memory.Space.Device) if _is_on_host(x) else x
+
+
+def _device_shape(x: Any) -> Any:
+    """Returns `x`, or its shape in device memory if it is in host memory."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.aval.weak_type) if _is_on_host(x) else x
+
+
+def _is_on_host(x: Any) -> bool:
+    return getattr(jax.typeof(x), "memory_space", None) == jax.memory.Space.Host

@@ -6,6 +6,7 @@ the caller's values, and on several CPU devices one call runs at a time (`jdist.
 
 import contextlib
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
@@ -19,7 +20,7 @@ from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
 from jdist._src.execution.backend import Backend
-from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially
+from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially, stack_cached_batches
 from jdist._src.execution.replicate import Call, Proof, Traced
 from jdist._src.replica.context import in_replica_function
 from jdist._src.values.arrays import (
@@ -31,6 +32,7 @@ from jdist._src.values.arrays import (
     is_jit_argument,
 )
 from jdist._src.values.base import named_values
+from jdist._src.values.cached_rows import gather_cached_rows
 from jdist._src.values.device_put import check_devices_attached, check_same_devices
 from jdist._src.values.same_program import check_same_program
 
@@ -59,6 +61,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         donates: Whether the memory of that state is reused for the new state.
         steps_per_call: The number of times that one call runs the program, on successive elements of its inputs; None to run it
             once on its inputs.
+        scanned_steps: The number of steps in the program, whose inputs are then lists with one element per step; None if its
+            inputs are those of one step.
         without_scan: Returns an equal program that does not scan over several steps, for a program whose trace raises
             `SlowLoopError`.
     """
@@ -74,13 +78,14 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         has_state: bool = False,
         donates: bool = False,
         steps_per_call: int | None = None,
+        scanned_steps: int | None = None,
         without_scan: "Callable[[], Program[..., Any, Any]] | None" = None,
     ):
         proofs: list[Proof] = []
 
         def traced(*args: PyTree) -> tuple[PyTree, PyTree]:
             with self._compared() as programs:
-                pair, proof, program = trace(call(*args))
+                pair, proof, program = trace(call(*gather_cached_rows(args, backend.replicas)))
                 programs.append(program)
             proofs[:] = [proof]
             sizes = list(map(np.size, jax.tree.leaves(pair)))
@@ -96,6 +101,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._steps_per_call = steps_per_call
         self._without_scan = without_scan
         self._replacement: Any = None  # the program without a scan, after `SlowLoopError`
+        # One replica over several devices shards the first dimension of its batch, which is not that of several batches.
+        self._stacked_steps = None if backend.replicas.batch_axes else scanned_steps
         self._smallest = 0  # the index of the smallest result: the results of a call are held until the next call
         compile_ = functools.partial(jax.jit, donate_argnums=(0,) if donates else ())
         self._compiled = compile_(traced)
@@ -125,10 +132,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         def __call__(self, *args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
             """Returns the new state and the outputs, as global values."""
             if named:
-                raise TypeError(
-                    f"`{self._name}` got {', '.join(f'`{name}`' for name in named)} by name. A step takes its arguments by "
-                    "position: `step(state, *inputs)`."
-                )
+                raise TypeError(_named_arguments(self._name, getattr(self, "__wrapped__", None), list(named)))
             if in_replica_function():
                 raise RuntimeError(
                     "`strategy.run`, `strategy.init` or a step is called inside a replica function. Call the inner function "
@@ -215,6 +219,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         A state has many leaves and stays on the devices. It is checked before a call only if JAX may have compiled the program
         for a state with host values, and after a call that compiled the program for a new signature.
         """
+        if self._stacked_steps is not None:
+            args = (*args[:1], *(stack_cached_batches(x, self._stacked_steps) for x in args[1:]))
         skips_state = self._has_state and self._num_signatures and not self._accepts_host_state
         self._check_host_values(args, args[1:] if skips_state else args)
         pair = self._launch(*args)
@@ -280,13 +286,28 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
     def _check_memory(self, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError if memory of the state was donated before, or would be donated twice."""
-        leaves = jax.tree.leaves(args)
+        state, inputs = jax.tree.leaves(args[:1]), jax.tree.leaves(args[1:])
         try:
-            is_valid = len(set(map(id, leaves))) == len(leaves) and not any(map(_IS_DELETED, leaves))
+            ids = set(map(id, state))
+            is_valid = len(ids) == len(state) and ids.isdisjoint(map(id, inputs))  # an input may occur several times
+            is_valid = is_valid and not any(map(_IS_DELETED, state)) and not any(map(_IS_DELETED, inputs))
         except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers
             is_valid = False
         if not is_valid:
             _check_donated_state(args[0], args[1:])
+
+
+def _named_arguments(name: str, fn: Any, named: Sequence[str]) -> str:
+    """Returns the message for arguments that are passed to a step by name."""
+    parameters = list(inspect.signature(fn).parameters) if fn is not None else []
+    unknown = [argument for argument in named if argument not in parameters]
+    message = f"`{name}` got {', '.join(f'`{argument}`' for argument in named)} by name. "
+    if not unknown:
+        return message + "A step takes its arguments by position: `step(state, *inputs)`."
+    return message + (
+        f"A step takes its arguments by position, and its function has no parameter `{unknown[0]}`: its parameters are "
+        f"{', '.join(f'`{parameter}`' for parameter in parameters) or 'not known'}."
+    )
 
 
 def _shapes(args: tuple[PyTree, ...], shardings: Sequence[Sharding]) -> tuple[PyTree, ...]:

@@ -22,6 +22,7 @@ from jdist._src.core.tree import PyTree, argument_names, named_leaves
 from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults
 from jdist._src.jaxpr import clip_check, replication
 from jdist._src.jaxpr.batch_check import warn_of_replicated_batch
+from jdist._src.jaxpr.example_check import check_examples
 from jdist._src.jaxpr.replication import Variation
 from jdist._src.jaxpr.trace_errors import explain_trace_errors
 from jdist._src.replica.context import ReplicaContext, enter_context
@@ -135,14 +136,15 @@ def replicate(
 
     num_state = len(jax.tree.leaves(call.args[0], is_leaf=is_distributed)) if has_state else 0
     function = ReplicaFunction(enter_and_run, items, num_state)
-    with explain_trace_errors(names, backend.replicas.mesh):
+    with explain_trace_errors(names, backend.replicas.mesh, context.axes):
         traced = backend.trace(function)
     jaxpr = jax_compat.open_jaxpr(traced)
     inputs = _analysis_inputs(items, names, context.axes)
     variations = replication.prove(jaxpr, inputs, context.axes)
     clip_check.warn_of_clipped_gradients(jaxpr)
+    num_state_leaves = len(jax.tree.leaves(call.args[0])) if has_state else 0
+    check_examples(jaxpr, inputs, num_state_leaves, context.axes, context.num_replicas_in_sync)
     if has_state:
-        num_state_leaves = len(jax.tree.leaves(call.args[0]))
         warn_of_replicated_batch(jaxpr, inputs, num_state_leaves, context.axes, context.num_replicas_in_sync)
     results = _with_wrappers(traced_results[0], variations)
     pair = results.as_pair(backend.run(function, traced, results))

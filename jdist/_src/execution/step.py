@@ -117,6 +117,7 @@ def step_program(
         has_state=True,
         donates=donate,
         steps_per_call=None if scanned_steps else steps_per_call,
+        scanned_steps=scanned_steps,
         without_scan=lambda: step_program(fn, dtypes, steps_per_call, donate, backend, context, scans=False),
     )
     functools.update_wrapper(program, fn, updated=())

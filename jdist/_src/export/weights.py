@@ -6,46 +6,49 @@ The name of an array is the path of the leaf, with its parts joined by dots: `la
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
+from jax.sharding import NamedSharding
 
+from jdist._src.core.arguments import as_int
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
+from jdist._src.core.paths import as_path
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.core.version import __version__
+from jdist._src.export.tensor_files import DTYPES, INDEX_SUFFIX, KEYS, StoredTensor, read_tensors
 from jdist._src.replica.context import require_cross_replica_context
 from jdist._src.strategies.base import Strategy
-from jdist._src.values.arrays import check_array
+from jdist._src.values.arrays import check_array, device_put_copy
 from jdist._src.values.base import is_distributed
+from jdist._src.values.device_put import check_devices_attached, check_wrapper
+from jdist._src.values.process_checks import check_same_on_processes
 from jdist._src.values.sync_on_read import SyncOnRead
 
-_DTYPES = {
-    "BOOL": np.bool_, "I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64,
-    "U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64,
-    "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64, "C64": np.complex64,
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
-}  # fmt: skip
-_DTYPE_NAMES = {np.dtype(dtype).name for dtype in _DTYPES.values()}
-_KEYS = "jdist.random_keys"
+_DTYPE_NAMES = {np.dtype(dtype).name for dtype in DTYPES.values()}
 
 
-def save(path: Path, tree: PyTree) -> None:
-    """Writes a tree of arrays to a safetensors file.
+def save(path: Path, tree: PyTree, *, max_file_bytes: int | None = None) -> None:
+    """Writes a tree of arrays to a safetensors file, or to several with an index, as Hugging Face does.
 
     An existing file is replaced when the new one is complete. On several processes all of them call `save`, and process 0
     writes.
 
     Args:
-        path: The file; its name usually ends in `.safetensors`.
+        path: The file; its name usually ends in `.safetensors`. A local path, or a URL such as `gs://bucket/model.safetensors`.
         tree: Arrays and numbers, in any containers. Wrapped values are read, as by `jdist.read_values`. Random keys are
             restored as random keys.
+        max_file_bytes: The largest size of a file, except for a larger array, which gets a separate file. Arrays that do not
+            fit into one file `model.safetensors` are written to `model-00001-of-00002.safetensors` and so on, and last
+            `model.safetensors.index.json`, which `load` reads; an existing `model.safetensors` is removed, or an existing index
+            if one file is enough.
 
     Raises:
-        ValueError: Two leaves have the same name, or a leaf was donated to a step.
+        ValueError: Two leaves have the same name, or a leaf was donated to a step; or `max_file_bytes` is less than 1, or the
+            name of the file does not end in `.safetensors`.
         TypeError: A leaf is not an array, or safetensors does not have its dtype; or the two arguments are swapped.
         OSError: The folder does not exist, or cannot be written to. An existing file is unchanged.
 
@@ -59,14 +62,24 @@ def save(path: Path, tree: PyTree) -> None:
     """
     require_cross_replica_context("weights.save")
     check_path("weights.save(path, tree)", path, tree)
-    write_on_process_0(path, file_writer(to_host(tree)))
+    files = {str(path): to_host(tree)}
+    if max_file_bytes is not None:
+        files = _split_into_files(path, files[str(path)], as_int("`max_file_bytes`", max_file_bytes, 1))
+    writers = {file: file_writer(part) for file, part in files.items()}
+    for file, write in writers.items():
+        write_on_process_0(file, write)
+    if max_file_bytes is not None:
+        _write_index(as_path(path), files)
 
 
 def load(path: Path, *, like: PyTree = None, strategy: Strategy | None = None) -> PyTree:
-    """Returns the arrays of a safetensors file that jdist or any other program wrote.
+    """Returns the arrays of a safetensors file, or of several with an index, that jdist or any other program wrote.
+
+    With a strategy, each device gets its part directly: of a sharded array, a process reads the parts of its devices only.
 
     Args:
-        path: The file.
+        path: The file, or an index `model.safetensors.index.json` of files in the same folder. A local path, or a URL such as
+            `gs://bucket/model.safetensors`.
         like: A tree with the structure, shapes and dtypes of the result: arrays, or `jax.ShapeDtypeStruct`. The result has the
             same wrappers.
         strategy: The strategy on whose devices the arrays are placed. By default they are numpy arrays.
@@ -75,9 +88,10 @@ def load(path: Path, *, like: PyTree = None, strategy: Strategy | None = None) -
         A tree like `like`; without it, nested dicts by the parts of the names.
 
     Raises:
-        ValueError: The file is damaged or not a safetensors file; or it has other names, shapes or dtypes than `like`.
+        ValueError: The file is damaged or not a safetensors file; or it has other names, shapes or dtypes than `like`; or an
+            index does not match its files.
         TypeError: With a strategy: the file has 64-bit numbers, which JAX would truncate to 32 bits.
-        FileNotFoundError: The file does not exist.
+        FileNotFoundError: The file, or a file of the index, does not exist.
 
     Example:
         >>> import tempfile
@@ -89,16 +103,17 @@ def load(path: Path, *, like: PyTree = None, strategy: Strategy | None = None) -
     """
     require_cross_replica_context("weights.load")
     check_path("weights.load(path, like=tree)", path, like)
-    values = _read_file(path)
+    values = read_tensors(as_path(path))
     if strategy is not None:
         _check_not_truncated(path, values)
-    if like is None:
-        tree = _nested_dicts(path, values)
-    else:
-        replicas = strategy.num_replicas_in_sync if strategy else None
-        rewrap = lambda node, value: _rewrap(node, value, replicas)
-        tree = jax.tree.map(rewrap, like, _in_structure_of(path, values, like), is_leaf=is_distributed)
-    return strategy.put(tree) if strategy else tree
+    tree = _nested_dicts(path, values) if like is None else _in_structure_of(path, values, like)
+    like = tree if like is None else like
+    if strategy is None:
+        return jax.tree.map(lambda node, value: _rewrap(node, _read(value), None), like, tree, is_leaf=is_distributed)
+    kinds = [(name, dtype_and_shape(value), None) for name, value in values.items()]
+    check_same_on_processes(kinds, strategy.replicas)
+    wrap = lambda node, value: _in_wrapper(node, value, strategy.num_replicas_in_sync)
+    return _place(jax.tree.map(wrap, like, tree, is_leaf=is_distributed), strategy)
 
 
 def leaves_by_name(tree: PyTree, name: str = "") -> dict[str, Any]:
@@ -167,7 +182,7 @@ def file_writer(tree: PyTree) -> Callable[[pathlib.Path], None]:
             )
     # `save_file` writes the memory of an array as it is, so it must be in C order.
     contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
-    metadata = {"jdist": __version__, "format": "np"} | ({_KEYS: json.dumps(keys)} if keys else {})
+    metadata = {"jdist": __version__, "format": "np"} | ({KEYS: json.dumps(keys)} if keys else {})
 
     def write(path: pathlib.Path) -> None:
         try:
@@ -213,40 +228,70 @@ def _import_safetensors() -> Any:
     return safetensors
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    package = _import_safetensors()
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"The file {path} does not exist, or is a folder. Pass the path of a safetensors file.")
-    try:
-        with package.safe_open(path, framework="np") as file:  # checks that the header fits the file
-            metadata = file.metadata() or {}
-    except package.SafetensorError as error:
+def _split_into_files(path: Path, tree: PyTree, max_file_bytes: int) -> dict[str, PyTree]:
+    """Returns dicts of the arrays of each file, by the paths of the files, in the order of the leaves."""
+    prefix, suffix = os.path.splitext(os.fspath(path))
+    if suffix != ".safetensors":
         raise ValueError(
-            f"{path} is not a safetensors file, or it is incomplete: {error}. Save or download it again."
-        ) from error
-    keys = json.loads(metadata.get(_KEYS, "{}"))
-    return {
-        name: jax.random.wrap_key_data(jnp.asarray(array), impl=keys[name]) if name in keys else array
-        for name, array in _read_arrays(path)
-    }
+            f"With `max_file_bytes`, the name of the file must end in .safetensors, got {os.fspath(path)!r}."
+        )
+    parts: list[dict[str, Any]] = [{}]
+    for name, leaf in leaves_by_name(tree).items():
+        if parts[-1] and sum(map(_num_bytes, parts[-1].values())) + _num_bytes(leaf) > max_file_bytes:
+            parts.append({})
+        parts[-1][name] = leaf
+    if len(parts) == 1:
+        return {os.fspath(path): tree}
+    return {f"{prefix}-{i:05}-of-{len(parts):05}{suffix}": part for i, part in enumerate(parts, start=1)}
 
 
-def _read_arrays(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the arrays of a valid file. The reader of the safetensors package does not support all of its dtypes."""
-    with open(path, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        start = file.tell()
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            if entry["dtype"] not in _DTYPES:
-                raise ValueError(
-                    f"{name} in {path} has dtype {entry['dtype']}, and jdist reads {', '.join(_DTYPES)}. Cast it before the "
-                    "file is written."
-                )
-            first, last = entry["data_offsets"]
-            file.seek(start + first)
-            data = np.fromfile(file, np.uint8, last - first)
-            yield name, data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+def _num_bytes(leaf: Any) -> int:
+    return (jax.random.key_data(leaf) if is_random_key(leaf) else leaf).nbytes
+
+
+def _write_index(path: pathlib.Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Writes the index of several files, after them, and removes the file or index that it replaces."""
+    index = path.with_name(path.name + INDEX_SUFFIX)
+    is_split = list(files) != [str(path)]
+    if is_split:
+        names = {name: os.path.basename(file) for file, part in files.items() for name in part}
+        size = sum(_num_bytes(leaf) for part in files.values() for leaf in part.values())
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": names}, indent=2)
+
+        def write(new: pathlib.Path) -> None:
+            new.write_text(text, encoding="utf-8")
+
+        write_on_process_0(index, write)
+    if jax.process_index() == 0:
+        (path if is_split else index).unlink(missing_ok=True)
+
+
+def _read(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.read() if isinstance(x, StoredTensor) else x, tree)
+
+
+def _in_wrapper(node: Any, value: PyTree, num_replicas: int) -> PyTree:
+    """Returns stored arrays in the wrapper of `node`. Values per replica are read, because they depend on the replicas."""
+    if is_distributed(node) and node._is_stacked:
+        return _rewrap(node, _read(value), num_replicas)
+    return node._with_tree(value) if is_distributed(node) else value
+
+
+def _place(tree: PyTree, strategy: Strategy) -> PyTree:
+    """Returns `tree`, in which some leaves are not read, on the devices. Each process reads the parts of its devices."""
+    check_devices_attached(strategy.mesh)
+    shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, StoredTensor) else x
+    shapes = jax.tree.map(shape_of, tree)
+    for path, node in jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_distributed)[0]:
+        check_wrapper(f"value{jax.tree_util.keystr(path)}", node, strategy.replicas)
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(map(_place_leaf, leaves, jax.tree.leaves(strategy.shardings(shapes))))
+
+
+def _place_leaf(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    if not isinstance(leaf, StoredTensor):
+        return device_put_copy(leaf, sharding)
+    return jax.make_array_from_callback(leaf.shape, sharding, leaf.read)
 
 
 def _check_not_truncated(path: Path, values: Mapping[str, Any]) -> None:

@@ -60,4 +60,13 @@ def _clips_before(mark: Equation, producers: dict[Any, Equation]) -> Iterator[Eq
         before = [producers[var] for var in operands if var in producers]
         front = [one for one in before if id(one) not in seen and one.primitive.name != "name"]
         seen.update(map(id, front))
-        yield from (one for one in front if source_lines.is_from_file(one, "optax", "clip"))
+        yield from (one for one in front if _clip_functions(one) and not clips_per_example(one))
+
+
+def clips_per_example(equation: Equation) -> bool:
+    """Whether an optax function that clips each row of `[example, ...]`, as DP-SGD does, traced `equation`."""
+    return any("per_example" in name for name in _clip_functions(equation))
+
+
+def _clip_functions(equation: Equation) -> list[str]:
+    return source_lines.functions_in_file(equation, "optax", "clip")

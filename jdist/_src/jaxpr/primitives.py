@@ -26,6 +26,9 @@ NOT_WAITING = _names("axis_index")
 # Primitives whose result depends on the device: a generator or a feed per device.
 PER_DEVICE = _names("rng_uniform infeed")
 
+# Primitives that draw random numbers from a key, without any information besides the key.
+RANDOM_BITS = _names("random_bits random_gamma rng_bit_generator")
+
 # Collectives over an axis of size one: those that return their operands, and those that only change the shape.
 IDENTITY_ON_ONE = _names("psum pmax pmin pbroadcast")
 RESHAPE_ON_ONE = _names("all_gather all_gather_invariant reduce_scatter all_to_all")

@@ -131,7 +131,9 @@ def explain_cause(cause: Cause) -> str:
 
 def fix_for(cause: Cause) -> str:
     """Returns advice for a value that varies for this reason and should be replicated."""
-    start = cause.chain()[0].site
+    start, *sites = [link.site for link in cause.chain()]
+    if any(isinstance(site, Equation) and source_lines.is_from_jdist(site, *_ACCUMULATED) for site in sites):
+        return _ACCUMULATED_FIX
     kind = "input" if isinstance(start, Input) else start.primitive.name
     return _FIXES.get(kind, _FIXES["input"])
 
@@ -146,6 +148,12 @@ _FIXES = {
     "rng_uniform": "Each device has its own generator: draw from a key (`jax.random`).",
     "new_ref": "jdist does not analyze writes to a mutable reference (`jax.Ref`): return the value instead.",
 }
+
+_ACCUMULATED = "sync/accumulation.py", "every.<locals>.update.<locals>.apply"  # passes the gradients to the optimizer
+_ACCUMULATED_FIX = (
+    "`jdist.sync.every` accumulates the gradients of each replica and does not reduce them. Put the reduction into its "
+    "optimizer: `jdist.sync.every(optax.chain(jdist.sync.mean(), optimizer), k)`."
+)
 
 _REPEATED_SUM = (
     "all_reduce(SUM) of a value that is the same on every replica multiplies it by the number of replicas. If the value is "

@@ -14,26 +14,48 @@ _UNKNOWN_VALUE = (
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
 )
+_SELECTS_CODE = (jax.errors.TracerBoolConversionError, jax.errors.TracerIntegerConversionError)
+_FORMAT = "Tracer.__format__"  # in the message for a traced value in an f-string
 # JAX's messages name the arguments of the function that it traced: `given[0]`, of `replicate.one_replica`.
 _ARGUMENT = re.compile(r"value of the arguments? .*?\bgiven\[(\d+)\]")
 
+_UNBOUND_AXIS = re.compile(r"unbound axis name: (\w+)")
+
 
 @contextlib.contextmanager
-def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh) -> Iterator[None]:
+def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh, axes: Sequence[str]) -> Iterator[None]:
     """Replaces JAX's errors about traced values, and about captured sharded arrays, by errors that name them.
 
     Args:
         names: The names of the arguments, in the order of the traced function's `given`.
         mesh: The mesh of the strategy.
+        axes: The mesh axes of the replicas.
 
     Raises:
         TypeError: Python code needs the value of a traced array.
+        IndexError: A traced mask is an index, so that the shape of the result depends on values.
         ValueError: The function closes over an array that is sharded over the mesh.
+        NameError: The function names a mesh axis that the replicas do not have.
     """
     try:
         yield
+    except NameError as error:
+        unbound = _UNBOUND_AXIS.search(str(error))
+        if not unbound:
+            raise
+        raise NameError(
+            f"{_place(error)} uses the axis {unbound[1]!r}, and the replicas of this strategy have the axis "
+            f"{' and '.join(map(repr, axes))}. Use `jdist.all_reduce`, which needs no name, or the name of the axis. A "
+            f'strategy with `axis_name="{unbound[1]}"` takes the function as it is.'
+        ) from error
+    except jax.errors.NonConcreteBooleanIndexError as error:
+        raise IndexError(
+            f"{_place(error)} selects elements by a mask that is not known when the function is traced, so the shape of the "
+            "result is not known. Keep the shape: `jnp.where(mask, x, 0)`, or weights, `jdist.global_mean(values, "
+            "weights=mask)`."
+        ) from error
     except TypeError as error:
-        if not isinstance(error, _UNKNOWN_VALUE) and not _ARGUMENT.search(str(error)):
+        if not isinstance(error, _UNKNOWN_VALUE) and _FORMAT not in str(error) and not _ARGUMENT.search(str(error)):
             raise
         raise TypeError(_unknown_value(error, names)) from error
     except ValueError as error:
@@ -65,9 +87,14 @@ def _unknown_value(error: Exception, names: Sequence[str]) -> str:
     else:
         value = "a traced value"
         advice = "Use `jax.lax.cond` or `jnp.where`, or compute it on the host and close over it."
+    if not isinstance(error, _SELECTS_CODE) and (isinstance(error, _UNKNOWN_VALUE) or _FORMAT in str(error)):
+        advice = (
+            "To log a value, return it from the function and convert it after the call, `float(loss)`, or print it within the "
+            f"function with `jax.debug.print`. {advice}"
+        )
     return (
-        f"{_place(error)} needs {value} as a Python value (in an `if`, an index, `float()` or a numpy function), but a replica "
-        f"function is traced before any value is known. {advice}"
+        f"{_place(error)} needs {value} as a Python value (in an `if`, an index, `float()`, an f-string or a numpy function), "
+        f"but a replica function is traced before any value is known. {advice}"
     )
 
 

@@ -1,24 +1,26 @@
-"""`value_and_grad`: gradients of the mean loss over all replicas and micro-batches."""
+"""`value_and_grad` and `global_loss`: the mean loss over all replicas and micro-batches, and its gradient."""
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import linear_call
 
 from jdist._src.collectives.ops import check_unwrapped
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, named_leaves
 from jdist._src.replica import precision
-from jdist._src.replica.context import require_replica_context
+from jdist._src.replica.context import ReplicaContext, require_replica_context
 from jdist._src.replica.losses import weighted_sums
 from jdist._src.values.reduce_op import ReduceOp
 
 Params = TypeVar("Params")
 Aux = TypeVar("Aux")
 Batch = ParamSpec("Batch")
+Remat: TypeAlias = bool | Callable[..., Any]
 
 
 @overload
@@ -28,6 +30,7 @@ def value_and_grad(
     micro_batches: int = 1,
     has_aux: Literal[True],
     weights: Any = None,
+    remat: Remat = False,
 ) -> Callable[Concatenate[Params, Batch], tuple[tuple[jax.Array, Aux], Params]]: ...
 @overload
 def value_and_grad(
@@ -36,13 +39,24 @@ def value_and_grad(
     micro_batches: int = 1,
     has_aux: Literal[False] = False,
     weights: Any = None,
+    remat: Remat = False,
 ) -> Callable[Concatenate[Params, Batch], tuple[jax.Array, Params]]: ...
 @overload
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, micro_batches: int = 1, has_aux: bool = False, weights: Any = None
+    loss_fn: Callable[..., Any],
+    *,
+    micro_batches: int = 1,
+    has_aux: bool = False,
+    weights: Any = None,
+    remat: Remat = False,
 ) -> Callable[..., tuple[Any, PyTree]]: ...
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, micro_batches: int = 1, has_aux: bool = False, weights: Any = None
+    loss_fn: Callable[..., Any],
+    *,
+    micro_batches: int = 1,
+    has_aux: bool = False,
+    weights: Any = None,
+    remat: Remat = False,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """Returns a function that computes this replica's share of the mean loss over all examples, and its gradient.
 
@@ -63,6 +77,8 @@ def value_and_grad(
             `[micro_batch, ...]`.
         weights: `[batch]`, or the first dimensions of the losses: the weight of each loss. An example with weight 0 has no
             effect. By default all weights are 1.
+        remat: Whether the backward pass recomputes the values of the forward pass, which saves memory (`jax.checkpoint`); or a
+            policy of `jax.checkpoint_policies`, which selects the values to store.
 
     Returns:
         A function like `jax.value_and_grad(loss_fn)`: `(value, grads)`, or `((value, aux), grads)`. Zero if all weights are 0.
@@ -70,7 +86,8 @@ def value_and_grad(
     Raises:
         ValueError: `micro_batches` is less than 1. When called: the batch cannot be split into micro-batches, or the shape of
             `weights` does not match the losses.
-        TypeError: `micro_batches` is not an integer, or, when called, a loss is not a number.
+        TypeError: `micro_batches` is not an integer, or `remat` is neither a boolean nor a policy; when called, a loss is not a
+            number.
         RuntimeError: When called: by the host program, within `strategy.scope()`.
 
     Example:
@@ -86,6 +103,7 @@ def value_and_grad(
         (3.0, 13.666666984558105)
     """
     micro_batches = as_int("`micro_batches`", micro_batches, 1)
+    checkpointed = _checkpoint(remat)
 
     @functools.wraps(loss_fn)
     def share(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
@@ -94,7 +112,7 @@ def value_and_grad(
         step_precision = precision.step_precision()
         if step_precision.precision:
             step_precision.precision.check_params(params)
-        differentiate = _differentiated(loss_fn, has_aux, step_precision, micro_batches)
+        differentiate = _differentiated(loss_fn, has_aux, step_precision, micro_batches, checkpointed)
         if micro_batches == 1:
             (total, count), grads, aux = differentiate(params, batch, weights)
         else:
@@ -111,10 +129,108 @@ def value_and_grad(
     return share
 
 
-def _differentiated(
+def global_loss(
+    loss_fn: Callable[..., Any], *, micro_batches: int = 1, weights: Any = None, remat: Remat = False
+) -> Callable[..., jax.Array]:
+    """Returns a function that computes the mean loss over all replicas, and has the gradient of the global batch.
+
+    For replicated parameters the value is replicated, and so is the result of `jax.grad`: the function equals the loss of a
+    single device, also under `jax.jvp`, in second derivatives, and in `scan` and `while_loop`. Optimizers that evaluate the
+    loss need it, such as the line search of `optax.lbfgs` (`value_fn`) and `optax.contrib.sophia` (`obj_fn`). Each gradient
+    costs an all-reduce of all parameters, and must not be reduced again. For one gradient per step use `jdist.value_and_grad`.
+
+    Args:
+        loss_fn: See `value_and_grad`.
+        micro_batches: See `value_and_grad`. The values of a micro-batch are recomputed in the backward pass.
+        weights: See `value_and_grad`.
+        remat: See `value_and_grad`.
+
+    Returns:
+        A function of `(params, *batch)`: the loss, float32 or wider, `[]`; replicated. Zero if all weights are 0.
+
+    Raises:
+        ValueError: See `value_and_grad`.
+        TypeError: See `value_and_grad`.
+        RuntimeError: When called: by the host program, within `strategy.scope()`.
+
+    Example:
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> (x,) = strategy.distribute_dataset(np.float32([1, 2, 6, 7]), batch_size=4)
+        >>> loss = jdist.global_loss(lambda w, x: (w - x) ** 2)
+        >>> [float(number) for number in strategy.run(jax.value_and_grad(loss), (strategy.put(np.float32(0)), x))]
+        [22.5, -8.0]
+    """
+    micro_batches = as_int("`micro_batches`", micro_batches, 1)
+    checkpointed = _checkpoint(remat or micro_batches > 1)
+
+    @functools.wraps(loss_fn)
+    def loss(params: PyTree, *batch: PyTree) -> jax.Array:
+        context = require_replica_context("global_loss", "strategy.step")
+        check_unwrapped((params, batch, weights))
+        dtypes = precision.step_precision().precision
+        if dtypes:
+            dtypes.check_params(params)
+        unscaled = precision.StepPrecision(dtypes)
+        scaled_total = checkpointed(_scaled_total(loss_fn, False, unscaled, micro_batches))
+        local_params = _with_reduced_gradient(context, params)
+
+        def totals(batch: PyTree, weights: Any) -> tuple[jax.Array, Any]:
+            params = local_params
+            if weights is not None:  # a model may compute NaN from padding alone
+                is_all_padding = jnp.all(jnp.asarray(weights) == 0)
+                params = jax.tree.map(lambda p: jnp.where(is_all_padding, lax.stop_gradient(p), p), params)
+            total, (_, count, _) = scaled_total(params, batch, weights)
+            return total, jnp.float32(count)
+
+        if micro_batches == 1:
+            total, count = totals(batch, weights)
+        else:
+            parts = lax.map(lambda part: totals(*part), _split(loss_fn, batch, weights, micro_batches))
+            total, count = jax.tree.map(lambda x: x.sum(0), parts)
+        if weights is not None:
+            total, count = context.all_reduce(ReduceOp.MEAN, (total, count))
+        else:
+            total = context.all_reduce(ReduceOp.MEAN, total)
+        return total / jnp.where(count == 0, 1, count)
+
+    return loss
+
+
+def _with_reduced_gradient(context: ReplicaContext, params: Params) -> Params:
+    """Returns `params`, whose gradients are averaged over the replicas in the backward pass."""
+    leaves, treedef = jax.tree.flatten(params)
+    indices = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)]
+    reduced = linear_call(
+        lambda _, values: values,
+        lambda _, grads: context.all_reduce(ReduceOp.MEAN, grads),
+        (),
+        [jnp.asarray(leaves[i]) for i in indices],
+    )
+    for i, value in zip(indices, reduced, strict=True):
+        leaves[i] = value
+    return treedef.unflatten(leaves)
+
+
+def _checkpoint(remat: Remat) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns `jax.checkpoint` with the policy `remat`; the identity if `remat` is False.
+
+    Raises:
+        TypeError: `remat` is neither a boolean nor a function.
+    """
+    if not isinstance(remat, bool) and not callable(remat):
+        raise TypeError(
+            "`remat` must be a boolean or a policy of `jax.checkpoint_policies`, such as "
+            f"`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, got {remat!r}."
+        )
+    if not remat:
+        return lambda fn: fn
+    return functools.partial(jax.checkpoint, policy=None if remat is True else remat)
+
+
+def _scaled_total(
     loss_fn: Callable[..., Any], has_aux: bool, step_precision: precision.StepPrecision, parts: int
 ) -> Callable[..., Any]:
-    """Returns a function from parameters, batch and weights to `((total, count), grads of total, aux)`.
+    """Returns a function from parameters, batch and weights to the scaled total of the losses, and `(total, count, aux)`.
 
     Total and count are divided by the number of losses in all parts, so that the gradients do not overflow in float16.
     """
@@ -141,6 +257,19 @@ def _differentiated(
         total = total / num_losses
         scaled = total if step_precision.scale is None else total * step_precision.scale
         return scaled, (total, count / num_losses, aux)
+
+    return scaled_total
+
+
+def _differentiated(
+    loss_fn: Callable[..., Any],
+    has_aux: bool,
+    step_precision: precision.StepPrecision,
+    parts: int,
+    checkpointed: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Returns a function from parameters, batch and weights to `((total, count), grads of total, aux)`."""
+    scaled_total = checkpointed(_scaled_total(loss_fn, has_aux, step_precision, parts))
 
     def differentiate(params: PyTree, batch: PyTree, weights: Any) -> Any:
         (_, (total, count, aux)), grads = jax.value_and_grad(scaled_total, has_aux=True)(params, batch, weights)

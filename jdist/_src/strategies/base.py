@@ -13,7 +13,8 @@ from jdist._src.core import other_names
 from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.tree import PyTree, argument_names, describe_type
-from jdist._src.data.config import Remainder
+from jdist._src.data.buckets import Buckets
+from jdist._src.data.config import Cache, Remainder
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.data.distribute import dataset_from_function, dataset_from_source
 from jdist._src.data.shards import AutoShard, InputContext
@@ -233,6 +234,7 @@ class Strategy:
         precision: Precision | None = None,
         steps_per_call: int | None = None,
         donate: bool = True,
+        **others: Any,
     ) -> Any:
         """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
@@ -250,6 +252,8 @@ class Strategy:
                 one program per step instead.
             donate: Whether the new state reuses the memory of the old state. Without donation the old state stays valid, and
                 both states need memory.
+            others: Not accepted. Arguments of `jax.jit` and `jax.pmap`, such as `static_argnums`, raise an error with the
+                line to write.
 
         Returns:
             The step for all replicas, a `jdist.Program`, called like `fn` with positional arguments. Its `proof` reports which
@@ -276,6 +280,7 @@ class Strategy:
             >>> print(descend.proof)
             2 of 2 results are replicated
         """
+        other_names.check_no_other_arguments(others, "`precision`, `steps_per_call` and `donate`")
         if fn is ...:
             return functools.partial(self.step, precision=precision, steps_per_call=steps_per_call, donate=donate)
         if not isinstance(donate, bool):
@@ -291,7 +296,7 @@ class Strategy:
             step: The result of `step`, or a function for it.
             state: The state, or its shapes: `jax.eval_shape(lambda key: strategy.init(make, key), key)`.
             inputs: The other arguments of the step: arrays or `jax.ShapeDtypeStruct`s, a batch as `PerReplica` of
-                `[replica, batch, ...]`.
+                `[replica, batch, ...]`, such as `dataset.element_spec` of a distributed data set.
             compiler_options: Options of XLA, such as `jdist.xla_flags("tpu").compiler_options`.
 
         Returns:
@@ -386,7 +391,8 @@ class Strategy:
         A state of another strategy can continue on this one: a `SyncOnRead` is read, and its value is split over the replicas.
 
         Raises:
-            ValueError: A wrapper does not fit the replicas; or, on several processes, the processes pass different values.
+            ValueError: A wrapper does not fit the replicas: the first dimension of its leaves counts them; or, on several
+                processes, the processes pass different values.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -475,6 +481,8 @@ class Strategy:
         remainder: Remainder = "drop",
         auto_shard: AutoShard = "auto",
         prefetch: int = 2,
+        cache: Cache | None = None,
+        buckets: Buckets | None = None,
     ) -> DistributedDataset:
         """Returns the batches of a data set, split over the replicas and prefetched to the devices.
 
@@ -482,8 +490,8 @@ class Strategy:
             source: A tree of arrays `[example, ...]`; a sequence or an iterable of examples; a dataset of grain, TensorFlow,
                 torch or Hugging Face; `jdist.data.Files`; a generator function without arguments; a function from the step, 0,
                 1, ..., to its batch; or, with `batch_size=None`, a list of batches.
-            batch_size: The number of examples in a global batch, a multiple of the number of replicas. None: the source returns
-                such batches.
+            batch_size: The number of examples in a global batch; a multiple of the number of replicas, unless batches are
+                padded. None: the source returns such batches.
             shuffle: Whether each epoch has its own order, a function of `seed` and epoch alone. For sources with random access,
                 such as arrays; a stream shuffles its examples itself. None: shuffle if the source has random access.
             seed: An integer.
@@ -491,18 +499,23 @@ class Strategy:
                 more than one epoch of it is refused: end the loop by `itertools.islice(dataset, 1000)`.
             remainder: How the examples that do not fill a batch at the end of an epoch are treated. `"drop"` omits them, and
                 logs once how many. `"pad"` includes them: elements are then `(batch, weights)`, with weight 1 for an example
-                and 0 for padding. `"error"` raises an error.
+                and 0 for padding. It also fills up every batch to a multiple of the replicas. `"error"` raises an error.
             auto_shard: How several processes share the reading, see `AutoShardPolicy`.
             prefetch: The number of batches to read and transfer in advance. 0 reads the same batches in the loop's thread, for
                 debugging.
+            cache: `"device"` stores the arrays of the source on every device, when the first batch is read. A batch then
+                consists of indices, and the program of the step gathers the examples. Order, values and positions are the same.
+            buckets: The widths that batches of varying width are padded to, `jdist.data.Buckets((32, 64, 128))`.
 
         Returns:
             Batches with the structure of the source's elements and `PerReplica` leaves `[replica, batch / replica, ...]`: for
             a source `(x, y)`, `for x, y in dataset`. With `"pad"` pairs, `for (x, y), weights in dataset`. The global batches
-            are the same for any number of replicas and processes.
+            are the same for any number of replicas and processes. With `cache`, a leaf is a wrapper with the values and the
+            methods of this `PerReplica`.
 
         Raises:
-            ValueError: The source is not supported, or cannot be shuffled or shared this way, or the batch cannot be split.
+            ValueError: The source is not supported, or cannot be shuffled, shared or cached this way, or the batch cannot be
+                split. While batches are read: the arrays do not fit in the memory of a device.
             TypeError: A number is not an integer.
 
         Example:
@@ -512,7 +525,7 @@ class Strategy:
             [[0, 1], [2, 0]] [[1.0, 1.0], [1.0, 0.0]]
         """
         return dataset_from_source(
-            source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, self.replicas
+            source, batch_size, shuffle, seed, epochs, remainder, auto_shard, prefetch, cache, buckets, self.replicas
         )
 
     def distribute_datasets_from_function(
@@ -522,6 +535,7 @@ class Strategy:
         epochs: int | None = 1,
         remainder: Remainder = "drop",
         prefetch: int = 2,
+        batched: bool = True,
     ) -> DistributedDataset:
         """Returns the batches of one input pipeline per process. They end on all processes after the same step.
 
@@ -532,6 +546,9 @@ class Strategy:
             epochs: See `distribute_dataset`.
             remainder: See `distribute_dataset`. A step in which a replica lacks rows is a partial batch.
             prefetch: See `distribute_dataset`.
+            batched: Whether the leaves of an element have a first dimension of rows, equal for all leaves. False: an element is
+                any tree of arrays for one replica, such as a padded graph. Its leaves have any shapes, equal for all elements,
+                and become `[replica, ...]`; the weights of `"pad"` are `[replica]`, one per element.
 
         Example:
             >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -541,7 +558,7 @@ class Strategy:
             >>> [batch.tree.tolist() for batch in strategy.distribute_datasets_from_function(batches)]
             [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
         """
-        return dataset_from_function(fn, epochs, remainder, prefetch, self.replicas)
+        return dataset_from_function(fn, epochs, remainder, prefetch, batched, self.replicas)
 
     def describe(self, state: PyTree = None, *, max_rows: int = 40) -> Description:
         """Describes the mesh, the devices and the processes, and the placement and size of each leaf of a state.

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from typing import Literal, final, get_args
 
 import jax
-from jax.sharding import Mesh
 
 from jdist._src.collectives.cross_device_ops import resolve_communication
 from jdist._src.devices.mesh import (
-    HOST_MEMORY,
     REPLICA_AXIS,
     Replicas,
+    check_host_memory,
     find_device,
-    local_mesh_devices,
     replica_mesh,
     warn_if_local,
 )
@@ -72,7 +70,7 @@ class CentralStorageStrategy(Strategy):
         tile = (8, 128) if platform == "tpu" and parameter_device == "host" else ()
         rules = StateSharding(mesh, REPLICA_AXIS, "all" if offload == "all" else "optimizer", {}, tile)
         if parameter_device == "host":
-            _check_host_memory(mesh)
+            check_host_memory(mesh, 'Otherwise name a device: `parameter_device="cpu:0"`.')
             storage = "host"
             backend = HostOffloadBackend(replicas, rules, host_computes=platform in ("cpu", "tpu"))
         else:
@@ -89,15 +87,3 @@ class CentralStorageStrategy(Strategy):
             "offload": offload,
         }
         super().__init__(backend, ops, options, arguments=arguments)
-
-
-def _check_host_memory(mesh: Mesh) -> None:
-    """Raises ValueError if programs for these devices cannot name their host memory."""
-    device = next(iter(local_mesh_devices(mesh).values()), mesh.devices.flat[0])
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST_MEMORY not in kinds:
-        raise ValueError(
-            f"The devices ({device.device_kind}) have the memories {kinds}, and not {HOST_MEMORY!r}, which would store the "
-            "state. Topology devices of GPUs list no memories: compile for TPUs to see the saving. Otherwise name a device: "
-            '`parameter_device="cpu:0"`.'
-        )

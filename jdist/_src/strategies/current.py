@@ -1,5 +1,6 @@
 """The current strategy: `get_strategy`, `has_strategy`, `set_strategy` and `get_replica_context`."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -7,7 +8,10 @@ import jax
 
 from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, current_context, set_default_context
 from jdist._src.strategies.base import Strategy
+from jdist._src.strategies.keras_distribution import keras_distribution
 from jdist._src.strategies.one_device import OneDeviceStrategy
+
+_keras = contextlib.ExitStack()  # the distribution of Keras that `set_strategy` has set
 
 
 def get_strategy() -> Strategy:
@@ -37,6 +41,7 @@ def set_strategy(strategy: Strategy | None) -> None:
     """Makes `strategy` the current strategy outside any scope, in all threads; None restores the default.
 
     For notebooks, where every cell would need a `with` block. It has the effect of `strategy.scope()` around the program.
+    Import Keras before, if its own `fit` is used.
 
     Raises:
         RuntimeError: Called inside a scope or a replica function.
@@ -51,6 +56,9 @@ def set_strategy(strategy: Strategy | None) -> None:
     if strategy is not None and not isinstance(strategy, Strategy):
         raise TypeError(f"`strategy` must be a strategy or None, got {type(strategy).__name__}.")
     set_default_context(CrossReplicaContext(strategy) if strategy else None)
+    _keras.close()
+    if strategy:
+        _keras.enter_context(keras_distribution(strategy))
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -5,8 +5,13 @@ from typing import final
 
 import jax
 
-from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps, resolve_communication
-from jdist._src.devices.mesh import Replicas, replica_mesh, warn_if_local
+from jdist._src.collectives.cross_device_ops import (
+    CommunicationOptions,
+    CrossDeviceOps,
+    HierarchicalAllReduce,
+    resolve_communication,
+)
+from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, replica_mesh, warn_if_local
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.execution.virtual import VirtualBackend
 from jdist._src.strategies.base import Strategy
@@ -25,6 +30,8 @@ class MirroredStrategy(Strategy):
         virtual_replicas: The number of replicas, if it should not be the number of devices. Each device runs several virtual
             replicas sequentially, and sums are computed along one fixed tree, so that results are bitwise equal on any number
             of devices of one kind. Choose a multiple of the number of devices: otherwise every device holds the complete batch.
+        axis_name: The name of the replica axis in replica functions. With the name of a `jax.pmap`, its function is a replica
+            function without changes: `jax.lax.pmean(grads, "batch")`, `nn.BatchNorm(axis_name="batch")`.
 
     Raises:
         ValueError: The list is empty, has duplicates, mixes platforms or names a device that does not exist; or the devices
@@ -45,20 +52,27 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         communication_options: CommunicationOptions | None = None,
         virtual_replicas: int | None = None,
+        axis_name: str = REPLICA_AXIS,
     ):
         if isinstance(devices, int):
             raise TypeError(
                 f"`devices` must be a list of devices, got {devices!r}: write `MirroredStrategy(jax.devices()[:{devices:d}])`."
             )
-        mesh, is_virtual = replica_mesh(devices), virtual_replicas is not None
+        mesh, is_virtual = replica_mesh(devices, axis_name), virtual_replicas is not None
+        if axis_name != REPLICA_AXIS and isinstance(cross_device_ops, HierarchicalAllReduce):
+            raise ValueError(
+                f"`HierarchicalAllReduce` reduces over two axes, and `axis_name={axis_name!r}` names one. Omit one of them."
+            )
         warn_if_local("MirroredStrategy", devices, "MirroredStrategy(devices=jax.devices())")
         mesh, ops, options = resolve_communication(mesh, cross_device_ops, communication_options, is_virtual)
-        replicas = Replicas.from_mesh(mesh, virtual_replicas)
+        chosen_name = None if axis_name == REPLICA_AXIS else axis_name
+        replicas = Replicas.from_mesh(mesh, virtual_replicas, chosen_name)
         arguments = {
             "devices": list(mesh.devices.flat),
             "cross_device_ops": cross_device_ops,
             "communication_options": communication_options,
             "virtual_replicas": virtual_replicas,
+            "axis_name": axis_name,
         }
         backend = VirtualBackend(replicas) if replicas.virtual else ShardMapBackend(replicas)
         super().__init__(backend, ops, options, arguments=arguments)

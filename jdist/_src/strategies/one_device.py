@@ -4,7 +4,7 @@ from typing import final
 
 import jax
 
-from jdist._src.devices.mesh import Replicas, replica_mesh, warn_if_local
+from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, replica_mesh, warn_if_local
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.strategies.base import Strategy
 
@@ -18,6 +18,7 @@ class OneDeviceStrategy(Strategy):
 
     Args:
         device: The device, or its name, as `"cpu:0"`; the first local device by default.
+        axis_name: The name of the replica axis in replica functions; see `MirroredStrategy`.
 
     Raises:
         ValueError: The device does not exist.
@@ -27,8 +28,10 @@ class OneDeviceStrategy(Strategy):
         1
     """
 
-    def __init__(self, device: jax.Device | str | None = None):
+    def __init__(self, device: jax.Device | str | None = None, *, axis_name: str = REPLICA_AXIS):
         instead = "MirroredStrategy(devices=jax.devices())"
         warn_if_local("OneDeviceStrategy", None if device is None else [device], instead)
-        mesh = replica_mesh([jax.local_devices()[0] if device is None else device])
-        super().__init__(ShardMapBackend(Replicas.from_mesh(mesh)), arguments={"device": mesh.devices.flat[0]})
+        mesh = replica_mesh([jax.local_devices()[0] if device is None else device], axis_name)
+        replicas = Replicas.from_mesh(mesh, axis_name=None if axis_name == REPLICA_AXIS else axis_name)
+        arguments = {"device": mesh.devices.flat[0], "axis_name": axis_name}
+        super().__init__(ShardMapBackend(replicas), arguments=arguments)

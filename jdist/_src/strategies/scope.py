@@ -1,7 +1,6 @@
 """`Scope`: the context manager that makes a strategy the current strategy."""
 
 import contextlib
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,15 +11,17 @@ from jdist._src.replica.context import (
     in_replica_function,
     require_cross_replica_context,
 )
+from jdist._src.strategies.keras_distribution import keras_distribution
 
 # Not in the `Scope` object, which several threads may enter. `with` exits the scope that was entered last first.
-_entries: ContextVar[tuple[AbstractContextManager[None], ...]] = ContextVar("jdist_scopes", default=())
+_entries: ContextVar[tuple[contextlib.ExitStack, ...]] = ContextVar("jdist_scopes", default=())
 
 
 class Scope(contextlib.ContextDecorator):
     """Makes a strategy the current strategy of this thread or task while the block runs.
 
-    An object can be entered any number of times: nested, again later, and in several threads. `as` binds the strategy.
+    An object can be entered any number of times: nested, again later, and in several threads. `as` binds the strategy. If
+    Keras 3 on JAX is imported, its own `compile` and `fit` in the block are data-parallel over the devices.
 
     Raises:
         RuntimeError: On entry, the scope of another strategy is current, or a replica function is running.
@@ -41,14 +42,17 @@ class Scope(contextlib.ContextDecorator):
                 "(`set_strategy(None)`, if `set_strategy` entered it)."
             )
         axes = getattr(current_context(), "axes", ())  # of a `merge_call` around this scope
-        entry = enter_context(CrossReplicaContext(self._strategy, merging=in_replica_function(), axes=axes))
-        entry.__enter__()
+        is_merging = in_replica_function()
+        entry = contextlib.ExitStack()
+        entry.enter_context(enter_context(CrossReplicaContext(self._strategy, merging=is_merging, axes=axes)))
+        if not is_merging:
+            entry.enter_context(keras_distribution(self._strategy))
         _entries.set((*_entries.get(), entry))
         return self._strategy
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if not _entries.get():
             raise RuntimeError(f"`{self!r}` was exited in a thread or task that has not entered it.")
         *outer_entries, entry = _entries.get()
         _entries.set(tuple(outer_entries))
-        entry.__exit__(None, None, None)
+        entry.__exit__(*exception)

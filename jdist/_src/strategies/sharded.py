@@ -1,13 +1,13 @@
 """`ShardedStrategy`: one replica over many devices, with the state split over them."""
 
 from collections.abc import Mapping
-from typing import final
+from typing import Literal, final
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, warn_if_local
+from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, check_axis_name, check_host_memory, warn_if_local
 from jdist._src.execution.auto_sharded import AutoShardedBackend
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.state_sharding import Shard, StateSharding
@@ -47,10 +47,16 @@ class ShardedStrategy(Strategy):
             of flax applies (`nn.with_partitioning`, `nn.with_logical_partitioning`, `out_sharding` of `nnx` variables), without
             names that are not axes of the mesh. The state that an optimizer stores for a parameter is split like the
             parameter, and `shard` applies in addition.
+        offload: `"optimizer"` stores the arrays of the optimizer's state in the memory of the devices' hosts between calls of
+            the step, each device's part in that of its host; the step copies them to the devices and back. The results are the
+            same. It saves device memory between the steps, not during a step. On TPUs, a part that does not consist of tiles of
+            8 x 128 elements stays on its device.
+        axis_name: The name of the replica axis in replica functions; see `MirroredStrategy`.
 
     Raises:
-        ValueError: `shard` or an axis is unknown, or an axis of the mesh is not `Auto`; or, when a state is placed, a pattern
-            matches no parameter, two patterns match the same one, or its axis does not divide the dim.
+        ValueError: `shard`, `offload` or an axis is unknown, or an axis of the mesh is not `Auto`, or programs cannot address
+            the host memory; or, when a state is placed, a pattern matches no parameter, two patterns match the same one, or its
+            axis does not divide the dim.
         TypeError: `mesh` or `layout` is of another type.
 
     Example:
@@ -69,19 +75,42 @@ class ShardedStrategy(Strategy):
         mesh: Mesh | None = None,
         model_axis: str | None = None,
         layout: Mapping[str, PartitionSpec] | None = None,
+        offload: Literal["optimizer"] | None = None,
+        axis_name: str = REPLICA_AXIS,
     ):
         _check_shard(shard)
         if mesh is None:
             warn_if_local("ShardedStrategy", None, 'ShardedStrategy(mesh=Mesh(np.array(jax.devices()), ("data",)))')
             mesh = Mesh(np.array(jax.local_devices()), (_DATA_AXIS,), axis_types=(AxisType.Auto,))
-        _check_mesh(mesh, model_axis)
+        _check_mesh(mesh, model_axis, axis_name)
         if not isinstance(layout, Mapping | None):
             raise TypeError(f"`layout` maps patterns to `PartitionSpec`s, got {type(layout).__name__}.")
         batch_axes = tuple(axis for axis in mesh.axis_names if axis != model_axis)
-        replicas = Replicas(mesh, 1, batch_axes=batch_axes)
-        arguments = {"shard": shard, "mesh": mesh, "model_axis": model_axis, "layout": layout}
-        rules = StateSharding(mesh, batch_axes[-1], shard, dict(layout or {}))
+        replicas = Replicas(mesh, 1, batch_axes=batch_axes, axis_name=None if axis_name == REPLICA_AXIS else axis_name)
+        arguments = {"shard": shard, "mesh": mesh, "model_axis": model_axis, "layout": layout, "axis_name": axis_name}
+        if offload is not None:
+            arguments["offload"] = offload
+        rules = StateSharding(mesh, batch_axes[-1], shard, dict(layout or {}), host_tile=_host_tile(offload, mesh))
         super().__init__(AutoShardedBackend(replicas, rules), arguments=arguments)
+
+
+def _host_tile(offload: object, mesh: Mesh) -> tuple[int, ...] | None:
+    """Returns `StateSharding.host_tile` for the argument `offload`.
+
+    Raises:
+        ValueError: `offload` is unknown, or programs cannot address the host memory of the devices.
+    """
+    if offload is None:
+        return None
+    if offload != "optimizer":
+        raise ValueError(
+            f'`offload` is "optimizer" or None, got {offload!r}. To store the parameters in host memory too, use '
+            "`CentralStorageStrategy()`."
+        )
+    check_host_memory(
+        mesh, 'Otherwise leave `offload` out, and split the state over the devices: `ShardedStrategy("all")`.'
+    )
+    return (8, 128) if mesh.devices.flat[0].platform == "tpu" else ()
 
 
 def _check_shard(shard: object) -> None:
@@ -95,7 +124,7 @@ def _check_shard(shard: object) -> None:
         )
 
 
-def _check_mesh(mesh: Mesh, model_axis: str | None) -> None:
+def _check_mesh(mesh: Mesh, model_axis: str | None, axis_name: str) -> None:
     if not isinstance(mesh, Mesh):
         raise TypeError(
             f'`mesh` is a `jax.sharding.Mesh`, got {type(mesh).__name__}: write `Mesh(np.array(devices), ("data",))`.'
@@ -111,6 +140,12 @@ def _check_mesh(mesh: Mesh, model_axis: str | None) -> None:
     if REPLICA_AXIS in mesh.axis_names:
         raise ValueError(
             f"The mesh has an axis {REPLICA_AXIS!r}, which is the name of the axis of a step's one replica. Rename it."
+        )
+    check_axis_name(axis_name)
+    if axis_name in mesh.axis_names:
+        raise ValueError(
+            f"The mesh has an axis {axis_name!r}, and `axis_name` gives this name to the axis of a step's one replica. Rename "
+            "the axis of the mesh."
         )
     if len(mesh.axis_names) == (model_axis is not None):
         raise ValueError(

@@ -45,8 +45,10 @@ class EveryState(NamedTuple):
 def every(optimizer: optax.GradientTransformation, steps: int) -> Policy:
     """Accumulates gradients: every `steps` steps, `optimizer` receives their mean; the updates of other steps are zero.
 
-    The result is a step on a batch `steps` times as large, with one reduction. Wrap the complete chain,
-    `every(optax.chain(jdist.sync.mean(), optax.adamw(1e-3)), 4)`: an optimizer outside would receive the zero updates too.
+    The result is a step on a batch `steps` times as large. `every` accumulates the gradients of each replica and does not
+    reduce them: `optimizer` contains the reduction, once every `steps` steps. Wrap the complete chain,
+    `every(optax.chain(jdist.sync.mean(), optax.adamw(1e-3)), 4)`: an optimizer outside would receive the zero updates too, and
+    a step without a reduction inside is rejected (`NotMirroredError`).
 
     If the batches have different weights, because of padding, pass the weight: `tx.update(grads, opt_state, params, weight=w)`,
     with gradients of a mean over all replicas (`jdist.global_mean`, `jdist.value_and_grad`) and the sum of the weights over

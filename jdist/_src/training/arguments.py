@@ -14,6 +14,8 @@ _KERAS_ARGUMENTS = {
     "validation_split": "split the data, and write `validation_data=(x_validation, y_validation)`",
     "sample_weight": "pass the weights of the examples with the data, `(x, y, weights)`",
     "steps_per_epoch": "write `steps=`, the number of steps after which training ends",
+    "validation_freq": "write `validate_every=`, the number of steps between validations",
+    "validation_steps": "pass as many validation examples as are to be evaluated",
     "initial_epoch": "write `state=` or `resume=`, which continue from a saved state",
 }
 
@@ -49,4 +51,23 @@ def require_arguments(method: str, **arguments: Any) -> None:
         raise TypeError(
             f"`{method}` needs the argument `{'`, `'.join(missing)}` of the trainer: `jdist.Trainer(model, optimizer, loss)`, "
             "such as `jdist.Trainer(model, optax.adamw(1e-3), optax.softmax_cross_entropy_with_integer_labels)`."
+        )
+
+
+def check_alternatives(model: Any, optimizer: Any, loss: Any, objective: Any, step: Any) -> None:
+    """Raises TypeError if arguments of the trainer exclude each other."""
+    if loss is not None and objective is not None:
+        raise TypeError("Pass either `loss` or `objective`: an objective computes the losses itself.")
+    if step is not None and optimizer is not None:
+        raise TypeError("Pass either `optimizer` or `step`: a step updates the parameters itself.")
+    if step is not None and not callable(step):
+        raise TypeError(f"`step` must be a function `fn(state, batch)` or `fn(state, batch, weights)`, got {step!r}.")
+
+
+def check_eval_params(eval_params: Any) -> None:
+    """Raises TypeError if `eval_params` is neither a function nor None."""
+    if eval_params is not None and not callable(eval_params):
+        raise TypeError(
+            "`eval_params` must be a function from the state of the optimizer and the parameters to parameters, such as "
+            f"`optax.contrib.schedule_free_eval_params`, got {eval_params!r}."
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast, final
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
+from jdist._src.core.paths import absolute
 from jdist._src.core.tree import PyTree
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.history import History
@@ -20,7 +21,8 @@ class Moment(enum.StrEnum):
     Attributes:
         START: Before the first step.
         STEP: After a call of the step.
-        EPOCH: After the last step of an epoch and its validation.
+        VALIDATION: After a validation within an epoch, with `fit(validate_every=...)`.
+        EPOCH: After the last step of an epoch, and the validation if one follows it.
         END: After the last step.
 
     Example:
@@ -30,6 +32,7 @@ class Moment(enum.StrEnum):
 
     START = "start"
     STEP = "step"
+    VALIDATION = "validation"
     EPOCH = "epoch"
     END = "end"
 
@@ -53,7 +56,8 @@ class Event:
     """The argument of a callback: the state of training at one moment.
 
     Attributes:
-        moment: The moment. After the last step of an epoch there are two events: STEP, then EPOCH.
+        moment: The moment. After the last step of an epoch there are two events: STEP, then EPOCH; after any other step that
+            a validation follows, STEP, then VALIDATION.
         step: The number of steps taken so far, including those before a resume.
         epoch: The epoch of the last step, from 0.
         state: The training state. Its buffers are donated to the next step: copy what you need later during the call.
@@ -62,16 +66,18 @@ class Event:
         seconds: The duration of this `fit` so far.
         stalled_fraction: The fraction of steps that had to wait for their batch, 0 to 1.
         total_steps: The number of steps after which training ends, if known.
-        validation: The loss and the metrics of the validation data; empty except in EPOCH events.
+        validation: The loss and the metrics of the validation data; empty except in VALIDATION and EPOCH events. With several
+            sets, the names begin with that of the set: `easy_loss`.
         strategy: The strategy of the trainer.
         history: The rows and losses recorded so far.
         resume_data: Returns the data that a resumed run needs in addition to state and position: the states of the callbacks,
-            the metrics of the current epoch, the history.
+            the metrics since the last row of the history, the history.
         is_finite: Waits for the last step. Returns False if it was rejected because its loss or a gradient was not finite, or
             if parameters are infinite or NaN. With several processes, all of them have to call it.
-        read_metrics: Returns the metrics of this epoch so far. See `metrics`.
+        read_metrics: Returns the metrics since the last row of the history. See `metrics`.
         ends_epoch: Whether the last step was the last of its epoch. After such a STEP event follows an EPOCH event.
-        metric_names: The names in `logs` at the end of an epoch, if known in advance.
+        metric_names: The names in `logs` after a validation, if known in advance.
+        validates: Whether a validation follows this STEP event, and after it a VALIDATION or an EPOCH event.
     """
 
     moment: Moment
@@ -91,10 +97,14 @@ class Event:
     read_metrics: Callable[[], Mapping[str, float]]
     ends_epoch: bool = False
     metric_names: Sequence[str] | None = None
+    validates: bool = False
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The loss and the metrics of this epoch so far, exact over all its examples. Every access reads them from the devices.
+        """The loss and the metrics since the last row of the history, exact over all examples since then.
+
+        That is the epoch so far, or with `fit(validate_every=...)` the steps since the last validation or the end of the last
+        epoch. Every access reads them from the devices.
 
         With several processes, reading them is a collective. In a STEP event, where possibly one process reads them, this is
         the last loss that was fetched.
@@ -206,7 +216,7 @@ def as_callbacks(callbacks: Sequence[Callback | CallbackFunction]) -> list[Callb
     for callback in adapted:
         if callback.destination is None:
             continue
-        path = callback.destination.resolve()
+        path = absolute(callback.destination)
         if path in writers:
             names = " and ".join(type(writer).__name__ for writer in (writers[path], callback))
             raise ValueError(f"Two callbacks, {names}, write to {str(path)!r}. Pass a different path to each.")

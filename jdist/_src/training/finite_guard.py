@@ -3,7 +3,7 @@
 The guard decides before the optimizer reads its state, and each new value is chosen where it is computed. So XLA fuses the
 choice into the pass that writes the state, and the guard costs one pass over the gradients, shared by the replicas. A choice
 after the update costs more than the update itself: XLA then stores both values, and reads them again. It is made only for an
-optimizer that reduces gradients or tests numbers itself, whose updates decide, because they show what it made of the gradients.
+optimizer that reduces gradients or tests numbers itself, whose updates decide, because they show its result for the gradients.
 """
 
 import collections

@@ -19,7 +19,7 @@ from jdist._src.core import html
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.replicate import Proof
 from jdist._src.strategies.description import Description
-from jdist._src.training.history import FACTS, History, format_value
+from jdist._src.training.history import FACTS, History, format_value, row_name
 from jdist._src.training.report.charts import printable
 from jdist._src.training.report.page import write_report
 from jdist._src.training.state import TrainState
@@ -45,7 +45,7 @@ class Fit:
     Attributes:
         state: The training state after the last step, of the class that `fit(state=)` received. None, in the record of a
             `FitError`, if an error in a step lost the state.
-        history: One row per epoch, and the loss of every step.
+        history: One row per epoch or validation, and the loss of every step.
         steps: The number of steps taken, including those before a resume. If a callback ended training with the state of an
             earlier step, such as the best one, `state.step` is the number of that step.
         stop_reason: The reason why training stopped, a sentence.
@@ -67,9 +67,14 @@ class Fit:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
-        epochs = len(self.history)
+        rows = len(self.history)
         metrics = [f"{name} {value}" for name, value in self._last_metrics().items()]
-        parts = [f"{self.steps:,} steps", f"{epochs:,} epoch{'s' * (epochs != 1)}", *metrics, repr(self.stop_reason)]
+        parts = [
+            f"{self.steps:,} steps",
+            f"{rows:,} {row_name(self.history)}{'s' * (rows != 1)}",
+            *metrics,
+            repr(self.stop_reason),
+        ]
         return f"Fit({', '.join(parts)}; state: {describe_state(self.state)})"
 
     def _repr_html_(self) -> str:

@@ -1,4 +1,4 @@
-"""The record of training: one row per epoch, and the loss of every step."""
+"""The record of training: one row per epoch or validation, and the loss of every step."""
 
 import dataclasses
 import html
@@ -21,9 +21,10 @@ class History:
     """The record of training. A table when printed or shown in a notebook; `plot` draws it.
 
     Attributes:
-        rows: One row per epoch: `epoch`, `step`, `seconds`, `examples_per_second`, `stalled_fraction` (the fraction of steps
-            that waited for their batch), `loss` and the metrics, the same of the validation data as `val_loss` and so on, and
-            `learning_rate` if known.
+        rows: One row per epoch, and per validation of `fit(validate_every=...)`: `epoch`, `step`, `seconds`,
+            `examples_per_second`, `stalled_fraction` (the fraction of steps that waited for their batch), `loss` and the
+            metrics since the previous row, the same of the validation data as `val_loss` and so on, or `val_NAME_loss` with
+            several sets, and `learning_rate` if known.
         losses: The loss of each step, by step number.
 
     Example:
@@ -124,6 +125,17 @@ class History:
             else [format_value(row[name]) if name in row else "" for name in self.columns]
             for row in rows
         ]
+
+
+def row_name(history: History) -> str:
+    """Returns what a row of the history is: an "epoch", or a "row" if there are several per epoch.
+
+    Example:
+        >>> row_name(History([{"epoch": 0}, {"epoch": 1}])), row_name(History([{"epoch": 0}, {"epoch": 0}]))
+        ('epoch', 'row')
+    """
+    epochs = [row.get("epoch", number) for number, row in enumerate(history.rows)]
+    return "epoch" if len(set(epochs)) == len(epochs) else "row"
 
 
 def format_value(value: Any) -> str:

@@ -1,7 +1,8 @@
 """The training loop: a `for` over calls of the step, and the events after each.
 
-Read `Loop.run` first. The order is: the step, its STEP event; at the end of an epoch the validation, the row of the history,
-the EPOCH event. Ctrl-C is deferred to the end of a step, so that it does not separate a step from its state.
+Read `Loop.run` first. The order is: the step, its STEP event; where one is due, the validation; after it, and at the end of an
+epoch, the row of the history and its event, VALIDATION or EPOCH. Ctrl-C is deferred to the end of a step, so that it does not
+separate a step from its state.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.fit import Fit, is_donated
 from jdist._src.training.recorder import NonFiniteStep, Recorder
 from jdist._src.training.resume import StartPoint, restore_epoch_metrics, saved_callback_states
-from jdist._src.training.state import learning_rate_of, state_fields
+from jdist._src.training.state import learning_rate_of, params_of, step_of
 from jdist._src.training.state_copies import summands
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import StepOutcome, TrainCarry
@@ -51,11 +52,12 @@ class LoopConfig:
         strategy: The strategy.
         step: From a carry and the batches of a call to the next carry and the outcome.
         read_metrics: From metrics on the devices to numbers on the host.
-        empty_metrics: Returns the metrics before the first step of an epoch.
+        empty_metrics: Returns the metrics after a row of the history, which contain no steps.
         validate: From a state to the metrics of the validation data, or None.
+        validate_every: The number of steps between validations; None for a validation at the end of each epoch.
         callbacks: The callbacks, in calling order.
         stateful_callbacks: The callbacks with a state, with their identities.
-        metric_names: The names in `Event.logs` at the end of an epoch.
+        metric_names: The names in `Event.logs` after a validation.
         last_checkpoint: Returns a sentence that names the newest checkpoint.
         proof: Returns the result of the replication proof of the step.
         total_steps: The number of steps after which training ends, if known.
@@ -68,6 +70,7 @@ class LoopConfig:
     read_metrics: Callable[[PyTree], Mapping[str, Any]]
     empty_metrics: Callable[[], PyTree]
     validate: Callable[[PyTree], Mapping[str, Any]] | None
+    validate_every: int | None
     callbacks: Sequence[Callback]
     stateful_callbacks: Sequence[tuple[str, Callback]]
     metric_names: Sequence[str]
@@ -93,14 +96,15 @@ class Loop:
         self._config = config
         metrics: Any = restore_epoch_metrics(config.empty_metrics(), start.resume_data.get("seen", ()))
         self._carry = TrainCarry(start.state, metrics, config.strategy.put(np.bool_(False)))
-        self._first_step = self._step = self._epoch_first_step = int(state_fields(start.state).step)
-        self._calls = self._examples = self._epoch_first_example = 0
+        self._first_step = self._step = self._row_first_step = int(step_of(start.state))
+        self._last_validation = self._step
+        self._calls = self._examples = self._row_first_example = 0
         self._epoch, self._position, self._stalled_fraction = position["epoch"], position, 0.0
-        self._epoch_metrics: Mapping[str, Any] = {}
+        self._row_metrics: Mapping[str, Any] = {}
         self._recorder = Recorder(start.resume_data)
-        self._start_time = self._epoch_start_time = time.perf_counter()
+        self._start_time = self._row_start_time = time.perf_counter()
         self._stop_reason: str | None = None
-        self._has_failed = self._ends_epoch = False
+        self._has_failed = self._ends_epoch = self._is_last = self._validates = False
 
     @property
     def step(self) -> int:
@@ -115,9 +119,10 @@ class Loop:
                 for batches in groups:
                     with interrupt.deferred():
                         self._take(batches)
+                        self._validates = self._is_validation_due()
                         self._notify(Moment.STEP)
-                        if self._ends_epoch:
-                            self._end_epoch()
+                        if self._ends_row:
+                            self._end_row()
                     if self._is_over(interrupt.is_requested):
                         break
             except KeyboardInterrupt:
@@ -132,40 +137,56 @@ class Loop:
         self._recorder.add_call(self._step + 1, self._position, batches, outcome)
         last = batches[-1]
         self._step, self._calls = self._step + len(batches), self._calls + 1
-        self._epoch, self._position, self._ends_epoch = last.epoch, last.position, last.ends_epoch
+        self._epoch, self._position = last.epoch, last.position
+        self._ends_epoch, self._is_last = last.ends_epoch, last.is_last
         self._examples, self._stalled_fraction = last.examples, last.stalled_fraction
         if self._calls % CALLS_PER_CHECK == 0:
             self._check_failure(self._recorder.fetch(keep_pending=CALLS_PER_CHECK // 2))
 
-    def _end_epoch(self) -> None:
+    @property
+    def _ends_row(self) -> bool:
+        """Whether the last call of the step is the last of a row of the history."""
+        return self._ends_epoch or self._validates
+
+    def _is_validation_due(self) -> bool:
+        """Returns whether a validation follows the last call of the step."""
+        every = self._config.validate_every
+        if self._config.validate is None or every is None:
+            return self._config.validate is not None and self._ends_epoch
+        return self._is_last or self._step // every > self._last_validation // every
+
+    def _end_row(self) -> None:
+        """Validates if it is due, adds a row to the history, and sends its event."""
         self._check_failure(self._recorder.fetch())
-        seconds = time.perf_counter() - self._epoch_start_time
-        self._epoch_metrics = self._config.read_metrics(self._carry.metrics)
+        seconds = time.perf_counter() - self._row_start_time
+        self._row_metrics = self._config.read_metrics(self._carry.metrics)
         rate = learning_rate_of(self._carry.state, step=self._step)
-        validation = self._config.validate(self._carry.state) if self._config.validate else {}
+        validation: Mapping[str, Any] = {}
+        if self._config.validate is not None and self._validates:
+            validation, self._last_validation = self._config.validate(self._carry.state), self._step
         self._recorder.add_row(
             {
                 "epoch": self._epoch,
                 "step": self._step,
                 "seconds": time.perf_counter() - self._start_time,
-                "examples_per_second": (self._examples - self._epoch_first_example) / seconds,
+                "examples_per_second": (self._examples - self._row_first_example) / seconds,
                 "stalled_fraction": self._stalled_fraction,
                 **({} if rate is None else {"learning_rate": rate}),
-                **self._epoch_metrics,
+                **self._row_metrics,
                 **{f"val_{name}": value for name, value in validation.items()},
             }
         )
         self._carry = dataclasses.replace(self._carry, metrics=self._config.empty_metrics())
-        self._epoch_first_step, self._epoch_first_example = self._step, self._examples
-        self._notify(Moment.EPOCH, validation)
-        self._epoch_start_time = time.perf_counter()
+        self._row_first_step, self._row_first_example = self._step, self._examples
+        self._notify(Moment.EPOCH if self._ends_epoch else Moment.VALIDATION, validation)
+        self._row_start_time = time.perf_counter()
 
     def _is_over(self, is_interrupted: bool) -> bool:
         if is_interrupted:
             self._stop_reason = self._stop_reason or _INTERRUPTED
         if jax.process_count() == 1:
             return self._stop_reason is not None
-        if not self._ends_epoch and self._calls % CALLS_PER_CHECK:
+        if not self._ends_row and self._calls % CALLS_PER_CHECK:
             return False
         stops = multihost_utils.process_allgather(np.bool_(self._stop_reason is not None))
         if stops.any():
@@ -174,9 +195,9 @@ class Loop:
 
     def _end(self) -> None:
         self._check_failure(self._recorder.fetch())
-        if self._step != self._epoch_first_step:
-            self._epoch_metrics = self._config.read_metrics(self._carry.metrics)
-            self._epoch_first_step = self._step
+        if self._step != self._row_first_step:
+            self._row_metrics = self._config.read_metrics(self._carry.metrics)
+            self._row_first_step = self._step
         if self._stop_reason is None:
             self._stop_reason = self._end_reason(self._config.requested_steps)
         elif self._has_failed and not self._has_finite_params():
@@ -184,7 +205,7 @@ class Loop:
         self._notify(Moment.END)
 
     def _has_finite_params(self) -> bool:
-        params = state_fields(self._carry.state).params
+        params = params_of(self._carry.state)
         return bool(jax.device_get(self._config.strategy.run(finite_guard.are_finite_on_all_replicas, (params,))))
 
     def _end_reason(self, requested_steps: int | None) -> str:
@@ -233,13 +254,14 @@ class Loop:
             is_finite=functools.partial(self._is_finite, moment),
             read_metrics=functools.partial(self._read_metrics, moment),
             ends_epoch=self._ends_epoch,
+            validates=moment is Moment.STEP and self._validates,
             metric_names=self._config.metric_names,
         )
 
     def _read_metrics(self, moment: Moment) -> Mapping[str, Any]:
-        """Returns the metrics of the current epoch; at its end, the complete ones."""
-        if self._step == self._epoch_first_step:
-            return self._epoch_metrics
+        """Returns the metrics since the last row of the history; in the event of a row, its metrics."""
+        if self._step == self._row_first_step:
+            return self._row_metrics
         if jax.process_count() > 1 and moment is Moment.STEP:
             return self._recorder.last_loss  # reading the metrics is a collective, and possibly one process reads them
         return self._config.read_metrics(self._carry.metrics)

@@ -21,7 +21,7 @@ def adapt_loss(loss: Any) -> Any:
         loss: A loss function, a Keras loss object, or None.
 
     Raises:
-        TypeError: `loss` is a class.
+        TypeError: `loss` is a class, or has a third parameter without a default.
         ValueError: `loss` is a Keras loss with the reduction "sum", or the backend of Keras is not JAX.
 
     Example:
@@ -34,7 +34,20 @@ def adapt_loss(loss: Any) -> Any:
         raise TypeError(f"`loss` is the class {loss.__name__}. Pass an instance of it: `{loss.__name__}(...)`.")
     if _is_keras_object(loss, "losses", "Loss"):
         return _with_targets_first(_per_example(loss))
-    return _with_targets_first(loss) if callable(loss) and _first_two_parameters(loss) in _TARGETS_FIRST else loss
+    if not callable(loss):
+        return loss
+    parameters = _parameters(loss)
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if len(required) > 2:
+        raise TypeError(
+            f"`loss` has a third parameter without a default, `{required[2]}`, and is called as `loss(outputs, targets)`. For "
+            "a loss of parameters or other values, write an objective: `Trainer(objective=fn)`, with "
+            "`fn(params, batch, key, apply)`."
+        )
+    is_keras_order = tuple(p.name for p in parameters[:2]) in _TARGETS_FIRST
+    return _with_targets_first(loss) if is_keras_order else loss
 
 
 def is_keras_metric(metric: Any) -> bool:
@@ -70,11 +83,11 @@ def _per_example(loss: Any) -> Any:
     return loss
 
 
-def _first_two_parameters(fn: Callable[..., Any]) -> tuple[str, ...]:
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        return tuple(inspect.signature(fn).parameters)[:2]
+        return list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature
-        return ()
+        return []
 
 
 def _with_targets_first(loss: Callable[..., Any]) -> Callable[[Any, Any], Any]:

@@ -1,5 +1,6 @@
 """Adapts the metrics of a `Trainer`, and checks the values of losses and metrics."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -33,13 +34,21 @@ class MetricAdapter(NamedTuple):
     arguments: Callable[[PyTree, PyTree], tuple[Any, ...]]
 
 
-def adapt_metrics(metrics: Any) -> dict[str, MetricAdapter]:
+def adapt_metrics(metrics: Any, is_of_outputs: bool = True) -> dict[str, MetricAdapter]:
     """Returns the metrics of a user by name.
+
+    Args:
+        metrics: A mapping from names to metrics.
+        is_of_outputs: Whether the metrics are of outputs and targets. Otherwise they are of the auxiliary values and the batch
+            of an objective or a step: a metric without a function has the arguments `aux[name]`, and a list of names is
+            accepted, for means of these values.
 
     Raises:
         TypeError: `metrics` is not a mapping, or a value is not a metric.
         ValueError: A name is reserved.
     """
+    if not is_of_outputs and isinstance(metrics, (list, tuple)) and all(isinstance(name, str) for name in metrics):
+        metrics = {name: Mean() for name in metrics}
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"`metrics` must be a dict from names to metrics, got {metrics!r}. Write `metrics={_example(metrics)}`."
@@ -51,13 +60,7 @@ def adapt_metrics(metrics: Any) -> dict[str, MetricAdapter]:
         raise ValueError(
             f"A metric has the name {reserved[0]!r}. Reserved are {', '.join(_RESERVED_NAMES)} and names that start with val_."
         )
-    return {name: _adapt_metric(name, metric) for name, metric in metrics.items()}
-
-
-def epoch_metric_names(metrics: Mapping[str, MetricAdapter], has_validation: bool) -> list[str]:
-    """Returns the names of the loss and the metrics at the end of an epoch."""
-    names = ["loss", *metrics]
-    return names + [f"val_{name}" for name in names if has_validation]
+    return {name: _adapt_metric(name, metric, is_of_outputs) for name, metric in metrics.items()}
 
 
 def batch_metrics(
@@ -70,7 +73,7 @@ def batch_metrics(
             updated[name] = adapter.empty.update(*adapter.arguments(outputs, targets), weights=weights)  # type: ignore[attr-defined]
         except (TypeError, ValueError) as error:
             error.add_note(
-                f"In the metric {name!r}, of outputs {_dtypes_and_shapes(outputs)} and targets {_dtypes_and_shapes(targets)}."
+                f"In the metric {name!r}, of outputs {dtypes_and_shapes(outputs)} and targets {dtypes_and_shapes(targets)}."
             )
             raise
         empty_shapes, shapes = (jax.tree.map(jnp.shape, metric) for metric in (adapter.empty, updated[name]))
@@ -82,18 +85,18 @@ def batch_metrics(
     return jax.tree.map(jnp.asarray, updated)
 
 
-def check_losses(losses: Any, num_examples: int) -> jax.Array:
-    """Returns the result of a loss function as an array.
+def check_losses(losses: Any, num_examples: int, name: str = "loss") -> jax.Array:
+    """Returns the result of a loss function as an array; `name` is its name in error messages.
 
     Raises:
         TypeError: It is not one array.
         ValueError: It has not one or several values per example.
     """
     if not hasattr(losses, "dtype") and not isinstance(losses, (int, float)):
-        raise TypeError(f"`loss` must return one array, the losses of the examples, got {_dtypes_and_shapes(losses)}.")
+        raise TypeError(f"`{name}` must return one array, the losses of the examples, got {dtypes_and_shapes(losses)}.")
     if jnp.ndim(losses) == 0 or jnp.shape(losses)[0] != num_examples:
         raise ValueError(
-            f"`loss` returned {dtype_and_shape(losses)} for {num_examples} examples. It must return one value per example, "
+            f"`{name}` returned {dtype_and_shape(losses)} for {num_examples} examples. It must return one value per example, "
             f"[{num_examples}, ...]: remove `.mean()` or `.sum()`. The trainer averages over the examples of all replicas, "
             "without padding."
         )
@@ -108,7 +111,9 @@ def _example(metrics: Any) -> str:
     return "{" + ", ".join(f'"{name}": jdist.metrics.{_CLASSES[name]}()' for name in known_names) + "}"
 
 
-def _adapt_metric(name: str, metric: Any) -> MetricAdapter:
+def _adapt_metric(name: str, metric: Any, is_of_outputs: bool) -> MetricAdapter:
+    if isinstance(metric, Metric) and not is_of_outputs:
+        return MetricAdapter(metric, functools.partial(_auxiliary_arguments, name))
     if isinstance(metric, Metric):
         return MetricAdapter(metric, lambda outputs, targets: (outputs, targets))
     if isinstance(metric, (tuple, list)) and len(metric) == 2 and isinstance(metric[0], Metric) and callable(metric[1]):
@@ -127,13 +132,25 @@ def _adapt_metric(name: str, metric: Any) -> MetricAdapter:
     )
 
 
+def _auxiliary_arguments(name: str, aux: PyTree, batch: PyTree) -> tuple[Any, ...]:
+    """Returns the arguments of a metric: `aux[name]`, or its values if it is a tuple. A number is one value per example."""
+    if not isinstance(aux, Mapping) or name not in aux:
+        got = f"a dict with {', '.join(map(repr, aux))}" if isinstance(aux, Mapping) else dtypes_and_shapes(aux)
+        raise TypeError(
+            f"The metric {name!r} needs the auxiliary value {name!r} of the objective or the step, got {got}."
+        )
+    values = aux[name] if isinstance(aux[name], tuple) else (aux[name],)
+    num_examples = len(jax.tree.leaves(batch)[0])
+    return tuple(jnp.broadcast_to(x, num_examples) if jnp.ndim(x) == 0 else x for x in values)
+
+
 def _checked_arguments(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[[PyTree, PyTree], tuple[Any, ...]]:
     def arguments(outputs: PyTree, targets: PyTree) -> tuple[Any, ...]:
         result = fn(outputs, targets)
         if not isinstance(result, tuple):
             raise TypeError(
                 f"The function of the metric {name!r} must return a tuple of the metric's arguments, got "
-                f"{_dtypes_and_shapes(result)}."
+                f"{dtypes_and_shapes(result)}."
             )
         return result
 
@@ -145,7 +162,7 @@ def _checked_values(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[
         values, num_examples = fn(outputs, targets), len(jax.tree.leaves((targets, outputs))[0])
         if jnp.ndim(values) == 0 or jnp.shape(values)[0] != num_examples:
             raise ValueError(
-                f"The metric {name!r} returned {_dtypes_and_shapes(values)} for {num_examples} examples. It must return one "
+                f"The metric {name!r} returned {dtypes_and_shapes(values)} for {num_examples} examples. It must return one "
                 f"value per example, [{num_examples}, ...], which the trainer averages over the examples of all replicas."
             )
         return (values,)
@@ -153,5 +170,6 @@ def _checked_values(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[
     return arguments
 
 
-def _dtypes_and_shapes(tree: PyTree) -> str:
+def dtypes_and_shapes(tree: PyTree) -> str:
+    """Returns `tree` with dtypes and shapes in place of its leaves, for error messages."""
     return str(jax.tree.map(dtype_and_shape, tree)).replace("'", "")

@@ -1,40 +1,22 @@
-"""Adapts models of flax and Keras to a pair of functions: one creates parameters, one applies them."""
+"""Adapts models of flax, Keras, haiku and equinox, and pairs of functions, to `ModelFunctions`."""
 
-import collections
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jdist._src.core.tree import PyTree
-from jdist._src.training.loss_adapters import check_keras_backend
+from jdist._src.training.keras_models import adapt_keras
+from jdist._src.training.model_functions import CallSignature, ModelFunctions, ModelLosses, ModelResult
 
-_MODES = {
-    "train": lambda train: train,
-    "training": lambda train: train,
-    "is_training": lambda train: train,
-    "deterministic": lambda train: not train,
-}
-
-
-class ModelFunctions(NamedTuple):
-    """A model as a pair of pure functions.
-
-    Attributes:
-        init: From a random key and inputs `[batch, ...]` to parameters and model state (the other variables).
-        apply: From parameters, model state, inputs, a random key, whether the model is trained, and weights `[batch]` of the
-            examples (None: equal weights), to outputs and the new model state.
-    """
-
-    init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]]
-    apply: Callable[[PyTree, PyTree, PyTree, jax.Array, bool, Any], tuple[PyTree, PyTree]]
+LOSSES = "losses"  # the collection of linen, and the name of intermediates of nnx, whose values are added to the loss
 
 
 def adapt_model(model: Any) -> ModelFunctions:
-    """Returns a model of flax (linen or nnx) or Keras, or a pair of functions `(init, apply)`, as `ModelFunctions`.
+    """Returns a model of flax (linen or nnx), Keras, haiku or equinox, or a pair of functions, as `ModelFunctions`.
 
     Raises:
         TypeError: `model` is none of these.
@@ -45,68 +27,75 @@ def adapt_model(model: Any) -> ModelFunctions:
         kind = getattr(sys.modules.get(library), name, None)  # the creator of such a model has imported its library
         if kind is not None and isinstance(model, kind):
             return adapter(model)
-    if isinstance(model, (tuple, list)) and len(model) == 2 and all(map(callable, model)):
-        return _adapt_pair(*model)
+    if isinstance(model, (tuple, list)) and len(model) == 2:
+        equinox = sys.modules.get("equinox")
+        if equinox is not None and isinstance(model[0], equinox.Module) and isinstance(model[1], equinox.nn.State):
+            return _adapt_equinox(*model)
+        if all(map(callable, model)):
+            return _adapt_pair(*model)
     got = f"the class {model.__name__}: pass an instance" if isinstance(model, type) else type(model).__name__
     raise TypeError(
-        "`model` must be a module of flax (linen or nnx), a Keras model, or a pair of functions `(init, apply)`, where "
-        f"`init(key, inputs)` returns parameters and `apply(params, inputs)` returns outputs; got {got}."
+        "`model` must be a module of flax (linen or nnx), a Keras model, a transformed function of haiku, an equinox module, "
+        "or a pair of functions `(init, apply)`, where `init(key, inputs)` returns parameters and `apply(params, inputs)` "
+        f"returns outputs; got {got}."
     )
 
 
-def _accepted_keywords(fn: Callable[..., Any], num_positional: int) -> Callable[..., dict[str, Any]]:
-    """Returns a function that returns the keyword arguments that `fn` accepts after its first `num_positional` parameters."""
-    accepted_names = list(inspect.signature(fn).parameters)[num_positional:]
-
-    def keywords(train: bool, weights: Any = None, **optional: Any) -> dict[str, Any]:
-        modes = {name: mode(train) for name, mode in _MODES.items()}
-        candidates = {**modes, "weights": weights, **optional}
-        return {name: value for name, value in candidates.items() if name in accepted_names}
-
-    return keywords
-
-
 def _adapt_pair(init: Callable[..., PyTree], apply: Callable[..., Any]) -> ModelFunctions:
-    keywords = _accepted_keywords(apply, 2)
+    signature = CallSignature(apply, 1)
+
+    def init_params(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
+        args, kwargs = signature.arguments(inputs)
+        return init(key, *args, **kwargs), {}
 
     def apply_with_state(
         params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
-    ) -> tuple[PyTree, PyTree]:
-        return apply(params, inputs, **keywords(train, weights, key=key)), state
+    ) -> ModelResult:
+        args, kwargs = signature.arguments(inputs)
+        return ModelResult(apply(params, *args, **kwargs, **signature.keywords(train, weights, key=key)), state)
 
-    return ModelFunctions(lambda key, inputs: (init(key, inputs), {}), apply_with_state)
+    return ModelFunctions(init_params, apply_with_state, lambda params, state: params)
 
 
 def _adapt_linen(module: Any) -> ModelFunctions:
     from flax.core import meta
 
-    keywords = _accepted_keywords(type(module).__call__, 2)
+    signature = CallSignature(type(module).__call__, 1)
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
         keys = dict(zip(("params", "dropout"), jax.random.split(key), strict=True))
-        variables = dict(meta.unbox(module.init(keys, inputs, **keywords(False))))
-        variables.pop("intermediates", None)
+        args, kwargs = signature.arguments(inputs)
+        variables = dict(meta.unbox(module.init(keys, *args, **kwargs, **signature.keywords(False))))
+        for name in ("intermediates", LOSSES):
+            variables.pop(name, None)
         return variables.pop("params", {}), variables
 
-    def apply(
-        params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
-    ) -> tuple[PyTree, PyTree]:
-        variables = {"params": params, **state}
-        if not train or not state:
-            return module.apply(variables, inputs, rngs={"dropout": key}, **keywords(train, weights)), state
+    def apply(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
+        # flax uses the key "params" for `make_rng` of any other collection.
+        rngs = {"dropout": key, "params": jax.random.fold_in(key, 0)}
+        args, kwargs = signature.arguments(inputs)
         outputs, new_state = module.apply(
-            variables, inputs, rngs={"dropout": key}, mutable=list(state), **keywords(train, weights)
+            {"params": params, **state},
+            *args,
+            rngs=rngs,
+            mutable=[*(state if train else ()), LOSSES],
+            **kwargs,
+            **signature.keywords(train, weights),
         )
-        return outputs, {**state, **new_state}
+        new_state = {**state, **new_state}
+        losses = jax.tree.leaves(new_state.pop(LOSSES, ()))
+        return ModelResult(outputs, new_state, ModelLosses(losses))
 
-    return ModelFunctions(init, apply)
+    return ModelFunctions(init, apply, lambda params, state: {"params": params, **state})
 
 
 def _adapt_nnx(module: Any) -> ModelFunctions:
     from flax import nnx
 
-    keywords = _accepted_keywords(type(module).__call__, 2)
+    signature = CallSignature(type(module).__call__, 1)
     module, graphs = nnx.clone(module), {}
+    nnx.pop(module, nnx.Intermediate)  # of an earlier call
+    graph = nnx.split(module)[0]  # in the mode of the caller
     for train in (False, True):
         module.train() if train else module.eval()
         graphs[train], params, keys, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
@@ -119,16 +108,25 @@ def _adapt_nnx(module: Any) -> ModelFunctions:
         nnx.replace_by_pure_dict(state, values)
         return state
 
-    def apply(
-        values: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
-    ) -> tuple[PyTree, PyTree]:
+    def apply(values: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
         merged = nnx.merge(
             graphs[train], with_values(params, values), _new_keys(key, keys), with_values(rest, state), copy=True
         )
-        outputs = merged(inputs, **keywords(train, weights))
-        return outputs, nnx.to_pure_dict(nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
+        args, kwargs = signature.arguments(inputs)
+        keywords = signature.keywords(
+            train, weights, rngs=nnx.Rngs(jax.random.fold_in(key, len(jax.tree.leaves(keys))))
+        )
+        call = nnx.capture(lambda module: module(*args, **kwargs, **keywords), nnx.Intermediate)
+        outputs, intermediates = call(merged)
+        new_state = nnx.to_pure_dict(nnx.state(merged, nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))))
+        leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(intermediates))
+        losses = [leaf for path, leaf in leaves if any(getattr(key, "key", None) == LOSSES for key in path)]
+        return ModelResult(outputs, new_state, ModelLosses(losses))
 
-    return ModelFunctions(init, apply)
+    def rebuild(values: PyTree, state: PyTree) -> Any:
+        return nnx.merge(graph, with_values(params, values), keys, with_values(rest, state), copy=True)
+
+    return ModelFunctions(init, apply, rebuild)
 
 
 def _new_keys(key: jax.Array, keys: PyTree) -> PyTree:
@@ -141,57 +139,67 @@ def _new_keys(key: jax.Array, keys: PyTree) -> PyTree:
     return treedef.unflatten(new_leaves)
 
 
-def _adapt_keras(model: Any) -> ModelFunctions:
-    check_keras_backend()
-    if not model.built:
-        raise ValueError(
-            "The Keras model is not built. Add a `keras.Input(shape)` as its first layer, or call "
-            "`model.build((None, ...))` with the shape of its inputs."
-        )
-    if model.losses:
-        raise ValueError(
-            f"The Keras model adds {len(model.losses)} losses by regularizers or `add_loss`, which a `Trainer` would ignore. "
-            "Remove them from the model: use an optimizer with weight decay, or add them in `loss`."
-        )
-    param_names, state_names = _names(model.trainable_variables), _names(model.non_trainable_variables)
-    keywords = _accepted_keywords(model.call, 1)
+def _adapt_haiku(model: Any) -> ModelFunctions:
+    """`hk.transform(fn)`, and `hk.transform_with_state(fn)` if `model` has a state."""
+    has_state = type(model).__name__ == "TransformedWithState"
+    signature = CallSignature(model.init, 1)
+    takes_key = (
+        "rng" in list(inspect.signature(model.apply).parameters)[: 2 + has_state]
+    )  # not after `without_apply_rng`
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        params = {name: v.value for name, v in zip(param_names, model.trainable_variables, strict=True)}
-        return params, {name: v.value for name, v in zip(state_names, model.non_trainable_variables, strict=True)}
+        args, kwargs = signature.arguments(inputs)
+        variables = model.init(key, *args, **kwargs, **signature.keywords(True))  # haiku creates states in training
+        return variables if has_state else (variables, {})
 
-    def apply(
-        params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any
-    ) -> tuple[PyTree, PyTree]:
-        seeds = {name: state[name] for name in state_names if "seed_generator" in name}
-        seeded_state = {**state, **_new_seeds(key, seeds)}
-        values = [params[name] for name in param_names], [seeded_state[name] for name in state_names]
-        outputs, new_values = model.stateless_call(*values, inputs, **keywords(train))
-        return outputs, {**dict(zip(state_names, new_values, strict=True)), **seeds}
+    def apply(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
+        leading = (params, *([state] if has_state else []), *([key] if takes_key else []))
+        args, kwargs = signature.arguments(inputs)
+        result = model.apply(*leading, *args, **kwargs, **signature.keywords(train, weights))
+        outputs, new_state = result if has_state else (result, state)
+        return ModelResult(outputs, new_state if train else state)
 
-    return ModelFunctions(init, apply)
-
-
-def _names(variables: Any) -> list[str]:
-    """Returns the paths of the variables of a Keras model, numbered if several are equal."""
-    counts, names = collections.Counter[str](), []
-    for variable in variables:
-        path = variable.path
-        counts[path] += 1
-        names.append(path if counts[path] == 1 else f"{path}#{counts[path]}")
-    return names
+    return ModelFunctions(init, apply, lambda params, state: (params, state) if has_state else params)
 
 
-def _new_seeds(key: jax.Array, seeds: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns seeds derived from `key`: with the seeds of the model, every replica would drop out the same units."""
-    return {
-        name: jax.random.bits(jax.random.fold_in(key, number), value.shape, value.dtype)
-        for number, (name, value) in enumerate(seeds.items())
-    }
+def _adapt_equinox(model: Any, model_state: Any = None) -> ModelFunctions:
+    """An equinox module computes one example, so it is mapped over the batch, with the axis name "batch"."""
+    import equinox
+
+    params, static = equinox.partition(model, equinox.is_inexact_array)
+    signature = CallSignature(type(model).__call__, 1, excluded=("state",))
+    has_state, takes_key = model_state is not None, "key" in inspect.signature(type(model).__call__).parameters
+
+    def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
+        return params, {"state": model_state} if has_state else {}
+
+    def apply(values: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
+        module = equinox.nn.inference_mode(equinox.combine(values, static), value=not train)
+
+        def call(example: PyTree, module_state: Any, example_key: jax.Array) -> Any:
+            args, kwargs = signature.arguments(example)
+            states = (module_state,) if has_state else ()
+            keywords = {"key": example_key} if takes_key else {}
+            result = module(*args, *states, **kwargs, **keywords)
+            return result if has_state else (result, None)
+
+        keys = jax.random.split(key, len(jax.tree.leaves(inputs)[0]))
+        mapped = jax.vmap(call, in_axes=(0, None, 0), out_axes=(0, None), axis_name="batch")
+        outputs, new_state = mapped(inputs, state.get("state"), keys)
+        return ModelResult(outputs, {"state": new_state} if has_state and train else state)
+
+    def rebuild(values: PyTree, state: PyTree) -> Any:
+        module = equinox.combine(values, static)
+        return (module, state["state"]) if has_state else module
+
+    return ModelFunctions(init, apply, rebuild)
 
 
 _ADAPTERS = {
     ("flax.linen", "Module"): _adapt_linen,
     ("flax.nnx", "Module"): _adapt_nnx,
-    ("keras", "Model"): _adapt_keras,
+    ("keras", "Model"): adapt_keras,
+    ("haiku", "Transformed"): _adapt_haiku,
+    ("haiku", "TransformedWithState"): _adapt_haiku,
+    ("equinox", "Module"): _adapt_equinox,
 }

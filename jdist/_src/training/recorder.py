@@ -118,5 +118,5 @@ class Recorder:
             del self._losses[number]
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """Adds the row of an epoch, without values that are not scalars."""
+        """Adds a row, without values that are not scalars."""
         self._rows.append({name: value for name, value in row.items() if np.ndim(value) == 0})

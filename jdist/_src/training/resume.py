@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.checkpoint.checkpointer import Checkpointer, newest_step
@@ -18,9 +19,10 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.events import Callback
-from jdist._src.training.state import state_fields
+from jdist._src.training.fit import Fit
+from jdist._src.training.state import step_of
 from jdist._src.training.state_copies import with_summands
-from jdist._src.values.arrays import check_not_deleted, is_device_array
+from jdist._src.values.arrays import check_not_deleted, is_device_array, is_on_mesh
 from jdist._src.values.sync_on_read import SyncOnRead
 
 _log = logging.getLogger("jdist")
@@ -45,8 +47,8 @@ def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | 
     """Returns the newest checkpoint of `resume`; if there is none, `state`, or the result of `make`.
 
     Raises:
-        ValueError: The checkpoint is of another model, or `state` was donated.
-        TypeError: `resume` is neither a checkpointer nor a path, or `state` is not a training state on devices.
+        ValueError: The checkpoint is of another model; `state` was donated, or is partly on the devices of the strategy.
+        TypeError: `resume` is neither a checkpointer nor a path, or `state` is not a training state.
     """
     if make is None:
         _check_state(state)
@@ -60,11 +62,11 @@ def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | 
                 if resume_data.get("replicas") == strategy.num_replicas_in_sync:
                     state = with_summands(state, resume_data["shares"], strategy)
                 return StartPoint(state, checkpoint.data_position, resume_data)
-    return StartPoint(state if make is None else make())
+    return StartPoint(_placed(strategy, state) if make is None else make())
 
 
 def restore_epoch_metrics(empty: SyncOnRead, totals: Sequence[Any]) -> SyncOnRead:
-    """Returns the metrics of a partial epoch from a checkpoint; `empty` if the checkpoint has other metrics."""
+    """Returns the metrics since the last row, from a checkpoint; `empty` if the checkpoint has other metrics."""
     shapes = [np.shape(leaf)[1:] for leaf in jax.tree.leaves(empty.tree)]
     if [np.shape(total) for total in totals] != shapes:
         return empty
@@ -98,7 +100,7 @@ def total_steps(dataset: DistributedDataset, start: StartPoint, steps: int | Non
     if start.position is not None:
         batches_per_epoch = len(dataset.repeated(1))
         remaining -= start.position["epoch"] * batches_per_epoch + start.position["batch"]
-    total = int(state_fields(start.state).step) + remaining
+    total = int(step_of(start.state)) + remaining
     return total if steps is None else min(total, steps)
 
 
@@ -185,12 +187,55 @@ def _opened(resume: Any) -> Iterator[Checkpointer]:
         )
 
 
+def check_is_state(state: PyTree) -> None:
+    """Raises TypeError if the argument `state` of `fit` is a record, a number, or text, with the argument that is meant."""
+    if isinstance(state, Fit):
+        raise TypeError("`state` is a `Fit`. Pass the state in it: `fit(state=earlier.state)`.")
+    if isinstance(state, (int, float, str, np.generic)):
+        raise TypeError(
+            f"`state` must be a training state, got {state!r}. Pass the `state` of an earlier `Fit` or the result of "
+            "`trainer.init`; to continue from a checkpoint, write `resume=path`, and to take a number of steps, `steps=`."
+        )
+
+
 def _check_state(state: PyTree) -> None:
-    state_fields(state)
+    step_of(state)
     for name, leaf in named_leaves("state", state):
         check_not_deleted(name, leaf)
-        if not is_device_array(leaf) and not isinstance(leaf, jax.ShapeDtypeStruct):
-            raise TypeError(
-                f"{name} is {dtype_and_shape(leaf)} on the host, and `fit` needs a state on the devices of the strategy. Write "
-                "`fit(state=strategy.put(state))`."
-            )
+
+
+def _placed(strategy: Strategy, state: PyTree) -> PyTree:
+    """Returns `state`, which no checkpoint replaces, on the devices of the strategy.
+
+    Raises:
+        TypeError: It contains shapes without values.
+        ValueError: A part of it is on these devices, and another part is not.
+    """
+    leaves = named_leaves("state", state)
+    shapes = [name for name, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if shapes:
+        raise TypeError(
+            f"{shapes[0]} is a shape without a value, and there is no checkpoint to restore. Pass a state with values, or "
+            "leave `state` out."
+        )
+    shardings = jax.tree.leaves(strategy.shardings(state))
+    is_there = [
+        is_device_array(leaf) and leaf.sharding.device_set == sharding.device_set
+        for (_, leaf), sharding in zip(leaves, shardings, strict=True)
+    ]
+    if all(is_there):
+        return state
+    # Not an array that JAX created on its default device, and not a random key, which cannot be on the host.
+    from_strategy = [
+        name
+        for (name, leaf), there in zip(leaves, is_there, strict=True)
+        if there and is_on_mesh(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
+    if from_strategy:
+        name, leaf = leaves[is_there.index(False)]
+        place = f"on {', '.join(map(str, leaf.sharding.device_set))}" if is_device_array(leaf) else "on the host"
+        raise ValueError(
+            f"{name} ({dtype_and_shape(leaf)}) is {place}, and {from_strategy[0]} is on the devices of the strategy: a part of "
+            "the state was replaced. Place all of it: `fit(state=strategy.put(state))`."
+        )
+    return strategy.put(state)

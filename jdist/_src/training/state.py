@@ -14,6 +14,14 @@ from jdist._src.values.arrays import check_not_deleted
 from jdist._src.values.base import is_distributed
 
 Schedule: TypeAlias = Callable[[Any], Any]
+GROWING_MODEL_STATE = (
+    "A `sow` appends a value in each call. Sow losses in the collection `losses`, which the trainer adds to the loss, and "
+    "other values in `intermediates`, which it ignores; or store a value of a fixed shape with `self.variable`."
+)
+GROWING_OPTIMIZER_STATE = (
+    "`init` of the optimizer must return all leaves. `optax.monitor` adds its measurements in the first update; "
+    "`optax.snapshot` has them from the beginning."
+)
 
 
 @final
@@ -48,7 +56,7 @@ class TrainState:
     def create(
         cls,
         params: PyTree,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | None,
         *,
         model_state: PyTree = None,
         rng: jax.Array | None = None,
@@ -57,12 +65,13 @@ class TrainState:
 
         Args:
             params: The initial parameters.
-            optimizer: The optimizer that will update them.
+            optimizer: The optimizer that will update them; None for a state that is only evaluated, with None as `opt_state`.
             model_state: The other variables of the model.
             rng: A random key; by default `jax.random.key(0)`.
         """
         rng = jax.random.key(0) if rng is None else rng
-        return cls(jnp.int32(0), params, optimizer.init(params), {} if model_state is None else model_state, rng)
+        opt_state = None if optimizer is None else optimizer.init(params)
+        return cls(jnp.int32(0), params, opt_state, {} if model_state is None else model_state, rng)
 
 
 class StateFields(NamedTuple):
@@ -107,6 +116,56 @@ def state_fields(state: PyTree) -> StateFields:
     return StateFields(state.step, state.params, state.opt_state, model_state or {}, rng)
 
 
+def evaluated_fields(state: PyTree) -> StateFields:
+    """Returns the fields of a state that is not trained: it needs `params` only, as an attribute or a key.
+
+    Such a state is the result of `Checkpointer.restore(strategy, only=["params", "model_state"])`.
+
+    Raises:
+        TypeError: There are no `params`.
+    """
+    get = state.get if isinstance(state, Mapping) else lambda name: getattr(state, name, None)
+    if get("params") is None:
+        raise TypeError(
+            "The state must have `params`, as an attribute or a key: pass a `jdist.TrainState`, or a dict such as "
+            f'{{"params": params, "model_state": variables}}; got {type(state).__name__}.'
+        )
+    model_state = get("model_state")
+    if model_state is None and get("batch_stats"):
+        model_state = {"batch_stats": get("batch_stats")}
+    return StateFields(get("step"), get("params"), get("opt_state"), model_state or {}, get("rng"))
+
+
+def step_of(state: PyTree) -> Any:
+    """Returns the number of steps that a state contains, as the attribute or the key `step`.
+
+    Raises:
+        TypeError: There is none, or it is not one integer.
+    """
+    step: Any = state.get("step") if isinstance(state, Mapping) else getattr(state, "step", None)
+    if type(step) is int:  # on the host, as `flax.training.train_state.TrainState.create` returns it
+        return step
+    if not hasattr(step, "dtype") or step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
+        got = "no `step`" if step is None else f"`step` {step!r}"
+        raise TypeError(
+            "The training state must contain the number of steps taken, an int32 array [], as the attribute or the key `step`; "
+            f"{type(state).__name__} has {got}."
+        )
+    return step
+
+
+def params_of(state: PyTree) -> PyTree:
+    """Returns the attribute or the key `params` of a state; an empty tree if it has none."""
+    return state.get("params", ()) if isinstance(state, Mapping) else getattr(state, "params", ())
+
+
+def with_step(state: Any, step: Any) -> Any:
+    """Returns `state` with another number of steps."""
+    if isinstance(state, Mapping):
+        return {**state, "step": step}
+    return state._replace(step=step) if hasattr(state, "_replace") else dataclasses.replace(state, step=step)
+
+
 class ModelVariables(NamedTuple):
     """The part of a training state that the model is applied with.
 
@@ -119,20 +178,53 @@ class ModelVariables(NamedTuple):
     model_state: PyTree
 
 
-def model_variables(state: PyTree) -> ModelVariables:
+def model_variables(state: PyTree, eval_params: Callable[[PyTree, PyTree], PyTree] | None = None) -> ModelVariables:
     """Returns the variables of the model as plain arrays.
 
     Values that differ between replicas are averaged; sharded values stay sharded.
 
+    Args:
+        state: A training state.
+        eval_params: A function from the state of the optimizer and the parameters to the parameters for evaluation.
+
     Raises:
         ValueError: The state was donated.
-        TypeError: `state` is not a training state.
+        TypeError: `state` is not a training state, or the result of `eval_params` has other leaves than the parameters.
     """
-    fields = state_fields(state)
+    fields = evaluated_fields(state)
     for name, leaf in named_leaves("state", state):
         check_not_deleted(name, leaf)
     read = lambda node: node.read() if is_distributed(node) else node
-    return ModelVariables(*jax.tree.map(read, (fields.params, fields.model_state), is_leaf=is_distributed))
+    values = jax.tree.map(read, (fields.params, fields.model_state), is_leaf=is_distributed)
+    variables = ModelVariables(*values)
+    if eval_params is None:
+        return variables
+    params = eval_params(jax.tree.map(read, fields.opt_state, is_leaf=is_distributed), variables.params)
+    if jax.tree.structure(params) != jax.tree.structure(variables.params):
+        raise TypeError(
+            f"`eval_params` must return parameters with the same leaves as `params`, {jax.tree.structure(variables.params)}, "
+            f"got {jax.tree.structure(params)}."
+        )
+    return variables._replace(params=params)
+
+
+def check_same_leaves(name: str, old: PyTree, new: PyTree, hint: str) -> None:
+    """Raises TypeError if a part of the state has other leaves after a step.
+
+    Args:
+        name: The field of the state.
+        old: The field before the step.
+        new: The field after it.
+        hint: The cause, and what to do.
+    """
+    names, new_names = ([leaf_name for leaf_name, _ in named_leaves(f"state.{name}", tree)] for tree in (old, new))
+    if names != new_names:
+        gained = [one for one in new_names if one not in names] or ["no leaf"]
+        lost = [one for one in names if one not in new_names] or ["no leaf"]
+        raise TypeError(
+            f"A step changes the leaves of `state.{name}`: it gains {', '.join(gained[:3])} and loses {', '.join(lost[:3])}. "
+            f"{hint}"
+        )
 
 
 def replace_fields(state: Any, step: Any, params: PyTree, opt_state: PyTree, model_state: PyTree) -> Any:

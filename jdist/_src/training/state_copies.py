@@ -62,8 +62,13 @@ def from_saved(name: str, saved: Mapping[str, Any] | Sequence[Any], like: PyTree
         for leaf, (_, old) in zip(leaves, leaves_like, strict=True)
     ]
     if any(jnp.shape(leaf) != old.shape for leaf, (_, old) in zip(leaves, leaves_like, strict=True)):
-        # Values of another number of replicas: `put` converts them where the wrapper has a rule for it.
-        leaves = jax.tree.leaves(strategy.put(jax.tree.unflatten(jax.tree.structure(like), leaves)))
+        # Values of another number of replicas, which some wrappers can convert.
+        tree = jax.tree.map(
+            lambda node: node._for_num_replicas(strategy.num_replicas_in_sync) if is_distributed(node) else node,
+            jax.tree.unflatten(jax.tree.structure(like), leaves),
+            is_leaf=is_distributed,
+        )
+        leaves = jax.tree.leaves(strategy.put(tree))
     for leaf, (path, old) in zip(leaves, leaves_like, strict=True):
         if leaf.shape != old.shape or leaf.dtype != old.dtype:
             raise ValueError(f"{path} was saved as {dtype_and_shape(leaf)}, and is {dtype_and_shape(old)} now. {_HINT}")

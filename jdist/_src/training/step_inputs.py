@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.tree import PyTree
+from jdist._src.data.config import Cache, Remainder
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator, stats
 from jdist._src.replica.losses import check_weights
 from jdist._src.strategies.base import Strategy
@@ -21,6 +22,7 @@ class DrawnBatch(NamedTuple):
         examples: The number of examples since the start of the iterator, with this batch.
         stalled_fraction: The fraction of steps that had to wait for their batch.
         ends_epoch: Whether it is the last batch of its epoch, or of all; set by `step_groups`.
+        is_last: Whether it is the last batch of all; set by `step_groups`.
     """
 
     inputs: tuple[PyTree, ...]
@@ -28,6 +30,7 @@ class DrawnBatch(NamedTuple):
     examples: int
     stalled_fraction: float
     ends_epoch: bool = False
+    is_last: bool = False
 
     @property
     def epoch(self) -> int:
@@ -36,9 +39,16 @@ class DrawnBatch(NamedTuple):
 
 
 def distribute(
-    strategy: Strategy, name: str, data: Any, batch_size: int | None, shuffle: bool | None, seed: int
+    strategy: Strategy,
+    name: str,
+    data: Any,
+    batch_size: int | None,
+    shuffle: bool | None,
+    seed: int,
+    remainder: Remainder = "pad",
+    cache: Cache | None = None,
 ) -> DistributedDataset:
-    """Returns `data` as a distributed data set whose last batch is padded.
+    """Returns `data` as a distributed data set; by default, its last batch is padded.
 
     Raises:
         TypeError, ValueError: The errors of `distribute_dataset`, with the name of the argument in a note.
@@ -46,26 +56,44 @@ def distribute(
     if isinstance(data, DistributedDataset):
         if batch_size is not None:
             raise ValueError(f"`{name}` is already distributed, with its batch size: leave `batch_size` out.")
+        if cache is not None:
+            raise ValueError(f"`{name}` is already distributed: pass `cache` to `distribute_dataset`.")
         return data
     if isinstance(data, tuple) and len(data) == 3 and isinstance(data[2], (np.ndarray, jax.Array)):
         check_weights(f"`{name}`[2], the weights of the examples,", data[2])
     try:
-        return strategy.distribute_dataset(data, batch_size, shuffle=shuffle, seed=seed, remainder="pad")
+        return strategy.distribute_dataset(
+            data, batch_size, shuffle=shuffle, seed=seed, remainder=remainder, cache=cache
+        )
     except (TypeError, ValueError) as error:
         error.add_note(f"The error is in the argument `{name}`.")
         raise
 
 
-def distribute_one_pass(strategy: Strategy, name: str, data: Any, batch_size: int | None) -> DistributedDataset:
+def distribute_one_pass(
+    strategy: Strategy, name: str, data: Any, batch_size: int | None, num_passes: int | None = 1
+) -> DistributedDataset:
     """Returns the batches of one pass over `data`, in order.
 
+    Args:
+        strategy: The strategy.
+        name: The name of the data, for messages.
+        data: A distributed data set, or its source.
+        batch_size: The number of examples in a batch of a source.
+        num_passes: The number of times that the caller reads the batches; None if it is unknown.
+
     Raises:
-        ValueError: The data are endless.
+        ValueError: The data are endless, or can be read only once and are read several times.
     """
     dataset = distribute(strategy, name, data, batch_size, False, 0)
     if dataset.is_endless:
         raise ValueError(
             f"`{name}` is endless, and one pass over it would never end. Pass a finite source, such as arrays."
+        )
+    if dataset.is_one_shot and num_passes != 1:
+        raise ValueError(
+            f"`{name}` is an iterator, which can be read only once, and it is read for each validation. Pass arrays, or a "
+            "generator function without arguments: `rows` instead of `rows()`."
         )
     return dataset.repeated(1)
 
@@ -79,13 +107,15 @@ def distribute_epochs(
     seed: int,
     epochs: int | None,
     steps: int | None,
+    remainder: Remainder = "pad",
+    cache: Cache | None = None,
 ) -> DistributedDataset:
     """Returns the batches of `epochs` passes over `data`, of one pass by default, or endless for a number of steps.
 
     Raises:
         ValueError: The data are endless, and `steps` is None.
     """
-    dataset = distribute(strategy, "data", data, batch_size, shuffle, seed)
+    dataset = distribute(strategy, "data", data, batch_size, shuffle, seed, remainder, cache)
     if dataset.is_endless and steps is None:
         epochs_hint = "" if epochs is None else f", so epochs={epochs} would never be reached"
         raise ValueError(
@@ -95,8 +125,9 @@ def distribute_epochs(
         return dataset
     if epochs is None and steps is None:
         return dataset.repeated(1)
-    # An endless source is one infinite epoch, which the number of steps ends.
-    return dataset.repeated(None if dataset.is_endless else epochs)
+    # An endless source is one infinite epoch, which the number of steps ends. An iterator may end before.
+    once = epochs is None and dataset.is_one_shot
+    return dataset.repeated(None if dataset.is_endless else 1 if once else epochs)
 
 
 def drawn_batches(iterator: DistributedIterator, has_weights: bool) -> Iterator[DrawnBatch]:
@@ -114,8 +145,9 @@ def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[
     """
     group: list[DrawnBatch] = []
     for batch, next_batch in _with_next(batches):
-        ends_epoch = next_batch is None or next_batch.epoch != batch.epoch
-        group.append(batch._replace(ends_epoch=ends_epoch))
+        is_last = next_batch is None
+        ends_epoch = is_last or next_batch.epoch != batch.epoch
+        group.append(batch._replace(ends_epoch=ends_epoch, is_last=is_last))
         if len(group) == steps_per_call:
             yield group
             group = []

@@ -1,8 +1,8 @@
 """The replica functions that a `Trainer` runs: the steps of training, evaluation and prediction."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -13,15 +13,26 @@ from jax.tree_util import GetAttrKey
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.replica import precision
 from jdist._src.replica.context import all_reduce
-from jdist._src.replica.gradients import value_and_grad
+from jdist._src.replica.gradients import Remat, global_loss, value_and_grad
+from jdist._src.replica.losses import global_mean
 from jdist._src.replica.metrics import Mean, Metric
-from jdist._src.replica.precision import Precision
 from jdist._src.replica.random import replica_key
 from jdist._src.training import finite_guard
+from jdist._src.training.arguments import require_arguments
 from jdist._src.training.finite_guard import NonFinite
-from jdist._src.training.metric_adapters import MetricAdapter, batch_metrics, check_losses
-from jdist._src.training.model_adapters import ModelFunctions
-from jdist._src.training.state import ModelVariables, StateFields, TrainState, replace_fields, state_fields
+from jdist._src.training.metric_adapters import MetricAdapter, batch_metrics, check_losses, dtypes_and_shapes
+from jdist._src.training.objectives import Objective, explained_data_errors, split_element
+from jdist._src.training.optimizer_update import update_params
+from jdist._src.training.state import (
+    GROWING_MODEL_STATE,
+    ModelVariables,
+    TrainState,
+    check_same_leaves,
+    replace_fields,
+    state_fields,
+    step_of,
+    with_step,
+)
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.sync_on_read import SyncOnRead
 
@@ -73,86 +84,139 @@ jax.tree_util.register_pytree_with_keys(
 
 @dataclasses.dataclass(frozen=True)
 class StepFunctions:
-    """The replica functions of a trainer, for its model, loss, metrics and optimizer.
+    """The replica functions of a trainer, for its objective and optimizer, or for a step of the user.
 
     Attributes:
-        model: The model.
-        loss: A function from outputs and targets to losses `[batch, ...]`, one or several per example.
-        metrics: The metrics, by name.
-        precision: The dtypes of the computation.
+        objective: The losses and metrics of a batch.
         optimizer: The optimizer.
+        custom_step: A function `fn(state, batch[, weights])` of the user that takes a training step, or None.
         micro_batches: The number of parts that a batch is split into.
+        remat: See `jdist.value_and_grad`.
         non_finite: The treatment of a step whose loss or gradient is not finite.
     """
 
-    model: ModelFunctions
-    loss: Any
-    metrics: Mapping[str, MetricAdapter]
-    precision: Precision | None
+    objective: Objective
     optimizer: Any = None
+    custom_step: Any = None
     micro_batches: int = 1
+    remat: Remat = False
     non_finite: NonFinite = "stop"
 
     def __post_init__(self) -> None:
         if self.optimizer is not None and not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
             raise TypeError(_not_an_optimizer(self.optimizer))
-        if self.loss is not None and not callable(self.loss):
-            raise TypeError(
-                "`loss` must be a function from outputs and targets to losses [batch, ...], such as "
-                f"`optax.softmax_cross_entropy_with_integer_labels` or `optax.squared_error`, got {self.loss!r}."
-            )
-        if not isinstance(self.precision, Precision | None):
-            raise TypeError(
-                "`precision` must be a `jdist.Precision`, such as `jdist.Precision(compute_dtype=jnp.bfloat16)`, got "
-                f"{self.precision!r}."
-            )
         if self.non_finite not in get_args(NonFinite):
             raise ValueError(f'`non_finite` must be "stop", "skip" or "keep", got {self.non_finite!r}.')
+        value_and_grad(lambda params: params, remat=self.remat)  # checks `remat`
 
-    def init(self, inputs: PyTree, key: jax.Array) -> TrainState:
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the training step receives the weights of a padded batch."""
+        return self.custom_step is None or len(inspect.signature(self.custom_step).parameters) > 2
+
+    @property
+    def metrics(self) -> Mapping[str, MetricAdapter]:
+        """The metrics, by name."""
+        return self.objective.metrics
+
+    @property
+    def step(self) -> Callable[..., tuple[TrainCarry, StepOutcome]]:
+        """The training step."""
+        return self.train if self.custom_step is None else self.train_by_custom_step
+
+    def check_fit(self, state: PyTree) -> None:
+        """Raises TypeError or ValueError if an argument of the trainer that `fit` needs is missing, or `state` does not fit."""
+        if self.custom_step is None:
+            loss = self.objective.loss or self.objective.fn
+            require_arguments("fit", optimizer=self.optimizer, loss=loss)
+            if state is not None and state_fields(state).opt_state is None:
+                raise ValueError(
+                    "`state.opt_state` is None: the state was created without an optimizer, and can only be evaluated. To "
+                    "train it, write "
+                    "`fit(state=jdist.TrainState.create(state.params, optimizer, model_state=state.model_state))`."
+                )
+        elif state is None:
+            raise TypeError(
+                "A trainer with `step=` needs the state to start with: `fit(data, state=strategy.init(make, key))`, where "
+                "`make(key)` returns it."
+            )
+
+    def check_evaluate(self, method: str) -> None:
+        """Raises TypeError if an argument of the trainer that evaluation needs is missing."""
+        require_arguments(method, loss=self.objective.loss or self.objective.fn)
+
+    def check_weights(self, has_weights: bool) -> None:
+        """Raises TypeError if the batches are padded, and the step does not receive weights."""
+        if has_weights and not self.takes_weights:
+            raise TypeError(
+                "The data set pads its last batch, and the step has no parameter for the weights of the examples. Write "
+                '`def step(state, batch, weights)`, or create the data set with `remainder="drop"`.'
+            )
+
+    def init(self, element: PyTree, key: jax.Array) -> TrainState:
+        """Returns the state before the first step, for elements of the data with these shapes."""
+        return self.init_for_inputs(self.objective.model_inputs(element), key)
+
+    def init_for_inputs(self, inputs: PyTree, key: jax.Array) -> TrainState:
         """Returns the state before the first step, for inputs of these shapes."""
         params_key, rng = jax.random.split(key)
         example = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), inputs)
-        params, model_state = self.model.init(params_key, example)
-        params = self.precision.cast_params(params) if self.precision else params
+        params, model_state = self.objective.model.init(params_key, example)
+        params = self.objective.precision.cast_params(params) if self.objective.precision else params
         return TrainState.create(params, self.optimizer, model_state=model_state, rng=rng)
 
     def empty_metrics(self) -> SyncOnRead:
         """Returns the loss and the metrics of no examples."""
-        empty = {"loss": Mean(), **{name: adapter.empty for name, adapter in self.metrics.items()}}
+        empty = {"loss": Mean(), **{name: adapter.empty for name, adapter in self.objective.metrics.items()}}
         return SyncOnRead(jax.tree.map(jnp.asarray, empty), VariableAggregation.SUM)
 
-    # Error messages name the state and the batch after the parameters of the next three functions.
+    # Error messages name the state and the batch after the parameters of the next functions.
     def train(self, state: TrainCarry, batch: PyTree, weights: Any = None) -> tuple[TrainCarry, StepOutcome]:
         """Takes a training step."""
-        carry, fields = state, state_fields(state.state)
-        inputs, targets, weights = split_element(batch, weights)
+        carry, fields, element = state, state_fields(state.state), batch
+        batch, weights = self.objective.split(element, weights)
         key = replica_key(jax.random.fold_in(fields.rng, fields.step))
-        if self.precision:
-            precision.check_loss_scale(self.precision, precision.step_precision().scale)
-            self.precision.check_params(fields.params)
+        if self.objective.precision:
+            precision.check_loss_scale(self.objective.precision, precision.step_precision().scale)
+            self.objective.precision.check_params(fields.params)
 
-        def compute_losses(params: PyTree, inputs: PyTree, targets: PyTree, weights: Any, ids: jax.Array) -> Any:
-            micro_batch_key = jax.random.fold_in(key, ids[0])
-            with explained_data_errors(batch):
-                outputs, model_state = self._apply(params, fields.model_state, inputs, micro_batch_key, True, weights)
-                losses = self.loss(outputs, targets)
-            losses = check_losses(losses, len(ids))
-            if not jnp.issubdtype(losses.dtype, jnp.floating):
+        def compute_losses(params: PyTree, batch: PyTree, weights_part: Any, ids: jax.Array) -> Any:
+            result = self.objective(
+                params,
+                fields.model_state,
+                batch,
+                jax.random.fold_in(key, ids[0]),
+                True,
+                weights_part,
+                element=element,
+                all_weights=weights,
+                parts=self.micro_batches,
+            )
+            if not jnp.issubdtype(result.losses.dtype, jnp.floating):
                 raise TypeError(
-                    f"`loss` returned {dtype_and_shape(losses)}, which is not differentiable: the dtype must be a float."
+                    f"`loss` returned {dtype_and_shape(result.losses)}, which is not differentiable: the dtype must be a float."
                 )
-            return losses, (batch_metrics(self.metrics, losses, outputs, targets, weights), model_state)
+            return result.losses, (result.metrics, result.model_state)
 
-        ids = jnp.arange(len(jax.tree.leaves(inputs)[0]))
-        differentiate = value_and_grad(compute_losses, micro_batches=self.micro_batches, has_aux=True, weights=weights)
-        (loss, (metrics, model_state)), grads = differentiate(fields.params, inputs, targets, weights, ids)
+        options: Any = {"micro_batches": self.micro_batches, "weights": weights, "remat": self.remat}
+        data = batch, weights, jnp.arange(len(jax.tree.leaves(batch)[0]))
+        differentiate = value_and_grad(compute_losses, has_aux=True, **options)
+        (loss, (metrics, model_state)), grads = differentiate(fields.params, *data)
+
+        def value_fn(
+            params: PyTree, obj_fn: Any = None
+        ) -> jax.Array:  # optax: it must accept all other extra arguments
+            return global_loss(lambda *args: compute_losses(*args)[0], **options)(params, *data)
+
         if self.micro_batches > 1:
             metrics = jax.tree.map(lambda x: x.sum(0), metrics)
             model_state = _mean_over_micro_batches(model_state, weights, self.micro_batches)
+        check_same_leaves("model_state", fields.model_state, model_state, GROWING_MODEL_STATE)
         model_state = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), model_state, fields.model_state)
 
-        loss, is_finite, params, opt_state = self._updated(carry.has_failed, loss, grads, fields)
+        loss, is_finite, params, opt_state = update_params(
+            self.optimizer, self.non_finite, carry.has_failed, loss, grads, fields, value_fn
+        )
         model_state = _mean_over_replicas(model_state, weights)
         metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
         step, has_failed, is_taken = fields.step + 1, carry.has_failed, is_finite & ~carry.has_failed
@@ -164,20 +228,55 @@ class StepFunctions:
         new_state = replace_fields(carry.state, step, params, opt_state, model_state)
         return TrainCarry(new_state, metrics, has_failed), StepOutcome(loss.astype(jnp.float32), is_finite)
 
+    def train_by_custom_step(
+        self, state: TrainCarry, batch: PyTree, weights: Any = None
+    ) -> tuple[TrainCarry, StepOutcome]:
+        """Takes a training step by the function of the user.
+
+        Raises:
+            TypeError: Its results are not a state and a loss, or its state has the same step number as before.
+        """
+        carry = state
+        result = self.custom_step(carry.state, batch, *([weights] if self.takes_weights else []))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"`step` must return a pair of the new state and a loss or a dict, got {type(result).__name__}."
+            )
+        new_state, outputs = result
+        loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not hasattr(loss, "dtype"):
+            raise TypeError(
+                "The second result of `step` must be the loss, or a dict with the key `loss` and the values of metrics, got "
+                f"{dtypes_and_shapes(outputs)}."
+            )
+        if step_of(new_state) is step_of(carry.state):
+            raise TypeError("`step` returned a state with the same step number. Return `step=state.step + 1`.")
+        num_examples = len(jax.tree.leaves(batch)[0])
+        losses = jnp.broadcast_to(loss, num_examples) if loss.ndim == 0 else check_losses(loss, num_examples, "step")
+        metrics = batch_metrics(self.metrics, losses, outputs, batch, weights)
+        loss = global_mean(losses, weights)
+        is_finite, has_failed = jnp.isfinite(loss) | (self.non_finite == "keep"), carry.has_failed
+        metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
+        if self.non_finite != "keep":
+            old, is_taken = (carry.state, carry.metrics), is_finite & ~has_failed
+            guarded_state, metrics = finite_guard.select(is_taken, (new_state, metrics), old)
+            is_skipped = self.non_finite == "skip"
+            new_state = with_step(guarded_state, step_of(new_state)) if is_skipped else guarded_state
+            has_failed = has_failed if is_skipped else ~is_taken
+        return TrainCarry(new_state, metrics, has_failed), StepOutcome(loss, is_finite)
+
     def evaluate(self, metrics: PyTree, state: ModelVariables, batch: PyTree, weights: Any = None) -> Any:
         """Returns the loss and the metrics with one more batch."""
-        inputs, targets, weights = split_element(batch, weights)
-        with explained_data_errors(batch):
-            outputs = self.outputs(state, inputs, weights)
-            losses = self.loss(outputs, targets)
-        losses = check_losses(losses, len(jax.tree.leaves(inputs)[0]))
-        return jax.tree.map(jnp.add, metrics, batch_metrics(self.metrics, losses, outputs, targets, weights)), None
+        element = batch
+        batch, weights = self.objective.split(element, weights)
+        result = self.objective(*state, batch, replica_key(jax.random.key(0)), False, weights, element=element)
+        return jax.tree.map(jnp.add, metrics, result.metrics), None
 
     def predict(self, state: ModelVariables, batch: PyTree, weights: Any = None) -> tuple[PyTree, Any]:
         """Returns the outputs for a batch, `[batch, ...]`, and the weights of its examples."""
         inputs, _, _ = split_element(batch, weights)
         with explained_data_errors(batch):
-            outputs = self.outputs(state, inputs, weights)
+            outputs = self.outputs(state, inputs, weights, replica_key(jax.random.key(0)))
         size = len(jax.tree.leaves(inputs)[0])
         for name, leaf in named_leaves("outputs", outputs):
             if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != size:
@@ -186,85 +285,10 @@ class StepFunctions:
                 )
         return outputs, jnp.ones(size) if weights is None else weights
 
-    def outputs(self, variables: ModelVariables, inputs: PyTree, weights: Any = None) -> PyTree:
-        """Returns the outputs of the model for `inputs`, in evaluation mode."""
-        outputs, _ = self._apply(*variables, inputs, jax.random.key(0), False, weights)
-        return outputs
-
-    def _apply(self, params: PyTree, model_state: PyTree, inputs: PyTree, key: Any, train: bool, weights: Any) -> Any:
-        if not self.precision:
-            return self.model.apply(params, model_state, inputs, key, train, weights)
-        params, inputs = self.precision.cast_compute((params, inputs))
-        outputs, model_state = self.model.apply(params, model_state, inputs, key, train, weights)
-        return self.precision.cast_output(outputs), model_state
-
-    def _updated(
-        self, has_failed: jax.Array, loss: jax.Array, grads: PyTree, fields: StateFields
-    ) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
-        """Reduces loss and gradients of this replica, and updates the parameters, unless the step is not finite.
-
-        Returns:
-            The mean loss; whether the step is finite; the parameters and the state of the optimizer after it.
-        """
-        update = finite_guard.trace_update(self.optimizer.update, grads, fields.opt_state, fields.params)
-        is_finite = jnp.bool_(True)
-        if update.has_collectives:
-            loss = all_reduce("mean", loss)
-        elif self.non_finite == "keep" or update.tests_numbers:
-            loss, grads = all_reduce("mean", (loss, grads))
-        else:
-            loss, grads, is_finite = finite_guard.mean_over_replicas(loss, grads, update.reads)
-            is_finite &= finite_guard.are_finite(finite_guard.gradient_factors(update, fields.opt_state))
-            is_taken = is_finite & ~has_failed
-            updates, opt_state = finite_guard.guarded_update(update, is_taken, grads, fields.opt_state, fields.params)
-            params = finite_guard.select(is_taken, optax.apply_updates(fields.params, updates), fields.params)
-            return loss, is_finite, params, opt_state
-        updates, opt_state = self.optimizer.update(grads, fields.opt_state, fields.params)
-        params = optax.apply_updates(fields.params, updates)
-        if self.non_finite == "keep":
-            return loss, is_finite, params, opt_state
-        # With collectives the updates of the replicas may differ, and the replicas have to agree.
-        are_finite = finite_guard.are_finite_on_all_replicas if update.has_collectives else finite_guard.are_finite
-        is_finite = jnp.isfinite(loss) & are_finite(updates)
-        old = fields.params, fields.opt_state
-        return loss, is_finite, *finite_guard.select(is_finite & ~has_failed, (params, opt_state), old)
-
-
-def split_element(element: PyTree, padding_weights: Any) -> tuple[PyTree, PyTree, Any]:
-    """Splits an element of the data into inputs, targets and weights.
-
-    A tuple of two is inputs and targets, a tuple of three also contains weights `[batch]`. Anything else is both inputs and
-    targets.
-    """
-    if not isinstance(element, tuple) or len(element) not in (2, 3):
-        return element, element, padding_weights
-    inputs, targets, *optional_weights = element
-    if not optional_weights:
-        return inputs, targets, padding_weights
-    (weights,) = optional_weights
-    if padding_weights is None:
-        return inputs, targets, weights
-    mask = padding_weights.reshape(padding_weights.shape + (1,) * (jnp.ndim(weights) - 1))
-    return inputs, targets, jnp.where(mask == 0, 0, weights * mask)
-
-
-@contextlib.contextmanager
-def explained_data_errors(element: PyTree) -> Iterator[None]:
-    """Raises errors of a model or a loss as errors that name the data, if the data are a dict or a list.
-
-    The model and the loss both receive all of such data, without targets, and fail with an unrelated error.
-    """
-    try:
-        yield
-    except (TypeError, ValueError, LookupError, AttributeError) as error:
-        if not isinstance(element, (dict, list)) or type(error).__module__ != "builtins":
-            raise
-        kind = f"dicts of {', '.join(map(repr, element))}" if isinstance(element, dict) else "lists"
-        raise TypeError(
-            f"The model or the loss failed on data that are {kind} ({type(error).__name__}: {error}). A `Trainer` passes all "
-            "of it to the model as inputs, and to the loss as targets. Pass tuples `(inputs, targets)`; or select the entries "
-            "in the model and in the loss."
-        ) from error
+    def outputs(self, variables: ModelVariables, inputs: PyTree, weights: Any = None, key: Any = None) -> PyTree:
+        """Returns the outputs of the model for `inputs`, in evaluation mode, with random numbers from `key`."""
+        key = jax.random.key(0) if key is None else key
+        return self.objective.apply(*variables, inputs, key, False, weights).outputs
 
 
 def total_metrics(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:

@@ -9,35 +9,45 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
+from jdist._src.data.config import Cache
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.execution.replicate import Proof
+from jdist._src.replica.gradients import Remat
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies.automatic import auto_strategy
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.current import get_strategy, has_strategy
-from jdist._src.training.arguments import explain_keras_arguments, require_arguments
+from jdist._src.training.arguments import (
+    check_alternatives,
+    check_eval_params,
+    explain_keras_arguments,
+)
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
 from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.fit import Fit, html_table, name_of
 from jdist._src.training.loop import Loop, LoopConfig, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
-from jdist._src.training.metric_adapters import adapt_metrics, epoch_metric_names
+from jdist._src.training.metric_adapters import adapt_metrics
 from jdist._src.training.model_adapters import adapt_model
+from jdist._src.training.model_functions import NO_MODEL
+from jdist._src.training.objectives import Objective, explained_data_errors
 from jdist._src.training.progress.display_callback import Progress, ProgressKind
 from jdist._src.training.resume import (
     StartPoint,
+    check_is_state,
     describe_last_checkpoint,
     restore_callback_states,
     start_point,
     stateful_callbacks,
     total_steps,
 )
-from jdist._src.training.state import TrainState, model_variables
+from jdist._src.training.state import ModelVariables, TrainState, model_variables
 from jdist._src.training.step_inputs import (
     DrawnBatch,
     distribute_epochs,
@@ -45,13 +55,12 @@ from jdist._src.training.step_inputs import (
     drawn_batches,
     step_groups,
 )
-from jdist._src.training.steps import (
-    StepFunctions,
-    StepOutcome,
-    TrainCarry,
-    explained_data_errors,
-    split_element,
-    total_metrics,
+from jdist._src.training.steps import StepFunctions, StepOutcome, TrainCarry, total_metrics
+from jdist._src.training.validation import (
+    check_validate_every,
+    validate_all,
+    validation_metric_names,
+    validation_sets,
 )
 from jdist._src.values.base import is_distributed
 
@@ -70,25 +79,42 @@ class Trainer:
     Immutable, except for a cache of compiled functions.
 
     Args:
-        model: A module of flax (linen or nnx), a Keras model on JAX, or a pair of functions: `init(key, inputs)`, which returns
-            parameters, and `apply(params, inputs)`, which returns outputs.
-        optimizer: An optax transformation. Not needed for `evaluate` and `predict`.
+        model: A module of flax (linen or nnx), a Keras model on JAX, a transformed function of haiku, an equinox module, or a
+            pair of functions: `init(key, inputs)`, which returns parameters, and `apply(params, inputs)`, which returns
+            outputs.
+        optimizer: An optax transformation. Its update receives the extra arguments that it accepts out of `value` and `grad`,
+            the loss and its gradient, and `value_fn` and `obj_fn`, the loss as a function of parameters (`jdist.global_loss`).
+            Not needed for `evaluate` and `predict`.
         loss: `loss(outputs, targets)` returns losses `[batch, ...]`, one or several per example. A Keras loss, or a function
-            with parameters named `y_true, y_pred`, is called with the targets first. Not needed for `predict`.
+            with parameters named `y_true, y_pred`, is called with the targets first. Not needed for `predict`. The losses that
+            the model itself adds, such as regularizers of Keras, are added to it.
+        objective: A function in place of `loss`: `fn(params, batch, key, apply)` returns losses `[batch, ...]`, or a pair of
+            these and a dict of auxiliary values. `batch` is an element of the data; `key` differs between replicas and steps;
+            `apply(params, inputs)` returns the outputs of the model. With a parameter `weights` it receives the weights of the
+            examples, 0 for padding. Evaluation uses it too.
+        step: A function in place of `optimizer`: `fn(state, batch)` or `fn(state, batch, weights)` takes a training step of one
+            replica, and returns the new state and the loss, or a dict with `loss` and other values. The state is any tree with
+            an attribute or a key `step`, the number of steps; it is passed to `fit`.
         metrics: A dict from names to: a metric of `jdist.metrics`, whose arguments are outputs and targets; a pair of a metric
             and a function from outputs and targets to a tuple of its arguments; or a function from outputs and targets to
-            values `[batch, ...]`, which are averaged.
+            values `[batch, ...]`, which are averaged. With `objective` or `step`, its auxiliary values and the batch take the
+            place of outputs and targets, the argument of a metric without a function is the auxiliary value of its name, and a
+            list of names averages these values.
         strategy: The strategy; by default the current strategy, else `jdist.auto_strategy()`.
         precision: The dtypes of the computation.
+        remat: See `jdist.value_and_grad`.
+        eval_params: A function from the state of the optimizer and the parameters to the parameters for evaluation, prediction
+            and `model`, such as `optax.contrib.schedule_free_eval_params`.
         seed: The seed of the parameters, of the order of the data, and of random numbers during training.
         non_finite: The treatment of a step whose loss or gradient is infinite or NaN. `"stop"`: training ends with the state
             before it. `"skip"`: the step changes nothing but the step counter, and training continues. `"keep"`: no treatment.
             The learning rate counts like a gradient. The updates decide instead of the gradients if the optimizer reduces
-            gradients (`jdist.sync`) or tests numbers itself (`optax.apply_if_finite`, `optax.zero_nans`). An update that is not
-            finite for another reason, such as an overflow of float16, is found at the next loss.
+            gradients (`jdist.sync`), tests numbers itself (`optax.apply_if_finite`, `optax.zero_nans`), or evaluates the loss
+            (`optax.lbfgs`); with `step`, only the loss decides. An update that is not finite for another reason, such as an
+            overflow of float16, is found at the next loss.
 
     Raises:
-        TypeError: The model, the optimizer, the loss or a metric is of an unknown type.
+        TypeError: The model, the optimizer, the loss or a metric is of an unknown type, or two arguments exclude each other.
 
     Example:
         >>> import optax
@@ -108,13 +134,17 @@ class Trainer:
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         optimizer: Any = None,
         loss: Callable[[Any, Any], Any] | None = None,
         *,
-        metrics: Mapping[str, Any] | None = None,
+        objective: Callable[..., Any] | None = None,
+        step: Callable[..., Any] | None = None,
+        metrics: Mapping[str, Any] | Sequence[str] | None = None,
         strategy: Strategy | None = None,
         precision: Precision | None = None,
+        remat: Remat = False,
+        eval_params: Callable[[Any, Any], Any] | None = None,
         seed: int = 0,
         non_finite: NonFinite = "stop",
     ):
@@ -122,15 +152,24 @@ class Trainer:
             raise TypeError(f"`strategy` must be a strategy, such as `jdist.MirroredStrategy()`, got {strategy!r}.")
         self.strategy = strategy or (get_strategy() if has_strategy() else auto_strategy())
         self._seed = as_int("`seed`", seed, 0)
-        self._names = {"model": name_of(model), "loss": name_of(loss)}
+        check_alternatives(model, optimizer, loss, objective, step)
+        named = {"model": model, "loss": loss, "objective": objective, "step": step}
+        self._names = {name: name_of(value) for name, value in named.items() if value is not None}
         self._functions = StepFunctions(
-            adapt_model(model),
-            adapt_loss(loss),
-            adapt_metrics(metrics or {}),
-            precision,
+            Objective(
+                NO_MODEL if model is None and step is not None else adapt_model(model),
+                adapt_loss(loss),
+                objective,
+                adapt_metrics(metrics or {}, is_of_outputs=objective is None and step is None),
+                precision,
+            ),
             optimizer,
+            step,
+            remat=remat,
             non_finite=non_finite,
         )
+        check_eval_params(eval_params)
+        self._eval_params = eval_params
         self._cache: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
@@ -140,8 +179,9 @@ class Trainer:
         return html_table("Trainer", self._facts())
 
     def _facts(self) -> dict[str, str]:
-        no_optimizer = {} if self._functions.optimizer is not None else {"optimizer": "None"}
-        metrics = ", ".join(self._functions.metrics) or "none"
+        has_update = self._functions.optimizer is not None or self._functions.custom_step is not None
+        no_optimizer = {} if has_update else {"optimizer": "None"}
+        metrics = ", ".join(self._functions.objective.metrics) or "none"
         strategy_and_seed = {"strategy": repr(self.strategy), "seed": str(self._seed)}
         return {**self._names, "metrics": metrics, **no_optimizer, **strategy_and_seed}
 
@@ -156,7 +196,7 @@ class Trainer:
         )
 
     def init(self, inputs: PyTree) -> TrainState:
-        """Returns the state before the first step, created on the devices.
+        """Returns the state before the first step, created on the devices. Without an optimizer, `opt_state` is None.
 
         Args:
             inputs: The inputs of a batch, or their shapes: arrays `[batch, ...]`. Values and batch size do not matter.
@@ -167,12 +207,15 @@ class Trainer:
             >>> trainer.init(np.zeros((1, 3), np.float32)).params.shape
             (3,)
         """
-        require_arguments("init", optimizer=self._functions.optimizer)
+        return self._initial_state(self._functions.init_for_inputs, inputs)
+
+    def _initial_state(self, init: Callable[[PyTree, jax.Array], TrainState], data: PyTree) -> TrainState:
+        """Returns the result of `init`, a method of the step functions, for inputs or elements with these shapes."""
         # `strategy.init` caches its program by the function, so inputs of the same kind use the same function.
-        leaves, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, inputs))
+        leaves, treedef = jax.tree.flatten(jax.eval_shape(lambda x: x, data))
         example = treedef.unflatten([jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) for leaf in leaves])
-        key = ("init", treedef, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
-        make = self._cached(key, lambda: functools.partial(self._functions.init, example))
+        key = (init.__name__, treedef, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
+        make = self._cached(key, lambda: functools.partial(init, example))
         return self.strategy.init(make, jax.random.key(self._seed))
 
     @explain_keras_arguments("fit((x, y), batch_size=...)", num_positional=1)
@@ -186,13 +229,17 @@ class Trainer:
         shuffle: bool | None = None,
         state: PyTree = None,
         validation_data: Any = None,
+        validate_every: int | None = None,
         callbacks: Sequence[Callback | CallbackFunction] = (),
         steps_per_call: int = 1,
         micro_batches: int = 1,
+        cache: Cache | None = None,
         progress: ProgressKind = "auto",
         resume: "Checkpointer | str | os.PathLike[str] | None" = None,
     ) -> Fit:
         """Trains, and returns the state with the history.
+
+        The model that was passed to the trainer is not changed: `model` returns the trained one.
 
         Ctrl-C ends training after the current step. An error of the data or of a callback is raised as a `jdist.FitError`,
         which contains the state and the history so far.
@@ -204,14 +251,19 @@ class Trainer:
             epochs: The number of passes over the data; by default 1, or with `steps` as many as needed.
             steps: The number of steps after which to stop, including those that `state` has already taken.
             shuffle: See `distribute_dataset`; by default, sources with random access, such as arrays, are shuffled.
-            state: The state to start with: a `TrainState`, or another dataclass with `step`, `params` and `opt_state`, on the
-                devices of the strategy. It is donated. By default, `init` creates one.
-            validation_data: The data to evaluate at the end of each epoch, like `data`.
+            state: The state to start with: a `TrainState`, or another dataclass with `step`, `params` and `opt_state`. On the
+                devices of the strategy, it is donated; on the host or on other devices, it is placed first. By default, `init`
+                creates one. A trainer with `step=` needs one.
+            validation_data: The data to evaluate at the end of each epoch, like `data`; or several sets by name, whose metrics
+                are named `val_NAME_loss`. A mapping with an array as a value, or with the keys of `data`, is one source.
+            validate_every: The number of steps between validations, instead of one per epoch. With it, validation also takes
+                place after the last step of the data, and each validation adds a row to the history.
             callbacks: Callbacks, or functions of an event; see `jdist.callbacks`.
             steps_per_call: The number of steps per call of the compiled program. Callbacks receive one event per call. The
                 remaining steps of an epoch run one by one, by a second program.
             micro_batches: The number of parts that a batch is split into, to reduce the memory of activations. The results are
                 the same.
+            cache: `"device"` stores the arrays of `data` on every device; see `distribute_dataset`.
             progress: The progress display: "live" in a terminal, "notebook", in "lines", "off", or "auto".
             resume: A `Checkpointer`, or the path of its folder. If it contains a checkpoint, training continues from the newest
                 one, bitwise equal to training without the interruption.
@@ -219,18 +271,29 @@ class Trainer:
         Raises:
             ValueError: The data are empty; an option does not fit; a checkpoint is of another model; or, while the step is
                 traced, the loss or a metric is not one value per example.
-            TypeError: The optimizer or the loss is missing, `state` is not a state, or a number is not an integer.
+            TypeError: The optimizer or the loss is missing, `state` is not a state, or a number is not an integer; or, while
+                the step is traced, a part of the state changes its leaves.
             FitError: An error ended training after the first step.
         """
-        require_arguments("fit", optimizer=self._functions.optimizer, loss=self._functions.loss)
+        check_is_state(state)
+        self._functions.check_fit(state)
         steps = None if steps is None else as_int("`steps`", steps, 0)
         dataset = distribute_epochs(
-            self.strategy, data, batch_size=batch_size, shuffle=shuffle, seed=self._seed, epochs=epochs, steps=steps
+            self.strategy,
+            data,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=self._seed,
+            epochs=epochs,
+            steps=steps,
+            remainder="pad" if self._functions.takes_weights else "error",
+            cache=cache,
         )
-        validate = None
+        self._functions.check_weights(dataset.has_weights)
         if validation_data is not None:
-            validation = distribute_one_pass(self.strategy, "validation_data", validation_data, batch_size)
-            validate = lambda state: self._evaluate(state, validation)[0]
+            self._functions.check_evaluate("fit(validation_data=...)")
+        passes = dataset.epochs if validate_every is None else None
+        validation = validation_sets(self.strategy, data, validation_data, batch_size, passes)
         ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
         step = self._step_function(steps_per_call, micro_batches)
         start, batches = self._start(dataset, state, resume)
@@ -242,10 +305,12 @@ class Trainer:
             step=step,
             read_metrics=self._read_metrics,
             empty_metrics=lambda: self.strategy.init(self._functions.empty_metrics),
-            validate=validate,
+            validate=validate_all(validation, lambda state, dataset: self._evaluate(state, dataset)[0]),
+            validate_every=check_validate_every(validate_every, bool(validation)),
             callbacks=ordered_callbacks,
             stateful_callbacks=stateful,
-            metric_names=epoch_metric_names(self._functions.metrics, validate is not None),
+            metric_names=["loss", *self._functions.metrics]
+            + validation_metric_names(validation, self._functions.metrics),
             last_checkpoint=functools.partial(describe_last_checkpoint, ordered_callbacks, resume),
             proof=lambda: self._proof(micro_batches, steps_per_call),
             total_steps=total_steps(dataset, start, steps),
@@ -263,7 +328,7 @@ class Trainer:
         """Returns the loss and the metrics of a model, exact over all examples.
 
         Args:
-            state: A training state.
+            state: A training state; or any object or dict with `params`, and `model_state` if the model has other variables.
             data: A distributed data set, or a source for `strategy.distribute_dataset`.
             batch_size: The number of examples in the global batch, if `data` is a source.
 
@@ -274,7 +339,7 @@ class Trainer:
             ValueError: The data are empty, or the loss or a metric is not one value per example.
             TypeError: The loss is missing, or `state` is not a state.
         """
-        require_arguments("evaluate", loss=self._functions.loss)
+        self._functions.check_evaluate("evaluate")
         metrics, examples = self._evaluate(state, distribute_one_pass(self.strategy, "data", data, batch_size))
         return {**metrics, "examples": examples}
 
@@ -282,7 +347,7 @@ class Trainer:
         """Returns the outputs of a model for all examples, in the order of the data.
 
         Args:
-            state: A training state.
+            state: See `evaluate`.
             data: See `evaluate`; inputs alone, or tuples whose other parts are not used.
             batch_size: See `evaluate`.
 
@@ -294,7 +359,7 @@ class Trainer:
             TypeError: `state` is not a state.
         """
         dataset = distribute_one_pass(self.strategy, "data", data, batch_size)
-        variables, parts = model_variables(state), []
+        variables, parts = self._variables(state), []
         for batch in drawn_batches(iter(dataset), dataset.has_weights):
             results = self.strategy.run(self._functions.predict, (variables, *batch.inputs))
             outputs, weights = jax.device_get(self.strategy.gather(results, axis=0))
@@ -310,7 +375,41 @@ class Trainer:
             >>> trainer.apply(trainer.init(np.zeros((1, 3))), np.ones((2, 3))).tolist()
             [3.0, 3.0]
         """
-        return self._functions.outputs(model_variables(state), inputs)
+        return self._functions.outputs(model_variables(state, self._eval_params), inputs)
+
+    def model(self, state: PyTree) -> Any:
+        """Returns the model with the values of a training state, on the default device.
+
+        The model that was passed to the trainer is not changed by training.
+
+        Args:
+            state: A training state. With `eval_params`, its results are the parameters.
+
+        Returns:
+            For a Keras model or an nnx module a new model; for an equinox module the module, as a pair with its state if it has
+            one; for linen the variables; for haiku the parameters, as a pair with the state if there is one; for a pair of
+            functions the parameters.
+
+        Raises:
+            ValueError: The state was donated.
+            TypeError: `state` is not a state, the trainer has no model, or Keras cannot copy the model.
+
+        Example:
+            >>> import optax
+            >>> from flax import nnx
+            >>> trainer = jdist.Trainer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), optax.squared_error)
+            >>> fit = trainer.fit((np.ones((8, 3)), np.ones((8, 1))), batch_size=8, progress="off")
+            >>> trainer.model(fit.state)(np.ones((2, 3))).shape
+            (2, 1)
+        """
+        variables = jax.tree.map(jnp.asarray, jax.device_get(self._variables(state)))
+        return self._functions.objective.model.rebuild(*variables)
+
+    def _variables(self, state: PyTree) -> ModelVariables:
+        """Returns the variables for the evaluation of a state, on the devices."""
+        eval_params = self._eval_params
+        run = None if eval_params is None else lambda *args: self.strategy.run(eval_params, args)
+        return model_variables(state, run)
 
     def _start(
         self, dataset: DistributedDataset, state: PyTree, resume: "Checkpointer | str | os.PathLike[str] | None"
@@ -324,7 +423,8 @@ class Trainer:
             batches = itertools.chain([first], batches)
             without_replicas = lambda value: jax.ShapeDtypeStruct(value.tree.shape[1:], value.tree.dtype)
             shapes = jax.tree.map(without_replicas, first.inputs[0], is_leaf=is_distributed)
-            make = explained_data_errors(shapes)(functools.partial(self.init, split_element(shapes, None)[0]))
+            make = functools.partial(self._initial_state, self._functions.init, shapes)
+            make = make if self._functions.objective.fn else explained_data_errors(shapes)(make)
         start = start_point(self.strategy, state, make, resume)
         if start.position is not None:
             iterator.set_state(start.position)
@@ -332,7 +432,7 @@ class Trainer:
         return start, batches
 
     def _evaluate(self, state: PyTree, dataset: DistributedDataset) -> tuple[dict[str, Any], int]:
-        variables, iterator = model_variables(state), iter(dataset)
+        variables, iterator = self._variables(state), iter(dataset)
         step = self._cached("evaluate", lambda: self.strategy.step(self._functions.evaluate))
         metrics, examples = self.strategy.init(self._functions.empty_metrics), 0
         for batch in drawn_batches(iterator, dataset.has_weights):
@@ -345,7 +445,7 @@ class Trainer:
     ) -> Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, StepOutcome]]:
         """Returns a function that runs a group of batches: by one program for a complete group, by another for one batch."""
         functions = dataclasses.replace(self._functions, micro_batches=micro_batches)
-        make = functools.partial(self.strategy.step, functions.train)
+        make = functools.partial(self.strategy.step, functions.step)
         single = self._cached(("train", micro_batches, 1), make)
         if steps_per_call == 1:
             return lambda carry, batches: single(carry, *batches[0].inputs)

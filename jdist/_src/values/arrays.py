@@ -41,6 +41,12 @@ def check_array(name: str, leaf: Any) -> None:
         return
     if isinstance(leaf, np.ma.MaskedArray):  # numpy would drop the mask silently
         raise TypeError(f"{name} is a masked array, which JAX does not support. Fill it: `x.filled(0)`.")
+    if callable(leaf):
+        raise TypeError(
+            f"{name} is {dtype_and_shape(leaf)}, a function: devices hold numbers, booleans and random keys. Separate arrays "
+            "and functions: `eqx.partition(model, eqx.is_array)` of equinox, `nnx.split(module)` of flax, or a static field of "
+            "a dataclass, `jax.tree_util.register_dataclass` with `meta_fields`."
+        )
     if np.asarray(leaf).dtype.kind in "USOmM":
         raise TypeError(
             f"{name} is {dtype_and_shape(leaf)}: devices hold numbers, booleans and random keys. Store it on the host."

@@ -14,12 +14,21 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.mesh import Replicas
 from jdist._src.devices.topology import is_topology_device
 from jdist._src.values.aggregation import VariableAggregation, check_mean
-from jdist._src.values.arrays import Shape, Shapes, check_not_deleted, check_value, device_put_copy, repeat_rows
+from jdist._src.values.arrays import (
+    Shape,
+    Shapes,
+    check_not_deleted,
+    check_value,
+    device_put_copy,
+    is_on_mesh,
+    repeat_rows,
+)
 from jdist._src.values.base import DistributedValues, is_distributed, named_values
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.process_checks import check_same_on_processes, exchange_rows, put_local_rows
 from jdist._src.values.row_slices import is_row_slices
+from jdist._src.values.sync_on_read import SyncOnRead
 
 
 def check_wrapper(name: str, node: Any, replicas: Replicas) -> None:
@@ -94,7 +103,7 @@ def put(
 ) -> PyTree:
     """Returns `tree` on the devices of the replicas, each leaf with its sharding from `shardings(tree)`.
 
-    A `SyncOnRead` for another number of replicas is read, and split into partial values for these replicas.
+    A `SyncOnRead` of a strategy with another number of replicas is read, and split into partial values for these replicas.
 
     Args:
         tree: A tree of arrays and numbers, some in wrappers.
@@ -111,14 +120,34 @@ def put(
     _check_leaves([leaf for name, part in roots for leaf in named_values(name, part)], replicas)
 
     def for_replicas(path: Any, node: Any) -> Any:
-        node = node._for_num_replicas(replicas.size) if is_distributed(node) else node
         root, keys = ("value", path) if names is None else (str(names[path[0].idx]), path[1:])
-        check_wrapper(root + jax.tree_util.keystr(keys), node, replicas)
+        name = root + jax.tree_util.keystr(keys)
+        _check_rows_of_strategy(name, node, replicas)
+        node = node._for_num_replicas(replicas.size) if is_distributed(node) else node
+        check_wrapper(name, node, replicas)
         return node
 
     tree = jax.tree_util.tree_map_with_path(for_replicas, tree, is_leaf=is_distributed)
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(map(device_put_copy, leaves, shardings(tree)))
+
+
+def _check_rows_of_strategy(name: str, node: Any, replicas: Replicas) -> None:
+    """Raises ValueError if `node` is a `SyncOnRead` for another number of replicas that no strategy made.
+
+    The first dimension of a leaf counts replicas. In a value that the user wrapped, it may be a dimension of the data.
+    """
+    if not isinstance(node, SyncOnRead):
+        return
+    for leaf_name, leaf in named_leaves(name, node.tree):
+        shape = np.shape(leaf)
+        if shape and shape[0] != replicas.size and not is_on_mesh(leaf):
+            raise ValueError(
+                f"{leaf_name} is a SyncOnRead of {dtype_and_shape(leaf)}. The first dimension of a SyncOnRead counts replicas, "
+                f"{shape[0]} here, and this strategy has {replicas.size}. To start with a value of shape {list(shape)} on each "
+                "replica, create it in a replica function: `strategy.init(lambda: jdist.SyncOnRead(x, aggregation))`. If these "
+                "are the rows of another strategy, pass the value that this strategy made, or assign `value.read()`."
+            )
 
 
 def _check_leaves(leaves: Sequence[tuple[str, Any]], replicas: Replicas) -> None:

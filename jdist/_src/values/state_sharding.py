@@ -40,6 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist._src.core import source_lines
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning
 from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.values.arrays import Shape
 from jdist._src.values.base import is_distributed
 
@@ -84,6 +85,8 @@ class StateSharding:
         patterns: Maps regular expressions, searched in the paths of parameters (`params/dense/kernel`), to their
             `PartitionSpec`.
         tile: ZeRO splits the last dimensions only into multiples of these sizes.
+        host_tile: None, or the sizes of which the last dimensions of a part of an optimizer's array must be multiples, for the
+            array to be stored in host memory; `()` for all arrays.
     """
 
     mesh: Mesh
@@ -91,6 +94,7 @@ class StateSharding:
     shard: Shard
     patterns: Mapping[str, PartitionSpec]
     tile: Shape = ()
+    host_tile: Shape | None = None
 
     def __post_init__(self) -> None:
         if self.shard not in get_args(Shard):
@@ -145,8 +149,17 @@ class StateSharding:
             spec = parameter_specs.get(path, PartitionSpec())
             spec = self._with_data_axis(leaf, spec) if leaf.is_optimizer or self.shard == "all" else spec
             spec = PartitionSpec(None, *spec) if leaf.is_stacked and len(spec) else spec
-            shardings.append(NamedSharding(self.mesh, spec))
+            sharding = NamedSharding(self.mesh, spec)
+            shardings.append(sharding.with_memory_kind(HOST_MEMORY) if self._is_offloaded(leaf, sharding) else sharding)
         return shardings
+
+    def _is_offloaded(self, leaf: StateLeaf, sharding: NamedSharding) -> bool:
+        """Returns whether a leaf is stored in host memory: arrays of optimizers, in complete tiles if they are split."""
+        if self.host_tile is None or not leaf.is_optimizer or not leaf.shape or leaf.is_stacked or _is_key(leaf.value):
+            return False
+        part = sharding.shard_shape(leaf.shape)
+        pairs = zip(reversed(part), reversed(self.host_tile), strict=False)
+        return part == leaf.shape or all(size % multiple == 0 for size, multiple in pairs)
 
     def is_split(self, tree: PyTree) -> list[bool]:
         """Returns for each leaf of `tree` whether `shard` includes it, and it is an array that is not varying."""

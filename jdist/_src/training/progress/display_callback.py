@@ -36,9 +36,9 @@ class Progress(Callback):
     shown, not at each step. With several processes, process 0 shows the progress.
 
     Args:
-        kind: `"live"`, a line of a terminal that is rewritten, below a line per epoch; `"lines"`, a line every few seconds,
-            suitable for a file; `"notebook"`, a bar and a line per epoch in the output of a cell; `"off"`, nothing. `"auto"` is
-            a notebook if an IPython kernel runs this, a live line if `stream` is a terminal, else lines.
+        kind: `"live"`, a line of a terminal that is rewritten, below a line per epoch and validation; `"lines"`, a line every
+            few seconds, suitable for a file; `"notebook"`, a bar and the same lines in the output of a cell; `"off"`, nothing.
+            `"auto"` is a notebook if an IPython kernel runs this, a live line if `stream` is a terminal, else lines.
         interval_seconds: The number of seconds between two reports: by default 0.25 live, 0.5 in a notebook, 10 between lines.
         stream: The stream to write to; by default `sys.stdout` at the start of training.
 
@@ -74,11 +74,11 @@ class Progress(Callback):
             return
         self._meter.record(event)
         is_due = event.moment is Moment.END or event.seconds >= self._due
-        ends_epoch = event.moment is Moment.EPOCH and self._display.keeps_epochs
-        if is_due or ends_epoch:
+        ends_row = event.moment in (Moment.VALIDATION, Moment.EPOCH) and self._display.keeps_rows
+        if is_due or ends_row:
             report = self._meter.report(event)
-            if ends_epoch:
-                self._display.add_epoch(report)
+            if ends_row:
+                self._display.add_row(report)
             if is_due:
                 self._due = event.seconds + self._interval
                 self._display.show(report)
@@ -131,7 +131,7 @@ class _Meter:
             self._samples.append(sample)
             while len(self._samples) > 2 and self._samples[1][0] <= event.seconds - self._window:
                 self._samples.popleft()
-        if event.moment is Moment.EPOCH:
+        if event.moment in (Moment.VALIDATION, Moment.EPOCH):
             self._update_rates()
             self._validation = {f"val_{name}": value for name, value in event.validation.items()} or self._validation
             self._samples = deque([sample])  # starts after the validation

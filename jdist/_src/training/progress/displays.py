@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TextIO, final
 
 _BAR_WIDTH = 12  # in characters
-_MAX_EPOCH_LINES = 50  # in a notebook
+_MAX_ROW_LINES = 50  # in a notebook
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +54,8 @@ class ProgressReport:
             parts.append(_duration(self.seconds))
         return [*parts, *self._metric_parts(), f"input stall {100 * self.stalled_fraction:.0f} %"]
 
-    def epoch_parts(self) -> list[str]:
-        """Returns the texts of the line that remains after an epoch."""
+    def row_parts(self) -> list[str]:
+        """Returns the texts of the line that remains after an epoch or a validation."""
         return [f"epoch {self.epoch}", f"step {self.step:,}", _duration(self.seconds), *self._metric_parts()]
 
     def _metric_parts(self) -> list[str]:
@@ -94,17 +94,17 @@ class Display(Protocol):
     """Shows progress reports until it is closed.
 
     Attributes:
-        keeps_epochs: Whether the display keeps a line per epoch, see `add_epoch`.
+        keeps_rows: Whether the display keeps a line per row of the history, see `add_row`.
     """
 
-    keeps_epochs: bool
+    keeps_rows: bool
 
     def show(self, report: ProgressReport) -> None:
         """Replaces the last report."""
         ...
 
-    def add_epoch(self, report: ProgressReport) -> None:
-        """Shows the end of an epoch in a line that remains."""
+    def add_row(self, report: ProgressReport) -> None:
+        """Shows the end of an epoch, or a validation, in a line that remains."""
         ...
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ class LinesDisplay:
         stream: The stream to write to.
     """
 
-    keeps_epochs = False  # every line remains; the interval determines their number
+    keeps_rows = False  # every line remains; the interval determines their number
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -133,7 +133,7 @@ class LinesDisplay:
             print(line, file=self._stream, flush=True)
         self._last_line = line
 
-    def add_epoch(self, report: ProgressReport) -> None:
+    def add_row(self, report: ProgressReport) -> None:
         """See `Display`."""
 
     def close(self) -> None:
@@ -148,7 +148,7 @@ class LiveDisplay:
         stream: The terminal.
     """
 
-    keeps_epochs = True
+    keeps_rows = True
 
     def __init__(self, stream: TextIO):
         from rich.console import Console
@@ -164,11 +164,11 @@ class LiveDisplay:
         """See `Display`."""
         self._live.update(_bar_and_text(report, self._live.console.width), refresh=True)
 
-    def add_epoch(self, report: ProgressReport) -> None:
+    def add_row(self, report: ProgressReport) -> None:
         """See `Display`."""
         from rich.text import Text
 
-        text = "\n".join(wrap_parts(report.epoch_parts(), self._live.console.width))
+        text = "\n".join(wrap_parts(report.row_parts(), self._live.console.width))
         self._live.console.print(Text(text), highlight=False)
 
     def close(self) -> None:
@@ -194,37 +194,37 @@ def _bar_and_text(report: ProgressReport, width: int) -> Any:
 
 @final
 class NotebookDisplay:
-    """Updates a bar and a line in the output of a notebook cell, below a line per epoch.
+    """Updates a bar and a line in the output of a notebook cell, below a line per epoch and validation.
 
     Args:
         stream: Not used: IPython displays the output.
     """
 
-    keeps_epochs = True
+    keeps_rows = True
 
     def __init__(self, stream: TextIO):
         self._ipython: Any = importlib.import_module("IPython.display")
         self._handle = self._ipython.display(self._ipython.HTML(""), display_id=True)
-        self._epochs: deque[str] = deque(maxlen=_MAX_EPOCH_LINES)
+        self._rows: deque[str] = deque(maxlen=_MAX_ROW_LINES)
 
     def show(self, report: ProgressReport) -> None:
         """See `Display`."""
         if self._handle is not None:  # None outside of IPython's shells, where nothing is displayed
-            self._handle.update(self._ipython.HTML(to_html(report, self._epochs)))
+            self._handle.update(self._ipython.HTML(to_html(report, self._rows)))
 
-    def add_epoch(self, report: ProgressReport) -> None:
+    def add_row(self, report: ProgressReport) -> None:
         """See `Display`."""
-        self._epochs.append("  ".join(report.epoch_parts()))
+        self._rows.append("  ".join(report.row_parts()))
 
     def close(self) -> None:
         """See `Display`."""
 
 
-def to_html(report: ProgressReport, epochs: Iterable[str] = ()) -> str:
-    """Returns a report as HTML, below the lines of the epochs."""
+def to_html(report: ProgressReport, rows: Iterable[str] = ()) -> str:
+    """Returns a report as HTML, below the lines of the epochs and validations."""
     bar = ""
     if report.total_steps is not None:
         bar = f'<progress value="{report.step}" max="{max(1, report.total_steps)}"></progress> '
     style = "font-family:monospace;font-variant-numeric:tabular-nums;overflow-x:auto;white-space:nowrap"
-    epoch_lines = "".join(f"{html.escape(line)}<br>" for line in epochs)
-    return f'<div style="{style}">{epoch_lines}{bar}{html.escape(str(report))}</div>'
+    row_lines = "".join(f"{html.escape(line)}<br>" for line in rows)
+    return f'<div style="{style}">{row_lines}{bar}{html.escape(str(report))}</div>'

@@ -129,15 +129,29 @@ def chart_panels(rows: Sequence[Mapping[str, Any]], losses: Mapping[int, Any]) -
     return [panel for panel in panels if panel.lines or panel.trace or panel.strip]
 
 
-def metric_names(columns: Iterable[str]) -> list[str]:
-    """Returns the names of the loss and the metrics, without the validation prefix; the loss first.
+def metric_columns(columns: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Returns the columns of the loss and of each metric, with the names of their data; the loss first, and training first.
+
+    The data of `val_loss` are "validation", and those of `val_easy_loss` are the validation set "easy".
 
     Example:
-        >>> metric_names(["epoch", "accuracy", "loss", "val_loss", "val_recall"])
-        ['loss', 'accuracy', 'recall']
+        >>> metric_columns(["epoch", "recall", "loss", "val_loss", "val_easy_recall"])
+        {'loss': {'loss': 'training', 'val_loss': 'validation'}, 'recall': {'recall': 'training', 'val_easy_recall': 'easy'}}
     """
-    names = dict.fromkeys(name.removeprefix(VALIDATION_PREFIX) for name in columns if name not in FACTS)
-    return sorted(names, key=lambda name: name != "loss")
+    names = [name for name in dict.fromkeys(columns) if name not in FACTS]
+    training = [name for name in names if not name.startswith(VALIDATION_PREFIX)]
+    found: dict[str, dict[str, str]] = {name: {name: "training"} for name in training}
+    for column in names:
+        if not column.startswith(VALIDATION_PREFIX):
+            continue
+        name, data = column.removeprefix(VALIDATION_PREFIX), "validation"
+        if name not in training:
+            suffixes = [metric for metric in training if name.endswith(f"_{metric}")]
+            if suffixes:
+                metric = max(suffixes, key=len)
+                name, data = metric, name.removesuffix(f"_{metric}")
+        found.setdefault(name, {})[column] = data
+    return {name: found[name] for name in sorted(found, key=lambda name: name != "loss")}
 
 
 def printable(text: str, max_length: int = 60) -> str:
@@ -192,52 +206,62 @@ def _columns(rows: Sequence[Mapping[str, Any]], positions: np.ndarray) -> dict[s
     return {name: (np.array(column)[:, 0], np.array(column)[:, 1]) for name, column in pairs.items()}
 
 
-def _training_and_validation(name: str, label: str, color: str, columns: Mapping[str, Any]) -> list[Line]:
-    """Returns the training curve and the validation curve of a metric, if recorded."""
-    # A metric that is itself named `val_...` has no training column.
-    names = (VALIDATION_PREFIX + name,) if name.startswith(VALIDATION_PREFIX) else (name, VALIDATION_PREFIX + name)
-    return [Line(label, color, *columns[column], dashed=column != name) for column in names if column in columns]
+def _curves(
+    data_names: Mapping[str, str], color: str, columns: Mapping[str, Any], label: str | None = None
+) -> list[Line]:
+    """Returns the curves of a metric on its data.
+
+    Args:
+        data_names: The names of the data by the columns of the metric.
+        color: The color.
+        columns: The positions and values of all columns.
+        label: The name of the metric, in a panel with several; otherwise the names of the data are the labels.
+    """
+    lines = []
+    for column, data in data_names.items():
+        is_unnamed = data in ("training", "validation")
+        text = printable(data, 14) if label is None else label if is_unnamed else printable(f"{label} {data}", 14)
+        lines.append(Line(text, color, *columns[column], dashed=column.startswith(VALIDATION_PREFIX)))
+    return lines
 
 
 def _loss_panel(x_label: str, columns: Mapping[str, Any], losses: Mapping[int, Any]) -> Panel:
     trace = _loss_trace(losses) if losses else None
-    lines = _labelled_by_data(_training_and_validation("loss", "", "loss", columns))
+    lines = _curves(metric_columns(columns).get("loss", {}), "loss", columns)
     notes = []
     if trace:
         notes.append("every step" if trace.every == 1 else f"range over every {trace.every:,} steps")
     if lines:
-        notes.append("points: averages of the epochs")
+        notes.append("points: averages since the previous point")
     return Panel("Loss", ", ".join(notes), x_label if lines else "step", tuple(lines), trace)
 
 
 def _metric_panels(x_label: str, columns: Mapping[str, Any]) -> list[Panel]:
     separate, shared = [], []
-    for name in metric_names(columns):
+    metrics = metric_columns(columns)
+    for name in metrics:
         if name == "loss":
             continue
-        values = np.concatenate([line.y for line in _training_and_validation(name, "", "", columns)])
+        values = np.concatenate([columns[column][1] for column in metrics[name]])
         drawable = values[is_drawable(values)]
         (shared if drawable.size and 0 <= drawable.min() <= drawable.max() <= 1 else separate).append(name)
     groups = [shared[i : i + _METRICS_PER_PANEL] for i in range(0, len(shared), _METRICS_PER_PANEL)]
     groups += [[name] for name in separate]
-    return [_metric_panel(x_label, names, columns) for names in groups]
+    return [_metric_panel(x_label, {name: metrics[name] for name in names}, columns) for names in groups]
 
 
-def _metric_panel(x_label: str, names: Sequence[str], columns: Mapping[str, Any]) -> Panel:
+def _metric_panel(x_label: str, metrics: Mapping[str, Mapping[str, str]], columns: Mapping[str, Any]) -> Panel:
+    has_several, first_name = len(metrics) > 1, next(iter(metrics))
     lines = [
         line
-        for i, name in enumerate(names)
-        for line in _training_and_validation(name, printable(name, 14), f"metric-{i % _METRICS_PER_PANEL}", columns)
+        for i, (name, data_names) in enumerate(metrics.items())
+        for line in _curves(
+            data_names, f"metric-{i % _METRICS_PER_PANEL}", columns, printable(name, 14) if has_several else None
+        )
     ]
-    if len(names) == 1:
-        lines = _labelled_by_data(lines)
-    note = "dashed: validation" if len(names) > 1 and any(line.dashed for line in lines) else ""
-    title = "Metrics" if len(names) > 1 else printable(names[0][:1].upper() + names[0][1:], 32).replace("_", " ")
+    note = "dashed: validation" if has_several and any(line.dashed for line in lines) else ""
+    title = "Metrics" if has_several else printable(first_name[:1].upper() + first_name[1:], 32).replace("_", " ")
     return Panel(title, note, x_label, tuple(lines))
-
-
-def _labelled_by_data(lines: Sequence[Line]) -> list[Line]:
-    return [dataclasses.replace(line, label="validation" if line.dashed else "training") for line in lines]
 
 
 def _loss_trace(losses: Mapping[int, Any]) -> LossTrace:

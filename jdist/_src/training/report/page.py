@@ -16,11 +16,12 @@ from typing import Protocol
 import jax
 
 from jdist._src.core.atomic_files import replace_atomically
+from jdist._src.core.paths import as_path
 from jdist._src.execution.replicate import Proof
 from jdist._src.strategies.description import Description
-from jdist._src.training.history import History, format_value
+from jdist._src.training.history import History, format_value, row_name
 from jdist._src.training.report import matplotlib_charts
-from jdist._src.training.report.charts import VALIDATION_PREFIX, chart_panels, metric_names, printable, to_float
+from jdist._src.training.report.charts import VALIDATION_PREFIX, chart_panels, metric_columns, printable, to_float
 
 _MAX_NAMES = 2_000  # in a list of results
 _MAX_PROOF_LENGTH = 400
@@ -87,7 +88,7 @@ def write_report(fit: FinishedRun, path: str | os.PathLike[str], *, title: str =
         >>> "<h1>Digits</h1>" in text and "All requested steps were taken." in text
         True
     """
-    path = pathlib.Path(path)
+    path = as_path(path)
     if jax.process_index() == 0:
         page = _page(fit, title)
         with replace_atomically(path) as new:
@@ -107,7 +108,11 @@ def _page(fit: FinishedRun, title: str) -> str:
         _section("Charts", f'<div class="charts">{charts}</div>' if charts else "<p>Nothing was recorded.</p>"),
     ]
     if len(history):
-        sections.append(_section("Epochs", f'<div class="wide epochs" tabindex="0">{history._repr_html_()}</div>'))
+        sections.append(
+            _section(
+                f"{row_name(history).title()}s", f'<div class="wide epochs" tabindex="0">{history._repr_html_()}</div>'
+            )
+        )
     if fit.description is not None:
         description = fit.description._repr_html_()
         sections.append(_section("Strategy", f'<div class="wide strategy" tabindex="0">{description}</div>'))
@@ -149,29 +154,29 @@ def _style() -> str:
 
 def _metric_cards(history: History) -> Iterable[str]:
     """Yields a card for the last loss and each last metric."""
-    for name in metric_names(history.columns):
-        training, validation = (
-            history[column][-1] if column in history else None for column in (name, VALIDATION_PREFIX + name)
-        )
-        if validation is None:
-            yield _card(name, format_value(training), "training")
-        else:
-            suffix = "" if training is None else f" · training {format_value(training)}"
-            yield _card(name, format_value(validation), "validation" + suffix)
+    for name, data_names in metric_columns(history.columns).items():
+        suffix = f" · training {format_value(history[name][-1])}" if name in data_names else ""
+        for column, data in data_names.items():
+            if column.startswith(VALIDATION_PREFIX):
+                note = data if data == "validation" else f"validation on {data}"
+                yield _card(name, format_value(history[column][-1]), note + suffix)
+            elif len(data_names) == 1:
+                yield _card(name, format_value(history[column][-1]), "training")
 
 
 def _run_cards(fit: FinishedRun) -> Iterable[str]:
     """Yields cards for the number of steps, the duration and the throughput."""
     history = fit.history
-    yield _card("steps", f"{fit.steps:,}", f"{len(history):,} epoch{'' if len(history) == 1 else 's'}")
+    rows = f"{row_name(history)}s"
+    yield _card("steps", f"{fit.steps:,}", f"{len(history):,} {row_name(history) if len(history) == 1 else rows}")
     if "seconds" in history:
         yield _card("time", _duration(to_float(history["seconds"][-1])), "compilation included")
     if "examples_per_second" in history:
         throughput = _median(history["examples_per_second"])
-        yield _card("examples per second", format_value(throughput), "median of the epochs")
+        yield _card("examples per second", format_value(throughput), f"median of the {rows}")
     if "stalled_fraction" in history:
         stalled = _median(history["stalled_fraction"])
-        yield _card("waited for input", f"{stalled:.1%}", "of the steps, median of the epochs")
+        yield _card("waited for input", f"{stalled:.1%}", f"of the steps, median of the {rows}")
 
 
 def _card(name: str, value: str, note: str) -> str:

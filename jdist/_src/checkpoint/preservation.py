@@ -1,0 +1,112 @@
+"""Which checkpoints of a folder are preserved: the newest, the best by a metric, and one per interval of steps."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+
+from jdist._src.core.arguments import as_int
+
+Metrics: TypeAlias = Mapping[str, float]
+Mode: TypeAlias = Literal["min", "max"]
+
+
+class BestMetric(NamedTuple):
+    """The metric that determines the best checkpoint.
+
+    Attributes:
+        name: The name of the metric.
+        mode: Whether the smallest or the largest value is the best.
+    """
+
+    name: str
+    mode: Mode
+
+    def is_better(self, metrics: Metrics, other: Metrics) -> bool:
+        """Returns whether the metric of a checkpoint is better than the metric of another one. A missing one is worst."""
+        return self._badness(metrics) < self._badness(other)
+
+    def best_step(self, metrics: Mapping[int, Metrics]) -> int | None:
+        """Returns the step with the best metric, the first of equal ones; None if no checkpoint has the metric."""
+        candidates = [step for step in sorted(metrics) if self.name in metrics[step]]
+        return min(candidates, key=lambda step: self._badness(metrics[step]), default=None)
+
+    def _badness(self, metrics: Metrics) -> float:
+        value = metrics.get(self.name, math.inf if self.mode == "min" else -math.inf)
+        return value if self.mode == "min" else -value
+
+
+@dataclasses.dataclass(frozen=True)
+class Preservation:
+    """The rule by which old checkpoints are deleted: those that none of its parts preserves.
+
+    orbax has policies of the same kind. Its policy for the best checkpoints reads the metrics from further files, and does not
+    define the order of NaN.
+
+    Attributes:
+        newest: The number of newest checkpoints; None for all.
+        best: The metric of the best one.
+        every: The interval, in steps, whose multiples are preserved.
+    """
+
+    newest: int | None
+    best: BestMetric | None = None
+    every: int | None = None
+
+    def preserved_steps(self, metrics: Mapping[int, Metrics]) -> set[int]:
+        """Returns the steps of the checkpoints to preserve, from the metrics of all checkpoints by their steps.
+
+        Example:
+            >>> rule = Preservation(newest=1, best=BestMetric("loss", "min"), every=10)
+            >>> sorted(rule.preserved_steps({4: {}, 6: {"loss": 1.0}, 10: {"loss": 2.0}, 12: {}, 14: {}}))
+            [6, 10, 14]
+        """
+        steps = sorted(metrics)
+        preserved = set(steps if self.newest is None else steps[-self.newest :])
+        best_step = None if self.best is None else self.best.best_step(metrics)
+        if best_step is not None:
+            preserved.add(best_step)
+        if self.every is not None:
+            preserved |= {step for step in steps if step % self.every == 0}
+        return preserved
+
+
+def as_preservation(keep: Any, keep_best: Any, keep_every: Any) -> Preservation:
+    """Returns the rule of the arguments of a `Checkpointer`.
+
+    Raises:
+        TypeError: A number is not an integer, or `keep_best` is not a pair.
+        ValueError: A number is less than 1, or the mode is neither `"min"` nor `"max"`.
+    """
+    newest = None if keep is None else as_int("`keep`", keep, 1)
+    every = None if keep_every is None else as_int("`keep_every`", keep_every, 1)
+    if keep_best is None:
+        return Preservation(newest, None, every)
+    if not isinstance(keep_best, tuple) or len(keep_best) != 2 or not all(isinstance(x, str) for x in keep_best):
+        raise TypeError(
+            f'`keep_best` must be a pair of the name of a metric and its mode, such as ("val_loss", "min"), got {keep_best!r}.'
+        )
+    name, mode = keep_best
+    if mode not in get_args(Mode):
+        raise ValueError(f"The mode in `keep_best` must be 'min' or 'max', got {mode!r}.")
+    return Preservation(newest, BestMetric(name, mode), every)
+
+
+def as_metrics(metrics: Any) -> dict[str, float]:
+    """Returns the argument `metrics` of a save as Python numbers, without those that are not finite.
+
+    Raises:
+        TypeError: It is not a mapping from names to numbers.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"`metrics` must be a mapping from names to numbers, got {type(metrics).__name__}.")
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if not isinstance(name, str) or np.ndim(value) or not np.isreal(value):
+            raise TypeError(f"`metrics` must be a mapping from names to numbers, got {value!r} for {name!r}.")
+        numbers[name] = float(value)
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

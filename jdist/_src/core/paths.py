@@ -1,0 +1,88 @@
+"""Paths: local ones as `pathlib.Path`, and URLs of object stores, such as `gs://`, as `etils.epath.Path`.
+
+`epath` is a dependency of orbax. Its paths have the methods of `pathlib.Path`; the functions here cover the differences. An
+object store writes an object when it is closed, completely or not at all. It does not have empty folders, links or locks.
+"""
+
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://")
+_COLLAPSED_URL = re.compile(r"(gs|s3|az|hf):/[^/]")
+# The name in fsspec, and the command that installs the package, of each scheme.
+_SCHEMES = {
+    "gs": ("gcs", 'python -m pip install "jdist[gcs]"'),
+    "s3": ("s3", 'python -m pip install "jdist[s3]"'),
+    "az": ("az", "python -m pip install adlfs"),
+    "hf": ("hf", "python -m pip install huggingface_hub"),
+}
+
+
+def as_path(path: Any) -> pathlib.Path:
+    """Returns a path: a local one as `pathlib.Path`, a URL as `epath.Path`, which has its methods.
+
+    Raises:
+        ValueError: The URL has an unknown scheme, or was passed through `pathlib.Path`, which changes it.
+        ImportError: The package for the scheme is not installed; the message contains the command that installs it.
+
+    Example:
+        >>> as_path("run/log.csv").name, is_url(as_path("run/log.csv"))
+        ('log.csv', False)
+    """
+    text = os.fspath(path)
+    if _COLLAPSED_URL.match(text):
+        raise ValueError(f"The path {text!r} is a URL that `pathlib.Path` has changed. Pass the URL as a string.")
+    if not (url := _URL.match(text)):
+        return pathlib.Path(path)
+    if url[1] not in _SCHEMES:
+        schemes = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+        raise ValueError(
+            f"The path {text!r} is a URL of an unknown kind. jdist reads and writes local paths, {schemes}."
+        )
+    from etils import epath
+
+    name, install = _SCHEMES[url[1]]
+    if importlib.util.find_spec("tensorflow") is None:  # epath prefers TensorFlow, if it is installed
+        import fsspec
+
+        try:
+            fsspec.get_filesystem_class(name)
+        except ImportError as error:
+            raise ImportError(f"Paths such as {text!r} need a package that is not installed: `{install}`.") from error
+    return epath.Path(text)  # pyright: ignore[reportReturnType]
+
+
+def is_url(path: Any) -> bool:
+    """Returns whether a path is a URL, not a path of the local file system."""
+    return _URL.match(os.fspath(path)) is not None
+
+
+def absolute(path: pathlib.Path) -> pathlib.Path:
+    """Returns the absolute path, without links. A URL is returned unchanged."""
+    return path if is_url(path) else path.resolve()
+
+
+def is_file(path: pathlib.Path) -> bool:
+    """Returns whether a path is a file."""
+    return path.exists() and not path.is_dir()
+
+
+def remove_tree(path: Any) -> None:
+    """Removes a folder with its contents, if it exists. Errors of the local file system are ignored."""
+    if is_url(path):
+        path.rmtree(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def append_text(path: pathlib.Path, text: str) -> None:
+    """Appends `text` to a file. An object of a store is written again: it cannot be appended to."""
+    if is_url(path):
+        path.write_text((path.read_text() if path.exists() else "") + text)
+        return
+    with path.open("a", encoding="utf-8", newline="") as file:
+        file.write(text)

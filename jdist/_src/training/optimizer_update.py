@@ -1,0 +1,103 @@
+"""The optimizer in a training step: the reduction of gradients, the update of the parameters, and its guard."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdist._src.core.tree import PyTree
+from jdist._src.replica.context import all_reduce
+from jdist._src.training import finite_guard
+from jdist._src.training.finite_guard import NonFinite
+from jdist._src.training.state import GROWING_OPTIMIZER_STATE, StateFields, check_same_leaves
+
+LossFunction = Callable[..., jax.Array]
+
+
+def update_params(
+    optimizer: Any,
+    non_finite: NonFinite,
+    has_failed: jax.Array,
+    loss: jax.Array,
+    grads: PyTree,
+    fields: StateFields,
+    value_fn: LossFunction,
+) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
+    """Reduces loss and gradients of this replica, and updates the parameters, unless the step is not finite.
+
+    Args:
+        optimizer: The optimizer.
+        non_finite: The treatment of a step that is not finite.
+        has_failed: Whether an earlier step ended training.
+        loss: This replica's share of the loss.
+        grads: Its gradient.
+        fields: The state before the step.
+        value_fn: From parameters to the loss of all replicas, for optimizers that evaluate it.
+
+    Returns:
+        The mean loss; whether the step is finite; the parameters and the state of the optimizer after it.
+
+    Raises:
+        TypeError: The optimizer needs an unknown argument, or its new state has other leaves.
+    """
+    calls: list[PyTree] = []
+
+    def stand_in(params: PyTree, obj_fn: Any = None) -> jax.Array:
+        """Returns a number without collectives in place of the loss: the trace shows the collectives of the optimizer."""
+        calls.append(params)
+        return sum((jnp.sum(x.real).astype(jnp.float32) for x in jax.tree.leaves(params)), jnp.float32(0))
+
+    def traced(grads: PyTree, opt_state: PyTree, params_and_loss: tuple[PyTree, jax.Array]) -> tuple[PyTree, PyTree]:
+        params, loss = params_and_loss
+        return _updates(optimizer, grads, opt_state, params, value=loss, grad=grads, value_fn=stand_in, obj_fn=stand_in)
+
+    update = finite_guard.trace_update(traced, grads, fields.opt_state, (fields.params, loss))
+    _, new_state = jax.tree.unflatten(update.treedef, [0] * update.treedef.num_leaves)
+    check_same_leaves("opt_state", fields.opt_state, new_state, GROWING_OPTIMIZER_STATE)
+    is_finite, extra_args = jnp.bool_(True), {"value_fn": value_fn, "obj_fn": value_fn}
+    if update.has_collectives:
+        loss = all_reduce("mean", loss)
+    elif non_finite == "keep" or update.tests_numbers or calls:
+        loss, grads = all_reduce("mean", (loss, grads))
+        extra_args["grad"] = grads
+    else:
+        loss, grads, is_finite = finite_guard.mean_over_replicas(loss, grads, update.reads)
+        is_finite &= finite_guard.are_finite(finite_guard.gradient_factors(update, fields.opt_state))
+        is_taken, inputs = is_finite & ~has_failed, (fields.params, loss)
+        updates, opt_state = finite_guard.guarded_update(update, is_taken, grads, fields.opt_state, inputs)
+        params = finite_guard.select(is_taken, optax.apply_updates(fields.params, updates), fields.params)
+        return loss, is_finite, params, opt_state
+    updates, opt_state = _updates(optimizer, grads, fields.opt_state, fields.params, value=loss, **extra_args)
+    params = optax.apply_updates(fields.params, updates)
+    if non_finite == "keep":
+        return loss, is_finite, params, opt_state
+    # With collectives the updates of the replicas may differ, and the replicas have to agree.
+    are_finite = finite_guard.are_finite_on_all_replicas if update.has_collectives else finite_guard.are_finite
+    is_finite = jnp.isfinite(loss) & are_finite(updates)
+    old = fields.params, fields.opt_state
+    return loss, is_finite, *finite_guard.select(is_finite & ~has_failed, (params, opt_state), old)
+
+
+def _updates(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any) -> Any:
+    """Returns the updates and the new state of an optimizer, which receives the extra arguments that it accepts.
+
+    Raises:
+        TypeError: The optimizer needs another argument.
+    """
+    try:
+        return optax.with_extra_args_support(optimizer).update(grads, opt_state, params, **extra_args)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        if "'grad'" in str(error):
+            raise TypeError(
+                f"The optimizer needs the reduced gradients as `grad` ({error}), and reduces gradients itself. Remove the "
+                "policy of `jdist.sync` from it: the trainer then reduces the gradients before the update."
+            ) from error
+        raise TypeError(
+            f"The optimizer needs another argument ({error}). A `Trainer` passes `value` and `grad`, the loss and its "
+            "gradient, and `value_fn` and `obj_fn`, functions from parameters to the loss. For others write the step: "
+            "`Trainer(step=fn)`."
+        ) from error

@@ -1,0 +1,233 @@
+"""Data that stay on the devices (`cache="device"`): the same batches, positions and steps as without the cache."""
+
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist._src.data import device_cache
+from jdist._src.data.distribute import _check_cache
+from jdist._src.data.shards import ProcessShare
+from jdist._src.execution.multi_step import StackedSteps, stack_cached_batches
+from jdist._src.values.base import is_distributed
+from jdist._src.values.cached_rows import CachedRows
+
+from laws import STRATEGIES, among
+
+STRATEGIES_AND_VIRTUAL = {
+    **STRATEGIES,
+    "virtual_5": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"], virtual_replicas=5),
+}
+every_strategy = pytest.mark.parametrize("name", among(STRATEGIES_AND_VIRTUAL, "mirrored_3", "sharded_4", "virtual_5"))
+SIZE, EXAMPLES = 24, 61
+
+
+def _source(count=EXAMPLES):
+    numbers = np.arange(count)
+    image = np.random.default_rng(0).normal(size=(count, 2, 3)).astype(np.float32)
+    return {"number": numbers, "pair": (image, {"flag": numbers % 2 == 0, "none": None})}
+
+
+def _host(tree):
+    return [np.asarray(node.tree) for node in jax.tree.leaves(tree, is_leaf=is_distributed)]
+
+
+def _pair(strategy, size=SIZE, **options):
+    """Returns the data set without and with the cache."""
+    options = {"shuffle": True, "seed": 4, "epochs": 2, **options}
+    return (strategy.distribute_dataset(_source(), size, **options, cache=cache) for cache in (None, "device"))
+
+
+def assert_same(elements, expected):
+    for ours, theirs in itertools.zip_longest(elements, expected):
+        for a, b in zip(_host(ours), _host(theirs), strict=True):
+            np.testing.assert_array_equal(a, b)
+            assert a.dtype == b.dtype
+
+
+@every_strategy
+@pytest.mark.parametrize("size, remainder", [(120, "drop"), (SIZE, "pad"), (7, "pad"), (120, "pad")])
+def test_batches_weights_and_positions_are_those_without_the_cache(size, remainder, name):
+    source, strategy = _source(EXAMPLES * 5), STRATEGIES_AND_VIRTUAL[name]()
+    datasets = [
+        strategy.distribute_dataset(source, size, shuffle=True, epochs=2, remainder=remainder, cache=cache)
+        for cache in (None, "device")
+    ]
+    plain, cached = map(iter, datasets)
+    assert len(datasets[0]) == len(datasets[1])
+    for ours, theirs in itertools.zip_longest(cached, plain):
+        assert_same([ours], [theirs])
+        assert cached.get_state() == plain.get_state()
+        assert jdist.data.stats(cached).examples == jdist.data.stats(plain).examples
+
+
+def test_position_continues_with_and_without_the_cache_and_on_other_replicas(two, monkeypatch):
+    monkeypatch.setattr(device_cache, "_GROUP", 4)
+    plain, cached = _pair(two, size=7, remainder="pad", epochs=3)
+    number = lambda elements: [
+        np.asarray(batch["number"].tree).ravel()[np.asarray(weights.tree).ravel() > 0].tolist()
+        for batch, weights in elements
+    ]
+    expected = number(plain)
+    for taken in (0, 1, 5, 8, 9, 10, 26, 27):
+        states = []
+        for dataset in (plain, cached):
+            iterator = iter(dataset)
+            list(itertools.islice(iterator, taken))
+            states.append(iterator.get_state())
+        assert states[0] == states[1]
+        for dataset in (plain, cached, *_pair(STRATEGIES["mirrored_3"](), size=7, remainder="pad", epochs=3)):
+            resumed = iter(dataset)
+            resumed.set_state(states[0])
+            assert number(resumed) == expected[taken:]
+
+
+def _train(state, batch, *rest):
+    image = batch["pair"][0] * batch["number"][:, None, None]
+    loss = jdist.all_reduce("mean", jnp.tanh(image).sum(0))
+    return state + loss, (loss, batch["number"])
+
+
+@pytest.mark.parametrize("num_steps", [None, 3])
+def test_steps_are_those_without_the_cache(num_steps, strategy):
+    """Central storage runs one program per step; a replica that spans devices does not gather several batches at once."""
+    results = []
+    for dataset in _pair(strategy):
+        step = strategy.step(_train, steps_per_call=num_steps)
+        state, outputs, batches = strategy.init(lambda: jnp.zeros((2, 3))), [], iter(dataset)
+        while group := list(itertools.islice(batches, num_steps or 1)):
+            if num_steps is None or len(group) == num_steps:
+                state, out = step(state, group if num_steps else group[0])
+                outputs.append(jax.device_get(out))
+        results.append((np.asarray(state), outputs, step))
+    (state, outputs, _), (cached_state, cached_outputs, step) = results
+    assert len(outputs) == (1 if num_steps else 4)
+    jax.tree.map(np.testing.assert_array_equal, cached_outputs, outputs)
+    np.testing.assert_array_equal(cached_state, state)
+    assert str(step.proof) == str(results[0][2].proof)
+
+
+def test_several_steps_per_call_gather_successive_batches_at_once(two):
+    plain, cached = (list(dataset) for dataset in _pair(two, remainder="pad", epochs=4))
+    step = two.step(lambda state, element: _train(state, element[0]), steps_per_call=3)
+    start = lambda: two.init(lambda: jnp.zeros((2, 3)))
+
+    def results(elements):
+        return jax.device_get(step(start(), elements))
+
+    assert isinstance(stack_cached_batches(cached[:3], 3), StackedSteps)
+    jax.tree.map(np.testing.assert_array_equal, results(cached[:3]), results(plain[:3]))
+    jax.tree.map(np.testing.assert_array_equal, results(cached[3:6]), results(plain[3:6]))
+    for order in ([2, 1, 0], [0, 0, 1], [0, 1, 3]):  # not successive: gathered one by one
+        chosen = [cached[i] for i in order]
+        assert stack_cached_batches(chosen, 3) is chosen
+        jax.tree.map(np.testing.assert_array_equal, results(chosen), results([plain[i] for i in order]))
+    mixed = [cached[0], plain[1], cached[2]]
+    assert stack_cached_batches(mixed, 3) is mixed
+    jax.tree.map(np.testing.assert_array_equal, results(mixed), results(plain[:3]))
+    with pytest.raises(ValueError, match="each input is a list of 3 elements"):
+        step(start(), cached[:2])
+
+
+def test_steps_transfer_nothing_and_compile_once(two, monkeypatch):
+    monkeypatch.setattr(device_cache, "_GROUP", 2)
+    for dataset in (_pair(two, epochs=3), _pair(two, epochs=3)):
+        _, cached = dataset
+        one, three = two.step(_train), two.step(_train, steps_per_call=2)
+        state = two.init(lambda: jnp.zeros((2, 3)))
+        batches = iter(cached)
+        traced = []
+        with jax.transfer_guard("disallow"):
+            for batch in itertools.islice(batches, 2):
+                state, _ = one(state, batch)
+                traced.append(one._num_signatures)
+            for _ in range(2):
+                state, _ = three(state, list(itertools.islice(batches, 2)))
+                traced.append(three._num_signatures)
+        assert traced == [1, 1, 1, 1]
+
+
+def test_program_gathers_without_communication():
+    strategy = STRATEGIES["mirrored_8"]()
+    _, cached = _pair(strategy)
+    step = strategy.step(lambda state, batch: (state, batch["pair"][0].sum(0)))
+    text = step.lower(strategy.put(0), next(iter(cached))).compile().as_text()
+    assert "gather" in text
+    assert not [name for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if name in text]
+
+
+def test_run_and_the_host_functions_take_cached_batches(two):
+    plain, cached = (next(iter(dataset)) for dataset in _pair(two))
+    mean = lambda batch: jdist.all_reduce("mean", batch["number"].sum())
+    assert int(two.run(mean, (plain,))) == int(two.run(mean, (cached,)))
+    for function in (
+        lambda batch: two.gather(batch["number"], 0),
+        lambda batch: two.reduce("sum", batch["pair"][0], axis=0),
+        lambda batch: [part["number"] for part in two.local_results(batch)],
+        lambda batch: batch["number"].values,
+        lambda batch: batch["number"].read(),
+        lambda batch: batch["number"].map(lambda x: x + 1).tree,
+        lambda batch: two.put(batch)["number"].tree,
+        lambda batch: two.init(lambda batch: jdist.PerReplica(batch["number"]), batch).tree,
+        lambda batch: batch["number"].assign(jdist.PerReplica(np.zeros((2, 12), np.int32))).tree,
+        lambda batch: batch["number"].assign_add(batch["number"]).tree,
+        lambda batch: jax.jit(lambda batch: batch["number"].tree + 1)(batch),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, function(cached), function(plain))
+    assert repr(cached["pair"][0]) == "CachedRows(float32[2,12,2,3])"
+    with pytest.raises(TypeError, match=r"`\+` is not defined for CachedRows\(int32\[2,12\]\)"):
+        cached["number"] + 1
+
+
+def test_cached_batch_of_another_strategy_is_refused_with_its_name(two):
+    _, cached = _pair(STRATEGIES["mirrored_3"]())
+    with pytest.raises(ValueError, match=r"batch\['number'\] is on cpu:5, cpu:1, cpu:2, and this strategy uses cpu:0"):
+        two.step(_train)(two.put(jnp.zeros((2, 3))), next(iter(cached)))
+
+
+def test_arrays_are_transferred_once_for_all_iterators(two):
+    _, cached = _pair(two)
+    first, second = (next(iter(dataset))["number"] for dataset in (cached, cached.repeated(5)))
+    assert isinstance(first, CachedRows)
+    assert first.array is second.array
+
+
+def test_doubles_are_converted_with_the_warning(two, caplog):
+    dataset = two.distribute_dataset(np.arange(8.0), 4, cache="device")
+    assert next(iter(dataset)).tree.dtype == np.float32
+    assert "source (float64[8]): JAX converts 64-bit floats to 32 bits by default" in caplog.text
+
+
+REFUSED = {
+    "unknown": (dict(cache="host"), r"`cache` must be \"device\" or None, got 'host'"),
+    "stream": (
+        dict(source=lambda: iter([np.arange(3)] * 4), cache="device"),
+        r"cache=\"device\" stores arrays on the devices, and the source is function\. Pass a tree of arrays",
+    ),
+    "examples": (dict(source=range(9), cache="device"), "the source is range"),
+}
+
+
+@pytest.mark.parametrize("options, says", REFUSED.values(), ids=REFUSED)
+def test_source_that_cannot_be_cached_is_refused(options, says, two):
+    with pytest.raises(ValueError, match=says):
+        two.distribute_dataset(**{"source": np.zeros(12), "batch_size": 4, **options})
+
+
+def test_several_processes_are_refused(two):
+    config = two.distribute_dataset(np.zeros(12), 4)._config
+    with pytest.raises(ValueError, match="devices of a single process, and this strategy has devices of 3 processes"):
+        _check_cache("device", config, ProcessShare((0,), 3, 0, 3), None)
+
+
+def test_arrays_that_do_not_fit_are_refused_with_the_bytes():
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 5_000_000_000, "bytes_in_use": 2_000_000_000})
+    silent = types.SimpleNamespace(memory_stats=lambda: None)
+    replicas = types.SimpleNamespace(mesh=types.SimpleNamespace(local_devices=[silent, device]))
+    device_cache._check_memory(2_900_000_000, replicas)
+    with pytest.raises(ValueError, match=r"stores 3\.10 GB on each device, and .* has 3\.00 GB of memory left\. Omit"):
+        device_cache._check_memory(3_100_000_000, replicas)
