@@ -262,7 +262,8 @@ class StepFunctions:
             guarded_state, metrics = finite_guard.select(is_taken, (new_state, metrics), old)
             is_skipped = self.non_finite == "skip"
             new_state = with_step(guarded_state, step_of(new_state)) if is_skipped else guarded_state
-            has_failed = has_failed if is_skipped else ~is_taken
+            if not is_skipped:
+                has_failed, is_finite = ~is_taken, is_taken
         return TrainCarry(new_state, metrics, has_failed), StepOutcome(loss, is_finite)
 
     def evaluate(self, metrics: PyTree, state: ModelVariables, batch: PyTree, weights: Any = None) -> Any:
