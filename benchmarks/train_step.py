@@ -8,9 +8,13 @@ hand-written step without any reduction: a bound for every reduction, not a corr
 the same state, and the losses of their first steps are checked to be equal. On CPU every candidate waits for each step.
 
 `small, 10 steps per call` is `strategy.step(fn, steps_per_call=10)` against peers with one step per call, and against `scan`,
-a hand-written scan over the same number of steps that packs all leaves into one reduction. `fit, cnn` is an epoch of
-`Trainer.fit` without progress, against `for batch in dataset: state, loss = step(state, batch)`: `same step` calls the step of
-the trainer, with its metrics, and `written step` a step as users write it.
+a hand-written scan over the same number of steps that packs all leaves into one reduction. In a scan, XLA's CPU convolutions
+(`cnn`) are slow; jdist does not use one there.
+
+`fit, cnn` is an epoch of `Trainer.fit` with its defaults, against `for batch, weights in dataset: state, loss = step(state,
+batch, weights)`: `same step` calls the step of the trainer, with its metrics and its guard of non-finite steps, and `written
+step` a step as users write it. `wide` (4 million parameters) and `large` (12 million) show the cost per parameter, `small`
+the cost per call.
 """
 
 import contextlib
@@ -114,7 +118,7 @@ def packed_mean(tree):
     return unpacked(lax.pmean(flat, "replica"))
 
 
-PER_CALL = {"small": 10, "mlp": 10, "deep": 10}  # cases with a row for several steps per call
+PER_CALL = {"small": 10, "mlp": 10, "deep": 10, "cnn": 10}  # cases with a row for several steps per call
 ROUNDS = 3 if args.quick else 31
 
 

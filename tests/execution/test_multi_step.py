@@ -145,6 +145,11 @@ def test_program_of_several_steps_is_compiled_for_shapes_of_lists(two):
     assert "while" in compiled.as_text()
 
 
+def one_proof(step, *args):
+    step(*args)
+    return step.proof
+
+
 def conv_step(weights, batch):
     conv = lambda w, x: jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
     loss = lambda w: jnp.square(jax.checkpoint(conv)(w, batch)).mean()
@@ -154,20 +159,30 @@ def conv_step(weights, batch):
 
 @pytest.mark.parametrize("name", ["one_device", "mirrored_2", "sharded_4"])
 def test_convolution_is_not_in_a_loop_on_cpu(name):
-    """XLA's CPU convolutions are about 9 times slower in a loop. The results are those of one call per step."""
-    strategy = STRATEGIES[name]()
+    """XLA's CPU convolutions are about 9 times slower in a loop. The results are those of one call per step, bit for bit."""
+    strategy, traces = STRATEGIES[name](), []
+
+    def counted(*args):
+        traces.append(1)
+        return conv_step(*args)
+
     images = np.random.default_rng(0).normal(size=(NUM_STEPS * 4, 6, 6, 1)).astype(np.float32)
     batches = list(strategy.distribute_dataset(images, 4))
-    many, one = strategy.step(conv_step, steps_per_call=NUM_STEPS), strategy.step(conv_step)
+    many, one = strategy.step(counted, steps_per_call=NUM_STEPS), strategy.step(conv_step)
     weights = lambda: strategy.put(np.full((3, 3, 1, 2), 0.1, np.float32))
     assert "while" not in strategy.compile(many, weights(), batches).as_text()
-    after, (losses, sums) = many(weights(), batches)
+    start = weights()
+    after, (losses, sums) = many(start, batches)
+    assert start.is_deleted() and many.proof == one_proof(one, weights(), batches[0])
     state, outputs = weights(), []
     for batch in batches:
         state, output = one(state, batch)
         outputs.append(output)
-    np.testing.assert_allclose(after, state, rtol=1e-5)
-    np.testing.assert_allclose(losses, [float(loss) for loss, _ in outputs], rtol=1e-5)
+    np.testing.assert_array_equal(after, state)
+    np.testing.assert_array_equal(losses, [np.float32(loss) for loss, _ in outputs])
+    first_traces = len(traces)
+    many(after, batches)
+    assert len(traces) == first_traces
     assert losses.shape == (NUM_STEPS,) and type(sums) is type(outputs[0][1])
 
 

@@ -1,5 +1,6 @@
 """A step whose loss or gradient is infinite or NaN changes nothing; and the numbers that decide this."""
 
+import dataclasses
 import functools
 
 import jax
@@ -199,3 +200,16 @@ def temporary_bytes(strategy, trainer, x):
     carry = TrainCarry(trainer.init(x), metrics, strategy.put(np.bool_(False)))
     (batch,) = strategy.distribute_dataset((x, x[:, 0]), len(x))
     return strategy.compile(step, carry, batch).memory_analysis().temp_size_in_bytes
+
+
+def test_custom_step_that_is_not_finite_stops_though_later_steps_are(two):
+    def step(state, batch, weights=None):
+        x, y = batch
+        loss = jdist.all_reduce("mean", jnp.where(y == 7, jnp.nan, x @ state.params["w"] - y).mean())
+        params = jax.tree.map(lambda p: p - loss, state.params)
+        return dataclasses.replace(state, step=state.step + 1, params=params), loss
+
+    trainer = jdist.Trainer(step=step, strategy=two)
+    state = two.init(lambda: jdist.TrainState.create(MODEL[0](None, None), optax.sgd(0.1)))
+    fit = train(trainer, state=state, epochs=40)
+    assert fit.steps == 1 and fit.stop_reason.startswith("The loss of step 2 is nan")

@@ -355,17 +355,6 @@ def scan_parts(equation: Equation) -> ScanParts:
     return ScanParts(params["jaxpr"], num_consts, num_carry, options)
 
 
-def unroll_scans(program: Any) -> Any:
-    """Returns a closed jaxpr with its own `scan` equations unrolled completely: they are lowered without a loop."""
-    equations = [
-        equation.replace(params={**equation.params, "unroll": equation.params["length"]})
-        if equation.primitive.name == "scan"
-        else equation
-        for equation in program.eqns
-    ]
-    return core.ClosedJaxpr(program.jaxpr.replace(eqns=equations), program.consts)
-
-
 # Collectives, and `checkpoint_name`.
 
 

@@ -1,4 +1,7 @@
-"""Several steps per call (`steps_per_call`): one program that scans over them, or one call of a program per step."""
+"""Several steps per call (`steps_per_call`): one program that scans over them, or one call of a program per step.
+
+XLA's CPU convolutions are about 9 times slower in a loop, so there a step with a convolution is called once per step.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -14,6 +17,10 @@ from jdist._src.jaxpr.interpreter import contains_outside_loops
 from jdist._src.values.base import is_distributed
 from jdist._src.values.cached_rows import CachedRows, CachedSteps
 from jdist._src.values.per_replica import PerReplica
+
+
+class SlowLoopError(Exception):
+    """A loop over the steps would be slower than one call per step. Raised while the loop is traced; `Program` handles it."""
 
 
 @final
@@ -77,30 +84,34 @@ def stack_cached_batches(inputs: Any, num_steps: int) -> Any:
 
 
 def scan_steps(
-    step: Callable[..., tuple[PyTree, PyTree]], num_steps: int, avoids_loops: bool, state: PyTree, *inputs: PyTree
+    step: Callable[..., tuple[PyTree, PyTree]], num_steps: int, on_cpu: bool, state: PyTree, *inputs: PyTree
 ) -> Any:
     """Returns the state after `num_steps` steps and their outputs, leaves `[step, ...]`. Called in a replica function.
 
     Args:
         step: From the state and the inputs of a step to the new state and the outputs.
         num_steps: The number of steps.
-        avoids_loops: Whether to write the steps one after the other instead of in a loop, if a step contains a convolution.
+        on_cpu: Whether the program runs on CPU devices.
         state: The state before the first step.
         inputs: The inputs, each a list with one element per step, or `StackedSteps`.
+
+    Raises:
+        SlowLoopError: A step contains a convolution, and runs on CPU devices.
     """
     steps = inputs_per_step([x for x in inputs if not isinstance(x, StackedSteps)], num_steps)
     lists = iter(_stack(steps))
     stacked = tuple(x.stacked() if isinstance(x, StackedSteps) else next(lists) for x in inputs)
-    scan = lambda state, inputs: lax.scan(lambda state, inputs: step(state, *inputs), state, inputs, num_steps)
-    arguments = jax.tree.map(jnp.asarray, state), stacked
-    if not avoids_loops:
-        return scan(*arguments)
-    program, shapes = jax.make_jaxpr(scan, return_shape=True)(*arguments)
-    bodies = [body for equation in program.eqns for body in jax_compat.contents(equation).jaxprs]
-    if any(contains_outside_loops(body, "conv_general_dilated") for body in bodies):
-        program = jax_compat.unroll_scans(program)
-    leaves = jax_compat.jaxpr_function(program)(*jax.tree.leaves(arguments))
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    def checked_step(state: PyTree, inputs: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        if not on_cpu:
+            return step(state, *inputs)
+        program, shapes = jax.make_jaxpr(step, return_shape=True)(state, *inputs)
+        if contains_outside_loops(program.jaxpr, "conv_general_dilated"):
+            raise SlowLoopError
+        leaves = jax_compat.jaxpr_function(program)(*jax.tree.leaves((state, inputs)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    return lax.scan(checked_step, jax.tree.map(jnp.asarray, state), stacked, num_steps)
 
 
 def _stack(values: Sequence[PyTree]) -> PyTree:

@@ -20,7 +20,7 @@ from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
 from jdist._src.execution.backend import Backend
-from jdist._src.execution.multi_step import inputs_per_step, run_sequentially, stack_cached_batches
+from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially, stack_cached_batches
 from jdist._src.execution.replicate import Call, Proof, Traced
 from jdist._src.replica.context import in_replica_function
 from jdist._src.values.arrays import (
@@ -63,6 +63,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             once on its inputs.
         scanned_steps: The number of steps in the program, whose inputs are then lists with one element per step; None if its
             inputs are those of one step.
+        without_scan: Returns an equal program that does not scan over several steps, for a program whose trace raises
+            `SlowLoopError`.
     """
 
     __wrapped__: Callable[Concatenate[StateT, InputsT], tuple[Any, OutputsT]]
@@ -77,6 +79,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         donates: bool = False,
         steps_per_call: int | None = None,
         scanned_steps: int | None = None,
+        without_scan: "Callable[[], Program[..., Any, Any]] | None" = None,
     ):
         proofs: list[Proof] = []
 
@@ -96,6 +99,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._has_state = has_state
         self._donates = donates
         self._steps_per_call = steps_per_call
+        self._without_scan = without_scan
+        self._replacement: Any = None  # the program without a scan, after `SlowLoopError`
         # One replica over several devices shards the first dimension of its batch, which is not that of several batches.
         self._stacked_steps = None if backend.replicas.batch_axes else scanned_steps
         self._smallest = 0  # the index of the smallest result: the results of a call are held until the next call
@@ -133,10 +138,14 @@ class Program(Generic[StateT, InputsT, OutputsT]):
                     "`strategy.run`, `strategy.init` or a step is called inside a replica function. Call the inner function "
                     "directly: inside a replica function the values are one replica's plain arrays."
                 )
+            if self._replacement is not None:
+                return self._replacement(*args)
             try:
                 if is_keyed() or not jax.sharding.get_abstract_mesh().empty:
                     return self._call_outside_contexts(*args)
                 return self._checked_call(*args)
+            except SlowLoopError:
+                return self._replaced()(*args)
             except (TypeError, ValueError, RuntimeError, AttributeError) as error:
                 mesh, has_donated = self.backend.replicas.mesh, self._donates and bool(args)
                 check_devices_attached(mesh)
@@ -145,13 +154,18 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Returns the program lowered for arguments of these shapes: `lower(...).compile().as_text()`."""
+        if self._replacement is not None:
+            return self._replacement.lower(*args)
         if self._steps_per_call is not None:
             args = (args[0], *inputs_per_step(args[1:], self._steps_per_call)[0])
         state, inputs = args[: self._has_state], args[self._has_state :]
         backend = self.backend
         state_shardings = backend.state_shardings if backend.storage is None else backend.input_shardings
         shardings = state_shardings(state[0]) if self._has_state else []
-        return self._lowered.lower(*_shapes(args, [*shardings, *backend.input_shardings(inputs)]))
+        try:
+            return self._lowered.lower(*_shapes(args, [*shardings, *backend.input_shardings(inputs)]))
+        except SlowLoopError:
+            return self._replaced().lower(*args)
 
     @property
     def proof(self) -> Proof:
@@ -160,6 +174,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         Raises:
             RuntimeError: The program was not traced yet.
         """
+        if self._replacement is not None:
+            return self._replacement.proof
         if not self._proofs:
             raise RuntimeError("Nothing is proved yet: a step is traced when it is called for the first time.")
         return self._proofs[0]
@@ -175,6 +191,11 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             "A step cannot be pickled: it is compiled for devices of this process. Pickle its function, `step.__wrapped__`, "
             "and the strategy, and call `strategy.step(fn)` again. `jdist.export` saves a function with its weights."
         )
+
+    def _replaced(self) -> Any:
+        assert self._without_scan is not None
+        self._replacement = self._without_scan()
+        return self._replacement
 
     def _call_outside_contexts(self, *args: PyTree) -> tuple[PyTree, PyTree]:
         """Calls the program outside the host's contexts. In `scope()` or `jax.set_mesh` it would be compiled again."""
@@ -245,6 +266,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             return
         try:
             yield programs
+        except SlowLoopError:  # on all processes, which compare the program without a scan
+            raise
         except Exception as error:
             check_same_program(name, None, [], replicas, failure=error)
             raise

@@ -66,8 +66,12 @@ def step_program(
     donate: bool,
     backend: Backend,
     context: ReplicaContext,
+    scans: bool = True,
 ) -> Program:
-    """Returns the program of `Strategy.step`: it takes `(state, *inputs)` and returns the new state and the outputs."""
+    """Returns the program of `Strategy.step`: it takes `(state, *inputs)` and returns the new state and the outputs.
+
+    Several steps per call are one program that scans over them, if the backend supports it and if `scans`.
+    """
     _check_callable(fn)
     if not isinstance(dtypes, Precision | None):
         raise TypeError(
@@ -75,9 +79,9 @@ def step_program(
         )
     if steps_per_call is not None:
         steps_per_call = as_int("`steps_per_call`", steps_per_call, 1)
-    scanned_steps = steps_per_call if backend.supports_scan else None
-    # XLA's CPU convolutions are about 9 times slower in a loop. A loop over virtual replicas is there in any case.
-    avoids_loops = backend.replicas.mesh.devices.flat[0].platform == "cpu" and not backend.replicas.virtual
+    scanned_steps = steps_per_call if backend.supports_scan and scans else None
+    # Virtual replicas run in a loop of their own in any case.
+    on_cpu = backend.replicas.mesh.devices.flat[0].platform == "cpu" and not backend.replicas.virtual
 
     def trace(call: Call) -> Traced:
         wrapped_state = call.args[0]
@@ -93,7 +97,7 @@ def step_program(
             if scanned_steps is None:
                 after, outputs = one_step(before, *inputs)
             else:
-                after, outputs = scan_steps(one_step, scanned_steps, avoids_loops, before, *inputs)
+                after, outputs = scan_steps(one_step, scanned_steps, on_cpu, before, *inputs)
             return rewrap(wrapped_state, after), outputs
 
         return replicate(call, body, backend, context, has_state=True)
@@ -112,8 +116,9 @@ def step_program(
         backend,
         has_state=True,
         donates=donate,
-        steps_per_call=None if backend.supports_scan else steps_per_call,
+        steps_per_call=None if scanned_steps else steps_per_call,
         scanned_steps=scanned_steps,
+        without_scan=lambda: step_program(fn, dtypes, steps_per_call, donate, backend, context, scans=False),
     )
     functools.update_wrapper(program, fn, updated=())
     return program
