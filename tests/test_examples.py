@@ -22,11 +22,17 @@ def test_digits_reaches_its_accuracy_and_prints_the_proof():
     assert re.fullmatch(r"Proved while tracing: 26 of 26 .* all 8 replicas .*", done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("example, flags", [("digits.py", ()), ("digits_fit.py", ("--epochs", "1"))])
+def test_batch_size_of_example_needs_not_be_a_multiple_of_the_replicas(example, flags, tmp_path):
+    done = run(EXAMPLES / example, "--replicas", "3", *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_digits_reports_invalid_flags():
     assert_invalid_arguments(
         "digits.py",
         {
-            "--replicas 3": "ValueError: A batch of 128 examples cannot be split over 3 replicas",
             "--seed -1": "ValueError: `seed`",
             "--batch-size many": "argument --batch-size: invalid int value: 'many'",
             "--frobnicate": "unrecognized arguments: --frobnicate",

@@ -92,9 +92,10 @@ results["mw2_examples"] = read(np.arange(14), 8, auto_shard="off")
 results["mw2_batches"] = read(Batched(np.arange(14), 4), None, auto_shard="off")
 for how, source in both(np.arange(9), 4).items():
     results[f"mw3_{how}"] = read(*source, auto_shard="data")
-results["mw4_refused"] = refusal(lambda: read(np.arange(9), 5))
+results["mw4_refused"] = refusal(lambda: read(np.arange(9), 5, remainder="drop"))
 results["mw4_batches_refused"] = refusal(lambda: read(Batched(np.arange(9), 5), None, remainder="drop"))
-results["mw4_filled"] = read(Batched(np.arange(9), 5), None)
+for how, source in both(np.arange(9), 5).items():
+    results[f"mw4_{how}"] = read(*source)
 for how, source in both(np.arange(10), 4).items():
     results[f"mw5_{how}"] = read(*source, remainder="drop")
 results["mw6_file"] = refusal(lambda: read(range(8), 4, auto_shard="file"))

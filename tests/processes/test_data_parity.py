@@ -58,7 +58,8 @@ def test_mw4_batch_that_cannot_be_split_is_refused_or_padded(result):
     for name in ("mw4_refused", "mw4_batches_refused"):
         for message in result(name):
             assert "A batch of 5 examples cannot be split over 2 replicas (1 left over)" in message
-    assert result("mw4_filled") == (_steps([0, 1, 2], [5, 6, 7]), _steps([3, 4], [8]))
+    for how in ("examples", "batches"):
+        assert result(f"mw4_{how}") == (_steps([0, 1, 2], [5, 6, 7]), _steps([3, 4], [8]))
 
 
 @pytest.mark.parametrize("how", ["examples", "batches"])
