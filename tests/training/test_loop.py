@@ -52,6 +52,23 @@ def test_callbacks_receive_events_of_every_call_epoch_and_end(two, steps_per_cal
     assert events[-1][3] == 480
 
 
+def test_callbacks_that_need_few_step_events_receive_the_first_of_fit_and_the_last_of_each_epoch(two):
+    class Seldom(jdist.callbacks.Callback):
+        step_interval_seconds = 1e6
+
+        def __init__(self):
+            self.steps = []
+
+        def __call__(self, event):
+            self.steps += [event.step] if event.moment is Moment.STEP else []
+
+    alone, together = Seldom(), Seldom()
+    small(two, callbacks=[alone])
+    small(two, callbacks=[together, lambda event: None])
+    assert alone.steps == [1, 4, 8]
+    assert together.steps == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 def test_metric_names_are_known_before_the_epoch(two):
     events = []
     small(two, callbacks=[events.append], epochs=1, validation_data=SMALL)

@@ -8,6 +8,7 @@ separate a step from its state.
 import contextlib
 import dataclasses
 import functools
+import math
 import signal
 import threading
 import time
@@ -103,6 +104,7 @@ class Loop:
         self._row_metrics: Mapping[str, Any] = {}
         self._recorder = Recorder(start.resume_data)
         self._start_time = self._row_start_time = time.perf_counter()
+        self._step_interval = self._next_step_event = 0.0
         self._stop_reason: str | None = None
         self._has_failed = self._ends_epoch = self._is_last = self._validates = False
 
@@ -115,12 +117,15 @@ class Loop:
         """Takes a call of the step per group of batches, and returns the result of training."""
         with self._keeping_state(), jax.transfer_guard("disallow"), _handle_interrupts() as interrupt:
             self._notify(Moment.START)
+            intervals = [callback.step_interval_seconds for callback in self._config.callbacks]
+            self._step_interval = min(intervals, default=math.inf)
             try:
                 for batches in groups:
                     with interrupt.deferred():
                         self._take(batches)
                         self._validates = self._is_validation_due()
-                        self._notify(Moment.STEP)
+                        if self._is_step_event_due():
+                            self._notify(Moment.STEP)
                         if self._ends_row:
                             self._end_row()
                     if self._is_over(interrupt.is_requested):
@@ -154,6 +159,16 @@ class Loop:
         if self._config.validate is None or every is None:
             return self._config.validate is not None and self._ends_epoch
         return self._is_last or self._step // every > self._last_validation // every
+
+    def _is_step_event_due(self) -> bool:
+        """Returns whether the callbacks receive an event of the last call of the step."""
+        if self._step_interval == 0 or self._ends_row:
+            return True
+        now = time.perf_counter()
+        if now < self._next_step_event:
+            return False
+        self._next_step_event = now + self._step_interval
+        return True
 
     def _end_row(self) -> None:
         """Validates if it is due, adds a row to the history, and sends its event."""

@@ -1,6 +1,7 @@
 """The callback that shows the progress of training."""
 
 import importlib.util
+import math
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -64,6 +65,11 @@ class Progress(Callback):
             )
         self._kind, self._requested_interval, self._stream = kind, interval_seconds, stream
         self._display: Display | None = None
+
+    @property
+    def step_interval_seconds(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A tenth of the interval between two reports; infinite without a display."""
+        return math.inf if self._display is None else self._interval / 10
 
     def __call__(self, event: Event, /) -> None:
         """Shows a report if one is due."""
