@@ -60,7 +60,7 @@ VALUES = [(2, 3), (4, 5), (7, 8), ("save", "restore"), (2, 1), ("step 3", "none"
 WRONG = {  # case -> the error of the process whose argument is wrong
     "leaf": "TypeError: state/w is str: devices hold numbers",
     "position": "TypeError: `data_position` is saved as JSON, which cannot represent <object",
-    "extra": "TypeError: extra/f is builtin_function_or_method: devices hold numbers",
+    "extra": "TypeError: extra/f is builtin_function_or_method, a function: devices hold numbers",
     "step of a wrong kind": "TypeError: `step` must be an integer >= 0, got '1'",
     "earlier step": "ValueError: .* has a checkpoint of step 2, so a checkpoint of step 1 would not be the newest",
     "like": r"ValueError: .* does not match `like`\. .* w is float32\[8,4\] in the checkpoint and float32\[8,5\] in `like`",
