@@ -14,7 +14,7 @@ a hand-written scan over the same number of steps that packs all leaves into one
 `fit, cnn` is an epoch of `Trainer.fit` with its defaults, against `for batch, weights in dataset: state, loss = step(state,
 batch, weights)`: `same step` calls the step of the trainer, with its metrics and its guard of non-finite steps, and `written
 step` a step as users write it. `wide` (4 million parameters) and `large` (12 million) show the cost per parameter, `small`
-the cost per call.
+the cost per call. `--case fit` runs all of them, `--case fit-cnn` one.
 """
 
 import contextlib
@@ -28,8 +28,21 @@ import sidebyside
 
 options = sidebyside.parser("Training steps of jdist against hand-written steps.")
 options.add_argument("--devices", type=int, default=0, help="default: all accelerators, or 4 CPU devices")
+FIT_STEPS = {"small": 1000, "cnn": 100, "transformer": 20, "large": 10, "wide": 40}  # steps of an epoch of `fit`
 options.add_argument(
-    "--case", choices=["small", "mlp", "deep", "cnn", "transformer", "large", "wide", "fit"], help="run only this case"
+    "--case",
+    choices=[
+        "small",
+        "mlp",
+        "deep",
+        "cnn",
+        "transformer",
+        "large",
+        "wide",
+        "fit",
+        *(f"fit-{name}" for name in FIT_STEPS),
+    ],
+    help="run only this case",
 )
 args = options.parse_args()
 jax.config.update("jax_num_cpu_devices", args.devices or 4)
@@ -98,7 +111,6 @@ CASES = {
     "large": (2, Transformer(6, 384), optax.adamw(1e-3), labelled((16, 32), np.int32)),
     "wide": (5, MLP((1536, 1536, 1024)), optax.adamw(1e-3), labelled((64, 256))),
 }
-FIT_STEPS = {"small": 1000, "cnn": 100, "transformer": 20, "large": 10, "wide": 40}  # steps of an epoch of `fit`
 
 
 def train_step(model, optimizer, mean, state, batch):
@@ -250,7 +262,7 @@ def main():
         if args.case in (None, name):
             compare(name, *case)
     for name, steps in FIT_STEPS.items():
-        if args.case in (None, "fit"):
+        if args.case in (None, "fit", f"fit-{name}"):
             compare_fit(name, steps // 5 if args.quick else steps, *CASES[name][1:])
 
 
