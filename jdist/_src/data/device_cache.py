@@ -27,7 +27,7 @@ from jdist._src.values.per_replica import PerReplica
 
 # The number of batches that are transferred together, and the number of batches after them that are transferred too, so that
 # `steps_per_call` successive batches are in one array.
-_GROUP, _AHEAD = 64, 16
+_GROUP, _AHEAD = 256, 16
 # On CPU devices, whose memory is the host's, XLA gathers more slowly than numpy. There the host copies the examples of a group
 # if they have at most this number of bytes.
 _MAX_COPIED_BYTES = 1 << 24
