@@ -36,7 +36,7 @@ def adapt_keras(model: Any) -> ModelFunctions:
         return params, {name: v.value for name, v in zip(state_names, model.non_trainable_variables, strict=True)}
 
     def apply(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
-        import keras
+        import keras  # pyright: ignore[reportMissingImports]
 
         seeds = {name: state[name] for name in state_names if "seed_generator" in name}
         seeded_state = {**state, **_new_seeds(key, seeds)}
@@ -97,7 +97,7 @@ def _model_losses(losses: list[Any], inputs: PyTree) -> ModelLosses:
 @contextlib.contextmanager
 def _without_padding(model: Any, weights: Any) -> Iterator[None]:
     """Inside, activity regularizers have no contribution of examples with weight 0."""
-    import keras
+    import keras  # pyright: ignore[reportMissingImports]
 
     if weights is None:
         yield
@@ -130,7 +130,7 @@ def _copied(model: Any) -> Any:
     Raises:
         TypeError: Keras cannot serialize the model.
     """
-    import keras
+    import keras  # pyright: ignore[reportMissingImports]
 
     classes = {type(layer).__name__: type(layer) for layer in model._flatten_layers()}
     custom = {name: kind for name, kind in classes.items() if not kind.__module__.startswith("keras.")}

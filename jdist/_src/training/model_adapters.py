@@ -164,7 +164,7 @@ def _adapt_haiku(model: Any) -> ModelFunctions:
 
 def _adapt_equinox(model: Any, model_state: Any = None) -> ModelFunctions:
     """An equinox module computes one example, so it is mapped over the batch, with the axis name "batch"."""
-    import equinox
+    import equinox  # pyright: ignore[reportMissingImports]
 
     params, static = equinox.partition(model, equinox.is_inexact_array)
     signature = CallSignature(type(model).__call__, 1, excluded=("state",))
