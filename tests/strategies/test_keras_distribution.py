@@ -21,7 +21,7 @@ TARGETS = np.random.default_rng(1).integers(0, 3, 40)
 
 @pytest.fixture(autouse=True)
 def short_loops_do_not_block(monkeypatch):
-    monkeypatch.setattr(jax_compat, "KERAS_BLOCKS_ON_CPU", False)
+    monkeypatch.setattr(jax_compat, "KERAS_ABORTS_ON_CPU", False)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_trainer_with_a_model_of_the_scope_does_not_warn(four, keras):
 
 
 def test_devices_that_keras_cannot_use_are_one_device_with_a_warning(four, keras, monkeypatch):
-    monkeypatch.setattr(jax_compat, "KERAS_BLOCKS_ON_CPU", True)
+    monkeypatch.setattr(jax_compat, "KERAS_ABORTS_ON_CPU", True)
     message = r"Keras' own `fit` runs on one device: on several CPU devices.*`jdist\.Trainer\(model, optimizer, loss"
     with four.scope():
         assert keras.distribution.distribution().device_mesh.devices.size == 1

@@ -18,7 +18,7 @@ Literal = core.Literal
 # before, or that is donated twice in one call.
 CRASHES_ON_DONATED_MEMORY = jax.__version_info__ < (0, 11)
 # On several CPU devices this JAX ends the process if many calls with collectives are dispatched without waiting, as Keras does.
-KERAS_BLOCKS_ON_CPU = jax.__version_info__ < (0, 11)
+KERAS_ABORTS_ON_CPU = jax.__version_info__ < (0, 11)
 
 
 # The state of JAX.

@@ -109,11 +109,7 @@ _LIBRARIES = "flax", "optax", "chex", "keras", "optree", "haiku", "equinox", "di
 
 def _in_library(file: str) -> bool:
     in_standard = file.startswith(sysconfig.get_paths()["stdlib"]) and "site-packages" not in file
-    return (
-        in_standard
-        or file.startswith(_folders("flax", "optax", "chex", "keras", "haiku", "equinox", "distrax"))
-        or file.startswith(_JDIST)
-    )
+    return in_standard or file.startswith(_folders(*_LIBRARIES)) or file.startswith(_JDIST)
 
 
 @functools.cache

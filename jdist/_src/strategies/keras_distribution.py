@@ -81,7 +81,7 @@ def _data_parallel(keras: Any, devices: Sequence[jax.Device], reason_for_one_dev
 def _reason_for_one_device(strategy: Any) -> str | None:
     if len({device.process_index for device in strategy.devices}) > 1:
         return "the devices of this strategy belong to several processes, and Keras would expect other data on each of them."
-    if jax_compat.KERAS_BLOCKS_ON_CPU and is_bounded(strategy.mesh):
+    if jax_compat.KERAS_ABORTS_ON_CPU and is_bounded(strategy.mesh):
         return "on several CPU devices, JAX before 0.11 blocks in loops that do not wait for each step."
     return None
 

@@ -87,15 +87,8 @@ class CachedRows(DistributedValues):
             wait_for_results(rows)
         return rows
 
-    @staticmethod
-    def _partition_spec(axes: tuple[str, ...]) -> PartitionSpec:
-        """Returns a spec that splits the first dimension over the replica axes."""
-        return PerReplica._partition_spec(axes)
-
-    @staticmethod
-    def _check_leaf(name: str, leaf: Any, num_replicas: int) -> None:
-        """Raises ValueError if `leaf` does not have one row per replica."""
-        PerReplica._check_leaf(name, leaf, num_replicas)
+    _partition_spec = staticmethod(PerReplica._partition_spec)
+    _check_leaf = staticmethod(PerReplica._check_leaf)
 
     def _rows(self, num_replicas: int) -> PyTree:
         """Returns the examples."""
