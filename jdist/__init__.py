@@ -1,9 +1,9 @@
 """Distribution strategies for JAX: write a training step for one replica, choose where it runs with a strategy object.
 
 jdist proves, while it traces the step, that the replicas stay synchronized. Read `jdist.MirroredStrategy` and
-`jdist.Strategy.step` first. The public names are in this package and in its modules `callbacks`, `cluster`, `data`, `metrics`,
-`sync` and `weights`; everything in `_src` is private. Importing jdist does not start a JAX backend and does not import optional
-packages.
+`jdist.Strategy.step` first. The public names are in this package and in its modules `callbacks`, `cluster`, `data`, `hlo`,
+`metrics`, `sync`, `testing` and `weights`; everything in `_src` is private. Importing jdist does not start a JAX backend and
+does not import optional packages.
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from jdist import data as data
 from jdist import hlo as hlo
 from jdist import metrics as metrics
 from jdist import sync as sync
+from jdist import testing as testing
 from jdist import weights as weights
 from jdist._src.checkpoint.checkpointer import Checkpointer as Checkpointer
 from jdist._src.checkpoint.checkpointer import RestoredCheckpoint as RestoredCheckpoint
@@ -38,6 +39,7 @@ from jdist._src.data.dataset import DistributedDataset as DistributedDataset
 from jdist._src.data.dataset import DistributedIterator as DistributedIterator
 from jdist._src.data.shards import AutoShardPolicy as AutoShardPolicy
 from jdist._src.data.shards import InputContext as InputContext
+from jdist._src.devices.cpu_devices import use_cpu_devices as use_cpu_devices
 from jdist._src.devices.mesh import Replicas as Replicas
 from jdist._src.devices.topology import topology_devices as topology_devices
 from jdist._src.devices.xla_flags import XlaFlag as XlaFlag
@@ -65,13 +67,16 @@ from jdist._src.replica.losses import scale_regularization_loss as scale_regular
 from jdist._src.replica.precision import Precision as Precision
 from jdist._src.replica.random import example_key as example_key
 from jdist._src.replica.random import replica_key as replica_key
+from jdist._src.replica.random import replica_rngs as replica_rngs
 from jdist._src.strategies.automatic import auto_strategy as auto_strategy
 from jdist._src.strategies.base import Strategy as Strategy
 from jdist._src.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from jdist._src.strategies.current import get_replica_context as get_replica_context
 from jdist._src.strategies.current import get_strategy as get_strategy
 from jdist._src.strategies.current import has_strategy as has_strategy
+from jdist._src.strategies.current import init as init
 from jdist._src.strategies.current import set_strategy as set_strategy
+from jdist._src.strategies.current import step as step
 from jdist._src.strategies.description import Description as Description
 from jdist._src.strategies.description import LeafDescription as LeafDescription
 from jdist._src.strategies.mirrored import MirroredStrategy as MirroredStrategy
@@ -79,12 +84,16 @@ from jdist._src.strategies.one_device import OneDeviceStrategy as OneDeviceStrat
 from jdist._src.strategies.scope import Scope as Scope
 from jdist._src.strategies.sharded import ShardedStrategy as ShardedStrategy
 from jdist._src.strategies.tpu import TPUStrategy as TPUStrategy
+from jdist._src.strategies.unbound_step import Step as Step
 from jdist._src.strategies.variables import read_values as read_values
 from jdist._src.strategies.variables import trainable as trainable
 from jdist._src.strategies.variables import variable as variable
+from jdist._src.training.eval_step import EvalStep as EvalStep
+from jdist._src.training.eval_step import eval_step as eval_step
 from jdist._src.training.fit import Fit as Fit
 from jdist._src.training.history import History as History
 from jdist._src.training.state import TrainState as TrainState
+from jdist._src.training.train_step import train_step as train_step
 from jdist._src.training.trainer import Trainer as Trainer
 from jdist._src.values.aggregation import VariableAggregation as VariableAggregation
 from jdist._src.values.aggregation import VariableSynchronization as VariableSynchronization

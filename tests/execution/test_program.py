@@ -641,7 +641,7 @@ CALLS = {
     ),
     "step_with_an_unknown_argument": (
         lambda s, step: s.step(identity, donated=True),
-        r"has no argument `donated`: its arguments are `precision`, `steps_per_call` and `donate`\.$",
+        r"has no argument `donated`: its arguments are `precision`, `steps_per_call`, `donate` and `compiler_options`\.$",
     ),
 }
 

@@ -252,8 +252,8 @@ TRAINED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synced, alone", TRAINED.values(), ids=TRAINED)
-@pytest.mark.one_in(2)
 def test_training_with_synchronized_normalization_on_four_replicas_equals_that_on_one_device(synced, alone):
     strategy = jdist.MirroredStrategy(FOUR)
     params, stats, apply = synced()
@@ -279,6 +279,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("counted, alone", COUNTED.values(), ids=COUNTED)
+@pytest.mark.one_in(2)
 def test_normalization_of_padded_batches_equals_that_of_the_batches_without_padding_on_one_device(counted, alone):
     count = 11  # the second batch has two rows on one replica, one row and padding on another, and only padding on two
     strategy = jdist.MirroredStrategy(FOUR)

@@ -135,6 +135,7 @@ class Dropped(nn.Module):
         return hidden, nn.Dropout(0.5, deterministic=False)(jnp.ones(32))
 
 
+@pytest.mark.slow
 def test_dropout_of_each_example_is_the_same_on_any_number_of_replicas():
     model, key = Dropped(), jax.random.key(9)
     x = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)

@@ -1,6 +1,8 @@
 """Evaluation and prediction: exact over all examples and in order, for every batch size and strategy; and errors."""
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,34 @@ METRICS = {
     "confusion": (jdist.metrics.ConfusionMatrix.empty(10), lambda outputs, targets: (outputs.argmax(-1), targets)),
     "margin": margin,
 }
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Correct(jdist.metrics.Metric):
+    """The number of correct predictions. With other dtypes or shapes than `empty`, it cannot be accumulated."""
+
+    count: Any
+
+    def update(self, outputs, targets, *, weights=None):
+        return Correct(self.count + ((outputs.argmax(-1) == targets) * weights).sum())
+
+    def compute(self):
+        return self.count
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Integers(jdist.metrics.Metric):
+    """Integers that float32 does not have: per replica and batch, `2**24 + 1` and the number of examples."""
+
+    sums: Any
+
+    def update(self, outputs, targets, *, weights=None):
+        return Integers(self.sums + jnp.array([[2**24 + 1], [len(targets)]]))
+
+    def compute(self):
+        return self.sums
 
 
 @functools.cache
@@ -70,7 +100,7 @@ SIZES = [("mirrored_2", size) for size in (14, 1796, 2000)] + [("mirrored_3", 6)
 
 
 @pytest.mark.parametrize("name, size", [*((name, 240) for name in PLACES), *SIZES])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(12)
 def test_metrics_of_all_digits_equal_those_of_numpy(name, size):
     trainer, state = classifier(name)
     results, expected = trainer.evaluate(state, (IMAGES, LABELS), batch_size=size), by_numpy(IMAGES, LABELS)
@@ -83,6 +113,7 @@ def test_metrics_of_all_digits_equal_those_of_numpy(name, size):
 
 
 @pytest.mark.parametrize("name, size", [*((name, 240) for name in PLACES), *SIZES])
+@pytest.mark.one_in(3)
 def test_predictions_are_in_the_order_of_the_data_without_padding(name, size):
     trainer, state = classifier(name)
     outputs = trainer.predict(state, IMAGES, batch_size=size)
@@ -357,6 +388,27 @@ def test_outputs_that_are_not_one_value_per_example_raise(outputs, message, two)
     trainer = jdist.Trainer((LINEAR[0], lambda w, x: outputs(x @ w)), optax.sgd(0.1), strategy=two)
     with pytest.raises(ValueError, match=message + r".*\[batch, \.\.\.\]"):
         trainer.predict(trainer.init(X), X, batch_size=4)
+
+
+def test_sums_of_several_dtypes_are_exact(two):
+    model = (lambda key, x: jnp.asarray(WEIGHTS), lambda w, x: x @ w)
+    count = 2**24 + 1  # not a float32
+    metrics = {"correct": Correct(np.float32(0)), "integers": Integers(np.int32([[0], [0]])), "margin": margin}
+    trainer = jdist.Trainer(model, optax.sgd(0.1), cross_entropy, metrics=metrics, strategy=two)
+    values = trainer.evaluate(trainer.init(IMAGES), (IMAGES[:8], LABELS[:8]), batch_size=4)
+    expected = by_numpy(IMAGES[:8], LABELS[:8])
+    assert values["correct"] == expected["accuracy"] * 8 and values["integers"].tolist() == [[4 * count], [8]]
+    np.testing.assert_allclose(values["margin"], expected["margin"], rtol=1e-4)
+
+
+def test_metric_whose_dtype_depends_on_the_batch_raises(two):
+    model = (lambda key, x: jnp.asarray(WEIGHTS), lambda w, x: x @ w)
+    trainer = jdist.Trainer(
+        model, optax.sgd(0.1), cross_entropy, metrics={"correct": Correct(np.int32(0))}, strategy=two
+    )
+    message = r"'correct' is Correct\(count=int32\[\]\) without examples, and Correct\(count=float32\[\]\) with a batch"
+    with pytest.raises(ValueError, match=message):
+        trainer.evaluate(trainer.init(IMAGES), (IMAGES, LABELS), batch_size=4)
 
 
 def test_missing_loss_or_optimizer_raises(two):

@@ -50,6 +50,7 @@ def bits(tree):
 # -- the law -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 def test_non_finite_gradient_stops_with_the_state_before_it(strategy):
     fit = train(trainer_of(strategy), epochs=2)
     before = train(trainer_of(strategy), tuple(part[:BATCH] for part in data()))
@@ -80,6 +81,7 @@ def test_step_with_a_non_finite_gradient_is_skipped(two, steps_per_call):
     ids=["mean", "local", "float16"],
 )
 @pytest.mark.parametrize("non_finite", ["stop", "skip"])
+@pytest.mark.one_in(6)
 def test_replicas_agree_with_an_optimizer_that_reduces(optimizer, non_finite):
     """The bad example is on one replica, whose update alone is not finite if the updates are local."""
     strategy = place("mirrored_2")
@@ -99,6 +101,7 @@ def test_replicas_agree_with_an_optimizer_that_reduces(optimizer, non_finite):
 
 @pytest.mark.parametrize("rate", [np.nan, np.inf])
 @pytest.mark.parametrize("non_finite", ["stop", "skip"])
+@pytest.mark.one_in(4)
 def test_learning_rate_that_is_not_finite_changes_nothing(two, rate, non_finite):
     optimizer = optax.sgd(lambda count: jnp.where(count == 1, rate, 0.1))
     fit = train(trainer_of(two, optimizer, non_finite=non_finite), (X, Y))
@@ -123,6 +126,7 @@ def test_optimizer_that_tests_numbers_itself_decides(two, optimizer):
     assert fit.steps == 3 and fit.stop_reason == "All requested steps were taken."
 
 
+@pytest.mark.slow
 def test_dynamic_loss_scale_shrinks_instead_of_ending_training(two):
     optimizer = jdist.sync.dynamic_loss_scale(optax.chain(jdist.sync.mean(), optax.sgd(0.1)), initial=2.0**24)
     precision = jdist.Precision(compute_dtype=jnp.float16)
@@ -182,6 +186,20 @@ def test_are_finite_finds_every_number_that_is_not(dtype):
     for value in (jnp.inf, -jnp.inf, jnp.nan):
         for index in [(0, 0), (1, 57), (2, 99)]:
             assert not are_finite([jnp.ones(2), largest.at[index].set(value)])
+
+
+def test_replicas_that_share_the_test_of_large_gradients_find_every_number(two):
+    size = (4 << 20) // 4 + 1
+
+    def test(index):
+        value = jnp.where(jdist.replica_id() == 1, jnp.nan, 0)
+        grads = {"b": jnp.ones(3) * value, "w": jnp.zeros(size).at[index].set(value)}
+        _, grads, is_finite = finite_guard.mean_over_replicas(jnp.float32(1), grads, [False, True])
+        return is_finite, jnp.isnan(grads["w"]).sum()
+
+    for index in (0, size // 2, size // 2 + 1, size - 1, size):  # the last one is outside of the array
+        is_finite, count = two.run(test, (index,))
+        assert (bool(is_finite), int(count)) == ((True, 0) if index == size else (False, 1))
 
 
 def test_the_guard_reads_the_state_once(two):

@@ -372,6 +372,7 @@ def test_svg_of_a_panel_uses_css_colors_and_is_deterministic():
         assert ids and all(name.startswith(f"p{i}-") for name in ids)
 
 
+@pytest.mark.slow
 @few
 @hypothesis.given(HISTORIES)
 def test_any_history_is_shown_as_text_table_and_charts(history):

@@ -76,6 +76,7 @@ every_kind = pytest.mark.parametrize("make, reference", KINDS.values(), ids=KIND
 
 
 @every_kind
+@pytest.mark.one_in(4)
 def test_initial_state_is_replicated_and_predicts_as_the_library_does(make, reference, two, keras):
     model = make(keras)
     trainer = trainer_of(model, two)
@@ -236,6 +237,7 @@ def test_model_state_is_averaged_with_the_weights_of_examples(two):
     )
 
 
+@pytest.mark.slow
 def test_nan_in_the_model_state_of_a_replica_with_only_padding_is_ignored(two):
     fit = train(trainer_of(Counted(guarded=False), two), (X[:2], Y[:2]), 4)
     np.testing.assert_allclose(fit.state.model_state["kept"]["mean"], X[:2].mean(0), rtol=1e-5)
@@ -332,7 +334,7 @@ def masks(trainer, steps):
 
 
 @every_dropout
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_ke14_dropout_differs_between_replicas_micro_batches_and_steps_and_is_off_in_evaluation(make, two, keras):
     trainer = trainer_of(make(keras), two, lambda outputs, targets: outputs.sum(-1), optax.sgd(1.0))
     all_masks, state = masks(trainer, 2)
@@ -370,6 +372,7 @@ class NnxAll(nnx.Module):
         return self.last(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", pytest.param("eval", marks=pytest.mark.slow)])
 def test_nnx_module_of_the_user_is_not_changed(mode, two):
     module = NnxAll()
@@ -393,6 +396,7 @@ def test_mode_of_the_nnx_module_of_the_user_has_no_effect(mode, two):
     assert set(np.unique(train_masks)) == {0.0, 2.0}
 
 
+@pytest.mark.slow
 def test_keras_model_of_the_user_is_not_changed(two, keras):
     layers = keras.layers
     model = keras.Sequential(

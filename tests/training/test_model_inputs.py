@@ -93,7 +93,7 @@ TWO_INPUTS = {
 
 
 @pytest.mark.parametrize("make", TWO_INPUTS.values(), ids=TWO_INPUTS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_several_inputs_are_passed_by_position_and_by_keyword(make, two, keras):
     trainer = trainer_of(make(keras), two)
     by_position, by_keyword = fit(trainer, (X, Z)), fit(trainer, {"z": Z, "x": X})
@@ -140,7 +140,7 @@ NOISE = {"linen": LinenNoise, "nnx": NnxNoise, "haiku": haiku_noise}
 
 
 @pytest.mark.parametrize("make", NOISE.values(), ids=NOISE)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_other_random_streams_differ_between_replicas_and_steps_and_are_off_in_evaluation(make, two):
     def change(outputs, targets):
         first, second = jnp.split(jdist.all_gather(outputs[:, 0], axis=0), 2)
@@ -188,6 +188,7 @@ def test_haiku_without_a_random_key(two):
 # -- equinox -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_equinox_module_trains_as_on_one_device_and_comes_back(two):
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(3, 1, 8, 1, key=jax.random.key(0))
@@ -264,7 +265,5 @@ def test_state_with_leaves_that_are_not_arrays_raises(two):
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.MLP(3, 1, 8, 1, key=jax.random.key(0))
     trainer = trainer_of((lambda key, x: model, lambda model, x: jax.vmap(model)(x)), two)
-    with pytest.raises(
-        TypeError, match=r"state.params.activation is .* a function.*`eqx.partition.*`nnx.split.*static field"
-    ):
+    with pytest.raises(TypeError, match=r"params.activation is .* a function.*`eqx.partition.*static field"):
         fit(trainer, X)

@@ -30,6 +30,7 @@ def fit(trainer, url=None, **options):
         return trainer.fit(DATA, callbacks=[callbacks.Checkpoint(checkpointer)], resume=checkpointer, **options)
 
 
+@pytest.mark.slow
 def test_training_is_saved_and_resumed(trainer, store):
     fit(trainer, URL, steps=7)
     checkpointer = jdist.Checkpointer(URL)

@@ -69,14 +69,15 @@ def loop(optimizer, rows, steps):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in OPTIMIZERS]
 )
+@pytest.mark.one_in(4)
 def test_optimizer_with_extra_arguments_equals_a_loop_on_one_device(name, two):
     optimizer = OPTIMIZERS[name]()
     fitted = fit(trainer_of(two, optimizer), rows=17)
     assert_close(fitted.state.params, loop(optimizer, 17, 5), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.one_in(4)
 def test_lbfgs_equals_one_device_under_every_strategy(strategy, micro_batches):
     fitted = fit(trainer_of(strategy, optax.lbfgs()), micro_batches=micro_batches, steps=4)
     assert_close(fitted.state.params, loop(optax.lbfgs(), EXAMPLES, 4), rtol=1e-3, atol=1e-4)
@@ -109,6 +110,7 @@ def test_optimizer_state_that_gains_a_leaf_raises(two):
 # -- parameters for evaluation -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 def test_eval_params_are_used_in_validation_evaluation_and_prediction(strategy):
     optimizer = optax.contrib.schedule_free(optax.sgd(0.5), 0.5, b1=0.9)
     options = {"eval_params": optax.contrib.schedule_free_eval_params}
@@ -154,6 +156,7 @@ def regularized_metrics():
 
 
 @pytest.mark.parametrize("rows, micro_batches", [(EXAMPLES, 1), (EXAMPLES, 2), (13, 1)])
+@pytest.mark.one_in(4)
 def test_objective_equals_one_device(strategy, rows, micro_batches):
     options = {"loss": None, "objective": regularized, "metrics": regularized_metrics()}
     trainer = trainer_of(strategy, optax.sgd(0.1), **options)
@@ -188,7 +191,7 @@ def test_objective_of_dicts_applies_the_model_to_some_entries_with_the_weights_o
     assert_close(fitted.state.params, expected.state.params)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_contrastive_objective_compares_the_examples_of_all_replicas(strategy):
     def objective(params, batch, key, apply):
         a, b = batch
@@ -330,6 +333,7 @@ def two_optimizers(strategy, as_dict=False):
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.one_in(4)
 def test_step_of_the_user_runs_in_the_loop_of_the_trainer(strategy, as_dict):
     fitted = []
     for place in (strategy, one()):
@@ -418,6 +422,7 @@ def test_wrong_states_and_data_of_a_step_raise(two):
 # -- rematerialization -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.nothing_saveable])
 def test_remat_changes_the_program_and_not_the_results(remat, two):
     trainer = trainer_of(two, optax.sgd(0.1), remat=remat)
@@ -433,6 +438,7 @@ def test_remat_changes_the_program_and_not_the_results(remat, two):
 # -- the trained model -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_trained_nnx_module_comes_back(two):
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -455,6 +461,7 @@ def test_trained_nnx_module_comes_back(two):
     assert trained(X).shape == (EXAMPLES,)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras, where it saves a model
 def test_trained_keras_model_comes_back_and_can_be_saved(two, keras, tmp_path):
     layers = keras.layers

@@ -151,6 +151,7 @@ def test_checkpoint_of_other_data_raises(two, tmp_path):
         trainer(two).fit(tuple(x[:499] for x in DATA), batch_size=60, resume=tmp_path, progress="off")
 
 
+@pytest.mark.slow
 def test_missing_callbacks_raise(two, tmp_path):
     with jdist.Checkpointer(tmp_path) as checkpointer:
         callbacks = [jdist.callbacks.EMA(0.9), jdist.callbacks.Checkpoint(checkpointer)]
@@ -191,6 +192,7 @@ def test_callbacks_in_another_order_and_new_ones_get_their_states(two, tmp_path)
     )
 
 
+@pytest.mark.slow
 def test_checkpoint_at_the_end_of_an_epoch_contains_the_states_of_callbacks_after_it(two, tmp_path):
     """Early stopping that is resumed directly after an epoch stops at the same step."""
 

@@ -28,6 +28,7 @@ def trained(two):
     return of_two, of_two.fit(DATA, batch_size=240, progress="off")
 
 
+@pytest.mark.one_in(4)
 def test_state_on_the_host_is_placed(strategy):
     of_strategy = trainer(strategy)
     state = of_strategy.init(DATA[0])
@@ -116,6 +117,7 @@ def evaluator(strategy):
     return jdist.Trainer(MLP(), loss=CROSS_ENTROPY, strategy=strategy)
 
 
+@pytest.mark.one_in(4)
 def test_trainer_without_optimizer_creates_a_state_and_evaluates_it(strategy):
     evaluating = evaluator(strategy)
     state = evaluating.init(DATA[0])
@@ -130,6 +132,7 @@ def test_model_without_optimizer_is_applied(two):
     assert evaluating.apply(evaluating.init(DATA[0]), DATA[0][:3]).shape == (3, 10)
 
 
+@pytest.mark.slow
 def test_restored_parameters_are_evaluated(two, trained, tmp_path):
     of_two, result = trained
     expected = of_two.evaluate(result.state, DATA, batch_size=240)["loss"]

@@ -69,6 +69,7 @@ def split_trainer(name):
     rows=st.integers(1, EXAMPLES),
     weights=st.lists(st.sampled_from([0.0, 0.25, 1.0, 1.0, 7.0]), min_size=EXAMPLES, max_size=EXAMPLES),
 )
+@pytest.mark.one_in(5)
 def test_step_uses_the_mean_over_all_examples(name, micro_batches, rows, weights):
     x, y, weights = X[:rows], Y[:rows], np.float32(weights[:rows])
     fit = train(split_trainer(name), (x, y, weights), micro_batches=micro_batches)
@@ -163,6 +164,7 @@ def test_parameters_differ_between_synchronization_steps_by_local_gradients(two)
     np.testing.assert_array_equal(*fit.state.params.values)
 
 
+@pytest.mark.slow
 def test_exact_mode_is_bitwise_equal_on_any_number_of_devices():
     optimizer, results = optax.chain(jdist.sync.exact(), optax.sgd(RATE)), []
     for devices in (1, 4):
@@ -433,6 +435,7 @@ class OwnWithAll:
     rng: Any = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "batch_stats"])
 def test_flax_state_trains_like_a_train_state(norm, two):
     model, optimizer = Net(norm), optax.adam(RATE)

@@ -24,10 +24,10 @@ def one_device():
 
 def assert_close(result, expected):
     for a, b in zip(to_host(result.state.params), to_host(expected.state.params), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6)
+        np.testing.assert_allclose(a, b, atol=5e-6)  # the order of sums on CPU depends on its load
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_results_do_not_depend_on_the_strategy(strategy, one_device):
     result = fit(strategy, validation_data=digits())
     assert_close(result, one_device)
@@ -72,6 +72,7 @@ def test_results_do_not_depend_on_how_steps_are_taken(place, options, one_device
     assert result.stop_reason == "All requested steps were taken."
 
 
+@pytest.mark.slow
 def test_last_batch_with_one_example_counts_as_one_example(two):
     """One of two replicas has no example; tf.distribute halves the gradient of such a batch."""
     data = tuple(array[:9] for array in digits())
@@ -81,6 +82,7 @@ def test_last_batch_with_one_example_counts_as_one_example(two):
     assert result.history.losses[3] == pytest.approx(expected.history.losses[3], abs=1e-6)
 
 
+@pytest.mark.one_in(4)
 def test_batch_of_any_size_trains_evaluates_and_predicts_as_on_one_device(strategy):
     """256 examples on 3 replicas are 86 rows each, two of them padding."""
     data = tuple(array[:600] for array in digits())
@@ -98,6 +100,7 @@ def test_batch_of_any_size_trains_evaluates_and_predicts_as_on_one_device(strate
     assert trainer(strategy).evaluate(result.state, data, batch_size=250)["examples"] == 600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps_per_call", [1, 3])
 def test_data_that_stay_on_the_devices_train_to_the_same_bits(two, steps_per_call, tmp_path):
     options = dict(
@@ -132,11 +135,13 @@ def test_generator_that_is_read_several_times_is_refused_before_the_first_step(t
     assert (result.steps, result.stop_reason) == (2, "The data ended after 2 of 5 steps.")
 
 
+@pytest.mark.slow
 def test_mean_policy_in_the_optimizer_gives_the_same_bits(two):
     reduced = fit(two, optimizer=optax.chain(jdist.sync.mean(), optax.adam(3e-3)))
     assert_bitwise_equal(reduced.state.params, fit(two, optimizer=optax.adam(3e-3)).state.params)
 
 
+@pytest.mark.slow
 def test_local_sgd_stores_parameters_per_replica(two):
     local = fit(two, optimizer=jdist.sync.local_sgd(optax.sgd(0.1), every=5), epochs=1)
     assert all(isinstance(x, jdist.SyncOnRead) for x in jax.tree.leaves(local.state.params, is_leaf=_is_wrapped))
@@ -480,6 +485,7 @@ def test_arguments_as_in_keras_raise_with_the_line_to_write(two, call, line):
         call(trainer(two), *digits())
 
 
+@pytest.mark.slow
 def test_list_of_batches_is_read_batch_by_batch(two):
     images, labels = digits()
     batches = [(images[i : i + 240], labels[i : i + 240]) for i in range(0, 960, 240)]

@@ -43,6 +43,7 @@ def rows_of(result, *columns):
     return [tuple(row.get(column) for column in columns) for row in result.history.rows]
 
 
+@pytest.mark.one_in(4)
 def test_stream_without_epochs_has_a_row_per_validation(strategy):
     of_strategy = trainer(strategy)
     result = fit(strategy, stream(1000), of_strategy, batch_size=24, steps=20, validate_every=8)
@@ -133,6 +134,7 @@ def test_mapping_that_is_one_source_is_one_set(two, wrap):
 
 
 @pytest.mark.parametrize("cut, every", [(7, 3), (10, 5), (13, 13)])
+@pytest.mark.one_in(3)
 def test_resumed_run_is_bitwise_equal(two, tmp_path, cut, every):
     """The checkpoint is between two validations, at one, and at the step at which the process ends."""
 
@@ -186,6 +188,7 @@ def test_early_stopping_compares_a_training_metric_in_each_row(two):
     assert result.steps == 6
 
 
+@pytest.mark.slow
 def test_logs_have_a_row_per_validation(two, tmp_path):
     log = callbacks.JSONLog(tmp_path / "log.jsonl", every=4)
     fit(two, epochs=1, validate_every=5, callbacks=[log])

@@ -27,6 +27,7 @@ from jdist._src.checkpoint.leaf_selection import (
 from jdist._src.checkpoint.manifest import StoredArray, from_text, signed, stored_arrays
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.tree_format import Leaf, from_json, leaves_of, pair_renamed
+from jdist._src.core.modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import Replicas
@@ -116,7 +117,7 @@ class RestorePlan(NamedTuple):
         """Returns the state from the arrays that `read` returned."""
         finished = [leaf.finish(array) for leaf, array in zip(self.leaves.values(), arrays, strict=True)]
         leaves = dict(zip(self.leaves, finished, strict=True)) | self.unchanged
-        return jax.tree.unflatten(self.treedef, [leaves[number] for number in range(len(leaves))])
+        return from_array_tree(self.treedef.unflatten([leaves[number] for number in range(len(leaves))]))
 
 
 def read_manifest(folder: pathlib.Path, step: int) -> tuple[Mapping[str, Any], PyTree]:
@@ -158,6 +159,7 @@ def make_restore_plan(
     name = f"The checkpoint of step {manifest['step']} in {folder}"
     replicas = strategy.replicas
     only = selection.only
+    like = to_array_tree(like)
     if like is None and selection.rename:
         raise ValueError("`rename` needs the new structure: `restore(strategy, like=state, rename=...)`.")
     all_saved = renamed_leaves(name, leaves_of(saved), selection.rename)
@@ -182,7 +184,7 @@ def make_restore_plan(
     for leaf in target_leaves:
         check_wrapper(f"state/{leaf.path}", leaf.wrapper, replicas)
     saved_by_keys = {leaf.keys: leaf for leaf in saved_leaves}
-    shardings = jax.tree.leaves(strategy.shardings(target))
+    shardings = [x for x in jax.tree.leaves(strategy.shardings(target)) if isinstance(x, NamedSharding)]
     plans = {
         number: _plan_leaf(saved_by_keys[leaf.keys], leaf, shardings[number], replicas)
         for number, leaf in selected.items()

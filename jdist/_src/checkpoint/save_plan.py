@@ -18,6 +18,7 @@ from jdist._src.checkpoint.manifest import StoredArray, checked_json, make_manif
 from jdist._src.checkpoint.preservation import as_metrics
 from jdist._src.checkpoint.process_sync import Facts
 from jdist._src.checkpoint.tree_format import Leaf, check_distinct, is_inline, leaves_of, to_json
+from jdist._src.core.modules import to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.values.aggregation import VariableAggregation, aggregate_rows
 from jdist._src.values.arrays import check_array, is_device_array
@@ -82,6 +83,7 @@ def make_save_plan(
         TypeError: A leaf, the position, the seed or a metric cannot be saved.
     """
     position, seed = checked_json("data_position", position), checked_json("seed", seed)
+    state = to_array_tree(state)
     state_leaves = leaves_of(state)
     extra_leaves = [leaf for leaf in leaves_of(extra) if not is_inline(leaf.value)]
     check_distinct(state_leaves)

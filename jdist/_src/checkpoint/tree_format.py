@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.tree_util import DictKey, GetAttrKey, keystr, tree_flatten_with_path
 
+from jdist._src.core.modules import array_children, is_nnx_module, is_variable, leaves_with_path
 from jdist._src.core.tree import PyTree
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import DistributedValues, is_distributed
@@ -67,9 +68,9 @@ def leaves_of(tree: PyTree) -> list[Leaf]:
         [('seen/0', Mirrored(2)), ('w', None)]
     """
     leaves = []
-    for path, node in tree_flatten_with_path(tree, is_leaf=is_distributed)[0]:
+    for path, node in leaves_with_path(tree, is_leaf=is_distributed):
         wrapper = node if is_distributed(node) else None
-        for inner_path, value in tree_flatten_with_path(node.tree if is_distributed(node) else node)[0]:
+        for inner_path, value in leaves_with_path(node.tree if is_distributed(node) else node):
             leaves.append(Leaf(tuple(keystr((key,), simple=True) for key in (*path, *inner_path)), value, wrapper))
     return leaves
 
@@ -108,7 +109,11 @@ def to_json(tree: PyTree, inline: bool = False, start: int = 0) -> Any:
                 name: value for name in ("aggregation", "trainable") if (value := getattr(node, name, None)) is not None
             }
             return {type(node).__name__: visit(node.tree)} | {k: getattr(v, "name", v) for k, v in options.items()}
+        if is_variable(node):
+            return visit(node.get_raw_value())
         children = tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
+        if is_nnx_module(node):
+            children = array_children(children)
         if [path for path, _ in children] == [()]:
             return {"value": node} if inline and is_inline(node) else next(numbers)
         is_named = all(isinstance(path[0], DictKey | GetAttrKey) for path, _ in children)

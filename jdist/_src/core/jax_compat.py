@@ -4,7 +4,10 @@ JAX's public API is the same on every version that jdist supports; the parameter
 `jaxpr` reads equations through the functions below, and no other package looks inside one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +25,36 @@ KERAS_ABORTS_ON_CPU = jax.__version_info__ < (0, 11)
 
 
 # The state of JAX.
+
+
+def has_backend() -> bool:
+    """Whether JAX has started: it has created its devices, and their number is fixed."""
+    from jax._src import xla_bridge  # no public name for it
+
+    return xla_bridge.backends_are_initialized()
+
+
+@contextlib.contextmanager
+def on_host_read(callback: Callable[[jax.Array], None]) -> Iterator[None]:
+    """Calls `callback(array)` before this thread reads the values of an array on the host, while the block runs.
+
+    JAX's transfer guard reports such reads for accelerators only.
+    """
+    from jax._src.array import ArrayImpl  # no public hook
+
+    arrays: Any = ArrayImpl
+    original, thread = arrays._value, threading.get_ident()
+
+    def read(array: jax.Array) -> Any:
+        if threading.get_ident() == thread:
+            callback(array)
+        return original.fget(array)
+
+    arrays._value = property(read)
+    try:
+        yield
+    finally:
+        arrays._value = original
 
 
 def is_tracing() -> bool:
@@ -73,14 +106,24 @@ def key_value_store() -> Any:
     return client
 
 
+def use_loopback_for_cpu_collectives() -> None:
+    """Makes the CPU collectives between the processes of this machine use the loopback interface.
+
+    JAX lets gloo resolve the name of the host. Some hosts cannot resolve their name, and the address may be on a public
+    interface. Call it before the backend starts.
+    """
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]  # no public option for it
+
+    _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
+
+
 def flags_are_read(variable: str) -> bool:
     """Whether the flags in an environment variable have been read, so that setting it has no effect any more."""
-    from jax._src import xla_bridge  # no public name for it
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     # Compiling for a TPU topology loads libtpu without starting a backend.
     loaded = variable == "LIBTPU_INIT_ARGS" and xla_client.pjrt_plugin_loaded("tpu")
-    return loaded or xla_bridge.backends_are_initialized()
+    return loaded or has_backend()
 
 
 def compute_on_host(fn: Callable[..., Any]) -> Callable[..., Any]:

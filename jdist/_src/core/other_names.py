@@ -148,11 +148,14 @@ JAX_NAMES = {
     "with_sharding_constraint": "write `jax.lax.with_sharding_constraint` in a step of `jdist.ShardedStrategy`",
 }
 
-_CLOSE_OVER = "bind it before, `strategy.step(functools.partial(fn, name=value))`, or close over it"
+_CLOSE_OVER = (
+    "bind it before, `strategy.step(functools.partial(fn, name=value))`, or close over it; `@jdist.step` has "
+    "`static_argnames`"
+)
 _ARRAYS_AND_WRAPPERS = (
     "not needed: a `jdist.PerReplica` is split (`strategy.split(batch)`), any other argument is replicated"
 )
-# Arguments of `jax.jit`, `jax.pmap` and `jax.shard_map` that `strategy.step` does not have.
+# Arguments of `jax.jit`, `jax.pmap` and `jax.shard_map` that steps do not have.
 STEP_ARGUMENTS = {
     **dict.fromkeys(("static_argnums", "static_argnames", "static_broadcasted_argnums"), _CLOSE_OVER),
     **dict.fromkeys(
@@ -169,11 +172,17 @@ STEP_ARGUMENTS = {
 }
 
 
-def check_no_other_arguments(names: Iterable[str], accepted: str) -> None:
-    """Raises TypeError if there are `names` of arguments that `strategy.step` does not have; `accepted` are those it has."""
+def check_no_other_arguments(function: str, names: Iterable[str], accepted: str) -> None:
+    """Raises TypeError if there are `names` of arguments that `function` does not have.
+
+    Args:
+        function: `strategy.step` or `jdist.step`.
+        names: The names of the arguments that it received and does not have.
+        accepted: The arguments that it has, for the message.
+    """
     for name in names:
         advice = STEP_ARGUMENTS.get(name, f"its arguments are {accepted}")
-        raise TypeError(f"`strategy.step` has no argument `{name}`: {advice}.")
+        raise TypeError(f"`{function}` has no argument `{name}`: {advice}.")
 
 
 def missing_attribute_error(

@@ -28,7 +28,16 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{self.file.removeprefix(os.getcwd() + os.sep)}:{self.line}"
+        cell = _cell_name(self.file)
+        return f"{cell}, line {self.line}" if cell else f"{self.file.removeprefix(os.getcwd() + os.sep)}:{self.line}"
+
+
+def _cell_name(file: str) -> str | None:
+    """Returns "cell In[3]" for the temporary file of a notebook cell, as IPython's tracebacks do."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    format_code_name = getattr(getattr(shell, "compile", None), "format_code_name", lambda file: None)
+    name = format_code_name(file)
+    return f"cell {name[1]}" if name else None
 
 
 def equation_frame(equation: Equation) -> Frame | None:

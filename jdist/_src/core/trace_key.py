@@ -5,7 +5,7 @@ Every context variable that a traced function can read is therefore set together
 """
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from contextvars import ContextVar
 
 import jax
@@ -25,12 +25,12 @@ def keyed(part: Hashable) -> contextlib.AbstractContextManager[None]:
         part: Equal where a traced function may be reused. It must not hold the strategy or a tracer, because JAX's caches
             hold it: use a weak reference, or `object()` for a context that nothing shares.
     """
-    return _with_parts((*(_parts.get() or ()), part))
+    return _Block((*(_parts.get() or ()), part))
 
 
 def unkeyed() -> contextlib.AbstractContextManager[None]:
     """Removes the added parts from the cache key inside the `with` block."""
-    return _with_parts(())
+    return _Block(())
 
 
 def is_keyed() -> bool:
@@ -43,14 +43,20 @@ def set_outermost_key(part: Hashable) -> None:
     _key.set_global(() if part is None else (part,))
 
 
-@contextlib.contextmanager
-def _with_parts(parts: tuple[Hashable, ...]) -> Iterator[None]:
-    token = _parts.set(parts)
-    _set_key()
-    try:
-        yield
-    finally:
-        _parts.reset(token)
+class _Block:
+    """The context manager of `keyed` and `unkeyed`. A class: a call of a step in a scope enters one (`Program.__call__`)."""
+
+    __slots__ = ("_parts", "_token")
+
+    def __init__(self, parts: tuple[Hashable, ...]):
+        self._parts = parts
+
+    def __enter__(self) -> None:
+        self._token = _parts.set(self._parts)
+        _set_key()
+
+    def __exit__(self, *exception: object) -> None:
+        _parts.reset(self._token)
         _set_key()
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist._src.core.modules import leaves_with_path
+
 PyTree = Any
 
 
@@ -24,8 +26,7 @@ def describe_type(value: Any) -> str:
 
 def named_leaves(name: str, tree: PyTree) -> list[tuple[str, Any]]:
     """Returns each leaf of `tree` with its path, which starts with `name`."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+    return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves_with_path(tree)]
 
 
 def argument_names(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:

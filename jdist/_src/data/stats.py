@@ -29,7 +29,7 @@ class Stats:
     @property
     def stalled_fraction(self) -> float:
         """The fraction of the steps that waited; 0 for fewer than two batches."""
-        return self.stalled / max(1, self.batches - 1)
+        return _stalled_fraction(self.stalled, self.batches)
 
     @property
     def waiting_fraction(self) -> float:
@@ -75,7 +75,21 @@ class LoopTimer:
         """Excludes the time until the next batch, which does not follow a step."""
         self._receive_time = None
 
+    @property
+    def examples(self) -> int:
+        """The number of examples received."""
+        return self._examples
+
+    @property
+    def stalled_fraction(self) -> float:
+        """The fraction of the steps that waited; 0 for fewer than two batches."""
+        return _stalled_fraction(self._stalled, self._batches)
+
     def stats(self) -> Stats:
         """Returns the measurements so far."""
         times = self._startup, self._waiting, self._working
         return Stats(self._batches, self._examples, *times, self._stalled, self._first)
+
+
+def _stalled_fraction(stalled: int, batches: int) -> float:
+    return stalled / max(1, batches - 1)

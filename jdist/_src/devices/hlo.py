@@ -45,6 +45,7 @@ _SENT = {
     "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1,
 }
+KINDS = tuple(_SENT)
 _UNSUPPORTED = ("collective-broadcast", "ragged-all-to-all", "send", "recv")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")

@@ -120,7 +120,7 @@ _GPU_ADVICE = (
     "to another platform. To test on CPU devices, name them instead.",
 )
 _CPU_ADVICE = (
-    'To have more CPU devices, call `jax.config.update("jax_num_cpu_devices", n)` before the first use of JAX.',
+    "To have more CPU devices, call `jdist.use_cpu_devices(n)` before the first use of JAX.",
     "JAX has no CPU devices in this process: leave `JAX_PLATFORMS` unset, or add `cpu` to it.",
 )
 _TPU_ADVICE = (

@@ -13,6 +13,7 @@ from jax import lax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
+from jdist._src.execution.interrupts import held_back
 from jdist._src.jaxpr.interpreter import contains_outside_loops
 from jdist._src.values.base import is_distributed
 from jdist._src.values.cached_rows import CachedRows, CachedSteps
@@ -122,11 +123,12 @@ def run_sequentially(
     launch: Callable[..., tuple[PyTree, PyTree]], num_steps: int, state: PyTree, *inputs: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Returns the same as `scan_steps` for the program of one step, which the host calls once per step."""
-    outputs_per_step = []
-    for step_inputs in inputs_per_step(inputs, num_steps):
-        state, outputs = launch(state, *step_inputs)
-        outputs_per_step.append(outputs)
-    return state, _stack_outputs(outputs_per_step)
+    outputs_per_step, steps = [], inputs_per_step(inputs, num_steps)
+    with held_back():  # the first call donates the caller's state
+        for step_inputs in steps:
+            state, outputs = launch(state, *step_inputs)
+            outputs_per_step.append(outputs)
+        return state, _stack_outputs(outputs_per_step)
 
 
 def inputs_per_step(inputs: Sequence[Any], num_steps: int) -> list[tuple[PyTree, ...]]:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
 
 import jax
@@ -16,11 +16,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
+from jdist._src.core.modules import contains_modules, from_array_tree, to_array_tree, update_in_place
 from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
 from jdist._src.execution.backend import Backend
+from jdist._src.execution.interrupts import held_back, raise_pending, uninterrupted
 from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially, stack_cached_batches
+from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.replicate import Call, Proof, Traced
 from jdist._src.replica.context import in_replica_function
 from jdist._src.values.arrays import (
@@ -39,6 +42,11 @@ from jdist._src.values.same_program import check_same_program
 StateT = TypeVar("StateT")
 InputsT = ParamSpec("InputsT")
 OutputsT = TypeVar("OutputsT")
+
+
+class _ModulesError(Exception):
+    """Arguments contain modules that the call did not convert. Raised while the program is traced; `Program` handles it."""
+
 
 _NO_MESH = Mesh(np.empty((), object), ())
 _IS_DELETED = operator.methodcaller("is_deleted")
@@ -59,6 +67,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         backend: Runs the program on the devices.
         has_state: Whether the first argument is a state, which the program replaces.
         donates: Whether the memory of that state is reused for the new state.
+        compiler_options: Options of XLA for the program.
         steps_per_call: The number of times that one call runs the program, on successive elements of its inputs; None to run it
             once on its inputs.
         scanned_steps: The number of steps in the program, whose inputs are then lists with one element per step; None if its
@@ -77,6 +86,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         backend: Backend,
         has_state: bool = False,
         donates: bool = False,
+        compiler_options: Mapping[str, Any] | None = None,
         steps_per_call: int | None = None,
         scanned_steps: int | None = None,
         without_scan: "Callable[[], Program[..., Any, Any]] | None" = None,
@@ -84,9 +94,16 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         proofs: list[Proof] = []
 
         def traced(*args: PyTree) -> tuple[PyTree, PyTree]:
+            if not self._has_modules and contains_modules(args):
+                raise _ModulesError
+            arrays = self._unpacked(args)
             with self._compared() as programs:
-                pair, proof, program = trace(call(*gather_cached_rows(args, backend.replicas)))
+                pair, proof, program = trace(call(*gather_cached_rows(arrays, backend.replicas)))
                 programs.append(program)
+            if contains_modules(pair):
+                self._expect_modules()
+            if has_state and isinstance(args[0], PackedState):
+                pair = args[0].with_state(pair[0]), pair[1]
             proofs[:] = [proof]
             sizes = list(map(np.size, jax.tree.leaves(pair)))
             self._smallest = sizes.index(min(sizes)) if sizes else 0
@@ -94,7 +111,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
         traced.__name__ = traced.__qualname__ = self._name = name
         self._proofs = proofs
-        self._call_of = call
+        self._call_of = lambda *args: call(*self._unpacked(args))
         self.backend = backend
         self._has_state = has_state
         self._donates = donates
@@ -103,15 +120,23 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._replacement: Any = None  # the program without a scan, after `SlowLoopError`
         # One replica over several devices shards the first dimension of its batch, which is not that of several batches.
         self._stacked_steps = None if backend.replicas.batch_axes else scanned_steps
+        self._call: Callable[..., tuple[PyTree, PyTree]] = self._call_with_arrays
+        self._has_modules = False  # whether arguments or results contain modules of nnx or equinox
+        self._packer = StatePacker()
         self._smallest = 0  # the index of the smallest result: the results of a call are held until the next call
-        compile_ = functools.partial(jax.jit, donate_argnums=(0,) if donates else ())
+        compile_ = functools.partial(
+            jax.jit,
+            donate_argnums=(0,) if donates else (),
+            compiler_options=None if compiler_options is None else dict(compiler_options),
+        )
         self._compiled = compile_(traced)
         self._spans_processes = len({device.process_index for device in backend.replicas.mesh.devices.flat}) > 1
         # Processes compare a program when they call it. The call would not trace a program that `lower` has traced.
         copy = functools.wraps(traced)(lambda *args: traced(*args))
         self._lowered = compile_(copy) if self._spans_processes else self._compiled
         self._arguments: tuple[PyTree, ...] | None = None  # of the call that may be tracing, where processes compare
-        self._launch = self._launch_alone if is_bounded(backend.replicas.mesh) else self._compiled
+        self._dispatch = uninterrupted(self._compiled) if donates else self._compiled
+        self._launch = self._launch_alone if is_bounded(backend.replicas.mesh) else self._dispatch
         if self._spans_processes:
             self._launch = functools.partial(self._launch_together, self._launch)
         if backend.storage is not None:
@@ -131,31 +156,42 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
         def __call__(self, *args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
             """Returns the new state and the outputs, as global values."""
+            raise_pending()
             if named:
                 raise TypeError(_named_arguments(self._name, getattr(self, "__wrapped__", None), list(named)))
             if in_replica_function():
                 raise RuntimeError(
                     "`strategy.run`, `strategy.init` or a step is called inside a replica function. Call the inner function "
-                    "directly: inside a replica function the values are one replica's plain arrays."
+                    "directly, of a step `step.__wrapped__`: inside a replica function the values are one replica's plain "
+                    "arrays."
                 )
             if self._replacement is not None:
                 return self._replacement(*args)
             try:
                 if is_keyed() or not jax.sharding.get_abstract_mesh().empty:
                     return self._call_outside_contexts(*args)
-                return self._checked_call(*args)
+                return self._call(*args)
             except SlowLoopError:
                 return self._replaced()(*args)
+            except _ModulesError:
+                self._expect_modules()
             except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-                mesh, has_donated = self.backend.replicas.mesh, self._donates and bool(args)
-                check_devices_attached(mesh)
-                _raise_argument_error(error, self._call_of(*args), mesh, self.backend.storage, has_donated)
-                raise
+                if self._has_modules or not contains_modules(args):
+                    mesh, has_donated = self.backend.replicas.mesh, self._donates and bool(args)
+                    check_devices_attached(mesh)
+                    call = self._call_of(*self._to_array_trees(args))
+                    _raise_argument_error(error, call, mesh, self.backend.storage, has_donated)
+                    raise
+                self._expect_modules()  # `jax.jit` refused a module with functions
+            return self(*args)
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Returns the program lowered for arguments of these shapes: `lower(...).compile().as_text()`."""
         if self._replacement is not None:
             return self._replacement.lower(*args)
+        if contains_modules(args):
+            self._expect_modules()
+            args = self._to_array_trees(args)
         if self._steps_per_call is not None:
             args = (args[0], *inputs_per_step(args[1:], self._steps_per_call)[0])
         state, inputs = args[: self._has_state], args[self._has_state :]
@@ -202,7 +238,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         context_mesh = jax.sharding.get_abstract_mesh()
         if context_mesh.empty:
             with unkeyed():
-                return self._checked_call(*args)
+                return self._call(*args)
         mesh = self.backend.replicas.mesh
         if jax_compat.is_tracing() and context_mesh != mesh.abstract_mesh:
             raise ValueError(
@@ -211,10 +247,45 @@ class Program(Generic[StateT, InputsT, OutputsT]):
                 "`jax.set_mesh`."
             )
         with unkeyed(), contextlib.nullcontext() if jax_compat.is_tracing() else jax.set_mesh(_NO_MESH):
-            return self._checked_call(*args)
+            return self._call(*args)
 
-    def _checked_call(self, *args: PyTree) -> tuple[PyTree, PyTree]:
-        """Calls the program, and refuses host values that `jax.jit` would truncate silently.
+    def _expect_modules(self) -> None:
+        """Makes calls convert modules. A program without modules does not look for them."""
+        self._has_modules = True
+        self._call = self._call_with_modules
+
+    def _to_array_trees(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        return tuple(map(to_array_tree, args)) if self._has_state else to_array_tree(args)
+
+    def _unpacked(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """Returns the arguments as array trees. A step packs its state, `run` and `init` all arguments as one tree."""
+        if not args or not isinstance(args[0], PackedState):
+            return args
+        return (args[0].state(), *args[1:]) if self._has_state else args[0].state()
+
+    def _call_with_modules(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        """Calls the program with modules of nnx and equinox. nnx modules in a donated state are updated, and returned."""
+        if not self._has_state or not args:
+            packing = None if jax_compat.is_tracing() or self.backend.storage is not None else self._packer.pack(args)
+            arrays = self._to_array_trees(args) if packing is None else (packing.packed,)
+            return tuple(map(from_array_tree, self._run(*arrays)))
+        # A storage that is not the mesh places each leaf by its path and the class of its container.
+        updates = self._donates and not jax_compat.is_tracing()
+        packing = self._packer.pack(args[0]) if updates and self.backend.storage is None else None
+        inputs = map(to_array_tree, args[1:])
+        if packing is not None:
+            state, outputs = self._run(packing.packed, *inputs)
+            return packing.update(state), from_array_tree(outputs)
+        state, outputs = map(from_array_tree, self._run(to_array_tree(args[0]), *inputs))
+        return update_in_place(args[0], state) if updates else state, outputs
+
+    def _call_with_arrays(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        """Calls the program. Its first call finds out whether its results contain modules."""
+        pair = self._run(*args)
+        return tuple(map(from_array_tree, pair)) if self._has_modules else pair
+
+    def _run(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        """Calls the program with array trees, and refuses host values that `jax.jit` would truncate silently.
 
         A state has many leaves and stays on the devices. It is checked before a call only if JAX may have compiled the program
         for a state with host values, and after a call that compiled the program for a new signature.
@@ -243,7 +314,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         if self._donates and jax_compat.CRASHES_ON_DONATED_MEMORY:
             self._check_memory(args)
         wait_for_previous(self)
-        pair = self._compiled(*args)
+        pair = self._dispatch(*args)
         record_call(jax.tree.leaves(pair), self._smallest, self)
         return pair
 
@@ -277,12 +348,14 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         """Launches the program on a state that is stored elsewhere between programs (`Backend.storage`)."""
         if self._donates:
             self._check_memory(args)
-        state, outputs = launch(*self.backend.to_mesh(args))
-        # XLA donates the copy of an offloaded leaf, not the leaf itself.
-        for leaf in jax.tree.leaves(args[: self._donates]):
-            if is_device_array(leaf) and not leaf.is_deleted():
-                leaf.delete()
-        return self.backend.to_storage(state), outputs
+        copies = self.backend.to_mesh(args)
+        with held_back():
+            state, outputs = launch(*copies)
+            # XLA donates the copy of an offloaded leaf, not the leaf itself.
+            for leaf in jax.tree.leaves(args[: self._donates]):
+                if is_device_array(leaf) and not leaf.is_deleted():
+                    leaf.delete()
+            return self.backend.to_storage(state), outputs
 
     def _check_memory(self, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError if memory of the state was donated before, or would be donated twice."""
@@ -345,7 +418,8 @@ def _raise_argument_error(
             _check_argument(name, leaf)
         if is_about_memory and is_device_array(leaf) and leaf.is_deleted():
             raise ValueError(
-                f"{name} ({dtype_and_shape(leaf)}) was deleted: its memory was donated to a step, or freed by `delete`."
+                f"{name} ({dtype_and_shape(leaf)}) was deleted: its memory was donated to a step, or freed by `delete`. A "
+                "step with `donate=False` leaves the old state valid."
             ) from None
         if is_device_array(leaf) and leaf.committed and leaf.sharding != storage:
             check_same_devices(name, leaf, mesh)

@@ -18,6 +18,7 @@ import jax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.errors import NotMirroredError
+from jdist._src.core.modules import leaves_with_path
 from jdist._src.core.tree import PyTree, argument_names, named_leaves
 from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults
 from jdist._src.jaxpr import clip_check, replication
@@ -79,13 +80,18 @@ class Call(NamedTuple):
 
     def item_names(self) -> list[str]:
         """Returns the name of each item of the arguments. An item is a plain leaf or a complete wrapper."""
-        return [name for root, value in self._named_arguments() for name in _item_names(root, value)]
+        return [name for root, value in self.named_arguments() for name in _item_names(root, value)]
 
     def leaves(self) -> list[tuple[str, Any]]:
         """Returns the name and the value of each leaf of the arguments."""
-        return [leaf for root, value in self._named_arguments() for leaf in named_values(root, value)]
+        return [leaf for root, value in self.named_arguments() for leaf in named_values(root, value)]
 
-    def _named_arguments(self) -> list[tuple[str, PyTree]]:
+    def with_arguments(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> "Call":
+        """Returns a call of the same function with other values of its arguments."""
+        return Call(self.fn, args, kwargs)
+
+    def named_arguments(self) -> list[tuple[str, PyTree]]:
+        """Returns the name and the value of each argument."""
         values = [*self.args, *self.kwargs.values()]
         return list(zip(argument_names(self.fn, self.args, self.kwargs), values, strict=True))
 
@@ -209,8 +215,7 @@ def _not_replicated(varying: Sequence[tuple[str, Variation]], num_state: int) ->
 
 
 def _item_names(root: str, tree: PyTree) -> list[str]:
-    items, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_distributed)
-    return [root + jax.tree_util.keystr(path) for path, _ in items]
+    return [root + jax.tree_util.keystr(path) for path, _ in leaves_with_path(tree, is_leaf=is_distributed)]
 
 
 def _analysis_inputs(items: Sequence[Any], names: Sequence[str], axes: tuple[str, ...]) -> list[replication.Input]:

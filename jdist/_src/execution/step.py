@@ -4,8 +4,9 @@ A step returns a new value for each leaf of its state, and changes nothing else 
 shapes and dtypes, and aggregates the writes to `Mirrored` leaves.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.modules import from_array_tree, leaves_with_path, to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.execution.backend import Backend
+from jdist._src.execution.module_changes import (
+    changed_attribute,
+    check_returned,
+    check_state_returned,
+    variables_before,
+)
 from jdist._src.execution.multi_step import scan_steps
 from jdist._src.execution.program import Program
 from jdist._src.execution.replicate import Call, Traced, replicate
@@ -28,6 +36,47 @@ from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 
 
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """The options of `Strategy.step`.
+
+    Attributes:
+        precision: The dtypes of `jdist.value_and_grad` within the step.
+        steps_per_call: The number of steps that one call runs, on lists of inputs; None for one step on its inputs.
+        donate: Whether the new state reuses the memory of the old state.
+        compiler_options: Options of XLA for the program.
+
+    Raises:
+        TypeError: An option has the wrong type.
+        ValueError: `steps_per_call` is less than 1.
+    """
+
+    precision: Precision | None = None
+    steps_per_call: int | None = None
+    donate: bool = True
+    compiler_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.precision, Precision | None):
+            raise TypeError(
+                f"`precision` must be a `jdist.Precision(param_dtype, compute_dtype, output_dtype)`, got {self.precision!r}."
+            )
+        if self.steps_per_call is not None:
+            object.__setattr__(self, "steps_per_call", as_int("`steps_per_call`", self.steps_per_call, 1))
+        if not isinstance(self.donate, bool):
+            raise TypeError(f"`donate` is True or False, got {self.donate!r}.")
+        check_compiler_options(self.compiler_options)
+
+
+def check_compiler_options(options: Any) -> None:
+    """Raises TypeError if `options` is not a mapping from the names of XLA options to values, or None."""
+    if not isinstance(options, Mapping | None):
+        raise TypeError(
+            f"`compiler_options` maps names to values, got {type(options).__name__}. Of XLA flags, pass "
+            '`jdist.xla_flags("tpu").compiler_options`.'
+        )
+
+
 def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, context: ReplicaContext) -> Program:
     """Returns the program of `Strategy.run`: it takes `(args, kwargs)` and returns `((), outputs)`.
 
@@ -36,34 +85,39 @@ def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, conte
         backend: Runs the function on the devices.
         context: The replica context of the strategy.
     """
-    _check_callable(fn())
+    check_callable(fn())
 
     def trace(call: Call) -> Traced:
-        return replicate(call, lambda *args, **kwargs: ((), call.fn(*args, **kwargs)), backend, context)
+        def body(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
+            args, kwargs = from_array_tree((args, kwargs))
+            before = variables_before(call.with_arguments(args, kwargs).named_arguments())
+            outputs = call.fn(*args, **kwargs)
+            check_returned(before, outputs)
+            return (), to_array_tree(outputs)
 
-    return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, _function_name(fn()), backend)
+        return replicate(call, body, backend, context)
+
+    return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, function_name(fn()), backend)
 
 
 def init_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, context: ReplicaContext) -> Program:
     """Returns the program of `Strategy.init`: it takes the arguments of `fn()` and returns `(state, ())`. As `run_program`."""
-    _check_callable(fn())
+    check_callable(fn())
 
     def trace(call: Call) -> Traced:
         def body(*args: PyTree) -> tuple[PyTree, PyTree]:
             with leaf_annotations.collect_local_leaves() as local_leaves:
-                state = call.fn(*args)
+                state = to_array_tree(call.fn(*from_array_tree(args)))
             return strongly_typed(leaf_annotations.wrap_local_leaves(state, local_leaves)), ()
 
         return replicate(call, body, backend, context)
 
-    return Program(lambda *args: Call(fn(), args, {}), trace, _function_name(fn()), backend)
+    return Program(lambda *args: Call(fn(), args, {}), trace, function_name(fn()), backend)
 
 
 def step_program(
     fn: Callable[..., tuple[PyTree, PyTree]],
-    dtypes: Precision | None,
-    steps_per_call: int | None,
-    donate: bool,
+    options: StepOptions,
     backend: Backend,
     context: ReplicaContext,
     scans: bool = True,
@@ -72,14 +126,8 @@ def step_program(
 
     Several steps per call are one program that scans over them, if the backend supports it and if `scans`.
     """
-    _check_callable(fn)
-    if not isinstance(dtypes, Precision | None):
-        raise TypeError(
-            f"`precision` must be a `jdist.Precision(param_dtype, compute_dtype, output_dtype)`, got {dtypes!r}."
-        )
-    if steps_per_call is not None:
-        steps_per_call = as_int("`steps_per_call`", steps_per_call, 1)
-    scanned_steps = steps_per_call if backend.supports_scan and scans else None
+    check_callable(fn)
+    scanned_steps = options.steps_per_call if backend.supports_scan and scans else None
     # Virtual replicas run in a loop of their own in any case.
     on_cpu = backend.replicas.mesh.devices.flat[0].platform == "cpu" and not backend.replicas.virtual
 
@@ -88,8 +136,14 @@ def step_program(
 
         def one_step(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
             # `fn` gets copies of the containers, so that a change in place is seen as a change.
-            with leaf_annotations.collect_sync_targets() as targets, precision.use_precision(dtypes, before):
-                after, outputs = split_result(fn(jax.tree.map(lambda x: x, before), *inputs))
+            args = (from_array_tree(jax.tree.map(lambda x: x, before)), *map(from_array_tree, inputs))
+            (_, state), *named_inputs = call.with_arguments(args, {}).named_arguments()
+            state_variables, input_variables = variables_before([("state", state)]), variables_before(named_inputs)
+            with leaf_annotations.collect_sync_targets() as targets, precision.use_precision(options.precision, before):
+                after, outputs = split_result(fn(*args))
+            check_returned(input_variables, (after, outputs))
+            after, outputs = to_array_tree(after), to_array_tree(outputs)
+            check_state_returned(state_variables, after)
             after = leaf_annotations.apply_sync_targets(before, after, targets)
             return apply_writes(wrapped_state, before, after), outputs
 
@@ -105,20 +159,21 @@ def step_program(
     def call(*args: PyTree) -> Call:
         if not args:
             raise TypeError(
-                f"`{_function_name(fn)}` is a step and was called without arguments. Pass its state: `step(state, *inputs)`."
+                f"`{function_name(fn)}` is a step and was called without arguments. Pass its state: `step(state, *inputs)`."
             )
         return Call(fn, args, {})
 
     program = Program(
         call,
         trace,
-        _function_name(fn),
+        function_name(fn),
         backend,
         has_state=True,
-        donates=donate,
-        steps_per_call=None if scanned_steps else steps_per_call,
+        donates=options.donate,
+        compiler_options=options.compiler_options,
+        steps_per_call=None if scanned_steps else options.steps_per_call,
         scanned_steps=scanned_steps,
-        without_scan=lambda: step_program(fn, dtypes, steps_per_call, donate, backend, context, scans=False),
+        without_scan=lambda: step_program(fn, options, backend, context, scans=False),
     )
     functools.update_wrapper(program, fn, updated=())
     return program
@@ -230,12 +285,18 @@ def _check_write(aggregation: VariableAggregation, name: str, leaf: Any) -> None
 
 
 def _structure_change(before: PyTree, after: PyTree) -> str:
-    for path, node in jax.tree_util.tree_flatten_with_path(after, is_leaf=is_distributed)[0]:
+    for path, node in leaves_with_path(after, is_leaf=is_distributed):
         if is_distributed(node):
             return (
                 f"The step returned state{jax.tree_util.keystr(path)} as {type(node).__name__}: inside a replica function "
                 "values are plain. Return the array; the strategy puts it back into its wrapper."
             )
+    if change := changed_attribute("state", before, after):
+        return (
+            f"The step changes {change}. The modules of a state keep their attributes, otherwise the next step would be "
+            "compiled again. Set attributes before the step, as in `model.train()`, or compute with another view of the "
+            "module, as in `nnx.view(model, deterministic=True)`."
+        )
     old, new = (dict(named_leaves("state", tree)) for tree in (before, after))
     missing, added = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
     changes = [
@@ -254,11 +315,13 @@ def _strongly_typed_leaf(leaf: Any) -> jax.Array:
     return lax.convert_element_type(leaf, jax.typeof(leaf).dtype) if jax.typeof(leaf).weak_type else jnp.asarray(leaf)
 
 
-def _check_callable(fn: Any) -> None:
+def check_callable(fn: Any) -> None:
+    """Raises TypeError if `fn` is not callable."""
     if not callable(fn):
         raise TypeError(f"`fn` must be a function, got {type(fn).__name__}.")
 
 
-def _function_name(fn: Callable[..., Any]) -> str:
+def function_name(fn: Callable[..., Any]) -> str:
+    """Returns the name of a function for messages and profiles; for other callables the name of their class."""
     name = getattr(fn, "__name__", None)
-    return name or (_function_name(fn.func) if isinstance(fn, functools.partial) else type(fn).__name__)
+    return name or (function_name(fn.func) if isinstance(fn, functools.partial) else type(fn).__name__)

@@ -11,6 +11,7 @@ import numpy as np
 
 from jdist._src.core import source_lines
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
+from jdist._src.core.modules import array_children, is_nnx_module, is_variable
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape
 from jdist._src.core.version import __version__
 from jdist._src.export import weights
@@ -186,12 +187,19 @@ def _on_plain_containers(apply: Callable[..., PyTree], trees: Sequence[PyTree]) 
 
 
 def plain_containers(node: PyTree) -> PyTree:
-    """Returns a tree of dicts, lists and tuples. Any other container becomes a dict of its children."""
+    """Returns a tree of dicts, lists and tuples.
+
+    Any other container becomes a dict of its children; an nnx variable becomes its value.
+    """
+    if is_variable(node):
+        return plain_containers(node.get_raw_value())
     if node is None or type(node) in (list, tuple):
         return node if node is None else type(node)(map(plain_containers, node))
     children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if [path for path, _ in children] == [()]:
         return node
+    if is_nnx_module(node):
+        children = array_children(children)
     return {jax.tree_util.keystr(path, simple=True): plain_containers(child) for path, child in children}
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from jdist._src.core.arguments import as_int
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
+from jdist._src.core.modules import from_array_tree, leaves_with_path, to_array_tree
 from jdist._src.core.paths import as_path
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.core.version import __version__
@@ -62,7 +63,7 @@ def save(path: Path, tree: PyTree, *, max_file_bytes: int | None = None) -> None
     """
     require_cross_replica_context("weights.save")
     check_path("weights.save(path, tree)", path, tree)
-    files = {str(path): to_host(tree)}
+    files = {str(path): to_host(to_array_tree(tree))}
     if max_file_bytes is not None:
         files = _split_into_files(path, files[str(path)], as_int("`max_file_bytes`", max_file_bytes, 1))
     writers = {file: file_writer(part) for file, part in files.items()}
@@ -103,17 +104,18 @@ def load(path: Path, *, like: PyTree = None, strategy: Strategy | None = None) -
     """
     require_cross_replica_context("weights.load")
     check_path("weights.load(path, like=tree)", path, like)
-    values = read_tensors(as_path(path))
+    values, like = read_tensors(as_path(path)), to_array_tree(like)
     if strategy is not None:
         _check_not_truncated(path, values)
     tree = _nested_dicts(path, values) if like is None else _in_structure_of(path, values, like)
     like = tree if like is None else like
     if strategy is None:
-        return jax.tree.map(lambda node, value: _rewrap(node, _read(value), None), like, tree, is_leaf=is_distributed)
+        rewrap = lambda node, value: _rewrap(node, _read(value), None)
+        return from_array_tree(jax.tree.map(rewrap, like, tree, is_leaf=is_distributed))
     kinds = [(name, dtype_and_shape(value), None) for name, value in values.items()]
     check_same_on_processes(kinds, strategy.replicas)
     wrap = lambda node, value: _in_wrapper(node, value, strategy.num_replicas_in_sync)
-    return _place(jax.tree.map(wrap, like, tree, is_leaf=is_distributed), strategy)
+    return from_array_tree(_place(jax.tree.map(wrap, like, tree, is_leaf=is_distributed), strategy))
 
 
 def leaves_by_name(tree: PyTree, name: str = "") -> dict[str, Any]:
@@ -124,7 +126,7 @@ def leaves_by_name(tree: PyTree, name: str = "") -> dict[str, Any]:
     """
     leaves: dict[str, Any] = {}
     unwrapped = jax.tree.map(lambda x: x.tree if is_distributed(x) else x, tree, is_leaf=is_distributed)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(unwrapped)[0]:
+    for path, leaf in leaves_with_path(unwrapped):
         leaf_path = jax.tree_util.keystr(path, simple=True, separator=".")
         full_name = ".".join(part for part in (name, leaf_path) if part)
         if full_name in leaves:
@@ -285,7 +287,8 @@ def _place(tree: PyTree, strategy: Strategy) -> PyTree:
     for path, node in jax.tree_util.tree_flatten_with_path(shapes, is_leaf=is_distributed)[0]:
         check_wrapper(f"value{jax.tree_util.keystr(path)}", node, strategy.replicas)
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(map(_place_leaf, leaves, jax.tree.leaves(strategy.shardings(shapes))))
+    shardings = [x for x in jax.tree.leaves(strategy.shardings(shapes)) if isinstance(x, NamedSharding)]
+    return treedef.unflatten(map(_place_leaf, leaves, shardings))
 
 
 def _place_leaf(leaf: Any, sharding: NamedSharding) -> jax.Array:

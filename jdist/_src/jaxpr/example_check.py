@@ -88,7 +88,7 @@ def check_examples(
             f"These random numbers are the same on each of the {num_replicas} replicas, and {used} combines them with the "
             "replica's own examples: every replica uses the same dropout mask or noise. Draw them from "
             "`jdist.replica_key(key)`, or per example from `jdist.example_key(key, index)`. Store `key` in the state, not the "
-            "derived key.",
+            "derived key. For nnx modules: `with jdist.replica_rngs(model):`.",
             SharedRandomnessWarning,
             drawn,
         )

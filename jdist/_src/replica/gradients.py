@@ -11,10 +11,12 @@ from jax.custom_derivatives import linear_call
 
 from jdist._src.collectives.ops import check_unwrapped
 from jdist._src.core.arguments import as_int
+from jdist._src.core.modules import is_nnx_module
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, named_leaves
 from jdist._src.replica import precision
 from jdist._src.replica.context import ReplicaContext, require_replica_context
 from jdist._src.replica.losses import weighted_sums
+from jdist._src.replica.module_losses import split_aux, split_module, update_module
 from jdist._src.values.reduce_op import ReduceOp
 
 Params = TypeVar("Params")
@@ -70,7 +72,9 @@ def value_and_grad(
 
     Args:
         loss_fn: `loss_fn(params, *batch)` returns losses `[batch, ...]`, one or several per example, or one number `[]` that
-            is the mean over its examples. Values that are not data are captured by closure.
+            is the mean over its examples. Values that are not data are captured by closure. `params` may be an nnx module: as
+            in `nnx.value_and_grad`, the gradient with respect to its `nnx.Param` variables is an `nnx.State`, and all other
+            variables, such as statistics and random counters, are updated in place.
         micro_batches: The number of parts into which the batch is split. If greater than 1, each array in `batch` is
             `[batch, ...]`.
         has_aux: Whether `loss_fn` returns a pair `(losses, aux)`. With several micro-batches `aux` is stacked,
@@ -107,17 +111,23 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def share(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
+        module, carried = params, ()
+        loss = functools.partial(_loss_of_params, loss_fn, has_aux)
+        if is_nnx_module(params):
+            params, carried, loss = split_module(loss_fn, has_aux, params)
         context = require_replica_context("value_and_grad", "strategy.step")
         check_unwrapped((params, batch, weights))
         step_precision = precision.step_precision()
         if step_precision.precision:
             step_precision.precision.check_params(params)
-        differentiate = _differentiated(loss_fn, has_aux, step_precision, micro_batches, checkpointed)
+        differentiate = _differentiated(loss, step_precision, micro_batches, checkpointed)
         if micro_batches == 1:
-            (total, count), grads, aux = differentiate(params, batch, weights)
+            (total, count), grads, (carried, aux) = differentiate(carried, params, batch, weights)
         else:
             parts = _split(loss_fn, batch, weights, micro_batches)
-            (total, count), grads, aux = _accumulated(differentiate, params, parts)
+            (total, count), grads, (carried, aux) = _accumulated(differentiate, carried, params, parts)
+        if is_nnx_module(module):
+            update_module(module, carried)
         if weights is not None:
             count = context.all_reduce(ReduceOp.MEAN, count)
         inverse_count = 1 / jnp.where(count == 0, 1, count)
@@ -171,7 +181,8 @@ def global_loss(
         if dtypes:
             dtypes.check_params(params)
         unscaled = precision.StepPrecision(dtypes)
-        scaled_total = checkpointed(_scaled_total(loss_fn, False, unscaled, micro_batches))
+        loss_of_params = functools.partial(_loss_of_params, loss_fn, False, ())
+        scaled_total = checkpointed(_scaled_total(loss_of_params, unscaled, micro_batches))
         local_params = _with_reduced_gradient(context, params)
 
         def totals(batch: PyTree, weights: Any) -> tuple[jax.Array, Any]:
@@ -227,9 +238,15 @@ def _checkpoint(remat: Remat) -> Callable[[Callable[..., Any]], Callable[..., An
     return functools.partial(jax.checkpoint, policy=None if remat is True else remat)
 
 
-def _scaled_total(
-    loss_fn: Callable[..., Any], has_aux: bool, step_precision: precision.StepPrecision, parts: int
-) -> Callable[..., Any]:
+def _loss_of_params(
+    loss_fn: Callable[..., Any], has_aux: bool, carried: tuple[()], params: PyTree, *batch: PyTree
+) -> tuple[Any, Any]:
+    """Returns losses and `(carried, aux)`, as `split_module` defines, for a loss that is a function of its parameters."""
+    losses, aux = split_aux(loss_fn(params, *batch), has_aux)
+    return losses, (carried, aux)
+
+
+def _scaled_total(loss: Callable[..., Any], step_precision: precision.StepPrecision, parts: int) -> Callable[..., Any]:
     """Returns a function from parameters, batch and weights to the scaled total of the losses, and `(total, count, aux)`.
 
     Total and count are divided by the number of losses in all parts, so that the gradients do not overflow in float16.
@@ -238,40 +255,28 @@ def _scaled_total(
 
     def scaled_total(params: PyTree, batch: PyTree, weights: Any) -> tuple[jax.Array, tuple[Any, Any, PyTree]]:
         params, batch = dtypes.cast_compute((params, batch)) if dtypes else (params, batch)
-        result = loss_fn(params, *batch)
-        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(
-                "With `has_aux` the loss function must return a pair `(losses, aux)`, and it returned "
-                f"{type(result).__name__}."
-            )
-        losses, aux = result if has_aux else (result, None)
-        if isinstance(losses, (tuple, list)):
-            raise TypeError(
-                f"The loss function returned a {type(losses).__name__}, and a loss is one array. If it returns a loss and "
-                "another value, pass `has_aux=True`."
-            )
+        losses, (carried, aux) = loss(params, *batch)
         if dtypes:
             losses, aux = dtypes.cast_output((losses, aux))
         total, count = weighted_sums("losses", losses, weights)
         num_losses = max(jnp.size(losses), 1) * parts
         total = total / num_losses
         scaled = total if step_precision.scale is None else total * step_precision.scale
-        return scaled, (total, count / num_losses, aux)
+        return scaled, (total, count / num_losses, (carried, aux))
 
     return scaled_total
 
 
 def _differentiated(
-    loss_fn: Callable[..., Any],
-    has_aux: bool,
+    loss: Callable[..., Any],
     step_precision: precision.StepPrecision,
     parts: int,
     checkpointed: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Returns a function from parameters, batch and weights to `((total, count), grads of total, aux)`."""
-    scaled_total = checkpointed(_scaled_total(loss_fn, has_aux, step_precision, parts))
+    """Returns a function from the arguments to `((total, count), grads of total, (carried, aux))`."""
 
-    def differentiate(params: PyTree, batch: PyTree, weights: Any) -> Any:
+    def differentiate(carried: PyTree, params: PyTree, batch: PyTree, weights: Any) -> Any:
+        scaled_total = checkpointed(_scaled_total(functools.partial(loss, carried), step_precision, parts))
         (_, (total, count, aux)), grads = jax.value_and_grad(scaled_total, has_aux=True)(params, batch, weights)
         if weights is not None:  # a model may compute NaN from padding alone
             is_all_padding = jnp.all(jnp.asarray(weights) == 0)
@@ -281,17 +286,18 @@ def _differentiated(
     return differentiate
 
 
-def _accumulated(differentiate: Callable[..., Any], params: PyTree, parts: PyTree) -> Any:
+def _accumulated(differentiate: Callable[..., Any], carried: PyTree, params: PyTree, parts: PyTree) -> Any:
     """Returns the results of `differentiate`, accumulated over the parts; `aux` is stacked."""
 
-    def add(sums: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
-        totals, grads, aux = differentiate(params, *part)
-        return jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, (totals, grads)), aux
+    def add(carry: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
+        sums, carried = carry
+        totals, grads, (carried, aux) = differentiate(carried, params, *part)
+        return (jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, (totals, grads)), carried), aux
 
-    shapes = jax.eval_shape(lambda part: differentiate(params, *part)[:2], jax.tree.map(lambda x: x[0], parts))
+    shapes = jax.eval_shape(lambda part: differentiate(carried, params, *part)[:2], jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes)
-    (totals, grads), aux = lax.scan(add, zeros, parts)
-    return totals, grads, aux
+    ((totals, grads), carried), aux = lax.scan(add, (zeros, carried), parts)
+    return totals, grads, (carried, aux)
 
 
 def _split(loss_fn: Callable[..., Any], batch: tuple[PyTree, ...], weights: Any, parts: int) -> PyTree:

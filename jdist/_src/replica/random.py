@@ -1,10 +1,15 @@
 """Random keys per replica and per example, derived from a key that all replicas share."""
 
+import contextlib
+import sys
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.core.tree import dtype_and_shape
+from jdist._src.core.modules import is_variable
+from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.replica.context import require_replica_context
 
 
@@ -28,6 +33,50 @@ def replica_key(key: jax.Array) -> jax.Array:
     """
     context = require_replica_context("replica_key", "jax.random.split")
     return jax.random.fold_in(key, context.replica_id_in_sync_group)
+
+
+@contextlib.contextmanager
+def replica_rngs(*modules: PyTree) -> Iterator[None]:
+    """Makes the random keys in nnx modules different on each replica, within a `with` block.
+
+    In the block each `nnx.RngKey` is the `replica_key` of its value, so that dropout uses another mask on each replica. After
+    the block the keys have their previous values, so the state stays replicated. Counters continue.
+
+    Args:
+        modules: Trees with nnx modules or `nnx.Rngs`.
+
+    Raises:
+        TypeError: The trees do not contain an `nnx.RngKey`.
+        RuntimeError: Called from the host program within `strategy.scope()`.
+
+    Example:
+        >>> from flax import nnx
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> @strategy.step
+        ... def draw(rngs):
+        ...     with jdist.replica_rngs(rngs):
+        ...         noise = rngs.normal((3,))
+        ...     return rngs, noise
+        >>> rngs, noise = draw(strategy.init(lambda: nnx.Rngs(0)))
+        >>> noise, int(rngs.default.count[...])
+        (PerReplica(float32[2,3]), 1)
+    """
+    rng_key = getattr(sys.modules.get("flax.nnx"), "RngKey", ())
+    nodes = jax.tree.leaves(modules, is_leaf=is_variable)
+    keys = {id(node): node for node in nodes if isinstance(node, rng_key)}.values()
+    if not keys:
+        raise TypeError(
+            "`replica_rngs` takes modules with random keys, and found no `nnx.RngKey`. Pass a module that was created with "
+            "`rngs=`, or an `nnx.Rngs`; for a key use `jdist.replica_key(key)`."
+        )
+    previous = [key.get_raw_value() for key in keys]
+    for key, value in zip(keys, previous, strict=True):
+        key.set_raw_value(replica_key(value))
+    try:
+        yield
+    finally:
+        for key, value in zip(keys, previous, strict=True):
+            key.set_raw_value(value)
 
 
 def example_key(key: jax.Array, index: jax.Array) -> jax.Array:

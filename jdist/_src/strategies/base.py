@@ -12,6 +12,7 @@ from jdist._src.collectives.ops import axes_argument, axis_argument
 from jdist._src.core import other_names
 from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.identity_cache import IdentityCache
+from jdist._src.core.modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree, argument_names, describe_type
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.config import Cache, Remainder
@@ -21,13 +22,14 @@ from jdist._src.data.shards import AutoShard, InputContext
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend
 from jdist._src.execution.program import Program
-from jdist._src.execution.step import init_program, run_program, step_program
+from jdist._src.execution.step import StepOptions, check_compiler_options, init_program, run_program, step_program
 from jdist._src.replica.context import ReplicaContext, ValueContext, require_cross_replica_context
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies import host_reductions
 from jdist._src.strategies.description import Description, describe
 from jdist._src.strategies.pickling import with_devices, with_names
 from jdist._src.strategies.scope import Scope
+from jdist._src.strategies.unbound_step import Step
 from jdist._src.values.device_put import check_devices_attached, put, put_per_replica, split_batch
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp
@@ -65,6 +67,7 @@ class Strategy:
         self._context = ReplicaContext.of(self, backend.replicas, cross_device_ops, communication_options)
         self._runs: IdentityCache[Program] = IdentityCache()
         self._inits: IdentityCache[Program] = IdentityCache()
+        self._steps: IdentityCache[dict[Any, Program]] = IdentityCache()  # of `jdist.step`, see `Step.on`
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[str(device) for device in self.devices]})"
@@ -203,6 +206,7 @@ class Strategy:
         precision: Precision | None = None,
         steps_per_call: None = None,
         donate: bool = True,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> Program[_StateT, _InputsT, _OutputsT]: ...
 
     @overload
@@ -213,18 +217,29 @@ class Strategy:
         precision: Precision | None = None,
         steps_per_call: int | None,
         donate: bool = True,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> Program[_StateT, ..., _OutputsT]: ...
 
     @overload
     def step(
-        self, *, precision: Precision | None = None, steps_per_call: None = None, donate: bool = True
+        self,
+        *,
+        precision: Precision | None = None,
+        steps_per_call: None = None,
+        donate: bool = True,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> Callable[
         [Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]]], Program[_StateT, _InputsT, _OutputsT]
     ]: ...
 
     @overload
     def step(
-        self, *, precision: Precision | None = None, steps_per_call: int | None, donate: bool = True
+        self,
+        *,
+        precision: Precision | None = None,
+        steps_per_call: int | None,
+        donate: bool = True,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Program[_StateT, ..., _OutputsT]]: ...
 
     def step(
@@ -234,6 +249,7 @@ class Strategy:
         precision: Precision | None = None,
         steps_per_call: int | None = None,
         donate: bool = True,
+        compiler_options: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> Any:
         """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
@@ -252,6 +268,7 @@ class Strategy:
                 one program per step instead.
             donate: Whether the new state reuses the memory of the old state. Without donation the old state stays valid, and
                 both states need memory.
+            compiler_options: Options of XLA for this program, such as `jdist.xla_flags("tpu").compiler_options`.
             others: Not accepted. Arguments of `jax.jit` and `jax.pmap`, such as `static_argnums`, raise an error with the
                 line to write.
 
@@ -280,12 +297,16 @@ class Strategy:
             >>> print(descend.proof)
             2 of 2 results are replicated
         """
-        other_names.check_no_other_arguments(others, "`precision`, `steps_per_call` and `donate`")
+        accepted = "`precision`, `steps_per_call`, `donate` and `compiler_options`"
+        other_names.check_no_other_arguments("strategy.step", others, accepted)
+        options = StepOptions(precision, steps_per_call, donate, compiler_options)
         if fn is ...:
-            return functools.partial(self.step, precision=precision, steps_per_call=steps_per_call, donate=donate)
-        if not isinstance(donate, bool):
-            raise TypeError(f"`donate` is True or False, got {donate!r}.")
-        return step_program(fn, precision, steps_per_call, donate, self._backend, self._context)
+            return functools.partial(self.step, **vars(options))
+        if isinstance(fn, Step):
+            raise TypeError(
+                f"`{fn.__name__}` is a step already. Its program for this strategy is `{fn.__name__}.on(strategy)`."
+            )
+        return step_program(fn, options, self._backend, self._context)
 
     def compile(
         self, step: Any, state: PyTree, *inputs: PyTree, compiler_options: Mapping[str, Any] | None = None
@@ -293,7 +314,7 @@ class Strategy:
         """Compiles a step for arguments of these shapes, without running it. The devices may be topology devices.
 
         Args:
-            step: The result of `step`, or a function for it.
+            step: The result of `step` or of `jdist.step`, or a function for it.
             state: The state, or its shapes: `jax.eval_shape(lambda key: strategy.init(make, key), key)`.
             inputs: The other arguments of the step: arrays or `jax.ShapeDtypeStruct`s, a batch as `PerReplica` of
                 `[replica, batch, ...]`, such as `dataset.element_spec` of a distributed data set.
@@ -305,16 +326,14 @@ class Strategy:
         Raises:
             ValueError: The state cannot be placed; or another strategy made `step`.
         """
+        if isinstance(step, Step):
+            step = step.on(self)
         program = step if isinstance(step, Program) else self.step(step)
         if program.backend is not self._backend:
             raise ValueError(
                 "The step was made by another strategy. Pass its function, or a step that this strategy made from it."
             )
-        if not isinstance(compiler_options, Mapping | None):
-            raise TypeError(
-                f"`compiler_options` maps names to values, got {type(compiler_options).__name__}. Of XLA flags, pass "
-                '`jdist.xla_flags("tpu").compiler_options`.'
-            )
+        check_compiler_options(compiler_options)
         return program.lower(state, *inputs).compile(None if compiler_options is None else dict(compiler_options))
 
     def reduce(
@@ -419,7 +438,8 @@ class Strategy:
             >>> strategy.shardings({"w": jax.ShapeDtypeStruct((8, 4), "float32")})["w"].spec
             P()
         """
-        return jax.tree.unflatten(jax.tree.structure(tree), self._put_shardings(tree))
+        arrays = to_array_tree(tree)
+        return from_array_tree(jax.tree.unflatten(jax.tree.structure(arrays), self._put_shardings(arrays)))
 
     def split(self, batch: PyTree) -> PyTree:
         """Splits one global batch over the replicas, for a loop that has batches already.

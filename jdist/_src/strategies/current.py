@@ -1,15 +1,26 @@
-"""The current strategy: `get_strategy`, `has_strategy`, `set_strategy` and `get_replica_context`."""
+"""The current strategy, and the functions that use it: `get_strategy`, `set_strategy`, `init`, `step` and others."""
 
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import jax
 
+from jdist._src.core import other_names
+from jdist._src.core.tree import PyTree
+from jdist._src.execution.step import StepOptions, check_callable
 from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, current_context, set_default_context
+from jdist._src.replica.precision import Precision
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.keras_distribution import keras_distribution
 from jdist._src.strategies.one_device import OneDeviceStrategy
+from jdist._src.strategies.unbound_step import Step, check_static_argnames
+
+_StateT = TypeVar("_StateT")
+_InputsT = ParamSpec("_InputsT")
+_OutputsT = TypeVar("_OutputsT")
 
 _keras = contextlib.ExitStack()  # the distribution of Keras that `set_strategy` has set
 
@@ -72,6 +83,128 @@ def get_replica_context() -> ReplicaContext | None:
     if not isinstance(context, ReplicaContext):
         return None
     return dataclasses.replace(context, strategy=get_strategy())
+
+
+def init(make_state: Callable[..., _StateT], *args: PyTree) -> _StateT:
+    """Creates a state on the devices of the current strategy: `jdist.get_strategy().init(make_state, *args)`.
+
+    Args:
+        make_state: A replica function that creates the state from `args`.
+        args: Its arguments: trees of arrays and numbers.
+
+    Raises:
+        NotMirroredError: A leaf that is not wrapped may differ between the replicas.
+        RuntimeError: Called inside a replica function.
+        TypeError: See `jdist.Strategy.init`.
+        ValueError: See `jdist.Strategy.init`.
+
+    Example:
+        >>> with jdist.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        ...     state = jdist.init(lambda key: {"w": jax.random.normal(key, (3,))}, jax.random.key(0))
+        >>> len(state["w"].sharding.device_set)
+        2
+    """
+    return get_strategy().init(make_state, *args)
+
+
+@overload
+def step(
+    fn: Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]],
+    *,
+    precision: Precision | None = None,
+    steps_per_call: None = None,
+    donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+    static_argnames: str | Sequence[str] = (),
+) -> Step[_StateT, _InputsT, _OutputsT]: ...
+@overload
+def step(
+    fn: Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]],
+    *,
+    precision: Precision | None = None,
+    steps_per_call: int | None,
+    donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+    static_argnames: str | Sequence[str] = (),
+) -> Step[_StateT, ..., _OutputsT]: ...
+@overload
+def step(
+    *,
+    precision: Precision | None = None,
+    steps_per_call: None = None,
+    donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+    static_argnames: str | Sequence[str] = (),
+) -> Callable[
+    [Callable[Concatenate[_StateT, _InputsT], tuple[Any, _OutputsT]]], Step[_StateT, _InputsT, _OutputsT]
+]: ...
+@overload
+def step(
+    *,
+    precision: Precision | None = None,
+    steps_per_call: int | None,
+    donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+    static_argnames: str | Sequence[str] = (),
+) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Step[_StateT, ..., _OutputsT]]: ...
+def step(
+    fn: Any = ...,
+    *,
+    precision: Precision | None = None,
+    steps_per_call: int | None = None,
+    donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+    static_argnames: str | Sequence[str] = (),
+    **others: Any,
+) -> Any:
+    """Returns a training step that is compiled for the current strategy when it is called.
+
+    The strategy does not have to exist when the step is defined, so a step can be a function of a module. A call is a call of
+    the program that `strategy.step(fn)` returns for the current strategy (`strategy.scope()`, `jdist.set_strategy`; without
+    one, a strategy of one replica on the default device), with the same results and the same proof.
+
+    Args:
+        fn: A replica function `(state, *inputs) -> (state, outputs)`, see `jdist.Strategy.step`; omitted in
+            `@jdist.step(precision=...)`. Inputs are passed by position or by name.
+        precision: See `jdist.Strategy.step`.
+        steps_per_call: See `jdist.Strategy.step`.
+        donate: See `jdist.Strategy.step`.
+        compiler_options: See `jdist.Strategy.step`.
+        static_argnames: The names of the last parameters of `fn` that are Python values while it is traced, such as a flag or
+            an optimizer. They are hashable, and each combination of values has its own program.
+        others: Not accepted, as in `jdist.Strategy.step`.
+
+    Returns:
+        A `jdist.Step`. `step.on(strategy)` is its program for a strategy, and `step.__wrapped__` is `fn`, which outside any
+        strategy runs as plain JAX.
+
+    Raises:
+        TypeError: An argument has the wrong type. When called: the arguments do not fit the parameters of `fn`; and as the
+            steps of `jdist.Strategy.step`.
+        ValueError: `steps_per_call` is less than 1, or `static_argnames` are not the last parameters.
+        NotMirroredError: When called: a leaf of the new state may differ between the replicas.
+
+    Example:
+        >>> @jdist.step(static_argnames="rate")
+        ... def descend(w, x, *, rate=0.1):
+        ...     loss, grad = jax.value_and_grad(lambda w: jax.numpy.mean((w * x) ** 2))(w)
+        ...     return w - rate * jdist.all_reduce("mean", grad), jdist.all_reduce("mean", loss)
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     w = jdist.init(lambda: jax.numpy.float32(1.0))
+        ...     w, loss = descend(w, strategy.split(np.float32([1, 2])), rate=0.25)
+        >>> float(w), float(loss)
+        (-0.25, 2.5)
+        >>> print(descend.proof)
+        2 of 2 results are replicated
+    """
+    accepted = "`precision`, `steps_per_call`, `donate`, `compiler_options` and `static_argnames`"
+    other_names.check_no_other_arguments("jdist.step", others, accepted)
+    options = StepOptions(precision, steps_per_call, donate, compiler_options)
+    if fn is ...:
+        return functools.partial(step, **vars(options), static_argnames=static_argnames)
+    check_callable(fn)
+    return Step(fn, options, check_static_argnames(fn, static_argnames), get_strategy)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, Sharding
 from jdist._src.core import html
 from jdist._src.core.arguments import as_int
 from jdist._src.core.html import Row
+from jdist._src.core.modules import leaves_with_path, to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend
@@ -176,7 +177,8 @@ def describe(name: str, backend: Backend, state: PyTree = None, max_rows: int = 
         └───────┘
     """
     max_rows = as_int("`max_rows`", max_rows, 1)
-    items = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_distributed)[0]
+    state = to_array_tree(state)
+    items = leaves_with_path(state, is_leaf=is_distributed)
     for path, item in items:
         if any(map(_is_shape, jax.tree.leaves(item))):
             check_wrapper("state" + jax.tree_util.keystr(path), item, backend.replicas)

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import jax
 
+from jdist._src.core.modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext, current_context, in_replica_function
 from jdist._src.strategies.current import get_strategy
@@ -106,7 +107,7 @@ def read_values(tree: PyTree) -> PyTree:
         {'step': 7, 'w': 2.0}
     """
     read = lambda node: node.read() if is_distributed(node) else fully_replicated(node)
-    return jax.tree.map(read, tree, is_leaf=is_distributed)
+    return from_array_tree(jax.tree.map(read, to_array_tree(tree), is_leaf=is_distributed))
 
 
 def _wrapped(

@@ -1,9 +1,10 @@
 """The guard of a training step: a step whose loss or gradient is infinite or NaN changes nothing.
 
 The guard decides before the optimizer reads its state, and each new value is chosen where it is computed. So XLA fuses the
-choice into the pass that writes the state, and the guard costs one pass over the gradients, shared by the replicas. A choice
-after the update costs more than the update itself: XLA then stores both values, and reads them again. It is made only for an
-optimizer that reduces gradients or tests numbers itself, whose updates decide, because they show its result for the gradients.
+choice into the pass that writes the state, and the guard costs one pass over the gradients, which the replicas share if the
+gradients are large. A choice after the update costs more than the update itself: XLA then stores both values, and reads them
+again. It is made only for an optimizer that reduces gradients or tests numbers itself, whose updates decide, because they show
+its result for the gradients.
 """
 
 import collections
@@ -23,6 +24,7 @@ from jdist._src.replica import leaf_annotations
 from jdist._src.replica.context import all_reduce, require_replica_context
 
 _SMALL = 4096  # elements of an array that is tested together with others
+_SHARED_BYTES = 4 << 20  # of gradients whose test is shared; a message costs more than the test of fewer bytes
 NonFinite: TypeAlias = Literal["stop", "skip", "keep"]
 
 
@@ -137,8 +139,8 @@ def gradient_factors(update: TracedUpdate, opt_state: PyTree) -> list[jax.Array]
 def mean_over_replicas(loss: jax.Array, grads: PyTree, is_read: Sequence[bool]) -> tuple[jax.Array, PyTree, jax.Array]:
     """Returns the means of loss and gradients over the replicas, and whether these are finite, bool `[]`; all replicated.
 
-    Gradients that are reduced in messages of their own are tested by all replicas together, each a part of each array. The
-    result of the test is reduced with the loss and the small gradients, in the same message.
+    If the gradients that are reduced in messages of their own are large, the replicas share their test: each tests a part of
+    each array. The result is reduced with the loss and the small gradients, in a message that follows the others.
 
     Args:
         loss: The loss of this replica.
@@ -150,7 +152,7 @@ def mean_over_replicas(loss: jax.Array, grads: PyTree, is_read: Sequence[bool]) 
     packed_bytes = context.communication_options.bytes_per_pack or 0
     shares_test = context.num_replicas_in_sync > 1 and not context.virtual and packed_bytes > 0
     is_large = [shares_test and leaf.nbytes >= packed_bytes for leaf in leaves]
-    if not any(is_large):
+    if sum(leaf.nbytes for leaf in _where(is_large, leaves)) < _SHARED_BYTES:
         loss, leaves = all_reduce("mean", (loss, leaves))
         return loss, treedef.unflatten(leaves), are_finite([loss, *_where(is_read, leaves)])
     large = all_reduce("mean", _where(is_large, leaves))

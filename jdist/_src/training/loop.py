@@ -34,7 +34,7 @@ from jdist._src.training.resume import StartPoint, restore_epoch_metrics, saved_
 from jdist._src.training.state import learning_rate_of, params_of, step_of
 from jdist._src.training.state_copies import summands
 from jdist._src.training.step_inputs import DrawnBatch
-from jdist._src.training.steps import StepOutcome, TrainCarry
+from jdist._src.training.steps import TrainCarry
 
 CALLS_PER_CHECK = 32  # calls between two checks of the losses, and of whether a process stops
 _INTERRUPTED = "Ctrl-C was pressed."
@@ -67,7 +67,7 @@ class LoopConfig:
     """
 
     strategy: Strategy
-    step: Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, StepOutcome]]
+    step: Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, jax.Array]]
     read_metrics: Callable[[PyTree], Mapping[str, Any]]
     empty_metrics: Callable[[], PyTree]
     validate: Callable[[PyTree], Mapping[str, Any]] | None
@@ -106,6 +106,7 @@ class Loop:
         self._start_time = self._row_start_time = time.perf_counter()
         self._step_interval = self._next_step_event = 0.0
         self._stop_reason: str | None = None
+        self._is_single_process = jax.process_count() == 1
         self._has_failed = self._ends_epoch = self._is_last = self._validates = False
 
     @property
@@ -121,7 +122,7 @@ class Loop:
             self._step_interval = min(intervals, default=math.inf)
             try:
                 for batches in groups:
-                    with interrupt.deferred():
+                    with interrupt:
                         self._take(batches)
                         self._validates = self._is_validation_due()
                         if self._is_step_event_due():
@@ -199,7 +200,7 @@ class Loop:
     def _is_over(self, is_interrupted: bool) -> bool:
         if is_interrupted:
             self._stop_reason = self._stop_reason or _INTERRUPTED
-        if jax.process_count() == 1:
+        if self._is_single_process:
             return self._stop_reason is not None
         if not self._ends_row and self._calls % CALLS_PER_CHECK:
             return False
@@ -334,7 +335,7 @@ class Loop:
 
 
 class _Interrupt:
-    """Records Ctrl-C while it is deferred.
+    """Records Ctrl-C while it is deferred: inside `with interrupt`, the first one is recorded, the second raises.
 
     Mutable: a signal handler writes to it.
     """
@@ -343,14 +344,11 @@ class _Interrupt:
         self.is_requested = False
         self._is_deferred = False
 
-    @contextlib.contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Inside, the first Ctrl-C is only recorded; the second one raises KeyboardInterrupt."""
+    def __enter__(self) -> None:
         self._is_deferred = True
-        try:
-            yield
-        finally:
-            self._is_deferred = False
+
+    def __exit__(self, *error: object) -> None:
+        self._is_deferred = False
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handles the signal."""

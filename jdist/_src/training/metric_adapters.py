@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,9 @@ _CLASSES = {
     "mean_squared_error": "MeanSquaredError",
     "mse": "MeanSquaredError",
 }
+
+
+PackedMetrics: TypeAlias = dict[str, jax.Array]  # by the name of their dtype: vectors of sums
 
 
 class MetricAdapter(NamedTuple):
@@ -76,13 +79,46 @@ def batch_metrics(
                 f"In the metric {name!r}, of outputs {dtypes_and_shapes(outputs)} and targets {dtypes_and_shapes(targets)}."
             )
             raise
-        empty_shapes, shapes = (jax.tree.map(jnp.shape, metric) for metric in (adapter.empty, updated[name]))
-        if empty_shapes != shapes:
+    empty = empty_metrics(metrics)
+    sums = jax.tree.map(lambda a, b: jnp.asarray(b).astype(jnp.result_type(a, b)), empty, updated)
+    for name, metric in sums.items():
+        before, after = dtypes_and_shapes(empty[name]), dtypes_and_shapes(metric)
+        if before != after:
             raise ValueError(
-                f"The metric {name!r} has the shapes {empty_shapes} without examples, and {shapes} with a batch. The shapes of "
-                "its sums must not depend on the batch."
+                f"The metric {name!r} is {before} without examples, and {after} with a batch. The shapes and the dtypes of its "
+                "sums must not depend on the batch."
             )
-    return jax.tree.map(jnp.asarray, updated)
+    return sums
+
+
+def empty_metrics(metrics: Mapping[str, MetricAdapter]) -> dict[str, Metric]:
+    """Returns the loss and the metrics of no examples."""
+    empty = {"loss": Mean(), **{name: adapter.empty for name, adapter in metrics.items()}}
+    return jax.tree.map(jnp.asarray, empty)
+
+
+def pack_metrics(metrics: Mapping[str, Metric]) -> PackedMetrics:
+    """Returns the sums of metrics as one vector per dtype, because each argument and result of a program costs time.
+
+    Example:
+        >>> pack_metrics({"loss": Mean(np.float32(6), np.float32(4))})
+        {'float32': Array([6., 4.], dtype=float32)}
+    """
+    parts: dict[str, list[jax.Array]] = {}
+    for leaf in map(jnp.asarray, jax.tree.leaves(metrics)):
+        parts.setdefault(leaf.dtype.name, []).append(leaf.ravel())
+    return {dtype: jnp.concatenate(vectors) for dtype, vectors in parts.items()}
+
+
+def unpack_metrics(packed: PackedMetrics, like: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Returns packed metrics with the structure of `like`."""
+    leaves, treedef = jax.tree.flatten(like)
+    unpacked, starts = [], dict.fromkeys(packed, 0)
+    for leaf in leaves:
+        dtype = leaf.dtype.name
+        start, starts[dtype] = starts[dtype], starts[dtype] + leaf.size
+        unpacked.append(packed[dtype][start : start + leaf.size].reshape(leaf.shape))
+    return treedef.unflatten(unpacked)
 
 
 def check_losses(losses: Any, num_examples: int, name: str = "loss") -> jax.Array:

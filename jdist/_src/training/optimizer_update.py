@@ -16,6 +16,17 @@ from jdist._src.training.state import GROWING_OPTIMIZER_STATE, StateFields, chec
 LossFunction = Callable[..., jax.Array]
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raises TypeError if `optimizer` is not an optax transformation."""
+    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        return
+    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", None)
+    example = "optax.adamw(1e-3)"
+    if isinstance(name, str) and callable(getattr(optax, name.lower(), None)):
+        example = f"optax.{name.lower()}(1e-3)"
+    raise TypeError(f"`optimizer` must be an optax transformation, got {optimizer!r}. Write `optimizer={example}`.")
+
+
 def update_params(
     optimizer: Any,
     non_finite: NonFinite,

@@ -10,7 +10,7 @@ import optax
 
 from jdist._src.core.tree import PyTree, named_leaves
 from jdist._src.strategies.variables import read_values
-from jdist._src.values.arrays import check_not_deleted
+from jdist._src.values.arrays import check_array, check_not_deleted
 from jdist._src.values.base import is_distributed
 
 Schedule: TypeAlias = Callable[[Any], Any]
@@ -68,7 +68,12 @@ class TrainState:
             optimizer: The optimizer that will update them; None for a state that is only evaluated, with None as `opt_state`.
             model_state: The other variables of the model.
             rng: A random key; by default `jax.random.key(0)`.
+
+        Raises:
+            TypeError: A leaf of `params` is not an array, such as an activation function of an equinox module.
         """
+        for name, leaf in named_leaves("params", params):
+            check_array(name, leaf)
         rng = jax.random.key(0) if rng is None else rng
         opt_state = None if optimizer is None else optimizer.init(params)
         return cls(jnp.int32(0), params, opt_state, {} if model_state is None else model_state, rng)

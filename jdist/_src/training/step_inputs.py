@@ -8,7 +8,7 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree
 from jdist._src.data.config import Cache, Remainder
-from jdist._src.data.dataset import DistributedDataset, DistributedIterator, stats
+from jdist._src.data.dataset import DistributedDataset, DistributedIterator, examples_and_stalled_fraction
 from jdist._src.replica.losses import check_weights
 from jdist._src.strategies.base import Strategy
 
@@ -134,8 +134,7 @@ def drawn_batches(iterator: DistributedIterator, has_weights: bool) -> Iterator[
     """Yields the remaining batches of `iterator`."""
     for element in iterator:
         inputs = element if has_weights else (element,)
-        totals = stats(iterator)
-        yield DrawnBatch(inputs, iterator.get_state(), totals.examples, totals.stalled_fraction)
+        yield DrawnBatch(inputs, iterator.get_state(), *examples_and_stalled_fraction(iterator))
 
 
 def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[list[DrawnBatch]]:
@@ -147,7 +146,7 @@ def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[
     for batch, next_batch in _with_next(batches):
         is_last = next_batch is None
         ends_epoch = is_last or next_batch.epoch != batch.epoch
-        group.append(batch._replace(ends_epoch=ends_epoch, is_last=is_last))
+        group.append(batch._replace(ends_epoch=True, is_last=is_last) if ends_epoch else batch)
         if len(group) == steps_per_call:
             yield group
             group = []

@@ -3,11 +3,10 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.tree_util import GetAttrKey
 
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
@@ -15,14 +14,22 @@ from jdist._src.replica import precision
 from jdist._src.replica.context import all_reduce
 from jdist._src.replica.gradients import Remat, global_loss, value_and_grad
 from jdist._src.replica.losses import global_mean
-from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.replica.random import replica_key
 from jdist._src.training import finite_guard
 from jdist._src.training.arguments import require_arguments
 from jdist._src.training.finite_guard import NonFinite
-from jdist._src.training.metric_adapters import MetricAdapter, batch_metrics, check_losses, dtypes_and_shapes
+from jdist._src.training.metric_adapters import (
+    MetricAdapter,
+    PackedMetrics,
+    batch_metrics,
+    check_losses,
+    dtypes_and_shapes,
+    empty_metrics,
+    pack_metrics,
+    unpack_metrics,
+)
 from jdist._src.training.objectives import Objective, explained_data_errors, split_element
-from jdist._src.training.optimizer_update import update_params
+from jdist._src.training.optimizer_update import check_optimizer, update_params
 from jdist._src.training.state import (
     GROWING_MODEL_STATE,
     ModelVariables,
@@ -37,31 +44,18 @@ from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.sync_on_read import SyncOnRead
 
 
-class StepOutcome(NamedTuple):
-    """The loss of a step, and whether the step was finite.
-
-    Attributes:
-        loss: The mean loss of all examples of the batch, float32 `[]`.
-        is_finite: Whether the loss and the gradients, or the updates, were finite; always true with `non_finite="keep"`. With
-            `"stop"` false in all steps after a failure.
-    """
-
-    loss: jax.Array
-    is_finite: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainCarry:
     """The values that a training step passes to the next one.
 
     Attributes:
         state: The training state.
-        metrics: The loss and the metrics of this epoch so far, of each replica's examples.
+        metrics: The loss and the metrics of this epoch so far, of each replica's examples, packed.
         has_failed: Whether a step was rejected because its loss or a gradient was not finite; later steps then change nothing.
     """
 
     state: PyTree
-    metrics: Mapping[str, Metric]
+    metrics: PackedMetrics
     has_failed: jax.Array
 
 
@@ -103,8 +97,8 @@ class StepFunctions:
     non_finite: NonFinite = "stop"
 
     def __post_init__(self) -> None:
-        if self.optimizer is not None and not (hasattr(self.optimizer, "init") and hasattr(self.optimizer, "update")):
-            raise TypeError(_not_an_optimizer(self.optimizer))
+        if self.optimizer is not None:
+            check_optimizer(self.optimizer)
         if self.non_finite not in get_args(NonFinite):
             raise ValueError(f'`non_finite` must be "stop", "skip" or "keep", got {self.non_finite!r}.')
         value_and_grad(lambda params: params, remat=self.remat)  # checks `remat`
@@ -120,7 +114,7 @@ class StepFunctions:
         return self.objective.metrics
 
     @property
-    def step(self) -> Callable[..., tuple[TrainCarry, StepOutcome]]:
+    def step(self) -> Callable[..., tuple[TrainCarry, jax.Array]]:
         """The training step."""
         return self.train if self.custom_step is None else self.train_by_custom_step
 
@@ -166,13 +160,17 @@ class StepFunctions:
         return TrainState.create(params, self.optimizer, model_state=model_state, rng=rng)
 
     def empty_metrics(self) -> SyncOnRead:
-        """Returns the loss and the metrics of no examples."""
-        empty = {"loss": Mean(), **{name: adapter.empty for name, adapter in self.objective.metrics.items()}}
-        return SyncOnRead(jax.tree.map(jnp.asarray, empty), VariableAggregation.SUM)
+        """Returns the loss and the metrics of no examples, packed."""
+        return SyncOnRead(pack_metrics(empty_metrics(self.metrics)), VariableAggregation.SUM)
+
+    def total_metrics(self, metrics: PackedMetrics) -> dict[str, jax.Array]:
+        """Returns the values of packed metrics over the examples of all replicas."""
+        totals = unpack_metrics(all_reduce("sum", metrics), empty_metrics(self.metrics))
+        return {name: metric.compute() for name, metric in totals.items()}
 
     # Error messages name the state and the batch after the parameters of the next functions.
-    def train(self, state: TrainCarry, batch: PyTree, weights: Any = None) -> tuple[TrainCarry, StepOutcome]:
-        """Takes a training step."""
+    def train(self, state: TrainCarry, batch: PyTree, weights: Any = None) -> tuple[TrainCarry, jax.Array]:
+        """Takes a training step. Returns the carry and the outcome, see `_outcome`."""
         carry, fields, element = state, state_fields(state.state), batch
         batch, weights = self.objective.split(element, weights)
         key = replica_key(jax.random.fold_in(fields.rng, fields.step))
@@ -218,7 +216,7 @@ class StepFunctions:
             self.optimizer, self.non_finite, carry.has_failed, loss, grads, fields, value_fn
         )
         model_state = _mean_over_replicas(model_state, weights)
-        metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
+        metrics = jax.tree.map(jnp.add, carry.metrics, pack_metrics(metrics))
         step, has_failed, is_taken = fields.step + 1, carry.has_failed, is_finite & ~carry.has_failed
         if self.non_finite != "keep":
             old = fields.model_state, carry.metrics
@@ -226,12 +224,12 @@ class StepFunctions:
         if self.non_finite == "stop":
             step, has_failed, is_finite = jnp.where(is_taken, step, fields.step), ~is_taken, is_taken
         new_state = replace_fields(carry.state, step, params, opt_state, model_state)
-        return TrainCarry(new_state, metrics, has_failed), StepOutcome(loss.astype(jnp.float32), is_finite)
+        return TrainCarry(new_state, metrics, has_failed), _outcome(loss.astype(jnp.float32), is_finite)
 
     def train_by_custom_step(
         self, state: TrainCarry, batch: PyTree, weights: Any = None
-    ) -> tuple[TrainCarry, StepOutcome]:
-        """Takes a training step by the function of the user.
+    ) -> tuple[TrainCarry, jax.Array]:
+        """Takes a training step by the function of the user. Returns the same as `train`.
 
         Raises:
             TypeError: Its results are not a state and a loss, or its state has the same step number as before.
@@ -256,7 +254,7 @@ class StepFunctions:
         metrics = batch_metrics(self.metrics, losses, outputs, batch, weights)
         loss = global_mean(losses, weights)
         is_finite, has_failed = jnp.isfinite(loss) | (self.non_finite == "keep"), carry.has_failed
-        metrics = jax.tree.map(jnp.add, carry.metrics, metrics)
+        metrics = jax.tree.map(jnp.add, carry.metrics, pack_metrics(metrics))
         if self.non_finite != "keep":
             old, is_taken = (carry.state, carry.metrics), is_finite & ~has_failed
             guarded_state, metrics = finite_guard.select(is_taken, (new_state, metrics), old)
@@ -264,14 +262,14 @@ class StepFunctions:
                 new_state = with_step(guarded_state, step_of(new_state))
             else:
                 new_state, has_failed, is_finite = guarded_state, ~is_taken, is_taken
-        return TrainCarry(new_state, metrics, has_failed), StepOutcome(loss, is_finite)
+        return TrainCarry(new_state, metrics, has_failed), _outcome(loss, is_finite)
 
     def evaluate(self, metrics: PyTree, state: ModelVariables, batch: PyTree, weights: Any = None) -> Any:
         """Returns the loss and the metrics with one more batch."""
         element = batch
         batch, weights = self.objective.split(element, weights)
         result = self.objective(*state, batch, replica_key(jax.random.key(0)), False, weights, element=element)
-        return jax.tree.map(jnp.add, metrics, result.metrics), None
+        return jax.tree.map(jnp.add, metrics, pack_metrics(result.metrics)), None
 
     def predict(self, state: ModelVariables, batch: PyTree, weights: Any = None) -> tuple[PyTree, Any]:
         """Returns the outputs for a batch, `[batch, ...]`, and the weights of its examples."""
@@ -292,17 +290,14 @@ class StepFunctions:
         return self.objective.apply(*variables, inputs, key, False, weights).outputs
 
 
-def total_metrics(metrics: Mapping[str, Metric]) -> dict[str, jax.Array]:
-    """Returns the values of metrics over the examples of all replicas."""
-    return {name: metric.compute() for name, metric in all_reduce("sum", metrics).items()}
+def _outcome(loss: jax.Array, is_finite: jax.Array) -> jax.Array:
+    """Returns the outcome of a step `[2]`: its loss, and 1 if it was finite.
 
-
-def _not_an_optimizer(optimizer: Any) -> str:
-    name = optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", None)
-    example = "optax.adamw(1e-3)"
-    if isinstance(name, str) and callable(getattr(optax, name.lower(), None)):
-        example = f"optax.{name.lower()}(1e-3)"
-    return f"`optimizer` must be an optax transformation, got {optimizer!r}. Write `optimizer={example}`."
+    The loss is the mean over all examples of the batch. A step is finite if its loss and its gradients, or its updates, are;
+    always with `non_finite="keep"`, and with `"stop"` not after a failure. One array, because each result of a program costs
+    time on the host.
+    """
+    return jnp.stack([loss, is_finite.astype(loss.dtype)])
 
 
 def _mean_over_micro_batches(stacked: PyTree, weights: Any, micro_batches: int) -> PyTree:

@@ -1,5 +1,6 @@
 """`Trainer`: fit, evaluate and predict, with the same results under every strategy."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -16,7 +17,7 @@ from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
 from jdist._src.data.config import Cache
-from jdist._src.data.dataset import DistributedDataset
+from jdist._src.data.dataset import DistributedDataset, DistributedIterator
 from jdist._src.execution.replicate import Proof
 from jdist._src.replica.gradients import Remat
 from jdist._src.replica.precision import Precision
@@ -55,7 +56,7 @@ from jdist._src.training.step_inputs import (
     drawn_batches,
     step_groups,
 )
-from jdist._src.training.steps import StepFunctions, StepOutcome, TrainCarry, total_metrics
+from jdist._src.training.steps import StepFunctions, TrainCarry
 from jdist._src.training.validation import (
     check_validate_every,
     validate_all,
@@ -296,32 +297,35 @@ class Trainer:
         validation = validation_sets(self.strategy, data, validation_data, batch_size, passes)
         ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
         step = self._step_function(steps_per_call, micro_batches)
-        start, batches = self._start(dataset, state, resume)
-        stateful = stateful_callbacks(ordered_callbacks)
-        if "callbacks" in start.resume_data:
-            restore_callback_states(stateful, start.resume_data["callbacks"])
-        config = LoopConfig(
-            strategy=self.strategy,
-            step=step,
-            read_metrics=self._read_metrics,
-            empty_metrics=lambda: self.strategy.init(self._functions.empty_metrics),
-            validate=validate_all(validation, lambda state, dataset: self._evaluate(state, dataset)[0]),
-            validate_every=check_validate_every(validate_every, bool(validation)),
-            callbacks=ordered_callbacks,
-            stateful_callbacks=stateful,
-            metric_names=["loss", *self._functions.metrics]
-            + validation_metric_names(validation, self._functions.metrics),
-            last_checkpoint=functools.partial(describe_last_checkpoint, ordered_callbacks, resume),
-            proof=lambda: self._proof(micro_batches, steps_per_call),
-            total_steps=total_steps(dataset, start, steps),
-            requested_steps=steps,
-            non_finite=self._functions.non_finite,
-        )
-        loop = Loop(config, start, start.position or iter(dataset).get_state())
-        remaining_steps = None if steps is None else max(0, steps - loop.step)
-        if remaining_steps == 0 and state is not None and start.state is state and loop.step:
-            warnings.warn(no_step_message(steps or 0, loop.step), stacklevel=3)
-        return loop.run(step_groups(itertools.islice(batches, remaining_steps), steps_per_call))
+        # Closed here: a notebook stores the traceback of an error, whose frames would keep the prefetch thread alive.
+        with contextlib.closing(iter(dataset)) as iterator:
+            first_position = iterator.get_state()
+            start, batches = self._start(iterator, dataset.has_weights, state, resume)
+            stateful = stateful_callbacks(ordered_callbacks)
+            if "callbacks" in start.resume_data:
+                restore_callback_states(stateful, start.resume_data["callbacks"])
+            config = LoopConfig(
+                strategy=self.strategy,
+                step=step,
+                read_metrics=self._read_metrics,
+                empty_metrics=lambda: self.strategy.init(self._functions.empty_metrics),
+                validate=validate_all(validation, lambda state, dataset: self._evaluate(state, dataset)[0]),
+                validate_every=check_validate_every(validate_every, bool(validation)),
+                callbacks=ordered_callbacks,
+                stateful_callbacks=stateful,
+                metric_names=["loss", *self._functions.metrics]
+                + validation_metric_names(validation, self._functions.metrics),
+                last_checkpoint=functools.partial(describe_last_checkpoint, ordered_callbacks, resume),
+                proof=lambda: self._proof(micro_batches, steps_per_call),
+                total_steps=total_steps(dataset, start, steps),
+                requested_steps=steps,
+                non_finite=self._functions.non_finite,
+            )
+            loop = Loop(config, start, start.position or first_position)
+            remaining_steps = None if steps is None else max(0, steps - loop.step)
+            if remaining_steps == 0 and state is not None and start.state is state and loop.step:
+                warnings.warn(no_step_message(steps or 0, loop.step), stacklevel=3)
+            return loop.run(step_groups(itertools.islice(batches, remaining_steps), steps_per_call))
 
     @explain_keras_arguments("evaluate(state, (x, y), batch_size=...)", num_positional=2)
     def evaluate(self, state: PyTree, data: Any, *, batch_size: int | None = None) -> dict[str, Any]:
@@ -360,10 +364,11 @@ class Trainer:
         """
         dataset = distribute_one_pass(self.strategy, "data", data, batch_size)
         variables, parts = self._variables(state), []
-        for batch in drawn_batches(iter(dataset), dataset.has_weights):
-            results = self.strategy.run(self._functions.predict, (variables, *batch.inputs))
-            outputs, weights = jax.device_get(self.strategy.gather(results, axis=0))
-            parts.append(jax.tree.map(lambda rows, is_example=weights > 0: rows[is_example], outputs))
+        with contextlib.closing(iter(dataset)) as iterator:
+            for batch in drawn_batches(iterator, dataset.has_weights):
+                results = self.strategy.run(self._functions.predict, (variables, *batch.inputs))
+                outputs, weights = jax.device_get(self.strategy.gather(results, axis=0))
+                parts.append(jax.tree.map(lambda rows, is_example=weights > 0: rows[is_example], outputs))
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
     def apply(self, state: PyTree, inputs: PyTree) -> PyTree:
@@ -412,11 +417,14 @@ class Trainer:
         return model_variables(state, run)
 
     def _start(
-        self, dataset: DistributedDataset, state: PyTree, resume: "Checkpointer | str | os.PathLike[str] | None"
+        self,
+        iterator: DistributedIterator,
+        has_weights: bool,
+        state: PyTree,
+        resume: "Checkpointer | str | os.PathLike[str] | None",
     ) -> tuple[StartPoint, Iterable[DrawnBatch]]:
         """Returns the state and the position to start with, and the batches from there on."""
-        iterator = iter(dataset)
-        batches: Iterable[DrawnBatch] = drawn_batches(iterator, dataset.has_weights)
+        batches: Iterable[DrawnBatch] = drawn_batches(iterator, has_weights)
         make = None
         if state is None:
             first = next(iter(batches))  # an empty data set raises here
@@ -428,21 +436,22 @@ class Trainer:
         start = start_point(self.strategy, state, make, resume)
         if start.position is not None:
             iterator.set_state(start.position)
-            batches = drawn_batches(iterator, dataset.has_weights)
+            batches = drawn_batches(iterator, has_weights)
         return start, batches
 
     def _evaluate(self, state: PyTree, dataset: DistributedDataset) -> tuple[dict[str, Any], int]:
-        variables, iterator = self._variables(state), iter(dataset)
+        variables = self._variables(state)
         step = self._cached("evaluate", lambda: self.strategy.step(self._functions.evaluate))
         metrics, examples = self.strategy.init(self._functions.empty_metrics), 0
-        for batch in drawn_batches(iterator, dataset.has_weights):
-            metrics, _ = step(metrics, variables, *batch.inputs)
-            examples = batch.examples
+        with contextlib.closing(iter(dataset)) as iterator:
+            for batch in drawn_batches(iterator, dataset.has_weights):
+                metrics, _ = step(metrics, variables, *batch.inputs)
+                examples = batch.examples
         return self._read_metrics(metrics), examples
 
     def _step_function(
         self, steps_per_call: int, micro_batches: int
-    ) -> Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, StepOutcome]]:
+    ) -> Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, jax.Array]]:
         """Returns a function that runs a group of batches: by one program for a complete group, by another for one batch."""
         functions = dataclasses.replace(self._functions, micro_batches=micro_batches)
         make = functools.partial(self.strategy.step, functions.step)
@@ -451,7 +460,7 @@ class Trainer:
             return lambda carry, batches: single(carry, *batches[0].inputs)
         several = self._cached(("train", micro_batches, steps_per_call), lambda: make(steps_per_call=steps_per_call))
 
-        def take(carry: TrainCarry, batches: Sequence[DrawnBatch]) -> tuple[TrainCarry, StepOutcome]:
+        def take(carry: TrainCarry, batches: Sequence[DrawnBatch]) -> tuple[TrainCarry, jax.Array]:
             if len(batches) == 1:
                 return single(carry, *batches[0].inputs)
             return several(carry, *map(list, zip(*(batch.inputs for batch in batches), strict=True)))
@@ -470,7 +479,7 @@ class Trainer:
         return self._cache[key]
 
     def _read_metrics(self, metrics: PyTree) -> dict[str, Any]:
-        totals = jax.device_get(self.strategy.run(total_metrics, (metrics,)))
+        totals = jax.device_get(self.strategy.run(self._functions.total_metrics, (metrics,)))
         values = {name: totals[name] for name in ("loss", *self._functions.metrics)}  # in the order of the user
         return {name: value.item() if np.ndim(value) == 0 else np.asarray(value) for name, value in values.items()}
 

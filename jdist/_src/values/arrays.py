@@ -16,6 +16,7 @@ from jax import core, lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
+from jdist._src.core.modules import is_nnx_object
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas, local_mesh_devices, replicated_sharding, spans_devices
@@ -41,11 +42,16 @@ def check_array(name: str, leaf: Any) -> None:
         return
     if isinstance(leaf, np.ma.MaskedArray):  # numpy would drop the mask silently
         raise TypeError(f"{name} is a masked array, which JAX does not support. Fill it: `x.filled(0)`.")
+    if is_nnx_object(leaf):
+        raise TypeError(
+            f"{name} is {dtype_and_shape(leaf)}, an nnx object that is not a pytree. Remove `pytree=False` from its class, or "
+            "separate its arrays: `nnx.split(module)`."
+        )
     if callable(leaf):
         raise TypeError(
             f"{name} is {dtype_and_shape(leaf)}, a function: devices hold numbers, booleans and random keys. Separate arrays "
-            "and functions: `eqx.partition(model, eqx.is_array)` of equinox, `nnx.split(module)` of flax, or a static field of "
-            "a dataclass, `jax.tree_util.register_dataclass` with `meta_fields`."
+            "and functions: `eqx.partition(tree, eqx.is_array)` of equinox, an `nnx` or equinox module, or a static field of a "
+            "dataclass, `jax.tree_util.register_dataclass` with `meta_fields`."
         )
     if np.asarray(leaf).dtype.kind in "USOmM":
         raise TypeError(
@@ -58,7 +64,7 @@ def check_not_deleted(name: str, leaf: Any) -> None:
     if is_device_array(leaf) and leaf.is_deleted():
         raise ValueError(
             f"{name} ({dtype_and_shape(leaf)}) was deleted: it was donated to a step, or `delete` was called. Pass the state "
-            "that the last step or `fit` returned."
+            "that the last step or `fit` returned. A step with `donate=False` leaves the old state valid."
         )
 
 

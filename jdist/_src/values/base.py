@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jdist._src.core.modules import leaves_with_path
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of, num_replicas_on
 
@@ -180,7 +181,7 @@ class ReprText:
 
 def named_values(name: str, tree: PyTree) -> list[tuple[str, Any]]:
     """Returns each leaf of `tree` with its name, `name` followed by the leaf's path; wrappers are left out of the path."""
-    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_distributed)
+    nodes = leaves_with_path(tree, is_leaf=is_distributed)
     return [
         leaf
         for path, node in nodes

@@ -10,6 +10,7 @@ from jax import core
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
+from jdist._src.core.modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.mesh import Replicas
 from jdist._src.devices.topology import is_topology_device
@@ -116,6 +117,7 @@ def put(
         ValueError: The leaves of a wrapper cannot be divided among the replicas, the processes pass different values, or an
             integer is out of the range of JAX's dtype.
     """
+    tree = to_array_tree(tree) if names is None else tuple(map(to_array_tree, tree))
     roots = [("value", tree)] if names is None else list(zip(names, tree, strict=True))
     _check_leaves([leaf for name, part in roots for leaf in named_values(name, part)], replicas)
 
@@ -129,7 +131,8 @@ def put(
 
     tree = jax.tree_util.tree_map_with_path(for_replicas, tree, is_leaf=is_distributed)
     leaves, treedef = jax.tree.flatten(tree)
-    return treedef.unflatten(map(device_put_copy, leaves, shardings(tree)))
+    placed = treedef.unflatten(map(device_put_copy, leaves, shardings(tree)))
+    return from_array_tree(placed) if names is None else tuple(map(from_array_tree, placed))
 
 
 def _check_rows_of_strategy(name: str, node: Any, replicas: Replicas) -> None:

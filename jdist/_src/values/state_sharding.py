@@ -39,6 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._src.core import source_lines
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning
+from jdist._src.core.modules import leaves_with_path
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.values.arrays import Shape
@@ -287,7 +288,7 @@ def state_leaves(state: PyTree) -> list[StateLeaf]:
             is_declared = is_distributed(child) or _partition_metadata(child) is not None
             return child is not node and (is_declared or (not parent.is_optimizer and _is_optimizer_state(child)))
 
-        for child_path, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=is_next)[0]:
+        for child_path, child in leaves_with_path(node, is_leaf=is_next):
             full_path = (*path, *child_path)
             if is_next(child):
                 visit(full_path, child, parent)
@@ -397,7 +398,7 @@ def _records(state: PyTree) -> list[tuple[tuple[Any, ...], Any]]:
 
     def visit(path: tuple[Any, ...], node: Any) -> None:
         is_next = lambda child: child is not node and (hasattr(child, "_fields") or dataclasses.is_dataclass(child))
-        for child_path, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=is_next)[0]:
+        for child_path, child in leaves_with_path(node, is_leaf=is_next):
             if is_next(child) and not is_distributed(child) and not _is_optimizer_state(child):
                 records.append(((*path, *child_path), child))
                 visit((*path, *child_path), child)

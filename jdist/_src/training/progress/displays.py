@@ -4,8 +4,9 @@ import dataclasses
 import datetime
 import html
 import importlib
+import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TextIO, final
 
 _BAR_WIDTH = 12  # in characters
@@ -205,7 +206,7 @@ class NotebookDisplay:
     def __init__(self, stream: TextIO):
         self._ipython: Any = importlib.import_module("IPython.display")
         self._handle = self._ipython.display(self._ipython.HTML(""), display_id=True)
-        self._rows: deque[str] = deque(maxlen=_MAX_ROW_LINES)
+        self._rows: deque[list[str]] = deque(maxlen=_MAX_ROW_LINES)
 
     def show(self, report: ProgressReport) -> None:
         """See `Display`."""
@@ -214,17 +215,24 @@ class NotebookDisplay:
 
     def add_row(self, report: ProgressReport) -> None:
         """See `Display`."""
-        self._rows.append("  ".join(report.row_parts()))
+        self._rows.append(report.row_parts())
 
     def close(self) -> None:
         """See `Display`."""
 
 
-def to_html(report: ProgressReport, rows: Iterable[str] = ()) -> str:
-    """Returns a report as HTML, below the lines of the epochs and validations."""
+def to_html(report: ProgressReport, rows: Sequence[Sequence[str]] = ()) -> str:
+    """Returns a report as HTML, below the lines of the epochs and validations, in columns. Long lines are wrapped.
+
+    Args:
+        report: The report.
+        rows: The texts of each line, see `ProgressReport.row_parts`.
+    """
     bar = ""
     if report.total_steps is not None:
         bar = f'<progress value="{report.step}" max="{max(1, report.total_steps)}"></progress> '
-    style = "font-family:monospace;font-variant-numeric:tabular-nums;overflow-x:auto;white-space:nowrap"
-    row_lines = "".join(f"{html.escape(line)}<br>" for line in rows)
-    return f'<div style="{style}">{row_lines}{bar}{html.escape(str(report))}</div>'
+    style = "font-family:monospace;font-variant-numeric:tabular-nums;white-space:pre-wrap"
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
+    row_lines = ("  ".join(map(str.ljust, parts, widths)).rstrip() for parts in rows)
+    lines = "".join(f"{html.escape(line)}<br>" for line in row_lines)
+    return f'<div style="{style}">{lines}{bar}{html.escape(str(report))}</div>'

@@ -1,0 +1,177 @@
+"""`eval_step`: metrics of a batch, or of all batches of a data set, over the examples of all replicas."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.data.dataset import DistributedDataset
+from jdist._src.execution.step import function_name
+from jdist._src.replica.context import all_reduce
+from jdist._src.replica.metrics import Mean, Metric
+from jdist._src.strategies.current import get_strategy
+from jdist._src.strategies.unbound_step import bind_state
+from jdist._src.training.optional_parameters import check_metric_weights, is_metric, optional_parameters
+from jdist._src.values.aggregation import VariableAggregation
+from jdist._src.values.base import is_distributed
+from jdist._src.values.sync_on_read import SyncOnRead
+
+
+class EvalStep:
+    """An evaluation step for the current strategy: the result of `jdist.eval_step`.
+
+    `evaluate(state, batch)` returns the metrics of one batch, and `evaluate.over(state, batches)` their values over several
+    batches. `evaluate.__wrapped__` is the function.
+
+    Immutable. Its programs are stored by the strategies.
+
+    Args:
+        fn: The function of the user, for one replica.
+    """
+
+    __name__: str
+    __qualname__: str
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, fn: Callable[..., Any]):
+        receivers = optional_parameters("fn", fn, "weights")
+        functools.update_wrapper(self, fn, updated=())
+        self.__name__ = function_name(fn)
+
+        # `strategy.run` caches the program by the identity of this function.
+        @functools.wraps(fn)
+        def batch_metrics(state: PyTree, batch: PyTree, weights: Any = None) -> PyTree:
+            result = fn(state, batch, **{name: weights for name in receivers.values()})
+            check_metric_weights(function_name(fn), result, weights, receivers)
+            num_examples = len(jax.tree.leaves(batch)[0])
+            as_metric = functools.partial(_as_metric, function_name(fn), weights, num_examples)
+            return all_reduce("sum", jax.tree_util.tree_map_with_path(as_metric, result, is_leaf=is_metric))
+
+        del batch_metrics.__wrapped__  # error messages name the arguments by the parameters of `batch_metrics`
+        self._batch_metrics = batch_metrics
+
+    def __call__(self, state: PyTree, batch: PyTree, weights: Any = None) -> PyTree:
+        """Returns the metrics of a batch.
+
+        Args:
+            state: The state, or the part of it that the function uses. It is not donated. The replicas receive the aggregated
+                value of a `SyncOnRead`.
+            batch: A batch, `PerReplica`.
+            weights: The weights of its examples, 0 for padding.
+
+        Returns:
+            The result of the function with a metric of `jdist.metrics` in place of each value, over the examples of all
+            replicas. `a.merge(b)` is the metric of two batches.
+        """
+        return self._run(_read(state), batch, weights)
+
+    def over(self, state: PyTree, batches: Iterable[PyTree]) -> PyTree:
+        """Returns the values of the metrics over all examples of several batches.
+
+        Args:
+            state: See `__call__`.
+            batches: A distributed data set, padded or not, or another iterable of batches without padding.
+
+        Returns:
+            The result of the function with the value of each metric: a number, or a numpy array.
+
+        Raises:
+            ValueError: There are no batches, or the data set is endless.
+
+        Example:
+            >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+            >>> evaluate = jdist.eval_step(lambda w, x: {"error": abs(x - w)})
+            >>> with strategy.scope():
+            ...     evaluate.over(0.5, strategy.distribute_dataset(np.float32([1, 2, 6]), batch_size=2, remainder="pad"))
+            {'error': 2.5}
+        """
+        has_weights = isinstance(batches, DistributedDataset) and batches.has_weights
+        if isinstance(batches, DistributedDataset) and (batches.epochs is None or batches.is_endless):
+            raise ValueError("The data set is endless. Evaluate a data set with `epochs=1`.")
+        state, total = _read(state), None
+        for element in batches:
+            metrics = self._run(state, *element) if has_weights else self._run(state, element, None)
+            total = metrics if total is None else _merge(total, metrics)
+        if total is None:
+            raise ValueError("There are no batches to evaluate: the data set is empty, or was read before.")
+        values = jax.tree.map(lambda metric: np.asarray(metric.compute()), jax.device_get(total), is_leaf=is_metric)
+        return jax.tree.map(lambda value: value if value.ndim else value.item(), values)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else bind_state(self, instance)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__  # pickled by name, as a function
+
+    def _run(self, state: PyTree, batch: PyTree, weights: Any) -> PyTree:
+        args = (state, batch) if weights is None else (state, batch, weights)
+        return get_strategy().run(self._batch_metrics, args)
+
+
+def eval_step(fn: Callable[..., Any]) -> EvalStep:
+    """Returns an evaluation step, which computes metrics over the examples of all replicas. Nothing is donated.
+
+    Args:
+        fn: `fn(state, batch)` of one replica returns a tree, such as a dict, of metrics of `jdist.metrics` with the examples of
+            the batch, or of values `[batch, ...]`, which are averaged. A parameter `weights`, or a third parameter without a
+            default, receives the weights of the examples, 0 for padding, or None without padding: pass it to `update` of a
+            metric. The weights of values are applied by jdist.
+
+    Returns:
+        A `jdist.EvalStep` for the current strategy: `evaluate(state, batch)`, or `evaluate(state, batch, weights)` with the
+        weights of a padded batch, returns metrics that are merged over the replicas. `evaluate.over(state, batches)` returns
+        their values over all batches.
+
+    Raises:
+        TypeError: `fn` is not a function of a state and a batch. When called: it returns metrics of a padded batch and has no
+            parameter for the weights; or another value than metrics and arrays.
+        ValueError: When called: a value is not one per example.
+
+    Example:
+        >>> @jdist.eval_step
+        ... def evaluate(w, batch, weights):
+        ...     x, y = batch
+        ...     predictions = w * x
+        ...     squares = jdist.metrics.MeanSquaredError().update(predictions, y, weights=weights)
+        ...     return {"squares": squares, "distance": abs(predictions - y)}
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> data = strategy.distribute_dataset((np.float32([1, 2, 3]), np.float32([2, 4, 9])), batch_size=4, remainder="pad")
+        >>> with strategy.scope():
+        ...     for batch, weights in data:
+        ...         metrics = evaluate(2.0, batch, weights)
+        ...     print(evaluate.over(2.0, data))
+        {'distance': 1.0, 'squares': 3.0}
+        >>> float(metrics["squares"].compute())
+        3.0
+    """
+    return EvalStep(fn)
+
+
+def _as_metric(name: str, weights: Any, num_examples: int, path: Any, value: Any) -> Metric:
+    if isinstance(value, Metric):
+        return value
+    if not hasattr(value, "dtype") or jnp.ndim(value) == 0 or jnp.shape(value)[0] != num_examples:
+        raise (TypeError if not hasattr(value, "dtype") else ValueError)(
+            f"`{name}` returned result{jax.tree_util.keystr(path)} as {dtype_and_shape(value)} for {num_examples} examples. "
+            f"Return one value per example, [{num_examples}, ...], without `.mean()`, or a metric of `jdist.metrics`."
+        )
+    return Mean().update(value, weights=weights)
+
+
+def _read(state: PyTree) -> PyTree:
+    """Returns `state` with the aggregated value in place of each `SyncOnRead`."""
+
+    def read(node: Any) -> PyTree:
+        is_aggregated = isinstance(node, SyncOnRead) and node.aggregation is not VariableAggregation.NONE
+        return node.read() if is_aggregated else node
+
+    return jax.tree.map(read, state, is_leaf=is_distributed)
+
+
+@jax.jit
+def _merge(total: PyTree, metrics: PyTree) -> PyTree:
+    return jax.tree.map(jnp.add, total, metrics)

@@ -1,0 +1,140 @@
+"""`train_step`: a training step from a loss function and an optimizer."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdist._src.core.modules import is_nnx_module
+from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.replica.context import all_reduce
+from jdist._src.replica.gradients import Remat, global_loss, value_and_grad
+from jdist._src.replica.precision import Precision
+from jdist._src.replica.random import replica_key
+from jdist._src.strategies.current import step
+from jdist._src.strategies.unbound_step import Step
+from jdist._src.training.optimizer_update import check_optimizer, update_params
+from jdist._src.training.optional_parameters import check_metric_weights, is_metric, optional_parameters
+from jdist._src.training.state import replace_fields, state_fields
+
+
+def train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    *,
+    micro_batches: int = 1,
+    remat: Remat = False,
+    precision: Precision | None = None,
+    steps_per_call: int | None = None,
+    donate: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Step[Any, ..., Any]:
+    """Returns a training step that minimizes the mean of a loss over the examples of all replicas.
+
+    The step is `train_step(state, batch)`, or `train_step(state, batch, weights)` with the weights of a padded batch. Gradients
+    are averaged over the replicas, unless the optimizer itself uses collectives, as the policies of `jdist.sync` do.
+
+    The state is a `jdist.TrainState`, or another dataclass with `step`, `params` and `opt_state`. Create it on the devices with
+    the same optimizer: `jdist.init(make, key)`, where `make(key)` returns
+    `jdist.TrainState.create(params, optimizer, rng=key)`. The step replaces `step`, `params` and `opt_state`.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)` returns losses `[batch, ...]`, one or several per example, or a pair of these and
+            auxiliary values. Without `weights`, it may return the mean over its examples, `[]`. A parameter `key`, or a third
+            parameter without a default, receives a random key that differs between steps and replicas (derived from
+            `state.rng`), a parameter `weights` the weights of the examples, None without padding.
+        optimizer: An optax transformation. Its update receives the extra arguments of the optimizer of `jdist.Trainer`.
+        micro_batches: See `jdist.value_and_grad`.
+        remat: See `jdist.value_and_grad`.
+        precision: See `jdist.Strategy.step`.
+        steps_per_call: See `jdist.Strategy.step`.
+        donate: See `jdist.Strategy.step`.
+        compiler_options: See `jdist.Strategy.step`.
+
+    Returns:
+        A `jdist.Step`, compiled for the current strategy. Its outputs are the mean loss `[]`, or a pair of it and the auxiliary
+        values: metrics of `jdist.metrics` are summed over the replicas and the micro-batches, other values are as the results
+        of `strategy.run`, stacked over several micro-batches.
+
+    Raises:
+        TypeError: `loss_fn` or `optimizer` is of another type. When called: the state lacks a field, `params` is an nnx module,
+            the losses are not floats, or `loss_fn` returns metrics of a padded batch and has no parameter `weights`.
+        ValueError: `micro_batches` or `steps_per_call` is less than 1. When called: the shapes of losses and weights do not
+            match, or the state was created without an optimizer.
+
+    Example:
+        >>> import optax
+        >>> optimizer = optax.sgd(0.5)
+        >>> train_step = jdist.train_step(lambda w, x: (w - x) ** 2, optimizer)
+        >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
+        >>> with strategy.scope():
+        ...     state = jdist.init(lambda: jdist.TrainState.create(jax.numpy.float32(0), optimizer))
+        ...     for batch, weights in strategy.distribute_dataset(np.float32([1, 2, 6]), batch_size=4, remainder="pad"):
+        ...         state, loss = train_step(state, batch, weights)
+        >>> float(state.params), int(state.step)  # the mean of 1, 2 and 6, after one step
+        (3.0, 1)
+    """
+    receivers = optional_parameters("loss_fn", loss_fn, "key", "weights")
+    check_optimizer(optimizer)
+    value_and_grad(loss_fn, micro_batches=micro_batches, remat=remat)  # checks both options
+
+    # Error messages name the arguments by the parameters of this function.
+    def train_step(state: PyTree, batch: PyTree, weights: Any = None) -> tuple[PyTree, Any]:
+        fields = state_fields(state)
+        if fields.opt_state is None:
+            raise ValueError(
+                "`state.opt_state` is None: the state was created without an optimizer. Create it with the optimizer of the "
+                "step: `jdist.TrainState.create(params, optimizer)`."
+            )
+        if is_nnx_module(fields.params):
+            raise TypeError(
+                "`state.params` is a module of nnx, whose optimizer is `nnx.Optimizer`. Write the step, `loss, grads = "
+                "jdist.value_and_grad(loss_fn)(model, batch); optimizer.update(model, grads)`, or pass the parameters of "
+                "`graph, params = nnx.split(model)` and call `nnx.merge(graph, params)` in `loss_fn`."
+            )
+        key = replica_key(jax.random.fold_in(fields.rng, fields.step)) if "key" in receivers else None
+
+        def losses_and_aux(params: PyTree, batch: PyTree, weights_part: Any, part: jax.Array) -> tuple[Any, PyTree]:
+            arguments = {"weights": weights_part, "key": None if key is None else jax.random.fold_in(key, part[0])}
+            result = loss_fn(params, batch, **{receivers[name]: arguments[name] for name in receivers})
+            losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+            _check_floats(losses)
+            check_metric_weights("loss_fn", aux, weights, receivers)
+            return losses, aux
+
+        options: Any = {"micro_batches": micro_batches, "weights": weights, "remat": remat}
+        data = batch, weights, jnp.arange(micro_batches)
+
+        def value_fn(params: PyTree, obj_fn: Any = None) -> jax.Array:  # optax: it must accept other extra arguments
+            return global_loss(lambda *args: losses_and_aux(*args)[0], **options)(params, *data)
+
+        (loss, aux), grads = value_and_grad(losses_and_aux, has_aux=True, **options)(fields.params, *data)
+        loss, _, params, opt_state = update_params(optimizer, "keep", jnp.bool_(False), loss, grads, fields, value_fn)
+        new_state = replace_fields(state, fields.step + 1, params, opt_state, fields.model_state)
+        return new_state, loss if aux is None else (loss, _total_metrics(aux, micro_batches))
+
+    return step(
+        train_step,
+        precision=precision,
+        steps_per_call=steps_per_call,
+        donate=donate,
+        compiler_options=compiler_options,
+    )
+
+
+def _check_floats(losses: Any) -> None:
+    if hasattr(losses, "dtype") and not jnp.issubdtype(losses.dtype, jnp.floating):
+        raise TypeError(
+            f"`loss_fn` returned {dtype_and_shape(losses)}, which is not differentiable: the dtype must be a float."
+        )
+
+
+def _total_metrics(aux: PyTree, micro_batches: int) -> PyTree:
+    """Returns auxiliary values with each metric summed over the replicas, and over the micro-batches if there are several."""
+    nodes, treedef = jax.tree.flatten(aux, is_leaf=is_metric)
+    metrics = [node for node in nodes if is_metric(node)]
+    if micro_batches > 1:
+        metrics = jax.tree.map(lambda x: x.sum(0), metrics)
+    totals = iter(all_reduce("sum", metrics))
+    return treedef.unflatten([next(totals) if is_metric(node) else node for node in nodes])

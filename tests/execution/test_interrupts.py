@@ -1,0 +1,103 @@
+"""Ctrl-C during a call of a step: the caller receives the new state before the interrupt."""
+
+import _thread
+import os
+import random
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdist
+from jdist._src.execution.interrupts import held_back, raise_pending, uninterrupted
+
+# A function in C that returns None, and during which Ctrl-C is pressed.
+press = uninterrupted(_thread.interrupt_main)
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """Ctrl-C raises KeyboardInterrupt; a shell that starts the tests in the background has it ignored."""
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous_handler)
+
+
+def test_interrupt_during_a_call_is_raised_by_the_next_call():
+    assert press() is None
+    with pytest.raises(KeyboardInterrupt):
+        raise_pending()
+    raise_pending()  # once
+
+
+def test_interrupt_during_the_last_call_is_raised_soon():
+    with pytest.raises(KeyboardInterrupt):
+        press()
+        time.sleep(60)
+    raise_pending()
+
+
+def test_interrupt_before_there_is_a_result_is_raised_immediately():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(interrupted)()
+    raise_pending()
+
+
+def test_interrupt_of_python_that_must_not_stop_is_raised_after_it():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with held_back():
+            signal.raise_signal(signal.SIGINT)
+            done.append(True)
+        raise_pending()
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_second_interrupt_is_raised_immediately():
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("The second interrupt was held back.")
+    with pytest.raises(KeyboardInterrupt):
+        raise_pending()
+
+
+def test_handler_of_the_application_receives_the_signal():
+    received = []
+    signal.signal(signal.SIGINT, lambda *_: received.append(1))
+    with held_back():
+        signal.raise_signal(signal.SIGINT)
+        assert received
+
+
+@pytest.mark.parametrize("steps_per_call", [None, pytest.param(3, marks=pytest.mark.slow)])
+def test_interrupted_loop_leaves_a_state_that_is_not_donated(strategy, steps_per_call):
+    images = np.random.default_rng(0).normal(size=(48, 2, 8, 8)).astype(np.float32)
+
+    def descend(state, x):
+        loss = lambda w: jnp.mean(jax.lax.conv(x, w, (1, 1), "SAME") ** 2)  # on CPU, one call per step
+        grads = jdist.all_reduce("mean", jax.grad(loss)(state["w"]))
+        return {"w": state["w"] - 0.1 * grads, "steps": state["steps"] + 1}, None
+
+    step = strategy.step(descend, steps_per_call=steps_per_call)
+    state = strategy.init(lambda: {"w": jnp.ones((2, 2, 3, 3)), "steps": 0})
+    (batch,) = strategy.distribute_dataset(images, 48)
+    inputs = [batch] * steps_per_call if steps_per_call else batch
+    state, _ = step(state, inputs)
+    delays, steps = random.Random(0), 0
+    for _ in range(10):
+        threading.Timer(delays.uniform(0.01, 0.03), os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                state, _ = step(state, inputs)
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        assert int(state["steps"]) >= steps
+        steps = int(state["steps"])

@@ -1,0 +1,208 @@
+"""`jdist.train_step`: equal to one device on all examples, under every strategy and policy; and its checks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdist
+from jdist import sync
+
+from laws import among
+
+RATE = 0.1
+X = np.random.default_rng(0).normal(size=(10, 3)).astype(np.float32)
+Y = (X @ np.float32([1, -2, 3]) + 1).astype(np.float32)
+W = np.float32([0.5, 0, -0.5])
+SGD = optax.sgd(RATE)
+
+
+def squares(w, batch):
+    x, y = batch
+    return (x @ w - y) ** 2
+
+
+def by_hand(w, x, y):
+    """Returns the loss of a linear regression, and the parameters after a step, in float64."""
+    error = x.astype(np.float64) @ w - y
+    return (error**2).mean(), w - RATE * 2 * error @ x / len(x)
+
+
+def one_epoch(strategy, train_step, optimizer, batch_size=4):
+    """Returns the state and the losses after one epoch of three batches, the last one padded."""
+    with strategy.scope():
+        state = jdist.init(lambda: jdist.TrainState.create(jnp.asarray(W), optimizer))
+        losses = []
+        for batch, weights in strategy.distribute_dataset((X, Y), batch_size, remainder="pad"):
+            state, loss = train_step(state, batch, weights)
+            losses.append(loss)
+    return state, losses
+
+
+def expected_epoch(batch_size=4):
+    w, losses = W, []
+    for start in range(0, len(X), batch_size):
+        loss, w = by_hand(w, X[start : start + batch_size], Y[start : start + batch_size])
+        losses.append(loss)
+    return w, losses
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_padded_batches_give_the_step_of_one_device(strategy, micro_batches):
+    batch_size = strategy.num_replicas_in_sync * 2
+    train_step = jdist.train_step(squares, SGD, micro_batches=micro_batches)
+    state, losses = one_epoch(strategy, train_step, SGD, batch_size)
+    w, expected_losses = expected_epoch(batch_size)
+    np.testing.assert_allclose(state.params, w, rtol=1e-4)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
+    assert int(state.step) == len(losses) and not train_step.proof.per_replica
+
+
+POLICIES = {
+    "mean": optax.chain(sync.mean(), SGD),
+    "every": sync.every(optax.chain(sync.mean(), SGD), 1),
+    "local_sgd": sync.local_sgd(SGD, every=3),
+    "lbfgs": optax.lbfgs(),
+}
+
+
+@pytest.mark.parametrize("name", among(POLICIES, "mean", "local_sgd"))
+def test_policies_and_optimizers_that_evaluate_the_loss(name, two):
+    optimizer = POLICIES[name]
+    state, losses = one_epoch(two, jdist.train_step(squares, optimizer), optimizer)
+    w, expected_losses = expected_epoch()
+    np.testing.assert_allclose(losses[0], expected_losses[0], rtol=1e-4)
+    params = jdist.read_values(state.params)
+    if name in ("mean", "every"):
+        np.testing.assert_allclose(params, w, rtol=1e-4)
+    elif name == "local_sgd":  # averaged after the third step
+        assert [row.tolist() for row in state.params.values] == [params.tolist()] * 2
+    assert squares(params, (X, Y)).mean() < squares(W, (X, Y)).mean()
+
+
+def test_loss_may_be_a_mean_without_padding(two):
+    train_step = jdist.train_step(lambda w, batch: squares(w, batch).mean(), SGD)
+    with two.scope():
+        state = jdist.init(lambda: jdist.TrainState.create(jnp.asarray(W), SGD))
+        state, loss = train_step(state, two.split((X, Y)))
+    expected_loss, w = by_hand(W, X, Y)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-4)
+    np.testing.assert_allclose(state.params, w, rtol=1e-4)
+
+
+def test_auxiliary_values_and_metrics(two):
+    def loss_fn(w, batch, weights):
+        errors = jdist.metrics.MeanAbsoluteError().update(batch[0] @ w, batch[1], weights=weights)
+        return squares(w, batch), {"errors": errors, "predictions": batch[0] @ w}
+
+    for micro_batches, shape in ((1, (2, 6)), (3, (2, 3, 2))):
+        train_step = jdist.train_step(loss_fn, SGD, micro_batches=micro_batches)
+        state, ((loss, aux),) = one_epoch(two, train_step, SGD, batch_size=12)
+        np.testing.assert_allclose(loss, by_hand(W, X, Y)[0], rtol=1e-4)
+        np.testing.assert_allclose(aux["errors"].compute(), np.abs(X @ W - Y).mean(), rtol=1e-4)
+        assert float(aux["errors"].distances.weight) == 10
+        assert aux["predictions"].tree.shape == shape
+
+
+@pytest.mark.parametrize("third", ["key", pytest.param("rng", marks=pytest.mark.slow)])
+def test_key_differs_between_steps_and_replicas(third, two):
+    parameters = {
+        "key": lambda w, batch, key=None: (squares(w, batch), jax.random.uniform(key)),
+        "rng": lambda w, batch, rng, scale=1.0: (squares(w, batch), jax.random.uniform(rng)),
+    }
+    _, results = one_epoch(two, jdist.train_step(parameters[third], SGD), SGD)
+    numbers = np.array([aux.tree for _, aux in results])
+    assert len(np.unique(numbers)) == numbers.size == 6
+
+
+def test_precision_and_several_steps_per_call_are_options_of_the_step(two):
+    seen = []
+
+    def loss_fn(w, batch):
+        seen.append(w.dtype)
+        return squares(w, batch)
+
+    precision = jdist.Precision(compute_dtype=jnp.bfloat16)
+    train_step = jdist.train_step(loss_fn, SGD, precision=precision, steps_per_call=2, donate=False)
+    with two.scope():
+        state = jdist.init(lambda: jdist.TrainState.create(jnp.asarray(W), SGD))
+        new_state, losses = train_step(state, [two.split((X, Y))] * 2)
+    assert set(seen) == {jnp.bfloat16.dtype} and losses.shape == (2,)
+    assert (int(state.step), int(new_state.step)) == (0, 2)
+
+
+def test_function_runs_without_a_strategy():
+    state = jdist.TrainState.create(jnp.asarray(W), SGD)
+    state, loss = jdist.train_step(squares, SGD).__wrapped__(state, (X, Y))
+    np.testing.assert_allclose(state.params, by_hand(W, X, Y)[1], rtol=1e-4)
+
+
+INVALID = {
+    "no_function": (lambda: jdist.train_step("mse", SGD), TypeError, r"^`loss_fn` must be a function, got 'mse'"),
+    "no_optimizer": (lambda: jdist.train_step(squares, "adam"), TypeError, r"Write `optimizer=optax\.adam\(1e-3\)`"),
+    "parameters": (
+        lambda: jdist.train_step(lambda w: w, SGD),
+        TypeError,
+        r"^`loss_fn` is called with two arguments, and optionally with `key=` and `weights=`; its parameters are \(w\)",
+    ),
+    "micro_batches": (lambda: jdist.train_step(squares, SGD, micro_batches=0), ValueError, "`micro_batches`"),
+}
+
+
+@pytest.mark.parametrize("make, kind, message", INVALID.values(), ids=INVALID)
+def test_invalid_arguments_raise_at_the_definition(make, kind, message):
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def integers(w, batch):
+    return jnp.int32(batch[1])
+
+
+def metrics(w, batch):
+    return squares(w, batch), {"error": jdist.metrics.Mean().update(batch[1])}
+
+
+INVALID_CALLS = {
+    "integers": (integers, TypeError, r"^`loss_fn` returned int32\[5\], which is not differentiable"),
+    "metrics_of_padding": (
+        metrics,
+        TypeError,
+        r"^`loss_fn` returned result\['error'\], a metric Mean, for a padded batch without",
+    ),
+    "mean_of_padding": (
+        lambda w, batch: squares(w, batch).mean(),
+        ValueError,
+        r"^weights float32\[5\] do not match losses float32\[\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("loss_fn, kind, message", INVALID_CALLS.values(), ids=INVALID_CALLS)
+def test_invalid_results_raise(loss_fn, kind, message, two):
+    with pytest.raises(kind, match=message):
+        one_epoch(two, jdist.train_step(loss_fn, SGD), SGD, batch_size=10)
+
+
+def test_invalid_states_raise(two):
+    train_step, batch = jdist.train_step(squares, SGD), two.split((X, Y))
+    with (
+        two.scope(),
+        pytest.raises(
+            TypeError, match=r"must be a `jdist\.TrainState`, or a dataclass .*; dict lacks|is not a dataclass"
+        ),
+    ):
+        train_step({"params": W}, batch)
+    with (
+        two.scope(),
+        pytest.raises(ValueError, match=r"^`state\.opt_state` is None: .*TrainState\.create\(params, optimizer\)"),
+    ):
+        train_step(jdist.TrainState.create(W, None), batch)
+    module = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    with (
+        two.scope(),
+        pytest.raises(TypeError, match=r"^`state\.params` is a module of nnx, .*`nnx\.Optimizer`.*nnx\.split"),
+    ):
+        train_step(jdist.TrainState.create(module, SGD), batch)
