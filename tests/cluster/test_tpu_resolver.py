@@ -1,5 +1,6 @@
 """The processes of a TPU from variables and from a metadata server on the loopback interface, and errors."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import http.server
@@ -13,11 +14,12 @@ import threading
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import pytest
+from jax.experimental import multihost_utils
 
+import jdist
 from jdist.cluster import ClusterResolver, TPUClusterResolver
-
-from processes.runner import run_processes
 
 few = hypothesis.settings(max_examples=100, deadline=None, derandomize=True, database=None)
 SKIP = "TPU_SKIP_MDS_QUERY"
@@ -605,28 +607,34 @@ def test_resolver_of_one_process_starts_no_backend_and_no_connection():
     assert done.stdout == "processes: 1\n", done.stderr
 
 
-WORKER = """
-import os, sys
-address, count, number = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-host, port = address.split(":")
-os.environ |= {
-    "TPU_WORKER_HOSTNAMES": host, "TPU_WORKER_ID": "0", "MEGASCALE_NUM_SLICES": str(count), "MEGASCALE_SLICE_ID": number,
-    "MEGASCALE_COORDINATOR_ADDRESS": f"{host}:8080", "JAX_COORDINATOR_PORT": port, "JAX_COORDINATOR_BIND_ADDRESS": address,
-}
-import jdist.cluster
-resolver = jdist.cluster.TPUClusterResolver()
-resolver.initialize()
-resolver.initialize()
-import jax
-from jax.experimental import multihost_utils
-assert (jax.process_count(), jax.process_index()) == (resolver.num_processes, resolver.process_id)
-slices = multihost_utils.process_allgather(jax.numpy.int32(resolver.slice_id))
-print("slices", slices.ravel().tolist(), len(jax.devices()))
-"""
+def slice_ids(port, number):
+    """Returns the slice of each process and the number of devices, after this process has joined as one of two slices."""
+    os.environ |= {
+        "TPU_WORKER_HOSTNAMES": "127.0.0.1",
+        "TPU_WORKER_ID": "0",
+        "MEGASCALE_NUM_SLICES": "2",
+        "MEGASCALE_SLICE_ID": str(number),
+        "MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1:8080",
+        "JAX_COORDINATOR_PORT": str(port),
+        "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+    }
+    resolver = TPUClusterResolver()
+    resolver.initialize()
+    resolver.initialize()
+    assert (jax.process_count(), jax.process_index()) == (resolver.num_processes, resolver.process_id)
+    slices = multihost_utils.process_allgather(jax.numpy.int32(resolver.slice_id))
+    return slices.ravel().tolist(), len(jax.devices())
 
 
-def test_two_slices_initialize_through_their_resolvers(tmp_path):
-    script = tmp_path / "worker.py"
-    script.write_text(WORKER)
-    for printed in run_processes(script, 2, 1):
-        assert "slices [0, 1] 2" in printed
+@pytest.mark.slow
+def test_two_slices_initialize_through_their_resolvers():
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+
+    def results_of_slice(number):
+        with jdist.testing.processes(1) as one:
+            return one.run(f"{__name__}:slice_ids", port, number)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(results_of_slice, range(2))) == [[([0, 1], 2)]] * 2

@@ -36,7 +36,7 @@ REFUSED = {
     "index_too_high": (
         ["cpu:8"],
         ValueError,
-        r"Device 'cpu:8' not found\. This process has cpu:0, .*cpu:7\..*num_cpu_devices",
+        r"Device 'cpu:8' not found\. This process has cpu:0, .*cpu:7\..*use_cpu_devices",
     ),
     "unknown_platform": (
         ["abacus:0"],
@@ -46,17 +46,17 @@ REFUSED = {
     "no_gpu": (
         ["/gpu:0"],
         ValueError,
-        r"Device '/gpu:0' not found\. This process has cpu:0, .*JAX found no GPU: install JAX with GPU(?!.*num_cpu_devices)",
+        r"Device '/gpu:0' not found\. This process has cpu:0, .*JAX found no GPU: install JAX with GPU(?!.*use_cpu_devices)",
     ),
     "no_tpu": (
         ["TPU:1"],
         ValueError,
-        r"Device 'TPU:1' not found\. .*JAX found no TPU: on a TPU machine(?!.*num_cpu_devices)",
+        r"Device 'TPU:1' not found\. .*JAX found no TPU: on a TPU machine(?!.*use_cpu_devices)",
     ),
     "tensorflow_index_too_high": (
         ["/device:CPU:8"],
         ValueError,
-        r"Device '/device:CPU:8' not found\. This process has cpu:0, .*cpu:7\..*num_cpu_devices",
+        r"Device '/device:CPU:8' not found\. This process has cpu:0, .*cpu:7\..*use_cpu_devices",
     ),
     "tensorflow_other_task": (
         ["/job:worker/replica:0/task:1/device:CPU:0"],

@@ -142,13 +142,14 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize("variables", VARIABLES.values(), ids=VARIABLES)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_variables_of_the_user_are_unchanged_and_do_not_prevent_compilation(variables):
     done = run(COMPILE, **variables)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("first", ["topology", "attached"])
+@pytest.mark.one_in(2)
 def test_attached_devices_run_in_a_process_with_topology_devices(first):
     """As on a laptop: `JAX_PLATFORMS` is not set, and libtpu is installed."""
     attached = "import jax, jdist\ntwo = jdist.MirroredStrategy(['cpu:0', 'cpu:1'])\nassert int(two.put(3)) == 3\n"
@@ -157,6 +158,7 @@ def test_attached_devices_run_in_a_process_with_topology_devices(first):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_compile_concurrently():
     wait = "print('compiled', flush=True)\ninput()"
     command = [sys.executable, "-c", COMPILE + wait]

@@ -239,6 +239,7 @@ def test_apply_after_the_backends_started_is_an_error(platform):
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 def test_apply_before_start_reaches_the_compiler_and_none_of_gpu_is_on_by_default(tmp_path):
     # XLA dumps the options that differ from their defaults, and terminates the process on an unknown flag.
     def dumped(folder, code):

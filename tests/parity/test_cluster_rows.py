@@ -1,21 +1,19 @@
 """Rows MW19 and CR29 of `rows.txt`: a process without a cluster, and TPU strategies without a TPU."""
 
+import jax
 import pytest
 
 import jdist
 
-from processes.runner import run_processes
+
+def default_strategy():
+    strategy = jdist.auto_strategy()
+    return strategy.num_replicas_in_sync, strategy.mesh.devices.flat[0].platform, jax.process_count()
 
 
-def test_mw19_process_without_a_cluster_has_one_replica_on_its_device(tmp_path):
-    script = tmp_path / "alone.py"
-    script.write_text(
-        "import jax, jdist\n"
-        "strategy = jdist.auto_strategy()\n"
-        "print(strategy.num_replicas_in_sync, strategy.mesh.devices.flat[0].platform, jax.process_count())\n"
-    )
-    (printed,) = run_processes(script, 1, 1)
-    assert printed.splitlines()[-1] == "1 cpu 1"
+def test_mw19_process_without_a_cluster_has_one_replica_on_its_device():
+    with jdist.testing.processes(1) as one:
+        assert one.run(f"{__name__}:default_strategy") == [(1, "cpu", 1)]
 
 
 def test_cr29_tpu_strategy_without_a_tpu_is_an_error_with_the_alternatives():

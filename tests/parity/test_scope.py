@@ -5,8 +5,6 @@ import pytest
 
 import jdist
 
-from processes.runner import run_processes
-
 
 def test_sc1_outside_any_scope_there_is_one_replica_numbered_0():
     assert not jdist.has_strategy()
@@ -65,10 +63,14 @@ def test_sc14_device_of_an_unknown_platform_is_an_error_with_the_local_devices()
         jdist.MirroredStrategy(["TPUX:0"])
 
 
-def test_sc15_default_is_all_local_devices(tmp_path):
-    script = tmp_path / "devices.py"
-    script.write_text("import jdist\nprint(jdist.MirroredStrategy())\n")
-    assert run_processes(script, 1, 3) == ["MirroredStrategy(['cpu:0', 'cpu:1', 'cpu:2'])\n"]
+def default_strategy():
+    return str(jdist.MirroredStrategy())
+
+
+@pytest.mark.slow
+def test_sc15_default_is_all_local_devices():
+    with jdist.testing.processes(1, devices_per_process=3) as one:
+        assert one.run(f"{__name__}:default_strategy") == ["MirroredStrategy(['cpu:0', 'cpu:1', 'cpu:2'])"]
     assert list(jdist.MirroredStrategy().mesh.devices.flat) == jax.local_devices()
 
 

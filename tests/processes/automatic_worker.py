@@ -1,25 +1,21 @@
-"""One process of several that uses `auto_strategy`; prints the strategy, and a sum over all replicas.
+"""Uses `auto_strategy`, on one process of several."""
 
-python automatic_worker.py COORDINATOR COUNT NUMBER
-"""
-
+import io
 import logging
-import sys
-
-import jax
-
-address, count, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
 
 import numpy as np
 
 import jdist
 
-logging.basicConfig(stream=sys.stdout, format="%(name)s: %(message)s")
-strategy = jdist.auto_strategy()
-values = strategy.distribute_values_from_function(lambda context: np.float32(1 + context.replica_id_in_sync_group))
-total = strategy.run(lambda x: jdist.all_reduce("sum", x), (values,))
-print(type(strategy).__name__, strategy.num_replicas_in_sync, len(strategy.replicas.local_devices), float(total))
 
-# The process that hosts the coordinator exits last.
-jax.distributed.shutdown()
+def strategy_and_total():
+    """Returns the log, the class and the numbers of replicas and local devices of the strategy, and a sum over all replicas."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logging.getLogger("jdist").addHandler(handler)
+    strategy = jdist.auto_strategy()
+    values = strategy.distribute_values_from_function(lambda context: np.float32(1 + context.replica_id_in_sync_group))
+    total = strategy.run(lambda x: jdist.all_reduce("sum", x), (values,))
+    logging.getLogger("jdist").removeHandler(handler)
+    description = type(strategy).__name__, strategy.num_replicas_in_sync, len(strategy.replicas.local_devices)
+    return stream.getvalue(), *description, float(total)

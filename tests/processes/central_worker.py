@@ -1,19 +1,8 @@
-"""One process of several that train with the state in host memory; writes the final state.
-
-python central_worker.py COORDINATOR COUNT NUMBER FOLDER
-"""
-
-import pathlib
-import sys
+"""Trains with the state in host memory, on one process of several."""
 
 import jax
-import numpy as np
-
-address, count, number, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
-if count > 1:
-    jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
-
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jdist
@@ -48,13 +37,11 @@ def trained(strategy):
     return strategy.run(lambda state: state, (state,))
 
 
-results = {}
-STRATEGIES = {"central": jdist.CentralStorageStrategy, "mirrored": jdist.MirroredStrategy}
-for name, strategy in STRATEGIES.items():
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trained(strategy(jax.devices()))):
-        results[f"{name}{jax.tree_util.keystr(path)}"] = np.asarray(leaf)
-np.savez(folder / f"{count}_{number}.npz", **results)
-
-# The process that hosts the coordinator exits last.
-if count > 1:
-    jax.distributed.shutdown()
+def final_states():
+    """Returns the leaves of the state after training under each strategy."""
+    results = {}
+    strategies = {"central": jdist.CentralStorageStrategy, "mirrored": jdist.MirroredStrategy}
+    for name, strategy in strategies.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(trained(strategy(jax.devices()))):
+            results[f"{name}{jax.tree_util.keystr(path)}"] = np.asarray(leaf)
+    return results

@@ -1,18 +1,10 @@
-"""One process of several that reads data in the cases that were run with tf.distribute; writes the examples of its replicas.
+"""Reads data in the cases that were run with tf.distribute, on one process of several."""
 
-python data_parity_worker.py COORDINATOR COUNT NUMBER FOLDER
-"""
-
-import json
 import logging
 import pathlib
-import sys
 
 import jax
 import numpy as np
-
-address, count, number, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
-jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
 
 import jdist
 
@@ -58,80 +50,78 @@ def examples_of(dataset):
     return steps
 
 
-def files(count):
-    paths = [folder / f"{i}.txt" for i in range(count)]
-    return jdist.data.Files(paths, lambda path: np.loadtxt(path, dtype=np.int32))
+def examples_by_case(folder):
+    """Returns the examples of the replicas of this process in each case."""
+    folder, count = pathlib.Path(folder), jax.process_count()
 
+    def files(count):
+        paths = [folder / f"{i}.txt" for i in range(count)]
+        return jdist.data.Files(paths, lambda path: np.loadtxt(path, dtype=np.int32))
 
-log = []
-handler = logging.Handler()
-handler.emit = lambda record: log.append(record.getMessage())
-logging.getLogger("jdist").addHandler(handler)
+    log = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())
+    logging.getLogger("jdist").addHandler(handler)
 
+    def logged(call):
+        log.clear()
+        return [call(), list(log)]
 
-def logged(call):
-    log.clear()
-    return call(), list(log)
+    def both(array, size):
+        """Returns an indexed source of examples, and a source of batches."""
+        return {"examples": (np.asarray(array), size), "batches": (Batched(array, size), None)}
 
+    firsts = [next(d for d in jax.devices() if d.process_index == process) for process in range(count)]
+    one_each = jdist.MirroredStrategy(firsts)
+    every = jdist.MirroredStrategy(jax.devices())
+    read = lambda *source, **options: examples_of(
+        one_each.distribute_dataset(*source, **{"remainder": "pad", **options})
+    )
+    results = {}
 
-def both(array, size):
-    """Returns an indexed source of examples, and a source of batches."""
-    return {"examples": (np.asarray(array), size), "batches": (Batched(array, size), None)}
+    for policy in ("auto", "data"):
+        for how, source in both(np.arange(14), 8).items():
+            results[f"mw1_{policy}_{how}"] = read(*source, auto_shard=policy)
+    results["mw2_examples"] = read(np.arange(14), 8, auto_shard="off")
+    results["mw2_batches"] = read(Batched(np.arange(14), 4), None, auto_shard="off")
+    for how, source in both(np.arange(9), 4).items():
+        results[f"mw3_{how}"] = read(*source, auto_shard="data")
+    results["mw4_refused"] = refusal(lambda: read(np.arange(9), 5, remainder="drop"))
+    results["mw4_batches_refused"] = refusal(lambda: read(Batched(np.arange(9), 5), None, remainder="drop"))
+    for how, source in both(np.arange(9), 5).items():
+        results[f"mw4_{how}"] = read(*source)
+    for how, source in both(np.arange(10), 4).items():
+        results[f"mw5_{how}"] = read(*source, remainder="drop")
+    results["mw6_file"] = refusal(lambda: read(range(8), 4, auto_shard="file"))
+    results["mw6_auto"] = logged(lambda: read(range(8), 4))
+    for policy in ("file", "auto", "data"):
+        results[f"mw7_mw8_{policy}"] = logged(lambda policy=policy: read(files(4), 4, auto_shard=policy))
+    results["mw9"] = read(files(3), 4, auto_shard="file")
+    results["mw10_file"] = refusal(lambda: read(files(1), 2, auto_shard="file"))
+    results["mw10_auto"] = logged(lambda: read(files(1), 2))
+    results["mw10_later"] = read(files(4), 4)
+    for policy in ("auto", "data", "off", "hint"):
+        results[f"mw11_{policy}"] = read(Numbers(range(7)), 2, auto_shard=policy)
+    results["mw11_no_hint"] = refusal(lambda: read(np.arange(7), 2, auto_shard="hint"))
+    results["mw12_dataset"] = read(np.arange(4), 2)
+    results["mw12_function"] = examples_of(
+        one_each.distribute_datasets_from_function(lambda context: Batched(np.arange(4), 1))
+    )
+    results["mw13_function"] = examples_of(
+        every.distribute_datasets_from_function(lambda context: Batched(np.arange(9), 2), remainder="pad")
+    )
 
+    results["mw13_refused"] = refusal(lambda: every.distribute_dataset(np.arange(9), 2))
+    results["mw13_dataset"] = examples_of(every.distribute_dataset(np.arange(9), 8, remainder="pad"))
 
-firsts = [next(d for d in jax.devices() if d.process_index == process) for process in range(count)]
-one_each = jdist.MirroredStrategy(firsts)
-every = jdist.MirroredStrategy(jax.devices())
-read = lambda *source, **options: examples_of(one_each.distribute_dataset(*source, **{"remainder": "pad", **options}))
-results = {}
+    contexts = []
 
-for policy in ("auto", "data"):
-    for how, source in both(np.arange(14), 8).items():
-        results[f"mw1_{policy}_{how}"] = read(*source, auto_shard=policy)
-results["mw2_examples"] = read(np.arange(14), 8, auto_shard="off")
-results["mw2_batches"] = read(Batched(np.arange(14), 4), None, auto_shard="off")
-for how, source in both(np.arange(9), 4).items():
-    results[f"mw3_{how}"] = read(*source, auto_shard="data")
-results["mw4_refused"] = refusal(lambda: read(np.arange(9), 5, remainder="drop"))
-results["mw4_batches_refused"] = refusal(lambda: read(Batched(np.arange(9), 5), None, remainder="drop"))
-for how, source in both(np.arange(9), 5).items():
-    results[f"mw4_{how}"] = read(*source)
-for how, source in both(np.arange(10), 4).items():
-    results[f"mw5_{how}"] = read(*source, remainder="drop")
-results["mw6_file"] = refusal(lambda: read(range(8), 4, auto_shard="file"))
-results["mw6_auto"] = logged(lambda: read(range(8), 4))
-for policy in ("file", "auto", "data"):
-    results[f"mw7_mw8_{policy}"] = logged(lambda policy=policy: read(files(4), 4, auto_shard=policy))
-results["mw9"] = read(files(3), 4, auto_shard="file")
-results["mw10_file"] = refusal(lambda: read(files(1), 2, auto_shard="file"))
-results["mw10_auto"] = logged(lambda: read(files(1), 2))
-results["mw10_later"] = read(files(4), 4)
-for policy in ("auto", "data", "off", "hint"):
-    results[f"mw11_{policy}"] = read(Numbers(range(7)), 2, auto_shard=policy)
-results["mw11_no_hint"] = refusal(lambda: read(np.arange(7), 2, auto_shard="hint"))
-results["mw12_dataset"] = read(np.arange(4), 2)
-results["mw12_function"] = examples_of(
-    one_each.distribute_datasets_from_function(lambda context: Batched(np.arange(4), 1))
-)
-results["mw13_function"] = examples_of(
-    every.distribute_datasets_from_function(lambda context: Batched(np.arange(9), 2), remainder="pad")
-)
+    def shard(context):
+        contexts.append([context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync])
+        batches = list(Batched(np.arange(14), context.get_per_replica_batch_size(8)))
+        return batches[context.input_pipeline_id :: context.num_input_pipelines].__iter__()
 
-results["mw13_refused"] = refusal(lambda: every.distribute_dataset(np.arange(9), 2))
-results["mw13_dataset"] = examples_of(every.distribute_dataset(np.arange(9), 8, remainder="pad"))
-
-contexts = []
-
-
-def shard(context):
-    contexts.append([context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync])
-    batches = list(Batched(np.arange(14), context.get_per_replica_batch_size(8)))
-    return batches[context.input_pipeline_id :: context.num_input_pipelines].__iter__()
-
-
-results["mw15"] = examples_of(one_each.distribute_datasets_from_function(shard, remainder="pad"))
-results["mw15_contexts"] = contexts
-(folder / f"{number}.json").write_text(json.dumps(results))
-
-# The process that hosts the coordinator exits last.
-jax.distributed.shutdown()
+    results["mw15"] = examples_of(one_each.distribute_datasets_from_function(shard, remainder="pad"))
+    results["mw15_contexts"] = contexts
+    logging.getLogger("jdist").removeHandler(handler)
+    return results

@@ -1,9 +1,7 @@
-"""One process of several that read data together; writes its batches, its positions and the errors.
-
-python data_worker.py COORDINATOR COUNT NUMBER FOLDER TASK...
+"""Reads data on one process of several: its batches, its positions and the errors.
 
 Tasks: `write` writes all batches, and positions between them; `resume:COUNT` writes the batches after the positions that COUNT
-processes wrote; `refusals`, `wrong_on_one` and `function_fails` write errors. Tests import this file too, for the results of a
+processes wrote; `refusals`, `wrong_on_one` and `function_fails` return errors. Tests import this file too, for the results of a
 single process.
 """
 
@@ -13,7 +11,6 @@ import json
 import logging
 import pathlib
 import pickle
-import sys
 import threading
 
 import jax
@@ -274,12 +271,12 @@ OPTIONS = {
 }
 
 
-def refusals(strategy, count, number):
+def refusals(strategy, number):
     """Returns the errors when one of two processes fails, and the results of the data sets after them."""
     results = {}
     make = strategy.distribute_dataset
     later = lambda: attempt(lambda: make(Elements(lambda: _numbers(16)), 8, remainder="pad"))
-    for failing in range(count):
+    for failing in range(2):
         for prefetch in (0, 2):
             for name, (source, size, options) in _failing_sources(number == failing).items():
                 key = f"fails/{name}/{failing}/{prefetch}"
@@ -453,25 +450,25 @@ def function_fails(strategy, number):
     }
 
 
-def main():
-    address, count, number, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
-    jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
-    logging.getLogger("jdist").setLevel(logging.ERROR)  # not the log of dropped examples
+def run_tasks(folder, *tasks):
+    """Returns the results of the tasks that return one."""
+    count, number, folder = jax.process_count(), jax.process_index(), pathlib.Path(folder)
     strategy = jdist.MirroredStrategy(jax.devices())
-    tasks = {
-        "refusals": lambda: refusals(strategy, count, number),
-        "wrong_on_one": lambda: wrong_on_one(strategy, number),
-        "function_fails": lambda: function_fails(strategy, number),
-    }
-    for task in sys.argv[5:]:
-        if task == "write":
-            write(strategy, folder, count, number)
-        elif task in tasks:
-            (folder / f"{task}_{number}.json").write_text(json.dumps(tasks[task]()))
-        else:
-            resume(strategy, folder, f"{count}_{number}", task.removeprefix("resume:"))
-    jax.distributed.shutdown()  # the process that hosts the coordinator exits last
+    results = {}
+    log = logging.getLogger("jdist")
+    level = log.level
+    log.setLevel(logging.ERROR)  # not the log of dropped examples
+    try:
+        for task in tasks:
+            if task == "write":
+                write(strategy, folder, count, number)
+            elif task.startswith("resume:"):
+                resume(strategy, folder, f"{count}_{number}", task.removeprefix("resume:"))
+            else:
+                results[task] = RESULTS[task](strategy, number)
+    finally:
+        log.setLevel(level)
+    return results
 
 
-if __name__ == "__main__":
-    main()
+RESULTS = {"refusals": refusals, "wrong_on_one": wrong_on_one, "function_fails": function_fails}

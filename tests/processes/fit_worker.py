@@ -1,18 +1,9 @@
-"""One process of several that train together, stop, resume, evaluate and predict; writes the results.
-
-python fit_worker.py COORDINATOR COUNT NUMBER FOLDER
-"""
+"""Trains, stops, resumes, evaluates and predicts on one process of several."""
 
 import pathlib
-import sys
 
 import jax
 import numpy as np
-
-address, count, number, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
-if count > 1:
-    jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
-
 import optax
 from sklearn.datasets import load_digits
 
@@ -28,45 +19,48 @@ MODEL = (
 OPTIMIZERS = {"adam": optax.adam(1e-2), "top_k": optax.chain(jdist.sync.top_k(0.2), optax.sgd(0.5))}
 
 
-def stop_on_last_process(event):
-    """Requests a stop on one process only; all processes stop at the same step."""
-    if event.moment is Moment.STEP and event.step >= 5 and number == count - 1:
-        return CallbackResult(stop_reason="Enough.")
+def results_by_optimizer(folder):
+    """Returns the parameters, numbers of steps, losses and predictions."""
+    folder, count, number = pathlib.Path(folder), jax.process_count(), jax.process_index()
 
+    def stop_on_last_process(event):
+        """Requests a stop on one process only; all processes stop at the same step."""
+        if event.moment is Moment.STEP and event.step >= 5 and number == count - 1:
+            return CallbackResult(stop_reason="Enough.")
 
-results = {}
-for name, optimizer in OPTIMIZERS.items():
-    trainer = jdist.Trainer(
-        MODEL,
-        optimizer,
-        optax.softmax_cross_entropy_with_integer_labels,
-        metrics={"accuracy": jdist.metrics.Accuracy()},
-        strategy=jdist.MirroredStrategy(jax.devices()),
-    )
+    results = {}
+    for name, optimizer in OPTIMIZERS.items():
+        trainer = jdist.Trainer(
+            MODEL,
+            optimizer,
+            optax.softmax_cross_entropy_with_integer_labels,
+            metrics={"accuracy": jdist.metrics.Accuracy()},
+            strategy=jdist.MirroredStrategy(jax.devices()),
+        )
 
-    def fit(*callbacks, place=None, epochs=2, trainer=trainer):
-        options = dict(batch_size=240, epochs=epochs, callbacks=callbacks, progress="off", validation_data=DIGITS)
-        return trainer.fit(DIGITS, resume=place, **options)
+        def fit(*callbacks, place=None, epochs=2, trainer=trainer):
+            options = dict(batch_size=240, epochs=epochs, callbacks=callbacks, progress="off", validation_data=DIGITS)
+            return trainer.fit(DIGITS, resume=place, **options)
 
-    path = folder / f"{name}_{count}"
-    with jdist.Checkpointer(path, every=3) as checkpointer:
-        first = fit(jdist.callbacks.Checkpoint(checkpointer), stop_on_last_process, place=checkpointer)
-        log = jdist.callbacks.JSONLog(path.with_suffix(".jsonl"), every=2)
-        resumed = fit(jdist.callbacks.Checkpoint(checkpointer), log, place=checkpointer)
-    uninterrupted = fit()
-    for one, other in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(uninterrupted.state), strict=True):
-        if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
-            continue
-        for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
-            assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
-    resumed.report(path.with_suffix(f".{number}.html"))
-    evaluated = trainer.evaluate(resumed.state, DIGITS, batch_size=200)
-    assert evaluated["examples"] == 1797
-    results |= {
-        f"{name}/w": np.asarray(resumed.state.params["w"]),
-        f"{name}/steps": np.array([first.steps, resumed.steps]),
-        f"{name}/losses": np.array(list(uninterrupted.history.losses.values())),
-        f"{name}/evaluated": np.array([evaluated["loss"], evaluated["accuracy"]]),
-        f"{name}/predicted": trainer.predict(resumed.state, DIGITS[0], batch_size=200),
-    }
-np.savez(folder / f"{count}_{number}.npz", **results)
+        path = folder / f"{name}_{count}"
+        with jdist.Checkpointer(path, every=3) as checkpointer:
+            first = fit(jdist.callbacks.Checkpoint(checkpointer), stop_on_last_process, place=checkpointer)
+            log = jdist.callbacks.JSONLog(path.with_suffix(".jsonl"), every=2)
+            resumed = fit(jdist.callbacks.Checkpoint(checkpointer), log, place=checkpointer)
+        uninterrupted = fit()
+        for one, other in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(uninterrupted.state), strict=True):
+            if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+                continue
+            for a, b in zip(one.addressable_shards, other.addressable_shards, strict=True):
+                assert np.asarray(a.data).tobytes() == np.asarray(b.data).tobytes()
+        resumed.report(path.with_suffix(f".{number}.html"))
+        evaluated = trainer.evaluate(resumed.state, DIGITS, batch_size=200)
+        assert evaluated["examples"] == 1797
+        results |= {
+            f"{name}/w": np.asarray(resumed.state.params["w"]),
+            f"{name}/steps": np.array([first.steps, resumed.steps]),
+            f"{name}/losses": np.array(list(uninterrupted.history.losses.values())),
+            f"{name}/evaluated": np.array([evaluated["loss"], evaluated["accuracy"]]),
+            f"{name}/predicted": trainer.predict(resumed.state, DIGITS[0], batch_size=200),
+        }
+    return results

@@ -1,37 +1,30 @@
-"""One process of several that train and evaluate a Keras model together; prints its results as JSON.
+"""Trains and evaluates a Keras model on one process of several."""
 
-python keras_worker.py COORDINATOR COUNT NUMBER
-"""
-
-import json
 import os
-import sys
 import warnings
 
 import jax
 import numpy as np
-
-address, count, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-if count > 1:
-    jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
-
 import optax
 
 import jdist
 
-os.environ["KERAS_BACKEND"] = "jax"
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import keras
 
-strategy = jdist.MirroredStrategy(jax.devices())
-with strategy.scope():
-    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
-loss = lambda outputs, targets: (outputs - targets) ** 2
-metrics = {"mae": jdist.metrics.MeanAbsoluteError()}
-trainer = jdist.Trainer(model, optax.sgd(0.01), loss, metrics=metrics, strategy=strategy)
-x = np.arange(9, dtype=np.float32)[:, None]
-before = trainer.evaluate(trainer.init(x), (x, 2 * x), batch_size=4)
-fit = trainer.fit((x, 2 * x), batch_size=4, epochs=1, shuffle=False, progress="off")
-weights = [float(leaf.ravel()[0]) for leaf in jax.tree.leaves(jax.device_get(fit.state.params))]
-print(json.dumps([strategy.num_replicas_in_sync, sorted(weights), before["loss"], before["mae"]]))
+def results_of_training():
+    """Returns the number of replicas, the weights after training, and the loss and metric before it."""
+    os.environ["KERAS_BACKEND"] = "jax"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import keras
+
+    strategy = jdist.MirroredStrategy(jax.devices())
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    loss = lambda outputs, targets: (outputs - targets) ** 2
+    metrics = {"mae": jdist.metrics.MeanAbsoluteError()}
+    trainer = jdist.Trainer(model, optax.sgd(0.01), loss, metrics=metrics, strategy=strategy)
+    x = np.arange(9, dtype=np.float32)[:, None]
+    before = trainer.evaluate(trainer.init(x), (x, 2 * x), batch_size=4)
+    fit = trainer.fit((x, 2 * x), batch_size=4, epochs=1, shuffle=False, progress="off")
+    weights = [float(leaf.ravel()[0]) for leaf in jax.tree.leaves(jax.device_get(fit.state.params))]
+    return strategy.num_replicas_in_sync, sorted(weights), before["loss"], before["mae"]

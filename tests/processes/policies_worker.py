@@ -1,21 +1,11 @@
-"""One process of several that train together under sync policies; writes the final parameters.
-
-python policies_worker.py COORDINATOR COUNT NUMBER FOLDER DEVICES POLICY...
-"""
-
-import pathlib
-import sys
+"""Trains under sync policies, on one process of several."""
 
 import jax
-import numpy as np
-
-address, count, number, folder, devices = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], int(sys.argv[5])
-if count > 1:
-    jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
-
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import linen as nn
+from jax.experimental.compilation_cache import compilation_cache
 from sklearn.datasets import load_digits
 
 import jdist
@@ -67,14 +57,17 @@ POLICIES = {
     "diloco": (sync.diloco(optax.adamw(3e-3), every=7), {}),
     "streaming": (sync.streaming_diloco(optax.sgd(0.05), every=4, fragments=2), {}),
 }
-results = {}
-for name in sys.argv[6:]:
-    tx, options = POLICIES[name]
-    params = trained(jdist.MirroredStrategy(jax.devices()[:devices], **options), tx)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        results[name + jax.tree_util.keystr(path)] = np.asarray(leaf.addressable_shards[-1].data)
-np.savez(pathlib.Path(folder) / f"{count}_{devices}_{number}.npz", **results)
 
-# The process that hosts the coordinator exits last.
-if count > 1:
-    jax.distributed.shutdown()
+
+def final_parameters(devices, *policies):
+    """Returns the final parameters under each policy, on the first `devices` devices."""
+    results = {}
+    for name in policies:
+        if name == "streaming":  # loaded from the cache, its CPU program corrupts memory (jax 0.10.2 and 0.12.0)
+            jax.config.update("jax_enable_compilation_cache", False)
+            compilation_cache.reset_cache()
+        tx, options = POLICIES[name]
+        params = trained(jdist.MirroredStrategy(jax.devices()[:devices], **options), tx)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            results[name + jax.tree_util.keystr(path)] = np.asarray(leaf.addressable_shards[-1].data)
+    return results

@@ -1,19 +1,8 @@
-"""One process of several that train a sharded state; writes the final state.
-
-python sharded_worker.py COORDINATOR COUNT NUMBER FOLDER
-"""
-
-import pathlib
-import sys
+"""Trains a sharded state on one process of several."""
 
 import jax
-import numpy as np
-
-address, count, number, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4])
-if count > 1:
-    jax.distributed.initialize(address, count, number, coordinator_bind_address=address)
-
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -58,31 +47,29 @@ def gathered(strategy, tree):
     return jax.tree.map(np.asarray, replicated)
 
 
-devices = np.array(jax.devices())
-GRIDS = {
-    "all": jdist.ShardedStrategy("all", mesh=Mesh(devices, ("data",))),
-    "host_data": jdist.ShardedStrategy("all", mesh=Mesh(devices.reshape(2, 2), ("host", "data"))),
-    # The model axis spans the processes, so both read every example.
-    "model": (
-        jdist.ShardedStrategy(
-            "all",
-            mesh=Mesh(devices.reshape(2, 2).T, ("data", "model")),
-            model_axis="model",
-            layout={"in": PartitionSpec(None, "model")},
-        )
-    ),
-}
-results = {}
-for name, strategy in GRIDS.items():
-    state, loss = trained(strategy)
-    results[f"{name}/loss"] = np.asarray(loss)
-    for part in ("params", "opt_state"):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(gathered(strategy, state[part])):
-            results[f"{name}/{part}{jax.tree_util.keystr(path)}"] = leaf
-    moved = strategy.put(gathered(strategy, state["params"]))
-    results[f"{name}/moved"] = gathered(strategy, moved)["in"]
-np.savez(folder / f"{count}_{number}.npz", **results)
-
-# The process that hosts the coordinator exits last.
-if count > 1:
-    jax.distributed.shutdown()
+def final_states():
+    """Returns the leaves of the final state under each mesh."""
+    devices = np.array(jax.devices())
+    strategies = {
+        "all": jdist.ShardedStrategy("all", mesh=Mesh(devices, ("data",))),
+        "host_data": jdist.ShardedStrategy("all", mesh=Mesh(devices.reshape(2, 2), ("host", "data"))),
+        # The model axis spans the processes, so both read every example.
+        "model": (
+            jdist.ShardedStrategy(
+                "all",
+                mesh=Mesh(devices.reshape(2, 2).T, ("data", "model")),
+                model_axis="model",
+                layout={"in": PartitionSpec(None, "model")},
+            )
+        ),
+    }
+    results = {}
+    for name, strategy in strategies.items():
+        state, loss = trained(strategy)
+        results[f"{name}/loss"] = np.asarray(loss)
+        for part in ("params", "opt_state"):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(gathered(strategy, state[part])):
+                results[f"{name}/{part}{jax.tree_util.keystr(path)}"] = leaf
+        moved = strategy.put(gathered(strategy, state["params"]))
+        results[f"{name}/moved"] = gathered(strategy, moved)["in"]
+    return results

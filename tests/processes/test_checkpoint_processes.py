@@ -1,25 +1,17 @@
 """Checkpoints that two processes save and restore together, and one that a single process saved."""
 
-import ast
-import pathlib
 import re
 
 import numpy as np
 import pytest
 
 from laws import among
-from processes.runner import run_processes
-
-AGREEMENT = pathlib.Path(__file__).parent / "agreement_worker.py"
-FAILURES = pathlib.Path(__file__).parent / "failures_worker.py"
-WORKER = pathlib.Path(__file__).parent / "checkpoint_worker.py"
 
 
 @pytest.mark.slow
-def test_two_processes_save_and_restore_the_same_state_as_one(tmp_path):
-    run_processes(WORKER, 1, 4, tmp_path)
-    run_processes(WORKER, 2, 2, tmp_path)
-    one, first, second = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("1_0", "2_0", "2_1"))
+def test_two_processes_save_and_restore_the_same_state_as_one(four_devices, pair, tmp_path):
+    (one,) = four_devices.run("processes.checkpoint_worker:restored_states", tmp_path)
+    first, second = pair.run("processes.checkpoint_worker:restored_states", tmp_path)
     assert len(one) == 2 * 4 and len(first) == 2 * len(one)
     for name, leaf in first.items():
         assert second[name].tobytes() == leaf.tobytes(), name
@@ -27,9 +19,10 @@ def test_two_processes_save_and_restore_the_same_state_as_one(tmp_path):
     assert one["mirrored/total"] == sum(range(1, 5)) + 4 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", among([0, 1], 1))
-def test_save_or_restore_that_fails_on_one_process_fails_on_both_and_the_next_succeeds(tmp_path, failing):
-    results = [results_by_case(output) for output in run_processes(FAILURES, 2, 2, tmp_path, failing, seconds=60)]
+def test_save_or_restore_that_fails_on_one_process_fails_on_both_and_the_next_succeeds(pair, tmp_path, failing):
+    results = pair.run("processes.failures_worker:results_by_case", tmp_path, failing)
     for process, result in enumerate(results):
         prefix = "" if process == failing else f"Process {failing} failed: "
         assert result["before"] == "returned (1,)"
@@ -41,8 +34,8 @@ def test_save_or_restore_that_fails_on_one_process_fails_on_both_and_the_next_su
         assert result["after"] == "returned (1, 3)"
         assert result["training"] == results[0]["training"] == "returned ('CheckpointError', 4, 4, True)"
         assert re.search(rf"step 3 in .* is damaged or cannot be read: {prefix}.*OUT_OF_RANGE", result["damaged"])
-        assert result["equal"] == "True"
-        one_restore, six_restores = ast.literal_eval(result["keys"])
+        assert result["equal"]
+        one_restore, six_restores = result["keys"]
         assert one_restore == six_restores  # no keys remain in the key-value store
     assert results[1 - failing]["late"] == "Another process did not reach the same point within 0.3 seconds."
 
@@ -70,10 +63,9 @@ WRONG = {  # case -> the error of the process whose argument is wrong
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", among([0, 1], 1))
-def test_calls_that_fail_or_differ_on_one_process_fail_on_both_and_the_next_succeed(tmp_path, wrong):
-    outputs = run_processes(AGREEMENT, 2, 2, tmp_path, wrong, seconds=60)
+def test_calls_that_fail_or_differ_on_one_process_fail_on_both_and_the_next_succeed(pair, tmp_path, wrong):
     values = [value for pair in VALUES for value in (pair if wrong == 1 else pair[::-1])]
-    for process, result in enumerate(map(results_by_case, outputs)):
+    for process, result in enumerate(pair.run("processes.agreement_worker:results_by_case", tmp_path, wrong)):
         for case, error in WRONG.items():
             call = "restore" if case in ("like", "no strategy") else "save"
             prefix = "" if process == wrong else f"CheckpointError: `{call}` failed on process {wrong}: "
@@ -86,8 +78,3 @@ def test_calls_that_fail_or_differ_on_one_process_fail_on_both_and_the_next_succ
         for case in ("first", "second", "last", "one process"):
             assert result[case] == "returned True"
         assert result["restored"] == "returned 6.0"
-
-
-def results_by_case(output):
-    """Returns the printed result of each case."""
-    return dict(re.findall(r"^([a-z ]+): (.*)$", output, re.M))

@@ -3,24 +3,16 @@
 All except for MW13 have one replica per process.
 """
 
-import json
-import pathlib
-
 import numpy as np
 import pytest
 
-from processes.runner import run_processes
-
-WORKER = pathlib.Path(__file__).parent / "data_parity_worker.py"
-
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(pair, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data_parity")
     for i in range(4):
         np.savetxt(folder / f"{i}.txt", 10 * i + np.arange(3), "%d")
-    run_processes(WORKER, 2, 2, folder)
-    return [json.loads((folder / f"{number}.json").read_text()) for number in (0, 1)]
+    return pair.run("processes.data_parity_worker:examples_by_case", folder)
 
 
 @pytest.fixture

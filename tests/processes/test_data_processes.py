@@ -28,14 +28,14 @@ from processes.data_worker import (
     WRONG_ON_ONE,
     cases,
 )
-from processes.runner import run_processes
 
 FOUR = pytest.mark.slow  # four processes
+TASKS = "processes.data_worker:run_tasks"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, request):
-    """Returns the folder with the batches of 1 and 2 processes, and the batches after the positions of the other."""
+def folder_and_results(pair, tmp_path_factory, request):
+    """Returns the folder with the batches of 1 and 2 processes and the batches after the positions of the other, and the refusals."""
     folder = tmp_path_factory.mktemp("data")
     jdist_log = logging.getLogger("jdist")
     level = jdist_log.level
@@ -43,16 +43,22 @@ def folder(tmp_path_factory, request):
     request.addfinalizer(lambda: jdist_log.setLevel(level))
     strategy = jdist.MirroredStrategy(jax.devices()[:DEVICES])
     data_worker.write(strategy, folder, 1, 0)
-    run_processes(data_worker.__file__, 2, 2, folder, "write", "resume:1", "refusals")
+    results = pair.run(TASKS, folder, "write", "resume:1", "refusals")
     data_worker.resume(strategy, folder, "1_0", 2)
-    return folder
+    return folder, [of_process["refusals"] for of_process in results]
 
 
 @pytest.fixture(scope="module")
-def folder_of_4(folder):
+def folder(folder_and_results):
+    return folder_and_results[0]
+
+
+@pytest.fixture(scope="module")
+def folder_of_4(folder, pair):
     """Returns the same folder with the results of 4 processes added."""
-    run_processes(data_worker.__file__, 4, 1, folder, "write", "resume:2")
-    run_processes(data_worker.__file__, 2, 2, folder, "resume:4")
+    with jdist.testing.processes(4) as four:
+        four.run(TASKS, folder, "write", "resume:2")
+    pair.run(TASKS, folder, "resume:4")
     data_worker.resume(jdist.MirroredStrategy(jax.devices()[:DEVICES]), folder, "1_0", 4)
     return folder
 
@@ -69,8 +75,8 @@ def batches(folder, request):
 
 
 @pytest.fixture(scope="module")
-def refusals(folder):
-    return [json.loads((folder / f"refusals_{number}.json").read_text()) for number in (0, 1)]
+def refusals(folder_and_results):
+    return folder_and_results[1]
 
 
 def _joined(folder, name, count):
@@ -389,15 +395,10 @@ def test_iterators_at_different_positions_are_refused_on_all(refusals):
         assert process["different_positions"]["error"].startswith("ValueError")
 
 
-@pytest.fixture(scope="module", params=["wrong_on_one", "function_fails"])
-def task_results(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    run_processes(data_worker.__file__, 2, 2, folder, request.param, seconds=60)
-    return request.param, [json.loads((folder / f"{request.param}_{number}.json").read_text()) for number in (0, 1)]
-
-
-def test_data_set_that_is_invalid_on_one_process_is_refused_on_all_and_the_next_one_is_read(task_results):
-    task, results = task_results
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["wrong_on_one", "function_fails"])
+def test_data_set_that_is_invalid_on_one_process_is_refused_on_all_and_the_next_one_is_read(pair, task, tmp_path):
+    results = [of_process[task] for of_process in pair.run(TASKS, tmp_path, task)]
     for name in WRONG_ON_ONE if task == "wrong_on_one" else ["function"]:
         for result in results:
             assert result[name]["examples"] == [], name

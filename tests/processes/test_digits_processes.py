@@ -1,21 +1,14 @@
 """A training step on two processes equals the step on one process with the same number of devices."""
 
-import pathlib
-
 import numpy as np
 import pytest
 
-from processes.runner import run_processes
-
-WORKER = pathlib.Path(__file__).parent / "digits_worker.py"
-
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("digits")
-    run_processes(WORKER, 1, 4, folder)
-    run_processes(WORKER, 2, 2, folder)
-    return {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
+def results(four_devices, pair):
+    """Returns the results of each process; the keys are the number of processes and the process index."""
+    function = "processes.digits_worker:results_of_training"
+    return dict(zip(("1_0", "2_0", "2_1"), four_devices.run(function) + pair.run(function), strict=True))
 
 
 @pytest.mark.slow
@@ -38,12 +31,5 @@ def test_results_are_global_and_local_results_are_of_the_replicas_of_the_process
     assert result["examples"] == 100 % 32  # the last batch of the epoch, its padding not counted
     assert result["sum"] == 0 + 1 + 2 + 3
     assert result["gathered"].tolist() == [0, 1, 2, 3]
-    assert result["local_ids"].tolist() == {"1_0": [0, 1, 2, 3], "2_0": [0, 1], "2_1": [2, 3]}[process]
+    assert result["local_ids"] == {"1_0": [0, 1, 2, 3], "2_0": [0, 1], "2_1": [2, 3]}[process]
     np.testing.assert_array_equal(result["put"], np.arange(3.0))
-
-
-def test_process_that_fails_ends_the_others_and_its_output_is_in_the_error(tmp_path):
-    script = tmp_path / "fails.py"
-    script.write_text("import sys, time\nif sys.argv[3] == '1': sys.exit('some failure')\ntime.sleep(60)\n")
-    with pytest.raises(RuntimeError, match="some failure"):
-        run_processes(script, 2, 1)

@@ -2,33 +2,30 @@
 
 import importlib.util
 import json
-import pathlib
 
 import numpy as np
 import pytest
 
-from processes.runner import run_processes
-
-WORKER = pathlib.Path(__file__).parent / "fit_worker.py"
-KERAS_WORKER = pathlib.Path(__file__).parent / "keras_worker.py"
+import jdist
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("keras") is None, reason="Keras is optional and is not installed.")
 def test_ke12_keras_model_on_two_processes_is_trained_and_evaluated_as_on_one_device(monkeypatch, tmp_path):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    for output in run_processes(KERAS_WORKER, 2, 1):
-        replicas, weights, loss, error = json.loads(output.splitlines()[-1])
+    with jdist.testing.processes(2) as joined:
+        results = joined.run("processes.keras_worker:results_of_training")
+    for replicas, weights, loss, error in results:
         assert replicas == 2
         assert weights == pytest.approx([0.18465, 2.0762], abs=5e-5)
         assert (loss, error) == pytest.approx((22.6667, 4.0), abs=5e-5)
 
 
 @pytest.mark.slow
-def test_ke12_training_on_two_processes_equals_training_on_one(tmp_path):
-    run_processes(WORKER, 1, 4, tmp_path, seconds=200)
-    run_processes(WORKER, 2, 2, tmp_path, seconds=200)
-    one, first, second = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("1_0", "2_0", "2_1"))
+def test_ke12_training_on_two_processes_equals_training_on_one(four_devices, pair, tmp_path):
+    function = "processes.fit_worker:results_by_optimizer"
+    (one,) = four_devices.run(function, tmp_path, timeout=200)
+    first, second = pair.run(function, tmp_path, timeout=200)
     for name, expected in one.items():
         assert first[name].tobytes() == second[name].tobytes(), name
         if not name.endswith("/steps"):

@@ -1,13 +1,12 @@
 """Strategies on local devices in joined processes: each warns once, because each process trains its own model."""
 
-import pathlib
 import pickle
 
 import pytest
 
-from processes.runner import run_processes
+import jdist
 
-WORKER = pathlib.Path(__file__).parent / "local_devices_worker.py"
+FUNCTION = "processes.local_devices_worker:warnings_and_devices"
 WARNED = {  # construction -> the strategy, and the advice of the warning
     "mirrored": ("MirroredStrategy", "MirroredStrategy(devices=jax.devices())"),
     "central by name": ("CentralStorageStrategy", "CentralStorageStrategy(compute_devices=jax.devices())"),
@@ -24,25 +23,26 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def outputs(folder):
-    """Returns the output of each of two processes."""
-    return run_processes(WORKER, 2, 2, folder)
+    """Returns the warnings and the device indices of each of two processes, which have not created a strategy before."""
+    with jdist.testing.processes(2, devices_per_process=2) as pair:
+        return pair.run(FUNCTION, folder)
 
 
+@pytest.mark.slow
 def test_strategies_on_local_devices_of_joined_processes_warn_once_and_advise_all_devices(outputs):
-    for number, text in enumerate(outputs):
+    for number, (warned, _) in enumerate(outputs):
         expected = [
             f"{name}: UserWarning True `{strategy}` uses only the devices of process {number}, but there are 2 processes: each "
             f"process trains a separate model. For one model on the devices of all 2 processes, write `{advice}`. If one "
             "model per process is intended, pass device objects, such as `jax.local_devices()`."
             for name, (strategy, advice) in WARNED.items()
         ]
-        assert [line for line in text.splitlines() if "UserWarning" in line] == expected
+        assert [line for line in warned if "UserWarning" in line] == expected
 
 
 def test_unpickled_strategy_has_the_same_global_devices_or_the_local_devices_of_its_process(outputs):
-    for number, text in enumerate(outputs):
-        indices = [line.split()[1:] for line in text.splitlines() if line.startswith("read:")]
-        assert indices == [["3", "2", "1", "0"], [str(2 * number + 1)]]
+    for number, (_, indices) in enumerate(outputs):
+        assert indices == [[3, 2, 1, 0], [2 * number + 1]]
 
 
 def test_pickled_strategy_of_several_processes_cannot_be_loaded_in_a_process_that_has_not_joined(outputs, folder):
@@ -54,6 +54,6 @@ def test_pickled_strategy_of_several_processes_cannot_be_loaded_in_a_process_tha
         pickle.loads((folder / "0").read_bytes())
 
 
-def test_strategies_on_local_devices_of_a_single_process_do_not_warn(tmp_path):
-    (text,) = run_processes(WORKER, 1, 2, tmp_path)
-    assert "Warning" not in text
+def test_strategies_on_local_devices_of_a_single_process_do_not_warn(one_process, tmp_path):
+    ((warned, _),) = one_process.run(FUNCTION, tmp_path)
+    assert warned == []

@@ -1,26 +1,24 @@
 """Sync policies on several processes give the results of one process, bit for bit under `sync.exact`."""
 
-import pathlib
-
 import numpy as np
 import pytest
 
-from processes.runner import run_processes
-
-WORKER = pathlib.Path(__file__).parent / "policies_worker.py"
+import jdist
 
 
-def run(folder, runs, *policies):
+def run(runs, *policies):
     """Returns the results of each process; the keys are the numbers of processes and devices, and the process index."""
-    for processes, each in runs:
-        run_processes(WORKER, processes, each, folder, processes * each, *policies, seconds=250)
-    return {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
+    results = {}
+    for count, each in runs:
+        with jdist.testing.processes(count, devices_per_process=each, timeout=250) as joined:
+            parameters = joined.run("processes.policies_worker:final_parameters", count * each, *policies)
+        results |= {f"{count}_{count * each}_{number}": of_process for number, of_process in enumerate(parameters)}
+    return results
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("policies")
-    return run(folder, [(1, 1), (1, 2), (2, 1), (4, 1), (2, 2)], "exact", "int8", "diloco", "streaming")
+def results():
+    return run([(1, 1), (1, 2), (2, 1), (4, 1), (2, 2)], "exact", "int8", "diloco", "streaming")
 
 
 def leaves(result, policy):
@@ -36,8 +34,8 @@ def assert_same_bits(results):
 
 
 @pytest.mark.slow
-def test_exact_gives_the_same_bits_on_two_processes_as_on_one(tmp_path):
-    assert_same_bits(run(tmp_path, [(1, 1), (2, 1)], "exact"))
+def test_exact_gives_the_same_bits_on_two_processes_as_on_one():
+    assert_same_bits(run([(1, 1), (2, 1)], "exact"))
 
 
 @pytest.mark.slow

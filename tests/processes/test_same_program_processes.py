@@ -1,19 +1,15 @@
 """Processes that trace different programs all get an error before the first step."""
 
-import pathlib
-
 import pytest
 
-from processes.runner import run_processes
-
-WORKER = pathlib.Path(__file__).parent / "same_program_worker.py"
+import jdist
 
 
 @pytest.fixture(scope="module")
 def results():
     """Returns for each process the output of each case."""
-    outputs = run_processes(WORKER, 2, 2)
-    return [dict(line.split(": ", 1) for line in output.splitlines() if ": " in line) for output in outputs]
+    with jdist.testing.processes(2, devices_per_process=2) as pair:
+        return pair.run("processes.same_program_worker:results_by_case")
 
 
 CASES = {
@@ -21,14 +17,14 @@ CASES = {
     "argument": ("train", "rate has other values", "strategy.distribute_values_from_function"),
     "python": ("<lambda>", "x has other values"),
     "shape": ("<lambda>", "an argument is x float32[", "on the other process x float32["),
-    "literal": ("<lambda>", " of 5 differs at ", "same_program_worker.py", "in with_rate"),
-    "branch": ("by_process", "same_program_worker.py", "in by_process", "no `jax.process_index()`"),
+    "literal": ("<lambda>", " of 5 differs at ", "same_program_worker.py", "with_rate"),
+    "branch": ("by_process", "same_program_worker.py", "by_process", "no `jax.process_index()`"),
     "trainer": (None, "a captured value float32[3]"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_different_programs_are_refused_on_all_processes_and_the_error_names_the_difference(case, results):
     name, *parts = CASES[case]
     for number, output in enumerate(results):
@@ -51,8 +47,8 @@ def test_trace_that_fails_on_one_process_fails_on_all(results):
 
 
 def test_same_program_runs_after_one_process_lowered_it_and_with_other_arguments(results):
-    assert [output["same"] for output in results] == [str([0.25] * 3)] * 2
-    assert [output["captured"] for output in results] == ["[1.0, 2.0, 3.0]"] * 2
+    assert [output["same"] for output in results] == [[0.25] * 3] * 2
+    assert [output["captured"] for output in results] == [[1.0, 2.0, 3.0]] * 2
 
 
 def test_process_that_waits_for_another_process_names_it_and_times_out(results):

@@ -1,0 +1,1 @@
+"""Test kit: strategies by name, assertions, processes."""
