@@ -1,0 +1,65 @@
+"""The command line: `jdist VERB`, and the table of its verbs."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+
+from jdist._src.command_line.devices import DEVICES
+from jdist._src.command_line.env import ENV
+from jdist._src.core.version import __version__
+
+VERBS = {"devices": DEVICES, "env": ENV}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command, and returns its exit status: 0, or 1 if it failed, or 2 if the command is invalid.
+
+    Args:
+        arguments: The arguments of `jdist`; by default `sys.argv[1:]`.
+
+    Example:
+        >>> main(["devices"])  # doctest: +ELLIPSIS
+        device  kind  process...
+        0
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
+        nearest = [name for name in VERBS if arguments[0].startswith(name) or name.startswith(arguments[0])]
+        nearest = nearest or difflib.get_close_matches(arguments[0], VERBS, n=1)
+        advice = f"Did you mean `jdist {nearest[0]}`?" if nearest else f"The commands are {', '.join(VERBS)}."
+        print(f"jdist: there is no command {arguments[0]!r}. {advice}", file=sys.stderr)
+        return 2
+    try:
+        parsed = parser.parse_args(arguments)
+    except SystemExit as exit:  # argparse has printed the help, the version or the error
+        return int(exit.code or 0)
+    if parsed.verb is None:
+        parser.print_help(sys.stderr)
+        return 2
+    return VERBS[parsed.verb].run(parsed)
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS))
+    verbs = [
+        f"  {name:{width}}  {verb.summary}\n  {'':{width}}  example: jdist {verb.example}"
+        for name, verb in VERBS.items()
+    ]
+    parser = argparse.ArgumentParser(
+        prog="jdist",
+        usage="jdist [--help] [--version] COMMAND ...",
+        description="Distribution strategies for JAX. Commands:\n\n" + "\n".join(verbs),
+        epilog="`jdist COMMAND --help` shows the arguments of a command. `python -m jdist` is the same program.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"jdist {__version__}")
+    parsers = parser.add_subparsers(dest="verb", prog="jdist", help=argparse.SUPPRESS, metavar="COMMAND")
+    for name, verb in VERBS.items():
+        verb.add_arguments(
+            parsers.add_parser(
+                name, description=f"{verb.summary.capitalize()}.", epilog=f"Example: jdist {verb.example}"
+            )
+        )
+    return parser
