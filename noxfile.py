@@ -89,6 +89,15 @@ def slow(session: nox.Session) -> None:
         _pytest(session, "-m", "not slow", *PYTHON_VERSION)
 
 
+@nox.session(python=NEWEST)
+def notebooks(session: nox.Session) -> None:
+    """The notebooks of the examples, executed with eight CPU devices. Their outputs are not compared."""
+    _install(session)
+    arguments = session.posargs or ["examples/notebooks"]
+    environment = {"JAX_PLATFORMS": "cpu"}
+    session.run("python", "-m", "pytest", "--nbmake", "--nbmake-timeout=280", "-n", "2", *arguments, env=environment)
+
+
 @nox.session(python="3.11")
 def lint(session: nox.Session) -> None:
     """Style, unused code, import order, docstrings."""
@@ -101,7 +110,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Type annotations of the package."""
     optional = ".[export,plot,tensorboard]"  # optional imports of the package
-    session.install("--no-compile", *CONSTRAINTS, "-e", optional, "pyright[nodejs]")
+    session.install("--no-compile", *CONSTRAINTS, "-e", optional, "pyright[nodejs]", "pytest")
     session.run("pyright")
 
 

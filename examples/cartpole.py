@@ -4,8 +4,8 @@
     python examples/cartpole.py --replicas 2 --updates 50
 
 Each replica simulates its own environments. Their states are a part of the training state that differs between the replicas
-(`jdist.PerReplica`); the parameters are replicated, which jdist proves. One call of the step simulates, and updates the policy
-several times.
+(`jdist.PerReplica`); the policy and its optimizer, an `nnx.Module` and an `nnx.Optimizer`, are replicated, which jdist proves.
+One call of the step simulates, and updates the policy several times.
 """
 
 import argparse
@@ -45,15 +45,15 @@ class State:
 
     Attributes:
         step: The number of calls of the step.
-        params: The parameters; replicated.
-        opt_state: The state of the optimizer; replicated.
+        policy: The policy; replicated.
+        optimizer: Its optimizer; replicated.
         key: The random key from which each step and each replica derives its own.
         poles: `[environment, 4]` and the number of steps of the episode `[environment]`; of each replica.
     """
 
     step: Any
-    params: Any
-    opt_state: Any
+    policy: ActorCritic
+    optimizer: nnx.Optimizer
     key: Any
     poles: Any
 
@@ -109,52 +109,50 @@ def advantages_of(values, last_value, fell, ended):
     return jax.lax.scan(backward, (jnp.zeros_like(last_value), last_value), (values, fell, ended), reverse=True)[1]
 
 
-def make_step(graph, optimizer, horizon):
-    """Returns the training step of one replica."""
+def losses_of(policy, observations, actions, old_log_probs, advantages, returns):
+    """Returns the loss of PPO for each observation (Schulman et al., 2017)."""
+    logits, values = policy(observations)
+    log_probs = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(log_probs, actions[:, None], axis=1)[:, 0]
+    ratio = jnp.exp(chosen - old_log_probs)
+    gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages)
+    entropy = -(jnp.exp(log_probs) * log_probs).sum(axis=1)
+    return -gain + 0.5 * optax.squared_error(values, returns) / 100 - 0.01 * entropy
 
-    def losses_of(params, observations, actions, old_log_probs, advantages, returns):
-        logits, values = nnx.merge(graph, params)(observations)
-        log_probs = jax.nn.log_softmax(logits)
-        chosen = jnp.take_along_axis(log_probs, actions[:, None], axis=1)[:, 0]
-        ratio = jnp.exp(chosen - old_log_probs)
-        gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantages)
-        entropy = -(jnp.exp(log_probs) * log_probs).sum(axis=1)
-        return -gain + 0.5 * optax.squared_error(values, returns) / 100 - 0.01 * entropy
 
-    def step(state):
-        key = jdist.replica_key(jax.random.fold_in(state.key, state.step))  # different actions on each replica
-        policy = nnx.merge(graph, state.params)
+@jdist.step(static_argnames="horizon")
+def train_step(state, *, horizon):
+    """Returns the next state, and the mean length of the episodes that ended: the training step of one replica."""
+    key = jdist.replica_key(jax.random.fold_in(state.key, state.step))  # different actions on each replica
 
-        def act(poles, key):
-            action_key, reset_key = jax.random.split(key)
-            logits, values = policy(poles[0])
-            actions = jax.random.categorical(action_key, logits)
-            log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), actions[:, None], axis=1)[:, 0]
-            next_poles, fell, ended, lengths = simulate(poles, actions, reset_key)
-            return next_poles, (poles[0], actions, log_probs, values, fell, ended, lengths)
+    def act(poles, key):
+        action_key, reset_key = jax.random.split(key)
+        logits, values = state.policy(poles[0])
+        actions = jax.random.categorical(action_key, logits)
+        log_probs = jnp.take_along_axis(jax.nn.log_softmax(logits), actions[:, None], axis=1)[:, 0]
+        next_poles, fell, ended, lengths = simulate(poles, actions, reset_key)
+        return next_poles, (poles[0], actions, log_probs, values, fell, ended, lengths)
 
-        poles, steps = jax.lax.scan(act, state.poles, jax.random.split(key, horizon))
-        observations, actions, log_probs, values, fell, ended, lengths = steps
-        advantages = advantages_of(values, policy(poles[0])[1], fell, ended)
-        returns = advantages + values
-        mean = jdist.global_mean(advantages)  # over the environments of all replicas
-        deviation = jnp.sqrt(jdist.global_mean(jnp.square(advantages - mean)))
-        batch = observations, actions, log_probs, (advantages - mean) / (deviation + 1e-8), returns
-        batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+    poles, steps = jax.lax.scan(act, state.poles, jax.random.split(key, horizon))
+    observations, actions, log_probs, values, fell, ended, lengths = steps
+    advantages = advantages_of(values, state.policy(poles[0])[1], fell, ended)
+    returns = advantages + values
+    mean = jdist.global_mean(advantages)  # over the environments of all replicas
+    deviation = jnp.sqrt(jdist.global_mean(jnp.square(advantages - mean)))
+    batch = observations, actions, log_probs, (advantages - mean) / (deviation + 1e-8), returns
+    batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
 
-        def update(carry, _):
-            params, opt_state = carry
-            loss, grads = jdist.value_and_grad(losses_of)(params, *batch)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), jdist.all_reduce("mean", loss)
+    def update(modules, _):
+        policy, optimizer = modules
+        loss, grads = jdist.value_and_grad(losses_of)(policy, *batch)
+        optimizer.update(policy, grads)
+        return (policy, optimizer), jdist.all_reduce("mean", loss)
 
-        (params, opt_state), losses = jax.lax.scan(update, (state.params, state.opt_state), length=PASSES)
-        episodes = jdist.metrics.Mean().update(lengths, weights=ended)
-        mean_length = jdist.all_reduce("sum", episodes).compute()
-        new_state = State(state.step + 1, params, opt_state, state.key, poles)
-        return new_state, {"length": mean_length, "loss": losses[-1]}
-
-    return step
+    (policy, optimizer), losses = jax.lax.scan(update, (state.policy, state.optimizer), length=PASSES)
+    episodes = jdist.metrics.Mean().update(lengths, weights=ended)
+    mean_length = jdist.all_reduce("sum", episodes).compute()
+    new_state = State(state.step + 1, policy, optimizer, state.key, poles)
+    return new_state, {"length": mean_length, "loss": losses[-1]}
 
 
 def main():
@@ -167,22 +165,23 @@ def main():
         "--seed", type=int, default=0, help="of weights, actions and environments (default: %(default)s)"
     )
     args = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", args.replicas or 4)  # before JAX starts; no effect on accelerators
+    jdist.use_cpu_devices(args.replicas or 4)  # before JAX starts; no effect on accelerators
 
     strategy = jdist.MirroredStrategy(jax.devices()[: args.replicas])
     replicas = strategy.num_replicas_in_sync
     if args.environments % replicas:
         raise SystemExit(f"{args.environments} environments cannot be split over {replicas} replicas.")
-    graph, params = nnx.split(ActorCritic(nnx.Rngs(args.seed)))
     schedule = optax.linear_schedule(3e-3, 0.0, args.updates * PASSES)
-    optimizer = optax.chain(jdist.sync.mean(), optax.clip_by_global_norm(0.5), optax.adam(schedule))
+    transformation = optax.chain(jdist.sync.mean(), optax.clip_by_global_norm(0.5), optax.adam(schedule))
 
     def make(key):
+        policy = ActorCritic(nnx.Rngs(args.seed))
+        optimizer = nnx.Optimizer(policy, transformation, wrt=nnx.Param)
         poles = reset(jdist.replica_key(key), args.environments // replicas)
-        return State(jnp.int32(0), params, optimizer.init(params), key, jdist.PerReplica(poles))
+        return State(jnp.int32(0), policy, optimizer, key, jdist.PerReplica(poles))
 
     state = strategy.init(make, jax.random.key(args.seed))
-    step = strategy.step(make_step(graph, optimizer, args.horizon))
+    step = train_step.on(strategy, horizon=args.horizon)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     results = []
     for number in range(1, args.updates + 1):
@@ -197,7 +196,7 @@ def main():
     console.print(
         f"Proved while tracing: {len(proof.replicated)} leaves are replicated; per replica: {proof.per_replica}"
     )
-    lengths = balance(nnx.merge(graph, jdist.read_values(state.params)), jax.random.key(args.seed + 1))
+    lengths = balance(state.policy, jax.random.key(args.seed + 1))
     console.print(
         f"Without chance the policy balances for {lengths.mean():.1f} of {MAX_STEPS} steps, trained on {replicas} replicas"
     )

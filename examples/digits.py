@@ -51,58 +51,51 @@ def make_state(key, steps):
     return {"params": params, "opt_state": make_optimizer(steps).init(params)}
 
 
-def make_step(steps):
-    """Returns the training step of one replica. Padded examples have weight 0."""
-
-    def train_step(state, batch, weights):
-        images, labels = batch
-        num_examples = jdist.all_reduce("sum", weights.sum())
-
-        def loss_fn(params):
-            logits = model.apply({"params": params}, images)
-            return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, labels)) / num_examples
-
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        loss, grads = jdist.all_reduce("sum", (loss, grads))
-        updates, opt_state = make_optimizer(steps).update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-    return train_step
-
-
-def count_correct(params, batch, weights):
-    """Returns the number of correct predictions and the number of examples, over all replicas."""
+@jdist.step(static_argnames="steps")
+def train_step(state, batch, weights, *, steps):
+    """The training step of one replica. Padded examples have weight 0."""
     images, labels = batch
-    correct = model.apply({"params": params}, images).argmax(-1) == labels
-    return jdist.all_reduce("sum", (jnp.sum(weights * correct), weights.sum()))
+    num_examples = jdist.all_reduce("sum", weights.sum())
+
+    def loss_fn(params):
+        logits = model.apply({"params": params}, images)
+        return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, labels)) / num_examples
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    loss, grads = jdist.all_reduce("sum", (loss, grads))
+    updates, opt_state = make_optimizer(steps).update(grads, state["opt_state"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
 
-def evaluate(strategy, params, data):
-    correct = examples = 0.0
-    for batch, weights in strategy.distribute_dataset(data, batch_size=256, remainder="pad"):
-        batch_correct, batch_examples = strategy.run(count_correct, (params, batch, weights))
-        correct, examples = correct + float(batch_correct), examples + float(batch_examples)
-    return correct / examples, int(examples)
+@jdist.eval_step
+def evaluate(params, batch, weights):
+    """Returns the accuracy and the number of examples. Padded examples have weight 0."""
+    images, labels = batch
+    logits = model.apply({"params": params}, images)
+    accuracy = jdist.metrics.Accuracy().update(logits, labels, weights=weights)
+    return {"accuracy": accuracy, "examples": jdist.metrics.Sum().update(weights)}
 
 
 def train(strategy, train_data, test_data, args, console):
+    """Returns the trained state and the proof of the step."""
     batches = strategy.distribute_dataset(
         train_data, args.batch_size, shuffle=True, seed=args.seed, epochs=args.epochs, remainder="pad"
     )
+    test_batches = strategy.distribute_dataset(test_data, batch_size=256, remainder="pad")
     steps = len(batches)
-    state = strategy.init(lambda key: make_state(key, steps), jax.random.key(args.seed))
-    train_step = strategy.step(make_step(steps))
-
     start = time.perf_counter()
-    for step, (batch, weights) in enumerate(batches, start=1):
-        state, loss = train_step(state, batch, weights)
-        if step % (steps // args.epochs) == 0:
-            accuracy, examples = evaluate(strategy, state["params"], test_data)
-            console.print(
-                f"  epoch {step * args.epochs // steps:3}/{args.epochs}   loss {float(loss):.4f}   "
-                f"test accuracy {accuracy:6.2%} of {examples}   {time.perf_counter() - start:5.1f} s"
-            )
-    return state, train_step
+    with strategy.scope():
+        state = jdist.init(lambda key: make_state(key, steps), jax.random.key(args.seed))
+        for step, (batch, weights) in enumerate(batches, start=1):
+            state, loss = train_step(state, batch, weights, steps=steps)
+            if step % (steps // args.epochs) == 0:
+                results = evaluate.over(state["params"], test_batches)
+                console.print(
+                    f"  epoch {step * args.epochs // steps:3}/{args.epochs}   loss {float(loss):.4f}   "
+                    f"test accuracy {results['accuracy']:6.2%} of {results['examples']:.0f}   "
+                    f"{time.perf_counter() - start:5.1f} s"
+                )
+        return state, train_step.proof
 
 
 def main():
@@ -112,7 +105,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=128, help="global batch size (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling (default: %(default)s)")
     args = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", args.replicas or 8)  # before JAX starts; no effect on accelerators
+    jdist.use_cpu_devices(args.replicas or 8)  # before JAX starts; no effect on accelerators
 
     console = Console(highlight=False, soft_wrap=True)
     digits = load_digits()
@@ -126,7 +119,7 @@ def main():
     console.print(
         f"{len(images)} digits, {len(train_data[0])} for training; {len(devices)} replicas on {devices[0].device_kind}"
     )
-    state, train_step = train(jdist.MirroredStrategy(devices), train_data, test_data, args, console)
+    state, proof = train(jdist.MirroredStrategy(devices), train_data, test_data, args, console)
 
     console.print("The same seed on one device")
     single_state, _ = train(jdist.OneDeviceStrategy(devices[0]), train_data, test_data, args, console)
@@ -134,7 +127,7 @@ def main():
     difference = max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs)
     console.print(f"Largest difference between the two models' weights: {difference:.1e}")
 
-    proved = sum(name.startswith("state") for name in train_step.proof.replicated)
+    proved = sum(name.startswith("state") for name in proof.replicated)
     console.print(
         f"Proved while tracing: {proved} of {len(jax.tree.leaves(state))} state leaves are replicated on all "
         f"{len(devices)} replicas after every step, for any data."

@@ -62,7 +62,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of weights, shuffling and shifts (default: %(default)s)")
     parser.add_argument("--report", metavar="FILE.html", default="digits_fit.html", help="default: %(default)s")
     args = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", args.replicas or 4)  # before JAX starts; no effect on accelerators
+    jdist.use_cpu_devices(args.replicas or 4)  # before JAX starts; no effect on accelerators
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     train, validation, test = load_data()

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Callable
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
@@ -107,15 +106,12 @@ def make_settings(steps: int) -> dict[str, Setting]:
 POLICIES = tuple(make_settings(1))
 
 
-def make_step(model: nn.Module, tx: optax.GradientTransformation) -> Callable[..., Any]:
-    """Returns the training step of one replica, which is the same for every policy."""
-
-    def train_step(state, windows):
-        loss, grads = jax.value_and_grad(mean_loss)(state["params"], model, windows)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-    return train_step
+@jdist.step(static_argnames=("model", "tx"))
+def train_step(state, windows, *, model: nn.Module, tx: optax.GradientTransformation):
+    """The training step of one replica, which is the same for every policy."""
+    loss, grads = jax.value_and_grad(mean_loss)(state["params"], model, windows)
+    updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
 
 
 def losses(params, model, windows):
@@ -147,16 +143,16 @@ def train(setting: Setting, model: nn.Module, train_data: np.ndarray, test_data:
         return {"params": params, "opt_state": setting.tx.init(params)}
 
     state = strategy.init(make_state, jax.random.key(args.seed))
-    train_step = strategy.step(make_step(model, setting.tx))
+    program = train_step.on(strategy, model=model, tx=setting.tx)
     batches = strategy.distribute_dataset(train_data, args.batch_size, shuffle=True, seed=args.seed, epochs=None)
     batches = itertools.islice(batches, args.steps)
     first = next(batches)
-    sent = hlo.collectives(train_step.lower(state, first).compile())
-    state, loss = train_step(state, first)
+    sent = hlo.collectives(program.lower(state, first).compile())
+    state, loss = program(state, first)
     jax.block_until_ready(loss)
     start = time.perf_counter()
     for batch in batches:
-        state, loss = train_step(state, batch)
+        state, loss = program(state, batch)
     jax.block_until_ready(loss)
     seconds = time.perf_counter() - start
 
@@ -279,7 +275,7 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling (default: %(default)s)")
     parser.add_argument("--plot", metavar="FILE.png", help="draws the loss against the bytes")
     args = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", args.replicas)  # before JAX starts; no effect on accelerators
+    jdist.use_cpu_devices(args.replicas)  # before JAX starts; no effect on accelerators
     # The settings of `exact` and `hierarchical` need these; checked here, before other policies train for minutes.
     if "hierarchical" in args.policy and args.replicas % 2:
         parser.error(f"--replicas must be even for `hierarchical`, which has groups of 2, got {args.replicas}")

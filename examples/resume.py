@@ -47,7 +47,7 @@ class CNN(nn.Module):
 def use_cpu(replicas: int) -> None:
     """Uses CPU devices, since the processes of this script cannot share an accelerator. Called before JAX starts."""
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", replicas)
+    jdist.use_cpu_devices(replicas)
 
 
 def train(folder: str, args: argparse.Namespace, kill_after: int | None = None) -> jdist.Fit:

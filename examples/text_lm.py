@@ -113,7 +113,7 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, shuffling, sampling (default: %(default)s)")
     args = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", args.replicas)  # before JAX starts; no effect on accelerators
+    jdist.use_cpu_devices(args.replicas)  # before JAX starts; no effect on accelerators
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     train, held_out, characters = load_data()

@@ -1,0 +1,55 @@
+"""A Jupyter kernel, whose cells a test runs and interrupts."""
+
+import dataclasses
+import os
+
+from jupyter_client.manager import start_new_kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class CellOutput:
+    """The output of a cell.
+
+    Attributes:
+        text: What the cell printed, and the text of its result.
+        error: The class of the exception that ended it, or "".
+        message: The message of the exception.
+    """
+
+    text: str
+    error: str
+    message: str
+
+
+class Kernel:
+    """A running kernel with four CPU devices. `close` ends it."""
+
+    def __init__(self):
+        environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+        self._manager, self._client = start_new_kernel(kernel_name="python3", env=environment, startup_timeout=120)
+
+    def run(self, code, interrupt_after=None):
+        """Runs a cell. Interrupts it, as the stop button does, once it has printed the text `interrupt_after`."""
+        request = self._client.execute(code)
+        text, error, message = "", "", ""
+        while True:
+            reply = self._client.get_iopub_msg(timeout=120)
+            if reply["parent_header"].get("msg_id") != request:
+                continue
+            content = reply["content"]
+            match reply["msg_type"]:
+                case "stream":
+                    text += content["text"]
+                    if interrupt_after and interrupt_after in text:
+                        interrupt_after = None
+                        self._manager.interrupt_kernel()
+                case "execute_result":
+                    text += content["data"]["text/plain"]
+                case "error":
+                    error, message = content["ename"], content["evalue"]
+                case "status" if content["execution_state"] == "idle":
+                    return CellOutput(text, error, message)
+
+    def close(self):
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
