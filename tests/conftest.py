@@ -1,4 +1,7 @@
-"""Sets eight CPU devices and a low optimization level before JAX starts; the `strategy` fixture and the default cases."""
+"""Sets a low optimization level before JAX starts; the `strategy` fixture and the default cases.
+
+`jdist_devices` in pyproject.toml creates the eight CPU devices.
+"""
 
 import atexit
 import gc
@@ -9,7 +12,6 @@ import tempfile
 import warnings
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 # Compilation dominates the tests. `XLA_FLAGS= pytest` uses XLA's default level, as session `slow` does for `COMPILED`.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
 # The tests and the processes that they start share one compilation cache.
@@ -64,8 +66,11 @@ def store(monkeypatch, tmp_path_factory):
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(items):
-    """Marks as slow the pairs of a strategy and other parameters that no value needs, and the cases left out by `one_in`."""
+def pytest_collection_modifyitems(config, items):
+    """Marks as slow the cases left out by `one_in`, and the pairs of a strategy and other parameters that no value needs.
+
+    Of these pairs, which add no code path, one in three is tested.
+    """
     pairs, cases = {}, {}
     for item in items:
         if not hasattr(item, "callspec") or item.get_closest_marker("slow"):
@@ -77,10 +82,16 @@ def pytest_collection_modifyitems(items):
             values = item.callspec.id.split("-")
             name = next((value for value in values if value in STRATEGIES), "")
             pairs.setdefault(test, {})[name, "-".join(value for value in values if value != name)] = item
-    slow = [pairs_of[pair] for pairs_of in pairs.values() for pair in pairs_of.keys() - each_value(list(pairs_of))]
-    slow += [item for (_, n), items_of in cases.items() for number, item in enumerate(items_of) if number % n]
-    for item in slow:
+    other_pairs = []
+    for pairs_of in pairs.values():
+        chosen = set(each_value(list(pairs_of)))
+        other_pairs += [item for pair, item in pairs_of.items() if pair not in chosen]
+    left_out = {item for number, item in enumerate(other_pairs) if number % 3}
+    slow = [item for (_, n), items_of in cases.items() for number, item in enumerate(items_of) if number % n]
+    for item in [*other_pairs, *slow]:
         item.add_marker(pytest.mark.slow)
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_collection_finish():

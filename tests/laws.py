@@ -6,18 +6,18 @@ import jax
 import numpy as np
 import pytest
 from jax._src import dispatch
-from jax.sharding import Mesh
 
 import jdist
+from jdist import testing
 
 STRATEGIES = {
-    "one_device": lambda: jdist.OneDeviceStrategy("cpu:0"),
+    "one_device": lambda: testing.strategy("one_device"),
     "mirrored_1": lambda: jdist.MirroredStrategy(["cpu:3"]),
-    "mirrored_2": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"]),
+    "mirrored_2": lambda: testing.strategy("mirrored_2"),
     "mirrored_3": lambda: jdist.MirroredStrategy(["cpu:5", "cpu:1", "cpu:2"]),
     "mirrored_8": lambda: jdist.MirroredStrategy(),
-    "sharded_4": lambda: jdist.ShardedStrategy(mesh=Mesh(np.array(jax.devices()[:4]), ("data",))),
-    "central_2": lambda: jdist.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+    "sharded_4": lambda: testing.strategy("sharded_4"),
+    "central_2": lambda: testing.strategy("central_2"),
 }
 
 
@@ -60,13 +60,8 @@ def copies(array):
 
 
 def assert_in_step(tree):
-    """Devices that hold the same part of a leaf, or all of it, hold the same bits."""
-    for leaf in jax.tree.leaves(tree):
-        leaf = jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        parts = {}
-        for shard in leaf.addressable_shards:
-            parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
-        assert all(len(bits) == 1 for bits in parts.values())
+    """Devices that hold the same part of a leaf, or all of it, hold the same bits. Wrapped values are compared as arrays."""
+    testing.assert_replicated(jax.tree.leaves(tree))
 
 
 def forget_failed_callbacks():

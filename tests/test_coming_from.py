@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from test_docs import ROOT, RUN_PAGE
 
 PAGE = ROOT / "docs/coming_from.md"
@@ -25,6 +26,7 @@ def as_example(line: str) -> str:
     return f">>> _ = {code}\n"
 
 
+@pytest.mark.slow
 def test_each_line_of_the_tables_runs(tmp_path):
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     examples = list(map(as_example, lines))

@@ -29,6 +29,7 @@ def test_batch_size_of_example_needs_not_be_a_multiple_of_the_replicas(example, 
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_digits_reports_invalid_flags():
     assert_invalid_arguments(
         "digits.py",

@@ -90,6 +90,7 @@ def test_policies_reports_invalid_flags():
     )
 
 
+@pytest.mark.slow
 def test_policies_reports_a_missing_matplotlib_before_it_runs(tmp_path):
     blocked = (
         "import runpy, sys; sys.modules['matplotlib'] = None; "

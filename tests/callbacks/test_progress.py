@@ -201,7 +201,8 @@ def test_html_is_a_bar_and_text():
     report = displays.ProgressReport(3, 10, 0, 1.0, None, None, 0.0, {"<b>": 1.0})
     page = displays.to_html(report)
     assert '<progress value="3" max="10"></progress> step 3/10' in page and "&lt;b&gt; 1" in page
-    assert "epoch 0  loss &lt;<br>" in displays.to_html(report, ["epoch 0  loss <"])
+    rows = [["epoch 0", "loss <"], ["epoch 10", "loss 1", "val_loss 2"]]
+    assert ">epoch 0   loss &lt;<br>epoch 10  loss 1  val_loss 2<br>" in displays.to_html(report, rows)
     assert "<progress" not in displays.to_html(displays.ProgressReport(3, None, 0, 1.0, None, None, 0.0, {}))
 
 

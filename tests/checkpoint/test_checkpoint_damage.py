@@ -358,6 +358,7 @@ print(checkpointer.steps(), float(state["w"].sum()) == float(checkpointer.restor
 """
 
 
+@pytest.mark.slow
 def test_file_that_may_not_grow_is_an_error_and_the_next_save_succeeds(tmp_path):
     completed = in_another_process(LIMITED, tmp_path)
     error, last = completed.stdout.splitlines()

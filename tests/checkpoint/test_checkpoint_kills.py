@@ -54,6 +54,7 @@ def kill_while_saving(folder, draw, kills):
     return newest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed, kills", [(0, 3), pytest.param(1, 8, marks=pytest.mark.slow)], ids=["a_few_kills", "many_kills"]
 )

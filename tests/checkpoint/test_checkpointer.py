@@ -339,6 +339,7 @@ def test_closed_checkpointer_can_save_again(tmp_path, one):
     assert repr(checkpointer) == f"Checkpointer({str(tmp_path)!r}, keep=3, every=1)"
 
 
+@pytest.mark.slow
 def test_orbax_is_not_imported_before_it_is_needed_and_prints_nothing(tmp_path):
     code = f"""
 import sys, numpy as np, jdist

@@ -9,6 +9,12 @@ import pytest
 from jdist._src.core.identity_cache import IdentityCache
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_heap():
+    """Excludes the objects of other tests from garbage collection, which would take more than a second per call."""
+    gc.freeze()
+
+
 class Model:
     def __init__(self, scale=1):
         self.scale = scale

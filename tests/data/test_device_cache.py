@@ -59,6 +59,7 @@ def assert_same(elements, expected):
 
 @every_strategy
 @pytest.mark.parametrize("size, remainder", [(120, "drop"), (SIZE, "pad"), (7, "pad"), (120, "pad")])
+@pytest.mark.one_in(3)
 def test_batches_weights_and_positions_are_those_without_the_cache(size, remainder, name):
     source, strategy = _source(EXAMPLES * 5), STRATEGIES_AND_VIRTUAL[name]()
     datasets = [
@@ -119,6 +120,7 @@ def test_steps_are_those_without_the_cache(num_steps, strategy):
     assert str(step.proof) == str(results[0][2].proof)
 
 
+@pytest.mark.one_in(2)
 def test_several_steps_per_call_gather_successive_batches_at_once(two):
     plain, cached = (list(dataset) for dataset in _pair(two, remainder="pad", epochs=4))
     step = two.step(lambda state, element: _train(state, element[0]), steps_per_call=3)

@@ -82,6 +82,7 @@ def _assert_resumes_at_every_batch(make, **options):
     return read_numbers
 
 
+@pytest.mark.slow
 def test_jdist_does_not_import_data_libraries():
     program = """
         import sys

@@ -949,6 +949,7 @@ def test_stream_smaller_than_a_batch_is_refused_with_drop(two):
         list(two.distribute_dataset(_examples(3), 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_process_exits_cleanly_while_iterators_read(forgotten):
     program = f"""

@@ -244,6 +244,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.slow
 def test_full_disk_leaves_the_existing_file(tmp_path):
     weights.save(tmp_path / "w", np.int32(1))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

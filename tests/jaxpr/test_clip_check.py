@@ -116,6 +116,7 @@ LOCAL_POLICIES = {
 
 @pytest.mark.parametrize("name", among(LOCAL_POLICIES, "local_sgd_1", "diloco_2", "streaming_2"))
 @pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.one_in(3)
 def test_clipping_in_local_steps_does_not_warn(two, name, clip):
     policy, clipped = LOCAL_POLICIES[name], CLIPS[clip]()
     assert warned(two, policy(optax.chain(clipped, optax.sgd(0.1))))[0] == []

@@ -139,8 +139,8 @@ LONG = [("cnn", "adamw", 3), ("cnn", "clipped", 3), ("rnn", "sgd", 4)]
 FEW = [("mlp", "muon", 8), ("mlp", "adamw", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model, optimizer, devices", FEW)
-@pytest.mark.one_in(2)
 def test_parameters_after_a_few_steps_are_bitwise_equal_to_one_device(model, optimizer, devices):
     (one, first), (many, losses) = after(8, model, optimizer, 1), after(8, model, optimizer, devices)
     assert first == losses
@@ -177,6 +177,7 @@ def test_without_virtual_replicas_the_parameters_depend_on_the_number_of_devices
 POLICIES = {"mean": jdist.sync.mean, "every_2": lambda: jdist.sync.every(jdist.sync.exact(), 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", among(POLICIES, "every_2"))
 def test_policies_of_sums_are_exact_with_virtual_replicas(policy):
     one, many = (after(6, "mlp", "sgd", devices, POLICIES[policy])[0] for devices in (1, 4))

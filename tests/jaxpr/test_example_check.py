@@ -286,6 +286,7 @@ def test_clipping_per_example_after_all_reduce_is_refused(two):
         two.step(step).lower(private_state(two, private()), two.put(jdist.PerReplica(np.ones((2, 4, 8), np.float32))))
 
 
+@pytest.mark.one_in(4)
 def test_clipping_per_example_before_the_reduction_equals_one_device(strategy):
     """Also by the noise: each replica adds the same noise to its sum, so the multiplier is divided by the replicas."""
 

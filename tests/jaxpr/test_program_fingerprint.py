@@ -28,6 +28,7 @@ print(zlib.crc32("".join(line.text for line in lines_of(program)).encode()), [on
 """
 
 
+@pytest.mark.slow
 def test_lines_do_not_depend_on_the_hash_seed_of_the_process():
     printed = [
         subprocess.run(

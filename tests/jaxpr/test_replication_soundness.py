@@ -88,6 +88,7 @@ def test_value_proved_replicated_in_many_random_programs_is_bitwise_equal_on_all
     _check(program, num_replicas)
 
 
+@pytest.mark.slow
 def test_random_programs_have_every_verdict_often():
     """The property above would be vacuous if all programs were refused, or no value were proved replicated."""
     verdicts = collections.Counter()

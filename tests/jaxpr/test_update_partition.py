@@ -176,7 +176,7 @@ STEPS |= {f"adamw_{name}": (OPTIMIZERS["adamw"], loss) for name, loss in LOSSES.
 
 
 @pytest.mark.parametrize("name", among(STEPS, "sgd", "muon", "adamw_scan", "adamw_cond", "adamw_while"))
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 def test_parts_of_a_training_step_compute_the_step(name):
     tx, loss = STEPS[name]
     split = split_step(tx, loss)
@@ -241,6 +241,7 @@ def test_parts_of_a_step_of_any_kind_compute_the_step(step):
     SplitStep(step, jnp.linspace(0, 1, 4), jnp.linspace(-1, 2, 4)).check()
 
 
+@pytest.mark.slow
 @few
 @hypothesis.given(programs.programs(depth=2))
 def test_parts_of_a_random_program_compute_the_program(program):

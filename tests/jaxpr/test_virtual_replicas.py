@@ -118,7 +118,7 @@ def argument(strategy):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_results_are_those_of_one_replica_per_device(name):
     fn, strategy = FUNCTIONS[name], ON[4]
     expected, results = (s.run(fn, (argument(s),)) for s in (ONE_PER_DEVICE, strategy))
@@ -134,8 +134,8 @@ QUICK = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", among(FUNCTIONS, *QUICK))
-@pytest.mark.one_in(3)
 def test_results_are_bitwise_equal_on_any_number_of_devices(name):
     fn = FUNCTIONS[name]
     results = [s.run(fn, (argument(s),)) for s in ON.values()]
@@ -160,8 +160,8 @@ def test_host_sees_every_virtual_replica(devices):
     assert [row.tolist() for row in batch.values] == np.arange(12).reshape(VIRTUAL, 2).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ON)
-@pytest.mark.one_in(3)
 def test_step_updates_a_state_with_every_wrapper(devices):
     strategy = ON[devices]
 

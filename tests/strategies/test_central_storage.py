@@ -133,7 +133,7 @@ MORE = [
 
 
 @pytest.mark.parametrize("name, place, offload, n", some(CASES, MORE))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_training_equals_mirrored_and_the_state_keeps_its_placement(name, place, offload, n):
     strategy, tx = central(n, place, offload), OPTIMIZERS[name]
     state = initial_state(strategy, tx)
@@ -190,8 +190,8 @@ POLICIES = [name for name in policies.POLICIES if name != "hierarchical"]
 QUICK = [("int8", "host"), ("every", "host")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, place", some(QUICK, [(name, place) for name in POLICIES for place in PLACES]))
-@pytest.mark.one_in(2)
 def test_policy_trains_like_mirrored(name, place):
     tx = policies.POLICIES[name](optax.adam(1e-2))
     actual, _ = policies.train(central(2, place), tx, 4)
@@ -337,7 +337,7 @@ def use_every_kind(s, x):
 
 
 @pytest.mark.parametrize("place, offload", [("host", "all"), ("host", "optimizer"), ("apart", "all"), ("among", "all")])
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_leaves_of_every_kind_equal_mirrored(place, offload):
     results = []
     for strategy in (central(2, place, offload), mirrored()):

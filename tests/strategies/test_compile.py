@@ -74,6 +74,7 @@ def program_of(name):
 # --- topology devices
 
 
+@pytest.mark.slow
 def test_every_strategy_compiles_and_reports_its_memory():
     memory = {name: program_of(name).memory_analysis() for name in ON_TPUS}
     device = {name: each.argument_size_in_bytes / PARAMS for name, each in memory.items()}

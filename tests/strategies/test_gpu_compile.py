@@ -1,5 +1,6 @@
 """Programs for topology devices of GPUs, compiled by XLA's GPU compiler if JAX's CUDA plugin is installed."""
 
+import functools
 import importlib.util
 import math
 import pathlib
@@ -108,7 +109,9 @@ def test_digits_step_all_reduces_its_gradients_and_sends_nothing_else(topology, 
     state = shapes_of(strategy, lambda key: digits.make_state(key, 10))
     images, labels = SHAPE((replicas, 8, 8, 8, 1), jnp.float32), SHAPE((replicas, 8), jnp.int32)
     batch = jdist.PerReplica((images, labels)), jdist.PerReplica(SHAPE((replicas, 8), jnp.float32))
-    collectives = hlo.collectives(strategy.compile(digits.make_step(10), state, *batch).as_text())
+    collectives = hlo.collectives(
+        strategy.compile(functools.partial(digits.train_step.__wrapped__, steps=10), state, *batch).as_text()
+    )
     assert {(one.kind, one.group_size, one.executions, one.conditional) for one in collectives} == {
         ("all-reduce", replicas, 1, False)
     }

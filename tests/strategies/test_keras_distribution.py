@@ -54,6 +54,7 @@ def trained(keras):
         return fit.history, model.predict(INPUTS, batch_size=16, verbose=0), model
 
 
+@pytest.mark.slow
 def test_fit_in_the_scope_uses_the_devices_and_equals_one_device(four, keras):
     history, predictions, _ = trained(keras)
     with four.scope():

@@ -1,6 +1,7 @@
 """Pickles and copies of strategies: built again on the devices of the same names, in this and in another process."""
 
 import copy
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -14,7 +15,6 @@ import jdist
 from jdist._src.devices.topology import topology_devices
 
 from laws import STRATEGIES
-from processes.runner import ROOT
 
 OTHERS = {
     "virtual": lambda: jdist.MirroredStrategy(["cpu:1", "cpu:0"], virtual_replicas=6),
@@ -83,7 +83,11 @@ def test_pickled_strategy_continues_with_a_state_of_the_original(two):
 
 def read_elsewhere(path, strategy, devices):
     path.write_bytes(pickle.dumps(strategy))
-    environment = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(ROOT)}
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "PYTHONPATH": str(pathlib.Path(jdist.__file__).parent.parent),
+    }
     completed = subprocess.run(
         [sys.executable, "-c", READ, path], capture_output=True, text=True, timeout=120, env=environment
     )
@@ -91,6 +95,7 @@ def read_elsewhere(path, strategy, devices):
     return completed.stdout
 
 
+@pytest.mark.slow
 def test_pickled_strategy_uses_devices_of_the_same_names_in_another_process(tmp_path):
     strategy = jdist.MirroredStrategy(["cpu:2", "cpu:1"])
     assert read_elsewhere(tmp_path / "pickle", strategy, 3) == "MirroredStrategy(['cpu:2', 'cpu:1']) 2\n"

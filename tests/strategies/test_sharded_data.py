@@ -151,6 +151,7 @@ def _state():
     }
 
 
+@pytest.mark.slow
 def test_state_moves_between_strategies_bit_for_bit():
     mirrored = jdist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"])
     state = mirrored.put(_state())
@@ -198,6 +199,7 @@ def test_training_continues_with_another_strategy():
     assert_close(state, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["mirrored", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_checkpoint_is_restored_under_another_strategy(other, tmp_path):
     tx = OPTIMIZERS["adamw_clipped"]

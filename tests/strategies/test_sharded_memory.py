@@ -111,6 +111,7 @@ def _tables(program):
     return program.memory_analysis().output_size_in_bytes - sum(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_init_of_all_uses_one_nth_at_its_peak(devices):
     full, part = compiled("all", 1).init, compiled("all", devices).init

@@ -67,6 +67,7 @@ def test_arrays_of_the_optimizer_are_in_host_memory():
     "shard, options",
     [("all", {}), ("optimizer", {}), ("gradients", {}), ("all", {"steps_per_call": 3}), ("all", {"micro_batches": 2})],
 )
+@pytest.mark.one_in(5)
 def test_results_are_those_without_offload(shard, options):
     offloaded, expected = fit(trainer(shard), **options), fit(trainer(shard, None), **options)
     assert_equal(offloaded.state, expected.state)
@@ -102,6 +103,7 @@ def test_state_is_an_argument_of_other_replica_functions():
     assert trainer("all").evaluate(result.state, DATA, batch_size=16)["examples"] == 64
 
 
+@pytest.mark.slow
 def test_interrupted_training_is_resumed_and_continues_without_offload(tmp_path):
     expected = fit(trainer("all"))
     with jdist.Checkpointer(tmp_path, every=5) as checkpointer:
@@ -140,6 +142,7 @@ def test_devices_without_host_memory_are_refused(monkeypatch):
         jdist.ShardedStrategy(offload="optimizer")
 
 
+@pytest.mark.slow
 def test_memory_of_a_core_decreases_by_the_moments():
     """From a program that is compiled for TPUs."""
     if importlib.util.find_spec("libtpu") is None:

@@ -123,6 +123,7 @@ MORE = [(name, shard, where) for name in OPTIMIZERS for shard in SHARDS for wher
 
 
 @pytest.mark.parametrize("name, shard, where", some(CASES, MORE))
+@pytest.mark.one_in(2)
 def test_training_equals_one_device_and_the_state_keeps_its_placement(name, shard, where):
     strategy, tx = sharded(shard, where), OPTIMIZERS[name]
     state = initial_state(strategy, tx)
@@ -219,6 +220,7 @@ def train_nnx(strategy):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trained, where", some([(train_linen, "four")], [(train_nnx, "four"), (train_linen, "host_data")])
 )
@@ -284,6 +286,7 @@ MANY = [(name, *where) for name in LOSSES for where in (("all", "four"), ("gradi
 
 
 @pytest.mark.parametrize("name, shard, where", some(FEW, MANY))
+@pytest.mark.one_in(3)
 def test_step_with_collectives_and_control_flow_equals_one_device(name, shard, where):
     loss = LOSSES[name]
     tx = OPTIMIZERS["sgd"]
@@ -335,6 +338,7 @@ def test_mesh_with_axes_that_are_not_auto_raises(axis_type):
 # --- policies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name",), some([("diloco",)], [(name,) for name in policies.POLICIES if name != "hierarchical"])
 )

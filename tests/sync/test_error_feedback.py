@@ -134,7 +134,7 @@ def _is_key(leaf):
     "name",
     among([name for name in POLICIES if name != "hierarchical"], "int8_stochastic", "power_sgd", "every", "diloco"),
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_restored_state_continues_bitwise_equal(name, two):
     tx = POLICIES[name](optax.sgd(0.1, momentum=0.9))
     step, state, data = stepper(two, tx), start(two, tx), list(batches(two, 6))
@@ -168,6 +168,7 @@ def test_state_made_outside_the_strategy_is_refused_by_name(name, two):
 
 
 @pytest.mark.parametrize("name", ["in_dtype", "int8", "top_k", "power_sgd"])
+@pytest.mark.one_in(4)
 def test_gradient_that_is_not_finite_stays_in_the_residual_unless_it_is_skipped(name, two):
     inner = POLICIES[name](optax.identity())
     grads = gradients(2)

@@ -72,6 +72,7 @@ def trained(name, strategy_name):
 
 
 @pytest.mark.parametrize("name, strategy_name", marked_cases(POLICIES))
+@pytest.mark.one_in(2)
 def test_replicas_are_bitwise_equal_after_a_synchronization_step(name, strategy_name):
     state, _ = trained(name, strategy_name)
     assert_synchronized(state.params)
@@ -212,7 +213,7 @@ LAWS = {
 
 @pytest.mark.parametrize("strategy_name", among(["one_device", "mirrored_2", "mirrored_3"], "mirrored_3"))
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_policy_equals_another_one(law, strategy_name):
     one, other, tolerance = LAWS[law]
     strategy = POLICY_STRATEGIES[strategy_name]()
@@ -253,8 +254,8 @@ def test_policy_outside_any_strategy_returns_the_gradients(name):
     assert_same(updates, grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", among([name for name in POLICIES if name != "hierarchical"], "int8", "diloco"))
-@pytest.mark.one_in(2)
 def test_policy_outside_any_strategy_trains_as_on_one_device(name):
     tx, params = POLICIES[name](sgd()), first_params()
     strategy = POLICY_STRATEGIES["one_device"]()
@@ -385,6 +386,7 @@ class LinenNet(nn.Module):
 
 
 @pytest.mark.parametrize("name", among(["int8_stochastic", "every", *LOCAL_UPDATES], "int8_stochastic", "diloco"))
+@pytest.mark.one_in(2)
 def test_policy_in_an_nnx_optimizer_trains_and_synchronizes(name, two):
     def make():
         model = NnxNet(nnx.Rngs(0))
@@ -413,6 +415,7 @@ def test_policy_in_an_nnx_optimizer_trains_and_synchronizes(name, two):
 
 
 @pytest.mark.parametrize("name", among(["power_sgd", "skip_nonfinite", *LOCAL_UPDATES], "power_sgd", "local_sgd"))
+@pytest.mark.one_in(2)
 def test_policy_in_a_flax_train_state_trains_and_synchronizes(name, two):
     net, tx = LinenNet(), POLICIES[name](sgd())
 
@@ -457,7 +460,7 @@ ANY_TREE = [
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", among(ANY_TREE, "int8", "power_sgd"))
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_policy_keeps_structure_shapes_and_dtypes_of_any_tree(name, tree, two):
     tx, make = POLICIES[name](optax.sgd(0.5)), TREES[tree]
 

@@ -59,7 +59,7 @@ def streaming_by_numpy(workers, data, every, fragments, overlap, blend):
         (4, 4, 3, 1, 0.75, "adamw"),
     ],
 )
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 def test_streaming_diloco_equals_numpy(replicas, every, fragments, overlap, blend, name):
     make, rule = OPTIMIZERS[name]
     data = list(batches(14, replicas))
@@ -69,9 +69,9 @@ def test_streaming_diloco_equals_numpy(replicas, every, fragments, overlap, blen
     np.testing.assert_allclose(history, expected, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("outer", [None, lambda: optax.adam(0.1)])
-@pytest.mark.one_in(3)
 def test_one_fragment_without_overlap_and_blend_is_diloco(two, every, outer):
     data = list(batches(7, 2))
     make = lambda: (optax.adamw(0.05), outer and outer())
@@ -110,6 +110,7 @@ def _apart(strategy, tx):
 
 @pytest.mark.parametrize("pace", among([(0, 0.0), (0, 0.5), (2, 0.5)], (2, 0.5)), ids=str)
 @pytest.mark.parametrize("reduction", [None, lambda: sync.int8(block_size=2)])
+@pytest.mark.one_in(2)
 def test_step_between_outer_steps_executes_no_collective(two, pace, reduction):
     overlap, blend = pace
     tx = sync.streaming_diloco(
