@@ -6,7 +6,8 @@ Cases: `tiny` (a step of a few microseconds, which measures the call), `mlp` and
 loss and AdamW). Peers: `shard_map` (`jax.jit(jax.shard_map(...))`), `jit` (`jax.jit` over `NamedSharding`s) and `pmap`. `run`
 is `strategy.run` against the same `shard_map`, `sharded step` a step of `ShardedStrategy("all")` against `jit` with the same
 placements. All of them donate the state; on CPU every candidate waits for each step, and jdist uses the collectives
-of its peers, one per leaf: `train_step.py` measures the defaults.
+of its peers, one per leaf: `train_step.py` measures the defaults. `jdist.step` (case `tiny`) is a step that finds its strategy
+at the call, against the program that it calls (`Program`), both on one device and in the scope of the strategy.
 """
 
 import functools
@@ -160,6 +161,18 @@ def run_candidates(make, steps):
     }
 
 
+def unbound_candidates(make, steps):
+    """Returns a step that is compiled for the current strategy, and its program, both called in the scope of the strategy."""
+    strategy = jdist.OneDeviceStrategy(DEVICES[0])
+    state, step, batch = make(functools.partial(jdist.all_reduce, "mean"))
+    unbound, placed = jdist.step(step), strategy.split(batch)
+
+    def in_scope(step):
+        return strategy.scope()(loop(step, strategy.put(state), placed, steps))
+
+    return {"jdist": in_scope(unbound), "Program": in_scope(unbound.on(strategy))}
+
+
 def sharded_candidates(make, steps):
     """Returns the candidates with a sharded state: the same placements, by jdist and by `jax.jit` with shardings."""
     mesh = Mesh(np.array(DEVICES), ("data",))
@@ -185,6 +198,9 @@ def main():
             case = f"{name}, {len(DEVICES)} devices"
             sidebyside.report(f"step, {case}", sidebyside.rounds(candidates(make, steps), count), args.json, steps)
             sidebyside.report(f"run, {case}", sidebyside.rounds(run_candidates(make, steps), count), args.json, steps)
+            if name == "tiny":
+                taken = sidebyside.rounds(unbound_candidates(make, steps), 10 * count)
+                sidebyside.report("jdist.step, tiny, 1 device", taken, args.json, steps)
             taken = sidebyside.rounds(sharded_candidates(make, steps), count)
             sidebyside.report(f"sharded step, {case}", taken, args.json, steps)
 

@@ -1,4 +1,11 @@
+import pathlib
+import shutil
+
 import jdist
+
+# Sphinx reads pages from this folder only.
+_folder = pathlib.Path(__file__).parent
+shutil.copytree(_folder.parent / "examples" / "notebooks", _folder / "notebooks", dirs_exist_ok=True)
 
 project = "jdist"
 author = "the jdist authors"
@@ -19,4 +26,4 @@ copybutton_prompt_is_regexp = True
 napoleon_use_ivar = True  # attributes of dataclasses are documented once
 myst_heading_anchors = 3
 myst_enable_extensions = ["deflist"]
-nb_execution_mode = "off"
+nb_execution_mode = "off"  # the notebooks contain their outputs
