@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -106,16 +106,67 @@ def value_and_grad(
         >>> float(w), float(loss)  # the mean of 1, 2 and 6, and of their squares
         (3.0, 13.666666984558105)
     """
+    totals_of = gradient_totals(loss_fn, micro_batches=micro_batches, has_aux=has_aux, weights=weights, remat=remat)
+
+    @functools.wraps(loss_fn)
+    def share(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
+        totals, aux = totals_of(params, *batch)
+        context = require_replica_context("value_and_grad", "strategy.step")
+        value, grads = divide_by_count(totals.loss, totals.grads, context.all_reduce(ReduceOp.MEAN, totals.count))
+        grads = jax.tree.map(lambda g, p: g.astype(jnp.asarray(p).dtype), grads, totals.params)
+        return ((value, aux) if has_aux else value), grads
+
+    return share
+
+
+class GradientTotals(NamedTuple):
+    """The results of `value_and_grad` on one replica, before the division by the weights of all replicas.
+
+    Attributes:
+        loss: The weighted total of the losses, divided by their number.
+        count: The total of their weights, divided by the number of losses; None without weights, where it is 1.
+        grads: The gradient of `loss`, possibly in a wider dtype than the parameters.
+        params: The parameters that it was differentiated with respect to.
+    """
+
+    loss: jax.Array
+    count: Any
+    grads: PyTree
+    params: PyTree
+
+
+def gradient_totals(
+    loss_fn: Callable[..., Any],
+    *,
+    micro_batches: int = 1,
+    has_aux: bool = False,
+    weights: Any = None,
+    remat: Remat = False,
+) -> Callable[..., tuple[GradientTotals, PyTree]]:
+    """Returns a function that computes what `value_and_grad` computes before its only collective, the mean of the counts.
+
+    Where loss and gradients are reduced next, the count is reduced in the same message, and `divide_by_count` follows.
+
+    Args:
+        loss_fn: See `value_and_grad`.
+        micro_batches: See `value_and_grad`.
+        has_aux: See `value_and_grad`.
+        weights: See `value_and_grad`.
+        remat: See `value_and_grad`.
+
+    Returns:
+        A function of `(params, *batch)`: the totals of this replica, and `aux`.
+    """
     micro_batches = as_int("`micro_batches`", micro_batches, 1)
     checkpointed = _checkpoint(remat)
 
     @functools.wraps(loss_fn)
-    def share(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
+    def totals_of(params: PyTree, *batch: PyTree) -> tuple[GradientTotals, PyTree]:
         module, carried = params, ()
         loss = functools.partial(_loss_of_params, loss_fn, has_aux)
         if is_nnx_module(params):
             params, carried, loss = split_module(loss_fn, has_aux, params)
-        context = require_replica_context("value_and_grad", "strategy.step")
+        require_replica_context("value_and_grad", "strategy.step")
         check_unwrapped((params, batch, weights))
         step_precision = precision.step_precision()
         if step_precision.precision:
@@ -128,15 +179,20 @@ def value_and_grad(
             (total, count), grads, (carried, aux) = _accumulated(differentiate, carried, params, parts)
         if is_nnx_module(module):
             update_module(module, carried)
-        if weights is not None:
-            count = context.all_reduce(ReduceOp.MEAN, count)
-        inverse_count = 1 / jnp.where(count == 0, 1, count)
-        value = total * inverse_count
-        factor = inverse_count if step_precision.scale is None else inverse_count / step_precision.scale
-        grads = jax.tree.map(lambda g, p: (g * factor).astype(jnp.asarray(p).dtype), grads, params)
-        return ((value, aux) if has_aux else value), grads
+        if step_precision.scale is not None:
+            unscale = 1 / step_precision.scale
+            grads = jax.tree.map(lambda g: g * unscale, grads)
+        return GradientTotals(total, None if weights is None else count, grads, params), aux
 
-    return share
+    return totals_of
+
+
+def divide_by_count(loss: jax.Array, grads: PyTree, count: Any) -> tuple[jax.Array, PyTree]:
+    """Returns a total loss and its gradients divided by the total of the weights; unchanged where it is 0 or None."""
+    if count is None:
+        return loss, grads
+    inverse = 1 / jnp.where(count == 0, 1, count)
+    return loss * inverse, jax.tree.map(lambda g: g * inverse, grads)
 
 
 def global_loss(

@@ -136,14 +136,14 @@ def gradient_factors(update: TracedUpdate, opt_state: PyTree) -> list[jax.Array]
     return list(factors.values())
 
 
-def mean_over_replicas(loss: jax.Array, grads: PyTree, is_read: Sequence[bool]) -> tuple[jax.Array, PyTree, jax.Array]:
+def mean_over_replicas(loss: PyTree, grads: PyTree, is_read: Sequence[bool]) -> tuple[PyTree, PyTree, jax.Array]:
     """Returns the means of loss and gradients over the replicas, and whether these are finite, bool `[]`; all replicated.
 
     If the gradients that are reduced in messages of their own are large, the replicas share their test: each tests a part of
     each array. The result is reduced with the loss and the small gradients, in a message that follows the others.
 
     Args:
-        loss: The loss of this replica.
+        loss: The loss of this replica, or a tree of numbers `[]` to reduce with it.
         grads: The gradients of this replica.
         is_read: For each leaf of the gradients, whether it is tested.
     """
@@ -154,16 +154,16 @@ def mean_over_replicas(loss: jax.Array, grads: PyTree, is_read: Sequence[bool]) 
     is_large = [shares_test and leaf.nbytes >= packed_bytes for leaf in leaves]
     if sum(leaf.nbytes for leaf in _where(is_large, leaves)) < _SHARED_BYTES:
         loss, leaves = all_reduce("mean", (loss, leaves))
-        return loss, treedef.unflatten(leaves), are_finite([loss, *_where(is_read, leaves)])
+        return loss, treedef.unflatten(leaves), are_finite((loss, _where(is_read, leaves)))
     large = all_reduce("mean", _where(is_large, leaves))
     index = context.replica_id_in_sync_group
     parts = [_part(leaf, index, context.num_replicas_in_sync) for leaf in _where(_where(is_large, is_read), large)]
-    zero_or_nan = jnp.where(are_finite(parts), jnp.zeros_like(loss), jnp.nan)
+    zero_or_nan = jnp.where(are_finite(parts), jnp.float32(0), jnp.nan)
     is_small = [not is_in_large for is_in_large in is_large]
     loss, zero_or_nan, small = all_reduce("mean", (loss, zero_or_nan, _where(is_small, leaves)))
     remaining_large, remaining_small = iter(large), iter(small)
     leaves = [next(remaining_large if is_in_large else remaining_small) for is_in_large in is_large]
-    return loss, treedef.unflatten(leaves), are_finite([loss, zero_or_nan, *_where(_where(is_small, is_read), small)])
+    return loss, treedef.unflatten(leaves), are_finite((loss, zero_or_nan, _where(_where(is_small, is_read), small)))
 
 
 def are_finite(tree: PyTree) -> jax.Array:
@@ -179,7 +179,10 @@ def are_finite(tree: PyTree) -> jax.Array:
     for dtype in {leaf.dtype: None for leaf in leaves}:
         small = [leaf.ravel() for leaf in leaves if leaf.size <= _SMALL and leaf.dtype == dtype]
         tested += [jnp.concatenate(small)] if small else []
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in tested]).all() if tested else jnp.bool_(True)
+    # 0 if all numbers are finite, else NaN. XLA's CPU programs compute this sum in less than half the time of
+    # `isfinite(leaf).all()`. A maximum is no substitute: there, it drops NaN.
+    zeros_or_nan = [jnp.sum(leaf * 0) for leaf in tested]
+    return jnp.isfinite(jnp.stack(zeros_or_nan)).all() if tested else jnp.bool_(True)
 
 
 def are_finite_on_all_replicas(tree: PyTree) -> jax.Array:

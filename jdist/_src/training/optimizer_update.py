@@ -9,6 +9,7 @@ import optax
 
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import all_reduce
+from jdist._src.replica.gradients import GradientTotals, divide_by_count
 from jdist._src.training import finite_guard
 from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.state import GROWING_OPTIMIZER_STATE, StateFields, check_same_leaves
@@ -31,8 +32,7 @@ def update_params(
     optimizer: Any,
     non_finite: NonFinite,
     has_failed: jax.Array,
-    loss: jax.Array,
-    grads: PyTree,
+    totals: GradientTotals,
     fields: StateFields,
     value_fn: LossFunction,
 ) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
@@ -42,8 +42,7 @@ def update_params(
         optimizer: The optimizer.
         non_finite: The treatment of a step that is not finite.
         has_failed: Whether an earlier step ended training.
-        loss: This replica's share of the loss.
-        grads: Its gradient.
+        totals: The loss and the gradient of this replica.
         fields: The state before the step.
         value_fn: From parameters to the loss of all replicas, for optimizers that evaluate it.
 
@@ -64,17 +63,22 @@ def update_params(
         params, loss = params_and_loss
         return _updates(optimizer, grads, opt_state, params, value=loss, grad=grads, value_fn=stand_in, obj_fn=stand_in)
 
-    update = finite_guard.trace_update(traced, grads, fields.opt_state, (fields.params, loss))
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), totals.grads, fields.params)
+    update = finite_guard.trace_update(traced, grads, fields.opt_state, (fields.params, totals.loss))
     _, new_state = jax.tree.unflatten(update.treedef, [0] * update.treedef.num_leaves)
     check_same_leaves("opt_state", fields.opt_state, new_state, GROWING_OPTIMIZER_STATE)
     is_finite, extra_args = jnp.bool_(True), {"value_fn": value_fn, "obj_fn": value_fn}
-    if update.has_collectives:
+    if update.has_collectives:  # the optimizer reduces the gradients
+        loss, grads = _divided(totals.loss, grads, all_reduce("mean", totals.count))
         loss = all_reduce("mean", loss)
     elif non_finite == "keep" or update.tests_numbers or calls:
-        loss, grads = all_reduce("mean", (loss, grads))
+        loss, grads = _divided(*all_reduce("mean", (totals.loss, grads, totals.count)))
         extra_args["grad"] = grads
     else:
-        loss, grads, is_finite = finite_guard.mean_over_replicas(loss, grads, update.reads)
+        (loss, count), grads, is_finite = finite_guard.mean_over_replicas(
+            (totals.loss, totals.count), grads, update.reads
+        )
+        loss, grads = _divided(loss, grads, count)
         is_finite &= finite_guard.are_finite(finite_guard.gradient_factors(update, fields.opt_state))
         is_taken, inputs = is_finite & ~has_failed, (fields.params, loss)
         updates, opt_state = finite_guard.guarded_update(update, is_taken, grads, fields.opt_state, inputs)
@@ -89,6 +93,12 @@ def update_params(
     is_finite = jnp.isfinite(loss) & are_finite(updates)
     old = fields.params, fields.opt_state
     return loss, is_finite, *finite_guard.select(is_finite & ~has_failed, (params, opt_state), old)
+
+
+def _divided(loss: jax.Array, grads: PyTree, count: jax.Array) -> tuple[jax.Array, PyTree]:
+    """Returns the loss and the gradients divided by the count, in the dtypes of the gradients."""
+    loss, divided = divide_by_count(loss, grads, count)
+    return loss, jax.tree.map(lambda g, old: g.astype(old.dtype), divided, grads)
 
 
 def _updates(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any) -> Any:

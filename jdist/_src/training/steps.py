@@ -12,7 +12,7 @@ from jax.tree_util import GetAttrKey
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.replica import precision
 from jdist._src.replica.context import all_reduce
-from jdist._src.replica.gradients import Remat, global_loss, value_and_grad
+from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, value_and_grad
 from jdist._src.replica.losses import global_mean
 from jdist._src.replica.random import replica_key
 from jdist._src.training import finite_guard
@@ -198,8 +198,7 @@ class StepFunctions:
 
         options: Any = {"micro_batches": self.micro_batches, "weights": weights, "remat": self.remat}
         data = batch, weights, jnp.arange(len(jax.tree.leaves(batch)[0]))
-        differentiate = value_and_grad(compute_losses, has_aux=True, **options)
-        (loss, (metrics, model_state)), grads = differentiate(fields.params, *data)
+        totals, (metrics, model_state) = gradient_totals(compute_losses, has_aux=True, **options)(fields.params, *data)
 
         def value_fn(
             params: PyTree, obj_fn: Any = None
@@ -213,7 +212,7 @@ class StepFunctions:
         model_state = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), model_state, fields.model_state)
 
         loss, is_finite, params, opt_state = update_params(
-            self.optimizer, self.non_finite, carry.has_failed, loss, grads, fields, value_fn
+            self.optimizer, self.non_finite, carry.has_failed, totals, fields, value_fn
         )
         model_state = _mean_over_replicas(model_state, weights)
         metrics = jax.tree.map(jnp.add, carry.metrics, pack_metrics(metrics))

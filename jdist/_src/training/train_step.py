@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jdist._src.core.modules import is_nnx_module
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.replica.context import all_reduce
-from jdist._src.replica.gradients import Remat, global_loss, value_and_grad
+from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, value_and_grad
 from jdist._src.replica.precision import Precision
 from jdist._src.replica.random import replica_key
 from jdist._src.strategies.current import step
@@ -109,8 +109,8 @@ def train_step(
         def value_fn(params: PyTree, obj_fn: Any = None) -> jax.Array:  # optax: it must accept other extra arguments
             return global_loss(lambda *args: losses_and_aux(*args)[0], **options)(params, *data)
 
-        (loss, aux), grads = value_and_grad(losses_and_aux, has_aux=True, **options)(fields.params, *data)
-        loss, _, params, opt_state = update_params(optimizer, "keep", jnp.bool_(False), loss, grads, fields, value_fn)
+        totals, aux = gradient_totals(losses_and_aux, has_aux=True, **options)(fields.params, *data)
+        loss, _, params, opt_state = update_params(optimizer, "keep", jnp.bool_(False), totals, fields, value_fn)
         new_state = replace_fields(state, fields.step + 1, params, opt_state, fields.model_state)
         return new_state, loss if aux is None else (loss, _total_metrics(aux, micro_batches))
 
