@@ -80,6 +80,7 @@ from jdist._src.strategies.current import step as step
 from jdist._src.strategies.description import Description as Description
 from jdist._src.strategies.description import LeafDescription as LeafDescription
 from jdist._src.strategies.mirrored import MirroredStrategy as MirroredStrategy
+from jdist._src.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from jdist._src.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from jdist._src.strategies.scope import Scope as Scope
 from jdist._src.strategies.sharded import ShardedStrategy as ShardedStrategy

@@ -34,6 +34,22 @@ def has_backend() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def on_backend_start(callback: Callable[[], None]) -> None:
+    """Calls `callback()` before JAX starts a backend, from now on. JAX records no line itself."""
+    from jax._src import xla_bridge  # no public hook
+
+    start_backend = getattr(xla_bridge, "_init_backend", None)
+    if start_backend is None:
+        return
+
+    @functools.wraps(start_backend)
+    def start_with_callback(platform: str) -> Any:
+        callback()
+        return start_backend(platform)
+
+    xla_bridge._init_backend = start_with_callback
+
+
 @contextlib.contextmanager
 def on_host_read(callback: Callable[[jax.Array], None]) -> Iterator[None]:
     """Calls `callback(array)` before this thread reads the values of an array on the host, while the block runs.

@@ -6,6 +6,7 @@ import jax
 
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.mirrored import MirroredStrategy
+from jdist._src.strategies.multi_worker import MultiWorkerMirroredStrategy, join_cluster
 from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.strategies.tpu import TPUStrategy
 
@@ -13,27 +14,34 @@ _log = logging.getLogger("jdist")
 
 
 def auto_strategy() -> Strategy:
-    """Returns a strategy for the available devices, and logs the choice to the logger `"jdist"`.
+    """Returns a strategy for the available devices, and logs the choice to the logger `"jdist"` (level INFO, on process 0).
 
-    On TPUs `TPUStrategy`. Otherwise `MirroredStrategy` over the devices of all processes, if several processes have joined
-    (`jax.distributed.initialize`), or over the devices of this process, if it has several. Otherwise `OneDeviceStrategy`.
+    Joins the other processes first, if `jdist.cluster.resolve()` finds a cluster: call it before the first use of JAX. Then
+    `TPUStrategy` on TPUs; otherwise `MultiWorkerMirroredStrategy`, if there are several processes; `MirroredStrategy`, if this
+    process has several devices; otherwise `OneDeviceStrategy`.
+
+    Raises:
+        ValueError: The settings of a cluster are malformed.
+        RuntimeError: JAX has started before the processes joined, or the processes cannot join.
 
     Example:
         >>> jdist.auto_strategy().num_replicas_in_sync
         8
     """
-    strategy, reason = _chosen()
-    _log.warning("auto_strategy: %s, because %s.", type(strategy).__name__, reason)
-    return strategy
-
-
-def _chosen() -> tuple[Strategy, str]:
+    resolver = join_cluster(None)
     devices = jax.devices()
     platform, count, processes = devices[0].platform, len(devices), jax.process_count()
     if platform == "tpu":
-        return TPUStrategy(), f"there are {count} TPU cores on {processes} hosts"
-    if processes > 1:
-        return MirroredStrategy(devices), f"{processes} processes have {count} {platform} devices"
-    if count > 1:
-        return MirroredStrategy(devices), f"there are {count} {platform} devices, and one process"
-    return OneDeviceStrategy(devices[0]), f"there is one device, {platform}, and one process"
+        strategy, reason = TPUStrategy(resolver), f"there are {count} TPU cores on {processes} hosts"
+    elif processes > 1:
+        strategy, reason = (
+            MultiWorkerMirroredStrategy(resolver),
+            f"{processes} processes have {count} {platform} devices",
+        )
+    elif count > 1:
+        strategy, reason = MirroredStrategy(devices), f"there are {count} {platform} devices, and one process"
+    else:
+        strategy, reason = OneDeviceStrategy(devices[0]), f"there is one device, {platform}, and one process"
+    if jax.process_index() == 0:
+        _log.info("auto_strategy: %s, because %s.", type(strategy).__name__, reason)
+    return strategy

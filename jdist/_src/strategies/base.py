@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, Ty
 import jax
 from jax.sharding import Mesh
 
+from jdist._src.cluster.resolver import ClusterResolver
 from jdist._src.collectives.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist._src.collectives.ops import axes_argument, axis_argument
 from jdist._src.core import other_names
@@ -52,6 +53,7 @@ class Strategy:
         cross_device_ops: The implementation of reductions over the replicas.
         communication_options: Which leaves are reduced together.
         arguments: The arguments of the constructor of the strategy's class that build it again, with devices in place of names.
+        cluster_resolver: Describes the processes of the strategy, if it was created with one.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class Strategy:
         communication_options: CommunicationOptions = CommunicationOptions(0),  # noqa: B008
         *,
         arguments: Mapping[str, Any],
+        cluster_resolver: ClusterResolver | None = None,
     ):
         self._arguments = dict(arguments)
+        self._cluster_resolver = cluster_resolver
         self._backend = backend
         self._context = ReplicaContext.of(self, backend.replicas, cross_device_ops, communication_options)
         self._runs: IdentityCache[Program] = IdentityCache()
@@ -111,6 +115,11 @@ class Strategy:
     def num_replicas_in_sync(self) -> int:
         """The number of replicas."""
         return self.replicas.size
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver | None:
+        """The resolver that described the processes; None if the strategy was created without one."""
+        return self._cluster_resolver
 
     def scope(self) -> Scope:
         """Returns a context manager that makes this the current strategy, which `jdist.get_strategy()` returns.

@@ -75,7 +75,8 @@ class TPUStrategy(Strategy):
         mesh, ops, options = resolve_communication(_mesh(devices), None, None, False)
         # Without the resolver: it identifies this process, and another process may read the pickle.
         arguments = {"topology": topology, "num_slices": num_slices}
-        super().__init__(ShardMapBackend(Replicas.from_mesh(mesh)), ops, options, arguments=arguments)
+        backend = ShardMapBackend(Replicas.from_mesh(mesh))
+        super().__init__(backend, ops, options, arguments=arguments, cluster_resolver=cluster_resolver)
 
 
 def _attached_tpus() -> list[jax.Device]:

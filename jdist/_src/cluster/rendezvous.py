@@ -1,0 +1,387 @@
+"""The rendezvous: processes compare themselves with process 0 before they join JAX's coordination service.
+
+The service ends all processes with SIGABRT, which Python cannot catch, if one is missing, comes twice or has another version;
+and a process that comes later with an index that is taken ends a job that already runs. So the processes first connect to
+process 0 at the coordinator's address, where the service does not listen yet. Process 0 answers each with the same result:
+"join", or the error that all of them raise.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from jdist._src.core.version import __version__
+
+_LOG = logging.getLogger("jdist")
+_PROTOCOL = "jdist-rendezvous-1"
+_NOTICE_SECONDS = 2.0  # between two messages of process 0 to those that wait
+_WARNING_SECONDS = 30.0  # between two log messages
+_ANSWER_SECONDS = 10.0  # for the first answer of process 0
+_RETRY_SECONDS = 0.2
+_LATE_SECONDS = 3.0  # in which further processes still receive the error
+_ADDRESS = re.compile(r"([^:\s]+|\[[^\]\s]+\]):([0-9]+)")
+
+
+class Participant(NamedTuple):
+    """What a process tells process 0.
+
+    Attributes:
+        index: The index of the process.
+        count: The number of processes that it expects.
+        jax: The version of JAX.
+        jdist: The version of jdist.
+        program: The file name of its script, or the name of its module.
+        host: The name of its machine.
+        pid: Its process id.
+    """
+
+    index: int
+    count: int
+    jax: str
+    jdist: str
+    program: str
+    host: str
+    pid: int
+
+    @classmethod
+    def this_process(cls, index: int, count: int) -> "Participant":
+        """Returns the description of this process."""
+        return cls(index, count, jax.__version__, __version__, _program(), socket.gethostname(), os.getpid())
+
+    def __str__(self) -> str:
+        return f"process {self.index} (on {self.host}, pid {self.pid})"
+
+
+def meet(address: str, index: int, count: int, timeout_seconds: float, bind_host: str = "") -> None:
+    """Returns when all processes have connected to process 0 and may join JAX's coordination service.
+
+    Args:
+        address: Host and port of the coordinator; process 0 listens there.
+        index: The index of this process.
+        count: The number of processes.
+        timeout_seconds: The time in which all processes must connect.
+        bind_host: The address of the interface at which process 0 listens; empty for all.
+
+    Raises:
+        ValueError: The address is not a host and a port.
+        RuntimeError: The processes do not fit together, or some of them are missing; the same on all that are connected. Or
+            process 0 cannot listen at the port, or this process cannot reach it.
+    """
+    host, port = split_address(address)
+    participant = Participant.this_process(index, count)
+    if index == 0:
+        _Host(host, port, bind_host, participant).run(time.monotonic() + timeout_seconds)
+    else:
+        _attend(host, port, participant, timeout_seconds)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Returns host and port of `"host:port"`; of `"[::1]:8476"`, the host without brackets.
+
+    Raises:
+        ValueError: It is not a host and a port.
+
+    Example:
+        >>> split_address("10.0.0.1:8476"), split_address("[::1]:8476")
+        (('10.0.0.1', 8476), ('::1', 8476))
+    """
+    match = _ADDRESS.fullmatch(address)
+    if match is None or not 0 < int(match[2]) < 65536:
+        raise ValueError(
+            f"The coordinator's address must be a host and a port, such as '10.0.0.1:8476', got {address!r}."
+        )
+    return match[1].strip("[]"), int(match[2])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is a name or an address of the loopback interface."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+class _Host:
+    """Process 0: receives the other processes and decides.
+
+    Mutable: it holds the connections.
+
+    Args:
+        host: The host of the coordinator's address.
+        port: Its port.
+        bind_host: The address of the interface to listen on; empty for all.
+        own: This process.
+    """
+
+    def __init__(self, host: str, port: int, bind_host: str, own: Participant):
+        self._host, self._port, self._bind_host, self._own = host, port, bind_host, own
+        self._selector = selectors.DefaultSelector()
+        self._received: dict[socket.socket, bytes] = {}
+        self._participants: dict[socket.socket, Participant] = {}
+        self._problem = ""
+
+    def run(self, deadline: float) -> None:
+        """Receives the other processes until all are connected, one does not fit, or the time is over.
+
+        Raises:
+            RuntimeError: Process 0 cannot listen, a process does not fit, or some are missing.
+        """
+        start = next_notice = time.monotonic()
+        next_warning = start + _WARNING_SECONDS
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            self._selector.register(stack.enter_context(self._listen()), selectors.EVENT_READ)
+            while self._missing() and time.monotonic() < deadline:
+                self._receive(0.1)
+                if self._problem:
+                    deadline = min(deadline, time.monotonic() + _LATE_SECONDS)
+                if time.monotonic() >= next_notice:
+                    next_notice += _NOTICE_SECONDS
+                    self._send({"missing": self._missing()})
+                if time.monotonic() >= next_warning and not self._problem:
+                    next_warning += _WARNING_SECONDS
+                    _LOG.warning("%s", self._waiting(time.monotonic() - start))
+            if self._missing() and not self._problem:
+                self._problem = (
+                    f"{self._waiting(time.monotonic() - start)} Check that each was started and has not failed, and that "
+                    "its machine can reach this address: the name resolves there, and no firewall closes the port."
+                )
+            self._send({"error": self._problem} if self._problem else {"join": True})
+        if self._problem:
+            raise RuntimeError(self._problem)
+
+    def _listen(self) -> socket.socket:
+        """Returns the socket that accepts connections."""
+        where = f"The coordinator's address is {self._host}:{self._port}, and this is process 0, which listens there"
+        advice = "Choose another port in the address, the same on every process, or end the program that uses it."
+        if _accepts_connections(self._host, self._port):
+            raise RuntimeError(f"{where}: but another program already accepts connections at this port. {advice}")
+        is_dual = not self._bind_host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual or ":" in self._bind_host else socket.AF_INET
+        try:
+            # A launcher may hold the port with a socket that does not listen, which needs `reuse_port`. JAX's service sets it.
+            server = socket.create_server(
+                (self._bind_host, self._port), family=family, backlog=1024, reuse_port=True, dualstack_ipv6=is_dual
+            )
+        except OSError as error:
+            raise RuntimeError(f"{where}: {error.strerror or error}. {advice}") from error
+        server.setblocking(False)
+        return server
+
+    def _receive(self, seconds: float) -> None:
+        """Accepts connections and reads messages for some time."""
+        for key, _ in self._selector.select(seconds):
+            connection: Any = key.fileobj
+            if connection not in self._received:
+                self._accept(connection)
+                continue
+            try:
+                data = connection.recv(4096)
+            except OSError:
+                data = b""
+            if not data:  # the process ended, or gave up: it, or one that replaces it, may connect again
+                self._forget(connection)
+                continue
+            self._received[connection] += data
+            if b"\n" in data or len(self._received[connection]) > 4096:
+                self._add(connection)
+
+    def _accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection, _ = server.accept()
+            connection.setblocking(False)
+            self._received[connection] = b""
+            self._selector.register(connection, selectors.EVENT_READ)
+            connection.sendall(_line({"protocol": _PROTOCOL}))
+
+    def _add(self, connection: socket.socket) -> None:
+        try:
+            participant = Participant(**json.loads(self._received[connection]))
+            if [type(value) for value in participant] != [type(value) for value in self._own]:
+                raise TypeError
+        except (ValueError, TypeError):  # another program, or `jax.distributed.initialize` without jdist
+            _LOG.warning("A program that does not use jdist connected to process 0 at port %d.", self._port)
+            self._forget(connection)
+            return
+        self._problem = self._problem or self._difference(participant)
+        self._participants[connection] = participant
+
+    def _difference(self, other: Participant) -> str:
+        """Returns why `other` cannot join; an empty string if it can."""
+        own = self._own
+        if other.count != own.count:
+            return (
+                f"The processes expect different numbers of processes: {own} expects {own.count}, and {other} {other.count}. "
+                "Start all with the same number."
+            )
+        if not 0 <= other.index < own.count:
+            return f"{other} has an index that is not between 0 and {own.count - 1}.".capitalize()
+        taken = next((one for one in (own, *self._participants.values()) if one.index == other.index), None)
+        if taken is not None:
+            return (
+                f"Two processes have the index {other.index}: {_place(taken)} and {_place(other)}. Give each of the "
+                f"{own.count} processes its own index, from 0 to {own.count - 1}."
+            )
+        for name in ("jax", "jdist"):
+            if getattr(other, name) != getattr(own, name):
+                return (
+                    f"The processes have different versions of {name}: {own} has {getattr(own, name)}, and {other} has "
+                    f"{getattr(other, name)}. Install the same version on every machine."
+                )
+        if other.program != own.program:
+            return (
+                f"The processes run different programs: {own} runs {own.program}, and {other} runs {other.program}. Start the "
+                "same script on every process."
+            )
+        return ""
+
+    def _missing(self) -> list[int]:
+        present = {0, *(participant.index for participant in self._participants.values())}
+        return [index for index in range(self._own.count) if index not in present]
+
+    def _waiting(self, seconds: float) -> str:
+        missing = self._missing()
+        names = f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        return (
+            f"After {seconds:.0f} seconds, {names} of {self._own.count} "
+            f"ha{'ve' if len(missing) > 1 else 's'} not joined process 0 at {self._host}:{self._port}."
+        )
+
+    def _send(self, message: dict[str, Any]) -> None:
+        for connection in list(self._participants):
+            try:
+                connection.sendall(_line(message))
+            except OSError:
+                self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._received.pop(connection)
+        self._participants.pop(connection, None)
+        connection.close()
+
+    def _close(self) -> None:
+        for connection in list(self._received):
+            self._forget(connection)
+        self._selector.close()
+
+
+def _attend(host: str, port: int, own: Participant, timeout_seconds: float) -> None:
+    """Connects to process 0 until it answers, and waits for its result."""
+    start, reason = time.monotonic(), ""
+    next_warning = start + _WARNING_SECONDS
+    while (remaining := start + timeout_seconds - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((host, port), timeout=min(remaining, _ANSWER_SECONDS)) as connection:
+                return _await_result(connection, own, f"{host}:{port}", start, timeout_seconds)
+        except OSError as error:  # also where the name is not known: in a new cluster, it may be soon
+            reason = error.strerror or str(error) or type(error).__name__
+        if time.monotonic() > next_warning:
+            next_warning += _WARNING_SECONDS
+            waited = time.monotonic() - start
+            _LOG.warning(
+                "Process %d has tried for %.0f seconds to reach process 0 at %s:%d: %s.",
+                own.index,
+                waited,
+                host,
+                port,
+                reason,
+            )
+        time.sleep(_RETRY_SECONDS)
+    raise RuntimeError(
+        f"Process {own.index} (on {own.host}) could not reach process 0 at {host}:{port} within {timeout_seconds:.0f} seconds: "
+        f"{reason}. Check that process 0 was started and has not failed, that this is the address of its machine, and that no "
+        "firewall closes the port."
+    )
+
+
+def _await_result(
+    connection: socket.socket, own: Participant, address: str, start: float, timeout_seconds: float
+) -> None:
+    """Waits until process 0 lets this process join.
+
+    Raises:
+        RuntimeError: Another program listens there, or the processes do not fit together, or some of them are missing.
+        OSError: The connection is lost.
+    """
+    lines, missing = _lines(connection), []
+    problem = ""
+    try:
+        if json.loads(next(lines)) != {"protocol": _PROTOCOL}:
+            problem = "answered, but not as process 0 of a jdist program does"
+    except ValueError:
+        problem = "answered, but not as process 0 of a jdist program does"
+    except TimeoutError:
+        problem = f"accepts connections, and did not answer within {_ANSWER_SECONDS:.0f} seconds"
+    if problem:
+        raise RuntimeError(
+            f"Process {own.index} cannot join: a program at {address} {problem}. Either another program uses this port: "
+            "choose another one. Or process 0 called `jax.distributed.initialize` itself, or its group is complete without "
+            f"this process: check the number of processes and the index {own.index}."
+        )
+    connection.sendall(_line(own._asdict()))
+    next_warning = start + _WARNING_SECONDS
+    while True:
+        now = time.monotonic()
+        if now > start + timeout_seconds + _ANSWER_SECONDS:
+            raise RuntimeError(
+                f"Process {own.index} has waited for {now - start:.0f} seconds at {address}, and the processes {missing} have "
+                "not joined. Check that each was started and has not failed."
+            )
+        message = json.loads(next(lines))
+        if "error" in message:
+            raise RuntimeError(message["error"])
+        if "join" in message:
+            return
+        missing = message["missing"]
+        if now > next_warning:
+            next_warning += _WARNING_SECONDS
+            _LOG.warning("Process %d waits at %s for the processes %s.", own.index, address, missing)
+
+
+def _lines(connection: socket.socket) -> Iterator[bytes]:
+    """Yields the lines that a connection receives.
+
+    Raises:
+        ConnectionError: The other process closed the connection.
+        TimeoutError: No line came in time.
+    """
+    buffer = b""
+    while True:
+        while b"\n" not in buffer:
+            data = connection.recv(4096)
+            if not data:
+                raise ConnectionResetError("process 0 closed the connection before all processes had joined")
+            buffer += data
+        line, _, buffer = buffer.partition(b"\n")
+        yield line
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _place(participant: Participant) -> str:
+    return f"{participant.host} (pid {participant.pid}, {participant.program})"
+
+
+def _accepts_connections(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _program() -> str:
+    """Returns the file name of the script, or the name of the module after `-m`."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    return spec.name if spec else os.path.basename(getattr(main, "__file__", None) or "(interactive)")

@@ -1,0 +1,110 @@
+"""`MultiWorkerMirroredStrategy`: one replica per device of several processes, each with a full copy of the state."""
+
+from collections import Counter
+from typing import final
+
+import jax
+
+from jdist._src.cluster.resolution import resolve
+from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
+from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps, resolve_communication
+from jdist._src.devices.mesh import Replicas, replica_mesh
+from jdist._src.execution.shard_map import ShardMapBackend
+from jdist._src.execution.virtual import VirtualBackend
+from jdist._src.strategies.base import Strategy
+
+
+@final
+class MultiWorkerMirroredStrategy(Strategy):
+    """One replica on each device of all processes of a cluster; every replica holds a full copy of the state.
+
+    Every process runs the same program. The constructor joins the other processes, unless they have joined, so create the
+    strategy before the first use of JAX. All processes have the same number of devices. Process 0 is the chief: it writes
+    checkpoints, logs and reports.
+
+    The results are those of `MirroredStrategy` on the same number of devices of one process; with `virtual_replicas` and
+    `jdist.sync.exact()` they are bitwise equal. Before a program runs, the processes compare it: a difference is an error that
+    names it, on all of them.
+
+    Args:
+        cluster_resolver: Describes the processes, such as `jdist.cluster.TFConfigClusterResolver()`. Default:
+            `jdist.cluster.resolve()`, which reads the environment variables of launchers and cluster managers. If it finds no
+            cluster, the strategy uses the devices of this process.
+        cross_device_ops: The implementation of reductions: `AllReduce()` by default, `ReductionToOneDevice()`,
+            `HierarchicalAllReduce(group_size)`.
+        communication_options: Which leaves are reduced together: `CommunicationOptions(bytes_per_pack)`.
+        virtual_replicas: The number of replicas, if it should not be the number of devices, see `MirroredStrategy`. A multiple
+            of the number of devices.
+
+    Raises:
+        RuntimeError: JAX has started before the processes joined; a process is missing, or runs another program, or has another
+            version of JAX or jdist.
+        ValueError: The settings of the cluster are malformed; or the processes have different numbers of devices; or
+            `virtual_replicas` does not fit them.
+        TypeError: An argument is not of its class.
+
+    Example:
+        >>> strategy = jdist.MultiWorkerMirroredStrategy()  # one process: no cluster is found
+        >>> strategy.num_replicas_in_sync
+        8
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        cross_device_ops: CrossDeviceOps | None = None,
+        communication_options: CommunicationOptions | None = None,
+        virtual_replicas: int | None = None,
+    ):
+        resolver = join_cluster(cluster_resolver)
+        devices = jax.devices()
+        _check_equal_counts(devices)
+        mesh, ops, options = resolve_communication(
+            replica_mesh(devices), cross_device_ops, communication_options, virtual_replicas is not None
+        )
+        replicas = Replicas.from_mesh(mesh, virtual_replicas)
+        # Without the resolver: it identifies this process, and another process may read the pickle.
+        arguments = {
+            "cross_device_ops": cross_device_ops,
+            "communication_options": communication_options,
+            "virtual_replicas": virtual_replicas,
+        }
+        backend = VirtualBackend(replicas) if replicas.virtual else ShardMapBackend(replicas)
+        super().__init__(backend, ops, options, arguments=arguments, cluster_resolver=resolver)
+
+
+def join_cluster(resolver: ClusterResolver | None) -> ClusterResolver | None:
+    """Joins the processes that `resolver` describes, by default those that `resolve` finds, and returns the resolver.
+
+    None if there is no cluster, or if the processes have joined without a resolver.
+
+    Raises:
+        TypeError: `resolver` is not a `ClusterResolver`.
+        ValueError: The settings of the cluster are malformed.
+        RuntimeError: The processes cannot join.
+    """
+    if resolver is not None and not isinstance(resolver, ClusterResolver):
+        raise TypeError(
+            f"`cluster_resolver` must be such as `jdist.cluster.TFConfigClusterResolver()`, got {resolver!r}."
+        )
+    if resolver is None:
+        if jax.distributed.is_initialized():
+            return None
+        try:
+            resolver = resolve()
+        except ClusterNotFoundError:
+            return None
+    resolver.initialize()
+    return resolver
+
+
+def _check_equal_counts(devices: list[jax.Device]) -> None:
+    """Raises ValueError if the processes have different numbers of devices."""
+    counts = Counter(device.process_index for device in devices)
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"process {process} has {counts[process]}" for process in sorted(counts))
+        raise ValueError(
+            f"The processes have different numbers of devices: {listed}. Each process reads an equal part of a batch, so give "
+            "each the same number: `JAX_NUM_CPU_DEVICES` on CPU, `CUDA_VISIBLE_DEVICES` on GPUs."
+        )

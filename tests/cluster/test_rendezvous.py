@@ -1,0 +1,192 @@
+"""The rendezvous, with all processes as threads of this one."""
+
+import concurrent.futures
+import contextlib
+import socket
+import threading
+
+import pytest
+
+from jdist._src.cluster import rendezvous
+from jdist._src.cluster.rendezvous import Participant, meet, split_address
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as reserved:  # does not listen, as a launcher that reserves a port
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+def results(port, *participants, timeout=30):
+    """Returns the error of each participant, or None; index 0 is process 0."""
+
+    def attempt(participant):
+        try:
+            if participant.index == 0:
+                rendezvous._Host("127.0.0.1", port, "127.0.0.1", participant).run(rendezvous.time.monotonic() + timeout)
+            else:
+                rendezvous._attend("127.0.0.1", port, participant, timeout)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    with concurrent.futures.ThreadPoolExecutor(len(participants)) as pool:
+        return list(pool.map(attempt, participants))
+
+
+def participant(index, count, **changes):
+    return Participant.this_process(index, count)._replace(**changes)
+
+
+def test_all_processes_meet(port):
+    address = f"127.0.0.1:{port}"
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        list(pool.map(lambda index: meet(address, index, 5, 30, "127.0.0.1"), [3, 1, 0, 4, 2]))
+
+
+def test_a_process_that_ends_early_is_replaced(port):
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        host = pool.submit(meet, f"127.0.0.1:{port}", 0, 3, 30, "127.0.0.1")
+        with contextlib.closing(connected(port)) as ended:
+            lines = rendezvous._lines(ended)
+            next(lines)
+            ended.sendall(rendezvous._line(participant(1, 3)._asdict()))
+            while rendezvous.json.loads(next(lines))["missing"] != [2]:
+                pass
+        again = pool.submit(meet, f"127.0.0.1:{port}", 1, 3, 30)
+        meet(f"127.0.0.1:{port}", 2, 3, 30)
+        again.result()
+        host.result()
+
+
+def connected(port):
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(("127.0.0.1", port), 30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"index": 1},
+            r"Two processes have the index 1: \S+ \(pid \d+, .*\) and .*Give each of the 3 processes its own",
+        ),
+        ({"index": 0}, r"Two processes have the index 0"),
+        ({"index": 3}, r"rocess 3 \(on .*\) has an index that is not between 0 and 2"),
+        ({"count": 4}, r"different numbers of processes: process 0 .* expects 3, and process 2 .* 4\. Start all with"),
+        ({"jax": "0.1.2"}, r"different versions of jax: process 0 .* and process 2 .* has 0\.1\.2\. Install the same"),
+        ({"jdist": "9"}, r"different versions of jdist: .* has 9\."),
+        ({"program": "eval.py"}, r"run different programs: .* and process 2 .* runs eval\.py\. Start the same script"),
+    ],
+)
+def test_processes_that_do_not_fit_get_one_error(port, monkeypatch, changes, message):
+    monkeypatch.setattr(rendezvous, "_LATE_SECONDS", 0.3)
+    other = participant(2, 3)._replace(**changes)
+    if other.index == 0:  # it cannot listen where process 0 does
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            host = pool.submit(meet, f"127.0.0.1:{port}", 0, 3, 2, "127.0.0.1")
+            connected(port).close()
+            with pytest.raises(RuntimeError, match="another program already accepts connections at this port"):
+                meet(f"127.0.0.1:{port}", 0, 3, 2, "127.0.0.1")
+            with pytest.raises(RuntimeError, match="processes 1, 2 of 3 have not joined"):
+                host.result()
+        return
+    errors = results(port, participant(0, 3), participant(1, 3), other)
+    assert len(set(errors)) == 1
+    pytest.raises(RuntimeError, meet_error, errors[0]).match(message)
+
+
+def meet_error(text):
+    raise RuntimeError(text)
+
+
+def test_missing_processes_are_named_on_all_others(port):
+    errors = results(port, participant(0, 4), participant(2, 4), timeout=1)
+    assert errors[0] == errors[1]
+    assert "After 1 seconds, processes 1, 3 of 4 have not joined process 0 at 127.0.0.1:" in errors[0]
+    assert "Check that each was started" in errors[0]
+
+
+def test_unreachable_process_0_is_an_error_with_the_reason(port):
+    with pytest.raises(
+        RuntimeError, match=rf"Process 1 \(on .*\) could not reach process 0 at 127\.0\.0\.1:{port} within 1 s"
+    ):
+        meet(f"127.0.0.1:{port}", 1, 2, 0.5 + 0.5)
+    with pytest.raises(
+        RuntimeError, match=r"could not reach process 0 at unknown\.invalid:1 within 1 seconds: .*known"
+    ):
+        meet("unknown.invalid:1", 1, 2, 1)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\n", b"\x00\x00\x12\x04\n", None])
+def test_another_program_at_the_port_is_an_error(port, monkeypatch, answer):
+    monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", port), reuse_port=True) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                if answer is None:
+                    connection.recv(1)  # until the other side gives up
+                else:
+                    connection.sendall(answer)
+                    connection.recv(1000)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        problem = "did not answer within" if answer is None else "answered, but not as process 0"
+        with pytest.raises(RuntimeError, match=rf"Process 1 cannot join: a program at .*{problem}.*choose another one"):
+            meet(f"127.0.0.1:{port}", 1, 2, 30)
+        thread.join()
+        with pytest.raises(
+            RuntimeError, match="this is process 0, which listens there: but another program already accepts"
+        ):
+            meet(f"127.0.0.1:{port}", 0, 2, 30, "127.0.0.1")
+
+
+def test_port_without_permission_or_of_another_socket_is_an_error():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))  # without SO_REUSEPORT: the port is not shared
+        with pytest.raises(RuntimeError, match=r"listens there: .*in use.*Choose another port"):
+            meet(f"127.0.0.1:{other.getsockname()[1]}", 0, 2, 5, "127.0.0.1")
+
+
+def test_other_programs_that_connect_to_process_0_are_ignored_with_a_warning(port, caplog):
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        host = pool.submit(meet, f"127.0.0.1:{port}", 0, 2, 30, "127.0.0.1")
+        for data in (
+            b"PRI * HTTP/2.0\r\n",
+            b'{"index": 1}\n',
+            b'{"index":"1","count":2,"jax":1,"jdist":1,"program":1,"host":1,"pid":1}\n',
+        ):
+            with contextlib.closing(connected(port)) as stranger:
+                stranger.sendall(data)
+                while stranger.recv(1000):  # until process 0 closes the connection
+                    pass
+        meet(f"127.0.0.1:{port}", 1, 2, 30)
+        host.result()
+    assert [record.message for record in caplog.records] == [
+        f"A program that does not use jdist connected to process 0 at port {port}."
+    ] * 3
+
+
+def test_waiting_processes_warn(port, monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "_WARNING_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.1)
+    results(port, participant(0, 3), participant(1, 3), timeout=1)
+    messages = "\n".join(record.message for record in caplog.records)
+    assert "process 2 of 3 has not joined process 0" in messages
+    assert f"Process 1 waits at 127.0.0.1:{port} for the processes [2]." in messages
+    caplog.clear()
+    with pytest.raises(RuntimeError, match="could not reach"):
+        meet(f"127.0.0.1:{port}", 1, 2, 0.5)
+    assert "Process 1 has tried for 0 seconds to reach process 0" in caplog.records[0].message
+
+
+@pytest.mark.parametrize("address", ["localhost", "localhost:0", "localhost:65536", "host:port", ":80", "a b:80"])
+def test_address_without_host_or_port_is_an_error(address):
+    with pytest.raises(ValueError, match="must be a host and a port, such as '10.0.0.1:8476'"):
+        split_address(address)
