@@ -75,7 +75,7 @@ def connected(port):
             r"Two processes have the index 1: \S+ \(pid \d+, .*\) and .*Give each of the 3 processes its own",
         ),
         ({"index": 0}, r"Two processes have the index 0"),
-        ({"index": 3}, r"rocess 3 \(on .*\) has an index that is not between 0 and 2"),
+        ({"index": 3}, r"out of range: process 3 on \S+ \(pid \d+\), but 3 processes have the indices 0 to 2"),
         ({"count": 4}, r"different numbers of processes: process 0 .* expects 3, and process 2 .* 4\. Start all with"),
         ({"jax": "0.1.2"}, r"different versions of jax: process 0 .* and process 2 .* has 0\.1\.2\. Install the same"),
         ({"jdist": "9"}, r"different versions of jdist: .* has 9\."),

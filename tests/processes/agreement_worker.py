@@ -14,7 +14,7 @@ def results_by_case(folder, wrong_process):
     """Returns the result of each call as text."""
     folder, results = pathlib.Path(folder), {}
     is_wrong = jax.process_index() == wrong_process
-    strategy = jdist.MirroredStrategy(jax.devices())
+    strategy = jdist.MultiWorkerMirroredStrategy()
 
     def make():
         return {"w": jnp.ones((8, 4)), "n": jdist.SyncOnRead(jnp.float32(jdist.replica_id()), "sum")}

@@ -73,7 +73,7 @@ def examples_by_case(folder):
 
     firsts = [next(d for d in jax.devices() if d.process_index == process) for process in range(count)]
     one_each = jdist.MirroredStrategy(firsts)
-    every = jdist.MirroredStrategy(jax.devices())
+    every = jdist.MultiWorkerMirroredStrategy()
     read = lambda *source, **options: examples_of(
         one_each.distribute_dataset(*source, **{"remainder": "pad", **options})
     )

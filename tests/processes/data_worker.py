@@ -453,7 +453,7 @@ def function_fails(strategy, number):
 def run_tasks(folder, *tasks):
     """Returns the results of the tasks that return one."""
     count, number, folder = jax.process_count(), jax.process_index(), pathlib.Path(folder)
-    strategy = jdist.MirroredStrategy(jax.devices())
+    strategy = jdist.MultiWorkerMirroredStrategy()
     results = {}
     log = logging.getLogger("jdist")
     level = log.level

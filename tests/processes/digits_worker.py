@@ -18,7 +18,7 @@ def results_of_training():
     digits = load_digits()
     data = (digits.images / 16).astype(np.float32)[:100, ..., None], digits.target.astype(np.int32)[:100]
 
-    strategy = jdist.MirroredStrategy(jax.devices())
+    strategy = jdist.MultiWorkerMirroredStrategy()
     local = len(jax.local_devices())
     batches = strategy.distribute_dataset(data, batch_size=32, shuffle=True, seed=3, epochs=2, remainder="pad")
     state = strategy.init(lambda key: make_state(key, len(batches)), jax.random.key(1))

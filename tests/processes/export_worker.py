@@ -13,7 +13,7 @@ def error_of_saving(folder):
     """Returns the error of a folder that does not exist."""
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
     for strategy in (
-        jdist.MirroredStrategy(jax.devices()),
+        jdist.MultiWorkerMirroredStrategy(),
         jdist.ShardedStrategy(mesh=jax.sharding.Mesh(jax.devices(), ("data",))),
     ):
         state = strategy.put(

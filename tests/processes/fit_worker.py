@@ -35,7 +35,7 @@ def results_by_optimizer(folder):
             optimizer,
             optax.softmax_cross_entropy_with_integer_labels,
             metrics={"accuracy": jdist.metrics.Accuracy()},
-            strategy=jdist.MirroredStrategy(jax.devices()),
+            strategy=jdist.MultiWorkerMirroredStrategy(),
         )
 
         def fit(*callbacks, place=None, epochs=2, trainer=trainer):

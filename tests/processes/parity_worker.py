@@ -23,7 +23,7 @@ def local_copies(array):
 def results_by_case():
     """Returns the result or the error of each case."""
     count, number = jax.process_count(), jax.process_index()
-    every = jdist.MirroredStrategy(jax.devices())
+    every = jdist.MultiWorkerMirroredStrategy()
     firsts = [next(d for d in jax.devices() if d.process_index == process) for process in range(count)]
     strategy = jdist.MirroredStrategy(firsts)
 

@@ -14,7 +14,7 @@ from jdist._src.values import same_program
 def results_by_case():
     """Returns the result or the error of each case as text. Afterwards the processes cannot compare programs any more."""
     count, number, results = jax.process_count(), jax.process_index(), {}
-    strategy = jdist.MirroredStrategy(jax.devices())
+    strategy = jdist.MultiWorkerMirroredStrategy()
     rng = np.random.default_rng(number)
     other = np.random.default_rng(number)  # another seed on each process
 

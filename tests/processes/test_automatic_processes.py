@@ -11,11 +11,11 @@ DESCRIBE = "processes.automatic_worker:strategy_and_total"
 @pytest.mark.parametrize("count, each", [(2, 1), (2, 2)])
 def test_joined_processes_share_one_strategy(count, each):
     devices = count * each
-    message = f"auto_strategy: MirroredStrategy, because {count} processes have {devices} cpu devices."
+    message = f"auto_strategy: MultiWorkerMirroredStrategy, because {count} processes have {devices} cpu devices.\n"
     with jdist.testing.processes(count, devices_per_process=each) as joined:
-        for log, *description in joined.run(DESCRIBE):
-            assert message in log
-            assert description == ["MirroredStrategy", devices, each, devices * (devices + 1) / 2]
+        for process, (log, *description) in enumerate(joined.run(DESCRIBE)):
+            assert log == (message if process == 0 else "")
+            assert description == ["MultiWorkerMirroredStrategy", devices, each, devices * (devices + 1) / 2]
 
 
 def test_process_that_has_not_joined_uses_its_own_devices(one_process):

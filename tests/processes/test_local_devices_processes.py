@@ -8,9 +8,9 @@ import jdist
 
 FUNCTION = "processes.local_devices_worker:warnings_and_devices"
 WARNED = {  # construction -> the strategy, and the advice of the warning
-    "mirrored": ("MirroredStrategy", "MirroredStrategy(devices=jax.devices())"),
+    "mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy()"),
     "central by name": ("CentralStorageStrategy", "CentralStorageStrategy(compute_devices=jax.devices())"),
-    "one device": ("OneDeviceStrategy", "MirroredStrategy(devices=jax.devices())"),
+    "one device": ("OneDeviceStrategy", "MultiWorkerMirroredStrategy()"),
     "sharded": ("ShardedStrategy", 'ShardedStrategy(mesh=Mesh(np.array(jax.devices()), ("data",)))'),
 }
 

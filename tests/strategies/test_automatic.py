@@ -37,7 +37,7 @@ def test_each_call_returns_a_new_strategy():
 
 
 def test_one_device_gets_a_one_device_strategy_and_a_log_message():
-    code = "import jdist\nstrategy = jdist.auto_strategy()\nprint(repr(strategy), float(strategy.put(2.0)))"
+    code = "import logging, jdist\nlogging.basicConfig(level=logging.INFO)\nstrategy = jdist.auto_strategy()\nprint(repr(strategy), float(strategy.put(2.0)))"
     completed = run(code, JAX_NUM_CPU_DEVICES="1")
     assert completed.stdout == "OneDeviceStrategy(['cpu:0']) 2.0\n", completed.stderr
     assert "auto_strategy: OneDeviceStrategy, because there is one device, cpu, and one process." in completed.stderr

@@ -8,7 +8,7 @@ import jax
 from jdist._src.cluster.rendezvous import is_loopback, meet, split_address
 from jdist._src.core.arguments import check_seconds
 from jdist._src.core.backend_start import backend_start_line
-from jdist._src.core.jax_compat import has_backend
+from jdist._src.core.jax_compat import has_backend, use_loopback_for_cpu_collectives
 
 
 def join_processes(
@@ -53,6 +53,8 @@ def join_processes(
         coordinator_address if is_loopback(host) else None
     )
     bind_host = split_address(bind_address)[0] if bind_address else ""
+    if is_loopback(host):
+        use_loopback_for_cpu_collectives()
     meet(coordinator_address, process_id, num_processes, timeout_seconds, bind_host)
     jax.distributed.initialize(
         coordinator_address,

@@ -33,7 +33,7 @@ _ADDRESS = re.compile(r"([^:\s]+|\[[^\]\s]+\]):([0-9]+)")
 
 
 class Participant(NamedTuple):
-    """What a process tells process 0.
+    """The description of a process, which it sends to process 0.
 
     Attributes:
         index: The index of the process.
@@ -59,7 +59,7 @@ class Participant(NamedTuple):
         return cls(index, count, jax.__version__, __version__, _program(), socket.gethostname(), os.getpid())
 
     def __str__(self) -> str:
-        return f"process {self.index} (on {self.host}, pid {self.pid})"
+        return f"process {self.index} on {self.host} (pid {self.pid})"
 
 
 def meet(address: str, index: int, count: int, timeout_seconds: float, bind_host: str = "") -> None:
@@ -222,7 +222,8 @@ class _Host:
                 "Start all with the same number."
             )
         if not 0 <= other.index < own.count:
-            return f"{other} has an index that is not between 0 and {own.count - 1}.".capitalize()
+            valid = f"{own.count} processes have the indices 0 to {own.count - 1}"
+            return f"An index is out of range: {other}, but {valid}. Correct it."
         taken = next((one for one in (own, *self._participants.values()) if one.index == other.index), None)
         if taken is not None:
             return (
@@ -280,6 +281,7 @@ def _attend(host: str, port: int, own: Participant, timeout_seconds: float) -> N
     while (remaining := start + timeout_seconds - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(remaining, _ANSWER_SECONDS)) as connection:
+                connection.settimeout(_ANSWER_SECONDS)
                 return _await_result(connection, own, f"{host}:{port}", start, timeout_seconds)
         except OSError as error:  # also where the name is not known: in a new cluster, it may be soon
             reason = error.strerror or str(error) or type(error).__name__

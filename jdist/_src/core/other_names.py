@@ -18,9 +18,6 @@ _STATE = "write a plain array in the state, or `jdist.Mirrored(x, aggregation)`"
 _COMMUNICATION = "not configurable: XLA uses NCCL on GPUs, the interconnect on TPUs, and gloo between CPU processes"
 
 STRATEGY_NAMES = {
-    "cluster_resolver": (
-        "pass it to `jdist.TPUStrategy`; for its values use `jax.process_index()`, `jax.process_count()` and `strategy.mesh`"
-    ),
     "colocate_vars_with": _DEPRECATED,
     "configure": _DEPRECATED,
     "experimental_assign_to_logical_device": _LAYOUT,
@@ -75,9 +72,6 @@ MODULE_NAMES = {
     "InputReplicationMode": "not needed: an input pipeline places the batches of all replicas of its process on their devices",
     "KubernetesClusterResolver": _RESOLVER,
     "MirroredVariable": _STATE,
-    "MultiWorkerMirroredStrategy": (
-        f"{_PROCESSES}, then write `jdist.MirroredStrategy(devices=jax.devices())`, or `jdist.auto_strategy()`"
-    ),
     "NcclAllReduce": "write `jdist.AllReduce()`, which uses NCCL on GPUs",
     "ParameterServerStrategy": (
         "jdist has no parameter servers: `jdist.CentralStorageStrategy` stores the state in one place, and "

@@ -63,7 +63,7 @@ class MirroredStrategy(Strategy):
             raise ValueError(
                 f"`HierarchicalAllReduce` reduces over two axes, and `axis_name={axis_name!r}` names one. Omit one of them."
             )
-        warn_if_local("MirroredStrategy", devices, "MirroredStrategy(devices=jax.devices())")
+        warn_if_local("MirroredStrategy", devices, "MultiWorkerMirroredStrategy()")
         mesh, ops, options = resolve_communication(mesh, cross_device_ops, communication_options, is_virtual)
         chosen_name = None if axis_name == REPLICA_AXIS else axis_name
         replicas = Replicas.from_mesh(mesh, virtual_replicas, chosen_name)

@@ -29,7 +29,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: jax.Device | str | None = None, *, axis_name: str = REPLICA_AXIS):
-        instead = "MirroredStrategy(devices=jax.devices())"
+        instead = "MultiWorkerMirroredStrategy()"
         warn_if_local("OneDeviceStrategy", None if device is None else [device], instead)
         mesh = replica_mesh([jax.local_devices()[0] if device is None else device], axis_name)
         replicas = Replicas.from_mesh(mesh, axis_name=None if axis_name == REPLICA_AXIS else axis_name)
