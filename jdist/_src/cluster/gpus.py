@@ -14,17 +14,17 @@ class GpuShare(NamedTuple):
     """The GPUs of one process.
 
     Attributes:
-        count: The number of GPUs, or None if unknown.
-        local_device_ids: The GPUs among the visible ones, or None if all visible GPUs belong to this process.
+        per_process: The number of GPUs, or None if unknown.
+        local_device_ids: The GPUs among the visible ones, or None if this process uses all visible GPUs.
     """
 
-    count: int | None
+    per_process: int | None
     local_device_ids: tuple[int, ...] | None
 
     @property
     def accelerators(self) -> dict[str, int] | None:
         """The number of accelerators of each kind, or None if unknown."""
-        return None if self.count is None else {"GPU": self.count} if self.count else {}
+        return None if self.per_process is None else {"GPU": self.per_process} if self.per_process else {}
 
 
 def share_gpus(

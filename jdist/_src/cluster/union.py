@@ -19,7 +19,7 @@ class UnionResolver(SimpleClusterResolver):
 
     Raises:
         TypeError: An argument is not a `ClusterResolver`.
-        ValueError: There is no resolver, two tasks have the same index, or a resolver does not know the addresses of its
+        ValueError: No resolver is passed, two tasks have the same index, or a resolver does not know the addresses of its
             processes.
 
     Example:
