@@ -90,6 +90,7 @@ def test_pod_outside_an_indexed_job_is_not_found(make_resolver):
     (JOB, {"hosts_file": "/absent"}, r"/absent cannot be read: .*No such file"),
     (JOBSET | {"JOBSET_JOB_INDEX": None}, {}, r"JOBSET_REPLICAS is '2', but JOBSET_JOB_INDEX is not set\. Set both from the annotations"),
     (JOBSET | {"JOBSET_JOB_INDEX": "2"}, {}, r"JOBSET_JOB_INDEX is 2, but JOBSET_REPLICAS is 2"),
+    (JOB, {"num_processes": 0}, r"`num_processes` must be >= 1, got 0"),
     (JOBSET, {"num_processes": 3}, r"The number of pods is 3, which JOBSET_REPLICAS 2 does not divide"),
 ])  # fmt: skip
 def test_incomplete_or_contradicting_settings_are_errors(make_resolver, settings, options, message):

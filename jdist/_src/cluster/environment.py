@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
-from jdist._src.cluster.gpus import share_gpus
+from jdist._src.cluster.gpus import GpuShare, share_gpus
 from jdist._src.cluster.resolver import ClusterNotFoundError
 from jdist._src.cluster.settings import (
     Variables,
@@ -96,7 +96,7 @@ def check_no_lone_address(variables: Variables) -> None:
             check_complete(variables, family.names, _ADVICE)
 
 
-def _share(variables: Variables):
+def _share(variables: Variables) -> GpuShare:
     local_count = read_integer(variables, "LOCAL_WORLD_SIZE", 1)
     local_id = check_index(read_integer(variables, "LOCAL_RANK"), "LOCAL_RANK", local_count, "LOCAL_WORLD_SIZE")
     return share_gpus(variables, local_id, local_count)

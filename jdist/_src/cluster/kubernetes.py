@@ -77,6 +77,8 @@ class KubernetesClusterResolver(SimpleClusterResolver):
     ):
         variables = os.environ if environ is None else environ
         address = coordinator_override(coordinator_address, variables)
+        if num_processes is not None and num_processes < 1:
+            raise ValueError(f"`num_processes` must be >= 1, got {num_processes}.")
         if job_to_label_mapping is None:
             cluster = _from_variables(variables, num_processes, port, address, pathlib.Path(hosts_file))
         else:
