@@ -116,9 +116,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def libraries(session: nox.Session) -> None:
-    """Data sources of TensorFlow, torch and Hugging Face, with the real libraries."""
-    session.install(*CONSTRAINTS, "-e", ".[test]", "datasets", "tensorflow-cpu", "torch")
-    session.run("python", "-m", "pytest", "tests/data/test_source_adapters.py", *session.posargs)
+    """Data sources of TensorFlow, torch and Hugging Face, and the client of Kubernetes, with the real libraries."""
+    session.install(*CONSTRAINTS, "-e", ".[test,kubernetes]", "datasets", "tensorflow-cpu", "torch")
+    tests = ["tests/data/test_source_adapters.py", "tests/cluster/test_kubernetes_resolver.py"]
+    session.run("python", "-m", "pytest", *tests, *session.posargs)
 
 
 @nox.session(python=PYTHONS)

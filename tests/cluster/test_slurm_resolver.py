@@ -169,6 +169,7 @@ def test_cr25_gpus_without_detected_ones_and_tasks_per_node_as_list_work():
     ({"SLURM_STEP_NODELIST": "n[1-"}, {}, r"Invalid Slurm host list"),
     ({"SLURM_DISTRIBUTION": "arbitrary"}, {}, r"SLURM_DISTRIBUTION is 'arbitrary', so the node of each task is unknown.*--distribution=block"),
     ({"SLURM_GPUS_ON_NODE": "gpu:x"}, {}, r"SLURM_GPUS_ON_NODE must be an integer >= 0, got 'x'"),
+    ({}, {"gpus_per_task": -1}, r"The number of GPUs must be >= 0, got -1"),
     ({}, {"jobs": {"zz": 5}}, r"Unrecognized job 'zz' in the Slurm job step"),
     ({"JAX_COORDINATOR_ADDRESS": "a"}, {}, r"JAX_COORDINATOR_ADDRESS must be a host with a port"),
 ])  # fmt: skip
@@ -243,3 +244,8 @@ def test_tasks_of_a_step_have_different_addresses_and_agree(counts, distribution
     assert len({str(resolver.cluster_spec()) for resolver in resolvers}) == 1
     assert len(set(resolvers[0].cluster_spec()["worker"].values())) == sum(counts)
     assert {resolver.master() for resolver in resolvers} == {"n1:8888"}
+
+
+def test_task_without_gpus_uses_none():
+    resolver = make_resolver({"SLURM_GPUS_ON_NODE": "4"}, gpus_per_task=0)
+    assert (resolver.local_device_ids, resolver.num_accelerators()) == (None, {})

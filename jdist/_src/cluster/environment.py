@@ -1,10 +1,10 @@
-"""The processes of explicit variables: those of `jdist run`, of JAX, and of torchrun."""
+"""The processes of explicit variables, of `jdist run`, JAX or torchrun."""
 
 import os
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
-from jdist._src.cluster.gpus import share_gpus
+from jdist._src.cluster.gpus import GpuShare, share_gpus
 from jdist._src.cluster.resolver import ClusterNotFoundError
 from jdist._src.cluster.settings import (
     Variables,
@@ -20,13 +20,13 @@ from jdist._src.cluster.simple import SimpleClusterResolver
 
 
 class _Family(NamedTuple):
-    count: str
-    index: str
+    size: str
+    rank: str
     address: tuple[str, ...]  # one variable, or the host and the port
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*self.address, self.count, self.index)
+        return (*self.address, self.size, self.rank)
 
 
 _FAMILIES = (
@@ -40,7 +40,7 @@ _ADVICE = "Set them on each process, the same except for the index, or none of t
 class EnvironmentClusterResolver(SimpleClusterResolver):
     """The processes of the variables that `jdist run`, a user of JAX, or torchrun sets.
 
-    The first of these groups of which the number of processes or the index is set is used, and must be complete:
+    These groups are tried in order. The first with a number of processes or an index is used, and must be complete:
 
     - `JDIST_COORDINATOR_ADDRESS`, `JDIST_NUM_PROCESSES`, `JDIST_PROCESS_ID`
     - `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`
@@ -67,12 +67,12 @@ class EnvironmentClusterResolver(SimpleClusterResolver):
 
     def __init__(self, *, environ: Mapping[str, str] | None = None):
         variables = os.environ if environ is None else environ
-        family = next((f for f in _FAMILIES if len(missing(variables, (f.count, f.index))) < 2), None)
+        family = next((f for f in _FAMILIES if len(missing(variables, (f.size, f.rank))) < 2), None)
         if family is None:
             raise ClusterNotFoundError(_not_found_message(variables))
         check_complete(variables, family.names, _ADVICE)
-        count = read_integer(variables, family.count, 1)
-        index = check_index(read_integer(variables, family.index), family.index, count, family.count)
+        count = read_integer(variables, family.size, 1)
+        index = check_index(read_integer(variables, family.rank), family.rank, count, family.size)
         address = _address(variables, family)
         # The processes of `jdist run` see their own GPUs only, and JAX reads JAX_LOCAL_DEVICE_IDS.
         is_torchrun = family is _FAMILIES[-1]
@@ -96,7 +96,7 @@ def check_no_lone_address(variables: Variables) -> None:
             check_complete(variables, family.names, _ADVICE)
 
 
-def _share(variables: Variables):
+def _share(variables: Variables) -> GpuShare:
     local_count = read_integer(variables, "LOCAL_WORLD_SIZE", 1)
     local_id = check_index(read_integer(variables, "LOCAL_RANK"), "LOCAL_RANK", local_count, "LOCAL_WORLD_SIZE")
     return share_gpus(variables, local_id, local_count)

@@ -31,8 +31,8 @@ class GCEClusterResolver(SimpleClusterResolver):
 
     Args:
         instance_group: The name of the group; default: the managed group that created this instance.
-        project: The project of the group; default: that of this instance.
-        zone: The zone of the group; default: that of this instance.
+        project: The project of the group; default: the project of this instance.
+        zone: The zone of the group; default: the zone of this instance.
         port: The port where process 0 listens.
         coordinator_address: The `"host:port"` where process 0 listens. Default: `JAX_COORDINATOR_ADDRESS`, or the first
             instance.
@@ -46,6 +46,7 @@ class GCEClusterResolver(SimpleClusterResolver):
         RuntimeError: An instance does not run, or a request failed.
 
     Example:
+        >>> from jdist.cluster import GCEClusterResolver
         >>> resolver = GCEClusterResolver("workers")  # doctest: +SKIP
         >>> resolver.initialize()  # doctest: +SKIP
     """

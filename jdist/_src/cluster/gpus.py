@@ -14,17 +14,17 @@ class GpuShare(NamedTuple):
     """The GPUs of one process.
 
     Attributes:
-        count: The number of GPUs, or None if unknown.
-        local_device_ids: The GPUs among the visible ones, or None if all visible GPUs belong to this process.
+        per_process: The number of GPUs, or None if unknown.
+        local_device_ids: The GPUs among the visible ones, or None if this process uses all visible GPUs.
     """
 
-    count: int | None
+    per_process: int | None
     local_device_ids: tuple[int, ...] | None
 
     @property
     def accelerators(self) -> dict[str, int] | None:
         """The number of accelerators of each kind, or None if unknown."""
-        return None if self.count is None else {"GPU": self.count} if self.count else {}
+        return None if self.per_process is None else {"GPU": self.per_process} if self.per_process else {}
 
 
 def share_gpus(
@@ -48,8 +48,11 @@ def share_gpus(
         per_host: The number of GPUs of the host; default: the visible ones.
 
     Raises:
-        ValueError: The processes need more GPUs than there are.
+        ValueError: The processes need more GPUs than there are, or a number is negative.
     """
+    for number in (per_process, per_host):
+        if number is not None and number < 0:
+            raise ValueError(f"The number of GPUs must be >= 0, got {number}.")
     visible = _visible_count(variables)
     total = visible if per_host is None else per_host
     if per_process is not None and total is not None:
@@ -68,8 +71,10 @@ def share_gpus(
         return GpuShare(None, (local_id,) if local_count > 1 else None)
     if local_count == 1 and share == total:
         return GpuShare(share, None)
-    if share == 0 or (visible is not None and visible <= share and visible != per_host):
-        return GpuShare(visible if share == 0 else share, None)
+    if share == 0:
+        return GpuShare(visible if per_process is None else 0, None)
+    if visible is not None and visible <= share and visible != per_host:
+        return GpuShare(share, None)
     return GpuShare(share, tuple(range(local_id * share, (local_id + 1) * share)))
 
 

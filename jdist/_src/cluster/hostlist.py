@@ -54,7 +54,7 @@ def _split(text: str) -> list[tuple[int, str]]:
 
 
 def _piece(piece: str, text: str, position: int) -> list[str]:
-    """Returns the texts that a piece of a host stands for: itself, or the numbers of a bracket."""
+    """Returns the alternatives of a piece of a host: the text, or the numbers of a bracket."""
     if not piece.startswith("["):
         return [piece]
     numbers: list[str] = []

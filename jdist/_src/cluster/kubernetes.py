@@ -39,15 +39,15 @@ class KubernetesClusterResolver(SimpleClusterResolver):
         num_processes: The number of pods; default: `JOB_COMPLETIONS`, in a JobSet times `JOBSET_REPLICAS`.
         port: The port where process 0 listens.
         coordinator_address: The `"host:port"` where process 0 listens. Default: `JAX_COORDINATOR_ADDRESS`, or the first pod.
-        namespace: The namespace of the pods; default: that of this pod.
-        client: A client of the API with the method `list_namespaced_pod`; default: that of `kubernetes`, with the service
+        namespace: The namespace of the pods; default: the namespace of this pod.
+        client: A client of the API with the method `list_namespaced_pod`; default: the client of `kubernetes`, with the service
             account of this pod.
         timeout_seconds: The time limit until all pods run, for the API.
         hosts_file: The file with the domain of this pod.
         environ: The environment variables to read; default: `os.environ`.
 
     Raises:
-        ClusterNotFoundError: This process is not in a pod of an indexed Job, or the API has no such pods.
+        ClusterNotFoundError: This process is not in a pod of an indexed Job, or the API returned zero pods.
         ValueError: The settings are incomplete, or contradict each other.
         RuntimeError: A pod does not run, or the API returned an error.
         ImportError: The API is needed, and the package `kubernetes` is not installed.
@@ -77,6 +77,8 @@ class KubernetesClusterResolver(SimpleClusterResolver):
     ):
         variables = os.environ if environ is None else environ
         address = coordinator_override(coordinator_address, variables)
+        if num_processes is not None and num_processes < 1:
+            raise ValueError(f"`num_processes` must be >= 1, got {num_processes}.")
         if job_to_label_mapping is None:
             cluster = _from_variables(variables, num_processes, port, address, pathlib.Path(hosts_file))
         else:

@@ -19,7 +19,7 @@ _REQUEST_SECONDS = 30.0
 class PodCluster(NamedTuple):
     """The addresses of the pods, and the task of this pod."""
 
-    spec: dict[str, Addresses]
+    spec: Mapping[str, Addresses]
     task_type: str
     task_id: int
 
@@ -40,12 +40,12 @@ def find_pods(
         count: The number of pods.
         port: The port of the addresses.
         variables: The environment variables, which identify this pod.
-        namespace: The namespace of the pods, or None for that of this pod.
+        namespace: The namespace of the pods, or None for the namespace of this pod.
         client: A client of the API, or None.
         timeout_seconds: The time limit until all pods run.
 
     Raises:
-        ClusterNotFoundError: The API has no such pods, or this process is not in a pod.
+        ClusterNotFoundError: The API returned zero pods, or this process is not in a pod.
         ValueError: The number of pods is unknown, or this pod is not one of them.
         RuntimeError: A pod does not run, or the API returned an error.
     """
@@ -133,7 +133,7 @@ def _list(client: Any, namespace: str, selector: str, deadline: float) -> list[A
     try:
         pods = client.list_namespaced_pod(namespace, label_selector=selector, _request_timeout=seconds).items
     except Exception as error:  # of the client, which has many types
-        status = getattr(error, "status", None)
+        status: Any = getattr(error, "status", None)
         advice = {
             401: "The token of the service account is not accepted.",
             403: "Give the service account of the pod a Role with the verb `list` for `pods`.",

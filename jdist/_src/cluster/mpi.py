@@ -25,7 +25,7 @@ from jdist._src.cluster.simple import SimpleClusterResolver
 
 class _Family(NamedTuple):
     launcher: str
-    count: str
+    size: str
     rank: str
     local_count: tuple[str, ...]
     local_rank: tuple[str, ...]
@@ -94,8 +94,8 @@ class MPIClusterResolver(SimpleClusterResolver):
     ):
         variables = os.environ if environ is None else environ
         family = _family(variables)
-        count = read_integer(variables, family.count, 1)
-        rank = check_index(read_integer(variables, family.rank), family.rank, count, family.count)
+        count = read_integer(variables, family.size, 1)
+        rank = check_index(read_integer(variables, family.rank), family.rank, count, family.size)
         local_count = _first_integer(variables, family.local_count)
         local_rank = _first_integer(variables, family.local_rank)
         address = coordinator_override(coordinator_address, variables)
@@ -120,10 +120,10 @@ class MPIClusterResolver(SimpleClusterResolver):
 
 def _family(variables: Variables) -> _Family:
     """Returns the variables of the launcher, checked for completeness."""
-    family = next((f for f in _FAMILIES if len(missing(variables, (f.count, f.rank))) < 2), None)
+    family = next((f for f in _FAMILIES if len(missing(variables, (f.size, f.rank))) < 2), None)
     has_srun = not missing(variables, ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"))
     if family is None and missing(variables, (_PMIX,)):
-        names = "; ".join(f"{family.count}, {family.rank} ({family.launcher})" for family in _FAMILIES)
+        names = "; ".join(f"{family.size}, {family.rank} ({family.launcher})" for family in _FAMILIES)
         raise ClusterNotFoundError(
             f"This process was not started by an MPI launcher: {names} are not set. Use `mpirun`."
         )
@@ -137,13 +137,13 @@ def _family(variables: Variables) -> _Family:
             f"{_PMIX} is {variables[_PMIX]!r}, but PMIx does not pass the number of processes. Start the program with "
             "`mpirun`, or set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID."
         )
-    check_complete(variables, (family.count, family.rank), "The launcher sets both. Pass its environment on.")
+    check_complete(variables, (family.size, family.rank), "The launcher sets both. Pass its environment on.")
     return family
 
 
 def _equals_srun(variables: Variables, family: _Family) -> bool:
-    """Whether the variables are those of `srun --mpi=pmi2`. An `mpirun` in a Slurm job has other numbers or other variables."""
-    pairs = ((family.count, "SLURM_STEP_NUM_TASKS"), (family.rank, "SLURM_PROCID"))
+    """Whether `srun --mpi=pmi2` has set the variables. An `mpirun` in a Slurm job has other numbers or other variables."""
+    pairs = ((family.size, "SLURM_STEP_NUM_TASKS"), (family.rank, "SLURM_PROCID"))
     return family.launcher == "PMI" and all(variables.get(mpi) == variables[slurm] for mpi, slurm in pairs)
 
 

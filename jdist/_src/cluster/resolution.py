@@ -32,7 +32,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver:
 
     Tries, in this order: `EnvironmentClusterResolver`, `TFConfigClusterResolver`, `MPIClusterResolver`, `SlurmClusterResolver`,
     `SageMakerClusterResolver`, `TPUClusterResolver`, `KubernetesClusterResolver`. The first that finds its settings is
-    returned, also if there is one process only. No request is sent: on a Cloud TPU that has no variables, pass
+    returned, also if there is one process only. No request is sent: on a Cloud TPU without variables, pass
     `TPUClusterResolver()`, and for an instance group `GCEClusterResolver()`.
 
     Args:
@@ -71,8 +71,8 @@ def resolve_each(environ: Mapping[str, str] | None = None) -> dict[str, ClusterR
         environ: The environment variables to read; default: `os.environ`.
 
     Returns:
-        The outcomes by the name of the class, in the order of `resolve`. An error is a `ClusterNotFoundError` if there are no
-        settings, and another ValueError if they are incomplete or malformed.
+        The outcomes by the name of the class, in the order of `resolve`. An error is a `ClusterNotFoundError` if the settings
+        are absent, and another ValueError if they are incomplete or malformed.
 
     Example:
         >>> outcomes = jdist.cluster.resolve_each({"SM_HOSTS": '["algo-1"]', "TF_CONFIG": "{"})

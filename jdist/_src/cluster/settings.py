@@ -73,5 +73,5 @@ def port_of_job(job: str) -> int:
 
 
 def unknown_addresses(count: int, coordinator: str) -> dict[str, dict[int, str | None]]:
-    """Returns the cluster spec of `count` workers of which only the address of the first is known."""
+    """Returns the cluster spec of `count` workers with the address of the first only."""
     return {"worker": {index: None if index else coordinator for index in range(count)}}

@@ -15,7 +15,7 @@ _MEMBERS = JOBS[:2]
 
 class _Task(NamedTuple):
     job: str
-    index: int
+    task_id: int
     address: str | None
 
 
@@ -24,7 +24,8 @@ class SimpleClusterResolver:
     """The processes of a cluster spec. All settings are read once, in the constructor.
 
     The chief is process 0, and the workers follow in the order of their task indices. Without a chief, the first worker is
-    process 0. An evaluator is a cluster of its own, with one process. Parameter servers have no process index.
+    process 0. An evaluator is a separate cluster of one process. Parameter servers do not have a process
+    index.
 
     Args:
         cluster_spec: The addresses of the tasks of each job: `"chief"`, `"worker"`, `"evaluator"`, `"ps"`. A list, or a mapping
@@ -109,7 +110,7 @@ class SimpleClusterResolver:
             )
         if self.task_type == "evaluator":
             return 0
-        return [(task.job, task.index) for task in _members(self._tasks)].index((self.task_type, self.task_id))
+        return [(task.job, task.task_id) for task in _members(self._tasks)].index((self.task_type, self.task_id))
 
     @property
     def task_type(self) -> str:
@@ -137,7 +138,7 @@ class SimpleClusterResolver:
         for task in self._tasks:
             addresses = spec.setdefault(task.job, {})
             if task.address is not None:
-                addresses[task.index] = task.address
+                addresses[task.task_id] = task.address
         return spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
@@ -262,14 +263,14 @@ def _select_task(
     tasks: tuple[_Task, ...], task_type: str | None, task_id: int | None, source: str
 ) -> tuple[str, int] | None:
     if task_type is None and task_id is None:
-        return (tasks[0].job, tasks[0].index) if len(tasks) == 1 else None
+        return (tasks[0].job, tasks[0].task_id) if len(tasks) == 1 else None
     if task_type is None:
         raise ValueError(
             f"The task index is {task_id}, but the task type is not set. Set it to one of {', '.join(JOBS)}."
         )
     if task_type not in JOBS:
         raise ValueError(f"Unrecognized task type {task_type!r}: the task types are {', '.join(JOBS)}.")
-    indices = [task.index for task in tasks if task.job == task_type]
+    indices = [task.task_id for task in tasks if task.job == task_type]
     if task_id is None and len(indices) > 1:
         raise ValueError(
             f"The task index is not set, but {source} has {len(indices)} tasks of type {task_type!r}. Set it."

@@ -85,8 +85,8 @@ class SlurmClusterResolver(SimpleClusterResolver):
             variables,
             local_id,
             node_counts[node],
-            per_process=gpus_per_task or _gpu_count(variables, "SLURM_GPUS_PER_TASK"),
-            per_host=gpus_per_node or _gpu_count(variables, "SLURM_GPUS_ON_NODE"),
+            per_process=_gpu_count(variables, "SLURM_GPUS_PER_TASK") if gpus_per_task is None else gpus_per_task,
+            per_host=_gpu_count(variables, "SLURM_GPUS_ON_NODE") if gpus_per_node is None else gpus_per_node,
         )
         port = port_of_job(f"{variables.get('SLURM_JOB_ID')}.{variables.get('SLURM_STEP_ID')}")
         base = port if port_base is None else port_base

@@ -19,7 +19,7 @@ class UnionResolver(SimpleClusterResolver):
 
     Raises:
         TypeError: An argument is not a `ClusterResolver`.
-        ValueError: There is no resolver, two tasks have the same index, or a resolver does not know the addresses of its
+        ValueError: No resolver is passed, two tasks have the same index, or a resolver does not know the addresses of its
             processes.
 
     Example:
@@ -35,7 +35,7 @@ class UnionResolver(SimpleClusterResolver):
     def __init__(self, *resolvers: ClusterResolver, task_type: str | None = None, task_id: int | None = None):
         for position, resolver in enumerate(resolvers):
             # `SimpleClusterResolver` first: in Python 3.11 the check of a protocol reads `task_type`, which may be unknown.
-            if not isinstance(resolver, (SimpleClusterResolver, ClusterResolver)):  # noqa: UP038
+            if not isinstance(resolver, (SimpleClusterResolver, ClusterResolver)):
                 raise TypeError(
                     f"Argument {position} of `UnionResolver` must be a `ClusterResolver`, got {resolver!r}."
                 )

@@ -9,10 +9,7 @@ _BATCHES = "write `strategy.distribute_dataset(source, batch_size)`, with the gl
 _DEPRECATED = "deprecated in TensorFlow; jdist does not have it"
 _LAYOUT = "write `jdist.ShardedStrategy(mesh=mesh, model_axis=..., layout=...)`, which shards the parameters"
 _PROCESSES = "call `jax.distributed.initialize()` in each process"
-_RESOLVER = (
-    "write `jdist.cluster.TPUClusterResolver()` on a TPU; for Slurm, Open MPI and Kubernetes, `jax.distributed.initialize()` "
-    "detects the processes"
-)
+_RESOLVER = "write `jdist.cluster.{}`, or `jdist.cluster.resolve()`, which finds the resolver of the environment"
 _PARAMETER_SERVERS = "part of parameter server training, which jdist does not have"
 _STATE = "write a plain array in the state, or `jdist.Mirrored(x, aggregation)`"
 _COMMUNICATION = "not configurable: XLA uses NCCL on GPUs, the interconnect on TPUs, and gloo between CPU processes"
@@ -45,9 +42,9 @@ _PARTITIONERS = "part of parameter server training; `jdist.ShardedStrategy` shar
 
 MODULE_NAMES = {
     "Checkpoint": "write `jdist.Checkpointer(path)`; the callback of `Trainer.fit` is `jdist.callbacks.Checkpoint`",
-    "ClusterResolver": "write `jdist.cluster.ClusterResolver`",
+    "ClusterResolver": _RESOLVER.format("ClusterResolver"),
     "FixedShardsPartitioner": _PARTITIONERS,
-    "KubernetesExecutableLocation": _RESOLVER,
+    "KubernetesExecutableLocation": "not needed: pass `client=` to `jdist.cluster.KubernetesClusterResolver`",
     "MaxSizePartitioner": _PARTITIONERS,
     "MinSizePartitioner": _PARTITIONERS,
     "Partitioner": _PARTITIONERS,
@@ -66,11 +63,11 @@ MODULE_NAMES = {
     "DistributedDelegate": "not needed: inside a replica function a value is a plain array",
     "DistributedTable": "use a dictionary on the host, and look values up before the step",
     "DistributedVariable": _STATE,
-    "GCEClusterResolver": _RESOLVER,
+    "GCEClusterResolver": _RESOLVER.format("GCEClusterResolver"),
     "HierarchicalCopyAllReduce": "write `jdist.HierarchicalAllReduce(group_size)`",
     "InputOptions": "write `prefetch=` and `auto_shard=` of `strategy.distribute_dataset`",
     "InputReplicationMode": "not needed: an input pipeline places the batches of all replicas of its process on their devices",
-    "KubernetesClusterResolver": _RESOLVER,
+    "KubernetesClusterResolver": _RESOLVER.format("KubernetesClusterResolver"),
     "MirroredVariable": _STATE,
     "NcclAllReduce": "write `jdist.AllReduce()`, which uses NCCL on GPUs",
     "ParameterServerStrategy": (
@@ -83,14 +80,14 @@ MODULE_NAMES = {
     "RunOptions": "not needed: shapes are static, and every step is compiled",
     "Server": f"not needed: {_PROCESSES}",
     "ShardedVariable": "write `jdist.Sharded(x)`",
-    "SimpleClusterResolver": _RESOLVER,
-    "SlurmClusterResolver": _RESOLVER,
+    "SimpleClusterResolver": _RESOLVER.format("SimpleClusterResolver"),
+    "SlurmClusterResolver": _RESOLVER.format("SlurmClusterResolver"),
     "StrategyExtended": "not needed: see `jdist.Strategy`",
     "SyncOnReadVariable": "write `jdist.SyncOnRead(x, aggregation)`",
-    "TFConfigClusterResolver": _RESOLVER,
-    "TPUClusterResolver": "write `jdist.cluster.TPUClusterResolver()`",
-    "UnionResolver": _RESOLVER,
-    "cluster_resolver": _RESOLVER,
+    "TFConfigClusterResolver": _RESOLVER.format("TFConfigClusterResolver"),
+    "TPUClusterResolver": _RESOLVER.format("TPUClusterResolver"),
+    "UnionResolver": _RESOLVER.format("UnionResolver"),
+    "cluster_resolver": "write `jdist.cluster`, with `jdist.cluster.resolve()` and the resolvers",
     "coordinator": _PARAMETER_SERVERS,
     "experimental": (
         "its names are in `jdist`: `jdist.CentralStorageStrategy`, `jdist.CommunicationOptions`, `jdist.ValueContext`, "

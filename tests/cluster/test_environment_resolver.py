@@ -1,0 +1,82 @@
+"""Variables of `jdist run`, of JAX and of torchrun: complete, half-set and absent groups."""
+
+import collections
+
+import pytest
+
+from jdist.cluster import ClusterNotFoundError, EnvironmentClusterResolver
+
+JDIST = {"JDIST_COORDINATOR_ADDRESS": "a:1", "JDIST_NUM_PROCESSES": "2", "JDIST_PROCESS_ID": "1"}
+JAX = {"JAX_COORDINATOR_ADDRESS": "b:2", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+TORCH = {"MASTER_ADDR": "c", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+def make_resolver(*settings):
+    environ = dict(collections.ChainMap(*reversed(settings)))
+    return EnvironmentClusterResolver(environ={name: text for name, text in environ.items() if text is not None})
+
+
+@pytest.mark.parametrize("settings, processes", [
+    ([JDIST], (2, 1, "a:1")),
+    ([JAX], (3, 2, "b:2")),
+    ([TORCH], (4, 3, "c:29500")),
+    ([TORCH, {"MASTER_ADDR": "fe80::1"}], (4, 3, "[fe80::1]:29500")),
+    ([TORCH, {"TORCHELASTIC_USE_AGENT_STORE": "True"}], (4, 3, "c:29501")),  # torchrun listens on 29500
+    ([TORCH, {"TORCHELASTIC_USE_AGENT_STORE": "False"}], (4, 3, "c:29500")),
+    ([JDIST, JAX, TORCH], (2, 1, "a:1")),
+    ([JAX, TORCH], (3, 2, "b:2")),
+    ([JAX, {"MASTER_ADDR": "c", "JDIST_COORDINATOR_ADDRESS": ""}], (3, 2, "b:2")),
+    ([JDIST, {"JDIST_NUM_PROCESSES": "1", "JDIST_PROCESS_ID": " 0 "}], (1, 0, "a:1")),
+])  # fmt: skip
+def test_first_complete_group_describes_the_processes(settings, processes):
+    resolver = make_resolver(*settings)
+    assert (resolver.num_processes, resolver.process_id, resolver.master()) == processes
+    assert resolver.cluster_spec() == {"worker": {0: processes[2]}}
+    assert (resolver.task_type, resolver.task_id, resolver.environment) == ("worker", processes[1], "variables")
+
+
+@pytest.mark.parametrize("settings, message", [
+    ([JDIST, {"JDIST_PROCESS_ID": None}], r"JDIST_COORDINATOR_ADDRESS is 'a:1', JDIST_NUM_PROCESSES is '2', but JDIST_PROCESS_ID is not set"),
+    ([JAX, {"JAX_COORDINATOR_ADDRESS": " "}], r"but JAX_COORDINATOR_ADDRESS is not set\. Set them on each process, the same except"),
+    ([{"WORLD_SIZE": "4"}], r"WORLD_SIZE is '4', but MASTER_ADDR, MASTER_PORT, RANK are not set"),
+    ([JDIST, {"JDIST_PROCESS_ID": "2"}], r"JDIST_PROCESS_ID is 2, but JDIST_NUM_PROCESSES is 2: the index must be from 0 to 1"),
+    ([JDIST, {"JDIST_PROCESS_ID": "-1"}], r"JDIST_PROCESS_ID must be an integer >= 0, got '-1'"),
+    ([JDIST, {"JDIST_NUM_PROCESSES": "0"}], r"JDIST_NUM_PROCESSES must be an integer >= 1, got '0'"),
+    ([JAX, {"JAX_COORDINATOR_ADDRESS": "b"}], r"JAX_COORDINATOR_ADDRESS must be a host with a port, such as '10\.0\.0\.1:8476', got 'b'"),
+    ([TORCH, {"MASTER_PORT": "http"}], r"MASTER_PORT must be an integer >= 1, got 'http'"),
+    ([TORCH, {"MASTER_PORT": "70000"}], r"MASTER_ADDR with MASTER_PORT is 'c:70000', but a port is a number"),
+    ([TORCH, {"MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True"}], r"MASTER_ADDR with MASTER_PORT \+ 1 is 'c:65536'"),
+    ([TORCH, LOCAL, {"LOCAL_RANK": "2"}], r"LOCAL_RANK is 2, but LOCAL_WORLD_SIZE is 2"),
+])  # fmt: skip
+def test_half_set_or_malformed_group_is_an_error(settings, message):
+    with pytest.raises(ValueError, match=message) as error:
+        make_resolver(*settings)
+    assert not isinstance(error.value, ClusterNotFoundError)
+
+
+@pytest.mark.parametrize("settings, message", [
+    ([], r"No variables of processes are set\. Set one of these groups on each process: JDIST_COORDINATOR_ADDRESS, .*; JAX_.*; MASTER_"),
+    ([{"JAX_COORDINATOR_ADDRESS": "a:1"}], r"Only JAX_COORDINATOR_ADDRESS is set\. Set one"),
+    ([{"MASTER_ADDR": "a", "MASTER_PORT": "1"}], r"Only MASTER_ADDR, MASTER_PORT are set\. Set one"),
+])  # fmt: skip
+def test_no_group_or_an_address_alone_is_not_found(settings, message):
+    with pytest.raises(ClusterNotFoundError, match=message):
+        make_resolver(*settings)
+
+
+@pytest.mark.parametrize("settings, ids", [
+    ([TORCH, LOCAL], (1,)),
+    ([TORCH, LOCAL, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}], (2, 3)),
+    ([TORCH, LOCAL, {"CUDA_VISIBLE_DEVICES": "1"}], None),
+    ([TORCH, {"LOCAL_RANK": "1"}], None),
+    ([JDIST, LOCAL], None),
+])  # fmt: skip
+def test_gpus_are_divided_between_the_processes_of_torchrun(settings, ids):
+    assert make_resolver(*settings).local_device_ids == ids
+
+
+def test_variables_of_the_process_are_the_default(monkeypatch):
+    for name, value in JDIST.items():
+        monkeypatch.setenv(name, value)
+    assert EnvironmentClusterResolver().process_id == 1
