@@ -1,4 +1,4 @@
-"""The `ClusterResolver` protocol, which every cluster resolver implements."""
+"""The `ClusterResolver` protocol, which every cluster resolver implements, and the error of an absent cluster."""
 
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
@@ -59,3 +59,20 @@ class ClusterResolver(Protocol):
     def initialize(self) -> None:
         """Joins the other processes by `jax.distributed.initialize`, unless it has been called. Call it before JAX is used."""
         ...
+
+
+class ClusterNotFoundError(ValueError):
+    """The source of a resolver does not describe a cluster, such as an environment variable that is not set.
+
+    Settings that contradict each other or are incomplete are a plain ValueError. So a program can continue without a cluster,
+    and wrong settings are still reported.
+
+    Example:
+        >>> try:
+        ...     jdist.cluster.TFConfigClusterResolver(environ={})
+        ... except jdist.cluster.ClusterNotFoundError as error:
+        ...     print(error)
+        TF_CONFIG is not set. Set it on each process to ...
+    """
+
+    __module__ = "jdist.cluster"  # tracebacks show the public name

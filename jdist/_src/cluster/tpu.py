@@ -13,9 +13,9 @@ import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import jax
-
+from jdist._src.cluster.joining import join_processes
 from jdist._src.cluster.metadata import get_attribute
+from jdist._src.cluster.resolver import ClusterNotFoundError
 
 _PORT = "8482"  # JAX's default port on a TPU; libtpu and Megascale use others
 _SKIP, _PATH = "TPU_SKIP_MDS_QUERY", "TPU_PROCESS_ADDRESSES_PATH"
@@ -65,7 +65,8 @@ class TPUClusterResolver:
             the variables do not contain.
 
     Raises:
-        ValueError: No settings of a TPU were found, or they contradict each other.
+        ClusterNotFoundError: No settings of a TPU were found.
+        ValueError: The settings contradict each other.
         RuntimeError: The metadata server was queried, and did not return a valid response.
 
     Example:
@@ -170,13 +171,7 @@ class TPUClusterResolver:
         Raises:
             RuntimeError: A JAX backend has started already, or the other processes cannot be reached.
         """
-        if self.num_processes > 1 and not jax.distributed.is_initialized():
-            jax.distributed.initialize(
-                self.coordinator_address,
-                self.num_processes,
-                self.process_id,
-                cluster_detection_method="deactivate",  # everything that JAX would detect is passed
-            )
+        join_processes(self.coordinator_address, self.num_processes, self.process_id)
 
 
 def _from_variables(variables: _Variables) -> _Settings:
@@ -201,7 +196,7 @@ def _addresses(settings: _Settings, variables: _Variables) -> tuple[tuple[str, .
     """Returns the addresses of the processes of this slice, and their source."""
     processes = settings.get(_PROCESSES) or settings.get(_HOSTS)
     if processes is None:
-        raise ValueError(_not_found_message(settings, variables))
+        raise ClusterNotFoundError(_not_found_message(settings, variables))
     addresses = tuple(address.strip() for address in processes.text.split(","))
     if not all(addresses):
         raise ValueError(f"{processes.source} is {processes.text!r}: a name is empty. Name each process of the slice.")
