@@ -34,7 +34,8 @@ def test_help_shows_each_verb_with_an_example_that_runs(run, tmp_path, monkeypat
     for name, entry in VERBS.items():
         assert f"{name:7}  {entry.summary}\n" in output
         assert f"example: jdist {entry.example}\n" in output
-        assert run(*entry.example.split())[0] == 0
+        if name != "doctor":  # in test_doctor.py
+            assert run(*entry.example.split())[0] == 0
         status, verb_help, _ = run(name, "--help")
         assert (
             status == 0 and f"usage: jdist {name} [-h]" in verb_help and f"Example: jdist {entry.example}" in verb_help
@@ -50,7 +51,7 @@ def test_command_without_verb_or_with_an_unknown_verb_or_argument_has_status_2(r
     assert (status, output) == (2, "") and "example: jdist devices" in errors
     for word, nearest in {"environment": "env", "dev": "devices", "devcies": "devices"}.items():
         assert run(word) == (2, "", f"jdist: there is no command {word!r}. Did you mean `jdist {nearest}`?\n")
-    assert run("qqq") == (2, "", "jdist: there is no command 'qqq'. The commands are devices, env, run.\n")
+    assert run("qqq") == (2, "", "jdist: there is no command 'qqq'. The commands are devices, doctor, env, run.\n")
     status, _, errors = run("env", "--yaml")
     assert status == 2 and "unrecognized arguments: --yaml" in errors
 

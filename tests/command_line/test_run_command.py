@@ -218,10 +218,11 @@ def test_failure_text_is_the_last_traceback_or_the_last_lines():
 
 
 def test_process_that_hangs_at_its_exit_is_reported_and_the_others_are_killed_after_the_grace_period(run):
-    program = "import atexit\natexit.register(signal.pause)\nif i == 1: sys.exit(5)\n"
-    program += "signal.signal(signal.SIGTERM, lambda *_: print('saved')); print('ready')\nwhile True: signal.pause()"
+    program = "import atexit, pathlib\natexit.register(signal.pause)\nready = pathlib.Path('ready')\n"
+    program += "while i == 1:\n    if ready.exists(): sys.exit(5)\n    time.sleep(0.01)\n"
+    program += "signal.signal(signal.SIGTERM, lambda *_: print('saved')); ready.touch()\nwhile True: time.sleep(0.01)"
     status, output, errors = run("-n 2 --grace 0.3", program)
-    assert (status, output) == (5, "[0] ready\n[0] saved\n")
+    assert (status, output) == (5, "[0] saved\n")
     assert "process 1 failed: exit status 5." in errors and "SIGKILL after 0.3 seconds" in errors
 
 
@@ -235,7 +236,7 @@ def test_single_process_with_an_error_has_time_at_its_exit(run):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_is_forwarded_and_is_not_a_failure(started, number):
-    launcher = started("-n 2", "print('ready'); signal.pause()")
+    launcher = started("-n 2", "print('ready'); time.sleep(60)")
     read_until(launcher.stdout, "[0] ready", "[1] ready")
     launcher.send_signal(number)
     _, errors = launcher.communicate(timeout=60)
@@ -246,7 +247,7 @@ def test_signal_is_forwarded_and_is_not_a_failure(started, number):
 
 def test_processes_that_handle_a_signal_have_time_to_save_and_their_exit_status_counts(started):
     program = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), print('saved'), sys.exit(0)))\n"
-    launcher = started("-n 2 --grace 0.1", program + "print('ready'); signal.pause()")
+    launcher = started("-n 2 --grace 0.1", program + "print('ready'); time.sleep(60)")
     read_until(launcher.stdout, "[0] ready", "[1] ready")
     launcher.terminate()
     output, _ = launcher.communicate(timeout=60)
@@ -254,7 +255,7 @@ def test_processes_that_handle_a_signal_have_time_to_save_and_their_exit_status_
 
 
 def test_second_interrupt_kills_processes_that_ignore_the_first(started):
-    program = "signal.signal(signal.SIGINT, lambda *_: print('ignored'))\nprint('ready')\nwhile True: signal.pause()"
+    program = "signal.signal(signal.SIGINT, lambda *_: print('ignored'))\nprint('ready')\nwhile True: time.sleep(0.01)"
     launcher = started("-n 2", program)
     read_until(launcher.stdout, "[0] ready", "[1] ready")
     launcher.send_signal(signal.SIGINT)
@@ -296,7 +297,7 @@ def test_processes_that_a_program_started_end_with_it(run):
 
 
 def test_guard_and_processes_end_with_the_launcher(started):
-    launcher = started("-n 2", "print('ready'); signal.pause()")
+    launcher = started("-n 2", "print('ready'); time.sleep(60)")
     read_until(launcher.stdout, "[0] ready", "[1] ready")
     children = [
         int(pid) for pid in pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
@@ -436,3 +437,30 @@ def test_launcher_does_not_import_jax(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[0] started\n0 False\n", done.stderr
+
+
+# Programs that use JAX.
+
+JOINED = """
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+from jdist.cluster import resolve
+resolve().initialize()
+total = multihost_utils.process_allgather(jnp.float32(i + 1)).sum()
+"""
+
+
+def test_processes_join_each_other_with_their_devices(run):
+    program = JOINED + "print(jax.process_index(), jax.local_device_count(), jax.device_count(), total)"
+    status, output, errors = run("-n 2 --devices-per-process 3", program)
+    assert status == 0, errors
+    lines = [line for line in output.splitlines() if "Gloo" not in line]
+    assert sorted(lines) == ["[0] 0 3 6 3.0", "[1] 1 3 6 3.0"]
+
+
+@pytest.mark.slow
+def test_error_of_a_joined_process_is_reported_although_jax_waits_at_exit_and_ignores_sigterm(run):
+    program = JOINED + "if i == 1: raise ValueError('no')\nwhile True: multihost_utils.process_allgather(total)"
+    status, _, errors = run("-n 2 --grace 1", program)
+    assert status == 1
+    assert errors.endswith("ValueError: no\n") and "process 1 of 2 failed first: exit status 1" in errors

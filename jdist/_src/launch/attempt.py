@@ -1,6 +1,7 @@
 """One attempt: starts all processes of a program, forwards output and signals, and returns how each process ended."""
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -23,6 +24,7 @@ from jdist._src.launch.child_processes import (
 from jdist._src.launch.output import Console, PrefixedLines, failure_text
 
 _LEFTOVER_SECONDS = 2.0  # in which processes that the program started may end after it
+_POLL_SECONDS = 1.0  # signals, output and the end of a process wake up the launcher earlier
 _READ_BYTES = 1 << 16
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -166,7 +168,8 @@ class _Attempt:
 
     def wait(self) -> AttemptResult:
         while not self._all_ended():
-            self._process_events(None if self._deadline is None else max(0.0, self._deadline - time.monotonic()))
+            seconds = math.inf if self._deadline is None else self._deadline - time.monotonic()
+            self._process_events(min(max(seconds, 0.0), _POLL_SECONDS))
             if self._deadline is not None and time.monotonic() > self._deadline:
                 self._deadline = None
                 self._kill()
@@ -189,7 +192,7 @@ class _Attempt:
         os.close(self._notices)
         os.close(self._notices_of_children)
 
-    def _process_events(self, timeout: float | None) -> None:
+    def _process_events(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
             key.data()
         self._check_ended()
