@@ -75,13 +75,13 @@ def _check_program(program: Program) -> None:
         if os.path.isfile(program.target):
             return
         advice = "Pass the path of a Python script, without `python`, or a module after `-m`."
-        raise ValueError(f"there is no file {program.target!r} in {os.getcwd()}. {advice}")
+        raise ValueError(f"{program.target!r} is not a file in {os.getcwd()}. {advice}")
     name = program.target.partition(".")[0]
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as in the processes
     if not re.fullmatch(r"\w+(\.\w+)*", program.target) or importlib.util.find_spec(name) is None:
         raise ValueError(
-            f"there is no module {program.target!r}. Pass its name without `.py`, or a script without `-m`."
+            f"the module {program.target!r} is not found. Pass its name without `.py`, or a script without `-m`."
         )
 
 

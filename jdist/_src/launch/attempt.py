@@ -72,7 +72,7 @@ class AttemptResult(NamedTuple):
 
     @property
     def exit_status(self) -> int:
-        """The exit status of the launcher: that of the first failure, 128 + n for signal n, otherwise 0."""
+        """The exit status of the launcher: the status of the first failure, 128 + n for signal n, otherwise 0."""
         if self.first_failure is not None:
             status = self.first_failure.status
             return status if status >= 0 else 128 - status
@@ -249,7 +249,7 @@ class _Attempt:
                 self._console.message("received a second SIGINT, and killed the processes.")
                 continue
             running = [process for process in self._processes if process.status is None]
-            for process in running:  # a terminal sends SIGINT to the whole group
+            for process in running:  # a terminal sends SIGINT to all processes of a group
                 send_signal(process.popen, number, to_group=number == signal.SIGINT)
             advice = " A second one kills them." if number == signal.SIGINT else ""
             name = signal.Signals(number).name

@@ -44,7 +44,7 @@ def start_child(
 def exit_status(child: subprocess.Popen[bytes]) -> int | None:
     """Returns the exit status of a process, `-n` after signal `n`, or None while it runs.
 
-    The process stays a zombie where the system permits this, so that its id and its group cannot belong to other processes yet.
+    The process stays a zombie where the system permits this, so that the system does not assign its id to another process yet.
     """
     if child.returncode is not None or not hasattr(os, "waitid"):
         return child.poll()
@@ -56,7 +56,7 @@ def exit_status(child: subprocess.Popen[bytes]) -> int | None:
 
 def send_signal(child: subprocess.Popen[bytes], number: int, *, to_group: bool = False) -> None:
     """Sends a signal to a process that was not waited for, or to its process group."""
-    if child.returncode is None:  # otherwise its id may belong to another process
+    if child.returncode is None:  # otherwise another process may have its id
         with contextlib.suppress(ProcessLookupError, PermissionError):
             (os.killpg if to_group else os.kill)(child.pid, number)
 
@@ -97,7 +97,7 @@ class Guard:
     """
 
     def __enter__(self) -> "Guard":
-        # A session of its own: it is not ended together with the process group or the terminal of this process.
+        # In a new session, it does not end together with the process group or the terminal of this process.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__],
             stdin=subprocess.PIPE,
@@ -116,7 +116,7 @@ class Guard:
         self._send(f"+{group}\n")
 
     def remove(self, group: int) -> None:
-        """Removes a process group, before its id can belong to another one."""
+        """Removes a process group, before the system can assign its id to another one."""
         self._send(f"-{group}\n")
 
     def _send(self, line: str) -> None:

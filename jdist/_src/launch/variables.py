@@ -48,7 +48,7 @@ def process_variables(
         "PYTHONUNBUFFERED": "1",  # of Python programs that a process starts, too
     }
     if num_local_processes > 1:
-        # `NPROC` is the size of XLA's thread pools, `OMP_NUM_THREADS` that of BLAS and torch. XLA does not read the latter.
+        # `NPROC` is the size of XLA's thread pools. BLAS and torch read `OMP_NUM_THREADS`, and XLA does not.
         for name in ("NPROC", "OMP_NUM_THREADS"):
             shared.setdefault(name, str(max(1, cores // num_local_processes)))
     if devices_per_process is not None:
@@ -118,7 +118,7 @@ def usable_cores(folder: str = "/sys/fs/cgroup") -> int:
         >>> usable_cores() >= 1
         True
     """
-    # `os.process_cpu_count` is new in Python 3.13; macOS has no affinity.
+    # `os.process_cpu_count` is new in Python 3.13; macOS does not have an affinity.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = (pathlib.Path(folder) / "cpu.max").read_text().split()
