@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.command_line.verb import Verb, start_devices
+from jdist._src.command_line.start_devices import start_devices
+from jdist._src.command_line.verb import Verb
 from jdist._src.strategies.mesh_drawing import draw_mesh
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from jdist._src.command_line.verb import Verb, start_devices
+from jdist._src.command_line.start_devices import start_devices
+from jdist._src.command_line.verb import Verb
 from jdist._src.core.version import __version__
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "chex", "orbax-checkpoint")

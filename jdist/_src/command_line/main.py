@@ -6,10 +6,13 @@ import sys
 from collections.abc import Sequence
 
 from jdist._src.command_line.devices import DEVICES
+from jdist._src.command_line.doctor import DOCTOR
 from jdist._src.command_line.env import ENV
+from jdist._src.command_line.run import RUN
+from jdist._src.command_line.verb import run_verb
 from jdist._src.core.version import __version__
 
-VERBS = {"devices": DEVICES, "env": ENV}
+VERBS = {"devices": DEVICES, "doctor": DOCTOR, "env": ENV, "run": RUN}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,21 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
+    if arguments and arguments[0] in VERBS:
+        return run_verb(arguments[0], VERBS[arguments[0]], arguments[1:])
+    if arguments and not arguments[0].startswith("-"):
         nearest = [name for name in VERBS if arguments[0].startswith(name) or name.startswith(arguments[0])]
         nearest = nearest or difflib.get_close_matches(arguments[0], VERBS, n=1)
         advice = f"Did you mean `jdist {nearest[0]}`?" if nearest else f"The commands are {', '.join(VERBS)}."
         print(f"jdist: there is no command {arguments[0]!r}. {advice}", file=sys.stderr)
         return 2
+    parser = _parser()
     try:
-        parsed = parser.parse_args(arguments)
+        parser.parse_args(arguments)
     except SystemExit as exit:  # argparse has printed the help, the version or the error
         return int(exit.code or 0)
-    if parsed.verb is None:
-        parser.print_help(sys.stderr)
-        return 2
-    return VERBS[parsed.verb].run(parsed)
+    parser.print_help(sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,11 +58,4 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"jdist {__version__}")
-    parsers = parser.add_subparsers(dest="verb", prog="jdist", help=argparse.SUPPRESS, metavar="COMMAND")
-    for name, verb in VERBS.items():
-        verb.add_arguments(
-            parsers.add_parser(
-                name, description=f"{verb.summary.capitalize()}.", epilog=f"Example: jdist {verb.example}"
-            )
-        )
     return parser

@@ -1,11 +1,8 @@
-"""One verb of the command line, and the devices that the verbs describe."""
+"""One verb of the command line. This module does not import JAX, because `jdist run` starts without it."""
 
 import argparse
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
-
-import jax
 
 
 class Verb(NamedTuple):
@@ -24,19 +21,23 @@ class Verb(NamedTuple):
     run: Callable[[argparse.Namespace], int]
 
 
-_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+def run_verb(name: str, verb: Verb, arguments: Sequence[str]) -> int:
+    """Runs a verb with its arguments; returns the exit status, which is 2 if the arguments are invalid.
 
-
-def start_devices() -> list[jax.Device]:
-    """Returns the devices of all processes. Starts JAX, on GPUs without reserving memory that other programs use.
-
-    Raises:
-        RuntimeError: JAX cannot use the devices.
+    Args:
+        name: The name of the verb.
+        verb: The verb.
+        arguments: The arguments after the name.
     """
-    before = os.environ.get(_PREALLOCATE)
-    os.environ.setdefault(_PREALLOCATE, "false")
+    parser = argparse.ArgumentParser(
+        prog=f"jdist {name}",
+        description=f"{verb.summary.capitalize()}.",
+        epilog=f"Example: jdist {verb.example}",
+        allow_abbrev=False,
+    )
+    verb.add_arguments(parser)
     try:
-        return jax.devices()
-    finally:
-        if before is None:
-            del os.environ[_PREALLOCATE]
+        parsed = parser.parse_args(arguments)
+    except SystemExit as exit:  # argparse has printed the help or the error
+        return int(exit.code or 0)
+    return verb.run(parsed)

@@ -1,7 +1,5 @@
 """The loop of a process that `processes` starts: it joins the others, calls functions, and writes their results."""
 
-import contextlib
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -19,6 +17,7 @@ from typing import Any
 import jax
 
 from jdist._src.core.jax_compat import use_loopback_for_cpu_collectives
+from jdist._src.launch.child import end_with_parent
 from jdist._src.testing import process_values
 
 _NOT_SHOWN = (__file__, process_values.__file__, importlib.__file__)  # files whose frames are not part of a traceback
@@ -36,7 +35,7 @@ def serve(settings: dict[str, Any]) -> None:
     for pipe in (requests, notices):
         os.set_inheritable(pipe, False)  # a process that the user's function starts would hold it open
     if settings["follow_parent"]:
-        _end_with_parent()
+        end_with_parent()
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # prints the stack of the main thread, after a timeout
     sys.argv = [""]
     calls: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -86,9 +85,3 @@ def _read_requests(pipe: int, calls: queue.SimpleQueue[int | None]) -> None:
         for line in lines:
             calls.put(None if line == "exit\n" else int(line))
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _end_with_parent() -> None:
-    """Lets Linux end this process with its parent, also if it is stopped, or in a call that holds Python's lock."""
-    with contextlib.suppress(OSError, AttributeError):  # other systems have no `prctl`: the pipe remains
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

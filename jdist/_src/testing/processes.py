@@ -7,7 +7,6 @@ import multiprocessing.connection
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from jdist._src.core.arguments import as_int, check_seconds
+from jdist._src.launch.child_processes import end_child, reserved_address, start_child
 from jdist._src.testing.process_values import load_value
 
 _POLL_SECONDS = 0.1
@@ -80,7 +80,7 @@ def processes(count: int, *, devices_per_process: int = 1, timeout: float = 120.
     with contextlib.ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="jdist-processes-", ignore_cleanup_errors=True))
         settings = {
-            "address": stack.enter_context(_reserved_address()),
+            "address": stack.enter_context(reserved_address()),
             "count": count,
             "folder": name,
             "timeout": timeout,
@@ -109,10 +109,7 @@ class _Process:
 
     def end(self) -> None:
         """Kills the process, if it has not ended, and the processes that it started."""
-        if self.popen.returncode is None:  # otherwise its id may belong to another process
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.popen.pid, signal.SIGKILL)
-            self.popen.wait()
+        end_child(self.popen)
 
     def report(self) -> str:
         text = self.output.read_text(errors="replace").strip()
@@ -333,32 +330,18 @@ def _started(settings: dict[str, Any], environment: dict[str, str]) -> Iterator[
         stack.callback(os.close, receive)
         with output.open("wb") as file:
             settings = {**settings, "requests": requests, "notices": notices}
-            popen = subprocess.Popen(
+            popen = start_child(
                 [sys.executable, "-u", "-c", _START, json.dumps(settings)],
-                env=environment,
-                stdin=subprocess.DEVNULL,
+                environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 pass_fds=(requests, notices),
-                process_group=0,  # Ctrl-C interrupts the test, which ends them
             )
         process = _Process(index, popen, send, receive, output)
         stack.callback(process.end)
         os.close(requests)
         os.close(notices)
         yield process
-
-
-@contextlib.contextmanager
-def _reserved_address() -> Iterator[str]:
-    """Returns an address on the loopback interface that no other program gets while the block runs.
-
-    The socket does not listen. The coordinator can bind the same port, because gRPC sets SO_REUSEPORT too.
-    """
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield f"127.0.0.1:{reserved.getsockname()[1]}"
 
 
 def _as_json(function: str, arguments: Sequence[Any]) -> str:

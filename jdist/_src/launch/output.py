@@ -1,0 +1,127 @@
+"""The output of the processes: complete lines with the index of the process, and the last lines for the report of a failure."""
+
+import collections
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+_MAX_LINE_BYTES = 1 << 16  # a longer line is divided
+_TAIL_LINES = 400
+_REPORTED_LINES = 20
+_TRACEBACK = b"Traceback (most recent call last):"
+_CHAIN = (b"During handling of the above exception", b"The above exception was the direct cause")
+
+
+class PrefixedLines:
+    """One output stream of a process, written line by line with a prefix.
+
+    Mutable: it stores an incomplete line and the last lines. A part of a line that ends with a carriage return is overwritten
+    by the next part, as on a terminal.
+
+    Args:
+        prefix: The text in front of each line.
+        write: Writes complete lines.
+    """
+
+    def __init__(self, prefix: bytes, write: Callable[[bytes], None]):
+        self._prefix, self._write = prefix, write
+        self._incomplete = b""
+        self._tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
+
+    def feed(self, data: bytes) -> None:
+        """Adds output of the process, and writes the complete lines."""
+        *lines, self._incomplete = (self._incomplete + data).split(b"\n")
+        if len(self._incomplete) > _MAX_LINE_BYTES:
+            lines, self._incomplete = [*lines, self._incomplete], b""
+        # The text before the last carriage return is overwritten; the last part has no line end yet.
+        kept, separator, last = self._incomplete.rpartition(b"\r")
+        self._incomplete = last if last or not separator else kept.rpartition(b"\r")[2] + separator
+        self._write_lines(lines)
+
+    def close(self) -> None:
+        """Writes the incomplete last line."""
+        if self._incomplete:
+            lines, self._incomplete = [self._incomplete], b""
+            self._write_lines(lines)
+
+    def tail(self) -> list[bytes]:
+        """Returns the last lines, the incomplete one too."""
+        return [*self._tail, *filter(None, [_shown(self._incomplete)])]
+
+    def _write_lines(self, lines: list[bytes]) -> None:
+        lines = list(map(_shown, lines))
+        if lines:
+            self._tail.extend(lines)
+            self._write(b"".join(self._prefix + line + b"\n" for line in lines))
+
+
+def _shown(line: bytes) -> bytes:
+    return line.removesuffix(b"\r").rpartition(b"\r")[2]
+
+
+class Console:
+    """Standard output and standard error of the launcher.
+
+    Mutable: a stream whose reader has ended is closed.
+
+    Args:
+        stdout: The standard output.
+        stderr: The standard error.
+
+    Attributes:
+        is_closed: Whether the reader of a stream has ended.
+    """
+
+    def __init__(self, stdout: TextIO | None = None, stderr: TextIO | None = None):
+        self._stdout, self._stderr = stdout or sys.stdout, stderr or sys.stderr
+        self.is_closed = False
+
+    def stdout_lines(self, process: int) -> PrefixedLines:
+        """Returns the lines of the standard output of a process."""
+        return self._lines(process, self._stdout)
+
+    def stderr_lines(self, process: int) -> PrefixedLines:
+        """Returns the lines of the standard error of a process."""
+        return self._lines(process, self._stderr)
+
+    def message(self, text: str) -> None:
+        """Writes a message of the launcher to standard error."""
+        self._write(self._stderr, f"jdist run: {text}\n".encode(errors="replace"))
+
+    def _lines(self, process: int, stream: TextIO) -> PrefixedLines:
+        is_colored = stream.isatty() and not os.environ.get("NO_COLOR")
+        prefix = f"\x1b[{31 + (process + 1) % 6}m[{process}]\x1b[0m " if is_colored else f"[{process}] "
+        return PrefixedLines(prefix.encode(), lambda data: self._write(stream, data))
+
+    def _write(self, stream: TextIO, data: bytes) -> None:
+        binary: Any = getattr(stream, "buffer", None)
+        try:
+            if binary is None:  # a stream of a notebook
+                stream.write(data.decode(errors="replace"))
+            else:
+                binary.write(data)
+            stream.flush()
+        except BrokenPipeError:
+            self.is_closed = True
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # otherwise Python reports the error at exit
+
+
+def failure_text(stderr: list[bytes], stdout: list[bytes]) -> str:
+    """Returns the last traceback of a process with the exceptions that caused it, otherwise the last lines of its output.
+
+    Args:
+        stderr: The last lines of standard error.
+        stdout: The last lines of standard output.
+    """
+    if _TRACEBACK not in stderr:
+        return _text((stderr or stdout)[-_REPORTED_LINES:])
+    starts = [number for number, line in enumerate(stderr) if line == _TRACEBACK]
+    start = starts.pop()
+    while starts and any(line.startswith(_CHAIN) for line in stderr[max(start - 3, 0) : start]):
+        start = starts.pop()
+    return _text(stderr[start:])
+
+
+def _text(lines: list[bytes]) -> str:
+    return b"\n".join(lines).decode(errors="replace").strip("\n")
