@@ -2,6 +2,7 @@
 
     python examples/digits.py                 # all accelerators, or 8 CPU devices
     python examples/digits.py --replicas 4 --epochs 5
+    jdist run -n 2 examples/digits.py         # two processes, with one CPU device each, or with half of the GPUs
 
 The data are the 1,797 handwritten digits of scikit-learn: 8 x 8 pixels, 10 classes. 1,797 is not divisible by 2, 4 or 8, so
 the last batch of an epoch is padded. After training on several replicas, the script trains with the same seed on one device and
@@ -9,6 +10,7 @@ compares the weights.
 """
 
 import argparse
+import os
 import time
 
 import jax
@@ -105,9 +107,14 @@ def main():
     parser.add_argument("--batch-size", type=int, default=128, help="global batch size (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and shuffling (default: %(default)s)")
     args = parser.parse_args()
-    jdist.use_cpu_devices(args.replicas or 8)  # before JAX starts; no effect on accelerators
+    if "JDIST_NUM_PROCESSES" not in os.environ:  # `jdist run` chooses the number of devices per process
+        jdist.use_cpu_devices(args.replicas or 8)  # before JAX starts; no effect on accelerators
+    strategy = jdist.auto_strategy()
+    if args.replicas:
+        strategy = jdist.MirroredStrategy(jax.devices()[: args.replicas])
+    replicas = strategy.num_replicas_in_sync
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() > 0)
     digits = load_digits()
     images = (digits.images / 16).astype(np.float32)[..., None]
     arrays = train_test_split(
@@ -115,14 +122,13 @@ def main():
     )
     train_data, test_data = (arrays[0], arrays[2]), (arrays[1], arrays[3])
 
-    devices = jax.devices()[: args.replicas]
     console.print(
-        f"{len(images)} digits, {len(train_data[0])} for training; {len(devices)} replicas on {devices[0].device_kind}"
+        f"{len(images)} digits, {len(train_data[0])} for training; {replicas} replicas on {jax.devices()[0].device_kind}"
     )
-    state, proof = train(jdist.MirroredStrategy(devices), train_data, test_data, args, console)
+    state, proof = train(strategy, train_data, test_data, args, console)
 
     console.print("The same seed on one device")
-    single_state, _ = train(jdist.OneDeviceStrategy(devices[0]), train_data, test_data, args, console)
+    single_state, _ = train(jdist.OneDeviceStrategy(jax.local_devices()[0]), train_data, test_data, args, console)
     pairs = zip(jax.tree.leaves(state["params"]), jax.tree.leaves(single_state["params"]), strict=True)
     difference = max(np.abs(np.asarray(a) - np.asarray(b)).max() for a, b in pairs)
     console.print(f"Largest difference between the two models' weights: {difference:.1e}")
@@ -130,7 +136,7 @@ def main():
     proved = sum(name.startswith("state") for name in proof.replicated)
     console.print(
         f"Proved while tracing: {proved} of {len(jax.tree.leaves(state))} state leaves are replicated on all "
-        f"{len(devices)} replicas after every step, for any data."
+        f"{replicas} replicas after every step, for any data."
     )
 
 

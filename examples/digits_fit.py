@@ -2,12 +2,14 @@
 
     python examples/digits_fit.py                 # all accelerators, or 4 CPU devices
     python examples/digits_fit.py --replicas 2 --epochs 5 --report run.html
+    jdist run -n 2 examples/digits_fit.py         # two processes, with one CPU device each, or with half of the GPUs
 
 The data are the 1,797 handwritten digits of scikit-learn: 8 x 8 pixels, 10 classes.
 """
 
 import argparse
 import math
+import os
 
 import jax
 import jax.numpy as jnp
@@ -62,13 +64,16 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="of weights, shuffling and shifts (default: %(default)s)")
     parser.add_argument("--report", metavar="FILE.html", default="digits_fit.html", help="default: %(default)s")
     args = parser.parse_args()
-    jdist.use_cpu_devices(args.replicas or 4)  # before JAX starts; no effect on accelerators
+    if "JDIST_NUM_PROCESSES" not in os.environ:  # `jdist run` chooses the number of devices per process
+        jdist.use_cpu_devices(args.replicas or 4)  # before JAX starts; no effect on accelerators
+    strategy = jdist.auto_strategy()
+    if args.replicas:
+        strategy = jdist.MirroredStrategy(jax.devices()[: args.replicas])
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=jax.process_index() > 0)
     train, validation, test = load_data()
     steps = args.epochs * math.ceil(len(train[0]) / args.batch_size)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
-    strategy = jdist.MirroredStrategy(jax.devices()[: args.replicas])
 
     trainer = jdist.Trainer(
         CNN(nnx.Rngs(args.seed)),

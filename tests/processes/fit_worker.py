@@ -1,5 +1,6 @@
 """Trains, stops, resumes, evaluates and predicts on one process of several."""
 
+import copy
 import pathlib
 
 import jax
@@ -48,6 +49,8 @@ def results_by_optimizer(folder):
             log = jdist.callbacks.JSONLog(path.with_suffix(".jsonl"), every=2)
             resumed = fit(jdist.callbacks.Checkpoint(checkpointer), log, place=checkpointer)
         uninterrupted = fit()
+        best = copy.deepcopy(fit(jdist.callbacks.EarlyStopping("val_loss", restore_best=True)))
+        assert best.state.params["w"].sharding == uninterrupted.state.params["w"].sharding
         for one, other in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(uninterrupted.state), strict=True):
             if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
                 continue

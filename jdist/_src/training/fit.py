@@ -23,7 +23,7 @@ from jdist._src.training.history import FACTS, History, format_value, row_name
 from jdist._src.training.report.charts import printable
 from jdist._src.training.report.page import write_report
 from jdist._src.training.state import TrainState
-from jdist._src.values.arrays import is_device_array
+from jdist._src.values.arrays import copy_arrays, is_device_array
 
 _DONATED = "donated to a later step"
 _LOST = "lost: an error ended the step that it was donated to"
@@ -166,7 +166,7 @@ def name_of(value: Any) -> str:
 
 
 def _copied(leaf: Any) -> Any:
-    return jax.device_put(leaf, leaf.sharding, may_alias=False) if is_device_array(leaf) else copy.deepcopy(leaf)
+    return copy_arrays([leaf])[0] if is_device_array(leaf) else copy.deepcopy(leaf)
 
 
 def _on_host(leaf: Any) -> Any:

@@ -14,7 +14,7 @@ from jdist._src.checkpoint.tree_format import Leaf, leaves_of, pair_renamed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.aggregation import VariableAggregation
-from jdist._src.values.arrays import device_put_copy, is_device_array
+from jdist._src.values.arrays import copy_arrays, device_put_copy, is_device_array
 from jdist._src.values.base import is_distributed
 from jdist._src.values.sync_on_read import SyncOnRead
 
@@ -25,9 +25,7 @@ def copy_state(tree: PyTree) -> PyTree:
     """Returns `tree` with a copy of each array, with the same sharding."""
     leaves, treedef = jax.tree.flatten(tree)
     indices = [i for i, leaf in enumerate(leaves) if is_device_array(leaf)]
-    shardings = [leaves[i].sharding for i in indices]
-    copies = jax.device_put([leaves[i] for i in indices], shardings, may_alias=False)
-    for i, leaf in zip(indices, copies, strict=True):
+    for i, leaf in zip(indices, copy_arrays([leaves[i] for i in indices]), strict=True):
         leaves[i] = leaf
     return treedef.unflatten(leaves)
 

@@ -158,6 +158,13 @@ def device_put_copy(x: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def copy_arrays(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """Returns copies of arrays, with the same shardings."""
+    if all(x.is_fully_addressable for x in arrays):
+        return jax.device_put(list(arrays), [x.sharding for x in arrays], may_alias=False)
+    return [x.copy() for x in arrays]  # `jax.device_put` does not copy an array of several processes
+
+
 def fully_replicated(x: jax.Array) -> jax.Array:
     """Returns `x` replicated in device memory; `x` itself if one replica spans the devices of its mesh."""
     if not is_on_mesh(x) or spans_devices(mesh_of(x)):
