@@ -3,6 +3,7 @@
 import contextlib
 import http.server
 import json
+import socket
 import threading
 import urllib.parse
 
@@ -150,3 +151,13 @@ def test_host_without_a_metadata_server_is_not_found(server):
 def test_api_that_cannot_be_reached_is_an_error(server):
     with pytest.raises(RuntimeError, match=r"The request to http://127\.0\.0\.1:1/.* failed: ConnectionRefusedError"):
         make_resolver(server, api="http://127.0.0.1:1")
+
+
+@pytest.mark.slow
+def test_metadata_server_that_does_not_answer_is_an_error():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        environ = {"GCE_METADATA_HOST": f"127.0.0.1:{listener.getsockname()[1]}"}
+        with pytest.raises(
+            RuntimeError, match=r"No response within 5 seconds: http://127\.0\.0\.1:.*/instance/name\. Try again"
+        ):
+            GCEClusterResolver(environ=environ)
