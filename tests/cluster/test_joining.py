@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jdist._src.testing.processes import _reserved_address
+from jdist._src.launch.child_processes import reserved_address
 
 _TRAIN = """
 import jdist, jax
@@ -18,7 +18,7 @@ print(strategy.num_replicas_in_sync, jax.process_count(), int(total), type(strat
 
 def run_processes(tmp_path, *variables, scripts=(_TRAIN,)):
     """Runs one process per mapping of variables, and returns the exit status and the output of each."""
-    with _reserved_address() as address:
+    with reserved_address() as address:
         common = {"JDIST_COORDINATOR_ADDRESS": address, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
         started = []
         try:
@@ -67,6 +67,15 @@ def test_different_numbers_of_devices_are_an_error_on_all_processes(tmp_path):
         assert status == 1
         message = "ValueError: The processes have different numbers of devices: process 0 has 1, process 1 has 2. Each process"
         assert message in err
+
+
+def test_missing_process_is_an_error_after_the_timeout(tmp_path):
+    script = "import jdist\njdist.cluster.resolve().initialize(timeout_seconds=1)"
+    ((status, _, err),) = run_processes(
+        tmp_path, {"JDIST_PROCESS_ID": "0", "JDIST_NUM_PROCESSES": "2"}, scripts=(script,)
+    )
+    assert status == 1
+    assert "RuntimeError: After 1 seconds, process 1 of 2 has not joined process 0 at 127.0.0.1:" in err
 
 
 def test_error_after_the_start_of_jax_names_the_line(tmp_path):

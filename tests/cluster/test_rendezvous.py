@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import socket
 import threading
 
@@ -37,7 +38,7 @@ def results(port, *participants, timeout=30):
 
 
 def participant(index, count, **changes):
-    return Participant.this_process(index, count)._replace(**changes)
+    return dataclasses.replace(Participant.this_process(index, count), **changes)
 
 
 def test_all_processes_meet(port):
@@ -52,7 +53,7 @@ def test_a_process_that_ends_early_is_replaced(port):
         with contextlib.closing(connected(port)) as ended:
             lines = rendezvous._lines(ended)
             next(lines)
-            ended.sendall(rendezvous._line(participant(1, 3)._asdict()))
+            ended.sendall(rendezvous._line(dataclasses.asdict(participant(1, 3))))
             while rendezvous.json.loads(next(lines))["missing"] != [2]:
                 pass
         again = pool.submit(meet, f"127.0.0.1:{port}", 1, 3, 30)
@@ -84,7 +85,7 @@ def connected(port):
 )
 def test_processes_that_do_not_fit_get_one_error(port, monkeypatch, changes, message):
     monkeypatch.setattr(rendezvous, "_LATE_SECONDS", 0.3)
-    other = participant(2, 3)._replace(**changes)
+    other = dataclasses.replace(participant(2, 3), **changes)
     if other.index == 0:  # it cannot listen where process 0 does
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             host = pool.submit(meet, f"127.0.0.1:{port}", 0, 3, 2, "127.0.0.1")

@@ -7,6 +7,7 @@ process 0 at the coordinator's address, where the service does not listen yet. P
 """
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -32,7 +33,8 @@ _LATE_SECONDS = 3.0  # in which further processes still receive the error
 _ADDRESS = re.compile(r"([^:\s]+|\[[^\]\s]+\]):([0-9]+)")
 
 
-class Participant(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Participant:
     """The description of a process, which it sends to process 0.
 
     Attributes:
@@ -204,7 +206,7 @@ class _Host:
     def _add(self, connection: socket.socket) -> None:
         try:
             participant = Participant(**json.loads(self._received[connection]))
-            if [type(value) for value in participant] != [type(value) for value in self._own]:
+            if any(type(value) is not type(getattr(self._own, name)) for name, value in vars(participant).items()):
                 raise TypeError
         except (ValueError, TypeError):  # another program, or `jax.distributed.initialize` without jdist
             _LOG.warning("A program that does not use jdist connected to process 0 at port %d.", self._port)
@@ -328,7 +330,7 @@ def _await_result(
             "choose another one. Or process 0 called `jax.distributed.initialize` itself, or its group is complete without "
             f"this process: check the number of processes and the index {own.index}."
         )
-    connection.sendall(_line(own._asdict()))
+    connection.sendall(_line(dataclasses.asdict(own)))
     next_warning = start + _WARNING_SECONDS
     while True:
         now = time.monotonic()

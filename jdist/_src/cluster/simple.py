@@ -173,15 +173,22 @@ class SimpleClusterResolver:
             )
         return dict(self._accelerators)
 
-    def initialize(self) -> None:
+    def initialize(self, *, timeout_seconds: float = 300.0) -> None:
         """Joins the other processes by `jax.distributed.initialize`, unless it has been called. Call it before JAX is used.
+
+        Args:
+            timeout_seconds: The time in which all processes must join.
 
         Raises:
             ValueError: This process is a parameter server, or its task is unknown.
             RuntimeError: A JAX backend has started already, or the other processes cannot be reached.
         """
         join_processes(
-            self.coordinator_address, self.num_processes, self.process_id, local_device_ids=self.local_device_ids
+            self.coordinator_address,
+            self.num_processes,
+            self.process_id,
+            local_device_ids=self.local_device_ids,
+            timeout_seconds=timeout_seconds,
         )
 
     def _own_task(self) -> tuple[str, int]:
