@@ -74,7 +74,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=[*PYTHONS, "3.13"])
 def slow(session: nox.Session) -> None:
-    """The slow tests and `COMPILED`; on the oldest Python those of `JAX_VERSION`, and the default tests of other paths."""
+    """The slow tests and `COMPILED`; on the oldest Python those of `JAX_VERSION`, and one case of the tests of other paths."""
     _install(session)
     if session.posargs:
         _pytest(session, "-m", "slow", *session.posargs)
@@ -83,7 +83,7 @@ def slow(session: nox.Session) -> None:
         _pytest(session, "-m", "slow", in_order, *LONGEST, "tests", *_without(COMPILED))
         _pytest(session, in_order, *COMPILED, xla_flags="")
     elif session.python == OLDEST:
-        _pytest(session, "-m", "not slow", *_without(JAX_VERSION))
+        _pytest(session, "-m", "not slow", "--first-case", *_without(JAX_VERSION))
         _pytest(session, "-m", "slow", *JAX_VERSION, *_without(COMPILED))
     else:
         _pytest(session, "-m", "not slow", *PYTHON_VERSION)

@@ -65,6 +65,10 @@ def store(monkeypatch, tmp_path_factory):
     return root
 
 
+def pytest_addoption(parser):
+    parser.addoption("--first-case", action="store_true", help="run the first case of each parametrized test only")
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
     """Marks as slow the cases left out by `one_in`, and the pairs of a strategy and other parameters that no value needs.
@@ -90,6 +94,12 @@ def pytest_collection_modifyitems(config, items):
     slow = [item for (_, n), items_of in cases.items() for number, item in enumerate(items_of) if number % n]
     for item in [*other_pairs, *slow]:
         item.add_marker(pytest.mark.slow)
+    if config.getoption("--first-case"):
+        first_cases = {}
+        for item in items:
+            if not item.get_closest_marker("slow"):
+                first_cases.setdefault(item.nodeid.partition("[")[0], item)
+        left_out |= set(items) - set(first_cases.values())
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
