@@ -12,8 +12,9 @@ import socket
 import sys
 
 from jdist._src.command_line.verb import Verb
-from jdist._src.launch.attempt import Program, report_failure, run_attempt
+from jdist._src.launch.attempt import Program, run_attempt
 from jdist._src.launch.child_processes import reserved_address
+from jdist._src.launch.end_rules import report_failure
 from jdist._src.launch.output import Console
 from jdist._src.launch.variables import gpu_shares, process_variables, usable_cores
 
