@@ -116,9 +116,10 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def libraries(session: nox.Session) -> None:
-    """Data sources of TensorFlow, torch and Hugging Face, with the real libraries."""
-    session.install(*CONSTRAINTS, "-e", ".[test]", "datasets", "tensorflow-cpu", "torch")
-    session.run("python", "-m", "pytest", "tests/data/test_source_adapters.py", *session.posargs)
+    """Data sources of TensorFlow, torch and Hugging Face, and Ray, with the real libraries."""
+    session.install(*CONSTRAINTS, "-e", ".[test,ray]", "datasets", "ray[train]", "tensorflow-cpu", "torch")
+    paths = session.posargs or ["tests/data/test_source_adapters.py", "tests/command_line/test_ray_engine.py"]
+    session.run("python", "-m", "pytest", *paths)
 
 
 @nox.session(python=PYTHONS)

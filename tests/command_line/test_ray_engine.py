@@ -13,6 +13,12 @@ import time
 
 import pytest
 
+from jdist._src.cluster.ray import RayClusterResolver
+from jdist._src.cluster.resolver import ClusterNotFoundError
+from jdist._src.command_line.main import main
+from jdist._src.launch import ray_engine
+from jdist._src.launch.ray_worker import Node
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 UNSHARE = ["unshare", "--net", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
 UP = "import fcntl, socket, struct\nfcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh', b'lo', 1))\n"  # SIOCSIFFLAGS
@@ -169,3 +175,81 @@ if __name__ == "__main__":
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert [(tmp_path / f"result_{i}").read_text() for i in range(2)] == ["0 2 3.0 ray.train", "1 2 3.0 ray.train"]
+
+
+def test_resolver_outside_a_trainer_has_no_cluster():
+    pytest.importorskip("ray.train", reason="Ray Train is optional and not installed.")
+    with pytest.raises(
+        ClusterNotFoundError, match="This process is not a worker of `ray.train`. Create the resolver in the tr"
+    ):
+        RayClusterResolver()
+
+
+# Without Ray.
+
+
+@pytest.fixture
+def without_ray(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+
+
+def test_engine_without_ray_is_an_error_with_the_command_that_installs_it(without_ray, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["run", "--engine", "ray", "-n", "2", "train.py"]) == 2
+    assert capsys.readouterr().err.endswith(': python -m pip install "jdist[ray]"\n')
+    assert (
+        main(
+            [
+                "run",
+                "--engine",
+                "ray",
+                "-n",
+                "2",
+                "--nodes",
+                "1",
+                "--node-rank",
+                "0",
+                "--coordinator",
+                "h:1",
+                "train.py",
+            ]
+        )
+        == 2
+    )
+    assert "--engine ray takes the nodes of the Ray cluster. Remove --nodes, --node-r" in capsys.readouterr().err
+    with pytest.raises(
+        ImportError, match=r'`ray.train` cannot be imported .*: python -m pip install -U "ray\[train\]"'
+    ):
+        RayClusterResolver()
+
+
+def test_bundle_has_the_gpus_of_a_process_where_jax_uses_gpus():
+    resources = {"CPU": 16.0, "GPU": 8.0}
+    assert ray_engine.process_bundle(resources, {}, 8, None) == {"CPU": 1, "GPU": 1}
+    assert ray_engine.process_bundle(resources, {"JAX_PLATFORMS": "cuda,cpu"}, 2, 4) == {"CPU": 1, "GPU": 4}
+    assert ray_engine.process_bundle(resources, {"JAX_PLATFORMS": "cpu"}, 16, 4) == {"CPU": 1}
+    with pytest.raises(ValueError, match="4 processes with 4 GPU each need 16, but the Ray cluster has 8. Start fewer"):
+        ray_engine.process_bundle(resources, {}, 4, 4)
+
+
+def test_processes_of_a_node_have_consecutive_indices_and_share_its_cores():
+    nodes = [Node("a", "10.0.0.1", 8), Node("b", "10.0.0.2", 6), Node("a", "10.0.0.1", 8)]
+    workers, nodes = ray_engine.in_order_of_nodes(["first", "second", "third"], nodes)
+    assert workers == ["first", "third", "second"] and [node.id for node in nodes] == ["a", "a", "b"]
+    environ = {"JAX_ENABLE_X64": "1", "HOME": "/home", "NPROCS": "9"}
+    variables = ray_engine.variables_on_nodes(environ, nodes, "10.0.0.1:1", 2)
+    names = (
+        "JDIST_PROCESS_ID",
+        "JDIST_LOCAL_PROCESS_ID",
+        "NPROC",
+        "JAX_NUM_CPU_DEVICES",
+        "JAX_ENABLE_X64",
+        "HOME",
+        "NPROCS",
+    )
+    assert [[variables[i].get(name) for name in names] for i in range(3)] == [
+        ["0", "0", "4", "2", "1", None, None],
+        ["1", "1", "4", "2", "1", None, None],
+        ["2", "0", None, "2", "1", None, None],
+    ]

@@ -62,5 +62,5 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f'`{name}` cannot be imported ({error}): python -m pip install "jdist[ray]" "ray[train]"', name="ray"
+            f'`{name}` cannot be imported ({error}): python -m pip install -U "ray[train]"', name="ray"
         ) from error

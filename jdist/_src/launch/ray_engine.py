@@ -69,7 +69,7 @@ def run_ray_attempt(
         ) from error
     with contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
-        bundle = _bundle(ray.cluster_resources(), environ, num_processes, devices_per_process)
+        bundle = process_bundle(ray.cluster_resources(), environ, num_processes, devices_per_process)
         processes: list[_Process] = []
         rules = EndRules(processes, grace_seconds, console)
         stack.enter_context(_received_signals(rules))
@@ -78,9 +78,9 @@ def run_ray_attempt(
         if not _wait_for_resources(ray, group, bundle, rules, console):
             return rules.result()._replace(statuses=(128 + (rules.result().signal or 0),))
         workers = [_start_worker(ray, group, bundle, i) for i in range(num_processes)]
-        workers, nodes = _in_order_of_nodes(workers, ray.get([worker.node.remote() for worker in workers]))
+        workers, nodes = in_order_of_nodes(workers, ray.get([worker.node.remote() for worker in workers]))
         coordinator = f"{nodes[0].address}:{ray.get(workers[0].reserve_port.remote())}"
-        variables = _variables(environ, nodes, coordinator, None if "GPU" in bundle else devices_per_process)
+        variables = variables_on_nodes(environ, nodes, coordinator, None if "GPU" in bundle else devices_per_process)
         settings = [(program, i, os.getcwd(), variables[i]) for i in range(num_processes)]
         try:
             ray.get([worker.start.remote(*setting) for worker, setting in zip(workers, settings, strict=True)])
@@ -142,10 +142,16 @@ def _wait(ray: Any, processes: list[_Process], rules: EndRules) -> None:
         rules.apply()
 
 
-def _bundle(
+def process_bundle(
     resources: Mapping[str, float], environ: Mapping[str, str], num_processes: int, devices_per_process: int | None
 ) -> dict[str, float]:
-    """Returns the resources of one process.
+    """Returns the resources of one process, as a bundle of a placement group.
+
+    Args:
+        resources: The resources of the cluster.
+        environ: The environment variables of the launcher.
+        num_processes: The number of processes.
+        devices_per_process: The number of GPUs per process; by default 1.
 
     Raises:
         ValueError: The cluster does not have the resources of all processes.
@@ -186,16 +192,29 @@ def _start_worker(ray: Any, group: Any, bundle: Mapping[str, float], index: int)
     )
 
 
-def _in_order_of_nodes(workers: list[Any], nodes: list[Node]) -> tuple[list[Any], list[Node]]:
-    """Returns the actors and their nodes, so that the actors of a node follow each other."""
+def in_order_of_nodes(workers: list[Any], nodes: list[Node]) -> tuple[list[Any], list[Node]]:
+    """Returns the actors and their nodes, so that the actors of a node follow each other.
+
+    Args:
+        workers: The actors.
+        nodes: The node of each actor.
+    """
     ids = list(dict.fromkeys(node.id for node in nodes))
     order = sorted(range(len(nodes)), key=lambda i: ids.index(nodes[i].id))
     return [workers[i] for i in order], [nodes[i] for i in order]
 
 
-def _variables(
+def variables_on_nodes(
     environ: Mapping[str, str], nodes: list[Node], coordinator: str, devices_per_process: int | None
 ) -> dict[int, dict[str, str]]:
+    """Returns the environment variables of each process, in addition to the variables of its actor.
+
+    Args:
+        environ: The environment variables of the launcher; variables of JAX and of jdist are passed to the processes.
+        nodes: The node of each process.
+        coordinator: The address of the coordinator.
+        devices_per_process: The number of CPU devices per process; by default JAX's.
+    """
     passed = {name: value for name, value in environ.items() if _PASSED_VARIABLES.match(name)}
     variables: dict[int, dict[str, str]] = {}
     while len(variables) < len(nodes):

@@ -1,6 +1,7 @@
 """The Ray actor of one process: it starts the process on its node, and returns the output that the process writes."""
 
 import contextlib
+import importlib
 import os
 import select
 import socket
@@ -58,8 +59,7 @@ class RayWorker:
 
     def node(self) -> Node:
         """Returns the node."""
-        import ray
-
+        ray: Any = importlib.import_module("ray")
         return Node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), usable_cores())
 
     def reserve_port(self) -> int:
