@@ -116,10 +116,11 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def libraries(session: nox.Session) -> None:
-    """Data sources of TensorFlow, torch and Hugging Face, and the client of Kubernetes, with the real libraries."""
-    session.install(*CONSTRAINTS, "-e", ".[test,kubernetes]", "datasets", "tensorflow-cpu", "torch")
-    tests = ["tests/data/test_source_adapters.py", "tests/cluster/test_kubernetes_resolver.py"]
-    session.run("python", "-m", "pytest", *tests, *session.posargs)
+    """Data sources of TensorFlow, torch and Hugging Face, Kubernetes' client, and Ray, with the real libraries."""
+    extras = ".[test,kubernetes,ray]"
+    session.install(*CONSTRAINTS, "-e", extras, "datasets", "ray[train]", "tensorflow-cpu", "torch")
+    paths = ("data/test_source_adapters.py", "cluster/test_kubernetes_resolver.py", "command_line/test_ray_engine.py")
+    session.run("python", "-m", "pytest", *(session.posargs or [f"tests/{path}" for path in paths]))
 
 
 @nox.session(python=PYTHONS)

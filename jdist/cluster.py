@@ -8,6 +8,7 @@ from jdist._src.cluster.environment import EnvironmentClusterResolver as Environ
 from jdist._src.cluster.gce import GCEClusterResolver as GCEClusterResolver
 from jdist._src.cluster.kubernetes import KubernetesClusterResolver as KubernetesClusterResolver
 from jdist._src.cluster.mpi import MPIClusterResolver as MPIClusterResolver
+from jdist._src.cluster.ray import RayClusterResolver as RayClusterResolver
 from jdist._src.cluster.resolution import resolve as resolve
 from jdist._src.cluster.resolution import resolve_each as resolve_each
 from jdist._src.cluster.resolver import ClusterNotFoundError as ClusterNotFoundError

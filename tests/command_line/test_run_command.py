@@ -169,7 +169,7 @@ signal.pause()
         "jdist run: process 1 of 3 failed first: exit status 1. The end of its output:\n"
     )
     assert (
-        "\njdist run: process 1 failed: exit status 1. The other processes of this machine (2) receive SIGTERM"
+        "\njdist run: process 1 failed: exit status 1. The other processes of this command (2) receive SIGTERM"
         in others
     )
     traceback = re.sub(r'File ".*/', 'File "', re.sub(r"\n *[\^~]+(?=\n)", "", report))

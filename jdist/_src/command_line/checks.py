@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from jdist._src.cluster.resolution import resolve_each
 from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
-from jdist._src.launch.attempt import Program, run_attempt, status_text
+from jdist._src.launch.attempt import Program, run_attempt
 from jdist._src.launch.child_processes import reserved_address
+from jdist._src.launch.end_rules import status_text
 from jdist._src.launch.output import Console
 from jdist._src.launch.variables import process_variables, usable_cores
 

@@ -12,15 +12,24 @@ import socket
 import sys
 
 from jdist._src.command_line.verb import Verb
-from jdist._src.launch.attempt import Program, report_failure, run_attempt
+from jdist._src.launch.attempt import Program, run_attempt
 from jdist._src.launch.child_processes import reserved_address
+from jdist._src.launch.end_rules import report_failure
 from jdist._src.launch.output import Console
+from jdist._src.launch.ray_engine import run_ray_attempt
 from jdist._src.launch.variables import gpu_shares, process_variables, usable_cores
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("-n", "--processes", type=_positive, required=True, metavar="N", help="processes on this machine")
+    add(
+        "-n",
+        "--processes",
+        type=_positive,
+        required=True,
+        metavar="N",
+        help="processes on this machine, or with --engine ray on the cluster",
+    )
     add(
         "--devices-per-process",
         type=_positive,
@@ -38,6 +47,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="time between SIGTERM and SIGKILL for the other processes after a failure (default: 5)",
     )
+    add(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="where the processes are started: on this machine (default), or by actors of a running Ray cluster",
+    )
     add("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
     add("program", help="a Python script, or with -m a module")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the program")
@@ -48,12 +63,33 @@ def _run(arguments: argparse.Namespace) -> int:
         program = Program("module" if arguments.module else "script", arguments.program, arguments.arguments)
         _check_program(program)
         _check_nodes(arguments)
-        gpus = gpu_shares(os.environ, arguments.processes, arguments.devices_per_process)
-    except ValueError as error:
+        run = _run_on_ray if arguments.engine == "ray" else _run_here
+        return run(program, arguments, Console())
+    except (ValueError, ImportError) as error:
         print(f"jdist run: {error}", file=sys.stderr)
         return 2
+
+
+def _run_on_ray(program: Program, arguments: argparse.Namespace, console: Console) -> int:
+    if arguments.nodes is not None:
+        raise ValueError(
+            "--engine ray takes the nodes of the Ray cluster. Remove --nodes, --node-rank and --coordinator."
+        )
+    result = run_ray_attempt(
+        program,
+        os.environ,
+        num_processes=arguments.processes,
+        devices_per_process=arguments.devices_per_process,
+        grace_seconds=arguments.grace,
+        console=console,
+    )
+    report_failure(result, arguments.processes, console)
+    return result.exit_status
+
+
+def _run_here(program: Program, arguments: argparse.Namespace, console: Console) -> int:
+    gpus = gpu_shares(os.environ, arguments.processes, arguments.devices_per_process)
     num_processes = arguments.processes * (arguments.nodes or 1)
-    console = Console()
     with contextlib.ExitStack() as stack:
         environments = process_variables(
             os.environ,

@@ -1,7 +1,6 @@
 """One attempt: starts all processes of a program, forwards output and signals, and returns how each process ended."""
 
 import contextlib
-import math
 import os
 import selectors
 import signal
@@ -21,12 +20,12 @@ from jdist._src.launch.child_processes import (
     send_signal,
     start_child,
 )
-from jdist._src.launch.output import Console, PrefixedLines, failure_text
+from jdist._src.launch.end_rules import FORWARDED, AttemptResult, EndRules
+from jdist._src.launch.output import Console, PrefixedLines
 
 _LEFTOVER_SECONDS = 2.0  # in which processes that the program started may end after it
 _POLL_SECONDS = 1.0  # signals, output and the end of a process wake up the launcher earlier
 _READ_BYTES = 1 << 16
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Program(NamedTuple):
@@ -41,42 +40,6 @@ class Program(NamedTuple):
     kind: str
     target: str
     arguments: Sequence[str]
-
-
-class Failure(NamedTuple):
-    """The first failure of an attempt.
-
-    Attributes:
-        process: The index of the process.
-        status: Its exit status, `-n` after signal `n`.
-        text: Its traceback or the last lines of its output.
-    """
-
-    process: int
-    status: int
-    text: str
-
-
-class AttemptResult(NamedTuple):
-    """How the processes of an attempt ended.
-
-    Attributes:
-        statuses: The exit status of each process, `-n` after signal `n`.
-        first_failure: The first failure; None if every process succeeded, or ended by a signal that the launcher forwarded.
-        signal: The first signal that the launcher forwarded, or None.
-    """
-
-    statuses: tuple[int, ...]
-    first_failure: Failure | None
-    signal: int | None
-
-    @property
-    def exit_status(self) -> int:
-        """The exit status of the launcher: the status of the first failure, 128 + n for signal n, otherwise 0."""
-        if self.first_failure is not None:
-            status = self.first_failure.status
-            return status if status >= 0 else 128 - status
-        return 128 + self.signal if self.signal is not None and any(self.statuses) else 0
 
 
 def run_attempt(
@@ -107,6 +70,27 @@ def run_attempt(
         return attempt.wait()
 
 
+def start_program(
+    program: Program, index: int, environment: Mapping[str, str], notices: int
+) -> subprocess.Popen[bytes]:
+    """Starts a process of a program, with pipes for its output.
+
+    Args:
+        program: The program.
+        index: The index of the process.
+        environment: The environment variables.
+        notices: The pipe to which the process writes `INDEX STATUS` if it has an error.
+    """
+    settings = [str(os.getpid()), str(notices), str(index), program.kind, program.target]
+    return start_child(
+        [sys.executable, "-u", child.__file__, *settings, *program.arguments],
+        environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=[notices],
+    )
+
+
 class _Process:
     """One process: its streams, and its exit status once known."""
 
@@ -117,6 +101,10 @@ class _Process:
         self.streams = {popen.stdout.fileno(): self.stdout, popen.stderr.fileno(): self.stderr}
 
     status: int | None
+
+    def send_signal(self, number: int, *, to_group: bool = False) -> None:
+        """Sends a signal to the process, or to its process group."""
+        send_signal(self.popen, number, to_group=to_group)
 
     def drain(self) -> None:
         """Reads the output that the process has written so far."""
@@ -131,51 +119,30 @@ class _Process:
 
 class _Attempt:
     def __init__(self, grace_seconds: float, console: Console, guard: Guard):
-        self._grace_seconds, self._console, self._guard = grace_seconds, console, guard
+        self._console, self._guard = console, guard
         self._processes: list[_Process] = []
+        self.rules = EndRules(self._processes, grace_seconds, console)
         self._selector = selectors.DefaultSelector()
         self._notices, self._notices_of_children = os.pipe()
-        self._selector.register(self._notices, selectors.EVENT_READ, self._read_notices)
-        self._signals: list[int] = []  # received
-        self._num_forwarded = 0
-        self._failure: Failure | None = None
-        self._deadline: float | None = None  # of the processes after a failure
+        self.watch(self._notices, self._read_notices)
 
     def start(self, index: int, program: Program, environment: Mapping[str, str]) -> None:
-        settings = [str(os.getpid()), str(self._notices_of_children), str(index), program.kind, program.target]
-        popen = start_child(
-            [sys.executable, "-u", child.__file__, *settings, *program.arguments],
-            environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[self._notices_of_children],
-        )
+        popen = start_program(program, index, environment, self._notices_of_children)
         self._guard.add(popen.pid)
         process = _Process(index, popen, self._console)
         self._processes.append(process)
         for stream, lines in process.streams.items():
-            os.set_blocking(stream, False)
             self.watch(stream, lambda stream=stream, lines=lines: self._read(stream, lines))
 
     def watch(self, pipe: int, read: Callable[[], None]) -> None:
+        os.set_blocking(pipe, False)
         self._selector.register(pipe, selectors.EVENT_READ, read)
 
-    def receive_signal(self, number: int) -> None:
-        """Stores a signal. A second SIGINT kills the processes here, also while this process waits to write its output."""
-        self._signals.append(number)
-        if self._is_killed_by_user():
-            self._kill()
-
     def wait(self) -> AttemptResult:
-        while not self._all_ended():
-            seconds = math.inf if self._deadline is None else self._deadline - time.monotonic()
-            self._process_events(min(max(seconds, 0.0), _POLL_SECONDS))
-            if self._deadline is not None and time.monotonic() > self._deadline:
-                self._deadline = None
-                self._kill()
+        while not self.rules.all_ended():
+            self._process_events(min(self.rules.seconds_left(), _POLL_SECONDS))
         self._end_leftover()
-        statuses = tuple(process.status or 0 for process in self._processes)
-        return AttemptResult(statuses, self._failure, self._signals[0] if self._signals else None)
+        return self.rules.result()
 
     def end(self) -> None:
         """Ends all processes, and closes the pipes."""
@@ -195,11 +162,11 @@ class _Attempt:
     def _process_events(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
             key.data()
-        self._check_ended()
-        self._forward_signals()
-        if self._console.is_closed and self._failure is None:  # as a program that SIGPIPE ends
-            running = [process for process in self._processes if process.status is None]
-            self._fail(Failure(-1, -signal.SIGPIPE, ""), running)
+        for process in self._processes:
+            if process.status is None and (status := exit_status(process.popen)) is not None:
+                process.status = status
+                self.rules.note_status(process, status)
+        self.rules.apply()
 
     def _read(self, stream: int, lines: PrefixedLines) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -211,59 +178,7 @@ class _Attempt:
     def _read_notices(self) -> None:
         for line in os.read(self._notices, _READ_BYTES).splitlines():
             index, status = map(int, line.split())
-            process = next(process for process in self._processes if process.index == index)
-            self._note_status(process, status)
-
-    def _check_ended(self) -> None:
-        for process in self._processes:
-            if process.status is None and (status := exit_status(process.popen)) is not None:
-                process.status = status
-                self._note_status(process, status)
-
-    def _note_status(self, process: _Process, status: int) -> None:
-        """Records the first failure, and lets the other processes end. A signal that was forwarded is not a failure."""
-        if status == 0 or self._failure is not None or -status in self._signals or self._is_killed_by_user():
-            return
-        process.drain()
-        failure = Failure(process.index, status, failure_text(process.stderr.tail(), process.stdout.tail()))
-        others = [other for other in self._processes if other.status is None and other is not process]
-        if others:
-            self._console.message(
-                f"process {process.index} failed: {status_text(status)}. The other processes of this machine "
-                f"({len(others)}) receive SIGTERM, and SIGKILL after {self._grace_seconds:g} seconds."
-            )
-        self._fail(failure, others)
-
-    def _fail(self, failure: Failure, others: Sequence[_Process]) -> None:
-        self._failure = failure
-        if others:
-            self._deadline = time.monotonic() + self._grace_seconds
-        for process in others:
-            send_signal(process.popen, signal.SIGTERM)
-
-    def _forward_signals(self) -> None:
-        while self._num_forwarded < len(self._signals):
-            number = self._signals[self._num_forwarded]
-            self._num_forwarded += 1
-            if number == signal.SIGINT and number in self._signals[: self._num_forwarded - 1]:
-                self._console.message("received a second SIGINT, and killed the processes.")
-                continue
-            running = [process for process in self._processes if process.status is None]
-            for process in running:  # a terminal sends SIGINT to all processes of a group
-                send_signal(process.popen, number, to_group=number == signal.SIGINT)
-            advice = " A second one kills them." if number == signal.SIGINT else ""
-            name = signal.Signals(number).name
-            self._console.message(f"received {name}, and forwarded it to {len(running)} processes.{advice}")
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            send_signal(process.popen, signal.SIGKILL, to_group=True)
-
-    def _is_killed_by_user(self) -> bool:
-        return self._signals.count(signal.SIGINT) > 1
-
-    def _all_ended(self) -> bool:
-        return all(process.status is not None for process in self._processes)
+            self.rules.note_status(next(p for p in self._processes if p.index == index), status)
 
     def _end_leftover(self) -> None:
         """Waits for the processes that the program started: Python's resource tracker cleans up after its parent."""
@@ -280,14 +195,13 @@ def _wake_up_on_signals(attempt: _Attempt) -> Iterator[None]:
     def receive(number: int, frame: FrameType | None) -> None:
         del frame
         if number != signal.SIGCHLD:
-            attempt.receive_signal(number)
+            attempt.rules.receive_signal(number)
 
     reader, writer = os.pipe()
-    os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # A signal that is ignored, as SIGHUP by `nohup`, stays ignored.
-    numbers = [n for n in _FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
+    numbers = [n for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, receive) for number in (*numbers, signal.SIGCHLD)}
     attempt.watch(reader, lambda: _discard(reader))
     try:
@@ -304,28 +218,3 @@ def _discard(pipe: int) -> None:
     """Reads from a pipe, and drops the bytes."""
     with contextlib.suppress(BlockingIOError):
         os.read(pipe, _READ_BYTES)
-
-
-def status_text(status: int) -> str:
-    """Returns the text of an exit status.
-
-    Example:
-        >>> status_text(3), status_text(-9)
-        ('exit status 3', 'ended by SIGKILL')
-    """
-    if status >= 0:
-        return f"exit status {status}"
-    try:
-        return f"ended by {signal.Signals(-status).name}"
-    except ValueError:  # a real-time signal
-        return f"ended by signal {-status}"
-
-
-def report_failure(result: AttemptResult, num_processes: int, console: Console) -> None:
-    """Writes the first failure of an attempt with its traceback, or with the last lines of its output."""
-    failure = result.first_failure
-    if failure is None or failure.process < 0:
-        return
-    reason = " The machine may be out of memory." if failure.status == -signal.SIGKILL else ""
-    heading = f"process {failure.process} of {num_processes} failed first: {status_text(failure.status)}.{reason}"
-    console.message(f"{heading} The end of its output:\n{failure.text}" if failure.text else heading)

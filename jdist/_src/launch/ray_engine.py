@@ -1,0 +1,248 @@
+"""One attempt on a running Ray cluster: each process is started by a Ray actor in a placement group."""
+
+import contextlib
+import importlib
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from jdist._src.launch.attempt import Program
+from jdist._src.launch.end_rules import FORWARDED, AttemptResult, EndRules
+from jdist._src.launch.output import Console
+from jdist._src.launch.ray_worker import Node, RayWorker, Report
+from jdist._src.launch.variables import process_variables
+
+_PASSED_VARIABLES = re.compile(r"(JAX|JDIST|NCCL|XLA)_|LIBTPU_INIT_ARGS$|NPROC$|PYTHONPATH$")
+_POLL_SECONDS = 0.2
+_WAIT_SECONDS = 0.5
+_END_SECONDS = 10.0
+
+
+def import_ray() -> Any:
+    """Returns the module `ray`.
+
+    Raises:
+        ImportError: It is not installed; the message has the command that installs it.
+    """
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError(f'Ray is not installed ({error}): python -m pip install "jdist[ray]"', name="ray") from error
+
+
+def run_ray_attempt(
+    program: Program,
+    environ: Mapping[str, str],
+    *,
+    num_processes: int,
+    devices_per_process: int | None,
+    grace_seconds: float,
+    console: Console,
+) -> AttemptResult:
+    """Runs a program in processes on the nodes of a running Ray cluster, and returns when all have ended.
+
+    The rules for failures, signals and output are the rules of `run_attempt`. Ray ends the actors, and with them the
+    processes, if this process is killed.
+
+    Args:
+        program: The program. The script, or the module, must exist on all nodes.
+        environ: The environment variables of the launcher.
+        num_processes: The number of processes.
+        devices_per_process: The number of GPUs per process (default: 1), or of CPU devices where JAX does not use GPUs.
+        grace_seconds: The time between SIGTERM and SIGKILL after the first failure.
+        console: Receives the output and the messages.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: No Ray cluster runs, or it cannot run these processes.
+    """
+    ray = import_ray()
+    address = environ.get("RAY_ADDRESS") or "auto"
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError) as error:
+        raise ValueError(
+            f"no Ray cluster was found at {address!r}. Start one with `ray start --head`, or set RAY_ADDRESS. ({error})"
+        ) from error
+    with contextlib.ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        bundle = process_bundle(ray.cluster_resources(), environ, num_processes, devices_per_process)
+        processes: list[_Process] = []
+        rules = EndRules(processes, grace_seconds, console)
+        stack.enter_context(_received_signals(rules))
+        group = ray.util.placement_group([bundle] * num_processes, strategy="PACK" if "GPU" in bundle else "SPREAD")
+        stack.callback(ray.util.remove_placement_group, group)
+        if not _wait_for_resources(ray, group, bundle, rules, console):
+            return rules.result()._replace(statuses=(128 + (rules.result().signal or 0),))
+        workers = [_start_worker(ray, group, bundle, i) for i in range(num_processes)]
+        workers, nodes = in_order_of_nodes(workers, ray.get([worker.node.remote() for worker in workers]))
+        coordinator = f"{nodes[0].address}:{ray.get(workers[0].reserve_port.remote())}"
+        variables = variables_on_nodes(environ, nodes, coordinator, None if "GPU" in bundle else devices_per_process)
+        settings = [(program, i, os.getcwd(), variables[i]) for i in range(num_processes)]
+        try:
+            ray.get([worker.start.remote(*setting) for worker, setting in zip(workers, settings, strict=True)])
+        except FileNotFoundError as error:  # Ray raises it as the error of the method
+            raise ValueError(
+                f"{error.filename or program.target!r} does not exist on every node, in the folder {os.getcwd()}. Use a file "
+                "system that all nodes share, or copy the program to each node."
+            ) from None
+        processes += [_Process(ray, i, worker, console) for i, worker in enumerate(workers)]
+        _wait(ray, processes, rules)
+        ray.wait([p.worker.end.remote() for p in processes], num_returns=num_processes, timeout=_END_SECONDS)
+        return rules.result()
+
+
+class _Process:
+    """One process: its actor, its output, and its exit status once known."""
+
+    def __init__(self, ray: Any, index: int, worker: Any, console: Console):
+        self._ray, self.index, self.worker = ray, index, worker
+        self.stdout, self.stderr = console.stdout_lines(index), console.stderr_lines(index)
+        self.poll()
+
+    status: int | None = None
+
+    def poll(self) -> None:
+        """Requests a report."""
+        self.report = self.worker.poll.remote(_POLL_SECONDS)
+
+    def send_signal(self, number: int, *, to_group: bool = False) -> None:
+        """Sends a signal to the process, or to its process group."""
+        if self.status is None:
+            self.worker.send_signal.remote(int(number), to_group)
+
+    def drain(self) -> None:
+        """Does nothing: a report of an exit status follows all output."""
+
+
+def _wait(ray: Any, processes: list[_Process], rules: EndRules) -> None:
+    while not rules.all_ended():
+        running = {process.report: process for process in processes if process.status is None}
+        reported, _ = ray.wait(list(running), timeout=min(rules.seconds_left(), _WAIT_SECONDS))
+        for reference in reported:
+            process = running[reference]
+            try:
+                report: Report = ray.get(reference)
+            except ray.exceptions.RayError as error:  # the node failed, or the actor was killed
+                report = Report(b"", f"{error}\n".encode(), None, -signal.SIGKILL)
+            process.stdout.feed(report.stdout)
+            process.stderr.feed(report.stderr)
+            if report.error_status is not None:
+                rules.note_status(process, report.error_status)
+            if report.status is None:
+                process.poll()
+                continue
+            process.status = report.status
+            process.stdout.close()
+            process.stderr.close()
+            rules.note_status(process, report.status)
+        rules.apply()
+
+
+def process_bundle(
+    resources: Mapping[str, float], environ: Mapping[str, str], num_processes: int, devices_per_process: int | None
+) -> dict[str, float]:
+    """Returns the resources of one process, as a bundle of a placement group.
+
+    Args:
+        resources: The resources of the cluster.
+        environ: The environment variables of the launcher.
+        num_processes: The number of processes.
+        devices_per_process: The number of GPUs per process; by default 1.
+
+    Raises:
+        ValueError: The cluster does not have the resources of all processes.
+    """
+    bundle: dict[str, float] = {"CPU": 1}
+    if resources.get("GPU") and re.search("cuda|gpu|^$", environ.get("JAX_PLATFORMS", "")):
+        bundle["GPU"] = devices_per_process or 1
+    for name, number in bundle.items():
+        if num_processes * number > (available := resources.get(name, 0)):
+            raise ValueError(
+                f"{num_processes} processes with {number:g} {name} each need {num_processes * number:g}, but the Ray cluster "
+                f"has {available:g}. Start fewer processes, or add nodes to the cluster."
+            )
+    return bundle
+
+
+def _wait_for_resources(ray: Any, group: Any, bundle: Mapping[str, float], rules: EndRules, console: Console) -> bool:
+    """Returns whether the placement group is ready; False after a signal."""
+    ready = group.ready()
+    if not ray.wait([ready], timeout=5.0)[0]:
+        console.message(f"waits for resources that other programs of the Ray cluster use: {dict(bundle)} per process.")
+    while rules.result().signal is None:
+        if ray.wait([ready], timeout=_WAIT_SECONDS)[0]:
+            return True
+    return False
+
+
+def _start_worker(ray: Any, group: Any, bundle: Mapping[str, float], index: int) -> Any:
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    return (
+        ray.remote(RayWorker)
+        .options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        )
+        .remote()
+    )
+
+
+def in_order_of_nodes(workers: list[Any], nodes: list[Node]) -> tuple[list[Any], list[Node]]:
+    """Returns the actors and their nodes, so that the actors of a node follow each other.
+
+    Args:
+        workers: The actors.
+        nodes: The node of each actor.
+    """
+    ids = list(dict.fromkeys(node.id for node in nodes))
+    order = sorted(range(len(nodes)), key=lambda i: ids.index(nodes[i].id))
+    return [workers[i] for i in order], [nodes[i] for i in order]
+
+
+def variables_on_nodes(
+    environ: Mapping[str, str], nodes: list[Node], coordinator: str, devices_per_process: int | None
+) -> dict[int, dict[str, str]]:
+    """Returns the environment variables of each process, in addition to the variables of its actor.
+
+    Args:
+        environ: The environment variables of the launcher; variables of JAX and of jdist are passed to the processes.
+        nodes: The node of each process.
+        coordinator: The address of the coordinator.
+        devices_per_process: The number of CPU devices per process; by default JAX's.
+    """
+    passed = {name: value for name, value in environ.items() if _PASSED_VARIABLES.match(name)}
+    variables: dict[int, dict[str, str]] = {}
+    while len(variables) < len(nodes):
+        node = nodes[len(variables)]
+        variables |= process_variables(
+            passed,
+            coordinator=coordinator,
+            num_processes=len(nodes),
+            first_process=len(variables),
+            num_local_processes=len([other for other in nodes if other.id == node.id]),
+            devices_per_process=devices_per_process,
+            cores=node.cores,
+        )
+    return variables
+
+
+@contextlib.contextmanager
+def _received_signals(rules: EndRules) -> Iterator[None]:
+    """Stores the signals of this process in `rules`, in place of Ray's handlers."""
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        del frame
+        rules.receive_signal(number)
+
+    numbers = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, receive) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
