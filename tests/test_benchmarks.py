@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 BENCHMARKS = sorted((pathlib.Path(__file__).parent.parent / "benchmarks").glob("*.py"))
 OTHERS = ("sidebyside", "memory")  # the shared code, and the benchmark of bytes
 # The cases of benchmarks whose other cases run the same code for minutes.
-CASES = {"train_step": ["small", "fit-cnn"], "step_overhead": ["tiny"]}
+CASES = {"train_step": ["small", "fit-cnn"], "step_overhead": ["tiny"], "all_reduce": ["small"], "policies": ["mlp"]}
 
 
 def printed(path, *options):

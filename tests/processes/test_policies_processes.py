@@ -25,22 +25,13 @@ def leaves(result, policy):
     return {name: leaf for name, leaf in result.items() if name.startswith(policy)}
 
 
-def assert_same_bits(results):
+@pytest.mark.slow
+def test_exact_gives_the_same_bits_on_any_number_of_devices_and_processes(results):
     one = leaves(results["1_1_0"], "exact")
     assert len(one) == 6
     for process, result in results.items():
         for name, leaf in leaves(result, "exact").items():
             assert leaf.tobytes() == one[name].tobytes(), (process, name)
-
-
-@pytest.mark.slow
-def test_exact_gives_the_same_bits_on_two_processes_as_on_one():
-    assert_same_bits(run([(1, 1), (2, 1)], "exact"))
-
-
-@pytest.mark.slow
-def test_exact_gives_the_same_bits_on_any_number_of_devices_and_processes(results):
-    assert_same_bits(results)
 
 
 @pytest.mark.slow

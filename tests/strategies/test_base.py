@@ -324,9 +324,9 @@ def _resident():
 @pytest.mark.slow
 def test_memory_of_run_does_not_grow_with_the_number_of_functions(two):
     resident = []
-    for number in range(1000):
+    for number in range(400):
         two.run(_closure(number), (1.0,))
-        if number in (199, 999):
+        if number in (99, 399):
             gc.collect()
             resident.append(_resident())
     before, after = resident

@@ -109,12 +109,16 @@ def test_several_losses_per_example_are_averaged(two):
 
 @pytest.mark.parametrize("rows", [12, 7, 3])
 @pytest.mark.one_in(3)
-def test_mean_policy_in_the_optimizer_gives_the_same_bits(rows, two):
+def test_mean_policy_in_the_optimizer_gives_the_same_result(rows, two):
     data, results = (X[:rows], Y[:rows]), []
     for optimizer in (optax.sgd(RATE), optax.chain(jdist.sync.mean(), optax.sgd(RATE))):
         fit = train(trainer_of(two, optimizer), data, epochs=2)
-        results.append((np.asarray(fit.state.params).tobytes(), fit.history.losses))
-    assert results[0] == results[1]
+        results.append((np.asarray(fit.state.params), list(fit.history.losses.values())))
+    # Gradients are divided by the number of examples after the reduction, and with the policy before it.
+    assert_close = (
+        np.testing.assert_array_equal if rows == 12 else functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    )
+    jax.tree.map(assert_close, *results)
 
 
 POLICIES = {

@@ -25,7 +25,7 @@ class RayClusterResolver(SimpleClusterResolver):
     Example:
         >>> def train():  # the training function of a `ray.train` trainer
         ...     jdist.cluster.RayClusterResolver().initialize()
-        ...     strategy = jdist.MirroredStrategy()
+        ...     strategy = jdist.MultiWorkerMirroredStrategy()
     """
 
     _source: ClassVar[str] = "`ray.train`"
