@@ -66,15 +66,15 @@ def _without(paths: list[str]) -> list[str]:
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """The default tests: all on the newest Python, and on the oldest those that depend on JAX's version."""
+    """The default tests: all on the newest Python, and on the oldest one case of those that depend on JAX's version."""
     _install(session)
-    paths = JAX_VERSION if session.python == OLDEST else []
-    _pytest(session, "-m", "not slow", *(session.posargs or paths))
+    arguments = ["--first-case", *JAX_VERSION] if session.python == OLDEST else []
+    _pytest(session, "-m", "not slow", *(session.posargs or arguments))
 
 
 @nox.session(python=[*PYTHONS, "3.13"])
 def slow(session: nox.Session) -> None:
-    """The slow tests and `COMPILED`; on the oldest Python those of `JAX_VERSION`, and one case of the tests of other paths."""
+    """The slow tests and `COMPILED`; on the oldest Python all of `JAX_VERSION`, and one case of each test of other paths."""
     _install(session)
     if session.posargs:
         _pytest(session, "-m", "slow", *session.posargs)
@@ -84,6 +84,7 @@ def slow(session: nox.Session) -> None:
         _pytest(session, in_order, *COMPILED, xla_flags="")
     elif session.python == OLDEST:
         _pytest(session, "-m", "not slow", "--first-case", *_without(JAX_VERSION))
+        _pytest(session, "-m", "not slow", *JAX_VERSION)
         _pytest(session, "-m", "slow", *JAX_VERSION, *_without(COMPILED))
     else:
         _pytest(session, "-m", "not slow", *PYTHON_VERSION)

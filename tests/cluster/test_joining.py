@@ -47,6 +47,7 @@ def test_processes_join_and_train_together(tmp_path):
         assert out.splitlines()[-1] == "4 2 6 EnvironmentClusterResolver"  # gloo prints lines of its own
 
 
+@pytest.mark.slow
 def test_processes_with_one_index_all_get_the_error(tmp_path):
     for status, _, err in run_processes(tmp_path, *ids(0, 1, 1)):
         assert status == 1

@@ -148,6 +148,7 @@ def test_variables_of_the_user_are_unchanged_and_do_not_prevent_compilation(vari
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["topology", "attached"])
 @pytest.mark.one_in(2)
 def test_attached_devices_run_in_a_process_with_topology_devices(first):
@@ -184,6 +185,7 @@ def test_missing_compiler_is_an_error_with_the_command_that_installs_it(call):
     assert '`pip install "jdist[plan]"`' in last
 
 
+@pytest.mark.slow
 def test_invalid_topology_is_reported_before_a_missing_compiler():
     done = run("import sys\nsys.modules['libtpu'] = None\nimport jdist\njdist.topology_devices('v5e:3x3')")
     assert "ValueError: The TPU topology 'v5e:3x3' does not exist" in done.stderr
