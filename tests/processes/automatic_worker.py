@@ -22,3 +22,13 @@ def strategy_and_total():
     log.removeHandler(handler)
     description = type(strategy).__name__, strategy.num_replicas_in_sync, len(strategy.replicas.local_devices)
     return stream.getvalue(), *description, float(total)
+
+
+def joined_as_another_process():
+    """Returns the error of a resolver that describes three processes, and the resolver of a strategy without one."""
+    workers = [f"localhost:{8476 + i}" for i in range(3)]
+    resolver = jdist.cluster.SimpleClusterResolver({"worker": workers}, task_type="worker", task_id=2)
+    try:
+        jdist.MultiWorkerMirroredStrategy(resolver)
+    except ValueError as error:
+        return str(error), jdist.MultiWorkerMirroredStrategy().cluster_resolver

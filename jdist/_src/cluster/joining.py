@@ -71,6 +71,6 @@ def _check_joined(num_processes: int, process_id: int) -> None:
     joined = jax.process_count(), jax.process_index()
     if joined != (num_processes, process_id):
         raise ValueError(
-            f"The cluster resolver says that this is process {process_id} of {num_processes}, but it has joined as process "
+            f"The cluster resolver describes process {process_id} of {num_processes}, but this process has joined as process "
             f"{joined[1]} of {joined[0]}. Omit the resolver, or pass the one that the processes joined with."
         )

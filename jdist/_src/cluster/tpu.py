@@ -165,13 +165,16 @@ class TPUClusterResolver:
             )
         return {"TPU": self.chips_per_process}
 
-    def initialize(self) -> None:
+    def initialize(self, *, timeout_seconds: float = 300.0) -> None:
         """Joins the other processes by `jax.distributed.initialize`, unless it has been called. Call it before JAX is used.
+
+        Args:
+            timeout_seconds: The time in which all processes must join.
 
         Raises:
             RuntimeError: A JAX backend has started already, or the other processes cannot be reached.
         """
-        join_processes(self.coordinator_address, self.num_processes, self.process_id)
+        join_processes(self.coordinator_address, self.num_processes, self.process_id, timeout_seconds=timeout_seconds)
 
 
 def _from_variables(variables: _Variables) -> _Settings:
