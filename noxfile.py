@@ -146,6 +146,7 @@ def benchmarks(session: nox.Session) -> None:
         "step_overhead",
         "all_reduce",
         "train_step",
+        "multi_process",
         "input",
         "policies",
         "memory",
