@@ -7,7 +7,8 @@ case is divided over the processes. Peers: `shard_map` (hand-written, all gradie
 `NamedSharding`; XLA inserts the all-reduces), and `torch DDP` over gloo, with AdamW as a loop and fused. The losses of the
 first steps of the JAX candidates are checked to be equal. `jdist` is `MultiWorkerMirroredStrategy` with its defaults.
 
-`--variants` adds jdist with large leaves reduced separately, with a reduce-scatter and an all-gather, and with bfloat16 messages; `shard_map` with buckets of leaves, one all-reduce per bucket; and the steps without any reduction (`alone`,
+`--variants` adds jdist with large leaves reduced separately, with a reduce-scatter and an all-gather, and with bfloat16
+messages; `shard_map` with buckets of leaves, one all-reduce per bucket; and the steps without any reduction (`alone`,
 `torch alone`), a bound for every reduction.
 
 `sum` measures an all-reduce alone, of 0.04, 4 and 43 MB (the gradients of `mlp` and of `large`): `psum` (hand-written), `torch`
