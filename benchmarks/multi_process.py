@@ -8,7 +8,7 @@ case is divided over the processes. Peers: `shard_map` (hand-written, all gradie
 first steps of the JAX candidates are checked to be equal. `jdist` is `MultiWorkerMirroredStrategy` with its defaults.
 
 `--variants` adds jdist with large leaves reduced separately, with a reduce-scatter and an all-gather, and with bfloat16
-messages; `shard_map` with buckets of leaves, one all-reduce per bucket; and the steps without any reduction (`alone`,
+messages; `shard_map` with buckets of leaves, and with a packed buffer in chunks, one all-reduce each; and the steps without any reduction (`alone`,
 `torch alone`), a bound for every reduction.
 
 `sum` measures an all-reduce alone, of 0.04, 4 and 43 MB (the gradients of `mlp` and of `large`): `psum` (hand-written), `torch`
@@ -50,7 +50,8 @@ def start(count):
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "GLOO_SOCKET_IFNAME": "lo", "JAX_NUM_CPU_DEVICES": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
             for line in launcher.stdout:
-                print(line.removeprefix("[0] "), end="", flush=True)
+                if line.startswith("[0] ") and "[Gloo]" not in line:
+                    print(line.removeprefix("[0] "), end="", flush=True)
     if launcher.returncode:
         sys.exit(launcher.returncode)
 
@@ -64,6 +65,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import NamedSharding, PartitionSpec
 from models import CASES, packed_mean, train_step
 
@@ -122,6 +124,13 @@ def bucket_mean(size, tree):
     return jax.tree.unflatten(treedef, reduced[::-1])
 
 
+def chunked_mean(size, tree):
+    """Packs all leaves, and averages with one all-reduce per `size` bytes."""
+    flat, unpacked = ravel_pytree(tree)
+    chunks = jnp.split(flat, range(size // 4, flat.size, size // 4))
+    return unpacked(jnp.concatenate([lax.pmean(chunk, "replica") for chunk in chunks]))
+
+
 def candidates(model, optimizer, batch):
     params = model.init(jax.random.key(0), batch[0][:1])
     state = (params, optimizer.init(params))
@@ -155,6 +164,7 @@ def candidates(model, optimizer, batch):
             "bf16": ours(narrow_mean),
             "buckets, 1 MiB": by_hand(functools.partial(bucket_mean, 2**20)),
             "buckets, 4 MiB": by_hand(functools.partial(bucket_mean, 2**22)),
+            "chunks, 4 MiB": by_hand(functools.partial(chunked_mean, 2**22)),
             "alone": by_hand(lambda tree: tree),
         }
     if HAS_TORCH:
@@ -176,11 +186,26 @@ def compare(name, steps, model, optimizer, batch):
 
 def compare_sum(size):
     """Compares the all-reduce of `size` floats alone."""
-    flat = replicated(np.zeros(size, np.float32))
+
+    def by_hand(mean):
+        specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
+        step = jax.jit(jax.shard_map(mean, mesh=MESH, **specs), donate_argnums=0)
+        return summed(step, replicated(np.zeros(size, np.float32)))
+
     step = STRATEGY.step(lambda x: (jdist.all_reduce("mean", x), None))
-    specs = {"in_specs": PartitionSpec(), "out_specs": PartitionSpec(), "check_vma": False}
-    by_hand = jax.jit(jax.shard_map(lambda x: lax.pmean(x, "replica"), mesh=MESH, **specs), donate_argnums=0)
-    works = {"jdist": summed(lambda x: step(x)[0], STRATEGY.put(jnp.zeros(size))), "psum": summed(by_hand, flat)}
+    works = {
+        "jdist": summed(lambda x: step(x)[0], STRATEGY.put(jnp.zeros(size))),
+        "psum": by_hand(lambda x: lax.pmean(x, "replica")),
+    }
+    if args.variants:
+        works |= {
+            "chunks, 1 MiB": by_hand(functools.partial(chunked_mean, 2**20)),
+            "chunks, 4 MiB": by_hand(functools.partial(chunked_mean, 2**22)),
+            "scattered": by_hand(
+                lambda x: lax.all_gather(lax.psum_scatter(x, "replica", tiled=True) / COUNT, "replica", tiled=True)
+            ),
+            "copy": by_hand(lambda x: x * 0.5),
+        }
     if HAS_TORCH:
         works["torch"] = torch_models.all_reduce(size)
     works["TCP"] = ring(4 * size)
