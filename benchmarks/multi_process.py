@@ -8,8 +8,8 @@ case is divided over the processes. Peers: `shard_map` (hand-written, all gradie
 first steps of the JAX candidates are checked to be equal. `jdist` is `MultiWorkerMirroredStrategy` with its defaults.
 
 `--variants` adds jdist with large leaves reduced separately, with a reduce-scatter and an all-gather, and with bfloat16
-messages; `shard_map` with buckets of leaves, and with a packed buffer in chunks, one all-reduce each; and the steps without any reduction (`alone`,
-`torch alone`), a bound for every reduction.
+messages; `shard_map` with buckets of leaves, and with one packed buffer in chunks, one all-reduce each; and the steps without
+any reduction (`alone`, `torch alone`), a bound for every reduction.
 
 `sum` measures an all-reduce alone, of 0.04, 4 and 43 MB (the gradients of `mlp` and of `large`): `psum` (hand-written), `torch`
 (its all-reduce over gloo), and `TCP`: loopback sockets that move the bytes of a ring all-reduce without any addition.
@@ -127,7 +127,7 @@ def bucket_mean(size, tree):
 def chunked_mean(size, tree):
     """Packs all leaves, and averages with one all-reduce per `size` bytes."""
     flat, unpacked = ravel_pytree(tree)
-    chunks = jnp.split(flat, range(size // 4, flat.size, size // 4))
+    chunks = jnp.split(flat, list(range(size // 4, flat.size, size // 4)))
     return unpacked(jnp.concatenate([lax.pmean(chunk, "replica") for chunk in chunks]))
 
 
