@@ -61,7 +61,7 @@ class DDPLoop:
 
     def __init__(self, model, batch, fused, reduces=True):
         x, y = (torch.from_numpy(part) for part in batch)
-        self.x, self.y = x.permute(0, 3, 1, 2) if x.ndim == 4 else x, y.long()
+        self.x, self.y = x.permute(0, 3, 1, 2).contiguous() if x.ndim == 4 else x, y.long()
         if not self.x.is_floating_point():
             self.x = self.x.long()
         self.model = torch_model(model, batch[0].shape)
