@@ -148,6 +148,7 @@ def benchmarks(session: nox.Session) -> None:
         "step_overhead",
         "all_reduce",
         "train_step",
+        "multi_process",
         "input",
         "policies",
         "memory",

@@ -28,11 +28,17 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def rounds(candidates: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
-    """Times every candidate once per round, in random order, for `count` rounds after one warm-up round."""
+def rounds(
+    candidates: dict[str, Callable[[], float]], count: int, order: random.Random | None = None
+) -> dict[str, list[float]]:
+    """Times every candidate once per round, in random order, for `count` rounds after one warm-up round.
+
+    Several processes pass an `order` with the same seed.
+    """
+    sample = (order or random).sample
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(count + 1):
-        for name, measure in random.sample(list(candidates.items()), len(candidates)):
+        for name, measure in sample(list(candidates.items()), len(candidates)):
             value = measure()
             if number:
                 taken[name].append(value)

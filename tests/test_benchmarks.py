@@ -13,9 +13,15 @@ pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 12), reason="Benchmarks take long and run only on the newest Python."
 )
 BENCHMARKS = sorted((pathlib.Path(__file__).parent.parent / "benchmarks").glob("*.py"))
-OTHERS = ("sidebyside", "memory")  # the shared code, and the benchmark of bytes
+OTHERS = ("sidebyside", "models", "torch_models", "memory")  # the shared code, and the benchmark of bytes
 # The cases of benchmarks whose other cases run the same code for minutes.
-CASES = {"train_step": ["small", "fit-cnn"], "step_overhead": ["tiny"], "all_reduce": ["small"], "policies": ["mlp"]}
+CASES = {
+    "train_step": ["small", "fit-cnn"],
+    "step_overhead": ["tiny"],
+    "all_reduce": ["small"],
+    "policies": ["mlp"],
+    "multi_process": ["mlp", "sum"],
+}
 
 
 def printed(path, *options):
