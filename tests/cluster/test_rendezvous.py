@@ -47,7 +47,8 @@ def test_all_processes_meet(port):
         list(pool.map(lambda index: meet(address, index, 5, 30, "127.0.0.1"), [3, 1, 0, 4, 2]))
 
 
-def test_a_process_that_ends_early_is_replaced(port):
+def test_a_process_that_ends_early_is_replaced(port, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.1)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         host = pool.submit(meet, f"127.0.0.1:{port}", 0, 3, 30, "127.0.0.1")
         with contextlib.closing(connected(port)) as ended:
@@ -88,7 +89,7 @@ def test_processes_that_do_not_fit_get_one_error(port, monkeypatch, changes, mes
     other = dataclasses.replace(participant(2, 3), **changes)
     if other.index == 0:  # it cannot listen where process 0 does
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            host = pool.submit(meet, f"127.0.0.1:{port}", 0, 3, 2, "127.0.0.1")
+            host = pool.submit(meet, f"127.0.0.1:{port}", 0, 3, 1, "127.0.0.1")
             connected(port).close()
             with pytest.raises(RuntimeError, match="another program already accepts connections at this port"):
                 meet(f"127.0.0.1:{port}", 0, 3, 2, "127.0.0.1")
@@ -105,7 +106,7 @@ def meet_error(text):
 
 
 def test_missing_processes_are_named_on_all_others(port):
-    errors = results(port, participant(0, 4), participant(2, 4), timeout=1)
+    errors = results(port, participant(0, 4), participant(2, 4), timeout=0.6)
     assert errors[0] == errors[1]
     assert "After 1 seconds, processes 1, 3 of 4 have not joined process 0 at 127.0.0.1:" in errors[0]
     assert "Check that each was started" in errors[0]
@@ -115,11 +116,11 @@ def test_unreachable_process_0_is_an_error_with_the_reason(port):
     with pytest.raises(
         RuntimeError, match=rf"Process 1 \(on .*\) could not reach process 0 at 127\.0\.0\.1:{port} within 1 s"
     ):
-        meet(f"127.0.0.1:{port}", 1, 2, 0.5 + 0.5)
+        meet(f"127.0.0.1:{port}", 1, 2, 0.6)
     with pytest.raises(
         RuntimeError, match=r"could not reach process 0 at unknown\.invalid:1 within 1 seconds: .*known"
     ):
-        meet("unknown.invalid:1", 1, 2, 1)
+        meet("unknown.invalid:1", 1, 2, 0.6)
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\n", b"\x00\x00\x12\x04\n", None])

@@ -32,33 +32,28 @@ def started(tmp_path):
             environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings.pop("environment", {})}
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | settings
             command = [*COMMAND, *options.split(), "train.py", *arguments]
-            launcher = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
+            # The launcher does not forward a signal that is ignored, as in a background job of a shell.
+            launcher = subprocess.Popen(
+                command, cwd=tmp_path, env=environment, preexec_fn=use_default_signals, **streams
+            )
             stack.callback(end, launcher)
             return launcher
 
         yield start
 
 
+def use_default_signals():
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def end(launcher):
     if launcher.poll() is None:
-        show_processes(launcher.pid)  # pytest prints it if the test failed
         launcher.kill()
     launcher.wait()
     for stream in (launcher.stdout, launcher.stderr):
         if stream is not None:
             stream.close()
-
-
-def show_processes(launcher):
-    """Prints the state and the signals of a launcher and of its processes."""
-    children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children")
-    for pid in [launcher, *(children.read_text().split() if children.exists() else ())]:
-        with contextlib.suppress(OSError):
-            folder = pathlib.Path(f"/proc/{pid}")
-            status = [
-                line for line in (folder / "status").read_text().splitlines() if re.match("State|PPid|Sig|Shd", line)
-            ]
-            print((folder / "cmdline").read_text().split("\0"), (folder / "wchan").read_text(), *status)
 
 
 @pytest.fixture
