@@ -675,6 +675,14 @@ def test_maximum_over_rows_is_nan_if_an_element_is_nan(strategy):
             assert np.isnan(strategy.reduce(op, place(jdist.PerReplica(values)), axis=0))
 
 
+def test_maximum_of_a_large_host_value_is_nan_if_an_element_is_nan(two):
+    values = np.zeros((256, 512), np.float32)  # XLA drops NaN in the maximum of large arrays
+    values[7, 5] = np.nan
+    for op in ("max", "min"):
+        assert np.argwhere(np.isnan(two.reduce(op, values, axis=0))).tolist() == [[5]]
+        assert np.argwhere(np.isnan(two.reduce(op, values, axis=1))).tolist() == [[7]]
+
+
 def test_maximum_of_uneven_rows_is_nan_if_an_element_is_nan(two):
     value = two.distribute_values_from_function(
         lambda c: np.float32([np.nan] + [1.0] * c.replica_id_in_sync_group)[::-1]

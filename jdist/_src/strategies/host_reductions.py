@@ -17,6 +17,7 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.mesh import Replicas
 from jdist._src.replica.context import in_replica_function, merge_call_axes
 from jdist._src.values.arrays import (
+    EXTREMES,
     Shape,
     Shapes,
     check_array,
@@ -33,7 +34,7 @@ from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 from jdist._src.values.row_slices import RowSlices, is_row_slices
 
-_OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, ReduceOp.MAX: jnp.max, ReduceOp.MIN: jnp.min}
+_OPERATIONS = {ReduceOp.SUM: jnp.sum, ReduceOp.MEAN: jnp.mean, **EXTREMES}
 
 
 def reduce(op: ReduceOp, value: PyTree, axes: Shape, replicas: Replicas) -> PyTree:

@@ -243,7 +243,7 @@ def _reduce(
     is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
     # Sums of 16-bit floats and means of integers are computed in float32; a sum of small integers is int32, as in numpy.
     sum_dtype = jnp.promote_types(x.dtype, jnp.float32) if is_inexact or op is ReduceOp.MEAN else None
-    reduction = _EXTREMES.get(op) or functools.partial(jnp.sum, dtype=sum_dtype)
+    reduction = EXTREMES.get(op) or functools.partial(jnp.sum, dtype=sum_dtype)
     if shapes is None:
         total = reduction(x, axis=(0, *(dim + 1 for dim in dims)))
     else:
@@ -257,14 +257,14 @@ def _reduce(
 
 
 def _extreme(extreme: Callable[..., jax.Array], x: jax.Array, axis: Shape) -> jax.Array:
-    """Returns the maximum or minimum, NaN where an element is NaN: XLA's all-reduce between CPU devices drops NaN."""
+    """Returns the maximum or minimum, NaN where an element is NaN: XLA's CPU programs drop NaN, also in one array."""
     result = extreme(x, axis=axis)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return result
     return jnp.where(jnp.isnan(x).any(axis=axis), jnp.asarray(jnp.nan, x.dtype), result)
 
 
-_EXTREMES = {ReduceOp.MAX: functools.partial(_extreme, jnp.max), ReduceOp.MIN: functools.partial(_extreme, jnp.min)}
+EXTREMES = {ReduceOp.MAX: functools.partial(_extreme, jnp.max), ReduceOp.MIN: functools.partial(_extreme, jnp.min)}
 
 
 def join_rows(name: str, x: jax.Array, shapes: Shapes | None, dim: int, sharding: Sharding | None) -> jax.Array:
