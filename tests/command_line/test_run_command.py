@@ -18,7 +18,14 @@ from jdist._src.launch.output import PrefixedLines, failure_text
 from jdist._src.launch.variables import gpu_shares, process_variables, usable_cores
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-COMMAND = [sys.executable, "-m", "jdist_command", "run"]
+# A launcher does not forward a signal that is ignored where it starts, as SIGINT is in a background job of a shell.
+WITH_DEFAULT_SIGNALS = """
+import os, signal, sys
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "jdist_command", "run", *sys.argv[1:]])
+"""
+COMMAND = [sys.executable, "-I", "-S", "-c", WITH_DEFAULT_SIGNALS]
 PROCESS = 'import os, signal, subprocess, sys, time; i = int(os.environ["JDIST_PROCESS_ID"])\n'
 
 
@@ -32,19 +39,11 @@ def started(tmp_path):
             environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings.pop("environment", {})}
             streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | settings
             command = [*COMMAND, *options.split(), "train.py", *arguments]
-            # The launcher does not forward a signal that is ignored, as in a background job of a shell.
-            launcher = subprocess.Popen(
-                command, cwd=tmp_path, env=environment, preexec_fn=use_default_signals, **streams
-            )
+            launcher = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
             stack.callback(end, launcher)
             return launcher
 
         yield start
-
-
-def use_default_signals():
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def end(launcher):
