@@ -43,7 +43,7 @@ def processes(count: int, *, devices_per_process: int = 1, timeout: float = 120.
     the import path (`sys.path`) of the test. It does not inherit imported modules, `jax.config` settings or devices. A
     single process does not call `jax.distributed.initialize`.
 
-    Starting takes some seconds, so share the processes between the tests of a module with a fixture:
+    Starting takes some seconds, so share the processes between the tests of a module with a fixture::
 
         @pytest.fixture(scope="module")
         def pair():
