@@ -25,6 +25,7 @@ import optax
 from flax import linen as nn
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from models import CNN
 
 import jdist
 
@@ -37,14 +38,6 @@ VIRTUAL = 8
 class MLP(nn.Module):
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(10)(nn.relu(nn.Dense(128)(x.reshape(len(x), -1))))
-
-
-class CNN(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.relu(nn.Conv(32, (3, 3))(x))
-        x = nn.max_pool(nn.relu(nn.Conv(64, (3, 3))(x)), (2, 2), strides=(2, 2))
         return nn.Dense(10)(nn.relu(nn.Dense(128)(x.reshape(len(x), -1))))
 
 

@@ -29,6 +29,7 @@ import optax
 from flax import linen as nn
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from models import MLP, train_step
 
 import jdist
 
@@ -47,14 +48,6 @@ class Block(nn.Module):
         return nn.Dense(10)(x.mean(axis=1))
 
 
-class MLP(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for width in (512, 512):
-            x = nn.relu(nn.Dense(width)(x))
-        return nn.Dense(10)(x)
-
-
 def tiny(mean):
     def step(state, batch):
         grad = mean(jnp.mean(batch[0]))
@@ -66,17 +59,7 @@ def tiny(mean):
 def trained(model, batch, mean):
     optimizer = optax.adamw(1e-3)
     params = model.init(jax.random.key(0), batch[0][:1])
-
-    def step(state, batch):
-        def loss_fn(params):
-            logits = model.apply(params, batch[0])
-            return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
-
-        params, opt_state = state
-        loss, grads = mean(jax.value_and_grad(loss_fn)(params))
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
+    step = functools.partial(train_step, model, optimizer, mean)
     return (params, optimizer.init(params)), step, batch
 
 
@@ -87,7 +70,7 @@ def labelled(*shape):
 
 CASES = {
     "tiny": (200, tiny),
-    "mlp": (10, functools.partial(trained, MLP(), labelled(256 * len(DEVICES), 256))),
+    "mlp": (10, functools.partial(trained, MLP((512, 512)), labelled(256 * len(DEVICES), 256))),
     "transformer": (5, functools.partial(trained, Block(), labelled(8 * len(DEVICES), 64, 128))),
 }
 

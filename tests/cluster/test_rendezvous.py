@@ -190,5 +190,7 @@ def test_waiting_processes_warn(port, monkeypatch, caplog):
 
 @pytest.mark.parametrize("address", ["localhost", "localhost:0", "localhost:65536", "host:port", ":80", "a b:80"])
 def test_address_without_host_or_port_is_an_error(address):
-    with pytest.raises(ValueError, match="must be a host and a port, such as '10.0.0.1:8476'"):
+    with pytest.raises(
+        ValueError, match="must be a host with a port, such as '10.0.0.1:8476'|a port is a number from 1 to 65535"
+    ):
         split_address(address)

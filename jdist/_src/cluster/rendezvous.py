@@ -11,7 +11,6 @@ import dataclasses
 import json
 import logging
 import os
-import re
 import selectors
 import socket
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jdist._src.cluster.settings import check_coordinator
 from jdist._src.core.version import __version__
 
 _LOG = logging.getLogger("jdist")
@@ -30,7 +30,6 @@ _WARNING_SECONDS = 30.0  # between two log messages
 _ANSWER_SECONDS = 10.0  # for the first answer of process 0
 _RETRY_SECONDS = 0.2
 _LATE_SECONDS = 3.0  # in which further processes still receive the error
-_ADDRESS = re.compile(r"([^:\s]+|\[[^\]\s]+\]):([0-9]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +96,8 @@ def split_address(address: str) -> tuple[str, int]:
         >>> split_address("10.0.0.1:8476"), split_address("[::1]:8476")
         (('10.0.0.1', 8476), ('::1', 8476))
     """
-    match = _ADDRESS.fullmatch(address)
-    if match is None or not 0 < int(match[2]) < 65536:
-        raise ValueError(
-            f"The coordinator's address must be a host and a port, such as '10.0.0.1:8476', got {address!r}."
-        )
-    return match[1].strip("[]"), int(match[2])
+    host, _, port = check_coordinator(address, "The coordinator's address").rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:

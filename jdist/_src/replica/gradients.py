@@ -188,11 +188,11 @@ def gradient_totals(
 
 
 def divide_by_count(loss: jax.Array, grads: PyTree, count: Any) -> tuple[jax.Array, PyTree]:
-    """Returns a total loss and its gradients divided by the total of the weights; unchanged where it is 0 or None."""
+    """Returns a total loss and its gradients, in their dtypes, divided by a total of weights; unchanged if it is 0 or None."""
     if count is None:
         return loss, grads
     inverse = 1 / jnp.where(count == 0, 1, count)
-    return loss * inverse, jax.tree.map(lambda g: g * inverse, grads)
+    return loss * inverse, jax.tree.map(lambda g: (g * inverse).astype(g.dtype), grads)
 
 
 def global_loss(

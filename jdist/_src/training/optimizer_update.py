@@ -69,16 +69,16 @@ def update_params(
     check_same_leaves("opt_state", fields.opt_state, new_state, GROWING_OPTIMIZER_STATE)
     is_finite, extra_args = jnp.bool_(True), {"value_fn": value_fn, "obj_fn": value_fn}
     if update.has_collectives:  # the optimizer reduces the gradients
-        loss, grads = _divided(totals.loss, grads, all_reduce("mean", totals.count))
+        loss, grads = divide_by_count(totals.loss, grads, all_reduce("mean", totals.count))
         loss = all_reduce("mean", loss)
     elif non_finite == "keep" or update.tests_numbers or calls:
-        loss, grads = _divided(*all_reduce("mean", (totals.loss, grads, totals.count)))
+        loss, grads = divide_by_count(*all_reduce("mean", (totals.loss, grads, totals.count)))
         extra_args["grad"] = grads
     else:
         (loss, count), grads, is_finite = finite_guard.mean_over_replicas(
             (totals.loss, totals.count), grads, update.reads
         )
-        loss, grads = _divided(loss, grads, count)
+        loss, grads = divide_by_count(loss, grads, count)
         is_finite &= finite_guard.are_finite(finite_guard.gradient_factors(update, fields.opt_state))
         is_taken, inputs = is_finite & ~has_failed, (fields.params, loss)
         updates, opt_state = finite_guard.guarded_update(update, is_taken, grads, fields.opt_state, inputs)
@@ -93,12 +93,6 @@ def update_params(
     is_finite = jnp.isfinite(loss) & are_finite(updates)
     old = fields.params, fields.opt_state
     return loss, is_finite, *finite_guard.select(is_finite & ~has_failed, (params, opt_state), old)
-
-
-def _divided(loss: jax.Array, grads: PyTree, count: jax.Array) -> tuple[jax.Array, PyTree]:
-    """Returns the loss and the gradients divided by the count, in the dtypes of the gradients."""
-    loss, divided = divide_by_count(loss, grads, count)
-    return loss, jax.tree.map(lambda g, old: g.astype(old.dtype), divided, grads)
 
 
 def _updates(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any) -> Any:
