@@ -47,3 +47,5 @@ ELEMENTWISE = _names(
     select_n sign sin sqrt square stop_gradient sub tanh xor
     """
 )
+# Primitives that return the elements of their operand in another shape.
+RESHAPES = _names("broadcast_in_dim expand_dims reshape squeeze")

@@ -47,7 +47,7 @@ class JaxprPart(NamedTuple):
         groups: dict[Any, list[Equation]] = {}
         for equation in self.program.eqns:
             groups.setdefault(root(_arrays(equation.outvars)[0]), []).append(equation)
-        return [_part(self.program, group, self.outputs) for group in groups.values()]
+        return [jaxpr_part(self.program, group, self.outputs) for group in groups.values()]
 
     def run(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
         """Returns the values of `outputs`, given the values of `inputs`."""
@@ -102,15 +102,12 @@ def split_update(
         per_replica: The results that are stored per replica, even if they are proved replicated.
         num_state: The number of results, from the first, that are the new state.
     """
-    users: dict[Any, list[int]] = {}
-    for number, equation in enumerate(program.eqns):
-        for var in _variables(equation.invars):
-            users.setdefault(var, []).append(number)
-    is_final = _is_final(program, inputs, axes, frozenset(_variables(per_replica)), users)
+    users = find_users(program)
+    is_final = _is_final(program, inputs, axes, frozenset(variables(per_replica)), users)
     is_update = _is_update(
-        program, is_final, frozenset(remote), frozenset(_variables(program.outvars[:num_state])), users
+        program, is_final, frozenset(remote), frozenset(variables(program.outvars[:num_state])), users
     )
-    _extend_where_less_is_sent(program, is_update, is_final, users)
+    extend_where_less_is_sent(program, is_update, is_final, users)
     compute, elementwise, rest = list[Equation](), list[Equation](), list[Equation]()
     rest_results: set[Any] = set()
     literals: dict[Any, Any] = {}
@@ -121,26 +118,35 @@ def split_update(
         if equation.primitive.name == "broadcast_in_dim":
             # XLA would broadcast a literal in device memory, and the update may be computed in host memory.
             equation = jax_compat.literals_to_variables(equation, literals)
-        if _is_elementwise(equation) and rest_results.isdisjoint(_variables(equation.invars)):
+        if is_elementwise(equation) and rest_results.isdisjoint(variables(equation.invars)):
             elementwise.append(equation)
         else:
             rest.append(equation)
             rest_results.update(equation.outvars)
-    results = _variables(program.outvars)
-    rest_part = _part(program, rest, results)
-    elementwise_part = _part(program, elementwise, [*results, *rest_part.inputs])
+    results = variables(program.outvars)
+    rest_part = jaxpr_part(program, rest, results)
+    elementwise_part = jaxpr_part(program, elementwise, [*results, *rest_part.inputs])
     return UpdatePartition(
-        _part(program, compute, [*results, *elementwise_part.inputs, *rest_part.inputs]),
+        jaxpr_part(program, compute, [*results, *elementwise_part.inputs, *rest_part.inputs]),
         elementwise_part,
         rest_part,
         literals,
     )
 
 
-def _part(program: Jaxpr, equations: Sequence[Equation], used: Sequence[Any]) -> JaxprPart:
+def find_users(program: Jaxpr) -> dict[Any, list[int]]:
+    """Returns the indices of the equations that use each variable."""
+    users: dict[Any, list[int]] = {}
+    for number, equation in enumerate(program.eqns):
+        for var in variables(equation.invars):
+            users.setdefault(var, []).append(number)
+    return users
+
+
+def jaxpr_part(program: Jaxpr, equations: Sequence[Equation], used: Sequence[Any]) -> JaxprPart:
     """Returns some equations of `program` as a part; its outputs are the variables of `used` that they define."""
     defined = {var for equation in equations for var in equation.outvars}
-    operands = _variables(atom for equation in equations for atom in equation.invars)
+    operands = variables(atom for equation in equations for atom in equation.invars)
     inputs = [var for var in dict.fromkeys(operands) if var not in defined]
     outputs = [var for var in dict.fromkeys(used) if var in defined]
     return JaxprPart(inputs, outputs, jax_compat.sub_jaxpr(program, equations, inputs, outputs))
@@ -164,7 +170,7 @@ def _is_final(
         equation = program.eqns[number]
         is_pure = not equation.effects and not uses_axes(equation, frozenset(axes))
         is_followed = per_replica.isdisjoint(equation.outvars) and all(
-            is_final[user] for user in _users(equation, users)
+            is_final[user] for user in users_of(equation, users)
         )
         is_final[number] = is_replicated[number] and is_pure and is_followed
     return is_final
@@ -182,12 +188,12 @@ def _is_update(
     for number in reversed(range(len(program.eqns))):
         equation = program.eqns[number]
         leads_to_state[number] = not state.isdisjoint(equation.outvars) or any(
-            leads_to_state[user] for user in _users(equation, users)
+            leads_to_state[user] for user in users_of(equation, users)
         )
     is_update: list[bool] = []
     from_remote, from_update = set(remote), set[Any]()
     for number, equation in enumerate(program.eqns):
-        operands = _variables(equation.invars)
+        operands = variables(equation.invars)
         depends_on_remote = not from_remote.isdisjoint(operands)
         is_on_path = leads_to_state[number] and depends_on_remote
         is_update.append(is_final[number] and (is_on_path or not from_update.isdisjoint(operands)))
@@ -198,7 +204,7 @@ def _is_update(
     return is_update
 
 
-def _extend_where_less_is_sent(
+def extend_where_less_is_sent(
     program: Jaxpr, is_update: list[bool], is_final: Sequence[bool], users: Mapping[Any, list[int]]
 ) -> None:
     """Adds equations before the update if fewer arrays are sent then: a gradient, and not also its square."""
@@ -208,33 +214,36 @@ def _extend_where_less_is_sent(
         if in_update
         for var in _arrays(equation.invars)
     }
-    results = frozenset(_variables(program.outvars))
+    results = frozenset(variables(program.outvars))
     for number in reversed(range(len(program.eqns))):
         equation = program.eqns[number]
         is_used_by_update_only = results.isdisjoint(equation.outvars) and all(
-            is_update[user] for user in _users(equation, users)
+            is_update[user] for user in users_of(equation, users)
         )
-        replaces_sent = is_final[number] and not sent.isdisjoint(equation.outvars) and _is_elementwise(equation)
+        replaces_sent = is_final[number] and not sent.isdisjoint(equation.outvars) and is_elementwise(equation)
         is_no_more = len(set(_arrays(equation.invars)) - sent) <= 1
         if not is_update[number] and is_used_by_update_only and replaces_sent and is_no_more:
             is_update[number] = True
             sent.update(_arrays(equation.invars))
 
 
-def _users(equation: Equation, users: Mapping[Any, list[int]]) -> list[int]:
+def users_of(equation: Equation, users: Mapping[Any, list[int]]) -> list[int]:
+    """Returns the indices of the equations that use a result of `equation`."""
     return [user for var in equation.outvars for user in users.get(var, ())]
 
 
 def _arrays(atoms: Any) -> list[Any]:
-    return [var for var in _variables(atoms) if jax_compat.shape_of(var)]
+    return [var for var in variables(atoms) if jax_compat.shape_of(var)]
 
 
-def _is_elementwise(equation: Equation) -> bool:
+def is_elementwise(equation: Equation) -> bool:
+    """Whether an equation computes each element from the same elements of its operands, or from scalars."""
     if equation.primitive.name == "broadcast_in_dim":
         return not jax_compat.shape_of(equation.invars[0])
     shapes = set(map(jax_compat.shape_of, equation.invars)) - {()}
     return equation.primitive.name in ELEMENTWISE and len(shapes) == 1
 
 
-def _variables(atoms: Any) -> list[Any]:
+def variables(atoms: Any) -> list[Any]:
+    """Returns the variables among `atoms`."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
