@@ -102,7 +102,7 @@ def train(strategy, callbacks, *, epochs=2, steps=3, steps_per_call=1, start=0, 
         results = []
         for callback in callbacks:
             event = Event(
-                moment=moment, step=run.step, epoch=epoch, state=run.state, position={"batch": run.step},
+                moment=moment, step=run.step, epoch=epoch, read_state=functools.partial(getattr, run, "state"), position={"batch": run.step},
                 examples=number * EXAMPLES * strategy.num_replicas_in_sync, seconds=number * seconds,
                 stalled_fraction=stalled_fraction, total_steps=total, validation=validation_metrics or {},
                 strategy=strategy, history=History(tuple(rows)), read_metrics=read_metrics, resume_data=resume_data,

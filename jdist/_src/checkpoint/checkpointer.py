@@ -24,6 +24,7 @@ from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import in_replica_function
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.device_put import check_devices_attached
+from jdist._src.values.server_array import without_values
 
 T = TypeVar("T")
 
@@ -364,7 +365,7 @@ class Checkpointer:
         except Exception as error:
             self._raise_read_error(step, error)
         selection = LeafSelection(as_paths(only), as_renames(rename))
-        return make_restore_plan(self._folder, manifest, saved, strategy, like, selection)
+        return make_restore_plan(self._folder, manifest, saved, strategy, without_values(like), selection)
 
     def _read(self, plan: RestorePlan) -> RestoredCheckpoint:
         try:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast, final
@@ -60,7 +61,7 @@ class Event:
             a validation follows, STEP, then VALIDATION.
         step: The number of steps taken so far, including those before a resume.
         epoch: The epoch of the last step, from 0.
-        state: The training state. Its buffers are donated to the next step: copy what you need later during the call.
+        read_state: Returns the training state.
         position: The position of the data after the last step, as `DistributedIterator.get_state` returns it.
         examples: The number of examples since the start of this `fit`, over all replicas.
         seconds: The duration of this `fit` so far.
@@ -83,7 +84,7 @@ class Event:
     moment: Moment
     step: int
     epoch: int
-    state: PyTree
+    read_state: Callable[[], PyTree]
     position: Mapping[str, Any]
     examples: int
     seconds: float
@@ -98,6 +99,11 @@ class Event:
     ends_epoch: bool = False
     metric_names: Sequence[str] | None = None
     validates: bool = False
+
+    @functools.cached_property
+    def state(self) -> PyTree:
+        """The training state. Its buffers are donated to the next step: copy what you need later during the call."""
+        return self.read_state()
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -35,6 +35,7 @@ from jdist._src.training.state import learning_rate_of, params_of, step_of
 from jdist._src.training.state_copies import summands
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import TrainCarry
+from jdist._src.values.server_array import read_servers
 
 CALLS_PER_CHECK = 32  # calls between two checks of the losses, and of whether a process stops
 _INTERRUPTED = "Ctrl-C was pressed."
@@ -257,7 +258,7 @@ class Loop:
             moment=moment,
             step=self._step,
             epoch=self._epoch,
-            state=self._carry.state,
+            read_state=functools.partial(read_servers, self._carry.state),
             position=self._position,
             examples=self._examples,
             seconds=time.perf_counter() - self._start_time,
@@ -329,7 +330,7 @@ class Loop:
         history = self._recorder.history
         history = dataclasses.replace(history, losses=dict(history.losses))
         proof = self._config.proof() if self._step > self._first_step else None
-        state = cast(Any, None if is_lost else self._carry.state)
+        state = cast(Any, None if is_lost else read_servers(self._carry.state))
         description = self._config.strategy.describe(state)
         return Fit(state, history, self._step, self._stop_reason or "", description, proof)
 

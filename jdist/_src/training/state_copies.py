@@ -16,6 +16,7 @@ from jdist._src.strategies.base import Strategy
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.arrays import copy_arrays, device_put_copy, is_device_array
 from jdist._src.values.base import is_distributed
+from jdist._src.values.server_array import read_servers
 from jdist._src.values.sync_on_read import SyncOnRead
 
 _HINT = "Resume with the model that was saved, or without this callback."
@@ -23,7 +24,7 @@ _HINT = "Resume with the model that was saved, or without this callback."
 
 def copy_state(tree: PyTree) -> PyTree:
     """Returns `tree` with a copy of each array, with the same sharding."""
-    leaves, treedef = jax.tree.flatten(tree)
+    leaves, treedef = jax.tree.flatten(read_servers(tree))
     indices = [i for i, leaf in enumerate(leaves) if is_device_array(leaf)]
     for i, leaf in zip(indices, copy_arrays([leaves[i] for i in indices]), strict=True):
         leaves[i] = leaf
@@ -80,7 +81,7 @@ def summands(state: PyTree) -> dict[str, Any]:
     A checkpoint stores their total, which any number of replicas can share. A resume on the same number of replicas is
     bitwise equal only with the original summands.
     """
-    leaves = _sum_leaves(state)
+    leaves = _sum_leaves(read_servers(state))
     return _with_names(leaves, [leaf.value for leaf in leaves])
 
 

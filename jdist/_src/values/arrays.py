@@ -21,6 +21,7 @@ from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas, local_mesh_devices, replicated_sharding, spans_devices
 from jdist._src.values.reduce_op import ReduceOp
+from jdist._src.values.server_array import ServerArray
 
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = tuple[Shape, ...]  # one shape per replica
@@ -127,7 +128,7 @@ def host_leaves(tree: PyTree) -> list[Any]:
     return [leaf for leaf in leaves if type(leaf) not in _ARRAY_CLASSES]
 
 
-_ARRAY_CLASSES: set[type] = set()  # the classes of arrays on devices, which JAX does not export
+_ARRAY_CLASSES: set[type] = {ServerArray}  # and the classes of arrays on devices, which JAX does not export
 
 
 def mesh_of(leaf: jax.Array) -> Mesh:

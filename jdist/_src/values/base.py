@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 from jdist._src.core.modules import leaves_with_path
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of, num_replicas_on
+from jdist._src.values.server_array import read_servers
 
 
 class DistributedValues(abc.ABC):
@@ -113,12 +114,14 @@ class DistributedValues(abc.ABC):
     def assign_add(self, value: PyTree) -> Self:
         """Returns a new value with the same placement, with `value` added. See `assign` for arguments and errors."""
         self._check_addition("assign_add", value)
-        return self._with_tree(jax.tree.map(jnp.add, self.tree, self._assigned_tree("assign_add", value)))
+        return self._with_tree(jax.tree.map(jnp.add, read_servers(self.tree), self._assigned_tree("assign_add", value)))
 
     def assign_sub(self, value: PyTree) -> Self:
         """Returns a new value with the same placement, with `value` subtracted. See `assign` for arguments and errors."""
         self._check_addition("assign_sub", value)
-        return self._with_tree(jax.tree.map(jnp.subtract, self.tree, self._assigned_tree("assign_sub", value)))
+        return self._with_tree(
+            jax.tree.map(jnp.subtract, read_servers(self.tree), self._assigned_tree("assign_sub", value))
+        )
 
     def _check_addition(self, method: str, value: PyTree) -> None:  # noqa: B027  # most subclasses accept every value
         """Raises ValueError if the meaning of `method` with `value` is ambiguous."""
@@ -128,7 +131,7 @@ class DistributedValues(abc.ABC):
         return dataclasses.replace(self, tree=tree)  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
 
     def _assigned_tree(self, method: str, value: PyTree) -> PyTree:
-        leaves = named_leaves(f"`{method}`: value", self.tree)
+        leaves = named_leaves(f"`{method}`: value", read_servers(self.tree))
         for name, leaf in leaves:
             if not is_on_mesh(leaf):
                 raise ValueError(

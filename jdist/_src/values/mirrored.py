@@ -19,6 +19,7 @@ from jdist._src.values.arrays import (
     repeat_rows,
 )
 from jdist._src.values.base import DistributedValues, cast_without_loss
+from jdist._src.values.server_array import read_servers
 
 
 @final
@@ -84,22 +85,23 @@ class Mirrored(DistributedValues):
     @property
     def values(self) -> tuple[PyTree, ...]:
         """One tree per replica of this process, each on its own device."""
-        leaves, treedef = jax.tree.flatten(self.tree)
+        leaves, treedef = jax.tree.flatten(read_servers(self.tree))
         if not leaves or not all(map(is_on_mesh, leaves)):
-            return (self.tree,)
+            return (treedef.unflatten(leaves),)
         shards = map(local_shards, map(fully_replicated, leaves))
         return tuple(treedef.unflatten(copies) for copies in zip(*shards, strict=True))
 
     def read(self) -> PyTree:
         """Returns the arrays, moved to device memory if they are stored in another memory."""
-        leaves, treedef = jax.tree.flatten(self.tree)
+        tree = read_servers(self.tree)
+        leaves, treedef = jax.tree.flatten(tree)
         on_devices = list(map(fully_replicated, leaves))
         is_unchanged = all(leaf is moved for leaf, moved in zip(leaves, on_devices, strict=True))
-        return self.tree if is_unchanged else treedef.unflatten(on_devices)
+        return tree if is_unchanged else treedef.unflatten(on_devices)
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "Mirrored":
         """Returns `fn` of the tree, computed on every device."""
-        tree = jax.tree.map(fully_replicated, self.tree)
+        tree = jax.tree.map(fully_replicated, read_servers(self.tree))
         leaves = jax.tree.leaves(tree)
         sharding = leaves[0].sharding if leaves and is_device_array(leaves[0]) else None
         return self._with_tree(jax.jit(fn, out_shardings=sharding)(tree))

@@ -22,6 +22,7 @@ from jdist._src.values.arrays import (
     repeat_rows,
 )
 from jdist._src.values.base import DistributedValues, ReprText, cast_without_loss
+from jdist._src.values.server_array import read_servers
 
 
 @final
@@ -82,7 +83,7 @@ class PerReplica(DistributedValues):
     @property
     def values(self) -> tuple[PyTree, ...]:
         """One tree per replica of this process, in the order of the replicas; leaves `[...]`, each on its own device."""
-        leaves, treedef = jax.tree.flatten(self.tree)
+        leaves, treedef = jax.tree.flatten(read_servers(self.tree))
         rows = [local_rows(leaf, shapes) for leaf, shapes in zip(leaves, self._leaf_shapes(), strict=True)]
         return tuple(treedef.unflatten(row) for row in zip(*rows, strict=True))
 
@@ -93,7 +94,7 @@ class PerReplica(DistributedValues):
             ValueError: The replicas hold values of different shapes, which are not rows of one array.
         """
         if self.shapes is None:
-            return self.tree
+            return read_servers(self.tree)
         raise ValueError(
             f"{self!r} has different shapes on the replicas. Use `.values` or `.padded()`, or concatenate: `strategy.gather`."
         )
@@ -126,7 +127,7 @@ class PerReplica(DistributedValues):
             >>> weights.tree.tolist()
             [[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]
         """
-        leaves = jax.tree.leaves(self.tree)
+        leaves, treedef = jax.tree.flatten(read_servers(self.tree))
         shapes = [s or (leaf.shape[1:],) * leaf.shape[0] for leaf, s in zip(leaves, self._leaf_shapes(), strict=True)]
         rows = {tuple(shape[0] if shape else None for shape in leaf) for leaf in shapes}
         if len(rows) != 1 or None in next(iter(rows)) or any(len({s[1:] for s in leaf}) > 1 for leaf in shapes):
@@ -139,7 +140,7 @@ class PerReplica(DistributedValues):
         weights = (np.arange(width)[None] < np.asarray(counts)[:, None]).astype(np.float32)
         if is_device_array(leaves[0]):
             weights = device_put_copy(weights, leaves[0].sharding)
-        return PerReplica(jax.tree.map(lambda x: _zero_padding(x, weights), self.tree)), PerReplica(weights)
+        return PerReplica(treedef.unflatten([_zero_padding(x, weights) for x in leaves])), PerReplica(weights)
 
     def _assigned_leaf(self, name: str, leaf: jax.Array, value: Any, is_per_replica: bool) -> jax.Array:
         """Returns the same row for every replica, or one row per replica."""
@@ -147,7 +148,7 @@ class PerReplica(DistributedValues):
 
     def _assign_source(self, wants_rows: bool) -> tuple[PyTree, bool]:
         """Returns the rows."""
-        return self.tree, True
+        return read_servers(self.tree), True
 
     def _leaf_shapes(self) -> tuple[Shapes | None, ...]:
         """Returns for each leaf the shape on each replica; None if all rows have one shape."""
