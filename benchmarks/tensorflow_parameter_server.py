@@ -35,7 +35,7 @@ def serve(job: str, index: int, cluster: dict[str, list[str]]) -> None:
 
 
 def coordinate(workers: int, servers: int) -> None:
-    """Starts the processes, and measures what is asked for."""
+    """Starts the processes, and runs the measurements of the standard input."""
     ports = free_ports(workers + servers)
     addresses = [f"127.0.0.1:{port}" for port in ports]
     cluster = {"worker": addresses[:workers], "ps": addresses[workers:]}

@@ -50,6 +50,7 @@ from jdist._src.execution.replicate import Proof as Proof
 from jdist._src.export.export import export as export
 from jdist._src.export.load import Loaded as Loaded
 from jdist._src.export.load import load as load
+from jdist._src.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
 from jdist._src.replica.context import ReplicaContext as ReplicaContext
 from jdist._src.replica.context import ValueContext as ValueContext
 from jdist._src.replica.context import all_gather as all_gather
@@ -103,6 +104,7 @@ from jdist._src.values.mirrored import Mirrored as Mirrored
 from jdist._src.values.per_replica import PerReplica as PerReplica
 from jdist._src.values.reduce_op import ReduceOp as ReduceOp
 from jdist._src.values.row_slices import RowSlices as RowSlices
+from jdist._src.values.server_array import ServerArray as ServerArray
 from jdist._src.values.sharded import Sharded as Sharded
 from jdist._src.values.sync_on_read import SyncOnRead as SyncOnRead
 

@@ -12,6 +12,8 @@ Make the state in `strategy.init`, which places the state of the policy.
 
 from jdist._src.sync.accumulation import every as every
 from jdist._src.sync.accumulation import skip_nonfinite as skip_nonfinite
+from jdist._src.sync.delay import delay_compensation as delay_compensation
+from jdist._src.sync.delay import scale_by_staleness as scale_by_staleness
 from jdist._src.sync.local_updates import diloco as diloco
 from jdist._src.sync.local_updates import local_sgd as local_sgd
 from jdist._src.sync.loss_scale import dynamic_loss_scale as dynamic_loss_scale

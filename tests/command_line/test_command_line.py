@@ -29,6 +29,8 @@ def run(capsys):
 def test_help_shows_each_verb_with_an_example_that_runs(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
+    log = {"format": 1, "workers": 1, "arguments": ["train.py"], "folder": str(tmp_path)}
+    (tmp_path / "run.log").write_text(json.dumps(log) + "\n")
     status, output, _ = run("--help")
     assert status == 0
     for name, entry in VERBS.items():
@@ -51,7 +53,11 @@ def test_command_without_verb_or_with_an_unknown_verb_or_argument_has_status_2(r
     assert (status, output) == (2, "") and "example: jdist devices" in errors
     for word, nearest in {"environment": "env", "dev": "devices", "devcies": "devices"}.items():
         assert run(word) == (2, "", f"jdist: there is no command {word!r}. Did you mean `jdist {nearest}`?\n")
-    assert run("qqq") == (2, "", "jdist: there is no command 'qqq'. The commands are devices, doctor, env, run.\n")
+    assert run("qqq") == (
+        2,
+        "",
+        "jdist: there is no command 'qqq'. The commands are devices, doctor, env, replay, run.\n",
+    )
     status, _, errors = run("env", "--yaml")
     assert status == 2 and "unrecognized arguments: --yaml" in errors
 

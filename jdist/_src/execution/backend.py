@@ -142,6 +142,15 @@ class Backend(abc.ABC):
         """Returns the traced results of a program with their shardings fixed."""
         return state, outputs
 
+    def step_call(self, traced: Callable[..., tuple[PyTree, PyTree]], name: str) -> Callable[..., Any] | None:
+        """Returns the function that a step calls in place of its compiled program, or None.
+
+        Args:
+            traced: The function that `jax.jit` would compile.
+            name: The name of the step.
+        """
+        return None
+
     def to_mesh(self, tree: PyTree) -> PyTree:
         """Returns `tree` with the leaves that are stored elsewhere replicated on the mesh."""
         return tree

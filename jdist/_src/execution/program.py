@@ -141,6 +141,9 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             self._launch = functools.partial(self._launch_together, self._launch)
         if backend.storage is not None:
             self._launch = functools.partial(self._launch_on_mesh, self._launch)
+        step_call = backend.step_call(traced, name) if has_state and donates else None
+        self._packs_modules = backend.storage is None and step_call is None
+        self._launch = step_call or self._launch
         if steps_per_call is not None:
             self._launch = functools.partial(run_sequentially, self._launch, steps_per_call)
         self._num_signatures = 0  # the number of signatures that JAX has compiled; 0 if JAX does not report it
@@ -271,7 +274,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             return tuple(map(from_array_tree, self._run(*arrays)))
         # A storage that is not the mesh places each leaf by its path and the class of its container.
         updates = self._donates and not jax_compat.is_tracing()
-        packing = self._packer.pack(args[0]) if updates and self.backend.storage is None else None
+        packing = self._packer.pack(args[0]) if updates and self._packs_modules else None
         inputs = map(to_array_tree, args[1:])
         if packing is not None:
             state, outputs = self._run(packing.packed, *inputs)

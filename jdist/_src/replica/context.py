@@ -45,6 +45,7 @@ class ReplicaContext:
         virtual: Whether the replicas are virtual, so that their number does not depend on the devices.
         gradient_constraint: Where one replica spans devices, a function that constrains the sharding of reduced gradients. It
             is applied to the result of an all-reduce.
+        is_asynchronous: Whether workers update one state at different times (`jdist.ParameterServerStrategy`).
     """
 
     axes: tuple[str, ...] = ()
@@ -54,6 +55,7 @@ class ReplicaContext:
     communication_options: CommunicationOptions = CommunicationOptions()
     virtual: bool = False
     gradient_constraint: Callable[[PyTree], PyTree] | None = None
+    is_asynchronous: bool = False
 
     @classmethod
     def of(

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core.modules import is_variable
 from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.jaxpr.server_partition import KEY_MARK
 from jdist._src.replica.context import require_replica_context
 
 
@@ -32,7 +34,7 @@ def replica_key(key: jax.Array) -> jax.Array:
         False
     """
     context = require_replica_context("replica_key", "jax.random.split")
-    return jax.random.fold_in(key, context.replica_id_in_sync_group)
+    return jax.random.fold_in(key, checkpoint_name(context.replica_id_in_sync_group, KEY_MARK))
 
 
 @contextlib.contextmanager

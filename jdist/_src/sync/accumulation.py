@@ -21,6 +21,7 @@ from jdist._src.sync.policy import (
     make_policy,
     mark_gradients,
     policy_context,
+    synchronous_context,
 )
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.reduce_op import ReduceOp
@@ -93,7 +94,7 @@ def every(optimizer: optax.GradientTransformation, steps: int) -> Policy:
     def update(
         grads: PyTree, state: EveryState, params: PyTree = None, *, weight: Any = None, **extra_args: Any
     ) -> tuple[PyTree, EveryState]:
-        policy_context("every")
+        synchronous_context("every", "optax.chain(jdist.sync.mean(), optax.MultiSteps(optimizer, k))")
         step_weight = jnp.float32(1 if weight is None else weight)
         # A gradient with weight zero has no effect, even if it is not finite.
         sums = jax.tree.map(

@@ -26,8 +26,8 @@ from jdist._src.sync.policy import (
     check_transformation,
     is_float,
     make_policy,
-    policy_context,
     require_params,
+    synchronous_context,
 )
 from jdist._src.sync.reduction import mean
 from jdist._src.values.aggregation import VariableAggregation
@@ -111,7 +111,7 @@ def local_sgd(optimizer: optax.GradientTransformation, *, every: int) -> Policy:
         return LocalState(jnp.int32(0), init_local_optimizer(name, optimizer, params, every > 1))
 
     def update(grads: PyTree, state: LocalState, params: PyTree = None, **extra_args: Any) -> tuple[PyTree, LocalState]:
-        context = policy_context(name)
+        context = synchronous_context(name)
         params = require_params(name, params)
         updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
         local_params = optax.apply_updates(params, updates)
@@ -171,7 +171,7 @@ def diloco(
     def update(
         grads: PyTree, state: DilocoState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, DilocoState]:
-        policy_context(name)
+        synchronous_context(name)
         params = require_params(name, params)
         updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
         local_params = optax.apply_updates(params, updates)

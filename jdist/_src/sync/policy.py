@@ -40,6 +40,26 @@ def policy_context(name: str) -> ReplicaContext:
     return require_replica_context(f"sync.{name}", "strategy.reduce")
 
 
+def synchronous_context(name: str, alternative: str = "jdist.sync.mean()") -> ReplicaContext:
+    """Returns the context of the replica that applies the policy `name`, which needs replicas that run in step.
+
+    Args:
+        name: The policy.
+        alternative: What to write where workers share one state.
+
+    Raises:
+        ValueError: Workers update one state at different times.
+        RuntimeError: See `policy_context`.
+    """
+    context = policy_context(name)
+    if context.is_asynchronous:
+        raise ValueError(
+            f"`jdist.sync.{name}` has no meaning under `ParameterServerStrategy`: its workers share one state and do not "
+            f"wait for each other. Use `{alternative}`; `max_staleness` bounds how far they diverge."
+        )
+    return context
+
+
 def mark_gradients(grads: PyTree) -> PyTree:
     """Returns `grads` with a name on each array, by which `clip_check` finds the operations applied before the policy."""
     return jax.tree.map(lambda g: checkpoint_name(g, GRADIENT_MARK) if isinstance(g, jax.Array) else g, grads)

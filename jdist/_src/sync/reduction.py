@@ -7,7 +7,7 @@ from jdist._src.collectives import cross_device_ops
 from jdist._src.collectives.cross_device_ops import HierarchicalAllReduce, num_replicas
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext
-from jdist._src.sync.policy import Policy, stateless_policy
+from jdist._src.sync.policy import Policy, stateless_policy, synchronous_context
 from jdist._src.values.reduce_op import ReduceOp
 
 
@@ -120,6 +120,7 @@ def exact() -> Policy:
     """
 
     def reduce(context: ReplicaContext, grads: PyTree) -> PyTree:
+        synchronous_context("exact")
         if context.axes and not context.virtual:
             raise ValueError(
                 "`jdist.sync.exact()` adds the gradients of a fixed number of virtual replicas, but this strategy does not "

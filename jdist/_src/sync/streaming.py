@@ -24,8 +24,8 @@ from jdist._src.sync.policy import (
     check_number,
     check_transformation,
     make_policy,
-    policy_context,
     require_params,
+    synchronous_context,
 )
 from jdist._src.sync.reduction import mean
 
@@ -112,7 +112,7 @@ def streaming_diloco(
     def update(
         grads: PyTree, state: StreamingState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, StreamingState]:
-        policy_context(name)
+        synchronous_context(name)
         params = require_params(name, params)
         updates, opt_state = optimizer.update(grads, state.opt_state, params, **extra_args)
         local_params = optax.apply_updates(params, updates)

@@ -1,0 +1,128 @@
+"""`ParameterServerBackend`: calls a step as an update of the state on servers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdist._src.core.tree import PyTree
+from jdist._src.devices.mesh import Replicas
+from jdist._src.execution.backend import ReplicaFunction, ReplicaResults
+from jdist._src.execution.shard_map import ShardMapBackend
+from jdist._src.jaxpr.server_partition import UpdateGroup
+from jdist._src.parameter_server.engine import LocalEngine
+from jdist._src.parameter_server.step_parts import StepParts, TracedStep, compile_parts, cut_step
+from jdist._src.parameter_server.storage import Shard
+from jdist._src.values.base import named_values
+from jdist._src.values.server_array import ServerArray, is_server_array
+
+
+class ParameterServerBackend(ShardMapBackend):
+    """Runs `init` and `run` on one device, and steps on workers and servers.
+
+    Mutable: it holds the function that was traced last.
+
+    Args:
+        replicas: One replica, on the device of the first worker.
+        engine: Runs the parts of a step.
+        num_shards: From the shape and the dtype of a leaf to the number of parts along its first dimension.
+    """
+
+    supports_scan = False  # each step is an update of its own
+
+    def __init__(self, replicas: Replicas, engine: LocalEngine, num_shards: Callable[[str, Any], int]):
+        super().__init__(replicas)
+        self.engine = engine
+        self._num_shards = num_shards
+        self._traced: tuple[ReplicaFunction, Any, ReplicaResults] | None = None
+
+    def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
+        """See `Backend.run`."""
+        self._traced = function, program, results
+        return super().run(function, program, results)
+
+    def step_call(self, traced: Callable[..., tuple[PyTree, PyTree]], name: str) -> Callable[..., Any]:
+        """See `Backend.step_call`."""
+        cache: dict[Any, StepParts] = {}
+
+        def call(state: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
+            leaves, treedef = jax.tree.flatten(state)
+            input_leaves, input_treedef = jax.tree.flatten(inputs)
+            input_leaves = [leaf.read() if is_server_array(leaf) else leaf for leaf in input_leaves]
+            key = treedef, input_treedef, tuple(map(_aval_key, leaves)), tuple(map(_aval_key, input_leaves))
+            parts = cache.get(key)
+            if parts is None:
+                arguments = (
+                    treedef.unflatten(map(_shape_of, leaves)),
+                    *input_treedef.unflatten(map(_shape_of, input_leaves)),
+                )
+                parts = cache[key] = self._parts(traced, arguments, leaves)
+            state_leaves = self._stored(leaves, parts)
+            storages = [leaf.storage for leaf in state_leaves]
+            outputs = self.engine.start(name, parts, storages, input_leaves, self._put_outputs)
+            return treedef.unflatten(state_leaves), parts.output_tree.unflatten(outputs)
+
+        return call
+
+    def _put_outputs(self, outputs: Sequence[jax.Array]) -> list[jax.Array]:
+        return jax.device_put(list(outputs), self.replicas.replicated_sharding) if outputs else []
+
+    def _parts(self, traced: Callable[..., Any], arguments: tuple[PyTree, ...], leaves: Sequence[Any]) -> StepParts:
+        shapes = jax.eval_shape(traced, *arguments)
+        assert self._traced is not None
+        (function, program, results), self._traced = self._traced, None
+        names = [name for name, _ in named_values("state", arguments[0])]
+        step = cut_step(function, program, results, self.replicas.axes[0], shapes, names)
+        return compile_parts(step, self._placement(step, leaves, names), len(self.engine.servers))
+
+    def _placement(self, step: TracedStep, leaves: Sequence[Any], names: Sequence[str]) -> list[tuple[Shard, ...]]:
+        """Returns the shards of each leaf of the state. Leaves that are on the servers stay where they are, if possible."""
+        shards: list[tuple[Shard, ...]] = [()] * len(leaves)
+        for number in step.partition.scalars.leaves:
+            shards[number] = tuple(map(Shard, range(len(self.engine.servers))))
+        for group in step.partition.groups:
+            placed = self._group_placement(group, leaves, step, names)
+            for number in group.leaves:
+                shards[number] = placed
+        return shards
+
+    def _group_placement(
+        self, group: UpdateGroup, leaves: Sequence[Any], step: TracedStep, names: Sequence[str]
+    ) -> tuple[Shard, ...]:
+        stored = {leaves[number].storage.shards for number in group.leaves if is_server_array(leaves[number])}
+        if len(stored) == 1 and all(is_server_array(leaves[number]) for number in group.leaves):
+            (shards,) = stored
+            if group.is_elementwise or len(shards) == 1:
+                return shards
+        first = group.leaves[0]
+        shape = step.state_shapes[first]
+        if not any(step.state_shapes[number].shape for number in group.leaves):
+            return (Shard(0),)
+        count = self._num_shards(names[first], shape) if group.is_elementwise else 1
+        return self.engine.place(count, shape.shape[0] if count > 1 else None)
+
+    def _stored(self, leaves: Sequence[Any], parts: StepParts) -> list[ServerArray]:
+        """Returns the leaves of a state on the servers."""
+        if not all(map(is_server_array, leaves)):
+            self.engine.join()  # the new values replace what the steps in progress would change
+        return [self._stored_leaf(leaf, shards) for leaf, shards in zip(leaves, parts.shards, strict=True)]
+
+    def _stored_leaf(self, leaf: Any, shards: tuple[Shard, ...]) -> ServerArray:
+        if not is_server_array(leaf):
+            value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+            return ServerArray(self.engine.store(value, shards), self.engine.read)
+        if leaf.storage.shards != shards:
+            self.engine.move(leaf.storage, shards)
+        return leaf
+
+
+def _aval_key(leaf: Any) -> tuple[Any, ...]:
+    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else (type(leaf),)
+
+
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    if is_server_array(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    aval = jax.typeof(leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf))
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

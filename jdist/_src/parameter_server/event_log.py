@@ -1,0 +1,117 @@
+"""The log of a run: in which order workers started and their updates were applied; and its replay."""
+
+import json
+import os
+import pathlib
+import sys
+from typing import Any, TextIO
+
+REPLAY_VARIABLE = "JDIST_REPLAY"
+_FORMAT = 1
+
+
+class EventLog:
+    """Writes the events of a run to a file, one JSON object per line, the program first.
+
+    Mutable: it holds the open file.
+
+    Args:
+        path: The file; it is replaced.
+        num_workers: The number of workers.
+    """
+
+    def __init__(self, path: pathlib.Path, num_workers: int):
+        self._file: TextIO = path.open("w", buffering=1)
+        program = {"format": _FORMAT, "workers": num_workers, "arguments": sys.orig_argv[1:], "folder": os.getcwd()}
+        self._write(program)
+
+    def write_start(self, call: int, worker: int, version: int, step: str) -> None:
+        """Writes that a worker starts a call of a step, having read a version of the state."""
+        self._write({"start": call, "worker": worker, "version": version, "step": step})
+
+    def write_apply(self, call: int) -> None:
+        """Writes that the results of a call are applied."""
+        self._write({"apply": call})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(event) + "\n")
+
+
+class Replay:
+    """The events of a log, in order.
+
+    Mutable: it holds the number of the next event.
+
+    Args:
+        path: The log.
+        num_workers: The number of workers now.
+
+    Raises:
+        ValueError: The file is not a log, or it was written with another number of workers.
+    """
+
+    def __init__(self, path: pathlib.Path, num_workers: int):
+        program, self._events = read_log(path)
+        self._path, self._next = path, 0
+        if program["workers"] != num_workers:
+            raise ValueError(
+                f"{str(path)!r} was recorded with {program['workers']} workers, and this strategy has {num_workers}. Replay "
+                "the program that was recorded."
+            )
+
+    def next_apply(self) -> int | None:
+        """Returns the call whose results are applied next; None if a call starts first, or the log ends."""
+        event = self._events[self._next] if self._next < len(self._events) else {}
+        if "apply" not in event:
+            return None
+        self._next += 1
+        return event["apply"]
+
+    def start(self, call: int, step: str) -> int:
+        """Returns the worker that started a call of a step.
+
+        Raises:
+            RuntimeError: The recorded run did not start this call here.
+        """
+        event = self._events[self._next] if self._next < len(self._events) else {}
+        if (event.get("start"), event.get("step")) != (call, step):
+            recorded = f"`{event['step']}`, call {event['start'] + 1}" if "start" in event else "the end of the run"
+            raise RuntimeError(
+                f"The program differs from the run that {str(self._path)!r} recorded: event {self._next + 1} is {recorded}, "
+                f"and the program calls `{step}`, call {call + 1}. Replay with the same program, data and seeds."
+            )
+        self._next += 1
+        return event["worker"]
+
+
+def read_log(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns the program of a log, and its events. A last line that is not complete is omitted.
+
+    Raises:
+        ValueError: The file is not a log.
+    """
+    lines = path.read_text().splitlines()
+    try:
+        program, *events = [json.loads(line) for line in lines[:-1]] + _last_event(lines)
+        if program["format"] != _FORMAT:
+            raise KeyError
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{str(path)!r} is not a log of `ParameterServerStrategy(record=...)`.") from None
+    return program, events
+
+
+def _last_event(lines: list[str]) -> list[Any]:
+    try:
+        return [json.loads(lines[-1])] if lines else []
+    except json.JSONDecodeError:
+        return []
+
+
+def open_log(record: pathlib.Path | None, num_workers: int) -> tuple[EventLog | None, Replay | None]:
+    """Returns the log to write, or the replay of it, if the variable `JDIST_REPLAY` names the same file."""
+    if record is None:
+        return None, None
+    replayed = os.environ.get(REPLAY_VARIABLE)
+    if replayed is not None and pathlib.Path(replayed).absolute() == record.absolute():
+        return None, Replay(record, num_workers)
+    return EventLog(record, num_workers), None

@@ -1,0 +1,317 @@
+"""Compiles the parts of a step: one program for a worker, and one for each server."""
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist._src.core import jax_compat
+from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
+from jdist._src.core.tree import PyTree
+from jdist._src.execution.backend import ReplicaFunction, ReplicaResults
+from jdist._src.jaxpr import update_partition
+from jdist._src.jaxpr.interpreter import Evaluator, nested_equations
+from jdist._src.jaxpr.replication import Input
+from jdist._src.jaxpr.server_partition import (
+    KEY_MARK,
+    STALENESS_MARK,
+    ServerPartition,
+    UpdateGroup,
+    has_mark,
+    split_for_servers,
+)
+from jdist._src.jaxpr.single_replica import eliminate_collectives
+from jdist._src.parameter_server.storage import Shard, joined, rows_of
+from jdist._src.values.base import is_distributed
+
+
+class TracedStep(NamedTuple):
+    """A step that was traced and cut.
+
+    Attributes:
+        program: The program of one replica, with its constants as inputs.
+        partition: The parts.
+        axis: The axis of the replicas, of size one.
+        constants: The constants of the program.
+        state: The input variables of the state.
+        inputs: The input variables of the other arguments.
+        state_shapes: The stored shape and dtype of each leaf of the state.
+        output_shapes: The shape of each leaf of the outputs, with the dimension of the replicas.
+        output_tree: The structure of the outputs.
+    """
+
+    program: Jaxpr
+    partition: ServerPartition
+    axis: str
+    constants: Mapping[Any, Any]
+    state: Sequence[Any]
+    inputs: Sequence[Any]
+    state_shapes: Sequence[jax.ShapeDtypeStruct]
+    output_shapes: Sequence[jax.ShapeDtypeStruct]
+    output_tree: Any
+
+
+class StepParts(NamedTuple):
+    """The compiled parts of a step.
+
+    Attributes:
+        shards: For each leaf of the state, where it is stored.
+        read_leaves: The numbers of the leaves that a worker reads.
+        worker: From the arrays of these leaves, the inputs, and the number of steps in progress at the start, to the values for
+            each server and the outputs.
+        servers: For each server, the update of its arrays.
+        output_tree: The structure of the outputs.
+    """
+
+    shards: Sequence[tuple[Shard, ...]]
+    read_leaves: Sequence[int]
+    worker: Callable[..., tuple[list[list[jax.Array]], list[jax.Array]]]
+    servers: "Sequence[ServerUpdate]"
+    output_tree: Any
+
+
+class ServerUpdate(NamedTuple):
+    """The update of the arrays on one server.
+
+    The memory of arrays that workers do not read, such as momenta, is reused for their new values. A parameter may be in use by
+    a worker: its new value reuses the memory of the gradient.
+
+    Attributes:
+        changed: The arrays that it replaces: numbers of leaves, and of their arrays.
+        donated: The arrays whose memory it reuses.
+        kept: The arrays that it only reads.
+        donated_values: The indices of the values of a worker whose memory it reuses.
+        kept_values: The indices of the other values of a worker.
+        run: From the donated arrays and values, the kept arrays and values, and the staleness, to the new arrays.
+    """
+
+    changed: Sequence[tuple[int, int]]
+    donated: Sequence[tuple[int, int]]
+    kept: Sequence[tuple[int, int]]
+    donated_values: Sequence[int]
+    kept_values: Sequence[int]
+    run: Callable[[list[jax.Array], list[jax.Array], Any], list[jax.Array]]
+
+
+class _Unit(NamedTuple):
+    """The update of a group on one server.
+
+    Attributes:
+        group: The group.
+        place: The number of the array of each of its leaves.
+        shard: The rows.
+    """
+
+    group: UpdateGroup
+    place: int
+    shard: Shard
+
+
+def cut_step(
+    function: ReplicaFunction,
+    program: Any,
+    results: ReplicaResults,
+    axis: str,
+    shapes: tuple[PyTree, PyTree],
+    names: Sequence[str],
+) -> TracedStep:
+    """Cuts a traced step.
+
+    Args:
+        function: The function of one replica, with its arguments.
+        program: Its closed jaxpr.
+        results: Its results.
+        axis: The axis of the replicas.
+        shapes: The shapes of the new state and of the outputs, with wrappers.
+        names: The name of each leaf of the state.
+
+    Raises:
+        ValueError: A value that is stored per replica is computed from its old value by more than elementwise operations.
+    """
+    flat = update_partition.inline_calls(program, [(axis, 1)])
+    jaxpr = jax_compat.consts_as_inputs(flat)
+    constants = dict(zip(jaxpr.invars, flat.consts, strict=False))
+    arguments = jaxpr.invars[len(constants) :]
+    is_varying = [
+        is_distributed(item) and not item._is_replicated for item in function.items for _ in jax.tree.leaves(item)
+    ]
+    num_state = len(names)
+    inputs = [Input("", ()) for _ in constants] + [Input("", (axis,) if varies else ()) for varies in is_varying]
+    partition = split_for_servers(jaxpr, inputs, (axis,), arguments[:num_state], constants)
+    _check_local_values(partition, is_varying, names)
+    state_shapes, output_shapes = (jax.tree.leaves(tree) for tree in shapes)
+    return TracedStep(
+        jaxpr,
+        partition,
+        axis,
+        constants,
+        arguments[:num_state],
+        arguments[num_state:],
+        state_shapes,
+        output_shapes,
+        jax.tree.structure(shapes[1]),
+    )
+
+
+def _check_local_values(partition: ServerPartition, is_varying: Sequence[bool], names: Sequence[str]) -> None:
+    for number in partition.dependent:
+        if is_varying[number]:
+            raise ValueError(
+                f"{names[number]} is stored per replica, and the step computes its new value from the old one by more than a "
+                "sum or another elementwise operation. Under `ParameterServerStrategy` workers that run at the same time would "
+                "overwrite each other's values. Make it a plain leaf that is updated behind `jdist.all_reduce`; derive random "
+                "keys from the number of the step, `jdist.replica_key(jax.random.fold_in(key, step))`."
+            )
+
+
+def compile_parts(step: TracedStep, shards: Sequence[tuple[Shard, ...]], num_servers: int) -> StepParts:
+    """Compiles the parts of a step for a placement of the state."""
+    units = [_units_on(step, shards, server) for server in range(num_servers)]
+    keys = [list(dict.fromkeys(key for unit in row for key in _received(step, unit))) for row in units]
+    read_leaves = [number for number, var in enumerate(step.state) if var in set(step.partition.worker.inputs)]
+    computed = {var for equation in step.partition.worker.program.eqns for var in equation.outvars}
+    counts = collections.Counter(key for row in keys for key in row)
+    own = {key for key, count in counts.items() if count == 1 and key[0] in computed}
+    servers = [
+        _server_update(step, row, received, read_leaves, [key in own for key in received])
+        for row, received in zip(units, keys, strict=True)
+    ]
+    return StepParts(shards, read_leaves, _worker(step, read_leaves, shards, keys), servers, step.output_tree)
+
+
+def _units_on(step: TracedStep, shards: Sequence[tuple[Shard, ...]], server: int) -> list[_Unit]:
+    groups = [*step.partition.groups, *([step.partition.scalars] if step.partition.scalars.leaves else [])]
+    return [
+        _Unit(group, place, shard)
+        for group in groups
+        for place, shard in enumerate(shards[group.leaves[0]])
+        if shard.server == server and any(_is_changed(step, number) for number in group.leaves)
+    ]
+
+
+def _is_changed(step: TracedStep, number: int) -> bool:
+    return step.program.outvars[number] is not step.state[number]
+
+
+def _received(step: TracedStep, unit: _Unit) -> list[tuple[Any, Shard | None]]:
+    """Returns the variables that the update of a group receives, each with its rows, or None for all of it."""
+    new_values = [step.program.outvars[number] for number in unit.group.leaves]
+    needed = dict.fromkeys([*unit.group.part.inputs, *update_partition.variables(new_values)])
+    sent = [var for var in needed if var in set(step.partition.sent)]
+    is_part = unit.shard.stop is not None
+    return [(var, unit.shard if is_part and jax_compat.shape_of(var) else None) for var in sent]
+
+
+def _worker(
+    step: TracedStep,
+    read_leaves: Sequence[int],
+    shards: Sequence[tuple[Shard, ...]],
+    keys: Sequence[Sequence[tuple[Any, Shard | None]]],
+) -> Callable[..., tuple[list[list[jax.Array]], list[jax.Array]]]:
+    part = step.partition.worker
+    outputs = step.program.outvars[len(step.state) :]
+
+    def worker(
+        arrays: list[list[jax.Array]], inputs: list[jax.Array], lead: jax.Array
+    ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
+        env: dict[Any, Any] = dict(step.constants)
+        for number, values in zip(read_leaves, arrays, strict=True):
+            env[step.state[number]] = joined(values, shards[number])
+        env.update(zip(step.inputs, inputs, strict=True))
+        operands = [env[var] for var in part.inputs]
+        program = _with_lead(part.program, operands, lead)
+        env.update(zip(part.outputs, eliminate_collectives(program, step.axis, operands), strict=True))
+        sent = [[env[var] if rows is None else rows_of(env[var], rows) for var, rows in row] for row in keys]
+        values = [atom.val if isinstance(atom, Literal) else env[atom] for atom in outputs]
+        shaped = [jnp.reshape(x, shape.shape) for x, shape in zip(values, step.output_shapes, strict=True)]
+        return sent, shaped
+
+    return jax.jit(worker)
+
+
+def _with_lead(program: Jaxpr, operands: Sequence[Any], lead: Any) -> Any:
+    """Returns a closed jaxpr in which `lead` replaces the index of the replica in `jdist.replica_key`."""
+    evaluator = _KeyEvaluator(lead)
+    return jax.make_jaxpr(lambda *values: evaluator.run(program, (), values), axis_env=[("replica", 1)])(*operands)
+
+
+class _KeyEvaluator(Evaluator):
+    def __init__(self, lead: Any):
+        self._lead = lead
+
+    def enters(self, equation: Equation) -> bool:
+        return any(has_mark(inner, KEY_MARK) for inner, _ in nested_equations(equation))
+
+    def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
+        return [self._lead] if has_mark(equation, KEY_MARK) else super().primitive(jaxpr, equation, operands)
+
+
+def _server_update(
+    step: TracedStep,
+    units: Sequence[_Unit],
+    received: Sequence[tuple[Any, Shard | None]],
+    read_leaves: Sequence[int],
+    is_own: Sequence[bool],
+) -> ServerUpdate:
+    """Returns the update of the arrays of `units`, on one server; `is_own`: which values no one else has."""
+    arrays = [(number, unit.place) for unit in units for number in unit.group.leaves]
+    changed = [key for key in arrays if _is_changed(step, key[0])]
+    scalars = [(number, unit.shard.server) for number in step.partition.scalars.leaves for unit in units[:1]]
+    donated = [key for key in changed if key[0] not in read_leaves]
+    kept = [key for key in dict.fromkeys([*arrays, *scalars]) if key not in donated]
+    wanted = collections.Counter(_shape_and_dtype(step.state[key[0]]) for key in changed if key[0] in read_leaves)
+    donated_values, kept_values = list[int](), list[int]()
+    for index, (var, _) in enumerate(received):
+        kind = _shape_and_dtype(var)
+        is_reused = is_own[index] and bool(kind[0]) and wanted[kind] > 0
+        wanted[kind] -= is_reused
+        (donated_values if is_reused else kept_values).append(index)
+
+    def update(reused: list[jax.Array], others: list[jax.Array], staleness: jax.Array) -> list[jax.Array]:
+        stored = dict(zip([*donated, *kept], [*reused[: len(donated)], *others[: len(kept)]], strict=True))
+        values = [*reused[len(donated) :], *others[len(kept) :]]
+        by_key = {received[i]: x for i, x in zip([*donated_values, *kept_values], values, strict=True)}
+        new: dict[tuple[int, int], Any] = {}
+        for unit in units:
+            env = dict(step.constants)
+            env.update({var: by_key[var, rows] for var, rows in _received(step, unit)})
+            for number in step.partition.scalars.leaves:
+                env[step.state[number]] = stored[number, unit.shard.server]
+            env.update({step.state[number]: stored[number, unit.place] for number in unit.group.leaves})
+            part = unit.group.part
+            results = _RowsEvaluator(unit.shard, staleness).run(part.program, (), [env[var] for var in part.inputs])
+            env.update(zip(part.outputs, results, strict=True))
+            for number in unit.group.leaves:
+                if not _is_changed(step, number):
+                    continue
+                atom, old = step.program.outvars[number], stored[number, unit.place]
+                value = jnp.asarray(atom.val, old.dtype) if isinstance(atom, Literal) else env[atom]
+                new[number, unit.place] = jnp.reshape(value, old.shape)
+        return [new[key] for key in changed]
+
+    run = jax.jit(update, donate_argnums=(0,))
+    return ServerUpdate(changed, donated, kept, donated_values, kept_values, run)
+
+
+def _shape_and_dtype(var: Any) -> tuple[Any, Any]:
+    return jax_compat.shape_of(var), var.aval.dtype
+
+
+class _RowsEvaluator(Evaluator):
+    """Evaluates an update, if it is elementwise on some of its rows."""
+
+    def __init__(self, rows: Shard, staleness: Any):
+        self._rows, self._staleness = rows, staleness
+
+    def enters(self, equation: Equation) -> bool:
+        return False
+
+    def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
+        if has_mark(equation, STALENESS_MARK):
+            return [self._staleness]
+        if self._rows.stop is None or equation.primitive.name != "broadcast_in_dim":
+            return super().primitive(jaxpr, equation, operands)
+        shape = jax_compat.shape_of(equation.outvars[0])
+        return [jnp.broadcast_to(operands[0], (self._rows.stop - self._rows.start, *shape[1:]))]

@@ -1,0 +1,184 @@
+"""`ParameterServerStrategy`: asynchronous training with workers and servers."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, final, get_args
+
+import jax
+
+from jdist._src.core.arguments import as_int
+from jdist._src.core.tree import PyTree
+from jdist._src.devices.mesh import Replicas, replica_mesh
+from jdist._src.parameter_server.backend import ParameterServerBackend
+from jdist._src.parameter_server.engine import LocalEngine
+from jdist._src.strategies.base import Strategy
+from jdist._src.strategies.description import Description
+from jdist._src.values.server_array import read_servers
+
+Engine = Literal["local", "ray"]
+
+
+@final
+class ParameterServerStrategy(Strategy):
+    """Workers compute gradients at their own speed, and servers apply each of them to the state: asynchronous training.
+
+    A step that was written for one replica runs unchanged. A call of it gives the batch to an idle worker and returns: the
+    worker reads the state, computes up to the last collective, and sends the gradients to the servers, which run the rest of
+    the step, the update, on the state of that moment. Other workers may have updated the state in between; the number of
+    their updates is the *staleness* of this one. One batch is one update, so there is one replica, and collectives are the
+    identity.
+
+    Steps return the state as `ServerArray`s. Whatever reads one (`np.asarray`, `strategy.run`, a checkpoint, a callback of the
+    `Trainer`) waits for all calls before, so the host program sees every update that it has requested.
+
+    Args:
+        workers: The number of workers, or their devices. Worker `i` uses accelerator `i` of this process, modulo their number;
+            without accelerators, all use the first CPU device, which runs several programs at the same time.
+        servers: The number of servers. They store the state in the memory of the host.
+        engine: `"local"`: all workers and servers are in this process.
+        variable_partitioner: Divides large leaves over the servers along their first dimension, such as
+            `jdist.MinSizePartitioner(max_shards=4)`. By default each leaf, with its optimizer state, is on one server.
+        max_staleness: The maximum number of updates between the read of a worker and its own update. 0 runs one call after the
+            other, with the results of `OneDeviceStrategy`; `workers - 1` is the least value with which all workers are busy.
+            None: no bound.
+        record: A file for the order in which workers start and updates are applied. `jdist replay FILE` runs the program again
+            in this order, with bitwise equal results.
+
+    Raises:
+        TypeError: A number is not an integer.
+        ValueError: There are no workers or no servers, or `max_staleness` is negative.
+
+    Source:
+        J. Dean et al., "Large scale distributed deep networks", NeurIPS 2012 (Downpour SGD).
+
+    Example:
+        >>> strategy = jdist.ParameterServerStrategy(workers=2, servers=2)
+        >>> @strategy.step
+        ... def descend(w, x):
+        ...     grad = jax.grad(lambda w: jax.numpy.mean((w - x) ** 2))(w)
+        ...     return w - 0.1 * jdist.all_reduce("mean", grad), None
+        >>> w = strategy.init(lambda: jax.numpy.zeros(3))
+        >>> for batch in strategy.distribute_dataset(np.ones((400, 3), np.float32), batch_size=4):
+        ...     w, _ = descend(w, batch)
+        >>> [round(x, 2) for x in w.tolist()]
+        [1.0, 1.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int | Sequence[jax.Device | str] = 4,
+        servers: int = 2,
+        engine: Engine = "local",
+        variable_partitioner: Callable[..., Any] | None = None,
+        max_staleness: int | None = None,
+        record: str | os.PathLike[str] | None = None,
+    ):
+        if engine not in get_args(Engine):
+            raise ValueError(f'`engine` must be "local" or "ray", got {engine!r}.')
+        local_devices = jax.local_devices()
+        if isinstance(workers, (list, tuple)):
+            devices = list(replica_mesh(workers).devices.flat)
+        else:
+            count = as_int("`workers`", workers, 1)
+            # One CPU device runs several programs at the same time, and arrays on it need no copy between devices.
+            spread = 1 if local_devices[0].platform == "cpu" else len(local_devices)
+            devices = [local_devices[number % spread] for number in range(count)]
+        num_servers = as_int("`servers`", servers, 1)
+        bound = None if max_staleness is None else as_int("`max_staleness`", max_staleness, 0)
+        replicas = Replicas.from_mesh(replica_mesh(devices[:1]))
+        self._partitioner = variable_partitioner
+        self._engine = LocalEngine(
+            devices,
+            _server_devices(num_servers, devices),
+            replicas.replicated_sharding,
+            bound,
+            None if record is None else pathlib.Path(record),
+        )
+        arguments = {
+            "workers": devices if isinstance(workers, (list, tuple)) else len(devices),
+            "servers": num_servers,
+            "engine": engine,
+            "variable_partitioner": variable_partitioner,
+            "max_staleness": max_staleness,
+            "record": None if record is None else str(record),
+        }
+        super().__init__(ParameterServerBackend(replicas, self._engine, self._num_shards), arguments=arguments)
+        self._context = dataclasses.replace(self._context, is_asynchronous=True)
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers."""
+        return len(self._engine.workers)
+
+    @property
+    def worker_devices(self) -> tuple[jax.Device, ...]:
+        """The device of each worker."""
+        return tuple(self._engine.workers)
+
+    def staleness_counts(self) -> dict[int, int]:
+        """Returns the number of updates of each staleness that were applied so far, in ascending order.
+
+        Example:
+            >>> strategy = jdist.ParameterServerStrategy(workers=2, max_staleness=0)
+            >>> strategy.staleness_counts()
+            {}
+        """
+        return self._engine.staleness_counts()
+
+    def join(self) -> None:
+        """Waits until all calls of steps are applied.
+
+        Raises:
+            RuntimeError: A worker failed.
+        """
+        self._engine.join()
+
+    def run(
+        self, fn: Callable[..., Any], args: Sequence[PyTree] = (), kwargs: Mapping[str, PyTree] | None = None
+    ) -> Any:
+        """See `Strategy.run`. The function runs once, on the device of the first worker, with the current values."""
+        values = read_servers(args) if isinstance(args, (tuple, list)) else args
+        return super().run(fn, values, read_servers(kwargs))
+
+    def step(self, fn: Any = ..., *, donate: bool = True, **options: Any) -> Any:
+        """See `Strategy.step`. The state is on the servers, so `donate=False` is impossible."""
+        if not donate:
+            raise ValueError(
+                "`donate=False` is impossible under `ParameterServerStrategy`: the servers update the state in place. To keep "
+                "a state, read it: `jdist.read_values(state)`."
+            )
+        return super().step(fn, **options)
+
+    def reduce(self, op: Any, value: PyTree, axis: Any) -> PyTree:
+        """See `Strategy.reduce`. Of one replica: the value itself, reduced over `axis`."""
+        return super().reduce(op, read_servers(value), axis)
+
+    def gather(self, value: PyTree, axis: int) -> PyTree:
+        """See `Strategy.gather`. Of one replica: the value itself."""
+        return super().gather(read_servers(value), axis)
+
+    def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
+        """See `Strategy.local_results`. Of one replica: `(value,)`."""
+        return super().local_results(read_servers(value))
+
+    def put(self, tree: PyTree) -> PyTree:
+        """See `Strategy.put`. The first step that gets the result moves it to the servers."""
+        return super().put(read_servers(tree))
+
+    def describe(self, state: PyTree = None, *, max_rows: int = 40) -> Description:
+        """See `Strategy.describe`."""
+        return super().describe(read_servers(state), max_rows=max_rows)
+
+    def _num_shards(self, name: str, shape: Any) -> int:
+        if self._partitioner is None or not shape.shape:
+            return 1
+        return int(self._partitioner(shape.shape, shape.dtype)[0])
+
+
+def _server_devices(count: int, workers: Sequence[jax.Device]) -> list[jax.Device]:
+    """Returns a CPU device for each server: the device of a worker, if workers are on the CPU."""
+    on_cpu = [device for device in workers if device.platform == "cpu"] or jax.local_devices(backend="cpu")
+    return [on_cpu[0]] * count
