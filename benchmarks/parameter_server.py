@@ -3,8 +3,9 @@
     python benchmarks/parameter_server.py [--quick] [--json] [--case dense-1M] [--servers 1 2]
 
 Two workers, one or two servers. A step of `no-op` sends nothing; `dense-N` reads N parameters and sends N gradients, in four
-arrays, which the servers subtract. TensorFlow runs where it is installed, with workers and servers in processes on loopback,
-as it requires. Both schedule all steps of a measurement, and then wait for them.
+arrays, which the servers subtract; `sparse` looks up 1,024 rows of a table of 100,000 x 64 numbers. TensorFlow
+runs where it is installed, with workers and servers in processes on loopback, as it requires. Both schedule all steps of a
+measurement, and then wait for them.
 """
 
 import importlib.util
@@ -22,12 +23,19 @@ args = options.parse_args()
 
 import jax  # noqa: E402  # after the options: `--help` does not import it
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 
 import jdist  # noqa: E402
 
 WORKERS, LEAVES = 2, 4
-CASES = {"no-op": (1, 500), "dense-1M": (1_000_000, 100), "dense-20M": (20_000_000, 10)}  # parameters, steps
+CASES = {
+    "no-op": (1, 500),
+    "dense-1M": (1_000_000, 100),
+    "dense-20M": (20_000_000, 10),
+    "sparse": (0, 100),
+}  # parameters, steps
 RATE = 1e-3
+ROWS, WIDTH, IDS = 100_000, 64, 1024
 
 
 def jdist_steps(size: int, steps: int, servers: int):
@@ -39,20 +47,27 @@ def jdist_steps(size: int, steps: int, servers: int):
         grads = jax.grad(lambda params: sum(0.5 * jnp.sum((w - x) ** 2) for w in params))(params)
         return jax.tree.map(lambda w, g: w - RATE * g, params, jdist.all_reduce("mean", grads)), None
 
+    @strategy.step
+    def sparse_step(table, ids):
+        grad = jax.grad(lambda table: 0.5 * jnp.sum((jdist.lookup(table, ids) - 1) ** 2))(table)
+        return table - RATE * jdist.all_reduce("mean", grad), None
+
+    if not size:
+        step = sparse_step
+        x = strategy.split(np.random.default_rng(0).integers(0, ROWS, IDS))
+        state = [strategy.init(lambda: jnp.zeros((ROWS, WIDTH)))]
+        return lambda: sidebyside.seconds(lambda: run_steps(strategy, step, state, x, steps))
     x = strategy.split(jnp.ones((1, 1)))
     state = [strategy.init(lambda: [jnp.zeros(size // LEAVES) for _ in range(LEAVES)])]
 
-    def measure() -> float:
-        def work() -> None:
-            w = state[0]
-            for _ in range(steps):
-                w, _ = step(w, x)
-            strategy.join()
-            state[0] = w
+    return lambda: sidebyside.seconds(lambda: run_steps(strategy, step, state, x, steps))
 
-        return sidebyside.seconds(work)
 
-    return measure
+def run_steps(strategy, step, state, x, steps):
+    """Schedules the steps, and waits for them; `state` is a list with the state."""
+    for _ in range(steps):
+        state[0], _ = step(state[0], x)
+    strategy.join()
 
 
 class TensorFlow:

@@ -12,9 +12,11 @@ import time
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["GRPC_FAIL_FAST"] = "use_caller"
+import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 RATE, LEAVES = 1e-3, 4
+ROWS, WIDTH, IDS = 100_000, 64, 1024
 
 
 def free_ports(count: int) -> list[int]:
@@ -69,6 +71,8 @@ def coordinate(workers: int, servers: int) -> None:
 
 def make_step(strategy: tf.distribute.Strategy, size: int) -> tf.types.experimental.PolymorphicFunction:
     """Returns a step that reads and updates `size` parameters; for one parameter, a step that does nothing."""
+    if not size:
+        return make_sparse_step(strategy)
     with strategy.scope():
         variables = [tf.Variable(tf.zeros([size // LEAVES])) for _ in range(LEAVES if size > 1 else 0)]
 
@@ -80,6 +84,23 @@ def make_step(strategy: tf.distribute.Strategy, size: int) -> tf.types.experimen
             )
         for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
             variable.assign_sub(RATE * gradient)
+        return tf.constant(0.0)
+
+    return step
+
+
+def make_sparse_step(strategy: tf.distribute.Strategy) -> tf.types.experimental.PolymorphicFunction:
+    """Returns a step that looks up and updates rows of a table."""
+    with strategy.scope():
+        table = tf.Variable(tf.zeros([ROWS, WIDTH]))
+    ids = np.random.default_rng(0).integers(0, ROWS, IDS)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = 0.5 * tf.reduce_sum((tf.nn.embedding_lookup(table, ids) - 1.0) ** 2)
+        gradient = tape.gradient(loss, table)
+        table.scatter_sub(tf.IndexedSlices(RATE * gradient.values, gradient.indices))
         return tf.constant(0.0)
 
     return step

@@ -69,6 +69,7 @@ from jdist._src.replica.precision import Precision as Precision
 from jdist._src.replica.random import example_key as example_key
 from jdist._src.replica.random import replica_key as replica_key
 from jdist._src.replica.random import replica_rngs as replica_rngs
+from jdist._src.replica.tables import lookup as lookup
 from jdist._src.strategies.automatic import auto_strategy as auto_strategy
 from jdist._src.strategies.base import Strategy as Strategy
 from jdist._src.strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy

@@ -31,6 +31,7 @@ from jdist._src.jaxpr.update_partition import (
 
 KEY_MARK = "jdist.replica_key"  # name of the index that is folded into a key of a replica
 STALENESS_MARK = "jdist.staleness"  # name of the staleness of an update, 0 outside `ParameterServerStrategy`
+LOOKUP_MARK = "jdist.lookup"  # name of a table of which rows are looked up
 READ_MARK = "jdist.read"  # name of a value of the state as the worker has read it
 
 

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
-from jdist._src.execution.backend import ReplicaFunction, ReplicaResults
+from jdist._src.execution.backend import ReplicaFunction, ReplicaResults, replica_shapes
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.jaxpr.server_partition import UpdateGroup
 from jdist._src.parameter_server.engine import LocalEngine
@@ -36,6 +37,13 @@ class ParameterServerBackend(ShardMapBackend):
         self.engine = engine
         self._num_shards = num_shards
         self._traced: tuple[ReplicaFunction, Any, ReplicaResults] | None = None
+
+    def trace(self, function: ReplicaFunction) -> Any:
+        """See `Backend.trace`. Not in a `shard_map`: the parts of a step run without a mesh."""
+        axis_sizes = list(self.replicas.mesh.shape.items())
+        shapes = [replica_shapes(item, self.replicas.size) for item in function.items]
+        traced = jax.make_jaxpr(function.fn, axis_env=axis_sizes)(*shapes)
+        return jax_compat.lower_hi_primitives(traced, axis_sizes)
 
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""

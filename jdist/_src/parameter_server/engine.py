@@ -142,13 +142,23 @@ class LocalEngine:
                 self._log.write_start(call, worker, self._version, name)
             lead = self._number(np.int32(len(self._in_progress)), device)
             try:
-                sent, outputs = parts.worker(arrays, _on_device(list(inputs), device), lead)
+                pulled = self._pull(parts, storages, inputs) if parts.tables else []
+                sent, outputs = parts.worker(arrays, pulled, _on_device(list(inputs), device), lead)
             except Exception as error:  # XLA runs small programs on the CPU in this thread
                 self._idle.append(worker)
                 raise RuntimeError(_failure(worker, call, name, error)) from error
             item = _InProgress(worker, self._version, call, name, parts, storages, sent, outputs)
             self._in_progress.append(item)
             return output_put(outputs)
+
+    def _pull(
+        self, parts: StepParts, storages: Sequence[LeafStorage], inputs: Sequence[Any]
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """Returns the rows of tables that a worker needs. They are copied, because an update changes the tables in place."""
+        device = self.servers[0]
+        tables = [_on_device(storages[number].arrays, device) for number in parts.tables]
+        arrays = [_on_device(storages[number].arrays, device) for number in parts.read_leaves]
+        return parts.pull(tables, arrays, _on_device(list(inputs), device))
 
     def join(self) -> None:
         """Waits for all workers, and applies their results.

@@ -23,6 +23,7 @@ from jdist._src.jaxpr.server_partition import (
     split_for_servers,
 )
 from jdist._src.jaxpr.single_replica import eliminate_collectives
+from jdist._src.jaxpr.table_rows import RowEvaluator, Table, find_tables, looked_up_rows, part_for
 from jdist._src.parameter_server.storage import Shard, joined, rows_of
 from jdist._src.values.base import is_distributed
 
@@ -33,6 +34,7 @@ class TracedStep(NamedTuple):
     Attributes:
         program: The program of one replica, with its constants as inputs.
         partition: The parts.
+        tables: The tables of which a worker reads some rows.
         axis: The axis of the replicas, of size one.
         constants: The constants of the program.
         state: The input variables of the state.
@@ -44,6 +46,7 @@ class TracedStep(NamedTuple):
 
     program: Jaxpr
     partition: ServerPartition
+    tables: Sequence[Table]
     axis: str
     constants: Mapping[Any, Any]
     state: Sequence[Any]
@@ -59,14 +62,18 @@ class StepParts(NamedTuple):
     Attributes:
         shards: For each leaf of the state, where it is stored.
         read_leaves: The numbers of the leaves that a worker reads.
-        worker: From the arrays of these leaves, the inputs, and the number of steps in progress at the start, to the values for
-            each server and the outputs.
+        tables: The numbers of the leaves of which it reads some rows.
+        pull: From the arrays of the tables, of the leaves, and the inputs, to the numbers of these rows and the rows.
+        worker: From the arrays of the leaves, the result of `pull`, the inputs, and the number of steps in progress at the
+            start, to the values for each server and the outputs.
         servers: For each server, the update of its arrays.
         output_tree: The structure of the outputs.
     """
 
     shards: Sequence[tuple[Shard, ...]]
     read_leaves: Sequence[int]
+    tables: Sequence[int]
+    pull: Callable[..., list[tuple[jax.Array, jax.Array]]]
     worker: Callable[..., tuple[list[list[jax.Array]], list[jax.Array]]]
     servers: "Sequence[ServerUpdate]"
     output_tree: Any
@@ -145,6 +152,7 @@ def cut_step(
     return TracedStep(
         jaxpr,
         partition,
+        find_tables(partition, arguments[:num_state]),
         axis,
         constants,
         arguments[:num_state],
@@ -170,7 +178,9 @@ def compile_parts(step: TracedStep, shards: Sequence[tuple[Shard, ...]], num_ser
     """Compiles the parts of a step for a placement of the state."""
     units = [_units_on(step, shards, server) for server in range(num_servers)]
     keys = [list(dict.fromkeys(key for unit in row for key in _received(step, unit))) for row in units]
-    read_leaves = [number for number, var in enumerate(step.state) if var in set(step.partition.worker.inputs)]
+    tables = [table.leaf for table in step.tables]
+    inputs = set(step.partition.worker.inputs)
+    read_leaves = [number for number, var in enumerate(step.state) if var in inputs and number not in tables]
     computed = {var for equation in step.partition.worker.program.eqns for var in equation.outvars}
     counts = collections.Counter(key for row in keys for key in row)
     own = {key for key, count in counts.items() if count == 1 and key[0] in computed}
@@ -178,7 +188,8 @@ def compile_parts(step: TracedStep, shards: Sequence[tuple[Shard, ...]], num_ser
         _server_update(step, row, received, read_leaves, [key in own for key in received])
         for row, received in zip(units, keys, strict=True)
     ]
-    return StepParts(shards, read_leaves, _worker(step, read_leaves, shards, keys), servers, step.output_tree)
+    pull, worker = _pull(step, read_leaves, shards), _worker(step, read_leaves, shards, keys)
+    return StepParts(shards, read_leaves, tables, pull, worker, servers, step.output_tree)
 
 
 def _units_on(step: TracedStep, shards: Sequence[tuple[Shard, ...]], server: int) -> list[_Unit]:
@@ -200,8 +211,61 @@ def _received(step: TracedStep, unit: _Unit) -> list[tuple[Any, Shard | None]]:
     new_values = [step.program.outvars[number] for number in unit.group.leaves]
     needed = dict.fromkeys([*unit.group.part.inputs, *update_partition.variables(new_values)])
     sent = [var for var in needed if var in set(step.partition.sent)]
-    is_part = unit.shard.stop is not None
-    return [(var, unit.shard if is_part and jax_compat.shape_of(var) else None) for var in sent]
+    table = _table_of(step, unit)
+    is_part = unit.shard.stop is not None and table is None
+    keys = [(var, unit.shard if is_part and jax_compat.shape_of(var) else None) for var in sent]
+    return keys if table is None else [*keys, (table.var, None)]  # stands for the numbers of the rows
+
+
+def _table_of(step: TracedStep, unit: _Unit) -> Table | None:
+    return next((table for table in step.tables if table.leaf in unit.group.leaves), None)
+
+
+def _pull(
+    step: TracedStep, read_leaves: Sequence[int], shards: Sequence[tuple[Shard, ...]]
+) -> Callable[..., list[tuple[jax.Array, jax.Array]]]:
+    part = part_for(step.partition.worker.program, [var for table in step.tables for var in table.indices])
+
+    def pull(
+        tables: list[list[jax.Array]], arrays: list[list[jax.Array]], inputs: list[jax.Array]
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        env = _environment(step, read_leaves, arrays, shards, inputs)
+        operands = [env[var] for var in part.inputs]
+        indices = iter(eliminate_collectives(jax_compat.close_jaxpr(part.program), step.axis, operands))
+        pulled: list[tuple[jax.Array, jax.Array]] = []
+        for table, pieces in zip(step.tables, tables, strict=True):
+            numbers = looked_up_rows([next(indices) for _ in table.indices], jax_compat.shape_of(table.var)[0])
+            rows = [_rows_at(x, numbers, shard) for x, shard in zip(pieces, shards[table.leaf], strict=True)]
+            pulled.append((numbers, sum(rows[1:], rows[0])))
+        return pulled
+
+    return jax.jit(pull)
+
+
+def _rows_at(x: jax.Array, numbers: jax.Array, shard: Shard) -> jax.Array:
+    """Returns the rows of a table that a shard contains, and zeros for the others."""
+    return x.at[_local_numbers(x, numbers, shard)].get(mode="fill", fill_value=0)
+
+
+def _local_numbers(x: jax.Array, numbers: jax.Array, shard: Shard) -> jax.Array:
+    """Returns the numbers of rows within a shard, and the number of its rows for rows of other shards."""
+    local = numbers - shard.start
+    return jnp.where((local >= 0) & (local < len(x)), local, len(x))
+
+
+def _environment(
+    step: TracedStep,
+    read_leaves: Sequence[int],
+    arrays: Sequence[Sequence[jax.Array]],
+    shards: Sequence[tuple[Shard, ...]],
+    inputs: Sequence[jax.Array],
+) -> dict[Any, Any]:
+    """Returns the values of the constants, of the leaves that a worker reads, and of the inputs."""
+    env: dict[Any, Any] = dict(step.constants)
+    for number, values in zip(read_leaves, arrays, strict=True):
+        env[step.state[number]] = joined(values, shards[number])
+    env.update(zip(step.inputs, inputs, strict=True))
+    return env
 
 
 def _worker(
@@ -214,14 +278,20 @@ def _worker(
     outputs = step.program.outvars[len(step.state) :]
 
     def worker(
-        arrays: list[list[jax.Array]], inputs: list[jax.Array], lead: jax.Array
+        arrays: list[list[jax.Array]],
+        pulled: list[tuple[jax.Array, jax.Array]],
+        inputs: list[jax.Array],
+        lead: jax.Array,
     ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
-        env: dict[Any, Any] = dict(step.constants)
-        for number, values in zip(read_leaves, arrays, strict=True):
-            env[step.state[number]] = joined(values, shards[number])
-        env.update(zip(step.inputs, inputs, strict=True))
+        env = _environment(step, read_leaves, arrays, shards, inputs)
+        env.update({table.var: rows for table, (_, rows) in zip(step.tables, pulled, strict=True)})
         operands = [env[var] for var in part.inputs]
-        program = _with_lead(part.program, operands, lead)
+        program = jax_compat.close_jaxpr(part.program)
+        if step.tables:
+            evaluator = RowEvaluator(step.tables, [numbers for numbers, _ in pulled])
+            program = _traced(evaluator, program, operands, step.axis)
+        program = _traced(_KeyEvaluator(lead), program, operands, step.axis)
+        env.update({table.var: numbers for table, (numbers, _) in zip(step.tables, pulled, strict=True)})
         env.update(zip(part.outputs, eliminate_collectives(program, step.axis, operands), strict=True))
         sent = [[env[var] if rows is None else rows_of(env[var], rows) for var, rows in row] for row in keys]
         values = [atom.val if isinstance(atom, Literal) else env[atom] for atom in outputs]
@@ -231,13 +301,15 @@ def _worker(
     return jax.jit(worker)
 
 
-def _with_lead(program: Jaxpr, operands: Sequence[Any], lead: Any) -> Any:
-    """Returns a closed jaxpr in which `lead` replaces the index of the replica in `jdist.replica_key`."""
-    evaluator = _KeyEvaluator(lead)
-    return jax.make_jaxpr(lambda *values: evaluator.run(program, (), values), axis_env=[("replica", 1)])(*operands)
+def _traced(evaluator: Evaluator, program: Any, operands: Sequence[Any], axis: str) -> Any:
+    """Returns a closed jaxpr as the evaluator runs it."""
+    run = lambda *values: evaluator.run(program.jaxpr, program.consts, values)
+    return jax.make_jaxpr(run, axis_env=[(axis, 1)])(*operands)
 
 
 class _KeyEvaluator(Evaluator):
+    """Replaces the index of the replica in `jdist.replica_key` by the number of steps in progress."""
+
     def __init__(self, lead: Any):
         self._lead = lead
 
@@ -276,23 +348,49 @@ def _server_update(
         new: dict[tuple[int, int], Any] = {}
         for unit in units:
             env = dict(step.constants)
-            env.update({var: by_key[var, rows] for var, rows in _received(step, unit)})
+            env.update({var: by_key[var, rows] for var, rows in _received(step, unit) if var not in step.state})
             for number in step.partition.scalars.leaves:
                 env[step.state[number]] = stored[number, unit.shard.server]
             env.update({step.state[number]: stored[number, unit.place] for number in unit.group.leaves})
-            part = unit.group.part
-            results = _RowsEvaluator(unit.shard, staleness).run(part.program, (), [env[var] for var in part.inputs])
-            env.update(zip(part.outputs, results, strict=True))
-            for number in unit.group.leaves:
-                if not _is_changed(step, number):
-                    continue
-                atom, old = step.program.outvars[number], stored[number, unit.place]
-                value = jnp.asarray(atom.val, old.dtype) if isinstance(atom, Literal) else env[atom]
-                new[number, unit.place] = jnp.reshape(value, old.shape)
+            table = _table_of(step, unit)
+            rows = None if table is None else _local_numbers(env[table.var], by_key[table.var, None], unit.shard)
+            new.update(_updated(step, unit, env, rows, staleness))
         return [new[key] for key in changed]
 
     run = jax.jit(update, donate_argnums=(0,))
     return ServerUpdate(changed, donated, kept, donated_values, kept_values, run)
+
+
+def _updated(
+    step: TracedStep, unit: _Unit, env: dict[Any, Any], rows: Any, staleness: jax.Array
+) -> dict[tuple[int, int], jax.Array]:
+    """Returns the new arrays of a group.
+
+    Args:
+        step: The step.
+        unit: The group, and the place of its arrays.
+        env: The values of the variables that the update uses.
+        rows: The numbers of the rows to update, `[row]`; None for all.
+        staleness: The staleness of the update.
+    """
+    leaves, part = unit.group.leaves, unit.group.part
+    stored = {number: env[step.state[number]] for number in leaves}
+    count = None if unit.shard.stop is None else unit.shard.stop - unit.shard.start
+    if rows is not None:
+        count = len(rows)
+        env.update({step.state[number]: x.at[rows].get(mode="fill", fill_value=0) for number, x in stored.items()})
+    results = _RowsEvaluator(count, staleness).run(part.program, (), [env[var] for var in part.inputs])
+    env.update(zip(part.outputs, results, strict=True))
+    new: dict[tuple[int, int], jax.Array] = {}
+    for number in leaves:
+        if not _is_changed(step, number):
+            continue
+        atom, old = step.program.outvars[number], stored[number]
+        value = jnp.asarray(atom.val, old.dtype) if isinstance(atom, Literal) else env[atom]
+        if rows is not None:
+            value = old.at[rows].set(jnp.broadcast_to(value, (count, *old.shape[1:])), mode="drop")
+        new[number, unit.place] = jnp.reshape(value, old.shape)
+    return new
 
 
 def _shape_and_dtype(var: Any) -> tuple[Any, Any]:
@@ -300,10 +398,10 @@ def _shape_and_dtype(var: Any) -> tuple[Any, Any]:
 
 
 class _RowsEvaluator(Evaluator):
-    """Evaluates an update, if it is elementwise on some of its rows."""
+    """Evaluates an update; with `num_rows`, an elementwise update on this number of rows."""
 
-    def __init__(self, rows: Shard, staleness: Any):
-        self._rows, self._staleness = rows, staleness
+    def __init__(self, num_rows: int | None, staleness: Any):
+        self._num_rows, self._staleness = num_rows, staleness
 
     def enters(self, equation: Equation) -> bool:
         return False
@@ -311,7 +409,7 @@ class _RowsEvaluator(Evaluator):
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
         if has_mark(equation, STALENESS_MARK):
             return [self._staleness]
-        if self._rows.stop is None or equation.primitive.name != "broadcast_in_dim":
+        if self._num_rows is None or equation.primitive.name != "broadcast_in_dim":
             return super().primitive(jaxpr, equation, operands)
         shape = jax_compat.shape_of(equation.outvars[0])
-        return [jnp.broadcast_to(operands[0], (self._rows.stop - self._rows.start, *shape[1:]))]
+        return [jnp.broadcast_to(operands[0], (self._num_rows, *shape[1:]))]

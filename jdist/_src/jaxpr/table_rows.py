@@ -1,0 +1,202 @@
+"""Finds tables of which a worker needs only some rows, and evaluates its part of the step on these rows.
+
+A table qualifies if the worker reads it by `jdist.lookup` only, and sends its gradient: a scatter-add of rows to zeros, behind
+operations that keep zeros, such as a product with a number. Then each variable with the shape of the table, `[row, ...]`, has a
+counterpart with the rows that the batch looks up, `[looked-up row, ...]`. Sums over the table are sums over these rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdist._src.core import jax_compat
+from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
+from jdist._src.jaxpr.interpreter import Evaluator
+from jdist._src.jaxpr.server_partition import LOOKUP_MARK, ServerPartition, UpdateGroup, has_mark
+from jdist._src.jaxpr.update_partition import JaxprPart, variables
+
+_KEEPS_ZERO = frozenset(
+    [
+        "abs",
+        "convert_element_type",
+        "copy",
+        "copy_p",
+        "integer_pow",
+        "name",
+        "neg",
+        "psum",
+        "reduce_precision",
+        "sign",
+        "sqrt",
+        "square",
+    ]
+)
+
+
+class Table(NamedTuple):
+    """A table of which the worker needs some rows.
+
+    Attributes:
+        leaf: The number of the leaf of the state.
+        var: The variable of the table.
+        indices: The variables of the rows that the worker looks up, `[..., 1]`.
+        gradient: The variable of the gradient that the worker sends.
+        values: The variables with the shape of the table that are evaluated on rows.
+    """
+
+    leaf: int
+    var: Any
+    indices: tuple[Any, ...]
+    gradient: Any
+    values: frozenset[Any]
+
+
+def find_tables(partition: ServerPartition, state: Sequence[Any]) -> list[Table]:
+    """Returns the tables of a step, of which each is updated in a group of its own."""
+    tables = [_table_of(partition, group, state) for group in partition.groups if group.is_elementwise]
+    return [table for table in tables if table is not None]
+
+
+def _table_of(partition: ServerPartition, group: UpdateGroup, state: Sequence[Any]) -> Table | None:
+    program = partition.worker.program
+    read = [number for number in group.leaves if state[number] in program.invars]
+    sent = [var for var in group.part.inputs if var in set(partition.sent) and jax_compat.shape_of(var)]
+    if len(read) != 1 or len(sent) != 1 or not jax_compat.shape_of(state[read[0]]):
+        return None
+    table, gradient = state[read[0]], sent[0]
+    indices: list[Any] = []
+    marked, sparse, true, filled = set[Any](), set[Any](), set[Any](), dict[Any, Any]()
+    sources: dict[Any, Any] = {}  # of a filled array that was computed from another one
+    accepted: set[int] = set()  # the equations that can be evaluated on rows
+    for equation in program.eqns:
+        name, operands = equation.primitive.name, equation.invars
+        used = variables(operands)
+        if has_mark(equation, LOOKUP_MARK) and operands[0] is table:
+            marked.update(equation.outvars)
+            accepted.add(id(equation))
+        elif table in used:
+            return None
+        elif not marked.isdisjoint(used):
+            if name != "gather" or operands[0] not in marked or operands[1] in marked:
+                return None
+            indices.append(operands[1])
+            accepted.add(id(equation))
+        elif name == "broadcast_in_dim" and not jax_compat.shape_of(operands[0]):
+            filled[equation.outvars[0]] = operands[0]
+        elif name in _KEEPS_ZERO and _is_filled_zero(operands[0], filled):
+            filled[equation.outvars[0]] = filled[operands[0]]
+            sources[equation.outvars[0]] = operands[0]
+            accepted.add(id(equation))
+        elif name == "scatter-add" and jax_compat.shape_of(equation.outvars[0]) == jax_compat.shape_of(table):
+            start = filled.get(operands[0]) if not isinstance(operands[0], Literal) else None
+            if not _is_zero(start) or not sparse.isdisjoint(variables(operands[1:])):
+                return None
+            indices.append(operands[1])
+            sparse.update(equation.outvars)
+            sparse.add(operands[0])
+            accepted.add(id(equation))
+        elif not (sparse | true).isdisjoint(used):
+            kind = _kind(equation, sparse, true, filled)
+            if kind is None:
+                return None
+            {"sparse": sparse, "true": true, "value": set()}[kind].update(equation.outvars)
+            for var in used:
+                while var is not None and var in filled:
+                    sparse.add(var)
+                    var = sources.get(var)
+            accepted.add(id(equation))
+    if gradient not in sparse or not indices or any(var in marked | sparse | true for var in indices):
+        return None
+    values = frozenset({table} | marked | sparse | true)
+    if any(
+        id(equation) not in accepted and not values.isdisjoint(variables(equation.invars)) for equation in program.eqns
+    ):
+        return None
+    return Table(read[0], table, tuple(dict.fromkeys(indices)), gradient, values)
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, Literal) and atom.val == 0
+
+
+def _kind(equation: Equation, sparse: set[Any], true: set[Any], filled: Mapping[Any, Any]) -> str | None:
+    """Returns whether a result is zero, or true, in all rows that are not looked up, or has no rows; None otherwise."""
+    name, operands = equation.primitive.name, equation.invars
+    is_number = [not jax_compat.shape_of(atom) or _is_in(atom, filled) for atom in operands]
+    is_sparse = [_is_in(atom, sparse) for atom in operands]
+    is_zero = [_is_filled_zero(atom, filled) for atom in operands]
+    is_flat = len(jax_compat.shape_of(equation.outvars[0])) == 1
+    if name == "concatenate" and is_flat or name == "reshape" and is_flat and is_sparse[0]:
+        return "sparse"  # some elements are omitted, which are zero
+    if name in _KEEPS_ZERO and is_sparse[0]:
+        return "sparse"
+    if name in ("add", "add_any", "sub") and all(a or b for a, b in zip(is_sparse, is_zero, strict=True)):
+        return "sparse"
+    if name == "mul" and any(is_sparse) and all(a or b for a, b in zip(is_sparse, is_number, strict=True)):
+        return "sparse"
+    if name == "div" and is_sparse[0] and is_number[1]:
+        return "sparse"
+    if name == "select_n" and is_number[0] and all(a or b for a, b in zip(is_sparse[1:], is_zero[1:], strict=True)):
+        return "sparse"
+    if name == "is_finite" and is_sparse[0] or name == "and" and all(_is_in(atom, true) for atom in operands):
+        return "true"
+    is_sum = name == "reduce_sum" and is_sparse[0] or name == "reduce_and" and _is_in(operands[0], true)
+    return "value" if is_sum and not jax_compat.shape_of(equation.outvars[0]) else None
+
+
+def _is_filled_zero(atom: Any, filled: Mapping[Any, Any]) -> bool:
+    return _is_in(atom, filled) and _is_zero(filled[atom])
+
+
+def _is_in(atom: Any, group: Any) -> bool:
+    return not isinstance(atom, Literal) and atom in group
+
+
+class RowEvaluator(Evaluator):
+    """Evaluates the part of a worker on the rows of tables that it looks up.
+
+    Args:
+        tables: The tables.
+        rows: For each table, the numbers of its rows, `[looked-up row]` in ascending order.
+    """
+
+    def __init__(self, tables: Sequence[Table], rows: Sequence[jax.Array]):
+        self._rows = {var: numbers for table, numbers in zip(tables, rows, strict=True) for var in table.values}
+
+    def enters(self, equation: Equation) -> bool:
+        """See `Interpreter.enters`."""
+        return False
+
+    def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
+        """See `Interpreter.primitive`."""
+        name = equation.primitive.name
+        if name in ("gather", "scatter-add") and (rows := self._rows_of(equation.invars[0])) is not None:
+            operands[1] = jnp.searchsorted(rows, operands[1]).astype(operands[1].dtype)
+        elif name == "reshape" and self._rows_of(equation.outvars[0]) is not None:
+            return [jnp.ravel(operands[0])]
+        elif name == "broadcast_in_dim" and (rows := self._rows_of(equation.outvars[0])) is not None:
+            shape = jax_compat.shape_of(equation.outvars[0])
+            return [jnp.broadcast_to(operands[0], (len(rows), *shape[1:]))]
+        return super().primitive(jaxpr, equation, operands)
+
+    def _rows_of(self, atom: Any) -> Any:
+        return None if isinstance(atom, Literal) else self._rows.get(atom)
+
+
+def part_for(program: Jaxpr, results: Sequence[Any]) -> JaxprPart:
+    """Returns the equations of `program` that `results` need."""
+    needed, chosen = set(results), list[Equation]()
+    for equation in reversed(program.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            chosen.append(equation)
+            needed.update(variables(equation.invars))
+    inputs = [var for var in program.invars if var in needed]
+    return JaxprPart(inputs, list(results), jax_compat.sub_jaxpr(program, chosen[::-1], inputs, results))
+
+
+def looked_up_rows(indices: Sequence[jax.Array], num_rows: int) -> jax.Array:
+    """Returns the distinct rows in `indices` in ascending order, padded with `num_rows` to the number of indices."""
+    flat = jnp.concatenate([jnp.clip(x.reshape(-1), 0, num_rows - 1) for x in indices])
+    return jnp.unique(flat, size=flat.size, fill_value=num_rows)
