@@ -374,7 +374,6 @@ def test_policies_without_meaning_are_refused_by_name(policy, request):
         ({"workers": 0}, ValueError, "`workers` must be an integer >= 1"),
         ({"servers": 0}, ValueError, "`servers` must be an integer >= 1"),
         ({"max_staleness": -1}, ValueError, "`max_staleness` must be an integer >= 0"),
-        ({"engine": "mpi"}, ValueError, '`engine` must be "local" or "ray"'),
         ({"workers": 1.5}, TypeError, "`workers`"),
     ],
 )

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
@@ -159,11 +161,18 @@ class RowEvaluator(Evaluator):
 
     Args:
         tables: The tables.
-        rows: For each table, the numbers of its rows, `[looked-up row]` in ascending order.
+        looked_up: The rows of each table.
     """
 
-    def __init__(self, tables: Sequence[Table], rows: Sequence[jax.Array]):
-        self._rows = {var: numbers for table, numbers in zip(tables, rows, strict=True) for var in table.values}
+    def __init__(self, tables: Sequence[Table], looked_up: Sequence["LookedUpRows"]):
+        pairs = list(zip(tables, looked_up, strict=True))
+        self._counts = {var: len(rows.numbers) for table, rows in pairs for var in table.values}
+        self._places = {
+            (table.leaf, var): places
+            for table, rows in pairs
+            for var, places in zip(table.indices, rows.places, strict=True)
+        }
+        self._leaves = {var: table.leaf for table in tables for var in table.values}
 
     def enters(self, equation: Equation) -> bool:
         """See `Interpreter.enters`."""
@@ -172,17 +181,28 @@ class RowEvaluator(Evaluator):
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Any]) -> list[Any]:
         """See `Interpreter.primitive`."""
         name = equation.primitive.name
-        if name in ("gather", "scatter-add") and (rows := self._rows_of(equation.invars[0])) is not None:
-            operands[1] = jnp.searchsorted(rows, operands[1]).astype(operands[1].dtype)
-        elif name == "reshape" and self._rows_of(equation.outvars[0]) is not None:
+        if name in ("gather", "scatter-add") and _is_in(equation.invars[0], self._leaves):
+            places = self._places[self._leaves[equation.invars[0]], equation.invars[1]]
+            operands[1] = places.reshape(jax_compat.shape_of(equation.invars[1]))
+        elif name == "reshape" and _is_in(equation.outvars[0], self._counts):
             return [jnp.ravel(operands[0])]
-        elif name == "broadcast_in_dim" and (rows := self._rows_of(equation.outvars[0])) is not None:
-            shape = jax_compat.shape_of(equation.outvars[0])
-            return [jnp.broadcast_to(operands[0], (len(rows), *shape[1:]))]
+        elif name == "broadcast_in_dim" and _is_in(result := equation.outvars[0], self._counts):
+            return [jnp.broadcast_to(operands[0], (self._counts[result], *jax_compat.shape_of(result)[1:]))]
         return super().primitive(jaxpr, equation, operands)
 
-    def _rows_of(self, atom: Any) -> Any:
-        return None if isinstance(atom, Literal) else self._rows.get(atom)
+
+class LookedUpRows(NamedTuple):
+    """The rows of a table that a batch looks up.
+
+    Attributes:
+        ids: The ids, in ascending order, with repetitions, `[id]`.
+        numbers: The same, with the number of rows of the table in place of each repetition, `[id]`.
+        places: For each array of indices, the place of the first equal id in `ids`, flat.
+    """
+
+    ids: jax.Array
+    numbers: jax.Array
+    places: list[jax.Array]
 
 
 def part_for(program: Jaxpr, results: Sequence[Any]) -> JaxprPart:
@@ -196,7 +216,13 @@ def part_for(program: Jaxpr, results: Sequence[Any]) -> JaxprPart:
     return JaxprPart(inputs, list(results), jax_compat.sub_jaxpr(program, chosen[::-1], inputs, results))
 
 
-def looked_up_rows(indices: Sequence[jax.Array], num_rows: int) -> jax.Array:
-    """Returns the distinct rows in `indices` in ascending order, padded with `num_rows` to the number of indices."""
+def looked_up_rows(indices: Sequence[jax.Array], num_rows: int) -> LookedUpRows:
+    """Returns the rows that `indices` name. Without `jnp.unique`, which takes twice as long on the CPU."""
     flat = jnp.concatenate([jnp.clip(x.reshape(-1), 0, num_rows - 1) for x in indices])
-    return jnp.unique(flat, size=flat.size, fill_value=num_rows)
+    order = jnp.argsort(flat)
+    ids = flat[order]
+    is_first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
+    first_places = lax.cummax(jnp.where(is_first, jnp.arange(len(ids)), 0))
+    places = jnp.zeros_like(first_places).at[order].set(first_places)
+    stops = np.cumsum([x.size for x in indices])[:-1]
+    return LookedUpRows(ids, jnp.where(is_first, ids, num_rows), jnp.split(places, stops))

@@ -151,9 +151,7 @@ class LocalEngine:
             self._in_progress.append(item)
             return output_put(outputs)
 
-    def _pull(
-        self, parts: StepParts, storages: Sequence[LeafStorage], inputs: Sequence[Any]
-    ) -> list[tuple[jax.Array, jax.Array]]:
+    def _pull(self, parts: StepParts, storages: Sequence[LeafStorage], inputs: Sequence[Any]) -> list[Any]:
         """Returns the rows of tables that a worker needs. They are copied, because an update changes the tables in place."""
         device = self.servers[0]
         tables = [_on_device(storages[number].arrays, device) for number in parts.tables]

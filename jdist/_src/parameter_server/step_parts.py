@@ -23,7 +23,7 @@ from jdist._src.jaxpr.server_partition import (
     split_for_servers,
 )
 from jdist._src.jaxpr.single_replica import eliminate_collectives
-from jdist._src.jaxpr.table_rows import RowEvaluator, Table, find_tables, looked_up_rows, part_for
+from jdist._src.jaxpr.table_rows import LookedUpRows, RowEvaluator, Table, find_tables, looked_up_rows, part_for
 from jdist._src.parameter_server.storage import Shard, joined, rows_of
 from jdist._src.values.base import is_distributed
 
@@ -63,7 +63,7 @@ class StepParts(NamedTuple):
         shards: For each leaf of the state, where it is stored.
         read_leaves: The numbers of the leaves that a worker reads.
         tables: The numbers of the leaves of which it reads some rows.
-        pull: From the arrays of the tables, of the leaves, and the inputs, to the numbers of these rows and the rows.
+        pull: From the arrays of the tables, of the leaves, and the inputs, to these rows and their values.
         worker: From the arrays of the leaves, the result of `pull`, the inputs, and the number of steps in progress at the
             start, to the values for each server and the outputs.
         servers: For each server, the update of its arrays.
@@ -73,7 +73,7 @@ class StepParts(NamedTuple):
     shards: Sequence[tuple[Shard, ...]]
     read_leaves: Sequence[int]
     tables: Sequence[int]
-    pull: Callable[..., list[tuple[jax.Array, jax.Array]]]
+    pull: Callable[..., list[tuple[LookedUpRows, jax.Array]]]
     worker: Callable[..., tuple[list[list[jax.Array]], list[jax.Array]]]
     servers: "Sequence[ServerUpdate]"
     output_tree: Any
@@ -223,20 +223,20 @@ def _table_of(step: TracedStep, unit: _Unit) -> Table | None:
 
 def _pull(
     step: TracedStep, read_leaves: Sequence[int], shards: Sequence[tuple[Shard, ...]]
-) -> Callable[..., list[tuple[jax.Array, jax.Array]]]:
+) -> Callable[..., list[tuple[LookedUpRows, jax.Array]]]:
     part = part_for(step.partition.worker.program, [var for table in step.tables for var in table.indices])
 
     def pull(
         tables: list[list[jax.Array]], arrays: list[list[jax.Array]], inputs: list[jax.Array]
-    ) -> list[tuple[jax.Array, jax.Array]]:
+    ) -> list[tuple[LookedUpRows, jax.Array]]:
         env = _environment(step, read_leaves, arrays, shards, inputs)
         operands = [env[var] for var in part.inputs]
         indices = iter(eliminate_collectives(jax_compat.close_jaxpr(part.program), step.axis, operands))
-        pulled: list[tuple[jax.Array, jax.Array]] = []
+        pulled: list[tuple[LookedUpRows, jax.Array]] = []
         for table, pieces in zip(step.tables, tables, strict=True):
-            numbers = looked_up_rows([next(indices) for _ in table.indices], jax_compat.shape_of(table.var)[0])
-            rows = [_rows_at(x, numbers, shard) for x, shard in zip(pieces, shards[table.leaf], strict=True)]
-            pulled.append((numbers, sum(rows[1:], rows[0])))
+            looked_up = looked_up_rows([next(indices) for _ in table.indices], jax_compat.shape_of(table.var)[0])
+            rows = [_rows_at(x, looked_up.ids, shard) for x, shard in zip(pieces, shards[table.leaf], strict=True)]
+            pulled.append((looked_up, sum(rows[1:], rows[0])))
         return pulled
 
     return jax.jit(pull)
@@ -279,7 +279,7 @@ def _worker(
 
     def worker(
         arrays: list[list[jax.Array]],
-        pulled: list[tuple[jax.Array, jax.Array]],
+        pulled: list[tuple[LookedUpRows, jax.Array]],
         inputs: list[jax.Array],
         lead: jax.Array,
     ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
@@ -288,10 +288,10 @@ def _worker(
         operands = [env[var] for var in part.inputs]
         program = jax_compat.close_jaxpr(part.program)
         if step.tables:
-            evaluator = RowEvaluator(step.tables, [numbers for numbers, _ in pulled])
+            evaluator = RowEvaluator(step.tables, [looked_up for looked_up, _ in pulled])
             program = _traced(evaluator, program, operands, step.axis)
         program = _traced(_KeyEvaluator(lead), program, operands, step.axis)
-        env.update({table.var: numbers for table, (numbers, _) in zip(step.tables, pulled, strict=True)})
+        env.update({table.var: rows.numbers for table, (rows, _) in zip(step.tables, pulled, strict=True)})
         env.update(zip(part.outputs, eliminate_collectives(program, step.axis, operands), strict=True))
         sent = [[env[var] if rows is None else rows_of(env[var], rows) for var, rows in row] for row in keys]
         values = [atom.val if isinstance(atom, Literal) else env[atom] for atom in outputs]

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, final, get_args
+from typing import Any, final
 
 import jax
 
@@ -17,12 +17,12 @@ from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.description import Description
 from jdist._src.values.server_array import read_servers
 
-Engine = Literal["local", "ray"]
-
 
 @final
 class ParameterServerStrategy(Strategy):
     """Workers compute gradients at their own speed, and servers apply each of them to the state: asynchronous training.
+
+    All workers and servers are in this process.
 
     A step that was written for one replica runs unchanged. A call of it gives the batch to an idle worker and returns: the
     worker reads the state, computes up to the last collective, and sends the gradients to the servers, which run the rest of
@@ -37,7 +37,6 @@ class ParameterServerStrategy(Strategy):
         workers: The number of workers, or their devices. Worker `i` uses accelerator `i` of this process, modulo their number;
             without accelerators, all use the first CPU device, which runs several programs at the same time.
         servers: The number of servers. They store the state in the memory of the host.
-        engine: `"local"`: all workers and servers are in this process.
         variable_partitioner: Divides large leaves over the servers along their first dimension, such as
             `jdist.MinSizePartitioner(max_shards=4)`. By default each leaf, with its optimizer state, is on one server.
         max_staleness: The maximum number of updates between the read of a worker and its own update. 0 runs one call after the
@@ -71,13 +70,10 @@ class ParameterServerStrategy(Strategy):
         *,
         workers: int | Sequence[jax.Device | str] = 4,
         servers: int = 2,
-        engine: Engine = "local",
         variable_partitioner: Callable[..., Any] | None = None,
         max_staleness: int | None = None,
         record: str | os.PathLike[str] | None = None,
     ):
-        if engine not in get_args(Engine):
-            raise ValueError(f'`engine` must be "local" or "ray", got {engine!r}.')
         local_devices = jax.local_devices()
         if isinstance(workers, (list, tuple)):
             devices = list(replica_mesh(workers).devices.flat)
@@ -100,7 +96,6 @@ class ParameterServerStrategy(Strategy):
         arguments = {
             "workers": devices if isinstance(workers, (list, tuple)) else len(devices),
             "servers": num_servers,
-            "engine": engine,
             "variable_partitioner": variable_partitioner,
             "max_staleness": max_staleness,
             "record": None if record is None else str(record),
