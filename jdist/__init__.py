@@ -50,6 +50,7 @@ from jdist._src.execution.replicate import Proof as Proof
 from jdist._src.export.export import export as export
 from jdist._src.export.load import Loaded as Loaded
 from jdist._src.export.load import load as load
+from jdist._src.parameter_server.engine import WorkerProgress as WorkerProgress
 from jdist._src.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
 from jdist._src.replica.context import ReplicaContext as ReplicaContext
 from jdist._src.replica.context import ValueContext as ValueContext

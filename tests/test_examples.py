@@ -1,4 +1,4 @@
-"""The digits example, run as a user does."""
+"""The digits and the recommender examples, run as a user does."""
 
 import re
 
@@ -47,3 +47,16 @@ def test_digits_help_lists_every_flag_and_its_default():
     for flag in ("--replicas", "--epochs", "--batch-size", "--seed"):
         assert flag in text
     assert "(default: 128)" in text
+
+
+@pytest.mark.slow
+def test_recommender_predicts_almost_as_well_as_possible_and_its_replay_is_equal(tmp_path):
+    flags = ("--users", "5000", "--batch-size", "1024", "--record", "run.log")
+    done = run(EXAMPLES / "recommender.py", *flags, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    error = re.search(r"error on 20,000 other ratings: (\S+) \(noise: 0.1, always 0: (\S+)\)", done.stdout)
+    assert float(error[1]) < 0.15 < float(error[2])
+    last_lines = done.stdout.splitlines()[-2:]
+    replayed = run("-m", "jdist", "replay", "run.log", folder=tmp_path)
+    assert replayed.returncode == 0, replayed.stderr
+    assert replayed.stdout.splitlines()[-2:] == last_lines

@@ -23,6 +23,20 @@ from jdist._src.parameter_server.step_parts import StepParts
 from jdist._src.parameter_server.storage import LeafStorage, Shard, joined, to_arrays
 
 
+class WorkerProgress(NamedTuple):
+    """The progress of a worker.
+
+    Attributes:
+        updates: The number of its updates that were applied.
+        version: The version of the state that it has read last; -1 before the first step.
+        staleness: The staleness of its last update; 0 before the first.
+    """
+
+    updates: int = 0
+    version: int = -1
+    staleness: int = 0
+
+
 class _InProgress(NamedTuple):
     """A worker in progress.
 
@@ -87,12 +101,18 @@ class LocalEngine:
         self._version = self._calls = self._next_server = 0
         self._counts: collections.Counter[int] = collections.Counter()
         self._numbers: dict[Any, jax.Array] = {}
+        self._progress = [WorkerProgress() for _ in workers]
         self._log, self._replay = open_log(record, len(workers))
 
     def staleness_counts(self) -> dict[int, int]:
         """Returns the number of updates of each staleness that were applied."""
         with self._lock:
             return dict(sorted(self._counts.items()))
+
+    def worker_progress(self) -> tuple[WorkerProgress, ...]:
+        """Returns the progress of each worker."""
+        with self._lock:
+            return tuple(self._progress)
 
     def place(self, num_shards: int, num_rows: int | None) -> tuple[Shard, ...]:
         """Returns the shards of the next group of leaves: on the next server, or its rows on the next servers."""
@@ -149,6 +169,7 @@ class LocalEngine:
                 raise RuntimeError(_failure(worker, call, name, error)) from error
             item = _InProgress(worker, self._version, call, name, parts, storages, sent, outputs)
             self._in_progress.append(item)
+            self._progress[worker] = self._progress[worker]._replace(version=self._version)
             return output_put(outputs)
 
     def _pull(self, parts: StepParts, storages: Sequence[LeafStorage], inputs: Sequence[Any]) -> list[Any]:
@@ -231,7 +252,9 @@ class LocalEngine:
                 item.storages[leaf].arrays[place] = array
         if self._log:
             self._log.write_apply(item.call)
-        self._counts[self._version - item.version] += 1
+        age, progress = self._version - item.version, self._progress[item.worker]
+        self._progress[item.worker] = progress._replace(updates=progress.updates + 1, staleness=age)
+        self._counts[age] += 1
         self._version += 1
 
 

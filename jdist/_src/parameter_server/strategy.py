@@ -12,7 +12,7 @@ from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas, replica_mesh
 from jdist._src.parameter_server.backend import ParameterServerBackend
-from jdist._src.parameter_server.engine import LocalEngine
+from jdist._src.parameter_server.engine import LocalEngine, WorkerProgress
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.description import Description
 from jdist._src.values.server_array import read_servers
@@ -122,6 +122,15 @@ class ParameterServerStrategy(Strategy):
             {}
         """
         return self._engine.staleness_counts()
+
+    def worker_progress(self) -> tuple[WorkerProgress, ...]:
+        """Returns the progress of each worker so far, for displays. It does not wait.
+
+        Example:
+            >>> jdist.ParameterServerStrategy(workers=1).worker_progress()
+            (WorkerProgress(updates=0, version=-1, staleness=0),)
+        """
+        return self._engine.worker_progress()
 
     def join(self) -> None:
         """Waits until all calls of steps are applied.
