@@ -19,6 +19,8 @@ JAX_VERSION = [
     "tests/execution",
     "tests/jaxpr",
     "tests/checkpoint/test_restore_laws.py",
+    "tests/parameter_server/test_strategy.py",
+    "tests/parameter_server/test_tables.py",
     "tests/sync/test_policy_laws.py",
     "tests/training/test_loop.py",
 ]
@@ -149,6 +151,7 @@ def benchmarks(session: nox.Session) -> None:
         "all_reduce",
         "train_step",
         "multi_process",
+        "parameter_server",
         "input",
         "policies",
         "memory",

@@ -217,6 +217,16 @@ def test_reading_waits_for_the_calls_before():
     assert repr(total) == "ServerArray(float32[])"
 
 
+def test_workers_may_have_devices_of_their_own():
+    expected = train(jdist.OneDeviceStrategy("cpu:0"), OPTIMIZERS["adam_clipped"])
+    strategy = jdist.ParameterServerStrategy(workers=["cpu:1", "cpu:2"], max_staleness=0, variable_partitioner=two_rows)
+    assert [str(device) for device in strategy.worker_devices] == [str(device) for device in jax.devices()[1:3]]
+    assert_close(train(strategy, OPTIMIZERS["adam_clipped"]), expected)
+    strategy = jdist.ParameterServerStrategy(workers=["cpu:1", "cpu:2"])
+    state, losses = train(strategy, OPTIMIZERS["sgd"])
+    assert int(state["step"]) == 30 and losses[-1] < losses[0] and strategy.num_workers == 2
+
+
 def test_two_steps_share_one_state():
     strategy = jdist.ParameterServerStrategy(workers=2, servers=2)
 
