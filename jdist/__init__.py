@@ -1,15 +1,16 @@
 """Distribution strategies for JAX: write a training step for one replica, choose where it runs with a strategy object.
 
 jdist proves, while it traces the step, that the replicas stay synchronized. Read `jdist.MirroredStrategy` and
-`jdist.Strategy.step` first. The public names are in this package and in its modules `callbacks`, `cluster`, `data`, `hlo`,
-`metrics`, `sync`, `testing` and `weights`; everything in `_src` is private. Importing jdist does not start a JAX backend and
-does not import optional packages.
+`jdist.Strategy.step` first. The public names are in this package and in its modules `callbacks`, `cluster`, `coordinator`,
+`data`, `hlo`, `metrics`, `sync`, `testing` and `weights`; everything in `_src` is private. Importing jdist does not start a JAX
+backend and does not import optional packages.
 """
 
 from typing import TYPE_CHECKING
 
 from jdist import callbacks as callbacks
 from jdist import cluster as cluster
+from jdist import coordinator as coordinator
 from jdist import data as data
 from jdist import hlo as hlo
 from jdist import metrics as metrics
@@ -51,6 +52,10 @@ from jdist._src.export.export import export as export
 from jdist._src.export.load import Loaded as Loaded
 from jdist._src.export.load import load as load
 from jdist._src.parameter_server.engine import WorkerProgress as WorkerProgress
+from jdist._src.parameter_server.partitioners import FixedShardsPartitioner as FixedShardsPartitioner
+from jdist._src.parameter_server.partitioners import MaxSizePartitioner as MaxSizePartitioner
+from jdist._src.parameter_server.partitioners import MinSizePartitioner as MinSizePartitioner
+from jdist._src.parameter_server.partitioners import Partitioner as Partitioner
 from jdist._src.parameter_server.strategy import ParameterServerStrategy as ParameterServerStrategy
 from jdist._src.replica.context import ReplicaContext as ReplicaContext
 from jdist._src.replica.context import ValueContext as ValueContext

@@ -331,3 +331,20 @@ def test_array_of_strings_is_refused_by_name():
         ValueError, match=r"source\['text'\] is <U1\[2\], a dtype that JAX does not support\. Convert it to numbers"
     ):
         STRATEGIES["mirrored_2"]().distribute_dataset(source, 2)
+
+
+def test_reshuffled_data_set_has_another_order_of_the_same_examples(two):
+    dataset = two.distribute_dataset(np.arange(32), 4, shuffle=True, seed=3, epochs=2)
+    orders = [[x for batch in dataset.reshuffled(i) for x in batch.tree.ravel().tolist()] for i in (0, 1, 0)]
+    original = [x for batch in dataset for x in batch.tree.ravel().tolist()]
+    assert [sorted(order[:32]) for order in orders] == [list(range(32))] * 3
+    assert orders[0] == orders[2]
+    assert len({tuple(order) for order in (original, *orders)}) == 3
+    assert all(order[:32] != order[32:] for order in orders)
+
+
+def test_reshuffled_data_set_that_is_not_shuffled_is_the_same(two):
+    dataset = two.distribute_dataset(np.arange(8), 4).reshuffled(5)
+    assert [batch.tree.ravel().tolist() for batch in dataset] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(ValueError, match="`index` must be an integer >= 0, got -1"):
+        dataset.reshuffled(-1)

@@ -10,7 +10,7 @@ _DEPRECATED = "deprecated in TensorFlow; jdist does not have it"
 _LAYOUT = "write `jdist.ShardedStrategy(mesh=mesh, model_axis=..., layout=...)`, which shards the parameters"
 _PROCESSES = "call `jax.distributed.initialize()` in each process"
 _RESOLVER = "write `jdist.cluster.{}`, or `jdist.cluster.resolve()`, which finds the resolver of the environment"
-_PARAMETER_SERVERS = "part of parameter server training, which jdist does not have"
+_CENTRAL = "not needed: `jdist.CentralStorageStrategy` stores plain arrays"
 _STATE = "write a plain array in the state, or `jdist.Mirrored(x, aggregation)`"
 _COMMUNICATION = "not configurable: XLA uses NCCL on GPUs, the interconnect on TPUs, and gloo between CPU processes"
 
@@ -38,28 +38,22 @@ STRATEGY_NAMES = {
     "update_config_proto": _DEPRECATED,
 }
 
-_PARTITIONERS = "part of parameter server training; `jdist.ShardedStrategy` shards each leaf over the devices"
-
 MODULE_NAMES = {
     "Checkpoint": "write `jdist.Checkpointer(path)`; the callback of `Trainer.fit` is `jdist.callbacks.Checkpoint`",
     "ClusterResolver": _RESOLVER.format("ClusterResolver"),
-    "FixedShardsPartitioner": _PARTITIONERS,
     "KubernetesExecutableLocation": "not needed: pass `client=` to `jdist.cluster.KubernetesClusterResolver`",
-    "MaxSizePartitioner": _PARTITIONERS,
-    "MinSizePartitioner": _PARTITIONERS,
-    "Partitioner": _PARTITIONERS,
-    "PerWorkerValue": _PARAMETER_SERVERS,
+    "PerWorkerValue": "write `jdist.coordinator.PerWorkerValues(values)`",
     "PreemptionWatcher": "write `jdist.Checkpointer(path)` and `trainer.fit(resume=checkpointer)`",
-    "RemoteValue": _PARAMETER_SERVERS,
+    "RemoteValue": "write `jdist.coordinator.RemoteValue`, which `ClusterCoordinator.schedule` returns",
     "SHARD_HINT": 'write `auto_shard="hint"`, which calls `source.shard(num_shards=, index=)`',
     "TerminationConfig": "write `jdist.Checkpointer(path)` and `trainer.fit(resume=checkpointer)`",
-    "experimental_get_current_worker_index": _PARAMETER_SERVERS,
-    "AggregatingVariable": _PARAMETER_SERVERS,
-    "CachingVariable": _PARAMETER_SERVERS,
+    "experimental_get_current_worker_index": "write `jdist.coordinator.get_current_worker_index()`",
+    "AggregatingVariable": _CENTRAL,
+    "CachingVariable": _CENTRAL,
     "CollectiveCommunication": _COMMUNICATION,
     "CollectiveHints": "write `jdist.CommunicationOptions(bytes_per_pack)`",
     "CommunicationImplementation": _COMMUNICATION,
-    "ClusterCoordinator": _PARAMETER_SERVERS,
+    "ClusterCoordinator": "write `jdist.coordinator.ClusterCoordinator(strategy)`",
     "DistributedDelegate": "not needed: inside a replica function a value is a plain array",
     "DistributedTable": "use a dictionary on the host, and look values up before the step",
     "DistributedVariable": _STATE,
@@ -74,8 +68,8 @@ MODULE_NAMES = {
         "jdist has no parameter servers: `jdist.CentralStorageStrategy` stores the state in one place, and "
         "`jdist.ShardedStrategy` shards it over the devices"
     ),
-    "PerWorkerValues": _PARAMETER_SERVERS,
-    "PerWorkerVariable": _PARAMETER_SERVERS,
+    "PerWorkerValues": "write `jdist.coordinator.PerWorkerValues(values)`",
+    "PerWorkerVariable": "write `jdist.coordinator.ClusterCoordinator(strategy).per_worker_values(fn)`",
     "PreemptionCheckpointHandler": "write `jdist.Checkpointer(path)` and `trainer.fit(resume=checkpointer)`",
     "RunOptions": "not needed: shapes are static, and every step is compiled",
     "Server": f"not needed: {_PROCESSES}",
@@ -88,7 +82,6 @@ MODULE_NAMES = {
     "TPUClusterResolver": _RESOLVER.format("TPUClusterResolver"),
     "UnionResolver": _RESOLVER.format("UnionResolver"),
     "cluster_resolver": "write `jdist.cluster`, with `jdist.cluster.resolve()` and the resolvers",
-    "coordinator": _PARAMETER_SERVERS,
     "experimental": (
         "its names are in `jdist`: `jdist.CentralStorageStrategy`, `jdist.CommunicationOptions`, `jdist.ValueContext`, "
         "`jdist.auto_strategy()`"

@@ -9,8 +9,10 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdist._src.core import html
+from jdist._src.core.arguments import as_int
 from jdist._src.core.errors import BatchedElementsWarning
 from jdist._src.core.tree import PyTree
 from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
@@ -120,6 +122,25 @@ class DistributedDataset:
         """
         check_epochs(epochs)
         config = dataclasses.replace(self._config, epochs=epochs)
+        return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
+
+    def reshuffled(self, index: int) -> "DistributedDataset":
+        """Returns the data set with another order for each `index`, for several readers; the same if it is not shuffled.
+
+        The order is a function of the seed of this data set, `index` and the epoch.
+
+        Raises:
+            ValueError: `index` is negative.
+            TypeError: `index` is not an integer.
+
+        Example:
+            >>> dataset = jdist.OneDeviceStrategy("cpu:0").distribute_dataset(np.arange(4), batch_size=4, shuffle=True)
+            >>> [next(iter(dataset.reshuffled(reader))).tree.tolist() for reader in range(2)]
+            [[[1, 3, 0, 2]], [[1, 2, 3, 0]]]
+        """
+        entropy = self._config.seed, as_int("`index`", index, 0)
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+        config = dataclasses.replace(self._config, seed=seed) if self._config.shuffle else self._config
         return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
 
     def _batches_per_epoch(self) -> int | None:

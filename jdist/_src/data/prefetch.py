@@ -1,20 +1,19 @@
 """Prefetching of items: in a thread, or in the consumer's thread where making an item does not block."""
 
-import atexit
 import collections
 import contextlib
 import functools
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 
+from jdist._src.core.background_threads import STOP_SECONDS, start_thread
+
 T = TypeVar("T")
-_CLOSE_SECONDS = 5  # limit for waiting for a source that is being closed
 _POLL_SECONDS = 0.5  # interval in which a waiting loop reacts to interrupts
 _log = logging.getLogger("jdist")
 Maker: TypeAlias = Callable[[Callable[[], bool]], Generator[T]]  # makes the items; its argument returns whether to stop
@@ -73,9 +72,8 @@ class Threaded(Generic[T]):
         # JAX's configuration contexts are thread-local.
         enable_x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         args = (make, self._slots, self._made, self._stop, enable_x64)
-        self._thread = threading.Thread(target=_make_items, args=args, name="jdist input", daemon=True)
-        _stop_functions[self._thread] = functools.partial(_request_stop, self._stop, self._slots)
-        self._thread.start()
+        stop = functools.partial(_request_stop, self._stop, self._slots)
+        self._thread = start_thread(_make_items, args, name="jdist input", stop=stop)
 
     def ready(self) -> bool:
         """Returns whether an item is available without waiting."""
@@ -100,9 +98,9 @@ class Threaded(Generic[T]):
 
     def close(self) -> None:
         """Ends the thread. Waits for the item that it makes, up to a limit."""
-        self.stop(wait=_CLOSE_SECONDS)
+        self.stop(wait=STOP_SECONDS)
         if self._thread.is_alive():
-            _log.warning("The source has not returned for %d s. Its thread ends when it does.", _CLOSE_SECONDS)
+            _log.warning("The source has not returned for %d s. Its thread ends when it does.", STOP_SECONDS)
         self._made = queue.SimpleQueue()
         self._made.put(_end)
 
@@ -133,8 +131,6 @@ def _make_items(
                 made.put(_returning(next(items)))
     except BaseException as error:
         made.put(_raising(error))
-    finally:
-        _stop_functions.pop(threading.current_thread(), None)
 
 
 def _returning(item: T) -> Callable[[], T]:
@@ -149,14 +145,3 @@ def _raising(error: BaseException) -> Callable[[], Any]:
 
 
 _end = _raising(StopIteration())
-_stop_functions: dict[threading.Thread, Callable[[], None]] = {}  # of the running threads
-
-
-@atexit.register
-def _stop_threads() -> None:
-    """Stops the running threads. A thread inside JAX at interpreter exit crashes the process; one that waits does not."""
-    deadline = time.monotonic() + _CLOSE_SECONDS
-    for stop in list(_stop_functions.values()):
-        stop()
-    for thread in list(_stop_functions):
-        thread.join(max(0, deadline - time.monotonic()))

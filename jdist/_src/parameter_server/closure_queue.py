@@ -1,0 +1,315 @@
+"""The bounded queue of scheduled functions. It records their first error, and returns functions of lost workers again."""
+
+import collections
+import contextvars
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jdist._src.parameter_server.worker_index import in_scheduled_function
+
+CAPACITY = 256 * 1024  # functions that wait for a worker, as in TensorFlow
+MAX_ATTEMPTS = 10  # workers that a function may lose
+_POLL_SECONDS = (
+    0.5  # interval in which a waiting call reacts to Ctrl-C, and an idle worker to the end of its coordinator
+)
+_log = logging.getLogger("jdist")
+
+
+class CancelledError(RuntimeError):
+    """A scheduled function did not run, because another one failed before. Schedule it again.
+
+    Raised by the methods of its `RemoteValue`.
+    """
+
+    __module__ = "jdist.coordinator"
+
+
+class WorkerLostError(RuntimeError):
+    """The worker that ran a function was lost. The queue returns the function again, to any worker."""
+
+
+class Outcome:
+    """The result or the error of a scheduled function. Mutable: it is set once, by the worker or by the queue."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._value: Any = None
+        self._error: RaisedError | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the result or the error is set."""
+        return self._done.is_set()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the error is set."""
+        return self._error is not None
+
+    def set_value(self, value: Any) -> None:
+        """Sets the result."""
+        self._value = value
+        self._done.set()
+
+    def set_error(self, error: BaseException) -> None:
+        """Sets the error."""
+        self._error = RaisedError(error)
+        self._done.set()
+
+    def value(self) -> Any:
+        """Waits for the function, and returns its result or raises its error."""
+        if not self.is_done:
+            check_outside_scheduled_function("wait for the result of another one")
+        while not self._done.wait(_POLL_SECONDS):
+            pass
+        if self._error is not None:
+            self._error.raise_again()
+        return self._value
+
+
+class RaisedError:
+    """An exception with the traceback that it had: each `raise` would extend it, in all places that hold the exception."""
+
+    def __init__(self, error: BaseException):
+        self._error, self._traceback = error, error.__traceback__
+
+    def __str__(self) -> str:
+        return f"{type(self._error).__name__}: {self._error}"
+
+    def raise_again(self) -> None:
+        """Raises the exception with its first traceback."""
+        raise self._error.with_traceback(self._traceback)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Closure:
+    """A scheduled function with its arguments. Mutable: the queue numbers it, and counts its attempts.
+
+    Attributes:
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        name: Its name, for messages.
+        outcome: Its result or error.
+        context: The context variables of the call that scheduled it.
+        enable_x64: JAX's setting in the thread that scheduled it.
+        has_worker_values: Whether the arguments contain values of which each worker has its own.
+        worker: The index of the only worker that may run it; None for any.
+        round: The number of failures in the queue before it was scheduled.
+        attempts: The number of workers that ran it.
+    """
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    name: str
+    outcome: Outcome = dataclasses.field(default_factory=Outcome)
+    context: contextvars.Context = dataclasses.field(default_factory=contextvars.copy_context)
+    enable_x64: bool = False
+    has_worker_values: bool = False
+    worker: int | None = None
+    round: int = 0
+    attempts: int = 0
+
+
+class ClosureQueue:
+    """Scheduled functions that wait for a worker, and the number of those that run.
+
+    The first error cancels all functions that wait. It is raised once, by the next `put`, `wait` or `is_done`; functions that
+    were scheduled before it and fail later report their errors to their own `RemoteValue` only. A function of one worker
+    (`Closure.worker`) is not counted, not cancelled, and does not report an error here.
+
+    Mutable, for any number of threads.
+    """
+
+    def __init__(self, capacity: int = CAPACITY):
+        self._capacity = capacity
+        lock = threading.Lock()
+        self._lock = lock
+        self._has_work, self._has_space, self._is_idle = (threading.Condition(lock) for _ in range(3))
+        self._waiting: collections.deque[Closure] = collections.deque()
+        self._waiting_of_worker: dict[int, collections.deque[Closure]] = collections.defaultdict(collections.deque)
+        self._num_running = 0
+        self._round = 0
+        self._error: RaisedError | None = None
+        self._workers: set[int] = set()  # with a thread
+        self._is_closed = self._is_released = False
+
+    def __repr__(self) -> str:
+        return f"{len(self._waiting)} waiting, {self._num_running} running"
+
+    # The coordinator's side.
+
+    def put(self, closure: Closure) -> None:
+        """Adds a function; waits while the queue is full.
+
+        Raises:
+            BaseException: The first error of earlier functions, if it has not been raised.
+            RuntimeError: The interpreter exits.
+        """
+        with self._lock:
+            if closure.worker is None:
+                while not self._error and not self._is_closed and len(self._waiting) >= self._capacity:
+                    self._has_space.wait(_POLL_SECONDS)
+                self._raise_error()
+            if self._is_closed:
+                raise RuntimeError(
+                    "A function cannot be scheduled while the interpreter exits: its workers have ended."
+                )
+            closure.round = self._round
+            self._add(closure)
+
+    def wait(self) -> None:
+        """Waits until no function waits or runs.
+
+        Raises:
+            BaseException: The first error of the functions, if it has not been raised.
+        """
+        with self._lock:
+            while self._waiting or self._num_running:
+                self._is_idle.wait(_POLL_SECONDS)
+            self._raise_error()
+
+    def is_done(self) -> bool:
+        """Returns whether no function waits or runs.
+
+        Raises:
+            BaseException: The first error of the functions, if it has not been raised.
+        """
+        with self._lock:
+            self._raise_error()
+            return not self._waiting and not self._num_running
+
+    def attach_workers(self, num_workers: int) -> list[int]:
+        """Returns the indices of the workers without a thread, which need one that calls `get` until it returns None."""
+        with self._lock:
+            self._is_released = False
+            indices = [i for i in range(num_workers) if i not in self._workers]
+            self._workers.update(indices)
+            return indices
+
+    def release_workers(self) -> None:
+        """Lets the threads end when no function waits. Does not block: the garbage collector may call it at any point."""
+        self._is_released = True
+        if self._lock.acquire(blocking=False):  # else the threads end when they poll
+            self._has_work.notify_all()
+            self._lock.release()
+
+    def close(self) -> None:
+        """Cancels the functions that wait, and lets the threads end."""
+        with self._lock:
+            self._is_closed = True
+            cancelled = [*self._waiting, *(c for closures in self._waiting_of_worker.values() for c in closures)]
+            self._waiting.clear()
+            self._waiting_of_worker.clear()
+            for condition in (self._has_work, self._has_space, self._is_idle):
+                condition.notify_all()
+        _cancel(cancelled, "the interpreter exits")
+
+    # The workers' side.
+
+    def get(self, worker: int) -> Closure | None:
+        """Returns the next function for a worker, waiting for it. None: the thread of the worker ends.
+
+        It ends when no function waits, and the coordinator is deleted or has to raise an error.
+        """
+        with self._lock:
+            while True:
+                for closures in (self._waiting_of_worker.get(worker), self._waiting):
+                    if closures:
+                        closure = closures.popleft()
+                        closure.attempts += 1
+                        if closure.worker is None:
+                            self._num_running += 1
+                            self._has_space.notify()
+                        return closure
+                # An error references frames of the program. Without threads, the garbage collector can free all of them.
+                if self._is_closed or self._is_released or self._error is not None:
+                    self._workers.discard(worker)
+                    is_lost = self._is_released and self._error is not None and not self._workers
+                    break
+                self._has_work.wait(_POLL_SECONDS)
+        if is_lost:
+            _log.warning("A scheduled function failed, and `join` was not called after it: %s", self._error)
+        return None
+
+    def finish(self, closure: Closure, value: Any) -> None:
+        """Sets the result of a function that `get` returned."""
+        closure.outcome.set_value(value)
+        with self._lock:
+            self._end(closure)
+
+    def fail(self, closure: Closure, error: BaseException) -> None:
+        """Sets the error of a function that `get` returned. The first error cancels all functions that wait."""
+        closure.outcome.set_error(error)
+        cancelled: list[Closure] = []
+        with self._lock:
+            if closure.worker is None and closure.round == self._round:
+                self._error = RaisedError(error)
+                self._round += 1
+                cancelled = list(self._waiting)
+                self._waiting.clear()
+                self._has_space.notify_all()
+            self._end(closure)
+        _cancel(cancelled, f"`{closure.name}` failed before it ran")
+
+    def requeue(self, closure: Closure, error: WorkerLostError) -> None:
+        """Returns a function of a lost worker to the front of the queue.
+
+        It is cancelled if another function has failed since it was scheduled. It fails with `error` if it has lost
+        `MAX_ATTEMPTS` workers.
+        """
+        if closure.attempts >= MAX_ATTEMPTS:
+            error.add_note(f"`{closure.name}` is not run again: it has lost {closure.attempts} workers.")
+            self.fail(closure, error)
+            return
+        with self._lock:
+            is_cancelled = self._is_closed or (closure.worker is None and closure.round != self._round)
+            if not is_cancelled:
+                self._add(closure, first=True)
+            self._end(closure)
+        if is_cancelled:
+            _cancel([closure], "its worker was lost, and another function had failed")
+
+    def _add(self, closure: Closure, first: bool = False) -> None:
+        closures = self._waiting if closure.worker is None else self._waiting_of_worker[closure.worker]
+        (closures.appendleft if first else closures.append)(closure)
+        if closure.worker is None:
+            self._has_work.notify()
+        else:
+            self._has_work.notify_all()  # one of them is the worker
+
+    def _end(self, closure: Closure) -> None:
+        """Counts a function that no longer runs."""
+        if closure.worker is None:
+            self._num_running -= 1
+            if not self._num_running and not self._waiting:
+                self._is_idle.notify_all()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            error.raise_again()
+
+
+def check_outside_scheduled_function(action: str) -> None:
+    """Raises RuntimeError in a scheduled function.
+
+    Args:
+        action: The part of the message after "cannot".
+    """
+    if in_scheduled_function():
+        raise RuntimeError(
+            f"A scheduled function cannot {action}: it occupies a worker while it waits, and the workers could wait for each "
+            "other forever. Do it in the program that schedules the functions."
+        )
+
+
+def _cancel(closures: Sequence[Closure], reason: str) -> None:
+    for closure in closures:
+        closure.outcome.set_error(
+            CancelledError(f"`{closure.name}` was cancelled, because {reason}. Schedule it again.")
+        )

@@ -1,0 +1,80 @@
+"""`RemoteValue`: the result of a scheduled function, and `fetch` for trees of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._src.core.tree import PyTree
+from jdist._src.parameter_server.closure_queue import Outcome
+
+
+class RemoteValue:
+    """The result of a scheduled function, which may not have run yet. `ClusterCoordinator.schedule` returns it.
+
+    It does not have to be read: the memory of a result is freed with its `RemoteValue`, and `ClusterCoordinator.join` raises
+    the error of a function.
+
+    Example:
+        >>> strategy = type("Workers", (), {"num_workers": 2, "worker_devices": jax.devices()[:2]})()
+        >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
+        >>> value = coordinator.schedule(jax.numpy.arange, (3,))
+        >>> value.fetch(), value.get(), value
+        (array([0, 1, 2], dtype=int32), Array([0, 1, 2], dtype=int32), RemoteValue(arange, done))
+    """
+
+    def __init__(self, outcome: Outcome, name: str):
+        self._outcome, self._name = outcome, name
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the function has returned, failed, or was cancelled."""
+        return self._outcome.is_done
+
+    def get(self) -> PyTree:
+        """Waits for the function, and returns its result. Arrays stay on the device of the worker.
+
+        Raises:
+            BaseException: The error of the function, with the index of the worker.
+            CancelledError: The function was cancelled, because another one failed before.
+            RuntimeError: The call is in a scheduled function, and the result is not available yet.
+        """
+        return self._outcome.value()
+
+    def fetch(self) -> PyTree:
+        """Waits for the function, and returns its result with numpy arrays in place of JAX arrays.
+
+        Raises:
+            BaseException: The error of the function, with the index of the worker.
+            CancelledError: The function was cancelled, because another one failed before.
+            RuntimeError: The call is in a scheduled function, and the result is not available yet.
+        """
+        return jax.tree.map(_to_host, self.get())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        result = self.fetch()
+        if not jax.tree_util.all_leaves([result]):
+            raise TypeError(
+                f"The result of `{self._name}` is a {type(result).__name__}, not an array. Use `fetch()`, which returns a tree "
+                "of arrays."
+            )
+        return np.array(result, dtype=dtype, copy=copy)
+
+    def __repr__(self) -> str:
+        state = "failed" if self._outcome.has_failed else "done" if self.is_done else "not done"
+        return f"RemoteValue({self._name}, {state})"
+
+
+def fetch_tree(tree: PyTree) -> PyTree:
+    """Returns `tree` with the result of each `RemoteValue` in its place; other leaves are returned unchanged."""
+    return jax.tree.map(lambda leaf: leaf.fetch() if isinstance(leaf, RemoteValue) else leaf, tree)
+
+
+def _to_host(leaf: Any) -> Any:
+    """Returns an array in the memory of the host. Random keys, which numpy does not have, and other objects are unchanged."""
+    if isinstance(leaf, (np.ndarray, np.generic)) or not hasattr(leaf, "__array__"):
+        return leaf
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf
+    return np.asarray(leaf)

@@ -1,0 +1,14 @@
+"""The coordinator of a `ParameterServerStrategy`: functions that its workers run asynchronously, and their results."""
+
+from jdist._src.parameter_server.closure_queue import CancelledError as CancelledError
+from jdist._src.parameter_server.coordinator import ClusterCoordinator as ClusterCoordinator
+from jdist._src.parameter_server.per_worker import PerWorkerDataset as PerWorkerDataset
+from jdist._src.parameter_server.per_worker import PerWorkerIterator as PerWorkerIterator
+from jdist._src.parameter_server.per_worker import PerWorkerValues as PerWorkerValues
+from jdist._src.parameter_server.remote_value import RemoteValue as RemoteValue
+from jdist._src.parameter_server.worker_index import get_current_worker_index as get_current_worker_index
+from jdist._src.parameter_server.worker_threads import EndOfDataError as EndOfDataError
+
+
+def __dir__() -> list[str]:
+    return sorted(name for name in globals() if not name.startswith("_"))
