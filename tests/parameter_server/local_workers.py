@@ -1,23 +1,17 @@
-"""The workers of a strategy without servers, and waiting for threads."""
+"""A strategy whose workers have devices of their own, and waiting for threads."""
 
-import dataclasses
 import threading
 import time
 
 import jax
 
+import jdist
+
 PATIENCE = 30  # seconds until a test fails
 
 
-@dataclasses.dataclass(eq=False)
-class Workers:
-    """The part of a strategy that the coordinator uses."""
-
-    num_workers: int = 3
-
-    @property
-    def worker_devices(self):
-        return tuple(jax.devices()[: self.num_workers])
+def Workers(num_workers=3):  # noqa: N802  # a strategy
+    return jdist.ParameterServerStrategy(workers=jax.devices()[:num_workers], servers=1)
 
 
 def worker_threads():

@@ -189,6 +189,18 @@ def test_placement_is_round_robin_row_ps1():
     assert [[shard.server for shard in leaf.storage.shards] for leaf in state] == [[0], [1], [2], [0]]
 
 
+@pytest.mark.parametrize("answer", [None, [], [0, 1], [2, 2], [1, 2]])
+def test_partitioner_with_a_wrong_answer_is_refused_row_pt10(answer):
+    strategy = jdist.ParameterServerStrategy(workers=1, variable_partitioner=lambda shape, dtype: answer)
+
+    @strategy.step
+    def add(state, x):
+        return {"w": state["w"] + jdist.all_reduce("mean", x)}, None
+
+    with pytest.raises((ValueError, TypeError), match=r"state\['w'\]"):
+        add({"w": np.zeros((4, 4), np.float32)}, np.float32(1))
+
+
 def test_partitioner_divides_rows_over_servers_with_the_optimizer_state():
     strategy = jdist.ParameterServerStrategy(workers=1, servers=2, variable_partitioner=two_rows, max_staleness=0)
     state, step = make_step(strategy, optax.adam(0.1))

@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 from jdist._src.core.tree import PyTree
 from jdist._src.parameter_server import staleness
 from jdist._src.parameter_server.event_log import open_log
+from jdist._src.parameter_server.partitioners import row_ranges
 from jdist._src.parameter_server.step_parts import StepParts
 from jdist._src.parameter_server.storage import LeafStorage, Shard, joined, to_arrays
 
@@ -121,10 +122,8 @@ class LocalEngine:
             self._next_server = (first + num_shards) % count
         if num_rows is None:
             return (Shard(first),)
-        sizes = [num_rows // num_shards + (number < num_rows % num_shards) for number in range(num_shards)]
-        starts = [sum(sizes[:number]) for number in range(num_shards)]
-        pairs = enumerate(zip(starts, sizes, strict=True))
-        return tuple(Shard((first + number) % count, start, start + size) for number, (start, size) in pairs)
+        ranges = enumerate(row_ranges(num_rows, num_shards))
+        return tuple(Shard((first + number) % count, *rows) for number, rows in ranges)
 
     def store(self, value: Any, shards: tuple[Shard, ...]) -> LeafStorage:
         """Returns a leaf with a copy of `value` on the servers."""

@@ -13,6 +13,7 @@ from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas, replica_mesh
 from jdist._src.parameter_server.backend import ParameterServerBackend
 from jdist._src.parameter_server.engine import LocalEngine, WorkerProgress
+from jdist._src.parameter_server.partitioners import Partitioner, check_partitions
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.description import Description
 from jdist._src.values.server_array import read_servers
@@ -47,7 +48,8 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         TypeError: A number is not an integer.
-        ValueError: There are no workers or no servers, or `max_staleness` is negative.
+        ValueError: There are no workers or no servers, or `max_staleness` is negative. When a step is called first: the
+            partitioner divides a leaf otherwise than along its first dimension.
 
     Source:
         J. Dean et al., "Large scale distributed deep networks", NeurIPS 2012 (Downpour SGD).
@@ -70,7 +72,7 @@ class ParameterServerStrategy(Strategy):
         *,
         workers: int | Sequence[jax.Device | str] = 4,
         servers: int = 2,
-        variable_partitioner: Callable[..., Any] | None = None,
+        variable_partitioner: Partitioner | Callable[[Any, Any], Any] | None = None,
         max_staleness: int | None = None,
         record: str | os.PathLike[str] | None = None,
     ):
@@ -179,7 +181,7 @@ class ParameterServerStrategy(Strategy):
     def _num_shards(self, name: str, shape: Any) -> int:
         if self._partitioner is None or not shape.shape:
             return 1
-        return int(self._partitioner(shape.shape, shape.dtype)[0])
+        return check_partitions(self._partitioner(shape.shape, shape.dtype), shape.shape, name)
 
 
 def _server_devices(count: int, workers: Sequence[jax.Device]) -> list[jax.Device]:
