@@ -1,4 +1,4 @@
-"""Steps of `ParameterServerStrategy`, against TensorFlow's on the same machine.
+"""Steps of `ParameterServerStrategy`, against a loop over `jax.jit` on one device, and against TensorFlow's strategy.
 
     python benchmarks/parameter_server.py [--quick] [--json] [--case dense-1M] [--servers 1 2]
 
@@ -38,36 +38,42 @@ RATE = 1e-3
 ROWS, WIDTH, IDS = 100_000, 64, 1024
 
 
-def jdist_steps(size: int, steps: int, servers: int):
-    """Returns a function that runs the steps, and returns the seconds they take."""
+def dense_step(params, x):
+    """A step of one replica that changes all parameters."""
+    grads = jax.grad(lambda params: sum(0.5 * jnp.sum((w - x) ** 2) for w in params))(params)
+    return jax.tree.map(lambda w, g: w - RATE * g, params, jdist.all_reduce("mean", grads)), None
+
+
+def sparse_step(params, ids):
+    """A step of one replica that changes rows of a table."""
+    grads = jax.grad(lambda params: 0.5 * jnp.sum((jdist.lookup(params[0], ids) - 1) ** 2))(params)
+    return [params[0] - RATE * jdist.all_reduce("mean", grads)[0]], None
+
+
+def make_candidates(size: int, steps: int, servers: int):
+    """Returns functions that run the steps of a case under the strategy, and in a loop over `jax.jit`."""
     strategy = jdist.ParameterServerStrategy(workers=WORKERS, servers=servers)
+    one_replica = dense_step if size else sparse_step
+    x = np.ones((1, 1), np.float32) if size else np.random.default_rng(0).integers(0, ROWS, IDS).astype(np.int32)
+    shapes = [(size // LEAVES,)] * LEAVES if size else [(ROWS, WIDTH)]
+    make = lambda: list(map(jnp.zeros, shapes))
 
-    @strategy.step
-    def step(params, x):
-        grads = jax.grad(lambda params: sum(0.5 * jnp.sum((w - x) ** 2) for w in params))(params)
-        return jax.tree.map(lambda w, g: w - RATE * g, params, jdist.all_reduce("mean", grads)), None
+    def measured(step, params, x, wait):
+        state = [params]
 
-    @strategy.step
-    def sparse_step(table, ids):
-        grad = jax.grad(lambda table: 0.5 * jnp.sum((jdist.lookup(table, ids) - 1) ** 2))(table)
-        return table - RATE * jdist.all_reduce("mean", grad), None
+        def work() -> None:
+            for _ in range(steps):
+                state[0], _ = step(state[0], x)
+            wait(state[0])
 
-    if not size:
-        step = sparse_step
-        x = strategy.split(np.random.default_rng(0).integers(0, ROWS, IDS))
-        state = [strategy.init(lambda: jnp.zeros((ROWS, WIDTH)))]
-        return lambda: sidebyside.seconds(lambda: run_steps(strategy, step, state, x, steps))
-    x = strategy.split(jnp.ones((1, 1)))
-    state = [strategy.init(lambda: [jnp.zeros(size // LEAVES) for _ in range(LEAVES)])]
+        return lambda: sidebyside.seconds(work)
 
-    return lambda: sidebyside.seconds(lambda: run_steps(strategy, step, state, x, steps))
-
-
-def run_steps(strategy, step, state, x, steps):
-    """Schedules the steps, and waits for them; `state` is a list with the state."""
-    for _ in range(steps):
-        state[0], _ = step(state[0], x)
-    strategy.join()
+    asynchronous = strategy.step(one_replica), strategy.init(make), strategy.split(x)
+    sequential = jax.jit(one_replica, donate_argnums=0), make(), jnp.asarray(x)
+    return {
+        "jdist": measured(*asynchronous, lambda _: strategy.join()),
+        "jit": measured(*sequential, jax.block_until_ready),
+    }
 
 
 class TensorFlow:
@@ -104,7 +110,7 @@ def main():
         for name, (size, steps) in CASES.items():
             if args.case not in (None, name):
                 continue
-            candidates = {"jdist": jdist_steps(size, steps, servers)}
+            candidates = make_candidates(size, steps, servers)
             if tensorflow is not None:
                 candidates["TensorFlow"] = tensorflow.steps(size, steps)
             taken = sidebyside.rounds(candidates, rounds)

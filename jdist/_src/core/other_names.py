@@ -64,10 +64,6 @@ MODULE_NAMES = {
     "KubernetesClusterResolver": _RESOLVER.format("KubernetesClusterResolver"),
     "MirroredVariable": _STATE,
     "NcclAllReduce": "write `jdist.AllReduce()`, which uses NCCL on GPUs",
-    "ParameterServerStrategy": (
-        "jdist has no parameter servers: `jdist.CentralStorageStrategy` stores the state in one place, and "
-        "`jdist.ShardedStrategy` shards it over the devices"
-    ),
     "PerWorkerValues": "write `jdist.coordinator.PerWorkerValues(values)`",
     "PerWorkerVariable": "write `jdist.coordinator.ClusterCoordinator(strategy).per_worker_values(fn)`",
     "PreemptionCheckpointHandler": "write `jdist.Checkpointer(path)` and `trainer.fit(resume=checkpointer)`",
