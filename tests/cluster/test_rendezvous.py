@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import socket
 import threading
+import time
 
 import pytest
 
@@ -26,7 +27,7 @@ def results(port, *participants, timeout=30):
     def attempt(participant):
         try:
             if participant.index == 0:
-                rendezvous._Host("127.0.0.1", port, "127.0.0.1", participant).run(rendezvous.time.monotonic() + timeout)
+                rendezvous._Host("127.0.0.1", port, "127.0.0.1", participant).run(time.monotonic() + timeout)
             else:
                 rendezvous._attend("127.0.0.1", port, participant, timeout)
         except RuntimeError as error:
@@ -76,7 +77,6 @@ def connected(port):
             {"index": 1},
             r"Two processes have the index 1: \S+ \(pid \d+, .*\) and .*Give each of the 3 processes its own",
         ),
-        ({"index": 0}, r"Two processes have the index 0"),
         ({"index": 3}, r"out of range: process 3 on \S+ \(pid \d+\), but 3 processes have the indices 0 to 2"),
         ({"count": 4}, r"different numbers of processes: process 0 .* expects 3, and process 2 .* 4\. Start all with"),
         ({"jax": "0.1.2"}, r"different versions of jax: process 0 .* and process 2 .* has 0\.1\.2\. Install the same"),
@@ -87,18 +87,44 @@ def connected(port):
 def test_processes_that_do_not_fit_get_one_error(port, monkeypatch, changes, message):
     monkeypatch.setattr(rendezvous, "_LATE_SECONDS", 0.3)
     other = dataclasses.replace(participant(2, 3), **changes)
-    if other.index == 0:  # it cannot listen where process 0 does
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            host = pool.submit(meet, f"127.0.0.1:{port}", 0, 3, 1, "127.0.0.1")
-            connected(port).close()
-            with pytest.raises(RuntimeError, match="another program already accepts connections at this port"):
-                meet(f"127.0.0.1:{port}", 0, 3, 2, "127.0.0.1")
-            with pytest.raises(RuntimeError, match="processes 1, 2 of 3 have not joined"):
-                host.result()
-        return
     errors = results(port, participant(0, 3), participant(1, 3), other)
     assert len(set(errors)) == 1
     pytest.raises(RuntimeError, meet_error, errors[0]).match(message)
+
+
+@pytest.mark.parametrize("delay", [0, 0.5])
+def test_two_processes_0_get_one_error_and_so_does_a_process_that_waits(port, monkeypatch, delay):
+    """Without a delay both listen, because the port can be shared."""
+    monkeypatch.setattr(rendezvous, "_LATE_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "_PROBE_SECONDS", 0.1)
+    address = "127.0.0.1", port, "127.0.0.1"
+
+    def attempt(index):
+        try:
+            if index == 1:
+                rendezvous._attend("127.0.0.1", port, participant(1, 3), 30)
+            else:
+                time.sleep(delay if index else 0)
+                host = rendezvous._Host(*address, participant(0, 3, pid=index + 1))
+                host.run(time.monotonic() + 30)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        errors = list(pool.map(attempt, range(3)))
+    assert len(set(errors)) == 1
+    pytest.raises(RuntimeError, meet_error, errors[0]).match(
+        r"Two processes have the index 0: \S+ \(pid 1, .*\) and \S+ \(pid 3, .*\)\. Give each of the 3 processes its own index"
+    )
+
+
+def test_process_0_that_cannot_reach_its_address_waits_for_the_others(port):
+    host = rendezvous._Host("unknown.invalid", port, "127.0.0.1", participant(0, 2))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(host.run, time.monotonic() + 30)
+        rendezvous._attend("127.0.0.1", port, participant(1, 2), 30)
+        joined.result()
 
 
 def meet_error(text):
@@ -144,7 +170,8 @@ def test_another_program_at_the_port_is_an_error(port, monkeypatch, answer):
             meet(f"127.0.0.1:{port}", 1, 2, 30)
         thread.join()
         with pytest.raises(
-            RuntimeError, match="this is process 0, which listens there: but another program already accepts"
+            RuntimeError,
+            match="this is process 0, which listens there: another program, or another process 0, already accepts",
         ):
             meet(f"127.0.0.1:{port}", 0, 2, 30, "127.0.0.1")
 
@@ -176,7 +203,7 @@ def test_other_programs_that_connect_to_process_0_are_ignored_with_a_warning(por
 
 
 def test_waiting_processes_warn(port, monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "_WARNING_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_FIRST_WARNING_SECONDS", 0.1)
     monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.1)
     results(port, participant(0, 3), participant(1, 3), timeout=1)
     messages = "\n".join(record.message for record in caplog.records)

@@ -81,12 +81,15 @@ def test_cr8_arguments_replace_the_task():
 
 def test_cr9_cluster_of_one_worker_needs_no_task_and_others_do():
     assert make_resolver({"cluster": {"worker": ["a:1"]}}).process_id == 0
-    with pytest.raises(ValueError, match=r"task of this process is unknown: TF_CONFIG has 2 'worker', 1 'ps'\. Pass"):
+    message = (
+        r"task of this process is unknown: TF_CONFIG has 2 'worker', 1 'ps'\. Add the task of each process to its TF_CO"
+    )
+    with pytest.raises(ValueError, match=message):
         make_resolver({"cluster": CLUSTER})
 
 
 def test_cr10_cluster_that_is_a_list_or_a_job_that_is_text_is_a_type_error():
-    with pytest.raises(TypeError, match=r"TF_CONFIG must be a mapping from jobs to addresses"):
+    with pytest.raises(TypeError, match=r"The cluster in TF_CONFIG must be a JSON object, got \[\"a:1\"\]"):
         make_task({}, cluster=["a:1"])
     with pytest.raises(TypeError, match=r"Job 'worker' of TF_CONFIG must be a list"):
         make_task({}, cluster={"worker": "a:1"})

@@ -190,7 +190,8 @@ def test_resolver_outside_a_trainer_has_no_cluster():
 
 @pytest.fixture
 def without_ray(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
+    for name in ("ray", "ray.train", "ray.train.collective"):  # other tests may have imported them
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 def test_engine_without_ray_is_an_error_with_the_command_that_installs_it(without_ray, tmp_path, monkeypatch, capsys):

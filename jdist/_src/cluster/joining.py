@@ -9,6 +9,7 @@ from jdist._src.cluster.rendezvous import is_loopback, meet, split_address
 from jdist._src.core.arguments import check_seconds
 from jdist._src.core.backend_start import backend_start_line
 from jdist._src.core.jax_compat import has_backend, use_loopback_for_cpu_collectives
+from jdist._src.core.process_messages import post_end_at_exit
 
 
 def join_processes(
@@ -65,6 +66,7 @@ def join_processes(
         initialization_timeout=max(1, round(timeout_seconds)),
         coordinator_bind_address=bind_address,
     )
+    post_end_at_exit(process_id)
 
 
 def _check_joined(num_processes: int, process_id: int) -> None:

@@ -14,7 +14,9 @@ import os
 import selectors
 import socket
 import sys
+import threading
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,9 +29,11 @@ _LOG = logging.getLogger("jdist")
 _PROTOCOL = "jdist-rendezvous-1"
 _NOTICE_SECONDS = 2.0  # between two messages of process 0 to those that wait
 _WARNING_SECONDS = 30.0  # between two log messages
+_FIRST_WARNING_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0  # for the first answer of process 0
 _RETRY_SECONDS = 0.2
 _LATE_SECONDS = 3.0  # in which further processes still receive the error
+_PROBE_SECONDS = 1.0  # between two connections of process 0 to its address
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +127,7 @@ class _Host:
         self._received: dict[socket.socket, bytes] = {}
         self._participants: dict[socket.socket, Participant] = {}
         self._problem = ""
+        self._token = uuid.uuid4().hex
 
     def run(self, deadline: float) -> None:
         """Receives the other processes until all are connected, one does not fit, or the time is over.
@@ -131,10 +136,11 @@ class _Host:
             RuntimeError: Process 0 cannot listen, a process does not fit, or some are missing.
         """
         start = next_notice = time.monotonic()
-        next_warning = start + _WARNING_SECONDS
+        next_warning = start + _FIRST_WARNING_SECONDS
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
             self._selector.register(stack.enter_context(self._listen()), selectors.EVENT_READ)
+            stack.enter_context(self._probes())
             while self._missing() and time.monotonic() < deadline:
                 self._receive(0.1)
                 if self._problem:
@@ -156,10 +162,9 @@ class _Host:
 
     def _listen(self) -> socket.socket:
         """Returns the socket that accepts connections."""
-        where = f"The coordinator's address is {self._host}:{self._port}, and this is process 0, which listens there"
-        advice = "Choose another port in the address, the same on every process, or end the program that uses it."
-        if _accepts_connections(self._host, self._port):
-            raise RuntimeError(f"{where}: but another program already accepts connections at this port. {advice}")
+        in_use = self._cannot_listen("another program, or another process 0, already accepts connections at this port")
+        if problem := self._probe(in_use):
+            raise RuntimeError(problem)
         is_dual = not self._bind_host and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual or ":" in self._bind_host else socket.AF_INET
         try:
@@ -168,9 +173,60 @@ class _Host:
                 (self._bind_host, self._port), family=family, backlog=1024, reuse_port=True, dualstack_ipv6=is_dual
             )
         except OSError as error:
-            raise RuntimeError(f"{where}: {error.strerror or error}. {advice}") from error
+            raise RuntimeError(self._cannot_listen(error.strerror or str(error))) from error
         server.setblocking(False)
         return server
+
+    def _cannot_listen(self, reason: str) -> str:
+        return (
+            f"The coordinator's address is {self._host}:{self._port}, and this is process 0, which listens there: {reason}. "
+            "Choose another port in the address, the same on every process, or end the program that uses it."
+        )
+
+    @contextlib.contextmanager
+    def _probes(self) -> Iterator[None]:
+        """Looks for another process 0 at the address, while the other processes are missing.
+
+        Two processes with the index 0 do not connect to each other otherwise: each would wait for the other processes, also at
+        the same port, which they can share.
+        """
+        end = threading.Event()
+
+        def probe() -> None:
+            while not end.wait(_PROBE_SECONDS):
+                problem = self._probe("")  # the address may be that of a proxy
+                if problem and not end.is_set():
+                    self._problem = self._problem or problem
+
+        threading.Thread(target=probe, daemon=True).start()
+        try:
+            yield
+        finally:
+            end.set()
+
+    def _probe(self, other_program: str) -> str:
+        """Returns the error of another process 0 that listens at the address, or `other_program` if another program does.
+
+        An empty string if this process listens there, or none.
+        """
+        try:
+            with socket.create_connection((self._host, self._port), timeout=1) as connection:
+                lines = _lines(connection)
+                try:
+                    greeting = json.loads(next(lines))
+                    if greeting["protocol"] != _PROTOCOL:
+                        return other_program
+                    if greeting["token"] == self._token:
+                        return ""
+                except (ValueError, TypeError, KeyError, OSError):
+                    return other_program
+                connection.settimeout(_ANSWER_SECONDS)
+                connection.sendall(_line(dataclasses.asdict(self._own)))
+                while "error" not in (message := json.loads(next(lines))):
+                    pass
+                return message["error"]
+        except OSError:  # the address cannot be reached from here, or the other process has ended
+            return ""
 
     def _receive(self, seconds: float) -> None:
         """Accepts connections and reads messages for some time."""
@@ -196,7 +252,7 @@ class _Host:
             connection.setblocking(False)
             self._received[connection] = b""
             self._selector.register(connection, selectors.EVENT_READ)
-            connection.sendall(_line({"protocol": _PROTOCOL}))
+            connection.sendall(_line({"protocol": _PROTOCOL, "token": self._token}))
 
     def _add(self, connection: socket.socket) -> None:
         try:
@@ -223,9 +279,10 @@ class _Host:
             return f"An index is out of range: {other}, but {valid}. Correct it."
         taken = next((one for one in (own, *self._participants.values()) if one.index == other.index), None)
         if taken is not None:
+            first, second = sorted((_place(taken), _place(other)))  # two processes 0 report the same text
             return (
-                f"Two processes have the index {other.index}: {_place(taken)} and {_place(other)}. Give each of the "
-                f"{own.count} processes its own index, from 0 to {own.count - 1}."
+                f"Two processes have the index {other.index}: {first} and {second}. Give each of the {own.count} processes its "
+                f"own index, from 0 to {own.count - 1}."
             )
         for name in ("jax", "jdist"):
             if getattr(other, name) != getattr(own, name):
@@ -274,7 +331,7 @@ class _Host:
 def _attend(host: str, port: int, own: Participant, timeout_seconds: float) -> None:
     """Connects to process 0 until it answers, and waits for its result."""
     start, reason = time.monotonic(), ""
-    next_warning = start + _WARNING_SECONDS
+    next_warning = start + _FIRST_WARNING_SECONDS
     while (remaining := start + timeout_seconds - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, port), timeout=min(remaining, _ANSWER_SECONDS)) as connection:
@@ -313,9 +370,9 @@ def _await_result(
     lines, missing = _lines(connection), []
     problem = ""
     try:
-        if json.loads(next(lines)) != {"protocol": _PROTOCOL}:
+        if json.loads(next(lines))["protocol"] != _PROTOCOL:
             problem = "answered, but not as process 0 of a jdist program does"
-    except ValueError:
+    except (ValueError, TypeError, KeyError):
         problem = "answered, but not as process 0 of a jdist program does"
     except TimeoutError:
         problem = f"accepts connections, and did not answer within {_ANSWER_SECONDS:.0f} seconds"
@@ -326,7 +383,7 @@ def _await_result(
             f"this process: check the number of processes and the index {own.index}."
         )
     connection.sendall(_line(dataclasses.asdict(own)))
-    next_warning = start + _WARNING_SECONDS
+    next_warning = start + _FIRST_WARNING_SECONDS
     while True:
         now = time.monotonic()
         if now > start + timeout_seconds + _ANSWER_SECONDS:
@@ -369,14 +426,6 @@ def _line(message: dict[str, Any]) -> bytes:
 
 def _place(participant: Participant) -> str:
     return f"{participant.host} (pid {participant.pid}, {participant.program})"
-
-
-def _accepts_connections(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=1).close()
-    except OSError:
-        return False
-    return True
 
 
 def _program() -> str:

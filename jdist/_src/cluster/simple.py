@@ -65,6 +65,7 @@ class SimpleClusterResolver:
     _accelerators: tuple[tuple[str, int], ...] | None = dataclasses.field(repr=False)
 
     _source: ClassVar[str] = "`cluster_spec`"  # for messages
+    _task_advice: ClassVar[str] = "Pass `task_type` and `task_id`."
 
     def __init__(
         self,
@@ -194,8 +195,7 @@ class SimpleClusterResolver:
     def _own_task(self) -> tuple[str, int]:
         if self._task is None:
             raise ValueError(
-                f"The task of this process is unknown: {self._source} has {_counts(self._tasks)}. Pass `task_type` and "
-                "`task_id`."
+                f"The task of this process is unknown: {self._source} has {_counts(self._tasks)}. {self._task_advice}"
             )
         return self._task
 

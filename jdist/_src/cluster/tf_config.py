@@ -37,6 +37,9 @@ class TFConfigClusterResolver(SimpleClusterResolver):
     """
 
     _source: ClassVar[str] = "TF_CONFIG"
+    _task_advice: ClassVar[str] = (
+        'Add the task of each process to its TF_CONFIG, such as "task": {"type": "worker", "index": 0}.'
+    )
 
     def __init__(
         self,
@@ -55,11 +58,11 @@ class TFConfigClusterResolver(SimpleClusterResolver):
             task_type = str(task["type"])
         if task_id is None and "index" in task:
             task_id = task_index(task["index"], "The task index in TF_CONFIG")
-        cluster = config.get("cluster")
-        if isinstance(cluster, dict) and not cluster and not task:
+        cluster = _mapping(config.get("cluster"), "cluster")
+        if not cluster and not task:
             raise ClusterNotFoundError(f"The cluster in TF_CONFIG is empty. Set TF_CONFIG to {_EXAMPLE}.")
         super().__init__(
-            {} if cluster is None else cluster,
+            cluster,
             task_type=task_type,
             task_id=task_id,
             environment=str(config.get("environment") or "variables"),

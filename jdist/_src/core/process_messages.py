@@ -1,5 +1,7 @@
 """Messages between processes through JAX's key-value store. No device takes part, so any thread may send them."""
 
+import atexit
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -8,6 +10,7 @@ from typing import Any
 from jdist._src.core.jax_compat import key_value_store
 
 _POLL_MILLISECONDS = 200  # between two calls of `should_stop`
+_ANSWER_MILLISECONDS = 200  # for a message that has been posted
 _counters: dict[str, Iterator[int]] = {}  # by the subject of the exchanges
 _unread_keys: dict[str, list[str]] = {}  # last keys of closed exchanges, by subject; the next exchange deletes them
 
@@ -15,6 +18,34 @@ _unread_keys: dict[str, list[str]] = {}  # last keys of closed exchanges, by sub
 def numbered_name(subject: str) -> str:
     """Returns `subject/0`, then `subject/1`, and so on. Processes that run the same program get the same names."""
     return f"{subject}/{next(_counters.setdefault(subject, itertools.count()))}"
+
+
+def post_end_at_exit(process: int) -> None:
+    """Lets the other processes see that this process has ended, by `has_ended`. Call it after the processes have joined.
+
+    At exit, JAX waits for all processes, so they would wait for a message of this one until a time limit.
+    """
+
+    def post_end() -> None:
+        with contextlib.suppress(RuntimeError):  # the processes have separated
+            key_value_store().key_value_set(_end_key(process), "1")
+
+    atexit.register(post_end)  # runs before JAX's function, which is registered when the processes join
+
+
+def has_ended(process: int) -> bool:
+    """Whether a process of `post_end_at_exit` has ended its program."""
+    try:
+        key_value_store().blocking_key_value_get(_end_key(process), _ANSWER_MILLISECONDS)
+    except RuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
+        return False
+    return True
+
+
+def _end_key(process: int) -> str:
+    return f"jdist/ended/{process}"
 
 
 class MessageExchange:

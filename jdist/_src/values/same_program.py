@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jdist._src.core import jax_compat
-from jdist._src.core.process_messages import numbered_name
+from jdist._src.core.process_messages import has_ended, numbered_name
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr.program_fingerprint import Constant, Line, constants_of, crc_of, lines_of
@@ -43,7 +43,7 @@ def check_same_program(
 
     Raises:
         ValueError: Names, shapes or dtypes of arguments, host values, captured constants or equations differ.
-        RuntimeError: Tracing failed on another process, or took more than 10 minutes longer there.
+        RuntimeError: Tracing failed on another process, took more than 10 minutes longer there, or the process has ended.
     """
     processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
     process_index = jax.process_index()
@@ -135,6 +135,7 @@ def _received(processes: Sequence[int], prefix: str, name: str) -> dict[int, dic
     """Returns the messages of the other processes; waits for them."""
     store, start, next_warning = jax_compat.key_value_store(), time.monotonic(), _WARNING_INTERVAL
     messages: dict[int, dict[str, Any]] = {}
+    ended: set[int] = set()
     others = [process for process in processes if process != jax.process_index()]
     while missing := [process for process in others if process not in messages]:
         try:
@@ -142,6 +143,14 @@ def _received(processes: Sequence[int], prefix: str, name: str) -> dict[int, dic
         except RuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
+            if missing[0] in ended:
+                raise RuntimeError(
+                    f"Process {missing[0]} has ended, and did not call `{name}`, which process {jax.process_index()} calls. "
+                    "Every process must call the same functions in the same order, the same number of times."
+                ) from None
+            if has_ended(missing[0]):  # it may have posted its message before
+                ended.add(missing[0])
+                continue
             waited = time.monotonic() - start
             if waited > _TIME_LIMIT:
                 raise RuntimeError(
