@@ -1,11 +1,12 @@
-"""Training steps of several processes with one CPU device each, against hand-written JAX and torch's DDP.
+"""Training steps of several processes with one CPU device each, against hand-written JAX, torch and TensorFlow.
 
     python benchmarks/multi_process.py [--quick] [--json] [--processes 2 4] [--case mlp]
 
 Cases: `mlp`, `cnn` and `large` (a transformer of 10.7 million parameters) of `benchmarks/models.py`, with AdamW; the batch of a
 case is divided over the processes. Peers: `shard_map` (hand-written, all gradients in one all-reduce), `jit` (hand-written with
-`NamedSharding`; XLA inserts the all-reduces), and `torch DDP` over gloo, with AdamW as a loop and fused. The losses of the
-first steps of the JAX candidates are checked to be equal. `jdist` is `MultiWorkerMirroredStrategy` with its defaults.
+`NamedSharding`; XLA inserts the all-reduces), `torch DDP` over gloo, with AdamW as a loop and fused, and `TensorFlow`: its
+`MultiWorkerMirroredStrategy` over gRPC, without and with XLA. The losses of the first steps of the JAX candidates are checked
+to be equal. `jdist` is `MultiWorkerMirroredStrategy` with its defaults.
 
 `--variants` adds jdist with large leaves reduced separately, with a reduce-scatter and an all-gather, and with bfloat16
 messages; `shard_map` with buckets of leaves, and with one packed buffer in chunks, one all-reduce each; and the steps without
@@ -21,10 +22,10 @@ the processes. Rows of libraries that are not installed are skipped.
 import argparse
 import functools
 import importlib.util
-import json
 import os
 import pathlib
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -34,7 +35,7 @@ import time
 
 import sidebyside
 
-options = sidebyside.parser("Training steps of several processes against hand-written JAX and torch DDP.")
+options = sidebyside.parser("Training steps of several processes against hand-written JAX, torch DDP and TensorFlow.")
 options.add_argument("--processes", type=int, nargs="+", help="numbers of processes (default: 2 and 4, with --quick 2)")
 options.add_argument("--case", choices=["mlp", "cnn", "large", "sum"], help="run only this case")
 options.add_argument("--rounds", type=int, help="rounds (default: 21, with --quick 3)")
@@ -50,14 +51,19 @@ def start(count):
         command = [sys.executable, "-m", "jdist", "run", "-n", str(count), __file__, *sys.argv[1:], "--folder", folder]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "GLOO_SOCKET_IFNAME": "lo", "JAX_NUM_CPU_DEVICES": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as launcher:
-            for line in launcher.stdout:
-                if line.startswith("[0] ") and "[Gloo]" not in line:
-                    print(line.removeprefix("[0] "), end="", flush=True)
+            try:
+                for line in launcher.stdout:
+                    if line.startswith("[0] ") and "[Gloo]" not in line:
+                        print(line.removeprefix("[0] "), end="", flush=True)
+            except BaseException:  # SIGTERM or Ctrl-C: the processes end with the launcher, and would ignore SIGTERM
+                launcher.kill()
+                raise
     if launcher.returncode:
         sys.exit(launcher.returncode)
 
 
 if args.folder is None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for count in args.processes or ([2] if args.quick else [2, 4]):
         start(count)
     sys.exit()
@@ -77,9 +83,11 @@ COUNT, PROCESS = jax.process_count(), jax.process_index()
 MESH = sidebyside.mesh_of(jax.devices())
 SHARDED, REPLICATED = NamedSharding(MESH, PartitionSpec("replica")), NamedSharding(MESH, PartitionSpec())
 ROUNDS = args.rounds or (3 if args.quick else 21)
-HAS_TORCH = importlib.util.find_spec("torch") is not None
+HAS_TORCH, HAS_TENSORFLOW = (importlib.util.find_spec(name) is not None for name in ("torch", "tensorflow"))
 if HAS_TORCH:
     import torch_models
+if HAS_TENSORFLOW:
+    import tensorflow_models
 
 
 class Loop:
@@ -173,6 +181,9 @@ def candidates(model, optimizer, batch):
         loops["torch DDP, fused"] = torch_models.DDPLoop(model, local, fused=True)
         if args.variants:
             loops["torch alone"] = torch_models.DDPLoop(model, local, fused=True, reduces=False)
+    if HAS_TENSORFLOW:
+        loops["TensorFlow"] = tensorflow_models.MultiWorkerLoop(model, local, compiles=False)
+        loops["TensorFlow, XLA"] = tensorflow_models.MultiWorkerLoop(model, local, compiles=True)
     return loops
 
 
@@ -275,11 +286,12 @@ def measure(name, works, steps):
 def main():
     if PROCESS == 0:
         sidebyside.versions(args.json)
-        if not HAS_TORCH:
-            skipped = "torch is not installed, its row is skipped"
-            print(json.dumps({"skipped": skipped}) if args.json else skipped)
+        for library in ("torch", "tensorflow"):
+            sidebyside.has(library, args.json)
     if HAS_TORCH:
         torch_models.join(args.folder, PROCESS, COUNT)
+    if HAS_TENSORFLOW and args.case != "sum":
+        tensorflow_models.join(args.folder, PROCESS, COUNT)
     for name in ("mlp", "cnn", "large"):
         steps, *case = CASES[name]
         if args.case in (None, name):

@@ -8,7 +8,6 @@ runs where it is installed, with workers and servers in processes on loopback, a
 measurement, and then wait for them.
 """
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -105,8 +104,9 @@ def main():
     """Runs the cases."""
     sidebyside.versions(args.json)
     rounds = 3 if args.quick else 9
+    has_tensorflow = sidebyside.has("tensorflow", args.json)
     for servers in args.servers:
-        tensorflow = TensorFlow(servers) if importlib.util.find_spec("tensorflow") else None
+        tensorflow = TensorFlow(servers) if has_tensorflow else None
         for name, (size, steps) in CASES.items():
             if args.case not in (None, name):
                 continue
@@ -115,9 +115,7 @@ def main():
                 candidates["TensorFlow"] = tensorflow.steps(size, steps)
             taken = sidebyside.rounds(candidates, rounds)
             sidebyside.report(f"{name}, {servers} servers", taken, args.json, steps)
-        if tensorflow is None:
-            print("TensorFlow is not installed: pip install tensorflow-cpu")
-        else:
+        if tensorflow is not None:
             tensorflow.close()
 
 

@@ -5,6 +5,7 @@ order, so that a machine that slows down affects all of them; a row has the medi
 """
 
 import argparse
+import importlib.util
 import json
 import random
 import statistics
@@ -95,3 +96,12 @@ def versions(as_json: bool) -> None:
         f"{sys.version.split()[0]}, {len(devices)} x {devices[0].device_kind}"
     )
     print(json.dumps({"versions": line}) if as_json else line, flush=True)
+
+
+def has(library: str, as_json: bool) -> bool:
+    """Returns whether the library of a peer is installed; prints a line if not."""
+    installed = importlib.util.find_spec(library) is not None
+    if not installed:
+        line = f"{library} is not installed, its row is skipped"
+        print(json.dumps({"skipped": line}) if as_json else line, flush=True)
+    return installed

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -13,7 +14,8 @@ pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 12), reason="Benchmarks take long and run only on the newest Python."
 )
 BENCHMARKS = sorted((pathlib.Path(__file__).parent.parent / "benchmarks").glob("*.py"))
-OTHERS = ("sidebyside", "models", "torch_models", "memory")  # the shared code, and the benchmark of bytes
+# The shared code, and the benchmark of bytes.
+OTHERS = ("sidebyside", "models", "torch_models", "tensorflow_models", "tensorflow_parameter_server", "memory")
 # The cases of benchmarks whose other cases run the same code for minutes.
 CASES = {
     "train_step": ["small", "fit-cnn"],
@@ -21,6 +23,7 @@ CASES = {
     "all_reduce": ["small"],
     "policies": ["mlp"],
     "multi_process": ["mlp", "sum"],
+    "parameter_server": ["sparse"],
 }
 
 
@@ -50,6 +53,17 @@ def test_benchmark_prints_one_row_per_case_and_peer(path):
         assert row["case"]
         assert row["peer"]
         assert 0 < row["low"] <= row["ratio"] <= row["high"]
+
+
+@pytest.mark.slow
+def test_benchmark_of_several_processes_ends_with_its_launcher_at_sigterm():
+    (path,) = [path for path in BENCHMARKS if path.stem == "multi_process"]
+    command = [sys.executable, path, "--case", "sum", "--floats", "10000", "--rounds", "1000000", "--processes", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as benchmark:
+        assert benchmark.stdout.readline().startswith("jdist ")  # the processes have joined, and ignore SIGTERM
+        benchmark.terminate()
+        benchmark.communicate(timeout=60)  # until the launcher, which has the same standard error, has ended
+    assert benchmark.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.slow
