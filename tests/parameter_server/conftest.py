@@ -11,6 +11,10 @@ from local_workers import until, worker_threads
 def no_thread_is_left(request):
     yield
     request.node.funcargs.pop("coordinator", None)  # pytest references it until after this
+    until(_no_worker_threads)
+
+
+def _no_worker_threads():
     if worker_threads():
-        gc.collect()
-    until(lambda: not worker_threads())
+        gc.collect()  # each time: a thread that ends may hold the traceback of an error, which references the coordinator
+    return not worker_threads()
