@@ -442,9 +442,7 @@ def test_waiting_is_interrupted_by_ctrl_c_and_the_program_exits_while_a_worker_i
     program = f"""
 import jax, signal, threading, time, jdist
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job of a shell
-class Workers:
-    num_workers, worker_devices = 1, jax.devices()[:1]
-coordinator = jdist.coordinator.ClusterCoordinator(Workers())
+coordinator = jdist.coordinator.ClusterCoordinator(jdist.ParameterServerStrategy(workers=1))
 begun, end = threading.Event(), threading.Event()
 value = coordinator.schedule(lambda: (begun.set(), end.wait({PATIENCE})))
 begun.wait()

@@ -5,6 +5,7 @@ import importlib
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
@@ -16,6 +17,7 @@ from jdist._src.launch.ray_worker import Node, RayWorker, Report
 from jdist._src.launch.variables import process_variables
 
 _PASSED_VARIABLES = re.compile(r"(JAX|JDIST|NCCL|XLA)_|LIBTPU_INIT_ARGS$|NPROC$|PYTHONPATH$")
+_CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _WAIT_SECONDS = 0.5
 _END_SECONDS = 10.0
@@ -49,12 +51,19 @@ def connect_to_ray(environ: Mapping[str, str]) -> Any:
     address = environ.get("RAY_ADDRESS") or "auto"
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # results of an attempt that failed
     try:
+        _check_reachable(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"no Ray cluster was found at {address!r}. Start one with `ray start --head`, or set RAY_ADDRESS. ({error})"
         ) from error
     return ray
+
+
+def _check_reachable(address: str) -> None:
+    """Raises OSError if nothing listens at an address. Ray tries for minutes to connect."""
+    if match := re.fullmatch(r"([^:/]+):(\d+)", address):
+        socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_SECONDS).close()
 
 
 def run_ray_attempt(

@@ -18,7 +18,7 @@ import jax
 from jdist._src.core.tree import PyTree
 from jdist._src.parameter_server import staleness
 from jdist._src.parameter_server.closure_queue import WorkerLostError
-from jdist._src.parameter_server.event_log import open_log
+from jdist._src.parameter_server.event_log import Replay, open_log
 from jdist._src.parameter_server.executor import Executor, StepInputs
 from jdist._src.parameter_server.partitioners import row_ranges
 from jdist._src.parameter_server.step_parts import StepParts
@@ -38,19 +38,26 @@ class WorkerProgress(NamedTuple):
         version: The version of the state that it has read last; -1 before the first step.
         staleness: The staleness of its last update; 0 before the first.
         skipped: The number of its updates that were not finite and were not applied (`non_finite="skip"`).
-        lost: The number of times that it was lost and replaced.
+        restarts: The number of its calls that started again, because the worker or a server that it read was lost.
     """
 
     updates: int = 0
     version: int = -1
     staleness: int = 0
     skipped: int = 0
-    lost: int = 0
+    restarts: int = 0
 
 
 class _Outputs:
-    """The outputs of a call. Mutable: they are set once, or the error of the call is."""
+    """The outputs of a call. Mutable: they are set once, or the error of the call is.
 
+    Attributes:
+        early: The outputs that the worker still computes, if it started in this process.
+        values: The outputs, once the worker has computed them.
+        error: The error of the call.
+    """
+
+    early: list[jax.Array] | None = None
     values: Sequence[Any] | None = None
     error: str | None = None
 
@@ -111,6 +118,7 @@ class Engine:
         self._version = self._num_calls = self._next_server = 0
         self._counts: collections.Counter[int] = collections.Counter()
         self._progress = [WorkerProgress() for _ in range(executor.num_workers)]
+        self._delayed: dict[int, tuple[str, StepInputs, _Outputs]] = {}  # calls that a replay starts later
         self._log, self._replay = open_log(record, executor.num_workers, num_threads)
 
     @property
@@ -166,13 +174,17 @@ class Engine:
 
         Raises:
             RuntimeError: A worker failed.
+            ValueError: The workers cannot run the step.
         """
         with self._lock:
-            worker = self._next_worker(name)
-            number, self._num_calls = self._num_calls, self._num_calls + 1
-            call_inputs = StepInputs(parts, storages, inputs, len(self._in_progress))
-            outputs = _Outputs()
-            early_outputs = self._start_on(worker, number, name, call_inputs, outputs, 1)
+            call_inputs, outputs = StepInputs(parts, storages, inputs), _Outputs()
+            self.executor.prepare(call_inputs)
+            if self._replay is None:
+                number, worker = self._num_calls, self._next_worker()
+                early_outputs = self._start_on(worker, number, name, call_inputs, outputs, 1)
+            else:
+                early_outputs = self._start_recorded(self._replay, name, call_inputs, outputs)
+            self._num_calls += 1
         if early_outputs is not None:
             return output_put(early_outputs)
         read = lambda index: output_put([self._output(outputs, index)])[0]
@@ -184,7 +196,7 @@ class Engine:
         if self._log:
             self._log.write_start(number, worker, self._version, name)
         try:
-            work, early_outputs = self.executor.start(worker, inputs)
+            work, early_outputs = self.executor.start(worker, inputs, len(self._in_progress))
         except Exception as error:  # XLA runs small programs on the CPU in this thread
             outputs.error = _failure(worker, number, name, error)
             raise RuntimeError(outputs.error) from error
@@ -200,7 +212,7 @@ class Engine:
             RuntimeError: A worker failed.
         """
         with self._lock:
-            while self._in_progress:
+            while self._in_progress or self._delayed:
                 self._apply_next()
             self.executor.flush()
 
@@ -208,18 +220,14 @@ class Engine:
         """Returns an output of a call, after waiting for the call."""
         while outputs.values is None and outputs.error is None:
             with self._lock:
-                if self._in_progress:
+                if self._in_progress or self._delayed:
                     self._apply_next()
         if outputs.values is None:
             raise RuntimeError(outputs.error)
         return outputs.values[index]
 
-    def _next_worker(self, name: str) -> int:
-        """Returns the worker for a call of the step `name`, after waiting until one may start."""
-        if self._replay:
-            while (number := self._replay.next_apply()) is not None:
-                self._apply([call.number for call in self._in_progress].index(number))
-            return self._replay.start(self._num_calls, name)
+    def _next_worker(self) -> int:
+        """Returns the worker for the next call, after waiting until one may start."""
         if self._calls_per_worker == 1:
             while self._in_progress and self._apply_next(timeout=0):
                 pass
@@ -230,11 +238,38 @@ class Engine:
             self._apply_next()
         return self._idle[0]
 
+    def _start_recorded(
+        self, replay: Replay, name: str, inputs: StepInputs, outputs: _Outputs
+    ) -> list[jax.Array] | None:
+        """Starts a call if the recorded run started it before the next one. It did not if the worker was lost."""
+        number = self._num_calls
+        self._delayed[number] = name, inputs, outputs
+        self._replay_events(replay)
+        if number in self._delayed:
+            replay.check_start(number, name)
+        return outputs.early
+
+    def _replay_events(self, replay: Replay) -> bool:
+        """Applies and starts the calls of the program in the recorded order. Returns whether there was one."""
+        was_successful = False
+        while (event := replay.next_event) is not None:
+            if event.kind == "apply":
+                replay.advance()
+                self._apply([call.number for call in self._in_progress].index(event.call))
+            elif event.call in self._delayed:
+                name, inputs, outputs = self._delayed[event.call]
+                replay.check_start(event.call, name)
+                replay.advance()
+                del self._delayed[event.call]
+                outputs.early = self._start_on(event.worker, event.call, name, inputs, outputs, 1)
+            else:
+                break
+            was_successful = True
+        return was_successful
+
     def _apply_next(self, timeout: float | None = None) -> bool:
         """Applies the results of the first worker that finishes and may be applied. Returns whether there was one in time."""
-        number = self._replay.next_apply() if self._replay else None
-        if number is not None:
-            self._apply([call.number for call in self._in_progress].index(number))
+        if self._replay is not None and self._replay_events(self._replay):
             return True
         allowed = [index for index in range(len(self._in_progress)) if self._may_apply(index)]
         done = self.executor.wait_for_any([self._in_progress[index].work for index in allowed], timeout=timeout)
@@ -272,16 +307,13 @@ class Engine:
 
     def _start_again(self, call: _Call, error: WorkerLostError) -> None:
         progress = self._progress[call.worker]
-        self._progress[call.worker] = progress._replace(lost=progress.lost + 1)
+        self._progress[call.worker] = progress._replace(restarts=progress.restarts + 1)
         if self._log:
             self._log.write_lost(call.number)
-        _LOG.warning(
-            "Worker %d was lost in call %d of a step, `%s`, which starts again: %s",
-            *(call.worker, call.number + 1, call.name, error),
-        )
+        _LOG.warning("Call %d of a step, `%s`, starts again. %s", call.number + 1, call.name, error)
         if call.attempts >= MAX_ATTEMPTS:
             call.outputs.error = _failure(call.worker, call.number, call.name, error)
-            raise RuntimeError(f"{call.outputs.error} It has lost {call.attempts} workers.") from error
+            raise RuntimeError(f"{call.outputs.error} It was started {call.attempts} times.") from error
         self._start_on(call.worker, call.number, call.name, call.inputs, call.outputs, call.attempts + 1)
 
     def _skip(self, call: _Call) -> None:

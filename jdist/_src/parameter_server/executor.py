@@ -16,13 +16,11 @@ class StepInputs(NamedTuple):
         parts: The parts of the step.
         storages: The leaves of the state.
         inputs: The other arguments, flat.
-        lead: The number of calls that were in progress when the call started.
     """
 
     parts: StepParts
     storages: Sequence[LeafStorage]
     inputs: Sequence[Any]
-    lead: int
 
 
 class StepResults(NamedTuple):
@@ -60,8 +58,21 @@ class Executor(Protocol):
         """Returns the value of a leaf."""
         ...
 
-    def start(self, worker: int, call: StepInputs) -> tuple[Any, list[jax.Array] | None]:
+    def prepare(self, call: StepInputs) -> None:
+        """Prepares the workers and servers for the first call of a step with these leaves.
+
+        Raises:
+            ValueError: They cannot run it.
+        """
+        ...
+
+    def start(self, worker: int, call: StepInputs, lead: int) -> tuple[Any, list[jax.Array] | None]:
         """Starts a call on a worker, with the current state.
+
+        Args:
+            worker: The number of the worker.
+            call: The call.
+            lead: The number of calls in progress, with which workers that read the same version draw different numbers.
 
         Returns:
             The work in progress, for the other methods; and the outputs that the worker still computes, or None if they are

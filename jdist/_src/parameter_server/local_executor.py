@@ -27,7 +27,7 @@ class _Work(NamedTuple):
     outputs: list[jax.Array]
     is_finite: jax.Array | None
 
-    def last_results(self) -> list[jax.Array]:
+    def last_results(self) -> list[Any]:
         """Returns one result: all results of a program are ready together."""
         return [*(x for row in self.sent for x in row), *self.outputs][-1:]
 
@@ -65,13 +65,16 @@ class LocalExecutor:
         arrays = jax.device_put(storage.arrays, self._home, may_alias=False)
         return jax.device_put(joined(arrays, storage.shards), self._home)
 
-    def start(self, worker: int, call: StepInputs) -> tuple[_Work, list[jax.Array]]:
+    def prepare(self, call: StepInputs) -> None:
+        """See `Executor.prepare`."""
+
+    def start(self, worker: int, call: StepInputs, lead: int) -> tuple[_Work, list[jax.Array]]:
         """See `Executor.start`."""
         device, parts = self.workers[worker], call.parts
         arrays = [_on_device(call.storages[number].arrays, device) for number in parts.read_leaves]
-        lead = self._number(np.int32(call.lead), device)
+        number = self._number(np.int32(lead), device)
         pulled = self._pull(call) if parts.tables else []
-        sent, outputs = parts.worker(arrays, pulled, _on_device(list(call.inputs), device), lead)
+        sent, outputs = parts.worker(arrays, pulled, _on_device(list(call.inputs), device), number)
         is_finite = all_finite(sent) if self._tests_finite else None
         return _Work(sent, outputs, is_finite), outputs
 

@@ -4,16 +4,18 @@ An actor runs its calls in the order in which the host program makes them. So al
 value that is read contains the updates that were requested before.
 """
 
+import dataclasses
 import importlib
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
 from jdist._src.parameter_server.exported_parts import load_part
+from jdist._src.parameter_server.worker_index import Worker, call_function, running_on
 
 Key: TypeAlias = tuple[int, int]  # the number of a stored leaf, and of its array
 
@@ -101,8 +103,21 @@ class Update(NamedTuple):
     staleness: int
 
 
+@dataclasses.dataclass(frozen=True)
+class CellReference:
+    """Stands for a value of which each worker has its own, in the arguments of a scheduled function.
+
+    Attributes:
+        number: The number of the value.
+        make: The function that creates it, as an object of Ray.
+    """
+
+    number: int
+    make: Any
+
+
 class WorkerActor:
-    """A worker. Mutable: it holds the parts of steps.
+    """A worker. Mutable: it holds the parts of steps, and the values of scheduled functions.
 
     Args:
         settings: Settings of JAX.
@@ -111,6 +126,7 @@ class WorkerActor:
     def __init__(self, settings: Mapping[str, Any]):
         _configure(settings)
         self._parts: dict[int, tuple[WorkerPart, Any]] = {}
+        self._cells: dict[int, Any] = {}
 
     def process(self) -> ActorProcess:
         """Returns the process."""
@@ -138,6 +154,36 @@ class WorkerActor:
         sent = [to_message(itertools.islice(values, count)) for count in part.num_sent if count]
         outputs = to_message(results[: part.num_outputs]), bool(results[part.num_outputs])
         return (outputs, *sent) if sent else outputs
+
+    def call(
+        self, worker: Worker, fn: Callable[..., Any], args: Any, kwargs: Any, name: str, settings: Mapping[str, Any]
+    ) -> Any:
+        """Runs a scheduled function.
+
+        Args:
+            worker: This worker.
+            fn: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            name: Its name, for messages.
+            settings: Settings of JAX.
+        """
+        with running_on(worker):
+            _configure(settings)
+            args, kwargs = jax.tree.map(self._resolved, (args, kwargs))
+            return call_function(fn, args, kwargs, name)
+
+    def cell(self, number: int) -> Any:
+        """Returns a value that `call` has created."""
+        return self._cells[number]
+
+    def _resolved(self, leaf: Any) -> Any:
+        if not isinstance(leaf, CellReference):
+            return leaf
+        if leaf.number not in self._cells:
+            make = importlib.import_module("ray").get(leaf.make)
+            self._cells[leaf.number] = make()
+        return self._cells[leaf.number]
 
 
 class ServerActor:

@@ -1,15 +1,28 @@
 """`RayCluster`: starts the actors of workers and servers on a running Ray cluster, and replaces lost ones."""
 
+import itertools
 import logging
+import pickle
 import re
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jdist._src.launch.ray_engine import connect_to_ray
-from jdist._src.parameter_server.ray_actors import ActorProcess, MissingUpdateError, ServerActor, WorkerActor
+from jdist._src.parameter_server.closure_queue import WorkerLostError
+from jdist._src.parameter_server.per_worker import WorkerCells
+from jdist._src.parameter_server.ray_actors import (
+    ActorProcess,
+    CellReference,
+    MissingUpdateError,
+    ServerActor,
+    WorkerActor,
+)
 from jdist._src.parameter_server.ray_programs import RayBinding, RayProgram
+from jdist._src.parameter_server.worker_index import Worker
 
 _PASSED_VARIABLES = re.compile(
     r"(XLA_|LIBTPU_|NCCL_)|JAX_(?!NUM_CPU_DEVICES|PLATFORMS|COORDINATOR|NUM_PROC|PROC)|PYTHONPATH$"
@@ -55,6 +68,9 @@ class RayCluster:
         self._variables = {name: value for name, value in environ.items() if _PASSED_VARIABLES.match(name)}
         self.num_threads = environ.get("NPROC", "1")
         self._settings = {"jax_enable_x64": jax.config.jax_enable_x64}  # pyright: ignore[reportAttributeAccessIssue]
+        self._lock = threading.Lock()  # threads of a coordinator and of the program notice the loss of a worker
+        self._cells: weakref.WeakKeyDictionary[WorkerCells, CellReference] = weakref.WeakKeyDictionary()
+        self._cell_numbers = itertools.count()
         self._programs: list[RayProgram] = []
         self._bindings: list[RayBinding] = []
         self.workers = [self._start_worker() for _ in range(num_workers)]
@@ -63,7 +79,7 @@ class RayCluster:
         self.platform = processes[0].platform
         addresses = [process.node for process in processes[num_workers:]]
         self.server_nodes = [sorted(set(addresses)).index(address) for address in addresses]
-        _check_versions(processes)
+        check_versions(processes)
 
     def processes(self) -> list[ActorProcess]:
         """Returns the process of each worker, then of each server."""
@@ -104,8 +120,59 @@ class RayCluster:
         for server, of_server in zip(self.servers, binding.servers, strict=True):
             server.bind.remote(binding.number, of_server)
 
+    def call(
+        self,
+        worker: Worker,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        name: str,
+        enable_x64: bool,
+    ) -> Any:
+        """Returns the result of a scheduled function on a worker. See `WorkerActor.call`.
+
+        Raises:
+            TypeError: The function or an argument cannot be sent.
+            WorkerLostError: The worker was lost; another one has replaced it.
+            BaseException: The error of the function.
+        """
+        settings = {"jax_enable_x64": enable_x64}
+        try:
+            result = self.workers[worker.index].call.remote(worker, fn, args, kwargs, name, settings)
+        except (TypeError, pickle.PicklingError) as error:
+            raise TypeError(
+                f"`{name}` cannot be sent to a worker, which is another process: {str(error).splitlines()[0]}\n  Define it "
+                "without references to strategies, files, locks and iterators, and pass arrays as arguments."
+            ) from error
+        try:
+            return self._ray.get(result)
+        except self._ray.exceptions.RayError as error:
+            if self.is_loss(error):
+                self.replace_lost_workers()
+                raise WorkerLostError(f"The process of worker {worker.index} has ended.") from error
+            cause = getattr(error, "cause", None)
+            if cause is None:
+                raise
+            cause.add_note(f"In the process of the worker:\n{error}")
+            raise cause from None
+
+    def cell_reference(self, cells: WorkerCells) -> CellReference:
+        """Returns what stands for the value of a worker in the arguments of `call`."""
+        with self._lock:
+            if cells not in self._cells:
+                self._cells[cells] = CellReference(next(self._cell_numbers), self._ray.put(cells.make))
+            return self._cells[cells]
+
+    def read_cell(self, cells: WorkerCells, worker: int) -> Any:
+        """Returns the value of a worker, which it has created."""
+        return self._ray.get(self.workers[worker].cell.remote(self.cell_reference(cells).number))
+
     def replace_lost_workers(self) -> list[int]:
         """Replaces the workers that were lost, and returns their indices."""
+        with self._lock:
+            return self._replace_lost_workers()
+
+    def _replace_lost_workers(self) -> list[int]:
         lost = [index for index, worker in enumerate(self.workers) if not self._is_alive(worker.process)]
         for index in lost:
             self.workers[index] = self._start_worker()
@@ -180,7 +247,7 @@ def _check_resources(resources: Mapping[str, float], num_workers: int, num_serve
             )
 
 
-def _check_versions(processes: Sequence[ActorProcess]) -> None:
+def check_versions(processes: Sequence[ActorProcess]) -> None:
     for process in processes:
         if process.jax_version != jax.__version__:
             raise RuntimeError(

@@ -37,11 +37,13 @@ class _Work(NamedTuple):
 
     Attributes:
         binding: The parts of the step, and the leaves that they use.
+        output_shapes: The shape and dtype of each output.
         outputs: The outputs, and whether all values are finite.
         sent: For each node with servers, the message with the values for them, or None.
     """
 
     binding: RayBinding
+    output_shapes: Sequence[jax.ShapeDtypeStruct]
     outputs: Any
     sent: Sequence[Any]
 
@@ -69,7 +71,9 @@ class RayExecutor:
         self._bindings: dict[tuple[int, ...], RayBinding] = {}
         self._num_updates = [0] * self.num_servers
         self._unsent: list[list[RequestedUpdate]] = [[] for _ in range(self.num_servers)]
-        self._read_messages: dict[int, tuple[int, Any]] = {}  # by server: the binding, and the message that is still valid
+        self._read_messages: dict[
+            int, tuple[int, Any]
+        ] = {}  # by server: the binding, and the message that is still valid
         self._is_flushed = True
 
     def store(self, value: Any, shards: tuple[Shard, ...]) -> LeafStorage:
@@ -95,19 +99,24 @@ class RayExecutor:
         values = [from_numbers(x, storage.dtype) for x in jax.device_put(arrays, self._home, may_alias=False)]
         return jax.device_put(joined(values, storage.shards), self._home)
 
-    def start(self, worker: int, call: StepInputs) -> tuple[_Work, None]:
-        """See `Executor.start`."""
+    def prepare(self, call: StepInputs) -> None:
+        """See `Executor.prepare`."""
         self._remove_leaves()
+        self._binding(call)
+
+    def start(self, worker: int, call: StepInputs, lead: int) -> tuple[_Work, None]:
+        """See `Executor.start`."""
         binding = self._binding(call)
         inputs = [np.asarray(to_numbers(x), dtype) for x, dtype in zip(call.inputs, binding.input_dtypes, strict=True)]
         ids = [inputs[i] for i in call.parts.looked_up_inputs]
         messages = [self._exchange(server, binding, ids) for server in range(self.num_servers)]
         num_sent = binding.program.worker.num_sent
         run = self._cluster.workers[worker].run.options(num_returns=1 + sum(map(bool, num_sent)))
-        results = run.remote(binding.program.number, call.lead, inputs, *filter(None, messages))
+        results = run.remote(binding.program.number, lead, inputs, *filter(None, messages))
         outputs, *others = results if any(num_sent) else [results]
         rest = iter(others)
-        return _Work(binding, outputs, [next(rest) if count else None for count in num_sent]), None
+        sent = [next(rest) if count else None for count in num_sent]
+        return _Work(binding, call.parts.output_shapes, outputs, sent), None
 
     def wait_for_any(self, works: Sequence[_Work], *, timeout: float | None) -> int | None:
         """See `Executor.wait_for_any`."""
@@ -120,9 +129,9 @@ class RayExecutor:
         except Exception as error:
             if not self._cluster.is_loss(error):
                 raise
-            self._recover()
-            raise WorkerLostError(str(error)) from error
-        return StepResults(outputs, is_finite)
+            raise WorkerLostError(self._recover()) from error
+        dtypes = [shape.dtype for shape in work.output_shapes]
+        return StepResults([from_numbers(x, dtype) for x, dtype in zip(outputs, dtypes, strict=True)], is_finite)
 
     def apply(self, work: _Work, call: StepInputs, staleness: int) -> None:
         """See `Executor.apply`. The update is sent with the next call of its server."""
@@ -255,11 +264,15 @@ class RayExecutor:
                 self._recover()
         raise AssertionError
 
-    def _recover(self) -> None:
-        """Replaces the workers and servers that were lost."""
-        self._cluster.replace_lost_workers()
-        for server in self._cluster.lost_servers():
+    def _recover(self) -> str:
+        """Replaces the workers and servers that were lost, and returns a sentence that names them."""
+        self._read_messages.clear()  # of a lost server, or lost themselves
+        workers = [f"worker {index}" for index in self._cluster.replace_lost_workers()]
+        servers = self._cluster.lost_servers()
+        for server in servers:
             self._restore(server)
+        lost = [*workers, *(f"server {server}" for server in servers)]
+        return f"The process of {' and of '.join(lost) or 'an actor'} has ended."
 
     def _restore(self, server: int) -> None:
         if self._history is None:

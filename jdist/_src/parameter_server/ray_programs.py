@@ -198,7 +198,7 @@ def _server_part(
         looked_up = parts.look_up(inputs)
         ids = [looked_up[parts.tables.index(leaf)].ids for leaf, _ in tables]
         starts = [parts.shards[leaf][place].start for leaf, place in tables]
-        return [rows_at(x, *row) for x, *row in zip(arrays, ids, starts, strict=True)]
+        return list(map(rows_at, arrays, ids, starts))
 
     shapes_of = lambda places: [_array_shape(storages[leaf], place) for leaf, place in places]
     staleness = jax.ShapeDtypeStruct((), np.float32)

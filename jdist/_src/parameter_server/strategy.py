@@ -90,10 +90,12 @@ class ParameterServerStrategy(Strategy):
         devices = _worker_devices(workers, engine)
         replicas = Replicas.from_mesh(replica_mesh(devices[:1]))
         home, tests_finite = replicas.replicated_sharding, non_finite != "keep"
+        self._cluster: RayCluster | None = None
         if engine == "ray" and not is_replay(path):
-            cluster = RayCluster(len(devices), num_servers, os.environ)
-            executor = RayExecutor(cluster, home, tests_finite=tests_finite, restores_servers=snapshots is not None)
-            num_threads = cluster.num_threads
+            self._cluster = RayCluster(len(devices), num_servers, os.environ)
+            restores = snapshots is not None
+            executor = RayExecutor(self._cluster, home, tests_finite=tests_finite, restores_servers=restores)
+            num_threads = self._cluster.num_threads
         else:
             server_devices = _server_devices(num_servers, devices)
             executor = LocalExecutor(devices, server_devices, home, tests_finite=tests_finite)
@@ -114,6 +116,14 @@ class ParameterServerStrategy(Strategy):
         backend = ParameterServerBackend(replicas, self._engine, self._num_shards, snapshots)
         super().__init__(backend, arguments=arguments)
         self._context = dataclasses.replace(self._context, is_asynchronous=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._cluster is not None:
+            raise TypeError(
+                '`ParameterServerStrategy(engine="ray")` cannot be pickled or copied: it holds the workers and servers. A '
+                "scheduled function cannot use it either: pass values as arguments, such as `jdist.read_values(state)`."
+            )
+        return super().__reduce__()
 
     @property
     def num_workers(self) -> int:

@@ -3,7 +3,7 @@
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import jax
 import numpy as np
@@ -63,6 +63,12 @@ class _ReadableArray(abc.ABC):
 
     def __bool__(self) -> bool:
         return bool(self.read())
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled: its value is in another place. Pass its value, `x.read()`, or for a tree "
+            "`jdist.read_values(tree)`."
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({dtype_and_shape(self)})"
