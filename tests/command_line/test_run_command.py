@@ -404,7 +404,7 @@ def test_gpus_are_divided_over_the_processes_if_jax_can_use_them(tmp_path, monke
         "-n 2 -m ../train.py": "jdist run: the module '../train.py' is not found.",
         "-n 0 train.py": "argument -n/--processes: must be an integer >= 1, got '0'",
         "-n two train.py": "argument -n/--processes: must be an integer >= 1, got 'two'",
-        "train.py": "the following arguments are required: -n/--processes",
+        "train.py": "one of the arguments -n/--processes --elastic is required",
         "-n 2": "the following arguments are required: program",
         "-n 2 --devices-per-process 0 train.py": "argument --devices-per-process: must be an integer >= 1, got '0'",
         "-n 2 --grace -1 train.py": "argument --grace: must be a number of seconds >= 0, got '-1'",
