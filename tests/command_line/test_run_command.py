@@ -1,6 +1,5 @@
 """`jdist run`: output, failures, signals, and the end of the processes in every case. The programs do not import JAX."""
 
-import contextlib
 import os
 import pathlib
 import pty
@@ -9,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -17,78 +15,7 @@ from jdist._src.command_line.main import main
 from jdist._src.launch.output import PrefixedLines, failure_text
 from jdist._src.launch.variables import gpu_shares, process_variables, usable_cores
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-# A launcher does not forward a signal that is ignored where it starts, as SIGINT is in a background job of a shell.
-WITH_DEFAULT_SIGNALS = """
-import os, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_DFL)
-os.execv(sys.executable, [sys.executable, "-m", "jdist_command", "run", *sys.argv[1:]])
-"""
-COMMAND = [sys.executable, "-I", "-S", "-c", WITH_DEFAULT_SIGNALS]
-PROCESS = 'import os, signal, subprocess, sys, time; i = int(os.environ["JDIST_PROCESS_ID"])\n'
-
-
-@pytest.fixture
-def started(tmp_path):
-    """Returns a function that starts `jdist run OPTIONS train.py` with the lines of the program."""
-    with contextlib.ExitStack() as stack:
-
-        def start(options, program, *arguments, **settings):
-            (tmp_path / "train.py").write_text(PROCESS + program)
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings.pop("environment", {})}
-            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | settings
-            command = [*COMMAND, *options.split(), "train.py", *arguments]
-            launcher = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
-            stack.callback(end, launcher)
-            return launcher
-
-        yield start
-
-
-def end(launcher):
-    if launcher.poll() is None:
-        launcher.kill()
-    launcher.wait()
-    for stream in (launcher.stdout, launcher.stderr):
-        if stream is not None:
-            stream.close()
-
-
-@pytest.fixture
-def run(started):
-    """Returns a function that does the same and returns the exit status, the output and the errors."""
-
-    def run(options, program, *arguments, **settings):
-        launcher = started(options, program, *arguments, **settings)
-        output, errors = launcher.communicate(timeout=60)
-        return launcher.returncode, output, errors
-
-    return run
-
-
-def read_until(stream, *words):
-    """Returns the lines of a stream up to the line after which each word has occurred."""
-    lines = []
-    while not all(any(word in line for line in lines) for word in words):
-        lines.append(stream.readline())
-        assert lines[-1], f"the output ended: {lines}"
-    return lines
-
-
-def is_running(pid):
-    """Whether a process exists; one that has ended and was not waited for does not count."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def wait_until_ended(pids):
-    deadline = time.monotonic() + 30
-    while running := list(filter(is_running, pids)):
-        assert time.monotonic() < deadline, f"processes {running} are still running"
-        time.sleep(0.02)
-
+from launchers import COMMAND, PROCESS, ROOT, is_running, read_until, wait_until_ended
 
 # The program.
 

@@ -12,7 +12,7 @@ from jdist._src.launch.end_rules import EndRules, RunningProcess
 from jdist._src.launch.output import Console
 
 _WARNING_SECONDS = 30.0
-_PAUSE_SECONDS = 10.0  # between two checks, after which this process was stopped, too
+_PAUSE_SECONDS = 5.0  # between two checks, after which this process was stopped, too
 
 
 class AnswerTimes:
