@@ -197,7 +197,9 @@ def test_elastic_job_continues_with_fewer_processes_and_later_with_more(run):
     assert output.count("saved") >= 2  # before the growth
     assert "jdist run: restart 1 of 10, " in errors
     assert "process 2 failed: exit status 5. The job continues with 2 instead of 3 processes.\n" in errors
-    growth = r"jdist run: restart, [0-9.]+ seconds after this: 1 more process can run on machine 0. The job continues with 3"
+    growth = (
+        r"jdist run: restart, [0-9.]+ seconds after this: 1 more process can run on machine 0. The job continues with 3"
+    )
     assert re.search(growth, errors)
 
 

@@ -179,7 +179,8 @@ class _Host:
         if problem := self._probe(in_use):
             raise RuntimeError(problem)
         try:
-            return listen(self._bind_host, self._port)
+            # A launcher may hold the port with a socket that does not listen, which needs `reuse_port`. JAX's service sets it.
+            return listen(self._bind_host, self._port, reuse_port=True)
         except OSError as error:
             raise RuntimeError(self._cannot_listen(error.strerror or str(error))) from error
 

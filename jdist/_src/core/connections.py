@@ -11,19 +11,22 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that accepts connections at a port, also at one that a socket which does not listen reserves.
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """Returns a socket that accepts connections at a port.
 
     Args:
         host: The address of the interface; empty for all.
         port: The port.
+        reuse_port: Whether other sockets that permit it may have the port, too.
 
     Raises:
         OSError: The port is in use, or the address does not belong to this machine.
     """
     is_dual = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual or ":" in host else socket.AF_INET
-    server = socket.create_server((host, port), family=family, backlog=1024, reuse_port=True, dualstack_ipv6=is_dual)
+    server = socket.create_server(
+        (host, port), family=family, backlog=1024, reuse_port=reuse_port, dualstack_ipv6=is_dual
+    )
     server.setblocking(False)
     return server
 

@@ -14,7 +14,7 @@ from jdist._src.launch.messages import Alive, Finish, Hello, Message, decode, en
 _ALIVE_SECONDS = 1.0  # between two signs of life
 _RETRY_SECONDS = 0.2
 _MESSAGE_SECONDS = 30.0
-_FIRST_MESSAGE_SECONDS = 5.0
+_FIRST_MESSAGE_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0  # in which machines read the end of the job
 _STALE_SECONDS = 5.0  # without a message, so that the same machine can connect again
 _MAX_LINE_BYTES = 1 << 20

@@ -9,7 +9,7 @@ from jdist._src.launch.end_rules import EndTimes, Failure, failure_report, signa
 from jdist._src.launch.messages import End, Ended, Finish, Message, Signal, Start
 from jdist._src.launch.output import Console
 
-_FIRST_MESSAGE_SECONDS = 5.0  # in which machines usually connect
+_FIRST_MESSAGE_SECONDS = 1.0  # in which machines usually connect
 _MESSAGE_SECONDS = 30.0
 
 
