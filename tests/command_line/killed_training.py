@@ -61,7 +61,9 @@ trainer = jdist.Trainer(
 arguments = {"batch_size": 240, "epochs": EPOCHS, "progress": "off", "shuffle": True}
 if SAVES:
     with jdist.Checkpointer(FOLDER / "checkpoints", every=4) as checkpointer:
-        fit = trainer.fit(data, callbacks=[jdist.callbacks.Checkpoint(checkpointer), report], resume=checkpointer, **arguments)
+        fit = trainer.fit(
+            data, callbacks=[jdist.callbacks.Checkpoint(checkpointer), report], resume=checkpointer, **arguments
+        )
 else:
     fit = trainer.fit(data, **arguments)
 if fit.stop_reason == "preempted":

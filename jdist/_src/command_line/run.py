@@ -37,7 +37,7 @@ from jdist._src.launch.signals import ReceivedSignals, received_signals
 from jdist._src.launch.supervisor import AttemptRunner, Channel, LocalChannel, RemoteChannel, run_attempts
 from jdist._src.launch.variables import gpu_shares, gpus_of_slots, process_variables, usable_cores
 
-_EXIT_SECONDS = 0.5  # after an error, if the job can start again
+_EXIT_SECONDS = 0.3  # after an error, if the job can start again
 
 
 def _run(arguments: argparse.Namespace) -> int:

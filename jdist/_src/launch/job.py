@@ -266,13 +266,14 @@ class Job:
             return
         now = self._clock()
         absent = [str(i) for i in range(self._settings.num_machines) if i not in self._machines]
-        text = f"machine {', '.join(absent)} of {self._settings.num_machines}"
+        is_plural = len(absent) > 1
+        text = f"machine{'s' * is_plural} {', '.join(absent)} of {self._settings.num_machines}"
         if now > self._wait_since + self._settings.join_seconds:
-            seconds = f"{self._settings.join_seconds:g} seconds"
             self._finish(
                 (self._last.status if self._last is not None else 0) or 1,
-                f"the job ends: {text} has not connected within {seconds}. Start `jdist run` there with its --node-rank, and "
-                "check that it can reach machine 0.",
+                f"the job ends: {text} {'have' if is_plural else 'has'} not connected within "
+                f"{self._settings.join_seconds:g} seconds. Start `jdist run` there with its --node-rank, and check that it can "
+                "reach machine 0.",
             )
         elif now > self._next_message:
             self._next_message = now + _MESSAGE_SECONDS
