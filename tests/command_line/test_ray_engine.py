@@ -6,6 +6,7 @@ Ray listens on all interfaces, so its processes run in namespaces of their own, 
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -118,6 +119,32 @@ def test_signal_is_forwarded_to_the_processes_on_ray(start):
     launcher.send_signal(signal.SIGTERM)
     _, errors = launcher.communicate(timeout=120)
     assert launcher.returncode == 3 and "received SIGTERM, and forwarded it to 1 processes" in errors
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    {
+        "raise ValueError('no')": "exit status 1",
+        "os.kill(os.getpid(), signal.SIGKILL)": r"ended by SIGKILL \(the machine may be out of memory\)",
+        "os.kill(os.getpid(), signal.SIGSTOP)": "no answer for 4 seconds",
+    }.items(),
+)
+def test_job_on_ray_starts_again_after_a_failure(start, line, reason):
+    program = "r = int(os.environ['JDIST_RESTARTS']); print('attempt', r)\nif r == 0:\n"
+    program += f"    time.sleep(1)\n    if i == 1: {line}\n    time.sleep(100)"
+    launcher = start("-n 2 --max-restarts 1 --answer-timeout 4", program)
+    output, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, errors
+    assert sorted(output.splitlines()) == [f"[{i}] attempt {r}" for i in range(2) for r in range(2)]
+    assert re.search(f"restart 1 of 1, [0-9.]+ seconds after this: process 1 failed: {reason}.\n", errors), errors
+
+
+def test_signal_ends_a_job_on_ray_without_a_restart(start):
+    launcher = start("-n 1 --max-restarts 3", "print('ready'); time.sleep(100)")
+    assert launcher.stdout.readline() == "[0] ready\n"
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 128 + signal.SIGTERM and "restart" not in errors
 
 
 def test_processes_on_ray_end_with_a_launcher_that_is_killed(start, tmp_path):

@@ -1,5 +1,7 @@
 """`jdist run` with restarts on several machines: several launchers on the loopback interface. The programs do not import JAX."""
 
+import contextlib
+import random
 import re
 import signal
 import socket
@@ -20,16 +22,13 @@ WAIT = "time.sleep(60)\n"
 
 @pytest.fixture
 def port():
-    """Returns a port whose next port is free too."""
+    """Returns a port whose next port is free too, above those that the system assigns to connections."""
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            number = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", number + 1))
-                return number
-            except (OSError, OverflowError):
-                pass
+        number = random.randrange(61_000, 65_000)
+        with contextlib.suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", number))
+            second.bind(("127.0.0.1", number + 1))
+            return number
 
 
 @pytest.fixture

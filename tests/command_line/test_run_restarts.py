@@ -195,6 +195,10 @@ def test_elastic_job_continues_with_fewer_processes_and_later_with_more(run):
     attempts = [sorted(re.findall(rf"\[(\d)\] attempt {r} with (\d), index (\d)", output)) for r in range(3)]
     assert attempts == [[(str(i), str(n), str(i)) for i in range(n)] for n in (3, 2, 3)]
     assert output.count("saved") >= 2  # before the growth
+    assert (
+        "1 more process can run on machine 0. The processes of this command (2) receive SIGTERM, and SIGKILL after"
+        in errors
+    )
     assert "jdist run: restart 1 of 10, " in errors
     assert "process 2 failed: exit status 5. The job continues with 2 instead of 3 processes.\n" in errors
     growth = (

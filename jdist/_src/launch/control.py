@@ -226,9 +226,13 @@ def connect_to_job(address: Address, hello: Hello, join_seconds: float, settings
     next_message = start + _FIRST_MESSAGE_SECONDS
     while not settings.signals.numbers:
         try:
-            connection = JobConnection(socket.create_connection(address, timeout=5.0), settings.answer_seconds)
-            connection.send(hello)
-            return connection
+            connection = socket.create_connection(address, timeout=5.0)
+            if connection.getsockname() == connection.getpeername():  # Linux has assigned the port of the address to it
+                connection.close()
+                raise ConnectionRefusedError("nothing listens there")
+            job_connection = JobConnection(connection, settings.answer_seconds)
+            job_connection.send(hello)
+            return job_connection
         except OSError as error:  # also where the name is not known: in a new cluster, it may be soon
             reason = error.strerror or str(error) or type(error).__name__
         now = time.monotonic()

@@ -183,21 +183,22 @@ class EndRules:
         others = [other for other in self._running() if other is not process]
         seconds = self._times.seconds_after(status)
         if others:
-            self._console.message(
-                f"{failure.description}. The other processes of this command ({len(others)}) receive SIGTERM, and SIGKILL "
-                f"after {seconds:g} seconds."
-            )
+            self._announce_end(f"{failure.description}. The other processes of this command", len(others), seconds)
         self._fail(failure, others, seconds)
 
-    def end(self, seconds: float) -> None:
+    def end(self, seconds: float, reason: str) -> None:
         """Ends the processes for a reason outside of them. Their exit statuses are not failures from here on.
 
         Args:
             seconds: The time between SIGTERM and SIGKILL.
+            reason: The reason.
         """
         if self._failure is None and not self._is_ending:
             self._is_ending = True
-            self._send_sigterm(self._running(), seconds)
+            running = self._running()
+            if running:
+                self._announce_end(f"{reason}. The processes of this command", len(running), seconds)
+            self._send_sigterm(running, seconds)
 
     def apply(self) -> None:
         """Forwards the signals that were received, and ends processes after a failure or a closed output."""
@@ -243,6 +244,9 @@ class EndRules:
         self._failure = failure
         self._send_sigterm(others, seconds)
         self._on_failure(failure)
+
+    def _announce_end(self, text: str, count: int, seconds: float) -> None:
+        self._console.message(f"{text} ({count}) receive SIGTERM, and SIGKILL after {seconds:g} seconds.")
 
     def _send_sigterm(self, processes: Sequence[RunningProcess], seconds: float) -> None:
         if processes:

@@ -223,7 +223,7 @@ class Job:
         attempt.ended_at = self._clock()
         for machine in attempt.running - {except_machine}:
             if machine in self._machines:
-                self._machines[machine].send(End(seconds))
+                self._machines[machine].send(End(seconds, reason))
 
     def _note_end(self, machine: int, statuses: Iterable[int]) -> None:
         attempt = self._attempt

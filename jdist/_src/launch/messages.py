@@ -57,9 +57,11 @@ class End(NamedTuple):
 
     Attributes:
         seconds: The time between SIGTERM and SIGKILL.
+        reason: Why.
     """
 
     seconds: float
+    reason: str
 
 
 class Signal(NamedTuple):

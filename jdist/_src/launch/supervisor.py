@@ -108,7 +108,7 @@ class _Link:
         self._report_signals()
         for message in self._receive():
             if isinstance(message, End):
-                rules.end(message.seconds)
+                rules.end(message.seconds, message.reason)
             elif isinstance(message, Signal):
                 self._signals.numbers.append(message.number)
                 self._num_reported += 1
@@ -116,7 +116,7 @@ class _Link:
             else:
                 self._later.append(message)
         if self.lost is not None:
-            rules.end(0.0)
+            rules.end(0.0, str(self.lost))
 
     def report_end(self, result: AttemptResult) -> None:
         """Reports that all processes of an attempt have ended."""
