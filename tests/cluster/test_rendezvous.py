@@ -204,8 +204,8 @@ def test_other_programs_that_connect_to_process_0_are_ignored_with_a_warning(por
 
 
 def test_waiting_processes_warn(port, monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "_FIRST_WARNING_SECONDS", 0.1)
-    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.1)
+    for name in ("_FIRST_WARNING_SECONDS", "_WARNING_SECONDS", "_NOTICE_SECONDS"):
+        monkeypatch.setattr(rendezvous, name, 0.1)
     results(port, participant(0, 3), participant(1, 3), timeout=1)
     messages = "\n".join(record.message for record in caplog.records)
     assert "process 2 of 3 has not joined process 0" in messages

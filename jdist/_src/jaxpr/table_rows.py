@@ -111,6 +111,8 @@ def _table_of(partition: ServerPartition, group: UpdateGroup, state: Sequence[An
             accepted.add(id(equation))
     if gradient not in sparse or not indices or any(var in marked | sparse | true for var in indices):
         return None
+    if not set(state).isdisjoint(part_for(program, indices).inputs):
+        return None  # the rows are looked up before the state is read
     values = frozenset({table} | marked | sparse | true)
     if any(
         id(equation) not in accepted and not values.isdisjoint(variables(equation.invars)) for equation in program.eqns

@@ -35,6 +35,30 @@ def import_ray() -> Any:
         raise ImportError(f'Ray is not installed ({error}): python -m pip install "jdist[ray]"', name="ray") from error
 
 
+def connect_to_ray(environ: Mapping[str, str]) -> Any:
+    """Connects this process to a running Ray cluster, unless it is connected, and returns the module `ray`.
+
+    Args:
+        environ: Environment variables; `RAY_ADDRESS` is the address of the cluster.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: No Ray cluster runs.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return ray
+    address = environ.get("RAY_ADDRESS") or "auto"
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # results of an attempt that failed
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, ValueError) as error:
+        raise ValueError(
+            f"no Ray cluster was found at {address!r}. Start one with `ray start --head`, or set RAY_ADDRESS. ({error})"
+        ) from error
+    return ray
+
+
 def run_ray_attempt(
     program: Program,
     environ: Mapping[str, str],
@@ -61,15 +85,8 @@ def run_ray_attempt(
         ImportError: Ray is not installed.
         ValueError: No Ray cluster runs, or it cannot run these processes.
     """
-    ray = import_ray()
-    address = environ.get("RAY_ADDRESS") or "auto"
-    try:
-        with _unchanged_handlers():
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError) as error:
-        raise ValueError(
-            f"no Ray cluster was found at {address!r}. Start one with `ray start --head`, or set RAY_ADDRESS. ({error})"
-        ) from error
+    with _unchanged_handlers():
+        ray = connect_to_ray(environ)
     with contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
         bundle = process_bundle(ray.cluster_resources(), environ, num_processes, devices_per_process)

@@ -7,6 +7,7 @@ import sys
 from typing import Any, TextIO
 
 REPLAY_VARIABLE = "JDIST_REPLAY"
+THREADS_VARIABLE = "NPROC"  # the size of XLA's thread pools: it decides how some sums are divided
 _FORMAT = 1
 
 
@@ -18,11 +19,18 @@ class EventLog:
     Args:
         path: The file; it is replaced.
         num_workers: The number of workers.
+        num_threads: The value of `NPROC` in the processes of the workers, or None if it is not set.
     """
 
-    def __init__(self, path: pathlib.Path, num_workers: int):
+    def __init__(self, path: pathlib.Path, num_workers: int, num_threads: str | None = None):
         self._file: TextIO = path.open("w", buffering=1)
-        program = {"format": _FORMAT, "workers": num_workers, "arguments": sys.orig_argv[1:], "folder": os.getcwd()}
+        program = {
+            "format": _FORMAT,
+            "workers": num_workers,
+            "threads": num_threads,
+            "arguments": sys.orig_argv[1:],
+            "folder": os.getcwd(),
+        }
         self._write(program)
 
     def write_start(self, call: int, worker: int, version: int, step: str) -> None:
@@ -32,6 +40,10 @@ class EventLog:
     def write_apply(self, call: int) -> None:
         """Writes that the results of a call are applied."""
         self._write({"apply": call})
+
+    def write_lost(self, call: int) -> None:
+        """Writes that the worker of a call was lost. The call starts again."""
+        self._write({"lost": call})
 
     def _write(self, event: dict[str, Any]) -> None:
         self._file.write(json.dumps(event) + "\n")
@@ -90,6 +102,18 @@ def read_log(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Raises:
         ValueError: The file is not a log.
     """
+    program, events = _parsed(path)
+    kept: list[dict[str, Any]] = []
+    for event in events:
+        if "lost" in event:  # the worker had no effect
+            index = max(i for i, other in enumerate(kept) if other.get("start") == event["lost"])
+            del kept[index]
+        else:
+            kept.append(event)
+    return program, kept
+
+
+def _parsed(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     lines = path.read_text().splitlines()
     try:
         program, *events = [json.loads(line) for line in lines[:-1]] + _last_event(lines)
@@ -107,11 +131,18 @@ def _last_event(lines: list[str]) -> list[Any]:
         return []
 
 
-def open_log(record: pathlib.Path | None, num_workers: int) -> tuple[EventLog | None, Replay | None]:
+def is_replay(record: pathlib.Path | None) -> bool:
+    """Returns whether the variable `JDIST_REPLAY` requests the replay of the file `record`."""
+    replayed = os.environ.get(REPLAY_VARIABLE)
+    return record is not None and replayed is not None and pathlib.Path(replayed).absolute() == record.absolute()
+
+
+def open_log(
+    record: pathlib.Path | None, num_workers: int, num_threads: str | None = None
+) -> tuple[EventLog | None, Replay | None]:
     """Returns the log to write, or the replay of it, if the variable `JDIST_REPLAY` names the same file."""
     if record is None:
         return None, None
-    replayed = os.environ.get(REPLAY_VARIABLE)
-    if replayed is not None and pathlib.Path(replayed).absolute() == record.absolute():
+    if is_replay(record):
         return None, Replay(record, num_workers)
-    return EventLog(record, num_workers), None
+    return EventLog(record, num_workers, num_threads), None
