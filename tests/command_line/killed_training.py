@@ -1,9 +1,9 @@
 """Trains a small network on the digits with checkpoints. The tests kill its processes.
 
-    killed_training.py FOLDER [exact]
+    killed_training.py FOLDER [exact] [saves] [short]
 
-Process 0 writes the parameters to the file `FOLDER/result` at the end. After SIGTERM, all processes end at the same step with
-status 42, after a checkpoint.
+Process 0 writes the parameters to the file `FOLDER/result` at the end. With `saves`, it resumes from the newest checkpoint in
+`FOLDER`; after SIGTERM, all processes end at the same step with status 42, after a checkpoint.
 """
 
 import os
@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 import jdist
 
 FOLDER, IS_EXACT, SAVES = pathlib.Path(sys.argv[1]), "exact" in sys.argv, "saves" in sys.argv
-EPOCHS = 40  # of 8 steps
+EPOCHS = 2 if "short" in sys.argv else 40  # of 8 steps
 print("pid", os.getpid(), "of attempt", os.environ["JDIST_RESTARTS"], flush=True)
 
 strategy = jdist.MultiWorkerMirroredStrategy(virtual_replicas=6 if IS_EXACT else None)
@@ -58,7 +58,7 @@ trainer = jdist.Trainer(
     strategy=strategy,
     seed=1,
 )
-arguments = {"batch_size": 240, "epochs": EPOCHS, "progress": "off", "shuffle": True}
+arguments = {"batch_size": 250, "epochs": EPOCHS, "progress": "off", "shuffle": True}
 if SAVES:
     with jdist.Checkpointer(FOLDER / "checkpoints", every=4) as checkpointer:
         fit = trainer.fit(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 
+import numpy as np
 import pytest
 
 from launchers import COMMAND, ROOT
@@ -109,3 +110,14 @@ def test_exact_training_with_other_numbers_of_processes_ends_with_the_same_bits(
     assert len(counts) == 8 and len(set(counts)) > 1, counts
     assert "more process" in (tmp_path / "killed/errors").read_text()
     assert bits(tmp_path / "killed") == bits(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_global_batches_do_not_depend_on_the_number_of_processes(launch, tmp_path):
+    results = []
+    for count in (1, 2, 3):  # 3 processes pad the batches of 250 examples
+        launcher = launch(f"-n {count}", f"with_{count}", "short")
+        assert launcher.wait(timeout=120) == 0, (tmp_path / f"with_{count}/errors").read_text()
+        results.append(np.frombuffer(bits(tmp_path / f"with_{count}"), np.float32))
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], rtol=1e-4, atol=1e-6)
