@@ -144,6 +144,25 @@ def test_other_machines_end_with_machine_0(start):
     )
 
 
+def test_signal_that_all_launchers_receive_is_one_signal(start):
+    program = """
+signal.signal(signal.SIGINT, lambda *_: print("ignored"))
+while not os.path.exists("end"): time.sleep(0.01)
+"""
+    machines = [start(k, "-n 1 --max-restarts 5", program) for k in range(2)]
+    for launcher in machines:
+        read_until(launcher.stdout, "attempt")
+    for count in (1, 2):
+        for launcher in machines:
+            launcher.send_signal(signal.SIGINT)
+        if count == 1:
+            for launcher in machines:
+                read_until(launcher.stdout, "ignored")
+    for status, _, errors in finish(*machines):
+        assert status == 130
+        assert errors.count("received SIGINT, and forwarded it") == errors.count("received a second SIGINT") == 1
+
+
 @pytest.mark.parametrize("machine", [0, 1])
 def test_signal_to_one_machine_ends_the_job_on_all(start, machine):
     machines = [start(k, "-n 1 --max-restarts 5", WAIT) for k in range(2)]

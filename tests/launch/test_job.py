@@ -150,7 +150,7 @@ def test_lost_machine_is_a_failure_and_its_return_a_restart():
 def test_machine_that_leaves_after_a_signal_is_not_a_failure():
     machines = Machines(machines=2, slots=1, minimum=1, max_restarts=0)
     machines.connect(0, 1)
-    assert machines.receive(1, Signal(15)) == {}
+    assert machines.receive(1, Signal(15, 1)) == {}
     assert machines.receive(0, Failure(0, 42, "")) == {1: (End(30.0, ""),)}  # all processes have saved a checkpoint
     machines.receive(0, Ended([42], None))
     messages = machines.receive(1, Ended([42], 15))
@@ -159,7 +159,7 @@ def test_machine_that_leaves_after_a_signal_is_not_a_failure():
     machines.connect(1)
     machines.next(31)
     machines.receive(0, Ended([42], None))
-    assert machines.receive(1, Signal(15), Ended([0], 15))[1] == (Finish(0, ""),)
+    assert machines.receive(1, Signal(15, 1), Ended([0], 15))[1] == (Finish(0, ""),)
 
 
 def test_signal_to_a_machine_that_runs_no_process_dismisses_it():
@@ -167,22 +167,22 @@ def test_signal_to_a_machine_that_runs_no_process_dismisses_it():
     machines.connect(0, 1)
     machines.next(31)
     machines.connect(2)
-    assert machines.receive(2, Signal(2)) == {2: (Finish(130, ""),)}
-    assert machines.receive(0, Signal(2), Ended([-2], 2)) == {1: (Signal(2),)}
+    assert machines.receive(2, Signal(2, 1)) == {2: (Finish(130, ""),)}
+    assert machines.receive(0, Signal(2, 1), Ended([-2], 2)) == {1: (Signal(2, 1),)}
     assert machines.receive(1, Ended([-2], 2)) == {0: (Finish(130, ""),), 1: (Finish(130, ""),)}
 
 
 def test_signal_before_the_start_ends_the_job():
     machines = Machines(machines=2)
     machines.connect(0)
-    assert machines.receive(0, Signal(15)) == {0: (Finish(143, ""),)}
+    assert machines.receive(0, Signal(15, 1)) == {0: (Finish(143, ""),)}
     assert machines.next(1000) == {}
 
 
 def test_failure_after_a_signal_is_the_exit_status():
     machines = Machines(max_restarts=5)
     machines.connect(0)
-    machines.receive(0, Signal(15), Failure(1, 9, "no"))
+    machines.receive(0, Signal(15, 1), Failure(1, 9, "no"))
     (finish,) = machines.receive(0, Ended([42, 9], 15))[0]
     assert finish == Finish(9, "process 1 of 2 failed first: exit status 9. The end of its output:\nno")
 

@@ -12,6 +12,7 @@ from jdist._src.launch.job import Job
 from jdist._src.launch.messages import Alive, Finish, Hello, Message, decode, encode
 
 _ALIVE_SECONDS = 1.0  # between two signs of life
+_SEND_SECONDS = 5.0
 _RETRY_SECONDS = 0.2
 _MESSAGE_SECONDS = 30.0
 _FIRST_MESSAGE_SECONDS = 1.0
@@ -37,14 +38,18 @@ class JobConnection:
     def __init__(self, connection: socket.socket, limit_seconds: float):
         connection.setblocking(False)
         self.socket, self._limit_seconds = connection, limit_seconds
-        self._received = b""
+        self._received, self._send_error = b"", ""
         self._last_received = self._last_sent = time.monotonic()
 
     def send(self, message: Message) -> None:
         """Sends a message. If the connection is lost, `receive` reports it."""
-        with contextlib.suppress(OSError):
+        self._last_sent = time.monotonic()
+        try:
+            self.socket.settimeout(_SEND_SECONDS)
             self.socket.sendall(encode(message))
-            self._last_sent = time.monotonic()
+            self.socket.setblocking(False)
+        except OSError as error:
+            self._send_error = error.strerror or str(error)
 
     def receive(self) -> list[Message]:
         """Returns the messages that have arrived, and sends a sign of life if none was sent for a second.
@@ -56,6 +61,8 @@ class JobConnection:
         if now - self._last_sent > _ALIVE_SECONDS:
             self.send(Alive())
         lines = self._read_lines()
+        if self._send_error and not lines:
+            raise ConnectionLostError(self._send_error)
         if lines:
             self._last_received = now
         elif now - self._last_received > self._limit_seconds:

@@ -174,7 +174,7 @@ class EndRules:
             status: Its exit status; if it still runs, the status that it has reported.
             reason: Why the launcher has ended it.
         """
-        if status and process.status is None and status != PREEMPTED:
+        if status and process.status is None and status != PREEMPTED and not self._signals:
             self._exit_deadlines.setdefault(process.index, time.monotonic() + self._times.exit_seconds)
         if status == 0 or self._failure is not None or self._is_ending or self._is_end_by_signal(status):
             return

@@ -146,7 +146,7 @@ class Job:
         """Processes a message of a machine."""
         attempt = self._attempt
         if isinstance(message, Signal):
-            self._receive_signal(machine, message.number)
+            self._receive_signal(machine, message)
         elif isinstance(message, Failure) and attempt is not None:
             self._note_failure(attempt, machine, message)
         elif isinstance(message, Ended) and attempt is not None and machine in attempt.running:
@@ -174,21 +174,21 @@ class Job:
 
     # The end of an attempt.
 
-    def _receive_signal(self, machine: int, number: int) -> None:
+    def _receive_signal(self, machine: int, received: Signal) -> None:
         attempt = self._attempt
         is_elastic = self._settings.min_processes < self._settings.max_processes
         if is_elastic and machine != 0:  # the job continues without it
             if attempt is not None and machine in attempt.running:
                 attempt.leaving.add(machine)
             else:
-                self._dismiss(machine, 128 + number)
+                self._dismiss(machine, 128 + received.number)
             return
-        self._signal = self._signal or number
+        self._signal = self._signal or received.number
         if attempt is None:
-            self._finish(128 + number)
+            self._finish(128 + received.number)
             return
         for other in attempt.running - {machine}:
-            self._machines[other].send(Signal(number))
+            self._machines[other].send(received)
 
     def _note_failure(self, attempt: _Attempt, machine: int, failure: Failure) -> None:
         if failure.process >= 0:

@@ -69,9 +69,11 @@ class Signal(NamedTuple):
 
     Attributes:
         number: The signal.
+        times: How often the machine has received it. The launchers may receive the same signal, which is one signal then.
     """
 
     number: int
+    times: int
 
 
 class Finish(NamedTuple):
@@ -106,8 +108,8 @@ def encode(message: Message) -> bytes:
     r"""Returns a message as a line of JSON.
 
     Example:
-        >>> encode(Signal(15))
-        b'{"kind": "Signal", "number": 15}\n'
+        >>> encode(Signal(15, 1))
+        b'{"kind": "Signal", "number": 15, "times": 1}\n'
     """
     return json_line({"kind": type(message).__name__, **message._asdict()})
 
@@ -119,8 +121,8 @@ def decode(line: bytes) -> Message:
         ValueError: The line is not a message.
 
     Example:
-        >>> decode(encode(Signal(15)))
-        Signal(number=15)
+        >>> decode(encode(Signal(15, 1)))
+        Signal(number=15, times=1)
     """
     try:
         fields = json.loads(line)

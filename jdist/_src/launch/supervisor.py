@@ -94,14 +94,12 @@ class _Link:
         self._channel, self._signals = channel, signals
         self._num_reported = 0  # signals
         self._later: collections.deque[Message] = collections.deque()
-        self._reported_failure: Failure | None = None
         self.lost: ConnectionLostError | None = None
 
     def fileno(self) -> int | None:
         return self._channel.fileno() if self.lost is None else None
 
     def note_failure(self, failure: Failure) -> None:
-        self._reported_failure = failure
         self._channel.send(failure)
 
     def poll(self, rules: EndRules) -> None:
@@ -110,8 +108,9 @@ class _Link:
             if isinstance(message, End):
                 rules.end(message.seconds, message.reason)
             elif isinstance(message, Signal):
-                self._signals.numbers.append(message.number)
-                self._num_reported += 1
+                while self._signals.numbers.count(message.number) < message.times:
+                    self._signals.numbers.append(message.number)
+                self._num_reported = len(self._signals.numbers)
                 rules.kill_if_requested()
             else:
                 self._later.append(message)
@@ -132,14 +131,15 @@ class _Link:
                 files = [self._signals.wake_up, *filter(None, [self.fileno()])]
                 select.select(files, [], [], _POLL_SECONDS)
                 self._signals.discard_wake_ups()
-        if self.lost is not None:
+        if not self._later and self.lost is not None:
             raise self.lost
         return self._later.popleft()
 
     def _report_signals(self) -> None:
         while self._num_reported < len(self._signals.numbers):
-            self._channel.send(Signal(self._signals.numbers[self._num_reported]))
+            number = self._signals.numbers[self._num_reported]
             self._num_reported += 1
+            self._channel.send(Signal(number, self._signals.numbers[: self._num_reported].count(number)))
 
     def _receive(self) -> list[Message]:
         try:
