@@ -96,7 +96,9 @@ def test_second_launcher_of_a_machine_is_rejected(start):
 
 def test_other_programs_at_the_port_are_ignored(start, port):
     first = start(0, "-n 1 --max-restarts 1", "")
-    for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"kind": "Signal", "number": 9}\n', b"\xff" * 100 + b"\n"):
+    hello = '{"kind": "Hello", "protocol": "jdist-job-1", "machine": "x", "num_machines": 2, "num_slots": 1, "program": "", '
+    messages = (b"", b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b'{"kind": "Alive"}\n', b"\xff" * 100 + b"\n")
+    for data in (*messages, (hello + '"name": ""}\n').encode()):
         while True:
             try:
                 with socket.create_connection(("127.0.0.1", port + 1)) as connection:

@@ -168,6 +168,7 @@ def test_signal_to_a_machine_that_runs_no_process_dismisses_it():
     machines.next(31)
     machines.connect(2)
     assert machines.receive(2, Signal(2, 1)) == {2: (Finish(130, ""),)}
+    assert machines.receive(2, Signal(2, 2), Ended([], 2)) == {}
     assert machines.receive(0, Signal(2, 1), Ended([-2], 2)) == {1: (Signal(2, 1),)}
     assert machines.receive(1, Ended([-2], 2)) == {0: (Finish(130, ""),), 1: (Finish(130, ""),)}
 

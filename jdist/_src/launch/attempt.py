@@ -48,7 +48,7 @@ class Link(Protocol):
     """The connection of a running attempt with the job on all machines, which may end it."""
 
     def fileno(self) -> int | None:
-        """Returns the file that becomes readable when a message has arrived; None if none can arrive by itself."""
+        """Returns the file that becomes readable when a message has arrived; None if messages arrive by calls only."""
         ...
 
     def note_failure(self, failure: Failure) -> None:

@@ -14,7 +14,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 class CompilationCache:
     """A folder for each slot, or the cache that the user has chosen.
 
-    Each process has a folder of its own: JAX writes entries in place, so another process could read an incomplete one.
+    Each process has its own folder: JAX writes entries in place, so another process could read an incomplete one.
 
     Args:
         folder: The folder that contains them; None if the user has chosen the cache.
@@ -49,7 +49,7 @@ def compilation_cache(environ: Mapping[str, str], is_local: bool) -> Iterator[Co
 
     Args:
         environ: The environment variables of the launcher.
-        is_local: Whether the processes run on this machine; otherwise they have no cache.
+        is_local: Whether the processes run on this machine; otherwise they do not have a cache.
     """
     if environ.get("JAX_COMPILATION_CACHE_DIR") or not is_local:
         yield CompilationCache(None)

@@ -186,6 +186,8 @@ class ControlServer:
     def _problem(self, hello: Hello) -> str:
         """Returns why a machine cannot take part; an empty string if it can."""
         own = self._own
+        if hello.machine not in range(own.num_machines):
+            return f"there is no machine {hello.machine!r}."
         for name, label in _COMPARED.items():
             if getattr(hello, name) != getattr(own, name):
                 return (

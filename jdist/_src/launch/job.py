@@ -143,8 +143,10 @@ class Job:
         self._note_end(machine, [])
 
     def receive(self, machine: int, message: Message) -> None:
-        """Processes a message of a machine."""
+        """Processes a message of a machine. A machine that has left may still send some."""
         attempt = self._attempt
+        if machine not in self._machines:
+            return
         if isinstance(message, Signal):
             self._receive_signal(machine, message)
         elif isinstance(message, Failure) and attempt is not None:
@@ -202,7 +204,7 @@ class Job:
             is_failure=not attempt.leaving,
             except_machine=machine,
         )
-        attempt.is_last = failure.process < 0  # the reader of the output has ended
+        attempt.is_last |= failure.process < 0  # the reader of the output has ended
 
     def _end_attempt(
         self,

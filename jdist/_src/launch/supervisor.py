@@ -23,7 +23,7 @@ class Channel(Protocol):
     """The messages between the job and a machine."""
 
     def fileno(self) -> int | None:
-        """Returns a file that is readable when a message has arrived; None if none can arrive by itself."""
+        """Returns a file that is readable when a message has arrived; None if messages arrive by calls only."""
         ...
 
     def send(self, message: Message) -> None:
