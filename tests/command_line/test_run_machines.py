@@ -149,11 +149,12 @@ def test_other_machines_end_with_machine_0(start):
 def test_signal_that_all_launchers_receive_is_one_signal(start):
     program = """
 signal.signal(signal.SIGINT, lambda *_: print("ignored"))
-while not os.path.exists("end"): time.sleep(0.01)
+print("ready")
+while True: time.sleep(0.01)
 """
     machines = [start(k, "-n 1 --max-restarts 5", program) for k in range(2)]
     for launcher in machines:
-        read_until(launcher.stdout, "attempt")
+        read_until(launcher.stdout, "ready")
     for count in (1, 2):
         for launcher in machines:
             launcher.send_signal(signal.SIGINT)

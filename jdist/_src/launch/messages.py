@@ -69,7 +69,7 @@ class Signal(NamedTuple):
 
     Attributes:
         number: The signal.
-        times: How often the machine has received it. The launchers may receive the same signal, which is one signal then.
+        times: How often the machine has received it.
     """
 
     number: int

@@ -108,10 +108,7 @@ class _Link:
             if isinstance(message, End):
                 rules.end(message.seconds, message.reason)
             elif isinstance(message, Signal):
-                while self._signals.numbers.count(message.number) < message.times:
-                    self._signals.numbers.append(message.number)
-                self._num_reported = len(self._signals.numbers)
-                rules.kill_if_requested()
+                self._signals.add(message.number, message.times)
             else:
                 self._later.append(message)
         if self.lost is not None:
@@ -136,10 +133,10 @@ class _Link:
         return self._later.popleft()
 
     def _report_signals(self) -> None:
-        while self._num_reported < len(self._signals.numbers):
-            number = self._signals.numbers[self._num_reported]
+        while self._num_reported < len(self._signals.own):
+            number = self._signals.own[self._num_reported]
             self._num_reported += 1
-            self._channel.send(Signal(number, self._signals.numbers[: self._num_reported].count(number)))
+            self._channel.send(Signal(number, self._signals.own[: self._num_reported].count(number)))
 
     def _receive(self) -> list[Message]:
         try:
