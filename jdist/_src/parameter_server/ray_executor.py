@@ -69,9 +69,7 @@ class RayExecutor:
         self._bindings: dict[tuple[int, ...], RayBinding] = {}
         self._num_updates = [0] * self.num_servers
         self._unsent: list[list[RequestedUpdate]] = [[] for _ in range(self.num_servers)]
-        self._read_messages: dict[
-            int, tuple[int, Any]
-        ] = {}  # by server: the binding, and the message that is still valid
+        self._read_messages: dict[int, tuple[int, Any]] = {}  # by server: the binding, and the message that is still valid
         self._is_flushed = True
 
     def store(self, value: Any, shards: tuple[Shard, ...]) -> LeafStorage:
