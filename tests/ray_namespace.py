@@ -25,7 +25,7 @@ def environment():
 
 @contextlib.contextmanager
 def ray_cluster(folder, *, num_cpus, store_bytes):
-    """Starts a cluster, and returns the command in front of a command that runs beside it.
+    """Starts a cluster, and returns the command in front of a command that runs in its network.
 
     The test is skipped where Ray is not installed, or where namespaces cannot be made.
     """
@@ -46,7 +46,7 @@ def ray_cluster(folder, *, num_cpus, store_bytes):
         stack.callback(cluster.kill)  # the kernel then kills all processes of the namespace
         assert cluster.stdout.readline() == b"up\n", (folder / "log").read_text()
         (child,) = pathlib.Path(f"/proc/{cluster.pid}/task/{cluster.pid}/children").read_text().split()
-        prefix = ["nsenter", "--net", "--pid", "--mount", "--target", child]
+        prefix = ["nsenter", "--net", "--target", child]
         check = "import ray; ray.init(address='auto', log_to_driver=False)"
         for _ in range(30):
             command = [*prefix, sys.executable, "-c", check]

@@ -29,7 +29,7 @@ def call(tmp_path_factory):
         read, write = os.pipe()
         paths = os.pathsep.join([environment()["PYTHONPATH"], str(FOLDER), str(FOLDER.parent)])
         process = subprocess.Popen(
-            [*prefix, sys.executable, "-u", str(FOLDER / "ray_cases.py"), str(write)],
+            [*prefix, "--pid", "--mount", sys.executable, "-u", str(FOLDER / "ray_cases.py"), str(write)],
             env={**environment(), "PYTHONPATH": paths, "JAX_NUM_CPU_DEVICES": "2"},
             stdin=subprocess.PIPE,
             pass_fds=[write],
