@@ -59,6 +59,10 @@ class LocalExecutor:
         self._reuses_memory = len({*workers, *servers}) == 1
         self._unused: list[tuple[frozenset[int], jax.Array]] = []  # with the works that may read them
 
+    def worker_pids(self) -> Sequence[int]:
+        """See `Executor.worker_pids`."""
+        return [0] * self.num_workers
+
     def store(self, value: Any, shards: tuple[Shard, ...]) -> LeafStorage:
         """See `Executor.store`."""
         arrays = to_arrays(value, shards, self.servers)
