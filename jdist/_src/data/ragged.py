@@ -79,8 +79,8 @@ def _as_arrays(rows: Sequence[Any]) -> tuple[list[np.ndarray], np.ndarray]:
     for number, x in enumerate(arrays):
         if x.ndim == 0 or (x.size and x.shape[1:] != first.shape[1:]):
             raise ValueError(
-                f"Row {number} has the shape {x.shape}, and the first row with elements {first.shape}. Rows may differ in their "
-                "first dimension only."
+                f"Row {number} has the shape {x.shape}, and the first row with elements {first.shape}. Rows may differ in "
+                "their first dimension only."
             )
     dtype = np.result_type(*filled) if filled else first.dtype
     empty = np.zeros((0, *first.shape[1:]), dtype)

@@ -38,7 +38,8 @@ class ParameterServerStrategy(Strategy):
 
     With `engine="ray"`, each worker and each server is an actor of a running Ray cluster, on any of its machines. A worker that
     is lost is replaced, and its call runs again; a server that is lost is restored, if there are `snapshots`. Each call is
-    applied exactly once. Workers and servers receive compiled programs, so their machines need jdist, and none of the user's code.
+    applied exactly once. Workers and servers receive compiled programs, so their machines need jdist, and none of the user's
+    code.
 
     Args:
         workers: The number of workers, or their devices. Worker `i` uses accelerator `i` of this process, modulo their number;
@@ -56,9 +57,9 @@ class ParameterServerStrategy(Strategy):
             it is applied, as under other strategies; a policy such as `jdist.sync.skip_nonfinite` decides. `"skip"`: it is
             not applied, and counted in `worker_progress()`. `"stop"`: the next call or read raises an error. Both name the
             worker.
-        snapshots: A `jdist.Checkpointer` in which the state is saved whenever `every` divides the number of calls, after waiting
-            for all of them. A server that is lost is restored from it, and after a restart the program continues from it: its
-            step is the number of calls that the state contains.
+        snapshots: A `jdist.Checkpointer` in which the state is saved whenever `every` divides the number of calls, after
+            waiting for all of them. A server that is lost is restored from it, and after a restart the program continues from
+            it: its step is the number of calls that the state contains.
         record: A file for the order in which workers start and updates are applied. `jdist replay FILE` runs the program again
             in this order, in one process, with bitwise equal results.
 
