@@ -60,6 +60,7 @@ def start(enter, tmp_path):
         yield start
 
 
+@pytest.mark.slow
 def test_processes_on_ray_join_each_other_and_their_output_is_shown(start):
     program = """
 import jax, jax.numpy as jnp
@@ -75,6 +76,7 @@ print(jax.device_count(), total, os.environ["NPROC"], os.environ["JDIST_LOCAL_PR
     assert {"[0] 4 3.0 1 0", "[1] 4 3.0 1 1"} <= set(errors.splitlines())
 
 
+@pytest.mark.slow
 def test_first_failure_on_ray_ends_the_other_processes_and_is_reported(start):
     launcher = start("-n 2", "print('line')\nif i == 1: raise ValueError('no')\ntime.sleep(100)")
     output, errors = launcher.communicate(timeout=120)
@@ -84,6 +86,7 @@ def test_first_failure_on_ray_ends_the_other_processes_and_is_reported(start):
     assert errors.endswith("ValueError: no\n")
 
 
+@pytest.mark.slow
 def test_signal_is_forwarded_to_the_processes_on_ray(start):
     launcher = start(
         "-n 1", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3)); print('ready')\nwhile 1: time.sleep(0.01)"
@@ -94,6 +97,7 @@ def test_signal_is_forwarded_to_the_processes_on_ray(start):
     assert launcher.returncode == 3 and "received SIGTERM, and forwarded it to 1 processes" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line, reason",
     {
@@ -112,6 +116,7 @@ def test_job_on_ray_starts_again_after_a_failure(start, line, reason):
     assert re.search(f"restart 1 of 1, [0-9.]+ seconds after this: process 1 failed: {reason}.\n", errors), errors
 
 
+@pytest.mark.slow
 def test_signal_ends_a_job_on_ray_without_a_restart(start):
     launcher = start("-n 1 --max-restarts 3", "print('ready'); time.sleep(100)")
     assert launcher.stdout.readline() == "[0] ready\n"
@@ -120,6 +125,7 @@ def test_signal_ends_a_job_on_ray_without_a_restart(start):
     assert launcher.returncode == 128 + signal.SIGTERM and "restart" not in errors
 
 
+@pytest.mark.slow
 def test_processes_on_ray_end_with_a_launcher_that_is_killed(start, tmp_path):
     def running():
         """Returns the processes of this test, which have other ids in their namespace."""
@@ -139,6 +145,7 @@ def test_processes_on_ray_end_with_a_launcher_that_is_killed(start, tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_processes_that_the_cluster_cannot_run_are_an_error(start):
     launcher = start("-n 3", "")
     _, errors = launcher.communicate(timeout=120)
@@ -148,8 +155,11 @@ def test_processes_that_the_cluster_cannot_run_are_an_error(start):
     )
 
 
+@pytest.mark.slow
 def test_workers_of_ray_train_join_each_other(enter, tmp_path):
-    pytest.importorskip("ray.train", reason="Ray Train needs further packages, which are not installed.")
+    pytest.importorskip(
+        "ray.train", reason="Ray Train needs further packages, which are not installed.", exc_type=ImportError
+    )
     program = """
 import pathlib, ray, ray.train
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
