@@ -19,6 +19,7 @@ JAX_VERSION = [
     "tests/execution",
     "tests/jaxpr",
     "tests/checkpoint/test_restore_laws.py",
+    "tests/launch/test_compilation_cache.py",
     "tests/parameter_server/test_strategy.py",
     "tests/parameter_server/test_tables.py",
     "tests/sync/test_policy_laws.py",
@@ -35,7 +36,13 @@ COMPILED = [
     "tests/strategies/test_sharded_memory.py",
 ]
 # The longest of the slow tests, which start first.
-LONGEST = ["tests/test_benchmarks.py", "tests/test_policies_example.py", "tests/processes", "tests/jaxpr"]
+LONGEST = [
+    "tests/test_benchmarks.py",
+    "tests/test_policies_example.py",
+    "tests/command_line/test_run_training.py",
+    "tests/processes",
+    "tests/jaxpr",
+]
 # Tests of what depends on Python's version: the language, pickles, threads and files, one training.
 PYTHON_VERSION = [
     "tests/core",
@@ -152,6 +159,7 @@ def benchmarks(session: nox.Session) -> None:
         "train_step",
         "multi_process",
         "parameter_server",
+        "recovery",
         "input",
         "policies",
         "memory",

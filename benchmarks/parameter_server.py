@@ -1,6 +1,7 @@
 """Steps of `ParameterServerStrategy`, against a loop over `jax.jit` on one device, and against TensorFlow's strategy.
 
     python benchmarks/parameter_server.py [--quick] [--json] [--case dense-1M] [--servers 1 2]
+    ray start --head --num-cpus 4 && python benchmarks/parameter_server.py --engine ray
 
 Two workers, one or two servers. A step of `no-op` sends nothing; `dense-N` reads N parameters and sends N gradients, in four
 arrays, which the servers subtract; `sparse` looks up 1,024 rows of a table of 100,000 x 64 numbers. TensorFlow
@@ -17,6 +18,7 @@ import sidebyside
 
 options = sidebyside.parser(__doc__)
 options.add_argument("--case", help="one case only")
+options.add_argument("--engine", default="local", choices=("local", "ray"), help="where the workers and servers run")
 options.add_argument("--servers", type=int, nargs="+", default=[1, 2])
 args = options.parse_args()
 
@@ -43,6 +45,11 @@ def dense_step(params, x):
     return jax.tree.map(lambda w, g: w - RATE * g, params, jdist.all_reduce("mean", grads)), None
 
 
+def no_step(params, x):
+    """A step of one replica that does nothing."""
+    return params, None
+
+
 def sparse_step(params, ids):
     """A step of one replica that changes rows of a table."""
     grads = jax.grad(lambda params: 0.5 * jnp.sum((jdist.lookup(params[0], ids) - 1) ** 2))(params)
@@ -51,8 +58,8 @@ def sparse_step(params, ids):
 
 def make_candidates(size: int, steps: int, servers: int):
     """Returns functions that run the steps of a case under the strategy, and in a loop over `jax.jit`."""
-    strategy = jdist.ParameterServerStrategy(workers=WORKERS, servers=servers)
-    one_replica = dense_step if size else sparse_step
+    strategy = jdist.ParameterServerStrategy(workers=WORKERS, servers=servers, engine=args.engine)
+    one_replica = (dense_step if size >= LEAVES else no_step) if size else sparse_step
     x = np.ones((1, 1), np.float32) if size else np.random.default_rng(0).integers(0, ROWS, IDS).astype(np.int32)
     shapes = [(size // LEAVES,)] * LEAVES if size else [(ROWS, WIDTH)]
     make = lambda: list(map(jnp.zeros, shapes))

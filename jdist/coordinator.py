@@ -6,8 +6,8 @@ from jdist._src.parameter_server.per_worker import PerWorkerDataset as PerWorker
 from jdist._src.parameter_server.per_worker import PerWorkerIterator as PerWorkerIterator
 from jdist._src.parameter_server.per_worker import PerWorkerValues as PerWorkerValues
 from jdist._src.parameter_server.remote_value import RemoteValue as RemoteValue
+from jdist._src.parameter_server.worker_index import EndOfDataError as EndOfDataError
 from jdist._src.parameter_server.worker_index import get_current_worker_index as get_current_worker_index
-from jdist._src.parameter_server.worker_threads import EndOfDataError as EndOfDataError
 
 
 def __dir__() -> list[str]:

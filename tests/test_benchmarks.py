@@ -24,6 +24,7 @@ CASES = {
     "policies": ["mlp"],
     "multi_process": ["mlp", "sum"],
     "parameter_server": ["sparse"],
+    "recovery": ["kill"],
 }
 
 

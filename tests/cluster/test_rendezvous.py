@@ -11,6 +11,7 @@ import pytest
 
 from jdist._src.cluster import rendezvous
 from jdist._src.cluster.rendezvous import Participant, meet, split_address
+from jdist._src.core.connections import json_line, read_lines
 
 
 @pytest.fixture
@@ -53,9 +54,9 @@ def test_a_process_that_ends_early_is_replaced(port, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         host = pool.submit(meet, f"127.0.0.1:{port}", 0, 3, 30, "127.0.0.1")
         with contextlib.closing(connected(port)) as ended:
-            lines = rendezvous._lines(ended)
+            lines = read_lines(ended)
             next(lines)
-            ended.sendall(rendezvous._line(dataclasses.asdict(participant(1, 3))))
+            ended.sendall(json_line(dataclasses.asdict(participant(1, 3))))
             while rendezvous.json.loads(next(lines))["missing"] != [2]:
                 pass
         again = pool.submit(meet, f"127.0.0.1:{port}", 1, 3, 30)
@@ -203,8 +204,8 @@ def test_other_programs_that_connect_to_process_0_are_ignored_with_a_warning(por
 
 
 def test_waiting_processes_warn(port, monkeypatch, caplog):
-    monkeypatch.setattr(rendezvous, "_FIRST_WARNING_SECONDS", 0.1)
-    monkeypatch.setattr(rendezvous, "_NOTICE_SECONDS", 0.1)
+    for name in ("_FIRST_WARNING_SECONDS", "_WARNING_SECONDS", "_NOTICE_SECONDS"):
+        monkeypatch.setattr(rendezvous, name, 0.1)
     results(port, participant(0, 3), participant(1, 3), timeout=1)
     messages = "\n".join(record.message for record in caplog.records)
     assert "process 2 of 3 has not joined process 0" in messages

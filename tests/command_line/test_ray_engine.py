@@ -6,6 +6,7 @@ Ray listens on all interfaces, so its processes run in namespaces of their own, 
 import contextlib
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -19,41 +20,14 @@ from jdist._src.command_line.main import main
 from jdist._src.launch import ray_engine
 from jdist._src.launch.ray_worker import Node
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-UNSHARE = ["unshare", "--net", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
-UP = "import fcntl, socket, struct\nfcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh', b'lo', 1))\n"  # SIOCSIFFLAGS
-HEAD = "--head --block --num-cpus=2 --num-gpus=0 --include-dashboard=false --disable-usage-stats --object-store-memory=80000000"
+from ray_namespace import ROOT, ray_cluster
 
 
 @pytest.fixture(scope="module")
 def enter(tmp_path_factory):
     """Returns the command in front of a command that runs beside a Ray cluster of one node with two CPUs."""
-    pytest.importorskip("ray", reason="Ray is optional and not installed.")
-    if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
-        pytest.skip("Namespaces, in which Ray cannot be reached from outside, cannot be made here.")
-    with contextlib.ExitStack() as stack:
-        folder = tmp_path_factory.mktemp("ray")
-        start = f"{UP}import os\nprint('up', flush=True)\nos.dup2(2, 1)\nos.execvp('ray', ['ray', 'start', *'''{HEAD}'''.split()])"
-        environment = {**os.environ, "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"}
-        environment |= {"PYTHONPATH": str(ROOT), "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_TMPDIR": str(folder)}
-        log = stack.enter_context((folder / "log").open("w+"))
-        cluster = subprocess.Popen(
-            [*UNSHARE, sys.executable, "-c", start], env=environment, stdout=subprocess.PIPE, stderr=log
-        )
-        stack.enter_context(cluster)
-        stack.callback(cluster.kill)  # the kernel then kills all processes of the namespace
-        assert cluster.stdout.readline() == b"up\n", (folder / "log").read_text()
-        (child,) = pathlib.Path(f"/proc/{cluster.pid}/task/{cluster.pid}/children").read_text().split()
-        prefix = ["nsenter", "--net", "--target", child]
-        check = "import ray; ray.init(address='auto', log_to_driver=False)"
-        for _ in range(30):
-            if not subprocess.run(
-                [*prefix, sys.executable, "-c", check], capture_output=True, env=environment
-            ).returncode:
-                yield prefix
-                return
-            assert cluster.poll() is None, (folder / "log").read_text()
-        pytest.fail((folder / "log").read_text())
+    with ray_cluster(tmp_path_factory.mktemp("ray"), num_cpus=2, store_bytes=80_000_000) as prefix:
+        yield prefix
 
 
 @pytest.fixture
@@ -118,6 +92,32 @@ def test_signal_is_forwarded_to_the_processes_on_ray(start):
     launcher.send_signal(signal.SIGTERM)
     _, errors = launcher.communicate(timeout=120)
     assert launcher.returncode == 3 and "received SIGTERM, and forwarded it to 1 processes" in errors
+
+
+@pytest.mark.parametrize(
+    "line, reason",
+    {
+        "raise ValueError('no')": "exit status 1",
+        "os.kill(os.getpid(), signal.SIGKILL)": r"ended by SIGKILL \(the machine may be out of memory\)",
+        "os.kill(os.getpid(), signal.SIGSTOP)": "no answer for 4 seconds",
+    }.items(),
+)
+def test_job_on_ray_starts_again_after_a_failure(start, line, reason):
+    program = "r = int(os.environ['JDIST_RESTARTS']); print('attempt', r)\nif r == 0:\n"
+    program += f"    time.sleep(1)\n    if i == 1: {line}\n    time.sleep(100)"
+    launcher = start("-n 2 --max-restarts 1 --answer-timeout 4", program)
+    output, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, errors
+    assert sorted(output.splitlines()) == [f"[{i}] attempt {r}" for i in range(2) for r in range(2)]
+    assert re.search(f"restart 1 of 1, [0-9.]+ seconds after this: process 1 failed: {reason}.\n", errors), errors
+
+
+def test_signal_ends_a_job_on_ray_without_a_restart(start):
+    launcher = start("-n 1 --max-restarts 3", "print('ready'); time.sleep(100)")
+    assert launcher.stdout.readline() == "[0] ready\n"
+    launcher.send_signal(signal.SIGTERM)
+    _, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 128 + signal.SIGTERM and "restart" not in errors
 
 
 def test_processes_on_ray_end_with_a_launcher_that_is_killed(start, tmp_path):

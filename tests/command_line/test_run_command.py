@@ -1,6 +1,5 @@
 """`jdist run`: output, failures, signals, and the end of the processes in every case. The programs do not import JAX."""
 
-import contextlib
 import os
 import pathlib
 import pty
@@ -9,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -17,78 +15,7 @@ from jdist._src.command_line.main import main
 from jdist._src.launch.output import PrefixedLines, failure_text
 from jdist._src.launch.variables import gpu_shares, process_variables, usable_cores
 
-ROOT = pathlib.Path(__file__).parent.parent.parent
-# A launcher does not forward a signal that is ignored where it starts, as SIGINT is in a background job of a shell.
-WITH_DEFAULT_SIGNALS = """
-import os, signal, sys
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_DFL)
-os.execv(sys.executable, [sys.executable, "-m", "jdist_command", "run", *sys.argv[1:]])
-"""
-COMMAND = [sys.executable, "-I", "-S", "-c", WITH_DEFAULT_SIGNALS]
-PROCESS = 'import os, signal, subprocess, sys, time; i = int(os.environ["JDIST_PROCESS_ID"])\n'
-
-
-@pytest.fixture
-def started(tmp_path):
-    """Returns a function that starts `jdist run OPTIONS train.py` with the lines of the program."""
-    with contextlib.ExitStack() as stack:
-
-        def start(options, program, *arguments, **settings):
-            (tmp_path / "train.py").write_text(PROCESS + program)
-            environment = {**os.environ, "PYTHONPATH": str(ROOT), **settings.pop("environment", {})}
-            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | settings
-            command = [*COMMAND, *options.split(), "train.py", *arguments]
-            launcher = subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
-            stack.callback(end, launcher)
-            return launcher
-
-        yield start
-
-
-def end(launcher):
-    if launcher.poll() is None:
-        launcher.kill()
-    launcher.wait()
-    for stream in (launcher.stdout, launcher.stderr):
-        if stream is not None:
-            stream.close()
-
-
-@pytest.fixture
-def run(started):
-    """Returns a function that does the same and returns the exit status, the output and the errors."""
-
-    def run(options, program, *arguments, **settings):
-        launcher = started(options, program, *arguments, **settings)
-        output, errors = launcher.communicate(timeout=60)
-        return launcher.returncode, output, errors
-
-    return run
-
-
-def read_until(stream, *words):
-    """Returns the lines of a stream up to the line after which each word has occurred."""
-    lines = []
-    while not all(any(word in line for line in lines) for word in words):
-        lines.append(stream.readline())
-        assert lines[-1], f"the output ended: {lines}"
-    return lines
-
-
-def is_running(pid):
-    """Whether a process exists; one that has ended and was not waited for does not count."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] != "Z"
-    return False
-
-
-def wait_until_ended(pids):
-    deadline = time.monotonic() + 30
-    while running := list(filter(is_running, pids)):
-        assert time.monotonic() < deadline, f"processes {running} are still running"
-        time.sleep(0.02)
-
+from launchers import COMMAND, PROCESS, ROOT, is_running, read_until, wait_until_ended
 
 # The program.
 
@@ -404,7 +331,7 @@ def test_gpus_are_divided_over_the_processes_if_jax_can_use_them(tmp_path, monke
         "-n 2 -m ../train.py": "jdist run: the module '../train.py' is not found.",
         "-n 0 train.py": "argument -n/--processes: must be an integer >= 1, got '0'",
         "-n two train.py": "argument -n/--processes: must be an integer >= 1, got 'two'",
-        "train.py": "the following arguments are required: -n/--processes",
+        "train.py": "one of the arguments -n/--processes --elastic is required",
         "-n 2": "the following arguments are required: program",
         "-n 2 --devices-per-process 0 train.py": "argument --devices-per-process: must be an integer >= 1, got '0'",
         "-n 2 --grace -1 train.py": "argument --grace: must be a number of seconds >= 0, got '-1'",
@@ -415,6 +342,21 @@ def test_gpus_are_divided_over_the_processes_if_jax_can_use_them(tmp_path, monke
         "-n 2 --coordinator h train.py": "must be a host and a port, such as 10.0.0.1:8476, got 'h'",
         "-n 2 --coordinator h:70000 train.py": "must be a host and a port, such as 10.0.0.1:8476, got 'h:70000'",
         "-n 2 --unknown train.py": "unrecognized arguments: --unknown",
+        "-n 2 --max-restarts -1 train.py": "argument --max-restarts: must be an integer >= 0, got '-1'",
+        "-n 2 --max-restarts all train.py": "argument --max-restarts: must be an integer >= 0, got 'all'",
+        "--elastic 2 train.py": "argument --elastic: must be MIN:MAX, integers with 1 <= MIN <= MAX, such as 2:8, got '2'",
+        "--elastic 3:2 train.py": "argument --elastic: must be MIN:MAX, integers with 1 <= MIN <= MAX, such as 2:8, got '3:2'",
+        "--elastic 0:2 train.py": "argument --elastic: must be MIN:MAX, integers with 1 <= MIN <= MAX, such as 2:8, got '0:2'",
+        "-n 2 --elastic 1:2 train.py": "argument --elastic: not allowed with argument -n/--processes",
+        "--elastic 1:3 --nodes 2 --node-rank 1 --coordinator h:1 train.py": "--elastic 1:3 with --nodes 2: each machine runs "
+        "MAX / M processes, but 3 is not a multiple of 2. Change one of them.",
+        "--elastic 1:2 --engine ray train.py": "--elastic does not start processes on a Ray cluster. Pass -n and --max-restarts.",
+        "-n 2 --answer-timeout 9 train.py": "--answer-timeout has no effect without --max-restarts or --elastic. Add --max-",
+        "-n 2 --max-restarts 1 --answer-timeout 0 train.py": "--answer-timeout: must be a number of seconds > 0, got '0'",
+        "-n 2 --max-restarts 1 --rejoin-after 9 train.py": "--rejoin-after has no effect without --elastic. Add --elastic, or rem",
+        "-n 2 --max-restarts 1 --join-timeout 9 train.py": "--join-timeout has no effect without --nodes, and --max-restarts or ",
+        "-n 1 --max-restarts 1 --nodes 2 --node-rank 1 --coordinator h:65535 train.py": "--coordinator h:65535: the launchers "
+        "connect to each other at the next port, but 65535 is the last one. Pass a smaller port.",
     }.items(),
 )  # fmt: skip
 def test_invalid_command_has_status_2_and_starts_nothing(command, message, tmp_path, monkeypatch, capsys):

@@ -440,10 +440,9 @@ def test_many_functions_of_several_threads_are_all_run(coordinator):
 @pytest.mark.parametrize("wait", ["coordinator.join()", "value.fetch()"])
 def test_waiting_is_interrupted_by_ctrl_c_and_the_program_exits_while_a_worker_is_busy(wait):
     program = f"""
-import jax, threading, time, jdist
-class Workers:
-    num_workers, worker_devices = 1, jax.devices()[:1]
-coordinator = jdist.coordinator.ClusterCoordinator(Workers())
+import jax, signal, threading, time, jdist
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job of a shell
+coordinator = jdist.coordinator.ClusterCoordinator(jdist.ParameterServerStrategy(workers=1))
 begun, end = threading.Event(), threading.Event()
 value = coordinator.schedule(lambda: (begun.set(), end.wait({PATIENCE})))
 begun.wait()

@@ -133,7 +133,7 @@ def test_slow_worker_does_not_stop_the_others_and_its_staleness_is_counted(tmp_p
         state, _ = add(state, np.float32(x))
     assert [float(leaf) for leaf in state] == [2 + 3 * 3 + 4 * 12 + 1, 4]  # call 1 has read 0
     assert strategy.staleness_counts() == {0: 3, 3: 1}
-    assert [tuple(worker) for worker in strategy.worker_progress()] == [(1, 0, 3), (3, 2, 0)]
+    assert [worker[:3] for worker in strategy.worker_progress()] == [(1, 0, 3), (3, 2, 0)]
 
 
 def test_staleness_divides_updates(tmp_path, monkeypatch):

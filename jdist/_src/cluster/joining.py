@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 import jax
 
-from jdist._src.cluster.rendezvous import is_loopback, meet, split_address
+from jdist._src.cluster.rendezvous import await_service, meet, split_address
 from jdist._src.core.arguments import check_seconds
 from jdist._src.core.backend_start import backend_start_line
-from jdist._src.core.jax_compat import has_backend, use_loopback_for_cpu_collectives
+from jdist._src.core.connections import is_loopback
+from jdist._src.core.jax_compat import has_backend, use_loopback_for_cpu_collectives, write_compilation_cache
 from jdist._src.core.process_messages import post_end_at_exit
 
 
@@ -57,6 +58,8 @@ def join_processes(
     if is_loopback(host):
         use_loopback_for_cpu_collectives()
     meet(coordinator_address, process_id, num_processes, timeout_seconds, bind_host)
+    if process_id:
+        await_service(coordinator_address)
     jax.distributed.initialize(
         coordinator_address,
         num_processes,
@@ -67,6 +70,8 @@ def join_processes(
         coordinator_bind_address=bind_address,
     )
     post_end_at_exit(process_id)
+    if folder := os.environ.get("JDIST_COMPILATION_CACHE_DIR"):  # from `jdist run`, for this process only
+        write_compilation_cache(folder)
 
 
 def _check_joined(num_processes: int, process_id: int) -> None:

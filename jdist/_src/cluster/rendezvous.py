@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from jdist._src.cluster.settings import check_coordinator
+from jdist._src.core.connections import json_line, listen, read_lines
 from jdist._src.core.version import __version__
 
 _LOG = logging.getLogger("jdist")
@@ -31,8 +32,9 @@ _NOTICE_SECONDS = 2.0  # between two messages of process 0 to those that wait
 _WARNING_SECONDS = 30.0  # between two log messages
 _FIRST_WARNING_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0  # for the first answer of process 0
-_RETRY_SECONDS = 0.2
+_RETRY_SECONDS = 0.05
 _LATE_SECONDS = 3.0  # in which further processes still receive the error
+_SERVICE_SECONDS = 2.0  # for the start of JAX's service
 _PROBE_SECONDS = 1.0  # between two connections of process 0 to its address
 
 
@@ -104,9 +106,20 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def is_loopback(host: str) -> bool:
-    """Whether `host` is a name or an address of the loopback interface."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+def await_service(address: str) -> None:
+    """Waits until JAX's coordination service listens, at most 2 seconds, on a process that has met process 0.
+
+    JAX connects as soon as all have met. It would try a refused connection again a second later only.
+
+    Args:
+        address: Host and port of the coordinator.
+    """
+    deadline = time.monotonic() + _SERVICE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection(split_address(address), timeout=_SERVICE_SECONDS).close()
+            return
+        time.sleep(0.01)
 
 
 class _Host:
@@ -165,17 +178,11 @@ class _Host:
         in_use = self._cannot_listen("another program, or another process 0, already accepts connections at this port")
         if problem := self._probe(in_use):
             raise RuntimeError(problem)
-        is_dual = not self._bind_host and socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual or ":" in self._bind_host else socket.AF_INET
         try:
             # A launcher may hold the port with a socket that does not listen, which needs `reuse_port`. JAX's service sets it.
-            server = socket.create_server(
-                (self._bind_host, self._port), family=family, backlog=1024, reuse_port=True, dualstack_ipv6=is_dual
-            )
+            return listen(self._bind_host, self._port, reuse_port=True)
         except OSError as error:
             raise RuntimeError(self._cannot_listen(error.strerror or str(error))) from error
-        server.setblocking(False)
-        return server
 
     def _cannot_listen(self, reason: str) -> str:
         return (
@@ -211,7 +218,7 @@ class _Host:
         """
         try:
             with socket.create_connection((self._host, self._port), timeout=1) as connection:
-                lines = _lines(connection)
+                lines = read_lines(connection)
                 try:
                     greeting = json.loads(next(lines))
                     if greeting["protocol"] != _PROTOCOL:
@@ -221,7 +228,7 @@ class _Host:
                 except (ValueError, TypeError, KeyError, OSError):
                     return other_program
                 connection.settimeout(_ANSWER_SECONDS)
-                connection.sendall(_line(dataclasses.asdict(self._own)))
+                connection.sendall(json_line(dataclasses.asdict(self._own)))
                 while "error" not in (message := json.loads(next(lines))):
                     pass
                 return message["error"]
@@ -252,7 +259,7 @@ class _Host:
             connection.setblocking(False)
             self._received[connection] = b""
             self._selector.register(connection, selectors.EVENT_READ)
-            connection.sendall(_line({"protocol": _PROTOCOL, "token": self._token}))
+            connection.sendall(json_line({"protocol": _PROTOCOL, "token": self._token}))
 
     def _add(self, connection: socket.socket) -> None:
         try:
@@ -312,7 +319,7 @@ class _Host:
     def _send(self, message: dict[str, Any]) -> None:
         for connection in list(self._participants):
             try:
-                connection.sendall(_line(message))
+                connection.sendall(json_line(message))
             except OSError:
                 self._forget(connection)
 
@@ -336,7 +343,10 @@ def _attend(host: str, port: int, own: Participant, timeout_seconds: float) -> N
         try:
             with socket.create_connection((host, port), timeout=min(remaining, _ANSWER_SECONDS)) as connection:
                 connection.settimeout(_ANSWER_SECONDS)
-                return _await_result(connection, own, f"{host}:{port}", start, timeout_seconds)
+                _await_result(connection, own, f"{host}:{port}", start, timeout_seconds)
+                while connection.recv(4096):  # until process 0 has closed its port
+                    pass
+                return
         except OSError as error:  # also where the name is not known: in a new cluster, it may be soon
             reason = error.strerror or str(error) or type(error).__name__
         if time.monotonic() > next_warning:
@@ -367,7 +377,7 @@ def _await_result(
         RuntimeError: Another program listens there, or the processes do not fit together, or some of them are missing.
         OSError: The connection is lost.
     """
-    lines, missing = _lines(connection), []
+    lines, missing = read_lines(connection), []
     problem = ""
     try:
         if json.loads(next(lines))["protocol"] != _PROTOCOL:
@@ -382,7 +392,7 @@ def _await_result(
             "choose another one. Or process 0 called `jax.distributed.initialize` itself, or its group is complete without "
             f"this process: check the number of processes and the index {own.index}."
         )
-    connection.sendall(_line(dataclasses.asdict(own)))
+    connection.sendall(json_line(dataclasses.asdict(own)))
     next_warning = start + _FIRST_WARNING_SECONDS
     while True:
         now = time.monotonic()
@@ -400,28 +410,6 @@ def _await_result(
         if now > next_warning:
             next_warning += _WARNING_SECONDS
             _LOG.warning("Process %d waits at %s for the processes %s.", own.index, address, missing)
-
-
-def _lines(connection: socket.socket) -> Iterator[bytes]:
-    """Yields the lines that a connection receives.
-
-    Raises:
-        ConnectionError: The other process closed the connection.
-        TimeoutError: No line came in time.
-    """
-    buffer = b""
-    while True:
-        while b"\n" not in buffer:
-            data = connection.recv(4096)
-            if not data:
-                raise ConnectionResetError("process 0 closed the connection before all processes had joined")
-            buffer += data
-        line, _, buffer = buffer.partition(b"\n")
-        yield line
-
-
-def _line(message: dict[str, Any]) -> bytes:
-    return json.dumps(message).encode() + b"\n"
 
 
 def _place(participant: Participant) -> str:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from jdist._src.cluster.resolution import resolve_each
 from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
-from jdist._src.launch.attempt import Program, run_attempt
+from jdist._src.launch.attempt import AttemptSettings, Program, run_attempt
 from jdist._src.launch.child_processes import reserved_address
-from jdist._src.launch.end_rules import status_text
+from jdist._src.launch.end_rules import EndTimes, status_text
 from jdist._src.launch.output import Console
+from jdist._src.launch.signals import received_signals
 from jdist._src.launch.variables import process_variables, usable_cores
 
 _MINIMUM_JAX = "0.10.2"
@@ -258,7 +259,9 @@ def check_collective(environ: Mapping[str, str]) -> Check:
             cores=usable_cores(),
         )
         program = Program("module", "jdist._src.command_line.loopback", [])
-        result = run_attempt(program, environments, grace_seconds=1.0, console=Console(output, output))
+        with received_signals() as signals:
+            settings = AttemptSettings(EndTimes(grace_seconds=1.0), Console(output, output), signals)
+            result = run_attempt(program, environments, settings)
     if (failure := result.first_failure) is None:
         return Check(
             "collective", "two processes of this machine joined and computed a sum over the loopback interface"

@@ -5,183 +5,166 @@ This module and those that it imports do not import JAX, so that `jdist run` sta
 
 import argparse
 import contextlib
-import importlib.util
 import os
-import re
 import socket
 import sys
+from collections.abc import Iterator
 
+from jdist._src.command_line.run_options import (
+    DEFAULT_ANSWER_SECONDS,
+    DEFAULT_GRACE_SECONDS,
+    DEFAULT_JOIN_SECONDS,
+    DEFAULT_MAX_RESTARTS,
+    DEFAULT_REJOIN_SECONDS,
+    RESTART_GRACE_SECONDS,
+    add_arguments,
+    check_nodes,
+    check_program,
+    check_restarts,
+    has_restarts,
+)
 from jdist._src.command_line.verb import Verb
-from jdist._src.launch.attempt import Program, run_attempt
+from jdist._src.launch.attempt import AttemptSettings, Link, Program, run_attempt
 from jdist._src.launch.child_processes import reserved_address
-from jdist._src.launch.end_rules import report_failure
+from jdist._src.launch.compilation_cache import CompilationCache, compilation_cache
+from jdist._src.launch.control import Address, ControlServer, connect_to_job
+from jdist._src.launch.end_rules import AttemptResult, EndTimes, report_failure
+from jdist._src.launch.job import Job, JobSettings
+from jdist._src.launch.messages import PROTOCOL, Hello, Start
 from jdist._src.launch.output import Console
 from jdist._src.launch.ray_engine import run_ray_attempt
-from jdist._src.launch.variables import gpu_shares, process_variables, usable_cores
+from jdist._src.launch.signals import ReceivedSignals, received_signals
+from jdist._src.launch.supervisor import AttemptRunner, Channel, LocalChannel, RemoteChannel, run_attempts
+from jdist._src.launch.variables import gpu_shares, gpus_of_slots, process_variables, usable_cores
 
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "-n",
-        "--processes",
-        type=_positive,
-        required=True,
-        metavar="N",
-        help="processes on this machine, or with --engine ray on the cluster",
-    )
-    add(
-        "--devices-per-process",
-        type=_positive,
-        metavar="D",
-        help="CPU devices per process, and on a machine with GPUs the GPUs per process "
-        "(default: one CPU device; the GPUs of the machine, divided by N)",
-    )
-    add("--nodes", type=_positive, metavar="M", help="machines; run the same command on each with its --node-rank")
-    add("--node-rank", type=int, metavar="K", help="index of this machine, 0 to M-1")
-    add("--coordinator", type=_address, metavar="HOST:PORT", help="address of machine 0, and a free port there")
-    add(
-        "--grace",
-        type=_seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="time between SIGTERM and SIGKILL for the other processes after a failure (default: 5)",
-    )
-    add(
-        "--engine",
-        choices=("local", "ray"),
-        default="local",
-        help="where the processes are started: on this machine (default), or by actors of a running Ray cluster",
-    )
-    add("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
-    add("program", help="a Python script, or with -m a module")
-    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the program")
+_EXIT_SECONDS = 0.3  # after an error, if the job can start again
 
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
         program = Program("module" if arguments.module else "script", arguments.program, arguments.arguments)
-        _check_program(program)
-        _check_nodes(arguments)
-        run = _run_on_ray if arguments.engine == "ray" else _run_here
-        return run(program, arguments, Console())
+        check_program(program)
+        check_nodes(arguments)
+        check_restarts(arguments)
+        if arguments.engine == "ray" and arguments.nodes is not None:
+            raise ValueError(
+                "--engine ray takes the nodes of the Ray cluster. Remove --nodes, --node-rank and --coordinator."
+            )
+        with received_signals() as signals:
+            return (_run_job if has_restarts(arguments) else _run_once)(program, arguments, Console(), signals)
     except (ValueError, ImportError) as error:
         print(f"jdist run: {error}", file=sys.stderr)
         return 2
 
 
-def _run_on_ray(program: Program, arguments: argparse.Namespace, console: Console) -> int:
-    if arguments.nodes is not None:
-        raise ValueError(
-            "--engine ray takes the nodes of the Ray cluster. Remove --nodes, --node-rank and --coordinator."
-        )
-    result = run_ray_attempt(
-        program,
-        os.environ,
-        num_processes=arguments.processes,
-        devices_per_process=arguments.devices_per_process,
-        grace_seconds=arguments.grace,
-        console=console,
-    )
-    report_failure(result, arguments.processes, console)
+def _run_once(program: Program, arguments: argparse.Namespace, console: Console, signals: ReceivedSignals) -> int:
+    """Runs one attempt, without connections to other machines."""
+    processes, machines = arguments.processes, arguments.nodes or 1
+    start = Start(0, processes * machines, processes * (arguments.node_rank or 0), range(processes), "")
+    settings = AttemptSettings(EndTimes(_default(arguments.grace, DEFAULT_GRACE_SECONDS)), console, signals)
+    result = _attempt_runner(program, arguments, processes, settings, CompilationCache(None))(start, None)
+    report_failure(result, start.num_processes, console)
     return result.exit_status
 
 
-def _run_here(program: Program, arguments: argparse.Namespace, console: Console) -> int:
-    gpus = gpu_shares(os.environ, arguments.processes, arguments.devices_per_process)
-    num_processes = arguments.processes * (arguments.nodes or 1)
+def _run_job(program: Program, arguments: argparse.Namespace, console: Console, signals: ReceivedSignals) -> int:
+    """Runs the attempts of a job that starts again after a failure."""
+    job_settings = _job_settings(arguments)
+    answer_seconds = _default(arguments.answer_timeout, DEFAULT_ANSWER_SECONDS)
+    settings = AttemptSettings(job_settings.times, console, signals, answer_seconds)
     with contextlib.ExitStack() as stack:
-        environments = process_variables(
-            os.environ,
-            coordinator=arguments.coordinator or stack.enter_context(reserved_address()),
-            num_processes=num_processes,
-            first_process=arguments.processes * (arguments.node_rank or 0),
-            num_local_processes=arguments.processes,
-            devices_per_process=arguments.devices_per_process,
-            gpus=gpus,
-            cores=usable_cores(),
-        )
-        result = run_attempt(program, environments, grace_seconds=arguments.grace, console=console)
-    report_failure(result, num_processes, console)
-    return result.exit_status
-
-
-def _check_program(program: Program) -> None:
-    if program.kind == "script":
-        if os.path.isfile(program.target):
-            return
-        advice = "Pass the path of a Python script, without `python`, or a module after `-m`."
-        raise ValueError(f"{program.target!r} is not a file in {os.getcwd()}. {advice}")
-    name = program.target.partition(".")[0]
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as in the processes
-    if not re.fullmatch(r"\w+(\.\w+)*", program.target) or importlib.util.find_spec(name) is None:
-        raise ValueError(
-            f"the module {program.target!r} is not found. Pass its name without `.py`, or a script without `-m`."
-        )
-
-
-def _check_nodes(arguments: argparse.Namespace) -> None:
-    options = {
-        "--nodes": arguments.nodes,
-        "--node-rank": arguments.node_rank,
-        "--coordinator": arguments.coordinator,
-    }
-    if missing := [name for name, value in options.items() if value is None]:
-        if len(missing) < len(options):
-            present = ", ".join(name for name in options if name not in missing)
-            raise ValueError(
-                f"{present} without {' and '.join(missing)}. Pass all of --nodes, --node-rank and --coordinator to start "
-                "processes on several machines, or none of them for this machine only."
-            )
-        return
-    if not 0 <= arguments.node_rank < arguments.nodes:
-        raise ValueError(
-            f"--node-rank must be 0 to {arguments.nodes - 1} for --nodes {arguments.nodes}, got {arguments.node_rank}."
-        )
-    if arguments.node_rank == 0:
-        _check_port(arguments.coordinator)
-
-
-def _check_port(address: str) -> None:
-    """Raises ValueError if process 0, on this machine, cannot listen on the port of `address`."""
-    port = int(address.rpartition(":")[2])
-    with socket.socket() as probe:
+        # The nodes of a Ray cluster do not have the folder of the cache.
+        cache = stack.enter_context(compilation_cache(os.environ, arguments.engine == "local"))
+        run = _attempt_runner(program, arguments, job_settings.slots_per_machine, settings, cache)
         try:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may linger
-            probe.bind(("", port))
-            probe.listen()
-        except OSError as error:
-            raise ValueError(
-                f"port {port} of --coordinator {address} cannot be used on this machine, which has --node-rank 0: "
-                f"{error.strerror}. End the program that uses the port (`ss -ltnp 'sport = :{port}'`), or pass another port on "
-                "all machines."
-            ) from None
+            channel = stack.enter_context(_channel(program, arguments, job_settings, settings))
+        except InterruptedError:
+            return 128 + signals.numbers[0]
+        return run_attempts(channel, run, signals=signals, console=console)
 
 
-def _positive(text: str) -> int:
-    if not re.fullmatch("[0-9]+", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
-    return int(text)
+def _job_settings(arguments: argparse.Namespace) -> JobSettings:
+    machines = arguments.nodes or 1
+    most = arguments.elastic.maximum if arguments.elastic else arguments.processes * machines
+    grace_seconds = _default(arguments.grace, RESTART_GRACE_SECONDS)
+    return JobSettings(
+        num_machines=machines,
+        slots_per_machine=most // machines,
+        min_processes=arguments.elastic.minimum if arguments.elastic else most,
+        max_restarts=DEFAULT_MAX_RESTARTS if arguments.max_restarts is None else arguments.max_restarts,
+        rejoin_seconds=_default(arguments.rejoin_after, DEFAULT_REJOIN_SECONDS),
+        join_seconds=_default(arguments.join_timeout, DEFAULT_JOIN_SECONDS),
+        times=EndTimes(grace_seconds, exit_seconds=min(grace_seconds, _EXIT_SECONDS)),
+    )
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number of seconds >= 0, got {text!r}")
-    return value
+def _default(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
-def _address(text: str) -> str:
-    match = re.fullmatch(r"([^:\s]+|\[[^\]\s]+\]):([0-9]{1,5})", text)
-    if not match or not 0 < int(match[2]) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"must be a host and a port, such as 10.0.0.1:8476, got {text!r}")
-    return text
+@contextlib.contextmanager
+def _channel(
+    program: Program, arguments: argparse.Namespace, job_settings: JobSettings, settings: AttemptSettings
+) -> Iterator[Channel]:
+    """Connects this machine with the job, which is on machine 0."""
+    if arguments.nodes is None:
+        yield LocalChannel(Job(job_settings, settings.console), None)
+        return
+    hello = Hello(
+        PROTOCOL,
+        arguments.node_rank,
+        job_settings.num_machines,
+        job_settings.slots_per_machine,
+        os.path.basename(program.target),
+        f"{socket.gethostname()}, pid {os.getpid()}",
+    )
+    host, _, port = arguments.coordinator.rpartition(":")
+    address = Address(host.strip("[]"), int(port) + 1)
+    if arguments.node_rank == 0:
+        job = Job(job_settings, settings.console)
+        with contextlib.closing(ControlServer(address, hello, job, settings.answer_seconds)) as server:
+            yield LocalChannel(job, server)
+    else:
+        connection = connect_to_job(address, hello, job_settings.join_seconds, settings)
+        with contextlib.closing(connection):
+            yield RemoteChannel(connection)
+
+
+def _attempt_runner(
+    program: Program, arguments: argparse.Namespace, num_slots: int, settings: AttemptSettings, cache: CompilationCache
+) -> AttemptRunner:
+    """Returns the function that runs the processes of an attempt, on this machine or on the Ray cluster."""
+    if arguments.engine == "ray":
+        return lambda start, link: run_ray_attempt(
+            program,
+            {**os.environ, "JDIST_RESTARTS": str(start.restarts)},
+            settings,
+            link,
+            num_processes=start.num_processes,
+            devices_per_process=arguments.devices_per_process,
+        )
+    gpus = gpu_shares(os.environ, num_slots, arguments.devices_per_process)
+
+    def run(start: Start, link: Link | None) -> AttemptResult:
+        cache.remove_incomplete_entries()
+        with contextlib.ExitStack() as stack:
+            environments = process_variables(
+                {**os.environ, "JDIST_RESTARTS": str(start.restarts)},
+                coordinator=arguments.coordinator or stack.enter_context(reserved_address()),
+                num_processes=start.num_processes,
+                first_process=start.first_process,
+                num_local_processes=len(start.slots),
+                devices_per_process=arguments.devices_per_process,
+                gpus=gpus if gpus is None else gpus_of_slots(gpus, num_slots, start.slots),
+                cores=usable_cores(),
+            )
+            for environment, slot in zip(environments.values(), start.slots, strict=True):
+                environment |= cache.variables(slot)
+            return run_attempt(program, environments, settings, link)
+
+    return run
 
 
 RUN = Verb(
-    "start the processes of a program, and show their output", "run -n 2 train.py --epochs 3", _add_arguments, _run
+    "start the processes of a program, and show their output", "run -n 2 train.py --epochs 3", add_arguments, _run
 )

@@ -133,6 +133,30 @@ def use_loopback_for_cpu_collectives() -> None:
     _jax.make_gloo_tcp_collectives = functools.partial(_jax.make_gloo_tcp_collectives, hostname="127.0.0.1")
 
 
+def write_compilation_cache(folder: str) -> None:
+    """Lets this process write its programs to JAX's persistent compilation cache in `folder`, where only it writes.
+
+    JAX writes on process 0 only, since processes often share a cache. On CPU they read other entries than process 0, so none
+    of the others would find an entry. Nothing changes if JAX uses another folder.
+    """
+    from jax._src import compilation_cache, compiler, distributed  # no public option for it
+
+    config: Any = jax.config
+    write_on_process_0 = getattr(compiler, "_cache_write", None)
+    if write_on_process_0 is None:
+        return
+
+    def write(key: str, seconds: float, name: str, backend: Any, executable: Any, *callbacks: Any) -> None:
+        is_own = distributed.global_state.process_id != 0 and config.jax_compilation_cache_dir == folder
+        if not is_own or any(callbacks) or seconds < config.jax_persistent_cache_min_compile_time_secs:
+            write_on_process_0(key, seconds, name, backend, executable, *callbacks)
+            return
+        with contextlib.suppress(Exception):  # the next start compiles again
+            compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+
+    compiler._cache_write = write
+
+
 def flags_are_read(variable: str) -> bool:
     """Whether the flags in an environment variable have been read, so that setting it has no effect any more."""
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]

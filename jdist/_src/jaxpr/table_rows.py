@@ -111,6 +111,8 @@ def _table_of(partition: ServerPartition, group: UpdateGroup, state: Sequence[An
             accepted.add(id(equation))
     if gradient not in sparse or not indices or any(var in marked | sparse | true for var in indices):
         return None
+    if not set(state).isdisjoint(part_for(program, indices).inputs):
+        return None  # the rows are looked up before the state is read
     values = frozenset({table} | marked | sparse | true)
     if any(
         id(equation) not in accepted and not values.isdisjoint(variables(equation.invars)) for equation in program.eqns
@@ -219,10 +221,20 @@ def part_for(program: Jaxpr, results: Sequence[Any]) -> JaxprPart:
 def looked_up_rows(indices: Sequence[jax.Array], num_rows: int) -> LookedUpRows:
     """Returns the rows that `indices` name. Without `jnp.unique`, which takes twice as long on the CPU."""
     flat = jnp.concatenate([jnp.clip(x.reshape(-1), 0, num_rows - 1) for x in indices])
-    order = jnp.argsort(flat)
-    ids = flat[order]
+    ids, order = _sorted(flat, num_rows)
     is_first = jnp.concatenate([jnp.ones(1, bool), ids[1:] != ids[:-1]])
     first_places = lax.cummax(jnp.where(is_first, jnp.arange(len(ids)), 0))
     places = jnp.zeros_like(first_places).at[order].set(first_places)
     stops = np.cumsum([x.size for x in indices])[:-1]
     return LookedUpRows(ids, jnp.where(is_first, ids, num_rows), jnp.split(places, stops))
+
+
+def _sorted(ids: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
+    """Returns ids in ascending order, and their places before, in ascending order for equal ids."""
+    count = len(ids)
+    if num_rows * count > np.iinfo(np.int32).max:
+        order = jnp.argsort(ids)
+        return ids[order], order
+    # One sort of numbers that contain both. On CPU, `jnp.argsort` takes two to six times as long.
+    both = lax.sort(ids.astype(jnp.int32) * count + jnp.arange(count, dtype=jnp.int32), is_stable=False)
+    return lax.div(both, np.int32(count)), lax.rem(both, np.int32(count))

@@ -1,17 +1,17 @@
 """One attempt: starts all processes of a program, forwards output and signals, and returns how each process ended."""
 
 import contextlib
+import math
 import os
 import selectors
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from jdist._src.launch import child
+from jdist._src.launch.answers import AnswerTimes
 from jdist._src.launch.child_processes import (
     Guard,
     end_child,
@@ -20,10 +20,12 @@ from jdist._src.launch.child_processes import (
     send_signal,
     start_child,
 )
-from jdist._src.launch.end_rules import FORWARDED, AttemptResult, EndRules
+from jdist._src.launch.end_rules import AttemptResult, EndRules, EndTimes, Failure, RunningProcess
 from jdist._src.launch.output import Console, PrefixedLines
+from jdist._src.launch.signals import ReceivedSignals
 
 _LEFTOVER_SECONDS = 2.0  # in which processes that the program started may end after it
+_LEFTOVER_SECONDS_AFTER_FAILURE = 0.2
 _POLL_SECONDS = 1.0  # signals, output and the end of a process wake up the launcher earlier
 _READ_BYTES = 1 << 16
 
@@ -42,36 +44,72 @@ class Program(NamedTuple):
     arguments: Sequence[str]
 
 
+class Link(Protocol):
+    """The connection of a running attempt with the job on all machines, which may end it."""
+
+    def fileno(self) -> int | None:
+        """Returns the file that becomes readable when a message has arrived; None if messages arrive by calls only."""
+        ...
+
+    def note_failure(self, failure: Failure) -> None:
+        """Reports the first failure of the processes of this machine."""
+        ...
+
+    def poll(self, rules: EndRules) -> None:
+        """Receives messages, and ends the processes if they require it. Called after each event, and every second."""
+        ...
+
+
+class AttemptSettings(NamedTuple):
+    """The settings of all attempts of a program.
+
+    Attributes:
+        times: The time that processes have to end.
+        console: Receives the output and the messages.
+        signals: The signals that this process receives.
+        answer_seconds: The time after which a process that does not answer is killed, and has failed.
+    """
+
+    times: EndTimes
+    console: Console
+    signals: ReceivedSignals
+    answer_seconds: float = math.inf
+
+
 def run_attempt(
     program: Program,
     environments: Mapping[int, Mapping[str, str]],
-    *,
-    grace_seconds: float,
-    console: Console,
+    settings: AttemptSettings,
+    link: Link | None = None,
 ) -> AttemptResult:
     """Runs a program in one process per environment, and returns when all have ended.
 
-    After the first failure, the other processes receive SIGTERM, and SIGKILL after `grace_seconds`. SIGINT, SIGTERM and SIGHUP
-    of this process are forwarded; a second SIGINT kills all. All processes have ended when the function returns, those that the
-    program started too, unless they left their process group. If this process is killed, they are killed.
+    After the first failure, the other processes receive SIGTERM, and SIGKILL after the grace period. The received signals are
+    forwarded; a second SIGINT kills all. All processes have ended when the function returns, those that the program started
+    too, unless they left their process group. If this process is killed, they are killed.
 
     Args:
         program: The program.
         environments: The environment variables of each process of this machine, by the index of the process.
-        grace_seconds: The time between SIGTERM and SIGKILL after the first failure.
-        console: Receives the output and the messages.
+        settings: The settings.
+        link: The connection with the job on all machines; None if there is none.
     """
     with contextlib.ExitStack() as stack:
-        attempt = _Attempt(grace_seconds, console, stack.enter_context(Guard()))
+        attempt = _Attempt(settings, stack.enter_context(Guard()), link)
         stack.callback(attempt.end)
-        stack.enter_context(_wake_up_on_signals(attempt))
         for index, environment in environments.items():
             attempt.start(index, program, environment)
         return attempt.wait()
 
 
+def end_rules(processes: Sequence[RunningProcess], settings: AttemptSettings, link: Link | None) -> EndRules:
+    """Returns the rules that end the processes of an attempt. They report the first failure to `link`."""
+    on_failure = link.note_failure if link is not None else lambda failure: None
+    return EndRules(processes, settings.times, settings.console, settings.signals.numbers, on_failure)
+
+
 def start_program(
-    program: Program, index: int, environment: Mapping[str, str], notices: int
+    program: Program, index: int, environment: Mapping[str, str], notices: int, *, sends_answers: bool = False
 ) -> subprocess.Popen[bytes]:
     """Starts a process of a program, with pipes for its output.
 
@@ -79,9 +117,10 @@ def start_program(
         program: The program.
         index: The index of the process.
         environment: The environment variables.
-        notices: The pipe to which the process writes `INDEX STATUS` if it has an error.
+        notices: The pipe to which the process writes `INDEX STATUS` if it has an error, and `INDEX` as an answer.
+        sends_answers: Whether a thread of the process writes an answer every second.
     """
-    settings = [str(os.getpid()), str(notices), str(index), program.kind, program.target]
+    settings = [str(os.getpid()), str(notices), str(index), str(int(sends_answers)), program.kind, program.target]
     return start_child(
         [sys.executable, "-u", child.__file__, *settings, *program.arguments],
         environment,
@@ -118,34 +157,40 @@ class _Process:
 
 
 class _Attempt:
-    def __init__(self, grace_seconds: float, console: Console, guard: Guard):
-        self._console, self._guard = console, guard
+    def __init__(self, settings: AttemptSettings, guard: Guard, link: Link | None):
+        self._console, self._signals, self._guard, self._link = settings.console, settings.signals, guard, link
         self._processes: list[_Process] = []
-        self.rules = EndRules(self._processes, grace_seconds, console)
+        self._rules = end_rules(self._processes, settings, link)
+        self._answers = AnswerTimes(settings.answer_seconds, settings.console)
+        self._sends_answers = not math.isinf(settings.answer_seconds)
         self._selector = selectors.DefaultSelector()
         self._notices, self._notices_of_children = os.pipe()
-        self.watch(self._notices, self._read_notices)
+        os.set_blocking(self._notices, False)
+        self._watch(self._notices, self._read_notices)
+        self._watch(self._signals.wake_up, self._signals.discard_wake_ups)
+        self._signals.listener = self._rules.kill_if_requested
+        if link is not None and (file := link.fileno()) is not None:
+            self._watch(file, lambda: None)  # `poll` follows
 
     def start(self, index: int, program: Program, environment: Mapping[str, str]) -> None:
-        popen = start_program(program, index, environment, self._notices_of_children)
+        popen = start_program(program, index, environment, self._notices_of_children, sends_answers=self._sends_answers)
         self._guard.add(popen.pid)
         process = _Process(index, popen, self._console)
         self._processes.append(process)
+        self._answers.note(index)
         for stream, lines in process.streams.items():
-            self.watch(stream, lambda stream=stream, lines=lines: self._read(stream, lines))
-
-    def watch(self, pipe: int, read: Callable[[], None]) -> None:
-        os.set_blocking(pipe, False)
-        self._selector.register(pipe, selectors.EVENT_READ, read)
+            os.set_blocking(stream, False)
+            self._watch(stream, lambda stream=stream, lines=lines: self._read(stream, lines))
 
     def wait(self) -> AttemptResult:
-        while not self.rules.all_ended():
-            self._process_events(min(self.rules.seconds_left(), _POLL_SECONDS))
+        while not self._rules.all_ended():
+            self._process_events(min(self._rules.seconds_left(), _POLL_SECONDS))
         self._end_leftover()
-        return self.rules.result()
+        return self._rules.result()
 
     def end(self) -> None:
         """Ends all processes, and closes the pipes."""
+        self._signals.listener = lambda: None
         for process in self._processes:
             end_child(process.popen)
             self._guard.remove(process.popen.pid)
@@ -159,14 +204,20 @@ class _Attempt:
         os.close(self._notices)
         os.close(self._notices_of_children)
 
+    def _watch(self, file: int, read: Callable[[], None]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, read)
+
     def _process_events(self, timeout: float) -> None:
         for key, _ in self._selector.select(timeout):
             key.data()
         for process in self._processes:
             if process.status is None and (status := exit_status(process.popen)) is not None:
                 process.status = status
-                self.rules.note_status(process, status)
-        self.rules.apply()
+                self._rules.note_status(process, status)
+        self._answers.kill_silent(self._processes, self._rules)
+        if self._link is not None:
+            self._link.poll(self._rules)
+        self._rules.apply()
 
     def _read(self, stream: int, lines: PrefixedLines) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -177,44 +228,15 @@ class _Attempt:
 
     def _read_notices(self) -> None:
         for line in os.read(self._notices, _READ_BYTES).splitlines():
-            index, status = map(int, line.split())
-            self.rules.note_status(next(p for p in self._processes if p.index == index), status)
+            index, *status = map(int, line.split())
+            self._answers.note(index)
+            if status:
+                self._rules.note_status(next(p for p in self._processes if p.index == index), status[0])
 
     def _end_leftover(self) -> None:
         """Waits for the processes that the program started: Python's resource tracker cleans up after its parent."""
-        deadline = time.monotonic() + _LEFTOVER_SECONDS
+        seconds = _LEFTOVER_SECONDS if self._rules.result().exit_status == 0 else _LEFTOVER_SECONDS_AFTER_FAILURE
+        deadline = time.monotonic() + seconds
         groups = [process.popen.pid for process in self._processes]
         while groups_with_members(groups) and time.monotonic() < deadline:
             self._process_events(0.02)
-
-
-@contextlib.contextmanager
-def _wake_up_on_signals(attempt: _Attempt) -> Iterator[None]:
-    """Forwards signals to `attempt`, and makes its `select` return after a signal and after the end of a process."""
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        del frame
-        if number != signal.SIGCHLD:
-            attempt.rules.receive_signal(number)
-
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    previous_writer = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # A signal that is ignored, as SIGHUP by `nohup`, stays ignored.
-    numbers = [n for n in FORWARDED if signal.getsignal(n) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, receive) for number in (*numbers, signal.SIGCHLD)}
-    attempt.watch(reader, lambda: _discard(reader))
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(previous_writer)
-        os.close(reader)
-        os.close(writer)
-
-
-def _discard(pipe: int) -> None:
-    """Reads from a pipe, and drops the bytes."""
-    with contextlib.suppress(BlockingIOError):
-        os.read(pipe, _READ_BYTES)

@@ -11,9 +11,12 @@ import os
 import runpy
 import signal
 import sys
+import threading
+import time
 import types
 from typing import Any
 
+_ANSWER_SECONDS = 1.0
 _NOT_SHOWN = (__file__, runpy.__file__, "<frozen runpy>")  # files whose frames are not part of a traceback
 
 
@@ -56,10 +59,24 @@ def run_program(kind: str, target: str, arguments: list[str]) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), vars(main))
 
 
+def _send_answers(notices: int, index: str) -> None:
+    """Starts a thread that writes a line every second, unless the process is stopped or a call holds Python's lock."""
+
+    def send() -> None:
+        with contextlib.suppress(OSError):  # the launcher has ended
+            while True:
+                os.write(notices, f"{index}\n".encode())
+                time.sleep(_ANSWER_SECONDS)
+
+    threading.Thread(target=send, name="jdist-answers", daemon=True).start()
+
+
 def _main() -> None:
-    parent, notices, index, kind, target, *arguments = sys.argv[1:]
+    parent, notices, index, sends_answers, kind, target, *arguments = sys.argv[1:]
     end_with_parent(int(parent))
     os.set_inheritable(int(notices), False)
+    if int(sends_answers):
+        _send_answers(int(notices), index)
 
     # A process with an error may wait for the other processes before it ends, as `jax.distributed` does at exit.
     def report(status: int) -> None:

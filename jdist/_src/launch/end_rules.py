@@ -3,12 +3,41 @@
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from jdist._src.launch.exit_statuses import HUNG, PREEMPTED
 from jdist._src.launch.output import Console, PrefixedLines, failure_text
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_MEANINGS = {
+    PREEMPTED: " (it saved a checkpoint after a signal)",
+    HUNG: " (a step, a collective or a barrier took longer than its time limit)",
+    -signal.SIGKILL: " (the machine may be out of memory)",
+}
+
+
+class EndTimes(NamedTuple):
+    """How much time processes have to end.
+
+    Attributes:
+        grace_seconds: The time between SIGTERM and SIGKILL for the other processes after the first failure.
+        save_seconds: The same time where the processes save a checkpoint: after an exit with status `PREEMPTED`, and before a
+            restart with more processes.
+        report_seconds: The same time after an exit with status `HUNG`, in which the others write where they wait.
+        exit_seconds: The time of a process between the report of its error and SIGKILL. JAX waits at exit for processes that
+            have failed.
+    """
+
+    grace_seconds: float = 5.0
+    save_seconds: float = 30.0
+    report_seconds: float = 5.0
+    exit_seconds: float = math.inf
+
+    def seconds_after(self, status: int) -> float:
+        """Returns the time between SIGTERM and SIGKILL for the other processes after an exit status."""
+        if status == PREEMPTED:
+            return self.save_seconds
+        return max(self.grace_seconds, self.report_seconds) if status == HUNG else self.grace_seconds
 
 
 class Failure(NamedTuple):
@@ -18,11 +47,25 @@ class Failure(NamedTuple):
         process: The index of the process, or -1 if the reader of the launcher's output has ended.
         status: Its exit status, `-n` after signal `n`.
         text: Its traceback or the last lines of its output.
+        reason: Why the launcher ended it, as "no answer for 60 seconds"; empty if it ended by itself.
     """
 
     process: int
     status: int
     text: str
+    reason: str = ""
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of the launcher: the status of the process, or 128 + n after signal n."""
+        return self.status if self.status >= 0 else 128 - self.status
+
+    @property
+    def description(self) -> str:
+        """How the process ended: "process 1 failed: exit status 3"."""
+        verb = "ended" if self.status == PREEMPTED else "failed"
+        meaning = "" if self.reason else _MEANINGS.get(self.status, "")
+        return f"process {self.process} {verb}: {self.reason or status_text(self.status)}{meaning}"
 
 
 class AttemptResult(NamedTuple):
@@ -40,11 +83,28 @@ class AttemptResult(NamedTuple):
 
     @property
     def exit_status(self) -> int:
-        """The exit status of the launcher: the status of the first failure, 128 + n for signal n, otherwise 0."""
+        """The exit status of the launcher: the status of the first failure, 128 + n for signal n, otherwise 0.
+
+        After a signal, it is `PREEMPTED` if the processes have saved a checkpoint.
+        """
         if self.first_failure is not None:
-            status = self.first_failure.status
-            return status if status >= 0 else 128 - status
-        return 128 + self.signal if self.signal is not None and any(self.statuses) else 0
+            return self.first_failure.exit_status
+        return 0 if self.signal is None else signal_status(self.signal, self.statuses)
+
+
+def signal_status(number: int, statuses: Iterable[int]) -> int:
+    """Returns the exit status of a launcher after a signal, if no process has failed.
+
+    Args:
+        number: The signal.
+        statuses: The exit statuses of the processes.
+
+    Example:
+        >>> signal_status(15, [0, -15]), signal_status(15, [42, 42]), signal_status(15, [0, 0])
+        (143, 42, 0)
+    """
+    statuses = list(statuses)
+    return PREEMPTED if PREEMPTED in statuses else 128 + number if any(statuses) else 0
 
 
 class RunningProcess(Protocol):
@@ -74,40 +134,71 @@ class RunningProcess(Protocol):
 class EndRules:
     """Ends the processes of an attempt after the first failure, and forwards signals.
 
-    Mutable: it stores the first failure and the signals.
+    Mutable: it stores the first failure, and how many signals it has forwarded.
 
     Args:
         processes: The processes. The caller may add processes later.
-        grace_seconds: The time between SIGTERM and SIGKILL after the first failure.
+        times: The time that processes have to end.
         console: Receives messages.
+        signals: The signals that this process has received, in order. The caller appends further signals, and calls
+            `kill_if_requested` after each.
+        on_failure: Called with the first failure.
     """
 
-    def __init__(self, processes: Sequence[RunningProcess], grace_seconds: float, console: Console):
-        self._processes, self._grace_seconds, self._console = processes, grace_seconds, console
-        self._signals: list[int] = []  # received
+    def __init__(
+        self,
+        processes: Sequence[RunningProcess],
+        times: EndTimes,
+        console: Console,
+        signals: list[int],
+        on_failure: Callable[[Failure], None] = lambda failure: None,
+    ):
+        self._processes, self._times, self._console = processes, times, console
+        self._signals, self._on_failure = signals, on_failure
         self._num_forwarded = 0
         self._failure: Failure | None = None
-        self._deadline = math.inf  # of the processes after a failure
+        self._is_ending = False  # for a reason that is not a failure of these processes
+        self._deadline = math.inf  # of all processes
+        self._exit_deadlines: dict[int, float] = {}  # of processes that have reported an error
 
-    def receive_signal(self, number: int) -> None:
-        """Stores a signal. A second SIGINT kills the processes here, also while this process waits to write its output."""
-        self._signals.append(number)
+    def kill_if_requested(self) -> None:
+        """Kills the processes after a second SIGINT. A signal handler calls it, also while this process writes output."""
         if self._is_killed_by_user():
             self._kill()
 
-    def note_status(self, process: RunningProcess, status: int) -> None:
-        """Records the first failure, and lets the other processes end. A signal that was forwarded is not a failure."""
-        if status == 0 or self._failure is not None or -status in self._signals or self._is_killed_by_user():
+    def note_status(self, process: RunningProcess, status: int, reason: str = "") -> None:
+        """Records the first failure, and lets the other processes end. A signal that was forwarded is not a failure.
+
+        Args:
+            process: The process.
+            status: Its exit status; if it still runs, the status that it has reported.
+            reason: Why the launcher has ended it.
+        """
+        if status and process.status is None and status != PREEMPTED and not self._signals:
+            self._exit_deadlines.setdefault(process.index, time.monotonic() + self._times.exit_seconds)
+        if status == 0 or self._failure is not None or self._is_ending or self._is_end_by_signal(status):
             return
         process.drain()
-        failure = Failure(process.index, status, failure_text(process.stderr.tail(), process.stdout.tail()))
+        failure = Failure(process.index, status, failure_text(process.stderr.tail(), process.stdout.tail()), reason)
         others = [other for other in self._running() if other is not process]
+        seconds = self._times.seconds_after(status)
         if others:
-            self._console.message(
-                f"process {process.index} failed: {status_text(status)}. The other processes of this command "
-                f"({len(others)}) receive SIGTERM, and SIGKILL after {self._grace_seconds:g} seconds."
-            )
-        self._fail(failure, others)
+            self._announce_end(f"{failure.description}. The other processes of this command", len(others), seconds)
+        self._fail(failure, others, seconds)
+
+    def end(self, seconds: float, reason: str) -> None:
+        """Ends the processes for a reason outside of them. Their exit statuses are not failures from here on.
+
+        Args:
+            seconds: The time between SIGTERM and SIGKILL.
+            reason: The reason.
+        """
+        if self._failure is None and not self._is_ending:
+            self._is_ending = True
+            running = self._running()
+            if running:
+                self._announce_end(f"{reason}. The processes of this command", len(running), seconds)
+            self._send_sigterm(running, seconds)
 
     def apply(self) -> None:
         """Forwards the signals that were received, and ends processes after a failure or a closed output."""
@@ -115,18 +206,27 @@ class EndRules:
             self._forward(self._signals[self._num_forwarded])
             self._num_forwarded += 1
         if self._console.is_closed and self._failure is None:  # as a program that SIGPIPE ends
-            self._fail(Failure(-1, -signal.SIGPIPE, ""), self._running())
-        if time.monotonic() > self._deadline:
+            self._fail(Failure(-1, -signal.SIGPIPE, ""), self._running(), self._times.grace_seconds)
+        now = time.monotonic()
+        if now > self._deadline:
             self._deadline = math.inf
             self._kill()
+        for process in self._running():
+            if now > self._exit_deadlines.get(process.index, math.inf):
+                process.send_signal(signal.SIGKILL, to_group=True)
 
     def seconds_left(self) -> float:
         """Returns the seconds until `apply` has to be called, or infinity."""
-        return max(0.0, self._deadline - time.monotonic())
+        running = [self._exit_deadlines.get(process.index, math.inf) for process in self._running()]
+        return max(0.0, min(self._deadline, *running, math.inf) - time.monotonic())
 
     def all_ended(self) -> bool:
         """Whether all processes have ended."""
         return not self._running()
+
+    def is_ending(self) -> bool:
+        """Whether the processes are being ended."""
+        return self._is_ending or self._failure is not None or bool(self._signals)
 
     def result(self) -> AttemptResult:
         """Returns how the processes ended."""
@@ -136,11 +236,22 @@ class EndRules:
     def _running(self) -> list[RunningProcess]:
         return [process for process in self._processes if process.status is None]
 
-    def _fail(self, failure: Failure, others: Sequence[RunningProcess]) -> None:
+    def _is_end_by_signal(self, status: int) -> bool:
+        """Whether a process with this exit status has ended because of a signal that was forwarded."""
+        return -status in self._signals or self._is_killed_by_user() or (status == PREEMPTED and bool(self._signals))
+
+    def _fail(self, failure: Failure, others: Sequence[RunningProcess], seconds: float) -> None:
         self._failure = failure
-        if others:
-            self._deadline = time.monotonic() + self._grace_seconds
-        for process in others:
+        self._send_sigterm(others, seconds)
+        self._on_failure(failure)
+
+    def _announce_end(self, text: str, count: int, seconds: float) -> None:
+        self._console.message(f"{text} ({count}) receive SIGTERM, and SIGKILL after {seconds:g} seconds.")
+
+    def _send_sigterm(self, processes: Sequence[RunningProcess], seconds: float) -> None:
+        if processes:
+            self._deadline = min(self._deadline, time.monotonic() + seconds)
+        for process in processes:
             process.send_signal(signal.SIGTERM)
 
     def _forward(self, number: int) -> None:
@@ -177,11 +288,19 @@ def status_text(status: int) -> str:
         return f"ended by signal {-status}"
 
 
+def failure_report(failure: Failure, num_processes: int) -> str:
+    """Returns the message about the first failure of an attempt, with its traceback or the last lines of its output."""
+    if failure.process < 0:
+        return ""
+    out_of_memory = failure.status == -signal.SIGKILL and not failure.reason
+    text = (
+        f"process {failure.process} of {num_processes} failed first: {failure.reason or status_text(failure.status)}."
+    )
+    text += " The machine may be out of memory." if out_of_memory else ""
+    return f"{text} The end of its output:\n{failure.text}" if failure.text else text
+
+
 def report_failure(result: AttemptResult, num_processes: int, console: Console) -> None:
-    """Writes the first failure of an attempt with its traceback, or with the last lines of its output."""
-    failure = result.first_failure
-    if failure is None or failure.process < 0:
-        return
-    reason = " The machine may be out of memory." if failure.status == -signal.SIGKILL else ""
-    heading = f"process {failure.process} of {num_processes} failed first: {status_text(failure.status)}.{reason}"
-    console.message(f"{heading} The end of its output:\n{failure.text}" if failure.text else heading)
+    """Writes the message about the first failure of an attempt, if there is one."""
+    if result.first_failure is not None and (report := failure_report(result.first_failure, num_processes)):
+        console.message(report)

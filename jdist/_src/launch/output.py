@@ -9,6 +9,7 @@ from typing import Any, TextIO
 _MAX_LINE_BYTES = 1 << 16  # a longer line is divided
 _TAIL_LINES = 400
 _REPORTED_LINES = 20
+_REPORTED_CHARACTERS = 50_000
 _TRACEBACK = b"Traceback (most recent call last):"
 _CHAIN = (b"During handling of the above exception", b"The above exception was the direct cause")
 
@@ -124,4 +125,4 @@ def failure_text(stderr: list[bytes], stdout: list[bytes]) -> str:
 
 
 def _text(lines: list[bytes]) -> str:
-    return b"\n".join(lines).decode(errors="replace").strip("\n")
+    return b"\n".join(lines).decode(errors="replace").strip("\n")[-_REPORTED_CHARACTERS:]

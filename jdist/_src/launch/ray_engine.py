@@ -2,20 +2,24 @@
 
 import contextlib
 import importlib
+import math
 import os
 import re
 import signal
+import socket
 from collections.abc import Iterator, Mapping
-from types import FrameType
 from typing import Any
 
-from jdist._src.launch.attempt import Program
-from jdist._src.launch.end_rules import FORWARDED, AttemptResult, EndRules
+from jdist._src.launch.answers import AnswerTimes
+from jdist._src.launch.attempt import AttemptSettings, Link, Program, end_rules
+from jdist._src.launch.end_rules import AttemptResult, EndRules
 from jdist._src.launch.output import Console
 from jdist._src.launch.ray_worker import Node, RayWorker, Report
+from jdist._src.launch.signals import FORWARDED
 from jdist._src.launch.variables import process_variables
 
 _PASSED_VARIABLES = re.compile(r"(JAX|JDIST|NCCL|XLA)_|LIBTPU_INIT_ARGS$|NPROC$|PYTHONPATH$")
+_CONNECT_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _WAIT_SECONDS = 0.5
 _END_SECONDS = 10.0
@@ -33,14 +37,45 @@ def import_ray() -> Any:
         raise ImportError(f'Ray is not installed ({error}): python -m pip install "jdist[ray]"', name="ray") from error
 
 
+def connect_to_ray(environ: Mapping[str, str]) -> Any:
+    """Connects this process to a running Ray cluster, unless it is connected, and returns the module `ray`.
+
+    Args:
+        environ: Environment variables; `RAY_ADDRESS` is the address of the cluster.
+
+    Raises:
+        ImportError: Ray is not installed.
+        ValueError: No Ray cluster runs.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return ray
+    address = environ.get("RAY_ADDRESS") or "auto"
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # results of an attempt that failed
+    try:
+        _check_reachable(address)
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no Ray cluster was found at {address!r}. Start one with `ray start --head`, or set RAY_ADDRESS. ({error})"
+        ) from error
+    return ray
+
+
+def _check_reachable(address: str) -> None:
+    """Raises OSError if nothing listens at an address. Ray tries for minutes to connect."""
+    if match := re.fullmatch(r"([^:/]+):(\d+)", address):
+        socket.create_connection((match[1], int(match[2])), timeout=_CONNECT_SECONDS).close()
+
+
 def run_ray_attempt(
     program: Program,
     environ: Mapping[str, str],
+    settings: AttemptSettings,
+    link: Link | None = None,
     *,
     num_processes: int,
     devices_per_process: int | None,
-    grace_seconds: float,
-    console: Console,
 ) -> AttemptResult:
     """Runs a program in processes on the nodes of a running Ray cluster, and returns when all have ended.
 
@@ -50,47 +85,43 @@ def run_ray_attempt(
     Args:
         program: The program. The script, or the module, must exist on all nodes.
         environ: The environment variables of the launcher.
+        settings: The settings.
+        link: The connection with the job; None if there is none.
         num_processes: The number of processes.
         devices_per_process: The number of GPUs per process (default: 1), or of CPU devices where JAX does not use GPUs.
-        grace_seconds: The time between SIGTERM and SIGKILL after the first failure.
-        console: Receives the output and the messages.
 
     Raises:
         ImportError: Ray is not installed.
         ValueError: No Ray cluster runs, or it cannot run these processes.
     """
-    ray = import_ray()
-    address = environ.get("RAY_ADDRESS") or "auto"
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError) as error:
-        raise ValueError(
-            f"no Ray cluster was found at {address!r}. Start one with `ray start --head`, or set RAY_ADDRESS. ({error})"
-        ) from error
+    with _unchanged_handlers():
+        ray = connect_to_ray(environ)
     with contextlib.ExitStack() as stack:
         stack.callback(ray.shutdown)
         bundle = process_bundle(ray.cluster_resources(), environ, num_processes, devices_per_process)
         processes: list[_Process] = []
-        rules = EndRules(processes, grace_seconds, console)
-        stack.enter_context(_received_signals(rules))
+        rules = end_rules(processes, settings, link)
         group = ray.util.placement_group([bundle] * num_processes, strategy="PACK" if "GPU" in bundle else "SPREAD")
         stack.callback(ray.util.remove_placement_group, group)
-        if not _wait_for_resources(ray, group, bundle, rules, console):
-            return rules.result()._replace(statuses=(128 + (rules.result().signal or 0),))
+        if not _wait_for_resources(ray, group, bundle, settings):
+            return rules.result()._replace(statuses=(128 + settings.signals.numbers[0],))
         workers = [_start_worker(ray, group, bundle, i) for i in range(num_processes)]
         workers, nodes = in_order_of_nodes(workers, ray.get([worker.node.remote() for worker in workers]))
         coordinator = f"{nodes[0].address}:{ray.get(workers[0].reserve_port.remote())}"
         variables = variables_on_nodes(environ, nodes, coordinator, None if "GPU" in bundle else devices_per_process)
-        settings = [(program, i, os.getcwd(), variables[i]) for i in range(num_processes)]
+        sends_answers = not math.isinf(settings.answer_seconds)
+        arguments = [(program, i, os.getcwd(), variables[i], sends_answers) for i in range(num_processes)]
         try:
-            ray.get([worker.start.remote(*setting) for worker, setting in zip(workers, settings, strict=True)])
+            ray.get([worker.start.remote(*values) for worker, values in zip(workers, arguments, strict=True)])
         except FileNotFoundError as error:  # Ray raises it as the error of the method
             raise ValueError(
                 f"{error.filename or program.target!r} does not exist on every node, in the folder {os.getcwd()}. Use a file "
                 "system that all nodes share, or copy the program to each node."
             ) from None
-        processes += [_Process(ray, i, worker, console) for i, worker in enumerate(workers)]
-        _wait(ray, processes, rules)
+        processes += [_Process(ray, i, worker, settings.console) for i, worker in enumerate(workers)]
+        settings.signals.listener = rules.kill_if_requested
+        _wait(ray, processes, rules, AnswerTimes(settings.answer_seconds, settings.console), link)
+        settings.signals.listener = lambda: None
         ray.wait([p.worker.end.remote() for p in processes], num_returns=num_processes, timeout=_END_SECONDS)
         return rules.result()
 
@@ -118,28 +149,38 @@ class _Process:
         """Does nothing: a report of an exit status follows all output."""
 
 
-def _wait(ray: Any, processes: list[_Process], rules: EndRules) -> None:
+def _wait(ray: Any, processes: list[_Process], rules: EndRules, answers: AnswerTimes, link: Link | None) -> None:
+    for process in processes:
+        answers.note(process.index)
     while not rules.all_ended():
         running = {process.report: process for process in processes if process.status is None}
         reported, _ = ray.wait(list(running), timeout=min(rules.seconds_left(), _WAIT_SECONDS))
         for reference in reported:
-            process = running[reference]
-            try:
-                report: Report = ray.get(reference)
-            except ray.exceptions.RayError as error:  # the node failed, or the actor was killed
-                report = Report(b"", f"{error}\n".encode(), None, -signal.SIGKILL)
-            process.stdout.feed(report.stdout)
-            process.stderr.feed(report.stderr)
-            if report.error_status is not None:
-                rules.note_status(process, report.error_status)
-            if report.status is None:
-                process.poll()
-                continue
-            process.status = report.status
-            process.stdout.close()
-            process.stderr.close()
-            rules.note_status(process, report.status)
+            _process_report(ray, running[reference], rules, answers)
+        answers.kill_silent(processes, rules)
+        if link is not None:
+            link.poll(rules)
         rules.apply()
+
+
+def _process_report(ray: Any, process: _Process, rules: EndRules, answers: AnswerTimes) -> None:
+    try:
+        report: Report = ray.get(process.report)
+    except ray.exceptions.RayError as error:  # the node failed, or the actor was killed
+        report = Report(b"", f"{error}\n".encode(), False, None, -signal.SIGKILL)
+    process.stdout.feed(report.stdout)
+    process.stderr.feed(report.stderr)
+    if report.has_answered:
+        answers.note(process.index)
+    if report.error_status is not None:
+        rules.note_status(process, report.error_status)
+    if report.status is None:
+        process.poll()
+        return
+    process.status = report.status
+    process.stdout.close()
+    process.stderr.close()
+    rules.note_status(process, report.status)
 
 
 def process_bundle(
@@ -168,12 +209,14 @@ def process_bundle(
     return bundle
 
 
-def _wait_for_resources(ray: Any, group: Any, bundle: Mapping[str, float], rules: EndRules, console: Console) -> bool:
+def _wait_for_resources(ray: Any, group: Any, bundle: Mapping[str, float], settings: AttemptSettings) -> bool:
     """Returns whether the placement group is ready; False after a signal."""
     ready = group.ready()
     if not ray.wait([ready], timeout=5.0)[0]:
-        console.message(f"waits for resources that other programs of the Ray cluster use: {dict(bundle)} per process.")
-    while rules.result().signal is None:
+        settings.console.message(
+            f"waits for resources that other programs of the Ray cluster use: {dict(bundle)} per process."
+        )
+    while not settings.signals.numbers:
         if ray.wait([ready], timeout=_WAIT_SECONDS)[0]:
             return True
     return False
@@ -232,17 +275,11 @@ def variables_on_nodes(
 
 
 @contextlib.contextmanager
-def _received_signals(rules: EndRules) -> Iterator[None]:
-    """Stores the signals of this process in `rules`, in place of Ray's handlers."""
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        del frame
-        rules.receive_signal(number)
-
-    numbers = [number for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, receive) for number in numbers}
+def _unchanged_handlers() -> Iterator[None]:
+    """Restores the handlers of signals at the end of the block, in place of Ray's handlers."""
+    handlers = {number: signal.getsignal(number) for number in FORWARDED}
     try:
         yield
     finally:
-        for number, handler in previous.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -36,12 +36,14 @@ class Report(NamedTuple):
     Attributes:
         stdout: New standard output.
         stderr: New standard error.
+        has_answered: Whether the process has answered.
         error_status: The exit status that the process will have, after an error; else None.
         status: The exit status, after all output was reported; else None.
     """
 
     stdout: bytes
     stderr: bytes
+    has_answered: bool
     error_status: int | None
     status: int | None
 
@@ -68,7 +70,9 @@ class RayWorker:
         self._port.bind(("", 0))
         return self._port.getsockname()[1]
 
-    def start(self, program: Program, index: int, folder: str, variables: Mapping[str, str]) -> None:
+    def start(
+        self, program: Program, index: int, folder: str, variables: Mapping[str, str], sends_answers: bool
+    ) -> None:
         """Starts the process.
 
         Args:
@@ -76,6 +80,7 @@ class RayWorker:
             index: The index of the process.
             folder: The working directory.
             variables: Environment variables, in addition to the variables of the actor.
+            sends_answers: Whether the process answers every second.
 
         Raises:
             FileNotFoundError: The folder or the script does not exist on this node.
@@ -85,7 +90,8 @@ class RayWorker:
             raise FileNotFoundError(program.target)
         self._guard.__enter__()
         self._notices, notices = os.pipe()
-        self._popen = start_program(program, index, {**os.environ, **variables}, notices)
+        environment = {**os.environ, **variables}
+        self._popen = start_program(program, index, environment, notices, sends_answers=sends_answers)
         self._guard.add(self._popen.pid)
         os.close(notices)
         assert self._popen.stdout is not None and self._popen.stderr is not None
@@ -103,7 +109,8 @@ class RayWorker:
         stdout, stderr, notices = map(self._read, self._pipes)
         if stdout or stderr:
             status = None  # further output may follow
-        return Report(stdout, stderr, int(notices.split()[1]) if notices else None, status)
+        errors = [int(line.split()[1]) for line in notices.splitlines() if b" " in line]
+        return Report(stdout, stderr, bool(notices), errors[0] if errors else None, status)
 
     def send_signal(self, number: int, to_group: bool) -> None:
         """Sends a signal to the process, or to its process group."""

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
@@ -106,6 +106,17 @@ def gpu_shares(
             f"`--devices-per-process {len(gpus) // num_local_processes}` to leave {len(gpus) % num_local_processes} unused."
         )
     return gpus[:needed] if gpus_per_process else gpus
+
+
+def gpus_of_slots(gpus: Sequence[str], num_slots: int, slots: Sequence[int]) -> list[str]:
+    """Returns the GPUs of some of the slots among which the GPUs of this machine are divided evenly.
+
+    Example:
+        >>> gpus_of_slots(["0", "1", "2", "3"], 2, [1])
+        ['2', '3']
+    """
+    share = len(gpus) // num_slots
+    return [gpu for slot in slots for gpu in gpus[slot * share : (slot + 1) * share]]
 
 
 def usable_cores(folder: str = "/sys/fs/cgroup") -> int:

@@ -1,7 +1,7 @@
 """`ParameterServerBackend`: calls a step as an update of the state on servers."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -12,11 +12,31 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import ReplicaFunction, ReplicaResults, replica_shapes
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.jaxpr.server_partition import UpdateGroup
-from jdist._src.parameter_server.engine import LocalEngine
+from jdist._src.parameter_server.engine import Engine
 from jdist._src.parameter_server.step_parts import StepParts, TracedStep, compile_parts, cut_step
-from jdist._src.parameter_server.storage import Shard
+from jdist._src.parameter_server.storage import LeafStorage, Shard
+from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.values.base import named_values
-from jdist._src.values.server_array import ServerArray, is_server_array
+from jdist._src.values.server_array import ServerArray, is_server_array, read_servers, without_values
+
+
+class Snapshots(Protocol):
+    """Saves states, as `jdist.Checkpointer` does."""
+
+    every: int
+
+    @property
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint."""
+        ...
+
+    def save(self, step: int, state: PyTree) -> bool:
+        """Saves a state in the background."""
+        ...
+
+    def restore(self, strategy: Any, *, like: PyTree, step: int) -> Any:
+        """Restores a state."""
+        ...
 
 
 class ParameterServerBackend(ShardMapBackend):
@@ -28,13 +48,21 @@ class ParameterServerBackend(ShardMapBackend):
         replicas: One replica, on the device of the first worker.
         engine: Runs the parts of a step.
         num_shards: From the shape and the dtype of a leaf to the number of parts along its first dimension.
+        snapshots: Where the state is saved, or None.
     """
 
     supports_scan = False  # each step is an update of its own
 
-    def __init__(self, replicas: Replicas, engine: LocalEngine, num_shards: Callable[[str, Any], int]):
+    def __init__(
+        self,
+        replicas: Replicas,
+        engine: Engine,
+        num_shards: Callable[[str, Any], int],
+        snapshots: Snapshots | None = None,
+    ):
         super().__init__(replicas)
-        self.engine = engine
+        self.engine, self._snapshots = engine, snapshots
+        self._first_step = 0 if snapshots is None else snapshots.latest or 0
         self._num_shards = num_shards
         self._traced: tuple[ReplicaFunction, Any, ReplicaResults] | None = None
 
@@ -56,8 +84,7 @@ class ParameterServerBackend(ShardMapBackend):
 
         def call(state: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
             leaves, treedef = jax.tree.flatten(state)
-            input_leaves, input_treedef = jax.tree.flatten(inputs)
-            input_leaves = [leaf.read() if is_server_array(leaf) else leaf for leaf in input_leaves]
+            input_leaves, input_treedef = jax.tree.flatten(read_servers(inputs))
             key = treedef, input_treedef, tuple(map(_aval_key, leaves)), tuple(map(_aval_key, input_leaves))
             parts = cache.get(key)
             if parts is None:
@@ -68,10 +95,25 @@ class ParameterServerBackend(ShardMapBackend):
                 parts = cache[key] = self._parts(traced, arguments, leaves)
             state_leaves = self._stored(leaves, parts)
             storages = [leaf.storage for leaf in state_leaves]
+            if self._snapshots is not None:
+                self._save_if_due(self._snapshots, treedef.unflatten(state_leaves), storages)
             outputs = self.engine.start(name, parts, storages, input_leaves, self._put_outputs)
             return treedef.unflatten(state_leaves), parts.output_tree.unflatten(outputs)
 
         return call
+
+    def _save_if_due(self, snapshots: Snapshots, state: PyTree, storages: Sequence[LeafStorage]) -> None:
+        """Saves the state, after waiting for all calls, so that its step is the number of calls that it contains."""
+        step = self._first_step + self.engine.num_calls
+        if self.engine.num_calls == 0 or step % snapshots.every:
+            return
+        snapshots.save(step, state)
+        like, device = without_values(state), self.replicas.mesh.devices.flat[0]
+
+        def read() -> list[Any]:
+            return jax.tree.leaves(snapshots.restore(OneDeviceStrategy(device), like=like, step=step).state)
+
+        self.engine.executor.add_snapshot(step, storages, read)
 
     def _put_outputs(self, outputs: Sequence[jax.Array]) -> list[jax.Array]:
         return jax.device_put(list(outputs), self.replicas.replicated_sharding) if outputs else []
@@ -82,13 +124,13 @@ class ParameterServerBackend(ShardMapBackend):
         (function, program, results), self._traced = self._traced, None
         names = [name for name, _ in named_values("state", arguments[0])]
         step = cut_step(function, program, results, self.replicas.axes[0], shapes, names)
-        return compile_parts(step, self._placement(step, leaves, names), len(self.engine.servers))
+        return compile_parts(step, self._placement(step, leaves, names), self.engine.executor.num_servers)
 
     def _placement(self, step: TracedStep, leaves: Sequence[Any], names: Sequence[str]) -> list[tuple[Shard, ...]]:
         """Returns the shards of each leaf of the state. Leaves that are on the servers stay where they are, if possible."""
         shards: list[tuple[Shard, ...]] = [()] * len(leaves)
         for number in step.partition.scalars.leaves:
-            shards[number] = tuple(map(Shard, range(len(self.engine.servers))))
+            shards[number] = tuple(map(Shard, range(self.engine.executor.num_servers)))
         for group in step.partition.groups:
             placed = self._group_placement(group, leaves, step, names)
             for number in group.leaves:

@@ -28,7 +28,7 @@ class CancelledError(RuntimeError):
 
 
 class WorkerLostError(RuntimeError):
-    """The worker that ran a function was lost. The queue returns the function again, to any worker."""
+    """A worker was lost. The function, or the call of a step, that it ran had no effect, and can run on another worker."""
 
 
 class Outcome:

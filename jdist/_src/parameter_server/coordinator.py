@@ -20,6 +20,8 @@ from jdist._src.parameter_server.per_worker import (
     worker_values,
 )
 from jdist._src.parameter_server.remote_value import RemoteValue, fetch_tree
+from jdist._src.parameter_server.strategy import ParameterServerStrategy
+from jdist._src.parameter_server.worker_calls import FunctionRunner, LocalRunner, RayRunner
 from jdist._src.parameter_server.worker_threads import start_workers
 
 _lock = threading.Lock()
@@ -52,7 +54,7 @@ class ClusterCoordinator:
         TypeError: `strategy` is not a `ParameterServerStrategy`.
 
     Example:
-        >>> strategy = type("Workers", (), {"num_workers": 2, "worker_devices": jax.devices()[:2]})()
+        >>> strategy = jdist.ParameterServerStrategy(workers=2)
         >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
         >>> square = jax.jit(lambda x: x**2)
         >>> results = [coordinator.schedule(square, (i,)) for i in range(4)]
@@ -61,8 +63,8 @@ class ClusterCoordinator:
         [0, 1, 4, 9]
     """
 
-    def __new__(cls, strategy: Any) -> "ClusterCoordinator":
-        if not hasattr(strategy, "num_workers") or not hasattr(strategy, "worker_devices"):
+    def __new__(cls, strategy: ParameterServerStrategy) -> "ClusterCoordinator":
+        if not isinstance(strategy, ParameterServerStrategy):
             raise TypeError(
                 f"`ClusterCoordinator` needs the workers of a `jdist.ParameterServerStrategy`, got {describe_type(strategy)}."
             )
@@ -75,7 +77,7 @@ class ClusterCoordinator:
                 scheduling.coordinator = weakref.ref(coordinator)
             return coordinator
 
-    _strategy: Any
+    _strategy: ParameterServerStrategy
     _queue: ClosureQueue
 
     def __del__(self) -> None:
@@ -86,7 +88,7 @@ class ClusterCoordinator:
         return f"ClusterCoordinator({self._strategy.num_workers} workers; functions: {self._queue!r})"
 
     @property
-    def strategy(self) -> Any:
+    def strategy(self) -> ParameterServerStrategy:
         """The strategy."""
         return self._strategy
 
@@ -171,7 +173,7 @@ class ClusterCoordinator:
             ValueError: `source` is not one of them, or can be read only once.
 
         Example:
-            >>> strategy = type("Workers", (), {"num_workers": 2, "worker_devices": jax.devices()[:2]})()
+            >>> strategy = jdist.ParameterServerStrategy(workers=2)
             >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
             >>> batches = iter(coordinator.create_per_worker_dataset([np.arange(3), np.arange(4)]))
             >>> int(coordinator.schedule(lambda batches: next(batches).sum(), (batches,)).fetch())
@@ -190,7 +192,7 @@ class ClusterCoordinator:
             RuntimeError: The call is in a scheduled function.
 
         Example:
-            >>> strategy = type("Workers", (), {"num_workers": 2, "worker_devices": jax.devices()[:2]})()
+            >>> strategy = jdist.ParameterServerStrategy(workers=2)
             >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
             >>> counts = coordinator.per_worker_values(lambda: np.zeros((), int))
             >>> def count(own):
@@ -207,7 +209,8 @@ class ClusterCoordinator:
     def _create_cells(self, make: Callable[[], Any], name: str) -> WorkerCells:
         """Returns one value per worker, which the workers create."""
         check_outside_scheduled_function("create per-worker values")
-        cells = WorkerCells(make, self._strategy.num_workers)
+        cluster = self._strategy._cluster
+        cells = WorkerCells(make, self._strategy.num_workers, None if cluster is None else cluster.read_cell)
         values = per_worker_values(cells)
         closures = [self._closure(_discard, (values,), {}, name=name, worker=i) for i in range(len(cells))]
         for closure in closures:
@@ -236,7 +239,7 @@ class ClusterCoordinator:
 
     def _put(self, closure: Closure) -> None:
         self._queue.put(closure)
-        start_workers(self._queue, self._strategy.worker_devices)
+        start_workers(self._queue, _runners(self._strategy))
 
     def _check_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ValueError for an argument that a scheduled function cannot receive."""
@@ -258,6 +261,12 @@ class ClusterCoordinator:
                     f"An argument has values of {num_values(leaf)} workers, but the strategy has "
                     f"{self._strategy.num_workers} workers. Pass one value per worker."
                 )
+
+
+def _runners(strategy: ParameterServerStrategy) -> Sequence[FunctionRunner]:
+    if (cluster := strategy._cluster) is None:
+        return [LocalRunner(device) for device in strategy.worker_devices]
+    return [RayRunner(cluster, index) for index in range(strategy.num_workers)]
 
 
 def _discard(value: Any) -> None:

@@ -1,27 +1,33 @@
-"""`LocalEngine`: workers and servers on the devices of one process.
+"""`Engine`: which worker runs a call of a step, and when its results are applied.
 
-The host program starts the part of a worker, which then runs on the device of the worker while the host program continues. A
-call of the step applies the results of all workers that have finished, and starts the next worker; if all are busy, it waits
+A call of the step applies the results of all workers that have finished, and starts the next worker; if all are busy, it waits
 for one of them. Updates are applied one at a time, and all servers apply them in the same order, so that the state has one
-version.
+version. If a worker is lost, its call starts again on a new worker: each call is applied exactly once.
 """
 
 import collections
+import functools
+import logging
 import pathlib
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
-from jax.sharding import Sharding
 
 from jdist._src.core.tree import PyTree
 from jdist._src.parameter_server import staleness
-from jdist._src.parameter_server.event_log import open_log
+from jdist._src.parameter_server.closure_queue import WorkerLostError
+from jdist._src.parameter_server.event_log import Replay, open_log
+from jdist._src.parameter_server.executor import Executor, StepInputs
 from jdist._src.parameter_server.partitioners import row_ranges
 from jdist._src.parameter_server.step_parts import StepParts
-from jdist._src.parameter_server.storage import LeafStorage, Shard, joined, to_arrays
+from jdist._src.parameter_server.storage import LeafStorage, Shard
+from jdist._src.values.server_array import OutputArray
+
+NonFinite: TypeAlias = Literal["keep", "skip", "stop"]
+MAX_ATTEMPTS = 10  # workers that a call may lose
+_LOG = logging.getLogger("jdist")
 
 
 class WorkerProgress(NamedTuple):
@@ -31,79 +37,94 @@ class WorkerProgress(NamedTuple):
         updates: The number of its updates that were applied.
         version: The version of the state that it has read last; -1 before the first step.
         staleness: The staleness of its last update; 0 before the first.
+        skipped: The number of its updates that were not finite and were not applied (`non_finite="skip"`).
+        restarts: The number of its calls that started again, because the worker or a server that it read was lost.
     """
 
     updates: int = 0
     version: int = -1
     staleness: int = 0
+    skipped: int = 0
+    restarts: int = 0
 
 
-class _InProgress(NamedTuple):
-    """A worker in progress.
+class _Outputs:
+    """The outputs of a call. Mutable: they are set once, or the error of the call is.
+
+    Attributes:
+        early: The outputs that the worker still computes, if it started in this process.
+        values: The outputs, once the worker has computed them.
+        error: The error of the call.
+    """
+
+    early: list[jax.Array] | None = None
+    values: Sequence[Any] | None = None
+    error: str | None = None
+
+
+class _Call(NamedTuple):
+    """A call of a step that a worker runs.
 
     Attributes:
         worker: The number of the worker.
         version: The version of the state that it read.
-        call: The number of the call of a step, from 0.
+        number: The number of the call, from 0.
         name: The name of the step.
-        parts: The parts of the step.
-        storages: The leaves of the state, alive as long as an update of them is in progress.
-        sent: Its values for each server.
-        outputs: Its outputs.
+        inputs: The arguments of the call, which also keep the leaves of the state alive.
+        work: The work of the worker.
+        outputs: The outputs, if they are known only when the work is done.
+        attempts: The number of workers that ran the call.
     """
 
     worker: int
     version: int
-    call: int
+    number: int
     name: str
-    parts: StepParts
-    storages: Sequence[LeafStorage]
-    sent: list[list[jax.Array]]
-    outputs: list[jax.Array]
-
-    def is_done(self) -> bool:
-        results: Any = self._last_results()
-        return all(x.is_ready() for x in results)
-
-    def wait(self) -> None:
-        jax.block_until_ready(self._last_results())
-
-    def _last_results(self) -> list[jax.Array]:
-        """Returns one result: all results of a program are ready together."""
-        results = [*(x for row in self.sent for x in row), *self.outputs]
-        return results[-1:]
+    inputs: StepInputs
+    work: Any
+    outputs: _Outputs
+    attempts: int
 
 
-class LocalEngine:
+class Engine:
     """Starts workers, and applies their results.
 
-    Mutable: it holds the workers in progress and the version of the state. Threads may call it at the same time.
+    Mutable: it holds the calls in progress and the version of the state. Threads may call it at the same time.
 
     Args:
-        workers: The device of each worker.
-        servers: The device of each server.
-        home: Where values that are read are placed.
+        executor: Runs the parts of a step.
         max_staleness: The maximum staleness of an update, or None.
         record: The file for the order of the events, or None.
+        non_finite: The treatment of values of a worker that are not finite.
+        num_threads: The number of threads of XLA in a worker, for `record`; None if it is not set.
+        calls_per_worker: The number of calls that a worker has at a time. With 2, the next one reads the state while the worker
+            computes.
     """
 
     def __init__(
         self,
-        workers: Sequence[jax.Device],
-        servers: Sequence[jax.Device],
-        home: Sharding,
+        executor: Executor,
         max_staleness: int | None,
         record: pathlib.Path | None,
+        non_finite: NonFinite,
+        num_threads: str | None,
+        calls_per_worker: int,
     ):
-        self.workers, self.servers, self._home, self._bound = workers, servers, home, max_staleness
+        self.executor, self._bound, self._non_finite = executor, max_staleness, non_finite
         self._lock = threading.RLock()
-        self._idle = list(range(len(workers)))
-        self._in_progress: list[_InProgress] = []  # in the order of the versions that they read
-        self._version = self._calls = self._next_server = 0
+        self._calls_per_worker = calls_per_worker
+        self._idle = list(range(executor.num_workers)) * calls_per_worker
+        self._in_progress: list[_Call] = []  # in the order of the versions that they read
+        self._version = self._num_calls = self._next_server = 0
         self._counts: collections.Counter[int] = collections.Counter()
-        self._numbers: dict[Any, jax.Array] = {}
-        self._progress = [WorkerProgress() for _ in workers]
-        self._log, self._replay = open_log(record, len(workers))
+        self._progress = [WorkerProgress() for _ in range(executor.num_workers)]
+        self._delayed: dict[int, tuple[str, StepInputs, _Outputs]] = {}  # calls that a replay starts later
+        self._log, self._replay = open_log(record, executor.num_workers, num_threads)
+
+    @property
+    def num_calls(self) -> int:
+        """The number of calls that were started."""
+        return self._num_calls
 
     def staleness_counts(self) -> dict[int, int]:
         """Returns the number of updates of each staleness that were applied."""
@@ -118,7 +139,7 @@ class LocalEngine:
     def place(self, num_shards: int, num_rows: int | None) -> tuple[Shard, ...]:
         """Returns the shards of the next group of leaves: on the next server, or its rows on the next servers."""
         with self._lock:
-            first, count = self._next_server, len(self.servers)
+            first, count = self._next_server, self.executor.num_servers
             self._next_server = (first + num_shards) % count
         if num_rows is None:
             return (Shard(first),)
@@ -127,56 +148,62 @@ class LocalEngine:
 
     def store(self, value: Any, shards: tuple[Shard, ...]) -> LeafStorage:
         """Returns a leaf with a copy of `value` on the servers."""
-        arrays = to_arrays(value, shards, self.servers)
-        return LeafStorage(value.shape, arrays[0].dtype, shards, arrays)
+        with self._lock:
+            return self.executor.store(value, shards)
 
     def move(self, storage: LeafStorage, shards: tuple[Shard, ...]) -> None:
         """Moves a leaf to other shards, after waiting for all workers."""
         with self._lock:
-            value = self.read(storage)
-            storage.shards, storage.arrays = shards, to_arrays(value, shards, self.servers)
+            self.executor.replace(storage, self.read(storage), shards)
 
     def read(self, storage: LeafStorage) -> jax.Array:
         """Returns the value of a leaf, after waiting for all workers."""
         with self._lock:
             self.join()
-            arrays = jax.device_put(storage.arrays, self._home, may_alias=False)
-        return jax.device_put(joined(arrays, storage.shards), self._home)
+            return self.executor.read(storage)
 
     def start(
-        self, name: str, parts: StepParts, storages: Sequence[LeafStorage], inputs: Sequence[Any], output_put: Any
+        self,
+        name: str,
+        parts: StepParts,
+        storages: Sequence[LeafStorage],
+        inputs: Sequence[Any],
+        output_put: Callable[[Sequence[Any]], list[jax.Array]],
     ) -> PyTree:
         """Starts a step on an idle worker, and returns its outputs, which the worker still computes.
 
         Raises:
             RuntimeError: A worker failed.
+            ValueError: The workers cannot run the step.
         """
         with self._lock:
-            worker = self._next_worker(name)
-            self._idle.remove(worker)
-            device = self.workers[worker]
-            arrays = [_on_device(storages[number].arrays, device) for number in parts.read_leaves]
-            call, self._calls = self._calls, self._calls + 1
-            if self._log:
-                self._log.write_start(call, worker, self._version, name)
-            lead = self._number(np.int32(len(self._in_progress)), device)
-            try:
-                pulled = self._pull(parts, storages, inputs) if parts.tables else []
-                sent, outputs = parts.worker(arrays, pulled, _on_device(list(inputs), device), lead)
-            except Exception as error:  # XLA runs small programs on the CPU in this thread
-                self._idle.append(worker)
-                raise RuntimeError(_failure(worker, call, name, error)) from error
-            item = _InProgress(worker, self._version, call, name, parts, storages, sent, outputs)
-            self._in_progress.append(item)
-            self._progress[worker] = self._progress[worker]._replace(version=self._version)
-            return output_put(outputs)
+            call_inputs, outputs = StepInputs(parts, storages, inputs), _Outputs()
+            self.executor.prepare(call_inputs)
+            if self._replay is None:
+                number, worker = self._num_calls, self._next_worker()
+                early_outputs = self._start_on(worker, number, name, call_inputs, outputs, 1)
+            else:
+                early_outputs = self._start_recorded(self._replay, name, call_inputs, outputs)
+            self._num_calls += 1
+        if early_outputs is not None:
+            return output_put(early_outputs)
+        read = lambda index: output_put([self._output(outputs, index)])[0]
+        return [OutputArray(spec, functools.partial(read, i)) for i, spec in enumerate(parts.output_shapes)]
 
-    def _pull(self, parts: StepParts, storages: Sequence[LeafStorage], inputs: Sequence[Any]) -> list[Any]:
-        """Returns the rows of tables that a worker needs. They are copied, because an update changes the tables in place."""
-        device = self.servers[0]
-        tables = [_on_device(storages[number].arrays, device) for number in parts.tables]
-        arrays = [_on_device(storages[number].arrays, device) for number in parts.read_leaves]
-        return parts.pull(tables, arrays, _on_device(list(inputs), device))
+    def _start_on(
+        self, worker: int, number: int, name: str, inputs: StepInputs, outputs: _Outputs, attempts: int
+    ) -> list[jax.Array] | None:
+        if self._log:
+            self._log.write_start(number, worker, self._version, name)
+        try:
+            work, early_outputs = self.executor.start(worker, inputs, len(self._in_progress))
+        except Exception as error:  # XLA runs small programs on the CPU in this thread
+            outputs.error = _failure(worker, number, name, error)
+            raise RuntimeError(outputs.error) from error
+        self._idle.remove(worker)
+        self._in_progress.append(_Call(worker, self._version, number, name, inputs, work, outputs, attempts))
+        self._progress[worker] = self._progress[worker]._replace(version=self._version)
+        return early_outputs
 
     def join(self) -> None:
         """Waits for all workers, and applies their results.
@@ -185,86 +212,131 @@ class LocalEngine:
             RuntimeError: A worker failed.
         """
         with self._lock:
-            while self._in_progress:
+            while self._in_progress or self._delayed:
                 self._apply_next()
+            self.executor.flush()
 
-    def _next_worker(self, name: str) -> int:
-        """Returns the worker for a call of the step `name`, after waiting until one may start."""
-        if self._replay:
-            while (call := self._replay.next_apply()) is not None:
-                self._apply([item.call for item in self._in_progress].index(call))
-            return self._replay.start(self._calls, name)
-        self._apply_finished()
+    def _output(self, outputs: _Outputs, index: int) -> Any:
+        """Returns an output of a call, after waiting for the call."""
+        while outputs.values is None and outputs.error is None:
+            with self._lock:
+                if self._in_progress or self._delayed:
+                    self._apply_next()
+        if outputs.values is None:
+            raise RuntimeError(outputs.error)
+        return outputs.values[index]
+
+    def _next_worker(self) -> int:
+        """Returns the worker for the next call, after waiting until one may start."""
+        if self._calls_per_worker == 1:
+            while self._in_progress and self._apply_next(timeout=0):
+                pass
+        elif not self._idle:  # the next calls read the same version, which is sent once
+            while len(self._idle) < self._calls_per_worker:
+                self._apply_next()
         while not self._idle or not staleness.may_start(len(self._in_progress), self._bound):
             self._apply_next()
         return self._idle[0]
 
-    def _number(self, number: np.generic, device: jax.Device) -> jax.Array:
-        """Returns a small number on a device, once for all calls."""
-        key = number.dtype, int(number), device
-        if key not in self._numbers:
-            self._numbers[key] = jax.device_put(number, device)
-        return self._numbers[key]
+    def _start_recorded(
+        self, replay: Replay, name: str, inputs: StepInputs, outputs: _Outputs
+    ) -> list[jax.Array] | None:
+        """Starts a call if the recorded run started it before the next one. It did not if the worker was lost."""
+        number = self._num_calls
+        self._delayed[number] = name, inputs, outputs
+        self._replay_events(replay)
+        if number in self._delayed:
+            replay.check_start(number, name)
+        return outputs.early
 
-    def _apply_finished(self) -> None:
-        """Applies the results of the workers that have finished, as far as the bound allows."""
-        index = 0
-        while index < len(self._in_progress):
-            if self._in_progress[index].is_done() and self._may_apply(index):
-                self._apply(index)
-                index = 0
+    def _replay_events(self, replay: Replay) -> bool:
+        """Applies and starts the calls of the program in the recorded order. Returns whether there was one."""
+        was_successful = False
+        while (event := replay.next_event) is not None:
+            if event.kind == "apply":
+                replay.advance()
+                self._apply([call.number for call in self._in_progress].index(event.call))
+            elif event.call in self._delayed:
+                name, inputs, outputs = self._delayed[event.call]
+                replay.check_start(event.call, name)
+                replay.advance()
+                del self._delayed[event.call]
+                outputs.early = self._start_on(event.worker, event.call, name, inputs, outputs, 1)
             else:
-                index += 1
+                break
+            was_successful = True
+        return was_successful
 
-    def _apply_next(self) -> None:
-        """Applies the results of the first worker that finishes and may be applied."""
-        call = self._replay.next_apply() if self._replay else None
-        if call is not None:
-            self._apply([item.call for item in self._in_progress].index(call))
-            return
+    def _apply_next(self, timeout: float | None = None) -> bool:
+        """Applies the results of the first worker that finishes and may be applied. Returns whether there was one in time."""
+        if self._replay is not None and self._replay_events(self._replay):
+            return True
         allowed = [index for index in range(len(self._in_progress)) if self._may_apply(index)]
-        done = next((index for index in allowed if self._in_progress[index].is_done()), None)
-        self._apply(allowed[0] if done is None else done)
+        done = self.executor.wait_for_any([self._in_progress[index].work for index in allowed], timeout=timeout)
+        if done is None:
+            return False
+        self._apply(allowed[done])
+        return True
 
     def _may_apply(self, index: int) -> bool:
-        versions = [item.version for item in self._in_progress]
+        versions = [call.version for call in self._in_progress]
         return staleness.may_apply(index, versions, self._version, self._bound)
 
     def _apply(self, index: int) -> None:
-        item = self._in_progress.pop(index)
-        self._idle.append(item.worker)
+        call = self._in_progress.pop(index)
+        self._idle.append(call.worker)
         try:
-            item.wait()
+            results = self.executor.results(call.work)
+        except WorkerLostError as error:
+            self._start_again(call, error)
+            return
         except Exception as error:
-            raise RuntimeError(_failure(item.worker, item.call, item.name, error)) from error
-        for number, server in enumerate(item.parts.servers):
-            if not server.changed:
-                continue
-            device = self.servers[number]
-            stored = lambda keys: [item.storages[leaf].arrays[place] for leaf, place in keys]
-            values = _on_device(item.sent[number], device)
-            reused = [*stored(server.donated), *(values[i] for i in server.donated_values)]
-            others = [*stored(server.kept), *(values[i] for i in server.kept_values)]
-            age = self._number(np.float32(self._version - item.version), device)
-            new = server.run(reused, others, age)
-            for (leaf, place), array in zip(server.changed, new, strict=True):
-                item.storages[leaf].arrays[place] = array
+            call.outputs.error = _failure(call.worker, call.number, call.name, error)
+            raise RuntimeError(call.outputs.error) from error
+        call.outputs.values = results.outputs
+        if not results.is_finite:
+            self._skip(call)
+            return
+        age, progress = self._version - call.version, self._progress[call.worker]
+        self.executor.apply(call.work, call.inputs, age)
         if self._log:
-            self._log.write_apply(item.call)
-        age, progress = self._version - item.version, self._progress[item.worker]
-        self._progress[item.worker] = progress._replace(updates=progress.updates + 1, staleness=age)
+            self._log.write_apply(call.number)
+        self._progress[call.worker] = progress._replace(updates=progress.updates + 1, staleness=age)
         self._counts[age] += 1
         self._version += 1
 
+    def _start_again(self, call: _Call, error: WorkerLostError) -> None:
+        progress = self._progress[call.worker]
+        self._progress[call.worker] = progress._replace(restarts=progress.restarts + 1)
+        if self._log:
+            self._log.write_lost(call.number)
+        _LOG.warning("Call %d of a step, `%s`, starts again. %s", call.number + 1, call.name, error)
+        if call.attempts >= MAX_ATTEMPTS:
+            call.outputs.error = _failure(call.worker, call.number, call.name, error)
+            raise RuntimeError(f"{call.outputs.error} It was started {call.attempts} times.") from error
+        self._start_on(call.worker, call.number, call.name, call.inputs, call.outputs, call.attempts + 1)
 
-def _on_device(arrays: list[Any], device: jax.Device) -> list[Any]:
-    """Returns `arrays` on a device; itself if they are there, because `jax.device_put` takes longer to find that."""
-    is_there = all(isinstance(x, jax.Array) and x.devices() == {device} for x in arrays)
-    return arrays if is_there else jax.device_put(arrays, device)
+    def _skip(self, call: _Call) -> None:
+        """Does not apply the results of a worker, because they are not finite."""
+        progress = self._progress[call.worker]
+        self._progress[call.worker] = progress._replace(skipped=progress.skipped + 1)
+        if self._log:
+            self._log.write_apply(call.number)  # a replay skips it too
+        message = (
+            f"Worker {call.worker} computed values that are not finite in call {call.number + 1} of a step, `{call.name}`. "
+            "Its update was not applied."
+        )
+        if self._non_finite == "stop":
+            raise FloatingPointError(f"{message} Look at the batch of this call, the learning rate and the loss.")
+        if not progress.skipped:
+            _LOG.warning(
+                '%s `strategy.worker_progress()[%d].skipped` counts further ones (non_finite="skip").',
+                *(message, call.worker),
+            )
 
 
-def _failure(worker: int, call: int, name: str, error: Exception) -> str:
+def _failure(worker: int, number: int, name: str, error: Exception) -> str:
     return (
-        f"Worker {worker} failed in call {call + 1} of a step, `{name}`: {error}\n  Its update was not applied; the state "
+        f"Worker {worker} failed in call {number + 1} of a step, `{name}`: {error}\n  Its update was not applied; the state "
         "contains the updates of all other calls."
     )

@@ -4,10 +4,34 @@ import json
 import os
 import pathlib
 import sys
-from typing import Any, TextIO
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, TextIO
 
 REPLAY_VARIABLE = "JDIST_REPLAY"
+THREADS_VARIABLE = "NPROC"  # the size of XLA's thread pools: it decides how some sums are divided
 _FORMAT = 1
+
+
+class Event(NamedTuple):
+    """An event of a recorded run.
+
+    Attributes:
+        kind: `"start"` or `"apply"`.
+        call: The number of the call, from 0.
+        worker: The worker that started it.
+        step: The name of the step.
+    """
+
+    kind: Literal["start", "apply"]
+    call: int
+    worker: int = -1
+    step: str = ""
+
+
+def _as_event(event: Mapping[str, Any]) -> Event:
+    if "apply" in event:
+        return Event("apply", event["apply"])
+    return Event("start", event["start"], event["worker"], event["step"])
 
 
 class EventLog:
@@ -18,11 +42,18 @@ class EventLog:
     Args:
         path: The file; it is replaced.
         num_workers: The number of workers.
+        num_threads: The value of `NPROC` in the processes of the workers, or None if it is not set.
     """
 
-    def __init__(self, path: pathlib.Path, num_workers: int):
+    def __init__(self, path: pathlib.Path, num_workers: int, num_threads: str | None = None):
         self._file: TextIO = path.open("w", buffering=1)
-        program = {"format": _FORMAT, "workers": num_workers, "arguments": sys.orig_argv[1:], "folder": os.getcwd()}
+        program = {
+            "format": _FORMAT,
+            "workers": num_workers,
+            "threads": num_threads,
+            "arguments": sys.orig_argv[1:],
+            "folder": os.getcwd(),
+        }
         self._write(program)
 
     def write_start(self, call: int, worker: int, version: int, step: str) -> None:
@@ -32,6 +63,10 @@ class EventLog:
     def write_apply(self, call: int) -> None:
         """Writes that the results of a call are applied."""
         self._write({"apply": call})
+
+    def write_lost(self, call: int) -> None:
+        """Writes that the worker of a call was lost. The call starts again."""
+        self._write({"lost": call})
 
     def _write(self, event: dict[str, Any]) -> None:
         self._file.write(json.dumps(event) + "\n")
@@ -51,7 +86,8 @@ class Replay:
     """
 
     def __init__(self, path: pathlib.Path, num_workers: int):
-        program, self._events = read_log(path)
+        program, events = read_log(path)
+        self._events = list(map(_as_event, events))
         self._path, self._next = path, 0
         if program["workers"] != num_workers:
             raise ValueError(
@@ -59,29 +95,30 @@ class Replay:
                 "the program that was recorded."
             )
 
-    def next_apply(self) -> int | None:
-        """Returns the call whose results are applied next; None if a call starts first, or the log ends."""
-        event = self._events[self._next] if self._next < len(self._events) else {}
-        if "apply" not in event:
-            return None
-        self._next += 1
-        return event["apply"]
+    @property
+    def next_event(self) -> Event | None:
+        """The next event; None at the end of the log."""
+        return self._events[self._next] if self._next < len(self._events) else None
 
-    def start(self, call: int, step: str) -> int:
-        """Returns the worker that started a call of a step.
+    def advance(self) -> None:
+        """Continues with the event after the next one."""
+        self._next += 1
+
+    def check_start(self, call: int, step: str) -> None:
+        """Checks that the recorded run started a call of a step at the next event, or later.
 
         Raises:
-            RuntimeError: The recorded run did not start this call here.
+            RuntimeError: It did not.
         """
-        event = self._events[self._next] if self._next < len(self._events) else {}
-        if (event.get("start"), event.get("step")) != (call, step):
-            recorded = f"`{event['step']}`, call {event['start'] + 1}" if "start" in event else "the end of the run"
-            raise RuntimeError(
-                f"The program differs from the run that {str(self._path)!r} recorded: event {self._next + 1} is {recorded}, "
-                f"and the program calls `{step}`, call {call + 1}. Replay with the same program, data and seeds."
-            )
-        self._next += 1
-        return event["worker"]
+        later = self._events[self._next :]
+        if any(event.kind == "start" and (event.call, event.step) == (call, step) for event in later):
+            return
+        event = next((event for event in later if event.kind == "start"), None)
+        recorded = "the end of the run" if event is None else f"`{event.step}`, call {event.call + 1}"
+        raise RuntimeError(
+            f"The program differs from the run that {str(self._path)!r} recorded: event {self._next + 1} is {recorded}, and "
+            f"the program calls `{step}`, call {call + 1}. Replay with the same program, data and seeds."
+        )
 
 
 def read_log(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -90,6 +127,18 @@ def read_log(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Raises:
         ValueError: The file is not a log.
     """
+    program, events = _parsed(path)
+    kept: list[dict[str, Any]] = []
+    for event in events:
+        if "lost" in event:  # the worker had no effect
+            index = max(i for i, other in enumerate(kept) if other.get("start") == event["lost"])
+            del kept[index]
+        else:
+            kept.append(event)
+    return program, kept
+
+
+def _parsed(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     lines = path.read_text().splitlines()
     try:
         program, *events = [json.loads(line) for line in lines[:-1]] + _last_event(lines)
@@ -107,11 +156,18 @@ def _last_event(lines: list[str]) -> list[Any]:
         return []
 
 
-def open_log(record: pathlib.Path | None, num_workers: int) -> tuple[EventLog | None, Replay | None]:
+def is_replay(record: pathlib.Path | None) -> bool:
+    """Returns whether the variable `JDIST_REPLAY` requests the replay of the file `record`."""
+    replayed = os.environ.get(REPLAY_VARIABLE)
+    return record is not None and replayed is not None and pathlib.Path(replayed).absolute() == record.absolute()
+
+
+def open_log(
+    record: pathlib.Path | None, num_workers: int, num_threads: str | None = None
+) -> tuple[EventLog | None, Replay | None]:
     """Returns the log to write, or the replay of it, if the variable `JDIST_REPLAY` names the same file."""
     if record is None:
         return None, None
-    replayed = os.environ.get(REPLAY_VARIABLE)
-    if replayed is not None and pathlib.Path(replayed).absolute() == record.absolute():
+    if is_replay(record):
         return None, Replay(record, num_workers)
-    return EventLog(record, num_workers), None
+    return EventLog(record, num_workers, num_threads), None

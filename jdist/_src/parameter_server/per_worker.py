@@ -17,15 +17,18 @@ from jdist._src.parameter_server.worker_index import Worker, get_current_worker_
 class WorkerCells:
     """One value per worker, created on the worker when it is first used there, and again if the worker was lost.
 
-    Mutable. Each cell is used by the thread of its worker only.
+    Mutable. Each cell is used by the thread of its worker only. The cells of workers in other processes are empty.
 
     Args:
         make: Creates the value of the worker that runs it.
         num_workers: The number of workers.
+        read: Returns the value of a worker in another process; None if the workers are threads of this process.
     """
 
-    def __init__(self, make: Callable[[], Any], num_workers: int):
-        self._make = make
+    def __init__(
+        self, make: Callable[[], Any], num_workers: int, read: "Callable[[WorkerCells, int], Any] | None" = None
+    ):
+        self.make, self._read = make, read
         self._cells: list[tuple[int, Any] | None] = [None] * num_workers
         self.outcomes: Sequence[Outcome] = ()  # of the functions that create the values ahead of their use
 
@@ -36,7 +39,7 @@ class WorkerCells:
         """Returns the value of `worker`, which runs this code."""
         cell = self._cells[worker.index]
         if cell is None or cell[0] != worker.incarnation:
-            cell = worker.incarnation, self._make()
+            cell = worker.incarnation, self.make()
             self._cells[worker.index] = cell
         return cell[1]
 
@@ -44,6 +47,8 @@ class WorkerCells:
         """Returns the values of all workers, after waiting for their creation."""
         for outcome in self.outcomes:
             outcome.value()
+        if self._read is not None:
+            return tuple(self._read(self, i) for i in range(len(self)))
         return tuple(None if cell is None else cell[1] for cell in self._cells)
 
 
@@ -147,14 +152,20 @@ def num_values(leaf: PerWorkerValues | PerWorkerIterator) -> int:
     return len(leaf._values)
 
 
-def on_worker(tree: PyTree, worker: Worker) -> PyTree:
-    """Returns `tree` with the values of `worker`, which runs this code."""
+def on_worker(tree: PyTree, worker: int, read: Callable[[WorkerCells], Any]) -> PyTree:
+    """Returns `tree` with the values of a worker.
+
+    Args:
+        tree: The tree.
+        worker: The index of the worker.
+        read: Returns its value in cells.
+    """
 
     def value(leaf: Any) -> Any:
         if not isinstance(leaf, (PerWorkerValues, PerWorkerIterator)):
             return leaf
         values = leaf._values
-        return values.get(worker) if isinstance(values, WorkerCells) else values[worker.index]
+        return read(values) if isinstance(values, WorkerCells) else values[worker]
 
     return jax.tree.map(value, tree)
 

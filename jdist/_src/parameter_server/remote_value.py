@@ -17,7 +17,7 @@ class RemoteValue:
     the error of a function.
 
     Example:
-        >>> strategy = type("Workers", (), {"num_workers": 2, "worker_devices": jax.devices()[:2]})()
+        >>> strategy = jdist.ParameterServerStrategy(workers=2)
         >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
         >>> value = coordinator.schedule(jax.numpy.arange, (3,))
         >>> value.fetch(), value.get(), value

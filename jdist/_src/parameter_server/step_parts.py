@@ -63,20 +63,38 @@ class StepParts(NamedTuple):
         shards: For each leaf of the state, where it is stored.
         read_leaves: The numbers of the leaves that a worker reads.
         tables: The numbers of the leaves of which it reads some rows.
-        pull: From the arrays of the tables, of the leaves, and the inputs, to these rows and their values.
+        looked_up_inputs: The numbers of the inputs that decide which rows.
+        look_up: From these inputs to the rows, for each table.
+        pull: From the arrays of the tables and the inputs to the result of `look_up`, each with the values in each array.
         worker: From the arrays of the leaves, the result of `pull`, the inputs, and the number of steps in progress at the
             start, to the values for each server and the outputs.
         servers: For each server, the update of its arrays.
+        output_shapes: The shape and dtype of each output.
         output_tree: The structure of the outputs.
     """
 
     shards: Sequence[tuple[Shard, ...]]
     read_leaves: Sequence[int]
     tables: Sequence[int]
-    pull: Callable[..., list[tuple[LookedUpRows, jax.Array]]]
+    looked_up_inputs: Sequence[int]
+    look_up: Callable[[Sequence[Any]], list[LookedUpRows]]
+    pull: Callable[[Sequence[Sequence[Any]], Sequence[Any]], "list[PulledRows]"]
     worker: Callable[..., tuple[list[list[jax.Array]], list[jax.Array]]]
     servers: "Sequence[ServerUpdate]"
+    output_shapes: Sequence[jax.ShapeDtypeStruct]
     output_tree: Any
+
+
+class PulledRows(NamedTuple):
+    """The rows of a table that a worker reads.
+
+    Attributes:
+        looked_up: The rows.
+        values: Their values in each array of the table, zeros for rows that it does not contain.
+    """
+
+    looked_up: LookedUpRows
+    values: list[jax.Array]
 
 
 class ServerUpdate(NamedTuple):
@@ -188,8 +206,19 @@ def compile_parts(step: TracedStep, shards: Sequence[tuple[Shard, ...]], num_ser
         _server_update(step, row, received, read_leaves, [key in own for key in received])
         for row, received in zip(units, keys, strict=True)
     ]
-    pull, worker = _pull(step, read_leaves, shards), _worker(step, read_leaves, shards, keys)
-    return StepParts(shards, read_leaves, tables, pull, worker, servers, step.output_tree)
+    looked_up_inputs, look_up = _look_up(step)
+    return StepParts(
+        shards=shards,
+        read_leaves=read_leaves,
+        tables=tables,
+        looked_up_inputs=looked_up_inputs,
+        look_up=look_up,
+        pull=jax.jit(_pull(step, shards)),
+        worker=jax.jit(_worker(step, read_leaves, shards, keys)),
+        servers=servers,
+        output_shapes=step.output_shapes,
+        output_tree=step.output_tree,
+    )
 
 
 def _units_on(step: TracedStep, shards: Sequence[tuple[Shard, ...]], server: int) -> list[_Unit]:
@@ -221,35 +250,52 @@ def _table_of(step: TracedStep, unit: _Unit) -> Table | None:
     return next((table for table in step.tables if table.leaf in unit.group.leaves), None)
 
 
-def _pull(
-    step: TracedStep, read_leaves: Sequence[int], shards: Sequence[tuple[Shard, ...]]
-) -> Callable[..., list[tuple[LookedUpRows, jax.Array]]]:
+def _look_up(step: TracedStep) -> tuple[list[int], Callable[[Sequence[Any]], list[LookedUpRows]]]:
+    """Returns the numbers of the inputs that decide which rows a worker looks up, and the function of these inputs."""
     part = part_for(step.partition.worker.program, [var for table in step.tables for var in table.indices])
+    numbers = [number for number, var in enumerate(step.inputs) if var in part.inputs]
 
-    def pull(
-        tables: list[list[jax.Array]], arrays: list[list[jax.Array]], inputs: list[jax.Array]
-    ) -> list[tuple[LookedUpRows, jax.Array]]:
-        env = _environment(step, read_leaves, arrays, shards, inputs)
+    def look_up(inputs: Sequence[Any]) -> list[LookedUpRows]:
+        env = {**step.constants, **{step.inputs[i]: x for i, x in zip(numbers, inputs, strict=True)}}
         operands = [env[var] for var in part.inputs]
         indices = iter(eliminate_collectives(jax_compat.close_jaxpr(part.program), step.axis, operands))
-        pulled: list[tuple[LookedUpRows, jax.Array]] = []
-        for table, pieces in zip(step.tables, tables, strict=True):
-            looked_up = looked_up_rows([next(indices) for _ in table.indices], jax_compat.shape_of(table.var)[0])
-            rows = [_rows_at(x, looked_up.ids, shard) for x, shard in zip(pieces, shards[table.leaf], strict=True)]
-            pulled.append((looked_up, sum(rows[1:], rows[0])))
+        return [
+            looked_up_rows([next(indices) for _ in table.indices], jax_compat.shape_of(table.var)[0])
+            for table in step.tables
+        ]
+
+    return numbers, look_up
+
+
+def _pull(
+    step: TracedStep, shards: Sequence[tuple[Shard, ...]]
+) -> Callable[[Sequence[Sequence[Any]], Sequence[Any]], list[PulledRows]]:
+    numbers, look_up = _look_up(step)
+
+    def pull(tables: Sequence[Sequence[Any]], inputs: Sequence[Any]) -> list[PulledRows]:
+        pulled: list[PulledRows] = []
+        for table, arrays, looked_up in zip(step.tables, tables, look_up([inputs[i] for i in numbers]), strict=True):
+            pairs = zip(arrays, shards[table.leaf], strict=True)
+            pulled.append(PulledRows(looked_up, [rows_at(x, looked_up.ids, shard.start) for x, shard in pairs]))
         return pulled
 
-    return jax.jit(pull)
+    return pull
 
 
-def _rows_at(x: jax.Array, numbers: jax.Array, shard: Shard) -> jax.Array:
-    """Returns the rows of a table that a shard contains, and zeros for the others."""
-    return x.at[_local_numbers(x, numbers, shard)].get(mode="fill", fill_value=0)
+def rows_at(x: jax.Array, numbers: jax.Array, start: Any) -> jax.Array:
+    """Returns rows of a table, zeros for those that an array does not contain.
+
+    Args:
+        x: The array, which contains the rows from number `start`.
+        numbers: The numbers of the rows in the table.
+        start: The number of the first row of the array.
+    """
+    return x.at[_local_numbers(x, numbers, start)].get(mode="fill", fill_value=0)
 
 
-def _local_numbers(x: jax.Array, numbers: jax.Array, shard: Shard) -> jax.Array:
-    """Returns the numbers of rows within a shard, and the number of its rows for rows of other shards."""
-    local = numbers - shard.start
+def _local_numbers(x: jax.Array, numbers: jax.Array, start: Any) -> jax.Array:
+    """Returns the numbers of rows within an array, and the number of its rows for rows that it does not contain."""
+    local = numbers - start
     return jnp.where((local >= 0) & (local < len(x)), local, len(x))
 
 
@@ -279,26 +325,27 @@ def _worker(
 
     def worker(
         arrays: list[list[jax.Array]],
-        pulled: list[tuple[LookedUpRows, jax.Array]],
+        pulled: list[PulledRows],
         inputs: list[jax.Array],
         lead: jax.Array,
     ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
         env = _environment(step, read_leaves, arrays, shards, inputs)
-        env.update({table.var: rows for table, (_, rows) in zip(step.tables, pulled, strict=True)})
+        for table, (_, (first, *others)) in zip(step.tables, pulled, strict=True):
+            env[table.var] = sum(others, first)
         operands = [env[var] for var in part.inputs]
         program = jax_compat.close_jaxpr(part.program)
         if step.tables:
-            evaluator = RowEvaluator(step.tables, [looked_up for looked_up, _ in pulled])
+            evaluator = RowEvaluator(step.tables, [one.looked_up for one in pulled])
             program = _traced(evaluator, program, operands, step.axis)
         program = _traced(_KeyEvaluator(lead), program, operands, step.axis)
-        env.update({table.var: rows.numbers for table, (rows, _) in zip(step.tables, pulled, strict=True)})
+        env.update({table.var: one.looked_up.numbers for table, one in zip(step.tables, pulled, strict=True)})
         env.update(zip(part.outputs, eliminate_collectives(program, step.axis, operands), strict=True))
         sent = [[env[var] if rows is None else rows_of(env[var], rows) for var, rows in row] for row in keys]
         values = [atom.val if isinstance(atom, Literal) else env[atom] for atom in outputs]
         shaped = [jnp.reshape(x, shape.shape) for x, shape in zip(values, step.output_shapes, strict=True)]
         return sent, shaped
 
-    return jax.jit(worker)
+    return worker
 
 
 def _traced(evaluator: Evaluator, program: Any, operands: Sequence[Any], axis: str) -> Any:
@@ -353,7 +400,7 @@ def _server_update(
                 env[step.state[number]] = stored[number, unit.shard.server]
             env.update({step.state[number]: stored[number, unit.place] for number in unit.group.leaves})
             table = _table_of(step, unit)
-            rows = None if table is None else _local_numbers(env[table.var], by_key[table.var, None], unit.shard)
+            rows = None if table is None else _local_numbers(env[table.var], by_key[table.var, None], unit.shard.start)
             new.update(_updated(step, unit, env, rows, staleness))
         return [new[key] for key in changed]
 

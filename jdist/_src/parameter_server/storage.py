@@ -26,19 +26,19 @@ class Shard(NamedTuple):
 class LeafStorage:
     """A leaf of the state as arrays on the servers.
 
-    Mutable: an update replaces the arrays, and reuses their memory.
+    Mutable: an update of `LocalExecutor` replaces the arrays, and reuses their memory.
 
     Attributes:
         shape: The shape of the leaf.
         dtype: The dtype of the leaf.
         shards: The rows that each array contains. A scalar has a copy on each server.
-        arrays: The arrays.
+        arrays: The arrays; with `RayExecutor`, the key of each array on its server.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     shards: tuple[Shard, ...]
-    arrays: list[jax.Array]
+    arrays: list[Any]
 
 
 def rows_of(x: Any, shard: Shard) -> Any:

@@ -4,16 +4,20 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, Literal, final, get_args
 
 import jax
 
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas, replica_mesh
-from jdist._src.parameter_server.backend import ParameterServerBackend
-from jdist._src.parameter_server.engine import LocalEngine, WorkerProgress
+from jdist._src.parameter_server.backend import ParameterServerBackend, Snapshots
+from jdist._src.parameter_server.engine import Engine, NonFinite, WorkerProgress
+from jdist._src.parameter_server.event_log import THREADS_VARIABLE, is_replay
+from jdist._src.parameter_server.local_executor import LocalExecutor
 from jdist._src.parameter_server.partitioners import Partitioner, check_partitions
+from jdist._src.parameter_server.ray_cluster import RayCluster
+from jdist._src.parameter_server.ray_executor import RayExecutor
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.description import Description
 from jdist._src.values.server_array import read_servers
@@ -72,48 +76,64 @@ class ParameterServerStrategy(Strategy):
         *,
         workers: int | Sequence[jax.Device | str] = 4,
         servers: int = 2,
+        engine: Literal["local", "ray"] = "local",
         variable_partitioner: Partitioner | Callable[[Any, Any], Any] | None = None,
         max_staleness: int | None = None,
+        non_finite: NonFinite = "keep",
+        snapshots: Snapshots | None = None,
         record: str | os.PathLike[str] | None = None,
     ):
-        local_devices = jax.local_devices()
-        if isinstance(workers, (list, tuple)):
-            devices = list(replica_mesh(workers).devices.flat)
-        else:
-            count = as_int("`workers`", workers, 1)
-            # One CPU device runs several programs at the same time, and arrays on it need no copy between devices.
-            spread = 1 if local_devices[0].platform == "cpu" else len(local_devices)
-            devices = [local_devices[number % spread] for number in range(count)]
+        _check_choices(engine, non_finite)
         num_servers = as_int("`servers`", servers, 1)
         bound = None if max_staleness is None else as_int("`max_staleness`", max_staleness, 0)
+        path = None if record is None else pathlib.Path(record)
+        devices = _worker_devices(workers, engine)
         replicas = Replicas.from_mesh(replica_mesh(devices[:1]))
-        self._partitioner = variable_partitioner
-        self._engine = LocalEngine(
-            devices,
-            _server_devices(num_servers, devices),
-            replicas.replicated_sharding,
-            bound,
-            None if record is None else pathlib.Path(record),
-        )
+        home, tests_finite = replicas.replicated_sharding, non_finite != "keep"
+        self._cluster: RayCluster | None = None
+        if engine == "ray" and not is_replay(path):
+            self._cluster = RayCluster(len(devices), num_servers, os.environ)
+            restores = snapshots is not None
+            executor = RayExecutor(self._cluster, home, tests_finite=tests_finite, restores_servers=restores)
+            num_threads = self._cluster.num_threads
+        else:
+            server_devices = _server_devices(num_servers, devices)
+            executor = LocalExecutor(devices, server_devices, home, tests_finite=tests_finite)
+            num_threads = os.environ.get(THREADS_VARIABLE)
+        self._partitioner, self._devices = variable_partitioner, tuple(devices)
+        calls_per_worker = 2 if engine == "ray" else 1
+        self._engine = Engine(executor, bound, path, non_finite, num_threads, calls_per_worker)
         arguments = {
             "workers": devices if isinstance(workers, (list, tuple)) else len(devices),
             "servers": num_servers,
+            "engine": engine,
             "variable_partitioner": variable_partitioner,
             "max_staleness": max_staleness,
+            "non_finite": non_finite,
+            "snapshots": snapshots,
             "record": None if record is None else str(record),
         }
-        super().__init__(ParameterServerBackend(replicas, self._engine, self._num_shards), arguments=arguments)
+        backend = ParameterServerBackend(replicas, self._engine, self._num_shards, snapshots)
+        super().__init__(backend, arguments=arguments)
         self._context = dataclasses.replace(self._context, is_asynchronous=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._cluster is not None:
+            raise TypeError(
+                '`ParameterServerStrategy(engine="ray")` cannot be pickled or copied: it holds the workers and servers. A '
+                "scheduled function cannot use it either: pass values as arguments, such as `jdist.read_values(state)`."
+            )
+        return super().__reduce__()
 
     @property
     def num_workers(self) -> int:
         """The number of workers."""
-        return len(self._engine.workers)
+        return self._engine.executor.num_workers
 
     @property
     def worker_devices(self) -> tuple[jax.Device, ...]:
         """The device of each worker."""
-        return tuple(self._engine.workers)
+        return self._devices
 
     def staleness_counts(self) -> dict[int, int]:
         """Returns the number of updates of each staleness that were applied so far, in ascending order.
@@ -182,6 +202,27 @@ class ParameterServerStrategy(Strategy):
         if self._partitioner is None or not shape.shape:
             return 1
         return check_partitions(self._partitioner(shape.shape, shape.dtype), shape.shape, name)
+
+
+def _check_choices(engine: str, non_finite: str) -> None:
+    if engine not in ("local", "ray"):
+        raise ValueError(f'`engine` must be "local" or "ray", got {engine!r}.')
+    if non_finite not in get_args(NonFinite):
+        raise ValueError(f'`non_finite` must be "keep", "skip" or "stop", got {non_finite!r}.')
+
+
+def _worker_devices(workers: int | Sequence[jax.Device | str], engine: str) -> list[jax.Device]:
+    """Returns the device of each worker; with Ray, the device of the host program, on which values are read."""
+    if isinstance(workers, (list, tuple)):
+        if engine == "ray":
+            raise ValueError(
+                f'`workers` must be a number with `engine="ray"`, got {len(workers)} devices: Ray places the workers.'
+            )
+        return list(replica_mesh(workers).devices.flat)
+    devices = jax.local_devices()
+    # One CPU device runs several programs at the same time, and arrays on it need no copy between devices.
+    spread = 1 if devices[0].platform == "cpu" or engine == "ray" else len(devices)
+    return [devices[number % spread] for number in range(as_int("`workers`", workers, 1))]
 
 
 def _server_devices(count: int, workers: Sequence[jax.Device]) -> list[jax.Device]:

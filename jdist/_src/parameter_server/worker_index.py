@@ -2,10 +2,19 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from typing import Any
+
+import jax
 
 from jdist._src.core import jax_compat
+
+
+class EndOfDataError(RuntimeError):
+    """A scheduled function has read its data set to the end: `next` raised `StopIteration` in the function."""
+
+    __module__ = "jdist.coordinator"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +43,21 @@ def running_on(worker: Worker) -> Iterator[None]:
         _worker.reset(token)
 
 
+def call_function(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """Returns the result of a scheduled function. Waits for its arrays: an error of the device would otherwise be lost.
+
+    Raises:
+        EndOfDataError: It raised `StopIteration`.
+    """
+    try:
+        return jax.block_until_ready(fn(*args, **kwargs))
+    except StopIteration as error:
+        raise EndOfDataError(
+            f"`{name}` raised StopIteration: an iterator that it reads has ended, such as the per-worker data set of worker "
+            f"{get_current_worker_index()}. `next(iterator, None)` returns None at the end."
+        ) from error
+
+
 def in_scheduled_function() -> bool:
     """Returns whether a worker runs this code."""
     return _worker.get() is not None
@@ -49,7 +73,7 @@ def get_current_worker_index() -> int:
         RuntimeError: The call is not in such a function, or in a function that JAX traces.
 
     Example:
-        >>> strategy = type("Workers", (), {"num_workers": 2, "worker_devices": jax.devices()[:2]})()
+        >>> strategy = jdist.ParameterServerStrategy(workers=2)
         >>> coordinator = jdist.coordinator.ClusterCoordinator(strategy)
         >>> coordinator.schedule(jdist.coordinator.get_current_worker_index).fetch() in (0, 1)
         True

@@ -10,6 +10,7 @@ import numpy as np
 
 from jdist._src.training.history import History
 from jdist._src.training.step_inputs import DrawnBatch
+from jdist._src.values.server_array import read_servers
 
 
 class NonFiniteStep(NamedTuple):
@@ -98,7 +99,9 @@ class Recorder:
         calls, self._pending = self._pending[:count], self._pending[count:]
         # The outcomes are replicated. Reading one shard takes half the time of `jax.device_get`.
         with jax.transfer_guard_device_to_host("allow"):
-            outcomes = [np.asarray(call.outcome.addressable_data(0)).reshape(-1, 2) for call in calls]
+            outcomes = [
+                np.asarray(x.addressable_data(0)).reshape(-1, 2) for x in read_servers([c.outcome for c in calls])
+            ]
         for call, outcome in zip(calls, outcomes, strict=True):
             self._losses.update(enumerate(outcome[:, 0].tolist(), start=call.first_step))
         return self._first_failure(calls, outcomes) if calls and not outcomes[-1][-1, 1] else None

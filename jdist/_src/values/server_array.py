@@ -1,8 +1,9 @@
-"""`ServerArray`: a leaf of a state that parameter servers store."""
+"""`ServerArray`: a leaf of a state that parameter servers store; `OutputArray`: an output of a step on another machine."""
 
+import abc
 import math
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import jax
 import numpy as np
@@ -10,8 +11,71 @@ import numpy as np
 from jdist._src.core.tree import PyTree, dtype_and_shape
 
 
+class _ReadableArray(abc.ABC):
+    """An array whose value `read` returns. Functions of numpy and the constructors of numbers read it."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """The dtype."""
+
+    @abc.abstractmethod
+    def read(self) -> jax.Array:
+        """Returns the value."""
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def item(self) -> Any:
+        """Returns the value of a scalar as a Python number."""
+        return self.read().item()
+
+    def tolist(self) -> Any:
+        """Returns the value as nested lists."""
+        return self.read().tolist()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        value = np.asarray(self.read())
+        return value if dtype is None else value.astype(dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.read()
+
+    def __float__(self) -> float:
+        return float(self.read())
+
+    def __int__(self) -> int:
+        return int(self.read())
+
+    def __bool__(self) -> bool:
+        return bool(self.read())
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled: its value is in another place. Pass its value, `x.read()`, or for a tree "
+            "`jdist.read_values(tree)`."
+        )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({dtype_and_shape(self)})"
+
+
 @final
-class ServerArray:
+class ServerArray(_ReadableArray):
     """A leaf of the state of `jdist.ParameterServerStrategy`, whose value is stored by the servers.
 
     It names the value and does not contain it: every read returns the current value, after waiting for the steps that were
@@ -46,16 +110,6 @@ class ServerArray:
         """The dtype."""
         return self.storage.dtype
 
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
     def read(self) -> jax.Array:
         """Returns the value on the first worker's device, after waiting for the steps that were called before.
 
@@ -64,32 +118,38 @@ class ServerArray:
         """
         return self._read(self.storage)
 
-    def item(self) -> Any:
-        """Returns the value of a scalar as a Python number."""
-        return self.read().item()
 
-    def tolist(self) -> Any:
-        """Returns the value as nested lists."""
-        return self.read().tolist()
+@final
+class OutputArray(_ReadableArray):
+    """An output of a step that a worker on another machine computes. Reading it waits for this call of the step.
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        value = np.asarray(self.read())
-        return value if dtype is None else value.astype(dtype)
+    Args:
+        spec: The shape and the dtype.
+        read: Returns the value.
+    """
 
-    def __jax_array__(self) -> jax.Array:
-        return self.read()
+    __slots__ = ("__weakref__", "_read", "_spec")
 
-    def __float__(self) -> float:
-        return float(self.read())
+    def __init__(self, spec: jax.ShapeDtypeStruct, read: Callable[[], jax.Array]):
+        self._spec, self._read = spec, read
 
-    def __int__(self) -> int:
-        return int(self.read())
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        return self._spec.shape
 
-    def __bool__(self) -> bool:
-        return bool(self.read())
+    @property
+    def dtype(self) -> Any:
+        """The dtype."""
+        return self._spec.dtype
 
-    def __repr__(self) -> str:
-        return f"ServerArray({dtype_and_shape(self)})"
+    def read(self) -> jax.Array:
+        """Returns the value on the device of the host program.
+
+        Raises:
+            RuntimeError: The worker failed.
+        """
+        return self._read()
 
 
 def is_server_array(leaf: object) -> bool:
@@ -98,17 +158,17 @@ def is_server_array(leaf: object) -> bool:
 
 
 def without_values(tree: PyTree) -> PyTree:
-    """Returns `tree` with the shape and dtype of each `ServerArray` in place of it; `tree` itself if there is none."""
+    """Returns `tree` with the shape and dtype of each array that has to be read; `tree` itself if there is none."""
     return _replaced(tree, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
 
 
 def read_servers(tree: PyTree) -> PyTree:
-    """Returns `tree` with the value of each `ServerArray` in place of it; `tree` itself if there is none."""
-    return _replaced(tree, ServerArray.read)
+    """Returns `tree` with the value of each array that has to be read; `tree` itself if there is none."""
+    return _replaced(tree, lambda leaf: leaf.read())
 
 
-def _replaced(tree: PyTree, replacement: Callable[[ServerArray], Any]) -> PyTree:
+def _replaced(tree: PyTree, replacement: Callable[[_ReadableArray], Any]) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
-    if not any(map(is_server_array, leaves)):
+    if not any(isinstance(leaf, _ReadableArray) for leaf in leaves):
         return tree
-    return treedef.unflatten([replacement(leaf) if is_server_array(leaf) else leaf for leaf in leaves])
+    return treedef.unflatten([replacement(leaf) if isinstance(leaf, _ReadableArray) else leaf for leaf in leaves])

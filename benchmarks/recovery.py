@@ -1,0 +1,154 @@
+"""The time from a failure to the next training step under `jdist run --max-restarts`, and its parts.
+
+    python benchmarks/recovery.py [--quick] [--json] [--case raise|kill|stop] [--model transformer] [--processes 2]
+
+Two processes train a model of `benchmarks/models.py` with `MultiWorkerMirroredStrategy`, and save a checkpoint after two
+steps. After the third step, process 1 raises an error, is killed (SIGKILL), or is stopped (SIGSTOP). The parts:
+
+- `detect`: until the launcher reports the failure. For a stopped process this is `--answer-timeout`, 5 seconds here.
+- `end`: until all processes have ended.
+- `import`: the start of the processes, and their imports.
+- `join`: until the processes have joined.
+- `restore`: the model, the data and the checkpoint.
+- `compile`: the first step, without the time of the second: tracing, and compilation or reading the compilation cache.
+- `step`: the second step.
+
+`jdist` uses the compilation cache that `jdist run` creates for the restarts; the peer `no cache` compiles again.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import sidebyside
+
+PARTS = ("detect", "end", "import", "join", "restore", "compile", "step")
+FAULTS = ("raise", "kill", "stop")
+options = sidebyside.parser("The time from a failure to the next step, with and without the compilation cache.")
+options.add_argument("--case", choices=FAULTS, help="run only this failure")
+options.add_argument("--model", default="transformer", help="a case of benchmarks/models.py")
+options.add_argument("--processes", type=int, default=2, help="number of processes")
+options.add_argument("--rounds", type=int, help="rounds (default: 5, with --quick 2)")
+options.add_argument("--folder", help=argparse.SUPPRESS)  # set for the processes: checkpoints and times
+args = options.parse_args()
+
+
+def train():
+    """Trains, and fails in the first attempt. Process 0 of the second attempt writes the times of its events."""
+    import jax
+    from models import CASES, train_step
+
+    import jdist
+
+    restarts, process = int(os.environ["JDIST_RESTARTS"]), int(os.environ["JDIST_PROCESS_ID"])
+    is_noted = process == 0 and restarts == 1
+    events = [("import", time.time())]
+    strategy = jdist.MultiWorkerMirroredStrategy()
+    events.append(("join", time.time()))
+    _, model, optimizer, batch = CASES[args.model]
+    (placed,) = strategy.distribute_dataset(batch, len(batch[1]))
+    step = strategy.step(
+        lambda state, batch: train_step(model, optimizer, lambda tree: jdist.all_reduce("mean", tree), state, batch)
+    )
+    with jdist.Checkpointer(pathlib.Path(args.folder, "checkpoints"), every=2) as checkpointer:
+        params = model.init(jax.random.key(0), batch[0][:1])
+        state = strategy.put((params, optimizer.init(params)))
+        if checkpointer.latest is not None:
+            state = checkpointer.restore(strategy, like=state).state
+        events.append(("restore", time.time()))
+        for number in range(3):
+            state, loss = step(state, placed)
+            jax.block_until_ready((state, loss))
+            events.append((("first", "second", "third")[number], time.time()))
+            if restarts == 0 and number == 1:
+                checkpointer.save(2, state)
+                checkpointer.wait()
+        if restarts == 0:
+            fail(process)
+    if is_noted:
+        pathlib.Path(args.folder, "events").write_text(json.dumps(dict(events)))
+
+
+def fail(process):
+    """Process 1 fails, the others wait for it in a collective."""
+    from jax.experimental import multihost_utils
+
+    if process == 1:
+        pathlib.Path(args.folder, "fault").write_text(json.dumps([os.environ["JDIST_FAULT"], time.time()]))
+        if os.environ["JDIST_FAULT"] == "raise":
+            raise ValueError("The failure of the benchmark.")
+        os.kill(os.getpid(), signal.SIGKILL if os.environ["JDIST_FAULT"] == "kill" else signal.SIGSTOP)
+    multihost_utils.sync_global_devices("after the failure")
+
+
+def recovery(fault, uses_cache):
+    """Returns the seconds of each part."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "jdist", "run", "-n", str(args.processes), "--max-restarts", "1"]
+        command += ["--answer-timeout", "5", __file__, "--model", args.model, "--folder", folder]
+        environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+        environment |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "JDIST_FAULT": fault}
+        environment["JAX_ENABLE_COMPILATION_CACHE"] = str(int(uses_cache))
+        times, lines = {}, []
+        with subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        ) as launcher:
+            for line in launcher.stderr:
+                lines.append(line)
+                if line.startswith("jdist run: process 1 failed: "):
+                    times["detect"] = time.time()
+                elif line.startswith("jdist run: restart 1 of 1"):
+                    times["end"] = time.time()
+        if launcher.returncode:
+            sys.exit("".join(lines))
+        _, failed = json.loads(pathlib.Path(folder, "fault").read_text())
+        times |= json.loads(pathlib.Path(folder, "events").read_text())
+    step = times["second"] - times["first"]
+    times["compile"] = times["first"] - step
+    times["step"] = times["first"]
+    moments = [failed, *(times[part] for part in PARTS)]
+    return {part: end - start for part, start, end in zip(PARTS, moments, moments[1:], strict=False)}
+
+
+def report(fault, taken):
+    """Prints the median of each part, and the ratio of the total times."""
+    medians = {
+        name: {part: statistics.median(one[part] for one in runs) for part in PARTS} for name, runs in taken.items()
+    }
+    totals = {name: [sum(one.values()) for one in runs] for name, runs in taken.items()}
+    low, ratio, high = statistics.quantiles(
+        [other / ours for ours, other in zip(totals["jdist"], totals["no cache"], strict=True)], n=4
+    )
+    case = f"{fault}, {args.processes} processes"
+    if args.json:
+        row = {"case": case, "peer": "no cache", "ratio": ratio, "low": low, "high": high, "seconds": medians}
+        print(json.dumps(row), flush=True)
+        return
+    for name, parts in medians.items():
+        text = "  ".join(f"{part} {seconds:5.2f}" for part, seconds in parts.items())
+        print(f"{case:20} {name:9} {statistics.median(totals[name]):6.2f} s = {text}", flush=True)
+    print(f"{case:20} ratio to no cache {ratio:.2f} [{low:.2f}, {high:.2f}]", flush=True)
+
+
+def main():
+    sidebyside.versions(args.json)
+    rounds = args.rounds or (2 if args.quick else 5)
+    for fault in FAULTS:
+        if args.case in (None, fault):
+            candidates = {"jdist": True, "no cache": False}
+            taken = {name: [] for name in candidates}
+            for _ in range(rounds):
+                for name, uses_cache in candidates.items():
+                    taken[name].append(recovery(fault, uses_cache))
+            report(fault, taken)
+
+
+if __name__ == "__main__":
+    train() if args.folder else main()

@@ -1,0 +1,235 @@
+"""The options of `jdist run`, and their checks."""
+
+import argparse
+import importlib.util
+import os
+import re
+import socket
+import sys
+from typing import NamedTuple
+
+from jdist._src.launch.attempt import Program
+
+DEFAULT_MAX_RESTARTS = 10  # with --elastic
+DEFAULT_GRACE_SECONDS = 5.0
+RESTART_GRACE_SECONDS = 1.0  # JAX ignores SIGTERM, so all processes of a job would need the longer time
+DEFAULT_ANSWER_SECONDS = 60.0
+DEFAULT_REJOIN_SECONDS = 30.0
+DEFAULT_JOIN_SECONDS = 600.0
+
+
+class Elastic(NamedTuple):
+    """The value of `--elastic`: the smallest and the largest number of processes over all machines."""
+
+    minimum: int
+    maximum: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `jdist run`."""
+    add = parser.add_argument
+    number = parser.add_mutually_exclusive_group(required=True)
+    number.add_argument(
+        "-n",
+        "--processes",
+        type=_positive,
+        metavar="N",
+        help="processes on this machine, or with --engine ray on the cluster",
+    )
+    number.add_argument(
+        "--elastic",
+        type=_elastic,
+        metavar="MIN:MAX",
+        help="in place of -n: from MIN to MAX processes, over all machines. The job continues with fewer processes after a "
+        "failure, and with more when they can run again, by a restart of all",
+    )
+    add(
+        "--devices-per-process",
+        type=_positive,
+        metavar="D",
+        help="CPU devices per process, and on a machine with GPUs the GPUs per process "
+        "(default: one CPU device; the GPUs of the machine, divided by N)",
+    )
+    add("--nodes", type=_positive, metavar="M", help="machines; run the same command on each with its --node-rank")
+    add("--node-rank", type=int, metavar="K", help="index of this machine, 0 to M-1")
+    add(
+        "--coordinator",
+        type=_address,
+        metavar="HOST:PORT",
+        help="address of machine 0, and a free port there; with restarts, the next port must be free, too",
+    )
+    add(
+        "--max-restarts",
+        type=_number,
+        metavar="N",
+        help="after a failure, start all processes again, at most N times "
+        f"(default: 0; with --elastic {DEFAULT_MAX_RESTARTS})",
+    )
+    add(
+        "--answer-timeout",
+        type=_positive_seconds,
+        metavar="SECONDS",
+        help="with restarts: a process that does not answer for this time is killed, and a machine is lost "
+        f"(default: {DEFAULT_ANSWER_SECONDS:g})",
+    )
+    add(
+        "--rejoin-after",
+        type=_seconds,
+        metavar="SECONDS",
+        help="with --elastic: time after which a process is started again in place of one that failed, and on a machine that "
+        f"has connected (default: {DEFAULT_REJOIN_SECONDS:g})",
+    )
+    add(
+        "--join-timeout",
+        type=_seconds,
+        metavar="SECONDS",
+        help=f"with restarts and --nodes: time in which machines must connect (default: {DEFAULT_JOIN_SECONDS:g})",
+    )
+    add(
+        "--grace",
+        type=_seconds,
+        metavar="SECONDS",
+        help="time between SIGTERM and SIGKILL for the other processes after a failure "
+        f"(default: {DEFAULT_GRACE_SECONDS:g}; with restarts {RESTART_GRACE_SECONDS:g})",
+    )
+    add(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="where the processes are started: on this machine (default), or by actors of a running Ray cluster",
+    )
+    add("-m", "--module", action="store_true", help="the program is a module, as in `python -m`")
+    add("program", help="a Python script, or with -m a module")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the program")
+
+
+def has_restarts(arguments: argparse.Namespace) -> bool:
+    """Whether the job may start again after a failure."""
+    return arguments.max_restarts is not None or arguments.elastic is not None
+
+
+def check_restarts(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options that contradict each other, or have no effect."""
+    requirements = {
+        "--answer-timeout": (arguments.answer_timeout, has_restarts(arguments), "--max-restarts or --elastic"),
+        "--rejoin-after": (arguments.rejoin_after, arguments.elastic is not None, "--elastic"),
+        "--join-timeout": (
+            arguments.join_timeout,
+            has_restarts(arguments) and arguments.nodes is not None,
+            "--nodes, and --max-restarts or --elastic",
+        ),
+    }
+    for option, (value, is_used, needed) in requirements.items():
+        if value is not None and not is_used:
+            raise ValueError(f"{option} has no effect without {needed}. Add {needed}, or remove {option}.")
+    machines = arguments.nodes or 1
+    if arguments.elastic is not None and arguments.engine == "ray":
+        raise ValueError("--elastic does not start processes on a Ray cluster. Pass -n and --max-restarts.")
+    if arguments.elastic is not None and arguments.elastic.maximum % machines:
+        most = arguments.elastic.maximum
+        raise ValueError(
+            f"--elastic {arguments.elastic.minimum}:{most} with --nodes {machines}: each machine runs MAX / M processes, but "
+            f"{most} is not a multiple of {machines}. Change one of them."
+        )
+    if has_restarts(arguments) and arguments.coordinator and arguments.coordinator.endswith(":65535"):
+        raise ValueError(
+            f"--coordinator {arguments.coordinator}: the launchers connect to each other at the next port, but 65535 is the "
+            "last one. Pass a smaller port."
+        )
+
+
+def check_program(program: Program) -> None:
+    """Raises ValueError if the program does not exist."""
+    if program.kind == "script":
+        if os.path.isfile(program.target):
+            return
+        advice = "Pass the path of a Python script, without `python`, or a module after `-m`."
+        raise ValueError(f"{program.target!r} is not a file in {os.getcwd()}. {advice}")
+    name = program.target.partition(".")[0]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as in the processes
+    if not re.fullmatch(r"\w+(\.\w+)*", program.target) or importlib.util.find_spec(name) is None:
+        raise ValueError(
+            f"the module {program.target!r} is not found. Pass its name without `.py`, or a script without `-m`."
+        )
+
+
+def check_nodes(arguments: argparse.Namespace) -> None:
+    """Raises ValueError if the options for several machines are incomplete, or the coordinator's port is in use."""
+    options = {
+        "--nodes": arguments.nodes,
+        "--node-rank": arguments.node_rank,
+        "--coordinator": arguments.coordinator,
+    }
+    if missing := [name for name, value in options.items() if value is None]:
+        if len(missing) < len(options):
+            present = ", ".join(name for name in options if name not in missing)
+            raise ValueError(
+                f"{present} without {' and '.join(missing)}. Pass all of --nodes, --node-rank and --coordinator to start "
+                "processes on several machines, or none of them for this machine only."
+            )
+        return
+    if not 0 <= arguments.node_rank < arguments.nodes:
+        raise ValueError(
+            f"--node-rank must be 0 to {arguments.nodes - 1} for --nodes {arguments.nodes}, got {arguments.node_rank}."
+        )
+    if arguments.node_rank == 0:
+        _check_port(arguments.coordinator)
+
+
+def _check_port(address: str) -> None:
+    """Raises ValueError if process 0, on this machine, cannot listen on the port of `address`."""
+    port = int(address.rpartition(":")[2])
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may linger
+            probe.bind(("", port))
+            probe.listen()
+        except OSError as error:
+            raise ValueError(
+                f"port {port} of --coordinator {address} cannot be used on this machine, which has --node-rank 0: "
+                f"{error.strerror}. End the program that uses the port (`ss -ltnp 'sport = :{port}'`), or pass another port on "
+                "all machines."
+            ) from None
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch("[0-9]+", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text!r}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds >= 0, got {text!r}")
+    return value
+
+
+def _address(text: str) -> str:
+    match = re.fullmatch(r"([^:\s]+|\[[^\]\s]+\]):([0-9]{1,5})", text)
+    if not match or not 0 < int(match[2]) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"must be a host and a port, such as 10.0.0.1:8476, got {text!r}")
+    return text
+
+
+def _number(text: str) -> int:
+    if not re.fullmatch("[0-9]+", text):
+        raise argparse.ArgumentTypeError(f"must be an integer >= 0, got {text!r}")
+    return int(text)
+
+
+def _positive_seconds(text: str) -> float:
+    if not _seconds(text):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds > 0, got {text!r}")
+    return _seconds(text)
+
+
+def _elastic(text: str) -> Elastic:
+    match = re.fullmatch("([0-9]+):([0-9]+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"must be MIN:MAX, integers with 1 <= MIN <= MAX, such as 2:8, got {text!r}")
+    return Elastic(int(match[1]), int(match[2]))

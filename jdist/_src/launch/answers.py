@@ -1,0 +1,67 @@
+"""Processes that do not answer: a thread of each process sends a sign of life, which stops with the process.
+
+It stops if the process is stopped (SIGSTOP), and if a call holds Python's lock.
+"""
+
+import math
+import signal
+import time
+from collections.abc import Iterable
+
+from jdist._src.launch.end_rules import EndRules, RunningProcess
+from jdist._src.launch.output import Console
+
+_WARNING_SECONDS = 30.0
+_PAUSE_SECONDS = 5.0  # between two checks, after which this process was stopped, too
+
+
+class AnswerTimes:
+    """When each process has last answered.
+
+    Mutable: it stores the times.
+
+    Args:
+        limit_seconds: The time without an answer after which a process is killed; infinity for no limit.
+        console: Receives messages.
+    """
+
+    def __init__(self, limit_seconds: float, console: Console):
+        self._limit_seconds, self._console = limit_seconds, console
+        self._times: dict[int, float] = {}  # by index of the process
+        self._warned: set[int] = set()
+        self._last_check = time.monotonic()
+
+    def note(self, index: int) -> None:
+        """Records an answer of a process, or its start."""
+        self._times[index] = time.monotonic()
+        self._warned.discard(index)
+
+    def kill_silent(self, processes: Iterable[RunningProcess], rules: EndRules) -> None:
+        """Kills the running processes that have not answered in time. It is their failure.
+
+        Call it at least every few seconds, after all answers that have arrived were noted.
+
+        Args:
+            processes: The processes.
+            rules: Receives the failure.
+        """
+        now = time.monotonic()
+        if now - self._last_check > _PAUSE_SECONDS:
+            self._times = dict.fromkeys(self._times, now)
+        self._last_check = now
+        if math.isinf(self._limit_seconds) or rules.is_ending():
+            return
+        for process in processes:
+            silent = now - self._times[process.index]
+            if process.status is not None:
+                continue
+            if silent > self._limit_seconds:
+                process.send_signal(signal.SIGKILL, to_group=True)
+                rules.note_status(process, -signal.SIGKILL, f"no answer for {self._limit_seconds:g} seconds")
+                return
+            if silent > min(_WARNING_SECONDS, self._limit_seconds / 2) and process.index not in self._warned:
+                self._warned.add(process.index)
+                self._console.message(
+                    f"process {process.index} has not answered for {silent:.0f} seconds. It is stopped, or a call holds "
+                    f"Python's lock. It is killed after {self._limit_seconds:g} seconds."
+                )

@@ -1,0 +1,135 @@
+"""`LocalExecutor`: workers and servers on the devices of one process.
+
+The host program starts the part of a worker, which then runs on the device of the worker while the host program continues.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from jdist._src.parameter_server.executor import StepInputs, StepResults
+from jdist._src.parameter_server.storage import LeafStorage, Shard, joined, to_arrays
+
+
+class _Work(NamedTuple):
+    """The arrays that a worker computes.
+
+    Attributes:
+        sent: Its values for each server.
+        outputs: Its outputs.
+        is_finite: Whether all values for the servers are finite, or None if this is not tested.
+    """
+
+    sent: list[list[jax.Array]]
+    outputs: list[jax.Array]
+    is_finite: jax.Array | None
+
+    def last_results(self) -> list[Any]:
+        """Returns one result: all results of a program are ready together."""
+        return [*(x for row in self.sent for x in row), *self.outputs][-1:]
+
+
+class LocalExecutor:
+    """Workers and servers on the devices of this process.
+
+    Mutable: it caches small numbers on the devices.
+
+    Args:
+        workers: The device of each worker.
+        servers: The device of each server.
+        home: Where values that are read are placed.
+        tests_finite: Whether workers test the values that they send.
+    """
+
+    def __init__(
+        self, workers: Sequence[jax.Device], servers: Sequence[jax.Device], home: Sharding, *, tests_finite: bool
+    ):
+        self.workers, self.servers, self._home, self._tests_finite = workers, servers, home, tests_finite
+        self.num_workers, self.num_servers = len(workers), len(servers)
+        self._numbers: dict[Any, jax.Array] = {}
+
+    def store(self, value: Any, shards: tuple[Shard, ...]) -> LeafStorage:
+        """See `Executor.store`."""
+        arrays = to_arrays(value, shards, self.servers)
+        return LeafStorage(value.shape, arrays[0].dtype, shards, arrays)
+
+    def replace(self, storage: LeafStorage, value: Any, shards: tuple[Shard, ...]) -> None:
+        """See `Executor.replace`."""
+        storage.shards, storage.arrays = shards, to_arrays(value, shards, self.servers)
+
+    def read(self, storage: LeafStorage) -> jax.Array:
+        """See `Executor.read`."""
+        arrays = jax.device_put(storage.arrays, self._home, may_alias=False)
+        return jax.device_put(joined(arrays, storage.shards), self._home)
+
+    def prepare(self, call: StepInputs) -> None:
+        """See `Executor.prepare`."""
+
+    def start(self, worker: int, call: StepInputs, lead: int) -> tuple[_Work, list[jax.Array]]:
+        """See `Executor.start`."""
+        device, parts = self.workers[worker], call.parts
+        arrays = [_on_device(call.storages[number].arrays, device) for number in parts.read_leaves]
+        number = self._number(np.int32(lead), device)
+        pulled = self._pull(call) if parts.tables else []
+        sent, outputs = parts.worker(arrays, pulled, _on_device(list(call.inputs), device), number)
+        is_finite = all_finite(sent) if self._tests_finite else None
+        return _Work(sent, outputs, is_finite), outputs
+
+    def wait_for_any(self, works: Sequence[_Work], *, timeout: float | None) -> int | None:
+        """See `Executor.wait_for_any`. Does not wait: all works run on devices of this process, which `results` waits for."""
+        done = (i for i, work in enumerate(works) if all(x.is_ready() for x in work.last_results()))
+        return next(done, None if timeout == 0 else 0)
+
+    def results(self, work: _Work) -> StepResults:
+        """See `Executor.results`."""
+        jax.block_until_ready(work.last_results())
+        return StepResults(work.outputs, work.is_finite is None or bool(work.is_finite))
+
+    def apply(self, work: _Work, call: StepInputs, staleness: int) -> None:
+        """See `Executor.apply`."""
+        for number, server in enumerate(call.parts.servers):
+            if not server.changed:
+                continue
+            device = self.servers[number]
+            stored = lambda keys: [call.storages[leaf].arrays[place] for leaf, place in keys]
+            values = _on_device(work.sent[number], device)
+            reused = [*stored(server.donated), *(values[i] for i in server.donated_values)]
+            others = [*stored(server.kept), *(values[i] for i in server.kept_values)]
+            new = server.run(reused, others, self._number(np.float32(staleness), device))
+            for (leaf, place), array in zip(server.changed, new, strict=True):
+                call.storages[leaf].arrays[place] = array
+
+    def flush(self) -> None:
+        """See `Executor.flush`. An update on the devices of this process raises its error where its results are read."""
+
+    def add_snapshot(self, step: int, storages: Sequence[LeafStorage], read: Callable[[], Sequence[Any]]) -> None:
+        """See `Executor.add_snapshot`. Servers of this process end with it."""
+
+    def _pull(self, call: StepInputs) -> list[Any]:
+        """Returns the rows of tables that a worker needs. They are copied, because an update changes the tables in place."""
+        device = self.servers[0]
+        tables = [_on_device(call.storages[number].arrays, device) for number in call.parts.tables]
+        return call.parts.pull(tables, _on_device(list(call.inputs), device))
+
+    def _number(self, number: np.generic, device: jax.Device) -> jax.Array:
+        """Returns a small number on a device, once for all calls."""
+        key = number.dtype, int(number), device
+        if key not in self._numbers:
+            self._numbers[key] = jax.device_put(number, device)
+        return self._numbers[key]
+
+
+@jax.jit
+def all_finite(arrays: Any) -> jax.Array:
+    """Returns whether all floating-point numbers of a tree are finite."""
+    floats = [x for x in jax.tree.leaves(arrays) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
+    return jax.numpy.stack([jax.numpy.all(jax.numpy.isfinite(x)) for x in floats] or [jax.numpy.bool_(True)]).all()
+
+
+def _on_device(arrays: list[Any], device: jax.Device) -> list[Any]:
+    """Returns `arrays` on a device; itself if they are there, because `jax.device_put` takes longer to find that."""
+    is_there = all(isinstance(x, jax.Array) and x.devices() == {device} for x in arrays)
+    return arrays if is_there else jax.device_put(arrays, device)

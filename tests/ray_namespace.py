@@ -1,0 +1,57 @@
+"""A Ray cluster of one node in namespaces of its own, in which only the loopback interface exists.
+
+Ray listens on all interfaces, so it must not be reached from outside. The kernel ends all processes of the namespaces together.
+"""
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+UNSHARE = ["unshare", "--net", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
+UP = "import fcntl, socket, struct\nfcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh', b'lo', 1))\n"  # SIOCSIFFLAGS
+OPTIONS = "--head --block --num-gpus=0 --include-dashboard=false --disable-usage-stats"
+
+
+def environment():
+    """Returns environment variables for processes in the namespaces."""
+    path = f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "RAY_DISABLE_IMPORT_WARNING": "1"}
+
+
+@contextlib.contextmanager
+def ray_cluster(folder, *, num_cpus, store_bytes):
+    """Starts a cluster, and returns the command in front of a command that runs in its network.
+
+    The test is skipped where Ray is not installed, or where namespaces cannot be made.
+    """
+    pytest.importorskip("ray", reason="Ray is optional and not installed.")
+    if subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
+        pytest.skip("Namespaces, in which Ray cannot be reached from outside, cannot be made here.")
+    options = f"{OPTIONS} --num-cpus={num_cpus} --object-store-memory={store_bytes}".split()
+    start = f"{UP}import os\nprint('up', flush=True)\nos.dup2(2, 1)\nos.execvp('ray', ['ray', 'start', *{options}])"
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context((folder / "log").open("w+"))
+        cluster = subprocess.Popen(
+            [*UNSHARE, sys.executable, "-c", start],
+            env={**environment(), "RAY_TMPDIR": str(folder)},
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+        stack.enter_context(cluster)
+        stack.callback(cluster.kill)  # the kernel then kills all processes of the namespace
+        assert cluster.stdout.readline() == b"up\n", (folder / "log").read_text()
+        (child,) = pathlib.Path(f"/proc/{cluster.pid}/task/{cluster.pid}/children").read_text().split()
+        prefix = ["nsenter", "--net", "--target", child]
+        check = "import ray; ray.init(address='auto', log_to_driver=False)"
+        for _ in range(30):
+            command = [*prefix, sys.executable, "-c", check]
+            if not subprocess.run(command, capture_output=True, env=environment()).returncode:
+                yield prefix
+                return
+            assert cluster.poll() is None, (folder / "log").read_text()
+        pytest.fail((folder / "log").read_text())
