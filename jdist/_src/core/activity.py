@@ -1,7 +1,7 @@
 """Records what this process does: calls of compiled programs, and waits of the host program for other processes.
 
 The thread that reports hangs (`jdist._src.faults.watchdog`) reads the records. Each call of a program writes some fields of
-`calls`, which takes less than 0.1 microseconds; a thread that waits adds a `Wait` to its list.
+`calls`, which takes about 0.15 microseconds; a thread that waits adds a `Wait` to its list.
 """
 
 import contextlib
@@ -51,6 +51,7 @@ class Calls:
 
 
 calls = Calls()
+time_limit = 600.0  # seconds of a wait for other processes; the watchdog sets the limit of the strategies
 
 
 def launch(label: Label, call: Callable[..., Any], *args: Any) -> Any:

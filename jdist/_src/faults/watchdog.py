@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jdist._src.core import activity
 from jdist._src.core.arguments import check_seconds
 from jdist._src.core.background_threads import start_thread
 from jdist._src.core.process_messages import post_end_at_exit
@@ -59,11 +60,7 @@ def start(timeout_seconds: float | None) -> None:
     elif timeout_seconds is not None:
         _watchdog.limit = timeout_seconds if _watchdog.is_default_limit else max(timeout_seconds, _watchdog.limit)
         _watchdog.is_default_limit = False
-
-
-def time_limit() -> float:
-    """Returns the time limit of a wait for other processes in seconds."""
-    return _TIME_LIMIT if _watchdog is None else _watchdog.limit
+    activity.time_limit = _watchdog.limit
 
 
 class _Timer(NamedTuple):

@@ -18,7 +18,6 @@ from jdist._src.core import activity, jax_compat
 from jdist._src.core.process_messages import has_ended, numbered_name
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.devices.mesh import Replicas
-from jdist._src.faults import watchdog
 from jdist._src.jaxpr.program_fingerprint import Constant, Line, constants_of, crc_of, lines_of
 
 _POLL_MS = 1000
@@ -136,7 +135,7 @@ def _post(processes: Sequence[int], message: dict[str, Any]) -> str:
 def _received(processes: Sequence[int], prefix: str, name: str) -> dict[int, dict[str, Any]]:
     """Returns the messages of the other processes; waits for them."""
     store, start = jax_compat.key_value_store(), time.monotonic()
-    limit = 2 * watchdog.time_limit() if _TIME_LIMIT is None else _TIME_LIMIT
+    limit = 2 * activity.time_limit if _TIME_LIMIT is None else _TIME_LIMIT
     messages: dict[int, dict[str, Any]] = {}
     ended: set[int] = set()
     others = [process for process in processes if process != jax.process_index()]
