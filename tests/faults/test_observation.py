@@ -70,10 +70,10 @@ def test_results_that_are_not_computed_are_a_wait_for_the_oldest_call(no_calls):
     assert ", after step 2 (`evaluate`), runs `" in observer.observe().text
 
 
-def test_deleted_results_are_computed(no_calls):
+def test_deleted_results_random_keys_and_host_values_are_computed(no_calls):
     x = jnp.ones(3)
     x.delete()
-    no_calls.last = [{"x": x, "n": 1}, Label("train", 1)]
+    no_calls.last = [{"x": x, "n": 1, "key": jax.random.key(0), "text": None}, Label("train", 1)]
     assert Observer().observe().waits == []
 
 

@@ -171,9 +171,10 @@ def _lines_of_background_threads(stacks: Stacks) -> str:
 def _are_ready(results: Any) -> bool:
     """Whether the results of a call are computed. All are ready together, so it reads the first one that is not deleted."""
     for leaf in jax.tree.leaves(results):
-        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+        is_ready = getattr(leaf, "is_ready", None)  # neither random keys nor host values have it
+        if is_ready is not None and not leaf.is_deleted():
             try:
-                return leaf.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+                return is_ready()
             except RuntimeError:  # deleted by another thread
                 continue
     return True

@@ -109,6 +109,7 @@ class Watchdog:
         self._activity = ("", "", 0.0)  # the text of the observation, and when it was observed first
         self._num_postponed = 0
         self._has_failed = False
+        self._error_level = logging.WARNING  # of the first error of an observation
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -121,16 +122,22 @@ class Watchdog:
         # They run in reverse order, and before JAX separates the processes, which has a time limit.
         atexit.register(self._wait_at_exit)
         post_end_at_exit(self._process)
-        self._update(0.0)
+        self._board.status = Status(f"Process {self._process} of {self._num_processes} has started.")
         self._board.start()
         self._thread = start_thread(self._run, (), name="jdist watchdog", stop=self._stop.set)
 
     def _run(self) -> None:
         last = time.monotonic()
-        while not self._stop.wait(self._interval) and jax.distributed.is_initialized():
+        while jax.distributed.is_initialized():
             now = time.monotonic()
-            self._update(min(now - last, 2 * self._interval))
+            try:
+                self._update(min(now - last, 2 * self._interval))
+            except Exception:  # of any type: it must not end the watchdog
+                _LOG.log(self._error_level, "The watchdog could not observe this process.", exc_info=True)
+                self._error_level = logging.DEBUG
             last = now
+            if self._stop.wait(self._interval):
+                return
             decision = self._board.decision or self._decision_without_process_0(now)
             if decision is not None:
                 self._end_job(decision)

@@ -21,7 +21,7 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr.program_fingerprint import Constant, Line, constants_of, crc_of, lines_of
 
 _POLL_MS = 1000
-_TIME_LIMIT: float | None = None  # seconds; None for twice the limit after which the watchdog ends a job without work
+_TIME_LIMIT: float | None = None  # seconds; None for 20 minutes, or more with a larger time limit of waits
 
 
 def check_same_program(
@@ -40,8 +40,7 @@ def check_same_program(
 
     Raises:
         ValueError: Names, shapes or dtypes of arguments, host values, captured constants or equations differ.
-        RuntimeError: Tracing failed on another process, or took longer there by more than twice the time limit of a hang; or
-            the process has ended.
+        RuntimeError: Tracing failed on another process, took more than 20 minutes longer there, or the process has ended.
     """
     processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
     process_index = jax.process_index()
@@ -135,7 +134,8 @@ def _post(processes: Sequence[int], message: dict[str, Any]) -> str:
 def _received(processes: Sequence[int], prefix: str, name: str) -> dict[int, dict[str, Any]]:
     """Returns the messages of the other processes; waits for them."""
     store, start = jax_compat.key_value_store(), time.monotonic()
-    limit = 2 * activity.time_limit if _TIME_LIMIT is None else _TIME_LIMIT
+    # The watchdog ends the job earlier, unless the other processes trace or compile.
+    limit = max(1200.0, 2 * activity.time_limit) if _TIME_LIMIT is None else _TIME_LIMIT
     messages: dict[int, dict[str, Any]] = {}
     ended: set[int] = set()
     others = [process for process in processes if process != jax.process_index()]
