@@ -54,8 +54,8 @@ PYTHON_VERSION = [
 ]
 
 
-def _install(session: nox.Session) -> None:
-    session.install("--no-compile", *CONSTRAINTS, "-e", ".[test]")
+def _install(session: nox.Session, extras: str = "test") -> None:
+    session.install("--no-compile", *CONSTRAINTS, "-e", f".[{extras}]")
 
 
 def _pytest(session: nox.Session, *arguments: str, xla_flags: str | None = None) -> None:
@@ -84,7 +84,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(python=[*PYTHONS, "3.13"])
 def slow(session: nox.Session) -> None:
     """The slow tests and `COMPILED`; on the oldest Python all of `JAX_VERSION`, and one case of each test of other paths."""
-    _install(session)
+    _install(session, "test,ray" if session.python == NEWEST else "test")
     if session.posargs:
         _pytest(session, "-m", "slow", *session.posargs)
     elif session.python == NEWEST:
@@ -129,7 +129,12 @@ def libraries(session: nox.Session) -> None:
     """Data sources of TensorFlow, torch and Hugging Face, Kubernetes' client, and Ray, with the real libraries."""
     extras = ".[test,kubernetes,ray]"
     session.install(*CONSTRAINTS, "-e", extras, "datasets", "ray[train]", "tensorflow-cpu", "torch")
-    paths = ("data/test_source_adapters.py", "cluster/test_kubernetes_resolver.py", "command_line/test_ray_engine.py")
+    paths = (
+        "data/test_source_adapters.py",
+        "cluster/test_kubernetes_resolver.py",
+        "command_line/test_ray_engine.py",
+        "parameter_server/test_ray.py",
+    )
     session.run("python", "-m", "pytest", *(session.posargs or [f"tests/{path}" for path in paths]))
 
 

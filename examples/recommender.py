@@ -3,12 +3,17 @@
     python examples/recommender.py                        # 4 workers, 2 servers
     python examples/recommender.py --workers 2 --users 20000 --record run.log
     jdist replay run.log                                  # the same run again, bitwise equal
+    ray start --head --num-cpus 6 && python examples/recommender.py --engine ray --chaos   # a worker is killed now and then
 
 The data are generated: a rating is the product of a user's and an item's factors, plus noise. So the answer is known: no model
 predicts ratings with a smaller error than the noise, which the script prints next to the error of the trained model.
 """
 
 import argparse
+import os
+import random
+import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -39,14 +44,33 @@ def predict(params, users, items):
     return (factors[0] * factors[1]).sum(-1) / factors[0].shape[-1] ** 0.5
 
 
-def worker_table(strategy, step, error):
-    """Returns a table of what the workers do."""
-    table = Table(title=f"step {step}, error {error:.3f}")
-    for name in ("worker", "updates", "version read", "staleness"):
-        table.add_column(name, justify="right")
-    for number, worker in enumerate(strategy.worker_progress()):
-        table.add_row(str(number), str(worker.updates), str(worker.version), str(worker.staleness))
-    return table
+class WorkerTable:
+    """A table of the workers. Mutable: it holds the last numbers, for the rates."""
+
+    def __init__(self, strategy, rows_per_update):
+        self._strategy, self._rows_per_update = strategy, rows_per_update
+        self._time, self._last = time.perf_counter(), strategy.worker_progress()
+
+    def draw(self, step, error):
+        """Returns the table after a step."""
+        table = Table(title=f"step {step}, error {error:.3f}")
+        for name in ("worker", "updates", "version read", "staleness", "rows per second", "calls started again"):
+            table.add_column(name, justify="right")
+        seconds = time.perf_counter() - self._time
+        workers = self._strategy.worker_progress()
+        for number, (worker, last) in enumerate(zip(workers, self._last, strict=True)):
+            rate = (worker.updates - last.updates) * self._rows_per_update / seconds
+            cells = number, worker.updates, worker.version, worker.staleness, f"{rate:,.0f}", worker.restarts
+            table.add_row(*map(str, cells))
+        self._time, self._last = time.perf_counter(), workers
+        return table
+
+
+def kill_worker(strategy):
+    """Ends the process of a random worker."""
+    pids = [worker.pid for worker in strategy.worker_progress() if worker.pid]
+    if pids:
+        os.kill(random.choice(pids), signal.SIGKILL)
 
 
 def main():
@@ -58,7 +82,11 @@ def main():
     parser.add_argument("--epochs", type=int, default=10, help="default: 10")
     parser.add_argument("--batch-size", type=int, default=4096, help="default: 4096")
     parser.add_argument("--record", help="a file for the order of updates")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="default: local")
+    parser.add_argument("--chaos", action="store_true", help="kill a worker every 500 steps, with --engine ray")
     args = parser.parse_args()
+    if args.chaos and args.engine != "ray":
+        parser.error("--chaos kills processes of workers, which exist with --engine ray only")
 
     num_items, num_factors = args.users // 50, 4
     (users, items), ratings = make_ratings(args.users, num_items, num_factors, 40 * args.users, seed=0)
@@ -69,6 +97,7 @@ def main():
     strategy = jdist.ParameterServerStrategy(
         workers=args.workers,
         servers=args.servers,
+        engine=args.engine,
         variable_partitioner=lambda shape, dtype: [args.servers, 1],
         record=args.record,
     )
@@ -93,11 +122,14 @@ def main():
 
     state = strategy.init(make_state, jax.random.key(0))
     batches = strategy.distribute_dataset(train_data, args.batch_size, shuffle=True, epochs=args.epochs)
+    table = WorkerTable(strategy, rows_per_update=2 * args.batch_size)
     with Live(refresh_per_second=4) as live:
         for step, batch in enumerate(batches, start=1):
             state, loss = train_step(state, batch)
             if step % 100 == 0:
-                live.update(worker_table(strategy, step, float(loss) ** 0.5))
+                live.update(table.draw(step, float(loss) ** 0.5))
+            if args.chaos and step % 500 == 0:
+                kill_worker(strategy)
 
     params = jax.device_get(jdist.read_values(state)[0])
     error = float(np.sqrt(np.mean((np.asarray(predict(params, *test_pairs)) - test_ratings) ** 2)))

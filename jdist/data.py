@@ -5,6 +5,8 @@ from jdist._src.data.dataset import DistributedDataset as DistributedDataset
 from jdist._src.data.dataset import DistributedIterator as DistributedIterator
 from jdist._src.data.dataset import stats as stats
 from jdist._src.data.files import Files as Files
+from jdist._src.data.ragged import join_rows as join_rows
+from jdist._src.data.ragged import pad_rows as pad_rows
 from jdist._src.data.shards import AutoShardPolicy as AutoShardPolicy
 from jdist._src.data.shards import InputContext as InputContext
 from jdist._src.data.stats import Stats as Stats

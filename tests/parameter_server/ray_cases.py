@@ -36,6 +36,8 @@ def kill(strategy, *numbers):
     """Kills processes of a strategy with SIGKILL: its workers have the first numbers, then come its servers."""
     actors = [*strategy._cluster.workers, *strategy._cluster.servers]
     processes = ray.get([actors[number].process.remote() for number in numbers])
+    pids = [worker.pid for worker in strategy.worker_progress()]
+    assert all(process.pid == pids[n] for n, process in zip(numbers, processes, strict=True) if n < len(pids)), pids
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
 

@@ -8,6 +8,7 @@ import pytest
 from flax import linen
 
 import jdist
+from jdist._src.jaxpr.table_rows import looked_up_rows
 from jdist._src.parameter_server import backend
 
 NUM_ROWS, WIDTH = 50, 4
@@ -155,3 +156,13 @@ def test_bad_arguments_of_lookup_are_refused():
         jdist.lookup(jnp.zeros((3, 2)), jnp.zeros(1))
     with pytest.raises(ValueError, match=r"`table` is float32\[\], and a table is \[row, ...\]"):
         jdist.lookup(jnp.float32(0), jnp.zeros(1, int))
+
+
+@pytest.mark.parametrize("num_rows", [60, 2**31 - 1], ids=["packed", "large"])
+def test_looked_up_rows_are_sorted_and_repetitions_have_the_place_of_the_first(num_rows):
+    ids = [np.int32([[7], [3], [7]]), np.int32([50, 3, -1, 60])]
+    rows = looked_up_rows(list(map(jnp.asarray, ids)), num_rows)
+    last = min(60, num_rows - 1)
+    assert rows.ids.tolist() == [0, 3, 3, 7, 7, 50, last]
+    assert rows.numbers.tolist() == [0, 3, num_rows, 7, num_rows, 50, last]
+    assert [places.tolist() for places in rows.places] == [[3, 1, 3], [5, 1, 0, 6]]

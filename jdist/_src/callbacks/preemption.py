@@ -58,9 +58,8 @@ class Preemption(Callback):
         if event.moment is Moment.START:
             self._start(event)
             return
-        self._is_due = (
-            self._notice.is_agreed() or self._is_due
-        )  # at each event: the number of checks is equal on all processes
+        # Checked at each event, so that the number of checks is equal on all processes.
+        self._is_due = self._notice.is_agreed() or self._is_due
         if not self._is_due or (event.moment is Moment.STEP and (event.ends_epoch or event.validates)):
             return
         self._is_due = False

@@ -39,6 +39,7 @@ class WorkerProgress(NamedTuple):
         staleness: The staleness of its last update; 0 before the first.
         skipped: The number of its updates that were not finite and were not applied (`non_finite="skip"`).
         restarts: The number of its calls that started again, because the worker or a server that it read was lost.
+        pid: The id of its process on its node; 0 if the worker is in this process, or has not started yet.
     """
 
     updates: int = 0
@@ -46,6 +47,7 @@ class WorkerProgress(NamedTuple):
     staleness: int = 0
     skipped: int = 0
     restarts: int = 0
+    pid: int = 0
 
 
 class _Outputs:
@@ -134,7 +136,8 @@ class Engine:
     def worker_progress(self) -> tuple[WorkerProgress, ...]:
         """Returns the progress of each worker."""
         with self._lock:
-            return tuple(self._progress)
+            pids = self.executor.worker_pids()
+            return tuple(one._replace(pid=pid) for one, pid in zip(self._progress, pids, strict=True))
 
     def place(self, num_shards: int, num_rows: int | None) -> tuple[Shard, ...]:
         """Returns the shards of the next group of leaves: on the next server, or its rows on the next servers."""

@@ -46,6 +46,10 @@ class Executor(Protocol):
     num_workers: int
     num_servers: int
 
+    def worker_pids(self) -> Sequence[int]:
+        """Returns the id of the process of each worker, 0 for this process or while it starts."""
+        ...
+
     def store(self, value: Any, shards: tuple[Shard, ...]) -> LeafStorage:
         """Returns a leaf with a copy of `value` on the servers."""
         ...

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
@@ -18,11 +19,13 @@ class _Work(NamedTuple):
     """The arrays that a worker computes.
 
     Attributes:
+        number: The number of the work.
         sent: Its values for each server.
         outputs: Its outputs.
         is_finite: Whether all values for the servers are finite, or None if this is not tested.
     """
 
+    number: int
     sent: list[list[jax.Array]]
     outputs: list[jax.Array]
     is_finite: jax.Array | None
@@ -35,7 +38,7 @@ class _Work(NamedTuple):
 class LocalExecutor:
     """Workers and servers on the devices of this process.
 
-    Mutable: it caches small numbers on the devices.
+    Mutable: it caches small numbers on the devices, and holds old parameters whose memory gradients reuse.
 
     Args:
         workers: The device of each worker.
@@ -50,6 +53,15 @@ class LocalExecutor:
         self.workers, self.servers, self._home, self._tests_finite = workers, servers, home, tests_finite
         self.num_workers, self.num_servers = len(workers), len(servers)
         self._numbers: dict[Any, jax.Array] = {}
+        self._in_progress: set[int] = set()  # the works
+        self._num_works = 0
+        # New memory of some megabytes costs more than the computation: the system clears it page by page.
+        self._reuses_memory = len({*workers, *servers}) == 1
+        self._unused: list[tuple[frozenset[int], jax.Array]] = []  # with the works that may read them
+
+    def worker_pids(self) -> Sequence[int]:
+        """See `Executor.worker_pids`."""
+        return [0] * self.num_workers
 
     def store(self, value: Any, shards: tuple[Shard, ...]) -> LeafStorage:
         """See `Executor.store`."""
@@ -74,9 +86,12 @@ class LocalExecutor:
         arrays = [_on_device(call.storages[number].arrays, device) for number in parts.read_leaves]
         number = self._number(np.int32(lead), device)
         pulled = self._pull(call) if parts.tables else []
-        sent, outputs = parts.worker(arrays, pulled, _on_device(list(call.inputs), device), number)
+        reused = self._reused(parts.reused, device)
+        sent, outputs = parts.worker(reused, arrays, pulled, _on_device(list(call.inputs), device), number)
         is_finite = all_finite(sent) if self._tests_finite else None
-        return _Work(sent, outputs, is_finite), outputs
+        self._num_works += 1
+        self._in_progress.add(self._num_works)
+        return _Work(self._num_works, sent, outputs, is_finite), outputs
 
     def wait_for_any(self, works: Sequence[_Work], *, timeout: float | None) -> int | None:
         """See `Executor.wait_for_any`. Does not wait: all works run on devices of this process, which `results` waits for."""
@@ -85,6 +100,7 @@ class LocalExecutor:
 
     def results(self, work: _Work) -> StepResults:
         """See `Executor.results`."""
+        self._in_progress.discard(work.number)
         jax.block_until_ready(work.last_results())
         return StepResults(work.outputs, work.is_finite is None or bool(work.is_finite))
 
@@ -99,11 +115,12 @@ class LocalExecutor:
             reused = [*stored(server.donated), *(values[i] for i in server.donated_values)]
             others = [*stored(server.kept), *(values[i] for i in server.kept_values)]
             new = server.run(reused, others, self._number(np.float32(staleness), device))
-            for (leaf, place), array in zip(server.changed, new, strict=True):
-                call.storages[leaf].arrays[place] = array
+            for key, array in zip(server.changed, new, strict=True):
+                self._replace_array(call.storages, key, array, is_donated=key in server.donated)
 
     def flush(self) -> None:
         """See `Executor.flush`. An update on the devices of this process raises its error where its results are read."""
+        self._unused.clear()
 
     def add_snapshot(self, step: int, storages: Sequence[LeafStorage], read: Callable[[], Sequence[Any]]) -> None:
         """See `Executor.add_snapshot`. Servers of this process end with it."""
@@ -113,6 +130,30 @@ class LocalExecutor:
         device = self.servers[0]
         tables = [_on_device(call.storages[number].arrays, device) for number in call.parts.tables]
         return call.parts.pull(tables, _on_device(list(call.inputs), device))
+
+    def _replace_array(
+        self, storages: Sequence[LeafStorage], key: tuple[int, int], array: jax.Array, *, is_donated: bool
+    ) -> None:
+        leaf, place = key
+        arrays = storages[leaf].arrays
+        if self._reuses_memory and not is_donated:
+            self._unused.append((frozenset(self._in_progress), arrays[place]))
+        arrays[place] = array
+
+    def _reused(self, shapes: Sequence[jax.ShapeDtypeStruct], device: jax.Device) -> list[jax.Array]:
+        """Returns arrays whose memory a worker reuses: parameters that were replaced, and that no work reads any more."""
+        if not self._reuses_memory:
+            return []
+        free: dict[Any, list[jax.Array]] = {}
+        for readers, array in self._unused:
+            if readers.isdisjoint(self._in_progress):
+                free.setdefault((array.shape, array.dtype), []).append(array)
+        self._unused = [item for item in self._unused if not item[0].isdisjoint(self._in_progress)]
+        pools = [free.get((shape.shape, shape.dtype)) for shape in shapes]
+        return [
+            pool.pop() if pool else jax.device_put(np.empty(shape.shape, shape.dtype), device, may_alias=False)
+            for pool, shape in zip(pools, shapes, strict=True)
+        ]
 
     def _number(self, number: np.generic, device: jax.Device) -> jax.Array:
         """Returns a small number on a device, once for all calls."""
@@ -125,8 +166,8 @@ class LocalExecutor:
 @jax.jit
 def all_finite(arrays: Any) -> jax.Array:
     """Returns whether all floating-point numbers of a tree are finite."""
-    floats = [x for x in jax.tree.leaves(arrays) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
-    return jax.numpy.stack([jax.numpy.all(jax.numpy.isfinite(x)) for x in floats] or [jax.numpy.bool_(True)]).all()
+    floats = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats] or [jnp.bool_(True)]).all()
 
 
 def _on_device(arrays: list[Any], device: jax.Device) -> list[Any]:

@@ -75,6 +75,7 @@ class RayCluster:
         self._bindings: list[RayBinding] = []
         self.workers = [self._start_worker() for _ in range(num_workers)]
         self.servers = [self._start_server() for _ in range(num_servers)]
+        self._processes = [worker.process.remote() for worker in self.workers]
         processes = self.processes()
         self.platform = processes[0].platform
         addresses = [process.node for process in processes[num_workers:]]
@@ -91,6 +92,17 @@ class RayCluster:
                 *(self.num_workers, self.num_servers),
             )
         return self._ray.get(references)
+
+    def worker_pids(self) -> list[int]:
+        """Returns the id of the process of each worker, 0 while it starts."""
+        started, _ = self._ray.wait(self._processes, num_returns=len(self._processes), timeout=0)
+        return [self._pid(reference) if reference in started else 0 for reference in self._processes]
+
+    def _pid(self, process: Any) -> int:
+        try:
+            return self._ray.get(process).pid
+        except self._ray.exceptions.RayError:  # it was lost before it answered
+            return 0
 
     def put(self, value: Any) -> Any:
         """Returns an object in Ray's object store."""
@@ -176,6 +188,7 @@ class RayCluster:
         lost = [index for index, worker in enumerate(self.workers) if not self._is_alive(worker.process)]
         for index in lost:
             self.workers[index] = self._start_worker()
+            self._processes[index] = self.workers[index].process.remote()
             for program in self._programs:
                 self.workers[index].load.remote(program.number, program.worker)
         return lost

@@ -76,6 +76,10 @@ class RayExecutor:
         ] = {}  # by server: the binding, and the message that is still valid
         self._is_flushed = True
 
+    def worker_pids(self) -> Sequence[int]:
+        """See `Executor.worker_pids`."""
+        return self._cluster.worker_pids()
+
     def store(self, value: Any, shards: tuple[Shard, ...]) -> LeafStorage:
         """See `Executor.store`."""
         value = jnp.asarray(value)
@@ -272,7 +276,7 @@ class RayExecutor:
         for server in servers:
             self._restore(server)
         lost = [*workers, *(f"server {server}" for server in servers)]
-        return f"The process of {' and of '.join(lost) or 'an actor'} has ended."
+        return f"The process of {' and of '.join(lost) or 'an actor that it used'} has ended."
 
     def _restore(self, server: int) -> None:
         if self._history is None:

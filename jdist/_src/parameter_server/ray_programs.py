@@ -66,7 +66,7 @@ def make_program(
     def run_part(arrays: list[list[Any]], rows: list[list[Any]], inputs: list[Any], lead: Any) -> Any:
         looked_up = parts.look_up([inputs[i] for i in parts.looked_up_inputs]) if parts.tables else []
         pulled = [PulledRows(*pair) for pair in zip(looked_up, rows, strict=True)]
-        return parts.worker(arrays, pulled, inputs, lead)
+        return parts.worker([], arrays, pulled, inputs, lead)
 
     def run(
         arrays: list[list[Any]], rows: list[list[Any]], inputs: list[Any], lead: Any

@@ -66,8 +66,9 @@ class StepParts(NamedTuple):
         looked_up_inputs: The numbers of the inputs that decide which rows.
         look_up: From these inputs to the rows, for each table.
         pull: From the arrays of the tables and the inputs to the result of `look_up`, each with the values in each array.
-        worker: From the arrays of the leaves, the result of `pull`, the inputs, and the number of steps in progress at the
-            start, to the values for each server and the outputs.
+        worker: From arrays whose memory it reuses, the arrays of the leaves, the result of `pull`, the inputs, and the number
+            of steps in progress at the start, to the values for each server and the outputs.
+        reused: The shapes and dtypes of the arrays whose memory it can reuse: those of gradients that become parameters.
         servers: For each server, the update of its arrays.
         output_shapes: The shape and dtype of each output.
         output_tree: The structure of the outputs.
@@ -80,6 +81,7 @@ class StepParts(NamedTuple):
     look_up: Callable[[Sequence[Any]], list[LookedUpRows]]
     pull: Callable[[Sequence[Sequence[Any]], Sequence[Any]], "list[PulledRows]"]
     worker: Callable[..., tuple[list[list[jax.Array]], list[jax.Array]]]
+    reused: Sequence[jax.ShapeDtypeStruct]
     servers: "Sequence[ServerUpdate]"
     output_shapes: Sequence[jax.ShapeDtypeStruct]
     output_tree: Any
@@ -214,7 +216,9 @@ def compile_parts(step: TracedStep, shards: Sequence[tuple[Shard, ...]], num_ser
         looked_up_inputs=looked_up_inputs,
         look_up=look_up,
         pull=jax.jit(_pull(step, shards)),
-        worker=jax.jit(_worker(step, read_leaves, shards, keys)),
+        # A value that is not used would be removed, and its memory not reused.
+        worker=jax.jit(_worker(step, read_leaves, shards, keys), donate_argnums=0, keep_unused=True),
+        reused=_reused_shapes(keys, servers),
         servers=servers,
         output_shapes=step.output_shapes,
         output_tree=step.output_tree,
@@ -324,11 +328,13 @@ def _worker(
     outputs = step.program.outvars[len(step.state) :]
 
     def worker(
+        reused: Sequence[jax.Array],
         arrays: list[list[jax.Array]],
         pulled: list[PulledRows],
         inputs: list[jax.Array],
         lead: jax.Array,
     ) -> tuple[list[list[jax.Array]], list[jax.Array]]:
+        del reused
         env = _environment(step, read_leaves, arrays, shards, inputs)
         for table, (_, (first, *others)) in zip(step.tables, pulled, strict=True):
             env[table.var] = sum(others, first)
@@ -346,6 +352,21 @@ def _worker(
         return sent, shaped
 
     return worker
+
+
+def _reused_shapes(
+    keys: Sequence[Sequence[tuple[Any, Shard | None]]], servers: Sequence[ServerUpdate]
+) -> list[jax.ShapeDtypeStruct]:
+    """Returns the shapes of the sent values that become parameters; random keys are small."""
+    shapes: list[jax.ShapeDtypeStruct] = []
+    for row, server in zip(keys, servers, strict=True):
+        for var, rows in (row[i] for i in server.donated_values):
+            shape = jax_compat.shape_of(var)
+            if rows is not None and rows.stop is not None:
+                shape = (rows.stop - rows.start, *shape[1:])
+            if not jnp.issubdtype(var.aval.dtype, jax.dtypes.extended):
+                shapes.append(jax.ShapeDtypeStruct(shape, var.aval.dtype))
+    return shapes
 
 
 def _traced(evaluator: Evaluator, program: Any, operands: Sequence[Any], axis: str) -> Any:

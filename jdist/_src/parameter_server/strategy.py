@@ -27,8 +27,6 @@ from jdist._src.values.server_array import read_servers
 class ParameterServerStrategy(Strategy):
     """Workers compute gradients at their own speed, and servers apply each of them to the state: asynchronous training.
 
-    All workers and servers are in this process.
-
     A step that was written for one replica runs unchanged. A call of it gives the batch to an idle worker and returns: the
     worker reads the state, computes up to the last collective, and sends the gradients to the servers, which run the rest of
     the step, the update, on the state of that moment. Other workers may have updated the state in between; the number of
@@ -38,22 +36,39 @@ class ParameterServerStrategy(Strategy):
     Steps return the state as `ServerArray`s. Whatever reads one (`np.asarray`, `strategy.run`, a checkpoint, a callback of the
     `Trainer`) waits for all calls before, so the host program sees every update that it has requested.
 
+    With `engine="ray"`, each worker and each server is an actor of a running Ray cluster, on any of its machines. A worker that
+    is lost is replaced, and its call runs again; a server that is lost is restored, if there are `snapshots`. Each call is
+    applied exactly once. Workers and servers receive compiled programs, so their machines need jdist, and none of the user's
+    code.
+
     Args:
         workers: The number of workers, or their devices. Worker `i` uses accelerator `i` of this process, modulo their number;
-            without accelerators, all use the first CPU device, which runs several programs at the same time.
+            without accelerators, all use the first CPU device, which runs several programs at the same time. With Ray, a
+            worker uses one CPU, and one GPU if the cluster has GPUs.
         servers: The number of servers. They store the state in the memory of the host.
+        engine: `"local"`: workers and servers in this process. `"ray"`: in processes of the Ray cluster at the address in the
+            variable `RAY_ADDRESS`, or of this machine.
         variable_partitioner: Divides large leaves over the servers along their first dimension, such as
             `jdist.MinSizePartitioner(max_shards=4)`. By default each leaf, with its optimizer state, is on one server.
         max_staleness: The maximum number of updates between the read of a worker and its own update. 0 runs one call after the
             other, with the results of `OneDeviceStrategy`; `workers - 1` is the least value with which all workers are busy.
-            None: no bound.
+            None: no bound. With Ray a worker then reads the state for its next call while it computes.
+        non_finite: The treatment of a call in which a value for the servers, such as a gradient, is infinite or NaN. `"keep"`:
+            it is applied, as under other strategies; a policy such as `jdist.sync.skip_nonfinite` decides. `"skip"`: it is
+            not applied, and counted in `worker_progress()`. `"stop"`: the next call or read raises an error. Both name the
+            worker.
+        snapshots: A `jdist.Checkpointer` in which the state is saved whenever `every` divides the number of calls, after
+            waiting for all of them. A server that is lost is restored from it, and after a restart the program continues from
+            it: its step is the number of calls that the state contains.
         record: A file for the order in which workers start and updates are applied. `jdist replay FILE` runs the program again
-            in this order, with bitwise equal results.
+            in this order, in one process, with bitwise equal results.
 
     Raises:
         TypeError: A number is not an integer.
-        ValueError: There are no workers or no servers, or `max_staleness` is negative. When a step is called first: the
-            partitioner divides a leaf otherwise than along its first dimension.
+        ValueError: There are no workers or no servers, `max_staleness` is negative, or a choice is unknown. No Ray cluster
+            runs, or it does not have the CPUs. When a step is called first: the partitioner divides a leaf otherwise than along
+            its first dimension, or the step cannot be sent to other processes.
+        ImportError: Ray is not installed.
 
     Source:
         J. Dean et al., "Large scale distributed deep networks", NeurIPS 2012 (Downpour SGD).
@@ -150,7 +165,7 @@ class ParameterServerStrategy(Strategy):
 
         Example:
             >>> jdist.ParameterServerStrategy(workers=1).worker_progress()
-            (WorkerProgress(updates=0, version=-1, staleness=0),)
+            (WorkerProgress(updates=0, version=-1, staleness=0, skipped=0, restarts=0, pid=0),)
         """
         return self._engine.worker_progress()
 
