@@ -19,6 +19,7 @@ from jdist import testing as testing
 from jdist import weights as weights
 from jdist._src.checkpoint.checkpointer import Checkpointer as Checkpointer
 from jdist._src.checkpoint.checkpointer import RestoredCheckpoint as RestoredCheckpoint
+from jdist._src.checkpoint.preemption import PreemptionCheckpointHandler as PreemptionCheckpointHandler
 from jdist._src.checkpoint.storage import CheckpointError as CheckpointError
 from jdist._src.collectives.cross_device_ops import AllReduce as AllReduce
 from jdist._src.collectives.cross_device_ops import CommunicationOptions as CommunicationOptions

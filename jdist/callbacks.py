@@ -9,6 +9,7 @@ from jdist._src.callbacks.checkpoint import Checkpoint as Checkpoint
 from jdist._src.callbacks.learning_rate import learning_rate as learning_rate
 from jdist._src.callbacks.logs import CSVLog as CSVLog
 from jdist._src.callbacks.logs import JSONLog as JSONLog
+from jdist._src.callbacks.preemption import Preemption as Preemption
 from jdist._src.callbacks.profiling import Profile as Profile
 from jdist._src.callbacks.rows import Rows as Rows
 from jdist._src.callbacks.stopping import EarlyStopping as EarlyStopping

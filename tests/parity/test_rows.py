@@ -1,8 +1,8 @@
-"""The 254 behaviours and all public names of tf.distribute 2.21: each has a test, an explanation, or is planned.
+"""The 254 behaviours and all public names of tf.distribute 2.21: each has a test or an explanation.
 
 `rows.txt` lists the behaviours, one row per line: identifier, input, result. `api.txt` lists the names. A test carries the
 rows that it covers in its name (`test_rd1_rd4_...`). `docs/from_tf_distribute.md` explains a behaviour that differs or has no
-counterpart; its section "Planned" lists the rows of features that jdist does not have yet.
+counterpart.
 """
 
 import ast
@@ -36,14 +36,8 @@ def _rows_of_text(text):
     return set(re.findall(rf"\b(?:{'|'.join(TYPES)})\d+\b", text))
 
 
-def _section(title):
-    """The text of a section of the guide, without its heading."""
-    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", GUIDE, re.M | re.S)[1]
-
-
 TESTED = set().union(*map(_rows_of_name, _test_names()))
-PLANNED = _rows_of_text(_section("Planned"))
-EXPLAINED = _rows_of_text(GUIDE.replace(_section("Planned"), ""))
+EXPLAINED = _rows_of_text(GUIDE)
 
 
 def test_all_rows_of_the_reference_are_listed_once():
@@ -53,16 +47,12 @@ def test_all_rows_of_the_reference_are_listed_once():
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_row_has_a_test_or_an_explanation_or_is_planned(row):
-    assert row in TESTED | EXPLAINED | PLANNED, f"{row}: {ROWS[row]}"
+def test_row_has_a_test_or_an_explanation(row):
+    assert row in TESTED | EXPLAINED, f"{row}: {ROWS[row]}"
 
 
 def test_every_row_that_a_test_or_the_guide_names_is_listed():
-    assert not (TESTED | EXPLAINED | PLANNED) - ROWS.keys()
-
-
-def test_planned_rows_have_no_test_and_no_explanation_yet():
-    assert not PLANNED & (TESTED | EXPLAINED)
+    assert not (TESTED | EXPLAINED) - ROWS.keys()
 
 
 def test_rows_of_keras_are_tested():

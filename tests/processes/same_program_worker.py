@@ -79,7 +79,7 @@ def results_by_case():
     results["captured"] = np.asarray(strategy.run(functools.partial(lambda x: x + captured), (1.0,))).tolist()
 
     # One process traces a program that the other does not call.
-    same_program._TIME_LIMIT, same_program._WARNING_INTERVAL = 4.0, 1.0
+    same_program._TIME_LIMIT = 4.0
     if number == 0:
         attempt("alone", lambda: strategy.run(lambda x: x + 2, (1.0,)))
     return results

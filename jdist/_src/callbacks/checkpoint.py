@@ -41,12 +41,7 @@ class Checkpoint(Callback):
     """
 
     def __init__(self, checkpointer: Checkpointer):
-        if not isinstance(checkpointer, Checkpointer):
-            raise TypeError(
-                f"`Checkpoint` needs a `jdist.Checkpointer`, got {checkpointer!r}. Write "
-                "`with jdist.Checkpointer(path, every=100) as checkpointer:` and, inside, "
-                "`trainer.fit(..., callbacks=[jdist.callbacks.Checkpoint(checkpointer)], resume=checkpointer)`."
-            )
+        check_is_checkpointer("Checkpoint", checkpointer)
         self.checkpointer = self._checkpointer = checkpointer
         self._last_step = self._last_saved = 0
         self._is_due = False
@@ -63,7 +58,7 @@ class Checkpoint(Callback):
             case Moment.STEP if self._is_due and not (event.ends_epoch or event.validates):
                 self._save(event)
             case Moment.VALIDATION | Moment.EPOCH:
-                metrics = {name: value for name, value in event.logs.items() if np.ndim(value) == 0}
+                metrics = row_metrics(event)
                 if self._is_due or is_best(self._checkpointer, metrics):
                     self._save(event, metrics)
             case Moment.END:
@@ -87,10 +82,33 @@ class Checkpoint(Callback):
 
     def _save(self, event: Event, metrics: Mapping[str, float] | None = None) -> None:
         self._is_due = False
-        if not event.is_finite():
-            return
-        seed, extra = event.position.get("seed"), event.resume_data()
-        self._checkpointer.save(
-            event.step, event.state, event.position, seed=seed, extra=extra, metrics=metrics, now=True
+        if save_event(self._checkpointer, event, metrics):
+            self._last_saved = event.step
+
+
+def check_is_checkpointer(name: str, checkpointer: object) -> None:
+    """Raises TypeError if the argument of the callback `name` is not a `Checkpointer`."""
+    if not isinstance(checkpointer, Checkpointer):
+        raise TypeError(
+            f"`{name}` needs a `jdist.Checkpointer`, got {checkpointer!r}. Write "
+            "`with jdist.Checkpointer(path, every=100) as checkpointer:` and, inside, "
+            f"`trainer.fit(..., callbacks=[jdist.callbacks.{name}(checkpointer)], resume=checkpointer)`."
         )
-        self._last_saved = event.step
+
+
+def row_metrics(event: Event) -> dict[str, float]:
+    """Returns the scalar metrics of a VALIDATION or EPOCH event."""
+    return {name: value for name, value in event.logs.items() if np.ndim(value) == 0}
+
+
+def save_event(checkpointer: Checkpointer, event: Event, metrics: Mapping[str, float] | None) -> bool:
+    """Saves a checkpoint that `fit(resume=)` can continue from, unless the last step is not finite.
+
+    Returns:
+        Whether the last step is finite.
+    """
+    if not event.is_finite():
+        return False
+    seed, extra = event.position.get("seed"), event.resume_data()
+    checkpointer.save(event.step, event.state, event.position, seed=seed, extra=extra, metrics=metrics, now=True)
+    return True

@@ -18,6 +18,7 @@ from jdist._src.checkpoint.restore_plan import RestorePlan, make_restore_plan, r
 from jdist._src.checkpoint.save_plan import SavePlan, make_save_plan
 from jdist._src.checkpoint.storage import CheckpointError, FolderLock, short_message
 from jdist._src.checkpoint.writer import Writer
+from jdist._src.core import activity
 from jdist._src.core.arguments import as_int
 from jdist._src.core.atomic_files import check_path
 from jdist._src.core.tree import PyTree
@@ -250,7 +251,8 @@ class Checkpointer:
         if self._writer is None:
             return
         try:
-            self._writer.wait()
+            with activity.waiting_for_thread("the write of a checkpoint"):
+                self._writer.wait()
         except Exception as error:
             self._raise_write_error(error)
 

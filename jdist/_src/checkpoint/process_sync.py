@@ -34,7 +34,9 @@ class ProcessGroup:
         if jax.process_count() > 1:
             is_late = lambda: time.monotonic() > self._deadline
             name = numbered_name("jdist/checkpoint")
-            self._exchange = MessageExchange(name, jax.process_index(), jax.process_count(), is_late)
+            self._exchange = MessageExchange(
+                name, jax.process_index(), jax.process_count(), "a barrier of a checkpoint", is_late
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -72,7 +74,8 @@ class ProcessGroup:
     def _compare(self, exchange: MessageExchange, call: str, facts: Facts) -> None:
         self._deadline = math.inf
         digests = {name: hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest() for name, lines in facts.items()}
-        messages = exchange.exchange({"digests": digests})
+        reason = f"`Checkpointer.{call}`, which all processes have to call"
+        messages = exchange.exchange({"digests": digests}, reason)
         _raise_errors(messages, call)
         first, *others = (message.get("digests", {}) for message in messages)
         for process, other in enumerate(others, start=1):

@@ -1,6 +1,7 @@
 """Writes checkpoints in the background with orbax, on all processes together."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import pathlib
@@ -22,6 +23,7 @@ from jdist._src.checkpoint.storage import (
     rename_damaged,
     silence_orbax,
 )
+from jdist._src.core import activity
 from jdist._src.core.paths import is_url
 
 _TEST_BYTES = 2**16  # written to the folder before orbax starts
@@ -108,16 +110,21 @@ class Writer:
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
         )
-        return ocp.CheckpointManager(self._folder, options=options)
+        manager = ocp.CheckpointManager(self._folder, options=options)
+        # orbax would pass the step to JAX's agreement on preemption, which counts the checks of `PreemptionNotice`.
+        manager.reached_preemption = lambda step: False
+        return manager
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
         """The barrier between processes that orbax calls; also from a `finally` clause of a thread that has failed."""
         # In the thread of the caller, `sys.exception()` may be one that the caller handles, not one of orbax.
-        error = sys.exception() if threading.get_ident() != self._caller else None
-        if error is None:
-            self._group.barrier(timeout_ms / 1000)
-        else:
-            self._group.fail(error)
+        is_caller = threading.get_ident() == self._caller
+        error = None if is_caller else sys.exception()
+        with contextlib.nullcontext() if is_caller else activity.background_thread():
+            if error is None:
+                self._group.barrier(timeout_ms / 1000)
+            else:
+                self._group.fail(error)
 
 
 class _PreservationPolicy:

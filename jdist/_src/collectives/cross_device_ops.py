@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jdist._src.core.arguments import check_seconds
 from jdist._src.devices.mesh import group_mesh, local_mesh_devices
 from jdist._src.values.reduce_op import ReduceOp, from_sortable, sortable
 
@@ -27,16 +28,22 @@ Axes: TypeAlias = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationOptions:
-    """Packing of small leaves into shared buffers.
+    """Packing of small leaves into shared buffers, and the time limit of collectives.
 
     Attributes:
         bytes_per_pack: Leaves smaller than this are packed into one buffer per dtype and reduced together; larger leaves are
             reduced separately. 0 disables packing. None selects the fastest measured value for the devices: 128 KiB on the CPU
             devices of one process, where XLA's collectives take about 0.1 ms per leaf; unlimited for several processes on CPU,
             where each leaf is a message; 0 on GPU and TPU, where XLA combines small collectives.
+        timeout_seconds: The time limit of a wait for other processes: in a step, a collective of the host program or a barrier.
+            When a wait exceeds it and no process compiles or writes a checkpoint, every process prints the call that it waits
+            in and the stacks of its threads, and ends with exit status 43. Pass it to a strategy. It applies to the process (of
+            several limits, the largest), and is multiplied by `steps_per_call`; infinite for no limit. None for the
+            environment variable `JDIST_TIMEOUT_SECONDS`, by default 600.
 
     Raises:
-        ValueError: The number of bytes is negative.
+        ValueError: The number of bytes is negative, or the number of seconds is not positive.
+        TypeError: The number of bytes is not an integer.
 
     Example:
         >>> CommunicationOptions(bytes_per_pack=-1)
@@ -45,17 +52,20 @@ class CommunicationOptions:
     """
 
     bytes_per_pack: int | None = None
+    timeout_seconds: float | None = None
 
     def __post_init__(self) -> None:
         _check_bytes("bytes_per_pack", self.bytes_per_pack)
+        if self.timeout_seconds is not None and self.timeout_seconds != math.inf:
+            check_seconds("timeout_seconds", self.timeout_seconds)
 
     def resolve(self, mesh: Mesh) -> "CommunicationOptions":
         """Returns these options with None replaced by the value for the devices of `mesh`."""
         if self.bytes_per_pack is not None:
             return self
         if mesh.size == 1 or not _on_cpu(mesh):
-            return CommunicationOptions(0)
-        return CommunicationOptions(_SMALL if _in_one_process(mesh) else sys.maxsize)
+            return dataclasses.replace(self, bytes_per_pack=0)
+        return dataclasses.replace(self, bytes_per_pack=_SMALL if _in_one_process(mesh) else sys.maxsize)
 
 
 class CrossDeviceOps(abc.ABC):
@@ -263,7 +273,7 @@ def resolve_communication(
         return mesh, algorithm.resolve(mesh), packing.resolve(mesh)
     if packing.bytes_per_pack is None:
         # Independent of the number of devices: XLA fuses, and so rounds, the update of an unpacked leaf differently.
-        packing = CommunicationOptions(_SMALL if _on_cpu(mesh) else 0)
+        packing = dataclasses.replace(packing, bytes_per_pack=_SMALL if _on_cpu(mesh) else 0)
     return mesh, algorithm, packing
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
+from jdist._src.core import activity
 from jdist._src.core.paths import absolute, as_path, is_file, is_url
 
 Path: TypeAlias = str | os.PathLike[str]
@@ -58,14 +59,15 @@ def write_on_process_0(
     problem: BaseException | None = None
     if jax.process_index() == 0:
         try:
-            with replace_atomically(path, may_replace) as new:
+            with activity.working(f"writes {path}"), replace_atomically(path, may_replace) as new:
                 write(new)
         except BaseException as error:  # of any type: the other processes wait for the result
             problem = error
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        failed = bool(multihost_utils.broadcast_one_to_all(np.int32(problem is not None)))
+        with activity.waiting(f"the write of {path} by process 0"):
+            failed = bool(multihost_utils.broadcast_one_to_all(np.int32(problem is not None)))
         if failed and problem is None:
             raise RuntimeError(f"Process 0 could not write {path}. Its error states the reason.")
     if problem is not None:

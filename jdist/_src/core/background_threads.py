@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jdist._src.core import activity
+
 STOP_SECONDS = 5  # limit for waiting for threads that have been requested to end
 _stop_functions: dict[threading.Thread, Callable[[], None]] = {}  # of the running threads
 
@@ -30,7 +32,8 @@ def start_thread(
 
 def _run(target: Callable[..., None], *args: Any) -> None:
     try:
-        target(*args)
+        with activity.background_thread():
+            target(*args)
     finally:
         _stop_functions.pop(threading.current_thread(), None)
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jdist._src.core import activity
 from jdist._src.core.jax_compat import key_value_store
 
 _POLL_MILLISECONDS = 200  # between two calls of `should_stop`
@@ -57,10 +58,14 @@ class MessageExchange:
         name: A name from `numbered_name`, the same on every process.
         process: Index of this process in the exchange.
         num_processes: Number of processes in the exchange.
+        reason: The reason why a process waits for a message, for the report of a hang.
         should_stop: Whether to stop waiting for messages.
     """
 
-    def __init__(self, name: str, process: int, num_processes: int, should_stop: Callable[[], bool] = bool):
+    def __init__(
+        self, name: str, process: int, num_processes: int, reason: str, should_stop: Callable[[], bool] = bool
+    ):
+        self._reason = reason
         self._name, self._process, self._num_processes, self._should_stop = name, process, num_processes, should_stop
         self._store = key_value_store()
         self._next_read = self._next_post = 0  # rounds
@@ -68,25 +73,30 @@ class MessageExchange:
         self._unread_keys = _unread_keys.setdefault(name.rpartition("/")[0], [])
         self._obsolete_keys, self._unread_keys[:] = list(self._unread_keys), []
 
-    def exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+    def exchange(self, message: dict[str, Any], reason: str = "") -> list[dict[str, Any]]:
         """Posts `message` and returns the messages of all processes in this round, ordered by process.
+
+        Args:
+            message: The message of this process.
+            reason: The reason why this process waits, if it is not that of the exchange.
 
         Raises:
             InterruptedError: `should_stop` returned True while this process waited.
         """
-        self.post(message)
-        messages = [
-            message if i == self._process else json.loads(self._wait_for(i)) for i in range(self._num_processes)
-        ]
-        self._finish_round()
-        while self._obsolete_keys:
-            self._store.key_value_delete(self._obsolete_keys.pop())
+        with activity.waiting(reason or self._reason):
+            self._post(message)
+            messages = [
+                message if i == self._process else json.loads(self._wait_for(i)) for i in range(self._num_processes)
+            ]
+            self._finish_round()
+            while self._obsolete_keys:
+                self._store.key_value_delete(self._obsolete_keys.pop())
         return messages
 
     def post(self, message: dict[str, Any]) -> None:
         """Posts `message` in the next round without waiting for the messages of other processes."""
-        self._store.key_value_set(self._key(self._next_post, self._process), json.dumps(message))
-        self._next_post += 1
+        with activity.waiting(self._reason):  # process 0 stores the message
+            self._post(message)
 
     def post_without_reading(self, message: dict[str, Any]) -> None:
         """Posts `message` and skips the messages of other processes in this round. Later rounds can follow."""
@@ -97,6 +107,10 @@ class MessageExchange:
         """Posts `message` as the last message of this process, so that processes that still wait for one receive it."""
         self.post(message)
         self._unread_keys.extend(self._key(number, self._process) for number in range(self._next_post)[-3:])
+
+    def _post(self, message: dict[str, Any]) -> None:
+        self._store.key_value_set(self._key(self._next_post, self._process), json.dumps(message))
+        self._next_post += 1
 
     def _finish_round(self) -> None:
         if self._next_read > 0:  # processes that posted in this round have read the round before

@@ -1,11 +1,13 @@
 """Source lines of the user's code: where an equation was traced, an error raised, or jdist called."""
 
 import functools
+import linecache
 import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Sequence
+from types import FrameType
 from typing import NamedTuple
 
 import jax
@@ -78,9 +80,9 @@ def error_frame(error: BaseException) -> Frame | None:
     return next((f for f in reversed(outside_jax) if not _in_library(_absolute(f.file))), None)
 
 
-def caller_frame() -> Frame | None:
-    """Returns the innermost frame of user code on the current call stack."""
-    frame = sys._getframe()
+def caller_frame(frame: FrameType | None = None) -> Frame | None:
+    """Returns the innermost frame of user code on the call stack of `frame`, by default on the current one."""
+    frame = frame or sys._getframe()
     while frame is not None:
         code = frame.f_code
         file = _absolute(code.co_filename)
@@ -88,6 +90,15 @@ def caller_frame() -> Frame | None:
             return Frame(code.co_filename, frame.f_lineno, code.co_name)
         frame = frame.f_back
     return None
+
+
+def code_at(frame: Frame) -> str:
+    """Returns the text of a line of source code and its place: "`next(batches)` at loader.py:88"."""
+    code = linecache.getline(frame.file, frame.line).strip() or frame.function
+    return f"`{code[:_CODE_CHARACTERS]}{'…' * (len(code) > _CODE_CHARACTERS)}` at {frame}"
+
+
+_CODE_CHARACTERS = 80
 
 
 def is_in_jdist(frame: Frame) -> bool:

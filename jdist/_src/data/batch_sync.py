@@ -49,7 +49,7 @@ class ProcessBatchSync:
     """
 
     def __init__(self, name: str, pipeline: int, num_pipelines: int, should_stop: Callable[[], bool] = bool):
-        self._exchange = MessageExchange(name, pipeline, num_pipelines, should_stop)
+        self._exchange = MessageExchange(name, pipeline, num_pipelines, "an agreement on a batch", should_stop)
 
     def run(self, work: Callable[[], T]) -> T:
         """Returns the result of `work`. If `work` raises, the other processes receive the error instead of a message."""

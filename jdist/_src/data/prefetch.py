@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 
+from jdist._src.core import activity
 from jdist._src.core.background_threads import STOP_SECONDS, start_thread
 
 T = TypeVar("T")
@@ -85,16 +86,22 @@ class Threaded(Generic[T]):
         Raises:
             StopIteration: There are no more items.
         """
-        result = None
-        while result is None:
-            with contextlib.suppress(queue.Empty):
-                result = self._made.get(timeout=_POLL_SECONDS)
+        try:
+            result = self._made.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            with activity.waiting_for_thread("the next batch"):
+                result = self._wait()
         self._slots.put(None)
         try:
             return result()
         except BaseException:
             self._made.put(_end)
             raise
+
+    def _wait(self) -> Callable[[], T]:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._made.get(timeout=_POLL_SECONDS)
 
     def close(self) -> None:
         """Ends the thread. Waits for the item that it makes, up to a limit."""

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from jdist._src.core import jax_compat
+from jdist._src.core import activity, jax_compat
 from jdist._src.core.modules import contains_modules, from_array_tree, to_array_tree, update_in_place
 from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
@@ -25,6 +25,7 @@ from jdist._src.execution.interrupts import held_back, raise_pending, uninterrup
 from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially, stack_cached_batches
 from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.replicate import Call, Proof, Traced
+from jdist._src.jaxpr.collective_lines import collective_lines
 from jdist._src.replica.context import in_replica_function
 from jdist._src.values.arrays import (
     check_array,
@@ -48,6 +49,7 @@ class _ModulesError(Exception):
     """Arguments contain modules that the call did not convert. Raised while the program is traced; `Program` handles it."""
 
 
+_SMALL_OUTPUTS = 2**16  # elements: outputs that are held until the next call
 _NO_MESH = Mesh(np.empty((), object), ())
 _IS_DELETED = operator.methodcaller("is_deleted")
 
@@ -107,6 +109,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             proofs[:] = [proof]
             sizes = list(map(np.size, jax.tree.leaves(pair)))
             self._smallest = sizes.index(min(sizes)) if sizes else 0
+            self._has_small_outputs = 0 < sum(map(np.size, jax.tree.leaves(pair[1]))) <= _SMALL_OUTPUTS
             return pair
 
         traced.__name__ = traced.__qualname__ = self._name = name
@@ -124,6 +127,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._has_modules = False  # whether arguments or results contain modules of nnx or equinox
         self._packer = StatePacker()
         self._smallest = 0  # the index of the smallest result: the results of a call are held until the next call
+        self._has_small_outputs = False
+        self._label = activity.Label(name, (scanned_steps or 1) if has_state else 0)
         compile_ = functools.partial(
             jax.jit,
             donate_argnums=(0,) if donates else (),
@@ -297,7 +302,11 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             args = (*args[:1], *(stack_cached_batches(x, self._stacked_steps) for x in args[1:]))
         skips_state = self._has_state and self._num_signatures and not self._accepts_host_state
         self._check_host_values(args, args[1:] if skips_state else args)
+        calls = activity.calls
+        if calls.before_step is not None and self._has_state:
+            calls.before_step(calls.steps + 1)
         pair = self._launch(*args)
+        calls.steps += self._has_state
         num_signatures = jax_compat.num_signatures(self._compiled)
         if self._has_state and num_signatures != self._num_signatures:
             self._num_signatures = num_signatures
@@ -322,13 +331,23 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         return pair
 
     def _launch_together(self, launch: Callable[..., Any], *args: PyTree) -> tuple[PyTree, PyTree]:
-        """Launches a program of several processes, which compare it if this call traces it."""
-        # Inside a `jax.jit` of the user nothing runs yet.
-        self._arguments = None if jax_compat.is_tracing() else args
-        try:
+        """Launches a program of several processes, which compare it if this call traces it, and records the call."""
+        if jax_compat.is_tracing():  # inside a `jax.jit` of the user nothing runs yet
             return launch(*args)
+        calls = activity.calls
+        self._arguments = args
+        calls.launches += 1
+        calls.running = self._label
+        try:
+            pair = launch(*args)
         finally:
-            self._arguments = None
+            self._arguments = calls.running = None
+        calls.last = [pair[1] if self._has_small_outputs else self._smallest_result(pair), self._label]
+        return pair
+
+    def _smallest_result(self, pair: tuple[PyTree, PyTree]) -> Any:
+        leaves = jax.tree.leaves(pair)
+        return leaves[min(self._smallest, len(leaves) - 1)] if leaves else None
 
     @contextlib.contextmanager
     def _compared(self) -> Iterator[list[Any]]:
@@ -345,6 +364,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         except Exception as error:
             check_same_program(name, None, [], replicas, failure=error)
             raise
+        self._label.collectives = collective_lines(programs[0])
         check_same_program(name, programs[0], self._call_of(*args).leaves(), replicas)
 
     def _launch_on_mesh(self, launch: Callable[..., tuple[PyTree, PyTree]], *args: PyTree) -> tuple[PyTree, PyTree]:

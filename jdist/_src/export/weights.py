@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jdist._src.core import activity
 from jdist._src.core.arguments import as_int
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
 from jdist._src.core.modules import from_array_tree, leaves_with_path, to_array_tree
@@ -216,7 +217,8 @@ def _leaf_to_host(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         from jax.experimental import multihost_utils
 
-        leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        with activity.waiting("the shards of an array"):
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
     if isinstance(leaf, (bool, int, float, complex)):
         return np.asarray(leaf, jax_dtype(np.asarray(leaf)))
     return np.asarray(leaf)

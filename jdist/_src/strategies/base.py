@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jdist._src.cluster.resolver import ClusterResolver
 from jdist._src.collectives.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist._src.collectives.ops import axes_argument, axis_argument
-from jdist._src.core import other_names
+from jdist._src.core import activity, jax_compat, other_names
 from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.modules import from_array_tree, to_array_tree
@@ -21,9 +21,11 @@ from jdist._src.data.dataset import DistributedDataset
 from jdist._src.data.distribute import dataset_from_function, dataset_from_source
 from jdist._src.data.shards import AutoShard, InputContext
 from jdist._src.devices.mesh import Replicas
+from jdist._src.devices.topology import is_topology_device
 from jdist._src.execution.backend import Backend
 from jdist._src.execution.program import Program
 from jdist._src.execution.step import StepOptions, check_compiler_options, init_program, run_program, step_program
+from jdist._src.faults import watchdog
 from jdist._src.replica.context import ReplicaContext, ValueContext, require_cross_replica_context
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies import host_reductions
@@ -72,6 +74,9 @@ class Strategy:
         self._runs: IdentityCache[Program] = IdentityCache()
         self._inits: IdentityCache[Program] = IdentityCache()
         self._steps: IdentityCache[dict[Any, Program]] = IdentityCache()  # of `jdist.step`, see `Step.on`
+        self._spans_processes = _span_joined_processes(self.devices)
+        if self._spans_processes:
+            watchdog.start(communication_options.timeout_seconds)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[str(device) for device in self.devices]})"
@@ -376,7 +381,8 @@ class Strategy:
         """
         require_cross_replica_context("reduce", "use `jdist.all_reduce` there")
         check_devices_attached(self.mesh)
-        return host_reductions.reduce(ReduceOp.of(op), self._backend.to_mesh(value), axes_argument(axis), self.replicas)
+        arguments = ReduceOp.of(op), self._backend.to_mesh(value), axes_argument(axis), self.replicas
+        return self._launch("strategy.reduce", host_reductions.reduce, *arguments)
 
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the values of all replicas along a dimension.
@@ -400,7 +406,8 @@ class Strategy:
         """
         require_cross_replica_context("gather", "use `jdist.all_gather` there")
         check_devices_attached(self.mesh)
-        return host_reductions.gather(self._backend.to_mesh(value), axis_argument(axis), self.replicas)
+        arguments = self._backend.to_mesh(value), axis_argument(axis), self.replicas
+        return self._launch("strategy.gather", host_reductions.gather, *arguments)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns the value of each replica of this process, one tree per replica; `(value,)` for a host value.
@@ -605,8 +612,20 @@ class Strategy:
         require_cross_replica_context("describe")
         return describe(type(self).__name__, self._backend, state, max_rows)
 
+    def _launch(self, name: str, collective: Callable[..., PyTree], *arguments: Any) -> PyTree:
+        """Returns `collective(*arguments)`, and records it if processes may wait for each other in it."""
+        if not self._spans_processes or jax_compat.is_tracing():
+            return collective(*arguments)
+        return activity.launch(activity.Label(name), collective, *arguments)
+
     def _put_shardings(self, tree: PyTree) -> list[jax.sharding.NamedSharding]:
         return self._backend.state_shardings(tree, is_state=False)
+
+
+def _span_joined_processes(devices: Sequence[jax.Device]) -> bool:
+    """Whether the devices are attached, and belong to several processes that have joined."""
+    is_joined = jax.distributed.is_initialized() and not is_topology_device(devices[0])
+    return is_joined and len({device.process_index for device in devices}) > 1
 
 
 def _rebuilt(kind: type[Strategy], arguments: dict[str, Any]) -> Strategy:

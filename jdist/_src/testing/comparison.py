@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._src.core import activity
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.values.base import DistributedValues
 from jdist._src.values.mirrored import Mirrored
@@ -174,7 +175,8 @@ def _differences_between_processes(leaves: Sequence[tuple[str, jax.Array]]) -> l
     replicated = [(name, leaf) for name, leaf in leaves if leaf.is_fully_replicated and not leaf.is_fully_addressable]
     digests = [hashlib.sha256(np.asarray(leaf.addressable_data(0)).tobytes()).digest() for _, leaf in replicated]
     local = np.array([np.frombuffer(digest, np.uint32) for digest in digests], np.uint32).reshape(len(replicated), 8)
-    by_process = np.asarray(multihost_utils.process_allgather(local))
+    with activity.waiting("the comparison of copies by `assert_replicated`"):
+        by_process = np.asarray(multihost_utils.process_allgather(local))
     return [
         f"{name} {dtype_and_shape(leaf)} is not replicated: its bits differ between the processes."
         for i, (name, leaf) in enumerate(replicated)

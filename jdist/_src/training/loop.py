@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jdist._src.core import activity
 from jdist._src.core.errors import FitError
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.replicate import Proof
@@ -205,7 +206,8 @@ class Loop:
             return self._stop_reason is not None
         if not self._ends_row and self._calls % CALLS_PER_CHECK:
             return False
-        stops = multihost_utils.process_allgather(np.bool_(self._stop_reason is not None))
+        with activity.waiting("an agreement whether `fit` ends"):
+            stops = multihost_utils.process_allgather(np.bool_(self._stop_reason is not None))
         if stops.any():
             self._stop_reason = self._stop_reason or "Another process stopped."
         return bool(stops.any())

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._src.core import activity
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.arrays import device_put_copy
 
@@ -47,9 +48,9 @@ def exchange_rows(arrays: Sequence[Any], replicas: Replicas) -> Sequence[Any]:
     """Returns the arrays of all replicas, the same on every process, given one array per replica of this process."""
     if len(arrays) == replicas.size:
         return arrays
-    return list(
-        np.asarray(jax.jit(jnp.copy, out_shardings=replicas.replicated_sharding)(put_local_rows(arrays, replicas)))
-    )
+    with activity.waiting("an exchange of values"):
+        rows = jax.jit(jnp.copy, out_shardings=replicas.replicated_sharding)(put_local_rows(arrays, replicas))
+        return list(np.asarray(rows))
 
 
 def put_local_rows(arrays: Sequence[Any], replicas: Replicas) -> jax.Array:

@@ -6,7 +6,6 @@ captured different values, replicated values would silently differ between them,
 
 import itertools
 import json
-import logging
 import time
 import zlib
 from collections.abc import Sequence
@@ -15,16 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.core import jax_compat
+from jdist._src.core import activity, jax_compat
 from jdist._src.core.process_messages import has_ended, numbered_name
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr.program_fingerprint import Constant, Line, constants_of, crc_of, lines_of
 
-_LOG = logging.getLogger("jdist")
 _POLL_MS = 1000
-_WARNING_INTERVAL = 30.0  # seconds
-_TIME_LIMIT = 600.0  # seconds
+_TIME_LIMIT: float | None = None  # seconds; None for 20 minutes, or more with a larger time limit of waits
 
 
 def check_same_program(
@@ -43,12 +40,14 @@ def check_same_program(
 
     Raises:
         ValueError: Names, shapes or dtypes of arguments, host values, captured constants or equations differ.
-        RuntimeError: Tracing failed on another process, took more than 10 minutes longer there, or the process has ended.
+        RuntimeError: Tracing failed on another process, took more than 20 minutes longer there, or the process has ended.
     """
     processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
     process_index = jax.process_index()
+    reason = f"the comparison of `{name}`, which all processes have to call"
     if failure is not None:
-        _post(processes, {"failure": f"{type(failure).__name__}: {failure}"[:2000]})
+        with activity.waiting(reason):
+            _post(processes, {"failure": f"{type(failure).__name__}: {failure}"[:2000]})
         return
     lines, constants = lines_of(program), constants_of(program)
     message = {
@@ -61,7 +60,8 @@ def check_same_program(
         "constants": [f"{constant.spec} #{constant.crc}" for constant in constants],
         "equations": [zlib.crc32(line.text.encode()) for line in lines],
     }
-    messages = _received(processes, _post(processes, message), name)
+    with activity.waiting(reason):
+        messages = _received(processes, _post(processes, message), name)
     messages[process_index] = message
     for process in processes:
         if "failure" in messages[process]:
@@ -133,7 +133,9 @@ def _post(processes: Sequence[int], message: dict[str, Any]) -> str:
 
 def _received(processes: Sequence[int], prefix: str, name: str) -> dict[int, dict[str, Any]]:
     """Returns the messages of the other processes; waits for them."""
-    store, start, next_warning = jax_compat.key_value_store(), time.monotonic(), _WARNING_INTERVAL
+    store, start = jax_compat.key_value_store(), time.monotonic()
+    # The watchdog ends the job earlier, unless the other processes trace or compile.
+    limit = max(1200.0, 2 * activity.time_limit) if _TIME_LIMIT is None else _TIME_LIMIT
     messages: dict[int, dict[str, Any]] = {}
     ended: set[int] = set()
     others = [process for process in processes if process != jax.process_index()]
@@ -151,14 +153,10 @@ def _received(processes: Sequence[int], prefix: str, name: str) -> dict[int, dic
             if has_ended(missing[0]):  # it may have posted its message before
                 ended.add(missing[0])
                 continue
-            waited = time.monotonic() - start
-            if waited > _TIME_LIMIT:
+            if time.monotonic() - start > limit:
                 raise RuntimeError(
-                    f"{_listed(missing)} did not trace `{name}` within {_TIME_LIMIT} seconds of process {jax.process_index()}. "
+                    f"{_listed(missing)} did not trace `{name}` within {limit:g} seconds of process {jax.process_index()}. "
                     "Every process must call the same functions in the same order, with arguments of the same shapes: check "
                     "whether it still runs, waits for data, or took another branch."
                 ) from None
-            if waited > next_warning:
-                _LOG.warning("Waiting for %s to trace `%s` for %d s.", _listed(missing), name, waited)
-                next_warning += _WARNING_INTERVAL
     return messages

@@ -1,0 +1,183 @@
+"""The statuses of all processes in JAX's key-value store, and the decision to end the job.
+
+A thread of each process posts the status of the process at regular intervals, and reads the decision. If a wait of a process
+exceeds the time limit, its thread reads the statuses twice. A process whose status has not changed in between does not
+answer. If no process works, the first thread that posts a decision ends the job. So all processes act alike.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jdist._src.core.background_threads import start_thread
+from jdist._src.core.jax_compat import key_value_store
+
+_STATUS, _DECISION, _REPORTED = "jdist/status", "jdist/hang/decision", "jdist/hang/reported"
+_FAST = 1 / 20  # of the interval: the polls of a thread that other processes wait for
+_SILENT_SECONDS = 30.0  # after which a process that has not ended does not hold up the exit of the others
+
+
+class Status(NamedTuple):
+    """The activity of a process.
+
+    Attributes:
+        line: The sentence about the process in warnings and reports.
+        waits: Whether it waits for other processes.
+        work: Its work without a time limit, or None.
+        has_ended: Whether it has reached the end of its program.
+        has_failed: Whether an error has ended its program.
+        number: The number of statuses that it posted before.
+    """
+
+    line: str
+    waits: bool = False
+    work: str | None = None
+    has_ended: bool = False
+    has_failed: bool = False
+    number: int = 0
+
+
+class Decision(NamedTuple):
+    """The decision to end the job.
+
+    Attributes:
+        process: The process that decided.
+        silent: The processes that do not answer.
+    """
+
+    process: int
+    silent: Sequence[int]
+
+
+class StatusBoard:
+    """Exchanges the statuses of all processes.
+
+    Mutable: its thread and the watchdog communicate by the attributes.
+
+    Args:
+        interval: The seconds between two exchanges.
+        answer_seconds: The seconds in which a process must post a new status to have answered.
+
+    Attributes:
+        status: The status of this process. Written by the watchdog.
+        suspects_hang: Whether a wait of this process exceeds the time limit. Written by the watchdog.
+        reads_statuses: Whether to read the statuses of all processes in each exchange. Written by the watchdog.
+        has_reported: Set when the watchdog has printed the report.
+        statuses: The statuses of the processes, as read last.
+        decision: The decision to end the job, once there is one.
+        last_exchange: The time of the last complete exchange.
+        num_postponed: The number of times that the job was not ended because a process works.
+        all_have_reported: Set when all processes that answer have printed their reports.
+    """
+
+    def __init__(self, interval: float, answer_seconds: float):
+        self._interval, self._answer_seconds = interval, answer_seconds
+        self._process, self._num_processes = jax.process_index(), jax.process_count()
+        self._number = 0
+        self._stop = threading.Event()
+        self.status = Status("")
+        self.suspects_hang = self.reads_statuses = False
+        self.has_reported, self.all_have_reported = threading.Event(), threading.Event()
+        self.statuses: Mapping[int, Status] = {}
+        self.decision: Decision | None = None
+        self.last_exchange = time.monotonic()
+        self.num_postponed = 0
+
+    def start(self) -> None:
+        """Starts the thread."""
+        start_thread(self._run, (), name="jdist status", stop=self._stop.set)
+
+    def wait_for_end_of_others(self) -> None:
+        """Waits until the other processes have ended their programs. Those that do not answer do not count."""
+        poll = self._interval * _FAST
+        statuses: dict[int, Status] = {}
+        times: dict[int, float] = {}  # of the last change of each status
+        while jax.distributed.is_initialized():
+            store, now = key_value_store(), time.monotonic()
+            self._post(store)
+            before, statuses = statuses, _read_statuses(store)
+            times |= {process: now for process, status in statuses.items() if before.get(process) != status}
+            if all(status.has_ended or now - times[i] > _SILENT_SECONDS for i, status in statuses.items()):
+                return
+            time.sleep(poll)
+            poll = min(self._interval / 2, 1.5 * poll)
+
+    def _run(self) -> None:
+        while self.decision is None and jax.distributed.is_initialized():
+            # A process that loses process 0 gets errors here, until JAX ends it.
+            with contextlib.suppress(RuntimeError):
+                self._exchange(key_value_store())
+                self.last_exchange = time.monotonic()
+            if self._stop.wait(self._interval):
+                return
+        if self.decision is not None:
+            with contextlib.suppress(RuntimeError):  # as above
+                self._await_reports(key_value_store(), self.decision)
+            self.all_have_reported.set()
+
+    def _exchange(self, store: Any) -> None:
+        self._post(store)
+        self.decision = _read_decision(store)
+        if self.suspects_hang and self.decision is None:
+            self._decide(store)
+        elif self.reads_statuses:
+            self.statuses = _read_statuses(store)
+
+    def _decide(self, store: Any) -> None:
+        """Ends the job, unless the wait ends meanwhile, or a process works."""
+        deadline = time.monotonic() + self._answer_seconds
+        before = _read_statuses(store)
+        silent = list(range(self._num_processes))
+        while silent and time.monotonic() < deadline:
+            self._stop.wait(self._interval / 4)
+            self._post(store)
+            self.last_exchange = time.monotonic()
+            self.statuses = _read_statuses(store)
+            silent = [process for process in silent if not self._has_answered(process, before)]
+        if not self.suspects_hang:
+            return
+        if any(status.work for process, status in self.statuses.items() if process not in silent):
+            self.num_postponed += 1
+            self.suspects_hang = False
+            return
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has decided
+            store.key_value_set(_DECISION, json.dumps(Decision(self._process, silent)))
+        self.decision = _read_decision(store)
+
+    def _has_answered(self, process: int, before: Mapping[int, Status]) -> bool:
+        status = self.statuses.get(process)
+        if status is None or status.has_ended:
+            return status is not None
+        return process not in before or status.number != before[process].number
+
+    def _await_reports(self, store: Any, decision: Decision) -> None:
+        deadline = time.monotonic() + self._answer_seconds
+        self.has_reported.wait(self._answer_seconds)
+        store.key_value_set(f"{_REPORTED}/{self._process}", "1")
+        expected = self._num_processes - len(decision.silent)
+        while len(store.key_value_dir_get(f"{_REPORTED}/")) < expected and time.monotonic() < deadline:
+            time.sleep(self._interval * _FAST)
+
+    def _post(self, store: Any) -> None:
+        self._number += 1
+        text = json.dumps(self.status._replace(number=self._number))
+        store.key_value_set(f"{_STATUS}/{self._process}", text, allow_overwrite=True)
+
+
+def _read_statuses(store: Any) -> dict[int, Status]:
+    entries = store.key_value_dir_get(f"{_STATUS}/")
+    return {int(key.rpartition("/")[2]): Status(*json.loads(text)) for key, text in entries}
+
+
+def _read_decision(store: Any) -> Decision | None:
+    try:
+        return Decision(*json.loads(store.key_value_try_get(_DECISION)))
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None

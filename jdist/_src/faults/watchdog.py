@@ -1,0 +1,287 @@
+"""The watchdog of a job with several processes: warns of waits for other processes, and ends a job that hangs with a report.
+
+A strategy whose devices are in several processes starts it. Its thread observes this process once per second. It logs a
+warning during each long wait. When a wait exceeds the time limit and no process works, every process prints the call that it
+waits in and the stacks of its threads, and ends with the exit status `HUNG`.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from typing import Any, NamedTuple
+
+import jax
+
+from jdist._src.core import activity
+from jdist._src.core.arguments import check_seconds
+from jdist._src.core.background_threads import start_thread
+from jdist._src.core.process_messages import post_end_at_exit
+from jdist._src.faults.observation import Observation, Observer, ProcessWait
+from jdist._src.faults.status_board import Decision, Status, StatusBoard
+from jdist._src.launch.exit_statuses import HUNG
+
+_LOG = logging.getLogger("jdist")
+_TIME_LIMIT = 600.0  # seconds; `CommunicationOptions(timeout_seconds=)`, or the variable JDIST_TIMEOUT_SECONDS
+_WARNING_INTERVAL = 30.0  # seconds; the variable JDIST_WARNING_SECONDS
+_LIMIT_AFTER_ERROR = 60.0  # seconds of a wait, after an error has ended the program of another process
+_ANSWER_SECONDS = 10.0  # in which a process must react
+_LISTED_PROCESSES = 4  # that a warning describes
+_WARNERS = 8  # the first processes read the statuses of the others for their warnings
+_EXIT_DELAY = 1.0  # seconds of process 0: JAX aborts the other processes when it ends
+_ERRORS = 2  # the file descriptor of standard error
+_ERROR_CHARACTERS = 200
+_SILENT = "it is stopped, or a C call holds Python's lock, or its machine is lost"
+
+_watchdog: "Watchdog | None" = None
+
+
+def start(timeout_seconds: float | None) -> None:
+    """Starts the watchdog of this process, which has joined others, or changes the time limit of the one that runs.
+
+    Args:
+        timeout_seconds: The time limit of a step, a collective of the host program, or a barrier; infinite for no limit. Of
+            several limits, the largest applies. None for no change, at first `JDIST_TIMEOUT_SECONDS` or 600.
+
+    Raises:
+        ValueError: An environment variable is not a positive number.
+    """
+    global _watchdog
+    if _watchdog is None or not _watchdog.is_running():
+        limit = _seconds_of("JDIST_TIMEOUT_SECONDS", _TIME_LIMIT) if timeout_seconds is None else timeout_seconds
+        _watchdog = Watchdog(limit, _seconds_of("JDIST_WARNING_SECONDS", _WARNING_INTERVAL))
+        _watchdog.is_default_limit = timeout_seconds is None
+        _watchdog.start()
+    elif timeout_seconds is not None:
+        _watchdog.limit = timeout_seconds if _watchdog.is_default_limit else max(timeout_seconds, _watchdog.limit)
+        _watchdog.is_default_limit = False
+    activity.time_limit = _watchdog.limit
+
+
+class _Timer(NamedTuple):
+    """A wait that the watchdog has observed.
+
+    Attributes:
+        clock: The time of day when it was observed first.
+        seconds: Its duration while the watchdog ran. Time in which this process was stopped does not count.
+        next_warning: The duration at which the next warning is logged.
+    """
+
+    clock: str
+    seconds: float
+    next_warning: float
+
+
+class Watchdog:
+    """The watchdog of this process.
+
+    Mutable: its thread measures the waits.
+
+    Args:
+        limit: The time limit per step in seconds.
+        warning_interval: The seconds of waiting between two warnings.
+
+    Attributes:
+        limit: The time limit per step in seconds.
+        is_default_limit: Whether no strategy was created with a time limit.
+    """
+
+    is_default_limit = True
+
+    def __init__(self, limit: float, warning_interval: float):
+        self.limit, self._warning_interval = limit, warning_interval
+        self._process, self._num_processes = jax.process_index(), jax.process_count()
+        self._pid = os.getpid()
+        # Process 0 answers two requests per process and interval, each in about 0.2 ms.
+        interval = min(1.0, warning_interval / 5, limit / 10)
+        self._interval = max(interval, self._num_processes / 100)
+        self._answer_seconds = max(min(_ANSWER_SECONDS, 10 * interval), 3 * self._interval)
+        self._board = StatusBoard(self._interval, self._answer_seconds)
+        self._observer = Observer()
+        self._timers: dict[Any, _Timer] = {}
+        self._usual_seconds: dict[str, float] = {}  # of finished waits, by the name of the program
+        self._names: dict[Any, str] = {}
+        self._activity = ("", "", 0.0)  # the text of the observation, and when it was observed first
+        self._num_postponed = 0
+        self._has_failed = False
+        self._error_level = logging.WARNING  # of the first error of an observation
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def is_running(self) -> bool:
+        """Whether the thread of the watchdog runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Starts the threads."""
+        # They run in reverse order, and before JAX separates the processes, which has a time limit.
+        atexit.register(self._wait_at_exit)
+        post_end_at_exit(self._process)
+        self._board.status = Status(f"Process {self._process} of {self._num_processes} has started.")
+        self._board.start()
+        self._thread = start_thread(self._run, (), name="jdist watchdog", stop=self._stop.set)
+
+    def _run(self) -> None:
+        last = time.monotonic()
+        while jax.distributed.is_initialized():
+            now = time.monotonic()
+            try:
+                self._update(min(now - last, 2 * self._interval))
+            except Exception:  # of any type: it must not end the watchdog
+                _LOG.log(self._error_level, "The watchdog could not observe this process.", exc_info=True)
+                self._error_level = logging.DEBUG
+            last = now
+            if self._stop.wait(self._interval):
+                return
+            decision = self._board.decision or self._decision_without_process_0(now)
+            if decision is not None:
+                self._end_job(decision)
+
+    def _update(self, seconds: float) -> None:
+        observation = self._observer.observe()
+        self._measure(observation, seconds)
+        if self._board.num_postponed != self._num_postponed:
+            self._num_postponed = self._board.num_postponed
+            self._timers = {key: timer._replace(seconds=0.0) for key, timer in self._timers.items()}
+        self._board.status = Status(
+            self._line(observation),
+            bool(observation.waits) and self._observer.end is None,
+            observation.work,
+            self._observer.end is not None,
+            self._has_failed,
+        )
+        self._board.suspects_hang = any(self._exceeds_limit(wait) for wait in observation.waits)
+        waited = max((timer.seconds for timer in self._timers.values()), default=0.0)
+        self._board.reads_statuses = self._process < _WARNERS and waited > self._warning_interval / 2
+        for wait in observation.waits:
+            self._warn(wait)
+
+    def _measure(self, observation: Observation, seconds: float) -> None:
+        """Adds `seconds` to the timers of the waits that continue."""
+        waits = {wait.key: wait for wait in observation.waits}
+        for key in self._timers.keys() - waits.keys():
+            timer, name = self._timers.pop(key), self._names.pop(key)
+            self._usual_seconds[name] = max(timer.seconds, self._usual_seconds.get(name, 0.0))
+        for key, wait in waits.items():
+            if key in self._timers:
+                self._timers[key] = self._timers[key]._replace(seconds=self._timers[key].seconds + seconds)
+                continue
+            first_warning = max(self._warning_interval, 2 * self._usual_seconds.get(wait.name, 0.0))
+            self._timers[key] = _Timer(time.strftime("%H:%M:%S"), 0.0, first_warning)
+            self._names[key] = wait.name
+        text, _, _ = self._activity
+        if observation.text != text:
+            self._activity = observation.text, time.strftime("%H:%M:%S"), time.monotonic()
+
+    def _exceeds_limit(self, wait: ProcessWait) -> bool:
+        limit = self.limit * max(1, wait.steps)
+        if not math.isinf(limit) and any(status.has_failed for status in self._board.statuses.values()):
+            limit = min(limit, _LIMIT_AFTER_ERROR)
+        return self._timers[wait.key].seconds >= limit
+
+    def _line(self, observation: Observation) -> str:
+        _, clock, start = self._activity
+        seconds = time.monotonic() - start
+        if observation.waits:
+            clock, seconds, _ = max(
+                (self._timers[wait.key] for wait in observation.waits), key=lambda timer: timer.seconds
+            )
+        return f"Process {self._process} of {self._num_processes}{observation.text}, since {clock} ({seconds:.0f} s)."
+
+    def _warn(self, wait: ProcessWait) -> None:
+        timer = self._timers[wait.key]
+        if timer.seconds >= timer.next_warning:
+            self._timers[wait.key] = timer._replace(next_warning=timer.seconds + self._warning_interval)
+            statuses = self._board.statuses.items()
+            others = [status.line for process, status in statuses if process != self._process and not status.waits]
+            listed = "".join(f"\n  {line}" for line in others[:_LISTED_PROCESSES])
+            _LOG.warning("%s%s", self._board.status.line, f" Processes that do not wait:{listed}" if listed else "")
+
+    def _decision_without_process_0(self, now: float) -> Decision | None:
+        """Returns the decision to end the job if process 0, which holds the key-value store, does not answer either."""
+        is_silent = now - self._board.last_exchange > self._answer_seconds + self._interval
+        return Decision(self._process, [0]) if self._board.suspects_hang and is_silent else None
+
+    def _end_job(self, decision: Decision) -> None:
+        """Prints the report and ends this process."""
+        sys.excepthook = _block  # the connections to processes that end first are lost
+        self._print_report(decision)
+        self._board.has_reported.set()
+        can_exchange = self._board.decision is not None
+        self._board.all_have_reported.wait(self._answer_seconds if can_exchange else 3 * self._interval)
+        if self._process == 0:
+            time.sleep(max(_EXIT_DELAY, self._interval))
+        _flush()
+        os._exit(1 if self._has_failed else HUNG)
+
+    def _print_report(self, decision: Decision) -> None:
+        reason = f"process {decision.process} has waited longer than its time limit"
+        _write(f"jdist: {reason}, so all processes end with exit status {HUNG}.\n{self._board.status.line}\n")
+        faulthandler.dump_traceback(_ERRORS)
+        lines = [self._board.status.line]
+        if decision.process == self._process:
+            statuses = {**self._board.statuses, self._process: self._board.status}
+            silent = {process: f"Process {process} does not answer: {_SILENT}." for process in decision.silent}
+            by_process = {process: status.line for process, status in statuses.items()} | silent
+            lines = [by_process[process] for process in sorted(by_process)]
+        _write("\n".join(["", *lines, ""]))
+
+    def _wait_at_exit(self) -> None:
+        """Waits at the end of the program for the other processes, so that this process still answers."""
+        if os.getpid() != self._pid or not self.is_running():
+            return
+        error = getattr(sys, "last_value", None)  # the error that has ended the program
+        self._has_failed = error is not None
+        reason = f" with {type(error).__name__}: {error}"[:_ERROR_CHARACTERS] if self._has_failed else ""
+        self._observer.end = f"has ended its program{reason}"
+        status = self._board.status._replace(waits=False, work=None, has_ended=True, has_failed=self._has_failed)
+        self._board.status = status
+        if self._board.decision is not None:
+            _block()
+        with contextlib.suppress(RuntimeError):
+            self._board.wait_for_end_of_others()
+
+
+def _seconds_of(variable: str, default: float) -> float:
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError(f"The environment variable {variable} must be a number of seconds, got {text!r}.") from None
+    if not math.isinf(seconds):
+        check_seconds(variable, seconds)
+    return seconds
+
+
+def _block(*args: object) -> None:
+    """Waits until the watchdog ends the process."""
+    threading.Event().wait()
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(_ERRORS, text.encode())
+
+
+def _flush() -> None:
+    """Flushes the standard streams, unless a thread that hangs holds their locks."""
+
+    def flush() -> None:
+        with contextlib.suppress(Exception):  # of any type: a stream may be replaced or closed
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=flush, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter exits, so the main thread does not hold them
+        flush()
+    else:
+        thread.join(_EXIT_DELAY)

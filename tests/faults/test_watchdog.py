@@ -1,0 +1,144 @@
+"""A job of two processes that hangs ends with exit status 43, and every process reports what it does. Real processes."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jdist._src.launch.child_processes import reserved_address
+from jdist._src.launch.exit_statuses import HUNG
+
+HERE = pathlib.Path(__file__).parent
+STEP = r"waits (in|for the results of) step 4 \(`train`\): all_reduce at hanging_program\.py:\d+ "
+
+
+def environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+
+
+def run_job(case, folder, devices=1, **variables):
+    """Runs the program on two processes; returns the exit status and the lines that each process wrote."""
+    command = [sys.executable, "-m", "jdist", "run", "-n", "2", "--devices-per-process", str(devices)]
+    command += ["--grace", "3", "hanging_program.py", case, str(folder / "checkpoints")]
+    options = {"cwd": HERE, "env": {**environment(), **variables}}
+    done = subprocess.run(command, **options, capture_output=True, text=True, timeout=120)
+    lines = (done.stdout + done.stderr).splitlines()
+    return done.returncode, [[line[4:] for line in lines if line.startswith(f"[{i}] ")] for i in range(2)], lines
+
+
+def last_line(lines, process):
+    """Returns the last line about a process."""
+    return next(line for line in reversed(lines) if line.startswith(f"Process {process} "))
+
+
+def check_report(status, lines, reporters, last_waiting=0):
+    """Checks that each of `reporters` has printed the reason, its line and its stacks."""
+    assert status == HUNG, lines
+    for process in reporters:
+        text = "\n".join(lines[process])
+        assert f"jdist: process {last_waiting} has waited longer than its time limit, so all processes end" in text
+        assert "Current thread 0x" in text
+        assert re.search(r'File ".*hanging_program.py", line \d+ in <module>', text) or "has ended its program" in text
+        assert re.search(r", since \d\d:\d\d:\d\d \(\d+ s\)\.$", last_line(lines[process], process))
+
+
+def test_hang_in_a_step_is_reported_by_all_processes_and_ends_the_job(tmp_path):
+    status, lines, _ = run_job("early", tmp_path, JDIST_WARNING_SECONDS="1")
+    check_report(status, lines, (0, 1))
+    assert re.match(f"Process 0 of 2 {STEP}\\(`w, _ = step\\(w, batch\\)` at hanging_program", last_line(lines[0], 0))
+    for reporter in (0, 1):
+        assert "after step 3 (`train`), has ended its program, and waits" in last_line(lines[reporter], 1)
+    first_warning = next(line for line in lines[0] if line.startswith("Process 0 "))
+    assert "(1 s). Processes that do not wait:" in first_warning
+    assert "has ended its program" in lines[0][lines[0].index(first_warning) + 1]
+    assert next(line for line in lines[1] if line.startswith("Process 1 ")).endswith("(1 s).")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_process_that_sleeps_in_its_loader(devices, tmp_path):
+    status, lines, _ = run_job("loader", tmp_path, devices)
+    check_report(status, lines, (0, 1))
+    loop = r"\(`for number, batch in enumerate\(batches\):` at hanging_program\.py:\d+\)"
+    assert re.search(f"waits for other processes in an agreement on a batch {loop}", last_line(lines[0], 0))
+    for reporter in (0, 1):
+        line = last_line(lines[reporter], 1)
+        assert re.search(f"waits for the next batch {loop}, while a thread runs `time.sleep\\(1000\\)` at hang", line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_process_that_is_stopped_by_a_signal_does_not_answer(process, devices, tmp_path):
+    status, lines, _ = run_job(f"stop_{process}", tmp_path, devices)
+    other = 1 - process
+    check_report(status, lines, (other,), last_waiting=other)
+    assert re.match(f"Process {other} of 2 {STEP}", last_line(lines[other], other))
+    assert last_line(lines[other], process) == (
+        f"Process {process} does not answer: it is stopped, or a C call holds Python's lock, or its machine is lost."
+    )
+
+
+@pytest.mark.slow
+def test_process_that_sends_a_message_to_process_0_that_is_stopped(tmp_path):
+    status, lines, _ = run_job("stop_0_first", tmp_path)
+    check_report(status, lines, (1,), last_waiting=1)
+    assert "Process 0 does not answer" in last_line(lines[1], 0)
+    # It needs process 0 for its next batch or for the checkpoint, depending on the time at which process 0 was stopped.
+    assert re.search(f"an agreement on a batch|{WAITS['checkpoint']}", last_line(lines[1], 1)), last_line(lines[1], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="calls sleep of the C library")
+def test_process_whose_lock_a_c_call_holds_does_not_answer(tmp_path):
+    status, lines, _ = run_job("lock", tmp_path)
+    check_report(status, lines, (0,))
+    assert "Process 1 does not answer" in last_line(lines[0], 1)
+
+
+@pytest.mark.slow
+def test_process_that_ends_with_an_error_is_reported_and_keeps_its_status(tmp_path):
+    with reserved_address() as address:
+        variables = {"JDIST_COORDINATOR_ADDRESS": address, "JDIST_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1"}
+        command = [sys.executable, "hanging_program.py", "error", str(tmp_path / "checkpoints")]
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=HERE,
+                env={**environment(), **variables, "JDIST_PROCESS_ID": str(i)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for i in range(2)
+        ]
+        errors = [process.communicate(timeout=100)[1].splitlines() for process in processes]
+    assert [process.returncode for process in processes] == [HUNG, 1]
+    for reporter in range(2):
+        assert "has ended its program with OSError: the file is damaged, and waits" in last_line(errors[reporter], 1)
+
+
+@pytest.mark.slow
+def test_process_that_calls_another_step(tmp_path):
+    status, lines, _ = run_job("branch", tmp_path)
+    assert status == HUNG, lines
+    steps = [re.search(r"step 5 \(`(\w+)`\)", last_line(lines[process], process)) for process in (0, 1)]
+    assert [step and step[1] for step in steps] == ["train", "other"]
+
+
+WAITS = {
+    "reduce": r"`strategy\.reduce` \(`strategy\.reduce\(",
+    "checkpoint": r"`Checkpointer\.save`, which all processes have to call \(`checkpointer\.save\(number, w\)` at hang",
+    "agreement": r"an exchange of values \(`strategy\.put\(1\.0\)` at hanging_program",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WAITS)
+def test_report_names_the_call_that_waits_and_the_line_of_the_process_that_does_not_take_part(case, tmp_path):
+    status, lines, _ = run_job(case, tmp_path)
+    check_report(status, lines, (0, 1))
+    assert re.search(WAITS[case], last_line(lines[0], 0)), last_line(lines[0], 0)
+    assert re.search(r"runs `threading\.Event\(\)\.wait\(\)` at hanging_program\.py:\d+", last_line(lines[0], 1))
