@@ -68,7 +68,7 @@ def reset(key, num_environments):
 def simulate(poles, actions, key):
     """Returns the poles after 0.02 seconds, new ones for those that ended, and whether each fell or ended.
 
-    The physics is that of Barto, Sutton and Anderson, "Neuronlike adaptive elements that can solve difficult learning control
+    The physics are from Barto, Sutton and Anderson, "Neuronlike adaptive elements that can solve difficult learning control
     problems" (1983), as in OpenAI Gym's CartPole.
     """
     (x, speed, angle, rotation), lengths = poles[0].T, poles[1] + 1

@@ -45,7 +45,7 @@ class CharacterModel(nn.Module):
 
 
 def with_past(x: jax.Array, apart: int) -> jax.Array:
-    """Concatenates each position with three before it, `apart` positions apart: `[batch, time, n]` to `[batch, time, 4 n]`.
+    """Concatenates each position with three earlier ones, `apart` positions apart: `[batch, time, n]` to `[batch, time, 4 n]`.
 
     Followed by a matrix product this is a convolution, and as fast inside the loop that `exact` runs on CPU.
     """

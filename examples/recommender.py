@@ -1,9 +1,9 @@
-"""Factorizes preferences of users for items with parameter servers: two tables, of which each step uses a few rows.
+"""Factorizes preferences of users for items with parameter servers. Each step reads and updates a few rows of two tables.
 
     python examples/recommender.py                        # 4 workers, 2 servers
     python examples/recommender.py --workers 2 --users 20000 --record run.log
     jdist replay run.log                                  # the same run again, bitwise equal
-    ray start --head --num-cpus 6 && python examples/recommender.py --engine ray --chaos   # a worker is killed now and then
+    ray start --head --num-cpus 6 && python examples/recommender.py --engine ray --chaos   # kills a worker every 500 steps
 
 The data are generated: a rating is the product of a user's and an item's factors, plus noise. So the answer is known: no model
 predicts ratings with a smaller error than the noise, which the script prints next to the error of the trained model.

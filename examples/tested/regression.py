@@ -25,7 +25,7 @@ def loss_of(params: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Arr
 
 
 def train_step(state: State, x: jax.Array, y: jax.Array) -> tuple[State, jax.Array]:
-    """Updates the state of one replica with its examples; the gradients are those of the global batch."""
+    """Updates the state of one replica with its examples and the gradients of the global batch."""
     loss, grads = jax.value_and_grad(loss_of)(state["params"], x, y)
     loss, grads = jdist.all_reduce("mean", (loss, grads))
     updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])

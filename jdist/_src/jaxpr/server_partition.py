@@ -31,7 +31,7 @@ from jdist._src.jaxpr.update_partition import (
 
 KEY_MARK = "jdist.replica_key"  # name of the index that is folded into a key of a replica
 STALENESS_MARK = "jdist.staleness"  # name of the staleness of an update, 0 outside `ParameterServerStrategy`
-LOOKUP_MARK = "jdist.lookup"  # name of a table of which rows are looked up
+LOOKUP_MARK = "jdist.lookup"  # name of a table whose rows are looked up
 READ_MARK = "jdist.read"  # name of a value of the state as the worker has read it
 
 
@@ -58,7 +58,7 @@ class ServerPartition(NamedTuple):
         worker: The part of the worker: its outputs are the variables that it sends, and the outputs of the step.
         sent: The variables that the worker sends to the servers.
         groups: The groups of state leaves that contain arrays, in the order of their first leaves. A leaf that the step
-            does not change is a group of its own.
+            does not change is a separate group.
         scalars: The scalar leaves that depend on no array of the state.
         overwritten: The numbers of the leaves whose new value the worker computes.
         dependent: Those of them whose new value depends on the value that the worker read.

@@ -1,4 +1,4 @@
-"""Finds tables of which a worker needs only some rows, and evaluates its part of the step on these rows.
+"""Finds tables whose rows a worker looks up, and evaluates its part of the step on these rows.
 
 A table qualifies if the worker reads it by `jdist.lookup` only, and sends its gradient: a scatter-add of rows to zeros, behind
 operations that keep zeros, such as a product with a number. Then each variable with the shape of the table, `[row, ...]`, has a
@@ -38,7 +38,7 @@ _KEEPS_ZERO = frozenset(
 
 
 class Table(NamedTuple):
-    """A table of which the worker needs some rows.
+    """A table whose rows the worker looks up.
 
     Attributes:
         leaf: The number of the leaf of the state.
@@ -56,7 +56,7 @@ class Table(NamedTuple):
 
 
 def find_tables(partition: ServerPartition, state: Sequence[Any]) -> list[Table]:
-    """Returns the tables of a step, of which each is updated in a group of its own."""
+    """Returns the tables of a step, each of which is the only leaf of a group."""
     tables = [_table_of(partition, group, state) for group in partition.groups if group.is_elementwise]
     return [table for table in tables if table is not None]
 

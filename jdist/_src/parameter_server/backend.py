@@ -51,7 +51,7 @@ class ParameterServerBackend(ShardMapBackend):
         snapshots: Where the state is saved, or None.
     """
 
-    supports_scan = False  # each step is an update of its own
+    supports_scan = False  # each step is a separate update
 
     def __init__(
         self,

@@ -96,7 +96,7 @@ class Closure:
         outcome: Its result or error.
         context: The context variables of the call that scheduled it.
         enable_x64: JAX's setting in the thread that scheduled it.
-        has_worker_values: Whether the arguments contain values of which each worker has its own.
+        has_worker_values: Whether the arguments contain per-worker values.
         worker: The index of the only worker that may run it; None for any.
         round: The number of failures in the queue before it was scheduled.
         attempts: The number of workers that ran it.

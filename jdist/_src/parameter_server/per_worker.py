@@ -1,4 +1,4 @@
-"""Values of which each worker has its own, such as the iterators of a per-worker data set."""
+"""Per-worker values, such as the iterators of a per-worker data set."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -136,7 +136,7 @@ class PerWorkerDataset:
 
 
 def worker_values(tree: PyTree) -> list[PerWorkerValues | PerWorkerIterator]:
-    """Returns the leaves of `tree` of which each worker has its own value."""
+    """Returns the per-worker values among the leaves of `tree`."""
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, (PerWorkerValues, PerWorkerIterator))]
 
 

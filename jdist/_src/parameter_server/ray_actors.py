@@ -1,4 +1,4 @@
-"""The Ray actors of a worker and of a server. Each runs in a process of its own; `RayExecutor` calls them.
+"""The Ray actors of a worker and of a server. Each runs in a separate process; `RayExecutor` calls them.
 
 An actor runs its calls in the order in which the host program makes them. So all servers apply updates in one order, and a
 value that is read contains the updates that were requested before.
@@ -80,7 +80,7 @@ class ServerBinding(NamedTuple):
         part: The number of the `ServerPart`.
         updated: The operands of its update.
         read: The arrays that a worker reads.
-        tables: The arrays of which it reads some rows: the operands of the program that looks them up.
+        tables: The arrays whose rows it looks up: the operands of the program that looks them up.
     """
 
     part: int
@@ -105,7 +105,7 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CellReference:
-    """Stands for a value of which each worker has its own, in the arguments of a scheduled function.
+    """A placeholder of a per-worker value in the arguments of a scheduled function.
 
     Attributes:
         number: The number of the value.

@@ -169,7 +169,7 @@ class RayCluster:
             raise cause from None
 
     def cell_reference(self, cells: WorkerCells) -> CellReference:
-        """Returns what stands for the value of a worker in the arguments of `call`."""
+        """Returns the placeholder of a per-worker value in the arguments of `call`."""
         with self._lock:
             if cells not in self._cells:
                 self._cells[cells] = CellReference(next(self._cell_numbers), self._ray.put(cells.make))

@@ -34,7 +34,7 @@ class TracedStep(NamedTuple):
     Attributes:
         program: The program of one replica, with its constants as inputs.
         partition: The parts.
-        tables: The tables of which a worker reads some rows.
+        tables: The tables whose rows a worker looks up.
         axis: The axis of the replicas, of size one.
         constants: The constants of the program.
         state: The input variables of the state.
@@ -62,7 +62,7 @@ class StepParts(NamedTuple):
     Attributes:
         shards: For each leaf of the state, where it is stored.
         read_leaves: The numbers of the leaves that a worker reads.
-        tables: The numbers of the leaves of which it reads some rows.
+        tables: The numbers of the leaves whose rows it looks up.
         looked_up_inputs: The numbers of the inputs that decide which rows.
         look_up: From these inputs to the rows, for each table.
         pull: From the arrays of the tables and the inputs to the result of `look_up`, each with the values in each array.
@@ -247,7 +247,7 @@ def _received(step: TracedStep, unit: _Unit) -> list[tuple[Any, Shard | None]]:
     table = _table_of(step, unit)
     is_part = unit.shard.stop is not None and table is None
     keys = [(var, unit.shard if is_part and jax_compat.shape_of(var) else None) for var in sent]
-    return keys if table is None else [*keys, (table.var, None)]  # stands for the numbers of the rows
+    return keys if table is None else [*keys, (table.var, None)]  # None: the numbers of the looked-up rows
 
 
 def _table_of(step: TracedStep, unit: _Unit) -> Table | None:

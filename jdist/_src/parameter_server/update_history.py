@@ -68,7 +68,7 @@ class UpdateHistory:
         self._updates: list[list[RequestedUpdate]] = [[] for _ in range(num_servers)]
 
     def add_leaf(self, number: int, leaf: StoredLeaf) -> None:
-        """Adds a leaf with a number of its own."""
+        """Adds a leaf with a new number."""
         self._leaves[number] = leaf
 
     def add_update(self, server: int, requested: RequestedUpdate) -> None:
