@@ -437,7 +437,7 @@ def test_many_functions_of_several_threads_are_all_run(coordinator):
     assert [coordinator.fetch(values) for _, (values,) in threads] == [list(range(200))] * 4
 
 
-@pytest.mark.parametrize("wait", ["coordinator.join()", "value.fetch()"])
+@pytest.mark.parametrize("wait", ["coordinator.join()", pytest.param("value.fetch()", marks=pytest.mark.slow)])
 def test_waiting_is_interrupted_by_ctrl_c_and_the_program_exits_while_a_worker_is_busy(wait):
     program = f"""
 import jax, signal, threading, time, jdist

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jdist
+from jdist._src.command_line.main import main
 
 PROGRAM = """
 import sys
@@ -91,11 +92,11 @@ def test_other_number_of_workers_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "hello\n", '{"format": 9}\n', "[]\n"])
-def test_file_that_is_not_a_log_is_refused(text, tmp_path):
+def test_file_that_is_not_a_log_is_refused(text, tmp_path, capsys):
     log = tmp_path / "run.log"
     log.write_text(text)
-    done = run(tmp_path, sys.executable, "-m", "jdist", "replay", "run.log")
-    assert done.returncode == 2 and "is not a log of `ParameterServerStrategy(record=...)`" in done.stderr
+    assert main(["replay", str(log)]) == 2
+    assert "is not a log of `ParameterServerStrategy(record=...)`" in capsys.readouterr().err
 
 
 def test_interrupted_line_is_omitted(tmp_path, monkeypatch):

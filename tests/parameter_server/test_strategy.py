@@ -81,7 +81,7 @@ def assert_close(tree, other, rtol=2e-5, atol=1e-6):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("partitioner", [None, two_rows], ids=["whole", "split"])
+@pytest.mark.parametrize("partitioner", [two_rows, pytest.param(None, marks=pytest.mark.slow)], ids=["split", "whole"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_without_staleness_it_equals_one_device(name, partitioner):
     expected = train(jdist.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name])
