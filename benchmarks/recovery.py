@@ -33,11 +33,12 @@ PARTS = ("detect", "end", "import", "join", "restore", "compile", "step")
 FAULTS = ("raise", "kill", "stop")
 options = sidebyside.parser("The time from a failure to the next step, with and without the compilation cache.")
 options.add_argument("--case", choices=FAULTS, help="run only this failure")
-options.add_argument("--model", default="transformer", help="a case of benchmarks/models.py")
+options.add_argument("--model", help="a case of benchmarks/models.py (default: transformer, with --quick mlp)")
 options.add_argument("--processes", type=int, default=2, help="number of processes")
 options.add_argument("--rounds", type=int, help="rounds (default: 5, with --quick 2)")
 options.add_argument("--folder", help=argparse.SUPPRESS)  # set for the processes: checkpoints and times
 args = options.parse_args()
+args.model = args.model or ("mlp" if args.quick else "transformer")
 
 
 def train():

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+import zlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Compilation dominates the tests. `XLA_FLAGS= pytest` uses XLA's default level, as session `slow` does for `COMPILED`.
@@ -71,9 +72,10 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
-    """Marks as slow the cases left out by `one_in`, and the pairs of a strategy and other parameters that no value needs.
+    """Marks as slow the cases left out by `one_in`, and cases with strategies that add no code path.
 
-    Of these pairs, which add no code path, one in three is tested.
+    By default a test runs on the first strategy and on another one, in turn. Pairs of a strategy and other parameters that no
+    value needs are slow; of these, one in three is tested.
     """
     pairs, cases = {}, {}
     for item in items:
@@ -86,12 +88,17 @@ def pytest_collection_modifyitems(config, items):
             values = item.callspec.id.split("-")
             name = next((value for value in values if value in STRATEGIES), "")
             pairs.setdefault(test, {})[name, "-".join(value for value in values if value != name)] = item
-    other_pairs = []
-    for pairs_of in pairs.values():
-        chosen = set(each_value(list(pairs_of)))
-        other_pairs += [item for pair, item in pairs_of.items() if pair not in chosen]
-    left_out = {item for number, item in enumerate(other_pairs) if number % 3}
     slow = [item for (_, n), items_of in cases.items() for number, item in enumerate(items_of) if number % n]
+    other_pairs = []
+    for test, pairs_of in pairs.items():
+        chosen = each_value(list(pairs_of))
+        names = list(dict.fromkeys(name for name, _ in chosen))
+        others = names[1:]
+        default_names = {*names[:1], *others[zlib.crc32(test.encode()) % max(1, len(others)) :][:1]}
+        default = each_value([pair for pair in pairs_of if pair[0] in default_names])
+        slow += [pairs_of[pair] for pair in chosen if pair not in default]
+        other_pairs += [item for pair, item in pairs_of.items() if pair not in {*chosen, *default}]
+    left_out = {item for number, item in enumerate(other_pairs) if number % 3}
     for item in [*other_pairs, *slow]:
         item.add_marker(pytest.mark.slow)
     if config.getoption("--first-case"):

@@ -58,9 +58,8 @@ def test_hang_in_a_step_is_reported_by_all_processes_and_ends_the_job(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_process_that_sleeps_in_its_loader(devices, tmp_path):
-    status, lines, _ = run_job("loader", tmp_path, devices)
+def test_process_that_sleeps_in_its_loader(tmp_path):
+    status, lines, _ = run_job("loader", tmp_path, devices=2)
     check_report(status, lines, (0, 1))
     loop = r"\(`for number, batch in enumerate\(batches\):` at hanging_program\.py:\d+\)"
     assert re.search(f"waits for other processes in an agreement on a batch {loop}", last_line(lines[0], 0))
@@ -70,8 +69,7 @@ def test_process_that_sleeps_in_its_loader(devices, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("process, devices", [(0, 1), (1, 2)])
 def test_process_that_is_stopped_by_a_signal_does_not_answer(process, devices, tmp_path):
     status, lines, _ = run_job(f"stop_{process}", tmp_path, devices)
     other = 1 - process

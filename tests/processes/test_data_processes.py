@@ -29,7 +29,7 @@ from processes.data_worker import (
     cases,
 )
 
-FOUR = pytest.mark.slow  # four processes
+pytestmark = pytest.mark.slow
 TASKS = "processes.data_worker:run_tasks"
 
 
@@ -102,26 +102,25 @@ def _assert_equal(result, expected):
     chex.assert_trees_all_equal_dtypes(result, expected)
 
 
-@pytest.mark.parametrize("counts", [(1, 2), pytest.param((1, 2, 4), marks=FOUR)], ids=str)
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 @pytest.mark.parametrize("name", SOURCES)
-def test_global_batches_do_not_depend_on_the_number_of_processes_or_on_prefetch(name, remainder, counts, batches):
+def test_global_batches_do_not_depend_on_the_number_of_processes_or_on_prefetch(name, remainder, batches):
     if (name, remainder) in WITHOUT_BATCHES:
         pytest.skip("This source has too few examples for a batch.")
     variants = {
         (count, prefetch): batches(count)[name, remainder, prefetch]
-        for count in counts
+        for count in (1, 2, 4)
         for *case, prefetch in cases(count)
         if tuple(case) == (name, remainder)
     }
-    assert len(variants) == 3 + (4 in counts and (name, remainder) not in SKIPPED_ON_FOUR)
+    assert len(variants) == 3 + ((name, remainder) not in SKIPPED_ON_FOUR)
     expected = variants.popitem()[1]
     assert expected
     for steps in variants.values():
         _assert_equal(steps, expected)
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(4, marks=FOUR)])
+@pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", sorted(ALL.keys() - {"function", "infinite_map_dataset", "iter_dataset_of_batches"}))
 def test_padded_epoch_has_each_example_once_and_the_weights_count_the_examples(name, count, batches):
     source, size, options = ALL[name]()
@@ -134,9 +133,7 @@ def test_padded_epoch_has_each_example_once_and_the_weights_count_the_examples(n
     assert sum(float(weights.sum()) for _, weights in steps) == len(numbers)
 
 
-@pytest.mark.parametrize(
-    "reader, writer", [(2, 1), (1, 2), *(pytest.param(*case, marks=FOUR) for case in [(2, 4), (1, 4), (4, 2)])]
-)
+@pytest.mark.parametrize("reader, writer", [(2, 1), (1, 2), (2, 4), (1, 4), (4, 2)])
 @pytest.mark.parametrize("name", ALL)
 def test_position_of_some_processes_is_resumed_exactly_on_another_number(name, reader, writer, batches, folder):
     expected_of, _ = batches(writer), batches(reader)  # starts 4 processes if needed
@@ -153,7 +150,7 @@ def test_position_of_some_processes_is_resumed_exactly_on_another_number(name, r
             _assert_equal(steps, expected)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=FOUR)])
+@pytest.mark.parametrize("count", [2, 4])
 def test_positions_are_the_same_on_every_process(count, batches, folder):
     batches(count)
     positions = [json.loads((folder / f"states_{count}_{number}.json").read_text()) for number in range(count)]

@@ -6,10 +6,10 @@ import pytest
 import jdist
 
 
-def run(runs, *policies):
+def run(*runs):
     """Returns the results of each process; the keys are the numbers of processes and devices, and the process index."""
     results = {}
-    for count, each in runs:
+    for count, each, policies in runs:
         with jdist.testing.processes(count, devices_per_process=each, timeout=250) as joined:
             parameters = joined.run("processes.policies_worker:final_parameters", count * each, *policies)
         results |= {f"{count}_{count * each}_{number}": of_process for number, of_process in enumerate(parameters)}
@@ -18,7 +18,8 @@ def run(runs, *policies):
 
 @pytest.fixture(scope="module")
 def results():
-    return run([(1, 1), (1, 2), (2, 1), (4, 1), (2, 2)], "exact", "int8", "diloco", "streaming")
+    exact, every = ["exact"], ["exact", "int8", "diloco", "streaming"]
+    return run((1, 1, exact), (1, 2, every), (2, 1, every), (4, 1, exact), (2, 2, exact))
 
 
 def leaves(result, policy):
@@ -46,7 +47,7 @@ def test_policy_on_two_processes_equals_the_policy_on_two_devices(results, polic
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["exact", "int8", "diloco", "streaming"])
 def test_all_processes_have_the_same_bits(results, policy):
-    for processes in ("2_2", "4_4", "2_4"):
+    for processes in ("2_2", "4_4", "2_4") if policy == "exact" else ("2_2",):
         first, second = (leaves(results[f"{processes}_{number}"], policy) for number in (0, 1))
         assert first.keys() == second.keys()
         assert all(leaf.tobytes() == second[name].tobytes() for name, leaf in first.items())
