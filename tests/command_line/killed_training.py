@@ -1,14 +1,16 @@
 """Trains a small network on the digits with checkpoints. The tests kill its processes.
 
-    killed_training.py FOLDER [exact] [saves] [short]
+    killed_training.py FOLDER [exact] [saves] [short] [slow]
 
 Process 0 writes the parameters to the file `FOLDER/result` at the end. With `saves`, it resumes from the newest checkpoint in
-`FOLDER`; after SIGTERM, all processes save a checkpoint of one step and end with status 42.
+`FOLDER`; after SIGTERM, all processes save a checkpoint of one step and end with status 42. With `slow`, training takes at least 25
+seconds.
 """
 
 import os
 import pathlib
 import sys
+import time
 
 import jax
 import numpy as np
@@ -42,6 +44,7 @@ def report(event):
     """Prints the first step of an attempt."""
     if event.moment is jdist.callbacks.Moment.STEP:
         report.number += 1
+        time.sleep(0.08 * ("slow" in sys.argv))
         if report.number == 1:
             print("trains from step", event.step, flush=True)
 
