@@ -92,9 +92,10 @@ def pytest_collection_modifyitems(config, items):
     other_pairs = []
     for test, pairs_of in pairs.items():
         chosen = each_value(list(pairs_of))
-        names = list(dict.fromkeys(name for name, _ in chosen))
-        others = names[1:]
-        default_names = {*names[:1], *others[zlib.crc32(test.encode()) % max(1, len(others)) :][:1]}
+        first, *others = dict.fromkeys(name for name, _ in chosen)
+        default_names = {first, *others[zlib.crc32(test.encode()) % max(1, len(others)) :][:1]}
+        if "" in others:  # a strategy of the test itself
+            default_names.update(others)
         default = each_value([pair for pair in pairs_of if pair[0] in default_names])
         slow += [pairs_of[pair] for pair in chosen if pair not in default]
         other_pairs += [item for pair, item in pairs_of.items() if pair not in {*chosen, *default}]

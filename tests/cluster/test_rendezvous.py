@@ -150,7 +150,9 @@ def test_unreachable_process_0_is_an_error_with_the_reason(port):
         meet("unknown.invalid:1", 1, 2, 0.6)
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\n", b"\x00\x00\x12\x04\n", None])
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\n", b"\x00\x00\x12\x04\n", pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_another_program_at_the_port_is_an_error(port, monkeypatch, answer):
     monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", port), reuse_port=True) as server:
@@ -203,6 +205,7 @@ def test_other_programs_that_connect_to_process_0_are_ignored_with_a_warning(por
     ] * 3
 
 
+@pytest.mark.slow
 def test_waiting_processes_warn(port, monkeypatch, caplog):
     for name in ("_FIRST_WARNING_SECONDS", "_WARNING_SECONDS", "_NOTICE_SECONDS"):
         monkeypatch.setattr(rendezvous, name, 0.1)

@@ -179,6 +179,7 @@ def test_signal_to_one_machine_ends_the_job_on_all(start, machine):
         assert "restart" not in errors and "received SIGTERM, and forwarded it to 1 processes." in errors
 
 
+@pytest.mark.slow
 def test_signal_ends_a_job_that_waits_for_machines(start):
     first = start(0, "-n 1 --max-restarts 5", WAIT)
     read_until(first.stderr, "waits for machine 1 of 2")
@@ -190,6 +191,7 @@ def test_signal_ends_a_job_that_waits_for_machines(start):
     assert finish(second)[0][:2] == (128 + signal.SIGINT, "")
 
 
+@pytest.mark.slow
 def test_machines_that_do_not_connect_in_time_are_an_error(start):
     status, output, errors = finish(start(0, "-n 1 --max-restarts 1 --join-timeout 0.5", WAIT))[0]
     assert (status, output) == (1, "")

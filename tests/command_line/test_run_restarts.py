@@ -52,9 +52,10 @@ def test_job_starts_again_after_a_failure(run, line, reason):
     "line",
     [
         "os.kill(os.getpid(), signal.SIGSTOP)",
-        pytest.param("import ctypes; ctypes.PyDLL(None).sleep(1000)", marks=pytest.mark.slow),  # holds Python's lock
+        "import ctypes; ctypes.PyDLL(None).sleep(1000)",  # holds Python's lock
     ],
 )
+@pytest.mark.slow
 def test_process_that_does_not_answer_is_killed_and_the_job_starts_again(run, line):
     status, output, errors = run("-n 2 --max-restarts 1 --answer-timeout 3", failing(line))
     assert status == 0, errors
@@ -128,6 +129,7 @@ def test_other_processes_that_ignore_sigterm_are_killed_after_the_grace_period(r
     assert status == 0 and "SIGKILL after 0.2 seconds" in errors
 
 
+@pytest.mark.slow
 def test_processes_of_a_failed_attempt_and_those_that_they_started_have_ended(run):
     program = 'child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import signal; signal.pause()"])\n'
     program += "print('ids', os.getpid(), child.pid)\n" + failing("os.kill(os.getpid(), signal.SIGKILL)")

@@ -118,6 +118,7 @@ def trained(strategy, draw, steps_per_call=None):
 
 
 @pytest.mark.parametrize("case", SHARED)
+@pytest.mark.one_in(3)
 def test_random_numbers_that_all_replicas_combine_with_their_examples_warn(two, case):
     caught = trained(two, SHARED[case])
     assert [(w.category, w.filename) for w in caught] == [(SharedRandomnessWarning, __file__)]
