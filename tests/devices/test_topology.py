@@ -176,7 +176,7 @@ def test_two_processes_compile_concurrently():
 
 
 @pytest.mark.parametrize("call", ["jdist.topology_devices('v5e:4x4')", "jdist.TPUStrategy(topology='v5e:4x4')"])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_missing_compiler_is_an_error_with_the_command_that_installs_it(call):
     code = f"import sys\nsys.modules['libtpu'] = None\nimport jdist\n{call}"
     done = run(code)

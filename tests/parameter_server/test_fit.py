@@ -54,6 +54,7 @@ def test_every_batch_of_an_asynchronous_fit_is_one_update():
     assert trainer.predict(result.state, X, batch_size=24).shape == (200, 2)
 
 
+@pytest.mark.slow
 def test_callbacks_read_the_state_and_a_run_resumes(tmp_path):
     strategy = jdist.ParameterServerStrategy(workers=2, max_staleness=0)
     whole = fit(strategy, epochs=4)

@@ -5,7 +5,6 @@ rows that it covers in its name (`test_rd1_rd4_...`). `docs/from_tf_distribute.m
 counterpart.
 """
 
-import ast
 import collections
 import pathlib
 import re
@@ -22,9 +21,7 @@ TYPES = {row[:2] for row in ROWS}
 
 def _test_names():
     for path in sorted(HERE.parent.rglob("test_*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                yield node.name
+        yield from re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(encoding="utf-8"), re.M)
 
 
 def _rows_of_name(name):

@@ -101,6 +101,7 @@ def test_pickled_strategy_uses_devices_of_the_same_names_in_another_process(tmp_
     assert read_elsewhere(tmp_path / "pickle", strategy, 3) == "MirroredStrategy(['cpu:2', 'cpu:1']) 2\n"
 
 
+@pytest.mark.slow
 def test_pickled_strategy_raises_in_a_process_without_its_devices(tmp_path):
     text = read_elsewhere(tmp_path / "pickle", STRATEGIES["mirrored_3"](), 2)
     assert text.startswith(
