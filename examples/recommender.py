@@ -134,7 +134,7 @@ def main():
     params = jax.device_get(jdist.read_values(state)[0])
     error = float(np.sqrt(np.mean((np.asarray(predict(params, *test_pairs)) - test_ratings) ** 2)))
     print(
-        f"error on {len(test_ratings):,} other ratings: {error:.3f} (noise: {NOISE}, always 0: {test_ratings.std():.3f})"
+        f"\nerror on {len(test_ratings):,} other ratings: {error:.3f} (noise: {NOISE}, always 0: {test_ratings.std():.3f})"
     )
     print(f"updates by staleness: {strategy.staleness_counts()}")
 
