@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 import pathlib
+import re
 import signal
 import statistics
 import subprocess
@@ -103,8 +104,8 @@ def recovery(fault, uses_cache):
         ) as launcher:
             for line in launcher.stderr:
                 lines.append(line)
-                if line.startswith("jdist run: process 1 failed: "):
-                    times["detect"] = time.time()
+                if re.match(r"jdist run: process \d+ failed: ", line):  # process 0 may report its lost connection first
+                    times.setdefault("detect", time.time())
                 elif line.startswith("jdist run: restart 1 of 1"):
                     times["end"] = time.time()
         if launcher.returncode:
