@@ -31,13 +31,13 @@ class Kernel:
     def run(self, code, interrupt_after=None):
         """Runs a cell. Interrupts it, as the stop button does, once it has printed the text `interrupt_after`."""
         request = self._client.execute(code)
-        text, error, message = "", "", ""
+        text = ""
         while True:
-            reply = self._client.get_iopub_msg(timeout=120)
-            if reply["parent_header"].get("msg_id") != request:
+            message = self._client.get_iopub_msg(timeout=120)
+            if message["parent_header"].get("msg_id") != request:
                 continue
-            content = reply["content"]
-            match reply["msg_type"]:
+            content = message["content"]
+            match message["msg_type"]:
                 case "stream":
                     text += content["text"]
                     if interrupt_after and interrupt_after in text:
@@ -45,10 +45,15 @@ class Kernel:
                         self._manager.interrupt_kernel()
                 case "execute_result":
                     text += content["data"]["text/plain"]
-                case "error":
-                    error, message = content["ename"], content["evalue"]
                 case "status" if content["execution_state"] == "idle":
-                    return CellOutput(text, error, message)
+                    break
+        # Not from the message "error": IPython sends none if it fails to format the traceback, which happens on Python 3.11
+        # where an interrupt hits an instruction without a line.
+        while True:
+            reply = self._client.get_shell_msg(timeout=120)
+            if reply["parent_header"].get("msg_id") == request:
+                content = reply["content"]
+                return CellOutput(text, content.get("ename", ""), content.get("evalue", ""))
 
     def close(self):
         self._client.stop_channels()

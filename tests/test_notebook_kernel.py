@@ -90,7 +90,8 @@ def run(kernel, code, **options):
 def test_interrupted_loop_leaves_a_usable_state(kernel):
     run(kernel, STEP.replace("RATE", "0.1"))
     for _ in range(3):
-        assert kernel.run(LOOP, interrupt_after="running").error == "KeyboardInterrupt"
+        output = kernel.run(LOOP, interrupt_after="running")
+        assert output.error == "KeyboardInterrupt", output
         assert run(kernel, "print(state['w'].is_deleted(), prefetch_threads())") == "False 0"
     assert run(kernel, "state, loss = train_step(state, *batch); print(float(loss) < 1e-3)") == "True"
     assert int(run(kernel, "print(int(state['steps']))")) > 3 * 20
@@ -187,6 +188,7 @@ def slow_step(state, x, y):
 with strategy.scope():
     slow_step(state, *batch)
 """
-    assert kernel.run(slow, interrupt_after="running").error == "KeyboardInterrupt"
+    output = kernel.run(slow, interrupt_after="running")
+    assert output.error == "KeyboardInterrupt", output
     assert run(kernel, "print(jdist.has_strategy(), jdist.in_cross_replica_context())") == "False False"
     assert run(kernel, "state, loss = train_step(state, *batch); print(float(loss) < 1)") == "True"
