@@ -1,6 +1,7 @@
 """Ctrl-C during a call of a step: the caller receives the new state before the interrupt."""
 
 import _thread
+import functools
 import os
 import random
 import signal
@@ -11,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jdist
+from jdist._src.core import jax_compat
+from jdist._src.execution import program
 from jdist._src.execution.interrupts import held_back, raise_pending, uninterrupted
 
-# A function in C that returns None, and during which Ctrl-C is pressed.
-press = uninterrupted(_thread.interrupt_main)
+# Calls a function in C that returns None, and during which Ctrl-C is pressed.
+press = functools.partial(uninterrupted(_thread.interrupt_main), ())
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +50,23 @@ def test_interrupt_before_there_is_a_result_is_raised_immediately():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        uninterrupted(interrupted)()
+        uninterrupted(interrupted)(())
     raise_pending()
+
+
+def test_result_is_recorded_also_if_ctrl_c_interrupts_that():
+    recorded = []
+
+    def interrupted_once(result):
+        if not recorded:
+            recorded.append(None)
+            signal.raise_signal(signal.SIGINT)
+        recorded.append(result)
+
+    assert uninterrupted(abs, interrupted_once)((-3,)) == 3
+    assert recorded == [None, 3]
+    with pytest.raises(KeyboardInterrupt):
+        raise_pending()
 
 
 def test_interrupt_of_python_that_must_not_stop_is_raised_after_it():
@@ -101,3 +120,29 @@ def test_interrupted_loop_leaves_a_state_that_is_not_donated(strategy, steps_per
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
         assert int(state["steps"]) >= steps
         steps = int(state["steps"])
+
+
+@pytest.mark.parametrize(
+    "module, name", [(program, "record_call"), (jax_compat, "num_signatures"), (program, "from_array_tree")]
+)
+def test_interrupt_after_the_launch_leaves_modules_with_the_new_values(two, monkeypatch, module, name):
+    step = two.step(lambda model, x: (model, jdist.all_reduce("mean", model(x).sum())))
+    model = two.init(lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+    (batch,) = two.distribute_dataset(np.ones((4, 3), np.float32), 4)
+    model, loss = step(model, batch)
+    original, calls = getattr(module, name), []
+
+    def interrupted(*args):
+        result = original(*args)
+        if not calls:
+            calls.append(name)
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(module, name, interrupted)
+    updated, again = step(model, batch)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, batch)
+    assert calls and updated is model
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(model))
+    assert float(again) == float(loss)

@@ -18,25 +18,32 @@ _DELAY_SECONDS = 0.1  # longer than an assignment takes, shorter than a person n
 _pending: list[threading.Timer] = []  # of the interrupt that is held back
 
 
-def uninterrupted(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that returns `fn(*args)` also if Ctrl-C is pressed during the call.
+def uninterrupted(
+    fn: Callable[..., Any], record: Callable[[Any], None] | None = None
+) -> Callable[[tuple[Any, ...]], Any]:
+    """Returns a function of a tuple that returns `fn(*args)` also if Ctrl-C is pressed during the call.
 
     The interrupt is then held back, see `raise_pending`. It is raised immediately if `fn` runs Python when it arrives, as
     functions of `jax.jit` do while they trace and compile.
 
     Args:
         fn: A function that is implemented in C.
+        record: Is called with the result. It is called again if Ctrl-C interrupts it.
     """
 
-    def call(*args: Any) -> Any:
+    def call(args: tuple[Any, ...]) -> Any:
         results: list[Any] = []
         try:
             # Between the return of `fn` and the append, no bytecode runs, where Python would handle the signal.
             results.extend(itertools.starmap(fn, (args,)))
+            if record is not None:
+                record(results[0])
         except KeyboardInterrupt:
             if not results:
                 raise
-            _hold_back()
+            hold_back()
+            if record is not None:
+                record(results[0])
         return results[0]
 
     return call
@@ -66,7 +73,7 @@ def held_back() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if presses:
-            _hold_back()
+            hold_back()
 
 
 def raise_pending() -> None:
@@ -76,7 +83,8 @@ def raise_pending() -> None:
         raise KeyboardInterrupt
 
 
-def _hold_back() -> None:
+def hold_back() -> None:
+    """Holds back an interrupt that the caller has caught, see `raise_pending`."""
     timer = threading.Timer(_DELAY_SECONDS, _send_again)
     timer.daemon = True
     _pending[:] = [timer]

@@ -120,13 +120,14 @@ def _stack(values: Sequence[PyTree]) -> PyTree:
 
 
 def run_sequentially(
-    launch: Callable[..., tuple[PyTree, PyTree]], num_steps: int, state: PyTree, *inputs: PyTree
+    launch: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]], num_steps: int, args: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree]:
     """Returns the same as `scan_steps` for the program of one step, which the host calls once per step."""
+    state, *inputs = args
     outputs_per_step, steps = [], inputs_per_step(inputs, num_steps)
     with held_back():  # the first call donates the caller's state
         for step_inputs in steps:
-            state, outputs = launch(state, *step_inputs)
+            state, outputs = launch((state, *step_inputs))
             outputs_per_step.append(outputs)
         return state, _stack_outputs(outputs_per_step)
 

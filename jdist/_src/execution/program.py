@@ -21,7 +21,7 @@ from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
 from jdist._src.execution.backend import Backend
-from jdist._src.execution.interrupts import held_back, raise_pending, uninterrupted
+from jdist._src.execution.interrupts import held_back, hold_back, raise_pending, uninterrupted
 from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially, stack_cached_batches
 from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.replicate import Call, Proof, Traced
@@ -123,7 +123,9 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._replacement: Any = None  # the program without a scan, after `SlowLoopError`
         # One replica over several devices shards the first dimension of its batch, which is not that of several batches.
         self._stacked_steps = None if backend.replicas.batch_axes else scanned_steps
-        self._call: Callable[..., tuple[PyTree, PyTree]] = self._call_with_arrays
+        # A call passes its arguments on as one tuple. After `fn(*args)` Python 3.11 may handle Ctrl-C before the result has a
+        # name, also where `fn` is written in Python, and the caller's state is donated then.
+        self._call: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]] = self._call_with_arrays
         self._has_modules = False  # whether arguments or results contain modules of nnx or equinox
         self._packer = StatePacker()
         self._smallest = 0  # the index of the smallest result: the results of a call are held until the next call
@@ -140,17 +142,21 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         copy = functools.wraps(traced)(lambda *args: traced(*args))
         self._lowered = compile_(copy) if self._spans_processes else self._compiled
         self._arguments: tuple[PyTree, ...] | None = None  # of the call that may be tracing, where processes compare
-        self._dispatch = uninterrupted(self._compiled) if donates else self._compiled
-        self._launch = self._launch_alone if is_bounded(backend.replicas.mesh) else self._dispatch
-        if self._spans_processes:
-            self._launch = functools.partial(self._launch_together, self._launch)
+        self._is_bounded = is_bounded(backend.replicas.mesh)
+        self._dispatch = uninterrupted(
+            self._compiled, self._record if self._is_bounded or self._spans_processes else None
+        )
+        self._launch_local = self._launch_alone if self._is_bounded else self._dispatch
+        launch = self._launch_together if self._spans_processes else self._launch_local
         if backend.storage is not None:
-            self._launch = functools.partial(self._launch_on_mesh, self._launch)
+            launch = functools.partial(self._launch_on_mesh, launch)
         step_call = backend.step_call(traced, name) if has_state and donates else None
         self._packs_modules = backend.storage is None and step_call is None
-        self._launch = step_call or self._launch
+        if step_call is not None:
+            launch = lambda args: step_call(*args)
         if steps_per_call is not None:
-            self._launch = functools.partial(run_sequentially, self._launch, steps_per_call)
+            launch = functools.partial(run_sequentially, launch, steps_per_call)
+        self._launch: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]] = launch
         self._num_signatures = 0  # the number of signatures that JAX has compiled; 0 if JAX does not report it
         self._accepts_host_state = False  # whether one of them has a host value in the state
 
@@ -177,8 +183,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
                 return self._replacement(*args)
             try:
                 if is_keyed() or not jax.sharding.get_abstract_mesh().empty:
-                    return self._call_outside_contexts(*args)
-                return self._call(*args)
+                    return self._call_outside_contexts(args)
+                return self._call(args)
             except SlowLoopError:
                 return self._replaced()(*args)
             except _ModulesError:
@@ -241,12 +247,12 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._replacement = self._without_scan()
         return self._replacement
 
-    def _call_outside_contexts(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+    def _call_outside_contexts(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Calls the program outside the host's contexts. In `scope()` or `jax.set_mesh` it would be compiled again."""
         context_mesh = jax.sharding.get_abstract_mesh()
         if context_mesh.empty:
             with unkeyed():
-                return self._call(*args)
+                return self._call(args)
         mesh = self.backend.replicas.mesh
         if jax_compat.is_tracing() and context_mesh != mesh.abstract_mesh:
             raise ValueError(
@@ -255,7 +261,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
                 "`jax.set_mesh`."
             )
         with unkeyed(), contextlib.nullcontext() if jax_compat.is_tracing() else jax.set_mesh(_NO_MESH):
-            return self._call(*args)
+            return self._call(args)
 
     def _expect_modules(self) -> None:
         """Makes calls convert modules. A program without modules does not look for them."""
@@ -271,28 +277,37 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             return args
         return (args[0].state(), *args[1:]) if self._has_state else args[0].state()
 
-    def _call_with_modules(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+    def _call_with_modules(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Calls the program with modules of nnx and equinox. nnx modules in a donated state are updated, and returned."""
         if not self._has_state or not args:
             packing = None if jax_compat.is_tracing() or self.backend.storage is not None else self._packer.pack(args)
             arrays = self._to_array_trees(args) if packing is None else (packing.packed,)
-            return tuple(map(from_array_tree, self._run(*arrays)))
+            return tuple(map(from_array_tree, self._run(arrays)))
         # A storage that is not the mesh places each leaf by its path and the class of its container.
         updates = self._donates and not jax_compat.is_tracing()
         packing = self._packer.pack(args[0]) if updates and self._packs_modules else None
-        inputs = map(to_array_tree, args[1:])
-        if packing is not None:
-            state, outputs = self._run(packing.packed, *inputs)
-            return packing.update(state), from_array_tree(outputs)
-        state, outputs = map(from_array_tree, self._run(to_array_tree(args[0]), *inputs))
-        return update_in_place(args[0], state) if updates else state, outputs
+        arrays = to_array_tree(args[0]) if packing is None else packing.packed
+        pair = self._run((arrays, *map(to_array_tree, args[1:])))
 
-    def _call_with_arrays(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+        def with_modules() -> tuple[PyTree, PyTree]:
+            state, outputs = pair
+            if packing is not None:
+                return packing.update(state), from_array_tree(outputs)
+            state = from_array_tree(state)
+            return update_in_place(args[0], state) if updates else state, from_array_tree(outputs)
+
+        try:
+            return with_modules()
+        except KeyboardInterrupt:  # the old values are donated: all variables need the new ones
+            hold_back()
+            return with_modules()
+
+    def _call_with_arrays(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Calls the program. Its first call finds out whether its results contain modules."""
-        pair = self._run(*args)
+        pair = self._run(args)
         return tuple(map(from_array_tree, pair)) if self._has_modules else pair
 
-    def _run(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+    def _run(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Calls the program with array trees, and refuses host values that `jax.jit` would truncate silently.
 
         A state has many leaves and stays on the devices. It is checked before a call only if JAX may have compiled the program
@@ -305,14 +320,21 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         calls = activity.calls
         if calls.before_step is not None and self._has_state:
             calls.before_step(calls.steps + 1)
-        pair = self._launch(*args)
+        pair = self._launch(args)
         calls.steps += self._has_state
-        num_signatures = jax_compat.num_signatures(self._compiled)
-        if self._has_state and num_signatures != self._num_signatures:
-            self._num_signatures = num_signatures
+        try:
+            self._check_new_signature(args)
+        except KeyboardInterrupt:  # the old state is donated: the caller needs the new one
+            hold_back()
+            self._check_new_signature(args)
+        return pair
+
+    def _check_new_signature(self, args: tuple[PyTree, ...]) -> None:
+        num_signatures = jax_compat.num_signatures(self._compiled) if self._has_state else 0
+        if num_signatures != self._num_signatures:
             self._accepts_host_state |= bool(host_leaves(args[0]))
             self._check_host_values(args, args[0])
-        return pair
+            self._num_signatures = num_signatures
 
     def _check_host_values(self, args: tuple[PyTree, ...], checked: PyTree) -> None:
         values = host_leaves(checked)
@@ -321,33 +343,34 @@ class Program(Generic[StateT, InputsT, OutputsT]):
                 check_not_leaked(name, leaf)
                 check_range(name, leaf)
 
-    def _launch_alone(self, *args: PyTree) -> tuple[PyTree, PyTree]:
+    def _launch_alone(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Launches the program after the previous call has finished (`jdist._src.devices.dispatch`)."""
         if self._donates and jax_compat.CRASHES_ON_DONATED_MEMORY:
             self._check_memory(args)
         wait_for_previous(self)
-        pair = self._dispatch(*args)
-        record_call(jax.tree.leaves(pair), self._smallest, self)
-        return pair
+        return self._dispatch(args)
 
-    def _launch_together(self, launch: Callable[..., Any], *args: PyTree) -> tuple[PyTree, PyTree]:
-        """Launches a program of several processes, which compare it if this call traces it, and records the call."""
+    def _record(self, pair: tuple[PyTree, PyTree]) -> None:
+        """Records the results of a call, for the next call on CPU devices and for the report of a job that hangs."""
+        leaves = jax.tree.leaves(pair)
+        if self._is_bounded:
+            record_call(leaves, self._smallest, self)
+        if self._spans_processes and not jax_compat.is_tracing():
+            smallest = leaves[min(self._smallest, len(leaves) - 1)] if leaves else None
+            activity.calls.last = [pair[1] if self._has_small_outputs else smallest, self._label]
+
+    def _launch_together(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        """Launches a program of several processes, which compare it if this call traces it."""
         if jax_compat.is_tracing():  # inside a `jax.jit` of the user nothing runs yet
-            return launch(*args)
+            return self._launch_local(args)
         calls = activity.calls
         self._arguments = args
         calls.launches += 1
         calls.running = self._label
         try:
-            pair = launch(*args)
+            return self._launch_local(args)
         finally:
             self._arguments = calls.running = None
-        calls.last = [pair[1] if self._has_small_outputs else self._smallest_result(pair), self._label]
-        return pair
-
-    def _smallest_result(self, pair: tuple[PyTree, PyTree]) -> Any:
-        leaves = jax.tree.leaves(pair)
-        return leaves[min(self._smallest, len(leaves) - 1)] if leaves else None
 
     @contextlib.contextmanager
     def _compared(self) -> Iterator[list[Any]]:
@@ -367,13 +390,15 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._label.collectives = collective_lines(programs[0])
         check_same_program(name, programs[0], self._call_of(*args).leaves(), replicas)
 
-    def _launch_on_mesh(self, launch: Callable[..., tuple[PyTree, PyTree]], *args: PyTree) -> tuple[PyTree, PyTree]:
+    def _launch_on_mesh(
+        self, launch: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]], args: tuple[PyTree, ...]
+    ) -> tuple[PyTree, PyTree]:
         """Launches the program on a state that is stored elsewhere between programs (`Backend.storage`)."""
         if self._donates:
             self._check_memory(args)
         copies = self.backend.to_mesh(args)
         with held_back():
-            state, outputs = launch(*copies)
+            state, outputs = launch(copies)
             # XLA donates the copy of an offloaded leaf, not the leaf itself.
             for leaf in jax.tree.leaves(args[: self._donates]):
                 if is_device_array(leaf) and not leaf.is_deleted():
