@@ -34,11 +34,15 @@ COMPILED = [
 ]
 # The longest of the slow tests, which start first.
 LONGEST = [
-    "tests/test_benchmarks.py",
-    "tests/test_policies_example.py",
+    "tests/parameter_server/test_ray.py",
     "tests/command_line/test_run_training.py",
-    "tests/processes",
-    "tests/jaxpr",
+    "tests/test_benchmarks.py",
+    "tests/command_line/test_ray_engine.py",
+    "tests/test_policies_example.py",
+    "tests/processes/test_preemption_processes.py",
+    "tests/faults/test_watchdog.py",
+    "tests/processes/test_policies_processes.py",
+    "tests/sync/test_policy_laws.py",
 ]
 # Tests of what depends on Python's version: the language, pickles, threads and files, one training.
 PYTHON_VERSION = [
@@ -60,7 +64,8 @@ def _pytest(session: nox.Session, *arguments: str, xla_flags: str | None = None)
     cache = pathlib.Path(session.cache_dir).absolute() / "xla"
     if sum(path.stat().st_size for path in cache.glob("*")) > 2**30:
         shutil.rmtree(cache)
-    environment = {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+    # The tests start hundreds of processes, which spend most of their time compiling modules where no bytecode is written.
+    environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": ""}
     if xla_flags is not None:
         environment["XLA_FLAGS"] = xla_flags
     session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *arguments, env=environment)
@@ -86,7 +91,9 @@ def slow(session: nox.Session) -> None:
         _pytest(session, "-m", "slow", *session.posargs)
     elif session.python == NEWEST:
         in_order = "--no-loadscope-reorder"
-        _pytest(session, "-m", "slow", in_order, *LONGEST, "tests", *_without(COMPILED))
+        # By file: of a file and its folder, pytest collects the folder only.
+        others = sorted({str(path) for path in pathlib.Path("tests").rglob("test_*.py")}.difference(LONGEST, COMPILED))
+        _pytest(session, "-m", "slow", in_order, *LONGEST, *others)
         _pytest(session, in_order, *COMPILED, xla_flags="")
     elif session.python == OLDEST:
         _pytest(session, "-m", "not slow", "--first-case", *_without(JAX_VERSION))
@@ -101,7 +108,7 @@ def notebooks(session: nox.Session) -> None:
     """The notebooks of the examples, executed with eight CPU devices. Their outputs are not compared."""
     _install(session)
     arguments = session.posargs or ["examples/notebooks"]
-    environment = {"JAX_PLATFORMS": "cpu"}
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": ""}
     session.run("python", "-m", "pytest", "--nbmake", "--nbmake-timeout=280", "-n", "2", *arguments, env=environment)
 
 
