@@ -77,6 +77,7 @@ def test_steps_that_are_not_reached_warn(calls, tmp_path):
     assert calls == []
 
 
+@pytest.mark.slow
 def test_profiler_writes_a_trace_of_the_steps(tmp_path):
     worker, tests = HERE / "trace_worker.py", os.pathsep.join([str(HERE), str(HERE.parent)])
     command = [sys.executable, worker, tmp_path / "new" / "trace"]

@@ -65,6 +65,7 @@ def test_fingerprint_does_not_depend_on_the_sharding():
         assert fingerprints(jax.tree.leaves(strategy.put(sharded))) == fingerprints(even)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64, np.uint8, jnp.bfloat16])
 def test_fingerprint_changes_with_every_bit(dtype):
     x = np.arange(6).reshape(2, 3).astype(dtype)

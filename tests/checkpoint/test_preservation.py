@@ -47,6 +47,7 @@ def test_union_of_the_parts_is_preserved(losses, mode, newest, every):
     assert preserved == {*steps[-newest:], *best, *(step for step in steps if step % every == 0)}
 
 
+@pytest.mark.slow
 def test_best_checkpoint_and_multiples_of_the_interval_are_kept(tmp_path, one):
     losses = [3.0, 1.0, 2.0, None, math.nan, 5.0, 4.0]
     assert _saved(one, tmp_path / "min", losses, keep=1, keep_best=("loss", "min")) == (2, 7)

@@ -70,6 +70,7 @@ def test_different_numbers_of_devices_are_an_error_on_all_processes(tmp_path):
         assert message in err
 
 
+@pytest.mark.slow
 def test_process_that_ends_without_the_step_is_an_error_on_the_others(tmp_path):
     script = _TRAIN.replace("total =", "total = jax.process_index() and")
     (status, out, _), (other_status, _, err) = run_processes(tmp_path, *ids(0, 1), scripts=(script,))
@@ -77,6 +78,7 @@ def test_process_that_ends_without_the_step_is_an_error_on_the_others(tmp_path):
     assert "RuntimeError: Process 0 has ended, and did not call `<lambda>`, which process 1 calls. Every process" in err
 
 
+@pytest.mark.slow
 def test_missing_process_is_an_error_after_the_timeout(tmp_path):
     script = "import jdist\njdist.cluster.resolve().initialize(timeout_seconds=1)"
     ((status, _, err),) = run_processes(

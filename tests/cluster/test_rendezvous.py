@@ -93,6 +93,7 @@ def test_processes_that_do_not_fit_get_one_error(port, monkeypatch, changes, mes
     pytest.raises(RuntimeError, meet_error, errors[0]).match(message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0, 0.5])
 def test_two_processes_0_get_one_error_and_so_does_a_process_that_waits(port, monkeypatch, delay):
     """Without a delay both listen, because the port can be shared."""
@@ -150,9 +151,8 @@ def test_unreachable_process_0_is_an_error_with_the_reason(port):
         meet("unknown.invalid:1", 1, 2, 0.6)
 
 
-@pytest.mark.parametrize(
-    "answer", [b"HTTP/1.1 400 Bad Request\n", b"\x00\x00\x12\x04\n", pytest.param(None, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\n", b"\x00\x00\x12\x04\n", None])
 def test_another_program_at_the_port_is_an_error(port, monkeypatch, answer):
     monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", port), reuse_port=True) as server:

@@ -16,6 +16,7 @@ from jdist._src.command_line.main import main
 from jdist._src.core.version import __version__
 
 
+@pytest.mark.slow
 def test_report_as_json_has_a_result_per_check_and_the_environment(capsys):
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -224,6 +224,7 @@ def test_processes_and_those_that_they_started_end_with_a_launcher_that_is_kille
     wait_until_ended(ids)
 
 
+@pytest.mark.slow
 def test_processes_that_a_program_started_end_with_it(run):
     status, output, _ = run("-n 1", WITH_CHILD)
     assert status == 0

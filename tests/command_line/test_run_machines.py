@@ -109,6 +109,7 @@ def test_other_programs_at_the_port_are_ignored(start, port):
     assert [result[0] for result in finish(first, start(1, "-n 1 --max-restarts 1", ""))] == [0, 0]
 
 
+@pytest.mark.slow
 def test_lost_machine_is_awaited_and_its_processes_have_ended(start):
     program = "if r == 0: " + WAIT
     first, second = (start(k, "-n 1 --max-restarts 1", program) for k in range(2))
@@ -201,6 +202,7 @@ def test_machines_that_do_not_connect_in_time_are_an_error(start):
     assert re.search(r"machine 0 could not be reached at 127.0.0.1:\d+ within 0.5 seconds: Connection refused.", errors)
 
 
+@pytest.mark.slow
 def test_elastic_job_continues_without_a_lost_machine_and_with_one_that_connects(start):
     options = "--elastic 1:4 --rejoin-after 1"
     program = "if r < 2: " + WAIT

@@ -141,6 +141,7 @@ VARIABLES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", VARIABLES.values(), ids=VARIABLES)
 @pytest.mark.one_in(4)
 def test_variables_of_the_user_are_unchanged_and_do_not_prevent_compilation(variables):

@@ -45,6 +45,7 @@ def check_report(status, lines, reporters, last_waiting=0):
         assert re.search(r", since \d\d:\d\d:\d\d \(\d+ s\)\.$", last_line(lines[process], process))
 
 
+@pytest.mark.slow
 def test_hang_in_a_step_is_reported_by_all_processes_and_ends_the_job(tmp_path):
     status, lines, _ = run_job("early", tmp_path, JDIST_WARNING_SECONDS="1")
     check_report(status, lines, (0, 1))

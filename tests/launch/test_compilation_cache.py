@@ -39,6 +39,7 @@ if attempt == 0:
 """
 
 
+@pytest.mark.slow
 def test_restart_reads_all_programs_from_the_cache_except_for_incomplete_entries(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}

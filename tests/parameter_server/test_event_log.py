@@ -42,6 +42,7 @@ def run(folder, *command):
     )
 
 
+@pytest.mark.slow
 def test_replay_of_a_program_gives_the_same_bits(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     first = run(tmp_path, sys.executable, "train.py", "w.npy")

@@ -43,6 +43,7 @@ def test_without_staleness_fit_equals_one_device():
     assert server.proof.per_replica == one.proof.per_replica
 
 
+@pytest.mark.slow
 def test_every_batch_of_an_asynchronous_fit_is_one_update():
     strategy = jdist.ParameterServerStrategy(workers=3, servers=2)
     result = fit(strategy, epochs=8, steps_per_call=2)

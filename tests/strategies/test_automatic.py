@@ -43,6 +43,7 @@ def test_one_device_gets_a_one_device_strategy_and_a_log_message():
     assert "auto_strategy: OneDeviceStrategy, because there is one device, cpu, and one process." in completed.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("libtpu", ["installed", "missing"])
 @pytest.mark.one_in(2)
 def test_machine_without_accelerators_uses_cpu_devices_with_and_without_libtpu(libtpu):

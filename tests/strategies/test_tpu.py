@@ -165,6 +165,7 @@ def test_step_on_two_slices_reduces_within_each_and_sends_parts_across(model, wh
     assert gradients / 16 <= sent <= reduced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", TOPOLOGIES)
 @pytest.mark.one_in(4)
 def test_memory_of_a_device_is_one_donated_state(where):
@@ -175,6 +176,7 @@ def test_memory_of_a_device_is_one_donated_state(where):
     assert memory.temp_size_in_bytes > 0
 
 
+@pytest.mark.slow
 def test_recommended_flags_are_accepted():
     strategy, state, plain = compiled("digits", "v5e:4x4")
     step, batch = digits_step, digits_batch(16)

@@ -209,6 +209,7 @@ def test_process_that_is_stopped_during_a_call_has_no_result_and_its_late_result
 # Processes that end.
 
 
+@pytest.mark.slow
 def test_hanging_call_is_an_error_with_its_line_and_ends_the_processes():
     with processes(1) as one:
         (pid,) = one.run(f"{THIS}:own_id")
@@ -223,6 +224,7 @@ def test_hanging_call_is_an_error_with_its_line_and_ends_the_processes():
             one.run(f"{THIS}:own_id")
 
 
+@pytest.mark.slow
 def test_call_continues_without_a_process_that_is_killed_and_a_process_that_ends_is_an_error_with_its_output():
     with processes(2) as pair:
         first, second = pair.run(f"{THIS}:own_id")
@@ -301,14 +303,13 @@ def start():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="On other systems a stopped process does not end with its parent.")
 @pytest.mark.parametrize(
     "stop, start",
     [
         ("one.stop(0)", "start()"),
-        pytest.param(
-            "", "thread = threading.Thread(target=start); thread.start(); thread.join()", marks=pytest.mark.slow
-        ),
+        ("", "thread = threading.Thread(target=start); thread.start(); thread.join()"),
     ],
     ids=["stopped", "started by a thread"],
 )

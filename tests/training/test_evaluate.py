@@ -112,6 +112,7 @@ def test_metrics_of_all_digits_equal_those_of_numpy(name, size):
     assert all(isinstance(results[name], float) for name in ("loss", "accuracy", "margin"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, size", [*((name, 240) for name in PLACES), *SIZES])
 @pytest.mark.one_in(3)
 def test_predictions_are_in_the_order_of_the_data_without_padding(name, size):

@@ -382,6 +382,7 @@ def test_any_history_is_shown_as_text_table_and_charts(history):
         ET.fromstring(matplotlib_charts.draw_svg(panel, f"p{i}"))
 
 
+@pytest.mark.slow
 @few
 @hypothesis.given(HISTORIES)
 def test_charts_of_any_history_contain_all_values(history):
