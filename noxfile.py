@@ -22,19 +22,6 @@ JAX_VERSION = [
     "tests/sync/test_policy_laws.py",
     "tests/training/test_validation.py",
 ]
-# Tests of subjects that JAX takes part in, of which the oldest one runs one case each.
-WITH_JAX = [
-    "tests/checkpoint",
-    "tests/collectives",
-    "tests/export",
-    "tests/parity",
-    "tests/processes",
-    "tests/replica",
-    "tests/strategies",
-    "tests/sync",
-    "tests/training",
-    "tests/values",
-]
 # Tests of bits, memory and compiled programs, the longest first: they also run with XLA's default optimization level.
 COMPILED = [
     "tests/jaxpr/test_exact.py",
@@ -98,7 +85,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=[*PYTHONS, "3.13"])
 def slow(session: nox.Session) -> None:
-    """The slow tests and `COMPILED`; on the oldest Python `JAX_VERSION`, and one case of each test of `WITH_JAX`."""
+    """The slow tests and `COMPILED`; on the oldest Python all of `JAX_VERSION`, and one case of each test of other paths."""
     _install(session, "test,ray" if session.python == NEWEST else "test")
     if session.posargs:
         _pytest(session, "-m", "slow", *session.posargs)
@@ -109,9 +96,9 @@ def slow(session: nox.Session) -> None:
         _pytest(session, "-m", "slow", in_order, *LONGEST, *others)
         _pytest(session, in_order, *COMPILED, xla_flags="")
     elif session.python == OLDEST:
-        _pytest(session, "-m", "not slow", "--first-case", *WITH_JAX, *_without(JAX_VERSION))
+        _pytest(session, "-m", "not slow", "--first-case", *_without(JAX_VERSION))
         _pytest(session, "-m", "not slow", *JAX_VERSION)
-        _pytest(session, "-m", "slow", "tests/execution", "tests/jaxpr", *_without(COMPILED))
+        _pytest(session, "-m", "slow", *JAX_VERSION, *_without(COMPILED))
     else:
         _pytest(session, "-m", "not slow", *PYTHON_VERSION)
 

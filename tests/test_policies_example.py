@@ -69,11 +69,10 @@ def test_policies_prints_one_row_per_policy_with_the_bytes_of_its_program():
 
 @pytest.mark.slow
 def test_compressing_policies_reach_the_loss_of_the_mean():
-    # `int8(stochastic)` and `power_sgd` do so on the digits, in `tests/sync/test_policies_on_digits.py`.
-    table, _ = _table("--policy", "mean", "int8", "top_k(0.1)")
+    table, _ = _table("--policy", "mean", "int8", "int8(stochastic)", "top_k(0.1)", "power_sgd(16)")
     mean = table["mean"][0]
     assert mean < 1.6
-    for name in ("int8", "top_k(0.1)"):
+    for name in ("int8", "int8(stochastic)", "top_k(0.1)", "power_sgd(16)"):
         assert table[name][0] < 1.02 * mean, name
 
 

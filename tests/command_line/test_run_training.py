@@ -114,7 +114,7 @@ def test_exact_training_with_other_numbers_of_processes_ends_with_the_same_bits(
     killed = launch("--elastic 1:3 --rejoin-after 12 --max-restarts 20", "killed", "exact", "saves", "slow")
 
     def is_enough(counts):
-        return len(counts) >= 3 and len(set(counts)) > 1 and "more process" in (tmp_path / "killed/errors").read_text()
+        return len(counts) >= 4 and len(set(counts)) > 1 and "more process" in (tmp_path / "killed/errors").read_text()
 
     counts, _ = kill_repeatedly(killed, tmp_path / "killed", is_enough, random.Random(0))
     assert killed.wait(timeout=100) == 0, (tmp_path / "killed/errors").read_text()
