@@ -130,10 +130,12 @@ def types(session: nox.Session) -> None:
 
 @nox.session(python="3.11")
 def libraries(session: nox.Session) -> None:
-    """Data sources of TensorFlow, torch and Hugging Face, Kubernetes' client, and Ray, with the real libraries."""
-    extras = ".[test,kubernetes,ray]"
-    session.install(*CONSTRAINTS, "-e", extras, "datasets", "ray[train]", "tensorflow-cpu", "torch")
+    """Data sources of TensorFlow, torch and Hugging Face, Kubernetes' client, Ray and S3, with the real libraries."""
+    extras = ".[test,kubernetes,ray,s3]"
+    others = ("datasets", "moto[server]", "ray[train]", "tensorflow-cpu", "torch", "torchdata")
+    session.install(*CONSTRAINTS, "-e", extras, *others)
     paths = (
+        "checkpoint/test_s3.py",
         "data/test_source_adapters.py",
         "cluster/test_kubernetes_resolver.py",
         "command_line/test_ray_engine.py",

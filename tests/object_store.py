@@ -41,6 +41,9 @@ def install(patch, root):
     from orbax.checkpoint._src.path import gcs_utils
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
+    from jdist._src.checkpoint.orbax_compat import configure_orbax
+
+    configure_orbax()  # before the patches, which end earlier
     registry = importlib.import_module("fsspec.registry")
     stores = {name: type("Store", (_Store,), {"root": root, "protocol": name}) for name in ("gcs", "s3")}
     for name, store in stores.items():

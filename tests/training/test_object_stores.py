@@ -13,7 +13,11 @@ from small_fits import assert_bitwise_equal
 
 X = np.random.default_rng(0).normal(size=(80, 4)).astype(np.float32)
 DATA = (X, X @ np.float32([1, -2, 3, 0.5]))
-URL = "gs://bucket/run"
+
+
+@pytest.fixture(params=["gs", "s3"])
+def url(request, store):
+    return f"{request.param}://bucket/run"
 
 
 @pytest.fixture
@@ -31,32 +35,34 @@ def fit(trainer, url=None, **options):
 
 
 @pytest.mark.slow
-def test_training_is_saved_and_resumed(trainer, store):
-    fit(trainer, URL, steps=7)
-    checkpointer = jdist.Checkpointer(URL)
-    assert (checkpointer.steps(), str(checkpointer.folder)) == ((6, 7), URL)
-    assert_bitwise_equal(fit(trainer, URL).state, fit(trainer).state)
-    assert_bitwise_equal(trainer.fit(DATA, batch_size=10, epochs=3, resume=URL, progress="off").state,
+def test_training_is_saved_and_resumed(trainer, store, url):
+    fit(trainer, url, steps=7)
+    checkpointer = jdist.Checkpointer(url)
+    assert (checkpointer.steps(), str(checkpointer.folder)) == ((6, 7), url)
+    assert_bitwise_equal(fit(trainer, url).state, fit(trainer).state)
+    assert_bitwise_equal(trainer.fit(DATA, batch_size=10, epochs=3, resume=url, progress="off").state,
                          fit(trainer, epochs=3).state)  # fmt: skip
-    assert {child.name for child in (store / "gs/bucket/run").iterdir()} == {"15", "16", "jdist.json"}
+    folder = store / url.replace("://", "/")
+    assert {child.name for child in folder.iterdir()} == {"15", "16", "jdist.json"}
 
 
-def test_incomplete_step_is_not_restored_and_is_replaced(trainer, store):
-    fit(trainer, URL, steps=7)
-    (store / "gs/bucket/run/7/commit_success.txt").unlink()  # as when the process ends before
-    with jdist.Checkpointer(URL) as checkpointer:
+def test_incomplete_step_is_not_restored_and_is_replaced(trainer, store, url):
+    fit(trainer, url, steps=7)
+    folder = store / url.replace("://", "/")
+    (folder / "7/commit_success.txt").unlink()  # as when the process ends before
+    with jdist.Checkpointer(url) as checkpointer:
         assert checkpointer.latest == 6
-        message = "gs://bucket/run/7 is damaged: commit_success.txt is missing.* A `save` of the same step deletes it"
+        message = f"{url}/7 is damaged: commit_success.txt is missing.* A `save` of the same step deletes it"
         with pytest.warns(UserWarning, match=message):
             state = checkpointer.restore(trainer.strategy).state
         assert checkpointer.save(7, state)
         checkpointer.wait()
         assert checkpointer.steps() == (6, 7)
-    assert {child.name for child in (store / "gs/bucket/run").iterdir()} == {"6", "7", "jdist.json"}
+    assert {child.name for child in folder.iterdir()} == {"6", "7", "jdist.json"}
 
 
-def test_best_checkpoint_is_kept(trainer, store, two):
-    with jdist.Checkpointer(URL, keep=1, keep_best=("loss", "min")) as checkpointer:
+def test_best_checkpoint_is_kept(url, two):
+    with jdist.Checkpointer(url, keep=1, keep_best=("loss", "min")) as checkpointer:
         for step, loss in enumerate([2.0, 1.0, 3.0, 4.0]):
             checkpointer.save(step, two.put({"w": np.float32(step)}), metrics={"loss": loss})
         checkpointer.wait()
@@ -68,10 +74,11 @@ def test_other_files_and_unsupported_urls_are_refused(store):
     (store / "gs/bucket/papers/thesis.tex").write_text("all of it")
     with pytest.raises(ValueError, match=r"gs://bucket/papers contains other files \(thesis\.tex\)"):
         jdist.Checkpointer("gs://bucket/papers")
-    with pytest.raises(
-        ValueError, match="`path` is the URL 's3://bucket/run', and orbax, which writes the arrays, supports gs"
-    ):
-        jdist.Checkpointer("s3://bucket/run")
+    message = (
+        "`path` is the URL 'hf://bucket/run', and the arrays of checkpoints are written to gs:// and s3:// only. Mount"
+    )
+    with pytest.raises(ValueError, match=message):
+        jdist.Checkpointer("hf://bucket/run")
 
 
 @pytest.mark.parametrize("scheme", ["gs", "s3"])

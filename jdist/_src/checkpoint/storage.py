@@ -10,21 +10,19 @@ there, a complete step contains the file `commit_success.txt`. orbax takes a sec
 is imported at the first use.
 """
 
-import asyncio
-import functools
 import gc
-import logging
 import os
 import pathlib
 import re
 import warnings
 import weakref
-from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
+from jdist._src.checkpoint.orbax_compat import configure_orbax
 from jdist._src.core.arguments import as_int
 from jdist._src.core.paths import as_path, is_url, remove_tree
 
@@ -37,11 +35,9 @@ ARRAYS, MANIFEST = "arrays", "manifest"
 MANIFEST_FILE = "manifest.json"
 DELETED = ".old"
 _COMMITTED_FILE = "commit_success.txt"  # of orbax
-_SUPPORTED_URL = "gs://"
+_SUPPORTED_URLS = ("gs://", "s3://")
 _MARKER_FILE = "jdist.json"
 _MARKER_TEXT = '{"holds": "checkpoints of jdist, one folder per step; STEP/manifest/manifest.json describes a step"}\n'
-
-T = TypeVar("T")
 
 
 class CheckpointError(RuntimeError):
@@ -76,34 +72,45 @@ def open_folder(path: Any) -> pathlib.Path:
     Raises:
         ValueError: The path is a file or an unsupported URL, or the folder contains other files.
         ImportError: The package for this kind of URL is not installed.
-        CheckpointError: The folder cannot be created.
+        CheckpointError: The folder cannot be created, or the object store does not answer.
     """
+    if is_url(path) and not os.fspath(path).startswith(_SUPPORTED_URLS):
+        raise ValueError(
+            f"`path` is the URL {str(path)!r}, and the arrays of checkpoints are written to {' and '.join(_SUPPORTED_URLS)} "
+            "only. Mount the folder, and pass the path of the mounted folder."
+        )
     folder = as_path(path)
     if not is_url(folder):
         folder = folder.expanduser().resolve()
-    elif not str(folder).startswith(_SUPPORTED_URL):
-        raise ValueError(
-            f"`path` is the URL {str(path)!r}, and orbax, which writes the arrays, supports {_SUPPORTED_URL} only. Mount the "
-            "folder, and pass the path of the mounted folder."
+    try:
+        _mark(folder)
+    except ValueError:
+        raise
+    except Exception as error:  # an object store raises errors of the library of the store
+        cause = f"{error.strerror}." if isinstance(error, OSError) and error.strerror else short_message(error)
+        advice = (
+            "Check the credentials, the region and the endpoint"
+            if is_url(folder)
+            else "Pass a folder with write permission"
         )
+        raise CheckpointError(f"Checkpoints cannot be written to {folder}: {cause} {advice}.") from error
+    return folder
+
+
+def _mark(folder: pathlib.Path) -> None:
+    """Creates the folder of checkpoints with its marker file, if it does not exist."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"`path` is the file {folder}. Pass a folder for the checkpoints.")
     if (folder / _MARKER_FILE).exists():
-        return folder
+        return
     names = sorted(child.name for child in folder.iterdir()) if folder.exists() else []
     if names and _MARKER_FILE not in names:  # another process may have written it by now
         raise ValueError(
             f"The folder {folder} contains other files ({', '.join(names[:3])}) and no {_MARKER_FILE}, which marks a folder of "
             "checkpoints. Pass a new or an empty folder."
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _MARKER_FILE).write_text(_MARKER_TEXT)
-    except OSError as error:
-        raise CheckpointError(
-            f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Pass a folder with write permission."
-        ) from error
-    return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _MARKER_FILE).write_text(_MARKER_TEXT)
 
 
 def is_complete(folder: pathlib.Path, step: int) -> bool:
@@ -204,7 +211,7 @@ def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> d
     """
     import orbax.checkpoint as ocp
 
-    silence_orbax()
+    configure_orbax()
     items = {str(number): shape for number, shape in shapes.items()}
     # Coroutines that orbax had created when it gave up are never awaited. Python warns of that when the error, which refers
     # to them, is garbage collected.
@@ -294,28 +301,3 @@ def _release_inherited_locks() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_release_inherited_locks)
-
-
-@functools.cache
-def silence_orbax() -> None:
-    """Turns off the log of orbax, and the tracebacks of its reads and writes that end after an error.
-
-    Errors are raised with messages of jdist.
-    """
-    logging.getLogger("absl").addFilter(lambda record: "orbax" not in pathlib.Path(record.pathname).parts)
-    from orbax.checkpoint._src import asyncio_utils
-
-    # orbax closes its event loop at the first error. A read or write that ends later finds the loop closed, and Python
-    # prints a traceback. orbax does not have an option for it, and all of its loops run in this function.
-    run_sync = getattr(asyncio_utils, "run_sync", None)
-    if run_sync is not None:
-        asyncio_utils.run_sync = lambda coro: run_sync(_until_all_tasks_end(coro))
-
-
-async def _until_all_tasks_end(coro: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `coro` when all other tasks of its event loop have ended too."""
-    try:
-        return await coro
-    finally:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*others, return_exceptions=True)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdist._src.checkpoint.orbax_compat import configure_orbax
 from jdist._src.checkpoint.process_sync import ProcessGroup
 from jdist._src.checkpoint.storage import (
     ARRAYS,
@@ -21,7 +22,6 @@ from jdist._src.checkpoint.storage import (
     MANIFEST_FILE,
     empty_deleted,
     rename_damaged,
-    silence_orbax,
 )
 from jdist._src.core import activity
 from jdist._src.core.paths import is_url
@@ -102,7 +102,7 @@ class Writer:
     def _make_manager(self) -> Any:
         import orbax.checkpoint as ocp
 
-        silence_orbax()
+        configure_orbax()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_PreservationPolicy(self._preserved_steps),
             todelete_subdir=None if is_url(self._folder) else DELETED,

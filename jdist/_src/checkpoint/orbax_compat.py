@@ -1,0 +1,73 @@
+"""What jdist changes in orbax: its log, its event loops, and the stores to which it writes. Uses private functions of orbax.
+
+orbax takes a second to import, so it is imported at the first use.
+"""
+
+import asyncio
+import functools
+import logging
+import os
+import pathlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_S3 = "s3://"
+
+
+@functools.cache
+def configure_orbax() -> None:
+    """Turns off the log of orbax and the tracebacks of reads and writes that end after an error; adds `s3://` to its stores.
+
+    Errors are raised with messages of jdist.
+    """
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in pathlib.Path(record.pathname).parts)
+    from orbax.checkpoint._src import asyncio_utils
+
+    # orbax closes its event loop at the first error. A read or write that ends later finds the loop closed, and Python
+    # prints a traceback. orbax does not have an option for it, and all of its loops run in this function.
+    run_sync = getattr(asyncio_utils, "run_sync", None)
+    if run_sync is not None:
+        asyncio_utils.run_sync = lambda coro: run_sync(_until_all_tasks_end(coro))
+    _add_s3()
+
+
+async def _until_all_tasks_end(coro: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `coro` when all other tasks of its event loop have ended too."""
+    try:
+        return await coro
+    finally:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+def _add_s3() -> None:
+    """Makes orbax treat `s3://` as it treats `gs://`, with the S3 driver of tensorstore, which writes the arrays.
+
+    orbax, without an option, chooses between the driver of Google Cloud Storage and that of files.
+    """
+    from orbax.checkpoint._src.path import gcs_utils
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    get_kvstore, use_gcs = gcs_utils.get_kvstore_for_gcs, tensorstore_utils._use_gcs_driver
+    normalize = tensorstore_utils._normalize_path
+    gcs_utils._GCS_PATH_PREFIX = (*gcs_utils._GCS_PATH_PREFIX, _S3)  # a step is complete when its commit file exists
+    gcs_utils.get_kvstore_for_gcs = lambda path: s3_store(path) if path.startswith(_S3) else get_kvstore(path)
+    tensorstore_utils._use_gcs_driver = lambda folder: folder.startswith(_S3) or use_gcs(folder)
+    tensorstore_utils._normalize_path = lambda path: (
+        _S3 + os.path.normpath(path.removeprefix(_S3)) if path.startswith(_S3) else normalize(path)
+    )
+
+
+def s3_store(url: str) -> dict[str, Any]:
+    """Returns the specification of a folder at `s3://` for tensorstore.
+
+    tensorstore and s3fs, which reads the manifests, find the credentials in the same places. The endpoint of another store
+    than Amazon's and the region are in environment variables, which tensorstore does not read.
+    """
+    bucket, _, path = url.removeprefix(_S3).partition("/")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    options = {"endpoint": endpoint, "aws_region": region}
+    return {"driver": "s3", "bucket": bucket, "path": path, **{name: x for name, x in options.items() if x}}
