@@ -3,7 +3,7 @@
 import importlib
 import pathlib
 
-from etils.epath import backend
+from etils.epath import backend, gpath
 from fsspec.implementations.local import LocalFileSystem
 
 
@@ -49,6 +49,7 @@ def install(patch, root):
     for name, store in stores.items():
         patch.setitem(registry._registry, name, store)
     backend.fsspec_backend._get_filesystem.cache_clear()
+    patch.setattr(gpath, "_is_tf_installed", lambda: False)  # TensorFlow would read `gs://`
     # tensorstore, which writes the arrays, does not use epath.
     normalize = tensorstore_utils._normalize_path
     patch.setattr(tensorstore_utils, "_normalize_path", lambda path: normalize(stores["gcs"]._strip_protocol(path)))

@@ -46,11 +46,14 @@ def _imported(name):
         return pytest.importorskip(name)
 
 
-def _numbers(elements):
-    """Returns the numbers of the examples without padding, one list per batch; asserts that all leaves agree."""
+def _numbers(elements, *, has_weights=True):
+    """Returns the numbers of the examples without padding, one list per batch; asserts that all leaves agree.
+
+    With `has_weights`, an element that is a tuple is a batch and its weights.
+    """
     read_numbers = []
     for element in elements:
-        batch, weights = element if isinstance(element, tuple) else (element, None)
+        batch, weights = element if has_weights and isinstance(element, tuple) else (element, None)
         leaves = [np.asarray(x).reshape(x.shape[0] * x.shape[1], -1) for x in jax.tree.leaves(batch)]
         for leaf in leaves:
             np.testing.assert_array_equal(leaf, np.broadcast_to(leaves[0][:, :1], leaf.shape))
@@ -188,7 +191,7 @@ def _pairs(torch):
 @pytest.mark.parametrize("make, batch_size", TORCH.values(), ids=TORCH)
 def test_torch_source_yields_each_example_once_per_epoch(make, batch_size, remainder, strategy, torch):
     dataset = strategy.distribute_dataset(make(torch), batch_size, epochs=2, remainder=remainder)
-    assert _numbers(dataset) == _expected(remainder) * 2
+    assert _numbers(dataset, has_weights=remainder == "pad") == _expected(remainder) * 2
 
 
 @pytest.mark.parametrize("make, batch_size", TORCH.values(), ids=TORCH)
@@ -243,6 +246,27 @@ def test_torch_loader_with_random_order_is_not_resumed(torch, two):
         iterator().set_state(first.get_state())
 
 
+@pytest.mark.parametrize("batch_size", [None, BATCH], ids=["batches", "examples"])
+def test_stateful_loader_of_torchdata_resumes_in_its_random_order(batch_size, torch, two):
+    stateful = _imported("torchdata.stateful_dataloader")
+
+    def iterator():
+        size = BATCH if batch_size is None else None  # of a batch that the loader makes
+        with warnings.catch_warnings(action="ignore"):  # torch has deprecated what torchdata calls
+            loader = stateful.StatefulDataLoader(_mapped(torch), size, shuffle=True)
+        return iter(two.distribute_dataset(loader, batch_size, epochs=2, remainder="pad"))
+
+    torch.manual_seed(0)
+    first = iterator()
+    order = _numbers(itertools.islice(first, 1))
+    torch.manual_seed(1)
+    resumed = iterator()
+    resumed.set_state(json.loads(json.dumps(first.get_state())))
+    rest = _numbers(itertools.islice(first, 2))
+    assert _numbers(itertools.islice(resumed, 2)) == rest
+    assert sorted(sum(order + rest, [])) == list(range(COUNT)) != sum(order + rest, [])
+
+
 def test_torch_distributed_sampler_receives_the_epoch(torch, two):
     def epochs():
         sampler = torch.utils.data.DistributedSampler(_mapped(torch), num_replicas=1, rank=0, shuffle=True)
@@ -258,7 +282,7 @@ def test_torch_distributed_sampler_receives_the_epoch(torch, two):
 def test_torch_loader_of_another_batch_size_is_refused_with_both_sizes(torch, two):
     loader = torch.utils.data.DataLoader(_mapped(torch), 4)
     with pytest.raises(
-        ValueError, match=r"The source makes batches of 4 examples, but 6 are expected\.  .*`batch_size=None`"
+        ValueError, match=r"The source makes batches of 4 examples, but 6 are expected\. .*`batch_size=None`"
     ):
         two.distribute_dataset(loader, 6)
 
@@ -361,7 +385,7 @@ TENSORFLOW = {
 @pytest.mark.parametrize("make, batch_size", TENSORFLOW.values(), ids=TENSORFLOW)
 def test_tensorflow_source_yields_each_example_once_per_epoch(make, batch_size, remainder, strategy, tensorflow):
     dataset = strategy.distribute_dataset(make(tensorflow), batch_size, epochs=2, remainder=remainder)
-    assert _numbers(dataset) == _expected(remainder) * 2
+    assert _numbers(dataset, has_weights=remainder == "pad") == _expected(remainder) * 2
 
 
 @pytest.mark.parametrize("make, batch_size", TENSORFLOW.values(), ids=TENSORFLOW)
@@ -449,7 +473,7 @@ def _rows():
 @pytest.mark.parametrize("make, batch_size", HUGGING_FACE.values(), ids=HUGGING_FACE)
 def test_hugging_face_source_yields_each_example_once_per_epoch(make, batch_size, remainder, strategy, datasets):
     dataset = strategy.distribute_dataset(make(datasets), batch_size, epochs=2, remainder=remainder)
-    assert _numbers(dataset) == _expected(remainder) * 2
+    assert _numbers(dataset, has_weights=remainder == "pad") == _expected(remainder) * 2
 
 
 @pytest.mark.parametrize("make, batch_size", HUGGING_FACE.values(), ids=HUGGING_FACE)
@@ -527,9 +551,9 @@ def test_hugging_face_column_of_strings_is_refused_by_name(stream, datasets, two
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_hugging_face_column_of_ragged_lists_is_refused_by_name(stream, datasets, two):
-    table = datasets.Dataset.from_dict({"ids": [[1, 2], [3, 4], [5], [6, 7]]})
+    table = datasets.Dataset.from_dict({"ids": [[1, 2, 3], [3, 4, 5], [5], [6, 7, 8]]})
     source = table.to_iterable_dataset() if stream else table
-    says = r"source\['ids'\] (is object\[2\]|has the shape \[2\] in example 1) in batch 1 of epoch 0, .*[Pp]ad"
+    says = r"source\['ids'\] (is object\[2\]|has the shape \[3\] in example 1) in batch 1 of epoch 0[,:] .*[Pp]ad"
     with pytest.raises(ValueError, match=says):
         list(two.distribute_dataset(source, 2))
 

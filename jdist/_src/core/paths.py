@@ -4,6 +4,7 @@
 object store writes an object when it is closed, completely or not at all. It does not have empty folders, links or locks.
 """
 
+import functools
 import importlib.util
 import os
 import pathlib
@@ -46,14 +47,31 @@ def as_path(path: Any) -> pathlib.Path:
     from etils import epath
 
     name, install = _SCHEMES[url[1]]
-    if importlib.util.find_spec("tensorflow") is None:  # epath prefers TensorFlow, if it is installed
+    if url[1] != "gs" or importlib.util.find_spec("tensorflow") is None:
         import fsspec
 
+        _use_fsspec()
         try:
             fsspec.get_filesystem_class(name)
         except ImportError as error:
             raise ImportError(f"Paths such as {text!r} need a package that is not installed: `{install}`.") from error
     return epath.Path(text)  # pyright: ignore[reportReturnType]
+
+
+@functools.cache
+def _use_fsspec() -> None:
+    """Makes epath use fsspec for all URLs but `gs://`, also where TensorFlow is installed.
+
+    epath prefers TensorFlow, which implements `gs://` only.
+    """
+    from etils import epath
+    from etils.epath import backend, gpath
+
+    @epath.register_path_cls([f"{scheme}://" for scheme in _SCHEMES if scheme != "gs"])
+    class _FsspecPath(gpath.PosixGPath):
+        @property
+        def _backend(self) -> backend.Backend:
+            return backend.fsspec_backend
 
 
 def is_url(path: Any) -> bool:
