@@ -1,23 +1,32 @@
-"""The sessions: `nox` runs the default tests on both Pythons, the lint and the types; `nox -s slow` and others by name."""
+"""The sessions: `nox` runs the default tests, the lint and the types; `nox -s slow` and others by name."""
 
 import pathlib
 import shutil
+import subprocess
 
 import nox
 
 nox.options.default_venv_backend = "venv"
 nox.options.error_on_missing_interpreters = False  # skipped with a message, even where CI is set
 nox.options.reuse_existing_virtualenvs = True
-nox.options.sessions = ["tests", "lint", "types"]
 
 OLDEST, NEWEST = "3.11", "3.12"  # with the oldest JAX that jdist supports, and the newest
 PYTHONS = [OLDEST, NEWEST]
+
+
+def _runs(python: str) -> bool:
+    """Returns whether an interpreter runs: pyenv has commands for versions that are not selected, too."""
+    command = shutil.which(f"python{python}")
+    return command is not None and subprocess.run([command, "-c", ""], capture_output=True).returncode == 0
+
+
+# The default tests run on one Python; session `slow` runs those that depend on the version on the oldest, too.
+nox.options.sessions = [f"tests-{NEWEST if _runs(NEWEST) else OLDEST}", "lint", "types"]
 CONSTRAINTS = ("-c", "constraints.txt")
 # Tests of what depends on JAX's version: jaxprs, what is compiled from them, and one file for each larger part.
+JAXPRS = ["tests/core", "tests/execution", "tests/jaxpr"]
 JAX_VERSION = [
-    "tests/core",
-    "tests/execution",
-    "tests/jaxpr",
+    *JAXPRS,
     "tests/checkpoint/test_restore_laws.py",
     "tests/sync/test_policy_laws.py",
     "tests/training/test_validation.py",
@@ -59,8 +68,11 @@ def _install(session: nox.Session, extras: str = "test") -> None:
     session.install("--no-compile", *CONSTRAINTS, "-e", f".[{extras}]")
 
 
-def _pytest(session: nox.Session, *arguments: str, xla_flags: str | None = None) -> None:
-    """Runs pytest in two processes. The sessions share a compilation cache, whose keys hold the versions and the flags."""
+def _pytest(session: nox.Session, *arguments: str, dist: str = "loadfile", xla_flags: str | None = None) -> None:
+    """Runs pytest in two processes, between which `dist` divides the tests: by file, or one by one with "worksteal".
+
+    The sessions share a compilation cache, whose keys hold the versions and the flags.
+    """
     cache = pathlib.Path(session.cache_dir).absolute() / "xla"
     if sum(path.stat().st_size for path in cache.glob("*")) > 2**30:
         shutil.rmtree(cache)
@@ -68,7 +80,7 @@ def _pytest(session: nox.Session, *arguments: str, xla_flags: str | None = None)
     environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": ""}
     if xla_flags is not None:
         environment["XLA_FLAGS"] = xla_flags
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *arguments, env=environment)
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", dist, *arguments, env=environment)
 
 
 def _without(paths: list[str]) -> list[str]:
@@ -77,15 +89,17 @@ def _without(paths: list[str]) -> list[str]:
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """The default tests: all on the newest Python, and on the oldest one case of those that depend on JAX's version."""
+    """The default tests."""
     _install(session)
-    arguments = ["--first-case", *JAX_VERSION] if session.python == OLDEST else []
-    _pytest(session, "-m", "not slow", *(session.posargs or arguments))
+    _pytest(session, "-m", "not slow", *session.posargs)
 
 
 @nox.session(python=[*PYTHONS, "3.13"])
 def slow(session: nox.Session) -> None:
-    """The slow tests and `COMPILED`; on the oldest Python all of `JAX_VERSION`, and one case of each test of other paths."""
+    """The slow tests and `COMPILED`.
+
+    On the oldest Python the slow tests of `JAXPRS`, all default cases of `JAX_VERSION`, and one of each other test.
+    """
     _install(session, "test,ray" if session.python == NEWEST else "test")
     if session.posargs:
         _pytest(session, "-m", "slow", *session.posargs)
@@ -94,11 +108,11 @@ def slow(session: nox.Session) -> None:
         # By file: of a file and its folder, pytest collects the folder only.
         others = sorted({str(path) for path in pathlib.Path("tests").rglob("test_*.py")}.difference(LONGEST, COMPILED))
         _pytest(session, "-m", "slow", in_order, *LONGEST, *others)
-        _pytest(session, in_order, *COMPILED, xla_flags="")
+        _pytest(session, *COMPILED, dist="worksteal", xla_flags="")
     elif session.python == OLDEST:
         _pytest(session, "-m", "not slow", "--first-case", *_without(JAX_VERSION))
         _pytest(session, "-m", "not slow", *JAX_VERSION)
-        _pytest(session, "-m", "slow", *JAX_VERSION, *_without(COMPILED))
+        _pytest(session, "-m", "slow", *JAXPRS, *_without(COMPILED))
     else:
         _pytest(session, "-m", "not slow", *PYTHON_VERSION)
 

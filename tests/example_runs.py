@@ -31,9 +31,14 @@ for arguments in calls:
 """
 
 
-def run(*command, folder=None):
-    """Runs `python COMMAND` with the devices that the example configures, not the devices of the tests."""
+def run(*command, folder=None, xla_flags=None):
+    """Runs `python COMMAND` with the devices that the example configures, not the devices of the tests.
+
+    Without `xla_flags`, XLA compiles quickly, as in the tests, and long training is slow.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    if xla_flags is not None:
+        environment["XLA_FLAGS"] = xla_flags
     environment["COLUMNS"] = "200"  # so that lines are not wrapped
     environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLES), *filter(None, [environment.get("PYTHONPATH")])])
     command = [sys.executable, *map(str, command)]

@@ -121,8 +121,12 @@ def after(steps, *args, **kwargs):
     return training.run(training.begin(), steps)
 
 
-# The recurrent model is the slowest, so it is trained with few optimizers.
-TRAINED = [(model, tx) for model in MODELS for tx in OPTIMIZERS if model != "rnn" or tx in ("sgd", "adamw", "clipped")]
+# Each model and each optimizer: they meet in the mean gradient only, whose bits are the same.
+TRAINED = [
+    *(("mlp", optimizer) for optimizer in ("muon", "schedule_free", "lion")),
+    *(("cnn", optimizer) for optimizer in ("adamw", "adafactor")),
+    *(("rnn", optimizer) for optimizer in ("sgd", "clipped")),
+]
 
 
 @pytest.mark.slow
@@ -135,12 +139,11 @@ def test_parameters_after_100_steps_are_bitwise_equal_on_any_number_of_devices(m
     assert np.mean(losses[-10:]) < 0.9 * np.mean(losses[:10])  # the model has learned
 
 
-LONG = [("cnn", "adamw", 3), ("cnn", "clipped", 3), ("rnn", "sgd", 4)]
-FEW = [("mlp", "muon", 8), ("mlp", "adamw", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)]
+OTHERS = [("mlp", "adamw", 4), ("mlp", "sgd", 8), ("cnn", "clipped", 3), ("cnn", "muon", 8), ("rnn", "adamw", 4)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, optimizer, devices", FEW)
+@pytest.mark.parametrize("model, optimizer, devices", OTHERS)
 def test_parameters_after_a_few_steps_are_bitwise_equal_to_one_device(model, optimizer, devices):
     (one, first), (many, losses) = after(8, model, optimizer, 1), after(8, model, optimizer, devices)
     assert first == losses
