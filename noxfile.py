@@ -31,6 +31,25 @@ JAX_VERSION = [
     "tests/sync/test_policy_laws.py",
     "tests/training/test_validation.py",
 ]
+# Numerics and reports: the tests of `JAX_VERSION` use the same functions of JAX.
+NUMERICS = [
+    "tests/sync",
+    *(
+        f"tests/training/test_{name}.py"
+        for name in (
+            "evaluate",
+            "events",
+            "finite_guard",
+            "fit_rows",
+            "history",
+            "model_losses",
+            "objectives",
+            "report",
+            "states",
+            "steps",
+        )
+    ),
+]
 # Tests of bits, memory and compiled programs, the longest first: they also run with XLA's default optimization level.
 COMPILED = [
     "tests/jaxpr/test_exact.py",
@@ -98,7 +117,8 @@ def tests(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """The slow tests and `COMPILED`.
 
-    On the oldest Python the slow tests of `JAXPRS`, all default cases of `JAX_VERSION`, and one of each other test.
+    On the oldest Python the slow tests of `JAXPRS`, all default cases of `JAX_VERSION`, and one of each other test but
+    `NUMERICS`.
     """
     _install(session, "test,ray" if session.python == NEWEST else "test")
     if session.posargs:
@@ -110,7 +130,7 @@ def slow(session: nox.Session) -> None:
         _pytest(session, "-m", "slow", in_order, *LONGEST, *others)
         _pytest(session, *COMPILED, dist="worksteal", xla_flags="")
     elif session.python == OLDEST:
-        _pytest(session, "-m", "not slow", "--first-case", *_without(JAX_VERSION))
+        _pytest(session, "-m", "not slow", "--first-case", *_without(JAX_VERSION + NUMERICS))
         _pytest(session, "-m", "not slow", *JAX_VERSION)
         _pytest(session, "-m", "slow", *JAXPRS, *_without(COMPILED))
     else:

@@ -75,7 +75,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Marks as slow the cases left out by `one_in`, and cases with strategies that add no code path.
 
-    By default a test runs on the first strategy and on another one, in turn. In the slow tests, each strategy and each other
+    By default a test runs on one strategy, another test on another one. In the slow tests, each strategy and each other
     parameter is tested, but not each of their pairs: the rest of the pairs is left out.
     """
     pairs, cases = {}, {}
@@ -94,7 +94,7 @@ def pytest_collection_modifyitems(config, items):
     for test, pairs_of in pairs.items():
         chosen = each_value(list(pairs_of))
         first, *others = dict.fromkeys(name for name, _ in chosen)
-        default_names = {first, *others[zlib.crc32(test.encode()) % max(1, len(others)) :][:1]}
+        default_names = {[first, *others][zlib.crc32(test.encode()) % (1 + len(others))]}
         if "" in others:  # a strategy of the test itself
             default_names.update(others)
         default = each_value([pair for pair in pairs_of if pair[0] in default_names])

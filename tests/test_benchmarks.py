@@ -30,7 +30,7 @@ CASES = {
 
 def printed(path, *options):
     """Returns the JSON lines that a benchmark prints."""
-    of_tests = ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR", "XLA_FLAGS")
+    of_tests = ("JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in of_tests}
     command = [sys.executable, path, "--quick", "--json", *options]
     lines = subprocess.run(command, env=environment, text=True, capture_output=True, check=True, timeout=280).stdout

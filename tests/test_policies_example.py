@@ -70,7 +70,7 @@ def test_policies_prints_one_row_per_policy_with_the_bytes_of_its_program():
 @pytest.mark.slow
 def test_compressing_policies_reach_the_loss_of_the_mean():
     policies = ("mean", "int8", "int8(stochastic)", "top_k(0.1)", "power_sgd(16)")
-    table, _ = _table("--policy", *policies, xla_flags="")
+    table, _ = _table("--steps", "256", "--policy", *policies, xla_flags="")
     mean = table["mean"][0]
     assert mean < 1.6
     for name in ("int8", "int8(stochastic)", "top_k(0.1)", "power_sgd(16)"):

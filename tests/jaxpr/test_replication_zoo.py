@@ -54,7 +54,7 @@ def _bits(x):
 
 
 @every_program
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_every_state_leaf_of_reduced_program_is_proved_replicated(program):
     step = _strategy().step(program.step)
     state = _trace(step, program)
@@ -63,6 +63,7 @@ def test_every_state_leaf_of_reduced_program_is_proved_replicated(program):
 
 
 @every_program
+@pytest.mark.one_in(2)
 def test_error_of_unreduced_program_names_leaf_and_line(program):
     step = _strategy().step(functools.partial(program.step, reduce=False))
     with pytest.raises(jdist.NotMirroredError, match=r"state\['(params|opt_state)'\].*(?s:.*)\bzoo\.py:\d+"):

@@ -1,6 +1,7 @@
 """`CentralStorageStrategy`: it trains like `MirroredStrategy`, for every storage and offload option."""
 
 import functools
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 import jdist
 
 import policies
-from laws import among
+from laws import among, each_value
 
 PLACES = {"host": "host", "apart": "cpu:5", "among": "cpu:0"}
 OFFLOADS = ("all", "optimizer")
@@ -127,12 +128,11 @@ CASES = [
     ("adamw", "apart", "all", 2),
     ("clipped", "among", "optimizer", 3),
 ]
-MORE = [
-    (name, place, offload, n) for name in OPTIMIZERS for place in PLACES for offload in OFFLOADS for n in (1, 2, 3, 4)
-]
+LAYOUTS = list(itertools.product(PLACES, OFFLOADS, (1, 2, 3, 4)))
+EACH = [(name, *layout) for name, layout in each_value(list(itertools.product(OPTIMIZERS, LAYOUTS)))]
 
 
-@pytest.mark.parametrize("name, place, offload, n", some(CASES, MORE))
+@pytest.mark.parametrize("name, place, offload, n", CASES + [pytest.param(*case, marks=SLOW) for case in EACH])
 @pytest.mark.one_in(6)
 def test_training_equals_mirrored_and_the_state_keeps_its_placement(name, place, offload, n):
     strategy, tx = central(n, place, offload), OPTIMIZERS[name]

@@ -82,6 +82,7 @@ def test_step_uses_the_mean_over_all_examples(name, micro_batches, rows, weights
 
 
 @every_split
+@pytest.mark.one_in(2)
 def test_step_without_padding_weights_uses_the_mean_over_all_examples(name, micro_batches):
     """The dataset drops the remainder, so that batches have no weights."""
     trainer = split_trainer(name)
