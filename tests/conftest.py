@@ -93,11 +93,11 @@ def pytest_collection_modifyitems(config, items):
     left_out = set()
     for test, pairs_of in pairs.items():
         chosen = each_value(list(pairs_of))
-        first, *others = dict.fromkeys(name for name, _ in chosen)
-        default_names = {[first, *others][zlib.crc32(test.encode()) % (1 + len(others))]}
-        if "" in others:  # a strategy of the test itself
-            default_names.update(others)
-        default = each_value([pair for pair in pairs_of if pair[0] in default_names])
+        names = list(dict.fromkeys(name for name, _ in chosen))
+        in_turn = (
+            names if "" in names else [names[zlib.crc32(test.encode()) % len(names)]]
+        )  # "": a strategy of the test
+        default = each_value([pair for pair in pairs_of if pair[0] in in_turn])
         slow += [pairs_of[pair] for pair in chosen if pair not in default]
         left_out.update(item for pair, item in pairs_of.items() if pair not in {*chosen, *default})
     for item in slow:
