@@ -94,9 +94,8 @@ def pytest_collection_modifyitems(config, items):
     for test, pairs_of in pairs.items():
         chosen = each_value(list(pairs_of))
         names = list(dict.fromkeys(name for name, _ in chosen))
-        in_turn = (
-            names if "" in names else [names[zlib.crc32(test.encode()) % len(names)]]
-        )  # "": a strategy of the test
+        # "" is a strategy of the test itself.
+        in_turn = names if "" in names else [names[zlib.crc32(test.encode()) % len(names)]]
         default = each_value([pair for pair in pairs_of if pair[0] in in_turn])
         slow += [pairs_of[pair] for pair in chosen if pair not in default]
         left_out.update(item for pair, item in pairs_of.items() if pair not in {*chosen, *default})
