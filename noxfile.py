@@ -31,7 +31,7 @@ JAX_VERSION = [
     "tests/sync/test_policy_laws.py",
     "tests/training/test_validation.py",
 ]
-# Numerics and reports: the tests of `JAX_VERSION` use the same functions of JAX.
+# Numerics and reports, which run on the newest Python only, except for those of `JAX_VERSION`.
 NUMERICS = [
     "tests/sync",
     *(

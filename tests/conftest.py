@@ -75,7 +75,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Marks as slow the cases left out by `one_in`, and cases with strategies that add no code path.
 
-    By default a test runs on one strategy, another test on another one. In the slow tests, each strategy and each other
+    By default a test runs on one of the strategies, which its name selects. In the slow tests, each strategy and each other
     parameter is tested, but not each of their pairs: the rest of the pairs is left out.
     """
     pairs, cases = {}, {}

@@ -49,8 +49,9 @@ def call(tmp_path_factory):
             process.kill()
 
 
-def test_without_staleness_it_equals_one_device(call):
-    assert call("equals_one_device", "adam_clipped") == {"0": 30}
+@pytest.mark.parametrize("name", ["adam_clipped", "delay_compensated"])
+def test_without_staleness_it_equals_one_device(call, name):
+    assert call("equals_one_device", name) == {"0": 30}
 
 
 def test_tables_of_which_rows_are_looked_up_equal_the_dense_table(call):
