@@ -92,7 +92,7 @@ def main():
         "no proof": without_proof,
         "shard_map": lambda: traced(jax.jit(body), BATCH),
     }
-    taken = sidebyside.rounds(candidates, 3 if args.quick else 61)
+    taken = sidebyside.rounds(candidates, 2 if args.quick else 61)
     sidebyside.report("trace, 12-layer transformer", taken, args.json)
 
 

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 
+pytestmark = pytest.mark.slow
 SETUP = """
 import gc, sys, threading, time
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -106,7 +107,6 @@ def test_error_names_the_cell_and_the_line(kernel):
     assert f"add at cell In[{cell}], line 2 in keep" in output.message
 
 
-@pytest.mark.slow
 def test_cell_that_runs_again_leaves_nothing_behind(kernel):
     run(kernel, STEP.replace("RATE", "0.1"))
     kernel.run("1 / 0")  # replaces the last traceback, which the notebook stores with the values of its frames
@@ -116,7 +116,6 @@ def test_cell_that_runs_again_leaves_nothing_behind(kernel):
     assert run(kernel, "print(counts())") == first
 
 
-@pytest.mark.slow
 def test_redefined_function_is_the_one_that_runs(kernel):
     assert run(kernel, STEP.replace("RATE", "0.1") + "print(state['w'][2] > 1)") == "True"
     assert run(kernel, STEP.replace("RATE", "0.0") + "print(state['w'].tolist())") == "[0.0, 0.0, 0.0]"
@@ -131,7 +130,6 @@ def test_redefined_function_is_the_one_that_runs(kernel):
     assert run(kernel, "print(before.state.params[2] > 1, after.state.params.tolist())") == "True [0.0, 0.0, 0.0]"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("progress", ["off", "auto"])
 def test_interrupted_fit_returns_its_result(kernel, progress):
     run(kernel, TRAINER)
@@ -142,7 +140,6 @@ def test_interrupted_fit_returns_its_result(kernel, progress):
     assert run(kernel, more + "\nprint(fit.stop_reason)") == "All requested steps were taken."
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, message, steps",
     [
@@ -166,7 +163,6 @@ def test_error_in_fit_leaves_the_state_and_no_thread(kernel, arguments, message,
     assert run(kernel, "print(counts()[2])") == before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 def test_error_in_evaluation_leaves_no_thread(kernel, method):
     run(kernel, TRAINER + "fit = trainer.fit((x, y), batch_size=64, progress='off')")
@@ -175,7 +171,6 @@ def test_error_in_evaluation_leaves_no_thread(kernel, method):
     assert run(kernel, "print(prefetch_threads(), fit.state.params.is_deleted())") == "0 False"
 
 
-@pytest.mark.slow
 def test_interrupt_while_tracing_leaves_no_context(kernel):
     run(kernel, STEP.replace("RATE", "0.1"))
     slow = """

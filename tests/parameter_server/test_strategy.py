@@ -83,7 +83,7 @@ def assert_close(tree, other, rtol=2e-5, atol=1e-6):
 
 @pytest.mark.parametrize("partitioner", [two_rows, pytest.param(None, marks=pytest.mark.slow)], ids=["split", "whole"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(9)
 def test_without_staleness_it_equals_one_device(name, partitioner):
     expected = train(jdist.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name])
     strategy = jdist.ParameterServerStrategy(workers=2, servers=2, max_staleness=0, variable_partitioner=partitioner)
@@ -230,6 +230,7 @@ def test_reading_waits_for_the_calls_before():
     assert repr(total) == "ServerArray(float32[])"
 
 
+@pytest.mark.slow
 def test_workers_may_have_devices_of_their_own():
     expected = train(jdist.OneDeviceStrategy("cpu:0"), OPTIMIZERS["adam_clipped"])
     strategy = jdist.ParameterServerStrategy(workers=["cpu:1", "cpu:2"], max_staleness=0, variable_partitioner=two_rows)

@@ -107,6 +107,7 @@ def test_index_without_lookup_keeps_the_dense_update(parts):
     assert [len(one.tables) for one in parts] == [0]
 
 
+@pytest.mark.slow
 def test_two_tables_and_two_lookups_of_one_table(parts):
     def run(strategy):
         @strategy.step
@@ -136,6 +137,7 @@ class Recommender(linen.Module):
         return linen.Dense(1)(jdist.lookup(table, ids).reshape(len(ids), -1))[:, 0]
 
 
+@pytest.mark.slow
 def test_trainer_sends_rows(parts):
     def fit(strategy):
         trainer = jdist.Trainer(Recommender(), optax.adagrad(0.1), optax.squared_error, strategy=strategy)

@@ -6,6 +6,8 @@ import pytest
 
 import jdist
 
+pytestmark = pytest.mark.slow
+
 FUNCTION = "processes.local_devices_worker:warnings_and_devices"
 WARNED = {  # construction -> the strategy, and the advice of the warning
     "mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy()"),

@@ -4,6 +4,8 @@ import pytest
 
 import jdist
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def results():

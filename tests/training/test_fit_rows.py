@@ -72,6 +72,7 @@ def test_ke1_fit_of_one_full_batch_has_the_loss_and_the_weights_of_one_device(pl
     assert weights(fitted) == pytest.approx([1.57, 0.09])
 
 
+@pytest.mark.slow
 @every_place
 @pytest.mark.parametrize(
     "count, batch_size, expected",
@@ -86,6 +87,7 @@ def test_ke3_fit_whose_last_batch_has_one_example_has_the_weights_of_one_device(
     assert weights(fit(place, 9, 4)) == pytest.approx([2.0762, 0.18465], abs=5e-5)
 
 
+@pytest.mark.slow
 @every_place
 @pytest.mark.parametrize("count, loss, error", [(9, 22.6667, 4.0), (5, 6.0, 2.0)])
 def test_ke5_evaluate_and_predict_are_exact_and_in_order_for_any_number_of_examples(place, count, loss, error):
@@ -116,6 +118,7 @@ class Norm(nn.Module):
         return norm(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axis_name, mean, var, outputs",
     [(None, 6.5, 2.5, [-1, 1, -1, 1]), ("replica", 6.5, 32.75, [-1.1358, -0.7863, 0.6116, 1.3105])],
@@ -157,6 +160,7 @@ def test_ke9_fit_compiles_one_step_and_runs_it_for_every_batch(place):
     assert longer_traces <= first_traces
 
 
+@pytest.mark.slow
 @every_place
 def test_ke10_fit_of_two_steps_per_call_has_the_weights_of_one_step_per_call(place):
     fitted = fit(place, 10, 4, steps_per_call=2)

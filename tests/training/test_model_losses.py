@@ -121,6 +121,7 @@ def test_losses_of_flax_modules_are_added_as_on_one_device(kind, micro_batches, 
     )
 
 
+@pytest.mark.slow
 @every_flax
 @pytest.mark.parametrize("rows, weights", [(5, None), (29, WEIGHTS)])
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -206,6 +207,7 @@ def keras_loss(keras, model, x, y, weights=None):
     return jax.value_and_grad(loss)([v.value for v in model.trainable_variables])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.one_in(8)
 def test_losses_of_a_keras_model_are_added_as_on_one_device(micro_batches, strategy, keras):
@@ -234,6 +236,7 @@ def test_regularizers_and_arrays_of_a_keras_model_are_exact_with_padding(rows, m
     assert [layer.activity_regularizer for layer in model.layers] == regularizers
 
 
+@pytest.mark.slow
 def test_keras_reports_the_same_loss(two, keras):
     model = keras_model(keras, mean=0.5)
     model.compile("sgd", "mse")

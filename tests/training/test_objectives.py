@@ -156,7 +156,7 @@ def regularized_metrics():
 
 
 @pytest.mark.parametrize("rows, micro_batches", [(EXAMPLES, 1), (EXAMPLES, 2), (13, 1)])
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 def test_objective_equals_one_device(strategy, rows, micro_batches):
     options = {"loss": None, "objective": regularized, "metrics": regularized_metrics()}
     trainer = trainer_of(strategy, optax.sgd(0.1), **options)
@@ -480,6 +480,7 @@ def test_trained_keras_model_comes_back_and_can_be_saved(two, keras, tmp_path):
     assert_close(keras.models.load_model(tmp_path / "x.keras")(X), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_keras_model_that_cannot_be_copied_raises_with_the_fix(two, keras):
     class Custom(keras.Model):
