@@ -207,6 +207,26 @@ def test_arrays_are_transferred_once_for_all_iterators(two, place):
     assert (first.array is None) == (place == "copy")
 
 
+# The number of batches of an epoch, the bytes of a batch, and the numbers of batches in a group whose examples are gathered and
+# copied. A copy contains 16 more batches; 0 if it would have too many bytes.
+GROUPS = {
+    "epoch": (1024, 48, 1024, 1024),
+    "equal_parts": (1025, 48, 513, 513),
+    "most_bytes": (300, 1 << 17, 300, 100),  # at most 112
+    "large_batches": (300, 1 << 18, 300, 0),  # at most 48
+    "few_large_batches": (40, 1 << 18, 40, 40),
+    "one_batch": (1, 1 << 20, 1, 0),
+}
+
+
+@pytest.mark.parametrize("num_batches, num_bytes, gathered, copied", GROUPS.values(), ids=GROUPS)
+def test_groups_have_equal_sizes_and_copies_have_few_bytes(num_batches, num_bytes, gathered, copied, two, place):
+    rows = np.broadcast_to(np.uint8(0), (4 * num_batches, num_bytes // 4))
+    cache = two.distribute_dataset(rows, 4, cache="device")._cache
+    expected = (copied, True) if copied and place == "copy" else (gathered, False)
+    assert cache._group_size(4, num_batches) == expected
+
+
 def test_doubles_are_converted_with_the_warning(two, caplog):
     dataset = two.distribute_dataset(np.arange(8.0), 4, cache="device")
     assert next(iter(dataset)).tree.dtype == np.float32

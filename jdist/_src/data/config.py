@@ -95,6 +95,14 @@ class InputConfig:
         is_partial = self.own_source and share.num_pipelines > 1
         return None if is_partial or isinstance(self.source, (Stream, Files)) else len(self.source)
 
+    def num_batches(self, share: ProcessShare) -> int | None:
+        """Returns the number of batches of an epoch, or None if it is unknown before the source is read."""
+        examples = self.num_examples(share)
+        if examples is None or self.batch_size is None:
+            return None
+        full, rest = divmod(examples, self.batch_size)
+        return full + (rest > 0 and self.remainder == "pad")
+
     def facts(self, share: ProcessShare) -> dict[str, str]:
         """Returns the source and the options as text, by name. Does not read the source."""
         size = self.batch_size

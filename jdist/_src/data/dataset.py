@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -53,7 +54,7 @@ class DistributedDataset:
         """
         if self.is_endless:
             raise TypeError("The source is endless, so the length of the data set is undefined.")
-        per_epoch, epochs = self._batches_per_epoch(), self._config.epochs
+        per_epoch, epochs = self._config.num_batches(self._share), self._config.epochs
         if per_epoch is None:
             raise TypeError("The number of batches is unknown before the source is read.")
         if epochs is None:
@@ -143,14 +144,6 @@ class DistributedDataset:
         config = dataclasses.replace(self._config, seed=seed) if self._config.shuffle else self._config
         return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
 
-    def _batches_per_epoch(self) -> int | None:
-        """Returns the number of batches in an epoch, or None if it is unknown before the source is read."""
-        config, examples = self._config, self._config.num_examples(self._share)
-        if examples is None or config.batch_size is None:
-            return None
-        full, rest = divmod(examples, config.batch_size)
-        return full + (rest > 0 and config.remainder == "pad")
-
     def _identity(self) -> dict[str, Any]:
         """Returns the properties that must be equal where a position is taken and where it is used."""
         config = self._config
@@ -189,7 +182,7 @@ class DistributedDataset:
                     "examples would differ. Use the same value, or start from the beginning."
                 )
         last_epoch = None if config.epochs is None else config.epochs - 1
-        ranges = {"epoch": (0, last_epoch), "batch": (0, self._batches_per_epoch()), "shards": (1, None)}
+        ranges = {"epoch": (0, last_epoch), "batch": (0, self._config.num_batches(self._share)), "shards": (1, None)}
         # Before the first batch the size is unknown for a source of batches.
         if state["batch"] or state["batch_size"] is not None:
             ranges["batch_size"] = (1, None)
@@ -289,27 +282,24 @@ class DistributedIterator:
             RuntimeError: Another process could not read its data.
         """
         try:
-            return self._next()
+            if self._closed:
+                raise StopIteration
+            requested = time.perf_counter()
+            if self._prefetched is None:
+                self._prefetched = self._dataset._start_prefetch(self._position)
+            stalled = not self._prefetched.ready()
+            rows, weights, examples, position, warning = self._prefetched.take()
+            self._timer.receive(requested, examples, stalled)
+            self._position = position
+            if warning:
+                warnings.warn(warning, BatchedElementsWarning, stacklevel=_levels_to_user())
+            return rows if weights is None else (rows, weights)
         except KeyboardInterrupt as error:
             # An interrupted generator has ended. The next call starts a new one at the same position.
             self._prefetched = None if isinstance(self._prefetched, Inline) else self._prefetched
             # A notebook stores the last traceback. Its frames must not keep the iterator, and so its thread, alive.
             del self
             raise error.with_traceback(None) from None
-
-    def _next(self) -> Any:
-        if self._closed:
-            raise StopIteration
-        self._timer.request()
-        if self._prefetched is None:
-            self._prefetched = self._dataset._start_prefetch(self._position)
-        stalled = not self._prefetched.ready()
-        batch = self._prefetched.take()
-        self._timer.receive(batch.examples, stalled)
-        self._position = batch.position
-        if batch.warning:
-            warnings.warn(batch.warning, BatchedElementsWarning, stacklevel=_levels_to_user())
-        return batch.rows if batch.weights is None else (batch.rows, batch.weights)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the received batches, as a small JSON-able dict; prefetched batches do not count.

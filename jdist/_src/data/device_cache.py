@@ -5,6 +5,7 @@ together. Order, positions and weights are those of `jdist._src.data.batches`.
 """
 
 import collections
+import functools
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jdist._src.data.array_rows import float64_warning, to_32_bits
 from jdist._src.data.batches import LocalBatch, Position
@@ -22,15 +23,16 @@ from jdist._src.data.shards import ProcessShare
 from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.sources import Arrays
 from jdist._src.devices.mesh import Replicas
-from jdist._src.values.cached_rows import BatchNumber, CachedRows
+from jdist._src.values.cached_rows import BatchGroup, BatchOffset, CachedRows, spec_of_batches
 from jdist._src.values.per_replica import PerReplica
 
-# The number of batches that are transferred together, and the number of batches after them that are transferred too, so that
-# `steps_per_call` successive batches are in one array.
-_GROUP, _AHEAD = 256, 16
-# On CPU devices, whose memory is the host's, XLA gathers more slowly than numpy. There the host copies the examples of a group
-# if they have at most this number of bytes.
-_MAX_COPIED_BYTES = 1 << 24
+# At most `_GROUP` batches are transferred together, and with them the `_AHEAD` batches after them, so that `steps_per_call`
+# successive batches are in one array.
+_GROUP, _AHEAD = 1024, 16
+# On CPU devices, whose memory is the host's, XLA gathers more slowly than numpy. There the host copies the examples of a group,
+# which then has at most this number of bytes, unless these are fewer than `_FEW` batches.
+_MAX_COPIED_BYTES, _FEW = 1 << 24, 64
+_local_batch = functools.partial(tuple.__new__, LocalBatch)  # as `LocalBatch._make`, in half the time
 
 
 class DeviceCache:
@@ -47,35 +49,60 @@ class DeviceCache:
         self._host_leaves: list[np.ndarray] = []
         self._leaves: list[jax.Array] = []
         self._indices: list[jax.Array] = []  # 0, 1, ... on the devices
+        self._offsets: list[BatchOffset] = []  # 0, 1, ...
 
     def batches(
         self, config: InputConfig, share: ProcessShare, start: Position, should_stop: Callable[[], bool]
     ) -> Generator[LocalBatch]:
         """Yields the batches from `start` on."""
-        place = RowPlacement(self._replicas, share)
-        sequence, numbers = object(), itertools.count()
-        full_weights: PerReplica | None = None
-        for indices, batches in _with_next(_groups(config, share, start)):
+        size, num_batches = config.batch_size, config.num_batches(share)
+        assert size is not None and num_batches is not None
+        weights = self._weights(size, share) if config.remainder == "pad" else None
+        with jax.transfer_guard_host_to_device("allow"):
+            group_size, copies = self._group_size(size, num_batches)
+        sequence, first = object(), 0
+        for group, indices in _with_next(_groups(config, share, start, num_batches, group_size), group_size + _AHEAD):
             with jax.transfer_guard_host_to_device("allow"):
-                leaves, treedef = self._on_devices(indices)
-            available = len(indices)
-            for batch, index in zip(batches, self._indices, strict=False):
-                position, examples, host_weights = batch
-                number = BatchNumber(sequence, next(numbers), available)
-                available -= 1
-                rows = treedef.unflatten([CachedRows(array, rows, index, number) for array, rows in leaves])
-                weights = full_weights if examples == config.batch_size else None
-                if host_weights is not None and (weights is None or weights.tree.is_deleted()):
-                    with jax.transfer_guard_host_to_device("allow"):
-                        weights = PerReplica(place(host_weights))
-                    full_weights = weights if examples == config.batch_size else full_weights
-                yield LocalBatch(rows, weights, examples, position)
+                leaves, treedef = self._on_devices(indices, copies)
+            count = len(group.examples)
+            places = list(
+                zip(itertools.repeat(BatchGroup(sequence, first, indices.shape[1]), count), self._offsets, strict=False)
+            )
+            first += count
+            # A training loop draws the batches one by one, while the devices compute: little remains to be done for each.
+            columns = [
+                map(CachedRows, itertools.repeat(array), itertools.repeat(batches), self._indices, places)
+                for array, batches in leaves
+            ]
+            rows = list(map(treedef.unflatten, zip(*columns, strict=False)))
+            weights_of_batches = itertools.repeat(None) if weights is None else map(weights, group.examples)
+            positions = [Position(group.epoch, group.first + i, size, start.shards) for i in range(1, count + 1)]
+            batches = zip(rows, weights_of_batches, group.examples, positions, itertools.repeat(None), strict=False)
+            yield from map(_local_batch, batches)
 
-    def _on_devices(self, indices: np.ndarray) -> tuple[list[tuple[jax.Array | None, jax.Array]], Any]:
-        """Returns `array` and `batches` of `CachedRows` for each leaf, given indices `[batch, replica, row]`; and the treedef.
+    def _weights(self, size: int, share: ProcessShare) -> Callable[[int], PerReplica]:
+        """Returns a function that returns the weights of a batch with a number of examples, on the devices."""
+        place = RowPlacement(self._replicas, share)
+        shape = share.num_replicas, share.rows_per_replica(size)
+        full_weights: PerReplica | None = None
 
-        Raises:
-            ValueError: The arrays do not fit in the memory of a device.
+        def weights(examples: int) -> PerReplica:
+            nonlocal full_weights
+            if examples == size and full_weights is not None and not full_weights.tree.is_deleted():
+                return full_weights
+            slots = np.arange(math.prod(shape)).reshape(shape)
+            with jax.transfer_guard_host_to_device("allow"):
+                placed = PerReplica(place((slots < examples).astype(np.float32)))
+            full_weights = placed if examples == size else full_weights
+            return placed
+
+        return weights
+
+    def _group_size(self, batch_size: int, num_batches: int) -> tuple[int, bool]:
+        """Returns the number of batches in a group, and whether the host copies their examples.
+
+        The arrays of all groups have one shape, which a smaller last group of an epoch would not fill: the groups have almost
+        equal sizes.
         """
         if not self._host_leaves:
             arrays = self._source.tree
@@ -84,91 +111,94 @@ class DeviceCache:
                     self._warn(warning)
                 arrays = to_32_bits(arrays)
             self._host_leaves = jax.tree.leaves(arrays)
-            self._indices = jax.device_put([np.uint32(i) for i in range(_GROUP)], self._replicas.replicated_sharding)
-        treedef = jax.tree.structure(self._source.tree)
-        num_bytes = indices.size * sum(leaf.nbytes // len(leaf) for leaf in self._host_leaves)
-        if self._replicas.mesh.devices.flat[0].platform == "cpu" and num_bytes <= _MAX_COPIED_BYTES:
-            return [(None, self._transfer(leaf.take(indices, axis=0))) for leaf in self._host_leaves], treedef
+        bytes_per_batch = batch_size * sum(leaf.nbytes // len(leaf) for leaf in self._host_leaves)
+        largest = min(_GROUP, _MAX_COPIED_BYTES // max(1, bytes_per_batch) - _AHEAD)
+        is_on_cpu = self._replicas.mesh.devices.flat[0].platform == "cpu"
+        copies = is_on_cpu and largest >= min(_FEW, num_batches)
+        size = -(-num_batches // max(1, -(-num_batches // (largest if copies else _GROUP))))
+        if not self._indices:
+            numbers = [np.uint32(i) for i in range(size)]
+            self._indices = jax.device_put(numbers, self._replicas.replicated_sharding)
+            self._offsets = [BatchOffset(i) for i in range(size)]
+        return size, copies
+
+    def _on_devices(self, indices: np.ndarray, copies: bool) -> tuple[list[tuple[jax.Array | None, jax.Array]], Any]:
+        """Returns `array` and `batches` of `CachedRows` for each leaf, and the treedef.
+
+        Args:
+            indices: The indices of the examples, `[replica, batch, row]`.
+            copies: Whether the host copies the examples.
+
+        Raises:
+            ValueError: The arrays do not fit in the memory of a device.
+        """
+        replicas, treedef = self._replicas, jax.tree.structure(self._source.tree)
+        if replicas.batch_axes:  # there is one replica, with the rows of all parts of the batch
+            indices = indices.swapaxes(0, 1).reshape(1, indices.shape[1], -1)
+        spec = replicas.batch_sharding((len(indices), indices.shape[2])).spec
+        sharding = NamedSharding(replicas.mesh, spec_of_batches(spec))
+        if copies:
+            examples = jax.device_put([leaf.take(indices, axis=0) for leaf in self._host_leaves], sharding)
+            return [(None, batches) for batches in examples], treedef
         if not self._leaves:
-            _check_memory(sum(leaf.nbytes for leaf in self._host_leaves), self._replicas)
-            self._leaves = jax.device_put(self._host_leaves, self._replicas.replicated_sharding)
-        device_indices = self._transfer(indices)
+            _check_memory(sum(leaf.nbytes for leaf in self._host_leaves), replicas)
+            self._leaves = jax.device_put(self._host_leaves, replicas.replicated_sharding)
+        device_indices = jax.device_put(indices, sharding)
         return [(leaf, device_indices) for leaf in self._leaves], treedef
-
-    def _transfer(self, batches: np.ndarray) -> jax.Array:
-        """Returns `[batch, replica, row, ...]` on the devices."""
-        if self._replicas.batch_axes:  # there is one replica, with the rows of all parts of the batch
-            batches = batches.reshape(len(batches), 1, -1, *batches.shape[3:])
-        spec = self._replicas.batch_sharding(batches.shape[1:]).spec
-        return jax.device_put(batches, NamedSharding(self._replicas.mesh, PartitionSpec(None, *spec)))
-
-
-class _IndexBatch(NamedTuple):
-    """A batch without the indices of its examples.
-
-    Attributes:
-        position: The position after the batch.
-        examples: The number of examples.
-        weights: The weights `[replica, row]`; None unless batches are padded.
-    """
-
-    position: Position
-    examples: int
-    weights: np.ndarray | None
 
 
 class _Group(NamedTuple):
-    """At most `_GROUP` successive batches of an epoch.
+    """Successive batches of an epoch.
 
     Attributes:
-        indices: The indices of their examples, `[batch, replica, row]`.
-        batches: The batches.
+        epoch: The epoch.
+        first: The number of the first of the batches in the epoch.
+        examples: The number of examples in each batch.
+        indices: The indices of their examples, `[replica, batch, row]`.
     """
 
+    epoch: int
+    first: int
+    examples: list[int]
     indices: np.ndarray
-    batches: list[_IndexBatch]
 
 
-def _with_next(groups: Iterator[_Group]) -> Iterator[_Group]:
-    """Yields the groups with the indices of the batches after them appended, `[_GROUP + _AHEAD, replica, row]`."""
-    size = _GROUP + _AHEAD
+def _with_next(groups: Iterator[_Group], size: int) -> Iterator[tuple[_Group, np.ndarray]]:
+    """Yields each group, and its indices with those of the batches after it: `size` in all, `[replica, batch, row]`."""
     upcoming: collections.deque[_Group] = collections.deque()
     while True:
-        while sum(len(group.indices) for group in upcoming) < size and (group := next(groups, None)) is not None:
+        while sum(len(group.examples) for group in upcoming) < size and (group := next(groups, None)) is not None:
             upcoming.append(group)
         if not upcoming:
             return
-        joined = np.concatenate([group.indices for group in upcoming])[:size]
-        indices = np.zeros((size, *joined.shape[1:]), np.uint32)
-        indices[: len(joined)] = joined
-        yield _Group(indices, upcoming.popleft().batches)
+        joined = np.concatenate([group.indices for group in upcoming], axis=1)[:, :size]
+        indices = np.zeros((len(joined), size, joined.shape[2]), np.uint32)
+        indices[:, : joined.shape[1]] = joined
+        yield upcoming.popleft(), indices
 
 
-def _groups(config: InputConfig, share: ProcessShare, start: Position) -> Iterator[_Group]:
-    """Yields the batches of a single process from `start` on."""
+def _groups(
+    config: InputConfig, share: ProcessShare, start: Position, num_batches: int, group_size: int
+) -> Iterator[_Group]:
+    """Yields the batches of a single process from `start` on: `num_batches` in each epoch, at most `group_size` in a group."""
     size, count = config.batch_size, config.num_examples(share)
     assert size is not None and count is not None
-    shape = (share.num_replicas, share.rows_per_replica(size))
-    slots = np.arange(math.prod(shape)).reshape(shape)
-    is_padded = config.remainder == "pad"
-    full_weights = (slots < size).astype(np.float32) if is_padded else None
-    num_batches = -(-count // size) if is_padded else count // size
+    shape = share.num_replicas, share.rows_per_replica(size)
     order = ExampleOrder(count, config.shuffle, config.seed)
     for epoch in itertools.count(start.epoch) if config.epochs is None else range(start.epoch, config.epochs):
         indices = order.epoch(epoch)[: num_batches * size].astype(np.uint32)
+        examples = [size] * num_batches
         if rest := len(indices) % size:
             # Padding repeats the first example of its batch.
             indices = np.concatenate([indices, np.repeat(indices[-rest], size - rest)])
+            examples[-1] = rest
         rows = indices.reshape(num_batches, size)
-        if padding := slots.size - size:
+        if padding := math.prod(shape) - size:
             rows = np.concatenate([rows, np.repeat(rows[:, :1], padding, axis=1)], axis=1)
-        rows = rows.reshape(num_batches, *shape)
-        for first in range(start.batch if epoch == start.epoch else 0, num_batches, _GROUP):
-            numbers = range(first, min(first + _GROUP, num_batches))
-            batches = [_IndexBatch(Position(epoch, i + 1, size, start.shards), size, full_weights) for i in numbers]
-            if rest and numbers[-1] == num_batches - 1:
-                batches[-1] = batches[-1]._replace(examples=rest, weights=(slots < rest).astype(np.float32))
-            yield _Group(rows[first : first + _GROUP], batches)
+        rows = rows.reshape(num_batches, *shape).swapaxes(0, 1)
+        for first in range(start.batch if epoch == start.epoch else 0, num_batches, group_size):
+            group = slice(first, first + group_size)
+            yield _Group(epoch, first, examples[group], rows[:, group])
 
 
 def _check_memory(num_bytes: int, replicas: Replicas) -> None:

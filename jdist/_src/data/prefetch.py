@@ -39,13 +39,14 @@ class Inline(Generic[T]):
         Raises:
             StopIteration: There are no more items.
         """
+        made = self._made
         try:
-            while self._end is None and len(self._made) <= self._depth:
-                self._made.append(next(self._items))
+            while self._end is None and len(made) <= self._depth:
+                made.append(next(self._items))
         except Exception as error:
             self._end = error
-        if self._made:
-            return self._made.popleft()
+        if made:
+            return made.popleft()
         end, self._end = self._end, StopIteration()
         assert end is not None
         raise end

@@ -49,31 +49,28 @@ class LoopTimer:
 
     def __init__(self) -> None:
         self._batches = self._examples = self._stalled = self._first = 0
-        self._startup = self._waiting = self._working = 0.0
-        self._request_time = 0.0
-        self._receive_time: float | None = None
+        self._startup = self._waiting = self._total = 0.0
+        self._first_received = self._last_received = 0.0  # since the last pause; 0 before the first batch
 
-    def request(self) -> None:
-        """Records that the loop requests a batch."""
-        self._request_time = time.perf_counter()
-
-    def receive(self, examples: int, stalled: bool) -> None:
-        """Records that the loop receives a batch."""
+    def receive(self, requested: float, examples: int, stalled: bool) -> None:
+        """Records that the loop receives a batch that it requested at `requested`, a value of `time.perf_counter()`."""
         now = time.perf_counter()
         self._batches += 1
         self._examples += examples
-        if self._receive_time is None:
-            self._startup += now - self._request_time
-            self._first += examples
+        if self._last_received:
+            self._waiting += now - requested
+            if stalled:
+                self._stalled += 1
         else:
-            self._waiting += now - self._request_time
-            self._working += self._request_time - self._receive_time
-            self._stalled += stalled
-        self._receive_time = now
+            self._startup += now - requested
+            self._first += examples
+            self._first_received = now
+        self._last_received = now
 
     def pause(self) -> None:
         """Excludes the time until the next batch, which does not follow a step."""
-        self._receive_time = None
+        self._total += self._last_received - self._first_received
+        self._first_received = self._last_received = 0.0
 
     @property
     def examples(self) -> int:
@@ -87,8 +84,8 @@ class LoopTimer:
 
     def stats(self) -> Stats:
         """Returns the measurements so far."""
-        times = self._startup, self._waiting, self._working
-        return Stats(self._batches, self._examples, *times, self._stalled, self._first)
+        working = self._total + self._last_received - self._first_received - self._waiting
+        return Stats(self._batches, self._examples, self._startup, self._waiting, working, self._stalled, self._first)
 
 
 def _stalled_fraction(stalled: int, batches: int) -> float:

@@ -74,7 +74,7 @@ def stack_cached_batches(inputs: Any, num_steps: int) -> Any:
     if not isinstance(inputs, list) or len(inputs) != num_steps:
         return inputs
     items, treedef = jax.tree.flatten(inputs[0], is_leaf=is_distributed)
-    if not any(isinstance(item, CachedRows) for item in items):
+    if CachedRows not in map(type, items):
         return inputs
     try:
         columns = list(zip(*map(treedef.flatten_up_to, inputs), strict=True))

@@ -17,30 +17,43 @@ from jdist._src.values.base import DistributedValues, ReprText, is_distributed
 from jdist._src.values.per_replica import PerReplica, assigned_rows
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class BatchNumber:
-    """The number of a batch in its sequence of batches, known to the host only: all are equal, so they select no program.
+class _HostOnly:
+    """Base of properties of a batch that are used on the host only: all are equal, so they select no program."""
 
-    Attributes:
-        sequence: An object that identifies the sequence.
-        number: The number.
-        available: The number of successive batches, from this one on, that are on the devices in one array.
-    """
-
-    sequence: object
-    number: int
-    available: int
+    __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BatchNumber)
+        return isinstance(other, type(self))
 
     def __hash__(self) -> int:
         return 0
 
 
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class BatchGroup(_HostOnly):
+    """Successive batches that are on the devices in one array.
+
+    Attributes:
+        sequence: An object that identifies the sequence of batches.
+        first: The number of the first batch in the sequence.
+        available: The number of successive batches, from the first on, in the array.
+    """
+
+    sequence: object
+    first: int
+    available: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class BatchOffset(_HostOnly):
+    """The number of batches before a batch in its group."""
+
+    value: int
+
+
 @final
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False, init=False)
 class CachedRows(DistributedValues):
     """The examples of a batch, selected by index from an array that every device holds: a leaf of a batch.
 
@@ -50,18 +63,25 @@ class CachedRows(DistributedValues):
 
     Attributes:
         array: All examples, `[example, ...]`, replicated; None if `batches` contains the examples.
-        batches: The indices of the examples of several batches, `[batch, replica, row]`, sharded over the replicas. Unsigned,
+        batches: The indices of the examples of several batches, `[replica, batch, row]`, sharded over the replicas. Unsigned,
             because JAX adds instructions for negative indices of other types. Without `array` the examples themselves,
-            `[batch, replica, row, ...]`.
+            `[replica, batch, row, ...]`.
         index: The index of this batch among them, unsigned `[]`, replicated. The next batches of the sequence follow it.
-        batch: The number of the batch, or None.
+        batch: The group of the batch and its offset in it, or None.
     """
 
     _is_stacked = True
     array: Any
     batches: Any
     index: Any
-    batch: BatchNumber | None = dataclasses.field(default=None, metadata={"static": True})
+    batch: tuple[BatchGroup, BatchOffset] | None = dataclasses.field(metadata={"static": True})
+
+    def __init__(self, array: Any, batches: Any, index: Any, batch: tuple[BatchGroup, BatchOffset] | None = None):
+        # A training loop creates these objects. The `__init__` of a frozen dataclass takes twice the time.
+        _set_array(self, array)
+        _set_batches(self, batches)
+        _set_index(self, index)
+        _set_batch(self, batch)
 
     def gathered(self, mesh: Mesh, spec: PartitionSpec) -> PerReplica:
         """Returns the examples as a `PerReplica` `[replica, row, ...]`. Called while a program is traced.
@@ -72,7 +92,7 @@ class CachedRows(DistributedValues):
         """
 
         def gather(array: jax.Array | None, batches: jax.Array, index: jax.Array) -> jax.Array:
-            return _take(array, lax.dynamic_index_in_dim(batches, index, keepdims=False))
+            return _take(array, lax.dynamic_index_in_dim(batches, index, axis=1, keepdims=False))
 
         return PerReplica(_on_each_device(gather, mesh, spec, spec)(self.array, self.batches, self.index))
 
@@ -80,9 +100,9 @@ class CachedRows(DistributedValues):
     def tree(self) -> jax.Array:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The examples, `[replica, row, ...]`."""
         if not is_device_array(self.batches):  # in a `jax.jit` of the user
-            return _take(self.array, self.batches[self.index])
+            return _take(self.array, self.batches[:, self.index])
         mesh, spec = mesh_of(self.batches), self.batches.sharding.spec
-        rows = _gather(self, mesh, PartitionSpec(*spec[1:]))
+        rows = _gather(self, mesh, PartitionSpec(*spec[:1], *spec[2:]))
         if is_bounded(mesh):
             wait_for_results(rows)
         return rows
@@ -124,10 +144,15 @@ class CachedRows(DistributedValues):
         return self.tree, True
 
     def __repr__(self) -> str:
-        shape, dtype = self.batches.shape[1:], self.batches.dtype
+        shape, dtype = _shape_of_batch(self.batches), self.batches.dtype
         if self.array is not None:
             shape, dtype = (*shape, *self.array.shape[1:]), self.array.dtype
         return f"CachedRows({ReprText.of(jax.ShapeDtypeStruct(shape, dtype))!r})"
+
+
+_set_array, _set_batches, _set_index, _set_batch = (
+    vars(CachedRows)[field.name].__set__ for field in dataclasses.fields(CachedRows)
+)
 
 
 @final
@@ -149,13 +174,18 @@ class CachedSteps:
     @classmethod
     def of(cls, batches: Sequence[Any]) -> "CachedSteps | None":
         """Returns `batches` as one value; None if they are not successive batches whose indices are on the devices together."""
-        first, start = batches[0], batches[0].batch
-        if start is None or len(batches) > start.available:
+        first = batches[0]
+        if first.batch is None:
             return None
-        for number, rows in enumerate(batches, start.number):
-            if not isinstance(rows, CachedRows) or rows.batch is None or rows.array is not first.array:
+        group, offset = first.batch
+        if offset.value + len(batches) > group.available:
+            return None
+        array, sequence = first.array, group.sequence
+        for number, rows in enumerate(batches, group.first + offset.value):
+            if not isinstance(rows, CachedRows) or rows.batch is None or rows.array is not array:
                 return None
-            if rows.batch.number != number or rows.batch.sequence is not start.sequence:
+            group, offset = rows.batch
+            if group.sequence is not sequence or group.first + offset.value != number:
                 return None
         return cls(first.array, first.batches, first.index, len(batches))
 
@@ -163,9 +193,9 @@ class CachedSteps:
         """Returns the examples of all batches as a `PerReplica` `[replica, batch, row, ...]`; see `CachedRows.gathered`."""
 
         def gather(array: jax.Array | None, batches: jax.Array, index: jax.Array) -> jax.Array:
-            return _take(array, lax.dynamic_slice_in_dim(batches, index, self.num_steps).swapaxes(0, 1))
+            return _take(array, lax.dynamic_slice_in_dim(batches, index, self.num_steps, axis=1))
 
-        out_spec = PartitionSpec(*spec[:1], None, *spec[1:])
+        out_spec = spec_of_batches(spec)
         return PerReplica(_on_each_device(gather, mesh, spec, out_spec)(self.array, self.batches, self.index))
 
 
@@ -175,7 +205,7 @@ def gather_cached_rows(tree: PyTree, replicas: Replicas) -> PyTree:
     def gather(node: Any) -> Any:
         if not isinstance(node, (CachedRows, CachedSteps)):
             return node
-        return node.gathered(replicas.mesh, replicas.batch_sharding(node.batches.shape[1:]).spec)
+        return node.gathered(replicas.mesh, replicas.batch_sharding(_shape_of_batch(node.batches)).spec)
 
     return jax.tree.map(gather, tree, is_leaf=lambda node: is_distributed(node) or isinstance(node, CachedSteps))
 
@@ -184,8 +214,17 @@ def _on_each_device(
     gather: Callable[..., jax.Array], mesh: Mesh, spec: PartitionSpec, out_spec: PartitionSpec
 ) -> Callable[..., jax.Array]:
     """Returns `gather` in a `shard_map`, so that each device gathers its own rows, without communication."""
-    in_specs = (PartitionSpec(), PartitionSpec(None, *spec), PartitionSpec())
+    in_specs = (PartitionSpec(), spec_of_batches(spec), PartitionSpec())
     return jax.shard_map(gather, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
+
+
+def spec_of_batches(spec: PartitionSpec) -> PartitionSpec:
+    """Returns the partition spec of `[replica, batch, row]` arrays, given that of `[replica, row]` arrays."""
+    return PartitionSpec(*spec[:1], None, *spec[1:])
+
+
+def _shape_of_batch(batches: jax.Array) -> tuple[int, ...]:
+    return batches.shape[:1] + batches.shape[2:]
 
 
 def _take(array: jax.Array | None, selected: jax.Array) -> jax.Array:
