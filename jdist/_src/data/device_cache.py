@@ -138,13 +138,23 @@ class DeviceCache:
         spec = replicas.batch_sharding((len(indices), indices.shape[2])).spec
         sharding = NamedSharding(replicas.mesh, spec_of_batches(spec))
         if copies:
-            examples = jax.device_put([leaf.take(indices, axis=0) for leaf in self._host_leaves], sharding)
+            examples = jax.device_put([_take(leaf, indices) for leaf in self._host_leaves], sharding)
             return [(None, batches) for batches in examples], treedef
         if not self._leaves:
             _check_memory(sum(leaf.nbytes for leaf in self._host_leaves), replicas)
             self._leaves = jax.device_put(self._host_leaves, replicas.replicated_sharding)
         device_indices = jax.device_put(indices, sharding)
         return [(leaf, device_indices) for leaf in self._leaves], treedef
+
+
+def _take(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Returns the rows of `array` in memory that is aligned to 64 bytes: XLA uses it on CPU devices without a copy."""
+    shape = (*indices.shape, *array.shape[1:])
+    num_bytes = math.prod(shape) * array.itemsize
+    memory = np.empty(num_bytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    rows = memory[start : start + num_bytes].view(array.dtype).reshape(shape)
+    return array.take(indices, axis=0, out=rows, mode="clip")  # with "raise", numpy would fill a buffer first
 
 
 class _Group(NamedTuple):
