@@ -2,6 +2,7 @@
 
 import collections
 import os
+import select
 import sys
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -100,12 +101,23 @@ class Console:
         try:
             if binary is None:  # a stream of a notebook
                 stream.write(data.decode(errors="replace"))
+                stream.flush()
             else:
-                binary.write(data)
-            stream.flush()
+                stream.flush()
+                _write_all(getattr(binary, "raw", binary), data)
         except BrokenPipeError:
             self.is_closed = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # otherwise Python reports the error at exit
+
+
+def _write_all(file: Any, data: bytes) -> None:
+    """Writes all of `data`. A call of `write` may write a part, if a signal arrives, or nothing, if a pipe does not block."""
+    rest = memoryview(data)
+    while rest:
+        if written := file.write(rest):
+            rest = rest[written:]
+        else:
+            select.select([], [file], [])
 
 
 def failure_text(stderr: list[bytes], stdout: list[bytes]) -> str:
