@@ -86,10 +86,8 @@ def _install(session: nox.Session, extras: str = "test") -> None:
     session.install("--no-compile", *CONSTRAINTS, "-e", f".[{extras}]")
 
 
-def _pytest(
-    session: nox.Session, *arguments: str, workers: int = 2, dist: str = "loadfile", xla_flags: str | None = None
-) -> None:
-    """Runs pytest in `workers` processes, between which `dist` divides the tests: by file, or one by one with "worksteal".
+def _pytest(session: nox.Session, *arguments: str, dist: str = "loadfile", xla_flags: str | None = None) -> None:
+    """Runs pytest in two processes, between which `dist` divides the tests: by file, or one by one with "worksteal".
 
     The sessions share a compilation cache, whose keys hold the versions and the flags.
     """
@@ -100,7 +98,7 @@ def _pytest(
     environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": ""}
     if xla_flags is not None:
         environment["XLA_FLAGS"] = xla_flags
-    session.run("python", "-m", "pytest", "-n", str(workers), "--dist", dist, *arguments, env=environment)
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", dist, *arguments, env=environment)
 
 
 def _without(paths: list[str]) -> list[str]:
@@ -128,8 +126,7 @@ def slow(session: nox.Session) -> None:
         in_order = "--no-loadscope-reorder"
         # By file: of a file and its folder, pytest collects the folder only.
         others = sorted({str(path) for path in pathlib.Path("tests").rglob("test_*.py")}.difference(LONGEST, COMPILED))
-        # A third process uses the cores while tests wait for the processes that they start.
-        _pytest(session, "-m", "slow", in_order, *LONGEST, *others, workers=3)
+        _pytest(session, "-m", "slow", in_order, *LONGEST, *others)
         _pytest(session, *COMPILED, dist="worksteal", xla_flags="")
     elif session.python == OLDEST:
         _pytest(session, "-m", "not slow", "--first-case", *_without(JAX_VERSION + NUMERICS))
