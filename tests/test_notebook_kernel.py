@@ -5,6 +5,7 @@ import warnings
 import pytest
 
 pytestmark = pytest.mark.slow
+
 SETUP = """
 import gc, sys, threading, time
 import jax, jax.numpy as jnp, numpy as np, optax

@@ -29,8 +29,8 @@ from jdist._src.values.per_replica import PerReplica
 # At most `_GROUP` batches are transferred together, and with them the `_AHEAD` batches after them, so that `steps_per_call`
 # successive batches are in one array.
 _GROUP, _AHEAD = 1024, 16
-# On CPU devices, whose memory is the host's, XLA gathers more slowly than numpy. There the host copies the examples of a group,
-# which then has at most this number of bytes, unless these are fewer than `_FEW` batches.
+# On CPU devices, whose memory is the host's, XLA gathers more slowly than numpy. There the host copies the examples of groups
+# of at most this number of bytes. If fewer than `_FEW` batches have this number of bytes, the program gathers.
 _MAX_COPIED_BYTES, _FEW = 1 << 24, 64
 _local_batch = functools.partial(tuple.__new__, LocalBatch)  # as `LocalBatch._make`, in half the time
 
@@ -60,6 +60,10 @@ class DeviceCache:
         weights = self._weights(size, share) if config.remainder == "pad" else None
         with jax.transfer_guard_host_to_device("allow"):
             group_size, copies = self._group_size(size, num_batches)
+            if not self._indices:
+                numbers = [np.uint32(i) for i in range(group_size)]
+                self._indices = jax.device_put(numbers, self._replicas.replicated_sharding)
+                self._offsets = [BatchOffset(i) for i in range(group_size)]
         sequence, first = object(), 0
         for group, indices in _with_next(_groups(config, share, start, num_batches, group_size), group_size + _AHEAD):
             with jax.transfer_guard_host_to_device("allow"):
@@ -104,6 +108,15 @@ class DeviceCache:
         The arrays of all groups have one shape, which a smaller last group of an epoch would not fill: the groups have almost
         equal sizes.
         """
+        bytes_per_batch = batch_size * sum(leaf.nbytes // len(leaf) for leaf in self._arrays())
+        largest = min(_GROUP, _MAX_COPIED_BYTES // max(1, bytes_per_batch) - _AHEAD)
+        is_on_cpu = self._replicas.mesh.devices.flat[0].platform == "cpu"
+        copies = is_on_cpu and largest >= min(_FEW, num_batches)
+        size = -(-num_batches // max(1, -(-num_batches // (largest if copies else _GROUP))))
+        return size, copies
+
+    def _arrays(self) -> list[np.ndarray]:
+        """Returns the arrays with the dtypes that they have on the devices."""
         if not self._host_leaves:
             arrays = self._source.tree
             if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
@@ -111,16 +124,7 @@ class DeviceCache:
                     self._warn(warning)
                 arrays = to_32_bits(arrays)
             self._host_leaves = jax.tree.leaves(arrays)
-        bytes_per_batch = batch_size * sum(leaf.nbytes // len(leaf) for leaf in self._host_leaves)
-        largest = min(_GROUP, _MAX_COPIED_BYTES // max(1, bytes_per_batch) - _AHEAD)
-        is_on_cpu = self._replicas.mesh.devices.flat[0].platform == "cpu"
-        copies = is_on_cpu and largest >= min(_FEW, num_batches)
-        size = -(-num_batches // max(1, -(-num_batches // (largest if copies else _GROUP))))
-        if not self._indices:
-            numbers = [np.uint32(i) for i in range(size)]
-            self._indices = jax.device_put(numbers, self._replicas.replicated_sharding)
-            self._offsets = [BatchOffset(i) for i in range(size)]
-        return size, copies
+        return self._host_leaves
 
     def _on_devices(self, indices: np.ndarray, copies: bool) -> tuple[list[tuple[jax.Array | None, jax.Array]], Any]:
         """Returns `array` and `batches` of `CachedRows` for each leaf, and the treedef.
@@ -138,11 +142,11 @@ class DeviceCache:
         spec = replicas.batch_sharding((len(indices), indices.shape[2])).spec
         sharding = NamedSharding(replicas.mesh, spec_of_batches(spec))
         if copies:
-            examples = jax.device_put([_take(leaf, indices) for leaf in self._host_leaves], sharding)
+            examples = jax.device_put([_take(array, indices) for array in self._arrays()], sharding)
             return [(None, batches) for batches in examples], treedef
         if not self._leaves:
-            _check_memory(sum(leaf.nbytes for leaf in self._host_leaves), replicas)
-            self._leaves = jax.device_put(self._host_leaves, replicas.replicated_sharding)
+            _check_memory(sum(array.nbytes for array in self._arrays()), replicas)
+            self._leaves = jax.device_put(self._arrays(), replicas.replicated_sharding)
         device_indices = jax.device_put(indices, sharding)
         return [(leaf, device_indices) for leaf in self._leaves], treedef
 
