@@ -15,17 +15,18 @@ import time
 import jax
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 import jdist
+
+from digits_data import load_digits
 
 FOLDER, IS_EXACT, SAVES = pathlib.Path(sys.argv[1]), "exact" in sys.argv, "saves" in sys.argv
 EPOCHS = 2 if "short" in sys.argv else 25  # of 8 steps
 print("pid", os.getpid(), "of attempt", os.environ["JDIST_RESTARTS"], flush=True)
 
 strategy = jdist.MultiWorkerMirroredStrategy(virtual_replicas=6 if IS_EXACT else None)
-digits = load_digits()
-data = (digits.images / 16).astype(np.float32).reshape(-1, 64), digits.target.astype(np.int32)
+images, labels = load_digits()
+data = images.reshape(-1, 64), labels
 
 
 def init(key, x):

@@ -8,16 +8,15 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from sklearn.datasets import load_digits
 
 import jdist
 
+from digits_data import load_digits
 from laws import among
 
 VIRTUAL = 8
-DIGITS = load_digits()
-IMAGES = (DIGITS.images / 16).astype(np.float32)[:203]  # no batch size divides it: each epoch ends in padding
-LABELS = DIGITS.target.astype(np.int32)[:203]
+# No batch size divides 203: each epoch ends in padding.
+IMAGES, LABELS = (array[:203] for array in load_digits())
 
 
 class MLP(nn.Module):
@@ -121,18 +120,20 @@ def after(steps, *args, **kwargs):
     return training.run(training.begin(), steps)
 
 
-# Each model and each optimizer: they meet in the mean gradient only, whose bits are the same.
-TRAINED = [
-    *(("mlp", optimizer) for optimizer in ("muon", "schedule_free", "lion")),
-    *(("cnn", optimizer) for optimizer in ("adamw", "adafactor")),
-    *(("rnn", optimizer) for optimizer in ("sgd", "clipped")),
-]
+# Each model and each optimizer: they meet in the mean gradient only, whose bits are the same. The first optimizer of a model
+# is tested on each number of devices, the others without those that divide 8 evenly.
+TRAINED = {
+    "mlp": ("muon", "schedule_free", "lion"),
+    "cnn": ("adamw", "adafactor"),
+    "rnn": ("sgd", "clipped"),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model, optimizer", TRAINED)
+@pytest.mark.parametrize("model, optimizer", [(model, name) for model, names in TRAINED.items() for name in names])
 def test_parameters_after_100_steps_are_bitwise_equal_on_any_number_of_devices(model, optimizer):
-    runs = [after(100, model, optimizer, devices) for devices in (1, 2, 3, 4, 8)]
+    counts = (1, 2, 3, 4, 8) if optimizer == TRAINED[model][0] else (1, 3, 8)
+    runs = [after(100, model, optimizer, devices) for devices in counts]
     hashes = {digest_of(state) for state, _ in runs}
     assert len(hashes) == 1
     losses = runs[0][1]

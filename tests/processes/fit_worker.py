@@ -6,13 +6,14 @@ import pathlib
 import jax
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 import jdist
 from jdist.callbacks import CallbackResult, Moment
 
-loaded = load_digits()
-DIGITS = (loaded.images / 16).astype(np.float32).reshape(-1, 64), loaded.target.astype(np.int32)
+from digits_data import load_digits
+
+IMAGES, LABELS = load_digits()
+DIGITS = IMAGES.reshape(-1, 64), LABELS
 MODEL = (
     lambda key, x: {"w": 0.1 * jax.random.normal(key, (64, 10))},
     lambda params, x: x @ params["w"],

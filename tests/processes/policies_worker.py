@@ -6,10 +6,11 @@ import numpy as np
 import optax
 from flax import linen as nn
 from jax.experimental.compilation_cache import compilation_cache
-from sklearn.datasets import load_digits
 
 import jdist
 from jdist import sync
+
+from digits_data import load_digits
 
 
 class CNN(nn.Module):
@@ -23,8 +24,7 @@ class CNN(nn.Module):
 
 
 MODEL = CNN()
-DIGITS = load_digits()
-DATA = (DIGITS.images / 16).astype(np.float32)[:203], DIGITS.target.astype(np.int32)[:203]
+DATA = tuple(array[:203] for array in load_digits())
 
 
 def trained(strategy, tx):

@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from sklearn.datasets import load_digits
 
 import jdist
 from jdist import sync
 
+from digits_data import load_digits
 from laws import among
 
 
@@ -23,9 +23,9 @@ class MLP(nn.Module):
 
 
 MODEL = MLP()
-DIGITS = load_digits()
-ORDER = np.random.default_rng(0).permutation(len(DIGITS.target))  # the data set is sorted by writer
-DATA = (DIGITS.data[ORDER] / 16).astype(np.float32), DIGITS.target[ORDER].astype(np.int32)
+IMAGES, LABELS = load_digits()
+ORDER = np.random.default_rng(0).permutation(len(LABELS))  # the data set is sorted by writer
+DATA = IMAGES.reshape(-1, 64)[ORDER], LABELS[ORDER]
 TRAIN, HELD_OUT = tuple(x[:1408] for x in DATA), tuple(x[1408:] for x in DATA)
 EPOCHS, BATCH = 20, 64
 LOSSY = {

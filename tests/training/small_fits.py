@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
-from sklearn.datasets import load_digits
 
 import jdist
+
+from digits_data import load_digits
 
 CROSS_ENTROPY = optax.softmax_cross_entropy_with_integer_labels
 
@@ -16,8 +17,8 @@ CROSS_ENTROPY = optax.softmax_cross_entropy_with_integer_labels
 @functools.cache
 def digits():
     """Returns 1,797 images `[example, 64]` and their classes."""
-    data = load_digits()
-    return (data.images / 16).astype(np.float32).reshape(-1, 64), data.target.astype(np.int32)
+    images, labels = load_digits()
+    return images.reshape(-1, 64), labels
 
 
 class MLP(nn.Module):

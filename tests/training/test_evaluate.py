@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from sklearn.datasets import load_digits
 
 import jdist
 
+from digits_data import load_digits
 from laws import STRATEGIES, Numbered
 
-DIGITS = load_digits()
-IMAGES = (DIGITS.data / 16).astype(np.float32)
-LABELS = DIGITS.target.astype(np.int32)
+IMAGES, LABELS = load_digits()
+IMAGES = IMAGES.reshape(-1, 64)
 WEIGHTS = np.random.default_rng(0).normal(size=(64, 10)).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(11, 3)).astype(np.float32)
 Y = (X @ np.float32([1, -2, 3])).astype(np.float32)
