@@ -30,9 +30,9 @@ JAX_VERSION = [
     "tests/sync/test_policy_laws.py",
     "tests/training/test_validation.py",
 ]
-# Numerics and reports, which run on the newest Python only, except for those of `JAX_VERSION`.
+# Numerics and reports, which run on the newest Python only.
 NUMERICS = [
-    "tests/sync",
+    *sorted({str(path) for path in pathlib.Path("tests/sync").glob("test_*.py")}.difference(JAX_VERSION)),
     *(
         f"tests/training/test_{name}.py"
         for name in (
@@ -52,8 +52,8 @@ NUMERICS = [
 # Tests of bits, memory and compiled programs, the longest first: they also run with XLA's default optimization level.
 COMPILED = [
     "tests/jaxpr/test_exact.py",
-    "tests/training/test_resume.py",
-    "tests/checkpoint/test_restore_laws.py",
+    "tests/training/test_resume.py::test_exact_training_resumes_bitwise_equal_on_another_number_of_devices",
+    "tests/training/test_resume.py::test_interrupted_training_is_bitwise_equal[adam]",
     "tests/jaxpr/test_virtual_replicas.py",
     "tests/strategies/test_central_memory.py",
     "tests/strategies/test_same_program.py",
@@ -101,6 +101,11 @@ def _pytest(session: nox.Session, *arguments: str, dist: str = "loadfile", xla_f
     session.run("python", "-m", "pytest", "-n", "2", "--dist", dist, *arguments, env=environment)
 
 
+def _notebooks(session: nox.Session, *arguments: str) -> None:
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": ""}
+    session.run("python", "-m", "pytest", "--nbmake", "--nbmake-timeout=280", "-n", "2", *arguments, env=environment)
+
+
 def _without(paths: list[str]) -> list[str]:
     return [f"--ignore={path}" for path in paths]
 
@@ -114,7 +119,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=[*PYTHONS, "3.13"])
 def slow(session: nox.Session) -> None:
-    """The slow tests and `COMPILED`.
+    """The slow tests, `COMPILED` and the notebooks.
 
     On the oldest Python the slow tests of `JAXPRS`, all default cases of `JAX_VERSION`, and one of each other test but
     `NUMERICS`.
@@ -128,9 +133,9 @@ def slow(session: nox.Session) -> None:
         others = sorted({str(path) for path in pathlib.Path("tests").rglob("test_*.py")}.difference(LONGEST, COMPILED))
         _pytest(session, "-m", "slow", in_order, *LONGEST, *others)
         _pytest(session, *COMPILED, dist="worksteal", xla_flags="")
+        _notebooks(session, "examples/notebooks")
     elif session.python == OLDEST:
-        _pytest(session, "-m", "not slow", "--first-case", *_without(JAX_VERSION + NUMERICS))
-        _pytest(session, "-m", "not slow", *JAX_VERSION)
+        _pytest(session, "-m", "not slow", "--first-case", *_without(NUMERICS), "--all-cases", *JAX_VERSION)
         _pytest(session, "-m", "slow", *JAXPRS, *_without(COMPILED))
     else:
         _pytest(session, "-m", "not slow", *PYTHON_VERSION)
@@ -140,9 +145,7 @@ def slow(session: nox.Session) -> None:
 def notebooks(session: nox.Session) -> None:
     """The notebooks of the examples, executed with eight CPU devices. Their outputs are not compared."""
     _install(session)
-    arguments = session.posargs or ["examples/notebooks"]
-    environment = {"JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": ""}
-    session.run("python", "-m", "pytest", "--nbmake", "--nbmake-timeout=280", "-n", "2", *arguments, env=environment)
+    _notebooks(session, *(session.posargs or ["examples/notebooks"]))
 
 
 @nox.session(python="3.11")

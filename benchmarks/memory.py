@@ -16,7 +16,7 @@ import jax
 parser = argparse.ArgumentParser(
     description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
 )
-parser.add_argument("--quick", action="store_true", help="4M parameters, on 2 devices")
+parser.add_argument("--quick", action="store_true", help="3M parameters, on 2 devices")
 parser.add_argument("--json", action="store_true", help="print one JSON object per row")
 parser.add_argument("--topology", help="a TPU slice to compile for, such as v5e:2x4")
 args = parser.parse_args()
@@ -33,7 +33,7 @@ from rich.table import Table
 
 import jdist
 
-LAYERS, WIDTH, VOCABULARY, LENGTH, ROWS = (2, 256, 4096, 64, 8) if args.quick else (12, 768, 20480, 128, 8)
+LAYERS, WIDTH, VOCABULARY, LENGTH, ROWS = (1, 256, 4096, 64, 8) if args.quick else (12, 768, 20480, 128, 8)
 COUNTS = (2,) if args.quick else (1, 2, 4, 8)
 DEVICES = jdist.topology_devices(args.topology) if args.topology else jax.devices()
 

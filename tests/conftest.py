@@ -69,6 +69,9 @@ def store(monkeypatch, tmp_path_factory):
 
 def pytest_addoption(parser):
     parser.addoption("--first-case", action="store_true", help="run the first case of each parametrized test only")
+    parser.addoption(
+        "--all-cases", nargs="+", default=[], help="the files and folders of which `--first-case` runs all cases"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -102,10 +105,11 @@ def pytest_collection_modifyitems(config, items):
     for item in slow:
         item.add_marker(pytest.mark.slow)
     if config.getoption("--first-case"):
-        first_cases = {}
+        first_cases, all_cases = {}, tuple(config.getoption("--all-cases"))
         for item in items:
             if not item.get_closest_marker("slow"):
-                first_cases.setdefault(item.nodeid.partition("[")[0], item)
+                name = item.nodeid if item.nodeid.startswith(all_cases) else item.nodeid.partition("[")[0]
+                first_cases.setdefault(name, item)
         left_out |= set(items) - set(first_cases.values())
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]

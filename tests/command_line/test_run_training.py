@@ -26,7 +26,11 @@ def launch(tmp_path):
     def launch(options, folder, *arguments):
         (tmp_path / folder).mkdir()
         # A process that is killed may leave an incomplete entry in the compilation cache: the other tests have their own.
-        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        environment = {
+            **os.environ,
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        }
         with (tmp_path / folder / "errors").open("w") as errors:
             launcher = subprocess.Popen(
                 [*COMMAND, *options.split(), "--devices-per-process", "1", "train.py", folder, *arguments],
