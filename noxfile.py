@@ -30,25 +30,11 @@ JAX_VERSION = [
     "tests/sync/test_policy_laws.py",
     "tests/training/test_validation.py",
 ]
-# Numerics and reports, which run on the newest Python only.
-NUMERICS = [
-    *sorted({str(path) for path in pathlib.Path("tests/sync").glob("test_*.py")}.difference(JAX_VERSION)),
-    *(
-        f"tests/training/test_{name}.py"
-        for name in (
-            "evaluate",
-            "events",
-            "finite_guard",
-            "fit_rows",
-            "history",
-            "model_losses",
-            "objectives",
-            "report",
-            "states",
-            "steps",
-        )
-    ),
-]
+# Numerics, training and parity, which run on the newest Python only, but for `JAX_VERSION` and what Python's version changes.
+NUMERICS = sorted(
+    {str(path) for folder in ("parity", "sync", "training") for path in pathlib.Path("tests", folder).glob("test_*.py")}
+    - {*JAX_VERSION, "tests/training/test_loop.py", "tests/training/test_trainer.py"}
+)
 # Tests of bits, memory and compiled programs, the longest first: they also run with XLA's default optimization level.
 COMPILED = [
     "tests/jaxpr/test_exact.py",
