@@ -30,7 +30,8 @@ JAX_VERSION = [
     "tests/sync/test_policy_laws.py",
     "tests/training/test_validation.py",
 ]
-# Numerics, training and parity, which run on the newest Python only, but for `JAX_VERSION` and what Python's version changes.
+# Numerics, training and parity run on the newest Python only. The exceptions are `JAX_VERSION`, and two files whose signals and
+# threads depend on Python's version.
 NUMERICS = sorted(
     {str(path) for folder in ("parity", "sync", "training") for path in pathlib.Path("tests", folder).glob("test_*.py")}
     - {*JAX_VERSION, "tests/training/test_loop.py", "tests/training/test_trainer.py"}
@@ -107,8 +108,8 @@ def tests(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """The slow tests, `COMPILED` and the notebooks.
 
-    On the oldest Python the slow tests of `JAXPRS`, all default cases of `JAX_VERSION`, and one of each other test but
-    `NUMERICS`.
+    On the oldest Python the slow tests of `JAXPRS`, all default cases of `JAX_VERSION`, and one default case of each other
+    test, except for `NUMERICS`.
     """
     _install(session, "test,ray" if session.python == NEWEST else "test")
     if session.posargs:

@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """Excludes modules and tests from garbage collection: `gc.collect` in a test took more than a second.
 
-    Tracing creates many objects: at Python's threshold of 700, garbage collection took 5 % of the time of the tests.
+    Tracing creates many objects: at Python's default threshold, garbage collection took 3 to 6 % of the time of the tests.
     """
     gc.collect()
     gc.freeze()

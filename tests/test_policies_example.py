@@ -40,7 +40,6 @@ def _table(*arguments, xla_flags=None):
 
 @pytest.mark.slow
 def test_policies_prints_the_bytes_of_the_selected_policies_and_draws_its_figure(tmp_path):
-    pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"
     selected = ("--policy", "mean", "int8", "local_sgd(8)")
     table, printed = _table("--steps", "2", "--replicas", "2", *selected, "--plot", path)

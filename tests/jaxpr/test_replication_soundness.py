@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,6 @@ pytestmark = [
 ]
 
 REPRODUCIBLE = settings(deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-MANY = 300 if sys.version_info >= (3, 12) else 100  # the rules are the same on any Python
 random_programs = given(program=programs(), num_replicas=st.sampled_from((4, 3, 2)))
 
 
@@ -84,7 +82,7 @@ def test_value_proved_replicated_in_random_program_is_bitwise_equal_on_all_repli
 
 
 @pytest.mark.slow
-@settings(REPRODUCIBLE, max_examples=MANY)
+@settings(REPRODUCIBLE, max_examples=300)
 @random_programs
 def test_value_proved_replicated_in_many_random_programs_is_bitwise_equal_on_all_replicas(program, num_replicas):
     _check(program, num_replicas)

@@ -453,7 +453,8 @@ TREES = {
     "float16": lambda: {"w": jnp.ones((8, 8), jnp.float16), "b": jnp.ones(17, jnp.float16)},
     "of_two_kinds": lambda: {"w": jnp.ones((8, 8), jnp.bfloat16), "v": jnp.ones((8, 8))},
 }
-# `streaming_diloco` needs an array per fragment; the others that are left out consist of policies of this list.
+# Left out: `hierarchical`, which needs groups; `streaming_diloco`, which needs an array per fragment; and compositions of two
+# policies of this list.
 ANY_TREE = [
     name
     for name in POLICIES
