@@ -46,15 +46,21 @@ COMPILED = [
     "tests/strategies/test_same_program.py",
     "tests/strategies/test_sharded_memory.py",
 ]
+# Slow tests whose processes wait for each other, or for a time limit, most of the time: they run in more processes.
+WAITING = [
+    "tests/faults/test_watchdog.py",
+    "tests/processes/test_preemption_processes.py",
+    "tests/command_line/test_ray_engine.py",
+    "tests/command_line/test_run_restarts.py",
+    "tests/faults/test_no_false_alarm.py",
+    "tests/testing/test_process_groups.py",
+]
 # The longest of the slow tests, which start first.
 LONGEST = [
     "tests/parameter_server/test_ray.py",
     "tests/command_line/test_run_training.py",
     "tests/test_benchmarks.py",
-    "tests/command_line/test_ray_engine.py",
     "tests/test_policies_example.py",
-    "tests/processes/test_preemption_processes.py",
-    "tests/faults/test_watchdog.py",
     "tests/processes/test_policies_processes.py",
     "tests/sync/test_policy_laws.py",
 ]
@@ -73,8 +79,10 @@ def _install(session: nox.Session, extras: str = "test") -> None:
     session.install("--no-compile", *CONSTRAINTS, "-e", f".[{extras}]")
 
 
-def _pytest(session: nox.Session, *arguments: str, dist: str = "loadfile", xla_flags: str | None = None) -> None:
-    """Runs pytest in two processes, between which `dist` divides the tests: by file, or one by one with "worksteal".
+def _pytest(
+    session: nox.Session, *arguments: str, workers: int = 2, dist: str = "loadfile", xla_flags: str | None = None
+) -> None:
+    """Runs pytest in some processes, between which `dist` divides the tests: by file, or one by one with "worksteal".
 
     The sessions share a compilation cache, whose keys hold the versions and the flags.
     """
@@ -85,7 +93,7 @@ def _pytest(session: nox.Session, *arguments: str, dist: str = "loadfile", xla_f
     environment = {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONDONTWRITEBYTECODE": ""}
     if xla_flags is not None:
         environment["XLA_FLAGS"] = xla_flags
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", dist, *arguments, env=environment)
+    session.run("python", "-m", "pytest", "-n", str(workers), "--dist", dist, *arguments, env=environment)
 
 
 def _notebooks(session: nox.Session, *arguments: str) -> None:
@@ -115,10 +123,17 @@ def slow(session: nox.Session) -> None:
     if session.posargs:
         _pytest(session, "-m", "slow", *session.posargs)
     elif session.python == NEWEST:
-        in_order = "--no-loadscope-reorder"
+        arguments = [
+            "-m",
+            "slow",
+            "--no-loadscope-reorder",
+            *(f"--deselect={test}" for test in COMPILED if "::" in test),
+        ]
         # By file: of a file and its folder, pytest collects the folder only.
-        others = sorted({str(path) for path in pathlib.Path("tests").rglob("test_*.py")}.difference(LONGEST, COMPILED))
-        _pytest(session, "-m", "slow", in_order, *LONGEST, *others)
+        paths = {str(path) for path in pathlib.Path("tests").rglob("test_*.py")}
+        others = sorted(paths.difference(WAITING, LONGEST, COMPILED))
+        _pytest(session, *arguments, *WAITING, workers=3)
+        _pytest(session, *arguments, *LONGEST, *others)
         _pytest(session, *COMPILED, dist="worksteal", xla_flags="")
         _notebooks(session, "examples/notebooks")
     elif session.python == OLDEST:

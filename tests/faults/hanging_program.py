@@ -4,6 +4,7 @@ jdist run -n 2 hanging_program.py CASE FOLDER
 """
 
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -52,6 +53,13 @@ def hold_lock():
     ctypes.PyDLL(None).sleep(1000)
 
 
+def wait_until_all_have_a_batch():
+    """Waits until no process needs an answer of another one before its step."""
+    pathlib.Path(f"{folder}_{process}").touch()
+    while not pathlib.Path(f"{folder}_{1 - process}").exists():
+        time.sleep(0.01)
+
+
 checkpointer = jdist.Checkpointer(folder)
 ids = strategy.run(jdist.replica_id)
 w = strategy.init(lambda: jnp.float32(0))
@@ -62,6 +70,8 @@ for number, batch in enumerate(batches):
     if number == 3:
         if case == "early" and process == 1:
             break
+        if case in ("stop_0", "stop_1"):
+            wait_until_all_have_a_batch()
         if case in ("stop_0", "stop_1", "stop_0_first") and process == int(case[5]):
             os.kill(os.getpid(), signal.SIGSTOP)
         if case == "stop_0_first":

@@ -1,6 +1,7 @@
 """SIGTERM on one process: all save a checkpoint of one step and end with status 42, and continue with the same bits."""
 
 import contextlib
+import functools
 import os
 import pathlib
 import re
@@ -64,10 +65,20 @@ def preempt(processes, kind, folder, victim, after):
         return launcher.returncode, "".join(lines)
 
 
-def check(processes, kind, victims, tmp_path):
-    expected = run(processes, kind, tmp_path / "undisturbed")
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Returns a function that returns the bits of the parameters on each process after a run without signals."""
+
+    @functools.cache
+    def undisturbed(processes, kind):
+        return run(processes, kind, tmp_path_factory.mktemp("undisturbed"))
+
+    return undisturbed
+
+
+def check(processes, kind, victims, folder, expected):
     assert len(set(expected)) == 1 and len(expected) == processes
-    folder, saved = tmp_path / "preempted", 0
+    saved = 0
     for victim, after in victims:
         status, output = preempt(processes, kind, folder, victim, after)
         assert status == PREEMPTED, output
@@ -85,15 +96,15 @@ def check(processes, kind, victims, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["loop", "fit"])
-def test_sigterm_on_one_of_two_processes(kind, tmp_path):
-    check(2, kind, [(1, 5)] if kind == "loop" else [(0, 10)], tmp_path)
+def test_sigterm_on_one_of_two_processes(kind, tmp_path, undisturbed):
+    check(2, kind, [(1, 5)] if kind == "loop" else [(0, 10)], tmp_path, undisturbed(2, kind))
 
 
 @pytest.mark.slow
-def test_sigterm_before_the_first_step_and_by_the_launcher(tmp_path):
-    check(2, "loop", [(1, 0), (None, 12)], tmp_path)
+def test_sigterm_before_the_first_step_and_by_the_launcher(tmp_path, undisturbed):
+    check(2, "loop", [(1, 0), (None, 12)], tmp_path, undisturbed(2, "loop"))
 
 
 @pytest.mark.slow
-def test_sigterm_on_a_single_process(tmp_path):
-    check(1, "fit", [(0, 9)], tmp_path)
+def test_sigterm_on_a_single_process(tmp_path, undisturbed):
+    check(1, "fit", [(0, 9)], tmp_path, undisturbed(1, "fit"))

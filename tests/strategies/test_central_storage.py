@@ -128,7 +128,7 @@ CASES = [
     ("adamw", "apart", "all", 2),
     ("clipped", "among", "optimizer", 3),
 ]
-LAYOUTS = list(itertools.product(PLACES, OFFLOADS, (1, 2, 3, 4)))
+LAYOUTS = list(itertools.product(PLACES, OFFLOADS, (1, 3)))
 EACH = [(name, *layout) for name, layout in each_value(list(itertools.product(OPTIMIZERS, LAYOUTS)))]
 
 
