@@ -81,25 +81,31 @@ def pytest_collection_modifyitems(config, items):
     By default a test runs on one of the strategies, which its name selects. In the slow tests, each strategy and each other
     parameter is tested, but not each of their pairs: the rest of the pairs is left out.
     """
-    pairs, cases = {}, {}
+    pairs, cases, ratios, only_slow = {}, {}, {}, {}
     for item in items:
-        if not hasattr(item, "callspec") or item.get_closest_marker("slow"):
+        if not hasattr(item, "callspec"):
             continue
-        test = item.nodeid.partition("[")[0]
+        test, is_slow = item.nodeid.partition("[")[0], item.get_closest_marker("slow") is not None
         if one_in := item.get_closest_marker("one_in"):
-            cases.setdefault((test, one_in.args[0]), []).append(item)
-        elif "strategy" in item.callspec.params:
+            ratios[test] = one_in.args[0]
+        if "strategy" in item.callspec.params:
             values = item.callspec.id.split("-")
             name = next((value for value in values if value in STRATEGIES), "")
-            pairs.setdefault(test, {})[name, "-".join(value for value in values if value != name)] = item
-    slow = [item for (_, n), items_of in cases.items() for number, item in enumerate(items_of) if number % n]
+            pair = name, "-".join(value for value in values if value != name)
+            (only_slow if is_slow else pairs).setdefault(test, {})[pair] = item
+        elif one_in and not is_slow:
+            cases.setdefault(test, []).append(item)
+    slow = [item for test, items_of in cases.items() for number, item in enumerate(items_of) if number % ratios[test]]
     left_out = set()
-    for test, pairs_of in pairs.items():
+    for test, pairs_of in [*pairs.items(), *((test, pairs_of) for test, pairs_of in only_slow.items() if test not in pairs)]:
         chosen = each_value(list(pairs_of))
         names = list(dict.fromkeys(name for name, _ in chosen))
         # "" is a strategy of the test itself.
         in_turn = names if "" in names else [names[zlib.crc32(test.encode()) % len(names)]]
-        default = each_value([pair for pair in pairs_of if pair[0] in in_turn])
+        if test in ratios or test not in pairs:
+            default = chosen[:: ratios.get(test, 1)]
+        else:
+            default = each_value([pair for pair in pairs_of if pair[0] in in_turn])
         slow += [pairs_of[pair] for pair in chosen if pair not in default]
         left_out.update(item for pair, item in pairs_of.items() if pair not in {*chosen, *default})
     for item in slow:
