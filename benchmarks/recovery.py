@@ -36,7 +36,7 @@ options = sidebyside.parser("The time from a failure to the next step, with and 
 options.add_argument("--case", choices=FAULTS, help="run only this failure")
 options.add_argument("--model", help="a case of benchmarks/models.py (default: transformer, with --quick mlp)")
 options.add_argument("--processes", type=int, default=2, help="number of processes")
-options.add_argument("--rounds", type=int, help="rounds (default: 5, with --quick 2)")
+options.add_argument("--rounds", type=int, help="rounds (default: 5, with --quick 1)")
 options.add_argument("--folder", help=argparse.SUPPRESS)  # set for the processes: checkpoints and times
 args = options.parse_args()
 args.model = args.model or ("mlp" if args.quick else "transformer")
@@ -125,9 +125,8 @@ def report(fault, taken):
         name: {part: statistics.median(one[part] for one in runs) for part in PARTS} for name, runs in taken.items()
     }
     totals = {name: [sum(one.values()) for one in runs] for name, runs in taken.items()}
-    low, ratio, high = statistics.quantiles(
-        [other / ours for ours, other in zip(totals["jdist"], totals["no cache"], strict=True)], n=4
-    )
+    ratios = [other / ours for ours, other in zip(totals["jdist"], totals["no cache"], strict=True)]
+    low, ratio, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
     case = f"{fault}, {args.processes} processes"
     if args.json:
         row = {"case": case, "peer": "no cache", "ratio": ratio, "low": low, "high": high, "seconds": medians}
@@ -141,7 +140,7 @@ def report(fault, taken):
 
 def main():
     sidebyside.versions(args.json)
-    rounds = args.rounds or (2 if args.quick else 5)
+    rounds = args.rounds or (1 if args.quick else 5)
     for fault in FAULTS:
         if args.case in (None, fault):
             candidates = {"jdist": True, "no cache": False}
