@@ -82,7 +82,7 @@ def _install(session: nox.Session, extras: str = "test") -> None:
 def _pytest(
     session: nox.Session, *arguments: str, workers: int = 2, dist: str = "loadfile", xla_flags: str | None = None
 ) -> None:
-    """Runs pytest in some processes, between which `dist` divides the tests: by file, or one by one with "worksteal".
+    """Runs pytest in `workers` processes, between which `dist` divides the tests: by file, or one by one with "worksteal".
 
     The sessions share a compilation cache, whose keys hold the versions and the flags.
     """
