@@ -46,7 +46,7 @@ COMPILED = [
     "tests/strategies/test_same_program.py",
     "tests/strategies/test_sharded_memory.py",
 ]
-# Slow tests whose processes wait for each other, or for a time limit, most of the time: they run in more processes.
+# Slow tests whose processes wait for each other, or for a time limit, most of the time: three at once.
 WAITING = [
     "tests/faults/test_watchdog.py",
     "tests/processes/test_preemption_processes.py",

@@ -97,7 +97,7 @@ def pytest_collection_modifyitems(config, items):
             cases.setdefault(test, []).append(item)
     slow = [item for test, items_of in cases.items() for number, item in enumerate(items_of) if number % ratios[test]]
     left_out = set()
-    for test, pairs_of in {**only_slow, **pairs}.items():
+    for test, pairs_of in {**only_slow, **pairs}.items():  # where some cases are slow, all of these run
         chosen = each_value(list(pairs_of))
         names = list(dict.fromkeys(name for name, _ in chosen))
         # "" is a strategy of the test itself.

@@ -54,7 +54,7 @@ def hold_lock():
 
 
 def wait_until_all_have_a_batch():
-    """Waits until no process needs an answer of another one before its step."""
+    """Waits until both processes have their batch: a stopped process cannot answer the other one."""
     pathlib.Path(f"{folder}_{process}").touch()
     while not pathlib.Path(f"{folder}_{1 - process}").exists():
         time.sleep(0.01)

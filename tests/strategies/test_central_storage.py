@@ -128,7 +128,7 @@ CASES = [
     ("adamw", "apart", "all", 2),
     ("clipped", "among", "optimizer", 3),
 ]
-LAYOUTS = list(itertools.product(PLACES, OFFLOADS, (1, 3)))
+LAYOUTS = list(itertools.product(PLACES, OFFLOADS, (1, 3)))  # `CASES` has 2 and 4 replicas, too
 EACH = [(name, *layout) for name, layout in each_value(list(itertools.product(OPTIMIZERS, LAYOUTS)))]
 
 
