@@ -30,10 +30,22 @@ JAX_VERSION = [
     "tests/sync/test_policy_laws.py",
     "tests/training/test_validation.py",
 ]
-# Numerics, training and parity run on the newest Python only. The exceptions are `JAX_VERSION`, and two files whose signals and
-# threads depend on Python's version.
-NUMERICS = sorted(
-    {str(path) for folder in ("parity", "sync", "training") for path in pathlib.Path("tests", folder).glob("test_*.py")}
+# What depends neither on JAX's version nor on Python's runs on the newest Python only: numerics, training and parity, processes
+# and their launchers. The exceptions are `JAX_VERSION`, and two files whose signals and threads depend on Python's version.
+NEWEST_ONLY = sorted(
+    {
+        *(
+            str(path)
+            for folder in ("cluster", "command_line", "parity", "processes", "sync", "training")
+            for path in pathlib.Path("tests", folder).glob("test_*.py")
+        ),
+        "tests/replica/test_batch_norm.py",
+        "tests/replica/test_losses.py",
+        "tests/replica/test_metrics.py",
+        "tests/strategies/test_host_reductions.py",
+        "tests/testing/test_process_groups.py",
+        "tests/testing/test_pytest_plugin.py",
+    }
     - {*JAX_VERSION, "tests/training/test_loop.py", "tests/training/test_trainer.py"}
 )
 # Tests of bits, memory and compiled programs, the longest first: they also run with XLA's default optimization level.
@@ -117,7 +129,7 @@ def slow(session: nox.Session) -> None:
     """The slow tests, `COMPILED` and the notebooks.
 
     On the oldest Python the slow tests of `JAXPRS`, all default cases of `JAX_VERSION`, and one default case of each other
-    test, except for `NUMERICS`.
+    test, except for `NEWEST_ONLY`.
     """
     _install(session, "test,ray" if session.python == NEWEST else "test")
     if session.posargs:
@@ -137,7 +149,7 @@ def slow(session: nox.Session) -> None:
         _pytest(session, *COMPILED, dist="worksteal", xla_flags="")
         _notebooks(session, "examples/notebooks")
     elif session.python == OLDEST:
-        _pytest(session, "-m", "not slow", "--first-case", *_without(NUMERICS), "--all-cases", *JAX_VERSION)
+        _pytest(session, "-m", "not slow", "--first-case", *_without(NEWEST_ONLY), "--all-cases", *JAX_VERSION)
         _pytest(session, "-m", "slow", *JAXPRS, *_without(COMPILED))
     else:
         _pytest(session, "-m", "not slow", *PYTHON_VERSION)

@@ -188,7 +188,7 @@ if __name__ == "__main__":
 
 
 def test_resolver_outside_a_trainer_has_no_cluster():
-    pytest.importorskip("ray.train", reason="Ray Train is optional and not installed.")
+    pytest.importorskip("ray.train", reason="Ray Train is optional and not installed.", exc_type=ImportError)
     with pytest.raises(
         ClusterNotFoundError, match="This process is not a worker of `ray.train`. Create the resolver in the tr"
     ):

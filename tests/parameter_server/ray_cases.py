@@ -1,5 +1,6 @@
 """The programs of `test_ray.py`, which run in one process beside a Ray cluster: a line with a name, a line with the result."""
 
+import functools
 import gc
 import json
 import logging
@@ -32,6 +33,12 @@ def make_strategy(**options):
     return jdist.ParameterServerStrategy(**{"workers": 2, "servers": 2, "engine": "ray", **options})
 
 
+@functools.cache
+def shared_strategy(**options):
+    """Returns the strategy of all programs with these options that do not kill its processes: Ray starts them in seconds."""
+    return make_strategy(**options)
+
+
 def kill(strategy, *numbers):
     """Kills processes of a strategy with SIGKILL: its workers have the first numbers, then come its servers."""
     actors = [*strategy._cluster.workers, *strategy._cluster.servers]
@@ -45,9 +52,10 @@ def kill(strategy, *numbers):
 def equals_one_device(name):
     optimizer = test_strategy.OPTIMIZERS[name]
     expected = test_strategy.train(jdist.OneDeviceStrategy("cpu:0"), optimizer)
-    strategy = make_strategy(max_staleness=0, variable_partitioner=test_strategy.two_rows)
+    strategy = shared_strategy(max_staleness=0, variable_partitioner=test_strategy.two_rows)
+    counts = strategy.staleness_counts()
     test_strategy.assert_close(test_strategy.train(strategy, optimizer), expected)
-    return strategy.staleness_counts()
+    return {staleness: number - counts.get(staleness, 0) for staleness, number in strategy.staleness_counts().items()}
 
 
 def tables():
@@ -61,7 +69,7 @@ def tables():
 
 
 def fit_and_checkpoints(folder):
-    strategy = make_strategy()
+    strategy = shared_strategy()
     result = test_fit.fit(strategy, epochs=6, validation_data=(test_fit.X, test_fit.Y), resume=folder + "/fit")
     assert result.steps == int(result.state.step) == 54
     accuracy = test_fit.make_trainer(strategy).evaluate(result.state, (test_fit.X, test_fit.Y), batch_size=24)[
@@ -267,7 +275,7 @@ def replay(folder):
 
 
 def scheduled_functions():
-    coordinator = ClusterCoordinator(make_strategy(servers=1))
+    coordinator = ClusterCoordinator(shared_strategy())
     results = [coordinator.schedule(jax.jit(lambda x: {"square": x**2}), (np.float32(i),)) for i in range(4)]
     squares = [float(result["square"]) for result in coordinator.fetch(results)]
     counts = coordinator.per_worker_values(lambda: np.zeros((), int))
@@ -304,7 +312,7 @@ def wait(seconds, value):
 
 
 def functions_that_cannot_run():
-    strategy = make_strategy(servers=1, workers=1)
+    strategy = shared_strategy(servers=1, workers=1)
     coordinator = ClusterCoordinator(strategy)
     errors = []
     for fn in (fail, lambda: strategy.num_workers):
@@ -337,7 +345,7 @@ def lost_workers_ft3_ft4_ft12():
 
 
 def bad_input():
-    strategy = make_strategy(workers=1, servers=1)
+    strategy = shared_strategy(servers=1, workers=1)
 
     def step(w, x):
         jax.debug.print("{}", x)
