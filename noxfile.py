@@ -60,6 +60,7 @@ COMPILED = [
 ]
 # Slow tests whose processes wait for each other, or for a time limit, most of the time: three at once.
 WAITING = [
+    "tests/command_line/test_run_training.py",
     "tests/faults/test_watchdog.py",
     "tests/processes/test_preemption_processes.py",
     "tests/command_line/test_ray_engine.py",
@@ -70,7 +71,6 @@ WAITING = [
 # The longest of the slow tests, which start first.
 LONGEST = [
     "tests/parameter_server/test_ray.py",
-    "tests/command_line/test_run_training.py",
     "tests/test_benchmarks.py",
     "tests/test_policies_example.py",
     "tests/processes/test_policies_processes.py",

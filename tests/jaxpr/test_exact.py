@@ -121,8 +121,7 @@ def after(steps, *args, **kwargs):
 
 
 # Each model and each optimizer: they meet in the mean gradient only, whose bits are the same. The first optimizer of a model
-# is tested on each number of devices. The others are tested on one device, on 3, which do not divide the 8 virtual replicas,
-# and on 8, where each device has one virtual replica.
+# is tested on each number of devices. The others are tested on one device and on 3, which do not divide the 8 virtual replicas.
 TRAINED = {
     "mlp": ("muon", "schedule_free", "lion"),
     "cnn": ("adamw", "adafactor"),
@@ -133,7 +132,7 @@ TRAINED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model, optimizer", [(model, name) for model, names in TRAINED.items() for name in names])
 def test_parameters_after_100_steps_are_bitwise_equal_on_any_number_of_devices(model, optimizer):
-    counts = (1, 2, 3, 4, 8) if optimizer == TRAINED[model][0] else (1, 3, 8)
+    counts = (1, 2, 3, 4, 8) if optimizer == TRAINED[model][0] else (1, 3)
     runs = [after(100, model, optimizer, devices) for devices in counts]
     hashes = {digest_of(state) for state, _ in runs}
     assert len(hashes) == 1
