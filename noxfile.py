@@ -30,23 +30,29 @@ JAX_VERSION = [
     "tests/sync/test_policy_laws.py",
     "tests/training/test_validation.py",
 ]
-# What depends neither on JAX's version nor on Python's runs on the newest Python only: numerics, training and parity, processes
-# and their launchers. The exceptions are `JAX_VERSION`, and two files whose signals and threads depend on Python's version.
+# What depends neither on JAX's version nor on Python's runs on the newest Python only: data, numerics, training, parity,
+# processes and launchers. The exceptions are `JAX_VERSION`, and files whose signals and threads depend on Python's version.
+NEWEST_FOLDERS = (
+    "cluster",
+    "command_line",
+    "data",
+    "launch",
+    "parameter_server",
+    "parity",
+    "processes",
+    "sync",
+    "testing",
+    "training",
+)
 NEWEST_ONLY = sorted(
     {
-        *(
-            str(path)
-            for folder in ("cluster", "command_line", "parity", "processes", "sync", "training")
-            for path in pathlib.Path("tests", folder).glob("test_*.py")
-        ),
+        *(str(path) for folder in NEWEST_FOLDERS for path in pathlib.Path("tests", folder).glob("test_*.py")),
         "tests/replica/test_batch_norm.py",
         "tests/replica/test_losses.py",
         "tests/replica/test_metrics.py",
         "tests/strategies/test_host_reductions.py",
-        "tests/testing/test_process_groups.py",
-        "tests/testing/test_pytest_plugin.py",
     }
-    - {*JAX_VERSION, "tests/training/test_loop.py", "tests/training/test_trainer.py"}
+    - {*JAX_VERSION, "tests/data/test_iterator.py", "tests/training/test_loop.py", "tests/training/test_trainer.py"}
 )
 # Tests of bits, memory and compiled programs, the longest first: they also run with XLA's default optimization level.
 COMPILED = [
@@ -60,7 +66,6 @@ COMPILED = [
 ]
 # Slow tests whose processes wait for each other, or for a time limit, most of the time: three at once.
 WAITING = [
-    "tests/command_line/test_run_training.py",
     "tests/faults/test_watchdog.py",
     "tests/processes/test_preemption_processes.py",
     "tests/command_line/test_ray_engine.py",
@@ -71,6 +76,7 @@ WAITING = [
 # The longest of the slow tests, which start first.
 LONGEST = [
     "tests/parameter_server/test_ray.py",
+    "tests/command_line/test_run_training.py",
     "tests/test_benchmarks.py",
     "tests/test_policies_example.py",
     "tests/processes/test_policies_processes.py",
@@ -129,7 +135,7 @@ def slow(session: nox.Session) -> None:
     """The slow tests, `COMPILED` and the notebooks.
 
     On the oldest Python the slow tests of `JAXPRS`, all default cases of `JAX_VERSION`, and one default case of each other
-    test, except for `NEWEST_ONLY`.
+    test, except for `NEWEST_ONLY`. On Python 3.13 one default case of each test of `PYTHON_VERSION`.
     """
     _install(session, "test,ray" if session.python == NEWEST else "test")
     if session.posargs:
@@ -152,7 +158,7 @@ def slow(session: nox.Session) -> None:
         _pytest(session, "-m", "not slow", "--first-case", *_without(NEWEST_ONLY), "--all-cases", *JAX_VERSION)
         _pytest(session, "-m", "slow", *JAXPRS, *_without(COMPILED))
     else:
-        _pytest(session, "-m", "not slow", *PYTHON_VERSION)
+        _pytest(session, "-m", "not slow", "--first-case", *PYTHON_VERSION)
 
 
 @nox.session(python=NEWEST)

@@ -324,14 +324,14 @@ def _resident():
 @pytest.mark.slow
 def test_memory_of_run_does_not_grow_with_the_number_of_functions(two):
     resident = []
-    gc.freeze()  # the objects of the tests before
+    gc.collect()
+    gc.freeze()  # what earlier tests have left
     for number in range(400):
         two.run(lambda x: x + 1, (1.0,))  # a new function each time; their program is the same, and compiled once
         if number % 20 == 19:
             gc.collect()  # often: memory that was in use once may stay resident
         if number in (99, 399):
             resident.append(_resident())
-    gc.unfreeze()
     before, after = resident
     assert len(two._runs) == 0
     assert after < before * 1.1 + 2**24
