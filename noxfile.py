@@ -30,8 +30,8 @@ JAX_VERSION = [
     "tests/sync/test_policy_laws.py",
     "tests/training/test_validation.py",
 ]
-# What depends neither on JAX's version nor on Python's runs on the newest Python only: data, numerics, training, parity,
-# processes and launchers. The exceptions are `JAX_VERSION`, and files whose signals and threads depend on Python's version.
+# Tests that depend neither on JAX's version nor on Python's run on the newest Python only: launchers, data, the parameter
+# server, numerics, training, parity. `JAX_VERSION` and `ALSO_OLDEST` are the exceptions in these folders.
 NEWEST_FOLDERS = (
     "cluster",
     "command_line",
@@ -39,11 +39,18 @@ NEWEST_FOLDERS = (
     "launch",
     "parameter_server",
     "parity",
-    "processes",
     "sync",
     "testing",
     "training",
 )
+ALSO_OLDEST = [
+    "tests/cluster/test_joining.py",
+    "tests/data/test_device_cache.py",
+    "tests/data/test_iterator.py",
+    "tests/parameter_server/test_strategy.py",
+    "tests/training/test_loop.py",
+    "tests/training/test_trainer.py",
+]
 NEWEST_ONLY = sorted(
     {
         *(str(path) for folder in NEWEST_FOLDERS for path in pathlib.Path("tests", folder).glob("test_*.py")),
@@ -51,8 +58,7 @@ NEWEST_ONLY = sorted(
         "tests/replica/test_losses.py",
         "tests/replica/test_metrics.py",
         "tests/strategies/test_host_reductions.py",
-    }
-    - {*JAX_VERSION, "tests/data/test_iterator.py", "tests/training/test_loop.py", "tests/training/test_trainer.py"}
+    }.difference(JAX_VERSION, ALSO_OLDEST)
 )
 # Tests of bits, memory and compiled programs, the longest first: they also run with XLA's default optimization level.
 COMPILED = [
