@@ -1,9 +1,14 @@
-"""What the tests share: the table of strategies that every law holds for, and how bits are compared."""
+"""What the tests share: the tables of strategies and of kinds of state that every law holds for, and how bits are compared."""
 
 import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax._src import dispatch
 
@@ -18,6 +23,102 @@ STRATEGIES = {
     "mirrored_8": lambda: jdist.MirroredStrategy(),
     "sharded_4": lambda: testing.strategy("sharded_4"),
     "central_2": lambda: testing.strategy("central_2"),
+}
+
+
+class StateKind(NamedTuple):
+    """A state of the kind that people train, and a step that trains it.
+
+    Attributes:
+        make: Returns the state before the first step, for `strategy.init`.
+        step: The replica function `(state, x) -> (state, loss)` for `x` float32 `[batch, 4]`.
+    """
+
+    make: Callable[[], Any]
+    step: Callable[[Any, Any], tuple[Any, Any]]
+
+
+def _params():
+    return {"w": jnp.linspace(-1, 1, 12).reshape(4, 3), "b": jnp.zeros(3)}
+
+
+def _loss_and_grads(params, x):
+    return jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(x @ p["w"] + p["b"] + 1) ** 2))(params)
+
+
+def _mean_loss_and_grads(params, x):
+    return jdist.all_reduce("mean", _loss_and_grads(params, x))
+
+
+def _dict():
+    def step(state, x):
+        loss, grads = _mean_loss_and_grads({"w": state["w"], "b": state["b"]}, x)
+        new = {name: state[name] - 0.1 * grad for name, grad in grads.items()}
+        return {**new, "steps": state["steps"] + 1}, loss
+
+    return StateKind(lambda: {**_params(), "steps": jnp.int32(0)}, step)
+
+
+def _optax(optimizer=None, reduce=_mean_loss_and_grads):
+    optimizer = optimizer or optax.adam(0.1)
+
+    def step(state, x):
+        params, opt_state = state
+        loss, grads = reduce(params, x)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), jdist.all_reduce("mean", loss)
+
+    return StateKind(lambda: (params := _params(), optimizer.init(params)), step)
+
+
+def _flax_train_state():
+    from flax.training.train_state import TrainState
+
+    def step(state, x):
+        loss, grads = _mean_loss_and_grads(state.params, x)
+        return state.apply_gradients(grads=grads), loss
+
+    optimizer = optax.adam(0.1)
+    return StateKind(lambda: TrainState.create(apply_fn=None, params=_params(), tx=optimizer), step)
+
+
+def _jdist_train_state():
+    optimizer = optax.adam(0.1)
+
+    def step(state, x):
+        loss, grads = _mean_loss_and_grads(state.params, x)
+        updates, opt_state = optimizer.update(grads, state.opt_state)
+        params = optax.apply_updates(state.params, updates)
+        return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), loss
+
+    return StateKind(lambda: jdist.TrainState.create(_params(), optimizer), step)
+
+
+def _nnx():
+    from flax import nnx
+
+    def make():
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    def step(state, x):
+        model, optimizer = state
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(jnp.tanh(model(x) + 1) ** 2))(model)
+        loss, grads = jdist.all_reduce("mean", (loss, grads))
+        optimizer.update(model, grads)
+        return (model, optimizer), loss
+
+    return StateKind(make, step)
+
+
+# Functions, so that flax is imported where a test uses it. The parameters of "policy" differ between replicas.
+STATES = {
+    "dict": _dict,
+    "optax": _optax,
+    "flax_train_state": _flax_train_state,
+    "jdist_train_state": _jdist_train_state,
+    "nnx": _nnx,
+    "policy": lambda: _optax(jdist.sync.diloco(optax.adam(0.1), every=2), _loss_and_grads),
 }
 
 
