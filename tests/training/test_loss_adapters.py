@@ -37,6 +37,31 @@ LOSSES = {
 }
 
 
+def subclass(keras):
+    """Returns a loss whose attributes its `get_config` does not return, and that calls another loss."""
+
+    class Scaled(keras.losses.Loss):
+        def __init__(self, scale, inner):
+            super().__init__()
+            self.scale, self.inner = scale, inner
+
+        def call(self, y_true, y_pred):
+            return self.scale * self.inner(y_true, y_pred)
+
+    return Scaled
+
+
+LOSSES |= {
+    "object_with_a_parameter": lambda keras: (keras.losses.Huber(delta=0.3), LABELS, 1),
+    "object_with_options": lambda keras: (
+        keras.losses.BinaryFocalCrossentropy(gamma=3.0, from_logits=True, label_smoothing=0.1),
+        LABELS,
+        1,
+    ),
+    "own_subclass": lambda keras: (subclass(keras)(7.0, keras.losses.LogCosh(reduction=None)), LABELS, 1),
+}
+
+
 @pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
 @pytest.mark.one_in(3)
 def test_keras_loss_is_called_with_the_targets_first_and_averaged_over_the_examples(make, two, keras):
@@ -55,6 +80,23 @@ def test_keras_loss_trains_as_the_loss_of_optax_does(two, keras):
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
     np.testing.assert_allclose(train(loss), train(optax.sigmoid_binary_cross_entropy), atol=1e-6)
     assert loss.reduction == "sum_over_batch_size"  # the object of the user is not changed
+
+
+def test_weights_of_examples_apply_to_a_keras_loss(two, keras):
+    loss, weights = keras.losses.Huber(delta=0.2), np.arange(10, dtype=np.float32)
+    trainer = jdist.Trainer((lambda key, x: x[0], lambda w, x: x), loss=loss, strategy=two)
+    result = trainer.evaluate({"params": X[0]}, (X, 0 * X, weights), batch_size=4)["loss"]
+    each = keras.losses.Huber(delta=0.2, reduction=None)(0 * X, X)
+    assert result == pytest.approx(float(np.average(each, weights=weights)), rel=1e-5)
+
+
+def test_keras_loss_of_a_complete_batch_raises(two, keras):
+    for loss in (keras.losses.Dice(), subclass(keras)(1.0, keras.losses.Huber())):
+        with pytest.raises(
+            ValueError, match=rf"Keras loss {loss.name} returned one number .*`reduction=None`; of `Dice`"
+        ):
+            evaluate(two, loss, LABELS, 1)
+        assert loss.reduction == "sum_over_batch_size"
 
 
 def test_keras_function_as_a_metric_is_called_with_the_targets_first(two, keras):

@@ -1,5 +1,7 @@
 """`jdist.train_step`: equal to one device on all examples, under every strategy and policy; and its checks."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,6 +174,16 @@ INVALID_CALLS = {
         TypeError,
         r"^`loss_fn` returned result\['error'\], a metric Mean, for a padded batch without",
     ),
+    "seven_losses": (
+        lambda w, batch: jnp.zeros(7) * w[0],
+        ValueError,
+        r"^`loss_fn` returned float32\[7\] for 5 examples\..*one or several losses per example, \[5, \.\.\.\]",
+    ),
+    "losses_in_one_dimension": (
+        lambda w, batch: (batch[0] * w).ravel(),
+        ValueError,
+        r"^`loss_fn` returned float32\[15\] for 5 examples.*`losses\.reshape\(5, -1\)`",
+    ),
     "mean_of_padding": (
         lambda w, batch: squares(w, batch).mean(),
         ValueError,
@@ -206,3 +218,50 @@ def test_invalid_states_raise(two):
         pytest.raises(TypeError, match=r"^`state\.params` is a module of nnx, .*`nnx\.Optimizer`.*nnx\.split"),
     ):
         train_step(jdist.TrainState.create(module, SGD), batch)
+
+
+OTHER_OPTIMIZERS = {
+    "adam_in_sgd": (
+        optax.adam(RATE),
+        SGD,
+        "contains ScaleByAdamState, EmptyState, and .* returns EmptyState, EmptyState",
+    ),
+    "sgd_in_adam": (
+        SGD,
+        optax.adam(RATE),
+        "contains EmptyState, EmptyState, and .* returns ScaleByAdamState, EmptyState",
+    ),
+    "adam_in_adabelief": (optax.adam(RATE), optax.adabelief(RATE), "ScaleByAdamState, .* returns ScaleByBeliefState"),
+    "no_schedule": (optax.adam(RATE), optax.adam(lambda step: RATE), "EmptyState, .*, ScaleByScheduleState"),
+    "no_policy": (SGD, sync.every(SGD, 2), "contains EmptyState, EmptyState, and .* returns EveryState, EmptyState"),
+    "other_parameters": (
+        optax.masked(optax.adam(RATE), {"w": False, "b": True}),
+        optax.adam(RATE),
+        "MaskedState, ScaleByAdamState, MaskedNode, .* returns ScaleByAdamState, EmptyState",
+    ),
+}
+
+
+@pytest.mark.parametrize("created, used, message", OTHER_OPTIMIZERS.values(), ids=OTHER_OPTIMIZERS)
+@pytest.mark.one_in(2)
+def test_state_of_another_optimizer_raises(created, used, message, two):
+    params = {"w": jnp.asarray(W), "b": jnp.float32(0)}
+    loss = lambda params, batch: squares(params["w"], batch) + params["b"]
+    message = f"^`state.opt_state` is the state of another optimizer, or of other parameters: it .*{message}.*TrainState.create"
+    with two.scope():
+        state = jdist.init(lambda: jdist.TrainState.create(params, created))
+        with pytest.raises(TypeError, match=message):
+            jdist.train_step(loss, used)(state, two.split((X, Y)))
+    model = (lambda key, x: params, lambda params, x: x @ params["w"])
+    with pytest.raises(TypeError, match=message):
+        jdist.Trainer(model, used, optax.squared_error, strategy=two).fit((X, Y), batch_size=10, state=state)
+
+
+def test_optimizer_state_of_other_parameters_raises(two):
+    state = jdist.TrainState.create(jnp.zeros(4), optax.adam(RATE))
+    state = two.put(dataclasses.replace(state, params=jnp.zeros(3)))
+    with (
+        two.scope(),
+        pytest.raises(TypeError, match=r"state\.opt_state\[0\]\.mu is of shape \[4\], and of shape \[3\] in"),
+    ):
+        jdist.train_step(squares, optax.adam(RATE))(state, two.split((X, Y)))

@@ -1,13 +1,16 @@
 """Loss functions of other libraries, adapted to the argument order of a `Trainer`: `loss(outputs, targets)`."""
 
-import copy
 import inspect
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+
 # Keras passes the targets first. Its functions, and functions written for it, use these parameter names.
 _TARGETS_FIRST = {("y_true", "y_pred"), ("target", "output")}
+_calls_keras_loss = threading.RLock()  # held while the reduction of a Keras loss is replaced
 
 
 def adapt_loss(loss: Any) -> Any:
@@ -70,17 +73,32 @@ def _is_keras_object(value: Any, module: str, name: str) -> bool:
     return kind is not None and isinstance(value, kind)
 
 
-def _per_example(loss: Any) -> Any:
-    """Returns a copy of a Keras loss that returns one value per example."""
+def _per_example(loss: Any) -> Callable[[Any, Any], Any]:
+    """Returns a function that calls a Keras loss, and returns one value per example."""
     check_keras_backend()
     if loss.reduction == "sum":
         raise ValueError(
             f'The Keras loss {loss.name} has reduction="sum". A `Trainer` averages the losses over the examples of all '
             "replicas. Pass the loss with `reduction=None`; for the scale of the sum, multiply the learning rate."
         )
-    loss = copy.copy(loss)
-    loss.reduction = None
-    return loss
+
+    def losses(targets: Any, outputs: Any) -> Any:
+        # The object itself is called. A copy goes through `get_config`, and has only the attributes that it returns.
+        with _calls_keras_loss:
+            reduction, loss.reduction = loss.reduction, None
+            try:
+                result = loss(targets, outputs)
+            finally:
+                loss.reduction = reduction
+        if jnp.ndim(result) == 0:
+            raise ValueError(
+                f"The Keras loss {loss.name} returned one number for a batch, although it was called without its reduction. "
+                "It must return one value per example, [batch, ...]: create the losses that it calls with `reduction=None`; "
+                "of `Dice` and `Tversky`, pass the `axis` of each example, such as `axis=(1, 2, 3)`."
+            )
+        return result
+
+    return losses
 
 
 def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:

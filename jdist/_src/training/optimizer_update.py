@@ -12,7 +12,12 @@ from jdist._src.replica.context import all_reduce
 from jdist._src.replica.gradients import GradientTotals, divide_by_count
 from jdist._src.training import finite_guard
 from jdist._src.training.finite_guard import NonFinite
-from jdist._src.training.state import GROWING_OPTIMIZER_STATE, StateFields, check_same_leaves
+from jdist._src.training.state import (
+    GROWING_OPTIMIZER_STATE,
+    StateFields,
+    check_optimizer_state,
+    check_same_leaves,
+)
 
 LossFunction = Callable[..., jax.Array]
 
@@ -50,8 +55,10 @@ def update_params(
         The mean loss; whether the step is finite; the parameters and the state of the optimizer after it.
 
     Raises:
-        TypeError: The optimizer needs an unknown argument, or its new state has other leaves.
+        TypeError: The optimizer needs an unknown argument, its new state has other leaves, or the state before the step is
+            that of another optimizer.
     """
+    check_optimizer_state(optimizer, fields.opt_state, fields.params)
     calls: list[PyTree] = []
 
     def stand_in(params: PyTree, obj_fn: Any = None) -> jax.Array:

@@ -232,6 +232,44 @@ def check_same_leaves(name: str, old: PyTree, new: PyTree, hint: str) -> None:
         )
 
 
+def check_optimizer_state(optimizer: Any, opt_state: PyTree, params: PyTree) -> None:
+    """Raises TypeError if the state of an optimizer, as a step receives it, is the state of another optimizer.
+
+    An optimizer may ignore a state that it did not create: `optax.sgd` returns the moments of Adam as they are.
+    """
+    expected = jax.eval_shape(optimizer.init, params)
+    names = ", ".join(_state_classes(opt_state)), ", ".join(_state_classes(expected))
+    problem = (
+        f"it contains {names[0] or 'no states of optax'}, and `init` of this optimizer returns {names[1] or 'none'}"
+    )
+    if names[0] == names[1]:
+        shapes, expected_shapes = (
+            {n: jnp.shape(x) for n, x in named_leaves("", tree)} for tree in (opt_state, expected)
+        )
+        different = [n for n in {**shapes, **expected_shapes} if shapes.get(n) != expected_shapes.get(n)]
+        if not different:
+            return
+        of = lambda shapes: f"of shape {list(shapes[different[0]])}" if different[0] in shapes else "missing"
+        problem = (
+            f"state.opt_state{different[0]} is {of(shapes)}, and {of(expected_shapes)} in the state that `init` returns"
+        )
+    raise TypeError(
+        f"`state.opt_state` is the state of another optimizer, or of other parameters: {problem}. Pass the optimizer that "
+        "created the state. To continue with another optimizer, create its state: "
+        "`strategy.init(lambda params: jdist.TrainState.create(params, optimizer), state.params)`."
+    )
+
+
+def _state_classes(tree: PyTree) -> list[str]:
+    """Returns the names of the named tuples in the state of an optimizer, from the outside in."""
+    is_named_tuple = lambda node: isinstance(node, tuple) and hasattr(node, "_fields")
+    names = []
+    for node in jax.tree.leaves(tree, is_leaf=is_named_tuple):
+        if is_named_tuple(node):
+            names += [type(node).__name__, *_state_classes(tuple(node))]
+    return names
+
+
 def replace_fields(state: Any, step: Any, params: PyTree, opt_state: PyTree, model_state: PyTree) -> Any:
     """Returns `state` with the fields that a step updates replaced."""
     fields = {"step": step, "params": params, "opt_state": opt_state}

@@ -58,10 +58,11 @@ def train_step(
         of `strategy.run`, stacked over several micro-batches.
 
     Raises:
-        TypeError: `loss_fn` or `optimizer` is of another type. When called: the state lacks a field, `params` is an nnx module,
-            the losses are not floats, or `loss_fn` returns metrics of a padded batch and has no parameter `weights`.
-        ValueError: `micro_batches` or `steps_per_call` is less than 1. When called: the shapes of losses and weights do not
-            match, or the state was created without an optimizer.
+        TypeError: `loss_fn` or `optimizer` is of another type. When called: the state lacks a field or is of another optimizer,
+            `params` is an nnx module, the losses are not floats, or `loss_fn` returns metrics of a padded batch and has no
+            parameter `weights`.
+        ValueError: `micro_batches` or `steps_per_call` is less than 1. When called: the losses are not one or several per
+            example, their shape does not match the weights, or the state was created without an optimizer.
 
     Example:
         >>> import optax
@@ -99,7 +100,7 @@ def train_step(
             arguments = {"weights": weights_part, "key": None if key is None else jax.random.fold_in(key, part[0])}
             result = loss_fn(params, batch, **{receivers[name]: arguments[name] for name in receivers})
             losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-            _check_floats(losses)
+            _check_losses(losses, batch)
             check_metric_weights("loss_fn", aux, weights, receivers)
             return losses, aux
 
@@ -123,10 +124,20 @@ def train_step(
     )
 
 
-def _check_floats(losses: Any) -> None:
+def _check_losses(losses: Any, batch: PyTree) -> None:
+    """Raises TypeError or ValueError if `losses` are not floats, or are not one or several per example."""
     if hasattr(losses, "dtype") and not jnp.issubdtype(losses.dtype, jnp.floating):
         raise TypeError(
             f"`loss_fn` returned {dtype_and_shape(losses)}, which is not differentiable: the dtype must be a float."
+        )
+    # The first dimensions of a batch of graphs, for example, differ: its nodes and its edges.
+    counts = list(dict.fromkeys(jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)))
+    if jnp.ndim(losses) and counts and jnp.shape(losses)[0] not in counts:
+        examples = " or ".join(map(str, counts))
+        raise ValueError(
+            f"`loss_fn` returned {dtype_and_shape(losses)} for {examples} examples. It must return one or several losses per "
+            f"example, [{counts[0]}, ...], or one number that is their mean. For losses of all tokens of a batch in one "
+            f"dimension, return `losses.reshape({counts[0]}, -1)`."
         )
 
 

@@ -273,7 +273,7 @@ class Trainer:
             ValueError: The data are empty; an option does not fit; a checkpoint is of another model; or, while the step is
                 traced, the loss or a metric is not one value per example.
             TypeError: The optimizer or the loss is missing, `state` is not a state, or a number is not an integer; or, while
-                the step is traced, a part of the state changes its leaves.
+                the step is traced, `state` is of another optimizer, or a part of it changes its leaves.
             FitError: An error ended training after the first step.
         """
         check_is_state(state)
