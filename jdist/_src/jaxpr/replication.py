@@ -21,6 +21,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
+
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import DivergentCollectiveError, RepeatedSumWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
@@ -107,6 +109,25 @@ def find_reductions(program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str]
     analysis = _Analysis(frozenset(axes))
     analysis.run_inputs(program, inputs)
     return analysis.sums
+
+
+def may_vary(program: Any, inputs: Sequence[bool], axes: Sequence[str]) -> list[bool]:
+    """Returns whether each output of a part of a replica function may vary, without the errors and warnings of `prove`.
+
+    Args:
+        program: The closed jaxpr of the part. Its constants may be values of the function, which may vary.
+        inputs: Whether each input may vary.
+        axes: The mesh axes of the replicas.
+    """
+    jaxpr = jax_compat.consts_as_inputs(program)
+    varying = [*(isinstance(value, jax.core.Tracer) for value in program.consts), *inputs]
+    try:
+        outputs = _Analysis(frozenset(axes)).run_inputs(
+            jaxpr, [Input("", tuple(axes) if one else ()) for one in varying]
+        )
+    except DivergentCollectiveError:  # more inputs vary than in the function
+        return [True] * len(jaxpr.outvars)
+    return list(map(bool, outputs))
 
 
 def explain_cause(cause: Cause) -> str:

@@ -1,6 +1,7 @@
 """The replica functions that a `Trainer` runs: the steps of training, evaluation and prediction."""
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
@@ -28,13 +29,12 @@ from jdist._src.training.metric_adapters import (
     pack_metrics,
     unpack_metrics,
 )
+from jdist._src.training.model_state import mean_over_replicas, update_model_state
 from jdist._src.training.objectives import Objective, explained_data_errors, split_element
 from jdist._src.training.optimizer_update import check_optimizer, update_params
 from jdist._src.training.state import (
-    GROWING_MODEL_STATE,
     ModelVariables,
     TrainState,
-    check_same_leaves,
     replace_fields,
     state_fields,
     step_of,
@@ -178,10 +178,12 @@ class StepFunctions:
             precision.check_loss_scale(self.objective.precision, precision.step_precision().scale)
             self.objective.precision.check_params(fields.params)
 
-        def compute_losses(params: PyTree, batch: PyTree, weights_part: Any, ids: jax.Array) -> Any:
+        def compute_losses(
+            params: PyTree, batch: PyTree, weights_part: Any, ids: jax.Array, model_state: PyTree = fields.model_state
+        ) -> Any:
             result = self.objective(
                 params,
-                fields.model_state,
+                model_state,
                 batch,
                 jax.random.fold_in(key, ids[0]),
                 True,
@@ -198,23 +200,27 @@ class StepFunctions:
 
         options: Any = {"micro_batches": self.micro_batches, "weights": weights, "remat": self.remat}
         data = batch, weights, jnp.arange(len(jax.tree.leaves(batch)[0]))
-        totals, (metrics, model_state) = gradient_totals(compute_losses, has_aux=True, **options)(fields.params, *data)
+
+        def compute_totals(params: PyTree, model_state: PyTree, data: Any) -> tuple[Any, PyTree]:
+            losses = functools.partial(compute_losses, model_state=model_state)
+            totals, (metrics, model_state) = gradient_totals(losses, has_aux=True, **options)(params, *data)
+            return (totals._replace(params=()), metrics), model_state
 
         def value_fn(
             params: PyTree, obj_fn: Any = None
         ) -> jax.Array:  # optax: it must accept all other extra arguments
             return global_loss(lambda *args: compute_losses(*args)[0], **options)(params, *data)
 
+        (totals, metrics), model_state, varies = update_model_state(
+            compute_totals, fields.params, fields.model_state, data, weights, self.micro_batches
+        )
         if self.micro_batches > 1:
             metrics = jax.tree.map(lambda x: x.sum(0), metrics)
-            model_state = _mean_over_micro_batches(model_state, weights, self.micro_batches)
-        check_same_leaves("model_state", fields.model_state, model_state, GROWING_MODEL_STATE)
-        model_state = jax.tree.map(lambda new, old: jnp.asarray(new).astype(old.dtype), model_state, fields.model_state)
 
         loss, is_finite, params, opt_state = update_params(
             self.optimizer, self.non_finite, carry.has_failed, totals, fields, value_fn
         )
-        model_state = _mean_over_replicas(model_state, weights)
+        model_state = mean_over_replicas(model_state, varies, weights)
         metrics = jax.tree.map(jnp.add, carry.metrics, pack_metrics(metrics))
         step, has_failed, is_taken = fields.step + 1, carry.has_failed, is_finite & ~carry.has_failed
         if self.non_finite != "keep":
@@ -297,37 +303,3 @@ def _outcome(loss: jax.Array, is_finite: jax.Array) -> jax.Array:
     time on the host.
     """
     return jnp.stack([loss, is_finite.astype(loss.dtype)])
-
-
-def _mean_over_micro_batches(stacked: PyTree, weights: Any, micro_batches: int) -> PyTree:
-    """Returns the model state after micro-batches: the mean of floats, weighted by examples; the last of other values."""
-    counts = None if weights is None else jnp.reshape(weights, (micro_batches, -1)).sum(1)
-
-    def mean(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x[-1]
-        return x.mean(0) if counts is None else jnp.mean(_scaled_by_count(x, counts, counts.mean()), 0)
-
-    return jax.tree.map(mean, stacked)
-
-
-def _mean_over_replicas(model_state: PyTree, weights: Any) -> PyTree:
-    """Returns the model state with the floats averaged over the replicas, weighted by examples."""
-    leaves, treedef = jax.tree.flatten(model_state)
-    indices = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)]
-    if not indices:
-        return model_state
-    values = [leaves[i] for i in indices]
-    if weights is not None:
-        count = jnp.sum(weights)
-        values = [_scaled_by_count(value, count, all_reduce("mean", count)) for value in values]
-    for i, value in zip(indices, all_reduce("mean", values), strict=True):
-        leaves[i] = value
-    return treedef.unflatten(leaves)
-
-
-def _scaled_by_count(value: jax.Array, count: jax.Array, mean_count: jax.Array) -> jax.Array:
-    """Returns `value * count / mean_count`, whose plain mean is the mean weighted by count; `value` if all counts are 0."""
-    factor = jnp.where(mean_count == 0, 1, count / jnp.where(mean_count == 0, 1, mean_count))
-    factor = factor.astype(value.dtype).reshape(factor.shape + (1,) * (value.ndim - factor.ndim))
-    return jnp.where(factor == 0, 0, value * factor)
