@@ -407,7 +407,7 @@ def _keys_after_loops(strategy):
             for _ in data:
                 pass
         strategy.put(1)  # a barrier
-        counts.append(len(key_value_store().key_value_dir_get("jdist/input")))
+        counts.append(len(key_value_store().key_value_dir_get_bytes("jdist/input")))
         strategy.put(1)
     return counts
 

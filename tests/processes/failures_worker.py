@@ -94,7 +94,7 @@ def results_by_case(folder, failing_process):
             for _ in range(repeats):
                 checkpointer.restore(strategy, step=1)
             strategy.put(1)
-            counts.append(len(key_value_store().key_value_dir_get("jdist/checkpoint")))
+            counts.append(len(key_value_store().key_value_dir_get_bytes("jdist/checkpoint")))
             strategy.put(1)
         results["keys"] = counts
 

@@ -283,7 +283,7 @@ class Checkpointer:
 
     def _run_compared(self, call: str, work: Callable[[], tuple[T, Facts]]) -> T:
         """See `ProcessGroup.run_compared`. One group for all calls, so that different calls are noticed."""
-        self._calls = self._calls or ProcessGroup()
+        self._calls = self._calls or ProcessGroup(in_main_thread=True)
         return self._calls.run_compared(call, work)
 
     def _plan_save(

@@ -25,9 +25,12 @@ class ProcessGroup:
     Processes must create their groups in the same order. On a single process the methods only call `work`.
 
     Mutable: a group remembers whether a call of `run` or `barrier` has failed.
+
+    Args:
+        in_main_thread: Whether no other thread than the main one calls the methods.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_main_thread: bool = False) -> None:
         self._deadline = math.inf
         self._has_failed = False
         self._exchange: MessageExchange | None = None
@@ -35,7 +38,12 @@ class ProcessGroup:
             is_late = lambda: time.monotonic() > self._deadline
             name = numbered_name("jdist/checkpoint")
             self._exchange = MessageExchange(
-                name, jax.process_index(), jax.process_count(), "a barrier of a checkpoint", is_late
+                name,
+                jax.process_index(),
+                jax.process_count(),
+                "a barrier of a checkpoint",
+                is_late,
+                in_main_thread=in_main_thread,
             )
 
     def __enter__(self) -> Self:
@@ -65,7 +73,7 @@ class ProcessGroup:
             result, facts = work()
         except Exception as error:
             if self._exchange is not None:
-                self._exchange.post_without_reading({"error": short_message(error)})
+                self._exchange.post({"error": short_message(error)})
             raise
         if self._exchange is not None:
             self._compare(self._exchange, call, {"the call": [f"`{call}`"], **facts})
@@ -81,7 +89,8 @@ class ProcessGroup:
         for process, other in enumerate(others, start=1):
             different = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if different:
-                lines = list(facts.get(different[0], []))[:_MOST_LINES]
+                is_compared = jax.process_index() in (0, process)
+                lines = list(facts.get(different[0], []))[:_MOST_LINES] if is_compared else []
                 all_lines = [message.get("lines", []) for message in exchange.exchange({"lines": lines})]
                 raise CheckpointError(_difference(different[0], process, all_lines[0], all_lines[process]))
 

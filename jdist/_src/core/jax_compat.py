@@ -107,7 +107,8 @@ def key_value_store() -> Any:
     """Returns the key-value store of the processes that have called `jax.distributed.initialize`.
 
     It has `key_value_set(key, text)`, `blocking_key_value_get(key, milliseconds)`, which raises if the key is not set within
-    that time, and `key_value_delete(key)`. It uses no device, so any thread may call it.
+    that time, `key_value_increment(key, number)`, `key_value_dir_get(prefix)`, and `key_value_delete(key)`, which also deletes
+    the keys below it. It uses no device, so any thread may call it.
 
     Raises:
         RuntimeError: This process has not joined other processes.
@@ -120,6 +121,16 @@ def key_value_store() -> Any:
             "This process has not joined other processes: call `jax.distributed.initialize` at the start of each process."
         )
     return client
+
+
+def are_recoverable() -> bool:
+    """Whether the processes continue if one of them is lost (`jax_enable_recoverability`)."""
+    return bool(getattr(jax.config, "jax_enable_recoverability", False))
+
+
+def live_processes(store: Any, processes: Sequence[int]) -> set[int]:
+    """Returns those of `processes`, one of which is this one, that JAX has not lost. Waits until those have called it too."""
+    return set(store.get_live_nodes(list(processes)))
 
 
 def use_loopback_for_cpu_collectives() -> None:

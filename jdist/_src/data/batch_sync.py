@@ -8,7 +8,7 @@ store of `jax.distributed`, from the prefetch thread: no device takes part, and 
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jax.sharding import Mesh
 
@@ -17,10 +17,27 @@ from jdist._src.core.process_messages import MessageExchange, numbered_name
 T = TypeVar("T")
 
 
-def channel_name(mesh: Mesh) -> str:
-    """Returns a name for a new message exchange between the processes of `mesh`."""
+class Channel(NamedTuple):
+    """A new message exchange between the processes of a mesh.
+
+    Attributes:
+        name: The name of the exchange.
+        processes: JAX's indices of the processes.
+    """
+
+    name: str
+    processes: Sequence[int]
+
+
+def new_channel(mesh: Mesh) -> Channel:
+    """Returns a new message exchange between the processes of `mesh`. All of them call it in the same order."""
     processes = tuple(sorted({device.process_index for device in mesh.devices.flat}))
-    return numbered_name(f"jdist/input/{zlib.crc32(repr(processes).encode())}")
+    return Channel(numbered_name(f"jdist/input/{zlib.crc32(repr(processes).encode())}"), processes)
+
+
+def place_of(epoch: int, number: int) -> str:
+    """Returns the place of a batch, for messages."""
+    return f" in batch {number} of epoch {epoch}"
 
 
 class SingleProcessSync:
@@ -30,7 +47,9 @@ class SingleProcessSync:
         """Returns the result of `work`."""
         return work()
 
-    def exchange(self, local_counts: dict[int, int], width: int, rows: str | None, where: str) -> tuple[list[int], int]:
+    def exchange(
+        self, local_counts: dict[int, int], width: int, rows: str | None, epoch: int, number: int
+    ) -> tuple[list[int], int]:
         """Returns the number of examples of each shard, and the width."""
         return list(local_counts.values()), width
 
@@ -42,14 +61,22 @@ class ProcessBatchSync:
     """The agreement of the processes that feed a strategy, with one message exchange per batch.
 
     Args:
-        name: The name of the exchange.
+        channel: The exchange.
         pipeline: The index of this process.
         num_pipelines: The number of processes.
         should_stop: Whether to stop waiting for messages.
     """
 
-    def __init__(self, name: str, pipeline: int, num_pipelines: int, should_stop: Callable[[], bool] = bool):
-        self._exchange = MessageExchange(name, pipeline, num_pipelines, "an agreement on a batch", should_stop)
+    def __init__(self, channel: Channel, pipeline: int, num_pipelines: int, should_stop: Callable[[], bool] = bool):
+        self._exchange = MessageExchange(
+            channel.name,
+            pipeline,
+            num_pipelines,
+            "an agreement on a batch",
+            should_stop,
+            processes=channel.processes,
+        )
+        self._num_batches = 0
 
     def run(self, work: Callable[[], T]) -> T:
         """Returns the result of `work`. If `work` raises, the other processes receive the error instead of a message."""
@@ -68,23 +95,30 @@ class ProcessBatchSync:
         """
         self._check_equal([message["description"] for message in self._all_messages({"description": description})])
 
-    def exchange(self, local_counts: dict[int, int], width: int, rows: str | None, where: str) -> tuple[list[int], int]:
+    def exchange(
+        self, local_counts: dict[int, int], width: int, rows: str | None, epoch: int, number: int
+    ) -> tuple[list[int], int]:
         """Returns the number of examples of each shard in this batch, ordered by shard, and the largest width of all processes.
 
         Args:
             local_counts: The number of examples of the shards that this process reads.
             width: The width that the rows of this process are padded to, or 0.
             rows: The description of the rows of this process, if it has read any.
-            where: The batch, for messages.
+            epoch: The epoch of the batch.
+            number: The number of the batch in the epoch.
 
         Raises:
             RuntimeError: Another process failed.
             ValueError: The counts or the rows differ between processes, or the processes are at different batches.
             InterruptedError: `should_stop` returned True.
         """
-        message = {"counts": list(local_counts.items()), "width": width, "rows": rows, "where": where}
+        where = place_of(epoch, number)
+        # The same message for all full batches of an epoch: a message that has changed takes another request.
+        offset = number - self._num_batches
+        message = {"counts": list(local_counts.items()), "width": width, "rows": rows, "epoch": epoch, "offset": offset}
         messages = self._all_messages(message, where)
-        self._check_equal([f"the rows{message['where']}" for message in messages])
+        self._check_equal([f"the rows{place_of(m['epoch'], m['offset'] + self._num_batches)}" for m in messages])
+        self._num_batches += 1
         self._check_equal([message["rows"] and f"{message['rows']}{where}" for message in messages])
         counts: dict[int, int] = {}
         for shard, count in itertools.chain.from_iterable(message["counts"] for message in messages):

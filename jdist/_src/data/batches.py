@@ -13,7 +13,7 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree
 from jdist._src.data.array_rows import check_same_rows, describe_row, float64_warning, to_32_bits
-from jdist._src.data.batch_sync import ProcessBatchSync, SingleProcessSync
+from jdist._src.data.batch_sync import Channel, ProcessBatchSync, SingleProcessSync, place_of
 from jdist._src.data.config import InputConfig
 from jdist._src.data.files import Files
 from jdist._src.data.shard_readers import IndexedReader, ShardBlock, ShardReader, StreamReader
@@ -63,7 +63,7 @@ def read_batches(
     config: InputConfig,
     share: ProcessShare,
     start: Position,
-    channel: str = "",
+    channel: Channel | None = None,
     should_stop: Callable[[], bool] = bool,
 ) -> Iterator[LocalBatch]:
     """Yields all batches from `start` on.
@@ -72,10 +72,10 @@ def read_batches(
         config: The source and its options.
         share: The part of each batch that this process holds.
         start: The position of the first batch.
-        channel: The name of the message exchange with the other processes, if any.
+        channel: The message exchange with the other processes, if any.
         should_stop: Whether to stop waiting for them.
     """
-    is_single = share.num_pipelines == 1 or in_memory_on_all(config, share)
+    is_single = channel is None or share.num_pipelines == 1 or in_memory_on_all(config, share)
     sync = (
         SingleProcessSync()
         if is_single
@@ -87,7 +87,7 @@ def read_batches(
         sync.close()
 
 
-def element_shapes(config: InputConfig, share: ProcessShare, start: Position, channel: str) -> PyTree:
+def element_shapes(config: InputConfig, share: ProcessShare, start: Position, channel: Channel) -> PyTree:
     """Returns the shapes of an element `[local replica, row, ...]`: a batch, or with padding a pair of a batch and its weights.
 
     Raises:
@@ -167,11 +167,11 @@ class _BatchReader:
             self._sync.run(lambda: self._open(readers, begin))
             parts = self._parts(self._size or 0, begin.shards)
             for number in itertools.count(begin.batch):
-                where = f" in batch {number} of epoch {begin.epoch}"
+                where = place_of(begin.epoch, number)
                 blocks, rows = self._sync.run(lambda where=where: self._read_blocks(parts, readers, where))
                 local_counts = {part.shard: block.examples for part, block in zip(parts, blocks, strict=True)}
                 width = self._sync.run(lambda rows=rows, where=where: self._width(rows, where))
-                counts, width = self._sync.exchange(local_counts, width, self._description, where)
+                counts, width = self._sync.exchange(local_counts, width, self._description, begin.epoch, number)
                 examples = sum(counts)
                 if examples == 0:
                     return

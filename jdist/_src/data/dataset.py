@@ -16,7 +16,7 @@ from jdist._src.core import html
 from jdist._src.core.arguments import as_int
 from jdist._src.core.errors import BatchedElementsWarning
 from jdist._src.core.tree import PyTree
-from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
+from jdist._src.data.batch_sync import Channel, ProcessBatchSync, new_channel
 from jdist._src.data.batches import LocalBatch, Position, element_shapes, in_memory_on_all, read_batches
 from jdist._src.data.config import InputConfig, check_epochs
 from jdist._src.data.device_cache import DeviceCache
@@ -211,8 +211,8 @@ class DistributedDataset:
             shape = (1, self._share.num_replicas * leaf.shape[1], *leaf.shape[2:])
         return PerReplica(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=replicas.batch_sharding(shape)))
 
-    def _channel(self) -> str:
-        return channel_name(self._replicas.mesh)
+    def _channel(self) -> Channel:
+        return new_channel(self._replicas.mesh)
 
     def _start_prefetch(self, position: Position) -> "Inline[LocalBatch] | Threaded[LocalBatch]":
         config, share = self._config, self._share
@@ -377,7 +377,7 @@ def _device_batches(
     share: ProcessShare,
     replicas: Replicas,
     position: Position,
-    channel: str,
+    channel: Channel,
     should_stop: Callable[[], bool],
 ) -> Generator[LocalBatch]:
     """Yields the batches on the devices; the transfers may still be running."""

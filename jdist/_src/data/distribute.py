@@ -11,7 +11,7 @@ import numpy as np
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.data.array_rows import describe_row
-from jdist._src.data.batch_sync import ProcessBatchSync, channel_name
+from jdist._src.data.batch_sync import ProcessBatchSync, new_channel
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.config import Cache, InputConfig, Remainder, check_epochs
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator
@@ -184,7 +184,7 @@ def _make_on_all_processes(
     """
     if share.num_pipelines == 1:
         return make()[0]
-    sync = ProcessBatchSync(channel_name(replicas.mesh), share.pipeline, share.num_pipelines)
+    sync = ProcessBatchSync(new_channel(replicas.mesh), share.pipeline, share.num_pipelines)
     try:
         dataset, description = sync.run(make)
         sync.check_same(f"a data set of {description}")

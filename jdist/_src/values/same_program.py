@@ -4,8 +4,10 @@ JAX compiles and runs a program of several processes without a comparison. If th
 captured different values, replicated values would silently differ between them, or a collective would wait forever.
 """
 
+import functools
 import itertools
 import json
+import math
 import time
 import zlib
 from collections.abc import Sequence
@@ -14,14 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.core import activity, jax_compat
-from jdist._src.core.process_messages import has_ended, numbered_name
+from jdist._src.core import activity
+from jdist._src.core.process_messages import MessageExchange, numbered_name
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr.program_fingerprint import Constant, Line, constants_of, crc_of, lines_of
 
-_POLL_MS = 1000
 _TIME_LIMIT: float | None = None  # seconds; None for 20 minutes, or more with a larger time limit of waits
+_deadline = math.inf  # of the wait for the other processes
 
 
 def check_same_program(
@@ -42,39 +44,43 @@ def check_same_program(
         ValueError: Names, shapes or dtypes of arguments, host values, captured constants or equations differ.
         RuntimeError: Tracing failed on another process, took more than 20 minutes longer there, or the process has ended.
     """
-    processes = sorted({device.process_index for device in replicas.mesh.devices.flat})
-    process_index = jax.process_index()
+    processes = tuple(sorted({device.process_index for device in replicas.mesh.devices.flat}))
     reason = f"the comparison of `{name}`, which all processes have to call"
+    exchange = _exchange_of(processes)
     if failure is not None:
-        with activity.waiting(reason):
-            _post(processes, {"failure": f"{type(failure).__name__}: {failure}"[:2000]})
+        exchange.post({"failure": f"{type(failure).__name__}: {failure}"[:2000]})
         return
     lines, constants = lines_of(program), constants_of(program)
-    message = {
-        "function": name,
+    facts = {
+        "function": [name],
         "arguments": [
             f"{leaf_name} {dtype_and_shape(np.asarray(leaf) if not hasattr(leaf, 'dtype') else leaf)}"
             for leaf_name, leaf in arguments
         ],
-        "values": {leaf_name: crc_of(leaf) for leaf_name, leaf in arguments},
+        "values": [[leaf_name, crc_of(leaf)] for leaf_name, leaf in arguments],
         "constants": [f"{constant.spec} #{constant.crc}" for constant in constants],
         "equations": [zlib.crc32(line.text.encode()) for line in lines],
     }
-    with activity.waiting(reason):
-        messages = _received(processes, _post(processes, message), name)
-    messages[process_index] = message
-    for process in processes:
-        if "failure" in messages[process]:
-            raise RuntimeError(f"`{name}` could not be traced on process {process}: {messages[process]['failure']}")
-    first = processes[0]
-    for subject in message:
-        others = [process for process in processes if messages[process][subject] != messages[first][subject]]
-        if others:
-            other = messages[others[0] if process_index == first else first][subject]
-            difference = _difference(subject, message[subject], other, lines, constants)
+    digests = {subject: zlib.crc32(json.dumps(values).encode()) for subject, values in facts.items()}
+    messages = _exchanged(exchange, {"function": name, "digests": digests}, reason, name)
+    for process, message in zip(processes, messages, strict=True):
+        if "failure" in message:
+            raise RuntimeError(f"`{name}` could not be traced on process {process}: {message['failure']}")
+    for subject in facts:
+        different = [
+            i for i, message in enumerate(messages) if message["digests"][subject] != messages[0]["digests"][subject]
+        ]
+        if different:
+            index = processes.index(jax.process_index())
+            shown = index if index in different else 0  # the others are like the first process
+            posts = index in (0, different[0])
+            details = _exchanged(exchange, {"values": facts[subject] if posts else []}, reason, name)
+            other = details[different[0] if shown == 0 else 0]["values"]
+            difference = _difference(subject, facts[subject], other, lines, constants)
+            others, first_name = [processes[i] for i in different], messages[0]["function"]
             raise ValueError(
                 f"The processes do not run the same program: {_listed(others)} differ{'s' * (len(others) == 1)} from process "
-                f"{first} in `{messages[first]['function']}`. On process {process_index}, {difference}. {_ADVICE[subject]}"
+                f"{processes[0]} in `{first_name}`. On process {processes[shown]}, {difference}. {_ADVICE[subject]}"
             )
 
 
@@ -83,12 +89,13 @@ def _difference(subject: str, local: Any, other: Any, lines: Sequence[Line], con
         pairs = itertools.zip_longest(local, other, fillvalue="absent")
         return next(f"an argument is {a}, and on the other process {b}" for a, b in pairs if a != b)
     if subject == "values":
-        return f"{', '.join(name for name in local if local[name] != other[name])} has other values"
+        names = [name for (name, crc), (_, other_crc) in zip(local, other, strict=True) if crc != other_crc]
+        return f"{', '.join(names)} has other values"
     if subject == "constants":
         return _constant_difference(constants, other)
     if subject == "equations":
         return _equation_difference(lines, local, other)
-    return f"the function is `{local}`, on the other process `{other}`"
+    return f"the function is `{local[0]}`, on the other process `{other[0]}`"
 
 
 _ADVICE = {
@@ -124,39 +131,31 @@ def _listed(processes: Sequence[int]) -> str:
     return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
 
 
-def _post(processes: Sequence[int], message: dict[str, Any]) -> str:
-    """Stores the message of this process, and returns the prefix of the keys of all processes."""
-    prefix = numbered_name(f"jdist/programs/{'-'.join(map(str, processes))}")
-    jax_compat.key_value_store().key_value_set(f"{prefix}/{jax.process_index()}", json.dumps(message))
-    return prefix
+@functools.cache
+def _exchange_of(processes: tuple[int, ...]) -> MessageExchange:
+    """Returns the exchange of the comparisons of these processes."""
+    name = numbered_name(f"jdist/programs/{zlib.crc32(repr(processes).encode())}")
+    return MessageExchange(
+        name,
+        processes.index(jax.process_index()),
+        len(processes),
+        "the comparison of a program",
+        lambda: time.monotonic() > _deadline,
+        processes=processes,
+        in_main_thread=True,
+    )
 
 
-def _received(processes: Sequence[int], prefix: str, name: str) -> dict[int, dict[str, Any]]:
-    """Returns the messages of the other processes; waits for them."""
-    store, start = jax_compat.key_value_store(), time.monotonic()
+def _exchanged(exchange: MessageExchange, message: dict[str, Any], reason: str, name: str) -> list[dict[str, Any]]:
+    global _deadline
     # The watchdog ends the job earlier, unless the other processes trace or compile.
     limit = max(1200.0, 2 * activity.time_limit) if _TIME_LIMIT is None else _TIME_LIMIT
-    messages: dict[int, dict[str, Any]] = {}
-    ended: set[int] = set()
-    others = [process for process in processes if process != jax.process_index()]
-    while missing := [process for process in others if process not in messages]:
-        try:
-            messages[missing[0]] = json.loads(store.blocking_key_value_get(f"{prefix}/{missing[0]}", _POLL_MS))
-        except RuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            if missing[0] in ended:
-                raise RuntimeError(
-                    f"Process {missing[0]} has ended, and did not call `{name}`, which process {jax.process_index()} calls. "
-                    "Every process must call the same functions in the same order, the same number of times."
-                ) from None
-            if has_ended(missing[0]):  # it may have posted its message before
-                ended.add(missing[0])
-                continue
-            if time.monotonic() - start > limit:
-                raise RuntimeError(
-                    f"{_listed(missing)} did not trace `{name}` within {limit:g} seconds of process {jax.process_index()}. "
-                    "Every process must call the same functions in the same order, with arguments of the same shapes: check "
-                    "whether it still runs, waits for data, or took another branch."
-                ) from None
-    return messages
+    _deadline = time.monotonic() + limit
+    try:
+        return exchange.exchange(message, reason)
+    except InterruptedError:
+        raise RuntimeError(
+            f"{_listed(exchange.missing())} did not trace `{name}` within {limit:g} seconds of process {jax.process_index()}. "
+            "Every process must call the same functions in the same order, with arguments of the same shapes: check whether it "
+            "still runs, waits for data, or took another branch."
+        ) from None
