@@ -92,7 +92,7 @@ class MessageExchange:
         self._store = key_value_store() if store is None else store
         self._round = 0
         self._last: dict[str, Any] | None = (
-            None  # own message that the other processes know; None to post the next in full
+            None  # own message that the other processes have; None to post the next in full
         )
         self._messages: list[dict[str, Any]] = [{}] * num_processes
 
@@ -117,7 +117,7 @@ class MessageExchange:
             received = json.loads(text)
             for index in indices:
                 self._messages[index] = received
-        # A process that has not read this round does not know the messages of the others.
+        # A process that has not read this round does not have the messages of the others.
         self._last = message if are_complete else None
         return list(self._messages)
 

@@ -75,10 +75,10 @@ def read_batches(
         channel: The message exchange with the other processes, if any.
         should_stop: Whether to stop waiting for them.
     """
-    is_single = channel is None or share.num_pipelines == 1 or in_memory_on_all(config, share)
+    is_single = share.num_pipelines == 1 or in_memory_on_all(config, share)
     sync = (
         SingleProcessSync()
-        if is_single
+        if is_single or channel is None
         else ProcessBatchSync(channel, share.pipeline, share.num_pipelines, should_stop)
     )
     try:
