@@ -12,9 +12,7 @@ import jdist
 from jdist._src.data import device_cache
 from jdist._src.data.distribute import _check_cache
 from jdist._src.data.shards import ProcessShare
-from jdist._src.execution.multi_step import StackedSteps, stack_cached_batches
 from jdist._src.values.base import is_distributed
-from jdist._src.values.cached_rows import CachedRows
 
 from laws import STRATEGIES, among
 
@@ -24,14 +22,6 @@ STRATEGIES_AND_VIRTUAL = {
 }
 every_strategy = pytest.mark.parametrize("name", among(STRATEGIES_AND_VIRTUAL, "mirrored_3", "sharded_4", "virtual_5"))
 SIZE, EXAMPLES = 24, 61
-
-
-@pytest.fixture(params=["gather", "copy"], autouse=True)
-def place(request, monkeypatch):
-    """On CPU devices the host copies the examples of small batches; elsewhere, and for large batches, programs gather them."""
-    if request.param == "gather":
-        monkeypatch.setattr(device_cache, "_MAX_COPIED_BYTES", 0)
-    return request.param
 
 
 def _source(count=EXAMPLES):
@@ -120,27 +110,25 @@ def test_steps_are_those_without_the_cache(num_steps, strategy):
     assert str(step.proof) == str(results[0][2].proof)
 
 
-@pytest.mark.one_in(2)
-def test_several_steps_per_call_gather_successive_batches_at_once(two):
+def test_batches_are_ordinary_values_in_any_order(two):
+    """The leaves of a batch are its values: functions of pytrees, copies, and several steps per call in any order."""
     plain, cached = (list(dataset) for dataset in _pair(two, remainder="pad", epochs=4))
+    assert jax.tree.structure(cached) == jax.tree.structure(plain)
+    assert_same(jax.tree.map(lambda x: x[:, :3], cached), jax.tree.map(lambda x: x[:, :3], plain))
+    assert_same(jax.device_get(cached), jax.device_get(plain))
     step = two.step(lambda state, element: _train(state, element[0]), steps_per_call=3)
-    start = lambda: two.init(lambda: jnp.zeros((2, 3)))
 
     def results(elements):
-        return jax.device_get(step(start(), elements))
+        return jax.device_get(step(two.init(lambda: jnp.zeros((2, 3))), elements))
 
-    assert isinstance(stack_cached_batches(cached[:3], 3), StackedSteps)
-    jax.tree.map(np.testing.assert_array_equal, results(cached[:3]), results(plain[:3]))
-    jax.tree.map(np.testing.assert_array_equal, results(cached[3:6]), results(plain[3:6]))
-    for order in ([2, 1, 0], [0, 0, 1], [0, 1, 3]):  # not successive: gathered one by one
-        chosen = [cached[i] for i in order]
-        assert stack_cached_batches(chosen, 3) is chosen
-        jax.tree.map(np.testing.assert_array_equal, results(chosen), results([plain[i] for i in order]))
+    for order in ([0, 1, 2], [3, 4, 5], [2, 1, 0], [0, 0, 1]):
+        expected = results([plain[i] for i in order])
+        jax.tree.map(np.testing.assert_array_equal, results([cached[i] for i in order]), expected)
     mixed = [cached[0], plain[1], cached[2]]
-    assert stack_cached_batches(mixed, 3) is mixed
     jax.tree.map(np.testing.assert_array_equal, results(mixed), results(plain[:3]))
+    assert step._num_signatures == 1
     with pytest.raises(ValueError, match="each input is a list of 3 elements"):
-        step(start(), cached[:2])
+        results(cached[:2])
 
 
 def test_steps_transfer_nothing_and_compile_once(two, monkeypatch):
@@ -161,13 +149,27 @@ def test_steps_transfer_nothing_and_compile_once(two, monkeypatch):
         assert traced == [1, 1, 1, 1]
 
 
-def test_program_gathers_without_communication(place):
-    strategy = STRATEGIES["mirrored_8"]()
-    _, cached = _pair(strategy)
-    step = strategy.step(lambda state, batch: (state, batch["pair"][0].sum(0)))
-    text = step.lower(strategy.put(0), next(iter(cached))).compile().as_text()
-    assert (" gather(" in text) == (place == "gather")
-    assert not [name for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute") if name in text]
+@pytest.mark.parametrize("name", among(STRATEGIES_AND_VIRTUAL, "mirrored_8", "sharded_4"))
+def test_one_program_gathers_a_group_without_communication(name, monkeypatch):
+    monkeypatch.setattr(device_cache, "_GROUP", 3)
+    texts, gather = [], device_cache._gather
+
+    def compiled(*args):
+        texts.append(gather.lower(*args).compile().as_text())
+        return gather(*args)
+
+    monkeypatch.setattr(device_cache, "_gather", compiled)
+    _, cached = _pair(STRATEGIES_AND_VIRTUAL[name](), remainder="pad")
+    assert len(list(cached)) == 6
+    assert len(texts) == 2  # three batches in each of two epochs
+    collectives = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+    assert not [name for name in collectives if name in texts[0]]
+
+
+def test_batches_are_gathered_inside_set_mesh(two):
+    plain, cached = _pair(two)
+    with jax.set_mesh(two.mesh), two.scope():
+        assert_same(cached, plain)
 
 
 def test_run_and_the_host_functions_take_cached_batches(two):
@@ -188,9 +190,7 @@ def test_run_and_the_host_functions_take_cached_batches(two):
         lambda batch: jax.jit(lambda batch: batch["number"].tree + 1)(batch),
     ):
         jax.tree.map(np.testing.assert_array_equal, function(cached), function(plain))
-    assert repr(cached["pair"][0]) == "CachedRows(float32[2,12,2,3])"
-    with pytest.raises(TypeError, match=r"`\+` is not defined for CachedRows\(int32\[2,12\]\)"):
-        cached["number"] + 1
+    assert repr(cached["pair"][0]) == "PerReplica(float32[2,12,2,3])"
 
 
 def test_cached_batch_of_another_strategy_is_refused_with_its_name(two):
@@ -199,32 +199,30 @@ def test_cached_batch_of_another_strategy_is_refused_with_its_name(two):
         two.step(_train)(two.put(jnp.zeros((2, 3))), next(iter(cached)))
 
 
-def test_arrays_are_transferred_once_for_all_iterators(two, place):
+def test_arrays_are_transferred_once_for_all_iterators(two):
     _, cached = _pair(two)
-    first, second = (next(iter(dataset))["number"] for dataset in (cached, cached.repeated(5)))
-    assert isinstance(first, CachedRows)
-    assert first.array is second.array
-    assert (first.array is None) == (place == "copy")
+    stored = []
+    for dataset in (cached, cached.repeated(5)):
+        next(iter(dataset))
+        stored.append(dataset._cache._leaves)
+    assert stored[0] is stored[1]
 
 
-# The number of batches of an epoch, the bytes of a batch, and the numbers of batches in a group whose examples are gathered and
-# copied. A copy contains 16 more batches; 0 if it would have too many bytes.
+# The number of batches of an epoch, the bytes of a batch, and the number of batches in a group.
 GROUPS = {
-    "epoch": (1024, 48, 1024, 1024),
-    "equal_parts": (1025, 48, 513, 513),
-    "most_bytes": (300, 1 << 17, 300, 100),  # at most 112
-    "large_batches": (300, 1 << 18, 300, 0),  # at most 48
-    "few_large_batches": (40, 1 << 18, 40, 40),
-    "one_batch": (1, 1 << 20, 1, 0),
+    "epoch": (32, 48, 32),
+    "equal_parts": (33, 48, 17),
+    "most_bytes": (300, 1 << 22, 16),
+    "large_batches": (300, 1 << 27, 1),
+    "one_batch": (1, 1 << 20, 1),
 }
 
 
-@pytest.mark.parametrize("num_batches, num_bytes, gathered, copied", GROUPS.values(), ids=GROUPS)
-def test_groups_have_equal_sizes_and_copies_have_few_bytes(num_batches, num_bytes, gathered, copied, two, place):
-    rows = np.broadcast_to(np.uint8(0), (4 * num_batches, num_bytes // 4))
-    cache = two.distribute_dataset(rows, 4, cache="device")._cache
-    expected = (copied, True) if copied and place == "copy" else (gathered, False)
-    assert cache._group_size(4, num_batches) == expected
+@pytest.mark.parametrize("num_batches, num_bytes, size", GROUPS.values(), ids=GROUPS)
+def test_groups_have_equal_sizes_and_few_bytes(num_batches, num_bytes, size, two):
+    cache = two.distribute_dataset(np.zeros((8, 4)), 4, cache="device")._cache
+    cache._leaves = [jax.ShapeDtypeStruct((100, num_bytes // 4), np.uint8)]
+    assert cache._group_size(4, num_batches) == size
 
 
 def test_doubles_are_converted_with_the_warning(two, caplog):

@@ -1,19 +1,18 @@
 """Arrays that are stored on the devices, and their batches: `cache="device"` of `distribute_dataset`.
 
-A batch consists of indices, which the step's program uses to gather the examples. The indices of many batches are transferred
-together. Order, positions and weights are those of `jdist._src.data.batches`.
+One program gathers the examples of a group of batches; only indices are transferred. Order, positions and weights are those of
+`jdist._src.data.batches`.
 """
 
-import collections
 import functools
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._src.data.array_rows import float64_warning, to_32_bits
 from jdist._src.data.batches import LocalBatch, Position
@@ -23,16 +22,10 @@ from jdist._src.data.shards import ProcessShare
 from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.sources import Arrays
 from jdist._src.devices.mesh import Replicas
-from jdist._src.values.cached_rows import BatchGroup, BatchOffset, CachedRows, spec_of_batches
 from jdist._src.values.per_replica import PerReplica
 
-# At most `_GROUP` batches are transferred together, and with them the `_AHEAD` batches after them, so that `steps_per_call`
-# successive batches are in one array.
-_GROUP, _AHEAD = 1024, 16
-# On CPU devices, whose memory is the host's, XLA gathers more slowly than numpy. There the host copies the examples of groups
-# of at most this number of bytes. If fewer than `_FEW` batches have this number of bytes, the program gathers.
-_MAX_COPIED_BYTES, _FEW = 1 << 24, 64
-_local_batch = functools.partial(tuple.__new__, LocalBatch)  # as `LocalBatch._make`, in half the time
+# A group has at most this number of batches, and of bytes on all devices together, but at least one batch.
+_GROUP, _GROUP_BYTES = 32, 1 << 26
 
 
 class DeviceCache:
@@ -46,10 +39,7 @@ class DeviceCache:
     def __init__(self, config: InputConfig, replicas: Replicas):
         assert isinstance(config.source, Arrays)
         self._source, self._warn, self._replicas = config.source, config.warn, replicas
-        self._host_leaves: list[np.ndarray] = []
         self._leaves: list[jax.Array] = []
-        self._indices: list[jax.Array] = []  # 0, 1, ... on the devices
-        self._offsets: list[BatchOffset] = []  # 0, 1, ...
 
     def batches(
         self, config: InputConfig, share: ProcessShare, start: Position, should_stop: Callable[[], bool]
@@ -58,29 +48,18 @@ class DeviceCache:
         size, num_batches = config.batch_size, config.num_batches(share)
         assert size is not None and num_batches is not None
         weights = self._weights(size, share) if config.remainder == "pad" else None
+        treedef = jax.tree.structure(self._source.tree)
         with jax.transfer_guard_host_to_device("allow"):
-            group_size, copies = self._group_size(size, num_batches)
-            if not self._indices:
-                numbers = [np.uint32(i) for i in range(group_size)]
-                self._indices = jax.device_put(numbers, self._replicas.replicated_sharding)
-                self._offsets = [BatchOffset(i) for i in range(group_size)]
-        sequence, first = object(), 0
-        for group, indices in _with_next(_groups(config, share, start, num_batches, group_size), group_size + _AHEAD):
+            group_size = self._group_size(size, num_batches)
+        for group in _groups(config, share, start, num_batches, group_size):
             with jax.transfer_guard_host_to_device("allow"):
-                leaves, treedef = self._on_devices(indices, copies)
-            count = len(group.examples)
-            places = list(
-                zip(itertools.repeat(BatchGroup(sequence, first, indices.shape[1]), count), self._offsets, strict=False)
-            )
-            first += count
-            # A training loop draws the batches one by one, while the devices compute: little remains to be done for each.
-            columns = [
-                map(CachedRows, itertools.repeat(array), itertools.repeat(batches), self._indices, places)
-                for array, batches in leaves
-            ]
-            rows = list(map(treedef.unflatten, zip(*columns, strict=False)))
+                leaves = self._gathered(group.indices, group_size)
+            # Made together: Python code that runs between two steps takes about three times as long as in a loop.
+            rows = [treedef.unflatten(map(PerReplica, batch)) for batch in leaves]
             weights_of_batches = itertools.repeat(None) if weights is None else map(weights, group.examples)
-            positions = [Position(group.epoch, group.first + i, size, start.shards) for i in range(1, count + 1)]
+            positions = [
+                Position(group.epoch, group.first + i + 1, size, start.shards) for i in range(len(group.examples))
+            ]
             batches = zip(rows, weights_of_batches, group.examples, positions, itertools.repeat(None), strict=False)
             yield from map(_local_batch, batches)
 
@@ -102,63 +81,64 @@ class DeviceCache:
 
         return weights
 
-    def _group_size(self, batch_size: int, num_batches: int) -> tuple[int, bool]:
-        """Returns the number of batches in a group, and whether the host copies their examples.
+    def _group_size(self, batch_size: int, num_batches: int) -> int:
+        """Returns the number of batches in a group; puts the arrays on the devices.
 
-        The arrays of all groups have one shape, which a smaller last group of an epoch would not fill: the groups have almost
-        equal sizes.
+        The groups of an epoch have almost equal sizes, because the program gathers the same number of batches for each.
+
+        Raises:
+            ValueError: The arrays do not fit in the memory of a device.
         """
-        bytes_per_batch = batch_size * sum(leaf.nbytes // len(leaf) for leaf in self._arrays())
-        largest = min(_GROUP, _MAX_COPIED_BYTES // max(1, bytes_per_batch) - _AHEAD)
-        is_on_cpu = self._replicas.mesh.devices.flat[0].platform == "cpu"
-        copies = is_on_cpu and largest >= min(_FEW, num_batches)
-        size = -(-num_batches // max(1, -(-num_batches // (largest if copies else _GROUP))))
-        return size, copies
-
-    def _arrays(self) -> list[np.ndarray]:
-        """Returns the arrays with the dtypes that they have on the devices."""
-        if not self._host_leaves:
+        if not self._leaves:
             arrays = self._source.tree
             if jax.dtypes.canonicalize_dtype(np.float64) != np.float64:
                 if warning := float64_warning(arrays):
                     self._warn(warning)
                 arrays = to_32_bits(arrays)
-            self._host_leaves = jax.tree.leaves(arrays)
-        return self._host_leaves
+            leaves = jax.tree.leaves(arrays)
+            _check_memory(sum(array.nbytes for array in leaves), self._replicas)
+            self._leaves = jax.device_put(leaves, self._replicas.replicated_sharding)
+        bytes_per_batch = batch_size * sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in self._leaves)
+        largest = max(1, min(_GROUP, _GROUP_BYTES // max(1, bytes_per_batch)))
+        return -(-num_batches // max(1, -(-num_batches // largest)))
 
-    def _on_devices(self, indices: np.ndarray, copies: bool) -> tuple[list[tuple[jax.Array | None, jax.Array]], Any]:
-        """Returns `array` and `batches` of `CachedRows` for each leaf, and the treedef.
+    def _gathered(self, indices: np.ndarray, group_size: int) -> list[list[jax.Array]]:
+        """Returns the leaves of each batch, `[replica, row, ...]`, and of unused batches up to `group_size`.
 
         Args:
             indices: The indices of the examples, `[replica, batch, row]`.
-            copies: Whether the host copies the examples.
-
-        Raises:
-            ValueError: The arrays do not fit in the memory of a device.
+            group_size: The number of batches that the program gathers.
         """
-        replicas, treedef = self._replicas, jax.tree.structure(self._source.tree)
+        replicas = self._replicas
+        group = np.zeros((len(indices), group_size, indices.shape[2]), np.uint32)
+        group[:, : indices.shape[1]] = indices
         if replicas.batch_axes:  # there is one replica, with the rows of all parts of the batch
-            indices = indices.swapaxes(0, 1).reshape(1, indices.shape[1], -1)
-        spec = replicas.batch_sharding((len(indices), indices.shape[2])).spec
-        sharding = NamedSharding(replicas.mesh, spec_of_batches(spec))
-        if copies:
-            examples = jax.device_put([_take(array, indices) for array in self._arrays()], sharding)
-            return [(None, batches) for batches in examples], treedef
-        if not self._leaves:
-            _check_memory(sum(array.nbytes for array in self._arrays()), replicas)
-            self._leaves = jax.device_put(self._arrays(), replicas.replicated_sharding)
-        device_indices = jax.device_put(indices, sharding)
-        return [(leaf, device_indices) for leaf in self._leaves], treedef
+            group = group.swapaxes(0, 1).reshape(1, group_size, -1)
+        spec = replicas.batch_sharding((len(group), group.shape[2])).spec
+        group_spec = PartitionSpec(*spec[:1], None, *spec[1:])
+        placed = jax.device_put(group, NamedSharding(replicas.mesh, group_spec))
+        return _gather(self._leaves, placed, replicas.mesh, group_spec, spec)
 
 
-def _take(array: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns the rows of `array` in memory that is aligned to 64 bytes: XLA uses it on CPU devices without a copy."""
-    shape = (*indices.shape, *array.shape[1:])
-    num_bytes = math.prod(shape) * array.itemsize
-    memory = np.empty(num_bytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    rows = memory[start : start + num_bytes].view(array.dtype).reshape(shape)
-    return array.take(indices, axis=0, out=rows, mode="clip")  # with "raise", numpy would fill a buffer first
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _gather(
+    arrays: list[jax.Array], indices: jax.Array, mesh: Mesh, group_spec: PartitionSpec, spec: PartitionSpec
+) -> list[list[jax.Array]]:
+    """Returns the leaves of each batch, `[replica, row, ...]`, given the indices of their rows, `[replica, batch, row]`.
+
+    Each device gathers its own rows. The program has no collectives, so on CPU devices it may run beside a step.
+    """
+
+    def gather(arrays: list[jax.Array], indices: jax.Array) -> list[list[jax.Array]]:
+        # JAX adds instructions for negative indices, except for those of unsigned types.
+        leaves = [array.at[indices].get(mode="promise_in_bounds") for array in arrays]
+        return [[leaf[:, batch] for leaf in leaves] for batch in range(indices.shape[1])]
+
+    in_specs = PartitionSpec(), group_spec
+    return jax.shard_map(gather, mesh=mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(arrays, indices)
+
+
+_local_batch = functools.partial(tuple.__new__, LocalBatch)  # as `LocalBatch._make`, in half the time
 
 
 class _Group(NamedTuple):
@@ -175,20 +155,6 @@ class _Group(NamedTuple):
     first: int
     examples: list[int]
     indices: np.ndarray
-
-
-def _with_next(groups: Iterator[_Group], size: int) -> Iterator[tuple[_Group, np.ndarray]]:
-    """Yields each group, and its indices with those of the batches after it: `size` in all, `[replica, batch, row]`."""
-    upcoming: collections.deque[_Group] = collections.deque()
-    while True:
-        while sum(len(group.examples) for group in upcoming) < size and (group := next(groups, None)) is not None:
-            upcoming.append(group)
-        if not upcoming:
-            return
-        joined = np.concatenate([group.indices for group in upcoming], axis=1)[:, :size]
-        indices = np.zeros((len(joined), size, joined.shape[2]), np.uint32)
-        indices[:, : joined.shape[1]] = joined
-        yield upcoming.popleft(), indices
 
 
 def _groups(

@@ -12,7 +12,6 @@ from jax.tree_util import PyTreeDef
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.base import is_distributed
-from jdist._src.values.cached_rows import CachedRows
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.state_sharding import StateSharding
 
@@ -164,6 +163,4 @@ class Backend(abc.ABC):
             return self.replicas.replicated_sharding
         if isinstance(item, PerReplica):
             return self.replicas.batch_sharding(leaf.shape)
-        if isinstance(item, CachedRows):
-            return leaf.sharding
         return NamedSharding(self.replicas.mesh, item._partition_spec(self.replicas.per_replica_axes))

@@ -4,7 +4,7 @@ XLA's CPU convolutions are about 9 times slower in a loop, so there a step with 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,72 +16,11 @@ from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_l
 from jdist._src.execution.interrupts import held_back
 from jdist._src.jaxpr.interpreter import contains_outside_loops
 from jdist._src.values.base import is_distributed
-from jdist._src.values.cached_rows import CachedRows, CachedSteps
 from jdist._src.values.per_replica import PerReplica
 
 
 class SlowLoopError(Exception):
     """A loop over the steps would be slower than one call per step. Raised while the loop is traced; `Program` handles it."""
-
-
-@final
-class StackedSteps:
-    """An input of several steps, some of whose items are one value for all steps: batches of a cached data set.
-
-    Attributes:
-        items: For each item of the input of one step: a `CachedSteps`, and in a replica function its value `[step, ...]`; or a
-            list with the value of each step.
-        treedef: The structure of the input of one step.
-    """
-
-    def __init__(self, items: Sequence[Any], treedef: Any):
-        self.items, self.treedef = items, treedef
-
-    def stacked(self) -> PyTree:
-        """Returns the input of all steps, leaves `[step, ...]`. Called in a replica function."""
-        return self.treedef.unflatten([_stack(item) if isinstance(item, list) else item for item in self.items])
-
-    def _keyed_items(self) -> tuple[list[tuple[Any, Any]], Any]:
-        """Returns the items with the keys that they have in the input of one step, for error messages."""
-        placeholder = self.treedef.unflatten(range(len(self.items)))
-        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(placeholder)[0]]
-        return [(_StepKey(path), item) for path, item in zip(paths, self.items, strict=True)], self.treedef
-
-
-class _StepKey:
-    """The key of an item of several steps: the path of the item in the input of one step."""
-
-    def __init__(self, path: str):
-        self._path = path
-
-    def __str__(self) -> str:
-        return self._path
-
-
-jax.tree_util.register_pytree_with_keys(
-    StackedSteps,
-    StackedSteps._keyed_items,
-    lambda treedef, items: StackedSteps(list(items), treedef),
-    lambda steps: (steps.items, steps.treedef),
-)
-
-
-def stack_cached_batches(inputs: Any, num_steps: int) -> Any:
-    """Returns the input of `num_steps` steps, a list, with the `CachedRows` of successive batches as one value each.
-
-    Any other input is returned unchanged.
-    """
-    if not isinstance(inputs, list) or len(inputs) != num_steps:
-        return inputs
-    items, treedef = jax.tree.flatten(inputs[0], is_leaf=is_distributed)
-    if CachedRows not in map(type, items):
-        return inputs
-    try:
-        columns = list(zip(*map(treedef.flatten_up_to, inputs), strict=True))
-    except ValueError:  # `inputs_per_step` reports different structures
-        return inputs
-    stacked = [CachedSteps.of(c) if isinstance(c[0], CachedRows) else list(c) for c in columns]
-    return inputs if any(item is None for item in stacked) else StackedSteps(stacked, treedef)
 
 
 def scan_steps(
@@ -94,14 +33,12 @@ def scan_steps(
         num_steps: The number of steps.
         on_cpu: Whether the program runs on CPU devices.
         state: The state before the first step.
-        inputs: The inputs, each a list with one element per step, or `StackedSteps`.
+        inputs: The inputs, each a list with one element per step.
 
     Raises:
         SlowLoopError: A step contains a convolution, and runs on CPU devices.
     """
-    steps = inputs_per_step([x for x in inputs if not isinstance(x, StackedSteps)], num_steps)
-    lists = iter(_stack(steps))
-    stacked = tuple(x.stacked() if isinstance(x, StackedSteps) else next(lists) for x in inputs)
+    stacked = _stack(inputs_per_step(inputs, num_steps))
 
     def checked_step(state: PyTree, inputs: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         if not on_cpu:

@@ -22,7 +22,7 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
 from jdist._src.execution.backend import Backend
 from jdist._src.execution.interrupts import held_back, hold_back, raise_pending, uninterrupted
-from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially, stack_cached_batches
+from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially
 from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.replicate import Call, Proof, Traced
 from jdist._src.jaxpr.collective_lines import collective_lines
@@ -36,7 +36,6 @@ from jdist._src.values.arrays import (
     is_jit_argument,
 )
 from jdist._src.values.base import named_values
-from jdist._src.values.cached_rows import gather_cached_rows
 from jdist._src.values.device_put import check_devices_attached, check_same_devices
 from jdist._src.values.same_program import check_same_program
 
@@ -100,7 +99,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
                 raise _ModulesError
             arrays = self._unpacked(args)
             with self._compared() as programs:
-                pair, proof, program = trace(call(*gather_cached_rows(arrays, backend.replicas)))
+                pair, proof, program = trace(call(*arrays))
                 programs.append(program)
             if contains_modules(pair):
                 self._expect_modules()
@@ -121,8 +120,6 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._steps_per_call = steps_per_call
         self._without_scan = without_scan
         self._replacement: Any = None  # the program without a scan, after `SlowLoopError`
-        # One replica over several devices shards the first dimension of its batch, which is not that of several batches.
-        self._stacked_steps = None if backend.replicas.batch_axes else scanned_steps
         # A call passes its arguments on as one tuple. After `fn(*args)` Python 3.11 may handle Ctrl-C before the result has a
         # name, also where `fn` is written in Python, and the caller's state is donated then.
         self._call: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]] = self._call_with_arrays
@@ -313,8 +310,6 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         A state has many leaves and stays on the devices. It is checked before a call only if JAX may have compiled the program
         for a state with host values, and after a call that compiled the program for a new signature.
         """
-        if self._stacked_steps is not None:
-            args = (*args[:1], *(stack_cached_batches(x, self._stacked_steps) for x in args[1:]))
         skips_state = self._has_state and self._num_signatures and not self._accepts_host_state
         self._check_host_values(args, args[1:] if skips_state else args)
         calls = activity.calls
