@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import io
+import json
 from typing import Any
 
 import flax.linen as nn
@@ -36,10 +38,10 @@ def trainer_of(strategy, optimizer=None, loss=optax.squared_error, model=MODEL, 
 
 
 def by_hand(w, x, y, weights=None):
-    """Returns the loss of a linear regression, and the parameters after a step, in float64."""
+    """Returns the loss of a linear regression, NaN without examples, and the parameters after a step, in float64."""
     weights = np.ones(len(x)) if weights is None else weights.astype(np.float64)
     error, total = x.astype(np.float64) @ w - y, max(weights.sum(), 1e-300)
-    return (weights * error**2).sum() / total, w - RATE * 2 * (weights * error) @ x / total
+    return (weights * error**2).sum() / (weights.sum() or np.nan), w - RATE * 2 * (weights * error) @ x / total
 
 
 # -- equality with one device ------------------------------------------------------------------------------------------
@@ -76,9 +78,10 @@ def test_step_uses_the_mean_over_all_examples(name, micro_batches, rows, weights
     loss, params = by_hand(INITIAL, x, y, weights)
     np.testing.assert_allclose(fit.state.params, params, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(fit.history.losses[1], loss, rtol=1e-4, atol=1e-6)
-    error = (weights * np.abs(x @ INITIAL - y)).sum() / max(weights.sum(), 1e-30)
+    error = (weights * np.abs(x @ INITIAL - y)).sum() / (weights.sum() or np.nan)
     np.testing.assert_allclose(fit.history.rows[0]["error"], error, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(fit.history.rows[0]["loss"], loss, rtol=1e-4, atol=1e-6)
+    assert fit.history.rows[0].get("dropped_examples", 0) == np.count_nonzero(weights == 0)
 
 
 @every_split
@@ -275,7 +278,89 @@ def test_skipped_step_changes_nothing_and_is_counted(name):
     assert fit.steps == int(fit.state.step) == 3 and expected.steps == 2
     assert not np.isfinite(fit.history.losses[2]) and np.isfinite(fit.history.losses[3])
     assert fit.history.rows[0]["loss"] == pytest.approx(expected.history.rows[0]["loss"], rel=1e-5)
+    assert fit.history.rows[0]["skipped_steps"] == 1 and "skipped_steps" not in expected.history
+    assert fit.stop_reason == (
+        "All requested steps were taken. 1 of 3 steps were skipped: a loss or a gradient was infinite or NaN."
+    )
+
+
+# Runs in which nothing is learned: the data, the options of the trainer, the reason to stop, and the counts of the last row.
+ALL_NAN = X * np.nan, Y
+WITHOUT_WEIGHTS = X, Y, np.zeros(EXAMPLES, np.float32)
+SKIPPED = "were skipped: a loss or a gradient was infinite or NaN."
+NOTHING_LEARNED = {
+    "stop": (ALL_NAN, {}, "The loss of step 1 is nan (batch 0 of epoch 0). The state is the one before that step.", {}),
+    "skip": (
+        ALL_NAN,
+        {"non_finite": "skip"},
+        f"No parameter changed in 6 steps. 6 of 6 steps {SKIPPED}",
+        {"skipped_steps": 3},
+    ),
+    "skipped by the optimizer": (
+        ALL_NAN,
+        {"non_finite": "keep", "optimizer": optax.apply_if_finite(optax.adam(RATE), 100)},
+        f"No parameter changed in 6 steps. 6 of 6 steps {SKIPPED}",
+        {"skipped_steps": 3},
+    ),
+    "weights 0": (
+        WITHOUT_WEIGHTS,
+        {},
+        "No parameter changed in 6 steps. 24 of 24 examples were dropped: their weights are 0.",
+        {"dropped_examples": 12},
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}, {"micro_batches": 2}], ids=["", "calls", "micro"])
+@pytest.mark.parametrize("case", NOTHING_LEARNED)
+@pytest.mark.parametrize("name", ["mirrored_2", "sharded_4"])
+@pytest.mark.one_in(6)
+def test_run_that_learns_nothing_reports_it_and_no_number(name, case, options, tmp_path):
+    data, trainer_options, stop_reason, counts = NOTHING_LEARNED[case]
+    is_positive = lambda outputs, targets: (jnp.int32(outputs > 0), jnp.int32(targets > 0))
+    metrics = {"mae": jdist.metrics.MeanAbsoluteError(), "f1": (jdist.metrics.F1.empty(2), is_positive)}
+    trainer = trainer_of(place(name), metrics=metrics, **trainer_options)
+    best = jdist.callbacks.EarlyStopping("loss", patience=9)
+    log = jdist.callbacks.JSONLog(tmp_path / "log")
+    display = io.StringIO()
+    progress = jdist.callbacks.Progress("lines", interval_seconds=1e-9, stream=display)
+    with jdist.Checkpointer(tmp_path / "run", keep=1, keep_best=("loss", "min")) as checkpointer:
+        callbacks = [best, log, progress, jdist.callbacks.Checkpoint(checkpointer)]
+        fit = train(trainer, data, batch_size=BATCH, epochs=2, callbacks=callbacks, **options)
+        assert checkpointer.best is None
+    assert fit.stop_reason == stop_reason
+    assert np.isnan(list(fit.history.losses.values())).all() and best.best is None
+    is_counted = trainer_options.get("non_finite") == "keep"  # the outputs, which are NaN, have a class
+    for row in fit.history.rows:
+        assert np.isnan([row[name] for name in ("loss", "mae", *([] if is_counted else ["f1"]))]).all()
+        assert {name: row[name] for name in row if name in ("skipped_steps", "dropped_examples")} == counts
+    assert "loss nan" in display.getvalue() and "loss 0" not in display.getvalue()
+    assert {json.loads(line)["loss"] for line in (tmp_path / "log").read_text().splitlines()} <= {"nan"}
+
+
+def test_loss_of_examples_without_weights_is_nan(two):
+    trainer = trainer_of(two, metrics={"mae": jdist.metrics.MeanAbsoluteError()})
+    fit = train(trainer, validation_data=WITHOUT_WEIGHTS)
+    assert np.isnan([fit.history["val_loss"], fit.history["val_mae"]]).all() and np.isfinite(fit.history["loss"])
     assert fit.stop_reason == "All requested steps were taken."
+
+
+@pytest.mark.parametrize("size", [3, 1 << 19])
+def test_run_that_changes_no_parameter_says_so(size, two):
+    model = lambda key, x: {"w": jnp.ones(3), "unused": jnp.ones(size)}, lambda params, x: x @ params["w"]
+    fit = train(trainer_of(two, optax.sgd(0.0), model=model))
+    assert fit.stop_reason.startswith("No parameter changed in 1 steps. Look at the learning rate")
+    assert train(trainer_of(two, model=model)).stop_reason == "All requested steps were taken."
+
+
+def test_skipped_steps_are_counted_by_row_and_across_a_resume(two, tmp_path):
+    trainer = trainer_of(two, non_finite="skip")
+    options = {"batch_size": 2, "epochs": 2}
+    with jdist.Checkpointer(tmp_path, every=1) as checkpointer:
+        callbacks = [jdist.callbacks.Checkpoint(checkpointer)]
+        train(trainer, poisoned(np.nan), steps=5, callbacks=callbacks, **options)
+        fit = train(trainer, poisoned(np.nan), resume=checkpointer, **options)
+    assert fit.history["skipped_steps"] == [1, 1] and "1 of 7 steps were skipped" in fit.stop_reason
 
 
 def test_skipped_step_does_not_change_the_model_state(two):

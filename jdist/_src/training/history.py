@@ -24,7 +24,9 @@ class History:
         rows: One row per epoch, and per validation of `fit(validate_every=...)`: `epoch`, `step`, `seconds`,
             `examples_per_second`, `stalled_fraction` (the fraction of steps that waited for their batch), `loss` and the
             metrics since the previous row, the same of the validation data as `val_loss` and so on, or `val_NAME_loss` with
-            several sets, and `learning_rate` if known.
+            several sets, and `learning_rate` if known. A row with such steps or examples has `skipped_steps`, the number of
+            steps that changed nothing because their loss or a gradient was not finite, and `dropped_examples`, the number of
+            examples with weight 0. Loss and metrics do not contain them, and are NaN if there are no others.
         losses: The loss of each step, by step number.
 
     Example:

@@ -32,14 +32,16 @@ from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.fit import Fit, is_donated
 from jdist._src.training.recorder import NonFiniteStep, Recorder
 from jdist._src.training.resume import StartPoint, restore_epoch_metrics, saved_callback_states
-from jdist._src.training.state import learning_rate_of, params_of, step_of
-from jdist._src.training.state_copies import summands
+from jdist._src.training.state import learning_rate_of, params_of, skipped_updates, step_of
+from jdist._src.training.state_copies import param_digest, summands
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import TrainCarry
 from jdist._src.values.server_array import read_servers
 
 CALLS_PER_CHECK = 32  # calls between two checks of the losses, and of whether a process stops
 _INTERRUPTED = "Ctrl-C was pressed."
+_ALL_TAKEN = "All requested steps were taken."
+_UNCHANGED_ADVICE = "Look at the learning rate, at frozen parameters, and whether the loss depends on the parameters."
 _PARAMS_NOT_FINITE = (
     " Parameters of this state are infinite or NaN, although the loss and the gradients of the steps before were finite: the "
     "initial parameters were, or an update. Look at the learning rate and at the state of the optimizer, and continue from an "
@@ -104,12 +106,14 @@ class Loop:
         self._calls = self._examples = self._row_first_example = 0
         self._epoch, self._position, self._stalled_fraction = position["epoch"], position, 0.0
         self._row_metrics: Mapping[str, Any] = {}
-        self._recorder = Recorder(start.resume_data)
+        self._recorder = Recorder(start.resume_data, config.non_finite == "skip")
         self._start_time = self._row_start_time = time.perf_counter()
         self._step_interval = self._next_step_event = 0.0
         self._stop_reason: str | None = None
         self._is_single_process = jax.process_count() == 1
         self._has_failed = self._ends_epoch = self._is_last = self._validates = False
+        self._skipped_updates = skipped_updates(start.state)
+        self._first_params = param_digest(start.state)
 
     @property
     def step(self) -> int:
@@ -142,7 +146,7 @@ class Loop:
 
     def _take(self, batches: Sequence[DrawnBatch]) -> None:
         self._carry, outcome = self._config.step(self._carry, batches)
-        self._recorder.add_call(self._step + 1, self._position, batches, outcome)
+        self._recorder.add_call(self._step + 1, self._position, self._examples, batches, outcome)
         last = batches[-1]
         self._step, self._calls = self._step + len(batches), self._calls + 1
         self._epoch, self._position = last.epoch, last.position
@@ -178,6 +182,7 @@ class Loop:
         self._check_failure(self._recorder.fetch())
         seconds = time.perf_counter() - self._row_start_time
         self._row_metrics = self._config.read_metrics(self._carry.metrics)
+        self._count_skipped_updates()
         rate = learning_rate_of(self._carry.state, step=self._step)
         validation: Mapping[str, Any] = {}
         if self._config.validate is not None and self._validates:
@@ -189,6 +194,7 @@ class Loop:
                 "seconds": time.perf_counter() - self._start_time,
                 "examples_per_second": (self._examples - self._row_first_example) / seconds,
                 "stalled_fraction": self._stalled_fraction,
+                **{name: count for name, count in self._recorder.row_counts._asdict().items() if count},
                 **({} if rate is None else {"learning_rate": rate}),
                 **self._row_metrics,
                 **{f"val_{name}": value for name, value in validation.items()},
@@ -214,14 +220,39 @@ class Loop:
 
     def _end(self) -> None:
         self._check_failure(self._recorder.fetch())
-        if self._step != self._row_first_step:
+        if self._step != self._row_first_step or (self._has_failed and not self._row_metrics):
             self._row_metrics = self._config.read_metrics(self._carry.metrics)
             self._row_first_step = self._step
+        self._count_skipped_updates()
         if self._stop_reason is None:
             self._stop_reason = self._end_reason(self._config.requested_steps)
-        elif self._has_failed and not self._has_finite_params():
+        if not self._has_failed:
+            self._stop_reason = " ".join(self._with_ineffective(self._stop_reason))
+        elif not self._has_finite_params():
             self._stop_reason += _PARAMS_NOT_FINITE
         self._notify(Moment.END)
+
+    def _count_skipped_updates(self) -> None:
+        """Counts the steps that the optimizer itself has skipped since the last call."""
+        before, self._skipped_updates = self._skipped_updates, skipped_updates(self._carry.state)
+        self._recorder.add_skipped_steps(self._skipped_updates - before)
+
+    def _with_ineffective(self, reason: str) -> Iterator[str]:
+        """Yields the reason to stop, and sentences about steps and examples that had no effect."""
+        counts, steps = self._recorder.counts, self._step - self._first_step
+        is_unchanged = (
+            steps and self._first_params is not None and self._first_params == param_digest(self._carry.state)
+        )
+        if not is_unchanged or reason != _ALL_TAKEN:
+            yield reason
+        if is_unchanged:
+            yield f"No parameter changed in {steps:,} steps."
+        if counts.skipped_steps:
+            yield f"{counts.skipped_steps:,} of {steps:,} steps were skipped: a loss or a gradient was infinite or NaN."
+        if counts.dropped_examples:
+            yield f"{counts.dropped_examples:,} of {self._examples:,} examples were dropped: their weights are 0."
+        if is_unchanged and not any(counts):
+            yield _UNCHANGED_ADVICE
 
     def _has_finite_params(self) -> bool:
         params = params_of(self._carry.state)
@@ -232,7 +263,7 @@ class Loop:
             return f"The data ended after {self._step} of {requested_steps} steps."
         if requested_steps is not None and 0 < self._first_step == self._step:
             return no_step_message(requested_steps, self._first_step)
-        return "All requested steps were taken."
+        return _ALL_TAKEN
 
     def _check_failure(self, failure: NonFiniteStep | None) -> None:
         """Stops at a step that is not finite, if configured. The step function rejected all steps from there on."""
@@ -296,6 +327,7 @@ class Loop:
             "callbacks": saved_callback_states(self._config.stateful_callbacks),
             "history": [dict(row) for row in self._recorder.history.rows],
             "losses": self._recorder.losses_as_arrays(),
+            "ineffective": list(self._recorder.row_counts),
             "seen": jax.tree.leaves(read_values(self._carry.metrics)),
             "replicas": self._config.strategy.num_replicas_in_sync,
             "shares": summands(self._carry.state),

@@ -40,7 +40,8 @@ def update_params(
     totals: GradientTotals,
     fields: StateFields,
     value_fn: LossFunction,
-) -> tuple[jax.Array, jax.Array, PyTree, PyTree]:
+    num_weighted: Any = None,
+) -> tuple[jax.Array, jax.Array, PyTree, PyTree, Any]:
     """Reduces loss and gradients of this replica, and updates the parameters, unless the step is not finite.
 
     Args:
@@ -50,9 +51,11 @@ def update_params(
         totals: The loss and the gradient of this replica.
         fields: The state before the step.
         value_fn: From parameters to the loss of all replicas, for optimizers that evaluate it.
+        num_weighted: A number `[]` of this replica that is reduced in the same message as the count, or None.
 
     Returns:
-        The mean loss; whether the step is finite; the parameters and the state of the optimizer after it.
+        The mean loss; whether the step is finite; the parameters and the state of the optimizer after it; the mean of
+        `num_weighted`.
 
     Raises:
         TypeError: The optimizer needs an unknown argument, its new state has other leaves, or the state before the step is
@@ -74,32 +77,35 @@ def update_params(
     update = finite_guard.trace_update(traced, grads, fields.opt_state, (fields.params, totals.loss))
     _, new_state = jax.tree.unflatten(update.treedef, [0] * update.treedef.num_leaves)
     check_same_leaves("opt_state", fields.opt_state, new_state, GROWING_OPTIMIZER_STATE)
+    counts = totals.count, num_weighted
     is_finite, extra_args = jnp.bool_(True), {"value_fn": value_fn, "obj_fn": value_fn}
     if update.has_collectives:  # the optimizer reduces the gradients
-        loss, grads = divide_by_count(totals.loss, grads, all_reduce("mean", totals.count))
+        count, num_weighted = all_reduce("mean", counts)
+        loss, grads = divide_by_count(totals.loss, grads, count)
         loss = all_reduce("mean", loss)
     elif non_finite == "keep" or update.tests_numbers or calls:
-        loss, grads = divide_by_count(*all_reduce("mean", (totals.loss, grads, totals.count)))
+        loss, grads, (count, num_weighted) = all_reduce("mean", (totals.loss, grads, counts))
+        loss, grads = divide_by_count(loss, grads, count)
         extra_args["grad"] = grads
     else:
-        (loss, count), grads, is_finite = finite_guard.mean_over_replicas(
-            (totals.loss, totals.count), grads, update.reads
+        (loss, (count, num_weighted)), grads, is_finite = finite_guard.mean_over_replicas(
+            (totals.loss, counts), grads, update.reads
         )
         loss, grads = divide_by_count(loss, grads, count)
         is_finite &= finite_guard.are_finite(finite_guard.gradient_factors(update, fields.opt_state))
         is_taken, inputs = is_finite & ~has_failed, (fields.params, loss)
         updates, opt_state = finite_guard.guarded_update(update, is_taken, grads, fields.opt_state, inputs)
         params = finite_guard.select(is_taken, optax.apply_updates(fields.params, updates), fields.params)
-        return loss, is_finite, params, opt_state
+        return loss, is_finite, params, opt_state, num_weighted
     updates, opt_state = _updates(optimizer, grads, fields.opt_state, fields.params, value=loss, **extra_args)
     params = optax.apply_updates(fields.params, updates)
     if non_finite == "keep":
-        return loss, is_finite, params, opt_state
+        return loss, is_finite, params, opt_state, num_weighted
     # With collectives the updates of the replicas may differ, and the replicas have to agree.
     are_finite = finite_guard.are_finite_on_all_replicas if update.has_collectives else finite_guard.are_finite
     is_finite = jnp.isfinite(loss) & are_finite(updates)
     old = fields.params, fields.opt_state
-    return loss, is_finite, *finite_guard.select(is_finite & ~has_failed, (params, opt_state), old)
+    return loss, is_finite, *finite_guard.select(is_finite & ~has_failed, (params, opt_state), old), num_weighted
 
 
 def _updates(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any) -> Any:

@@ -44,13 +44,28 @@ class _PendingCall(NamedTuple):
         first_step: The number of its first step.
         position_before: The position of the data before its first batch.
         positions: The position after each batch. The batches themselves are released when the step ends.
-        outcome: The loss of each step, and 1 if it was finite: `[2]` or `[step, 2]`.
+        examples: The number of examples since the first batch, before the call and after each batch.
+        outcome: The loss of each step, 1 if it was finite, and the number of its examples with a weight, or -1: `[3]` or
+            `[step, 3]`.
     """
 
     first_step: int
     position_before: Mapping[str, Any]
     positions: Sequence[Mapping[str, Any]]
+    examples: Sequence[int]
     outcome: jax.Array
+
+
+class IneffectiveCounts(NamedTuple):
+    """What had no effect on the parameters.
+
+    Attributes:
+        skipped_steps: The number of steps that were rejected because numbers of them were not finite.
+        dropped_examples: The number of examples in the other steps whose weights are 0.
+    """
+
+    skipped_steps: int = 0
+    dropped_examples: int = 0
 
 
 class Recorder:
@@ -61,13 +76,21 @@ class Recorder:
 
     Args:
         resume_data: The result of `Event.resume_data` in the run that is resumed.
+        skips: Whether a step that is rejected is skipped; otherwise training ends with it.
+
+    Attributes:
+        counts: The counts of this run, as far as outcomes were fetched.
+        row_counts: The counts since the last row of the history.
     """
 
-    def __init__(self, resume_data: Mapping[str, Any]):
+    def __init__(self, resume_data: Mapping[str, Any], skips: bool):
+        self._skips = skips
         self._rows: list[Mapping[str, float]] = list(resume_data.get("history", ()))
         steps, losses = resume_data.get("losses", ((), ()))
         self._losses: dict[int, float] = dict(zip(map(int, steps), map(float, losses), strict=True))
         self._pending: list[_PendingCall] = []
+        self.row_counts = IneffectiveCounts(*map(int, resume_data.get("ineffective", ())))
+        self.counts = IneffectiveCounts()
 
     @property
     def history(self) -> History:
@@ -84,10 +107,18 @@ class Recorder:
         return [np.array(list(self._losses)), np.array(list(self._losses.values()), np.float32)]
 
     def add_call(
-        self, first_step: int, position_before: Mapping[str, Any], batches: Sequence[DrawnBatch], outcome: jax.Array
+        self,
+        first_step: int,
+        position_before: Mapping[str, Any],
+        examples_before: int,
+        batches: Sequence[DrawnBatch],
+        outcome: jax.Array,
     ) -> None:
         """Adds the outcome of a call of the step."""
-        self._pending.append(_PendingCall(first_step, position_before, [batch.position for batch in batches], outcome))
+        positions, examples = [batch.position for batch in batches], [batch.examples for batch in batches]
+        self._pending.append(
+            _PendingCall(first_step, position_before, positions, [examples_before, *examples], outcome)
+        )
 
     def fetch(self, keep_pending: int = 0) -> NonFiniteStep | None:
         """Fetches the losses of all pending calls except for the last `keep_pending`.
@@ -100,10 +131,13 @@ class Recorder:
         # The outcomes are replicated. Reading one shard takes half the time of `jax.device_get`.
         with jax.transfer_guard_device_to_host("allow"):
             outcomes = [
-                np.asarray(x.addressable_data(0)).reshape(-1, 2) for x in read_servers([c.outcome for c in calls])
+                np.asarray(x.addressable_data(0)).reshape(-1, 3) for x in read_servers([c.outcome for c in calls])
             ]
         for call, outcome in zip(calls, outcomes, strict=True):
             self._losses.update(enumerate(outcome[:, 0].tolist(), start=call.first_step))
+            is_taken, has_weights = outcome[:, 1] > 0, outcome[:, 2] >= 0
+            dropped = (np.diff(call.examples) - outcome[:, 2])[is_taken & has_weights]
+            self._add_counts(int((~is_taken).sum()) if self._skips else 0, int(dropped.sum()))
         return self._first_failure(calls, outcomes) if calls and not outcomes[-1][-1, 1] else None
 
     def _first_failure(self, calls: Sequence[_PendingCall], outcomes: Sequence[np.ndarray]) -> NonFiniteStep | None:
@@ -122,3 +156,14 @@ class Recorder:
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Adds a row, without values that are not scalars."""
         self._rows.append({name: value for name, value in row.items() if np.ndim(value) == 0})
+        self.row_counts = IneffectiveCounts()
+
+    def add_skipped_steps(self, number: int) -> None:
+        """Counts steps that the optimizer skipped."""
+        self._add_counts(number, 0)
+
+    def _add_counts(self, skipped_steps: int, dropped_examples: int) -> None:
+        added = skipped_steps, dropped_examples
+        self.counts, self.row_counts = (
+            IneffectiveCounts(*map(sum, zip(counts, added, strict=True))) for counts in (self.counts, self.row_counts)
+        )

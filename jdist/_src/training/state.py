@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from jdist._src.core.tree import PyTree, named_leaves
+from jdist._src.replica.precision import LossScaleState
 from jdist._src.strategies.variables import read_values
+from jdist._src.sync.accumulation import SkipState
 from jdist._src.values.arrays import check_array, check_not_deleted
 from jdist._src.values.base import is_distributed
 
@@ -301,6 +303,21 @@ def learning_rate_of(state: PyTree, schedule: Schedule | None = None, *, step: i
         return float(schedule(max(0, count - 1)))
     rates = _distinct_values([node.hyperparams["learning_rate"] for node in _nodes(state, _has_learning_rate)])
     return rates.pop() if len(rates) == 1 else None
+
+
+def skipped_updates(state: PyTree) -> int:
+    """Returns the number of steps that the optimizer itself has skipped, if its state counts them; otherwise 0.
+
+    `jdist.sync.skip_nonfinite`, `jdist.sync.dynamic_loss_scale` and `optax.apply_if_finite` count them.
+
+    Example:
+        >>> skipped_updates(optax.apply_if_finite(optax.sgd(0.1), 3).init({"w": jnp.zeros(3)}))
+        0
+    """
+    kinds = LossScaleState, SkipState, optax.ApplyIfFiniteState
+    nodes: list[Any] = _nodes(state, lambda node: isinstance(node, kinds))
+    counts = [node.total_notfinite if isinstance(node, optax.ApplyIfFiniteState) else node.skipped for node in nodes]
+    return int(max(_distinct_values(counts), default=0))
 
 
 def _nodes(state: PyTree, condition: Callable[[Any], bool]) -> list[Any]:

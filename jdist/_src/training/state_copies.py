@@ -9,16 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jdist._src.checkpoint.fingerprint import fingerprints
 from jdist._src.checkpoint.tree_format import Leaf, leaves_of, pair_renamed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.strategies.base import Strategy
+from jdist._src.training.state import params_of
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.arrays import copy_arrays, device_put_copy, is_device_array
 from jdist._src.values.base import is_distributed
 from jdist._src.values.server_array import read_servers
 from jdist._src.values.sync_on_read import SyncOnRead
 
+_FEW_BYTES = 1 << 20
 _HINT = "Resume with the model that was saved, or without this callback."
 
 
@@ -29,6 +33,20 @@ def copy_state(tree: PyTree) -> PyTree:
     for i, leaf in zip(indices, copy_arrays([leaves[i] for i in indices]), strict=True):
         leaves[i] = leaf
     return treedef.unflatten(leaves)
+
+
+def param_digest(state: PyTree) -> list[Any] | None:
+    """Returns the bytes or the checksums of the parameters of a state, which show whether training changed them.
+
+    None if there are no parameters, or not all are on the devices: reading those of parameter servers takes as long as a step.
+    """
+    leaves = jax.tree.leaves(params_of(state))
+    if not leaves or not all(map(is_device_array, leaves)) or any(map(_is_key, leaves)):
+        return None
+    if not all(leaf.is_fully_addressable for leaf in leaves) or sum(leaf.nbytes for leaf in leaves) > _FEW_BYTES:
+        return fingerprints(leaves)
+    # A program for the checksums of small arrays would take longer to compile than they take to copy.
+    return [np.asarray(leaf).tobytes() for leaf in jax.device_get(leaves)]
 
 
 def to_saved(tree: PyTree) -> dict[str, Any]:

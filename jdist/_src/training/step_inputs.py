@@ -19,7 +19,7 @@ class DrawnBatch(NamedTuple):
     Attributes:
         inputs: The arguments of a step function: the batch; and its weights, if it is padded.
         position: The position of the data after the batch.
-        examples: The number of examples since the start of the iterator, with this batch.
+        examples: The number of examples since the first batch that was drawn, with this batch.
         stalled_fraction: The fraction of steps that had to wait for their batch.
         ends_epoch: Whether it is the last batch of its epoch, or of all; set by `step_groups`.
         is_last: Whether it is the last batch of all; set by `step_groups`.
@@ -132,9 +132,11 @@ def distribute_epochs(
 
 def drawn_batches(iterator: DistributedIterator, has_weights: bool) -> Iterator[DrawnBatch]:
     """Yields the remaining batches of `iterator`."""
+    examples_before, _ = examples_and_stalled_fraction(iterator)  # a resume discards the first batch
     for element in iterator:
         inputs = element if has_weights else (element,)
-        yield DrawnBatch(inputs, iterator.get_state(), *examples_and_stalled_fraction(iterator))
+        examples, stalled_fraction = examples_and_stalled_fraction(iterator)
+        yield DrawnBatch(inputs, iterator.get_state(), examples - examples_before, stalled_fraction)
 
 
 def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[list[DrawnBatch]]:

@@ -12,7 +12,7 @@ from jax.tree_util import GetAttrKey
 
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.replica import precision
-from jdist._src.replica.context import all_reduce
+from jdist._src.replica.context import all_reduce, num_replicas
 from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, value_and_grad
 from jdist._src.replica.losses import global_mean
 from jdist._src.replica.random import replica_key
@@ -164,9 +164,12 @@ class StepFunctions:
         return SyncOnRead(pack_metrics(empty_metrics(self.metrics)), VariableAggregation.SUM)
 
     def total_metrics(self, metrics: PackedMetrics) -> dict[str, jax.Array]:
-        """Returns the values of packed metrics over the examples of all replicas."""
-        totals = unpack_metrics(all_reduce("sum", metrics), empty_metrics(self.metrics))
-        return {name: metric.compute() for name, metric in totals.items()}
+        """Returns the values of packed metrics over the examples of all replicas; NaN without examples."""
+        totals: Any = unpack_metrics(all_reduce("sum", metrics), empty_metrics(self.metrics))
+        values = {name: metric.compute() for name, metric in totals.items()}
+        # 0 would be a good loss: the steps may all have been skipped, or the weights of all examples may be 0.
+        is_empty = totals["loss"].weight == 0
+        return jax.tree.map(lambda x: jnp.where(is_empty, jnp.nan, x) if _is_float(x) else x, values)
 
     # Error messages name the state and the batch after the parameters of the next functions.
     def train(self, state: TrainCarry, batch: PyTree, weights: Any = None) -> tuple[TrainCarry, jax.Array]:
@@ -217,8 +220,8 @@ class StepFunctions:
         if self.micro_batches > 1:
             metrics = jax.tree.map(lambda x: x.sum(0), metrics)
 
-        loss, is_finite, params, opt_state = update_params(
-            self.optimizer, self.non_finite, carry.has_failed, totals, fields, value_fn
+        loss, is_finite, params, opt_state, num_weighted = update_params(
+            self.optimizer, self.non_finite, carry.has_failed, totals, fields, value_fn, _num_weighted(weights)
         )
         model_state = mean_over_replicas(model_state, varies, weights)
         metrics = jax.tree.map(jnp.add, carry.metrics, pack_metrics(metrics))
@@ -229,7 +232,7 @@ class StepFunctions:
         if self.non_finite == "stop":
             step, has_failed, is_finite = jnp.where(is_taken, step, fields.step), ~is_taken, is_taken
         new_state = replace_fields(carry.state, step, params, opt_state, model_state)
-        return TrainCarry(new_state, metrics, has_failed), _outcome(loss.astype(jnp.float32), is_finite)
+        return TrainCarry(new_state, metrics, has_failed), _outcome(loss, is_finite, num_weighted)
 
     def train_by_custom_step(
         self, state: TrainCarry, batch: PyTree, weights: Any = None
@@ -295,11 +298,31 @@ class StepFunctions:
         return self.objective.apply(*variables, inputs, key, False, weights).outputs
 
 
-def _outcome(loss: jax.Array, is_finite: jax.Array) -> jax.Array:
-    """Returns the outcome of a step `[2]`: its loss, and 1 if it was finite.
+def _outcome(loss: jax.Array, is_finite: jax.Array, num_weighted: jax.Array | None = None) -> jax.Array:
+    """Returns the outcome of a step `[3]`: its loss, 1 if it was finite, and the number of its examples with a weight.
 
-    The loss is the mean over all examples of the batch. A step is finite if its loss and its gradients, or its updates, are;
-    always with `non_finite="keep"`, and with `"stop"` not after a failure. One array, because each result of a program costs
-    time on the host.
+    The loss is the mean over all examples of the batch; NaN if all their weights are 0. A step is finite if its loss and its
+    gradients, or its updates, are; always with `non_finite="keep"`, and with `"stop"` not after a failure. The number is -1
+    if the batch has no weights. One array, because each result of a program costs time on the host.
+
+    Args:
+        loss: The loss.
+        is_finite: Whether the step was finite.
+        num_weighted: The mean over the replicas of the number of examples with a weight, or None.
     """
-    return jnp.stack([loss, is_finite.astype(loss.dtype)])
+    loss = loss.astype(jnp.float32)
+    if num_weighted is None:
+        return jnp.stack([loss, is_finite.astype(loss.dtype), jnp.full_like(loss, -1)])
+    loss = jnp.where(num_weighted == 0, jnp.nan, loss)
+    return jnp.stack([loss, is_finite.astype(loss.dtype), jnp.round(num_weighted * num_replicas())])
+
+
+def _num_weighted(weights: Any) -> jax.Array | None:
+    """Returns the number of examples of this replica whose weights `[batch, ...]` are not all 0, float32 `[]`."""
+    if weights is None:
+        return None
+    return jnp.sum(jnp.any(jnp.reshape(weights, (len(weights), -1)) != 0, axis=1), dtype=jnp.float32)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)

@@ -111,7 +111,7 @@ def train_step(
             return global_loss(lambda *args: losses_and_aux(*args)[0], **options)(params, *data)
 
         totals, aux = gradient_totals(losses_and_aux, has_aux=True, **options)(fields.params, *data)
-        loss, _, params, opt_state = update_params(optimizer, "keep", jnp.bool_(False), totals, fields, value_fn)
+        loss, _, params, opt_state, _ = update_params(optimizer, "keep", jnp.bool_(False), totals, fields, value_fn)
         new_state = replace_fields(state, fields.step + 1, params, opt_state, fields.model_state)
         return new_state, loss if aux is None else (loss, _total_metrics(aux, micro_batches))
 

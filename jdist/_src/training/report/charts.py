@@ -7,7 +7,17 @@ from typing import Any
 
 import numpy as np
 
-FACTS = ("epoch", "step", "seconds", "examples_per_second", "stalled_fraction", "learning_rate")  # columns, not metrics
+# Columns of a history that are not metrics.
+FACTS = (
+    "epoch",
+    "step",
+    "seconds",
+    "examples_per_second",
+    "stalled_fraction",
+    "skipped_steps",
+    "dropped_examples",
+    "learning_rate",
+)
 VALIDATION_PREFIX = "val_"
 _MAX_POINTS = 2_000  # per loss curve; more cannot be distinguished in print
 _METRICS_PER_PANEL = 5  # the number of metric colors
