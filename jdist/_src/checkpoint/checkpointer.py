@@ -10,13 +10,13 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import jax
 
-from jdist._src.checkpoint import storage
+from jdist._src.checkpoint import storage, unfinished_saves
 from jdist._src.checkpoint.leaf_selection import LeafSelection, as_paths, as_renames
 from jdist._src.checkpoint.preservation import Metrics, Mode, Preservation, as_metrics, as_preservation
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.restore_plan import RestorePlan, make_restore_plan, read_manifest
 from jdist._src.checkpoint.save_plan import SavePlan, make_save_plan
-from jdist._src.checkpoint.storage import CheckpointError, FolderLock, short_message
+from jdist._src.checkpoint.storage import CheckpointError, FolderLock, listed, short_message, write_error
 from jdist._src.checkpoint.writer import Writer
 from jdist._src.core import activity
 from jdist._src.core.arguments import as_int
@@ -61,7 +61,9 @@ class Checkpointer:
     the devices: it can be restored onto any number of them, under any strategy. `STEP/manifest/manifest.json` describes its
     contents as text.
 
-    Use it in a `with` statement, or call `close`; otherwise the last save may be lost. Mutable: it holds the save in progress.
+    Use it in a `with` statement, or call `close`: they raise the error of a save that could not be written. Otherwise the
+    interpreter waits for the save at exit, and if it cannot be written, prints the error and ends with exit status 1. A process
+    that is killed, or ends by `os._exit`, does not wait. Mutable: it holds the save in progress.
 
     Args:
         path: The folder: new, empty, or with checkpoints; also a URL, `gs://bucket/run`. On several processes, a folder that
@@ -146,11 +148,12 @@ class Checkpointer:
         extra: PyTree = None,
         metrics: Mapping[str, float] | None = None,
         now: bool = False,
+        wait: bool = False,
     ) -> bool:
         """Saves a checkpoint in the background, if one is due.
 
-        It returns when the arrays are copied, so the next step may donate the state. All processes call it with the same
-        arguments.
+        It returns when the arrays are copied, so the next step may donate the state; with `wait`, when the checkpoint is
+        complete. All processes call it with the same arguments.
 
         Args:
             step: The number of steps that led to the state.
@@ -160,6 +163,7 @@ class Checkpointer:
             extra: Other values: a tree of dicts and lists of arrays, numbers and text.
             metrics: Numbers by name, for `keep_best` and the manifest. Those that are not finite are not stored.
             now: Whether to save even if no checkpoint is due at this step.
+            wait: Whether to return only when the checkpoint is complete, as `checkpointer.wait()` does.
 
         Returns:
             Whether it saves the checkpoint. False if none is due, or if there is one of this step already.
@@ -179,6 +183,8 @@ class Checkpointer:
             plan = self._run_compared("save", lambda: self._plan_save(step, state, data_position, seed, extra, metrics))
             if plan is not None:
                 self._write(plan)
+        if wait:
+            self.wait()
         return plan is not None
 
     def restore(
@@ -248,6 +254,7 @@ class Checkpointer:
         Raises:
             CheckpointError: It could not be written.
         """
+        unfinished_saves.finish_dropped(self._folder)
         if self._writer is None:
             return
         try:
@@ -255,6 +262,7 @@ class Checkpointer:
                 self._writer.wait()
         except Exception as error:
             self._raise_write_error(error)
+        unfinished_saves.remove(self._writer)
 
     def close(self) -> None:
         """Waits until the save in progress is written, ends the threads, and releases the lock. `save` can be called again.
@@ -295,7 +303,7 @@ class Checkpointer:
         """
         step = as_int("`step`", step, 0)
         if self._lock is None and jax.process_index() == 0:  # process 0 of a job writes the manifest
-            self._lock = FolderLock(self._folder, owner=self)
+            self._lock = FolderLock(self._folder)
         latest = max(set(self.steps()) - self._damaged, default=None)
         if latest is not None and step < latest:
             raise ValueError(
@@ -324,6 +332,7 @@ class Checkpointer:
             # Not a method: the writer would keep this object, and its lock, alive.
             preserved_steps = functools.partial(_preserved_steps, self._preservation, self._metrics)
             self._writer = self._writer or Writer(self._folder, preserved_steps)
+            unfinished_saves.add(self._writer, self, self._lock)
             self._writer.write(plan.step, plan.pack, damaged)
             self._damaged.clear()
         except Exception as error:
@@ -333,23 +342,13 @@ class Checkpointer:
         self._metrics.known.pop(self._saving, None)
         writer, self._writer = self._writer, None
         if writer is not None:
+            unfinished_saves.remove(writer)
             try:
                 writer.close()
             except Exception as close_error:
                 error.add_note(str(close_error))
-        try:
-            steps = self.steps()
-            complete = (
-                f"Complete checkpoints: {_listed(steps)}."
-                if steps
-                else "The folder does not contain a complete checkpoint."
-            )
-        except OSError:
-            complete = "The folder cannot be read either."
-        raise CheckpointError(
-            f"The checkpoint of step {self._saving} could not be written to {self._folder}: {short_message(error)} {complete} "
-            "The training state is unchanged, and the next `save` tries again."
-        ) from error
+        message = write_error(self._folder, self._saving, error)
+        raise CheckpointError(f"{message} The training state is unchanged, and the next `save` tries again.") from error
 
     def _plan_restore(
         self, strategy: Strategy, like: PyTree, step: int | None, only: Any, rename: Any
@@ -384,7 +383,7 @@ class Checkpointer:
         self._damaged.add(step)
         older = [other for other in self.steps() if other < step]
         advice = (
-            f"Earlier complete checkpoints: {_listed(older)}. To use the last one, call `restore(strategy, step={older[-1]})`. "
+            f"Earlier complete checkpoints: {listed(older)}. To use the last one, call `restore(strategy, step={older[-1]})`. "
             f"The next `save` of this `Checkpointer` renames the damaged folder to {step}.damaged. To continue with "
             f"`fit(resume=...)`, delete {self._folder / str(step)}."
             if older
@@ -454,7 +453,3 @@ def is_best(checkpointer: Checkpointer, metrics: Mapping[str, Any]) -> bool:
 def best_metric(checkpointer: Checkpointer) -> str | None:
     """Returns the name of the metric of `keep_best`, if there is one."""
     return None if checkpointer._preservation.best is None else checkpointer._preservation.best.name
-
-
-def _listed(steps: Any) -> str:
-    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"

@@ -4,11 +4,13 @@ orbax takes a second to import, so it is imported at the first use.
 """
 
 import asyncio
+import concurrent.futures
 import functools
 import logging
 import os
 import pathlib
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -35,11 +37,37 @@ def configure_orbax() -> None:
 
 async def _until_all_tasks_end(coro: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `coro` when all other tasks of its event loop have ended too."""
+    asyncio.get_running_loop().set_default_executor(_Executor())
     try:
         return await coro
     finally:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
+
+
+class _Executor(concurrent.futures.ThreadPoolExecutor):
+    """Runs functions in threads, or in the thread of the caller if no thread can be started.
+
+    Python 3.12.0 and 3.12.1 cannot start threads while the interpreter waits at exit for the threads that run
+    (https://github.com/python/cpython/issues/113964), and a write that is not finished then needs some.
+    """
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "concurrent.futures.Future[T]":
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        is_free = threading.Lock()  # a call that was queued although its thread did not start may run in another thread
+
+        def call() -> None:
+            if is_free.acquire(blocking=False) and future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        try:
+            super().submit(call)
+        except RuntimeError:
+            call()
+        return future
 
 
 def _add_s3() -> None:

@@ -135,8 +135,7 @@ class PreemptionCheckpointHandler:
         self.close()
 
     def _save_and_exit(self, state: PyTree) -> None:
-        self._checkpointer.save(self._total_run_calls, state, self._read_position(), now=True)
-        self._checkpointer.wait()
+        self._checkpointer.save(self._total_run_calls, state, self._read_position(), now=True, wait=True)
         self._notice.reset()
         if self._exit_fn is None:
             exit_preempted(self._checkpointer)

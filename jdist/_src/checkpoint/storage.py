@@ -16,7 +16,7 @@ import pathlib
 import re
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,30 @@ def short_message(error: BaseException) -> str:
         return f"{os.strerror(int(number[1]))}."
     first_line, *_ = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {first_line[:400]}".rstrip(".") + "."
+
+
+def write_error(folder: pathlib.Path, step: int, error: BaseException) -> CheckpointError:
+    """Returns the error for a checkpoint that could not be written, with the steps of the complete checkpoints."""
+    try:
+        steps = complete_steps(folder)
+        complete = (
+            f"Complete checkpoints: {listed(steps)}." if steps else "The folder does not contain a complete checkpoint."
+        )
+    except OSError:
+        complete = "The folder cannot be read either."
+    return CheckpointError(
+        f"The checkpoint of step {step} could not be written to {folder}: {short_message(error)} {complete}"
+    )
+
+
+def listed(steps: Sequence[int]) -> str:
+    """Returns the text of at least one step.
+
+    Example:
+        >>> listed([3]), listed([3, 4])
+        ('step 3', 'steps 3, 4')
+    """
+    return f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
 
 
 def open_folder(path: Any) -> pathlib.Path:
@@ -237,23 +261,22 @@ def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> d
 class FolderLock:
     """A lock on a folder of checkpoints, so that only one job at a time writes into it. Reading does not need the lock.
 
-    The lock is held from the creation until `release`. The operating system releases it when the process ends, also by SIGKILL.
-    On Windows, on file systems without locks and on object stores it has no effect.
+    The lock is held from the creation until `release`, or until this object is garbage collected. The operating system releases
+    it when the process ends, also by SIGKILL. On Windows, on file systems without locks and on object stores it has no effect.
 
     Mutable: it can be released.
 
     Args:
         folder: The folder.
-        owner: The lock is also released when this object is garbage collected.
 
     Raises:
         CheckpointError: Another process, or another lock of this process, holds the lock.
         OSError: The marker file cannot be opened.
     """
 
-    def __init__(self, folder: pathlib.Path, owner: object):
+    def __init__(self, folder: pathlib.Path):
         self._folder = folder
-        self._file: int | None = None
+        self._close: weakref.finalize[Any, Any] | None = None
         if fcntl is None or is_url(folder):
             return
         try:
@@ -268,18 +291,16 @@ class FolderLock:
         except OSError:  # a file system without locks
             os.close(file)
             return
-        self._file = file
+        self._close = weakref.finalize(self, os.close, file)
         _locks.add(self)
-        weakref.finalize(owner, self.release)
 
     def release(self) -> None:
         """Releases the lock. A second call has no effect."""
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
+        if self._close is not None:
+            self._close()
 
     def _refusal(self) -> str:
-        if any(lock._file is not None and lock._folder == self._folder for lock in _locks):
+        if any(lock._close.alive and lock._folder == self._folder for lock in _locks if lock._close):
             return (
                 f"Another `Checkpointer` of this process saves to {self._folder}. Close it first, with `with` or `close()`, or "
                 "use one `Checkpointer` for both."

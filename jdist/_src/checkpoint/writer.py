@@ -22,6 +22,7 @@ from jdist._src.checkpoint.storage import (
     MANIFEST_FILE,
     empty_deleted,
     rename_damaged,
+    write_error,
 )
 from jdist._src.core import activity
 from jdist._src.core.paths import is_url
@@ -39,10 +40,15 @@ class Writer:
     Args:
         folder: The folder.
         preserved_steps: From the steps of all checkpoints, including the new one, to those that are preserved.
+
+    Attributes:
+        folder: The folder.
+        step: The step of the last write.
     """
 
     def __init__(self, folder: pathlib.Path, preserved_steps: Callable[[Sequence[int]], Collection[int]]):
-        self._folder, self._preserved_steps = folder, preserved_steps
+        self.folder, self._preserved_steps = folder, preserved_steps
+        self.step = -1
         self._group = ProcessGroup()
         self._manager: Any = None
         self._caller = threading.get_ident()
@@ -59,13 +65,14 @@ class Writer:
             OSError: The folder cannot be written to.
             CheckpointError: The folder cannot be written to on another process.
         """
+        self.step = step
         # If orbax found out itself, it would leave threads behind, and the other processes in a collective.
         self._group.run(lambda: self._prepare_folder(damaged))
         arrays, manifest = self._group.run(pack)
         import orbax.checkpoint as ocp
 
         self._caller = threading.get_ident()
-        empty_deleted(self._folder)
+        empty_deleted(self.folder)
         items = {str(number): x for number, x in enumerate(arrays) if x.size}  # orbax refuses arrays without elements
         args = {ARRAYS: ocp.args.StandardSave(items or {"none": np.zeros(1)}), MANIFEST: _text_args()(manifest)}
         try:
@@ -80,24 +87,38 @@ class Writer:
         if self._manager is not None:
             self._manager.wait_until_finished()
 
+    def finish(self) -> None:
+        """Waits until the write in progress is complete, and ends the threads, also after an error.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written.
+        """
+        try:
+            self.wait()
+        except Exception as error:
+            with contextlib.suppress(Exception):  # it would report the same error
+                self.close()
+            raise write_error(self.folder, self.step, error) from error
+        self.close()
+
     def close(self) -> None:
         """Waits until the write in progress is complete, and ends the threads."""
         try:
             if self._manager is not None:
                 self._manager.close()
-                empty_deleted(self._folder)
+                empty_deleted(self.folder)
         finally:
             self._group.close()
 
     def _prepare_folder(self, damaged: Sequence[int]) -> None:
         """Writes and deletes a test file, and renames damaged folders. Raises OSError if the folder cannot be written to."""
-        test_file = self._folder / f".trial.{jax.process_index()}"
+        test_file = self.folder / f".trial.{jax.process_index()}"
         try:
             test_file.write_bytes(bytes(_TEST_BYTES))
         finally:
             test_file.unlink(missing_ok=True)
         for step in damaged if jax.process_index() == 0 else ():
-            rename_damaged(self._folder, step)
+            rename_damaged(self.folder, step)
 
     def _make_manager(self) -> Any:
         import orbax.checkpoint as ocp
@@ -105,12 +126,12 @@ class Writer:
         configure_orbax()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_PreservationPolicy(self._preserved_steps),
-            todelete_subdir=None if is_url(self._folder) else DELETED,
+            todelete_subdir=None if is_url(self.folder) else DELETED,
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
             async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
         )
-        manager = ocp.CheckpointManager(self._folder, options=options)
+        manager = ocp.CheckpointManager(self.folder, options=options)
         # orbax would pass the step to JAX's agreement on preemption, which counts the checks of `PreemptionNotice`.
         manager.reached_preemption = lambda step: False
         return manager

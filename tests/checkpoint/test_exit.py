@@ -1,0 +1,120 @@
+"""A program that ends after `save`: the interpreter waits for the checkpoint, or the exit status tells that it is lost."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import jdist
+from tests.notebook_kernel import Kernel
+
+PREAMBLE = """
+import atexit, os, resource, signal, sys, threading, time
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax, numpy as np, optax
+import jdist
+jdist.use_cpu_devices(2)
+folder = sys.argv[1]
+strategy = jdist.MirroredStrategy()
+state = strategy.put({"w": np.random.default_rng(0).normal(size=(300, 1000)).astype(np.float32)})
+c = jdist.Checkpointer(folder)
+"""
+FULL = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+TRAINER = """
+trainer = jdist.Trainer((lambda key, x: jax.numpy.zeros((300, 1000)), lambda w, x: x @ w), optax.sgd(0.1),
+    optax.squared_error, strategy=strategy)
+data = (np.ones((8, 300), np.float32), np.ones((8, 1000), np.float32))
+class Fails(jdist.callbacks.Callback):
+    def __call__(self, event):
+        if event.step == 3: raise ValueError("unlucky")
+c = jdist.Checkpointer(folder, every=2)
+trainer.fit(data, batch_size=2, callbacks=[jdist.callbacks.Checkpoint(c), Fails()], progress="off")
+"""
+
+# code, exit status, complete checkpoints, a part of stdout, a part of stderr
+PROGRAMS = {
+    "dropped checkpointers": (
+        "for i in range(5): jdist.Checkpointer(folder).save(i, state)\n"
+        "print(jdist.Checkpointer(folder).restore(strategy).step)",
+        0, (2, 3, 4), "4", "",
+    ),
+    "full disk": (
+        f"{FULL}c.save(1, state); atexit.register(print, 'atexit runs')",
+        1, (), "atexit runs", f"jdist: The checkpoint of step 1 could not be written to FOLDER: {os.strerror(27)}.",
+    ),
+    "sys.exit": ("c.save(1, state); sys.exit(3)", 3, (1,), "", ""),
+    "exception": ("c.save(1, state); 1 / 0", 1, (1,), "", "ZeroDivisionError"),
+    "signal handler": (
+        "signal.signal(signal.SIGTERM, lambda *args: sys.exit(7)); c.save(1, state); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "time.sleep(60)",
+        7, (1,), "", "",
+    ),
+    "many saves": ("for i in range(6): c.save(i, state)", 0, (3, 4, 5), "", ""),
+    "reference cycle": ("c.save(1, state); c.cycle = c; del c", 0, (1,), "", ""),
+    "two folders": (
+        "other = jdist.Checkpointer(folder + '/../other'); c.save(1, state); other.save(2, state)\n"
+        "atexit.register(lambda: print(c.steps(), other.steps()))",
+        0, (1,), "(1,) (2,)", "",
+    ),
+    "closed by atexit": ("atexit.register(c.close); c.save(1, state)", 0, (1,), "", ""),
+    "saved by atexit": (
+        "c.save(1, state); atexit.register(c.save, 2, state)",
+        0, (1,), "", "The checkpoint of step 2 could not be written to FOLDER: RuntimeError: the interpreter is exiting",
+    ),
+    "no exit functions run": ("c.save(1, state, wait=True); os._exit(0)", 0, (1,), "", ""),
+    "thread of the user": (
+        "c.save(1, state); threading.Thread(target=lambda: (time.sleep(0.5), print('ends'))).start()", 0, (1,), "ends", "",
+    ),
+    "forked child": ("import warnings; warnings.simplefilter('ignore'); c.save(1, state); p = os.fork(); p and os.waitpid(p, 0)", 0, (1,), "", ""),
+    "full disk, exception": (f"{FULL}c.save(1, state); 1 / 0", 1, (), "", "The program ends with exit status 1."),
+    "full disk, dropped": (f"{FULL}c.save(1, state); del c", 1, (), "", "The program ends with exit status 1."),
+    "full disk, handled": (
+        f"{FULL}c.save(1, state)\ntry: c.wait()\nexcept jdist.CheckpointError: print('handled')", 0, (), "handled", "",
+    ),
+    "trainer": (TRAINER, 1, (2,), "", "ValueError: unlucky"),
+}  # fmt: skip
+DEFAULT = ("dropped checkpointers", "full disk")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.slow) for name in PROGRAMS]
+)
+def test_program_that_ends_after_a_save_waits_for_it_or_fails(name, tmp_path):
+    code, status, steps, stdout, stderr = PROGRAMS[name]
+    folder = tmp_path / "run"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PREAMBLE + code, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    assert jdist.Checkpointer(folder).steps() == steps, done.stderr
+    assert stdout in done.stdout and stderr.replace("FOLDER", str(folder)) in done.stderr
+    assert stderr or not done.stderr
+
+
+@pytest.mark.slow
+def test_interrupt_while_the_interpreter_waits_ends_the_program(tmp_path):
+    code = """
+def interrupt():
+    while not threading._SHUTTING_DOWN: time.sleep(0.001)
+    time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt, daemon=True).start()
+c.save(1, strategy.put(np.random.default_rng(0).normal(size=2**26).astype(np.float32)))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PREAMBLE + code, str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "jdist: Interrupted while 1 checkpoint was being written at exit.\n")
+
+
+@pytest.mark.slow
+def test_kernel_that_is_shut_down_waits_for_its_save(tmp_path):
+    kernel = Kernel()
+    try:
+        code = PREAMBLE.replace("sys.argv[1]", repr(str(tmp_path / "run"))) + "c.save(1, state)"
+        assert kernel.run(code).error == ""
+        kernel._manager.shutdown_kernel()
+    finally:
+        kernel.close()
+    assert jdist.Checkpointer(tmp_path / "run").steps() == (1,)
