@@ -669,3 +669,64 @@ def test_public_errors_have_public_names():
     assert f"{CancelledError.__module__}.{CancelledError.__qualname__}" == "jdist.coordinator.CancelledError"
     assert f"{EndOfDataError.__module__}.{EndOfDataError.__qualname__}" == "jdist.coordinator.EndOfDataError"
     assert isinstance(ClusterCoordinator(Workers()).schedule(lambda: None), RemoteValue)
+
+
+def test_scheduled_functions_that_call_a_step_first_at_the_same_time_update_one_state():
+    strategy, num_workers = jdist.ParameterServerStrategy(workers=4), 4
+    coordinator, together = ClusterCoordinator(strategy), threading.Barrier(num_workers)
+
+    @strategy.step
+    def add(total, x):
+        return {"sum": total["sum"] + jdist.all_reduce("mean", x)}, total["sum"]
+
+    state = strategy.init(lambda: {"sum": jnp.zeros(3)})
+
+    def train(x):
+        nonlocal state
+        together.wait(PATIENCE)
+        state, _ = add(state, x)
+
+    for number in range(3 * num_workers):
+        coordinator.schedule(train, (np.float32(number),))
+    coordinator.join()
+    assert state["sum"].tolist() == [66, 66, 66]
+
+
+UNREAD_ERRORS = {
+    "function": ("jdist.coordinator.ClusterCoordinator(strategy).schedule(fail)", "KeyError: 'the only batch'"),
+    "not finite": (
+        "step(state, np.float32(np.nan))",
+        "FloatingPointError: Worker 0 computed values that are not finite",
+    ),
+    "in a function that returned": ("(lambda: step(strategy.put(1.0), np.float32(np.nan)))()", "FloatingPointError"),
+    "read": ("get(jdist.coordinator.ClusterCoordinator(strategy).schedule(fail))", None),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNREAD_ERRORS)
+def test_error_that_nobody_read_is_printed_at_exit(name):
+    call, message = UNREAD_ERRORS[name]
+    program = f"""
+import contextlib, jdist, numpy as np
+strategy = jdist.ParameterServerStrategy(workers=2, non_finite="stop")
+
+@strategy.step
+def step(total, x):
+    return total + jdist.all_reduce("mean", x), None
+
+def fail():
+    raise KeyError("the only batch")
+
+def get(result):
+    with contextlib.suppress(KeyError):
+        result.fetch()
+
+state = strategy.put(np.float32(0))
+{call}
+print("end")
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert run.stdout == "end\n"
+    assert run.returncode == (message is not None), run.stderr
+    assert (message or "") in run.stderr

@@ -55,10 +55,73 @@ def test_replay_of_a_program_gives_the_same_bits(tmp_path):
     assert second.returncode == 0, second.stderr
     assert np.load(tmp_path / "w.npy").tobytes() == weights.tobytes()
     assert second.stdout == first.stdout and "50 updates: python train.py w.npy" in second.stderr
+    assert "jdist replay: equal: 50 updates, 5 digests of the state." in second.stderr
+
+
+# Adds to a scalar, as many times as the file "calls" says, the numbers in the file "data".
+COUNTING = """
+import jdist, pathlib, numpy as np
+strategy = jdist.ParameterServerStrategy(workers=1, record=pathlib.Path("name").read_text())
+state = strategy.put(np.float32(0))
+
+@strategy.step
+def add(total, x):
+    return total + jdist.all_reduce("mean", x), None
+
+for number in eval(pathlib.Path("data").read_text()):
+    state, _ = add(state, np.float32(number))
+"""
+
+
+def write_files(folder, numbers, name="run.log"):
+    for file, text in {"count.py": COUNTING, "data": repr(numbers), "name": name}.items():
+        (folder / file).write_text(text)
+
+
+@pytest.mark.slow
+def test_replay_names_the_first_update_that_differs(tmp_path):
+    numbers = list(range(25))
+    write_files(tmp_path, numbers)
+    assert run(tmp_path, sys.executable, "count.py").returncode == 0
+    log = tmp_path / "run.log"
+    verdicts = {
+        "equal: 25 updates, 3 digests of the state.": (numbers, "run.log", log.read_text(), 0),
+        "differs from update 20: the state was equal after update 10.": (
+            [*numbers[:15], *numbers[10:20]],
+            "run.log",
+            None,
+            1,
+        ),
+        "differs from update 25: the state was equal after update 20.": ([*numbers[:24], 3], "run.log", None, 1),
+        "equal: 20 updates, 2 digests of the state; but the program ended after 20 of 25 updates.": (
+            numbers[:20],
+            "run.log",
+            None,
+            1,
+        ),
+        "equal: 25 updates, 2 digests of the state; but the log has no end: the recorded run was killed, or the file was cut.": (
+            numbers,
+            "run.log",
+            "".join(log.read_text().splitlines(keepends=True)[:-2]),
+            1,
+        ),
+        "the program did not replay this file: it ended before its first step, or records another file.": (
+            numbers,
+            "other.log",
+            None,
+            1,
+        ),
+    }
+    recorded = log.read_text()
+    for verdict, (data, name, text, status) in verdicts.items():
+        write_files(tmp_path, data, name)
+        log.write_text(text or recorded)
+        replay = run(tmp_path, sys.executable, "-m", "jdist", "replay", "run.log")
+        assert (replay.returncode, replay.stderr.splitlines()[-1]) == (status, f"jdist replay: {verdict}")
 
 
 def make_log(path, *events):
-    lines = [{"format": 1, "workers": 2, "arguments": [], "folder": "."}, *events]
+    lines = [{"format": 2, "workers": 2, "arguments": [], "folder": "."}, *events]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -92,7 +155,13 @@ def test_other_number_of_workers_is_refused(tmp_path, monkeypatch):
         jdist.ParameterServerStrategy(workers=3, record=log)
 
 
-@pytest.mark.parametrize("text", ["", "hello\n", '{"format": 9}\n', "[]\n"])
+def test_log_of_another_version_is_refused(tmp_path, capsys):
+    (tmp_path / "run.log").write_text('{"format": 9}\n')
+    assert main(["replay", str(tmp_path / "run.log")]) == 2
+    assert "is a log of format 9, written by another version of jdist, which reads format 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", "hello\n", "{}\n", "[]\n"])
 def test_file_that_is_not_a_log_is_refused(text, tmp_path, capsys):
     log = tmp_path / "run.log"
     log.write_text(text)

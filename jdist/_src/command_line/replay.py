@@ -1,13 +1,15 @@
-"""`jdist replay`: runs a recorded program again, with its updates in the recorded order."""
+"""`jdist replay`: runs a recorded program again, with its updates in the recorded order, and compares the states."""
 
 import argparse
+import json
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 from jdist._src.command_line.verb import Verb
-from jdist._src.parameter_server.event_log import REPLAY_VARIABLE, read_log
+from jdist._src.parameter_server.event_log import REPLAY_VARIABLE, VERDICT_VARIABLE, Verdict, read_log
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,11 +26,20 @@ def _replay(arguments: argparse.Namespace) -> int:
     print(
         f"{sum('apply' in event for event in events)} updates: python {' '.join(program['arguments'])}", file=sys.stderr
     )
-    environment = {**os.environ, REPLAY_VARIABLE: str(log)}
     command = [sys.executable, *program["arguments"]]
-    return subprocess.run(command, cwd=program["folder"], env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        verdict_file = pathlib.Path(folder, "verdict.json")
+        environment = {**os.environ, REPLAY_VARIABLE: str(log), VERDICT_VARIABLE: str(verdict_file)}
+        status = subprocess.run(command, cwd=program["folder"], env=environment, check=False).returncode
+        verdict = Verdict(*json.loads(verdict_file.read_text())) if verdict_file.exists() else None
+    result = verdict or "the program did not replay this file: it ended before its first step, or records another file."
+    print(f"jdist replay: {result}", file=sys.stderr)
+    return status or (0 if verdict and verdict.is_equal else 1)
 
 
 REPLAY = Verb(
-    "runs a recorded program again, with its updates in the recorded order", "replay run.log", _add_arguments, _replay
+    "runs a recorded program again, with its updates in the recorded order, and compares the states",
+    "replay run.log",
+    _add_arguments,
+    _replay,
 )

@@ -1,5 +1,7 @@
 """`ParameterServerBackend`: calls a step as an update of the state on servers."""
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +17,7 @@ from jdist._src.jaxpr.server_partition import UpdateGroup
 from jdist._src.parameter_server.engine import Engine
 from jdist._src.parameter_server.step_parts import StepParts, TracedStep, compile_parts, cut_step
 from jdist._src.parameter_server.storage import LeafStorage, Shard
+from jdist._src.parameter_server.worker_index import in_scheduled_function
 from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.values.base import named_values
 from jdist._src.values.server_array import ServerArray, is_server_array, read_servers, without_values
@@ -42,7 +45,7 @@ class Snapshots(Protocol):
 class ParameterServerBackend(ShardMapBackend):
     """Runs `init` and `run` on one device, and steps on workers and servers.
 
-    Mutable: it holds the function that was traced last.
+    Mutable: it holds the function that was traced last. Threads may call the same step at the same time.
 
     Args:
         replicas: One replica, on the device of the first worker.
@@ -65,6 +68,8 @@ class ParameterServerBackend(ShardMapBackend):
         self._first_step = 0 if snapshots is None else snapshots.latest or 0
         self._num_shards = num_shards
         self._traced: tuple[ReplicaFunction, Any, ReplicaResults] | None = None
+        self._lock = threading.RLock()  # for the traced function and the moved leaves
+        self._moved: dict[int, tuple[weakref.ref[Any], ServerArray]] = {}
 
     def trace(self, function: ReplicaFunction) -> Any:
         """See `Backend.trace`. Not in a `shard_map`: the parts of a step run without a mesh."""
@@ -86,14 +91,15 @@ class ParameterServerBackend(ShardMapBackend):
             leaves, treedef = jax.tree.flatten(state)
             input_leaves, input_treedef = jax.tree.flatten(read_servers(inputs))
             key = treedef, input_treedef, tuple(map(_aval_key, leaves)), tuple(map(_aval_key, input_leaves))
-            parts = cache.get(key)
-            if parts is None:
-                arguments = (
-                    treedef.unflatten(map(_shape_of, leaves)),
-                    *input_treedef.unflatten(map(_shape_of, input_leaves)),
-                )
-                parts = cache[key] = self._parts(traced, arguments, leaves)
-            state_leaves = self._stored(leaves, parts)
+            with self._lock:
+                parts = cache.get(key)
+                if parts is None:
+                    arguments = (
+                        treedef.unflatten(map(_shape_of, leaves)),
+                        *input_treedef.unflatten(map(_shape_of, input_leaves)),
+                    )
+                    parts = cache[key] = self._parts(traced, arguments, leaves)
+                state_leaves = self._stored(leaves, parts)
             storages = [leaf.storage for leaf in state_leaves]
             if self._snapshots is not None:
                 self._save_if_due(self._snapshots, treedef.unflatten(state_leaves), storages)
@@ -160,11 +166,27 @@ class ParameterServerBackend(ShardMapBackend):
 
     def _stored_leaf(self, leaf: Any, shards: tuple[Shard, ...]) -> ServerArray:
         if not is_server_array(leaf):
-            value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-            return ServerArray(self.engine.store(value, shards), self.engine.read)
+            return self._moved_leaf(leaf, shards) if in_scheduled_function() else self._new_leaf(leaf, shards)
         if leaf.storage.shards != shards:
             self.engine.move(leaf.storage, shards)
         return leaf
+
+    def _new_leaf(self, leaf: Any, shards: tuple[Shard, ...]) -> ServerArray:
+        value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        return ServerArray(self.engine.store(value, shards), self.engine.read)
+
+    def _moved_leaf(self, leaf: Any, shards: tuple[Shard, ...]) -> ServerArray:
+        """Returns the same leaf on the servers for the same array.
+
+        Scheduled functions that call their first step at the same time pass the same array, and update one state.
+        """
+        if not isinstance(leaf, jax.Array):
+            return self._new_leaf(leaf, shards)
+        number = id(leaf)
+        if number not in self._moved:
+            forget = lambda _: self._moved.pop(number, None)
+            self._moved[number] = weakref.ref(leaf, forget), self._new_leaf(leaf, shards)
+        return self._stored_leaf(self._moved[number][1], shards)
 
 
 def _aval_key(leaf: Any) -> tuple[Any, ...]:

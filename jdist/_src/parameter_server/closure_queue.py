@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jdist._src.core import exit_work
+from jdist._src.core.background_threads import STOP_SECONDS
 from jdist._src.parameter_server.worker_index import in_scheduled_function
 
 CAPACITY = 256 * 1024  # functions that wait for a worker, as in TensorFlow
@@ -54,9 +56,9 @@ class Outcome:
         self._value = value
         self._done.set()
 
-    def set_error(self, error: BaseException) -> None:
+    def set_error(self, error: "RaisedError") -> None:
         """Sets the error."""
-        self._error = RaisedError(error)
+        self._error = error
         self._done.set()
 
     def value(self) -> Any:
@@ -71,16 +73,24 @@ class Outcome:
 
 
 class RaisedError:
-    """An exception with the traceback that it had: each `raise` would extend it, in all places that hold the exception."""
+    """An exception with the traceback that it had: each `raise` would extend it, in all places that hold the exception.
+
+    An error that is never raised again is printed at exit.
+    """
 
     def __init__(self, error: BaseException):
         self._error, self._traceback = error, error.__traceback__
+
+    def report_at_exit(self) -> None:
+        """Lets the program end with this error unless it is raised before."""
+        exit_work.add(self, self.raise_again)
 
     def __str__(self) -> str:
         return f"{type(self._error).__name__}: {self._error}"
 
     def raise_again(self) -> None:
         """Raises the exception with its first traceback."""
+        exit_work.remove(self)
         raise self._error.with_traceback(self._traceback)
 
 
@@ -189,6 +199,7 @@ class ClosureQueue:
             self._is_released = False
             indices = [i for i in range(num_workers) if i not in self._workers]
             self._workers.update(indices)
+            exit_work.add(self, self._finish_at_exit)
             return indices
 
     def release_workers(self) -> None:
@@ -208,6 +219,12 @@ class ClosureQueue:
             for condition in (self._has_work, self._has_space, self._is_idle):
                 condition.notify_all()
         _cancel(cancelled, "the interpreter exits")
+
+    def _finish_at_exit(self) -> None:
+        """Cancels the functions that wait, and waits for those that run, whose errors are then printed."""
+        self.close()
+        with self._lock:
+            self._is_idle.wait_for(lambda: not self._num_running, STOP_SECONDS)
 
     # The workers' side.
 
@@ -229,6 +246,8 @@ class ClosureQueue:
                 # An error references frames of the program. Without threads, the garbage collector can free all of them.
                 if self._is_closed or self._is_released or self._error is not None:
                     self._workers.discard(worker)
+                    if not self._workers:
+                        exit_work.remove(self)
                     is_lost = self._is_released and self._error is not None and not self._workers
                     break
                 self._has_work.wait(_POLL_SECONDS)
@@ -244,11 +263,13 @@ class ClosureQueue:
 
     def fail(self, closure: Closure, error: BaseException) -> None:
         """Sets the error of a function that `get` returned. The first error cancels all functions that wait."""
-        closure.outcome.set_error(error)
+        raised = RaisedError(error)
+        closure.outcome.set_error(raised)
         cancelled: list[Closure] = []
         with self._lock:
             if closure.worker is None and closure.round == self._round:
-                self._error = RaisedError(error)
+                self._error = raised
+                raised.report_at_exit()
                 self._round += 1
                 cancelled = list(self._waiting)
                 self._waiting.clear()
@@ -310,6 +331,5 @@ def check_outside_scheduled_function(action: str) -> None:
 
 def _cancel(closures: Sequence[Closure], reason: str) -> None:
     for closure in closures:
-        closure.outcome.set_error(
-            CancelledError(f"`{closure.name}` was cancelled, because {reason}. Schedule it again.")
-        )
+        message = f"`{closure.name}` was cancelled, because {reason}. Schedule it again."
+        closure.outcome.set_error(RaisedError(CancelledError(message)))

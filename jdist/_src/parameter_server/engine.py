@@ -15,10 +15,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
+from jdist._src.core import exit_work
 from jdist._src.core.tree import PyTree
 from jdist._src.parameter_server import staleness
 from jdist._src.parameter_server.closure_queue import WorkerLostError
-from jdist._src.parameter_server.event_log import Replay, open_log
+from jdist._src.parameter_server.event_log import UPDATES_PER_DIGEST, Replay, digest, open_log
 from jdist._src.parameter_server.executor import Executor, StepInputs
 from jdist._src.parameter_server.partitioners import row_ranges
 from jdist._src.parameter_server.step_parts import StepParts
@@ -121,7 +122,11 @@ class Engine:
         self._counts: collections.Counter[int] = collections.Counter()
         self._progress = [WorkerProgress() for _ in range(executor.num_workers)]
         self._delayed: dict[int, tuple[str, StepInputs, _Outputs]] = {}  # calls that a replay starts later
+        self._num_updates = 0  # with those that were skipped
+        self._last_storages: Sequence[LeafStorage] = ()  # of a recorded run, the state of the last update
         self._log, self._replay = open_log(record, executor.num_workers, num_threads)
+        if record is not None:
+            exit_work.add(self, self._finish)
 
     @property
     def num_calls(self) -> int:
@@ -198,6 +203,7 @@ class Engine:
     ) -> list[jax.Array] | None:
         if self._log:
             self._log.write_start(number, worker, self._version, name)
+        exit_work.add(self, self._finish)
         try:
             work, early_outputs = self.executor.start(worker, inputs, len(self._in_progress))
         except Exception as error:  # XLA runs small programs on the CPU in this thread
@@ -218,6 +224,49 @@ class Engine:
             while self._in_progress or self._delayed:
                 self._apply_next()
             self.executor.flush()
+            if self._log is None and self._replay is None:
+                exit_work.remove(self)
+
+    def _finish(self) -> None:
+        """Applies what is in progress when the program ends, and ends the log.
+
+        Raises:
+            RuntimeError: A worker failed.
+        """
+        errors: list[Exception] = []
+        with self._lock:
+            while self._in_progress or (self._replay is not None and self._replay_events(self._replay)):
+                try:
+                    self._apply_next()
+                except Exception as error:
+                    errors.append(error)
+            self.executor.flush()
+            if self._num_updates % UPDATES_PER_DIGEST:
+                self._compare_state()
+            if self._log is not None:
+                self._log.write_end(self._num_updates)
+            if self._replay is not None:
+                self._replay.write_verdict()
+        if errors:
+            errors[0].add_note(f"Found at the end of the program. {len(errors)} of its last calls failed.")
+            raise errors[0]
+
+    def _count_update(self, call: _Call) -> None:
+        """Counts a call that was applied or skipped, and compares or records the state after some of them."""
+        self._num_updates += 1
+        if self._log is not None:
+            self._log.write_apply(call.number)
+        if self._log is not None or self._replay is not None:
+            self._last_storages = call.inputs.storages
+            if not self._num_updates % UPDATES_PER_DIGEST:
+                self._compare_state()
+
+    def _compare_state(self) -> None:
+        read_leaves = lambda: map(self.executor.read, self._last_storages)
+        if self._log is not None:
+            self._log.write_digest(self._num_updates, digest(read_leaves()))
+        if self._replay is not None:
+            self._replay.compare(self._num_updates, read_leaves)
 
     def _output(self, outputs: _Outputs, index: int) -> Any:
         """Returns an output of a call, after waiting for the call."""
@@ -247,9 +296,13 @@ class Engine:
         """Starts a call if the recorded run started it before the next one. It did not if the worker was lost."""
         number = self._num_calls
         self._delayed[number] = name, inputs, outputs
-        self._replay_events(replay)
-        if number in self._delayed:
-            replay.check_start(number, name)
+        try:
+            self._replay_events(replay)
+            if number in self._delayed:
+                replay.check_start(number, name)
+        except RuntimeError:
+            self._delayed.pop(number, None)
+            raise
         return outputs.early
 
     def _replay_events(self, replay: Replay) -> bool:
@@ -302,11 +355,10 @@ class Engine:
             return
         age, progress = self._version - call.version, self._progress[call.worker]
         self.executor.apply(call.work, call.inputs, age)
-        if self._log:
-            self._log.write_apply(call.number)
         self._progress[call.worker] = progress._replace(updates=progress.updates + 1, staleness=age)
         self._counts[age] += 1
         self._version += 1
+        self._count_update(call)
 
     def _start_again(self, call: _Call, error: WorkerLostError) -> None:
         progress = self._progress[call.worker]
@@ -323,8 +375,7 @@ class Engine:
         """Does not apply the results of a worker, because they are not finite."""
         progress = self._progress[call.worker]
         self._progress[call.worker] = progress._replace(skipped=progress.skipped + 1)
-        if self._log:
-            self._log.write_apply(call.number)  # a replay skips it too
+        self._count_update(call)  # a replay skips it too
         message = (
             f"Worker {call.worker} computed values that are not finite in call {call.number + 1} of a step, `{call.name}`. "
             "Its update was not applied."

@@ -1,15 +1,30 @@
 """The log of a run: in which order workers started and their updates were applied; and its replay."""
 
+import hashlib
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TextIO
 
+import numpy as np
+
 REPLAY_VARIABLE = "JDIST_REPLAY"
+VERDICT_VARIABLE = "JDIST_REPLAY_VERDICT"  # the file into which a replay writes its verdict
+UPDATES_PER_DIGEST = 10
 THREADS_VARIABLE = "NPROC"  # the size of XLA's thread pools: it decides how some sums are divided
-_FORMAT = 1
+_FORMAT = 2
+
+
+def digest(leaves: Iterable[Any]) -> str:
+    """Returns a hash of the bytes, shapes and dtypes of arrays."""
+    state = hashlib.blake2b(digest_size=16)
+    for leaf in leaves:
+        array = np.asarray(leaf)
+        state.update(f"{array.dtype}{array.shape}".encode())
+        state.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return state.hexdigest()
 
 
 class Event(NamedTuple):
@@ -64,6 +79,14 @@ class EventLog:
         """Writes that the results of a call are applied."""
         self._write({"apply": call})
 
+    def write_digest(self, num_updates: int, text: str) -> None:
+        """Writes the digest of the state after a number of updates."""
+        self._write({"digest": text, "updates": num_updates})
+
+    def write_end(self, num_updates: int) -> None:
+        """Writes that the program has ended. A log without this event is of a run that was killed, or is cut."""
+        self._write({"end": num_updates})
+
     def write_lost(self, call: int) -> None:
         """Writes that the worker of a call was lost. The call starts again."""
         self._write({"lost": call})
@@ -72,10 +95,45 @@ class EventLog:
         self._file.write(json.dumps(event) + "\n")
 
 
+class Verdict(NamedTuple):
+    """The comparison of a replay with the recorded run.
+
+    Attributes:
+        updates: The number of updates that the replay applied.
+        recorded: The number of updates in the log.
+        compared: The number of digests that were compared.
+        equal: The number of updates after which the state was equal last.
+        differs: The number of updates after which the state was first seen to differ; None if it never was.
+        is_complete: Whether the log has its last event.
+    """
+
+    updates: int
+    recorded: int
+    compared: int
+    equal: int
+    differs: int | None
+    is_complete: bool
+
+    def __str__(self) -> str:
+        if self.differs is not None:
+            return f"differs from update {self.differs}: the state was equal after update {self.equal}."
+        compared = f"equal: {self.updates} updates, {self.compared} digests of the state"
+        if self.updates < self.recorded:
+            return f"{compared}; but the program ended after {self.updates} of {self.recorded} updates."
+        if not self.is_complete:
+            return f"{compared}; but the log has no end: the recorded run was killed, or the file was cut."
+        return compared + "."
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the replay is the recorded run."""
+        return self.differs is None and self.updates == self.recorded and self.is_complete
+
+
 class Replay:
     """The events of a log, in order.
 
-    Mutable: it holds the number of the next event.
+    Mutable: it holds the number of the next event, and compares digests.
 
     Args:
         path: The log.
@@ -87,13 +145,41 @@ class Replay:
 
     def __init__(self, path: pathlib.Path, num_workers: int):
         program, events = read_log(path)
-        self._events = list(map(_as_event, events))
+        self._events = [_as_event(event) for event in events if "start" in event or "apply" in event]
+        self._digests = {event["updates"]: event["digest"] for event in events if "digest" in event}
+        self._is_complete = any("end" in event for event in events)
         self._path, self._next = path, 0
+        self._compared = self._equal = 0
+        self._differs: int | None = None
         if program["workers"] != num_workers:
             raise ValueError(
                 f"{str(path)!r} was recorded with {program['workers']} workers, and this strategy has {num_workers}. Replay "
                 "the program that was recorded."
             )
+
+    def compare(self, num_updates: int, read_leaves: Callable[[], Iterable[Any]]) -> None:
+        """Compares the state after `num_updates` updates with the digest in the log, if there is one."""
+        if num_updates not in self._digests or self._differs is not None:
+            return
+        self._compared += 1
+        if digest(read_leaves()) == self._digests[num_updates]:
+            self._equal = num_updates
+        else:
+            self._differs = num_updates
+
+    def write_verdict(self) -> None:
+        """Writes the verdict for `jdist replay`."""
+        count = lambda events: sum(event.kind == "apply" for event in events)
+        verdict = Verdict(
+            count(self._events[: self._next]),
+            count(self._events),
+            self._compared,
+            self._equal,
+            self._differs,
+            self._is_complete,
+        )
+        if VERDICT_VARIABLE in os.environ:
+            pathlib.Path(os.environ[VERDICT_VARIABLE]).write_text(json.dumps(verdict))
 
     @property
     def next_event(self) -> Event | None:
@@ -142,10 +228,14 @@ def _parsed(path: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     lines = path.read_text().splitlines()
     try:
         program, *events = [json.loads(line) for line in lines[:-1]] + _last_event(lines)
-        if program["format"] != _FORMAT:
-            raise KeyError
+        number = program["format"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{str(path)!r} is not a log of `ParameterServerStrategy(record=...)`.") from None
+    if number != _FORMAT:
+        raise ValueError(
+            f"{str(path)!r} is a log of format {number}, written by another version of jdist, which reads format {_FORMAT}. "
+            "Record the run again."
+        )
     return program, events
 
 

@@ -1,0 +1,85 @@
+"""Work that the interpreter finishes before it exits. If some of it fails, the program ends with exit status 1.
+
+It runs before Python stops the thread pools of `concurrent.futures`, and before the functions of `atexit`.
+"""
+
+import atexit
+import concurrent.futures.thread as concurrent_futures_thread
+import contextlib
+import functools
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Hashable
+
+EXIT_STATUS = 1
+_work: dict[Hashable, Callable[[], object]] = {}
+
+
+def add(key: Hashable, finish: Callable[[], object]) -> bool:
+    """Lets the interpreter call `finish` before it exits, unless `key` is removed before. Both are kept alive.
+
+    If `finish` raises an error, the error is printed and the program ends with exit status 1.
+
+    Returns:
+        False if it is too late: the interpreter already runs the functions of `atexit`.
+    """
+    if not threading.main_thread().is_alive():
+        return False
+    _install_exit_function()
+    _work[key] = finish
+    return True
+
+
+def remove(key: Hashable) -> None:
+    """Removes work that is finished, or whose error was raised."""
+    _work.pop(key, None)
+
+
+def end_with_failure(message: str) -> None:
+    """Prints a message, and lets the interpreter end with the exit status of a failure."""
+    _print(f"jdist: {message} The program ends with exit status {EXIT_STATUS}.")
+    atexit.unregister(_exit)
+    atexit.register(_exit)
+
+
+@functools.cache
+def _install_exit_function() -> None:
+    # A function of `atexit` would run too late: when `concurrent.futures` has stopped its thread pools. Python has no public
+    # function for it; those of this one run in reverse order, so `concurrent.futures` has to be imported before.
+    _ = concurrent_futures_thread
+    threading._register_atexit(_finish_all)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _finish_all() -> None:
+    try:
+        while _work:
+            key, finish = next(iter(_work.items()))
+            remove(key)
+            try:
+                finish()
+            except Exception as error:
+                end_with_failure("".join(traceback.format_exception(error)).rstrip() + "\n")
+    except KeyboardInterrupt:
+        _print("jdist: Interrupted at exit, before all work was finished.")
+        _exit()  # now: threads that are not daemons would be waited for again
+
+
+def _print(message: str) -> None:
+    with contextlib.suppress(Exception):  # of any type: the stream may be replaced or closed
+        print(message, file=sys.stderr, flush=True)
+
+
+def _exit() -> None:
+    """Ends the process as the interpreter would, except for the exit status, which Python lets no exit function change."""
+    atexit.unregister(_exit)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # as above
+            stream.flush()
+    os._exit(EXIT_STATUS)
+
+
+if hasattr(os, "register_at_fork"):  # a forked child has not the threads that do the work
+    os.register_at_fork(after_in_child=_work.clear)
