@@ -9,6 +9,15 @@ from jdist.cluster import ClusterNotFoundError, EnvironmentClusterResolver
 JDIST = {"JDIST_COORDINATOR_ADDRESS": "a:1", "JDIST_NUM_PROCESSES": "2", "JDIST_PROCESS_ID": "1"}
 JAX = {"JAX_COORDINATOR_ADDRESS": "b:2", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
 TORCH = {"MASTER_ADDR": "c", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
+JAXJOB = {"COORDINATOR_ADDRESS": "job-worker-0", "COORDINATOR_PORT": "6666", "NUM_PROCESSES": "3", "PROCESS_ID": "1"}
+TRAINJOB = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "j-node-0-0.j", "PET_MASTER_PORT": "29400", "PET_NPROC_PER_NODE": "auto"}  # fmt: skip
+PADDLEJOB = {
+    "PADDLE_NNODES": "4",
+    "PADDLE_MASTER": "job-worker-0:36543",
+    "HOSTNAME": "job-worker-2",
+    "PADDLE_JOB_ID": "job",
+}
+XGBOOSTJOB = {**TORCH, "WORKER_PORT": "9991", "WORKER_ADDRS": "x-worker-0,x-worker-1"}
 LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -28,6 +37,12 @@ def make_resolver(*settings):
     ([JAX, TORCH], (3, 2, "b:2")),
     ([JAX, {"MASTER_ADDR": "c", "JDIST_COORDINATOR_ADDRESS": ""}], (3, 2, "b:2")),
     ([JDIST, {"JDIST_NUM_PROCESSES": "1", "JDIST_PROCESS_ID": " 0 "}], (1, 0, "a:1")),
+    ([JAXJOB], (3, 1, "job-worker-0:6666")),
+    ([TRAINJOB], (2, 1, "j-node-0-0.j:29400")),
+    ([TRAINJOB, {"TORCHELASTIC_USE_AGENT_STORE": "True"}], (2, 1, "j-node-0-0.j:29400")),
+    ([TRAINJOB, TORCH], (4, 3, "c:29500")),  # torchrun in the pod
+    ([PADDLEJOB], (4, 2, "job-worker-0:36543")),
+    ([XGBOOSTJOB], (4, 3, "c:29500")),
 ])  # fmt: skip
 def test_first_complete_group_describes_the_processes(settings, processes):
     resolver = make_resolver(*settings)
@@ -53,6 +68,17 @@ def test_half_set_or_malformed_group_is_an_error(settings, message):
     with pytest.raises(ValueError, match=message) as error:
         make_resolver(*settings)
     assert not isinstance(error.value, ClusterNotFoundError)
+
+
+@pytest.mark.parametrize("settings", [
+    [JAXJOB, {"PROCESS_ID": None}],
+    [{"NUM_PROCESSES": "8"}],  # of another program
+    [TRAINJOB, {"PET_NNODES": "1:4"}],  # elastic: torchrun chooses the number
+    [PADDLEJOB, {"HOSTNAME": "job-server-0"}],
+])  # fmt: skip
+def test_incomplete_group_of_an_operator_is_not_a_cluster(settings):
+    with pytest.raises(ClusterNotFoundError):
+        make_resolver(*settings)
 
 
 @pytest.mark.parametrize("settings, message", [

@@ -113,6 +113,17 @@ def test_chief_is_process_0_and_environment_is_that_of_the_variable():
     assert make_task({"type": "worker", "index": 0}).environment == "variables"
 
 
+def test_master_of_a_tfjob_is_the_chief():
+    cluster = {"master": ["job-master-0.ns.svc:2222"], "worker": ["job-worker-0.ns.svc:2222"]}
+    for task, index in (("master", 0), ("worker", 1)):
+        resolver = make_resolver({"cluster": cluster, "task": {"type": task, "index": 0}, "environment": "cloud"})
+        assert (resolver.master(), resolver.process_id, resolver.num_processes) == (
+            "job-master-0.ns.svc:2222",
+            index,
+            2,
+        )
+
+
 def test_variable_of_the_process_is_the_default(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "index": 1}}))
     assert TFConfigClusterResolver(num_accelerators={"GPU": 2}).num_accelerators() == {"GPU": 2}

@@ -181,11 +181,22 @@ def test_signal_is_forwarded_and_is_not_a_failure(started, number):
 
 def test_processes_that_handle_a_signal_have_time_to_save_and_their_exit_status_counts(started):
     program = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.3), print('saved'), sys.exit(0)))\n"
-    launcher = started("-n 2 --grace 0.1", program + "print('ready'); time.sleep(60)")
+    launcher = started("-n 2", program + "print('ready'); time.sleep(60)")
     read_until(launcher.stdout, "[0] ready", "[1] ready")
     launcher.terminate()
     output, _ = launcher.communicate(timeout=60)
     assert (launcher.returncode, sorted(output.splitlines())) == (0, ["[0] saved", "[1] saved"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_processes_that_ignore_a_signal_are_killed_after_the_grace_period(started, number):
+    program = f"signal.signal({int(number)}, lambda *_: None)\nprint('ready')\nwhile True: time.sleep(0.01)"
+    launcher = started("-n 2 --grace 0.3", program)
+    read_until(launcher.stdout, "[0] ready", "[1] ready")
+    launcher.send_signal(number)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + number
+    assert "forwarded it to 2 processes. SIGKILL follows after 0.3 seconds." in errors and "failed" not in errors
 
 
 def test_second_interrupt_kills_processes_that_ignore_the_first(started):

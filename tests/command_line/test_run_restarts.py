@@ -155,7 +155,7 @@ def test_signal_ends_the_job_without_a_restart(started, number):
 @pytest.mark.parametrize("options", ["", "--max-restarts 5"])
 def test_checkpoint_saved_after_a_signal_is_the_exit_status_of_the_job(started, options):
     program = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.2 * i), print('saved'), sys.exit(42)))\n"
-    launcher = started(f"-n 2 {options} --grace 0.1", program + "print('ready'); time.sleep(60)")
+    launcher = started(f"-n 2 {options}", program + "print('ready'); time.sleep(60)")
     read_until(launcher.stdout, "[0] ready", "[1] ready")
     launcher.terminate()
     output, errors = launcher.communicate(timeout=60)

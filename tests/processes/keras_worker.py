@@ -11,7 +11,7 @@ import jdist
 
 
 def results_of_training():
-    """Returns the number of replicas, the weights after training, and the loss and metric before it."""
+    """Returns the number of replicas, the weights after training, the loss and metric before it, and the error of Keras' `fit`."""
     os.environ["KERAS_BACKEND"] = "jax"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -27,4 +27,10 @@ def results_of_training():
     before = trainer.evaluate(trainer.init(x), (x, 2 * x), batch_size=4)
     fit = trainer.fit((x, 2 * x), batch_size=4, epochs=1, shuffle=False, progress="off")
     weights = [float(leaf.ravel()[0]) for leaf in jax.tree.leaves(jax.device_get(fit.state.params))]
-    return strategy.num_replicas_in_sync, sorted(weights), before["loss"], before["mae"]
+    with strategy.scope():
+        model.compile("sgd", "mse")
+        try:
+            model.fit(x, 2 * x, batch_size=3, verbose=0)
+        except RuntimeError as error:
+            refused = str(error)
+    return strategy.num_replicas_in_sync, sorted(weights), before["loss"], before["mae"], refused

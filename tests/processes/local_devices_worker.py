@@ -13,7 +13,7 @@ import jdist
 
 
 def warnings_and_devices(folder):
-    """Returns the warnings of each construction, and the indices of the devices of strategies that the next process pickled."""
+    """Returns the warnings and errors of each construction, and the devices of strategies that the next process pickled."""
     folder, count, number = pathlib.Path(folder), jax.process_count(), jax.process_index()
     local, everyone = jax.local_devices(), jax.devices()
     warned = []
@@ -21,22 +21,29 @@ def warnings_and_devices(folder):
         "mirrored, devices of all": lambda: jdist.MirroredStrategy(everyone),
         "mirrored, local devices": lambda: jdist.MirroredStrategy(local),
         "mirrored": lambda: jdist.MirroredStrategy(),
-        "mirrored again": lambda: jdist.MirroredStrategy(["cpu:0"]),
+        "mirrored by name": lambda: jdist.MirroredStrategy(["cpu:0"]),
+        "mirrored by name again": lambda: jdist.MirroredStrategy(["cpu:0", "cpu:1"]),
         "central, devices of all": lambda: jdist.CentralStorageStrategy(everyone),
         "central by name": lambda: jdist.CentralStorageStrategy(["/cpu:0"]),
-        "central again": lambda: jdist.CentralStorageStrategy(),
+        "central": lambda: jdist.CentralStorageStrategy(),
         "default": lambda: jdist.get_strategy(),
+        "default init": lambda: jdist.init(lambda: np.float32(0)),
+        "default step": lambda: jdist.step(lambda w: (w, None))(np.float32(0)),
+        "workers": lambda: jdist.ParameterServerStrategy(workers=1),
+        "workers, explicit": lambda: jdist.ParameterServerStrategy(workers=local[:1]),
         "one device, explicit": lambda: jdist.OneDeviceStrategy(local[0]),
         "one device": lambda: jdist.OneDeviceStrategy(),
-        "one device again": lambda: jdist.OneDeviceStrategy("cpu:0"),
+        "one device by name": lambda: jdist.OneDeviceStrategy("cpu:0"),
         "sharded, devices of all": lambda: jdist.ShardedStrategy(mesh=Mesh(np.array(everyone), ("data",))),
         "sharded": lambda: jdist.ShardedStrategy(),
-        "sharded again": lambda: jdist.ShardedStrategy(),
         "auto": lambda: jdist.auto_strategy(),
     }
     for name, make in constructions.items():
         with warnings.catch_warnings(record=True, action="always") as caught:
-            make()
+            try:
+                make()
+            except RuntimeError as error:
+                warned.append(f"{name}: {error}")
         for warning in caught:
             in_this_file = warning.filename == __file__
             warned.append(f"{name}: {warning.category.__name__} {in_this_file} {warning.message}")

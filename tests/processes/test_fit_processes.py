@@ -15,7 +15,9 @@ def test_ke12_keras_model_on_two_processes_is_trained_and_evaluated_as_on_one_de
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     with jdist.testing.processes(2) as joined:
         results = joined.run("processes.keras_worker:results_of_training")
-    for replicas, weights, loss, error in results:
+    for replicas, weights, loss, error, refused in results:
+        assert refused.startswith("In `strategy.scope()`, Keras' own `fit` trains a separate model on each process")
+        assert "`jdist.Trainer(model, optimizer, loss, strategy=strategy)`" in refused
         assert replicas == 2
         assert weights == pytest.approx([0.18465, 2.0762], abs=5e-5)
         assert (loss, error) == pytest.approx((22.6667, 4.0), abs=5e-5)

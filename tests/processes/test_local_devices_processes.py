@@ -1,4 +1,4 @@
-"""Strategies on local devices in joined processes: each warns once, because each process trains its own model."""
+"""Strategies on local devices in joined processes: an error without devices, and a warning for device names."""
 
 import pickle
 
@@ -9,12 +9,16 @@ import jdist
 pytestmark = pytest.mark.slow
 
 FUNCTION = "processes.local_devices_worker:warnings_and_devices"
-WARNED = {  # construction -> the strategy, and the advice of the warning
-    "mirrored": ("MirroredStrategy", "MultiWorkerMirroredStrategy()"),
-    "central by name": ("CentralStorageStrategy", "CentralStorageStrategy(compute_devices=jax.devices())"),
-    "one device": ("OneDeviceStrategy", "MultiWorkerMirroredStrategy()"),
-    "sharded": ("ShardedStrategy", 'ShardedStrategy(mesh=Mesh(np.array(jax.devices()), ("data",)))'),
+REFUSED = {  # construction -> the strategy, the line for one model per process
+    "mirrored": ("`MirroredStrategy`", "MirroredStrategy(jax.local_devices())"),
+    "central": ("`CentralStorageStrategy`", "CentralStorageStrategy(jax.local_devices())"),
+    "default init": ("The default strategy", "jdist.set_strategy(jdist.OneDeviceStrategy(jax.local_devices()[0]))"),
+    "default step": ("The default strategy", "jdist.set_strategy(jdist.OneDeviceStrategy(jax.local_devices()[0]))"),
+    "workers": ("`ParameterServerStrategy`", "ParameterServerStrategy(workers=jax.local_devices())"),
+    "one device": ("`OneDeviceStrategy`", "OneDeviceStrategy(jax.local_devices()[0])"),
+    "sharded": ("`ShardedStrategy`", 'ShardedStrategy(mesh=Mesh(np.array(jax.local_devices()), ("data",)))'),
 }
+WARNED = ("mirrored by name", "central by name", "one device by name")
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +34,24 @@ def outputs(folder):
         return pair.run(FUNCTION, folder)
 
 
-@pytest.mark.slow
-def test_strategies_on_local_devices_of_joined_processes_warn_once_and_advise_all_devices(outputs):
-    for number, (warned, _) in enumerate(outputs):
-        expected = [
-            f"{name}: UserWarning True `{strategy}` uses only the devices of process {number}, but there are 2 processes: each "
-            f"process trains a separate model. For one model on the devices of all 2 processes, write `{advice}`. If one "
-            "model per process is intended, pass device objects, such as `jax.local_devices()`."
-            for name, (strategy, advice) in WARNED.items()
-        ]
-        assert [line for line in warned if "UserWarning" in line] == expected
+def test_strategies_without_devices_are_refused_on_joined_processes_and_name_the_strategy_of_all(outputs):
+    for number, (messages, _) in enumerate(outputs):
+        refused = dict(line.split(": ", 1) for line in messages if "UserWarning" not in line)
+        assert set(refused) == set(REFUSED)
+        for name, (strategy, explicit) in REFUSED.items():
+            assert refused[name].startswith(
+                f"{strategy} uses only the devices of this process, but it is process {number} of 2: each process trains a "
+                "separate model. For one model on the devices of all of them, write `MultiWorkerMirroredStrategy()` or "
+                "`auto_strategy()`"
+            )
+            assert f"as in a sweep, pass device objects: `{explicit}`." in refused[name]
+
+
+def test_strategies_on_named_devices_of_joined_processes_warn_once(outputs):
+    for messages, _ in outputs:
+        warned = [line.split(": ", 1) for line in messages if "UserWarning" in line]
+        assert [name for name, _ in warned] == list(WARNED)
+        assert all(text.startswith("UserWarning True `") for _, text in warned)
 
 
 def test_unpickled_strategy_has_the_same_global_devices_or_the_local_devices_of_its_process(outputs):
@@ -56,6 +68,6 @@ def test_pickled_strategy_of_several_processes_cannot_be_loaded_in_a_process_tha
         pickle.loads((folder / "0").read_bytes())
 
 
-def test_strategies_on_local_devices_of_a_single_process_do_not_warn(one_process, tmp_path):
+def test_strategies_on_local_devices_of_a_single_process_are_accepted(one_process, tmp_path):
     ((warned, _),) = one_process.run(FUNCTION, tmp_path)
     assert warned == []

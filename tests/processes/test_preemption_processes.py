@@ -108,3 +108,25 @@ def test_sigterm_before_the_first_step_and_by_the_launcher(tmp_path, undisturbed
 @pytest.mark.slow
 def test_sigterm_on_a_single_process(tmp_path, undisturbed):
     check(1, "fit", [(0, 9)], tmp_path, undisturbed(1, "fit"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, status", [("no handler", 143), ("own handler before", 3), ("own handler after", 3), ("JAX's service", 5)]
+)
+def test_sigterm_ends_joined_processes_unless_something_handles_it(kind, status):
+    command = [sys.executable, "-m", "jdist", "run", "-n", "2", "--grace", "60", "sigterm_program.py", kind]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    launcher = subprocess.Popen(
+        command, cwd=HERE, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        lines = [line for line in (launcher.stdout.readline() for _ in range(2)) if "is ready" in line]
+        assert len(lines) == 2, lines
+        launcher.send_signal(signal.SIGTERM)
+        output, _ = launcher.communicate(timeout=50)  # before SIGKILL
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert launcher.returncode == status, output
+    assert ("agreed" in output) == (kind == "JAX's service")

@@ -147,6 +147,15 @@ def test_trainer_with_a_model_of_the_scope_does_not_warn(four, keras):
     assert losses[0] == losses[1]
 
 
+def test_ps23_fit_under_parameter_servers_is_an_error_that_names_the_trainer(keras):
+    strategy = jdist.ParameterServerStrategy(workers=2)
+    with (
+        pytest.raises(RuntimeError, match=r"Keras' own `fit` does not use the workers .*`jdist\.Trainer\("),
+        strategy.scope(),
+    ):
+        compiled(keras).fit(INPUTS[:16], TARGETS[:16], batch_size=16, verbose=0)
+
+
 def test_devices_that_keras_cannot_use_are_one_device_with_a_warning(four, keras, monkeypatch):
     monkeypatch.setattr(jax_compat, "KERAS_ABORTS_ON_CPU", True)
     message = r"Keras' own `fit` runs on one device: on several CPU devices.*`jdist\.Trainer\(model, optimizer, loss"

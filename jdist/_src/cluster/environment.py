@@ -1,6 +1,7 @@
-"""The processes of explicit variables, of `jdist run`, JAX or torchrun."""
+"""The processes of explicit variables, of `jdist run`, JAX, torchrun or the Kubeflow operators."""
 
 import os
+import re
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
@@ -20,33 +21,49 @@ from jdist._src.cluster.simple import SimpleClusterResolver
 
 
 class _Family(NamedTuple):
+    """The variables of a launcher. `is_explicit`: one of size and rank is enough to recognize it, and then all are needed."""
+
     size: str
     rank: str
     address: tuple[str, ...]  # one variable, or the host and the port
+    is_explicit: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
         return (*self.address, self.size, self.rank)
 
 
+_TORCHRUN = _Family("WORLD_SIZE", "RANK", ("MASTER_ADDR", "MASTER_PORT"))
 _FAMILIES = (
     _Family("JDIST_NUM_PROCESSES", "JDIST_PROCESS_ID", ("JDIST_COORDINATOR_ADDRESS",)),
     _Family("JAX_NUM_PROCESSES", "JAX_PROCESS_ID", ("JAX_COORDINATOR_ADDRESS",)),
-    _Family("WORLD_SIZE", "RANK", ("MASTER_ADDR", "MASTER_PORT")),
+    _TORCHRUN,
+    # Of the Kubeflow operators. Other programs use these names too, so only a complete group counts.
+    _Family("NUM_PROCESSES", "PROCESS_ID", ("COORDINATOR_ADDRESS", "COORDINATOR_PORT"), is_explicit=False),
+    _Family("PET_NNODES", "PET_NODE_RANK", ("PET_MASTER_ADDR", "PET_MASTER_PORT"), is_explicit=False),
+    _Family("PADDLE_NNODES", "HOSTNAME", ("PADDLE_MASTER",), is_explicit=False),
 )
+# A number or an index. The index of a pod of a PaddleJob is the end of its name; servers are not processes of the cluster.
+_NUMBERS = {"PET_NNODES": "[0-9]+", "HOSTNAME": ".*-worker-([0-9]+)"}
 _ADVICE = "Set them on each process, the same except for the index, or none of them."
 
 
 class EnvironmentClusterResolver(SimpleClusterResolver):
-    """The processes of the variables that `jdist run`, a user of JAX, or torchrun sets.
+    """The processes of the variables that `jdist run`, a user of JAX, torchrun, or an operator of Kubeflow sets.
 
     These groups are tried in order. The first with a number of processes or an index is used, and must be complete:
 
     - `JDIST_COORDINATOR_ADDRESS`, `JDIST_NUM_PROCESSES`, `JDIST_PROCESS_ID`
-    - `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`
-    - `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`, which torchrun, Azure ML and Kubeflow set. `LOCAL_RANK` and
-      `LOCAL_WORLD_SIZE` divide the GPUs of a host between its processes. Where torchrun itself listens on `MASTER_PORT`,
+    - `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`, which the JAX runtime of a Kubeflow TrainJob sets too
+    - `MASTER_ADDR`, `MASTER_PORT`, `WORLD_SIZE`, `RANK`, which torchrun, Azure ML, PyTorchJob and XGBoostJob set. `LOCAL_RANK`
+      and `LOCAL_WORLD_SIZE` divide the GPUs of a host between its processes. Where torchrun itself listens on `MASTER_PORT`,
       process 0 listens on the next port.
+
+    These are used only if they are complete, with one process per pod:
+
+    - `COORDINATOR_ADDRESS`, `COORDINATOR_PORT`, `NUM_PROCESSES`, `PROCESS_ID`, of a Kubeflow JAXJob
+    - `PET_MASTER_ADDR`, `PET_MASTER_PORT`, `PET_NNODES`, `PET_NODE_RANK`, of the torch runtime of a Kubeflow TrainJob
+    - `PADDLE_MASTER`, `PADDLE_NNODES`, and `HOSTNAME` that ends with `-worker-` and an index, of a Kubeflow PaddleJob
 
     Args:
         environ: The environment variables to read; default: `os.environ`.
@@ -67,16 +84,17 @@ class EnvironmentClusterResolver(SimpleClusterResolver):
 
     def __init__(self, *, environ: Mapping[str, str] | None = None):
         variables = os.environ if environ is None else environ
-        family = next((f for f in _FAMILIES if len(missing(variables, (f.size, f.rank))) < 2), None)
+        family = next((family for family in _FAMILIES if _is_set(variables, family)), None)
         if family is None:
             raise ClusterNotFoundError(_not_found_message(variables))
         check_complete(variables, family.names, _ADVICE)
+        if match := re.fullmatch(_NUMBERS.get(family.rank, ""), variables[family.rank].strip()):
+            variables = {**variables, family.rank: match[1]}
         count = read_integer(variables, family.size, 1)
         index = check_index(read_integer(variables, family.rank), family.rank, count, family.size)
         address = _address(variables, family)
         # The processes of `jdist run` see their own GPUs only, and JAX reads JAX_LOCAL_DEVICE_IDS.
-        is_torchrun = family is _FAMILIES[-1]
-        has_local = is_torchrun and not missing(variables, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        has_local = family is _TORCHRUN and not missing(variables, ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         share = _share(variables) if has_local else None
         super().__init__(
             unknown_addresses(count, address),
@@ -91,9 +109,17 @@ class EnvironmentClusterResolver(SimpleClusterResolver):
 
 def check_no_lone_address(variables: Variables) -> None:
     """Raises ValueError if the address of the coordinator is set, but neither the number of processes nor the index is."""
-    for family in _FAMILIES[:-1]:
+    for family in _FAMILIES[: _FAMILIES.index(_TORCHRUN)]:
         if not missing(variables, family.address) and len(missing(variables, family.names)) == 2:
             check_complete(variables, family.names, _ADVICE)
+
+
+def _is_set(variables: Variables, family: _Family) -> bool:
+    if family.is_explicit:
+        return len(missing(variables, (family.size, family.rank))) < 2
+    return not missing(variables, family.names) and all(
+        re.fullmatch(_NUMBERS.get(name, ".*"), variables[name].strip()) for name in (family.size, family.rank)
+    )
 
 
 def _share(variables: Variables) -> GpuShare:
@@ -107,14 +133,15 @@ def _address(variables: Variables, family: _Family) -> str:
         return check_coordinator(variables[family.address[0]].strip(), family.address[0])
     host, port = family.address
     # The agent of torchrun has a store at MASTER_PORT, which torch's processes share.
-    is_taken = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_taken = family is _TORCHRUN and variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address = with_port(variables[host].strip(), read_integer(variables, port, 1) + is_taken)
     return check_coordinator(address, f"{host} with {port}{' + 1' if is_taken else ''}")
 
 
 def _not_found_message(variables: Variables) -> str:
-    groups = "; ".join(", ".join(family.names) for family in _FAMILIES)
-    present = [name for family in _FAMILIES for name in family.address if not missing(variables, (name,))]
+    explicit = [family for family in _FAMILIES if family.is_explicit]
+    groups = "; ".join(", ".join(family.names) for family in explicit)
+    present = [name for family in explicit for name in family.address if not missing(variables, (name,))]
     only = f"Only {', '.join(present)} {'is' if len(present) == 1 else 'are'} set. " if present else ""
     return (
         f"No variables of processes are set. {only}Set one of these groups on each process: {groups}. `jdist run` sets the "

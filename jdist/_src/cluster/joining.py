@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from jdist._src.cluster.rendezvous import await_service, meet, split_address
+from jdist._src.core import sigterm
 from jdist._src.core.arguments import check_seconds
 from jdist._src.core.backend_start import backend_start_line
 from jdist._src.core.connections import is_loopback
@@ -25,6 +26,9 @@ def join_processes(
 
     Before, all processes meet at process 0, which compares their number, indices, versions and programs. A difference is the
     same error on all of them.
+
+    JAX's preemption service does not receive SIGTERM, unless something asks it (`jdist.callbacks.Preemption`,
+    `multihost_utils.reached_preemption_sync_point`): its default action ends the process.
 
     Args:
         coordinator_address: Host and port at which process 0 listens, the same on every process.
@@ -60,15 +64,16 @@ def join_processes(
     meet(coordinator_address, process_id, num_processes, timeout_seconds, bind_host)
     if process_id:
         await_service(coordinator_address)
-    jax.distributed.initialize(
-        coordinator_address,
-        num_processes,
-        process_id,
-        local_device_ids,
-        cluster_detection_method="deactivate",  # everything that JAX would detect is passed
-        initialization_timeout=max(1, round(timeout_seconds)),
-        coordinator_bind_address=bind_address,
-    )
+    with sigterm.action_unchanged():
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            local_device_ids,
+            cluster_detection_method="deactivate",  # everything that JAX would detect is passed
+            initialization_timeout=max(1, round(timeout_seconds)),
+            coordinator_bind_address=bind_address,
+        )
     post_end_at_exit(process_id)
     if folder := os.environ.get("JDIST_COMPILATION_CACHE_DIR"):  # from `jdist run`, for this process only
         write_compilation_cache(folder)

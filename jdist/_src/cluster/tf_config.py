@@ -59,6 +59,9 @@ class TFConfigClusterResolver(SimpleClusterResolver):
         if task_id is None and "index" in task:
             task_id = task_index(task["index"], "The task index in TF_CONFIG")
         cluster = _mapping(config.get("cluster"), "cluster")
+        if "master" in cluster and "chief" not in cluster:  # the same job in TensorFlow 1, and in a TFJob of Kubeflow
+            cluster = {"chief" if job == "master" else job: addresses for job, addresses in cluster.items()}
+            task_type = "chief" if task_type == "master" else task_type
         if not cluster and not task:
             raise ClusterNotFoundError(f"The cluster in TF_CONFIG is empty. Set TF_CONFIG to {_EXAMPLE}.")
         super().__init__(

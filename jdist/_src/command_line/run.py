@@ -61,7 +61,8 @@ def _run_once(program: Program, arguments: argparse.Namespace, console: Console,
     """Runs one attempt, without connections to other machines."""
     processes, machines = arguments.processes, arguments.nodes or 1
     start = Start(0, processes * machines, processes * (arguments.node_rank or 0), range(processes), "")
-    settings = AttemptSettings(EndTimes(_default(arguments.grace, DEFAULT_GRACE_SECONDS)), console, signals)
+    times = _times(arguments, _default(arguments.grace, DEFAULT_GRACE_SECONDS))
+    settings = AttemptSettings(times, console, signals)
     result = _attempt_runner(program, arguments, processes, settings, CompilationCache(None))(start, None)
     report_failure(result, start.num_processes, console)
     return result.exit_status
@@ -94,8 +95,14 @@ def _job_settings(arguments: argparse.Namespace) -> JobSettings:
         max_restarts=DEFAULT_MAX_RESTARTS if arguments.max_restarts is None else arguments.max_restarts,
         rejoin_seconds=_default(arguments.rejoin_after, DEFAULT_REJOIN_SECONDS),
         join_seconds=_default(arguments.join_timeout, DEFAULT_JOIN_SECONDS),
-        times=EndTimes(grace_seconds, exit_seconds=min(grace_seconds, _EXIT_SECONDS)),
+        times=_times(arguments, grace_seconds)._replace(exit_seconds=min(grace_seconds, _EXIT_SECONDS)),
     )
+
+
+def _times(arguments: argparse.Namespace, grace_seconds: float) -> EndTimes:
+    """Returns the time that processes have to end. `--grace` also applies after a signal, where they may save a checkpoint."""
+    times = EndTimes(grace_seconds)
+    return times if arguments.grace is None else times._replace(signal_seconds=grace_seconds)
 
 
 def _default(value: float | None, default: float) -> float:

@@ -9,10 +9,11 @@ import sys
 from typing import NamedTuple
 
 from jdist._src.launch.attempt import Program
+from jdist._src.launch.end_rules import EndTimes
 
 DEFAULT_MAX_RESTARTS = 10  # with --elastic
 DEFAULT_GRACE_SECONDS = 5.0
-RESTART_GRACE_SECONDS = 1.0  # JAX ignores SIGTERM, so all processes of a job would need the longer time
+RESTART_GRACE_SECONDS = 1.0  # a process with a handler of SIGTERM cannot save a checkpoint without the one that failed
 DEFAULT_ANSWER_SECONDS = 60.0
 DEFAULT_REJOIN_SECONDS = 30.0
 DEFAULT_JOIN_SECONDS = 600.0
@@ -89,8 +90,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--grace",
         type=_seconds,
         metavar="SECONDS",
-        help="time between SIGTERM and SIGKILL for the other processes after a failure "
-        f"(default: {DEFAULT_GRACE_SECONDS:g}; with restarts {RESTART_GRACE_SECONDS:g})",
+        help="time between SIGTERM and SIGKILL for the other processes after a failure, and for all after a signal "
+        f"(default: {DEFAULT_GRACE_SECONDS:g}; with restarts {RESTART_GRACE_SECONDS:g}; after a signal "
+        f"{EndTimes().signal_seconds:g})",
     )
     add(
         "--engine",

@@ -133,6 +133,27 @@ def live_processes(store: Any, processes: Sequence[int]) -> set[int]:
     return set(store.get_live_nodes(list(processes)))
 
 
+def on_preemption_check(callback: Callable[[], None]) -> None:
+    """Calls `callback()` before each check of JAX's preemption service (`multihost_utils.reached_preemption_sync_point`).
+
+    The service must run: this process has joined others.
+    """
+    from jax._src import distributed  # no public hook
+
+    class Manager:
+        def __init__(self, manager: Any):
+            self._manager = manager
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "reached_sync_point":
+                callback()
+            return getattr(self._manager, name)
+
+    state = distributed.global_state
+    if state.preemption_sync_manager is not None:
+        state.preemption_sync_manager = Manager(state.preemption_sync_manager)
+
+
 def use_loopback_for_cpu_collectives() -> None:
     """Makes the CPU collectives between the processes of this machine use the loopback interface.
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -262,33 +261,6 @@ def local_mesh_devices(mesh: Mesh) -> dict[int, jax.Device]:
     """Returns the devices of this process in `mesh`, by position in the mesh in ascending order."""
     process = jax.process_index()
     return {i: device for i, device in enumerate(mesh.devices.flat) if device.process_index == process}
-
-
-def warn_if_local(strategy: str, devices: Iterable[jax.Device | str] | None, instead: str) -> None:
-    """Warns, once per process and strategy, if there are several processes and `strategy` uses local devices only.
-
-    Each process then trains a separate model. A list of device objects is explicit and not warned about. Called by the
-    strategy's `__init__`: the warning names the line that calls it.
-
-    Args:
-        strategy: The name of the strategy's class.
-        devices: The `devices` argument of the strategy, or None.
-        instead: The line to write for one model on the devices of all processes.
-    """
-    is_explicit = devices is not None and any(isinstance(device, jax.Device) for device in devices)
-    if is_explicit or strategy in _warned_strategies or jax.process_count() == 1:
-        return
-    _warned_strategies.add(strategy)
-    count = jax.process_count()
-    warnings.warn(
-        f"`{strategy}` uses only the devices of process {jax.process_index()}, but there are {count} processes: each process "
-        f"trains a separate model. For one model on the devices of all {count} processes, write `{instead}`. If one model "
-        "per process is intended, pass device objects, such as `jax.local_devices()`.",
-        stacklevel=3,
-    )
-
-
-_warned_strategies: set[str] = set()
 
 
 def _local_devices(platform: str) -> list[jax.Device]:

@@ -1,7 +1,7 @@
 """Notices that the platform will end the job: SIGTERM, or the result of a function that reads a service of the platform.
 
-Processes that have joined use JAX's preemption service: it receives SIGTERM, and all processes agree on a check after which
-they stop. A single process has its own handler of SIGTERM.
+Processes that have joined use JAX's preemption service: it receives SIGTERM from `start` to `close`, and all processes agree on
+a check after which they stop. A single process has its own handler of SIGTERM.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
+from jdist._src.core import sigterm
 from jdist._src.core.background_threads import start_thread
 
 _LOG = logging.getLogger("jdist")
@@ -41,7 +42,7 @@ class PreemptionNotice:
                 f"this machine, got {type(watcher).__name__}."
             )
         self._watcher = watcher
-        self._is_received = self._is_joined = False
+        self._is_received = self._is_joined = self._is_armed = self._has_agreed = False
         self._previous_handler: Any = None
         self._stop = threading.Event()
 
@@ -55,6 +56,9 @@ class PreemptionNotice:
         self._is_joined = jax.distributed.is_initialized()
         if self._is_joined:
             _check_preemption_service()
+            if not self._is_armed:
+                sigterm.arm()
+            self._is_armed = True
         elif threading.current_thread() is not threading.main_thread():
             others = " The watcher is called." if self._watcher else ""
             _LOG.warning(
@@ -70,7 +74,9 @@ class PreemptionNotice:
     def is_agreed(self) -> bool:
         """Returns whether to stop now. All processes call it equally often, and the same call returns True on all of them."""
         if self._is_joined:
-            return multihost_utils.reached_preemption_sync_point(next(_checks))
+            is_agreed = multihost_utils.reached_preemption_sync_point(next(_checks))
+            self._has_agreed |= is_agreed
+            return is_agreed
         return self._is_received
 
     def reset(self) -> None:
@@ -78,8 +84,14 @@ class PreemptionNotice:
         self._is_received = False
 
     def close(self) -> None:
-        """Restores the previous handler of SIGTERM, unless the program has replaced this one, and ends the thread."""
+        """Restores the previous action of SIGTERM, unless the program has replaced this one, and ends the thread.
+
+        After an agreement of processes that have joined, SIGTERM has no effect: the processes end, each at another time.
+        """
         self._stop.set()
+        if self._is_armed and not self._has_agreed:
+            sigterm.disarm()
+            self._is_armed = False
         previous, self._previous_handler = self._previous_handler, None
         if previous is not None and signal.getsignal(signal.SIGTERM) == self._receive:
             with contextlib.suppress(ValueError):  # in another thread than the main one

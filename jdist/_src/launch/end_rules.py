@@ -23,6 +23,8 @@ class EndTimes(NamedTuple):
         grace_seconds: The time between SIGTERM and SIGKILL for the other processes after the first failure.
         save_seconds: The same time where the processes save a checkpoint: after an exit with status `PREEMPTED`, and before a
             restart with more processes.
+        signal_seconds: The time between a SIGTERM or SIGHUP that the launcher forwards and SIGKILL. The processes may save a
+            checkpoint in it.
         report_seconds: The same time after an exit with status `HUNG`, in which the others write where they wait.
         exit_seconds: The time of a process between the report of its error and SIGKILL. JAX waits at exit for processes that
             have failed.
@@ -30,6 +32,7 @@ class EndTimes(NamedTuple):
 
     grace_seconds: float = 5.0
     save_seconds: float = 30.0
+    signal_seconds: float = 30.0
     report_seconds: float = 5.0
     exit_seconds: float = math.inf
 
@@ -210,6 +213,7 @@ class EndRules:
         now = time.monotonic()
         if now > self._deadline:
             self._deadline = math.inf
+            self._is_ending = True  # their exit statuses are not failures
             self._kill()
         for process in self._running():
             if now > self._exit_deadlines.get(process.index, math.inf):
@@ -261,9 +265,13 @@ class EndRules:
         running = self._running()
         for process in running:  # a terminal sends SIGINT to all processes of a group
             process.send_signal(number, to_group=number == signal.SIGINT)
-        advice = " A second one kills them." if number == signal.SIGINT else ""
+        if number == signal.SIGINT:
+            advice = "A second one kills them."
+        else:
+            advice = f"SIGKILL follows after {self._times.signal_seconds:g} seconds."
+            self._deadline = min(self._deadline, time.monotonic() + self._times.signal_seconds)
         name = signal.Signals(number).name
-        self._console.message(f"received {name}, and forwarded it to {len(running)} processes.{advice}")
+        self._console.message(f"received {name}, and forwarded it to {len(running)} processes. {advice}")
 
     def _kill(self) -> None:
         for process in self._processes:

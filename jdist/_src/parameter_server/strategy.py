@@ -20,6 +20,7 @@ from jdist._src.parameter_server.ray_cluster import RayCluster
 from jdist._src.parameter_server.ray_executor import RayExecutor
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.description import Description
+from jdist._src.strategies.own_devices import check_own_devices
 from jdist._src.values.server_array import read_servers
 
 
@@ -64,6 +65,7 @@ class ParameterServerStrategy(Strategy):
             in this order, in one process, with bitwise equal results.
 
     Raises:
+        RuntimeError: `workers` is a number, and this process is one of several: each would train a separate model.
         TypeError: A number is not an integer.
         ValueError: There are no workers or no servers, `max_staleness` is negative, or a choice is unknown. No Ray cluster
             runs, or it does not have the CPUs. When a step is called first: the partitioner divides a leaf otherwise than along
@@ -102,6 +104,8 @@ class ParameterServerStrategy(Strategy):
         num_servers = as_int("`servers`", servers, 1)
         bound = None if max_staleness is None else as_int("`max_staleness`", max_staleness, 0)
         path = None if record is None else pathlib.Path(record)
+        listed = workers if isinstance(workers, (list, tuple)) else None
+        check_own_devices("`ParameterServerStrategy`", listed, "ParameterServerStrategy(workers=jax.local_devices())")
         devices = _worker_devices(workers, engine)
         replicas = Replicas.from_mesh(replica_mesh(devices[:1]))
         home, tests_finite = replicas.replicated_sharding, non_finite != "keep"

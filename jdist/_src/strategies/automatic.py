@@ -20,6 +20,9 @@ def auto_strategy() -> Strategy:
     `TPUStrategy` on TPUs; otherwise `MultiWorkerMirroredStrategy`, if there are several processes; `MirroredStrategy`, if this
     process has several devices; otherwise `OneDeviceStrategy`.
 
+    Where no cluster is found, and the environment has variables of a launcher or a queue that no resolver accepts, it warns
+    with their names.
+
     Raises:
         ValueError: The settings of a cluster are malformed.
         RuntimeError: JAX has started before the processes joined, or the processes cannot join.

@@ -12,12 +12,12 @@ from jdist._src.devices.mesh import (
     check_host_memory,
     find_device,
     replica_mesh,
-    warn_if_local,
 )
 from jdist._src.devices.topology import is_topology_device
 from jdist._src.execution.device_offload import DeviceOffloadBackend
 from jdist._src.execution.host_offload import HostOffloadBackend
 from jdist._src.strategies.base import Strategy
+from jdist._src.strategies.own_devices import check_own_devices
 from jdist._src.values.state_sharding import StateSharding
 
 _Offload = Literal["all", "optimizer"]
@@ -42,6 +42,7 @@ class CentralStorageStrategy(Strategy):
         offload: `"all"` of the state, or only the state of the `"optimizer"`: then the parameters stay on the compute devices.
 
     Raises:
+        RuntimeError: `compute_devices` is omitted, and this process is one of several: each would train a separate model.
         ValueError: The list of devices is empty, or programs cannot address their host memory; or `offload` or
             `parameter_device` is unknown.
 
@@ -61,9 +62,11 @@ class CentralStorageStrategy(Strategy):
     ):
         if offload not in get_args(_Offload):
             raise ValueError(f'`offload` is "all" or "optimizer", got {offload!r}.')
+        line = "CentralStorageStrategy({})".format
+        check_own_devices(
+            "`CentralStorageStrategy`", compute_devices, line("jax.local_devices()"), line("jax.devices()")
+        )
         mesh, ops, options = resolve_communication(replica_mesh(compute_devices), None, None, False)
-        instead = "CentralStorageStrategy(compute_devices=jax.devices())"
-        warn_if_local("CentralStorageStrategy", compute_devices, instead)
         replicas = Replicas.from_mesh(mesh)
         platform = mesh.devices.flat[0].platform
         # Between the memories of a TPU and its host, the compiler copies parts of arrays only in complete tiles.

@@ -16,6 +16,7 @@ from jdist._src.replica.precision import Precision
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.keras_distribution import keras_distribution
 from jdist._src.strategies.one_device import OneDeviceStrategy
+from jdist._src.strategies.own_devices import check_own_devices
 from jdist._src.strategies.unbound_step import Step, check_static_argnames
 
 _StateT = TypeVar("_StateT")
@@ -93,6 +94,7 @@ def init(make_state: Callable[..., _StateT], *args: PyTree) -> _StateT:
         args: Its arguments: trees of arrays and numbers.
 
     Raises:
+        RuntimeError: There is no strategy, and this process is one of several: each would train a separate model.
         NotMirroredError: A leaf that is not wrapped may differ between the replicas.
         RuntimeError: Called inside a replica function.
         TypeError: See `jdist.Strategy.init`.
@@ -104,7 +106,7 @@ def init(make_state: Callable[..., _StateT], *args: PyTree) -> _StateT:
         >>> len(state["w"].sharding.device_set)
         2
     """
-    return get_strategy().init(make_state, *args)
+    return _strategy_of_program().init(make_state, *args)
 
 
 @overload
@@ -183,6 +185,7 @@ def step(
             steps of `jdist.Strategy.step`.
         ValueError: `steps_per_call` is less than 1, or `static_argnames` are not the last parameters.
         NotMirroredError: When called: a leaf of the new state may differ between the replicas.
+        RuntimeError: When called: there is no strategy, and this process is one of several.
 
     Example:
         >>> @jdist.step(static_argnames="rate")
@@ -204,7 +207,19 @@ def step(
     if fn is ...:
         return functools.partial(step, **vars(options), static_argnames=static_argnames)
     check_callable(fn)
-    return Step(fn, options, check_static_argnames(fn, static_argnames), get_strategy)
+    return Step(fn, options, check_static_argnames(fn, static_argnames), _strategy_of_program)
+
+
+def _strategy_of_program() -> Strategy:
+    """Returns the current strategy. A default that would train a separate model per process is an error."""
+    return current_context().strategy or _checked_default()
+
+
+@functools.cache
+def _checked_default() -> Strategy:
+    line = "jdist.set_strategy(jdist.OneDeviceStrategy(jax.local_devices()[0]))"
+    check_own_devices("The default strategy", None, line)
+    return _default()
 
 
 @functools.cache

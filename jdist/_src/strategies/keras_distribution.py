@@ -6,6 +6,7 @@ splits each batch of `fit`, `evaluate` and `predict`. Keras is found in `sys.mod
 
 import contextlib
 import gc
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ def keras_distribution(strategy: Any) -> Iterator[None]:
     """Distributes Keras over the devices of `strategy`, if Keras is imported, uses JAX and does not have a distribution yet.
 
     Raises:
+        RuntimeError: In Keras' `fit`, if the devices are in several processes, or workers update the state.
         ValueError: On exit, if a batch after the first one cannot be split over the devices.
 
     Warns:
@@ -32,9 +34,13 @@ def keras_distribution(strategy: Any) -> Iterator[None]:
     if keras is None or keras.distribution.distribution() is not None:
         yield
         if not was_imported and (keras := _keras_on_jax()) is not None and _has_optimizer(keras):
+            if reason := _reason_against_fit(strategy):
+                raise RuntimeError(_NO_FIT.format(reason))
             _warn(_IMPORTED_INSIDE)
         return
-    distribution = _data_parallel(keras, strategy.devices, _reason_for_one_device(strategy))
+    distribution = _data_parallel(
+        keras, strategy.devices, _reason_for_one_device(strategy), _reason_against_fit(strategy)
+    )
     keras.distribution.set_distribution(distribution)
     try:
         yield
@@ -48,7 +54,9 @@ def keras_distribution(strategy: Any) -> Iterator[None]:
         _warn(_NOT_TRAINED_INSIDE)
 
 
-def _data_parallel(keras: Any, devices: Sequence[jax.Device], reason_for_one_device: str | None) -> Any:
+def _data_parallel(
+    keras: Any, devices: Sequence[jax.Device], reason_for_one_device: str | None, reason_against_fit: str | None
+) -> Any:
     """Returns a `keras.distribution.DataParallel` that records its use, and replicates batches if it cannot split the first."""
     layout = keras.distribution.TensorLayout
 
@@ -61,6 +69,8 @@ def _data_parallel(keras: Any, devices: Sequence[jax.Device], reason_for_one_dev
             return super().get_variable_layout(variable)
 
         def get_data_layout(self, data_shape: Sequence[int]) -> Any:
+            if reason_against_fit and _is_training():
+                raise RuntimeError(_NO_FIT.format(reason_against_fit))
             is_first, self.has_data = not self.has_data, True
             if is_first and reason_for_one_device:
                 _warn(f"Keras' own `fit` runs on one device: {reason_for_one_device} {_TRAINER}")
@@ -86,6 +96,24 @@ def _reason_for_one_device(strategy: Any) -> str | None:
     return None
 
 
+def _reason_against_fit(strategy: Any) -> str | None:
+    if len({device.process_index for device in strategy.devices}) > 1:
+        return "trains a separate model on each process: it does not reduce gradients over processes"
+    if hasattr(strategy, "num_workers"):
+        return "does not use the workers and the servers of a `ParameterServerStrategy`"
+    return None
+
+
+def _is_training() -> bool:
+    """Whether a function of Keras that changes weights is running."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in ("fit", "train_on_batch") and _KERAS in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _keras_on_jax() -> Any:
     """Returns the module `keras`, if it is imported completely, is Keras 3 and computes with JAX; else None."""
     keras = sys.modules.get("keras")
@@ -102,7 +130,9 @@ def _has_optimizer(keras: Any) -> bool:
     return any(isinstance(one, keras.optimizers.Optimizer) for one in gc.get_objects())
 
 
+_KERAS = f"{os.sep}keras{os.sep}"
 _TRAINER = "`jdist.Trainer(model, optimizer, loss, strategy=strategy)` trains the same model on all devices."
+_NO_FIT = "In `strategy.scope()`, Keras' own `fit` {}. " + _TRAINER
 _UNEVEN_BATCH = (  # Keras chooses one layout for all batches of an epoch, by the first one
     "Keras cannot split a batch of an epoch over the {0} devices of `strategy.scope()`, in general the last one. Use a "
     "multiple of {0} as `batch_size`, and a multiple of {0} examples: `x[:len(x) // {0} * {0}]`. {1} It pads the last batch."

@@ -11,10 +11,11 @@ from jdist._src.collectives.cross_device_ops import (
     HierarchicalAllReduce,
     resolve_communication,
 )
-from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, replica_mesh, warn_if_local
+from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, replica_mesh
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.execution.virtual import VirtualBackend
 from jdist._src.strategies.base import Strategy
+from jdist._src.strategies.own_devices import check_own_devices
 
 
 @final
@@ -34,6 +35,7 @@ class MirroredStrategy(Strategy):
             function without changes: `jax.lax.pmean(grads, "batch")`, `nn.BatchNorm(axis_name="batch")`.
 
     Raises:
+        RuntimeError: `devices` is omitted, and this process is one of several: each would train a separate model.
         ValueError: The list is empty, has duplicates, mixes platforms or names a device that does not exist; or the devices
             do not form groups of the requested size; or there are fewer virtual replicas than devices.
         TypeError: `devices` is not a list of devices, or an option is not of its class.
@@ -58,12 +60,12 @@ class MirroredStrategy(Strategy):
             raise TypeError(
                 f"`devices` must be a list of devices, got {devices!r}: write `MirroredStrategy(jax.devices()[:{devices:d}])`."
             )
+        check_own_devices("`MirroredStrategy`", devices, "MirroredStrategy(jax.local_devices())")
         mesh, is_virtual = replica_mesh(devices, axis_name), virtual_replicas is not None
         if axis_name != REPLICA_AXIS and isinstance(cross_device_ops, HierarchicalAllReduce):
             raise ValueError(
                 f"`HierarchicalAllReduce` reduces over two axes, and `axis_name={axis_name!r}` names one. Omit one of them."
             )
-        warn_if_local("MirroredStrategy", devices, "MultiWorkerMirroredStrategy()")
         mesh, ops, options = resolve_communication(mesh, cross_device_ops, communication_options, is_virtual)
         chosen_name = None if axis_name == REPLICA_AXIS else axis_name
         replicas = Replicas.from_mesh(mesh, virtual_replicas, chosen_name)

@@ -7,6 +7,7 @@ import jax
 
 from jdist._src.cluster.resolution import resolve
 from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
+from jdist._src.cluster.traces import warn_of_unresolved_variables
 from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps, resolve_communication
 from jdist._src.devices.mesh import Replicas, replica_mesh
 from jdist._src.execution.shard_map import ShardMapBackend
@@ -29,7 +30,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster_resolver: Describes the processes, such as `jdist.cluster.TFConfigClusterResolver()`. Default:
             `jdist.cluster.resolve()`, which reads the environment variables of launchers and cluster managers. If it finds no
-            cluster, the strategy uses the devices of this process.
+            cluster, the strategy uses the devices of this process, and warns of variables of launchers that no resolver reads.
         cross_device_ops: The implementation of reductions: `AllReduce()` by default, `ReductionToOneDevice()`,
             `HierarchicalAllReduce(group_size)`.
         communication_options: Which leaves are reduced together: `CommunicationOptions(bytes_per_pack)`.
@@ -77,7 +78,8 @@ class MultiWorkerMirroredStrategy(Strategy):
 def join_cluster(resolver: ClusterResolver | None) -> ClusterResolver | None:
     """Joins the processes that `resolver` describes, by default those that `resolve` finds, and returns the resolver.
 
-    None if there is no cluster, or if the processes have joined without a resolver.
+    None if there is no cluster, or if the processes have joined without a resolver. Warns of variables that show a cluster,
+    if no resolver accepts them.
 
     Raises:
         TypeError: `resolver` is not a `ClusterResolver`.
@@ -94,6 +96,7 @@ def join_cluster(resolver: ClusterResolver | None) -> ClusterResolver | None:
         try:
             resolver = resolve()
         except ClusterNotFoundError:
+            warn_of_unresolved_variables()
             return None
     resolver.initialize()
     return resolver

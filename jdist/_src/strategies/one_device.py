@@ -4,9 +4,10 @@ from typing import final
 
 import jax
 
-from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, replica_mesh, warn_if_local
+from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, replica_mesh
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.strategies.base import Strategy
+from jdist._src.strategies.own_devices import check_own_devices
 
 
 @final
@@ -21,6 +22,7 @@ class OneDeviceStrategy(Strategy):
         axis_name: The name of the replica axis in replica functions; see `MirroredStrategy`.
 
     Raises:
+        RuntimeError: `device` is omitted, and this process is one of several: each would train a separate model.
         ValueError: The device does not exist.
 
     Example:
@@ -29,8 +31,8 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: jax.Device | str | None = None, *, axis_name: str = REPLICA_AXIS):
-        instead = "MultiWorkerMirroredStrategy()"
-        warn_if_local("OneDeviceStrategy", None if device is None else [device], instead)
+        devices = None if device is None else [device]
+        check_own_devices("`OneDeviceStrategy`", devices, "OneDeviceStrategy(jax.local_devices()[0])")
         mesh = replica_mesh([jax.local_devices()[0] if device is None else device], axis_name)
         replicas = Replicas.from_mesh(mesh, axis_name=None if axis_name == REPLICA_AXIS else axis_name)
         arguments = {"device": mesh.devices.flat[0], "axis_name": axis_name}

@@ -7,9 +7,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, check_axis_name, check_host_memory, warn_if_local
+from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, check_axis_name, check_host_memory
 from jdist._src.execution.auto_sharded import AutoShardedBackend
 from jdist._src.strategies.base import Strategy
+from jdist._src.strategies.own_devices import check_own_devices
 from jdist._src.values.state_sharding import Shard, StateSharding
 
 _DATA_AXIS = "data"
@@ -54,6 +55,7 @@ class ShardedStrategy(Strategy):
         axis_name: The name of the replica axis in replica functions; see `MirroredStrategy`.
 
     Raises:
+        RuntimeError: `mesh` is omitted, and this process is one of several: each would train a separate model.
         ValueError: `shard`, `offload` or an axis is unknown, or an axis of the mesh is not `Auto`, or programs cannot address
             the host memory; or, when a state is placed, a pattern matches no parameter, two patterns match the same one, or its
             axis does not divide the dim.
@@ -80,7 +82,8 @@ class ShardedStrategy(Strategy):
     ):
         _check_shard(shard)
         if mesh is None:
-            warn_if_local("ShardedStrategy", None, 'ShardedStrategy(mesh=Mesh(np.array(jax.devices()), ("data",)))')
+            line = 'ShardedStrategy(mesh=Mesh(np.array({}), ("data",)))'.format
+            check_own_devices("`ShardedStrategy`", None, line("jax.local_devices()"), line("jax.devices()"))
             mesh = Mesh(np.array(jax.local_devices()), (_DATA_AXIS,), axis_types=(AxisType.Auto,))
         _check_mesh(mesh, model_axis, axis_name)
         if not isinstance(layout, Mapping | None):

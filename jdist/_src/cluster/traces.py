@@ -1,0 +1,114 @@
+"""Traces of a cluster: the number of processes that the environment shows, and variables that no resolver accepts."""
+
+import os
+import re
+import warnings
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jdist._src.cluster.resolution import resolve
+from jdist._src.cluster.resolver import ClusterNotFoundError
+from jdist._src.cluster.settings import Variables
+from jdist._src.core.source_lines import caller_frame
+
+# Launchers, queues and operators of which no resolver reads the variables: the number of processes or nodes, and other
+# variables of the same source for the message.
+_TRACES = {
+    "PET_NNODES": ("PET_RDZV_ENDPOINT", "PET_NODE_RANK"),  # elastic PyTorchJob, or torchrun's own variables
+    "PADDLE_NNODES": ("PADDLE_MASTER", "PADDLE_TRAINER_ID"),
+    "PADDLE_TRAINERS_NUM": ("PADDLE_TRAINER_ID",),
+    "DMLC_NUM_WORKER": ("DMLC_TASK_ID", "DMLC_TRACKER_URI"),  # XGBoost, MXNet
+    "NUM_PROCESSES": ("PROCESS_ID", "COORDINATOR_ADDRESS"),
+    "NNODES": ("NODE_RANK", "MASTER_ADDR"),
+    "GROUP_WORLD_SIZE": ("GROUP_RANK",),
+    "HOROVOD_SIZE": ("HOROVOD_RANK",),
+    "MV2_COMM_WORLD_SIZE": ("MV2_COMM_WORLD_RANK",),
+    "MPI_WORLD_SIZE": ("MPI_WORLD_RANK",),
+    "PALS_SIZE": ("PALS_RANKID",),
+    "JSM_NAMESPACE_SIZE": ("JSM_NAMESPACE_RANK",),  # jsrun
+    "FLUX_JOB_SIZE": ("FLUX_TASK_RANK",),
+    "PBS_NUM_NODES": ("PBS_JOBID",),
+    "SLURM_JOB_NUM_NODES": ("SLURM_JOB_ID",),  # a job script without `srun`
+    "NHOSTS": ("PE_HOSTFILE",),  # Grid Engine
+    "LWS_GROUP_SIZE": ("LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"),
+    "VC_WORKER_NUM": ("VC_WORKER_HOSTS", "VK_TASK_INDEX"),  # Volcano
+    "AWS_BATCH_JOB_NUM_NODES": ("AWS_BATCH_JOB_NODE_INDEX",),
+    "SKYPILOT_NUM_NODES": ("SKYPILOT_NODE_RANK",),
+}
+# A second variable is needed where the first has other uses too.
+_AMBIGUOUS = ("NUM_PROCESSES", "NNODES", "NHOSTS")
+
+
+class LaunchedProcess(NamedTuple):
+    """This process among those that a launcher has started.
+
+    Attributes:
+        process_id: The index of this process.
+        num_processes: The number of processes.
+        source: The name of the resolver that reads them.
+    """
+
+    process_id: int
+    num_processes: int
+    source: str
+
+
+def launched_process(environ: Mapping[str, str] | None = None) -> LaunchedProcess | None:
+    """Returns this process among several that a launcher has started; None if it is the only one.
+
+    Args:
+        environ: The environment variables to read; default: `os.environ`.
+
+    Raises:
+        ValueError: The settings of a resolver are incomplete or malformed.
+    """
+    try:
+        resolver = resolve(environ)
+    except ClusterNotFoundError:
+        return None
+    if resolver.num_processes == 1:
+        return None
+    try:
+        index = resolver.process_id
+    except ValueError:  # a parameter server
+        return None
+    return LaunchedProcess(index, resolver.num_processes, type(resolver).__name__)
+
+
+def unresolved_variables(environ: Variables) -> list[str]:
+    """Returns the variables that show a cluster of several processes, where no resolver has found one.
+
+    Example:
+        >>> unresolved_variables({"LWS_GROUP_SIZE": "4", "LWS_WORKER_INDEX": "1"})
+        ['LWS_GROUP_SIZE', 'LWS_WORKER_INDEX']
+    """
+    names: list[str] = []
+    for size, others in _TRACES.items():
+        present = [name for name in others if environ.get(name, "").strip()]
+        if _is_several(environ.get(size, "")) and (present or size not in _AMBIGUOUS):
+            names += [size, *present]
+    return list(dict.fromkeys(names))
+
+
+def warn_of_unresolved_variables() -> None:
+    """Warns, at the caller's line, of variables that show a cluster where no resolver has found one."""
+    if names := unresolved_variables(os.environ):
+        listed = ", ".join(f"{name}={os.environ[name]}" for name in names)
+        warn_at_caller(
+            f"The environment has variables of a launcher or a queue, but no resolver accepts them: {listed}. This process "
+            "trains by itself. If it is one of several, start it with a launcher such as `jdist run`, `srun` or `mpirun`, set "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or pass a resolver: "
+            "`MultiWorkerMirroredStrategy(resolver)`."
+        )
+
+
+def warn_at_caller(message: str) -> None:
+    """Warns at the line of the program that called jdist."""
+    frame = caller_frame()
+    warnings.warn_explicit(message, UserWarning, frame.file if frame else "", frame.line if frame else 0)
+
+
+def _is_several(text: str) -> bool:
+    """Whether a number of processes is more than one; `"1:4"` is a range."""
+    numbers = [int(number) for number in re.findall("[0-9]+", text)]
+    return max(numbers, default=0) > 1
