@@ -165,6 +165,45 @@ def test_single_process_with_an_error_has_time_at_its_exit(run):
     assert run("-n 1 --grace 0.1", program)[:2] == (4, "[0] uploaded\n")
 
 
+JOIN = "notice = sys.modules['_jdist_child'].write_notice; "  # as `jdist` does when it joins the processes
+
+
+@pytest.mark.parametrize("other", ["sys.exit(0)", "notice('joining'); sys.exit()", "os._exit(0)"])
+def test_process_that_ends_with_status_0_before_it_joins_the_others_is_a_failure(run, other):
+    status, _, errors = run("-n 2", JOIN + f"\nif i == 1: print('last'); {other}\nnotice('joining'); signal.pause()")
+    reason = "it ended with exit status 0 before it joined the others, which wait for it."
+    assert status == 1 and f"process 1 of 2 failed first: {reason} The end of its output:\nlast\n" in errors
+
+
+def test_process_that_ends_before_the_others_is_no_failure_if_none_waits_for_it(run):
+    program = JOIN + "\nif i == 0: notice('joined'); notice('left'); sys.exit()\ntime.sleep(0.5)"
+    assert run("-n 2", program)[0] == 0
+    assert run("-n 2", "if i == 0: sys.exit()\ntime.sleep(0.5)")[0] == 0
+
+
+@pytest.mark.slow
+def test_process_that_has_joined_and_ends_without_its_exit_functions_is_a_failure(run):
+    status, _, errors = run("-n 2", JOIN + "\nnotice('joined')\nif i == 1: os._exit(0)\nsignal.pause()")
+    assert status == 1 and "it ended with exit status 0 without leaving the others, as `os._exit` does" in errors
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the states of processes")
+def test_process_that_is_stopped_is_reported_until_it_runs_again(started):
+    launcher = started("-n 2", "if i == 1: print('id', os.getpid())\nsignal.pause()")
+    pid = int(read_until(launcher.stdout, "[1] id")[-1].split()[-1])
+    os.kill(pid, signal.SIGSTOP)
+    (line,) = [line for line in read_until(launcher.stderr, "is stopped") if "is stopped" in line]
+    assert (
+        f"process 1 is stopped, by SIGSTOP or a debugger, and the others wait for it. `kill -CONT {pid}` continues"
+        in line
+    )
+    os.kill(pid, signal.SIGCONT)
+    read_until(launcher.stderr, "process 1 runs again.")
+    launcher.terminate()
+    assert launcher.wait(60) == 143
+
+
 # Signals.
 
 

@@ -72,8 +72,11 @@ def test_process_that_sleeps_in_its_loader(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("process, devices", [(0, 1), (1, 2)])
 def test_process_that_is_stopped_by_a_signal_does_not_answer(process, devices, tmp_path):
-    status, lines, _ = run_job(f"stop_{process}", tmp_path, devices)
+    status, lines, complete = run_job(f"stop_{process}", tmp_path, devices, JDIST_WARNING_SECONDS="3")
     other = 1 - process
+    warning = rf"  Process {process} of 2 has not answered for \d+ s: it is stopped, .*( Its last report: Process {process} of 2|lost\.$)"
+    assert any(re.match(warning, line) for line in lines[other]), lines[other]
+    assert any(f"process {process} is stopped, by SIGSTOP or a debugger" in line for line in complete)
     check_report(status, lines, (other,), last_waiting=other)
     assert re.match(f"Process {other} of 2 {STEP}", last_line(lines[other], other))
     assert last_line(lines[other], process) == (

@@ -1,5 +1,6 @@
 """Joins the processes of a cluster, for all resolvers."""
 
+import atexit
 import os
 from collections.abc import Sequence
 
@@ -12,6 +13,7 @@ from jdist._src.core.backend_start import backend_start_line
 from jdist._src.core.connections import is_loopback
 from jdist._src.core.jax_compat import has_backend, use_loopback_for_cpu_collectives, write_compilation_cache
 from jdist._src.core.process_messages import post_end_at_exit
+from jdist._src.launch.notices import note_presence
 
 
 def join_processes(
@@ -61,9 +63,14 @@ def join_processes(
     bind_host = split_address(bind_address)[0] if bind_address else ""
     if is_loopback(host):
         use_loopback_for_cpu_collectives()
+    # The launcher ends the wait for a process that ends before it joins.
+    is_launched = os.environ.get("JDIST_NUM_PROCESSES") == str(num_processes)
+    note = note_presence if is_launched else lambda presence: None
+    note("joining")
     meet(coordinator_address, process_id, num_processes, timeout_seconds, bind_host)
     if process_id:
         await_service(coordinator_address)
+    atexit.register(note, "left")  # not called by `os._exit`
     with sigterm.action_unchanged():
         jax.distributed.initialize(
             coordinator_address,
@@ -74,6 +81,7 @@ def join_processes(
             initialization_timeout=max(1, round(timeout_seconds)),
             coordinator_bind_address=bind_address,
         )
+    note("joined")
     post_end_at_exit(process_id)
     if folder := os.environ.get("JDIST_COMPILATION_CACHE_DIR"):  # from `jdist run`, for this process only
         write_compilation_cache(folder)

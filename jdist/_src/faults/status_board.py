@@ -69,6 +69,7 @@ class StatusBoard:
         reads_statuses: Whether to read the statuses of all processes in each exchange. Written by the watchdog.
         has_reported: Set when the watchdog has printed the report.
         statuses: The statuses of the processes, as read last.
+        answer_times: The time of the read that found the last new status of each process.
         decision: The decision to end the job, once there is one.
         last_exchange: The time of the last complete exchange.
         num_postponed: The number of times that the job was not ended because a process works.
@@ -84,6 +85,7 @@ class StatusBoard:
         self.suspects_hang = self.reads_statuses = False
         self.has_reported, self.all_have_reported = threading.Event(), threading.Event()
         self.statuses: Mapping[int, Status] = {}
+        self.answer_times: dict[int, float] = {}
         self.decision: Decision | None = None
         self.last_exchange = time.monotonic()
         self.num_postponed = 0
@@ -126,7 +128,7 @@ class StatusBoard:
         if self.suspects_hang and self.decision is None:
             self._decide(store)
         elif self.reads_statuses:
-            self.statuses = _read_statuses(store)
+            self._read(store)
 
     def _decide(self, store: Any) -> None:
         """Ends the job, unless the wait ends meanwhile, or a process works."""
@@ -137,7 +139,7 @@ class StatusBoard:
             self._stop.wait(self._interval / 4)
             self._post(store)
             self.last_exchange = time.monotonic()
-            self.statuses = _read_statuses(store)
+            self._read(store)
             silent = [process for process in silent if not self._has_answered(process, before)]
         if not self.suspects_hang:
             return
@@ -148,6 +150,20 @@ class StatusBoard:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has decided
             store.key_value_set(_DECISION, json.dumps(Decision(self._process, silent)))
         self.decision = _read_decision(store)
+
+    def _read(self, store: Any) -> None:
+        before, self.statuses = self.statuses, _read_statuses(store)
+        changed = [process for process, status in self.statuses.items() if before.get(process) != status]
+        self.answer_times |= dict.fromkeys(changed, time.monotonic())
+
+    def silent_seconds(self, process: int) -> float:
+        """Returns the time in which the reads have found no new status of a process that has not ended its program."""
+        status = self.statuses.get(process)
+        if process == 0 and self._process != 0:  # it has the store
+            return time.monotonic() - self.last_exchange
+        if status is None or status.has_ended or not self.reads_statuses:
+            return 0.0
+        return time.monotonic() - self.answer_times[process]
 
     def _has_answered(self, process: int, before: Mapping[int, Status]) -> bool:
         status = self.statuses.get(process)

@@ -31,6 +31,8 @@ _TIME_LIMIT = 600.0  # seconds; `CommunicationOptions(timeout_seconds=)`, or the
 _WARNING_INTERVAL = 30.0  # seconds; the variable JDIST_WARNING_SECONDS
 _LIMIT_AFTER_ERROR = 60.0  # seconds of a wait, after an error has ended the program of another process
 _ANSWER_SECONDS = 10.0  # in which a process must react
+_READ_AFTER = 1 / 6  # of the interval of warnings: the waiting after which the statuses are read
+_SILENT_SECONDS = 1.0  # without a new status, and at least three intervals, after which a warning says so
 _LISTED_PROCESSES = 4  # that a warning describes
 _WARNERS = 8  # the first processes read the statuses of the others for their warnings
 _EXIT_DELAY = 1.0  # seconds of process 0: JAX aborts the other processes when it ends
@@ -157,7 +159,7 @@ class Watchdog:
         )
         self._board.suspects_hang = any(self._exceeds_limit(wait) for wait in observation.waits)
         waited = max((timer.seconds for timer in self._timers.values()), default=0.0)
-        self._board.reads_statuses = self._process < _WARNERS and waited > self._warning_interval / 2
+        self._board.reads_statuses = self._process < _WARNERS and waited > self._warning_interval * _READ_AFTER
         for wait in observation.waits:
             self._warn(wait)
 
@@ -197,10 +199,22 @@ class Watchdog:
         timer = self._timers[wait.key]
         if timer.seconds >= timer.next_warning:
             self._timers[wait.key] = timer._replace(next_warning=timer.seconds + self._warning_interval)
-            statuses = self._board.statuses.items()
-            others = [status.line for process, status in statuses if process != self._process and not status.waits]
-            listed = "".join(f"\n  {line}" for line in others[:_LISTED_PROCESSES])
+            statuses = {0: Status("", waits=True), **self._board.statuses}  # the store may not answer either
+            others = [self._line_of_other(process, status) for process, status in statuses.items()]
+            listed = "".join(f"\n  {line}" for line in list(filter(None, others))[:_LISTED_PROCESSES])
             _LOG.warning("%s%s", self._board.status.line, f" Processes that do not wait:{listed}" if listed else "")
+
+    def _line_of_other(self, process: int, status: Status) -> str:
+        """Returns the sentence about another process in a warning; an empty string if it waits too."""
+        seconds = self._board.silent_seconds(process)
+        is_silent = seconds > max(_SILENT_SECONDS, 3 * self._interval)
+        if process == self._process or (status.waits and not is_silent):
+            return ""
+        if not is_silent:
+            return status.line
+        name = f"Process {process} of {self._num_processes}"
+        last = f" Its last report: {status.line}" if status.line else ""
+        return f"{name} has not answered for {seconds:.0f} s: {_SILENT}.{last}"
 
     def _decision_without_process_0(self, now: float) -> Decision | None:
         """Returns the decision to end the job if process 0, which holds the key-value store, does not answer either."""

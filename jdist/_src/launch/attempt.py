@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from jdist._src.launch import child
-from jdist._src.launch.answers import AnswerTimes
+from jdist._src.launch.answers import AnswerTimes, StoppedProcesses
 from jdist._src.launch.child_processes import (
     Guard,
     end_child,
@@ -21,6 +21,7 @@ from jdist._src.launch.child_processes import (
     start_child,
 )
 from jdist._src.launch.end_rules import AttemptResult, EndRules, EndTimes, Failure, RunningProcess
+from jdist._src.launch.notices import parse_notices
 from jdist._src.launch.output import Console, PrefixedLines
 from jdist._src.launch.signals import ReceivedSignals
 
@@ -117,7 +118,7 @@ def start_program(
         program: The program.
         index: The index of the process.
         environment: The environment variables.
-        notices: The pipe to which the process writes `INDEX STATUS` if it has an error, and `INDEX` as an answer.
+        notices: The pipe to which the process writes notices.
         sends_answers: Whether a thread of the process writes an answer every second.
     """
     settings = [str(os.getpid()), str(notices), str(index), str(int(sends_answers)), program.kind, program.target]
@@ -162,6 +163,7 @@ class _Attempt:
         self._processes: list[_Process] = []
         self._rules = end_rules(self._processes, settings, link)
         self._answers = AnswerTimes(settings.answer_seconds, settings.console)
+        self._stopped = StoppedProcesses(settings.console)
         self._sends_answers = not math.isinf(settings.answer_seconds)
         self._selector = selectors.DefaultSelector()
         self._notices, self._notices_of_children = os.pipe()
@@ -212,9 +214,11 @@ class _Attempt:
             key.data()
         for process in self._processes:
             if process.status is None and (status := exit_status(process.popen)) is not None:
+                self._read_notices()  # the last ones of the process
                 process.status = status
                 self._rules.note_status(process, status)
         self._answers.kill_silent(self._processes, self._rules)
+        self._stopped.report({p.index: p.popen.pid for p in self._processes if p.status is None})
         if self._link is not None:
             self._link.poll(self._rules)
         self._rules.apply()
@@ -227,11 +231,10 @@ class _Attempt:
                 self._selector.unregister(stream)
 
     def _read_notices(self) -> None:
-        for line in os.read(self._notices, _READ_BYTES).splitlines():
-            index, *status = map(int, line.split())
-            self._answers.note(index)
-            if status:
-                self._rules.note_status(next(p for p in self._processes if p.index == index), status[0])
+        with contextlib.suppress(BlockingIOError):
+            for notice in parse_notices(os.read(self._notices, _READ_BYTES)):
+                self._answers.note(notice.process)
+                self._rules.note(notice)
 
     def _end_leftover(self) -> None:
         """Waits for the processes that the program started: Python's resource tracker cleans up after its parent."""

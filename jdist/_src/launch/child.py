@@ -17,6 +17,7 @@ import types
 from typing import Any
 
 _ANSWER_SECONDS = 1.0
+_notices: tuple[int, int, str] | None = None  # the pipe, the id of this process, and its index
 _NOT_SHOWN = (__file__, runpy.__file__, "<frozen runpy>")  # files whose frames are not part of a traceback
 
 
@@ -59,14 +60,21 @@ def run_program(kind: str, target: str, arguments: list[str]) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), vars(main))
 
 
-def _send_answers(notices: int, index: str) -> None:
+def write_notice(text: str = "") -> None:
+    """Writes a notice to the launcher, unless this is a fork of its process."""
+    if _notices is None or _notices[1] != os.getpid():
+        return
+    with contextlib.suppress(OSError):  # the launcher has ended
+        os.write(_notices[0], f"{_notices[2]} {text}".strip().encode() + b"\n")
+
+
+def _send_answers() -> None:
     """Starts a thread that writes a line every second, unless the process is stopped or a call holds Python's lock."""
 
     def send() -> None:
-        with contextlib.suppress(OSError):  # the launcher has ended
-            while True:
-                os.write(notices, f"{index}\n".encode())
-                time.sleep(_ANSWER_SECONDS)
+        while True:
+            write_notice()
+            time.sleep(_ANSWER_SECONDS)
 
     threading.Thread(target=send, name="jdist-answers", daemon=True).start()
 
@@ -74,14 +82,15 @@ def _send_answers(notices: int, index: str) -> None:
 def _main() -> None:
     parent, notices, index, sends_answers, kind, target, *arguments = sys.argv[1:]
     end_with_parent(int(parent))
+    global _notices
+    _notices = int(notices), os.getpid(), index
     os.set_inheritable(int(notices), False)
     if int(sends_answers):
-        _send_answers(int(notices), index)
+        _send_answers()
 
     # A process with an error may wait for the other processes before it ends, as `jax.distributed` does at exit.
     def report(status: int) -> None:
-        with contextlib.suppress(OSError):  # the launcher has ended
-            os.write(int(notices), f"{index} {status}\n".encode())
+        write_notice(str(status))
 
     try:
         run_program(kind, target, arguments)

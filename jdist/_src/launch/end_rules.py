@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from jdist._src.launch.exit_statuses import HUNG, PREEMPTED
+from jdist._src.launch.notices import Notice, Presence
 from jdist._src.launch.output import Console, PrefixedLines, failure_text
 
 _MEANINGS = {
@@ -14,6 +15,10 @@ _MEANINGS = {
     HUNG: " (a step, a collective or a barrier took longer than its time limit)",
     -signal.SIGKILL: " (the machine may be out of memory)",
 }
+
+_ABRUPT_END_SECONDS = (
+    10.0  # until processes that have joined one that ended by `os._exit(0)` are ended: they may do the same
+)
 
 
 class EndTimes(NamedTuple):
@@ -162,12 +167,21 @@ class EndRules:
         self._failure: Failure | None = None
         self._is_ending = False  # for a reason that is not a failure of these processes
         self._deadline = math.inf  # of all processes
+        self._presence: dict[int, Presence] = {}  # of processes that jdist joins
+        self._ended_at: dict[int, float] = {}  # when the end of each process was seen
         self._exit_deadlines: dict[int, float] = {}  # of processes that have reported an error
 
     def kill_if_requested(self) -> None:
         """Kills the processes after a second SIGINT. A signal handler calls it, also while this process writes output."""
         if self._is_killed_by_user():
             self._kill()
+
+    def note(self, notice: Notice) -> None:
+        """Records a notice of a process."""
+        if notice.presence is not None:
+            self._presence[notice.process] = notice.presence
+        if notice.status is not None:
+            self.note_status(next(p for p in self._processes if p.index == notice.process), notice.status)
 
     def note_status(self, process: RunningProcess, status: int, reason: str = "") -> None:
         """Records the first failure, and lets the other processes end. A signal that was forwarded is not a failure.
@@ -181,6 +195,9 @@ class EndRules:
             self._exit_deadlines.setdefault(process.index, time.monotonic() + self._times.exit_seconds)
         if status == 0 or self._failure is not None or self._is_ending or self._is_end_by_signal(status):
             return
+        self._note_failure(process, status, reason)
+
+    def _note_failure(self, process: RunningProcess, status: int, reason: str) -> None:
         process.drain()
         failure = Failure(process.index, status, failure_text(process.stderr.tail(), process.stdout.tail()), reason)
         others = [other for other in self._running() if other is not process]
@@ -210,6 +227,7 @@ class EndRules:
             self._num_forwarded += 1
         if self._console.is_closed and self._failure is None:  # as a program that SIGPIPE ends
             self._fail(Failure(-1, -signal.SIGPIPE, ""), self._running(), self._times.grace_seconds)
+        self._end_wait_for_ended_process()
         now = time.monotonic()
         if now > self._deadline:
             self._deadline = math.inf
@@ -236,6 +254,23 @@ class EndRules:
         """Returns how the processes ended."""
         statuses = tuple(process.status or 0 for process in self._processes)
         return AttemptResult(statuses, self._failure, self._signals[0] if self._signals else None)
+
+    def _end_wait_for_ended_process(self) -> None:
+        """Ends the processes if they wait for one that has ended with status 0. Its end alone is not a failure."""
+        presences = {self._presence.get(process.index) for process in self._running()}
+        now = time.monotonic()
+        for process in (process for process in self._processes if process.status is not None):
+            presence = self._presence.get(process.index)
+            ended_at = self._ended_at.setdefault(process.index, now)
+            if process.status or self._failure is not None or self._is_ending or self._signals:
+                continue
+            if presence in (None, "joining") and "joining" in presences:
+                reason = "it ended with exit status 0 before it joined the others, which wait for it"
+            elif presence == "joined" and "joined" in presences and now > ended_at + _ABRUPT_END_SECONDS:
+                reason = "it ended with exit status 0 without leaving the others, as `os._exit` does"
+            else:
+                continue
+            self._note_failure(process, 1, reason)
 
     def _running(self) -> list[RunningProcess]:
         return [process for process in self._processes if process.status is None]

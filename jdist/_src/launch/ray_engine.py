@@ -167,13 +167,12 @@ def _process_report(ray: Any, process: _Process, rules: EndRules, answers: Answe
     try:
         report: Report = ray.get(process.report)
     except ray.exceptions.RayError as error:  # the node failed, or the actor was killed
-        report = Report(b"", f"{error}\n".encode(), False, None, -signal.SIGKILL)
+        report = Report(b"", f"{error}\n".encode(), [], -signal.SIGKILL)
     process.stdout.feed(report.stdout)
     process.stderr.feed(report.stderr)
-    if report.has_answered:
+    for notice in report.notices:
         answers.note(process.index)
-    if report.error_status is not None:
-        rules.note_status(process, report.error_status)
+        rules.note(notice)
     if report.status is None:
         process.poll()
         return

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jdist._src.launch.attempt import Program, start_program
 from jdist._src.launch.child_processes import Guard, end_child, exit_status, send_signal
+from jdist._src.launch.notices import Notice, parse_notices
 from jdist._src.launch.variables import usable_cores
 
 _READ_BYTES = 1 << 16
@@ -36,15 +37,13 @@ class Report(NamedTuple):
     Attributes:
         stdout: New standard output.
         stderr: New standard error.
-        has_answered: Whether the process has answered.
-        error_status: The exit status that the process will have, after an error; else None.
+        notices: The notices of the process.
         status: The exit status, after all output was reported; else None.
     """
 
     stdout: bytes
     stderr: bytes
-    has_answered: bool
-    error_status: int | None
+    notices: list[Notice]
     status: int | None
 
 
@@ -109,8 +108,7 @@ class RayWorker:
         stdout, stderr, notices = map(self._read, self._pipes)
         if stdout or stderr:
             status = None  # further output may follow
-        errors = [int(line.split()[1]) for line in notices.splitlines() if b" " in line]
-        return Report(stdout, stderr, bool(notices), errors[0] if errors else None, status)
+        return Report(stdout, stderr, list(parse_notices(notices)), status)
 
     def send_signal(self, number: int, to_group: bool) -> None:
         """Sends a signal to the process, or to its process group."""

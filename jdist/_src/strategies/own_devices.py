@@ -1,7 +1,6 @@
 """The check of a strategy that uses only the devices of this process: in one process of several, they must be explicit."""
 
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ from jdist._src.cluster.traces import launched_process, warn_at_caller
 from jdist._src.core.jax_compat import has_backend
 
 
-def check_own_devices(strategy: str, devices: Iterable[Any] | None, explicit: str, of_all: str = "") -> None:
+def check_own_devices(strategy: str, devices: Any, explicit: str, of_all: str = "") -> None:
     """Raises if a strategy uses only the devices of this process, no devices were passed, and this process is one of several.
 
     Each process would train a separate model. Device objects are explicit. Device names are relative to a process, and are also
@@ -26,7 +25,9 @@ def check_own_devices(strategy: str, devices: Iterable[Any] | None, explicit: st
     Raises:
         RuntimeError: No devices were passed.
     """
-    given = [] if devices is None else list(devices)
+    if not isinstance(devices, list | tuple | None):
+        return  # `replica_mesh` checks it
+    given = devices or ()
     if any(isinstance(device, jax.Device) for device in given) or (given and strategy in _warned_strategies):
         return
     if not (reason := _reason_for_several_processes()):
