@@ -72,7 +72,7 @@ def test_process_that_sleeps_in_its_loader(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("process, devices", [(0, 1), (1, 2)])
 def test_process_that_is_stopped_by_a_signal_does_not_answer(process, devices, tmp_path):
-    status, lines, complete = run_job(f"stop_{process}", tmp_path, devices, JDIST_WARNING_SECONDS="3")
+    status, lines, complete = run_job(f"stop_{process}", tmp_path, devices, JDIST_WARNING_SECONDS="2")
     other = 1 - process
     warning = rf"  Process {process} of 2 has not answered for \d+ s: it is stopped, .*( Its last report: Process {process} of 2|lost\.$)"
     assert any(re.match(warning, line) for line in lines[other]), lines[other]

@@ -103,8 +103,8 @@ class StoppedProcesses:
             if now - self._since[index] >= _STOPPED_SECONDS:
                 self._reported.add(index)
                 self._console.message(
-                    f"process {index} is stopped, by SIGSTOP or a debugger, and the others wait for it. `kill -CONT {pids[index]}` "
-                    "continues it."
+                    f"process {index} is stopped, by SIGSTOP or a debugger, and the others wait for it. "
+                    f"`kill -CONT {pids[index]}` continues it."
                 )
         for index in sorted(self._reported - stopped):
             self._reported.discard(index)

@@ -1,6 +1,6 @@
 """Notices of a process to its launcher: its errors, its answers, and whether it has joined the other processes.
 
-A notice is a line: `INDEX` as an answer, `INDEX STATUS` of an error, or `INDEX WORD` with a word of `Presence`.
+A notice is a line: `INDEX` as an answer, `INDEX STATUS` of an error, or `INDEX PRESENCE`.
 """
 
 import sys
@@ -30,8 +30,8 @@ def parse_notices(data: bytes) -> Iterator[Notice]:
     """Returns the notices in complete lines.
 
     Example:
-        >>> list(parse_notices(b"0 joined\\n1 3\\n"))
-        [Notice(process=0, status=None, presence='joined'), Notice(process=1, status=3, presence=None)]
+        >>> list(parse_notices(b"0 joined"))
+        [Notice(process=0, status=None, presence='joined')]
     """
     for line in data.decode().splitlines():
         index, _, text = line.partition(" ")
