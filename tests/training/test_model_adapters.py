@@ -634,3 +634,79 @@ def test_training_with_a_keras_model_that_is_built_again_resumes_bitwise_equal(t
     run(1, tmp_path / "resumed")
     resumed, _ = run(2, tmp_path / "resumed")
     assert resumed == uninterrupted
+
+
+def sequential_with_dropout(keras):
+    layers = keras.layers
+    return keras.Sequential([keras.Input((3,)), layers.Dense(4), layers.Dropout(0.1), layers.Dense(4), layers.Dense(1)])
+
+
+def nested(keras):
+    """A model in a model, a layer of the user with variables without names, and names that the user chose."""
+
+    class Scale(keras.layers.Layer):
+        def build(self, shape):
+            self.scale, self.w = self.add_weight(shape=shape[-1:]), self.add_weight(shape=(1,), name="w_2")
+
+        def call(self, x):
+            return x * self.scale + self.w
+
+    inputs = keras.Input((3,))
+    hidden = keras.layers.Dense(3, name="block_3")(inputs)
+    inner = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3), keras.layers.BatchNormalization()])
+    return keras.Model(inputs, keras.layers.Dense(1)(Scale()(keras.layers.Dropout(0.1)(inner(hidden)))))
+
+
+def subclassed(keras):
+    class Custom(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.blocks, self.drop = [keras.layers.Dense(3) for _ in range(2)], keras.layers.Dropout(0.1)
+            self.last = keras.layers.Dense(1)
+
+        def call(self, x, training=False):
+            return self.last(self.drop(self.blocks[1](self.blocks[0](x)), training=training))
+
+        def get_config(self):
+            return {}
+
+    model = Custom()
+    model(X)
+    return model
+
+
+BUILT_AGAIN = [sequential_with_dropout, *(pytest.param(make, marks=pytest.mark.slow) for make in (nested, subclassed))]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras, when it copies a model
+@pytest.mark.parametrize("make", BUILT_AGAIN)
+def test_state_of_a_keras_model_is_used_with_the_model_built_again(make, two, keras, tmp_path):
+    with jdist.Checkpointer(tmp_path) as checkpointer:
+        trainer = trainer_of(make(keras), two, optimizer=optax.adam(0.1))
+        fit = train(trainer, (X, Y), 4, callbacks=[jdist.callbacks.Checkpoint(checkpointer)])
+        outputs = trainer.predict(fit.state, X, batch_size=4)
+        keras.layers.Dense(1), keras.layers.Dropout(0.5)
+        again = trainer_of(make(keras), two, optimizer=optax.adam(0.1))
+        np.testing.assert_allclose(again.predict(fit.state, X, batch_size=4), outputs, rtol=1e-5)
+        assert again.evaluate(fit.state, (X, Y), batch_size=4) == trainer.evaluate(fit.state, (X, Y), batch_size=4)
+        np.testing.assert_allclose(again.model(fit.state)(X), outputs, rtol=1e-4, atol=1e-5)
+        resumed = train(again, (X, Y), 4, epochs=2, resume=checkpointer)
+        continued = train(again, (X, Y), 4, state=fit.state)
+    assert resumed.steps == continued.steps == 4
+    assert resumed.state.params.keys() == continued.state.params.keys() == again.init(X).params.keys()
+
+
+def test_names_of_keras_variables_are_the_paths_with_counters_from_0(keras):
+    keras.layers.Dense(1), keras.layers.Dense(1)
+    names = set(trainer_of(nested(keras), jdist.OneDeviceStrategy("cpu:0")).init(X).params)
+    kernels = {"block_3/kernel", "sequential/dense/kernel", "dense_1/kernel", "scale/variable", "scale/w_2"}
+    assert kernels < names
+
+
+def test_state_of_another_keras_model_is_an_error_that_names_the_variables(two, keras):
+    state = trainer_of(hidden_layers(keras), two).init(X)
+    trainer = trainer_of(sequential_with_dropout(keras), two)
+    message = "another model than the Keras model 'sequential.*': 1 of its 7 variables.*'seed_generator/.*, and 2 of the state"
+    for call in (lambda: trainer.predict(state, X, batch_size=4), lambda: trainer.model(state)):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -500,6 +500,9 @@ def test_keras_model_that_cannot_be_copied_raises_with_the_fix(two, keras):
     with pytest.raises(TypeError, match=r"cannot be copied, because Keras cannot serialize it.*Define `get_config`"):
         trainer.model(state)
     values = {**jax.device_get(state.params), **jax.device_get(state.model_state)}
+    keras.utils.clear_session()
+    model = Custom(1)
+    model(X)
     for variable in model.variables:  # the other way that the message names
         variable.assign(values[variable.path])
     assert_close(model(X), trainer.predict(state, X, batch_size=EXAMPLES))

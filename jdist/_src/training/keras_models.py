@@ -4,7 +4,9 @@ import collections
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +30,9 @@ def adapt_keras(model: Any) -> ModelFunctions:
             "`model.build((None, ...))` with the shape of its inputs."
         )
     variables = [*model.trainable_variables, *model.non_trainable_variables]
-    param_names, state_names = _names(model.trainable_variables), _names(model.non_trainable_variables)
+    names = _names(model, variables)
+    param_names = names[: len(model.trainable_variables)]
+    state_names = names[len(param_names) :]
     signature = CallSignature(model.call, 0)
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
@@ -38,6 +42,7 @@ def adapt_keras(model: Any) -> ModelFunctions:
     def apply(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
         import keras  # pyright: ignore[reportMissingImports]
 
+        _check_names(model, names, {**params, **state})
         seeds = {name: state[name] for name in state_names if "seed_generator" in name}
         seeded_state = {**state, **_new_seeds(key, seeds)}
         values = [params[name] for name in param_names] + [seeded_state[name] for name in state_names]
@@ -55,6 +60,7 @@ def adapt_keras(model: Any) -> ModelFunctions:
         return ModelResult(outputs, {**new_state, **seeds}, _model_losses(losses, inputs))
 
     def rebuild(params: PyTree, state: PyTree) -> Any:
+        _check_names(model, names, {**params, **state})
         new_model = _copied(model)
         new_variables = [*new_model.trainable_variables, *new_model.non_trainable_variables]
         values = [params[name] for name in param_names] + [state[name] for name in state_names]
@@ -65,14 +71,66 @@ def adapt_keras(model: Any) -> ModelFunctions:
     return ModelFunctions(init, apply, rebuild)
 
 
-def _names(variables: Any) -> list[str]:
-    """Returns the paths of the variables of a Keras model, numbered if several are equal."""
+def _names(model: Any, variables: Sequence[Any]) -> list[str]:
+    """Returns names of the variables of a Keras model that are the same when the model is built again.
+
+    They are the paths of the variables, in which automatic names of layers are counted from 0. Keras counts them over all
+    models of the process: a second `Sequential([Dense(2)])` has the path `sequential_1/dense_1/kernel`. The order of the
+    counters is the order in which the layers were created, the same each time. Equal paths are numbered.
+    """
+    classes = {layer.name: type(layer).__name__ for layer in model._flatten_layers()}
+    paths = [_parsed_path(variable.path, classes) for variable in variables]
+    counters: dict[str, set[int]] = {}
+    for name, counter in itertools.chain(*paths):
+        if counter is not None:
+            counters.setdefault(name, set()).add(counter)
+    ranks = {name: {counter: rank for rank, counter in enumerate(sorted(set_))} for name, set_ in counters.items()}
     counts, names = collections.Counter[str](), []
-    for variable in variables:
-        path = variable.path
-        counts[path] += 1
-        names.append(path if counts[path] == 1 else f"{path}#{counts[path]}")
+    for path in paths:
+        parts = ((name, counter and ranks[name][counter]) for name, counter in path)
+        name = "/".join(f"{name}_{rank}" if rank else name for name, rank in parts)
+        counts[name] += 1
+        names.append(name if counts[name] == 1 else f"{name}#{counts[name]}")
     return names
+
+
+def _parsed_path(path: str, classes: Mapping[str, str]) -> list[tuple[str, int | None]]:
+    """Returns the names in the path of a variable with their counters, None for a name that the user chose.
+
+    The automatic name of a layer is its class in snake case. A layer that is not in the model is the scope in which a layer of
+    the model was built; whether the user chose its name is not known, and it is treated as automatic.
+
+    Args:
+        path: The path.
+        classes: The names of the classes of the layers of the model, by the names of the layers.
+    """
+    *layers, variable = path.split("/")
+    parsed: list[tuple[str, int | None]] = []
+    for part, is_layer in [*((layer, True) for layer in layers), (variable, False)]:
+        name, counter = re.fullmatch(r"(.*?)(?:_(\d+))?", part, re.DOTALL).groups()  # type: ignore[union-attr]
+        is_automatic = (part not in classes or name == _snake_case(classes[part])) if is_layer else name == "variable"
+        parsed.append((name, int(counter or 0)) if is_automatic else (part, None))
+    return parsed
+
+
+def _snake_case(name: str) -> str:
+    """Returns the name of a class as Keras derives the name of a layer from it: `Conv2DTranspose` is `conv2d_transpose`."""
+    name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+def _check_names(model: Any, names: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Raises ValueError if a state has not the variables of the model."""
+    missing, unknown = (sorted(set(a) - set(b)) for a, b in ((names, values), (values, names)))
+    if missing or unknown:
+        raise ValueError(
+            f"The state is of another model than the Keras model {model.name!r}: {len(missing)} of its {len(names)} variables "
+            f"are not in the state{_first(missing)}, and {len(unknown)} of the state are not in the model{_first(unknown)}."
+        )
+
+
+def _first(names: Sequence[str]) -> str:
+    return f" (the first is {names[0]!r})" if names else ""
 
 
 def _new_seeds(key: jax.Array, seeds: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +198,7 @@ def _copied(model: Any) -> Any:
     except (TypeError, ValueError, NotImplementedError) as error:
         raise TypeError(
             f"The Keras model {model.name!r} cannot be copied, because Keras cannot serialize it ({type(error).__name__}). "
-            "Define `get_config` in its class, and accept `**kwargs` in `__init__`. Or assign the values to the variables of a "
-            "model: `for v in model.variables: v.assign({**state.params, **state.model_state}[v.path])`."
+            "Define `get_config` in its class, and accept `**kwargs` in `__init__`. Or assign the values to a model that is "
+            "created after `keras.utils.clear_session()`: `for v in model.variables: v.assign({**state.params, "
+            "**state.model_state}[v.path])`."
         ) from error
