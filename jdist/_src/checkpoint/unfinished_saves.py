@@ -4,21 +4,15 @@ Without it, the interpreter would stop the thread pools of orbax before a checkp
 without a word, or wait for each other forever.
 """
 
-import atexit
-import concurrent.futures.thread as concurrent_futures_thread
-import contextlib
 import functools
 import os
 import pathlib
-import sys
-import threading
 import weakref
 from typing import Any, NamedTuple
 
 from jdist._src.checkpoint.storage import FolderLock
 from jdist._src.checkpoint.writer import Writer
-
-_EXIT_STATUS = 1
+from jdist._src.core import exit_work
 
 
 class _Unfinished(NamedTuple):
@@ -42,14 +36,15 @@ def add(writer: Writer, owner: Any, lock: FolderLock | None) -> None:
     Raises:
         RuntimeError: The interpreter is exiting, in a function of `atexit`.
     """
-    if not threading.main_thread().is_alive():
+    save = _Unfinished(weakref.ref(owner), lock)
+    if not exit_work.add(writer, functools.partial(_finish, writer, save), "a checkpoint was being written"):
         raise RuntimeError("the interpreter is exiting, and cannot start the threads that write")
-    _install_exit_function()
-    _unfinished[writer] = _Unfinished(weakref.ref(owner), lock)
+    _unfinished[writer] = save
 
 
 def remove(writer: Writer) -> None:
     """Removes a writer whose write is complete, or whose error was raised."""
+    exit_work.remove(writer)
     _unfinished.pop(writer, None)
 
 
@@ -64,51 +59,11 @@ def _finish(writer: Writer, save: _Unfinished) -> None:
     try:
         writer.finish()
     except Exception as error:
-        _end_with_failure(str(error))
+        exit_work.end_with_failure(str(error))
     finally:
         remove(writer)
         if save.lock is not None and save.owner() is None:
             save.lock.release()
-
-
-@functools.cache
-def _install_exit_function() -> None:
-    # A function of `atexit` would run too late: when `concurrent.futures` has stopped its thread pools. Python has no public
-    # function for it; those of this one run in reverse order, so `concurrent.futures` has to be imported before.
-    _ = concurrent_futures_thread
-    threading._register_atexit(_finish_all)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _finish_all() -> None:
-    try:
-        while _unfinished:
-            _finish(*next(iter(_unfinished.items())))
-    except KeyboardInterrupt:
-        count = len(_unfinished) + 1  # with the one that was removed while the interrupt was raised
-        _print(f"Interrupted while {count} checkpoint{'s were' if count > 1 else ' was'} being written at exit.")
-        _exit()  # now: the threads that write are not daemons, and would be waited for again
-
-
-def _end_with_failure(message: str) -> None:
-    """Prints a message, and lets the interpreter end with the exit status of a failure."""
-    _print(f"{message} The program ends with exit status {_EXIT_STATUS}.")
-    atexit.unregister(_exit)
-    atexit.register(_exit)
-
-
-def _print(message: str) -> None:
-    with contextlib.suppress(Exception):  # of any type: the stream may be replaced or closed
-        print(f"jdist: {message}", file=sys.stderr, flush=True)
-
-
-def _exit() -> None:
-    """Ends the process as the interpreter would, except for the exit status, which Python lets no exit function change."""
-    atexit.unregister(_exit)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # as above
-            stream.flush()
-    os._exit(_EXIT_STATUS)
 
 
 if hasattr(os, "register_at_fork"):  # a forked child has no threads that write

@@ -14,13 +14,18 @@ import traceback
 from collections.abc import Callable, Hashable
 
 EXIT_STATUS = 1
-_work: dict[Hashable, Callable[[], object]] = {}
+_work: dict[Hashable, tuple[Callable[[], object], str]] = {}
 
 
-def add(key: Hashable, finish: Callable[[], object]) -> bool:
+def add(key: Hashable, finish: Callable[[], object], description: str) -> bool:
     """Lets the interpreter call `finish` before it exits, unless `key` is removed before. Both are kept alive.
 
     If `finish` raises an error, the error is printed and the program ends with exit status 1.
+
+    Args:
+        key: Identifies the work.
+        finish: Finishes it.
+        description: The part of the message for Ctrl-C after "while", such as "a checkpoint was being written".
 
     Returns:
         False if it is too late: the interpreter already runs the functions of `atexit`.
@@ -28,7 +33,7 @@ def add(key: Hashable, finish: Callable[[], object]) -> bool:
     if not threading.main_thread().is_alive():
         return False
     _install_exit_function()
-    _work[key] = finish
+    _work[key] = finish, description
     return True
 
 
@@ -53,17 +58,17 @@ def _install_exit_function() -> None:
 
 
 def _finish_all() -> None:
-    try:
-        while _work:
-            key, finish = next(iter(_work.items()))
+    while _work:
+        key, (finish, description) = next(iter(_work.items()))
+        try:
+            finish()
+        except Exception as error:
+            end_with_failure("".join(traceback.format_exception(error)).rstrip() + "\n")
+        except KeyboardInterrupt:
+            _print(f"jdist: Interrupted at exit, while {description}.")
+            _exit()  # now: threads that are not daemons would be waited for again
+        finally:
             remove(key)
-            try:
-                finish()
-            except Exception as error:
-                end_with_failure("".join(traceback.format_exception(error)).rstrip() + "\n")
-    except KeyboardInterrupt:
-        _print("jdist: Interrupted at exit, before all work was finished.")
-        _exit()  # now: threads that are not daemons would be waited for again
 
 
 def _print(message: str) -> None:

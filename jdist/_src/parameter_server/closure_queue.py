@@ -83,7 +83,7 @@ class RaisedError:
 
     def report_at_exit(self) -> None:
         """Lets the program end with this error unless it is raised before."""
-        exit_work.add(self, self.raise_again)
+        exit_work.add(self, self.raise_again, "an error was printed")
 
     def __str__(self) -> str:
         return f"{type(self._error).__name__}: {self._error}"
@@ -199,7 +199,7 @@ class ClosureQueue:
             self._is_released = False
             indices = [i for i in range(num_workers) if i not in self._workers]
             self._workers.update(indices)
-            exit_work.add(self, self._finish_at_exit)
+            exit_work.add(self, self._finish_at_exit, "a scheduled function ran")
             return indices
 
     def release_workers(self) -> None:

@@ -126,7 +126,7 @@ class Engine:
         self._last_storages: Sequence[LeafStorage] = ()  # of a recorded run, the state of the last update
         self._log, self._replay = open_log(record, executor.num_workers, num_threads)
         if record is not None:
-            exit_work.add(self, self._finish)
+            exit_work.add(self, self._finish, "calls of a step were in progress")
 
     @property
     def num_calls(self) -> int:
@@ -203,7 +203,7 @@ class Engine:
     ) -> list[jax.Array] | None:
         if self._log:
             self._log.write_start(number, worker, self._version, name)
-        exit_work.add(self, self._finish)
+        exit_work.add(self, self._finish, "calls of a step were in progress")
         try:
             work, early_outputs = self.executor.start(worker, inputs, len(self._in_progress))
         except Exception as error:  # XLA runs small programs on the CPU in this thread
@@ -228,7 +228,7 @@ class Engine:
                 exit_work.remove(self)
 
     def _finish(self) -> None:
-        """Applies what is in progress when the program ends, and ends the log.
+        """Applies the calls in progress when the program ends, and ends the log.
 
         Raises:
             RuntimeError: A worker failed.
