@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import jdist
-from jdist._src.values import same_program
+from jdist._src.values import process_calls
 
 
 def results_by_case():
@@ -79,7 +79,7 @@ def results_by_case():
     results["captured"] = np.asarray(strategy.run(functools.partial(lambda x: x + captured), (1.0,))).tolist()
 
     # One process traces a program that the other does not call.
-    same_program._TIME_LIMIT = 4.0
+    process_calls._TIME_LIMIT = 4.0
     if number == 0:
         attempt("alone", lambda: strategy.run(lambda x: x + 2, (1.0,)))
     return results

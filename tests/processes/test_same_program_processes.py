@@ -55,5 +55,5 @@ def test_same_program_runs_after_one_process_lowered_it_and_with_other_arguments
 
 def test_process_that_waits_for_another_process_names_it_and_times_out(results):
     assert results[0]["alone"].startswith(
-        "RuntimeError: process 1 did not trace `<lambda>` within 4 seconds of process 0."
+        "RuntimeError: process 1 did not reach the comparison of `<lambda>` within 4 seconds of process 0."
     )

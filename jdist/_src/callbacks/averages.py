@@ -54,6 +54,8 @@ class EMA(Callback):
         >>> # Afterwards: trainer.evaluate(dataclasses.replace(fit.state, params=average.params), data, batch_size=64)
     """
 
+    is_collective = True
+
     def __init__(self, decay: float, *, debias: bool = True, params: Callable[[PyTree], PyTree] = _params):
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay < 1:
             raise ValueError(f"`decay` must be a number between 0 and 1, such as 0.999, got {decay!r}.")

@@ -45,6 +45,8 @@ class EarlyStopping(Callback):
         EarlyStopping('val_accuracy', patience=5, mode='max')
     """
 
+    is_collective = True
+
     def __init__(
         self,
         metric: str = "val_loss",

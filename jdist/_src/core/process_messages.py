@@ -31,7 +31,7 @@ _CHANGED = 1 << 15  # added to the count of a round by a process whose message h
 _ENDED, _WAITS, _DEADLOCKS = "jdist/ended", "jdist/waits", "jdist/deadlocks"
 _ERROR_CHARACTERS = 300
 _MOST_NAMES = 256
-_SAME_CALLS = "Every process must call the same functions in the same order, the same number of times."
+SAME_CALLS = "Every process must call the same functions in the same order, the same number of times."
 _counters: dict[str, Iterator[int]] = {}  # by the subject of the exchanges
 _num_posts: collections.OrderedDict[str, int] = collections.OrderedDict()  # of this process, in the newest exchanges
 
@@ -248,7 +248,7 @@ class _LongWait:
         """Returns the end of a sentence about a process that will not post."""
         return (
             f"did not take part in {self._reason}. Process {jax.process_index()} waits there for process "
-            f"{process}{self._line}. {_SAME_CALLS}"
+            f"{process}{self._line}. {SAME_CALLS}"
         )
 
     def publish(self, num_processes: int) -> None:
@@ -267,7 +267,7 @@ class _LongWait:
             if waits.get(str(jax.process_index())) == self._own:
                 lines = "".join(f"\n  Process {i} waits in {json.loads(wait)[2]}." for i, wait in waits.items())
                 raise RuntimeError(
-                    f"The processes wait for each other in different calls, so none of them can continue:{lines}\n{_SAME_CALLS}"
+                    f"The processes wait for each other in different calls, so none of them can continue:{lines}\n{SAME_CALLS}"
                 )
 
     def _decide(self) -> None:

@@ -158,6 +158,9 @@ class Callback:
         destination: The file or directory that this callback writes to. `fit` refuses two callbacks with one destination.
         checkpointer: The checkpointer that this callback saves with. Such callbacks are called after the others, so that a
             checkpoint contains the states of the others at the same event.
+        is_collective: Whether all processes must have this callback, because it uses collectives or replaces the state. `fit`
+            raises an error on all processes if one has it, or one with other options, and another does not. A callback with a
+            `checkpointer` is collective.
         step_interval_seconds: The number of seconds between two STEP events that suffices for this callback; 0 for an event
             after each call of the step. `fit` uses the smallest of its callbacks. The first call, and the last one before a
             validation or the end of an epoch, have an event in any case.
@@ -177,6 +180,7 @@ class Callback:
     identity: str | None = None
     destination: pathlib.Path | None = None
     checkpointer: Checkpointer | None = None
+    is_collective: bool = False
     step_interval_seconds: float = 0.0
 
     def __call__(self, event: Event, /) -> CallbackResult | None:

@@ -18,9 +18,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from jdist._src.core import activity
 from jdist._src.core.errors import FitError
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.replicate import Proof
@@ -36,6 +34,7 @@ from jdist._src.training.state import learning_rate_of, params_of, skipped_updat
 from jdist._src.training.state_copies import param_digest, summands
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import TrainCarry
+from jdist._src.values.process_calls import exchange_call, processes_of
 from jdist._src.values.server_array import read_servers
 
 CALLS_PER_CHECK = 32  # calls between two checks of the losses, and of whether a process stops
@@ -110,7 +109,7 @@ class Loop:
         self._start_time = self._row_start_time = time.perf_counter()
         self._step_interval = self._next_step_event = 0.0
         self._stop_reason: str | None = None
-        self._is_single_process = jax.process_count() == 1
+        self._processes = processes_of(config.strategy.mesh)
         self._has_failed = self._ends_epoch = self._is_last = self._validates = False
         self._skipped_updates = skipped_updates(start.state)
         self._first_params = param_digest(start.state)
@@ -208,15 +207,16 @@ class Loop:
     def _is_over(self, is_interrupted: bool) -> bool:
         if is_interrupted:
             self._stop_reason = self._stop_reason or _INTERRUPTED
-        if self._is_single_process:
+        if len(self._processes) == 1:
             return self._stop_reason is not None
         if not self._ends_row and self._calls % CALLS_PER_CHECK:
             return False
-        with activity.waiting("an agreement whether `fit` ends"):
-            stops = multihost_utils.process_allgather(np.bool_(self._stop_reason is not None))
-        if stops.any():
+        stops = {"stops": self._stop_reason is not None}
+        messages = exchange_call("the agreement whether `fit` ends", stops, self._processes)
+        is_over = any(message["stops"] for message in messages)
+        if is_over:
             self._stop_reason = self._stop_reason or "Another process stopped."
-        return bool(stops.any())
+        return is_over
 
     def _end(self) -> None:
         self._check_failure(self._recorder.fetch())

@@ -32,6 +32,7 @@ from jdist._src.training.arguments import (
 from jdist._src.training.events import Callback, CallbackFunction, as_callbacks
 from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.fit import Fit, html_table, name_of
+from jdist._src.training.host_arguments import Callbacks, check_same_arguments
 from jdist._src.training.loop import Loop, LoopConfig, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
 from jdist._src.training.metric_adapters import adapt_metrics
@@ -276,6 +277,21 @@ class Trainer:
                 the step is traced, `state` is of another optimizer, or a part of it changes its leaves.
             FitError: An error ended training after the first step.
         """
+        self._check_same_arguments(
+            "Trainer.fit",
+            batch_size=batch_size,
+            epochs=epochs,
+            steps=steps,
+            shuffle=shuffle,
+            state=state,
+            validation_data=validation_data,
+            validate_every=validate_every,
+            callbacks=Callbacks(callbacks),
+            steps_per_call=steps_per_call,
+            micro_batches=micro_batches,
+            cache=cache,
+            resume=resume,
+        )
         check_is_state(state)
         self._functions.check_fit(state)
         steps = None if steps is None else as_int("`steps`", steps, 0)
@@ -343,6 +359,7 @@ class Trainer:
             ValueError: The data are empty, or the loss or a metric is not one value per example.
             TypeError: The loss is missing, or `state` is not a state.
         """
+        self._check_same_arguments("Trainer.evaluate", batch_size=batch_size)
         self._functions.check_evaluate("evaluate")
         metrics, examples = self._evaluate(state, distribute_one_pass(self.strategy, "data", data, batch_size))
         return {**metrics, "examples": examples}
@@ -362,6 +379,7 @@ class Trainer:
             ValueError: The data are empty, or an output is not one value per example.
             TypeError: `state` is not a state.
         """
+        self._check_same_arguments("Trainer.predict", batch_size=batch_size)
         dataset = distribute_one_pass(self.strategy, "data", data, batch_size)
         variables, parts = self._variables(state), []
         with contextlib.closing(iter(dataset)) as iterator:
@@ -409,6 +427,11 @@ class Trainer:
         """
         variables = jax.tree.map(jnp.asarray, jax.device_get(self._variables(state)))
         return self._functions.objective.model.rebuild(*variables)
+
+    def _check_same_arguments(self, call: str, **arguments: Any) -> None:
+        functions = self._functions
+        facts = {"metrics": list(functions.metrics), "non_finite": functions.non_finite, "seed": self._seed}
+        check_same_arguments(call, self.strategy, {**arguments, **facts})
 
     def _variables(self, state: PyTree) -> ModelVariables:
         """Returns the variables for the evaluation of a state, on the devices."""

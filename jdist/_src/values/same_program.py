@@ -4,11 +4,7 @@ JAX compiles and runs a program of several processes without a comparison. If th
 captured different values, replicated values would silently differ between them, or a collective would wait forever.
 """
 
-import functools
 import itertools
-import json
-import math
-import time
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -16,14 +12,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.core import activity
-from jdist._src.core.process_messages import MessageExchange, numbered_name
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.jaxpr.program_fingerprint import Constant, Line, constants_of, crc_of, lines_of
-
-_TIME_LIMIT: float | None = None  # seconds; None for 20 minutes, or more with a larger time limit of waits
-_deadline = math.inf  # of the wait for the other processes
+from jdist._src.values.process_calls import (
+    digests_of,
+    exchange_call,
+    find_difference,
+    listed,
+    post_failure,
+    processes_of,
+)
 
 
 def check_same_program(
@@ -44,11 +43,10 @@ def check_same_program(
         ValueError: Names, shapes or dtypes of arguments, host values, captured constants or equations differ.
         RuntimeError: Tracing failed on another process, took more than 20 minutes longer there, or the process has ended.
     """
-    processes = tuple(sorted({device.process_index for device in replicas.mesh.devices.flat}))
-    reason = f"the comparison of `{name}`, which all processes have to call"
-    exchange = _exchange_of(processes)
+    processes = processes_of(replicas.mesh)
     if failure is not None:
-        exchange.post({"failure": f"{type(failure).__name__}: {failure}"[:2000]})
+        reason = f"{type(failure).__name__}: {failure}"[:2000]
+        post_failure(f"`{name}` could not be traced on process {jax.process_index()}: {reason}", processes)
         return
     lines, constants = lines_of(program), constants_of(program)
     facts = {
@@ -61,27 +59,17 @@ def check_same_program(
         "constants": [f"{constant.spec} #{constant.crc}" for constant in constants],
         "equations": [zlib.crc32(line.text.encode()) for line in lines],
     }
-    digests = {subject: zlib.crc32(json.dumps(values).encode()) for subject, values in facts.items()}
-    messages = _exchanged(exchange, {"function": name, "digests": digests}, reason, name)
-    for process, message in zip(processes, messages, strict=True):
-        if "failure" in message:
-            raise RuntimeError(f"`{name}` could not be traced on process {process}: {message['failure']}")
-    for subject in facts:
-        different = [
-            i for i, message in enumerate(messages) if message["digests"][subject] != messages[0]["digests"][subject]
-        ]
-        if different:
-            index = processes.index(jax.process_index())
-            shown = index if index in different else 0  # the others are like the first process
-            posts = index in (0, different[0])
-            details = _exchanged(exchange, {"values": facts[subject] if posts else []}, reason, name)
-            other = details[different[0] if shown == 0 else 0]["values"]
-            difference = _difference(subject, facts[subject], other, lines, constants)
-            others, first_name = [processes[i] for i in different], messages[0]["function"]
-            raise ValueError(
-                f"The processes do not run the same program: {_listed(others)} differ{'s' * (len(others) == 1)} from process "
-                f"{processes[0]} in `{first_name}`. On process {processes[shown]}, {difference}. {_ADVICE[subject]}"
-            )
+    call = f"the comparison of `{name}`"
+    message = {"kind": "program", "function": name, "digests": digests_of(facts)}
+    messages = exchange_call(call, message, processes)
+    difference = find_difference(call, facts, messages, processes)
+    if difference is not None:
+        text = _difference(difference.subject, difference.value, difference.other_value, lines, constants)
+        raise ValueError(
+            f"The processes do not run the same program: {listed(difference.others)} "
+            f"differ{'s' * (len(difference.others) == 1)} from process {difference.first} in `{messages[0]['function']}`. On "
+            f"process {difference.local}, {text}. {_ADVICE[difference.subject]}"
+        )
 
 
 def _difference(subject: str, local: Any, other: Any, lines: Sequence[Line], constants: Sequence[Constant]) -> str:
@@ -125,37 +113,3 @@ def _equation_difference(lines: Sequence[Line], local: Sequence[int], other: Seq
     place = next((line.place for line in reversed(lines[: index + 1]) if line.place), "")
     location = f" at {place}" if place else ""
     return f"equation {index} of {len(lines)} differs{location}: {lines[index].text:.300}"
-
-
-def _listed(processes: Sequence[int]) -> str:
-    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, processes))}"
-
-
-@functools.cache
-def _exchange_of(processes: tuple[int, ...]) -> MessageExchange:
-    """Returns the exchange of the comparisons of these processes."""
-    name = numbered_name(f"jdist/programs/{zlib.crc32(repr(processes).encode())}")
-    return MessageExchange(
-        name,
-        processes.index(jax.process_index()),
-        len(processes),
-        "the comparison of a program",
-        lambda: time.monotonic() > _deadline,
-        processes=processes,
-        in_main_thread=True,
-    )
-
-
-def _exchanged(exchange: MessageExchange, message: dict[str, Any], reason: str, name: str) -> list[dict[str, Any]]:
-    global _deadline
-    # The watchdog ends the job earlier, unless the other processes trace or compile.
-    limit = max(1200.0, 2 * activity.time_limit) if _TIME_LIMIT is None else _TIME_LIMIT
-    _deadline = time.monotonic() + limit
-    try:
-        return exchange.exchange(message, reason)
-    except InterruptedError:
-        raise RuntimeError(
-            f"{_listed(exchange.missing())} did not trace `{name}` within {limit:g} seconds of process {jax.process_index()}. "
-            "Every process must call the same functions in the same order, with arguments of the same shapes: check whether it "
-            "still runs, waits for data, or took another branch."
-        ) from None
