@@ -153,6 +153,56 @@ def _rotate(x):
     return lax.ppermute(x, AXIS, [(0, 1), (1, 2), (2, 3), (3, 0)])
 
 
+# Collectives over one of two axes, below a predicate that varies along the other one.
+GROUPS = {
+    "psum": lambda x: lax.psum(x, "group"),
+    "pmax": lambda x: lax.pmax(x, "group"),
+    "all_gather": lambda x: lax.all_gather(x, "group").sum(0),
+    "all_to_all": lambda x: lax.all_to_all(x, "group", 0, 0, tiled=True),
+    "psum_scatter": lambda x: jnp.tile(lax.psum_scatter(x, "group", tiled=True), 2),
+}
+MESHES = {
+    "ppermute": lambda x: lax.ppermute(x, "group", [(0, 1), (1, 0)]),
+    "pshuffle": lambda x: lax.pshuffle(x, "group", [1, 0]),
+    "in_jit": lambda x: jax.jit(lambda x: lax.ppermute(x, "group", [(0, 1)]))(x),
+    "in_composite": lambda x: lax.composite(lambda x: lax.ppermute(x, "group", [(0, 1)]), name="test.fn")(x),
+}
+PREDICATES = {
+    "cond": lambda fn, x: lax.cond(lax.axis_index("replica") == 0, fn, lambda x: x, x),
+    "fori_loop": lambda fn, x: lax.fori_loop(0, lax.axis_index("replica") + 1, lambda _, x: fn(x), x),
+}
+every_predicate = pytest.mark.parametrize("below", PREDICATES.values(), ids=PREDICATES)
+
+
+def _run_on_two_axes(fn):
+    devices = [f"cpu:{i}" for i in range(4)]
+    strategy = jdist.MirroredStrategy(devices, cross_device_ops=jdist.HierarchicalAllReduce(group_size=2))
+    x = strategy.put(jdist.PerReplica(np.arange(16, dtype=np.float32).reshape(4, 4)))
+    return np.asarray(strategy.run(fn, (x,)).tree)
+
+
+@every_predicate
+@pytest.mark.parametrize("fn", GROUPS.values(), ids=GROUPS)
+@pytest.mark.one_in(4)
+def test_collective_below_a_predicate_that_varies_along_another_axis_runs(fn, below):
+    assert np.isfinite(_run_on_two_axes(lambda x: below(fn, x))).all()
+
+
+@every_predicate
+@pytest.mark.parametrize("fn", MESHES.values(), ids=MESHES)
+@pytest.mark.one_in(3)
+def test_collective_that_waits_for_the_mesh_below_a_varying_predicate_raises(fn, below):
+    reason = r"ppermute at .*test_replication_soundness.py:\d+.* over group waits for every replica, also along replica"
+    with pytest.raises(jdist.DivergentCollectiveError, match=reason):
+        _run_on_two_axes(lambda x: below(fn, x))
+
+
+def test_permutation_below_a_replicated_predicate_runs():
+    below = lambda fn, x: lax.cond(lax.psum(1, "replica") > 1, fn, jnp.zeros_like, x)
+    swapped = _run_on_two_axes(lambda x: below(MESHES["ppermute"], x))
+    np.testing.assert_array_equal(swapped, np.arange(16).reshape(2, 2, 4)[::-1].reshape(4, 4))
+
+
 # Mistakes in the analysis: functions that make one through pytest's monkeypatch.
 
 

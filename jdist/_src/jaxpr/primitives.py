@@ -23,6 +23,8 @@ ANNOTATED_CALLS = _names("composite compute_on remat2 shard_map xla_metadata_cal
 REPLICATING_COLLECTIVES = _names("psum pmax pmin all_gather all_gather_invariant")
 # Primitives that name an axis without waiting for the other replicas.
 NOT_WAITING = _names("axis_index")
+# Collectives that wait for the replicas along their axes only. XLA's `ppermute` on CPU waits for all devices of the mesh.
+WAITING_FOR_GROUP = REPLICATING_COLLECTIVES | _names("all_to_all reduce_scatter")
 # Primitives whose result depends on the device: a generator or a feed per device.
 PER_DEVICE = _names("rng_uniform infeed")
 

@@ -12,7 +12,8 @@ mesh axis along which the value may differ between replicas, the cause. A value 
 
 The analysis is sound: it never calls a value replicated that can differ, provided that the devices compute alike, that a
 `pure_callback` is pure, and that the memory of `jnp.empty` is written before it is read.
-A collective below a predicate that varies along the collective's own axis would wait forever: it is an error.
+A collective below a predicate that varies along the collective's own axis would wait forever: it is an error. So is a
+`ppermute` below a predicate that varies along any axis, because it waits for all devices of the mesh on CPU.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import DivergentCollectiveError, RepeatedSumWarning
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.jaxpr.interpreter import Function, Interpreter, ScanFunction, fixed_point, nested_equations
-from jdist._src.jaxpr.primitives import NOT_WAITING, PER_DEVICE, REPLICATING_COLLECTIVES
+from jdist._src.jaxpr.primitives import NOT_WAITING, PER_DEVICE, REPLICATING_COLLECTIVES, WAITING_FOR_GROUP
 
 SUM_MARK = "jdist.all_reduce_sum"  # name of the operands of the user's sums, before they are packed with others
 
@@ -318,8 +319,10 @@ class _Analysis(Interpreter[Variation]):
     def _begun_by(self, equation: Equation) -> Variation:
         """Returns the variation that begins at an equation or inside it, whatever its operands are."""
         inside = list(nested_equations(equation))
-        waiting = [contents.names for inner, contents in inside if inner.primitive.name not in NOT_WAITING]
-        self._check_all_arrive(equation, self._axes & frozenset().union(*waiting))
+        for inner, contents in inside:
+            named = self._axes & contents.names
+            if named and inner.primitive.name not in NOT_WAITING:
+                self._check_all_arrive(inner, named)
         is_opaque = any(inner.primitive.name in PER_DEVICE or contents.opaque for inner, contents in inside)
         if is_opaque or any(map(jax_compat.may_vary_between_replicas, equation.effects)):
             return dict.fromkeys(self._axes, Cause(equation))
@@ -327,17 +330,24 @@ class _Analysis(Interpreter[Variation]):
         return dict.fromkeys(self._axes & named, Cause(equation))
 
     def _check_all_arrive(self, equation: Equation, named: frozenset[str]) -> None:
-        """Raises if `equation` waits for the replicas along the axes `named`, and a predicate above it varies along one."""
-        divergence = next((self._control[axis] for axis in named if axis in self._control), None)
-        if divergence is not None:
-            place = source_lines.equation_frame(equation)
-            raise DivergentCollectiveError(
-                f"{equation.primitive.name} at {place} waits for every replica, but some replicas may not reach it: the "
-                "predicate above it may differ between replicas.\n"
-                f"  It may differ because of\n    {explain_cause(divergence)}\n"
-                "  Make the predicate the same on every replica (`jdist.all_reduce` it), or move the collective out of the "
-                "branch or loop."
-            )
+        """Raises if `equation`, which names the axes `named`, waits for replicas that may not reach it."""
+        name = equation.primitive.name
+        awaited = named if name in WAITING_FOR_GROUP else self._axes
+        axis = min(
+            (axis for axis in awaited if axis in self._control), key=lambda axis: axis not in named, default=None
+        )
+        if axis is None:
+            return
+        reason = "waits for every replica"
+        if axis not in named:
+            reason = f"over {', '.join(sorted(named))} waits for every replica, also along {axis} (XLA does on CPU)"
+        raise DivergentCollectiveError(
+            f"{name} at {source_lines.equation_frame(equation)} {reason}, but some replicas may not reach it: the "
+            "predicate above it may differ between replicas.\n"
+            f"  It may differ because of\n    {explain_cause(self._control[axis])}\n"
+            "  Make the predicate the same on every replica (`jdist.all_reduce` it), or move the collective out of the "
+            "branch or loop."
+        )
 
 
 _RULES: dict[str, Callable[[_Analysis, Equation, list[Variation]], list[Variation]]] = {
