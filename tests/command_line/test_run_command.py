@@ -204,6 +204,22 @@ def test_process_that_is_stopped_is_reported_until_it_runs_again(started):
     assert launcher.wait(60) == 143
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system does not have this file")
+@pytest.mark.parametrize("streams", [">/dev/full", ">/dev/full 2>&1"])
+def test_full_disk_under_the_output_does_not_end_the_processes(streams, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import pathlib, sys\nfor n in range(3): print(n, flush=True)\npathlib.Path('done').touch()"
+    )
+    done = subprocess.run(
+        f"{sys.executable} -m jdist run -n 1 train.py {streams}", shell=True, cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "") and (tmp_path / "done").exists(), done.stderr
+    if "2>" not in streams:
+        assert "standard output cannot be written: No space left on device. The processes continue." in done.stderr
+        assert "the last 18 bytes of standard output could not be written: No space left on device." in done.stderr
+
+
 # Signals.
 
 
@@ -265,8 +281,13 @@ def read_ids(launcher, count):
     return ids
 
 
-def test_processes_and_those_that_they_started_end_with_a_launcher_that_is_killed(started):
-    launcher = started("-n 2", WITH_CHILD + "signal.pause()")
+IN_SESSION = WITH_CHILD.replace('pause()"])', 'pause()"], start_new_session=True)')
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows the environment of processes")
+
+
+@pytest.mark.parametrize("program", [WITH_CHILD, pytest.param(IN_SESSION, marks=on_linux)], ids=["group", "session"])
+def test_processes_and_those_that_they_started_end_with_a_launcher_that_is_killed(started, program):
+    launcher = started("-n 2", program + "signal.pause()")
     ids = read_ids(launcher, 2)
     assert all(map(is_running, ids))
     os.kill(ids[0], signal.SIGSTOP)
@@ -275,10 +296,25 @@ def test_processes_and_those_that_they_started_end_with_a_launcher_that_is_kille
 
 
 @pytest.mark.slow
-def test_processes_that_a_program_started_end_with_it(run):
-    status, output, _ = run("-n 1", WITH_CHILD)
+@pytest.mark.parametrize("program", [WITH_CHILD, pytest.param(IN_SESSION, marks=on_linux)], ids=["group", "session"])
+def test_processes_that_a_program_started_end_with_it(run, program):
+    status, output, _ = run("-n 1", program)
     assert status == 0
-    assert not any(map(is_running, map(int, re.findall(r"\d+", output.partition("ids ")[2]))))
+    wait_until_ended(list(map(int, re.findall(r"\d+", output.partition("ids ")[2]))))
+
+
+@on_linux
+def test_process_in_a_session_ends_after_a_failure_and_survives_without_the_mark(run):
+    keep = IN_SESSION.replace(
+        "start_new", "env={k: v for k, v in os.environ.items() if k != 'JDIST_LAUNCH'}, start_new"
+    )
+    _, output, _ = run("-n 1", IN_SESSION + keep + "sys.exit(3)")
+    ended, kept = (int(line.split()[-1]) for line in output.splitlines())
+    try:
+        wait_until_ended([ended])
+        assert is_running(kept)
+    finally:
+        os.kill(kept, signal.SIGKILL)
 
 
 def test_guard_and_processes_end_with_the_launcher(started):

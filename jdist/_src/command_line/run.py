@@ -50,8 +50,8 @@ def _run(arguments: argparse.Namespace) -> int:
             raise ValueError(
                 "--engine ray takes the nodes of the Ray cluster. Remove --nodes, --node-rank and --coordinator."
             )
-        with received_signals() as signals:
-            return (_run_job if has_restarts(arguments) else _run_once)(program, arguments, Console(), signals)
+        with received_signals() as signals, contextlib.closing(Console()) as console:
+            return (_run_job if has_restarts(arguments) else _run_once)(program, arguments, console, signals)
     except (ValueError, ImportError) as error:
         print(f"jdist run: {error}", file=sys.stderr)
         return 2

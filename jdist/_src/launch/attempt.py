@@ -16,7 +16,6 @@ from jdist._src.launch.child_processes import (
     Guard,
     end_child,
     exit_status,
-    groups_with_members,
     send_signal,
     start_child,
 )
@@ -27,6 +26,7 @@ from jdist._src.launch.signals import ReceivedSignals
 
 _LEFTOVER_SECONDS = 2.0  # in which processes that the program started may end after it
 _LEFTOVER_SECONDS_AFTER_FAILURE = 0.2
+_LEFTOVER_POLL_SECONDS = 0.05
 _POLL_SECONDS = 1.0  # signals, output and the end of a process wake up the launcher earlier
 _READ_BYTES = 1 << 16
 
@@ -87,7 +87,7 @@ def run_attempt(
 
     After the first failure, the other processes receive SIGTERM, and SIGKILL after the grace period. The received signals are
     forwarded; a second SIGINT kills all. All processes have ended when the function returns, those that the program started
-    too, unless they left their process group. If this process is killed, they are killed.
+    too, on Linux also if they left their process group. If this process is killed, they are killed.
 
     Args:
         program: The program.
@@ -175,6 +175,7 @@ class _Attempt:
             self._watch(file, lambda: None)  # `poll` follows
 
     def start(self, index: int, program: Program, environment: Mapping[str, str]) -> None:
+        environment = {**environment, **self._guard.variables}
         popen = start_program(program, index, environment, self._notices_of_children, sends_answers=self._sends_answers)
         self._guard.add(popen.pid)
         process = _Process(index, popen, self._console)
@@ -241,5 +242,5 @@ class _Attempt:
         seconds = _LEFTOVER_SECONDS if self._rules.result().exit_status == 0 else _LEFTOVER_SECONDS_AFTER_FAILURE
         deadline = time.monotonic() + seconds
         groups = [process.popen.pid for process in self._processes]
-        while groups_with_members(groups) and time.monotonic() < deadline:
-            self._process_events(0.02)
+        while time.monotonic() < deadline and self._guard.has_members(groups):
+            self._process_events(_LEFTOVER_POLL_SECONDS)

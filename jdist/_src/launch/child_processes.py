@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
@@ -91,25 +92,42 @@ def reserved_address() -> Iterator[str]:
 
 
 class Guard:
-    """A process that kills the added process groups when this process has ended, for any reason.
+    """A process that kills the added process groups when the block ends, or this process for any reason.
+
+    On Linux it also kills the processes that have left their group, in a session of their own. They inherit a mark as an
+    environment variable.
 
     Mutable: it stores the groups. Use it as a context manager.
+
+    Attributes:
+        variables: The environment variables of the processes to kill.
     """
 
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+        self.variables = {guard.MARK: self._mark}
+
     def __enter__(self) -> "Guard":
-        # In a new session, it does not end together with the process group or the terminal of this process.
+        # In a new session, it does not end together with the process group or the terminal of this process. Without the mark,
+        # it outlives a launcher that is a process of another launch.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__],
+            env={name: value for name, value in os.environ.items() if name != guard.MARK},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._send(f"={self._mark}\n")
         return self
 
     def __exit__(self, *error: object) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
+
+    def has_members(self, groups: Sequence[int]) -> bool:
+        """Whether a process of a group, or with the mark, is running. Only Linux lists them: elsewhere False."""
+        return bool(groups_with_members(groups) or guard.marked_processes(self._mark))
 
     def add(self, group: int) -> None:
         """Adds a process group."""

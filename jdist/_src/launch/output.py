@@ -4,7 +4,7 @@ import collections
 import os
 import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 _MAX_LINE_BYTES = 1 << 16  # a longer line is divided
@@ -65,7 +65,8 @@ def _shown(line: bytes) -> bytes:
 class Console:
     """Standard output and standard error of the launcher.
 
-    Mutable: a stream whose reader has ended is closed.
+    Mutable: a stream whose reader has ended is closed. Output that cannot be written, as to a full disk, is left out: the
+    processes continue, and the next output that can be written follows a message with the number of bytes that are missing.
 
     Args:
         stdout: The standard output.
@@ -78,6 +79,9 @@ class Console:
     def __init__(self, stdout: TextIO | None = None, stderr: TextIO | None = None):
         self._stdout, self._stderr = stdout or sys.stdout, stderr or sys.stderr
         self.is_closed = False
+        self._missing: dict[
+            TextIO, tuple[int, str]
+        ] = {}  # the bytes that could not be written to a stream, and the error
 
     def stdout_lines(self, process: int) -> PrefixedLines:
         """Returns the lines of the standard output of a process."""
@@ -96,26 +100,52 @@ class Console:
         prefix = f"\x1b[{31 + (process + 1) % 6}m[{process}]\x1b[0m " if is_colored else f"[{process}] "
         return PrefixedLines(prefix.encode(), lambda data: self._write(stream, data))
 
+    def close(self) -> None:
+        """Reports output that is missing at the end of a stream, on either stream."""
+        for stream, (count, error) in list(self._missing.items()):
+            name = "standard output" if stream is self._stdout else "standard error"
+            text = f"jdist run: the last {count} bytes of {name} could not be written: {error}.\n"
+            self._missing.clear()
+            self._write(self._stderr, text.encode())
+            if self._missing:
+                self._missing.clear()
+                self._write(self._stdout, text.encode())
+
     def _write(self, stream: TextIO, data: bytes) -> None:
-        binary: Any = getattr(stream, "buffer", None)
+        count, error = self._missing.get(stream, (0, ""))
+        prefix = f"\njdist run: {count} bytes are missing here: {error}.\n" if count else ""
+        rest = memoryview(prefix.encode() + data)
         try:
-            if binary is None:  # a stream of a notebook
-                stream.write(data.decode(errors="replace"))
-                stream.flush()
-            else:
-                stream.flush()
-                _write_all(getattr(binary, "raw", binary), data)
+            for written in _write_parts(stream, bytes(rest)):
+                rest = rest[written:]
+            self._missing.pop(stream, None)
         except BrokenPipeError:
             self.is_closed = True
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # otherwise Python reports the error at exit
+        except OSError as error:  # the disk is full, or the terminal is closed
+            text = error.strerror or str(error)
+            self._missing[stream] = count + min(len(rest), len(data)), text
+            if not count and stream is self._stdout:
+                self.message(f"standard output cannot be written: {text}. The processes continue.")
 
 
-def _write_all(file: Any, data: bytes) -> None:
-    """Writes all of `data`. A call of `write` may write a part, if a signal arrives, or nothing, if a pipe does not block."""
-    rest = memoryview(data)
+def _write_parts(stream: TextIO, data: bytes) -> Iterator[int]:
+    """Writes all of `data`, and returns the number of bytes of each part.
+
+    A call of `write` may write a part, if a signal arrives, or nothing, if a pipe does not block.
+    """
+    binary: Any = getattr(stream, "buffer", None)
+    if binary is None:  # a stream of a notebook
+        stream.write(data.decode(errors="replace"))
+        stream.flush()
+        yield len(data)
+        return
+    stream.flush()
+    file, rest = getattr(binary, "raw", binary), memoryview(data)
     while rest:
         if written := file.write(rest):
             rest = rest[written:]
+            yield written
         else:
             select.select([], [file], [])
 

@@ -89,7 +89,7 @@ class RayWorker:
             raise FileNotFoundError(program.target)
         self._guard.__enter__()
         self._notices, notices = os.pipe()
-        environment = {**os.environ, **variables}
+        environment = {**os.environ, **variables, **self._guard.variables}
         self._popen = start_program(program, index, environment, notices, sends_answers=sends_answers)
         self._guard.add(self._popen.pid)
         os.close(notices)
