@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 # Of a process among the others: it waits for them, it is one of them, or it has separated from them at its end.
 Presence = Literal["joining", "joined", "left"]
-_WORDS = get_args(Presence)
+_PRESENCES: dict[str, Presence] = {presence: presence for presence in get_args(Presence)}
 
 
 class Notice(NamedTuple):
@@ -35,8 +35,8 @@ def parse_notices(data: bytes) -> Iterator[Notice]:
     """
     for line in data.decode().splitlines():
         index, _, text = line.partition(" ")
-        if text in _WORDS:
-            yield Notice(int(index), presence=text)
+        if text in _PRESENCES:
+            yield Notice(int(index), presence=_PRESENCES[text])
         else:
             yield Notice(int(index), int(text) if text else None)
 
