@@ -223,8 +223,9 @@ def docs(session: nox.Session) -> None:
 @nox.session(python="3.11")
 def benchmarks(session: nox.Session) -> None:
     """All benchmarks with `--quick`, or with the options after `--`."""
-    session.install(*CONSTRAINTS, "-e", ".")
+    session.install(*CONSTRAINTS, "-e", ".[grain]")
     for name in (
+        "accelerator",
         "import_time",
         "trace_time",
         "step_overhead",

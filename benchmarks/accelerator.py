@@ -9,8 +9,8 @@ checkout that is not installed: `PYTHONPATH=. python benchmarks/accelerator.py`.
   or bytes of device memory (`memory`: by hand divided by jdist, so higher is better there too);
 - a check that holds or fails, such as bitwise equality of exact mode on one and on all devices.
 
-A case that fails is a row with its error, and the others still run. The rows are written to a JSON file, too. Exit status 1 if a
-case failed; its traceback is on standard error. Cases that do not start within the time limit are rows that say so.
+A case that fails is a row with its error, and the others still run. Its traceback is on standard error, and the exit status
+is 1. A case that does not start within the time limit is a row that says so. The rows are also written to a JSON file.
 """
 
 import functools
@@ -81,7 +81,9 @@ class Loop:
 
 def compare(case, loops, steps):
     """Returns the rows of `jdist` against each other loop."""
-    timed = {name: functools.partial(sidebyside.seconds, functools.partial(loop, steps)) for name, loop in loops.items()}
+    timed = {
+        name: functools.partial(sidebyside.seconds, functools.partial(loop, steps)) for name, loop in loops.items()
+    }
     return sidebyside.rows(case, sidebyside.rounds(timed, ROUNDS), steps)
 
 
@@ -244,7 +246,7 @@ def bfloat16():
         return strategy.step(step, precision=precision)
 
     loops = {
-        "jdist": Loop(train(jdist.Precision(compute="bfloat16")), strategy.init(init), strategy.split(batch)),
+        "jdist": Loop(train(jdist.Precision(compute_dtype="bfloat16")), strategy.init(init), strategy.split(batch)),
         "float32": Loop(train(None), strategy.init(init), strategy.split(batch)),
     }
     for loop in loops.values():
@@ -281,7 +283,7 @@ def memory():
 def steps_per_call():
     """Ten steps per call against ten calls of the same step, both by jdist."""
     optimizer, strategy = optax.sgd(1e-2), jdist.MirroredStrategy(DEVICES)
-    model, init, batch = MLP((16, 16)), None, labelled((64 * len(DEVICES), 16))
+    model, batch = MLP((16, 16)), labelled((64 * len(DEVICES), 16))
 
     def init():
         params = model.init(jax.random.key(0), batch[0][:1])
@@ -309,7 +311,9 @@ def exact():
         parameters[len(devices)] = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(loop.state[0])]
     one, several = parameters[1], parameters[len(DEVICES)]
     different = sum(a != b for a, b in zip(one, several, strict=True))
-    rows = holds(f"exact, bits on 1 and {len(DEVICES)} devices", not different, f"{different} of {len(one)} leaves differ")
+    rows = holds(
+        f"exact, bits on 1 and {len(DEVICES)} devices", not different, f"{different} of {len(one)} leaves differ"
+    )
     mirrored = by_jdist("transformer", optax.adamw(1e-3), jdist.MirroredStrategy(DEVICES))
     return rows + compare("exact, transformer", {"jdist": loop, "mean": Loop(*mirrored)}, 10)
 
@@ -320,14 +324,20 @@ def offload():
     mesh = jax.sharding.Mesh(np.array(DEVICES), ("data",))
     strategies = {
         "central": (jdist.CentralStorageStrategy(DEVICES), jdist.MirroredStrategy(DEVICES)),
-        "central, optimizer": (jdist.CentralStorageStrategy(DEVICES, offload="optimizer"), jdist.MirroredStrategy(DEVICES)),
+        "central, optimizer": (
+            jdist.CentralStorageStrategy(DEVICES, offload="optimizer"),
+            jdist.MirroredStrategy(DEVICES),
+        ),
         "sharded, optimizer": (
             jdist.ShardedStrategy("all", mesh=mesh, offload="optimizer"),
             jdist.ShardedStrategy("all", mesh=mesh),
         ),
     }
     for name, (offloaded, resident) in strategies.items():
-        loops = {"jdist": Loop(*by_jdist("mlp", optimizer, offloaded)), "on device": Loop(*by_jdist("mlp", optimizer, resident))}
+        loops = {
+            "jdist": Loop(*by_jdist("mlp", optimizer, offloaded)),
+            "on device": Loop(*by_jdist("mlp", optimizer, resident)),
+        }
         for loop in loops.values():
             loop(3)
         # Adam divides by the root of small second moments, which enlarges rounding.
@@ -375,10 +385,11 @@ def checkpoint():
     """A checkpoint of a state on the devices is restored bit for bit."""
     strategy = jdist.MirroredStrategy(DEVICES)
     state = strategy.init(create("mlp", optax.adamw(1e-3))[1])
-    with tempfile.TemporaryDirectory() as folder, jdist.Checkpointer(folder, strategy=strategy) as checkpointer:
+    with tempfile.TemporaryDirectory() as folder, jdist.Checkpointer(folder) as checkpointer:
         checkpointer.save(1, state, now=True)
-        restored = checkpointer.restore(like=state)
-    equal = [a.tobytes() == b.tobytes() for a, b in zip(*(map(np.asarray, jax.tree.leaves(x)) for x in (state, restored)))]
+        restored = checkpointer.restore(strategy, like=state).state
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True)
+    equal = [np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs]
     return holds("checkpoint: bits after restore", all(equal), f"{sum(equal)} of {len(equal)} leaves are equal")
 
 

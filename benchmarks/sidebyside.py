@@ -46,31 +46,29 @@ def rounds(
     return taken
 
 
-def report(case: str, taken: dict[str, list[float]], as_json: bool, steps: int = 1) -> None:
-    """Prints a row for each peer of `"jdist"`; `steps` is the number of steps per measurement."""
-    ours = taken["jdist"]
+def rows(case: str, taken: dict[str, list[float]], steps: int = 1) -> list[dict[str, object]]:
+    """Returns a row for each peer of `"jdist"`; `steps` is the number of steps per measurement."""
+    ours, found = taken["jdist"], []
     for peer, theirs in taken.items():
         if peer == "jdist":
             continue
         ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         more = statistics.median(a - b for a, b in zip(ours, theirs, strict=True)) / steps * 1e6
-        step = statistics.median(ours) / steps * 1e6
-        row = {
-            "case": case,
-            "peer": peer,
-            "ratio": middle,
-            "low": low,
-            "high": high,
-            "microseconds": step,
-            "more": more,
-        }
+        row = {"case": case, "peer": peer, "ratio": middle, "low": low, "high": high}
+        found.append({**row, "microseconds": statistics.median(ours) / steps * 1e6, "more": more})
+    return found
+
+
+def report(case: str, taken: dict[str, list[float]], as_json: bool, steps: int = 1) -> None:
+    """Prints a row for each peer of `"jdist"`; `steps` is the number of steps per measurement."""
+    for row in rows(case, taken, steps):
         if as_json:
             print(json.dumps(row))
         else:
             print(
-                f"{case:28} against {peer:20} ratio {middle:6.3f}  [{low:6.3f}, {high:6.3f}]   "
-                f"{step:12,.1f} us per step, {more:+10.1f} us",
+                f"{case:28} against {row['peer']:20} ratio {row['ratio']:6.3f}  [{row['low']:6.3f}, {row['high']:6.3f}]   "
+                f"{row['microseconds']:12,.1f} us per step, {row['more']:+10.1f} us",
                 flush=True,
             )
 
@@ -83,19 +81,23 @@ def mesh_of(devices):
     return Mesh(np.array(devices), ("replica",), axis_types=(AxisType.Auto,))
 
 
-def versions(as_json: bool) -> None:
-    """Prints the versions and the devices."""
+def version_line() -> str:
+    """Returns the versions and the devices."""
     import jax
     import jaxlib
 
     import jdist
 
     devices = jax.devices()
-    line = (
+    return (
         f"jdist {jdist.__version__}, jax {jax.__version__}, jaxlib {jaxlib.__version__}, Python "
         f"{sys.version.split()[0]}, {len(devices)} x {devices[0].device_kind}"
     )
-    print(json.dumps({"versions": line}) if as_json else line, flush=True)
+
+
+def versions(as_json: bool) -> None:
+    """Prints the versions and the devices."""
+    print(json.dumps({"versions": version_line()}) if as_json else version_line(), flush=True)
 
 
 def has(library: str, as_json: bool) -> bool:

@@ -13,8 +13,16 @@ pytestmark = pytest.mark.skipif(
     sys.version_info < (3, 12), reason="Benchmarks take long and run only on the newest Python."
 )
 BENCHMARKS = sorted((pathlib.Path(__file__).parent.parent / "benchmarks").glob("*.py"))
-# The shared code, and the benchmark of bytes.
-OTHERS = ("sidebyside", "models", "torch_models", "tensorflow_models", "tensorflow_parameter_server", "memory")
+# The shared code, and the benchmarks with tests of their own.
+OTHERS = (
+    "accelerator",
+    "sidebyside",
+    "models",
+    "torch_models",
+    "tensorflow_models",
+    "tensorflow_parameter_server",
+    "memory",
+)
 # The options of benchmarks whose other cases run the same code for minutes.
 OPTIONS = {
     "train_step": ["--case small", "--case fit-cnn"],
@@ -74,3 +82,16 @@ def test_memory_benchmark_prints_the_bytes_per_device_of_each_strategy():
         assert 0 <= row["state"] <= memory["mirrored", devices]["state"]
         assert row["step"] > 0
         assert row["host"] == 0 or name.startswith("central")
+
+
+@pytest.mark.slow
+def test_script_for_accelerators_has_no_case_that_fails_and_writes_its_rows(tmp_path):
+    (path,) = [path for path in BENCHMARKS if path.stem == "accelerator"]
+    output = tmp_path / "rows.json"
+    header, *rows = printed(path, "--devices", "2", "--minutes", "60", "--output", str(output))
+    written = json.loads(output.read_text())
+    assert written["rows"] == rows and written["versions"] == header["versions"] and written["devices"] == 2
+    assert not [row for row in rows if "skipped" in row or row.get("holds") is False]
+    assert {"README: weights", "fit, mlp", "donation, mlp", "bfloat16, transformer", "profile"} <= {
+        row["case"] for row in rows
+    }
