@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
+from jax.interpreters import mlir
 
 Jaxpr = core.Jaxpr
 Equation = core.JaxprEqn
@@ -78,6 +79,22 @@ def is_tracing() -> bool:
     from jax._src import core as private  # no public name for it
 
     return not private.trace_state_clean()
+
+
+def refuse_to_compile(tree: Any, message: str) -> Any:
+    """Returns `tree`. A trace that contains it is valid, and compiling the trace raises ValueError."""
+    return jax.tree.map(lambda leaf: _refusal().bind(leaf, message=message), tree)
+
+
+@functools.cache
+def _refusal() -> core.Primitive:
+    def lower(context: Any, leaf: Any, *, message: str) -> Any:
+        raise ValueError(message)
+
+    primitive = core.Primitive("refuse_to_compile")
+    primitive.def_abstract_eval(lambda leaf, *, message: leaf)
+    mlir.register_lowering(primitive, lower)
+    return primitive
 
 
 def trace_state() -> Any:

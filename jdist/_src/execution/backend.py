@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -118,6 +118,10 @@ class Backend(abc.ABC):
 
         It runs the jaxpr that was analyzed: a second trace of the function could give another jaxpr.
         """
+
+    def compiler_options(self, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        """Returns the options of XLA for a program of this backend, from those of its user."""
+        return None if options is None else dict(options)
 
     def input_shardings(self, tree: PyTree) -> list[NamedSharding]:
         """Returns the sharding of each leaf of an argument: replicated, or as specified by the leaf's wrapper."""

@@ -131,7 +131,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         compile_ = functools.partial(
             jax.jit,
             donate_argnums=(0,) if donates else (),
-            compiler_options=None if compiler_options is None else dict(compiler_options),
+            compiler_options=backend.compiler_options(compiler_options),
         )
         self._compiled = compile_(traced)
         self._spans_processes = len({device.process_index for device in backend.replicas.mesh.devices.flat}) > 1
@@ -151,6 +151,9 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._packs_modules = backend.storage is None and step_call is None
         if step_call is not None:
             launch = lambda args: step_call(*args)
+        if backend.compiler_options(None) is not None:
+            inlined = jax.jit(lambda *args: jax_compat.refuse_to_compile(traced(*args), _inlined_program(name)))
+            launch = functools.partial(_launch_or_inline, launch, inlined)
         if steps_per_call is not None:
             launch = functools.partial(run_sequentially, launch, steps_per_call)
         self._launch: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]] = launch
@@ -411,6 +414,24 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             is_valid = False
         if not is_valid:
             _check_donated_state(args[0], args[1:])
+
+
+def _launch_or_inline(
+    launch: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]],
+    inlined: Callable[..., tuple[PyTree, PyTree]],
+    args: tuple[PyTree, ...],
+) -> tuple[PyTree, PyTree]:
+    """Launches a program with options of XLA. JAX accepts options of the outermost `jax.jit` only."""
+    return inlined(*args) if jax_compat.is_tracing() else launch(args)
+
+
+def _inlined_program(name: str) -> str:
+    """Returns the message for a program with options of XLA that another program is compiled with."""
+    return (
+        f"`{name}` is called inside a `jax.jit`, and has virtual replicas. Their results are equal on any number of devices "
+        "only with options of XLA, which a `jax.jit` inside another one cannot have. Call it outside that `jax.jit`. A step "
+        "with `steps_per_call` runs several steps in one call."
+    )
 
 
 def _named_arguments(name: str, fn: Any, named: Sequence[str]) -> str:

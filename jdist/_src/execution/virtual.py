@@ -1,5 +1,6 @@
 """`VirtualBackend`: virtual replicas, whose number does not depend on the devices; each device runs several of them."""
 
+from collections.abc import Mapping
 from typing import Any, final
 
 import jax
@@ -12,10 +13,24 @@ from jdist._src.jaxpr.virtual_replicas import run_virtual_replicas
 from jdist._src.jaxpr.virtual_values import Slots, is_stacked, join_slots, split_into_slots
 from jdist._src.values.base import is_distributed
 
+_DISABLED_PASSES = "xla_disable_hlo_passes"
+
 
 @final
 class VirtualBackend(Backend):
     """Each device runs the jaxpr of one replica once for each of its virtual replicas."""
+
+    def compiler_options(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
+        """See `Backend.compiler_options`. Disables XLA's elimination of common subexpressions.
+
+        XLA runs this pass before its algebraic simplifier if it compiles for several devices, and only after it for one device.
+        The simplifier replaces a division by a product with the reciprocal only where a value has one use
+        (https://github.com/openxla/xla/blob/main/xla/hlo/transforms/simplifiers/algebraic_simplifier.cc), so the gradient of
+        a softmax would be rounded in one way on one device and in another on several.
+        """
+        options = dict(options or {})
+        disabled = [options.get(_DISABLED_PASSES), "cse"]
+        return options | {_DISABLED_PASSES: ",".join(filter(None, disabled))}
 
     def trace(self, function: ReplicaFunction) -> Any:
         """See `Backend.trace`."""
@@ -28,13 +43,15 @@ class VirtualBackend(Backend):
         """See `Backend.run`."""
         mesh = self.replicas.mesh
         slots = Slots(mesh.axis_names, mesh.size, self.replicas.size)
+        # XLA's convolutions on CPU take about ten times as long inside a loop.
+        unrolled = frozenset({"conv_general_dilated"} if mesh.devices.flat[0].platform == "cpu" else ())
 
         def run(*blocks: PyTree) -> list[PyTree]:
             arguments = [
                 split_into_slots(block, slots) if is_distributed(item) and not item._is_replicated else block
                 for item, block in zip(function.items, blocks, strict=True)
             ]
-            values = run_virtual_replicas(program, jax.tree.leaves(arguments, is_leaf=is_stacked), slots)
+            values = run_virtual_replicas(program, jax.tree.leaves(arguments, is_leaf=is_stacked), slots, unrolled)
             pairs = zip(results.wrappers, results.as_trees(values), strict=True)
             return [to_block(wrapper, tree) for wrapper, tree in pairs]
 

@@ -41,20 +41,29 @@ from jdist._src.jaxpr.virtual_values import (
 )
 
 
-def run_virtual_replicas(program: Any, arguments: Sequence[Value], slots: Slots) -> list[Value]:
+def run_virtual_replicas(
+    program: Any, arguments: Sequence[Value], slots: Slots, unrolled: frozenset[str] = frozenset()
+) -> list[Value]:
     """Returns the results of a closed jaxpr of one replica, for all virtual replicas of this device.
+
+    Args:
+        program: The jaxpr.
+        arguments: The values of its inputs.
+        slots: The assignment of the replicas to the devices.
+        unrolled: The primitives that run outside the loops over the slots, once for each slot.
 
     Raises:
         ValueError: The jaxpr has a collective that is not implemented for virtual replicas.
     """
-    return _VirtualReplicas(slots).run(jax_compat.open_jaxpr(program), program.consts, arguments)
+    return _VirtualReplicas(slots, unrolled).run(jax_compat.open_jaxpr(program), program.consts, arguments)
 
 
 class _VirtualReplicas(Evaluator):
     """Evaluates jaxprs on `Value`s, while they are traced anew for the devices."""
 
-    def __init__(self, slots: Slots):
+    def __init__(self, slots: Slots, unrolled: frozenset[str]):
         self._slots = slots
+        self._unrolled = unrolled
         self._axes = frozenset(slots.axes)
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Value]) -> list[Value]:
@@ -76,7 +85,7 @@ class _VirtualReplicas(Evaluator):
 
         for number, equation in enumerate(jaxpr.eqns):
             operands = _variables(equation.invars)
-            if self._has_collective(equation):
+            if self._has_collective(equation) or self._is_unrolled(equation):
                 if any(var in delayed_results for var in operands) or jax_compat.contents(equation).jaxprs:
                     run_delayed(jaxpr.eqns[number:])
                 results = self.evaluate(jaxpr, equation, [read(atom) for atom in equation.invars])
@@ -101,7 +110,9 @@ class _VirtualReplicas(Evaluator):
         return [read(atom) for atom in jaxpr.outvars]
 
     def primitive(self, jaxpr: Jaxpr, equation: Equation, operands: list[Value]) -> list[Value]:
-        """See `Interpreter.primitive`. Returns the results of a collective."""
+        """See `Interpreter.primitive`. Returns the results of a collective, or of a primitive that is unrolled."""
+        if equation.primitive.name in self._unrolled:
+            return self._run_unrolled(jaxpr, equation, operands)
         rule = _COLLECTIVES.get(equation.primitive.name)
         if rule is None or jax_compat.has_axis_index_groups(equation):
             raise ValueError(
@@ -192,6 +203,19 @@ class _VirtualReplicas(Evaluator):
         buffers = lax.fori_loop(0, self._num_replicas_here(), run_slot, empty)
         return {var: Stacked(x[:per_device]) for var, x in zip(outputs, buffers, strict=True)}
 
+    def _run_unrolled(self, jaxpr: Jaxpr, equation: Equation, operands: list[Value]) -> list[Value]:
+        """Returns the results of an equation, run once for each slot outside any loop."""
+
+        def run_slot(slot: int) -> list[jax.Array]:
+            values = [lax.index_in_dim(x.slots, slot, keepdims=False) if is_stacked(x) else x for x in operands]
+            values = lax.optimization_barrier(values)  # see `_run_per_slot`
+            return lax.optimization_barrier(_SlotEvaluator().primitive(jaxpr, equation, values))
+
+        if not any(map(is_stacked, operands)):
+            return run_slot(0)
+        results = map(run_slot, range(self._slots.per_device))
+        return [Stacked(jnp.stack(column)) for column in zip(*results, strict=True)]
+
     def _at_least_two(self, array: jax.Array) -> jax.Array:
         missing = _LEAST_SLOTS - self._slots.per_device
         return jnp.concatenate([array, zeros((missing, *array.shape[1:]), array.dtype)]) if missing > 0 else array
@@ -207,6 +231,14 @@ class _VirtualReplicas(Evaluator):
         return any(
             self._axes & contents.names and (inner is equation or inner.primitive.name not in NOT_WAITING)
             for inner, contents in nested_equations(equation)
+        )
+
+    def _is_unrolled(self, equation: Equation) -> bool:
+        """Whether an equation is unrolled, or is a call that is inlined and has such an equation."""
+        name = equation.primitive.name
+        return name in self._unrolled or (
+            name in CALLS - ANNOTATED_CALLS
+            and any(self._is_unrolled(inner) for jaxpr in jax_compat.contents(equation).jaxprs for inner in jaxpr.eqns)
         )
 
     def _varying_results(self, jaxpr: Jaxpr, equation: Equation, varying_operands: set[Any]) -> list[Any]:

@@ -348,7 +348,7 @@ class Strategy:
                 "The step was made by another strategy. Pass its function, or a step that this strategy made from it."
             )
         check_compiler_options(compiler_options)
-        return program.lower(state, *inputs).compile(None if compiler_options is None else dict(compiler_options))
+        return program.lower(state, *inputs).compile(self._backend.compiler_options(compiler_options))
 
     def reduce(
         self,
