@@ -270,6 +270,46 @@ OPTIONS = {
     "files": lambda number: dict(source=jdist.data.Files([["a", "b"], ["a", "c"]][number], lambda path: np.arange(8))),
 }
 
+_random = lambda i: {"number": np.int32(i), "random": np.random.default_rng().random(dtype=np.float32)}
+# By process: sources that are parts of the data, or are shuffled without a common seed.
+DIVIDED = {
+    "stride": lambda number: (np.arange(16)[number::2], 4),
+    "halves": lambda number: (np.arange(16)[8 * number : 8 * number + 8], 4),
+    "unequal_parts": lambda number: (np.arange(15)[number::2], 4),
+    "permutation": lambda number: (np.random.default_rng(number).permutation(16), 4),
+    "sequence": lambda number: (Sequence(8, lambda i: _random(2 * i + number)), 4),
+    "map_dataset": lambda number: (_mapped()[number::2], 4),
+    "sampler": lambda number: (_WithSampler(number), 4),
+    "stream": lambda number: (Elements(lambda: map(_random, range(number, 16, 2))), 4),
+    "stream_in_random_order": lambda number: (
+        Elements(lambda: map(np.int32, np.random.default_rng().permutation(16))),
+        4,
+    ),
+    "stream_of_equal_labels": lambda number: (
+        Elements(lambda: ((np.int32(i), np.int32(i % 4)) for i in range(8 * number, 8 * number + 8))),
+        4,
+    ),
+    "generator": lambda number: (map(np.int32, range(number, 16, 2)), 4),
+    "batches": lambda number: (Elements(lambda: (np.arange(4) + 4 * i for i in range(number, 4, 2))), None),
+    "function": lambda number: (lambda step: np.arange(4) + 4 * step + number, None),
+}
+AUGMENTED = {
+    "sequence": lambda: (Sequence(16, _random), 4),
+    "only_random": lambda: (Sequence(16, lambda i: _random(i)["random"]), 4),
+    "stream": lambda: (Elements(lambda: map(_random, range(16))), 4),
+}
+
+
+class _WithSampler:
+    """A loader with a sampler that names its shard, like torch's `DistributedSampler`."""
+
+    def __init__(self, number):
+        self.sampler = self
+        self.num_replicas, self.rank = 2, number
+
+    def __iter__(self):
+        return map(np.int32, range(self.rank, 16, 2))
+
 
 def refusals(strategy, number):
     """Returns the errors when one of two processes fails, and the results of the data sets after them."""
@@ -298,6 +338,10 @@ def refusals(strategy, number):
     for name, options in OPTIONS.items():
         arguments = {"source": np.arange(16), "batch_size": 4, **options(number)}
         results[f"options/{name}"] = attempt(lambda: make(**arguments))  # noqa: B023
+    for name, make_source in DIVIDED.items():
+        results[f"divided/{name}"] = attempt(lambda: make(*make_source(number)))  # noqa: B023
+    for name, make_source in AUGMENTED.items():
+        results[f"augmented/{name}"] = attempt(lambda: make(*make_source()))  # noqa: B023
     for lengths in LENGTHS:
         for remainder in ("drop", "pad", "error"):
             length = lengths[number]

@@ -16,8 +16,10 @@ import jdist
 from processes import data_worker
 from processes.data_worker import (
     ALL,
+    AUGMENTED,
     DEVICES,
     DIFFERENT_BATCHES,
+    DIVIDED,
     HOW,
     LENGTHS,
     OPTIONS,
@@ -218,9 +220,31 @@ def test_streams_of_different_length_are_refused_on_all_processes(lengths, batch
         result = process[f"lengths/{lengths}/{remainder}"]
         assert len(result["examples"]) == batch
         assert result["error"].startswith(
-            f"ValueError: One process has {one} examples in batch {batch} of epoch 0, and another has {other}. Each process "
-            'must pass the same source. If each process has its own part of the data, pass `auto_shard="off"`.'
+            f"ValueError: One process has {one} examples in batch {batch} of epoch 0, and another has {other}. The source is "
+            "not the same on all processes."
         )
+        assert 'pass auto_shard="off"' in result["error"]
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_source_that_differs_between_processes_is_refused_on_all_with_the_causes(name, refusals):
+    for process in refusals:
+        result = process[f"divided/{name}"]
+        assert result["examples"] == []
+        assert re.match(
+            "ValueError: (The source is not the same|The source reads one shard|Input pip)", result["error"]
+        )
+        assert (
+            "random" not in result["error"].partition(" of the same examples")[0]
+        )  # names a leaf without random numbers
+        for text in ("divided by process already", 'auto_shard="off"', "the same seed on all processes"):
+            assert text in result["error"]
+
+
+@pytest.mark.parametrize("name", AUGMENTED)
+def test_random_augmentation_is_not_a_difference(name, refusals):
+    for process in refusals:
+        assert process[f"augmented/{name}"]["error"].strip() == "none"
 
 
 @pytest.mark.parametrize("how", ["arrays/off", "stream/off", "stream/data"])

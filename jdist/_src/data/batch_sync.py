@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 from jax.sharding import Mesh
 
 from jdist._src.core.process_messages import MessageExchange, numbered_name
+from jdist._src.data.source_check import SAME_SOURCE, Digest, check_same_digests
 
 T = TypeVar("T")
 
@@ -48,7 +49,7 @@ class SingleProcessSync:
         return work()
 
     def exchange(
-        self, local_counts: dict[int, int], width: int, rows: str | None, epoch: int, number: int
+        self, local_counts: dict[int, int], width: int, rows: str | None, epoch: int, number: int, *_: Any
     ) -> tuple[list[int], int]:
         """Returns the number of examples of each shard, and the width."""
         return list(local_counts.values()), width
@@ -95,8 +96,26 @@ class ProcessBatchSync:
         """
         self._check_equal([message["description"] for message in self._all_messages({"description": description})])
 
+    def check_same_source(self, description: str, digest: Digest) -> None:
+        """Checks that the source is equal on all processes, given its description and the digest of some examples.
+
+        Raises:
+            ValueError: It differs; raised on all processes.
+            RuntimeError: A process failed.
+        """
+        messages = self._all_messages({"description": description, "digest": digest})
+        self._check_equal([message["description"] for message in messages], f" {SAME_SOURCE}")
+        check_same_digests([message["digest"] for message in messages], "", None)
+
     def exchange(
-        self, local_counts: dict[int, int], width: int, rows: str | None, epoch: int, number: int
+        self,
+        local_counts: dict[int, int],
+        width: int,
+        rows: str | None,
+        epoch: int,
+        number: int,
+        digest: Digest | None = None,
+        reread: Callable[[], Digest | None] | None = None,
     ) -> tuple[list[int], int]:
         """Returns the number of examples of each shard in this batch, ordered by shard, and the largest width of all processes.
 
@@ -106,27 +125,33 @@ class ProcessBatchSync:
             rows: The description of the rows of this process, if it has read any.
             epoch: The epoch of the batch.
             number: The number of the batch in the epoch.
+            digest: The digest of the first examples of the batch, if the processes compare them.
+            reread: Returns the digest after reading these examples again.
 
         Raises:
             RuntimeError: Another process failed.
-            ValueError: The counts or the rows differ between processes, or the processes are at different batches.
+            ValueError: The counts, the rows or the digests differ between processes, or the processes are at different batches.
             InterruptedError: `should_stop` returned True.
         """
         where = place_of(epoch, number)
         # The same message for all full batches of an epoch: a message that has changed takes another request.
         offset = number - self._num_batches
         message = {"counts": list(local_counts.items()), "width": width, "rows": rows, "epoch": epoch, "offset": offset}
+        if digest is not None:
+            message["digest"] = digest
         messages = self._all_messages(message, where)
         self._check_equal([f"the rows{place_of(m['epoch'], m['offset'] + self._num_batches)}" for m in messages])
         self._num_batches += 1
         self._check_equal([message["rows"] and f"{message['rows']}{where}" for message in messages])
+        if digest is not None and reread is not None:
+            reread_on_all = lambda: [m["digest"] for m in self._all_messages({"digest": self.run(reread)}, where)]
+            check_same_digests([message["digest"] for message in messages], where, reread_on_all)
         counts: dict[int, int] = {}
         for shard, count in itertools.chain.from_iterable(message["counts"] for message in messages):
             if counts.setdefault(shard, count) != count:
                 raise ValueError(
-                    f"One process has {counts[shard]} examples{where}, and another has {count}. Each process must pass the "
-                    "same "
-                    'source. If each process has its own part of the data, pass `auto_shard="off"`.'
+                    f"One process has {counts[shard]} examples{where}, and another has {count}. The source is not the same on "
+                    f"all processes. {SAME_SOURCE}"
                 )
         return [counts[shard] for shard in sorted(counts)], max(message["width"] for message in messages)
 
@@ -142,11 +167,11 @@ class ProcessBatchSync:
         return messages
 
     @staticmethod
-    def _check_equal(descriptions: Sequence[str | None]) -> None:
+    def _check_equal(descriptions: Sequence[str | None], advice: str = "") -> None:
         processes = {text: process for process, text in enumerate(descriptions) if text is not None}
         if len(processes) > 1:
             (text, process), (other_text, other), *_ = processes.items()
             raise ValueError(
                 f"Input pipeline {process} has {text}, but pipeline {other} has {other_text}. They must be equal on all "
-                "processes."
+                f"processes.{advice}"
             )

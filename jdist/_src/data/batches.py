@@ -4,6 +4,7 @@ Does not use devices or threads: a test can compute the rows of any process.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from jdist._src.data.shard_readers import IndexedReader, ShardBlock, ShardReader
 from jdist._src.data.shards import PAD_EVERY_BATCH, ProcessShare, ShardRows, check_split
 from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.source_adapters import stream_of_files
+from jdist._src.data.source_check import Digest
 from jdist._src.data.sources import READ_AGAIN, Arrays, Indexed, Stream
 
 
@@ -171,7 +173,11 @@ class _BatchReader:
                 blocks, rows = self._sync.run(lambda where=where: self._read_blocks(parts, readers, where))
                 local_counts = {part.shard: block.examples for part, block in zip(parts, blocks, strict=True)}
                 width = self._sync.run(lambda rows=rows, where=where: self._width(rows, where))
-                counts, width = self._sync.exchange(local_counts, width, self._description, begin.epoch, number)
+                digest = reader.digest if isinstance(reader := readers.get(0), StreamReader) else None
+                reread = functools.partial(self._reread_digest, reader, begin)
+                counts, width = self._sync.exchange(
+                    local_counts, width, self._description, begin.epoch, number, digest, reread
+                )
                 examples = sum(counts)
                 if examples == 0:
                     return
@@ -199,6 +205,19 @@ class _BatchReader:
             for reader in readers.values():
                 reader.close()
 
+    def _reread_digest(self, reader: StreamReader, begin: Position) -> Digest | None:
+        """Returns the digest of the same examples after reading them again; the same digest if that is not possible."""
+        if self._config.read_again is not None or reader.state() is not None:
+            return reader.digest
+        readers: dict[int, ShardReader] = {}
+        try:
+            self._open(readers, begin)
+            self._read_blocks(self._parts(self._size or 0, begin.shards), readers, "")
+            return readers[0].digest  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            for other in readers.values():
+                other.close()
+
     def _open(self, readers: dict[int, ShardReader], begin: Position) -> None:
         """Adds to `readers` the shards that this process reads, at `begin`; determines the batch size if it is unknown."""
         config = self._config
@@ -207,7 +226,10 @@ class _BatchReader:
             source = self._shard_source(part.shard, begin.shards)
             if isinstance(source, Stream):
                 first = begin.batch * (batches_per_block if source.batches else part.size)
-                reader = StreamReader(source, begin.epoch, first, batches_per_block, begin.source, config.buckets)
+                compares = self._share.num_pipelines > 1 and begin.shards == 1 and not config.own_source
+                reader = StreamReader(
+                    source, begin.epoch, first, batches_per_block, begin.source, config.buckets, compares
+                )
                 if self._size is None:
                     rows = source.batch_size or reader.peek_num_rows(" in the first batch")
                     self._size = self._global_size(rows, begin.shards)

@@ -27,6 +27,7 @@ from jdist._src.data.shards import (
     process_share,
 )
 from jdist._src.data.source_adapters import accepts_one, is_single, source_of
+from jdist._src.data.source_check import SAME_SOURCE, digest_of_indexed, shard_of
 from jdist._src.data.sources import Arrays, CallableIterable, Examples, Stream, restart_each_epoch, with_row_dimension
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.device_put import check_devices_attached
@@ -62,6 +63,8 @@ def dataset_from_source(
         policy = _resolve_policy(AutoShardPolicy.of(auto_shard), source, share.num_pipelines)
         own_source = policy in (AutoShardPolicy.OFF, AutoShardPolicy.HINT)
         local_source = _shard_by_hint(source, share) if policy is AutoShardPolicy.HINT else source
+        if not own_source and share.num_pipelines > 1 and (shard := shard_of(source)):
+            raise ValueError(f"The source reads one shard of the data: {shard}. {SAME_SOURCE}")
         adapted = local_source
         if not isinstance(adapted, Files):
             adapted = source_of(local_source, batch_size is None, bool(shuffle), seed)
@@ -84,7 +87,7 @@ def dataset_from_source(
         options = f"{policy.name}, {batch_size=}, {shuffle=}, {seed=}, {epochs=}, {remainder=}, {cache=}, {buckets=}"
         _check_cache(cache, config, share, local_source)
         dataset = DistributedDataset(config, shards, replicas, prefetch, cache and DeviceCache(config, replicas))
-        return dataset, f"{_describe_source(config, share)}, {options}"
+        return dataset, options
 
     return _make_on_all_processes(make, share, replicas)
 
@@ -178,16 +181,21 @@ def _not_batches(result: Any) -> ValueError:
 def _make_on_all_processes(
     make: Callable[[], tuple[DistributedDataset, str]], share: ProcessShare, replicas: Replicas
 ) -> DistributedDataset:
-    """Returns the data set that `make` returns with its description.
+    """Returns the data set that `make` returns with a description of its options.
 
-    If `make` fails on a process, or the descriptions differ between processes, an error is raised on all processes.
+    If `make` fails on a process, or the options or the sources differ between processes, an error is raised on all processes.
     """
     if share.num_pipelines == 1:
         return make()[0]
     sync = ProcessBatchSync(new_channel(replicas.mesh), share.pipeline, share.num_pipelines)
     try:
-        dataset, description = sync.run(make)
-        sync.check_same(f"a data set of {description}")
+        dataset, options = sync.run(make)
+        sync.check_same(f"a data set of {options}")
+        config = dataset._config
+        if not config.own_source:
+            description = sync.run(lambda: _describe_source(config, share))
+            digest = {} if isinstance(config.source, (Stream, Files)) else digest_of_indexed(config.source)
+            sync.check_same_source(f"a data set of {description}", digest)
         return dataset
     finally:
         sync.close()
@@ -195,8 +203,6 @@ def _make_on_all_processes(
 
 def _describe_source(config: InputConfig, share: ProcessShare) -> str:
     """Returns a description of the source that must be equal on all processes."""
-    if config.own_source:
-        return "its own examples"
     if isinstance(config.source, Files):
         return f"the files {', '.join(map(str, config.source.paths))}"
     if isinstance(config.source, Arrays):

@@ -10,6 +10,7 @@ from jdist._src.core.tree import PyTree
 from jdist._src.data.array_rows import ExampleStack, as_rows, check_same_rows, copy_example, num_rows
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.shards import ShardRows
+from jdist._src.data.source_check import NUM_COMPARED, Digest, digest_of, digest_of_rows
 from jdist._src.data.source_state import get_state, set_state
 from jdist._src.data.sources import Indexed, Stream
 
@@ -85,7 +86,13 @@ class StreamReader:
         batches_per_block: The number of the stream's batches per block; each fills its own part of the block.
         state: The position of the source, which replaces skipping.
         buckets: The widths of examples of different width, if they are padded.
+        compares: Whether to compute the digest of the first examples.
+
+    Attributes:
+        digest: The digest of the first examples of the first block that was read, until the next one; None unless `compares`.
     """
+
+    digest: Digest | None
 
     def __init__(
         self,
@@ -95,8 +102,10 @@ class StreamReader:
         batches_per_block: int = 1,
         state: Any = None,
         buckets: Buckets | None = None,
+        compares: bool = False,
     ):
         self._source, self._epoch, self._batches_per_block = source, epoch, batches_per_block
+        self.digest, self._compares = None, compares
         self._buckets = buckets
         self._elements = source.start(epoch, first if state is None else 0)
         if state is not None:
@@ -138,12 +147,17 @@ class StreamReader:
         is_local = np.zeros(part.size, bool)
         is_local[part.rows[part.rows < part.size]] = True
         stack, count = ExampleStack(where, self._buckets), 0
+        compared: list[PyTree] = []
         for example in self._next_elements(part.size):
             if count == 0:
                 self._example = copy_example(example, where)
+            if self._compares and count < NUM_COMPARED:
+                compared.append(copy_example(example, where))
             if is_local[count]:
                 stack.add(example)
             count += 1
+        self.digest = digest_of(compared) if self._compares else None
+        self._compares = False
 
         def rows() -> PyTree:
             for _ in range(len(part.rows) - len(stack)):
@@ -165,6 +179,8 @@ class StreamReader:
                     "epoch may have fewer, and at least one."
                 )
         self._example = batches[0] if batches else self._example
+        self.digest = digest_of_rows(batches[0]) if self._compares and batches else None
+        self._compares = False
         missing = self._batches_per_block - len(batches)
         # With one batch per block, the block may have further rows for padding.
         num_rows_padded = size if self._batches_per_block > 1 else max(size, part.rows[-1] + 1)
