@@ -173,8 +173,9 @@ class _BatchReader:
                 blocks, rows = self._sync.run(lambda where=where: self._read_blocks(parts, readers, where))
                 local_counts = {part.shard: block.examples for part, block in zip(parts, blocks, strict=True)}
                 width = self._sync.run(lambda rows=rows, where=where: self._width(rows, where))
-                digest = reader.digest if isinstance(reader := readers.get(0), StreamReader) else None
-                reread = functools.partial(self._reread_digest, reader, begin)
+                digest = reread = None
+                if isinstance(reader := readers.get(0), StreamReader):
+                    digest, reread = reader.digest, functools.partial(self._reread_digest, reader, begin)
                 counts, width = self._sync.exchange(
                     local_counts, width, self._description, begin.epoch, number, digest, reread
                 )
