@@ -142,7 +142,7 @@ def test_flags_in_a_notebook_are_escaped():
 
 
 def test_repr_of_flags_is_one_short_line():
-    assert repr(xla_flags("gpu")) == "XlaFlags(gpu, 2 flags for XLA_FLAGS)"
+    assert repr(xla_flags("gpu")) == "XlaFlags(gpu, 3 flags for XLA_FLAGS)"
     assert repr(xla_flags("cpu")) == "XlaFlags(cpu, 0 flags for XLA_FLAGS)"
     assert repr(XlaFlags("x", "V", xla_flags("gpu").flags[:1])) == "XlaFlags(x, 1 flag for V)"
 
@@ -217,7 +217,17 @@ def test_apply_does_not_warn_if_the_user_set_the_same_value(form, not_started, m
     flags = xla_flags("gpu")
     monkeypatch.setenv("XLA_FLAGS", form.replace("{}", flags.flags[0].name))
     flags.apply()
-    assert os.environ["XLA_FLAGS"].split()[-1:] == [str(flags.flags[1])]
+    assert os.environ["XLA_FLAGS"].split()[-2:] == list(map(str, flags.flags[1:]))
+
+
+def test_apply_does_not_warn_of_an_equal_number_and_keeps_another_one(not_started, monkeypatch):
+    limit = xla_flags("gpu").flags[-1]
+    assert str(limit) == "--xla_gpu_nccl_termination_timeout_seconds=1200"
+    monkeypatch.setenv("XLA_FLAGS", str(limit))
+    xla_flags("gpu").apply()
+    monkeypatch.setenv("XLA_FLAGS", f"--{limit.name}=60")
+    with pytest.warns(UserWarning, match="sets `xla_gpu_nccl_termination_timeout_seconds` to '60', which is not changed"):
+        xla_flags("gpu").apply()
 
 
 def test_apply_to_a_file_of_flags_is_an_error(not_started, monkeypatch):

@@ -1,4 +1,4 @@
-"""XLA flags that each platform's maintainers recommend to overlap communication with computation.
+"""XLA flags that each platform's maintainers recommend to overlap communication with computation, and a limit for collectives.
 
 No flag is set unless `XlaFlags.apply` is called: a flag can change memory use and compile time.
 """
@@ -23,7 +23,7 @@ class XlaFlag:
     """
 
     name: str
-    value: bool
+    value: bool | int
     reason: str
     link: str
 
@@ -43,7 +43,7 @@ class XlaFlags:
 
     Example:
         >>> [flag.name for flag in xla_flags("gpu").flags]
-        ['xla_gpu_enable_latency_hiding_scheduler', 'xla_gpu_enable_while_loop_double_buffering']
+        ['xla_gpu_enable_latency_hiding_scheduler', 'xla_gpu_enable_while_loop_double_buffering', 'xla_gpu_nccl_termi...seconds']
     """
 
     platform: str
@@ -51,7 +51,7 @@ class XlaFlags:
     flags: tuple[XlaFlag, ...] = ()
 
     @property
-    def compiler_options(self) -> dict[str, bool]:
+    def compiler_options(self) -> dict[str, bool | int]:
         """The flags as options for one program: the argument `compiler_options` of `jax.jit` and of `lowered.compile`."""
         return {flag.name: flag.value for flag in self.flags}
 
@@ -79,7 +79,7 @@ class XlaFlags:
             )
         values = _parse_flags(current)
         for flag in self.flags:
-            if values.get(flag.name, flag.value) != flag.value:
+            if str(values.get(flag.name, flag.value)) != str(flag.value):
                 warnings.warn(
                     f"`{self.variable}` sets `{flag.name}` to {values[flag.name]!r}, which is not changed. Recommended for "
                     f"{self.platform} is `{flag}`: {flag.reason}",
@@ -127,6 +127,7 @@ class XlaFlags:
 _HEAD = ("flag", "reason", "recommended by")
 
 _TOOLBOX = "https://docs.nvidia.com/jax-toolbox/"
+_XLA_PROTO = "https://github.com/openxla/xla/blob/main/xla/xla.proto"
 _GUIDANCE = "https://openxla.org/xla/flags_guidance"
 _MAXTEXT = "https://github.com/AI-Hypercomputer/maxtext/blob/05d3525e83/benchmarks/xla_flags_library.py"
 
@@ -146,6 +147,12 @@ _GPU = (
         True,
         "unrolls loops, such as scanned layers, by two, so that collectives of one iteration overlap with the next",
         _TOOLBOX + "performance-profiling/gpu-performance",
+    ),
+    XlaFlag(
+        "xla_gpu_nccl_termination_timeout_seconds",
+        1200,
+        "ends the process if a collective of NCCL does not finish in this time, twice the time limit of jdist; by default never",
+        _XLA_PROTO,
     ),
 )
 _TPU = (
@@ -188,6 +195,8 @@ _RECOMMENDED = {
 
 def xla_flags(platform: str) -> XlaFlags:
     """Returns the flags that the maintainers of a platform's compiler recommend for data-parallel training.
+
+    For GPUs one of them limits the time of NCCL's collectives.
 
     The flags are not applied. Measure a step with and without them: the gain depends on the model.
 
