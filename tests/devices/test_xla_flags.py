@@ -226,7 +226,9 @@ def test_apply_does_not_warn_of_an_equal_number_and_keeps_another_one(not_starte
     monkeypatch.setenv("XLA_FLAGS", str(limit))
     xla_flags("gpu").apply()
     monkeypatch.setenv("XLA_FLAGS", f"--{limit.name}=60")
-    with pytest.warns(UserWarning, match="sets `xla_gpu_nccl_termination_timeout_seconds` to '60', which is not changed"):
+    with pytest.warns(
+        UserWarning, match="sets `xla_gpu_nccl_termination_timeout_seconds` to '60', which is not changed"
+    ):
         xla_flags("gpu").apply()
 
 

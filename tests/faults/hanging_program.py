@@ -74,6 +74,8 @@ for number, batch in enumerate(batches):
             wait_until_all_have_a_batch()
         if case in ("stop_0", "stop_1", "stop_0_first") and process == int(case[5]):
             os.kill(os.getpid(), signal.SIGSTOP)
+        if case == "trace" and process == 1:
+            jax.jit(lambda x: (sleep_in_loader(), x)[1])(w)
         if case == "stop_0_first":
             time.sleep(1)  # then process 0, which stores the messages, is stopped
             checkpointer.save(number, w)

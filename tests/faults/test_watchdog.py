@@ -70,6 +70,13 @@ def test_process_that_sleeps_in_its_loader(tmp_path):
 
 
 @pytest.mark.slow
+def test_process_that_traces_for_longer_than_the_limit_of_work(tmp_path):
+    status, lines, _ = run_job("trace", tmp_path, JDIST_WORK_SECONDS="3")
+    assert status == HUNG
+    assert re.search(r"Process 1 of 2, after step 3 .*, traces a function .*, since", last_line(lines[1], 1))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("process, devices", [(0, 1), (1, 2)])
 def test_process_that_is_stopped_by_a_signal_does_not_answer(process, devices, tmp_path):
     status, lines, complete = run_job(f"stop_{process}", tmp_path, devices, JDIST_WARNING_SECONDS="2")

@@ -42,8 +42,8 @@ class XlaFlags:
         flags: The flags.
 
     Example:
-        >>> [flag.name for flag in xla_flags("gpu").flags]
-        ['xla_gpu_enable_latency_hiding_scheduler', 'xla_gpu_enable_while_loop_double_buffering', 'xla_gpu_nccl_termi...seconds']
+        >>> [flag.name for flag in xla_flags("tpu").flags]
+        ['xla_tpu_enable_data_parallel_all_reduce_opt', 'xla_tpu_data_parallel_opt_different_sized_ops']
     """
 
     platform: str
@@ -151,7 +151,7 @@ _GPU = (
     XlaFlag(
         "xla_gpu_nccl_termination_timeout_seconds",
         1200,
-        "ends the process if a collective of NCCL does not finish in this time, twice the time limit of jdist; by default never",
+        "ends the process if a collective of NCCL takes longer (seconds; twice the time limit of jdist); by default never",
         _XLA_PROTO,
     ),
 )

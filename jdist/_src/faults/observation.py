@@ -20,15 +20,16 @@ Stacks: TypeAlias = Mapping[int, FrameType]  # the innermost frame of each threa
 _MOST_SAMPLES = 64
 _LISTED_COLLECTIVES = 3
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+DEBUGGER = "is stopped in a debugger"
 # The file and the beginning of the name of a function that is on the stack of a thread during work without a time limit.
 _WORK = (
     (f"{_JAX}_src/compiler.py", "", "compiles a program"),
     (f"{_JAX}_src/interpreters/partial_eval.py", "", "traces a function"),
     (f"{_JAX}_src/interpreters/mlir.py", "lower_", "lowers a program"),
     ("/orbax/checkpoint/", "", "reads or writes a checkpoint"),
-    ("/pdb.py", "interaction", "is stopped in a debugger"),
-    ("/pydevd.py", "do_wait_suspend", "is stopped in a debugger"),
-    ("/pydevd.py", "_do_wait_suspend", "is stopped in a debugger"),
+    ("/pdb.py", "interaction", DEBUGGER),
+    ("/pydevd.py", "do_wait_suspend", DEBUGGER),
+    ("/pydevd.py", "_do_wait_suspend", DEBUGGER),
 )
 
 

@@ -19,16 +19,15 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._src.core import activity
-from jdist._src.core.arguments import check_seconds
 from jdist._src.core.background_threads import start_thread
 from jdist._src.core.process_messages import post_end_at_exit
-from jdist._src.faults.observation import Observation, Observer, ProcessWait
+from jdist._src.faults.observation import DEBUGGER, Observation, Observer, ProcessWait
 from jdist._src.faults.status_board import Decision, Status, StatusBoard
+from jdist._src.faults.time_limit import TIME_LIMIT, WARNING_INTERVAL, seconds_of
 from jdist._src.launch.exit_statuses import HUNG
 
 _LOG = logging.getLogger("jdist")
-_TIME_LIMIT = 600.0  # seconds; `CommunicationOptions(timeout_seconds=)`, or the variable JDIST_TIMEOUT_SECONDS
-_WARNING_INTERVAL = 30.0  # seconds; the variable JDIST_WARNING_SECONDS
+_WORK_LIMIT = 3600.0  # seconds of one piece of work, such as a compilation; the variable JDIST_WORK_SECONDS
 _LIMIT_AFTER_ERROR = 60.0  # seconds of a wait, after an error has ended the program of another process
 _ANSWER_SECONDS = 10.0  # in which a process must react
 _READ_AFTER = 1 / 6  # of the interval of warnings: the waiting after which the statuses are read
@@ -55,8 +54,9 @@ def start(timeout_seconds: float | None) -> None:
     """
     global _watchdog
     if _watchdog is None or not _watchdog.is_running():
-        limit = _seconds_of("JDIST_TIMEOUT_SECONDS", _TIME_LIMIT) if timeout_seconds is None else timeout_seconds
-        _watchdog = Watchdog(limit, _seconds_of("JDIST_WARNING_SECONDS", _WARNING_INTERVAL))
+        limit = seconds_of("JDIST_TIMEOUT_SECONDS", TIME_LIMIT) if timeout_seconds is None else timeout_seconds
+        work_limit = seconds_of("JDIST_WORK_SECONDS", _WORK_LIMIT)
+        _watchdog = Watchdog(limit, seconds_of("JDIST_WARNING_SECONDS", WARNING_INTERVAL), work_limit)
         _watchdog.is_default_limit = timeout_seconds is None
         _watchdog.start()
     elif timeout_seconds is not None:
@@ -87,6 +87,7 @@ class Watchdog:
     Args:
         limit: The time limit per step in seconds.
         warning_interval: The seconds of waiting between two warnings.
+        work_limit: The seconds after which work, such as a compilation, counts as a hang.
 
     Attributes:
         limit: The time limit per step in seconds.
@@ -95,8 +96,8 @@ class Watchdog:
 
     is_default_limit = True
 
-    def __init__(self, limit: float, warning_interval: float):
-        self.limit, self._warning_interval = limit, warning_interval
+    def __init__(self, limit: float, warning_interval: float, work_limit: float = math.inf):
+        self.limit, self._warning_interval, self._work_limit = limit, warning_interval, work_limit
         self._process, self._num_processes = jax.process_index(), jax.process_count()
         self._pid = os.getpid()
         # Process 0 answers two requests per process and interval, each in about 0.2 ms.
@@ -109,6 +110,8 @@ class Watchdog:
         self._usual_seconds: dict[str, float] = {}  # of finished waits, by the name of the program
         self._names: dict[Any, str] = {}
         self._activity = ("", "", 0.0)  # the text of the observation, and when it was observed first
+        self._work: Any = None  # the work of the last observation, and the number of programs before it
+        self._work_seconds = 0.0
         self._num_postponed = 0
         self._has_failed = False
         self._error_level = logging.WARNING  # of the first error of an observation
@@ -147,24 +150,28 @@ class Watchdog:
     def _update(self, seconds: float) -> None:
         observation = self._observer.observe()
         self._measure(observation, seconds)
+        is_work_too_long = self._work_seconds > self._work_limit
         if self._board.num_postponed != self._num_postponed:
             self._num_postponed = self._board.num_postponed
             self._timers = {key: timer._replace(seconds=0.0) for key, timer in self._timers.items()}
         self._board.status = Status(
             self._line(observation),
             bool(observation.waits) and self._observer.end is None,
-            observation.work,
+            None if is_work_too_long else observation.work,
             self._observer.end is not None,
             self._has_failed,
         )
-        self._board.suspects_hang = any(self._exceeds_limit(wait) for wait in observation.waits)
+        self._board.suspects_hang = is_work_too_long or any(map(self._exceeds_limit, observation.waits))
         waited = max((timer.seconds for timer in self._timers.values()), default=0.0)
         self._board.reads_statuses = self._process < _WARNERS and waited > self._warning_interval * _READ_AFTER
         for wait in observation.waits:
             self._warn(wait)
 
     def _measure(self, observation: Observation, seconds: float) -> None:
-        """Adds `seconds` to the timers of the waits that continue."""
+        """Adds `seconds` to the timers of the waits, and of the work, that continue."""
+        work = observation.work and (observation.work, activity.calls.launches)
+        self._work_seconds = self._work_seconds + seconds if work and work == self._work else 0.0
+        self._work = None if observation.work == DEBUGGER else work
         waits = {wait.key: wait for wait in observation.waits}
         for key in self._timers.keys() - waits.keys():
             timer, name = self._timers.pop(key), self._names.pop(key)
@@ -259,19 +266,6 @@ class Watchdog:
             _block()
         with contextlib.suppress(RuntimeError):
             self._board.wait_for_end_of_others()
-
-
-def _seconds_of(variable: str, default: float) -> float:
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise ValueError(f"The environment variable {variable} must be a number of seconds, got {text!r}.") from None
-    if not math.isinf(seconds):
-        check_seconds(variable, seconds)
-    return seconds
 
 
 def _block(*args: object) -> None:

@@ -6,7 +6,7 @@ import jax
 
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.mirrored import MirroredStrategy
-from jdist._src.strategies.multi_worker import MultiWorkerMirroredStrategy, join_cluster
+from jdist._src.strategies.multi_worker import MultiWorkerMirroredStrategy, join_cluster, start_devices
 from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.strategies.tpu import TPUStrategy
 
@@ -32,7 +32,7 @@ def auto_strategy() -> Strategy:
         8
     """
     resolver = join_cluster(None)
-    devices = jax.devices()
+    devices = start_devices()
     platform, count, processes = devices[0].platform, len(devices), jax.process_count()
     if platform == "tpu":
         strategy, reason = TPUStrategy(resolver), f"there are {count} TPU cores on {processes} hosts"

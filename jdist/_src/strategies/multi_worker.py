@@ -9,9 +9,11 @@ from jdist._src.cluster.resolution import resolve
 from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
 from jdist._src.cluster.traces import warn_of_unresolved_variables
 from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps, resolve_communication
+from jdist._src.core.jax_compat import has_backend
 from jdist._src.devices.mesh import Replicas, replica_mesh
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.execution.virtual import VirtualBackend
+from jdist._src.faults.time_limit import time_limit
 from jdist._src.strategies.base import Strategy
 
 
@@ -59,7 +61,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         virtual_replicas: int | None = None,
     ):
         resolver = join_cluster(cluster_resolver)
-        devices = jax.devices()
+        devices = start_devices()
         _check_equal_counts(devices)
         mesh, ops, options = resolve_communication(
             replica_mesh(devices), cross_device_ops, communication_options, virtual_replicas is not None
@@ -100,6 +102,17 @@ def join_cluster(resolver: ClusterResolver | None) -> ClusterResolver | None:
             return None
     resolver.initialize()
     return resolver
+
+
+def start_devices(platform: str | None = None) -> list[jax.Device]:
+    """Returns the devices of all processes. If JAX has not started, it waits for the devices of each process.
+
+    That wait is named every 30 seconds, and has the time limit of a step.
+    """
+    if has_backend():
+        return jax.devices(platform)
+    with time_limit("waits until JAX has started the devices of all processes"):
+        return jax.devices(platform)
 
 
 def _check_equal_counts(devices: list[jax.Device]) -> None:

@@ -12,6 +12,7 @@ from jdist._src.devices.mesh import GROUP_AXIS, REPLICA_AXIS, Replicas
 from jdist._src.devices.topology import topology_devices
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.strategies.base import Strategy
+from jdist._src.strategies.multi_worker import start_devices
 
 
 @final
@@ -81,7 +82,7 @@ class TPUStrategy(Strategy):
 
 def _attached_tpus() -> list[jax.Device]:
     try:
-        return jax.devices("tpu")
+        return start_devices("tpu")
     except RuntimeError as error:
         names = ", ".join(str(device) for device in jax.local_devices())
         raise RuntimeError(

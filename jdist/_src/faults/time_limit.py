@@ -1,0 +1,75 @@
+"""A time limit for work of this process that may never end, such as the start of its devices, and the variables of limits."""
+
+import contextlib
+import faulthandler
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator
+
+from jdist._src.core.arguments import check_seconds
+from jdist._src.core.background_threads import start_thread
+from jdist._src.core.source_lines import caller_frame, code_at
+from jdist._src.launch.exit_statuses import HUNG
+
+_LOG = logging.getLogger("jdist")
+TIME_LIMIT = 600.0  # seconds; the variable JDIST_TIMEOUT_SECONDS
+WARNING_INTERVAL = 30.0  # seconds; the variable JDIST_WARNING_SECONDS
+_ERRORS = 2  # the file descriptor of standard error
+
+
+def seconds_of(variable: str, default: float) -> float:
+    """Returns the seconds in an environment variable.
+
+    Raises:
+        ValueError: It is not a positive number.
+    """
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError(f"The environment variable {variable} must be a number of seconds, got {text!r}.") from None
+    if not math.isinf(seconds):
+        check_seconds(variable, seconds)
+    return seconds
+
+
+@contextlib.contextmanager
+def time_limit(text: str) -> Iterator[None]:
+    """Logs a warning every 30 seconds while the block runs, and ends the process with status `HUNG` after 600 seconds.
+
+    The variables `JDIST_WARNING_SECONDS` and `JDIST_TIMEOUT_SECONDS` change both. The report has the stacks of all threads.
+
+    Args:
+        text: The phrase that describes the work, `"waits for the start of the devices"`.
+
+    Raises:
+        ValueError: A variable is not a positive number.
+    """
+    interval, limit = (
+        seconds_of("JDIST_WARNING_SECONDS", WARNING_INTERVAL),
+        seconds_of("JDIST_TIMEOUT_SECONDS", TIME_LIMIT),
+    )
+    frame = caller_frame()
+    sentence = f"This process {text}{f' ({code_at(frame)})' if frame else ''}, for %.0f seconds."
+    end = threading.Event()
+
+    def watch() -> None:
+        waited = 0.0
+        while not end.wait(step := min(interval, limit - waited)):
+            waited += step
+            if waited < limit:
+                _LOG.warning(sentence, waited)
+                continue
+            os.write(_ERRORS, f"jdist: {sentence % waited} It ends with exit status {HUNG}.\n".encode())
+            faulthandler.dump_traceback(_ERRORS)
+            os._exit(HUNG)
+
+    start_thread(watch, (), name="jdist time limit", stop=end.set)
+    try:
+        yield
+    finally:
+        end.set()
