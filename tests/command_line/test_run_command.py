@@ -1,5 +1,6 @@
 """`jdist run`: output, failures, signals, and the end of the processes in every case. The programs do not import JAX."""
 
+import argparse
 import os
 import pathlib
 import pty
@@ -12,6 +13,7 @@ import sys
 import pytest
 
 from jdist._src.command_line.main import main
+from jdist._src.command_line.run_options import add_arguments, set_number_of_processes
 from jdist._src.launch.output import PrefixedLines, failure_text
 from jdist._src.launch.variables import gpu_shares, process_variables, usable_cores
 
@@ -406,6 +408,27 @@ def test_gpus_are_divided_over_the_processes_if_jax_can_use_them(tmp_path, monke
         shares({}, 3, None)
 
 
+@pytest.mark.parametrize("options, processes", [([], 4), (["--devices-per-process", "2"], 2), (["-n", "3"], 3)])
+def test_default_number_of_processes_is_one_per_gpu_or_one(options, processes, tmp_path, monkeypatch):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for variable in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    without_plugin, with_plugin = (parser.parse_args([*options, "train.py"]) for _ in range(2))
+    set_number_of_processes(without_plugin)
+    assert without_plugin.processes == (3 if "-n" in options else 1)
+    (tmp_path / "jax_cuda13_plugin.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    set_number_of_processes(with_plugin)
+    assert with_plugin.processes == processes
+
+
+def test_one_process_runs_without_a_number_and_without_gpus(run):
+    program = "print(os.environ['JDIST_NUM_PROCESSES'], sys.argv[1:])"
+    assert run("", program, "-n", "7")[:2] == (0, "[0] 1 ['-n', '7']\n")
+
+
 # Invalid commands.
 
 
@@ -418,7 +441,7 @@ def test_gpus_are_divided_over_the_processes_if_jax_can_use_them(tmp_path, monke
         "-n 2 -m ../train.py": "jdist run: the module '../train.py' is not found.",
         "-n 0 train.py": "argument -n/--processes: must be an integer >= 1, got '0'",
         "-n two train.py": "argument -n/--processes: must be an integer >= 1, got 'two'",
-        "train.py": "one of the arguments -n/--processes --elastic is required",
+        "--engine ray train.py": "--engine ray needs -n, the number of processes on the cluster.",
         "-n 2": "the following arguments are required: program",
         "-n 2 --devices-per-process 0 train.py": "argument --devices-per-process: must be an integer >= 1, got '0'",
         "-n 2 --grace -1 train.py": "argument --grace: must be a number of seconds >= 0, got '-1'",

@@ -22,6 +22,7 @@ from jdist._src.command_line.run_options import (
     check_program,
     check_restarts,
     has_restarts,
+    set_number_of_processes,
 )
 from jdist._src.command_line.verb import Verb
 from jdist._src.launch.attempt import AttemptSettings, Link, Program, run_attempt
@@ -44,6 +45,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         program = Program("module" if arguments.module else "script", arguments.program, arguments.arguments)
         check_program(program)
+        set_number_of_processes(arguments)
         check_nodes(arguments)
         check_restarts(arguments)
         if arguments.engine == "ray" and arguments.nodes is not None:

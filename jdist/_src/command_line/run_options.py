@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jdist._src.launch.attempt import Program
 from jdist._src.launch.end_rules import EndTimes
+from jdist._src.launch.variables import visible_gpus
 
 DEFAULT_MAX_RESTARTS = 10  # with --elastic
 DEFAULT_GRACE_SECONDS = 5.0
@@ -29,13 +30,14 @@ class Elastic(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `jdist run`."""
     add = parser.add_argument
-    number = parser.add_mutually_exclusive_group(required=True)
+    number = parser.add_mutually_exclusive_group()
     number.add_argument(
         "-n",
         "--processes",
         type=_positive,
         metavar="N",
-        help="processes on this machine, or with --engine ray on the cluster",
+        help="processes on this machine, or with --engine ray on the cluster (default: one per GPU, or per D GPUs with "
+        "--devices-per-process D; one without GPUs)",
     )
     number.add_argument(
         "--elastic",
@@ -108,6 +110,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def has_restarts(arguments: argparse.Namespace) -> bool:
     """Whether the job may start again after a failure."""
     return arguments.max_restarts is not None or arguments.elastic is not None
+
+
+def set_number_of_processes(arguments: argparse.Namespace) -> None:
+    """Sets the default of `-n`: the processes for all GPUs of this machine, or one.
+
+    Raises:
+        ValueError: Ray places the processes.
+    """
+    if arguments.processes is not None or arguments.elastic is not None:
+        return
+    if arguments.engine == "ray":
+        raise ValueError("--engine ray needs -n, the number of processes on the cluster.")
+    gpus = visible_gpus(os.environ)
+    arguments.processes = max(1, len(gpus) // (arguments.devices_per_process or 1))
 
 
 def check_restarts(arguments: argparse.Namespace) -> None:

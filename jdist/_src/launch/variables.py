@@ -66,6 +66,24 @@ def process_variables(
     return variables
 
 
+def visible_gpus(environ: Mapping[str, str], folder: str = "/dev") -> list[str]:
+    """Returns the NVIDIA GPUs of this machine, as in `CUDA_VISIBLE_DEVICES`; none if JAX does not use GPUs.
+
+    Args:
+        environ: The environment variables of the launcher.
+        folder: The folder of the device files.
+    """
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and not re.search("cuda|gpu", platforms):
+        return []
+    if not any(map(importlib.util.find_spec, _GPU_PLUGINS)):
+        return []
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
+    return [str(i) for i in range(len([name for name in os.listdir(folder) if re.fullmatch("nvidia[0-9]+", name)]))]
+
+
 def gpu_shares(
     environ: Mapping[str, str], num_local_processes: int, gpus_per_process: int | None, folder: str = "/dev"
 ) -> list[str] | None:
@@ -80,19 +98,10 @@ def gpu_shares(
     Raises:
         ValueError: The GPUs cannot be divided evenly.
     """
-    platforms = environ.get("JAX_PLATFORMS", "")
-    if platforms and not re.search("cuda|gpu", platforms):
-        return None
-    if not any(map(importlib.util.find_spec, _GPU_PLUGINS)):
-        return None
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        gpus, source = [gpu.strip() for gpu in visible.split(",") if gpu.strip()], "CUDA_VISIBLE_DEVICES contains"
-    else:
-        number = len([name for name in os.listdir(folder) if re.fullmatch("nvidia[0-9]+", name)])
-        gpus, source = list(map(str, range(number))), "this machine has"
+    gpus = visible_gpus(environ, folder)
     if not gpus:
         return None
+    source = "this machine has" if environ.get("CUDA_VISIBLE_DEVICES") is None else "CUDA_VISIBLE_DEVICES contains"
     needed = num_local_processes * (gpus_per_process or 1)
     count = f"{source} {len(gpus)} GPU{'s' * (len(gpus) > 1)}"
     if needed > len(gpus):
