@@ -56,7 +56,7 @@ CASES = {
     "cnn": (10, CNN(), optax.adamw(1e-3), labelled((64, 8, 8, 1))),
     "transformer": (2, Transformer(4, 256), optax.adamw(1e-3), labelled((16, 32), np.int32)),
     "large": (2, Transformer(6, 384), optax.adamw(1e-3), labelled((16, 32), np.int32)),
-    "wide": (5, MLP((1536, 1536, 1024)), optax.adamw(1e-3), labelled((64, 256))),
+    "wide": (5, MLP((2048, 2048)), optax.sgd(1e-2, momentum=0.9), labelled((64, 256))),
 }
 
 

@@ -12,10 +12,14 @@ the same state, and the losses of their first steps are checked to be equal. On 
 a hand-written scan over the same number of steps that packs all leaves into one reduction. In a scan, XLA's CPU convolutions
 (`cnn`) are slow; jdist does not use one there.
 
-`fit, cnn` is an epoch of `Trainer.fit` with its defaults, against `for batch, weights in dataset: state, loss = step(state,
-batch, weights)`: `same step` calls the step of the trainer, with its metrics and its guard of non-finite steps, and `written
-step` a step as users write it. `wide` (4 million parameters) and `large` (12 million) show the cost per parameter, `tabular`
-the cost per call, and `small` the same with a step that does less than most. `--case fit` runs all, `--case fit-cnn` one.
+`fit, cnn` is an epoch of `Trainer.fit` with its defaults, on full batches. The first peer, `plain loop`, is `for batch in
+dataset: state, loss = step(state, batch)` over `remainder="drop"`, with a step as users write it, without weights. In the
+others the data set pads, and each step receives weights: `same step` calls the step of the trainer, with its metrics and its
+guard of non-finite steps, and `with weights` is the step of the plain loop with `jdist.value_and_grad(weights=weights)`.
+`wide` (5 million parameters, SGD with momentum) and `large` (12 million) show the cost per parameter, `tabular` the cost per
+call, and `small` the same with a step that does less than most. `--case fit` runs all, `--case fit-cnn` one.
+
+`weights, wide` is that step with weights against the step without, both on one full batch: `--case weights`.
 """
 
 import contextlib
@@ -43,6 +47,7 @@ options.add_argument(
         "large",
         "wide",
         "fit",
+        "weights",
         *(f"fit-{name}" for name in FIT_STEPS),
     ],
     help="run only this case",
@@ -68,6 +73,7 @@ ROWS, WHOLE = NamedSharding(MESH, PartitionSpec("replica")), NamedSharding(MESH,
 
 PER_CALL = {"small": 10, "mlp": 10, "deep": 10, "cnn": 10}  # cases with a row for several steps per call
 ROUNDS = 3 if args.quick else 31
+OF_EXAMPLES = optax.softmax_cross_entropy_with_integer_labels
 
 
 def candidates(model, optimizer, batch, per_call):
@@ -144,28 +150,61 @@ def compare(name, steps, model, optimizer, batch):
         sidebyside.report(f"{name}, {per_call} steps per call", taken, args.json, steps)
 
 
-def compare_fit(name, steps, model, optimizer, batch):
-    """Times an epoch of `fit` with its defaults against a plain loop over the same data set."""
-    x, y = (np.concatenate([part] * steps) for part in batch)
-    strategy = jdist.MirroredStrategy(DEVICES)
-    dataset = strategy.distribute_dataset((x, y), len(batch[1]), shuffle=True, remainder="pad")
-    of_examples = optax.softmax_cross_entropy_with_integer_labels
-    trainer = jdist.Trainer(model, optimizer, of_examples, strategy=strategy)
+def written_step(model, optimizer):
+    """Returns a step of one replica as users write it, with and without weights."""
 
-    @strategy.step
-    def written(state, batch, weights):
-        loss_fn = lambda params, x, y: of_examples(model.apply({"params": params}, x), y)
+    def written(state, batch, weights=None):
+        loss_fn = lambda params, x, y: OF_EXAMPLES(model.apply({"params": params}, x), y)
         loss, grads = jdist.value_and_grad(loss_fn, weights=weights)(state.params, *batch)
         loss, grads = jdist.all_reduce("mean", (loss, grads))
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return dataclasses.replace(state, step=state.step + 1, params=params, opt_state=opt_state), loss
 
+    return written
+
+
+def compare_weights(name, steps, model, optimizer, batch):
+    """Times a written step with weights, which are 1, against the same step without."""
+    strategy = jdist.MirroredStrategy(DEVICES)
+    trainer = jdist.Trainer(model, optimizer, OF_EXAMPLES, strategy=strategy)
+    ((rows, weights),) = strategy.distribute_dataset(batch, len(batch[1]), remainder="pad")
+    step = strategy.step(written_step(model, optimizer))
+    loops = {
+        "jdist": Loop(lambda state, batch: step(state, batch, weights), trainer.init(batch[0]), rows),
+        "without weights": Loop(step, trainer.init(batch[0]), rows),
+    }
+    first, other = (loop.losses(3) for loop in loops.values())
+    np.testing.assert_allclose(first, other, rtol=1e-4)
+    timed = {
+        peer: functools.partial(sidebyside.seconds, functools.partial(loop.losses, steps))
+        for peer, loop in loops.items()
+    }
+    sidebyside.report(f"weights, {name}, {len(DEVICES)} devices", sidebyside.rounds(timed, ROUNDS), args.json, steps)
+
+
+def compare_fit(name, steps, model, optimizer, batch):
+    """Times an epoch of `fit` with its defaults against loops over the same examples."""
+    x, y = (np.concatenate([part] * steps) for part in batch)
+    strategy = jdist.MirroredStrategy(DEVICES)
+    dataset, without_weights = (
+        strategy.distribute_dataset((x, y), len(batch[1]), shuffle=True, remainder=remainder)
+        for remainder in ("pad", "drop")
+    )
+    trainer = jdist.Trainer(model, optimizer, OF_EXAMPLES, strategy=strategy)
+    written = strategy.step(written_step(model, optimizer))
+
     def loop(step, carry):
         for batch, weights in dataset:
             carry, outcome = step(carry, batch, weights)
         jax.block_until_ready(carry)
         return np.ravel(outcome)[0]
+
+    def plain_loop(state):
+        for batch in without_weights:
+            state, loss = written(state, batch)
+        jax.block_until_ready(state)
+        return np.asarray(loss)
 
     same, empty_metrics = strategy.step(trainer._functions.train), trainer._functions.empty_metrics
     carried = lambda state: TrainCarry(state, strategy.init(empty_metrics), strategy.put(np.bool_(False)))
@@ -176,8 +215,9 @@ def compare_fit(name, steps, model, optimizer, batch):
 
     epochs = {
         "jdist": fit,
+        "plain loop": plain_loop,
         "same step": lambda state: loop(same, carried(state)),
-        "written step": lambda state: loop(written, state),
+        "with weights": lambda state: loop(written, state),
     }
     first, *others = (epoch(trainer.init(x)) for epoch in epochs.values())
     for other in others:
@@ -197,6 +237,9 @@ def main():
     for name, case in CASES.items():
         if args.case in (None, name):
             compare(name, *case)
+    for name in ("wide", "transformer", "cnn"):
+        if args.case in (None, "weights"):
+            compare_weights(name, *CASES[name])
     for name, steps in FIT_STEPS.items():
         if args.case in (None, "fit", f"fit-{name}"):
             compare_fit(name, steps // 5 if args.quick else steps, *CASES[name][1:])

@@ -98,6 +98,66 @@ def test_step_without_padding_weights_uses_the_mean_over_all_examples(name, micr
     assert_in_step(fit.state)
 
 
+def counting_trainer(strategy, takes_weights=False):
+    """Returns a trainer, and the list of whether each program that it traced receives weights."""
+    programs = []
+
+    def objective(params, batch, key, apply, weights=None):
+        programs.append(weights is not None)
+        return optax.squared_error(apply(params, batch[0]), batch[1])
+
+    without = lambda params, batch, key, apply: objective(params, batch, key, apply)
+    fn = objective if takes_weights else without
+    return jdist.Trainer(MODEL, optax.sgd(RATE), objective=fn, strategy=strategy), programs
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_only_a_padded_batch_runs_the_program_with_weights(steps_per_call, two):
+    """10 examples are two full batches and one of 2 examples: two programs, for any number of epochs."""
+    trainer, programs = counting_trainer(two)
+    options = {"batch_size": 4, "steps_per_call": steps_per_call}
+    padded = train(trainer, (X[:10], Y[:10]), epochs=3, **options)
+    num_traces = len(programs)
+    assert steps_per_call > 1 or num_traces == 3  # the first one determines the inputs of the model
+    full = train(trainer, (X[:8], Y[:8]), epochs=2, **options)
+    train(trainer, (X[:10], Y[:10]), epochs=2, **options)
+    assert len(programs) == num_traces
+    w, losses = INITIAL, []
+    for _ in range(3):
+        for rows in (slice(0, 4), slice(4, 8), slice(8, 10)):
+            loss, w = by_hand(w, X[rows], Y[rows])
+            losses.append(loss)
+    np.testing.assert_allclose(list(padded.history.losses.values()), losses, rtol=1e-4)
+    # The bits of full batches are those of a data set without padding, also before a padded batch.
+    dropped = two.distribute_dataset((X[:10], Y[:10]), 4, shuffle=False)
+    dropped = trainer.fit(dropped, epochs=2, steps_per_call=steps_per_call, progress="off")
+    np.testing.assert_array_equal(full.state.params, dropped.state.params)
+    assert list(padded.history.losses.values())[:2] == list(dropped.history.losses.values())[:2]
+
+
+def test_bits_do_not_depend_on_the_groups_of_steps_before_a_padded_batch(two):
+    """Groups of 2 and 4 of 6 batches, of which the last one is padded."""
+    trainer = trainer_of(two, optax.adam(RATE))
+    one, *others = (train(trainer, (X[:11], Y[:11]), batch_size=2, epochs=2, steps_per_call=k) for k in (1, 2, 4))
+    for other in others:
+        np.testing.assert_array_equal(one.state.params, other.state.params)
+        assert one.history.losses == other.history.losses
+
+
+def test_functions_of_the_user_receive_the_weights_of_all_batches(two):
+    trainer, programs = counting_trainer(two, takes_weights=True)
+    train(trainer, (X[:10], Y[:10]), batch_size=4, epochs=2)
+    assert programs[-1] and len(set(programs[1:])) == 1  # the first call determines the inputs of the model
+    seen = []
+
+    def apply(w, x, weights):
+        seen.append(weights is None)
+        return x @ w
+
+    train(trainer_of(two, model=(MODEL[0], apply)), (X[:10], Y[:10]), batch_size=4, epochs=2)
+    assert not any(seen)
+
+
 def test_several_losses_per_example_are_averaged(two):
     model = (lambda key, x: jnp.float32(2), lambda w, x: w * x)
     loss = lambda outputs, targets: jnp.square(outputs - targets)
@@ -155,10 +215,35 @@ def test_step_with_a_policy_equals_the_step_of_one_device(policy, tolerance, two
 def test_optimizer_that_updates_every_second_step_uses_the_mean_of_two_batches(two):
     optimizer = jdist.sync.every(optax.chain(jdist.sync.mean(), optax.sgd(RATE)), 2)
     trainer = trainer_of(two, optimizer)
-    fit = train(trainer, batch_size=4, steps=1)
+    with pytest.warns(
+        UserWarning, match=r"^The gradients of the last step were accumulated and not applied.*`fit\.state`"
+    ):
+        fit = train(trainer, batch_size=4, steps=1)
+    assert fit.stop_reason.startswith(
+        "No parameter changed in 1 steps. The gradients of the last step were accumulated"
+    )
     np.testing.assert_array_equal(fit.state.params, INITIAL)
     fit = train(trainer, batch_size=4, steps=2)
     np.testing.assert_allclose(fit.state.params, by_hand(INITIAL, X[:8], Y[:8])[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["one_device", "mirrored_2", pytest.param("mirrored_3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", [jdist.sync.mean, jdist.sync.int8])
+def test_accumulated_batches_count_by_their_examples(name, policy):
+    """Batches of 9 and 1 examples, of which the second is padded, give the step of one batch of 10."""
+    trainer = trainer_of(place(name), jdist.sync.every(optax.chain(policy(), optax.sgd(RATE)), 2))
+    fit = train(trainer, (X[:10], Y[:10]), batch_size=9)
+    tolerance = {"rtol": 0.02, "atol": 0.02} if policy is jdist.sync.int8 else {"rtol": 1e-5}
+    np.testing.assert_allclose(fit.state.params, by_hand(INITIAL, X[:10], Y[:10])[1], **tolerance)
+    weights = np.arange(10, dtype=np.float32)
+    fit = train(trainer, (X[:10], Y[:10], weights), batch_size=9)
+    np.testing.assert_allclose(fit.state.params, by_hand(INITIAL, X[:10], Y[:10], weights)[1], **tolerance)
+
+
+def test_steps_of_optax_that_are_not_applied_are_reported(two):
+    optimizer = optax.MultiSteps(optax.sgd(RATE), 3).gradient_transformation()
+    with pytest.warns(UserWarning, match="^The gradients of the last 2 steps were accumulated and not applied"):
+        train(trainer_of(two, optimizer), batch_size=6)
 
 
 def test_parameters_differ_between_synchronization_steps_by_local_gradients(two):

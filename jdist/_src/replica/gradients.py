@@ -15,7 +15,7 @@ from jdist._src.core.modules import is_nnx_module
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, named_leaves
 from jdist._src.replica import precision
 from jdist._src.replica.context import ReplicaContext, require_replica_context
-from jdist._src.replica.losses import weighted_sums
+from jdist._src.replica.losses import weighted_sums, weights_array
 from jdist._src.replica.module_losses import split_aux, split_module, update_module
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -110,11 +110,16 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def share(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
-        totals, aux = totals_of(params, *batch)
         context = require_replica_context("value_and_grad", "strategy.step")
-        value, grads = divide_by_count(totals.loss, totals.grads, context.all_reduce(ReduceOp.MEAN, totals.count))
-        grads = jax.tree.map(lambda g, p: g.astype(jnp.asarray(p).dtype), grads, totals.params)
-        return ((value, aux) if has_aux else value), grads
+        factor = None
+        if weights is not None:
+            check_unwrapped(weights)
+            # The loss is divided, not its gradients: a pass over large gradients can cost as much as half of the step.
+            mean_weight = context.all_reduce(ReduceOp.MEAN, jnp.mean(weights_array(weights), dtype=jnp.float32))
+            factor = 1 / jnp.where(mean_weight == 0, 1, mean_weight)
+        totals, aux = totals_of(params, *batch, factor=factor)
+        grads = jax.tree.map(lambda g, p: g.astype(jnp.asarray(p).dtype), totals.grads, totals.params)
+        return ((totals.loss, aux) if has_aux else totals.loss), grads
 
     return share
 
@@ -127,12 +132,19 @@ class GradientTotals(NamedTuple):
         count: The total of their weights, divided by the number of losses; None without weights, where it is 1.
         grads: The gradient of `loss`, possibly in a wider dtype than the parameters.
         params: The parameters that it was differentiated with respect to.
+        num_losses: The number of losses.
     """
 
     loss: jax.Array
     count: Any
     grads: PyTree
     params: PyTree
+    num_losses: int
+
+
+@jax.tree_util.register_static
+class _NumLosses(int):
+    """The number of losses in all micro-batches of a replica, as a part of a tree without leaves."""
 
 
 def gradient_totals(
@@ -143,7 +155,7 @@ def gradient_totals(
     weights: Any = None,
     remat: Remat = False,
 ) -> Callable[..., tuple[GradientTotals, PyTree]]:
-    """Returns a function that computes what `value_and_grad` computes before its only collective, the mean of the counts.
+    """Returns a function that computes what `value_and_grad` computes without its only collective, the mean of the counts.
 
     Where loss and gradients are reduced next, the count is reduced in the same message, and `divide_by_count` follows.
 
@@ -155,13 +167,13 @@ def gradient_totals(
         remat: See `value_and_grad`.
 
     Returns:
-        A function of `(params, *batch)`: the totals of this replica, and `aux`.
+        A function of `(params, *batch)`: the totals of this replica, and `aux`. With `factor`, the loss is multiplied by it.
     """
     micro_batches = as_int("`micro_batches`", micro_batches, 1)
     checkpointed = _checkpoint(remat)
 
     @functools.wraps(loss_fn)
-    def totals_of(params: PyTree, *batch: PyTree) -> tuple[GradientTotals, PyTree]:
+    def totals_of(params: PyTree, *batch: PyTree, factor: Any = None) -> tuple[GradientTotals, PyTree]:
         module, carried = params, ()
         loss = functools.partial(_loss_of_params, loss_fn, has_aux)
         if is_nnx_module(params):
@@ -171,18 +183,18 @@ def gradient_totals(
         step_precision = precision.step_precision()
         if step_precision.precision:
             step_precision.precision.check_params(params)
-        differentiate = _differentiated(loss, step_precision, micro_batches, checkpointed)
+        differentiate = _differentiated(loss, step_precision, micro_batches, checkpointed, factor)
         if micro_batches == 1:
-            (total, count), grads, (carried, aux) = differentiate(carried, params, batch, weights)
+            (total, count), grads, (carried, aux, num_losses) = differentiate(carried, params, batch, weights)
         else:
             parts = _split(loss_fn, batch, weights, micro_batches)
-            (total, count), grads, (carried, aux) = _accumulated(differentiate, carried, params, parts)
+            (total, count), grads, (carried, aux, num_losses) = _accumulated(differentiate, carried, params, parts)
         if is_nnx_module(module):
             update_module(module, carried)
         if step_precision.scale is not None:
             unscale = 1 / step_precision.scale
             grads = jax.tree.map(lambda g: g * unscale, grads)
-        return GradientTotals(total, None if weights is None else count, grads, params), aux
+        return GradientTotals(total, None if weights is None else count, grads, params, num_losses), aux
 
     return totals_of
 
@@ -302,10 +314,13 @@ def _loss_of_params(
     return losses, (carried, aux)
 
 
-def _scaled_total(loss: Callable[..., Any], step_precision: precision.StepPrecision, parts: int) -> Callable[..., Any]:
+def _scaled_total(
+    loss: Callable[..., Any], step_precision: precision.StepPrecision, parts: int, factor: Any = None
+) -> Callable[..., Any]:
     """Returns a function from parameters, batch and weights to the scaled total of the losses, and `(total, count, aux)`.
 
-    Total and count are divided by the number of losses in all parts, so that the gradients do not overflow in float16.
+    Total and count are divided by the number of losses in all parts, so that the gradients do not overflow in float16. The
+    total is multiplied by `factor`. `aux` ends with that number of losses.
     """
     dtypes = step_precision.precision
 
@@ -316,9 +331,9 @@ def _scaled_total(loss: Callable[..., Any], step_precision: precision.StepPrecis
             losses, aux = dtypes.cast_output((losses, aux))
         total, count = weighted_sums("losses", losses, weights)
         num_losses = max(jnp.size(losses), 1) * parts
-        total = total / num_losses
+        total = total / num_losses if factor is None else total / num_losses * factor
         scaled = total if step_precision.scale is None else total * step_precision.scale
-        return scaled, (total, count / num_losses, (carried, aux))
+        return scaled, (total, count / num_losses, (carried, aux, _NumLosses(num_losses)))
 
     return scaled_total
 
@@ -328,18 +343,33 @@ def _differentiated(
     step_precision: precision.StepPrecision,
     parts: int,
     checkpointed: Callable[[Callable[..., Any]], Callable[..., Any]],
+    factor: Any,
 ) -> Callable[..., Any]:
-    """Returns a function from the arguments to `((total, count), grads of total, (carried, aux))`."""
+    """Returns a function from the arguments to `((total, count), grads of total, (carried, aux, number of losses))`."""
 
     def differentiate(carried: PyTree, params: PyTree, batch: PyTree, weights: Any) -> Any:
-        scaled_total = checkpointed(_scaled_total(functools.partial(loss, carried), step_precision, parts))
+        scaled_total = checkpointed(_scaled_total(functools.partial(loss, carried), step_precision, parts, factor))
         (_, (total, count, aux)), grads = jax.value_and_grad(scaled_total, has_aux=True)(params, batch, weights)
         if weights is not None:  # a model may compute NaN from padding alone
-            is_all_padding = jnp.all(jnp.asarray(weights) == 0)
-            grads = jax.tree.map(lambda g: jnp.where(is_all_padding, 0, g), grads)
+            grads = _zeros_if(jnp.all(jnp.asarray(weights) == 0), grads)
         return (total, jnp.float32(count)), grads, aux
 
     return differentiate
+
+
+def _zeros_if(condition: jax.Array, grads: PyTree) -> PyTree:
+    """Returns zeros if `condition`, else `grads`.
+
+    XLA's CPU programs pass large gradients from a matrix product to a reduction without a copy, also through a `cond`; a
+    `select` between them costs as much as half of the step. On other platforms a `cond` would wait for all gradients.
+    """
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like)
+    return lax.platform_dependent(
+        condition,
+        grads,
+        cpu=lambda condition, grads: lax.cond(condition, zeros, lambda grads: grads, grads),
+        default=lambda condition, grads: jax.tree.map(lambda g: jnp.where(condition, 0, g), grads),
+    )
 
 
 def _accumulated(differentiate: Callable[..., Any], carried: PyTree, params: PyTree, parts: PyTree) -> Any:
@@ -347,13 +377,13 @@ def _accumulated(differentiate: Callable[..., Any], carried: PyTree, params: PyT
 
     def add(carry: PyTree, part: PyTree) -> tuple[PyTree, PyTree]:
         sums, carried = carry
-        totals, grads, (carried, aux) = differentiate(carried, params, *part)
-        return (jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, (totals, grads)), carried), aux
+        totals, grads, (carried, *others) = differentiate(carried, params, *part)
+        return (jax.tree.map(lambda s, x: s + x.astype(s.dtype), sums, (totals, grads)), carried), others
 
     shapes = jax.eval_shape(lambda part: differentiate(carried, params, *part)[:2], jax.tree.map(lambda x: x[0], parts))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), shapes)
-    ((totals, grads), carried), aux = lax.scan(add, (zeros, carried), parts)
-    return totals, grads, (carried, aux)
+    ((totals, grads), carried), others = lax.scan(add, (zeros, carried), parts)
+    return totals, grads, (carried, *others)
 
 
 def _split(loss_fn: Callable[..., Any], batch: tuple[PyTree, ...], weights: Any, parts: int) -> PyTree:

@@ -162,9 +162,7 @@ def broadcast_weights(weights: Any, values: jax.Array, name: str) -> jax.Array:
             that is known while tracing is negative or not finite.
         TypeError: The weights are not numbers.
     """
-    array = jnp.asarray(weights)
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        raise TypeError(f"weights are random keys, {dtype_and_shape(array)}: use numbers.")
+    array = weights_array(weights)
     if array.ndim > values.ndim or array.shape != values.shape[: array.ndim]:
         raise ValueError(
             f"weights {dtype_and_shape(array)} do not match {name} {dtype_and_shape(values)}: the dimensions of the weights "
@@ -172,6 +170,18 @@ def broadcast_weights(weights: Any, values: jax.Array, name: str) -> jax.Array:
         )
     check_weights("weights", weights)
     return array.reshape(array.shape + (1,) * (values.ndim - array.ndim))
+
+
+def weights_array(weights: Any) -> jax.Array:
+    """Returns `weights` as an array.
+
+    Raises:
+        TypeError: The weights are not numbers.
+    """
+    array = jnp.asarray(weights)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"weights are random keys, {dtype_and_shape(array)}: use numbers.")
+    return array
 
 
 def check_weights(name: str, weights: Any) -> None:

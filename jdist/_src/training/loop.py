@@ -12,6 +12,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, cast
@@ -30,7 +31,7 @@ from jdist._src.training.finite_guard import NonFinite
 from jdist._src.training.fit import Fit, is_donated
 from jdist._src.training.recorder import NonFiniteStep, Recorder
 from jdist._src.training.resume import StartPoint, restore_epoch_metrics, saved_callback_states
-from jdist._src.training.state import learning_rate_of, params_of, skipped_updates, step_of
+from jdist._src.training.state import accumulated_steps, learning_rate_of, params_of, skipped_updates, step_of
 from jdist._src.training.state_copies import param_digest, summands
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import TrainCarry
@@ -41,6 +42,11 @@ CALLS_PER_CHECK = 32  # calls between two checks of the losses, and of whether a
 _INTERRUPTED = "Ctrl-C was pressed."
 _ALL_TAKEN = "All requested steps were taken."
 _UNCHANGED_ADVICE = "Look at the learning rate, at frozen parameters, and whether the loss depends on the parameters."
+_NOT_APPLIED = (
+    "The gradients of the last {steps} were accumulated and not applied: the next update needs more steps. They are in "
+    "`fit.state`, and are applied if training continues with it. To apply all, choose a number of steps that is divisible by "
+    "the number of steps per update."
+)
 _PARAMS_NOT_FINITE = (
     " Parameters of this state are infinite or NaN, although the loss and the gradients of the steps before were finite: the "
     "initial parameters were, or an update. Look at the learning rate and at the state of the optimizer, and continue from an "
@@ -224,20 +230,28 @@ class Loop:
             self._row_metrics = self._config.read_metrics(self._carry.metrics)
             self._row_first_step = self._step
         self._count_skipped_updates()
-        if self._stop_reason is None:
-            self._stop_reason = self._end_reason(self._config.requested_steps)
+        is_complete = self._stop_reason is None
+        self._stop_reason = self._stop_reason or self._end_reason(self._config.requested_steps)
         if not self._has_failed:
-            self._stop_reason = " ".join(self._with_ineffective(self._stop_reason))
+            not_applied = self._not_applied()
+            self._stop_reason = " ".join([*self._with_ineffective(self._stop_reason, not_applied), *not_applied])
+            if is_complete and not_applied:
+                warnings.warn(not_applied[0], stacklevel=5)  # the caller of `fit`
         elif not self._has_finite_params():
             self._stop_reason += _PARAMS_NOT_FINITE
         self._notify(Moment.END)
+
+    def _not_applied(self) -> list[str]:
+        """Returns a sentence about gradients in an accumulator that were not applied, if there are any."""
+        num_steps = accumulated_steps(self._carry.state) if self._step > self._first_step else 0
+        return [_NOT_APPLIED.format(steps="step" if num_steps == 1 else f"{num_steps} steps")] if num_steps else []
 
     def _count_skipped_updates(self) -> None:
         """Counts the steps that the optimizer itself has skipped since the last call."""
         before, self._skipped_updates = self._skipped_updates, skipped_updates(self._carry.state)
         self._recorder.add_skipped_steps(self._skipped_updates - before)
 
-    def _with_ineffective(self, reason: str) -> Iterator[str]:
+    def _with_ineffective(self, reason: str, not_applied: Sequence[str]) -> Iterator[str]:
         """Yields the reason to stop, and sentences about steps and examples that had no effect."""
         counts, steps = self._recorder.counts, self._step - self._first_step
         is_unchanged = (
@@ -251,7 +265,7 @@ class Loop:
             yield f"{counts.skipped_steps:,} of {steps:,} steps were skipped: a loss or a gradient was infinite or NaN."
         if counts.dropped_examples:
             yield f"{counts.dropped_examples:,} of {self._examples:,} examples were dropped: their weights are 0."
-        if is_unchanged and not any(counts):
+        if is_unchanged and not any(counts) and not not_applied:
             yield _UNCHANGED_ADVICE
 
     def _has_finite_params(self) -> bool:

@@ -71,6 +71,8 @@ def batch_metrics(
 ) -> dict[str, Metric]:
     """Returns the loss and the metrics of one batch."""
     updated: dict[str, Metric] = {"loss": Mean().update(losses, weights=weights)}
+    # With weights, also those that XLA removes, a metric of another number of values is an error.
+    weights = jnp.ones(len(losses)) if weights is None else weights
     for name, adapter in metrics.items():
         try:
             updated[name] = adapter.empty.update(*adapter.arguments(outputs, targets), weights=weights)  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def _adapt_pair(init: Callable[..., PyTree], apply: Callable[..., Any]) -> Model
         args, kwargs = signature.arguments(inputs)
         return ModelResult(apply(params, *args, **kwargs, **signature.keywords(train, weights, key=key)), state)
 
-    return ModelFunctions(init_params, apply_with_state, lambda params, state: params)
+    return ModelFunctions(init_params, apply_with_state, lambda params, state: params, signature.takes_weights)
 
 
 def _adapt_linen(module: Any) -> ModelFunctions:
@@ -86,7 +86,8 @@ def _adapt_linen(module: Any) -> ModelFunctions:
         losses = jax.tree.leaves(new_state.pop(LOSSES, ()))
         return ModelResult(outputs, new_state, ModelLosses(losses))
 
-    return ModelFunctions(init, apply, lambda params, state: {"params": params, **state})
+    rebuild = lambda params, state: {"params": params, **state}
+    return ModelFunctions(init, apply, rebuild, signature.takes_weights)
 
 
 def _adapt_nnx(module: Any) -> ModelFunctions:
@@ -126,7 +127,7 @@ def _adapt_nnx(module: Any) -> ModelFunctions:
     def rebuild(values: PyTree, state: PyTree) -> Any:
         return nnx.merge(graph, with_values(params, values), keys, with_values(rest, state), copy=True)
 
-    return ModelFunctions(init, apply, rebuild)
+    return ModelFunctions(init, apply, rebuild, signature.takes_weights)
 
 
 def _new_keys(key: jax.Array, keys: PyTree) -> PyTree:
@@ -159,7 +160,8 @@ def _adapt_haiku(model: Any) -> ModelFunctions:
         outputs, new_state = result if has_state else (result, state)
         return ModelResult(outputs, new_state if train else state)
 
-    return ModelFunctions(init, apply, lambda params, state: (params, state) if has_state else params)
+    rebuild = lambda params, state: (params, state) if has_state else params
+    return ModelFunctions(init, apply, rebuild, signature.takes_weights)
 
 
 def _adapt_equinox(model: Any, model_state: Any = None) -> ModelFunctions:

@@ -53,11 +53,13 @@ class ModelFunctions(NamedTuple):
         apply: From parameters, model state, inputs, a random key, whether the model is trained, and weights `[batch]` of the
             examples (None: equal weights), to a `ModelResult`.
         rebuild: From parameters and model state to a model of its library with these values.
+        takes_weights: Whether the model itself receives the weights of the examples.
     """
 
     init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]]
     apply: Callable[[PyTree, PyTree, PyTree, jax.Array, bool, Any], ModelResult]
     rebuild: Callable[[PyTree, PyTree], Any]
+    takes_weights: bool = False
 
 
 class CallSignature:
@@ -106,6 +108,11 @@ class CallSignature:
         if is_several and 2 <= len(self._required) <= len(inputs) <= self._num_positional:
             return tuple(inputs), {}
         return (inputs,), {}
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the function accepts the keyword argument `weights`."""
+        return "weights" in self._optional_names
 
     def keywords(self, train: bool, weights: Any = None, **optional: Any) -> dict[str, Any]:
         """Returns the accepted keyword arguments out of the mode (`train`, `deterministic`, ...), `weights` and `optional`."""

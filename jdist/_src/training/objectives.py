@@ -63,6 +63,11 @@ class Objective:
         if self.fn is not None:
             _check_objective(self.fn)
 
+    @property
+    def takes_weights(self) -> bool:
+        """Whether the function of the user, or the model, receives the weights of the examples."""
+        return self.model.takes_weights or (self.fn is not None and "weights" in inspect.signature(self.fn).parameters)
+
     def split(self, element: PyTree, padding_weights: Any) -> tuple[PyTree, Any]:
         """Returns the batch for `__call__`, and the weights of its examples."""
         if self.fn is not None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jdist._src.core.tree import PyTree
-from jdist._src.replica.context import all_reduce
+from jdist._src.replica.context import all_reduce, num_replicas
 from jdist._src.replica.gradients import GradientTotals, divide_by_count
 from jdist._src.training import finite_guard
 from jdist._src.training.finite_guard import NonFinite
@@ -64,17 +64,20 @@ def update_params(
     check_optimizer_state(optimizer, fields.opt_state, fields.params)
     calls: list[PyTree] = []
 
-    def stand_in(params: PyTree, obj_fn: Any = None) -> jax.Array:
+    def stand_in(params: PyTree, obj_fn: Any = None, weight: Any = None) -> jax.Array:
         """Returns a number without collectives in place of the loss: the trace shows the collectives of the optimizer."""
         calls.append(params)
         return sum((jnp.sum(x.real).astype(jnp.float32) for x in jax.tree.leaves(params)), jnp.float32(0))
 
-    def traced(grads: PyTree, opt_state: PyTree, params_and_loss: tuple[PyTree, jax.Array]) -> tuple[PyTree, PyTree]:
-        params, loss = params_and_loss
-        return _updates(optimizer, grads, opt_state, params, value=loss, grad=grads, value_fn=stand_in, obj_fn=stand_in)
+    def traced(grads: PyTree, opt_state: PyTree, inputs: tuple[PyTree, jax.Array, jax.Array]) -> tuple[PyTree, PyTree]:
+        params, loss, weight = inputs
+        extra_args = {"value": loss, "weight": weight, "value_fn": stand_in, "obj_fn": stand_in}
+        return _updates(optimizer, grads, opt_state, params, grad=grads, **extra_args)
 
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), totals.grads, fields.params)
-    update = finite_guard.trace_update(traced, grads, fields.opt_state, (fields.params, totals.loss))
+    # The sum of the weights of all losses, by which `jdist.sync.every` averages steps.
+    num_losses = jnp.float32(totals.num_losses * num_replicas())
+    update = finite_guard.trace_update(traced, grads, fields.opt_state, (fields.params, totals.loss, num_losses))
     _, new_state = jax.tree.unflatten(update.treedef, [0] * update.treedef.num_leaves)
     check_same_leaves("opt_state", fields.opt_state, new_state, GROWING_OPTIMIZER_STATE)
     counts = totals.count, num_weighted
@@ -93,11 +96,12 @@ def update_params(
         )
         loss, grads = divide_by_count(loss, grads, count)
         is_finite &= finite_guard.are_finite(finite_guard.gradient_factors(update, fields.opt_state))
-        is_taken, inputs = is_finite & ~has_failed, (fields.params, loss)
+        is_taken, inputs = is_finite & ~has_failed, (fields.params, loss, _weight(num_losses, count))
         updates, opt_state = finite_guard.guarded_update(update, is_taken, grads, fields.opt_state, inputs)
         params = finite_guard.select(is_taken, optax.apply_updates(fields.params, updates), fields.params)
         return loss, is_finite, params, opt_state, num_weighted
-    updates, opt_state = _updates(optimizer, grads, fields.opt_state, fields.params, value=loss, **extra_args)
+    extra_args |= {"value": loss, "weight": _weight(num_losses, count)}
+    updates, opt_state = _updates(optimizer, grads, fields.opt_state, fields.params, **extra_args)
     params = optax.apply_updates(fields.params, updates)
     if non_finite == "keep":
         return loss, is_finite, params, opt_state, num_weighted
@@ -106,6 +110,11 @@ def update_params(
     is_finite = jnp.isfinite(loss) & are_finite(updates)
     old = fields.params, fields.opt_state
     return loss, is_finite, *finite_guard.select(is_finite & ~has_failed, (params, opt_state), old), num_weighted
+
+
+def _weight(num_losses: jax.Array, count: Any) -> jax.Array:
+    """Returns the sum of the weights of all losses; `count` is their mean, or None without weights."""
+    return num_losses if count is None else num_losses * count
 
 
 def _updates(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any) -> Any:
@@ -126,6 +135,7 @@ def _updates(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, *
             ) from error
         raise TypeError(
             f"The optimizer needs another argument ({error}). A `Trainer` passes `value` and `grad`, the loss and its "
-            "gradient, and `value_fn` and `obj_fn`, functions from parameters to the loss. For others write the step: "
+            "gradient, `value_fn` and `obj_fn`, functions from parameters to the loss, and `weight`, the sum of the weights of "
+            "the examples. For others write the step: "
             "`Trainer(step=fn)`."
         ) from error

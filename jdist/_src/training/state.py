@@ -11,7 +11,7 @@ import optax
 from jdist._src.core.tree import PyTree, named_leaves
 from jdist._src.replica.precision import LossScaleState
 from jdist._src.strategies.variables import read_values
-from jdist._src.sync.accumulation import SkipState
+from jdist._src.sync.accumulation import EveryState, SkipState
 from jdist._src.values.arrays import check_array, check_not_deleted
 from jdist._src.values.base import is_distributed
 
@@ -317,6 +317,21 @@ def skipped_updates(state: PyTree) -> int:
     kinds = LossScaleState, SkipState, optax.ApplyIfFiniteState
     nodes: list[Any] = _nodes(state, lambda node: isinstance(node, kinds))
     counts = [node.total_notfinite if isinstance(node, optax.ApplyIfFiniteState) else node.skipped for node in nodes]
+    return int(max(_distinct_values(counts), default=0))
+
+
+def accumulated_steps(state: PyTree) -> int:
+    """Returns the number of steps whose gradients wait in an accumulator: of `jdist.sync.every`, or of `optax.MultiSteps`.
+
+    Example:
+        >>> optimizer = jdist.sync.every(optax.sgd(0.5), 3)
+        >>> params = jnp.zeros(2)
+        >>> _, opt_state = optimizer.update(params, optimizer.init(params), params)
+        >>> accumulated_steps(opt_state)
+        1
+    """
+    nodes = _nodes(state, lambda node: isinstance(node, (EveryState, optax.MultiStepsState)))
+    counts = [node.steps if isinstance(node, EveryState) else node.mini_step for node in nodes]
     return int(max(_distinct_values(counts), default=0))
 
 

@@ -17,7 +17,7 @@ class DrawnBatch(NamedTuple):
     """A batch, and the state of its iterator after it.
 
     Attributes:
-        inputs: The arguments of a step function: the batch; and its weights, if it is padded.
+        inputs: The arguments of a step function: the batch; and its weights, if the step receives them.
         position: The position of the data after the batch.
         examples: The number of examples since the first batch that was drawn, with this batch.
         stalled_fraction: The fraction of steps that had to wait for their batch.
@@ -130,18 +130,33 @@ def distribute_epochs(
     return dataset.repeated(None if dataset.is_endless else 1 if once else epochs)
 
 
-def drawn_batches(iterator: DistributedIterator, has_weights: bool) -> Iterator[DrawnBatch]:
-    """Yields the remaining batches of `iterator`."""
-    examples_before, _ = examples_and_stalled_fraction(iterator)  # a resume discards the first batch
+def drawn_batches(
+    iterator: DistributedIterator, has_weights: bool, needs_all_weights: bool = True
+) -> Iterator[DrawnBatch]:
+    """Yields the remaining batches of `iterator`.
+
+    Args:
+        iterator: The iterator.
+        has_weights: Whether its elements are pairs of a batch and its weights.
+        needs_all_weights: Whether the step receives the weights of a batch without padding, which are 1. The program without
+            them is faster: weights cost a pass over the losses, and possibly over the gradients.
+    """
+    first_examples, _ = examples_and_stalled_fraction(iterator)  # a resume discards the first batch
+    examples_before = first_examples
     for element in iterator:
-        inputs = element if has_weights else (element,)
         examples, stalled_fraction = examples_and_stalled_fraction(iterator)
-        yield DrawnBatch(inputs, iterator.get_state(), examples - examples_before, stalled_fraction)
+        inputs = element if has_weights else (element,)
+        # Both numbers are of the global batch, so all processes select the same program.
+        if has_weights and not needs_all_weights and examples - examples_before == element[1].tree.size:
+            inputs = element[:1]
+        examples_before = examples
+        yield DrawnBatch(inputs, iterator.get_state(), examples - first_examples, stalled_fraction)
 
 
 def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[list[DrawnBatch]]:
-    """Yields groups of `steps_per_call` batches; the remaining batches of an epoch one by one.
+    """Yields groups of `steps_per_call` batches; the remaining batches of an epoch, and a group with padding, one by one.
 
+    A step takes the weights of a padded batch only, in a program of its own. So the bits of a step do not depend on its group.
     The next batch is drawn before a group is yielded, because only then is it known whether the group ends an epoch.
     """
     group: list[DrawnBatch] = []
@@ -149,10 +164,10 @@ def step_groups(batches: Iterable[DrawnBatch], steps_per_call: int) -> Iterator[
         is_last = next_batch is None
         ends_epoch = is_last or next_batch.epoch != batch.epoch
         group.append(batch._replace(ends_epoch=True, is_last=is_last) if ends_epoch else batch)
-        if len(group) == steps_per_call:
+        if len(group) == steps_per_call and len({len(drawn.inputs) for drawn in group}) == 1:
             yield group
             group = []
-        elif ends_epoch:
+        elif ends_epoch or len(group) == steps_per_call:
             yield from ([remaining] for remaining in group)
             group = []
 

@@ -109,6 +109,11 @@ class StepFunctions:
         return self.custom_step is None or len(inspect.signature(self.custom_step).parameters) > 2
 
     @property
+    def needs_all_weights(self) -> bool:
+        """Whether the step receives the weights of full batches too, which are 1, because a function of the user reads them."""
+        return self.custom_step is not None or self.objective.takes_weights
+
+    @property
     def metrics(self) -> Mapping[str, MetricAdapter]:
         """The metrics, by name."""
         return self.objective.metrics
@@ -209,9 +214,8 @@ class StepFunctions:
             totals, (metrics, model_state) = gradient_totals(losses, has_aux=True, **options)(params, *data)
             return (totals._replace(params=()), metrics), model_state
 
-        def value_fn(
-            params: PyTree, obj_fn: Any = None
-        ) -> jax.Array:  # optax: it must accept all other extra arguments
+        # A line search of optax passes on all extra arguments that it does not use itself.
+        def value_fn(params: PyTree, obj_fn: Any = None, weight: Any = None) -> jax.Array:
             return global_loss(lambda *args: compute_losses(*args)[0], **options)(params, *data)
 
         (totals, metrics), model_state, varies = update_model_state(

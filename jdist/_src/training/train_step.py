@@ -107,7 +107,8 @@ def train_step(
         options: Any = {"micro_batches": micro_batches, "weights": weights, "remat": remat}
         data = batch, weights, jnp.arange(micro_batches)
 
-        def value_fn(params: PyTree, obj_fn: Any = None) -> jax.Array:  # optax: it must accept other extra arguments
+        # A line search of optax passes on all extra arguments that it does not use itself.
+        def value_fn(params: PyTree, obj_fn: Any = None, weight: Any = None) -> jax.Array:
             return global_loss(lambda *args: losses_and_aux(*args)[0], **options)(params, *data)
 
         totals, aux = gradient_totals(losses_and_aux, has_aux=True, **options)(fields.params, *data)

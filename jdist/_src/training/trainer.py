@@ -85,8 +85,8 @@ class Trainer:
             pair of functions: `init(key, inputs)`, which returns parameters, and `apply(params, inputs)`, which returns
             outputs.
         optimizer: An optax transformation. Its update receives the extra arguments that it accepts out of `value` and `grad`,
-            the loss and its gradient, and `value_fn` and `obj_fn`, the loss as a function of parameters (`jdist.global_loss`).
-            Not needed for `evaluate` and `predict`.
+            the loss and its gradient, `value_fn` and `obj_fn`, the loss as a function of parameters (`jdist.global_loss`), and
+            `weight`, the sum of the weights of the losses (`jdist.sync.every`). Not needed for `evaluate` and `predict`.
         loss: `loss(outputs, targets)` returns losses `[batch, ...]`, one or several per example. A Keras loss, or a function
             with parameters named `y_true, y_pred`, is called with the targets first. Not needed for `predict`. The losses that
             the model itself adds, such as regularizers of Keras, are added to it.
@@ -262,7 +262,7 @@ class Trainer:
                 place after the last step of the data, and each validation adds a row to the history.
             callbacks: Callbacks, or functions of an event; see `jdist.callbacks`.
             steps_per_call: The number of steps per call of the compiled program. Callbacks receive one event per call. The
-                remaining steps of an epoch run one by one, by a second program.
+                remaining steps of an epoch, and a group of batches with a padded one, run one by one, by a second program.
             micro_batches: The number of parts that a batch is split into, to reduce the memory of activations. The results are
                 the same.
             cache: `"device"` stores the arrays of `data` on every device; see `distribute_dataset`.
@@ -447,7 +447,8 @@ class Trainer:
         resume: "Checkpointer | str | os.PathLike[str] | None",
     ) -> tuple[StartPoint, Iterable[DrawnBatch]]:
         """Returns the state and the position to start with, and the batches from there on."""
-        batches: Iterable[DrawnBatch] = drawn_batches(iterator, has_weights)
+        draw = functools.partial(drawn_batches, iterator, has_weights, self._functions.needs_all_weights)
+        batches: Iterable[DrawnBatch] = draw()
         make = None
         if state is None:
             first = next(iter(batches))  # an empty data set raises here
@@ -459,7 +460,7 @@ class Trainer:
         start = start_point(self.strategy, state, make, resume)
         if start.position is not None:
             iterator.set_state(start.position)
-            batches = drawn_batches(iterator, has_weights)
+            batches = draw()
         return start, batches
 
     def _evaluate(self, state: PyTree, dataset: DistributedDataset) -> tuple[dict[str, Any], int]:
