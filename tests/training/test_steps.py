@@ -158,6 +158,26 @@ def test_functions_of_the_user_receive_the_weights_of_all_batches(two):
     assert not any(seen)
 
 
+UNEVEN_PARTS = [("one_device", 5), ("mirrored_2", 8), ("sharded_4", 5)]
+
+
+@pytest.mark.parametrize(
+    "name, parts", [("mirrored_3", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in UNEVEN_PARTS)]
+)
+def test_micro_batches_of_any_number_give_the_same_step(name, parts):
+    """12 examples are 4 rows on each of 3 replicas, in 3 parts; also fewer examples, and more parts than rows."""
+    trainer = trainer_of(place(name), metrics={"error": lambda outputs, targets: jnp.abs(outputs - targets)})
+    for rows, weights in ((12, None), (10, None), (7, np.arange(7, dtype=np.float32))):
+        x, y = X[:rows], Y[:rows]
+        data = (x, y) if weights is None else (x, y, weights)
+        fit = train(trainer, data, batch_size=rows, micro_batches=parts)
+        loss, params = by_hand(INITIAL, x, y, weights)
+        np.testing.assert_allclose(fit.state.params, params, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(fit.history.losses[1], loss, rtol=1e-4)
+        error = np.average(np.abs(x @ INITIAL - y), weights=weights)
+        np.testing.assert_allclose(fit.history["error"][-1], error, rtol=1e-4)
+
+
 def test_several_losses_per_example_are_averaged(two):
     model = (lambda key, x: jnp.float32(2), lambda w, x: w * x)
     loss = lambda outputs, targets: jnp.square(outputs - targets)
@@ -566,11 +586,6 @@ def test_data_without_targets_are_both_inputs_and_targets(two):
     fit = train(trainer_of(two, loss=loss, model=model), X[:7])
     x = X[:7].ravel()
     np.testing.assert_allclose([fit.state.params], by_hand(np.array([0.5]), x[:, None], x)[1], rtol=1e-5)
-
-
-def test_batch_that_does_not_split_into_micro_batches_raises(two):
-    with pytest.raises(ValueError, match="6 examples, and cannot be split into 4 micro-batches"):
-        train(trainer_of(two), micro_batches=4)
 
 
 # -- states of other kinds ---------------------------------------------------------------------------------------------

@@ -358,7 +358,6 @@ WRONG_ARGUMENTS = {
     "wrong_resume": ({}, dict(resume=3), TypeError, "`resume` must be a `jdist.Checkpointer` or the path"),
     "steps_per_call": ({}, dict(steps_per_call=0), ValueError, "`steps_per_call` must be an integer >= 1, got 0"),
     "micro_batches": ({}, dict(micro_batches=0), ValueError, "`micro_batches` must be an integer >= 1, got 0"),
-    "micro_batches_that_do_not_split": ({}, dict(micro_batches=7), ValueError, "cannot be split into 7 micro-batches"),
     "steps": ({}, dict(steps=-1), ValueError, "`steps` must be an integer >= 0, got -1"),
     "epochs": ({}, dict(epochs=0), ValueError, "`epochs` must be at least 1"),
     "progress": ({}, dict(progress="loud"), ValueError, "loud"),

@@ -386,6 +386,23 @@ def _accumulated(differentiate: Callable[..., Any], carried: PyTree, params: PyT
     return totals, grads, (carried, *others)
 
 
+def pad_to_parts(batch: PyTree, weights: Any, parts: int) -> tuple[PyTree, Any]:
+    """Returns a batch `[batch, ...]` and its weights, with rows of weight 0 up to a multiple of `parts` rows.
+
+    The rows repeat the first one. Unchanged if `parts` divides the rows, or if the leaves do not have the same number of rows.
+    """
+    parts = as_int("`micro_batches`", parts, 1)
+    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves((batch, weights))}
+    ((size,),) = sizes if len(sizes) == 1 and () not in sizes else {(0,)}
+    missing = -size % parts
+    if not missing:
+        return batch, weights
+    weights = jnp.ones(size, jnp.float32) if weights is None else jnp.asarray(weights)
+    repeat = lambda x: jnp.concatenate([x, jnp.broadcast_to(x[:1], (missing, *x.shape[1:]))])
+    zeros = jnp.zeros((missing, *weights.shape[1:]), weights.dtype)
+    return jax.tree.map(repeat, batch), jnp.concatenate([weights, zeros])
+
+
 def _split(loss_fn: Callable[..., Any], batch: tuple[PyTree, ...], weights: Any, parts: int) -> PyTree:
     """Returns `(batch, weights)` as `[micro_batch, batch / micro_batches, ...]`.
 

@@ -13,7 +13,7 @@ from jax.tree_util import GetAttrKey
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.replica import precision
 from jdist._src.replica.context import all_reduce, num_replicas
-from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, value_and_grad
+from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, pad_to_parts, value_and_grad
 from jdist._src.replica.losses import global_mean
 from jdist._src.replica.random import replica_key
 from jdist._src.training import finite_guard
@@ -180,7 +180,7 @@ class StepFunctions:
     def train(self, state: TrainCarry, batch: PyTree, weights: Any = None) -> tuple[TrainCarry, jax.Array]:
         """Takes a training step. Returns the carry and the outcome, see `_outcome`."""
         carry, fields, element = state, state_fields(state.state), batch
-        batch, weights = self.objective.split(element, weights)
+        batch, weights = pad_to_parts(*self.objective.split(element, weights), self.micro_batches)
         key = replica_key(jax.random.fold_in(fields.rng, fields.step))
         if self.objective.precision:
             precision.check_loss_scale(self.objective.precision, precision.step_precision().scale)

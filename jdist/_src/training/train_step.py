@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jdist._src.core.modules import is_nnx_module
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.replica.context import all_reduce
-from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, value_and_grad
+from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, pad_to_parts, value_and_grad
 from jdist._src.replica.precision import Precision
 from jdist._src.replica.random import replica_key
 from jdist._src.strategies.current import step
@@ -45,7 +45,9 @@ def train_step(
             parameter without a default, receives a random key that differs between steps and replicas (derived from
             `state.rng`), a parameter `weights` the weights of the examples, None without padding.
         optimizer: An optax transformation. Its update receives the extra arguments of the optimizer of `jdist.Trainer`.
-        micro_batches: See `jdist.value_and_grad`.
+        micro_batches: The number of parts that the batch of a replica is split into, to reduce the memory of activations. A
+            batch that is not divisible is padded with rows of weight 0; losses of several micro-batches are then one or several
+            per example.
         remat: See `jdist.value_and_grad`.
         precision: See `jdist.Strategy.step`.
         steps_per_call: See `jdist.Strategy.step`.
@@ -94,6 +96,7 @@ def train_step(
                 "jdist.value_and_grad(loss_fn)(model, batch); optimizer.update(model, grads)`, or pass the parameters of "
                 "`graph, params = nnx.split(model)` and call `nnx.merge(graph, params)` in `loss_fn`."
             )
+        batch, weights = pad_to_parts(batch, weights, micro_batches)
         key = replica_key(jax.random.fold_in(fields.rng, fields.step)) if "key" in receivers else None
 
         def losses_and_aux(params: PyTree, batch: PyTree, weights_part: Any, part: jax.Array) -> tuple[Any, PyTree]:

@@ -263,8 +263,8 @@ class Trainer:
             callbacks: Callbacks, or functions of an event; see `jdist.callbacks`.
             steps_per_call: The number of steps per call of the compiled program. Callbacks receive one event per call. The
                 remaining steps of an epoch, and a group of batches with a padded one, run one by one, by a second program.
-            micro_batches: The number of parts that a batch is split into, to reduce the memory of activations. The results are
-                the same.
+            micro_batches: The number of parts that the batch of each replica is split into, to reduce the memory of
+                activations, for any number of examples and replicas. The results are the same.
             cache: `"device"` stores the arrays of `data` on every device; see `distribute_dataset`.
             progress: The progress display: "live" in a terminal, "notebook", in "lines", "off", or "auto".
             resume: A `Checkpointer`, or the path of its folder. If it contains a checkpoint, training continues from the newest
