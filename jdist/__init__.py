@@ -119,8 +119,11 @@ from jdist._src.values.sync_on_read import SyncOnRead as SyncOnRead
 if not TYPE_CHECKING:  # a type checker would then accept every name
 
     def __getattr__(name: str) -> object:
+        import sys  # here, not in the namespace of `jdist`
+
+        module = sys.modules[__name__]
         raise _other_names.missing_attribute_error(
-            f"module {__name__!r}", name, _other_names.MODULE_NAMES, _other_names.JAX_NAMES
+            f"module {__name__!r}", name, *_other_names.MODULE_TABLES, owner=module
         )
 
 

@@ -4,6 +4,8 @@ A callback is a subclass of `Callback`, or a function of an `Event`. It may retu
 replaces the state. A subclass may also override `get_state` and `set_state`, whose data checkpoints store, and `close`.
 """
 
+from typing import TYPE_CHECKING
+
 from jdist._src.callbacks.averages import EMA as EMA
 from jdist._src.callbacks.checkpoint import Checkpoint as Checkpoint
 from jdist._src.callbacks.learning_rate import learning_rate as learning_rate
@@ -15,12 +17,38 @@ from jdist._src.callbacks.rows import Rows as Rows
 from jdist._src.callbacks.stopping import EarlyStopping as EarlyStopping
 from jdist._src.callbacks.stopping import TimeLimit as TimeLimit
 from jdist._src.callbacks.tensorboard import TensorBoard as TensorBoard
+from jdist._src.core import other_names as _other_names
+from jdist._src.core.call_errors import explain_constructor as _explain_constructor
 from jdist._src.training.events import Callback as Callback
 from jdist._src.training.events import CallbackResult as CallbackResult
 from jdist._src.training.events import Event as Event
 from jdist._src.training.events import Moment as Moment
 from jdist._src.training.progress.display_callback import Progress as Progress
 from jdist._src.training.state import learning_rate_of as learning_rate_of
+
+_PUBLIC_CLASSES = [
+    EMA,
+    Checkpoint,
+    CSVLog,
+    JSONLog,
+    Preemption,
+    Profile,
+    Progress,
+    Rows,
+    EarlyStopping,
+    TimeLimit,
+    TensorBoard,
+]
+for _class in _PUBLIC_CLASSES:
+    _explain_constructor(_class)
+
+if not TYPE_CHECKING:  # a type checker would then accept every name
+
+    def __getattr__(name: str) -> object:
+        raise _other_names.missing_attribute_error(f"module {__name__!r}", name, _other_names.CALLBACK_TABLE)
+
+
+del TYPE_CHECKING
 
 
 def __dir__() -> list[str]:

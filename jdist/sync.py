@@ -10,6 +10,9 @@ is one argument of the optimizer:
 Make the state in `strategy.init`, which places the state of the policy.
 """
 
+from typing import TYPE_CHECKING
+
+from jdist._src.core import other_names as _other_names
 from jdist._src.sync.accumulation import every as every
 from jdist._src.sync.accumulation import skip_nonfinite as skip_nonfinite
 from jdist._src.sync.delay import delay_compensation as delay_compensation
@@ -26,6 +29,14 @@ from jdist._src.sync.reduction import mean as mean
 from jdist._src.sync.reduction import sum as sum
 from jdist._src.sync.sparsity import top_k as top_k
 from jdist._src.sync.streaming import streaming_diloco as streaming_diloco
+
+if not TYPE_CHECKING:  # a type checker would then accept every name
+
+    def __getattr__(name: str) -> object:
+        raise _other_names.missing_attribute_error(f"module {__name__!r}", name, _other_names.SYNC_TABLE)
+
+
+del TYPE_CHECKING
 
 
 def __dir__() -> list[str]:

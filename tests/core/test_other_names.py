@@ -6,6 +6,7 @@ import pathlib
 import pickle
 import re
 
+import numpy as np
 import pytest
 
 import jdist
@@ -82,13 +83,37 @@ def test_jax_name_in_the_module_is_an_error_with_the_line_to_write(name):
     assert name not in dir(jdist)
 
 
-ADVICE = [*other_names.STRATEGY_NAMES.items(), *other_names.MODULE_NAMES.items(), *other_names.JAX_NAMES.items()]
+def test_names_of_torch_keras_and_others_are_errors_with_the_line_to_write(two):
+    iterator = iter(two.distribute_dataset(np.ones(4, np.float32), batch_size=2))
+    owners = [
+        (jdist, other_names.TORCH_NAMES),
+        (jdist.callbacks, other_names.CALLBACK_NAMES),
+        (jdist.sync, other_names.SYNC_NAMES),
+        (iterator, other_names.DATASET_NAMES),
+        (next(iterator), other_names.VALUE_NAMES),
+    ]
+    for owner, names in owners:
+        for name in names:
+            with pytest.raises(
+                AttributeError, match=rf"has no attribute '{name}'\. \S+ (name )?`{name}`: (write|not|pass)"
+            ):
+                getattr(owner, name)
+            assert name not in dir(owner)
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'$"):
+            owner.nothing  # noqa: B018
+
+
+TABLES = [value for name, value in vars(other_names).items() if name.endswith(("_NAMES", "_ARGUMENTS"))]
+ADVICE = [item for table in TABLES for item in table.items()]
 
 
 @pytest.mark.parametrize("advice", ADVICE, ids=lambda advice: advice[0])
 def test_advice_mentions_existing_names_only(advice, two):
-    for owner, name in re.findall(r"`(jdist|strategy|jdist\.cluster)\.(\w+)", advice[1]):
-        assert hasattr({"jdist": jdist, "strategy": two, "jdist.cluster": jdist.cluster}[owner], name)
+    owners = {"jdist": jdist, "strategy": two}
+    for module in ("callbacks", "cluster", "coordinator", "sync"):
+        owners[f"jdist.{module}"] = getattr(jdist, module)
+    for owner, name in re.findall(r"`(strategy|jdist(?:\.(?:callbacks|cluster|coordinator|sync))?)\.(\w+)", advice[1]):
+        assert hasattr(owners[owner], name)
 
 
 def test_unknown_name_has_the_usual_error(two):

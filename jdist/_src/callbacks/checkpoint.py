@@ -74,7 +74,8 @@ class Checkpoint(Callback):
     def _check_metric(self, event: Event) -> None:
         name = best_metric(self._checkpointer)
         if name is not None and event.metric_names is not None and name not in event.metric_names:
-            hint = " Pass `validation_data`." if name.startswith("val_") else ""
+            is_validated = any(each.startswith("val_") for each in event.metric_names)
+            hint = " Pass `validation_data`." if name.startswith("val_") and not is_validated else ""
             available = ", ".join(map(repr, event.metric_names))
             raise ValueError(
                 f"`Checkpointer(keep_best=...)` needs the metric {name!r}; available are {available}.{hint}"

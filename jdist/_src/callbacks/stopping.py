@@ -151,7 +151,8 @@ class EarlyStopping(Callback):
         if self._has_compared:
             return
         available = ", ".join(map(repr, names))
-        hint = " Pass `validation_data`." if self.metric.startswith("val_") else ""
+        is_validated = any(name.startswith("val_") for name in names)
+        hint = " Pass `validation_data`." if self.metric.startswith("val_") and not is_validated else ""
         raise ValueError(f"EarlyStopping needs the metric {self.metric!r}; available are {available}.{hint}")
 
     def _stop_reason(self) -> str:

@@ -21,6 +21,7 @@ from jdist._src.checkpoint.writer import Writer
 from jdist._src.core import activity
 from jdist._src.core.arguments import as_int
 from jdist._src.core.atomic_files import check_path
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import in_replica_function
 from jdist._src.strategies.base import Strategy
@@ -94,6 +95,7 @@ class Checkpointer:
         >>> folder.cleanup()
     """
 
+    @explains_arguments()
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -138,6 +140,7 @@ class Checkpointer:
                 raise
             error.add_note(str(close_error))
 
+    @explains_arguments()
     def save(
         self,
         step: int,
@@ -187,6 +190,7 @@ class Checkpointer:
             self.wait()
         return plan is not None
 
+    @explains_arguments()
     def restore(
         self,
         strategy: Strategy,

@@ -30,13 +30,15 @@ def as_paths(only: Any) -> tuple[str, ...] | None:
 
     Raises:
         TypeError: It is not a path or a sequence of paths.
-        ValueError: A path is empty.
+        ValueError: A path is empty, or there is none.
     """
     if only is None:
         return None
     paths = (only,) if isinstance(only, str) else only
     if not isinstance(paths, Sequence) or not all(isinstance(path, str) for path in paths):
         raise TypeError(f'`only` must be a path such as "params/encoder", or a list of paths, got {only!r}.')
+    if not paths:
+        raise ValueError("`only` is empty, which restores nothing. Omit it to restore all leaves.")
     return tuple(_checked_path("only", path) for path in paths)
 
 

@@ -278,7 +278,7 @@ def _with_names_of_like(name: str, saved: Sequence[Leaf], wanted: Sequence[Leaf]
 def _differences(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> list[str]:
     """Returns sentences that name the leaves in which a saved state differs from `like`."""
     saved_by_keys, wanted_by_keys = ({leaf.keys: leaf for leaf in leaves} for leaves in (saved, wanted))
-    text = lambda leaf: f"{leaf.path} {_spec_per_replica(leaf)}"
+    text = lambda leaf: f"{leaf.path or 'the state itself'} {_spec_per_replica(leaf)}"
     missing = [text(leaf) for keys, leaf in wanted_by_keys.items() if keys not in saved_by_keys]
     surplus = [text(leaf) for keys, leaf in saved_by_keys.items() if keys not in wanted_by_keys]
     changed = [

@@ -25,6 +25,7 @@ import numpy as np
 from jdist._src.checkpoint.orbax_compat import configure_orbax
 from jdist._src.core.arguments import as_int
 from jdist._src.core.paths import as_path, is_url, remove_tree
+from jdist._src.core.source_lines import levels_to_user
 
 try:
     import fcntl
@@ -198,7 +199,7 @@ def warn_of_incomplete(folder: pathlib.Path, newest: int | None) -> None:
     effect = "deletes it" if is_url(folder) else f"renames the damaged folder to {incomplete[-1].name}.damaged"
     warnings.warn(
         f"{', '.join(map(str, incomplete))} is damaged: {missing} is missing. {complete} A `save` of the same step {effect}.",
-        stacklevel=3,
+        stacklevel=levels_to_user(),
     )
 
 

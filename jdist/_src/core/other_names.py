@@ -1,9 +1,10 @@
-"""Names of `tf.distribute` and of JAX that jdist does not have, each with the line to write instead.
+"""Names of `tf.distribute`, JAX, torch, Accelerate, Horovod and Keras that jdist does not have, with the line to write instead.
 
-`docs/from_tf_distribute.md` is the guide for moving a program from TensorFlow.
+`docs/from_tf_distribute.md` is the guide for moving a program from TensorFlow, `docs/coming_from.md` for the others.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 _BATCHES = "write `strategy.distribute_dataset(source, batch_size)`, with the global batch size"
 _DEPRECATED = "deprecated in TensorFlow; jdist does not have it"
@@ -34,8 +35,12 @@ STRATEGY_NAMES = {
     "group": "not needed: JAX has no graph of operations to group",
     "make_dataset_iterator": f"{_DEPRECATED}: {_BATCHES}",
     "make_input_fn_iterator": f"{_DEPRECATED}: write `strategy.distribute_datasets_from_function(fn)`",
+    "batch_reduce_to": "write `strategy.reduce(op, tree, axis=None)`",
+    "parameter_devices": "write `strategy.devices`",
+    "reduce_to": "write `strategy.reduce(op, value, axis=None)`",
     "unwrap": "write `strategy.local_results(value)`",
     "update_config_proto": _DEPRECATED,
+    "worker_devices": "write `strategy.devices`",
 }
 
 MODULE_NAMES = {
@@ -127,6 +132,84 @@ JAX_NAMES = {
     "with_sharding_constraint": "write `jax.lax.with_sharding_constraint` in a step of `jdist.ShardedStrategy`",
 }
 
+_WRAP = "write `jdist.MirroredStrategy()`, or `jdist.MultiWorkerMirroredStrategy()` in several processes"
+_SHARD = 'write `jdist.ShardedStrategy("all")`, which shards parameters, gradients and optimizer state'
+_JOIN = "not needed: `jdist.MultiWorkerMirroredStrategy()` joins the processes that `jdist run -n N train.py` starts"
+_SYNC = "not needed: `strategy.init` creates the same state on all replicas"
+_WAIT = "not needed: a step waits for all replicas; `jax.experimental.multihost_utils.sync_global_devices(name)` is a barrier"
+_REDUCE = f'write `jdist.all_reduce("mean", tree)` {_REPLICA_FUNCTION}'
+_RANK = f"write `jax.process_index()` on the host, or `jdist.replica_id()` {_REPLICA_FUNCTION}"
+_SIZE = "write `strategy.num_replicas_in_sync`, or `jax.process_count()` for processes"
+_FEED = "write `strategy.distribute_dataset(source, batch_size)`, which divides the batches over the replicas"
+_ACCUMULATE = "write `jdist.sync.every(optimizer, k)`, or `micro_batches=k` of `Trainer.fit`"
+
+# Names of `torch.distributed`, Accelerate and Horovod.
+TORCH_NAMES = {
+    "Accelerator": _WRAP,
+    "DataParallel": _WRAP,
+    "DistributedDataParallel": _WRAP,
+    "DistributedOptimizer": "write `optax.chain(jdist.sync.mean(), optimizer)`",
+    "DistributedSampler": _FEED,
+    "FSDP": _SHARD,
+    "FullyShardedDataParallel": _SHARD,
+    "accumulate": _ACCUMULATE,
+    "all_gather_into_tensor": f"write `jdist.all_gather(tree)` {_REPLICA_FUNCTION}",
+    "allgather": f"write `jdist.all_gather(tree)` {_REPLICA_FUNCTION}",
+    "allreduce": _REDUCE,
+    "average": _REDUCE,
+    "barrier": _WAIT,
+    "broadcast_optimizer_state": _SYNC,
+    "broadcast_parameters": _SYNC,
+    "fully_shard": _SHARD,
+    "gather": "write `strategy.gather(value, axis)`",
+    "get_rank": _RANK,
+    "get_world_size": _SIZE,
+    "init_process_group": _JOIN,
+    "is_initialized": _JOIN,
+    "is_main_process": "write `jax.process_index() == 0`",
+    "launch": "write `jdist run -n N train.py` in a shell",
+    "local_rank": "not needed: the strategy selects the devices of the process",
+    "local_size": _JAX_DEVICES,
+    "no_sync": _ACCUMULATE,
+    "prepare": f"{_WRAP}, and {_FEED.removeprefix('write ')}",
+    "rank": _RANK,
+    "reduce_scatter_tensor": f'write `jdist.reduce_scatter("sum", tree)` {_REPLICA_FUNCTION}',
+    "shard": "write `strategy.split(batch)` for a batch, `jdist.ShardedStrategy` for a state",
+    "size": _SIZE,
+    "wait_for_everyone": _WAIT,
+    "world_size": _SIZE,
+}
+
+# Callbacks of Keras and Lightning.
+CALLBACK_NAMES = {
+    "BackupAndRestore": "write `fit(resume=jdist.Checkpointer(path))`",
+    "CSVLogger": 'write `jdist.callbacks.CSVLog("log.csv")`',
+    "GradientAccumulationScheduler": "write `micro_batches=k` of `Trainer.fit`, or `jdist.sync.every(optimizer, k)`",
+    "History": "not needed: `Trainer.fit` returns it, `fit.history`",
+    "LambdaCallback": "not needed: a function of a `jdist.callbacks.Event` is a callback",
+    "LearningRateMonitor": "write `jdist.callbacks.learning_rate`",
+    "LearningRateScheduler": "pass a schedule of optax to the optimizer: `optax.adam(optax.cosine_decay_schedule(...))`",
+    "ModelCheckpoint": "write `jdist.callbacks.Checkpoint(jdist.Checkpointer(path))`",
+    "ProgbarLogger": 'write `fit(progress="bar")`',
+    "ReduceLROnPlateau": "write `optax.contrib.reduce_on_plateau` in the optimizer",
+    "TerminateOnNaN": 'not needed: it is the default of a `jdist.Trainer`, `non_finite="stop"`',
+    "Timer": "write `jdist.callbacks.TimeLimit(seconds)`",
+    "WandbLogger": "write a function of a `jdist.callbacks.Event` that logs `event.metrics`",
+}
+
+SYNC_NAMES = {
+    "all_reduce": "write `jdist.sync.mean()`, or `jdist.all_reduce` in a step",
+    "allreduce": "write `jdist.sync.mean()`",
+    "average": "write `jdist.sync.mean()`",
+    "accumulate": "write `jdist.sync.every(optimizer, k)`",
+    "bfloat16": "write `jdist.sync.in_dtype(jnp.bfloat16)`",
+    "fp16": "write `jdist.sync.in_dtype(jnp.float16)`",
+    "none": "not needed: without a policy, gradients are not reduced",
+    "pmean": "write `jdist.sync.mean()`",
+    "psum": "write `jdist.sync.sum()`",
+    "quantize": "write `jdist.sync.int8()`",
+}
+
 _CLOSE_OVER = (
     "bind it before, `strategy.step(functools.partial(fn, name=value))`, or close over it; `@jdist.step` has "
     "`static_argnames`"
@@ -164,20 +247,90 @@ def check_no_other_arguments(function: str, names: Iterable[str], accepted: str)
         raise TypeError(f"`{function}` has no argument `{name}`: {advice}.")
 
 
+DATASET_NAMES = {
+    "cardinality": "write `len(dataset)`",
+    "get_next": "write `next(iterator)`",
+    "get_next_as_optional": "write `next(iterator, None)`",
+    "make_initializable_iterator": "write `iter(dataset)`",
+    **dict.fromkeys(
+        ("batch", "filter", "map", "padded_batch", "reduce", "repeat", "shard", "skip", "take", "unbatch"),
+        "not possible on batches that are on the devices: transform the source, or write a loop over the batches",
+    ),
+}
+VALUE_NAMES = {
+    "cpu": "write `jax.device_get(value.read())`",
+    "detach": "write `jax.lax.stop_gradient` in a replica function",
+    "mean": 'write `strategy.reduce("mean", value, axis=None)`, or `jdist.all_reduce("mean", x)` in a replica function',
+    "numpy": "write `value.values`, one array per replica, or `strategy.gather(value, axis=0)`",
+    "primary": "write `value.values[0]`",
+    "read_value": "write `value.read()`, or `value.values` for one value per replica",
+    "sum": 'write `strategy.reduce("sum", value, axis=None)`, or `jdist.all_reduce("sum", x)` in a replica function',
+    "tolist": "write `[each.tolist() for each in value.values]`",
+    "value": "write `value.values`, one value per replica",
+}
+
+# Names of arguments in other libraries.
+FIT_ARGUMENTS = {
+    **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs", "num_train_epochs"), "Write `epochs=`."),
+    **dict.fromkeys(("max_steps", "num_steps", "steps_per_epoch"), "Write `steps=`, the number of all steps."),
+    "validation_split": "Divide the data, and pass `validation_data=`.",
+    "verbose": 'Write `progress="off"`, or another kind of display.',
+    "accumulate_grad_batches": "Write `micro_batches=`.",
+    "gradient_accumulation_steps": "Write `micro_batches=`.",
+    "initial_epoch": "Write `resume=jdist.Checkpointer(path)`.",
+    "ckpt_path": "Write `resume=jdist.Checkpointer(path)`.",
+    "val_data": "Write `validation_data=`.",
+    "val_dataloaders": "Write `validation_data=`.",
+    "train_dataloaders": "Pass the data as the first argument.",
+    "x": "Pass the data as the first argument: `fit((x, y), batch_size=...)`.",
+    "y": "Pass the data as the first argument: `fit((x, y), batch_size=...)`.",
+    "sample_weight": "Pass the weights with the data: `fit((x, y, weights), batch_size=...)`.",
+}
+TRAINER_ARGUMENTS = {
+    **dict.fromkeys(
+        ("learning_rate", "lr"), "Pass the rate to the optimizer: `Trainer(model, optax.adam(1e-3), loss)`."
+    ),
+    **dict.fromkeys(("devices", "num_devices", "accelerator"), "Write `strategy=jdist.MirroredStrategy(devices)`."),
+    **dict.fromkeys(("max_epochs", "num_epochs", "epochs"), "Write `trainer.fit(data, epochs=...)`."),
+    "callbacks": "Write `trainer.fit(data, callbacks=[...])`.",
+    "batch_size": "Write `trainer.fit(data, batch_size=...)`.",
+}
+STRATEGY_ARGUMENTS = {
+    **dict.fromkeys(
+        ("num_replicas", "num_devices", "num_gpus", "world_size"),
+        'Pass the devices: `jdist.MirroredStrategy(jax.devices()[:2])`, or names, `["gpu:0", "gpu:1"]`.',
+    ),
+    "devices": "Pass a mesh: `mesh=jax.sharding.Mesh(devices, ('data',))`.",
+    "gpus": "Pass the devices: `jdist.MirroredStrategy(jax.devices())`.",
+}
+
+
 def missing_attribute_error(
-    owner_name: str, name: str, tensorflow_names: Mapping[str, str], jax_names: Mapping[str, str] | None = None
+    owner_name: str, name: str, *tables: tuple[str, Mapping[str, str], str], owner: Any = None
 ) -> AttributeError:
-    """Returns the error for an attribute that does not exist, with the line to write if it is a name of TensorFlow or JAX.
+    """Returns the error for an attribute that does not exist, with the line to write if it is a name of another library.
 
     Args:
         owner_name: The object or module as the error names it.
         name: The attribute.
-        tensorflow_names: The advice for each name of TensorFlow.
-        jax_names: The advice for each name of JAX.
+        tables: The name of each library, the advice for each of its names, and the end of the message.
+        owner: The object or module. Python looks for similar names in it.
     """
-    advice = ""
-    if name in tensorflow_names:
-        advice = f". TensorFlow's `{name}`: {tensorflow_names[name]}. See docs/from_tf_distribute.md."
-    elif jax_names and name in jax_names:
-        advice = f". JAX's `{name}`: {jax_names[name]}."
-    return AttributeError(f"{owner_name} has no attribute {name!r}{advice}")
+    for library, advice, end in tables:
+        if name in advice:
+            text = f"{owner_name} has no attribute {name!r}. {library} `{name}`: {advice[name]}.{end}"
+            return AttributeError(text)
+    return AttributeError(f"{owner_name} has no attribute {name!r}", name=name, obj=owner)
+
+
+_GUIDE = " See docs/from_tf_distribute.md."
+STRATEGY_TABLE = "TensorFlow's", STRATEGY_NAMES, _GUIDE
+MODULE_TABLES = (
+    ("TensorFlow's", MODULE_NAMES, _GUIDE),
+    ("JAX's", JAX_NAMES, ""),
+    ("The name", TORCH_NAMES, " See docs/coming_from.md."),
+)
+CALLBACK_TABLE = "The name", CALLBACK_NAMES, ""
+SYNC_TABLE = "The name", SYNC_NAMES, ""
+DATASET_TABLE = "TensorFlow's", DATASET_NAMES, ""
+VALUE_TABLE = "The name", VALUE_NAMES, ""

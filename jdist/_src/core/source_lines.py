@@ -16,6 +16,15 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Equation
 
 
+def levels_to_user() -> int:
+    """Returns the `stacklevel` for a warning in the caller that names the first frame outside this package."""
+    package = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame, levels = frame.f_back, levels + 1
+    return levels
+
+
 class Frame(NamedTuple):
     """A line of source code.
 

@@ -27,7 +27,7 @@ class Buckets:
 
     Raises:
         ValueError: `widths` is empty, or not ascending.
-        TypeError: A width is not an integer.
+        TypeError: A width is not an integer, or `fill` is not a number.
 
     Example:
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
@@ -44,6 +44,12 @@ class Buckets:
     fill: Any = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.widths, Sequence | np.ndarray) or isinstance(self.widths, str):
+            raise TypeError(
+                f"`widths` must be a sequence of integers, such as `Buckets((64, 128))`, got {self.widths!r:.80}."
+            )
+        if np.ndim(self.fill) or np.asarray(self.fill).dtype.kind not in "biufc":
+            raise TypeError(f"`fill` must be a number or a boolean, got {self.fill!r:.80}.")
         widths = tuple(as_int("`widths`", width, 1) for width in self.widths)
         object.__setattr__(self, "widths", widths)
         if not widths or list(widths) != sorted(set(widths)):
@@ -72,7 +78,7 @@ class Buckets:
         if not has_width:
             raise ValueError(
                 f"`buckets` pads no leaf of the source{where}: {', '.join(name for name, _ in named_leaves('source', rows))}. "
-                "It pads leaves [row, width, ...], and with `leaves=` only those of these names."
+                f"It pads leaves [row, width, ...]{f', of these only {list(self.leaves)}' if self.leaves else ''}."
             )
         return next(width for width in self.widths if width >= widest)
 

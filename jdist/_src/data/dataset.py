@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
-import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import numpy as np
 
-from jdist._src.core import html
+from jdist._src.core import html, other_names
 from jdist._src.core.arguments import as_int
 from jdist._src.core.errors import BatchedElementsWarning
+from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree
 from jdist._src.data.batch_sync import Channel, ProcessBatchSync, new_channel
 from jdist._src.data.batches import LocalBatch, Position, element_shapes, in_memory_on_all, read_batches
@@ -63,6 +62,21 @@ class DistributedDataset:
 
     def __iter__(self) -> "DistributedIterator":
         return DistributedIterator(self)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A distributed data set cannot be pickled: it places batches on devices of this process. Pickle its source and the "
+            "position (`iterator.get_state()`), and call `strategy.distribute_dataset` again."
+        )
+
+    if not TYPE_CHECKING:  # a type checker would then accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name in other_names.DATASET_NAMES:
+                raise other_names.missing_attribute_error(
+                    f"{type(self).__name__!r} object", name, other_names.DATASET_TABLE
+                )
+            return object.__getattribute__(self, name)  # raises the error again, also one of a property
 
     def __repr__(self) -> str:
         return _text(type(self).__name__, self._config.facts(self._share))
@@ -259,6 +273,15 @@ class DistributedIterator:
     def __iter__(self) -> "DistributedIterator":
         return self
 
+    if not TYPE_CHECKING:  # a type checker would then accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name in other_names.DATASET_NAMES:
+                raise other_names.missing_attribute_error(
+                    f"{type(self).__name__!r} object", name, other_names.DATASET_TABLE
+                )
+            return object.__getattribute__(self, name)  # raises the error again, also one of a property
+
     def __repr__(self) -> str:
         return _text(type(self).__name__, self._facts())
 
@@ -292,7 +315,7 @@ class DistributedIterator:
             self._timer.receive(requested, examples, stalled)
             self._position = position
             if warning:
-                warnings.warn(warning, BatchedElementsWarning, stacklevel=_levels_to_user())
+                warnings.warn(warning, BatchedElementsWarning, stacklevel=levels_to_user())
             return rows if weights is None else (rows, weights)
         except KeyboardInterrupt as error:
             # An interrupted generator has ended. The next call starts a new one at the same position.
@@ -361,15 +384,6 @@ def _text(title: str, facts: Mapping[str, str]) -> str:
 
 def _table(title: str, facts: Mapping[str, str]) -> str:
     return html.block(html.heading(title), html.table(facts.items()))
-
-
-def _levels_to_user() -> int:
-    """Returns the `stacklevel` for a warning in the caller that names the first frame outside this package."""
-    package = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"
-    frame, levels = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
-        frame, levels = frame.f_back, levels + 1
-    return levels
 
 
 def _device_batches(

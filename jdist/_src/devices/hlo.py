@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import jax
 
+from jdist._src.core.tree import describe_type
+
 
 class Collective(NamedTuple):
     """A collective operation of a compiled program, at one call site.
@@ -65,6 +67,7 @@ def collectives(program: str | jax.stages.Compiled) -> list[Collective]:
             (`compiled.as_text()`).
 
     Raises:
+        TypeError: `program` is not compiled, such as a step or a function of `jax.jit`.
         ValueError: The text is not a compiled HLO module, or contains a collective that is not supported.
 
     Example:
@@ -74,6 +77,11 @@ def collectives(program: str | jax.stages.Compiled) -> list[Collective]:
         >>> [(each.kind, each.bytes_sent) for each in jdist.hlo.collectives(strategy.compile(step, *shapes))]
         [('all-reduce', 32.0)]
     """
+    if not isinstance(program, str | jax.stages.Compiled):
+        raise TypeError(
+            f"`collectives` reads a compiled program, got {describe_type(program)}. Compile a step for its arguments, "
+            "`strategy.compile(step, state, *inputs)`, or a function of `jax.jit`, `fn.lower(*args).compile()`."
+        )
     hlo_text = program if isinstance(program, str) else program.as_text() or ""
     computations, entry = _parse(hlo_text)
     devices = math.prod(

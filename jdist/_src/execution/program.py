@@ -236,6 +236,10 @@ class Program(Generic[StateT, InputsT, OutputsT]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
+    def __repr__(self) -> str:
+        mesh = self.backend.replicas.mesh
+        return f"Program({self._name}, on {mesh.size} {mesh.devices.flat[0].platform} devices)"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "A step cannot be pickled: it is compiled for devices of this process. Pickle its function, `step.__wrapped__`, "

@@ -66,7 +66,7 @@ class ParameterServerStrategy(Strategy):
 
     Raises:
         RuntimeError: `workers` is a number, and this process is one of several: each would train a separate model.
-        TypeError: A number is not an integer.
+        TypeError: A number is not an integer, the partitioner is not a function, or `snapshots` not a checkpointer.
         ValueError: There are no workers or no servers, `max_staleness` is negative, or a choice is unknown. No Ray cluster
             runs, or it does not have the CPUs. When a step is called first: the partitioner divides a leaf otherwise than along
             its first dimension, or the step cannot be sent to other processes.
@@ -100,7 +100,7 @@ class ParameterServerStrategy(Strategy):
         snapshots: Snapshots | None = None,
         record: str | os.PathLike[str] | None = None,
     ):
-        _check_choices(engine, non_finite)
+        _check_choices(engine, non_finite, variable_partitioner, snapshots)
         num_servers = as_int("`servers`", servers, 1)
         bound = None if max_staleness is None else as_int("`max_staleness`", max_staleness, 0)
         path = None if record is None else pathlib.Path(record)
@@ -223,9 +223,16 @@ class ParameterServerStrategy(Strategy):
         return check_partitions(self._partitioner(shape.shape, shape.dtype), shape.shape, name)
 
 
-def _check_choices(engine: str, non_finite: str) -> None:
+def _check_choices(engine: str, non_finite: str, variable_partitioner: Any, snapshots: Any) -> None:
     if engine not in ("local", "ray"):
         raise ValueError(f'`engine` must be "local" or "ray", got {engine!r}.')
+    if variable_partitioner is not None and not callable(variable_partitioner):
+        raise TypeError(
+            "`variable_partitioner` must be a function of a shape and a dtype, such as "
+            f"`jdist.MinSizePartitioner(max_shards=4)`, got {variable_partitioner!r:.80}."
+        )
+    if snapshots is not None and not all(hasattr(snapshots, name) for name in ("every", "latest", "save", "restore")):
+        raise TypeError(f"`snapshots` must be a `jdist.Checkpointer(path, every=...)`, got {snapshots!r:.80}.")
     if non_finite not in get_args(NonFinite):
         raise ValueError(f'`non_finite` must be "keep", "skip" or "stop", got {non_finite!r}.')
 

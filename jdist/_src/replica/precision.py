@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._src.core.call_errors import explain_constructor
 from jdist._src.core.trace_key import keyed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 
@@ -75,6 +76,9 @@ class Precision:
                     f"{name} is {dtype_and_shape(leaf)}, and the `param_dtype` of the precision is {self.param_dtype}. Cast "
                     "the parameters once, where the state is created: `precision.cast_params(params)`."
                 )
+
+
+explain_constructor(Precision)
 
 
 class LossScaleState(NamedTuple):

@@ -12,6 +12,7 @@ from jdist._src.collectives.cross_device_ops import AllReduce, CommunicationOpti
 from jdist._src.collectives.ops import axes_argument, axis_argument
 from jdist._src.core import activity, jax_compat, other_names
 from jdist._src.core.arguments import keyword_arguments
+from jdist._src.core.call_errors import explain_constructor, explains_arguments
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree, argument_names, describe_type
@@ -78,6 +79,10 @@ class Strategy:
         if self._spans_processes:
             watchdog.start(communication_options.timeout_seconds)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        explain_constructor(cls, other_names.STRATEGY_ARGUMENTS)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[str(device) for device in self.devices]})"
 
@@ -97,7 +102,7 @@ class Strategy:
             if name == "num_replicas":
                 raise AttributeError(f"{owner} has no attribute {name!r}. Write `strategy.num_replicas_in_sync`.")
             if name in other_names.STRATEGY_NAMES:
-                raise other_names.missing_attribute_error(owner, name, other_names.STRATEGY_NAMES)
+                raise other_names.missing_attribute_error(owner, name, other_names.STRATEGY_TABLE)
             # Also called where a property raises AttributeError: raises that error again.
             return object.__getattribute__(self, name)
 
@@ -506,6 +511,7 @@ class Strategy:
             [fn(ValueContext(i, self.replicas.size)) for i in self.replicas.local_devices], self.replicas
         )
 
+    @explains_arguments()
     def distribute_dataset(
         self,
         source: Any,

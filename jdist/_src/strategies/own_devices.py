@@ -7,6 +7,7 @@ import jax
 
 from jdist._src.cluster.traces import launched_process, warn_at_caller
 from jdist._src.core.jax_compat import has_backend
+from jdist._src.core.source_lines import levels_to_user
 
 
 def check_own_devices(strategy: str, devices: Any, explicit: str, of_all: str = "") -> None:
@@ -41,7 +42,7 @@ def check_own_devices(strategy: str, devices: Any, explicit: str, of_all: str = 
     if not given:
         raise RuntimeError(message)
     _warned_strategies.add(strategy)
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(message, stacklevel=levels_to_user())
 
 
 _warned_strategies: set[str] = set()

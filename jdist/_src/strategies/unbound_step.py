@@ -84,6 +84,9 @@ class Step(Generic[StateT, InputsT, OutputsT]):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else bind_state(self, instance)
 
+    def __repr__(self) -> str:
+        return f"Step({self.__qualname__})"
+
     def __reduce__(self) -> str:
         return self.__qualname__  # pickled by name, as a function
 

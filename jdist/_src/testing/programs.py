@@ -31,7 +31,7 @@ def assert_collectives(step: Any, expected: Mapping[str, int], *args: Any) -> No
 
     Raises:
         AssertionError: The numbers differ, or a collective is in a loop of unknown length. The message lists every collective.
-        TypeError: `step` is none of these, or a number is not an integer.
+        TypeError: `step` is none of these, `expected` is not a mapping, or a number is not an integer.
         ValueError: A kind is unknown, or a number is negative.
 
     Example:
@@ -96,7 +96,7 @@ def _compiled(step: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
         if args:
             raise TypeError("A compiled program has its shapes already: `assert_collectives(compiled, expected)`.")
         return step
-    if hasattr(step, "lower"):
+    if hasattr(step, "lower") and args:
         return step.lower(*args).compile()
     if not callable(step) or not args:
         raise TypeError(
@@ -107,6 +107,10 @@ def _compiled(step: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
 
 
 def _check_expected(expected: Mapping[str, int]) -> None:
+    if not isinstance(expected, Mapping):
+        raise TypeError(
+            f'`expected` must map kinds of collectives to numbers, such as `{{"all-reduce": 1}}`, got {expected!r:.80}.'
+        )
     for kind, number in expected.items():
         if kind not in KINDS:
             raise ValueError(f"Unknown collective {kind!r}; the kinds are {', '.join(map(repr, KINDS))}.")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.execution.step import function_name
 from jdist._src.replica.context import all_reduce
@@ -80,6 +80,7 @@ class EvalStep:
             The result of the function with the value of each metric: a number, or a numpy array.
 
         Raises:
+            TypeError: `batches` is not iterable, or is one batch.
             ValueError: There are no batches, or the data set is endless.
 
         Example:
@@ -89,6 +90,11 @@ class EvalStep:
             ...     evaluate.over(0.5, strategy.distribute_dataset(np.float32([1, 2, 6]), batch_size=2, remainder="pad"))
             {'error': 2.5}
         """
+        if is_distributed(batches) or not isinstance(batches, Iterable):
+            raise TypeError(
+                f"`batches` must be an iterable of batches, such as a distributed data set, got {describe_type(batches)}. Of "
+                "one batch, call `evaluate(state, batch)`."
+            )
         has_weights = isinstance(batches, DistributedDataset) and batches.has_weights
         if isinstance(batches, DistributedDataset) and (batches.epochs is None or batches.is_endless):
             raise ValueError("The data set is endless. Evaluate a data set with `epochs=1`.")
@@ -103,6 +109,9 @@ class EvalStep:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else bind_state(self, instance)
+
+    def __repr__(self) -> str:
+        return f"EvalStep({self.__qualname__})"
 
     def __reduce__(self) -> str:
         return self.__qualname__  # pickled by name, as a function

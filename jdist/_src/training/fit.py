@@ -28,6 +28,7 @@ from jdist._src.values.arrays import copy_arrays, is_device_array
 _DONATED = "donated to a later step"
 _LOST = "lost: an error ended the step that it was donated to"
 _OTHER_NAMES = {
+    "model": "trainer.model(fit.state)",
     **{name: f"fit.state.{name}" for name in ("params", "opt_state", "model_state", "rng")},
     "step": "fit.steps",
     "stop": "fit.stop_reason",

@@ -1,5 +1,6 @@
 """The optimizer in a training step: the reduction of gradients, the update of the parameters, and its guard."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -123,8 +124,12 @@ def _updates(optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, *
     Raises:
         TypeError: The optimizer needs another argument.
     """
+    optimizer = optax.with_extra_args_support(optimizer)
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):  # as in `optax.contrib.sam`
+        extra_args = {name: extra_args[name] for name in extra_args if name in {one.name for one in parameters}}
     try:
-        return optax.with_extra_args_support(optimizer).update(grads, opt_state, params, **extra_args)
+        return optimizer.update(grads, opt_state, params, **extra_args)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise

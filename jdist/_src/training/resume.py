@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.checkpoint.checkpointer import Checkpointer, newest_step
+from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.strategies.base import Strategy
@@ -151,9 +152,8 @@ def restore_callback_states(callbacks: Sequence[tuple[str, Callback]], entries: 
                 f"them, which cannot be distinguished. {_SET_IDENTITY}"
             )
         if count > 1:
-            warnings.warn(
-                f"{count} callbacks are named {name}; their states are restored in order. {_SET_IDENTITY}", stacklevel=4
-            )
+            message = f"{count} callbacks are named {name}; their states are restored in order. {_SET_IDENTITY}"
+            warnings.warn(message, stacklevel=levels_to_user())
     for name in counts:
         if name not in saved_counts:
             _log.warning("The checkpoint contains no state of %s: it starts without one.", name)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist._src.core.tree import PyTree, named_leaves
+from jdist._src.core.tree import PyTree, describe_type, named_leaves
 from jdist._src.replica.precision import LossScaleState
 from jdist._src.strategies.variables import read_values
 from jdist._src.sync.accumulation import EveryState, SkipState
@@ -111,9 +111,10 @@ def state_fields(state: PyTree) -> StateFields:
     is_dataclass = dataclasses.is_dataclass(type(state))
     if missing or not is_dataclass:
         problem = f"lacks {', '.join(missing)}" if is_dataclass else "is not a dataclass"
+        actual = describe_type(state)
         raise TypeError(
             "The training state must be a `jdist.TrainState`, or a dataclass with `step`, `params` and `opt_state`; "
-            f"{type(state).__name__} {problem}."
+            f"{actual} {problem}. Create one: `jdist.init(lambda: jdist.TrainState.create(params, optimizer))`."
         )
     model_state = getattr(state, "model_state", None)
     if model_state is None and getattr(state, "batch_stats", None):

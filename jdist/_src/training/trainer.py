@@ -14,7 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
+from jdist._src.core import other_names
 from jdist._src.core.arguments import as_int
+from jdist._src.core.call_errors import explains_arguments
+from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree
 from jdist._src.data.config import Cache
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator
@@ -134,6 +137,7 @@ class Trainer:
         100
     """
 
+    @explains_arguments(other_names.TRAINER_ARGUMENTS)
     def __init__(
         self,
         model: Any = None,
@@ -221,6 +225,7 @@ class Trainer:
         return self.strategy.init(make, jax.random.key(self._seed))
 
     @explain_keras_arguments("fit((x, y), batch_size=...)", num_positional=1)
+    @explains_arguments(other_names.FIT_ARGUMENTS)
     def fit(
         self,
         data: Any,
@@ -340,10 +345,11 @@ class Trainer:
             loop = Loop(config, start, start.position or first_position)
             remaining_steps = None if steps is None else max(0, steps - loop.step)
             if remaining_steps == 0 and state is not None and start.state is state and loop.step:
-                warnings.warn(no_step_message(steps or 0, loop.step), stacklevel=3)
+                warnings.warn(no_step_message(steps or 0, loop.step), stacklevel=levels_to_user())
             return loop.run(step_groups(itertools.islice(batches, remaining_steps), steps_per_call))
 
     @explain_keras_arguments("evaluate(state, (x, y), batch_size=...)", num_positional=2)
+    @explains_arguments()
     def evaluate(self, state: PyTree, data: Any, *, batch_size: int | None = None) -> dict[str, Any]:
         """Returns the loss and the metrics of a model, exact over all examples.
 
@@ -364,6 +370,7 @@ class Trainer:
         metrics, examples = self._evaluate(state, distribute_one_pass(self.strategy, "data", data, batch_size))
         return {**metrics, "examples": examples}
 
+    @explains_arguments()
     def predict(self, state: PyTree, data: Any, *, batch_size: int | None = None) -> PyTree:
         """Returns the outputs of a model for all examples, in the order of the data.
 

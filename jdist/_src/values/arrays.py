@@ -39,6 +39,10 @@ def is_on_mesh(leaf: object) -> bool:
 
 def check_array(name: str, leaf: Any) -> None:
     """Raises TypeError if `leaf` is not a number or an array of numbers."""
+    if isinstance(leaf, jax.Ref):
+        raise TypeError(
+            f"{name} is a `jax.Ref`, which has no placement on several devices. Pass its value, `ref[...]`."
+        )
     if is_traceable(leaf) or isinstance(leaf, int):
         return
     if isinstance(leaf, np.ma.MaskedArray):  # numpy would drop the mask silently

@@ -17,13 +17,14 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jdist._src.core import other_names
 from jdist._src.core.modules import leaves_with_path
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of, num_replicas_on
@@ -46,6 +47,15 @@ class DistributedValues(abc.ABC):
     _is_replicated: ClassVar[bool] = False  # whether every replica has the same value
     _is_stacked: ClassVar[bool] = False  # whether the leaves on the host are `[replica, ...]`
     tree: PyTree
+
+    if not TYPE_CHECKING:  # a type checker would then accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name in other_names.VALUE_NAMES:
+                raise other_names.missing_attribute_error(
+                    f"{type(self).__name__!r} object", name, other_names.VALUE_TABLE
+                )
+            return object.__getattribute__(self, name)  # raises the error again, also one of a property
 
     @staticmethod
     @abc.abstractmethod

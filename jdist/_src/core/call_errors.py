@@ -1,0 +1,71 @@
+"""Errors of calls whose arguments do not fit: the parameter that was meant, or the line to write."""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+_BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+
+
+def explains_arguments(other_names: Mapping[str, str] | None = None) -> Callable[[F], F]:
+    """Returns a decorator for functions that users call: arguments that do not fit are errors that name the parameter.
+
+    Python's own message names neither the nearest parameter (before Python 3.13) nor the name of another library.
+
+    Args:
+        other_names: The line to write for each name of another library.
+    """
+
+    def decorate(fn: F) -> F:
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return fn(*args, **kwargs)
+            except TypeError as error:
+                traceback = error.__traceback__
+                if traceback is None or traceback.tb_next is not None:  # raised within `fn`
+                    raise
+                message = _explanation(fn, args, kwargs, other_names or {}) or str(error)
+            raise TypeError(message)
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+def explain_constructor(cls: type, other_names: Mapping[str, str] | None = None) -> None:
+    """Lets a class explain the arguments of its own constructor, if it defines one."""
+    if "__init__" in vars(cls):
+        cls.__init__ = explains_arguments(other_names)(cls.__init__)
+
+
+def _explanation(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], other_names: Mapping[str, str]
+) -> str | None:
+    signature = inspect.signature(fn)
+    parameters = {name: one for name, one in signature.parameters.items() if name != "self"}
+    name = fn.__qualname__.removesuffix(".__init__")
+    by_name = [each for each, one in parameters.items() if one.kind in _BY_NAME]
+    for unknown in kwargs:
+        if unknown not in by_name:
+            near = difflib.get_close_matches(unknown, by_name, 1)
+            advice = other_names.get(unknown) or (f"Did you mean `{near[0]}`?" if near else "")
+            listed = ", ".join(f"`{each}`" for each in by_name)
+            return f"`{name}` has no argument `{unknown}`. {advice or f'Its arguments are {listed}.'}"
+    try:
+        signature.bind_partial(*args, **kwargs)
+    except TypeError:
+        only = [each for each, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY]
+        if not only:
+            return None
+        return f"`{name}` takes these arguments by name: {', '.join(f'`{each}=`' for each in only)}."
+    shown = [one.replace(annotation=inspect.Parameter.empty) for one in parameters.values()]
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        call = signature.replace(parameters=shown, return_annotation=inspect.Signature.empty)
+        return f"`{name}`: {error}. Call it as `{name.split('.')[-1]}{call}`."
+    return None
