@@ -101,7 +101,20 @@ def test_data_position_and_extra_are_optional(checkpointer, two):
     assert restored["none"] is None and restored["empty"] == [] and restored["zero"].shape == (0, 2)
 
 
-DTYPES = ["bool", "int4", "int8", "uint16", "int32", "float16", "bfloat16", "float8_e4m3fn", "float32", "complex64"]
+DTYPES = [
+    "bool",
+    "int2",
+    "int4",
+    "int8",
+    "uint16",
+    "int32",
+    "float16",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float32",
+    "complex64",
+]
+DTYPES += ["uint2", "uint4", "float8_e4m3"]  # TensorStore does not have them
 
 
 def test_every_dtype_and_host_value_is_restored_bit_for_bit(checkpointer, two):

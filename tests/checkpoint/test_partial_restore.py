@@ -138,7 +138,7 @@ W = np.zeros((2, 2), np.float32)
      "After `rename`, params/head and step of The checkpoint of step 3 in .* have the same path, step"),
     (None, {"only": 3}, TypeError, '`only` must be a path such as "params/encoder", or a list of paths, got 3'),
     (None, {"only": "/"}, ValueError, "`only` contains an empty path"),
-    ({"step": 0}, {"rename": ["a", "b"]}, TypeError, "`rename` must be a mapping from paths in the checkpoint to paths in"),
+    ({"step": 0}, {"rename": ["a", "b"]}, TypeError, "`rename` must be a mapping from saved paths to paths in `like`"),
     ({"step": 0}, {"rename": {"step": ""}}, ValueError, "`rename` contains an empty path"),
 ])  # fmt: skip
 def test_mismatches_name_the_leaves(folder, two, like, options, error, message):

@@ -380,8 +380,8 @@ def test_path_that_is_not_an_export_is_not_replaced(kind, tmp_path):
 
 def test_failed_export_leaves_the_existing_one(tmp_path):
     exported_scale(tmp_path)
-    with pytest.raises(TypeError, match="do not have this dtype"):
-        export(tmp_path / "x", lambda s, x: x * s.astype("float32"), jnp.int4(1), (ROWS,))
+    with pytest.raises(ValueError, match="first dimension is not the batch"):
+        export(tmp_path / "x", lambda s, x: x.sum() * s, 1.0, (ROWS,))
     with pytest.raises(FileNotFoundError, match="The folder .* does not exist"):
         export(tmp_path / "none" / "x", SCALE, 1.0, (ROWS,))
     assert load(tmp_path / "x")(np.ones((1, 3), np.float32)).tolist() == [[2] * 3]
@@ -591,3 +591,10 @@ def test_missing_package_is_an_error_with_the_command_to_install_it(tmp_path, mo
 def test_export_in_a_replica_function_is_refused(two, tmp_path):
     with pytest.raises(RuntimeError, match="export"):
         two.run(lambda: export(tmp_path / "x", SCALE, 1.0, (ROWS,)))
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4", "float8_e4m3"])
+def test_weights_of_few_bits_are_exported(dtype, tmp_path):
+    state = {"w": np.asarray([1, 0, 1]).astype(dtype), "b": np.float32(2)}
+    export(tmp_path / "x", lambda s, x: x * (s["w"].dtype == dtype) * s["w"].astype("float32") + s["b"], state, (ROWS,))
+    assert load(tmp_path / "x")(np.ones((2, 3), np.float32)).tolist() == [[3, 2, 3]] * 2

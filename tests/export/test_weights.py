@@ -317,13 +317,94 @@ def test_file_of_a_dtype_that_jax_lacks_is_refused_by_name(name, tmp_path):
         weights.load(tmp_path / "w")
 
 
-@pytest.mark.parametrize("array", [np.zeros(1, complex), np.zeros(1, ml_dtypes.int4)], ids=["complex128", "int4"])
-def test_dtype_that_safetensors_does_not_have_is_refused_before_anything_is_written(array, tmp_path):
-    with pytest.raises(
-        TypeError, match=r"a\.b is (complex128|int4)\[1\], and safetensors files do not have this dtype. Cast"
-    ):
-        weights.save(tmp_path / "w", {"a": {"b": array}})
+def test_dtype_that_safetensors_does_not_have_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(TypeError, match=r"a\.b is complex128\[1\], and safetensors files do not have this dtype. Cast"):
+        weights.save(tmp_path / "w", {"a": {"b": np.zeros(1, complex)}})
     assert not os.listdir(tmp_path)
+
+
+BYTE_DTYPES = ["int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3", "float8_e5m2fnuz", "float8_e8m0fnu"]
+
+
+def test_dtypes_that_safetensors_does_not_have_are_stored_as_bytes(strategy, tmp_path):
+    bits = np.uint8([[0, 1], [1, 0], [1, 1], [0, 1]])
+    tree = {name: bits.astype(name) if "int" in name else bits.view(name) for name in BYTE_DTYPES}
+    weights.save(tmp_path / "w", strategy.put(tree))
+    for loaded in (weights.load(tmp_path / "w"), weights.load(tmp_path / "w", like=tree, strategy=strategy)):
+        assert_same_bits(jax.device_get(loaded), tree)
+    assert safetensors.numpy.load_file(tmp_path / "w")["int4"].tolist() == bits.tolist()  # another program reads values
+
+
+def test_save_leaves_no_host_copy_in_the_arrays(tmp_path):
+    strategy = STRATEGIES["sharded_4"]()
+    state = strategy.put({"w": np.ones((8, 2), np.float32), "rows": np.zeros(3, np.float32)})
+    rows = STRATEGIES["mirrored_2"]().run(lambda: jdist.replica_id() * 1.0)
+    weights.save(tmp_path / "w", {**state, "per_replica": rows})
+    assert [x._npy_value for x in (*state.values(), rows.tree)] == [None] * 3
+
+
+TORCH = {
+    "encoder.0.weight": np.ones((2, 3), np.float32),
+    "encoder.1.num_batches_tracked": np.array(7, np.int64),
+    "encoder.10.weight": np.zeros(2, np.float32),
+    "head.weight": np.ones(3, np.float32),
+    "position_ids": np.array([[0, 2**31 - 1, -(2**31)]], np.int64),
+}
+
+
+def test_64_bit_integers_are_converted_if_their_values_fit(strategy, tmp_path):
+    safetensors.numpy.save_file(TORCH, tmp_path / "w")
+    loaded = weights.load(tmp_path / "w", strategy=strategy)
+    assert loaded["position_ids"].dtype == np.int32 and int(loaded["encoder"]["1"]["num_batches_tracked"]) == 7
+    assert np.asarray(loaded["position_ids"]).tolist() == TORCH["position_ids"].tolist()
+    assert weights.load(tmp_path / "w")["position_ids"].dtype == np.int64  # numpy has 64 bits
+    like = {name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for name, x in TORCH.items()}
+    for options in ({}, {"strategy": strategy}):
+        assert weights.load(tmp_path / "w", like=like, **options)["position_ids"].dtype == np.int32
+    assert weights.load(tmp_path / "w", like=TORCH, strategy=strategy)["position_ids"].dtype == np.int32
+
+
+@pytest.mark.parametrize("values", [[2**31], [-(2**31) - 1], [2.0]], ids=["large", "small", "float64"])
+def test_64_bit_numbers_are_not_truncated_silently_for_a_strategy(values, two, tmp_path):
+    path = saved(tmp_path, {"n": np.array(values), "w": np.zeros(1, np.float32)})
+    with pytest.raises(
+        TypeError, match=r"n in .* is (int64|float64)\[1\], and would become (int32|float32) on the devices"
+    ):
+        weights.load(path, strategy=two)
+    assert list(weights.load(path, strategy=two, only="w")) == ["w"]
+
+
+def test_only_and_rename_select_and_rename_arrays(strategy, tmp_path):
+    safetensors.numpy.save_file(TORCH, tmp_path / "w")
+    load = lambda **options: weights.load(tmp_path / "w", **options)
+    names = lambda tree: sorted(weight_files.leaves_by_name(tree))
+    assert names(load(only="encoder.1")) == ["encoder.1.num_batches_tracked"]  # not encoder.10
+    assert names(load(rename={"encoder": "params.body", "encoder.10": "last"}, only=["params", "last"])) == [
+        "last.weight",
+        "params.body.0.weight",
+        "params.body.1.num_batches_tracked",
+    ]
+    new = strategy.put({"params": {"w": np.zeros(3, np.float32)}, "seen": jdist.Mirrored(np.float32(5))})
+    loaded = load(like=new, only="params", rename={"head.weight": "params.w"}, strategy=strategy)
+    assert loaded["params"]["w"].sharding == new["params"]["w"].sharding and loaded["params"]["w"].tolist() == [1] * 3
+    assert loaded["seen"] is new["seen"] or loaded["seen"].tree is new["seen"].tree
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"only": "encoder.2"}, r'w and `like` do not have the path only="encoder.2". The leaves are '),
+        ({"rename": {"enc": "e"}}, 'w does not have the path "enc", which `rename` contains. The leaves are '),
+        ({"rename": {"head.weight": "position_ids"}}, "of .*w have the same path, position_ids"),
+        ({"only": "encoder.0", "like": {"head": {"weight": jax.ShapeDtypeStruct((3,), "float32")}}},
+         "`only` does not restore head.weight, and `like` contains shapes there"),
+    ],
+    ids=["only", "rename", "collision", "shapes"],
+)  # fmt: skip
+def test_wrong_only_and_rename_are_refused(options, message, tmp_path):
+    safetensors.numpy.save_file(TORCH, tmp_path / "w")
+    with pytest.raises(ValueError, match=message):
+        weights.load(tmp_path / "w", **options)
 
 
 def test_arguments_of_save_and_load_that_are_swapped_are_refused_with_the_right_call(tmp_path):
@@ -370,12 +451,6 @@ def test_leaf_that_was_donated_to_a_step_is_refused_by_name(two, tmp_path):
     two.step(lambda state: (state, None))(state)
     with pytest.raises(ValueError, match=r"w \(float32\[1\]\) was donated to a step"):
         weights.save(tmp_path / "w", state)
-
-
-def test_64_bit_numbers_are_not_truncated_silently_for_a_strategy(two, tmp_path):
-    path = saved(tmp_path, {"n": np.array([2**40])})
-    with pytest.raises(TypeError, match=r"n in .* is int64\[1\], and would become int32 on the devices"):
-        weights.load(path, strategy=two)
 
 
 def test_missing_package_is_an_error_with_the_command_to_install_it(tmp_path, monkeypatch):

@@ -26,7 +26,7 @@ class LeafSelection(NamedTuple):
 
 
 def as_paths(only: Any) -> tuple[str, ...] | None:
-    """Returns the argument `only` of `restore` as paths; None for all leaves.
+    """Returns the argument `only` of `restore` and `weights.load` as paths; None for all leaves.
 
     Raises:
         TypeError: It is not a path or a sequence of paths.
@@ -43,7 +43,7 @@ def as_paths(only: Any) -> tuple[str, ...] | None:
 
 
 def as_renames(rename: Any) -> dict[str, str]:
-    """Returns the argument `rename` of `restore` as a dict from saved paths to new paths.
+    """Returns the argument `rename` of `restore` and `weights.load` as a dict from saved paths to new paths.
 
     Raises:
         TypeError: It is not a mapping of strings.
@@ -53,44 +53,51 @@ def as_renames(rename: Any) -> dict[str, str]:
         return {}
     if not isinstance(rename, Mapping) or not all(isinstance(path, str) for pair in rename.items() for path in pair):
         raise TypeError(
-            "`rename` must be a mapping from paths in the checkpoint to paths in `like`, such as "
+            "`rename` must be a mapping from saved paths to paths in `like`, such as "
             f'{{"params/encoder": "params/backbone"}}, got {rename!r}.'
         )
     return {_checked_path("rename", old): _checked_path("rename", new) for old, new in rename.items()}
 
 
-def is_below(path: str, paths: Sequence[str] | None) -> bool:
+def is_below(path: str, paths: Sequence[str] | None, separator: str = "/") -> bool:
     """Returns whether a leaf with a path is one of `paths` or below one of them; always with None.
+
+    Args:
+        path: The path of the leaf.
+        paths: The paths above leaves.
+        separator: The separator of the parts of paths.
 
     Example:
         >>> is_below("params/encoder/w", ["params/encoder"]), is_below("params/encoder_2/w", ["params/encoder"])
         (True, False)
     """
-    return paths is None or any(path == parent or path.startswith(f"{parent}/") for parent in paths)
+    return paths is None or any(path == parent or path.startswith(parent + separator) for parent in paths)
 
 
-def check_each_path(name: str, only: Sequence[str] | None, leaves: Sequence[Leaf], saved: PyTree) -> None:
+def check_each_path(
+    name: str, only: Sequence[str] | None, leaves: Sequence[Leaf], saved: PyTree = None, separator: str = "/"
+) -> None:
     """Raises ValueError if neither the leaves nor the saved state, which may have empty parts, have a path of `only`.
 
     The message begins with `name`.
     """
     for path in only or ():
-        if not any(is_below(leaf.path, [path]) for leaf in leaves) and not _has_node(saved, path.split("/")):
+        if not any(is_below(leaf.path, [path], separator) for leaf in leaves) and not _has_node(saved, path.split("/")):
             raise ValueError(f'{name} and `like` do not have the path only="{path}". {_named_leaves(leaves)}')
 
 
-def renamed_leaves(name: str, leaves: Sequence[Leaf], rename: Mapping[str, str]) -> list[Leaf]:
+def renamed_leaves(name: str, leaves: Sequence[Leaf], rename: Mapping[str, str], separator: str = "/") -> list[Leaf]:
     """Returns the saved leaves with their new paths. The longest path in `rename` above a leaf applies.
 
     Raises:
         ValueError: A path of `rename` does not exist, or two leaves get the same path. The message begins with `name`.
     """
-    unused = [old for old in rename if not any(is_below(leaf.path, [old]) for leaf in leaves)]
+    unused = [old for old in rename if not any(is_below(leaf.path, [old], separator) for leaf in leaves)]
     if unused:
         raise ValueError(
             f'{name} does not have the path "{unused[0]}", which `rename` contains. {_named_leaves(leaves)}'
         )
-    renamed = [leaf._replace(keys=_renamed_keys(leaf.keys, rename)) for leaf in leaves]
+    renamed = [leaf._replace(keys=_renamed_keys(leaf.keys, rename, separator)) for leaf in leaves]
     sources: dict[str, str] = {}
     for old, new in zip(leaves, renamed, strict=True):
         if sources.setdefault(new.path, old.path) != old.path:
@@ -104,6 +111,29 @@ def with_keys_of(leaves: Sequence[Leaf], wanted: Sequence[Leaf]) -> list[Leaf]:
     """Returns `leaves` with the keys of those wanted leaves that have the same path, because a key may contain a slash."""
     keys = {leaf.path: leaf.keys for leaf in wanted}
     return [leaf._replace(keys=keys.get(leaf.path, leaf.keys)) for leaf in leaves]
+
+
+def unchanged_leaves(like: PyTree, leaves: Sequence[Leaf], selected: set[int]) -> dict[int, Any]:
+    """Returns the leaves of `like` that are not restored, by their numbers.
+
+    Raises:
+        ValueError: One of them is a shape without a value.
+    """
+    unchanged = {number: leaf for number, leaf in enumerate(jax.tree.leaves(like)) if number not in selected}
+    shapes = [leaves[number].path for number, leaf in unchanged.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if shapes:
+        raise ValueError(
+            f"`only` does not restore {shortened(shapes)}, and `like` contains shapes there, without values. Pass a state "
+            "with values as `like`, such as the result of `trainer.init`; or restore without `like`, or with the part of it "
+            "that `only` names."
+        )
+    return unchanged
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Returns the first names as text, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def pruned(tree: PyTree, only: Sequence[str] | None) -> PyTree:
@@ -141,9 +171,9 @@ def _has_node(tree: PyTree, keys: Sequence[str]) -> bool:
     return True
 
 
-def _renamed_keys(keys: Keys, rename: Mapping[str, str]) -> Keys:
+def _renamed_keys(keys: Keys, rename: Mapping[str, str], separator: str) -> Keys:
     path = "/".join(keys)
-    parents = [old for old in rename if is_below(path, [old])]
+    parents = [old for old in rename if is_below(path, [old], separator)]
     if not parents:
         return keys
     old = max(parents, key=len)
@@ -158,5 +188,4 @@ def _checked_path(name: str, path: str) -> str:
 
 
 def _named_leaves(leaves: Sequence[Leaf]) -> str:
-    more = f" and {len(leaves) - _MOST_NAMED} more" if len(leaves) > _MOST_NAMED else ""
-    return f"The leaves are {', '.join(leaf.path for leaf in leaves[:_MOST_NAMED])}{more}."
+    return f"The leaves are {shortened([leaf.path for leaf in leaves])}."

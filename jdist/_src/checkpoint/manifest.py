@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jdist._src.core.byte_dtypes import byte_dtype, from_bytes
 from jdist._src.core.version import __version__
 
+AS_BYTES = ("uint2", "uint4", "float8_e4m3")  # dtypes that TensorStore does not have
 _FORMAT = 2
 _UNSIGNED = 1  # the format of manifests without a fingerprint of their own
 
@@ -30,7 +32,7 @@ class StoredArray:
         number: The name of the array in orbax's files.
         path: Its path in the checkpoint: `state/params/w`.
         shape: Its shape in the file.
-        dtype: Its dtype in the file; for random keys the dtype of JAX.
+        dtype: Its dtype; for random keys the dtype of JAX.
         placement: Its wrapper and sharding when it was saved, as text.
         fingerprint: The fingerprint of its bits.
         key: For random keys, the name of the generator.
@@ -52,9 +54,10 @@ class StoredArray:
 
     @property
     def bits(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of the array in the file: for random keys, of the key data."""
+        """The shape and dtype of the array in the file: for random keys, of the key data; bytes for `AS_BYTES`."""
         if self.key is None:
-            return self.array
+            dtype = byte_dtype(self.dtype) if self.dtype in AS_BYTES else None
+            return jax.ShapeDtypeStruct(self.shape, dtype or self.array.dtype)
         data = jax.eval_shape(lambda: jax.random.key_data(self._make_key()))
         return jax.ShapeDtypeStruct(self.shape + data.shape, data.dtype)
 
@@ -73,7 +76,7 @@ class StoredArray:
     def from_bits(self, bits: Any) -> Any:
         """Returns the array that is stored as `bits`, on the same devices."""
         if self.key is None:
-            return bits
+            return from_bytes(bits, self.array.dtype) if self.dtype in AS_BYTES else bits
         keys = jax.random.wrap_key_data(bits, impl=self.key)
         return keys if isinstance(bits, np.ndarray) else jax.device_put(keys, bits.sharding)
 

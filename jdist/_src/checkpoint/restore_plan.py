@@ -22,6 +22,8 @@ from jdist._src.checkpoint.leaf_selection import (
     is_below,
     pruned,
     renamed_leaves,
+    shortened,
+    unchanged_leaves,
     with_keys_of,
 )
 from jdist._src.checkpoint.manifest import StoredArray, from_text, signed, stored_arrays
@@ -47,8 +49,6 @@ from jdist._src.values.device_put import check_not_nested, check_uniform_shape, 
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 from jdist._src.values.state_sharding import StateSharding
-
-_MOST_NAMED = 4
 
 
 class _LeafPlan(NamedTuple):
@@ -189,7 +189,7 @@ def make_restore_plan(
         number: _plan_leaf(saved_by_keys[leaf.keys], leaf, shardings[number], replicas)
         for number, leaf in selected.items()
     }
-    unchanged = _unchanged_leaves(like, all_targets, set(selected))
+    unchanged = unchanged_leaves(like, all_targets, set(selected))
     facts = {
         "`step`": [str(manifest["step"])],
         "the manifest of the checkpoint": [signed(manifest)["fingerprint"]],
@@ -199,23 +199,6 @@ def make_restore_plan(
     unrestored = tuple(all_targets[number].path for number in unchanged)
     unused = tuple(leaf.value.path.partition("/")[2] for leaf in all_saved if not is_below(leaf.path, only))
     return RestorePlan(folder, manifest, jax.tree.structure(target), plans, unchanged, unrestored, unused), facts
-
-
-def _unchanged_leaves(like: PyTree, leaves: Sequence[Leaf], selected: set[int]) -> dict[int, Any]:
-    """Returns the leaves of `like` that are not restored, by their numbers.
-
-    Raises:
-        ValueError: One of them is a shape without a value.
-    """
-    unchanged = {number: leaf for number, leaf in enumerate(jax.tree.leaves(like)) if number not in selected}
-    shapes = [leaves[number].path for number, leaf in unchanged.items() if isinstance(leaf, jax.ShapeDtypeStruct)]
-    if shapes:
-        raise ValueError(
-            f"`only` does not restore {_shortened(shapes)}, and `like` contains shapes there, without values. Pass a state "
-            "with values as `like`, such as the result of `trainer.init`; or restore without `like`, or with the part of it "
-            "that `only` names."
-        )
-    return unchanged
 
 
 def _saved_shapes(tree: PyTree, num_replicas: int) -> PyTree:
@@ -287,12 +270,7 @@ def _differences(saved: Sequence[Leaf], wanted: Sequence[Leaf]) -> list[str]:
         if keys in saved_by_keys and not _matches(saved_by_keys[keys], leaf)
     ]
     groups = {"Only in `like`": missing, "Only in the checkpoint": surplus, "Different shape or dtype": changed}
-    return [f"{title}: {_shortened(names)}." for title, names in groups.items() if names]
-
-
-def _shortened(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+    return [f"{title}: {shortened(names)}." for title, names in groups.items() if names]
 
 
 def _matches(saved: Leaf, wanted: Leaf) -> bool:

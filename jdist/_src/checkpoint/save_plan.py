@@ -14,14 +14,15 @@ import numpy as np
 from jax import core
 
 from jdist._src.checkpoint.fingerprint import fingerprints
-from jdist._src.checkpoint.manifest import StoredArray, checked_json, make_manifest, to_text
+from jdist._src.checkpoint.manifest import AS_BYTES, StoredArray, checked_json, make_manifest, to_text
 from jdist._src.checkpoint.preservation import as_metrics
 from jdist._src.checkpoint.process_sync import Facts
 from jdist._src.checkpoint.tree_format import Leaf, check_distinct, is_inline, leaves_of, to_json
+from jdist._src.core.byte_dtypes import to_bytes
 from jdist._src.core.modules import to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.values.aggregation import VariableAggregation, aggregate_rows
-from jdist._src.values.arrays import check_array, is_device_array
+from jdist._src.values.arrays import check_array, is_device_array, to_numpy
 from jdist._src.values.device_put import check_not_nested, check_uniform_shape
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 from jdist._src.values.server_array import read_servers
@@ -121,7 +122,7 @@ def _check_state_leaf(leaf: Leaf) -> Any:
     if is_device_array(x) and (jax.process_count() == 1 or not x.is_fully_addressable):
         return x
     if is_device_array(x):  # an array of one process of several
-        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.array(x)
+        return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else to_numpy(x).copy()
     host_value = np.array(x)
     dtype = jax.dtypes.canonicalize_dtype(host_value.dtype)
     value = host_value.astype(dtype)
@@ -148,13 +149,19 @@ def _total(leaf: Leaf) -> jax.Array:
 
 
 def _to_bits(x: Any) -> Any:
-    """Returns the array that is written for `x`: the data of random keys.
+    """Returns the array that is written for `x`: the data of random keys, and bytes for `AS_BYTES`.
 
     On several processes, orbax accepts an array of a single process only from the host.
     """
-    bits = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    bits = (
+        jax.random.key_data(x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else to_bytes(x)
+        if str(x.dtype) in AS_BYTES
+        else x
+    )
     is_of_one_process = jax.process_count() > 1 and isinstance(bits, jax.Array) and bits.is_fully_addressable
-    return np.asarray(bits) if is_of_one_process else bits
+    return to_numpy(bits) if is_of_one_process else bits
 
 
 def _describe(leaf: Leaf) -> str:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core import source_lines
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
+from jdist._src.core.byte_dtypes import to_bytes
 from jdist._src.core.modules import array_children, is_nnx_module, is_variable
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape
 from jdist._src.core.version import __version__
@@ -25,6 +27,7 @@ FORMAT = 1
 MANIFEST, FUNCTION, WEIGHTS = "manifest.json", "function.bin", "weights.safetensors"
 
 Platform = Literal["cpu", "cuda", "rocm", "tpu"]
+_TWO_BITS = (jnp.int2, jnp.uint2)
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
@@ -48,7 +51,8 @@ def export(
         path: The folder.
         apply: A function `apply(state, *inputs)` that returns a tree of arrays `[batch, ...]`, one result per example. The
             state is passed without wrappers, and there is one replica: jdist's collectives are the identity.
-        state: The weights, with any sharding, under any strategy. Wrapped values are read, as by `jdist.read_values`.
+        state: The weights, with any sharding, under any strategy. Wrapped values are read, as by `jdist.read_values`. 2-bit
+            integers, which `jax.export` does not have, are exported as bytes; `apply` receives them with their dtype.
         signature: The inputs, as a tuple: for each input a tree of arrays, or of `jax.ShapeDtypeStruct`, of a batch of any
             size. The first dimension is the batch. An input without dimensions is the same for all examples.
         platforms: The platforms of the program.
@@ -80,6 +84,7 @@ def export(
     values = jax.tree.map(
         lambda x: x if weights.is_random_key(x) else np.asarray(x, weights.jax_dtype(x)), weights.to_host(state)
     )
+    apply, values = _with_stored_dtypes(apply, values)
     exported = _export_program(apply, values, inputs, tuple(platforms))
     function, has_gradient = _serialize(exported)
     manifest = _make_manifest(exported, list(inputs), function, has_gradient)
@@ -143,6 +148,20 @@ def _shapes(name: str, tree: PyTree) -> PyTree:
         return _with_batch_size(shape, max(shape.shape[0], 1)) if shape.shape else shape  # an empty batch is allowed
 
     return jax.tree.map(shape_of, tree)
+
+
+def _with_stored_dtypes(apply: Callable[..., PyTree], values: PyTree) -> tuple[Callable[..., PyTree], PyTree]:
+    """Returns `apply` and its weights with bytes in place of integers of 2 bits."""
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(values)]
+    if not any(dtype in _TWO_BITS for dtype in dtypes):
+        return apply, values
+
+    def apply_to_bytes(state: PyTree, *args: PyTree) -> PyTree:
+        leaves, treedef = jax.tree.flatten(state)
+        leaves = [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+        return apply(treedef.unflatten(leaves), *args)
+
+    return apply_to_bytes, jax.tree.map(lambda x: to_bytes(x) if x.dtype in _TWO_BITS else x, values)
 
 
 def _export_program(

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jdist._src.core.byte_dtypes import from_bytes
 from jdist._src.core.paths import is_file, is_url
 
 DTYPES = {
@@ -26,6 +27,7 @@ DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
 }  # fmt: skip
 KEYS = "jdist.random_keys"  # in the metadata: the names of the arrays that are random keys, with their implementations
+BYTE_DTYPES = "jdist.dtypes"  # in the metadata: the names of the arrays that are stored as bytes, with their dtypes
 INDEX_SUFFIX = ".index.json"
 _MAX_HEADER_BYTES = 100_000_000  # of the safetensors package
 
@@ -38,13 +40,16 @@ class StoredTensor:
         path: The file.
         start: The position of its first byte.
         shape: Its shape.
-        dtype: Its dtype.
+        dtype: Its dtype after `read`.
+        file_dtype: Its dtype in the file: a wider one for integers that fit into `dtype`; bytes for a dtype that safetensors
+            does not have.
     """
 
     path: pathlib.Path
     start: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    file_dtype: np.dtype[Any]
 
     def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """Returns the array, or the part of it at `index`, as a new array. Only the rows of this part are read.
@@ -52,22 +57,27 @@ class StoredTensor:
         Raises:
             OSError: The file cannot be read.
         """
-        index = () if index is None else index
+        part = self._read_part(() if index is None else index)
+        if self.dtype == self.file_dtype:
+            return part
+        return from_bytes(part, self.dtype) if self.file_dtype.itemsize == 1 else part.astype(self.dtype)
+
+    def _read_part(self, index: tuple[slice, ...]) -> np.ndarray:
         if is_url(self.path):
             return self._read_url(index)
         if not math.prod(self.shape):  # an empty range cannot be mapped
-            return np.zeros(self.shape, self.dtype)[index].copy()
-        size = math.prod(self.shape) * self.dtype.itemsize
+            return np.zeros(self.shape, self.file_dtype)[index].copy()
+        size = math.prod(self.shape) * self.file_dtype.itemsize
         mapped = np.memmap(self.path, np.uint8, "r", self.start, (size,))
-        return np.array(mapped.view(self.dtype).reshape(self.shape)[index], order="C", ndmin=0)
+        return np.array(mapped.view(self.file_dtype).reshape(self.shape)[index], order="C", ndmin=0)
 
     def _read_url(self, index: tuple[slice, ...]) -> np.ndarray:
         first, stop, _ = index[0].indices(self.shape[0]) if index else (0, self.shape[0] if self.shape else 1, 1)
-        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        row_bytes = math.prod(self.shape[1:]) * self.file_dtype.itemsize
         with self.path.open("rb") as file:
             file.seek(self.start + first * row_bytes)
             data: Any = file.read((stop - first) * row_bytes)
-        rows = np.frombuffer(data, self.dtype).reshape((stop - first, *self.shape[1:]) if self.shape else ())
+        rows = np.frombuffer(data, self.file_dtype).reshape((stop - first, *self.shape[1:]) if self.shape else ())
         return rows[(slice(None), *index[1:])].copy() if index else rows.copy()
 
 
@@ -134,7 +144,7 @@ def _read_header(path: pathlib.Path) -> dict[str, Any]:
         position = stop
     if position != file_bytes - 8 - length:
         raise _damaged(path, f"it has {file_bytes - 8 - length:,} bytes of arrays, and its header names {position:,}")
-    keys = json.loads(metadata.get(KEYS, "{}"))
+    keys, dtypes = json.loads(metadata.get(KEYS, "{}")), json.loads(metadata.get(BYTE_DTYPES, "{}"))
     tensors: dict[str, Any] = {}
     for name, (dtype_name, shape, first, stop) in entries.items():
         if dtype_name not in DTYPES:
@@ -145,7 +155,7 @@ def _read_header(path: pathlib.Path) -> dict[str, Any]:
         dtype = np.dtype(DTYPES[dtype_name])
         if math.prod(shape) * dtype.itemsize != stop - first:
             raise _damaged(path, f"{name} has {stop - first:,} bytes, which is not the size of {dtype}{list(shape)}")
-        tensor = StoredTensor(path, 8 + length + first, shape, dtype)
+        tensor = StoredTensor(path, 8 + length + first, shape, np.dtype(dtypes.get(name, dtype)), dtype)
         tensors[name] = (
             jax.random.wrap_key_data(jnp.asarray(tensor.read()), impl=keys[name]) if name in keys else tensor
         )

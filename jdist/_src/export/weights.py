@@ -3,6 +3,7 @@
 The name of an array is the path of the leaf, with its parts joined by dots: `layers.0.kernel`.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -14,17 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jdist._src.checkpoint.leaf_selection import (
+    as_paths,
+    as_renames,
+    check_each_path,
+    is_below,
+    renamed_leaves,
+    unchanged_leaves,
+)
+from jdist._src.checkpoint.tree_format import Leaf
 from jdist._src.core import activity
 from jdist._src.core.arguments import as_int
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
+from jdist._src.core.byte_dtypes import byte_dtype, to_bytes
 from jdist._src.core.modules import from_array_tree, leaves_with_path, to_array_tree
 from jdist._src.core.paths import as_path
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.core.version import __version__
-from jdist._src.export.tensor_files import DTYPES, INDEX_SUFFIX, KEYS, StoredTensor, read_tensors
+from jdist._src.export.tensor_files import BYTE_DTYPES, DTYPES, INDEX_SUFFIX, KEYS, StoredTensor, read_tensors
 from jdist._src.replica.context import require_cross_replica_context
 from jdist._src.strategies.base import Strategy
-from jdist._src.values.arrays import check_array, device_put_copy
+from jdist._src.values.arrays import check_array, device_put_copy, to_numpy
 from jdist._src.values.base import is_distributed
 from jdist._src.values.device_put import check_devices_attached, check_wrapper
 from jdist._src.values.process_checks import check_same_on_processes
@@ -42,7 +53,8 @@ def save(path: Path, tree: PyTree, *, max_file_bytes: int | None = None) -> None
     Args:
         path: The file; its name usually ends in `.safetensors`. A local path, or a URL such as `gs://bucket/model.safetensors`.
         tree: Arrays and numbers, in any containers. Wrapped values are read, as by `jdist.read_values`. Random keys are
-            restored as random keys.
+            restored as random keys. Dtypes of less than 8 bits, and 8-bit floats that safetensors does not have, are stored as
+            bytes, which `load` converts back: integers by their values, floats by their bits.
         max_file_bytes: The largest size of a file, except for a larger array, which gets a separate file. Arrays that do not
             fit into one file `model.safetensors` are written to `model-00001-of-00002.safetensors` and so on, and last
             `model.safetensors.index.json`, which `load` reads; an existing `model.safetensors` is removed, or an existing index
@@ -74,10 +86,20 @@ def save(path: Path, tree: PyTree, *, max_file_bytes: int | None = None) -> None
         _write_index(as_path(path), files)
 
 
-def load(path: Path, *, like: PyTree = None, strategy: Strategy | None = None) -> PyTree:
+def load(
+    path: Path,
+    *,
+    like: PyTree = None,
+    strategy: Strategy | None = None,
+    only: str | Sequence[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+) -> PyTree:
     """Returns the arrays of a safetensors file, or of several with an index, that jdist or any other program wrote.
 
     With a strategy, each device gets its part directly: of a sharded array, a process reads the parts of its devices only.
+
+    Integers of 64 bits become 32-bit integers if all values fit: with a strategy, unless 64-bit types are enabled, and where
+    `like` has them. The files of PyTorch models contain such counters, as `num_batches_tracked`.
 
     Args:
         path: The file, or an index `model.safetensors.index.json` of files in the same folder. A local path, or a URL such as
@@ -85,38 +107,69 @@ def load(path: Path, *, like: PyTree = None, strategy: Strategy | None = None) -
         like: A tree with the structure, shapes and dtypes of the result: arrays, or `jax.ShapeDtypeStruct`. The result has the
             same wrappers.
         strategy: The strategy on whose devices the arrays are placed. By default they are numpy arrays.
+        only: Names of arrays, or beginnings of names, such as `"encoder.layers"`: only these arrays are read. The other leaves
+            of the result are those of `like`, which must be arrays; without `like`, the result contains these arrays only.
+        rename: Names in the file and their new names in `like`: `{"backbone": "params.encoder"}`. A name renames all arrays
+            that begin with it and a dot; the longest one applies. Names in `only` are new names.
 
     Returns:
         A tree like `like`; without it, nested dicts by the parts of the names.
 
     Raises:
         ValueError: The file is damaged or not a safetensors file; or it has other names, shapes or dtypes than `like`; or an
-            index does not match its files.
-        TypeError: With a strategy: the file has 64-bit numbers, which JAX would truncate to 32 bits.
+            index does not match its files; or a name in `only` or `rename` does not exist.
+        TypeError: With a strategy: the file has 64-bit floats, or 64-bit integers that do not fit into 32 bits; or `only` or
+            `rename` does not contain names.
         FileNotFoundError: The file, or a file of the index, does not exist.
 
     Example:
         >>> import tempfile
         >>> path = tempfile.mkdtemp() + "/model.safetensors"
-        >>> jdist.weights.save(path, {"w": np.ones(3, np.float32)})
+        >>> jdist.weights.save(path, {"w": np.ones(3, np.float32), "steps": np.int64(7)})
         >>> strategy = jdist.MirroredStrategy(["cpu:0", "cpu:1"])
-        >>> jdist.weights.load(path, like={"w": jax.ShapeDtypeStruct((3,), "float32")}, strategy=strategy)
-        {'w': Array([1., 1., 1.], dtype=float32)}
+        >>> jdist.weights.load(path, strategy=strategy)
+        {'steps': Array(7, dtype=int32), 'w': Array([1., 1., 1.], dtype=float32)}
+        >>> jdist.weights.load(path, only="bias", rename={"w": "bias"})
+        {'bias': array([1., 1., 1.], dtype=float32)}
     """
     require_cross_replica_context("weights.load")
     check_path("weights.load(path, like=tree)", path, like)
-    values, like = read_tensors(as_path(path)), to_array_tree(like)
+    paths, renames = as_paths(only), as_renames(rename)
+    stored = [Leaf((name,), value, None) for name, value in read_tensors(as_path(path)).items()]
+    stored, like = renamed_leaves(str(path), stored, renames, "."), to_array_tree(like)
+    named = [] if like is None else [Leaf((name,), leaf, None) for name, leaf in leaves_by_name(like).items()]
+    check_each_path(str(path), paths, [*stored, *named], separator=".")
+    values = {leaf.path: leaf.value for leaf in stored if is_below(leaf.path, paths, ".")}
+    if like is None:
+        return from_array_tree(_load(path, values, None, strategy))
+    is_selected = [is_below(leaf.path, paths, ".") for leaf in named]
+    unchanged = unchanged_leaves(like, named, {number for number, selected in enumerate(is_selected) if selected})
+    leaves, treedef = jax.tree.flatten(like)
+    # The leaves that are not loaded are None, which is not a leaf.
+    part = treedef.unflatten([x if selected else None for x, selected in zip(leaves, is_selected, strict=True)])
+    loaded = iter(jax.tree.leaves(_load(path, values, part, strategy)))
+    result = [next(loaded) if selected else unchanged[number] for number, selected in enumerate(is_selected)]
+    return from_array_tree(treedef.unflatten(result))
+
+
+def _load(path: Path, values: Mapping[str, Any], like: PyTree, strategy: Strategy | None) -> PyTree:
+    """Returns stored arrays in the structure of `like`, or in nested dicts without it."""
+    if like is not None:
+        values = _in_order_of_like(path, values, like)
     if strategy is not None:
-        _check_not_truncated(path, values)
-    tree = _nested_dicts(path, values) if like is None else _in_structure_of(path, values, like)
-    like = tree if like is None else like
+        values = {name: _with_dtype(path, name, leaf, jax_dtype(leaf)) for name, leaf in values.items()}
+    if like is None:
+        like = tree = _nested_dicts(path, values)
+    else:
+        unwrapped = jax.tree.map(lambda x: x.tree if is_distributed(x) else x, like, is_leaf=is_distributed)
+        tree = jax.tree.unflatten(jax.tree.structure(unwrapped), list(values.values()))
     if strategy is None:
         rewrap = lambda node, value: _rewrap(node, _read(value), None)
-        return from_array_tree(jax.tree.map(rewrap, like, tree, is_leaf=is_distributed))
+        return jax.tree.map(rewrap, like, tree, is_leaf=is_distributed)
     kinds = [(name, dtype_and_shape(value), None) for name, value in values.items()]
     check_same_on_processes(kinds, strategy.replicas)
     wrap = lambda node, value: _in_wrapper(node, value, strategy.num_replicas_in_sync)
-    return from_array_tree(_place(jax.tree.map(wrap, like, tree, is_leaf=is_distributed), strategy))
+    return _place(jax.tree.map(wrap, like, tree, is_leaf=is_distributed), strategy)
 
 
 def leaves_by_name(tree: PyTree, name: str = "") -> dict[str, Any]:
@@ -177,15 +230,20 @@ def file_writer(tree: PyTree) -> Callable[[pathlib.Path], None]:
     leaves = leaves_by_name(tree)
     keys = {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if is_random_key(leaf)}
     arrays = {name: jax.random.key_data(leaf) if name in keys else leaf for name, leaf in leaves.items()}
+    without_dtype = {name: x.dtype.name for name, x in arrays.items() if x.dtype.name not in _DTYPE_NAMES}
     for name, array in arrays.items():
-        if array.dtype.name not in _DTYPE_NAMES:
+        if name in without_dtype and byte_dtype(array.dtype) is None:
             raise TypeError(
                 f"{name} is {dtype_and_shape(array)}, and safetensors files do not have this dtype. Cast it to one of "
                 f"{', '.join(sorted(_DTYPE_NAMES))}."
             )
     # `save_file` writes the memory of an array as it is, so it must be in C order.
-    contiguous = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    contiguous = {
+        name: np.asarray(to_bytes(array) if name in without_dtype else array, order="C")
+        for name, array in arrays.items()
+    }
     metadata = {"jdist": __version__, "format": "np"} | ({KEYS: json.dumps(keys)} if keys else {})
+    metadata |= {BYTE_DTYPES: json.dumps(without_dtype)} if without_dtype else {}
 
     def write(path: pathlib.Path) -> None:
         try:
@@ -221,7 +279,7 @@ def _leaf_to_host(leaf: Any) -> Any:
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
     if isinstance(leaf, (bool, int, float, complex)):
         return np.asarray(leaf, jax_dtype(np.asarray(leaf)))
-    return np.asarray(leaf)
+    return to_numpy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 
 def _import_safetensors() -> Any:
@@ -299,14 +357,27 @@ def _place_leaf(leaf: Any, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, sharding, leaf.read)
 
 
-def _check_not_truncated(path: Path, values: Mapping[str, Any]) -> None:
-    for name, leaf in values.items():
-        if leaf.dtype != (dtype := jax_dtype(leaf)):
-            raise TypeError(
-                f"{name} in {path} is {dtype_and_shape(leaf)}, and would become {dtype} on the devices. Load it without a "
-                "strategy, cast it, and call `strategy.put`; or enable 64-bit types: "
-                '`jax.config.update("jax_enable_x64", True)`.'
-            )
+def _with_dtype(path: Path, name: str, leaf: Any, dtype: Any) -> Any:
+    """Returns a stored array with a dtype of fewer bits.
+
+    Raises:
+        TypeError: It has floats, which would be rounded, or integers that do not fit.
+    """
+    if leaf.dtype == dtype:
+        return leaf
+    problem = ""
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        values = leaf.read()
+        limits = np.iinfo(dtype)
+        too_large = values[(values < limits.min) | (values > limits.max)]
+        if not too_large.size:
+            return dataclasses.replace(leaf, dtype=np.dtype(dtype))
+        problem = f", which cannot hold {too_large[0]}"
+    raise TypeError(
+        f"{name} in {path} is {dtype_and_shape(leaf)}, and would become {dtype} on the devices{problem}. Load it without a "
+        "strategy, cast it, and call `strategy.put`; leave it out with `only=`; or enable 64-bit types: "
+        '`jax.config.update("jax_enable_x64", True)`.'
+    )
 
 
 def _nested_dicts(path: Path, values: Mapping[str, Any]) -> PyTree:
@@ -329,20 +400,24 @@ def _nested_dicts(path: Path, values: Mapping[str, Any]) -> PyTree:
     return tree
 
 
-def _in_structure_of(path: Path, values: Mapping[str, Any], like: PyTree) -> PyTree:
-    """Returns `values` in the structure of `like` after its wrappers are read."""
+def _in_order_of_like(path: Path, values: Mapping[str, Any], like: PyTree) -> dict[str, Any]:
+    """Returns `values` in the order of the leaves of `like`, with its integer dtypes, after its wrappers are read."""
     mismatch = f"{path} does not match `like`"
-    shapes = jax.tree.map(_shapes_when_read, like, is_leaf=is_distributed)
-    leaves = in_order_of(mismatch, values, leaves_by_name(shapes))
+    shapes = leaves_by_name(jax.tree.map(_shapes_when_read, like, is_leaf=is_distributed))
+    leaves = dict(zip(shapes, in_order_of(mismatch, values, shapes), strict=True))
+    for name, leaf in leaves.items():
+        dtype = shapes[name].dtype
+        if leaf.dtype != dtype == jax_dtype(leaf) and jnp.issubdtype(dtype, jnp.integer):
+            leaves[name] = _with_dtype(path, name, leaf, dtype)
     differences = [
-        f"{name}: {dtype_and_shape(x)} instead of {dtype_and_shape(shape)}"
-        for name, x, shape in zip(leaves_by_name(shapes), leaves, jax.tree.leaves(shapes), strict=True)
-        if dtype_and_shape(x) != dtype_and_shape(shape)
+        f"{name}: {dtype_and_shape(x)} instead of {dtype_and_shape(shapes[name])}"
+        for name, x in leaves.items()
+        if dtype_and_shape(x) != dtype_and_shape(shapes[name])
     ]
     if differences:
         text = _count_text(len(leaves), "arrays have another shape or dtype", differences)
         raise ValueError(f"{mismatch}: {text}. Load them without `like`, and cast or reshape them.")
-    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    return leaves
 
 
 def _shapes_when_read(node: Any) -> PyTree:
@@ -355,7 +430,7 @@ def _shapes_when_read(node: Any) -> PyTree:
 
 def _rewrap(node: Any, value: PyTree, num_replicas: int | None) -> PyTree:
     """Returns `value` in the wrapper of `node`."""
-    if not isinstance(node, SyncOnRead):
+    if not isinstance(node, SyncOnRead) or not jax.tree.leaves(value):
         return node._with_tree(value) if is_distributed(node) else value
     one_row = node._with_tree(jax.tree.map(lambda x: x[None], value))
     return one_row._for_num_replicas(num_replicas or np.shape(jax.tree.leaves(node.tree)[0])[0])

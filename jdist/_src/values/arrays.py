@@ -163,6 +163,18 @@ def device_put_copy(x: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
+def to_numpy(x: jax.Array) -> np.ndarray:
+    """Returns the value of an array on the host. After `np.asarray(x)`, the array would hold this copy for its lifetime.
+
+    Example:
+        >>> x = jdist.ShardedStrategy().put(np.arange(8))
+        >>> to_numpy(x), x._npy_value
+        (array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32), None)
+    """
+    shards = [shard.data for shard in x.addressable_shards]
+    return np.asarray(jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards))
+
+
 def copy_arrays(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns copies of arrays, with the same shardings."""
     if all(x.is_fully_addressable for x in arrays):
