@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import numpy as np
+import optax
 import pytest
 
 import jdist
@@ -366,3 +367,65 @@ def test_file_that_may_not_grow_is_an_error_and_the_next_save_succeeds(tmp_path)
     assert last == "(1, 3) True"
     assert completed.stderr == ""
     assert not pathlib.Path(tmp_path / "2").exists()
+
+
+def damage(run, step, kind):
+    """Damages the arrays of a checkpoint, or its manifest."""
+    path = largest(run / f"{step}/arrays") if kind == "arrays" else run / f"{step}/manifest/manifest.json"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("kind", ["arrays", "manifest"])
+def test_fallback_restores_the_newest_checkpoint_that_can_be_read_and_says_so(kind, run, one, caplog):
+    damage(run, 3, kind)
+    with Checkpointer(run, fallback=True) as checkpointer:
+        restored = checkpointer.restore(one)
+        assert (restored.step, restored.data_position, checkpointer.latest) == (2, {"batch": 2}, 2)
+        (record,) = caplog.records
+        text = record.getMessage()
+        assert text.startswith(f"The checkpoint of step 3 in {run} is damaged or cannot be read: "), text
+        assert text.endswith(". Falling back to the checkpoint of step 2."), text
+        assert sorted(path.name for path in run.iterdir()) == ["1", "2", "3", "jdist.json"]
+        with pytest.raises(CheckpointError, match="of step 3 in"):
+            checkpointer.restore(one, step=3)  # a step that the program names
+        checkpointer.save(3, restored.state)
+    assert sorted(path.name for path in run.iterdir()) == ["1", "2", "3", "3.damaged", "jdist.json"]
+    with Checkpointer(run) as checkpointer:
+        assert checkpointer.restore(one).step == 3
+
+
+def test_fallback_does_not_hide_other_errors(run, one, caplog):
+    with Checkpointer(run, fallback=True) as checkpointer:
+        with pytest.raises(ValueError, match="does not match `like`"):
+            checkpointer.restore(one, like={"v": STATE["w"]})
+        for step in (1, 2, 3):
+            damage(run, step, "arrays")
+        with pytest.raises(CheckpointError, match="of step 1 in .* does not contain an earlier checkpoint"):
+            checkpointer.restore(one)
+    assert [record.getMessage().rpartition(". ")[2] for record in caplog.records] == [
+        "Falling back to the checkpoint of step 2.",
+        "Falling back to the checkpoint of step 1.",
+    ]
+
+
+def test_fit_resumes_from_an_older_checkpoint_with_fallback(tmp_path, one):
+    trainer = jdist.Trainer(
+        (lambda key, x: np.zeros(3, np.float32), lambda w, x: x @ w), optax.sgd(0.1), optax.squared_error, strategy=one
+    )
+    data = (np.ones((8, 3), np.float32), np.ones(8, np.float32))
+
+    def fit(steps, **options):
+        with Checkpointer(tmp_path, every=1, **options) as checkpointer:
+            callbacks = [jdist.callbacks.Checkpoint(checkpointer)]
+            return trainer.fit(
+                data, batch_size=2, steps=steps, epochs=None, callbacks=callbacks, resume=checkpointer, progress="off"
+            )
+
+    fit(4)
+    damage(tmp_path, 4, "arrays")
+    with pytest.raises(CheckpointError, match=r"pass `resume=Checkpointer\(path, fallback=True\)`, or delete"):
+        fit(6)
+    resumed = fit(6, fallback=True)
+    whole = trainer.fit(data, batch_size=2, steps=6, epochs=None, progress="off")
+    assert (resumed.state.params == whole.state.params).all() and int(resumed.state.step) == 6
+    assert (tmp_path / "4.damaged").exists()

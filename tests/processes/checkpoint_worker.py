@@ -6,9 +6,11 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import jdist
+from jdist._src.checkpoint import storage
 from jdist._src.checkpoint.checkpointer import Checkpointer
 
 
@@ -69,3 +71,25 @@ def restored_states(folder):
                 ).state
                 results |= {f"of one process {name}/{key}": leaf for key, leaf in gathered(strategy, state).items()}
     return results
+
+
+def restored_after_damage(folder):
+    """Returns the restored step, where process 0 has truncated a file of step 3, and process 1 cannot read step 2."""
+    strategy = jdist.MultiWorkerMirroredStrategy()
+    with Checkpointer(folder, fallback=True) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(step, strategy.put({"w": np.full((64, 64), step, np.float32)}), wait=True)
+        if jax.process_index() == 0:
+            files = [path for path in pathlib.Path(folder, "3/arrays").rglob("*") if path.is_file()]
+            largest = max(files, key=lambda path: path.stat().st_size)
+            largest.write_bytes(largest.read_bytes()[:100])
+        multihost_utils.sync_global_devices("damaged")
+        manifest_path = storage.manifest_path
+        if jax.process_index() == 1:
+            is_complete, storage.is_complete = storage.is_complete, lambda _, step: manifest_path(_, step).exists()
+            storage.manifest_path = lambda folder, step: manifest_path(folder, step if step != 2 else -1)
+        restored = checkpointer.restore(strategy)
+        if jax.process_index() == 1:
+            storage.is_complete, storage.manifest_path = is_complete, manifest_path
+        assert checkpointer.latest == 1 and checkpointer.save(2, restored.state)
+    return restored.step, int(restored.state["w"][0, 0])

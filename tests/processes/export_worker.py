@@ -24,6 +24,17 @@ def error_of_saving(folder):
         weights.save(f"{folder}/w", state)
         loaded = weights.load(f"{folder}/w", like=state, strategy=strategy)
         assert [x.sharding for x in jax.tree.leaves(loaded)] == [x.sharding for x in jax.tree.leaves(state)]
+    one_refuses = {**state, "text": "x"} if jax.process_index() == 1 else state
+    one_differs = {**state, "b": state["b"][: 3 - jax.process_index()]}
+    export_sum = lambda path, state: export(path, lambda state, x: x, state, (x,))
+    for write in (weights.save, export_sum):
+        for tree, expected in ((one_refuses, "text is str"), (one_differs, r"The processes differ in `tree`")):
+            try:
+                write(f"{folder}/refused", tree)
+            except (TypeError, jdist.CheckpointError) as error:
+                assert expected.replace("`tree`", "`state`" if write is export_sum else "`tree`") in str(error), error
+            else:
+                raise AssertionError("not refused")
     try:
         weights.save(f"{folder}/none/w", state)
     except (FileNotFoundError, RuntimeError) as error:

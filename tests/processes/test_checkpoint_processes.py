@@ -78,3 +78,9 @@ def test_calls_that_fail_or_differ_on_one_process_fail_on_both_and_the_next_succ
         for case in ("first", "second", "last", "one process"):
             assert result[case] == "returned True"
         assert result["restored"] == "returned 6.0"
+
+
+@pytest.mark.slow
+def test_processes_fall_back_to_the_same_checkpoint(pair, tmp_path):
+    assert pair.run("processes.checkpoint_worker:restored_after_damage", tmp_path) == [(1, 1), (1, 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "2.damaged", "3.damaged", "jdist.json"]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from jdist._src.values.device_put import check_devices_attached
 from jdist._src.values.server_array import without_values
 
 T = TypeVar("T")
+_LOG = logging.getLogger("jdist")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,9 @@ class Checkpointer:
             "max")`, of the metrics that were passed to `save`. `jdist.callbacks.Checkpoint` passes the metrics of each row of
             the history, and then also saves after each validation that is better than all saved ones.
         keep_every: Checkpoints of steps that `keep_every` divides are kept too.
+        fallback: Whether `restore` without `step`, and `fit(resume=checkpointer)`, restore the newest older checkpoint if the
+            newest one is damaged or cannot be read: for jobs that nobody watches. A warning in the log names the damaged
+            checkpoint, the reason, and the restored step; the next `save` renames the damaged folder to `STEP.damaged`.
 
     Raises:
         ValueError: The folder contains other files, a number is less than 1, or the mode of `keep_best` is unknown.
@@ -104,9 +109,10 @@ class Checkpointer:
         every: int = 1,
         keep_best: tuple[str, Mode] | None = None,
         keep_every: int | None = None,
+        fallback: bool = False,
     ):
         check_path("Checkpointer(path)", path)
-        self.every = as_int("`every`", every, 1)
+        self.every, self.fallback = as_int("`every`", every, 1), fallback
         self._preservation = as_preservation(keep, keep_best, keep_every)
         self._folder = storage.open_folder(path)
         self._writer: Writer | None = None
@@ -120,6 +126,7 @@ class Checkpointer:
         newest, best, every = self._preservation.newest, self._preservation.best, self._preservation.every
         options = "" if best is None else f", keep_best={tuple(best)}"
         options += "" if every is None else f", keep_every={every}"
+        options += ", fallback=True" if self.fallback else ""
         return f"Checkpointer({str(self._folder)!r}, keep={newest}, every={self.every}{options})"
 
     @property
@@ -210,7 +217,8 @@ class Checkpointer:
             strategy: The strategy of the restored state.
             like: A state or its shapes, `jax.eval_shape(lambda key: strategy.init(make, key), key)`, with the containers and
                 wrappers of the restored state. By default the state has its saved wrappers, in dicts and lists.
-            step: The step of the checkpoint; the newest by default.
+            step: The step of the checkpoint; the newest by default, or with `Checkpointer(fallback=True)` the newest that can
+                be read.
             only: Paths of parts of the state, such as `"params/encoder"`: only the leaves below them are read and restored, and
                 all of them must match. The other leaves of the result are those of `like`, which must be arrays; without
                 `like`, the result contains these parts only. `unrestored` and `unused` of the result name the other leaves.
@@ -225,12 +233,38 @@ class Checkpointer:
             CheckpointError: A file is damaged, or cannot be read.
         """
         self.wait()
+        restore = functools.partial(self._restore, strategy, like=like, only=only, rename=rename)
         with jax.transfer_guard("allow"):
-            plan = self._run_compared("restore", lambda: self._plan_restore(strategy, like, step, only, rename))
-            restored = self._read(plan)
+            restored = restore(step) if step is not None or not self.fallback else self._restore_or_fall_back(restore)
         if step is None:
             storage.warn_of_incomplete(self._folder, restored.step)
         return restored
+
+    def _restore(
+        self, strategy: Strategy, step: int | None, like: PyTree, only: Any, rename: Any
+    ) -> RestoredCheckpoint:
+        plan = self._run_compared("restore", lambda: self._plan_restore(strategy, like, step, only, rename))
+        return self._read(plan)
+
+    def _restore_or_fall_back(self, restore: Callable[[int | None], RestoredCheckpoint]) -> RestoredCheckpoint:
+        """Restores the newest checkpoint that all processes can read."""
+        while True:
+            latest = self.latest
+            try:
+                return restore(latest)
+            except Exception as error:
+                # Another process gets an error without the cause, so the processes exchange whether one of them found damage.
+                is_damaged = self._calls is not None and self._calls.any(latest in self._damaged)
+                older = [other for other in self.steps() if latest is not None and other < latest]
+                if not is_damaged or latest is None or not set(older) - self._damaged:
+                    raise
+                self._damaged.add(latest)
+                reason = str(error) if error.__cause__ is None else short_message(error.__cause__)
+                _LOG.warning(
+                    "The checkpoint of step %d in %s is damaged or cannot be read: %s Falling back to the checkpoint of step "
+                    "%s.",
+                    *(latest, self._folder, reason, self.latest),
+                )
 
     def steps(self) -> tuple[int, ...]:
         """The steps of all complete checkpoints, in ascending order."""
@@ -238,8 +272,11 @@ class Checkpointer:
 
     @property
     def latest(self) -> int | None:
-        """The step of the newest complete checkpoint; None if there is none."""
-        return max(self.steps(), default=None)
+        """The step of the newest complete checkpoint; None if there is none.
+
+        With `fallback`, a checkpoint that `restore` could not read does not count.
+        """
+        return max(set(self.steps()) - (self._damaged if self.fallback else set()), default=None)
 
     @property
     def best(self) -> int | None:
@@ -389,7 +426,7 @@ class Checkpointer:
         advice = (
             f"Earlier complete checkpoints: {listed(older)}. To use the last one, call `restore(strategy, step={older[-1]})`. "
             f"The next `save` of this `Checkpointer` renames the damaged folder to {step}.damaged. To continue with "
-            f"`fit(resume=...)`, delete {self._folder / str(step)}."
+            f"`fit(resume=...)`, pass `resume=Checkpointer(path, fallback=True)`, or delete {self._folder / str(step)}."
             if older
             else "The folder does not contain an earlier checkpoint."
         )

@@ -82,7 +82,7 @@ class ProcessGroup:
     def _compare(self, exchange: MessageExchange, call: str, facts: Facts) -> None:
         self._deadline = math.inf
         digests = {name: hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest() for name, lines in facts.items()}
-        reason = f"`Checkpointer.{call}`, which all processes have to call"
+        reason = f"`{call if '.' in call else f'Checkpointer.{call}'}`, which all processes have to call"
         messages = exchange.exchange({"digests": digests}, reason)
         _raise_errors(messages, call)
         first, *others = (message.get("digests", {}) for message in messages)
@@ -93,6 +93,12 @@ class ProcessGroup:
                 lines = list(facts.get(different[0], []))[:_MOST_LINES] if is_compared else []
                 all_lines = [message.get("lines", []) for message in exchange.exchange({"lines": lines})]
                 raise CheckpointError(_difference(different[0], process, all_lines[0], all_lines[process]))
+
+    def any(self, value: bool) -> bool:
+        """Returns whether `value` is true on a process. All processes call it."""
+        if self._exchange is None:
+            return value
+        return any(message.get("value", False) for message in self._exchange.exchange({"value": value}))
 
     def run(self, work: Callable[[], T]) -> T:
         """Returns the result of `work` once it has succeeded on all processes.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.core import source_lines
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
 from jdist._src.core.byte_dtypes import to_bytes
@@ -61,6 +62,7 @@ def export(
         ValueError: `apply` does not accept such inputs, or not for any batch size; a result is without a batch dimension; or
             `apply` refers to a mesh.
         TypeError: The signature is not a tuple of arrays, or a leaf of the state is not an array.
+        CheckpointError: Another process fails, or has a state with other names, shapes or dtypes.
         OSError: The folder cannot be written, or exists and is not an export. Its previous content is unchanged.
         ImportError: flatbuffers or safetensors is not installed.
 
@@ -74,13 +76,19 @@ def export(
         (5, 2)
     """
     require_cross_replica_context("export")
-    check_path("export(path, apply, state, signature)", path, apply)
-    require_flatbuffers()
-    inputs = _input_shapes(apply, signature)
-    if isinstance(platforms, str) or not platforms or not set(platforms) <= set(_PLATFORMS):
-        raise ValueError(
-            f"`platforms` must be a non-empty tuple of {', '.join(map(repr, _PLATFORMS))}, got {platforms!r}."
-        )
+
+    def check() -> tuple[dict[str, PyTree], Facts]:
+        check_path("export(path, apply, state, signature)", path, apply)
+        require_flatbuffers()
+        if isinstance(platforms, str) or not platforms or not set(platforms) <= set(_PLATFORMS):
+            raise ValueError(
+                f"`platforms` must be a non-empty tuple of {', '.join(map(repr, _PLATFORMS))}, got {platforms!r}."
+            )
+        weights.check_saved_leaves(state, has_jax_dtypes=True)
+        return _input_shapes(apply, signature), {"`state`": weights.leaf_lines(state)}
+
+    with ProcessGroup() as group:
+        inputs = group.run_compared("jdist.export", check)
     values = jax.tree.map(
         lambda x: x if weights.is_random_key(x) else np.asarray(x, weights.jax_dtype(x)), weights.to_host(state)
     )

@@ -23,6 +23,7 @@ from jdist._src.checkpoint.leaf_selection import (
     renamed_leaves,
     unchanged_leaves,
 )
+from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.tree_format import Leaf
 from jdist._src.core import activity
 from jdist._src.core.arguments import as_int
@@ -63,6 +64,7 @@ def save(path: Path, tree: PyTree, *, max_file_bytes: int | None = None) -> None
     Raises:
         ValueError: Two leaves have the same name, or a leaf was donated to a step; or `max_file_bytes` is less than 1, or the
             name of the file does not end in `.safetensors`.
+        CheckpointError: Another process fails, or has a tree with other names, shapes or dtypes.
         TypeError: A leaf is not an array, or safetensors does not have its dtype; or the two arguments are swapped.
         OSError: The folder does not exist, or cannot be written to. An existing file is unchanged.
 
@@ -75,10 +77,21 @@ def save(path: Path, tree: PyTree, *, max_file_bytes: int | None = None) -> None
                [1., 1., 1.]], dtype=float32)}}}
     """
     require_cross_replica_context("weights.save")
-    check_path("weights.save(path, tree)", path, tree)
-    files = {str(path): to_host(to_array_tree(tree))}
+
+    def check() -> tuple[PyTree, Facts]:
+        check_path("weights.save(path, tree)", path, tree)
+        if max_file_bytes is not None:
+            as_int("`max_file_bytes`", max_file_bytes, 1)
+            _check_can_be_split(path)
+        arrays = to_array_tree(tree)
+        check_saved_leaves(arrays)
+        return arrays, {"`tree`": leaf_lines(arrays), "`max_file_bytes`": [str(max_file_bytes)]}
+
+    with ProcessGroup() as group:
+        arrays = group.run_compared("weights.save", check)
+    files = {str(path): to_host(arrays)}
     if max_file_bytes is not None:
-        files = _split_into_files(path, files[str(path)], as_int("`max_file_bytes`", max_file_bytes, 1))
+        files = _split_into_files(path, files[str(path)], max_file_bytes)
     writers = {file: file_writer(part) for file, part in files.items()}
     for file, write in writers.items():
         write_on_process_0(file, write)
@@ -192,17 +205,38 @@ def leaves_by_name(tree: PyTree, name: str = "") -> dict[str, Any]:
     return leaves
 
 
-def to_host(tree: PyTree) -> PyTree:
-    """Returns `tree` with every wrapper read and every leaf on the host: numpy arrays, and random keys.
+def check_saved_leaves(tree: PyTree, has_jax_dtypes: bool = False) -> None:
+    """Raises an error if a leaf of `tree` cannot be saved. Uses no collectives: it may fail on one process of several.
 
-    It works leaf by leaf, so no device needs memory for all of them. All processes call it.
+    Args:
+        tree: Arrays and numbers, some in wrappers.
+        has_jax_dtypes: Whether the leaves are saved with the dtypes of JAX.
     """
+    _import_safetensors()
     for name, leaf in leaves_by_name(tree).items():
         check_array(name, leaf)
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ValueError(
                 f"{name} ({dtype_and_shape(leaf)}) was donated to a step. Pass the state that the step returned."
             )
+        has_dtype = has_jax_dtypes or not hasattr(leaf, "dtype") or _is_stored_dtype(leaf.dtype)
+        if not has_dtype:
+            raise TypeError(
+                f"{name} is {dtype_and_shape(leaf)}, and safetensors files do not have this dtype. Cast it to one of "
+                f"{', '.join(sorted(_DTYPE_NAMES))}."
+            )
+
+
+def leaf_lines(tree: PyTree) -> list[str]:
+    """Returns a line per leaf, for the comparison of processes."""
+    return [f"{name} {dtype_and_shape(leaf)}" for name, leaf in leaves_by_name(tree).items()]
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """Returns `tree` with every wrapper read and every leaf on the host: numpy arrays, and random keys.
+
+    It works leaf by leaf, so no device needs memory for all of them. All processes call it, after `check_saved_leaves`.
+    """
     read = lambda node: node.read() if is_distributed(node) else node
     return jax.tree.map(lambda node: jax.tree.map(_leaf_to_host, read(node)), tree, is_leaf=is_distributed)
 
@@ -220,23 +254,12 @@ def is_random_key(leaf: Any) -> bool:
 
 
 def file_writer(tree: PyTree) -> Callable[[pathlib.Path], None]:
-    """Returns a function that writes a tree of host values to a file.
-
-    Raises:
-        ValueError: Two leaves have the same name.
-        TypeError: safetensors does not have the dtype of a leaf.
-    """
+    """Returns a function that writes a tree of host values, for which `check_saved_leaves` passes, to a file."""
     package = _import_safetensors()
     leaves = leaves_by_name(tree)
     keys = {name: str(jax.random.key_impl(leaf)) for name, leaf in leaves.items() if is_random_key(leaf)}
     arrays = {name: jax.random.key_data(leaf) if name in keys else leaf for name, leaf in leaves.items()}
     without_dtype = {name: x.dtype.name for name, x in arrays.items() if x.dtype.name not in _DTYPE_NAMES}
-    for name, array in arrays.items():
-        if name in without_dtype and byte_dtype(array.dtype) is None:
-            raise TypeError(
-                f"{name} is {dtype_and_shape(array)}, and safetensors files do not have this dtype. Cast it to one of "
-                f"{', '.join(sorted(_DTYPE_NAMES))}."
-            )
     # `save_file` writes the memory of an array as it is, so it must be in C order.
     contiguous = {
         name: np.asarray(to_bytes(array) if name in without_dtype else array, order="C")
@@ -269,6 +292,11 @@ def in_order_of(mismatch: str, values: Mapping[str, Any], like: Mapping[str, Any
     return [values[name] for name in like]
 
 
+def _is_stored_dtype(dtype: Any) -> bool:
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return is_key or np.dtype(dtype).name in _DTYPE_NAMES or byte_dtype(dtype) is not None
+
+
 def _leaf_to_host(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and is_random_key(leaf):
         return jax.random.wrap_key_data(_leaf_to_host(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
@@ -290,13 +318,16 @@ def _import_safetensors() -> Any:
     return safetensors
 
 
-def _split_into_files(path: Path, tree: PyTree, max_file_bytes: int) -> dict[str, PyTree]:
-    """Returns dicts of the arrays of each file, by the paths of the files, in the order of the leaves."""
-    prefix, suffix = os.path.splitext(os.fspath(path))
-    if suffix != ".safetensors":
+def _check_can_be_split(path: Path) -> None:
+    if os.path.splitext(os.fspath(path))[1] != ".safetensors":
         raise ValueError(
             f"With `max_file_bytes`, the name of the file must end in .safetensors, got {os.fspath(path)!r}."
         )
+
+
+def _split_into_files(path: Path, tree: PyTree, max_file_bytes: int) -> dict[str, PyTree]:
+    """Returns dicts of the arrays of each file, by the paths of the files, in the order of the leaves."""
+    prefix, suffix = os.path.splitext(os.fspath(path))
     parts: list[dict[str, Any]] = [{}]
     for name, leaf in leaves_by_name(tree).items():
         if parts[-1] and sum(map(_num_bytes, parts[-1].values())) + _num_bytes(leaf) > max_file_bytes:

@@ -58,6 +58,7 @@ def start_point(strategy: Strategy, state: PyTree, make: Callable[[], PyTree] | 
             step = newest_step(checkpointer)
             if step is not None:
                 like = state if make is None else jax.eval_shape(make)
+                step = None if checkpointer.fallback else step
                 checkpoint = checkpointer.restore(strategy, like=like, step=step)
                 resume_data, state = checkpoint.extra or {}, checkpoint.state
                 if resume_data.get("replicas") == strategy.num_replicas_in_sync:
