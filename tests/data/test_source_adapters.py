@@ -16,6 +16,8 @@ import jax
 import numpy as np
 import pytest
 
+import jdist
+
 from laws import STRATEGIES
 
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2", "mirrored_3")}
@@ -115,6 +117,114 @@ def test_jdist_does_not_import_data_libraries():
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, env=environment
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+# Widths of every kind of source
+
+
+WIDTHS = [1 + 3 * i % 7 for i in range(COUNT)]
+TOKENS = [np.full(width, number, np.int32) for number, width in enumerate(WIDTHS)]
+BUCKETS = jdist.data.Buckets((4, 8), leaves=("tokens",))
+
+
+class Sentences:
+    """Examples of different widths, with an index."""
+
+    def __len__(self):
+        return COUNT
+
+    def __getitem__(self, number):
+        if number >= COUNT:
+            raise IndexError
+        return {"number": np.int32(number), "tokens": TOKENS[number]}
+
+
+def _sentence_table():
+    tokens = np.empty(COUNT, object)
+    tokens[:] = TOKENS
+    return {"number": np.arange(COUNT), "tokens": tokens}
+
+
+def _sentence_rows():
+    return {"number": list(range(COUNT)), "tokens": [tokens.tolist() for tokens in TOKENS]}
+
+
+def _tf_sentences(tf):
+    return tf.data.Dataset.from_tensor_slices(
+        {"number": tf.range(COUNT), "tokens": tf.ragged.constant(_sentence_rows()["tokens"])}
+    )
+
+
+def _torch_sentences(torch):
+    class Tensors(Sentences, torch.utils.data.Dataset):
+        def __getitem__(self, number):
+            return jax.tree.map(torch.as_tensor, Sentences.__getitem__(self, number))
+
+    return Tensors()
+
+
+# Name -> library, source, whether it has indices, whether its elements are batches.
+SENTENCES = {
+    "object_array": (None, lambda _: _sentence_table(), True, False),
+    "sequence": (None, lambda _: Sentences(), True, False),
+    "generator_function": (None, lambda _: lambda: iter(list(Sentences())), False, False),
+    "batches_of_object_arrays": (
+        None,
+        lambda _: lambda: ({k: v[i : i + BATCH] for k, v in _sentence_table().items()} for i in range(0, COUNT, BATCH)),
+        False,
+        True,
+    ),
+    "files": (None, lambda _: jdist.data.Files(["a"], lambda path: Sentences()), False, False),
+    "files_of_object_arrays": (None, lambda _: jdist.data.Files(["a"], lambda path: _sentence_table()), False, False),
+    "grain": ("grain", lambda grain: grain.MapDataset.source(Sentences()), True, False),
+    "grain_stream": ("grain", lambda grain: grain.MapDataset.source(Sentences()).to_iter_dataset(), False, False),
+    "torch": ("torch", _torch_sentences, True, False),
+    "torch_loader": ("torch", lambda t: t.utils.data.DataLoader(_torch_sentences(t), None), False, False),
+    "hugging_face": ("datasets", lambda d: d.Dataset.from_dict(_sentence_rows()), True, False),
+    "hugging_face_torch": (
+        "datasets",
+        lambda d: d.Dataset.from_dict(_sentence_rows()).with_format("torch"),
+        True,
+        False,
+    ),
+    "hugging_face_stream": (
+        "datasets",
+        lambda d: d.Dataset.from_dict(_sentence_rows()).to_iterable_dataset(),
+        False,
+        False,
+    ),
+    "hugging_face_batches": (
+        "datasets",
+        lambda d: d.Dataset.from_dict(_sentence_rows()).to_iterable_dataset().batch(BATCH),
+        False,
+        True,
+    ),
+    "tensorflow": ("tensorflow", _tf_sentences, False, False),
+    "tensorflow_batches": ("tensorflow", lambda tf: _tf_sentences(tf).batch(BATCH), False, True),
+}
+
+
+@pytest.mark.parametrize("library, make, has_indices, are_batches", SENTENCES.values(), ids=SENTENCES)
+def test_widths_shuffle_and_weights_of_every_kind_of_source(library, make, has_indices, are_batches, two):
+    module = _imported(library) if library else None
+    if library == "datasets":
+        _imported("torch")
+        module.disable_progress_bars()
+    for shuffle in (False, True) if has_indices else (False,):
+        options = dict(buckets=BUCKETS, remainder="pad", shuffle=shuffle)
+        numbers = []
+        for batch, weights in two.distribute_dataset(make(module), None if are_batches else BATCH, **options):
+            number, tokens, weight = (
+                np.asarray(x.tree).reshape(-1, *x.tree.shape[2:]) for x in (batch["number"], batch["tokens"], weights)
+            )
+            keep = weight > 0
+            widest = max(WIDTHS[i] for i in number[keep])
+            assert tokens.shape[1] == (4 if widest <= 4 else 8)
+            for i, row in zip(number[keep], tokens[keep], strict=True):
+                np.testing.assert_array_equal(row, np.pad(TOKENS[i], (0, len(row) - WIDTHS[i])))
+            numbers += number[keep].tolist()
+        assert sorted(numbers) == list(range(COUNT))
+        assert (numbers != sorted(numbers)) == shuffle
 
 
 # torch
@@ -321,11 +431,12 @@ def test_torch_stream_with_a_reused_buffer_does_not_change_batches(whole, prefet
 DTYPES = ["uint8", "int16", "int32", "float16", "float32", "bool", "complex64"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, "bfloat16", "float8_e4m3fn"])
 def test_torch_dtype_is_unchanged(dtype, torch, two):
     tensor = torch.tensor([0, 1, 1, 0]).to(getattr(torch, dtype))
     sources = [
         (tensor, 4),
+        (lambda: iter(tensor), 4),
         (torch.utils.data.TensorDataset(tensor), 4),
         (torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tensor), 4), None),
     ]
@@ -334,7 +445,7 @@ def test_torch_dtype_is_unchanged(dtype, torch, two):
 
 
 def test_torch_tensor_that_numpy_cannot_convert_is_refused_by_name(torch, two):
-    for tensor, why in ((torch.zeros(4, requires_grad=True), "requires grad"), (torch.zeros(4).bfloat16(), "BFloat16")):
+    for tensor, why in ((torch.zeros(4, requires_grad=True), "requires grad"),):
         with pytest.raises(ValueError, match=rf"source\['x'\] is Tensor, which is not convertible to numpy: .*{why}"):
             two.distribute_dataset({"x": tensor}, 4)
         examples = [{"x": row} for row in tensor]

@@ -1,5 +1,6 @@
 """Numpy arrays with one row per example: conversion, stacking of examples, and checks with the path of the invalid leaf."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -169,7 +170,7 @@ def as_numeric_array(name: str, leaf: Any, where: str) -> np.ndarray:
             "read a generator, pass the generator function, without arguments, or the generator."
         )
     try:
-        array = np.asarray(leaf)
+        array = _of_torch(leaf)
         array = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     except (TypeError, ValueError, RuntimeError) as error:  # ragged, random keys, remote arrays, tensors with gradients
         raise ValueError(
@@ -188,6 +189,18 @@ def as_numeric_array(name: str, leaf: Any, where: str) -> np.ndarray:
             "it."
         )
     return array
+
+
+def _of_torch(leaf: Any) -> np.ndarray:
+    """Returns `leaf` as a numpy array. Torch tensors of dtypes that numpy does not have are viewed as those of ml_dtypes."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        return np.asarray(leaf)
+    name = str(leaf.dtype).removeprefix("torch.")
+    if name != "bfloat16" and not name.startswith("float8"):
+        return np.asarray(leaf)
+    bits = torch.int16 if leaf.element_size() == 2 else torch.uint8
+    return leaf.view(bits).numpy().view(jnp.dtype(name))
 
 
 def float64_warning(tree: PyTree) -> str | None:

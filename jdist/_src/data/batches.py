@@ -244,7 +244,9 @@ class _BatchReader:
         if not isinstance(config.source, Files):
             return config.source
         shard, shards = (0, 1) if config.own_source else (shard, shards)
-        return stream_of_files(config.source, config.batch_size is None, config.shuffle, config.seed, shard, shards)
+        return stream_of_files(
+            config.source, config.batch_size is None, config.shuffle, config.seed, shard, shards, config.buckets
+        )
 
     def _global_size(self, rows: int, shards: int) -> int:
         """Returns the number of examples in a global batch where an element of the source has `rows` rows."""

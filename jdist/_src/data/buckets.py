@@ -9,6 +9,7 @@ import numpy as np
 
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.data.ragged import pad_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +98,17 @@ class Buckets:
             return column
         (width,) = max(sizes)
         return [_resized(np.asarray(leaf)[None], width, self.fill)[0] for leaf in column]
+
+    def as_arrays(self, rows: PyTree) -> PyTree:
+        """Returns `rows` with each selected object array of rows of different widths padded to the largest width."""
+
+        def as_array(path: Sequence[Any], leaf: Any) -> Any:
+            is_ragged = (
+                isinstance(leaf, np.ndarray) and leaf.dtype == object and leaf.ndim == 1 and all(map(np.ndim, leaf))
+            )
+            return pad_rows(list(leaf), fill=self.fill)[0] if is_ragged and self._selects(path) else leaf
+
+        return jax.tree_util.tree_map_with_path(as_array, rows)
 
     def _is_padded(self, rows: PyTree) -> list[bool]:
         """Returns for each leaf whether it is padded."""

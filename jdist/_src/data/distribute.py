@@ -28,7 +28,7 @@ from jdist._src.data.shards import (
 )
 from jdist._src.data.source_adapters import accepts_one, is_single, source_of
 from jdist._src.data.source_check import SAME_SOURCE, digest_of_indexed, shard_of
-from jdist._src.data.sources import Arrays, CallableIterable, Examples, Stream, restart_each_epoch, with_row_dimension
+from jdist._src.data.sources import Arrays, CallableIterable, Stream, restart_each_epoch, with_row_dimension
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.device_put import check_devices_attached
 
@@ -65,15 +65,13 @@ def dataset_from_source(
         local_source = _shard_by_hint(source, share) if policy is AutoShardPolicy.HINT else source
         if not own_source and share.num_pipelines > 1 and (shard := shard_of(source)):
             raise ValueError(f"The source reads one shard of the data: {shard}. {SAME_SOURCE}")
-        adapted = local_source
-        if not isinstance(adapted, Files):
-            adapted = source_of(local_source, batch_size is None, bool(shuffle), seed)
-        size = None if batch_size is None else int(batch_size)  # numpy integers are not JSON-able
-        is_shuffled = not isinstance(adapted, (Stream, Files)) if shuffle is None else bool(shuffle)
         if not isinstance(buckets, Buckets | None):
             raise TypeError(f"`buckets` must be a `jdist.data.Buckets((32, 64, 128))`, got {buckets!r}.")
-        if buckets is not None and isinstance(adapted, Examples):
-            adapted = adapted.with_buckets(buckets)
+        adapted = local_source
+        if not isinstance(adapted, Files):
+            adapted = source_of(local_source, batch_size is None, bool(shuffle), seed, buckets)
+        size = None if batch_size is None else int(batch_size)  # numpy integers are not JSON-able
+        is_shuffled = not isinstance(adapted, (Stream, Files)) if shuffle is None else bool(shuffle)
         config = InputConfig(
             adapted, size, is_shuffled, int(seed), epochs, remainder, own_source, buckets=buckets, warn=_warn_once()
         )

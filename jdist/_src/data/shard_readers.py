@@ -198,6 +198,7 @@ class StreamReader:
         return ShardBlock(sum(counts), rows, is_example)
 
     def _as_batch(self, element: PyTree, where: str) -> PyTree:
+        element = element if self._buckets is None else self._buckets.as_arrays(element)
         rows = as_rows(element, where, self._source.advice)
         return jax.tree.map(np.array, rows) if self._source.reuses_buffers else rows
 

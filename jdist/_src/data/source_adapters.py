@@ -15,6 +15,7 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.data.array_rows import STACK_EXAMPLES
+from jdist._src.data.buckets import Buckets
 from jdist._src.data.files import Files
 from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.source_state import with_loader_state
@@ -25,6 +26,7 @@ from jdist._src.data.sources import (
     Examples,
     Indexed,
     Stream,
+    Table,
     indexed_batches,
     read_again,
     restart_each_epoch,
@@ -36,7 +38,7 @@ _ENDLESS = 2**40  # an endlessly repeated `grain.MapDataset` reports `sys.maxsiz
 _CHUNK = 256  # examples read from a file per call
 
 
-def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed | Stream:
+def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buckets | None = None) -> Indexed | Stream:
     """Returns the source that the user passes as one of the two kinds of sources.
 
     Args:
@@ -44,6 +46,7 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
         batches: Whether its elements are batches.
         shuffle: Whether each epoch has its own order.
         seed: The seed of that order.
+        buckets: The widths of examples of different width, if they are padded.
 
     Raises:
         ValueError: The source is not recognized, or cannot be shuffled.
@@ -52,7 +55,8 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
         return indexed_batches(Examples(source), ExampleOrder(len(source), shuffle, seed))
     if _is_tree(source) or hasattr(source, "__array__"):
         _check_arrays(source, batches)
-        return Arrays(source)
+        is_ragged = any(isinstance(leaf, np.ndarray) and leaf.dtype == object for leaf in jax.tree.leaves(source))
+        return Columns(Table(source), buckets) if buckets is not None and is_ragged else Arrays(source)
     if isinstance(source, (str, bytes)):
         raise ValueError(f"The source is {source!r}. To read files, pass `jdist.data.Files(paths, read)`.")
     if isinstance(source, Mapping):
@@ -61,7 +65,7 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
             "or, if they are arrays of the same examples, `dict(source)`."
         )
     if _is_instance(source, "datasets", "Dataset"):
-        columns = Columns(_with_numpy_format(source))
+        columns = Columns(_with_numpy_format(source), buckets)
         return indexed_batches(columns, ExampleOrder(len(columns), shuffle, seed)) if batches else columns
     if _is_instance(source, "torch", "utils.data.DataLoader"):
         _refuse_shuffle(shuffle, "is a DataLoader")
@@ -70,7 +74,7 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
     is_torch_stream = _is_instance(source, "torch", "utils.data.IterableDataset")
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_torch_stream:
         if len(source) < _ENDLESS:
-            examples = Examples(source)
+            examples = Examples(source, None if batches else buckets)
             return indexed_batches(examples, ExampleOrder(len(examples), shuffle, seed)) if batches else examples
         _refuse_shuffle(shuffle, "is endless")
         start = lambda epoch, first: map(source.__getitem__, itertools.count(first))
@@ -97,14 +101,16 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int) -> Indexed |
     )
 
 
-def stream_of_files(files: Files, batches: bool, shuffle: bool, seed: int, shard: int, shards: int) -> Stream:
+def stream_of_files(
+    files: Files, batches: bool, shuffle: bool, seed: int, shard: int, shards: int, buckets: Buckets | None = None
+) -> Stream:
     """Returns the elements of the files `shard`, `shard + shards`, ... as one stream."""
 
     def start(epoch: int, first: int) -> Iterator[Any]:
         order = ExampleOrder(len(files.paths), shuffle, seed).epoch(epoch)
         for number in order[shard::shards].tolist():
             try:
-                source = source_of(files.read(files.paths[number]), batches, shuffle, seed)
+                source = source_of(files.read(files.paths[number]), batches, shuffle, seed, buckets)
                 if isinstance(source, Stream) and source.batches and not batches:
                     raise ValueError("`read` returns batches, not examples. Pass `batch_size=None`.")
                 if isinstance(source, Stream):
@@ -115,7 +121,8 @@ def stream_of_files(files: Files, batches: bool, shuffle: bool, seed: int, shard
                 else:
                     # Shard numbers after the number of files, because shard 0 is the order of the files.
                     indices = ExampleOrder(len(source), shuffle, seed, len(files.paths) + number).epoch(epoch)[first:]
-                    yield from _take_in_chunks(source, indices)
+                    # Each example has its own width: in a chunk they would be padded to the largest one.
+                    yield from _take_in_chunks(source, indices, _CHUNK if buckets is None else 1)
                     first = max(0, first - len(source))
             except Exception as error:
                 error.add_note(f"while reading {files.paths[number]}")
@@ -124,9 +131,9 @@ def stream_of_files(files: Files, batches: bool, shuffle: bool, seed: int, shard
     return Stream(start, batches, reuses_buffers=True)
 
 
-def _take_in_chunks(source: Indexed, indices: np.ndarray) -> Iterator[Any]:
-    for start in range(0, len(indices), _CHUNK):
-        chunk = indices[start : start + _CHUNK]
+def _take_in_chunks(source: Indexed, indices: np.ndarray, size: int) -> Iterator[Any]:
+    for start in range(0, len(indices), size):
+        chunk = indices[start : start + size]
         rows = source.take(chunk, "")
         yield from (jax.tree.map(lambda array, i=i: array[i], rows) for i in range(len(chunk)))
 

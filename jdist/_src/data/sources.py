@@ -84,10 +84,6 @@ class Examples:
     def __len__(self) -> int:
         return len(self._sequence)
 
-    def with_buckets(self, buckets: Buckets | None) -> "Examples":
-        """Returns the same examples, which may have different widths."""
-        return Examples(self._sequence, buckets)
-
     def take(self, indices: np.ndarray, where: str) -> PyTree:
         """Returns the stacked examples at `indices`."""
         stack = ExampleStack(where, self._buckets)
@@ -102,17 +98,46 @@ class Examples:
 
 
 class Columns:
-    """A Hugging Face dataset, which returns several examples per call."""
+    """A Hugging Face dataset or a table, which returns several examples per call."""
 
-    def __init__(self, dataset: Any):
-        self._dataset = dataset
+    def __init__(self, dataset: Any, buckets: Buckets | None = None):
+        self._dataset, self._buckets = dataset, buckets
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def take(self, indices: np.ndarray, where: str) -> PyTree:
         """Returns the examples at `indices`, by column."""
-        return as_rows(self._dataset[indices.tolist()], where)
+        columns = self._dataset[indices.tolist()]
+        if isinstance(columns, dict):  # some formats return a column as a list of values
+            columns = {name: _column(name, c, where) if isinstance(c, list) else c for name, c in columns.items()}
+        return as_rows(columns if self._buckets is None else self._buckets.as_arrays(columns), where)
+
+
+class Table:
+    """Arrays with one row per example, some of them object arrays of rows of different widths; a data set of `Columns`."""
+
+    def __init__(self, tree: PyTree):
+        self._tree = jax.tree.map(np.asarray, tree)
+        self._lengths = {name: len(leaf) for name, leaf in named_leaves("source", self._tree)}
+        if len(set(self._lengths.values())) > 1:
+            raise ValueError(f"All arrays of the source must have the same length, got {self._lengths}.")
+
+    def __len__(self) -> int:
+        return next(iter(self._lengths.values()))
+
+    def __getitem__(self, indices: list[int]) -> PyTree:
+        return jax.tree.map(lambda array: array[indices], self._tree)
+
+
+def _column(name: str, values: list[Any], where: str) -> np.ndarray:
+    """Returns a list of values as an array, or as an object array if their shapes differ."""
+    arrays = [as_numeric_array(f"source[{name!r}]", value, where) for value in values]
+    if len({array.shape for array in arrays}) < 2:
+        return np.stack(arrays)
+    column = np.empty(len(arrays), object)
+    column[:] = arrays
+    return column
 
 
 def indexed_batches(source: Indexed, order: ExampleOrder) -> Stream:
