@@ -194,22 +194,11 @@ def test_line_that_is_not_a_message_is_an_error(line):
         decode(line)
 
 
-@pytest.mark.parametrize("refused, finishes", [(1, True), (0, False)])
-def test_job_that_waits_for_a_machine_ends_when_it_is_refused(refused, finishes, capsys):
+def test_machine_that_is_refused_is_named_and_may_connect_again(capsys):
     machines = Machines(machines=2)
     machines.connect(0)
-    machines.job.refuse(refused, "host b, pid 7", "machine 1 has --nodes 3, but machine 0 has 2.")
+    machines.job.refuse("host b, pid 7", "machine 1 has --nodes 3, but machine 0 has 2.")
+    assert machines.next() == {}
     text = "the launcher on host b, pid 7 was refused: machine 1 has --nodes 3, but machine 0 has 2."
-    assert machines.next() == ({0: (Finish(2, f"the job ends: {text}"),)} if finishes else {})
-    assert (text in capsys.readouterr().err) == (not finishes)
-
-
-def test_machine_that_is_refused_does_not_end_a_job_that_can_run_without_it(capsys):
-    machines = Machines(machines=2, minimum=2)
-    machines.connect(0)
-    machines.job.refuse(1, "host b", "no.")
-    running = Machines(machines=1)
-    running.connect(0)
-    running.job.refuse(5, "host c", "there is no machine 5.")
-    assert machines.next() == running.next() == {}
-    assert "host b was refused: no." in capsys.readouterr().err
+    assert text in capsys.readouterr().err
+    assert set(machines.connect(1)) == {0, 1}

@@ -179,7 +179,7 @@ class ControlServer:
         elif problem := self._problem(hello):
             connection.send(Finish(2, problem))
             self._close(connection)
-            self._job.refuse(hello.machine, hello.name, problem)
+            self._job.refuse(hello.name, problem)
         else:
             self._machines[hello.machine] = connection
             self._job.connect(hello.machine, hello.name, connection.send)

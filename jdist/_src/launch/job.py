@@ -126,21 +126,14 @@ class Job:
         free_time = self._clock() + (self._settings.rejoin_seconds if self._attempt is not None else 0.0)
         self._machines[machine] = _Machine(name, send, [free_time] * self._settings.slots_per_machine)
 
-    def refuse(self, machine: int, name: str, problem: str) -> None:
-        """Reports that a machine was refused. The job ends if it waits for this machine to start, and cannot start without.
+    def refuse(self, name: str, problem: str) -> None:
+        """Reports that a machine was refused. The job still waits for it: the same machine may connect with other options.
 
         Args:
-            machine: The index that the machine has passed.
             name: Its name, for messages.
             problem: Why it was refused.
         """
-        is_first_start = self._attempt is None and self._last is None
-        is_elastic = self._settings.min_processes < self._settings.max_processes
-        text = f"the launcher on {name} was refused: {problem}"
-        if is_first_start and not is_elastic and machine not in self._machines and not self._is_finished:
-            self._finish(2, f"the job ends: {text}")
-        else:
-            self._console.message(text)
+        self._console.message(f"the launcher on {name} was refused: {problem}")
 
     def disconnect(self, machine: int, reason: str) -> None:
         """Removes a machine.
