@@ -79,7 +79,7 @@ class Checkpointer:
             the history, and then also saves after each validation that is better than all saved ones.
         keep_every: Checkpoints of steps that `keep_every` divides are kept too.
         fallback: Whether `restore` without `step`, and `fit(resume=checkpointer)`, restore the newest older checkpoint if the
-            newest one is damaged or cannot be read: for jobs that nobody watches. A warning in the log names the damaged
+            newest one is damaged or cannot be read. A warning in the log names the damaged
             checkpoint, the reason, and the restored step; the next `save` renames the damaged folder to `STEP.damaged`.
 
     Raises:
