@@ -37,8 +37,8 @@ def from_bytes(x: Any, dtype: Any) -> Any:
     """Returns the array of a dtype that `to_bytes` has converted, on the same devices or on the host.
 
     Example:
-        >>> from_bytes(to_bytes(np.asarray([1], jnp.float8_e4m3)), jnp.float8_e4m3)
-        array([1], dtype=float8_e4m3)
+        >>> float(from_bytes(to_bytes(np.asarray([1.5], jnp.float8_e4m3)), jnp.float8_e4m3)[0])
+        1.5
     """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     if isinstance(x, np.ndarray):
