@@ -6,8 +6,11 @@ import re
 import sys
 import types
 
+import numpy as np
+import optax
 import pytest
 
+import jdist
 from jdist import callbacks
 from jdist._src.training.progress import displays
 from jdist._src.training.progress.display_callback import detect_kind
@@ -15,6 +18,7 @@ from jdist._src.training.progress.display_callback import detect_kind
 from small_loop import place, regression, train
 
 ONE = place("one_device")
+X = np.zeros((4, 2), np.float32)
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"  # the cursor
 
 
@@ -38,6 +42,7 @@ def test_lines_contain_all_facts():
     assert lines == [
         "step 4/10  epoch 0  4 examples/s  0:00:06 left  loss 0.2  input stall 25 %",
         "step 8/10  epoch 0  4 examples/s  0:00:02 left  loss 0.1111  input stall 25 %",
+        "epoch 0  step 10  0:00:10  loss 0.09091",
         "step 10/10  epoch 0  4 examples/s  0:00:10  loss 0.09091  input stall 25 %",
     ]
 
@@ -46,12 +51,12 @@ def test_last_line_of_training_that_stops_contains_the_duration():
     stream = io.StringIO()
     display = [callbacks.TimeLimit(4), callbacks.Progress("lines", interval_seconds=60, stream=stream)]
     train(ONE, display, epochs=1, steps=10, state=0, call=_idle, seconds=1.0, logs=lambda step: {"loss": 0.5})
-    assert stream.getvalue() == "step 4/10  epoch 0  4 examples/s  0:00:04  loss 0.5  input stall 0 %\n"
+    assert stream.getvalue().splitlines()[-1] == "step 4/10  epoch 0  4 examples/s  0:00:04  loss 0.5  input stall 0 %"
 
 
 def test_last_line_is_not_repeated():
     lines, _ = _lines(interval_seconds=5, seconds=1.0)
-    assert [line.split()[1] for line in lines] == ["5/10", "10/10"]
+    assert [line.split("  ")[0] for line in lines] == ["step 5/10", "step 10/10", "epoch 0"]
 
 
 def test_lines_without_a_known_end_contain_the_duration():
@@ -62,8 +67,8 @@ def test_lines_without_a_known_end_contain_the_duration():
 def test_validation_is_shown_until_the_next_validation():
     validation = lambda epoch: {"loss": 7.0 + epoch}
     lines, _ = _lines(interval_seconds=1, seconds=1.0, epochs=2, steps=2, validation=validation)
-    assert ["val_loss" in line for line in lines] == [False, False, True, True, True]
-    assert "val_loss 7 " in lines[3] and "val_loss 8 " in lines[4]
+    assert ["val_loss" in line for line in lines] == [False, False, True, True, True, True, True]
+    assert "val_loss 7" in lines[4] and "val_loss 8" in lines[5]
 
 
 def test_throughput_is_measured_over_the_last_seconds():
@@ -73,7 +78,7 @@ def test_throughput_is_measured_over_the_last_seconds():
     display = callbacks.Progress("lines", interval_seconds=1, stream=stream)
     for event in events:
         display(event.__class__(**{**vars(event), "seconds": times[event.step]}))
-    assert " 16 examples/s" in stream.getvalue().splitlines()[-1]
+    assert " 16 examples/s" in stream.getvalue().splitlines()[-2]
 
 
 @pytest.mark.parametrize("kind, interval_seconds", [("live", 0.25), ("lines", 10.0)])
@@ -194,7 +199,7 @@ def test_auto_detects_the_environment(monkeypatch):
 
 def test_auto_is_resolved_at_the_start_of_training(capsys):
     _run(callbacks.Progress())  # it writes to the current `sys.stdout`, not that of its creation
-    assert re.fullmatch(r"step 10/10 .*\n", capsys.readouterr().out)
+    assert re.fullmatch(r"epoch 0  step 10 .*\nstep 10/10 .*\n", capsys.readouterr().out)
 
 
 def test_html_is_a_bar_and_text():
@@ -267,3 +272,18 @@ def test_display_of_real_steps_shows_their_loss(name):
     state, call = regression(strategy)
     train(strategy, [callbacks.Progress("lines", stream=stream)], state=state, call=call)
     assert re.search(r"loss \d+\.\d+", stream.getvalue())
+
+
+@pytest.mark.parametrize("kind", ["lines", "live"])
+def test_display_begins_before_the_initial_state_and_is_closed_after_an_error_in_it(kind):
+    stream, seen = io.StringIO(), []
+
+    def init(key, x):
+        seen.append(stream.getvalue())
+        raise ValueError("no parameters")
+
+    trainer = jdist.Trainer((init, lambda w, x: x), optax.sgd(0.1), optax.squared_error, strategy=ONE)
+    with pytest.raises(ValueError, match="no parameters"):
+        trainer.fit((X, X), batch_size=4, callbacks=[callbacks.Progress(kind, stream=stream)])
+    assert "waiting for the first batch and the initial state" in seen[0]
+    assert stream.getvalue().count(HIDE) == stream.getvalue().count(SHOW) == (kind == "live")

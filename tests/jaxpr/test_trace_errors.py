@@ -5,9 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jdist
+
+from laws import STRATEGIES
 
 NEEDS_A_VALUE = {
     "if": (lambda x, flag: x if flag else -x, (1.0, True), r"a value computed from `flag` .*functools\.partial"),
@@ -76,3 +79,66 @@ def test_value_error_of_the_function_itself_passes_through(two):
 
     with pytest.raises(ValueError, match=r"^of the function"):
         two.run(fail, (1.0,))
+
+
+# -- the arguments of the function in a note ---------------------------------------------------------------------------
+
+X, Y = np.zeros((8, 3), np.float32), np.zeros(8, np.float32)
+WRONG = lambda outputs, targets: optax.squared_error(jnp.zeros((len(outputs), 2)), targets)
+
+
+def entry_points(strategy):
+    """Returns calls in which the loss fails, by name."""
+    trainer = jdist.Trainer((lambda key, x: jnp.zeros(3), lambda w, x: x @ w), optax.sgd(0.1), WRONG, strategy=strategy)
+    (batch,) = strategy.distribute_dataset((X, Y), 8)
+    state = trainer.init(X)
+
+    def replica_function(w, batch):
+        return w, WRONG(*batch)
+
+    loss = lambda params, batch: WRONG(*batch)
+
+    def train_step():
+        with strategy.scope():
+            return jdist.train_step(loss, optax.sgd(0.1))(trainer.init(X), batch)
+
+    def eval_step():
+        with strategy.scope():
+            return jdist.eval_step(lambda state, batch: {"loss": WRONG(*batch)})(1.0, batch)
+
+    return {
+        "run": lambda: strategy.run(replica_function, (1.0, batch)),
+        "step": lambda: strategy.step(replica_function)(strategy.put(jnp.zeros(3)), batch),
+        "train_step": train_step,
+        "eval_step": eval_step,
+        "fit": lambda: trainer.fit((X, Y), batch_size=8, progress="off"),
+        "evaluate": lambda: trainer.evaluate(state, (X, Y), batch_size=8),
+    }
+
+
+def notes_of(error):
+    return "\n".join(getattr(error, "__notes__", ()))
+
+
+@pytest.mark.parametrize("name", ["mirrored_2", "sharded_4", "one_device", "central_2"])
+@pytest.mark.one_in(2)
+def test_error_in_the_loss_has_a_note_with_the_arguments_of_the_replica(name):
+    strategy = STRATEGIES[name]()
+    count, share = strategy.num_replicas_in_sync, 8 // strategy.num_replicas_in_sync
+    part = f"one of {count} replicas" if count > 1 else "the only replica"
+    for entry_point, call in entry_points(strategy).items():
+        with pytest.raises(ValueError, match="hape") as caught:
+            call()
+        notes = notes_of(caught.value)
+        assert f"was traced for {part}, with" in notes and f"float32[{share},3], float32[{share}]" in notes, entry_point
+        if entry_point in ("fit", "evaluate"):
+            assert f"The loss was called with outputs float32[{share}] and targets float32[{share}]." in notes
+
+
+def test_note_counts_the_arrays_of_a_large_argument(two):
+    with pytest.raises(ZeroDivisionError) as caught:
+        two.run(lambda tree: 1 / 0, ({str(i): np.zeros(3) for i in range(99)},))
+    assert (
+        "`<lambda>` was traced for one of 2 replicas, with its part of the batch: tree dict of 99 arrays."
+        in notes_of(caught.value)
+    )

@@ -301,3 +301,24 @@ def test_normalization_of_padded_batches_equals_that_of_the_batches_without_padd
     chex.assert_trees_all_close(state, single, rtol=1e-3, atol=1e-5)
     assert 0 in padding
     assert step.proof.per_replica == ("output[2]",)
+
+
+class NnxNorm(nnx.Module):
+    def __init__(self):
+        self.norm = nnx.BatchNorm(1, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_statistics_of_each_replica_are_an_error_with_the_argument_to_write(library, two):
+    if library == "linen":
+        norm = nn.BatchNorm(use_running_average=False)
+        state = two.put(norm.init(jax.random.key(0), BATCHES[0]))
+        function = lambda state, x: ({**state, **norm.apply(state, x, mutable=["batch_stats"])[1]}, None)
+    else:
+        state = two.init(NnxNorm)
+        function = lambda model, x: (model, model(x))
+    with pytest.raises(jdist.NotMirroredError, match=r'Write `BatchNorm\(..., axis_name="replica"\)`'):
+        two.step(function)(state, two.put(jdist.PerReplica(BATCHES)))

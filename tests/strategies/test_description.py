@@ -464,3 +464,9 @@ def test_shapes_that_cannot_be_placed_raise_the_error_of_put(four):
     with pytest.raises(ValueError, match="the pattern 'kernel', which matches no parameter"):
         described(strategy, {"w": shape(8)})
     assert only(strategy, strategy.put(np.zeros(8))).placement == "split dim 0 over 'data' (4 parts)"
+
+
+def test_description_fits_80_columns():
+    params = {"encoder": {"layer_0": {"attention_output_kernel": np.zeros((64, 128), np.float32)}}}
+    lines = str(jdist.ShardedStrategy("all").describe({"params": params, "opt_state": [params, params]})).splitlines()
+    assert max(map(len, lines)) <= 80 and any("float32[64,128]" in line for line in lines)

@@ -15,6 +15,7 @@ from typing import assert_type
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import jdist
 
 State = dict[str, jax.Array]
@@ -54,6 +55,16 @@ untyped = strategy.step(lambda state, x: (state, None))
 untyped(state, x)
 strategy.compile(step, state, x)
 strategy.reduce("mean", loss, axis=None)
+assert_type(strategy.put(state), State)
+assert_type(strategy.put(1.0), jax.Array)
+assert_type(strategy.put(np.ones(3)), jax.Array)
+assert_type(strategy.split((x, x)), tuple[jax.Array, jax.Array])
+assert_type(strategy.gather(loss, axis=0), jax.Array)
+assert_type(strategy.reduce("mean", loss, axis=None), jax.Array)
+float(strategy.reduce("mean", jdist.PerReplica(x), axis=None))
+with jdist.Checkpointer("folder") as checkpointer:
+    assert_type(checkpointer.restore(strategy, like=state).state, State)
+    assert_type(checkpointer.restore(strategy).step, int)
 devices: tuple[jax.Device, ...] = strategy.devices
 step.proof.replicated
 

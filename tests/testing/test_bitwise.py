@@ -99,3 +99,9 @@ def test_values_per_replica_are_not_replicated(two, wrapper):
 def test_host_values_have_no_copies():
     with pytest.raises(TypeError, match=r"\['n'\] is float64\[3\] on the host. Pass arrays that are on devices."):
         assert_replicated({"n": np.zeros(3)})
+
+
+def test_traceback_of_a_failed_assertion_ends_in_the_test():
+    with pytest.raises(AssertionError) as caught:
+        assert_bitwise_equal(np.float32(1), np.float32(2))
+    assert [entry.path.name for entry in caught.traceback.filter(caught)] == ["test_bitwise.py"]

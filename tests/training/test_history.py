@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 
 from jdist._src.training.history import History, format_value
 from jdist._src.training.report import matplotlib_charts
@@ -97,7 +98,7 @@ def test_column_contains_the_values_of_the_rows_that_have_it():
     assert len(history) == 2 and "val_loss" in history and "accuracy" not in history
 
 
-@pytest.mark.parametrize("column", ["los", 0, None])
+@pytest.mark.parametrize("column", ["los", None])
 def test_unknown_column_raises_with_the_known_ones(column):
     with pytest.raises(KeyError, match=r"no column .*The columns are 'epoch', 'loss'"):
         History([{"epoch": 0, "loss": 2.0}])[column]
@@ -106,6 +107,17 @@ def test_unknown_column_raises_with_the_known_ones(column):
 def test_column_of_an_empty_history_raises():
     with pytest.raises(KeyError, match="none: no epoch has ended"):
         History()["loss"]
+
+
+def test_history_is_a_list_of_its_rows_and_its_losses_are_an_array():
+    assert list(FULL) == list(FULL.rows) and FULL[-1] == FULL.rows[-1] and FULL[:2] == list(FULL.rows[:2])
+    with pytest.raises(IndexError, match=r"no row 99: the history has \d+ rows"):
+        FULL[99]
+    history = History((), {2: 0.5, 1: 1.0})
+    axes = Figure().add_subplot()
+    (line,) = axes.plot(history.losses)
+    assert line.get_ydata().tolist() == np.asarray(history.losses).tolist() == [1.0, 0.5]
+    assert history.losses == {1: 1.0, 2: 0.5} and pickle.loads(pickle.dumps(history)).losses == history.losses
 
 
 def test_history_is_frozen():

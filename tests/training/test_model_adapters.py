@@ -602,6 +602,16 @@ def test_adapted_model_is_returned_unchanged():
     assert adapt_model(model) is model
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras, where it copies a model
+@every_dropout
+@pytest.mark.one_in(3)
+def test_trained_model_is_a_function_of_inputs_in_evaluation_mode(make, two, keras):
+    trainer, x = trainer_of(make(keras), two), np.ones((4, 8), np.float32)
+    state = trainer.init(x)
+    outputs = trainer.predict(state, x, batch_size=4)
+    np.testing.assert_allclose(trainer.model(state)(x), outputs, rtol=1e-4, atol=1e-5)
+
+
 # -- Keras models that are built again ---------------------------------------------------------------------------------
 
 

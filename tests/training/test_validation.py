@@ -269,3 +269,21 @@ def test_wrong_options_raise_before_the_first_step(two, options, error, message)
 def test_keras_argument_is_answered_with_the_line_to_write(two):
     with pytest.raises(TypeError, match="`fit` has no argument `validation_freq`: write `validate_every=`"):
         fit(two, validation_freq=2)
+
+
+@pytest.mark.parametrize(
+    "data, name",
+    [
+        ((INPUTS[:, :2], INPUTS @ TRUE), "validation_data"),
+        ({"easy": EASY, "hard": (HARD[0], HARD[1][:, None])}, "validation_data['hard']"),
+        (lambda: ((x[:2], y) for x, y in zip(*EASY, strict=True)), "validation_data"),
+        (INPUTS, "validation_data"),
+    ],
+    ids=["width", "named", "stream", "no_targets"],
+)
+def test_validation_data_that_do_not_fit_raise_before_the_first_step(two, data, name):
+    calls = []
+    with pytest.raises((TypeError, ValueError)) as caught:
+        fit(two, validation_data=data, callbacks=[calls.append])
+    assert f"in the evaluation of `{name}`, before the first step" in "".join(caught.value.__notes__)
+    assert not calls

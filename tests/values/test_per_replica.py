@@ -241,3 +241,13 @@ def test_shapes_are_kept_by_tree_functions_and_cannot_be_set(two):
     chex.assert_trees_all_equal(doubled.values, (np.float32([2, 2]), np.float32([4])))
     with pytest.raises(dataclasses.FrozenInstanceError):
         value.shapes = None
+
+
+@pytest.mark.parametrize("use", [lambda x: x.item(), lambda x: f"{x:.3f}", float])
+def test_one_number_per_replica_used_as_a_number_is_answered_with_the_line_to_write(use, two):
+    value = two.run(jdist.replica_id)
+    with pytest.raises(
+        TypeError, match=r'one number per replica.*float\(strategy.reduce\("mean".*all_reduce\("mean", loss\)'
+    ):
+        use(value)
+    assert f"{value}" == "PerReplica(int32[2])"

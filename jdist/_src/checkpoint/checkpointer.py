@@ -7,7 +7,7 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar, overload
 
 import jax
 
@@ -34,7 +34,7 @@ _LOG = logging.getLogger("jdist")
 
 
 @dataclasses.dataclass(frozen=True)
-class RestoredCheckpoint:
+class RestoredCheckpoint(Generic[T]):
     """A checkpoint that `Checkpointer.restore` returned.
 
     Attributes:
@@ -48,7 +48,7 @@ class RestoredCheckpoint:
     """
 
     step: int
-    state: PyTree
+    state: T
     data_position: Any
     extra: PyTree
     manifest: Mapping[str, Any]
@@ -197,6 +197,26 @@ class Checkpointer:
             self.wait()
         return plan is not None
 
+    @overload
+    def restore(
+        self,
+        strategy: Strategy,
+        *,
+        like: None = None,
+        step: int | None = None,
+        only: str | Sequence[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> RestoredCheckpoint[PyTree]: ...
+    @overload
+    def restore(
+        self,
+        strategy: Strategy,
+        *,
+        like: T,
+        step: int | None = None,
+        only: str | Sequence[str] | None = None,
+        rename: Mapping[str, str] | None = None,
+    ) -> RestoredCheckpoint[T]: ...
     @explains_arguments()
     def restore(
         self,
@@ -206,7 +226,7 @@ class Checkpointer:
         step: int | None = None,
         only: str | Sequence[str] | None = None,
         rename: Mapping[str, str] | None = None,
-    ) -> RestoredCheckpoint:
+    ) -> RestoredCheckpoint[Any]:
         """Restores a checkpoint onto the devices of a strategy. Each device reads its own part.
 
         Wrappers are preserved. A `SyncOnRead` SUM is split into shares for the new replicas. Other values per replica, of a

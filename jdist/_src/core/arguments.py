@@ -7,6 +7,8 @@ import operator
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+from jdist._src.core.tree import one_line
+
 E = TypeVar("E", bound=enum.Enum)
 
 
@@ -61,11 +63,11 @@ def as_int(name: str, value: Any, minimum: int | None = None) -> int:
         number = None
     if number is None or (minimum is not None and number < minimum):
         bound = "" if minimum is None else f" >= {minimum}"
-        raise (TypeError if number is None else ValueError)(f"{name} must be an integer{bound}, got {value!r}.")
+        raise (TypeError if number is None else ValueError)(f"{name} must be an integer{bound}, got {one_line(value)}.")
     return number
 
 
 def check_seconds(name: str, value: Any) -> None:
     """Raises ValueError if the argument `name` is not a positive, finite number of seconds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
-        raise ValueError(f"`{name}` must be a positive number of seconds, got {value!r}.")
+        raise ValueError(f"`{name}` must be a positive number of seconds, got {one_line(value)}.")

@@ -24,6 +24,41 @@ def describe_type(value: Any) -> str:
     return dtype_and_shape(value) if isinstance(value, jax.Array) else type(value).__name__
 
 
+def describe_tree(tree: PyTree, max_length: int = 100) -> str:
+    """Returns `tree` in one line for messages: dtypes and shapes in place of leaves, or their number if the text is too long.
+
+    Example:
+        >>> describe_tree((np.zeros((4, 2), np.float32), {"n": 3})), describe_tree([np.zeros(2)] * 99)
+        ('(float64[4,2], {n: 3})', 'list of 99 arrays')
+    """
+    text = str(jax.tree.map(dtype_and_shape, tree)).replace("'", "")
+    if len(text) <= max_length:
+        return text
+    return f"{type(tree).__name__} of {len(jax.tree.leaves(tree)):,} arrays"
+
+
+def one_line(value: Any, max_length: int = 80) -> str:
+    """Returns `repr(value)` for messages, on one line and shortened; for arrays and trees of them their dtypes and shapes.
+
+    Example:
+        >>> one_line("adam"), one_line(np.zeros((1000, 3), np.float32)), one_line({"w": np.ones(99)})
+        ("'adam'", 'float32[1000,3]', '{w: float64[99]}')
+    """
+    text = dtype_and_shape(value) if hasattr(value, "dtype") else repr(value)
+    if len(text) <= max_length and "\n" not in text:
+        return text
+    if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
+        return describe_tree(value, max_length)
+    text = " ".join(text.split())
+    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
+
+
+def add_note_once(error: BaseException, note: str) -> None:
+    """Adds a note to an error, unless an inner function has added it: a function may be traced by several programs."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
 def named_leaves(name: str, tree: PyTree) -> list[tuple[str, Any]]:
     """Returns each leaf of `tree` with its path, which starts with `name`."""
     return [(name + jax.tree_util.keystr(path), leaf) for path, leaf in leaves_with_path(tree)]

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.tree import one_line
 
 REPLICA_AXIS = "replica"
 GROUP_AXIS = "group"
@@ -45,7 +46,7 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None, axis_name: s
         )
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
         instead = f"[{str(devices)!r}]" if isinstance(devices, (str, jax.Device)) else "`jax.devices()[:n]`"
-        raise TypeError(f"`devices` must be a list of devices, got {devices!r}; write {instead}.")
+        raise TypeError(f"`devices` must be a list of devices, got {one_line(devices)}; write {instead}.")
     chosen = jax.local_devices() if devices is None else [find_device(device) for device in devices]
     _check(chosen)
     check_axis_name(axis_name)

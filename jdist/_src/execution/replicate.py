@@ -25,7 +25,7 @@ from jdist._src.jaxpr import clip_check, replication
 from jdist._src.jaxpr.batch_check import warn_of_replicated_batch
 from jdist._src.jaxpr.example_check import check_examples
 from jdist._src.jaxpr.replication import Variation
-from jdist._src.jaxpr.trace_errors import explain_trace_errors
+from jdist._src.jaxpr.trace_errors import explain_trace_errors, note_arguments
 from jdist._src.replica.context import ReplicaContext, enter_context
 from jdist._src.values.arrays import check_value
 from jdist._src.values.base import is_distributed, named_values
@@ -131,7 +131,7 @@ def replicate(
     @jax.jit
     def one_replica(*given: PyTree) -> list[PyTree]:  # `explain_trace_errors` finds the name `given` in JAX's messages
         args, kwargs = treedef.unflatten(given)
-        with enter_context(context):
+        with enter_context(context), note_arguments(call.with_arguments(args, kwargs), context.num_replicas_in_sync):
             results, values = _flatten_results(body(*args, **kwargs))
         traced_results[:] = [results]
         return values
@@ -207,7 +207,7 @@ def _not_replicated(varying: Sequence[tuple[str, Variation]], num_state: int) ->
     return (
         f"{name} is not proved to be replicated{also}.\n"
         f"  It may differ because of\n    {replication.explain_cause(cause)}\n"
-        f"  {replication.fix_for(cause)}\n"
+        f"  {replication.fix_for(cause, list(variation))}\n"
         "  If each replica should have its own value, wrap the value where the state is made: `jdist.PerReplica(x)`. To "
         "aggregate the values that the replicas write, use `jdist.Mirrored(x, aggregation)`. `strategy.init` wraps the "
         "state of a `jdist.sync` policy, if the state is made in it."

@@ -151,11 +151,16 @@ def explain_cause(cause: Cause) -> str:
     return "\n    -> ".join(lines)
 
 
-def fix_for(cause: Cause) -> str:
-    """Returns advice for a value that varies for this reason and should be replicated."""
+def fix_for(cause: Cause, axes: Sequence[str]) -> str:
+    """Returns advice for a value that varies for this reason over these mesh axes, and should be replicated."""
     start, *sites = [link.site for link in cause.chain()]
     if any(isinstance(site, Equation) and source_lines.is_from_jdist(site, *_ACCUMULATED) for site in sites):
         return _ACCUMULATED_FIX
+    for library, (file, argument) in _BATCH_NORMS.items():
+        names = source_lines.functions_in_file(sites[-1], library, file) if sites else ()
+        if any(name.rpartition(".")[2] == "__call__" for name in names):
+            axis_names = repr(axes[0] if len(axes) == 1 else tuple(axes)).replace("'", '"')
+            return f"These are statistics of each replica's part of the batch. Write `BatchNorm(..., {argument}={axis_names})`."
     kind = "input" if isinstance(start, Input) else start.primitive.name
     return _FIXES.get(kind, _FIXES["input"])
 
@@ -170,6 +175,9 @@ _FIXES = {
     "rng_uniform": "Each device has its own generator: draw from a key (`jax.random`).",
     "new_ref": "jdist does not analyze writes to a mutable reference (`jax.Ref`): return the value instead.",
 }
+
+# The argument that makes a batch normalization reduce its statistics, and the file that computes them, by library.
+_BATCH_NORMS = {"flax": ("normalization", "axis_name"), "haiku": ("batch_norm", "cross_replica_axis")}
 
 _ACCUMULATED = "sync/accumulation.py", "every.<locals>.update.<locals>.apply"  # passes the gradients to the optimizer
 _ACCUMULATED_FIX = (

@@ -1,12 +1,15 @@
 """Explains the errors that JAX raises while a replica function is traced, in terms of the function's own arguments."""
 
 import contextlib
+import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import jax
 
 from jdist._src.core import source_lines
+from jdist._src.core.tree import PyTree, add_note_once, describe_tree
 
 _UNKNOWN_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -66,6 +69,42 @@ def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh, axes: Se
             f"{dict(mesh.shape)}. Inside a replica function JAX cannot represent its sharding. Pass it as an argument: a "
             "replicated array as it is, an array `[replica, ...]` in `jdist.PerReplica(x)`."
         ) from error
+
+
+class _Call(Protocol):
+    """The attributes of a call of the user's function that a note names."""
+
+    @property
+    def fn(self) -> Callable[..., Any]:
+        """The function."""
+        ...
+
+    def named_arguments(self) -> list[tuple[str, PyTree]]:
+        """Returns the name and the value of each argument."""
+        ...
+
+
+@contextlib.contextmanager
+def note_arguments(call: _Call, num_replicas: int) -> Iterator[None]:
+    """Adds a note to an error in the function of the user: its arguments, which are the part of one replica.
+
+    The shapes in such an error are those of the part, and the user wrote those of the global batch.
+    """
+    try:
+        yield
+    except Exception as error:
+        arguments = ", ".join(f"{name} {describe_tree(value)}" for name, value in call.named_arguments())
+        part = (
+            "the only replica, with the complete batch"
+            if num_replicas == 1
+            else f"one of {num_replicas} replicas, with its part of the batch"
+        )
+        add_note_once(error, f"While `{_name_of(call.fn)}` was traced for {part}: {arguments or 'no arguments'}.")
+        raise
+
+
+def _name_of(fn: Any) -> str:
+    return getattr(inspect.unwrap(fn), "__name__", type(fn).__name__)
 
 
 def _unknown_value(error: Exception, names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jdist._src.cluster.resolver import ClusterResolver
@@ -34,11 +35,13 @@ from jdist._src.strategies.description import Description, describe
 from jdist._src.strategies.pickling import with_devices, with_names
 from jdist._src.strategies.scope import Scope
 from jdist._src.strategies.unbound_step import Step
+from jdist._src.values.base import DistributedValues
 from jdist._src.values.device_put import check_devices_attached, put, put_per_replica, split_batch
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.reduce_op import ReduceOp
 
 _StateT = TypeVar("_StateT")
+_T = TypeVar("_T")
 _InputsT = ParamSpec("_InputsT")
 _OutputsT = TypeVar("_OutputsT")
 
@@ -355,6 +358,17 @@ class Strategy:
         check_compiler_options(compiler_options)
         return program.lower(state, *inputs).compile(self._backend.compiler_options(compiler_options))
 
+    @overload
+    def reduce(
+        self,
+        op: ReduceOp | Literal["sum", "mean", "max", "min"],
+        value: DistributedValues,
+        axis: int | Sequence[int] | None,
+    ) -> PyTree: ...
+    @overload
+    def reduce(
+        self, op: ReduceOp | Literal["sum", "mean", "max", "min"], value: _T, axis: int | Sequence[int] | None
+    ) -> _T: ...
     def reduce(
         self,
         op: ReduceOp | Literal["sum", "mean", "max", "min"],
@@ -389,6 +403,10 @@ class Strategy:
         arguments = ReduceOp.of(op), self._backend.to_mesh(value), axes_argument(axis), self.replicas
         return self._launch("strategy.reduce", host_reductions.reduce, *arguments)
 
+    @overload
+    def gather(self, value: DistributedValues, axis: int) -> PyTree: ...
+    @overload
+    def gather(self, value: _T, axis: int) -> _T: ...
     def gather(self, value: PyTree, axis: int) -> PyTree:
         """Concatenates the values of all replicas along a dimension.
 
@@ -425,6 +443,10 @@ class Strategy:
         require_cross_replica_context("local_results")
         return host_reductions.local_results(self._backend.to_mesh(value), self.replicas)
 
+    @overload
+    def put(self, tree: complex | np.ndarray | np.generic) -> jax.Array: ...
+    @overload
+    def put(self, tree: _T) -> _T: ...
     def put(self, tree: PyTree) -> PyTree:
         """Places `tree` on the strategy's devices: plain leaves like a state, wrapped leaves as specified by their wrapper.
 
@@ -462,6 +484,10 @@ class Strategy:
         arrays = to_array_tree(tree)
         return from_array_tree(jax.tree.unflatten(jax.tree.structure(arrays), self._put_shardings(arrays)))
 
+    @overload
+    def split(self, batch: np.ndarray) -> jax.Array: ...
+    @overload
+    def split(self, batch: _T) -> _T: ...
     def split(self, batch: PyTree) -> PyTree:
         """Splits one global batch over the replicas, for a loop that has batches already.
 

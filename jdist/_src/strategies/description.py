@@ -29,6 +29,7 @@ from jdist._src.values.device_put import check_wrapper
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.state_sharding import StateLeaf, StateSharding, state_leaves
 
+_MAX_WIDTHS = (None, 17, None, 9, 9, 9)  # of the columns
 _HEAD = ("leaf", "array", "placement", "bytes", "bytes per device", "host bytes per device")
 
 
@@ -106,6 +107,7 @@ class Description:
         return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
     def __rich__(self) -> Any:
+        from rich import box
         from rich.console import Group
         from rich.table import Column, Table
         from rich.text import Text  # a plain string would be read as markup: paths contain brackets
@@ -117,10 +119,20 @@ class Description:
         if self.leaves:
             *rows, total = self._rows()
             columns = [
-                Column(name, footer=Text(last), justify="left" if i < 3 else "right", overflow="fold")  # nothing is cut
-                for i, (name, last) in enumerate(zip(_HEAD, total, strict=False))
+                Column(
+                    name,
+                    footer=Text(last),
+                    justify="left" if i < 3 else "right",
+                    overflow="fold",
+                    max_width=_MAX_WIDTHS[i],
+                )
+                for i, (name, last) in enumerate(
+                    zip(_HEAD, total, strict=False)
+                )  # long texts are folded, and nothing is cut
             ]
-            table = Table(*columns, show_footer=True)
+            table = Table(
+                *columns, show_footer=True, box=box.SIMPLE_HEAD, pad_edge=False
+            )  # without lines, to be narrow
             for row in rows:
                 table.add_row(*map(Text, row))
             parts.append(table)

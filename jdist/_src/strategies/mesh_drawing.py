@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-WIDTH = 120  # columns of text
+WIDTH = 80  # columns of text
 
 
 def draw_mesh(axes: Sequence[str], ids: np.ndarray, processes: np.ndarray) -> str:

@@ -10,7 +10,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core.arguments import as_int
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.jaxpr.clip_check import GRADIENT_MARK
 from jdist._src.replica.context import ReplicaContext, require_replica_context
 
@@ -76,8 +76,8 @@ def check_transformation(name: str, argument: str, value: Any) -> Policy:
     example = "optax.adamw(1e-3)" if argument.endswith("optimizer") else "jdist.sync.mean()"
     hint = " Call it." if callable(value) else ""
     raise TypeError(
-        f"`{argument}` of `jdist.sync.{name}` must be an optax gradient transformation, such as `{example}`, got {value!r}."
-        f"{hint}"
+        f"`{argument}` of `jdist.sync.{name}` must be an optax gradient transformation, such as `{example}`, got "
+        f"{one_line(value)}.{hint}"
     )
 
 
@@ -98,7 +98,7 @@ def check_number(name: str, argument: str, value: Any) -> float:
         TypeError: `value` is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"`{argument}` of `jdist.sync.{name}` must be a number, got {value!r}.")
+        raise TypeError(f"`{argument}` of `jdist.sync.{name}` must be a number, got {one_line(value)}.")
     return float(value)
 
 

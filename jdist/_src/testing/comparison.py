@@ -1,6 +1,7 @@
 """Bitwise comparisons of trees: between two trees, and between the copies that the devices hold."""
 
 import hashlib
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.values.base import DistributedValues
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.sharded import Sharded
+
+# pytest leaves the frames of this module out of the traceback of a failed assertion.
+__tracebackhide__ = operator.methodcaller("errisinstance", AssertionError)
 
 
 def assert_bitwise_equal(actual: PyTree, expected: PyTree) -> None:

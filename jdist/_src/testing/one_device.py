@@ -1,6 +1,7 @@
 """Compares training under a strategy with training on one device."""
 
 import inspect
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,9 @@ from jdist._src.strategies.current import get_strategy
 from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.strategies.variables import read_values
 from jdist._src.values.per_replica import PerReplica
+
+# pytest leaves the frames of this module out of the traceback of a failed assertion.
+__tracebackhide__ = operator.methodcaller("errisinstance", AssertionError)
 
 
 def assert_same_as_one_device(

@@ -1,6 +1,7 @@
 """Assertions about programs: which collectives they contain, and which transfers they make."""
 
 import contextlib
+import operator
 import re
 import sys
 from collections import Counter
@@ -14,6 +15,9 @@ from jdist._src.core.jax_compat import on_host_read
 from jdist._src.core.tree import describe_type, dtype_and_shape
 from jdist._src.devices.hlo import KINDS, Collective, collectives
 from jdist._src.strategies.current import get_strategy
+
+# pytest leaves the frames of this module out of the traceback of a failed assertion.
+__tracebackhide__ = operator.methodcaller("errisinstance", AssertionError)
 
 
 def assert_collectives(step: Any, expected: Mapping[str, int], *args: Any) -> None:

@@ -1,12 +1,16 @@
 """Tests of `chex.TestCase` and absltest under several strategies."""
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jdist._src.core.arguments import as_int
 from jdist._src.strategies.base import Strategy
 from jdist._src.testing.strategies import start
+
+# pytest leaves the frames of this module out of the traceback of a failed assertion.
+__tracebackhide__ = operator.methodcaller("errisinstance", AssertionError)
 
 
 def variants(

@@ -4,6 +4,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from jdist._src.core.tree import one_line
+
 P = ParamSpec("P")
 R = TypeVar("R")
 # Arguments of `fit` and `evaluate` in Keras, and what to write instead.
@@ -61,7 +63,9 @@ def check_alternatives(model: Any, optimizer: Any, loss: Any, objective: Any, st
     if step is not None and optimizer is not None:
         raise TypeError("Pass either `optimizer` or `step`: a step updates the parameters itself.")
     if step is not None and not callable(step):
-        raise TypeError(f"`step` must be a function `fn(state, batch)` or `fn(state, batch, weights)`, got {step!r}.")
+        raise TypeError(
+            f"`step` must be a function `fn(state, batch)` or `fn(state, batch, weights)`, got {one_line(step)}."
+        )
 
 
 def check_eval_params(eval_params: Any) -> None:
@@ -69,5 +73,5 @@ def check_eval_params(eval_params: Any) -> None:
     if eval_params is not None and not callable(eval_params):
         raise TypeError(
             "`eval_params` must be a function from the state of the optimizer and the parameters to parameters, such as "
-            f"`optax.contrib.schedule_free_eval_params`, got {eval_params!r}."
+            f"`optax.contrib.schedule_free_eval_params`, got {one_line(eval_params)}."
         )

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, cast, final
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.paths import absolute
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.history import History
 
@@ -224,7 +224,7 @@ def as_callbacks(callbacks: Sequence[Callback | CallbackFunction]) -> list[Callb
         ValueError: Two callbacks write to one destination.
     """
     if callable(callbacks) or not isinstance(callbacks, Sequence) or isinstance(callbacks, str):
-        raise TypeError(f"`callbacks` must be a list of callbacks, got {callbacks!r}. Write `callbacks=[...]`.")
+        raise TypeError(f"`callbacks` must be a list of callbacks, got {one_line(callbacks)}. Write `callbacks=[...]`.")
     adapted = [_as_callback(callback) for callback in callbacks]
     writers: dict[pathlib.Path, Callback] = {}
     for callback in adapted:
@@ -242,7 +242,7 @@ def _as_callback(callback: Any) -> Callback:
     if isinstance(callback, Callback):
         return callback
     if not callable(callback) or isinstance(callback, type):
-        name = f"the class {callback.__name__}: call it" if isinstance(callback, type) else repr(callback)
+        name = f"the class {callback.__name__}: call it" if isinstance(callback, type) else one_line(callback)
         raise TypeError(
             f"`callbacks` must contain `jdist.callbacks.Callback` objects or functions of an event, got {name}."
         )

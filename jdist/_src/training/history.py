@@ -3,8 +3,10 @@
 import dataclasses
 import html
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
 
 from jdist._src.training.report import matplotlib_charts
 from jdist._src.training.report.charts import FACTS as FACTS
@@ -14,6 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _MAX_TEXT_ROWS, _MAX_HTML_ROWS = 30, 200
+
+
+class _Losses(dict[int, float]):
+    """The loss of each step by step number. As an array, `np.asarray(losses)` or `plt.plot(losses)`, the losses in order."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array([self[step] for step in sorted(self)], dtype or np.float64)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -27,13 +36,13 @@ class History:
             several sets, and `learning_rate` if known. A row with such steps or examples has `skipped_steps`, the number of
             steps that changed nothing because their loss or a gradient was not finite, and `dropped_examples`, the number of
             examples with weight 0. Loss and metrics do not contain them, and are NaN if there are no others.
-        losses: The loss of each step, by step number.
+        losses: The loss of each step, by step number; as an array, such as for `plt.plot`, the losses in order.
 
     Example:
         >>> rows = [{"epoch": 0, "loss": 2.25}, {"epoch": 1, "loss": 0.125, "val_loss": 0.5}]
         >>> history = History(rows, {1: 3.0, 2: 1.5, 3: 0.15, 4: 0.1})
-        >>> history["loss"], history["val_loss"]
-        ([2.25, 0.125], [0.5])
+        >>> history["loss"], history["val_loss"], history[-1]["epoch"], len(list(history))
+        ([2.25, 0.125], [0.5], 1, 2)
         >>> print(history)
         epoch   loss  val_loss
             0   2.25
@@ -43,22 +52,43 @@ class History:
     rows: Sequence[Mapping[str, float]] = ()
     losses: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if type(self.losses) is dict:
+            object.__setattr__(self, "losses", _Losses(self.losses))
+
     @property
     def columns(self) -> tuple[str, ...]:
         """The column names of all rows, in the order of their first occurrence."""
         return tuple(dict.fromkeys(name for row in self.rows for name in row))
 
-    def __getitem__(self, column: str) -> list[float]:
-        """Returns the values of a column, from the rows that have it.
+    @overload
+    def __getitem__(self, column: str) -> list[float]: ...
+    @overload
+    def __getitem__(self, column: int) -> Mapping[str, float]: ...
+    @overload
+    def __getitem__(self, column: slice) -> Sequence[Mapping[str, float]]: ...
+    def __getitem__(self, column: Any) -> Any:
+        """Returns the values of a column, from the rows that have it; or a row, or several rows, as a list does.
 
         Raises:
             KeyError: No row has this column.
+            IndexError: There is no such row.
         """
+        if isinstance(column, slice):
+            return list(self.rows)[column]
+        if isinstance(column, int):
+            if not -len(self.rows) <= column < len(self.rows):
+                raise IndexError(f"There is no row {column}: the history has {len(self.rows):,} rows.")
+            return self.rows[column]
         values = [row[column] for row in self.rows if column in row]
         if not values:
             names = ", ".join(map(repr, self.columns)) or "none: no epoch has ended"
             raise KeyError(f"There is no column {column!r}. The columns are {names}.")
         return values
+
+    def __iter__(self) -> Iterator[Mapping[str, float]]:
+        """Iterates over the rows."""
+        return iter(self.rows)
 
     def __contains__(self, column: object) -> bool:
         return column in self.columns

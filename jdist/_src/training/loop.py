@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.errors import FitError
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.execution.replicate import Proof
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.variables import read_values
@@ -462,6 +462,6 @@ def _checked(callback: Callback, result: Any) -> CallbackResult | None:
     function = callback.function if isinstance(callback, FunctionCallback) else callback
     name = getattr(function, "__name__", type(function).__name__)
     raise TypeError(
-        f"The callback {name} returned {result!r}. A callback must return None, or a `jdist.callbacks.CallbackResult` to stop "
-        "training or to replace the state."
+        f"The callback {name} returned {one_line(result)}. A callback must return None, or a `jdist.callbacks.CallbackResult` "
+        "to stop training or to replace the state."
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.training.history import FACTS
 from jdist._src.training.loss_adapters import adapt_loss, is_keras_metric
@@ -54,7 +54,7 @@ def adapt_metrics(metrics: Any, is_of_outputs: bool = True) -> dict[str, MetricA
         metrics = {name: Mean() for name in metrics}
     if not isinstance(metrics, Mapping):
         raise TypeError(
-            f"`metrics` must be a dict from names to metrics, got {metrics!r}. Write `metrics={_example(metrics)}`."
+            f"`metrics` must be a dict from names to metrics, got {one_line(metrics)}. Write `metrics={_example(metrics)}`."
         )
     reserved = [
         name for name in metrics if not isinstance(name, str) or name in _RESERVED_NAMES or name.startswith("val_")

@@ -96,7 +96,6 @@ def _adapt_nnx(module: Any) -> ModelFunctions:
     signature = CallSignature(type(module).__call__, 1)
     module, graphs = nnx.clone(module), {}
     nnx.pop(module, nnx.Intermediate)  # of an earlier call
-    graph = nnx.split(module)[0]  # in the mode of the caller
     for train in (False, True):
         module.train() if train else module.eval()
         graphs[train], params, keys, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
@@ -125,7 +124,7 @@ def _adapt_nnx(module: Any) -> ModelFunctions:
         return ModelResult(outputs, new_state, ModelLosses(losses))
 
     def rebuild(values: PyTree, state: PyTree) -> Any:
-        return nnx.merge(graph, with_values(params, values), keys, with_values(rest, state), copy=True)
+        return nnx.merge(graphs[False], with_values(params, values), keys, with_values(rest, state), copy=True)
 
     return ModelFunctions(init, apply, rebuild, signature.takes_weights)
 
@@ -191,7 +190,7 @@ def _adapt_equinox(model: Any, model_state: Any = None) -> ModelFunctions:
         return ModelResult(outputs, {"state": new_state} if has_state and train else state)
 
     def rebuild(values: PyTree, state: PyTree) -> Any:
-        module = equinox.combine(values, static)
+        module = equinox.nn.inference_mode(equinox.combine(values, static))
         return (module, state["state"]) if has_state else module
 
     return ModelFunctions(init, apply, rebuild)

@@ -1,13 +1,13 @@
 """`ModelFunctions`: a model of any library as pure functions, and how these receive inputs and keyword arguments."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, describe_tree
 
 _MODES = {
     "train": lambda train: train,
@@ -60,6 +60,45 @@ class ModelFunctions(NamedTuple):
     apply: Callable[[PyTree, PyTree, PyTree, jax.Array, bool, Any], ModelResult]
     rebuild: Callable[[PyTree, PyTree], Any]
     takes_weights: bool = False
+
+
+class TrainedModel(Mapping[Any, Any]):
+    """The values of a model whose library has no object for a model with values, as a function of inputs `[batch, ...]`.
+
+    It has the items of these values, and is a pytree of them: `jax.tree.map` returns plain values.
+
+    Attributes:
+        variables: The values, as the library expects them.
+    """
+
+    def __init__(self, variables: PyTree, outputs: Callable[[PyTree], PyTree]):
+        self.variables, self._outputs = variables, outputs
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Returns the outputs for inputs, in evaluation mode."""
+        return self._outputs(as_inputs(args, kwargs))
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.variables[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.variables)
+
+    def __len__(self) -> int:
+        return len(self.variables)
+
+    def __repr__(self) -> str:
+        return f"TrainedModel({describe_tree(self.variables)})"
+
+
+jax.tree_util.register_pytree_node(
+    TrainedModel, lambda model: ((model.variables,), None), lambda _, children: children[0]
+)
+
+
+def as_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
+    """Returns the arguments of a call as the inputs of a model: a dict, one tree, or a tuple."""
+    return dict(kwargs) if kwargs else args[0] if len(args) == 1 else args
 
 
 class CallSignature:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, add_note_once, describe_tree, dtype_and_shape, one_line
 from jdist._src.replica.context import all_reduce, num_replicas
 from jdist._src.replica.metrics import Metric
 from jdist._src.replica.precision import Precision
 from jdist._src.training.metric_adapters import MetricAdapter, batch_metrics, check_losses
-from jdist._src.training.model_functions import ModelFunctions, ModelLosses, ModelResult, example_mask
+from jdist._src.training.model_functions import ModelFunctions, ModelLosses, ModelResult, as_inputs, example_mask
 
 
 class BatchResult(NamedTuple):
@@ -53,7 +53,7 @@ class Objective:
         if self.loss is not None and not callable(self.loss):
             raise TypeError(
                 "`loss` must be a function from outputs and targets to losses [batch, ...], such as "
-                f"`optax.softmax_cross_entropy_with_integer_labels` or `optax.squared_error`, got {self.loss!r}."
+                f"`optax.softmax_cross_entropy_with_integer_labels` or `optax.squared_error`, got {one_line(self.loss)}."
             )
         if not isinstance(self.precision, Precision | None):
             raise TypeError(
@@ -107,13 +107,18 @@ class Objective:
             inputs, targets = batch
             with explained_data_errors(element):
                 outputs = model(params, inputs)
-                losses, measured, name = self.loss(outputs, targets), (outputs, targets), "loss"
+                losses, measured, name = self._call_loss(outputs, targets), (outputs, targets), "loss"
         else:
             objective_key, model.key = jax.random.split(key)
             result = self._call_fn(params, batch, objective_key, model, weights)
             losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
             measured, name = (aux, batch), "objective"
-        losses = check_losses(losses, num_examples, name)
+        try:
+            losses = check_losses(losses, num_examples, name)
+        except (TypeError, ValueError) as error:
+            if self.fn is None:
+                add_note_once(error, self._loss_note(*measured))
+            raise
         all_weights = weights if all_weights is None else all_weights
         losses = _with_model_losses(losses, model.losses, weights, all_weights, parts)
         metrics = batch_metrics(self.metrics, losses, *measured, weights)
@@ -129,7 +134,7 @@ class Objective:
             return split_element(element, None)[0]
 
         def stop(params: PyTree, *args: Any, **kwargs: Any) -> None:
-            raise _FirstInputs(_as_inputs(args, kwargs))
+            raise _FirstInputs(as_inputs(args, kwargs))
 
         try:
             weights = jnp.ones(len(jax.tree.leaves(element)[0]))
@@ -146,6 +151,17 @@ class Objective:
                 f"({type(error).__name__}: {error}). Pass a state: `fit(data, state=trainer.init(inputs))`."
             ) from error
         return element
+
+    def _call_loss(self, outputs: PyTree, targets: PyTree) -> Any:
+        try:
+            return self.loss(outputs, targets)
+        except Exception as error:
+            add_note_once(error, self._loss_note(outputs, targets))
+            raise
+
+    @staticmethod
+    def _loss_note(outputs: PyTree, targets: PyTree) -> str:
+        return f"The loss was called with outputs {describe_tree(outputs)} and targets {describe_tree(targets)}."
 
     def _call_fn(self, params: PyTree, batch: PyTree, key: jax.Array, apply: Callable[..., Any], weights: Any) -> Any:
         assert self.fn is not None
@@ -184,20 +200,16 @@ class _ModelCalls:
     def __call__(self, params: PyTree, *args: Any, **kwargs: Any) -> PyTree:
         key = self.key if self._num_calls == 0 else jax.random.fold_in(self.key, self._num_calls)
         self._num_calls += 1
-        inputs = _as_inputs(args, kwargs)
+        inputs = as_inputs(args, kwargs)
         result = self._objective.apply(params, self.state, inputs, key, self._train, self._weights)
         self.state = result.state
         self.losses = ModelLosses(*([*a, *b] for a, b in zip(self.losses, result.losses, strict=True)))
         return result.outputs
 
 
-def _as_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PyTree:
-    return dict(kwargs) if kwargs else args[0] if len(args) == 1 else args
-
-
 def _check_objective(fn: Any) -> None:
     if not callable(fn):
-        raise TypeError(f"`objective` must be a function `fn(params, batch, key, apply)`, got {fn!r}.")
+        raise TypeError(f"`objective` must be a function `fn(params, batch, key, apply)`, got {one_line(fn)}.")
     try:
         signature = inspect.signature(fn)
         signature.bind(None, None, None, None, **({"weights": None} if "weights" in signature.parameters else {}))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.replica.context import all_reduce, num_replicas
 from jdist._src.replica.gradients import GradientTotals, divide_by_count
 from jdist._src.training import finite_guard
@@ -31,7 +31,9 @@ def check_optimizer(optimizer: Any) -> None:
     example = "optax.adamw(1e-3)"
     if isinstance(name, str) and callable(getattr(optax, name.lower(), None)):
         example = f"optax.{name.lower()}(1e-3)"
-    raise TypeError(f"`optimizer` must be an optax transformation, got {optimizer!r}. Write `optimizer={example}`.")
+    raise TypeError(
+        f"`optimizer` must be an optax transformation, got {one_line(optimizer)}. Write `optimizer={example}`."
+    )
 
 
 def update_params(

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.replica.metrics import Metric
 
 
@@ -23,7 +23,7 @@ def optional_parameters(name: str, fn: Any, *arguments: str) -> dict[str, str]:
         TypeError: `fn` is not a function, or cannot be called with these arguments.
     """
     if not callable(fn):
-        raise TypeError(f"`{name}` must be a function, got {fn!r}.")
+        raise TypeError(f"`{name}` must be a function, got {one_line(fn)}.")
     signature = inspect.signature(fn)
     receivers = {argument: argument for argument in arguments if argument in signature.parameters}
     others = [p for p in list(signature.parameters.values())[2:] if p.name not in arguments and p.default is p.empty]

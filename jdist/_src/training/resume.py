@@ -16,7 +16,7 @@ import numpy as np
 
 from jdist._src.checkpoint.checkpointer import Checkpointer, newest_step
 from jdist._src.core.source_lines import levels_to_user
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.events import Callback
@@ -194,7 +194,7 @@ def check_is_state(state: PyTree) -> None:
         raise TypeError("`state` is a `Fit`. Pass the state in it: `fit(state=earlier.state)`.")
     if isinstance(state, (int, float, str, np.generic)):
         raise TypeError(
-            f"`state` must be a training state, got {state!r}. Pass the `state` of an earlier `Fit` or the result of "
+            f"`state` must be a training state, got {one_line(state)}. Pass the `state` of an earlier `Fit` or the result of "
             "`trainer.init`; to continue from a checkpoint, write `resume=path`, and to take a number of steps, `steps=`."
         )
 

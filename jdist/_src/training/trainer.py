@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import jax
@@ -18,9 +18,10 @@ from jdist._src.core import other_names
 from jdist._src.core.arguments import as_int
 from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.source_lines import levels_to_user
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, add_note_once, one_line
 from jdist._src.data.config import Cache
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator
+from jdist._src.execution.program import Program
 from jdist._src.execution.replicate import Proof
 from jdist._src.replica.gradients import Remat
 from jdist._src.replica.precision import Precision
@@ -40,7 +41,7 @@ from jdist._src.training.loop import Loop, LoopConfig, no_step_message
 from jdist._src.training.loss_adapters import adapt_loss
 from jdist._src.training.metric_adapters import adapt_metrics
 from jdist._src.training.model_adapters import adapt_model
-from jdist._src.training.model_functions import NO_MODEL
+from jdist._src.training.model_functions import NO_MODEL, TrainedModel
 from jdist._src.training.objectives import Objective, explained_data_errors
 from jdist._src.training.progress.display_callback import Progress, ProgressKind
 from jdist._src.training.resume import (
@@ -155,7 +156,9 @@ class Trainer:
         non_finite: NonFinite = "stop",
     ):
         if not isinstance(strategy, Strategy | None):
-            raise TypeError(f"`strategy` must be a strategy, such as `jdist.MirroredStrategy()`, got {strategy!r}.")
+            raise TypeError(
+                f"`strategy` must be a strategy, such as `jdist.MirroredStrategy()`, got {one_line(strategy)}."
+            )
         self.strategy = strategy or (get_strategy() if has_strategy() else auto_strategy())
         self._seed = as_int("`seed`", seed, 0)
         check_alternatives(model, optimizer, loss, objective, step)
@@ -166,7 +169,7 @@ class Trainer:
                 NO_MODEL if model is None and step is not None else adapt_model(model),
                 adapt_loss(loss),
                 objective,
-                adapt_metrics(metrics or {}, is_of_outputs=objective is None and step is None),
+                adapt_metrics({} if metrics is None else metrics, is_of_outputs=objective is None and step is None),
                 precision,
             ),
             optimizer,
@@ -319,7 +322,7 @@ class Trainer:
         ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
         step = self._step_function(steps_per_call, micro_batches)
         # Closed here: a notebook stores the traceback of an error, whose frames would keep the prefetch thread alive.
-        with contextlib.closing(iter(dataset)) as iterator:
+        with _opened_displays(ordered_callbacks), contextlib.closing(iter(dataset)) as iterator:
             first_position = iterator.get_state()
             start, batches = self._start(iterator, dataset.has_weights, state, resume)
             stateful = stateful_callbacks(ordered_callbacks)
@@ -342,6 +345,8 @@ class Trainer:
                 requested_steps=steps,
                 non_finite=self._functions.non_finite,
             )
+            for name, evaluated in validation.items():
+                self._check_evaluation(name, start.state, evaluated)
             loop = Loop(config, start, start.position or first_position)
             remaining_steps = None if steps is None else max(0, steps - loop.step)
             if remaining_steps == 0 and state is not None and start.state is state and loop.step:
@@ -408,17 +413,19 @@ class Trainer:
         return self._functions.outputs(model_variables(state, self._eval_params), inputs)
 
     def model(self, state: PyTree) -> Any:
-        """Returns the model with the values of a training state, on the default device.
+        """Returns the model with the values of a training state, on the default device, as a function of inputs `[batch, ...]`.
 
-        The model that was passed to the trainer is not changed by training.
+        It is in evaluation mode: batch normalization uses the averages, and dropout is off. The model that was passed to the
+        trainer is not changed by training.
 
         Args:
             state: A training state. With `eval_params`, its results are the parameters.
 
         Returns:
-            For a Keras model or an nnx module a new model; for an equinox module the module, as a pair with its state if it has
-            one; for linen the variables; for haiku the parameters, as a pair with the state if there is one; for a pair of
-            functions the parameters.
+            For a Keras model or an nnx module a new model; for an equinox module without a state the module, a function of one
+            example. Otherwise a function of inputs whose attribute `variables` has the values, and which also has their items:
+            for linen the variables; for haiku the parameters, as a pair with the state if there is one; for an equinox module
+            with a state the pair; for a pair of functions the parameters.
 
         Raises:
             ValueError: The state was donated.
@@ -432,8 +439,9 @@ class Trainer:
             >>> trainer.model(fit.state)(np.ones((2, 3))).shape
             (2, 1)
         """
-        variables = jax.tree.map(jnp.asarray, jax.device_get(self._variables(state)))
-        return self._functions.objective.model.rebuild(*variables)
+        variables = ModelVariables(*jax.tree.map(jnp.asarray, jax.device_get(self._variables(state))))
+        model = self._functions.objective.model.rebuild(*variables)
+        return model if callable(model) else TrainedModel(model, functools.partial(self._functions.outputs, variables))
 
     def _check_same_arguments(self, call: str, **arguments: Any) -> None:
         functions = self._functions
@@ -480,6 +488,20 @@ class Trainer:
                 examples = batch.examples
         return self._read_metrics(metrics), examples
 
+    def _check_evaluation(self, prefix: str, state: PyTree, dataset: DistributedDataset) -> None:
+        """Traces the evaluation of a validation set, so that `fit` raises its errors before the first step."""
+        step = self._cached("evaluate", lambda: self.strategy.step(self._functions.evaluate))
+        if dataset.is_one_shot or not isinstance(step, Program):  # an iterator can be read only once
+            return
+        name = f"validation_data[{prefix.removesuffix('_')!r}]" if prefix else "validation_data"
+        try:
+            element = dataset.element_spec
+            inputs = element if dataset.has_weights else (element,)
+            step.lower(self.strategy.init(self._functions.empty_metrics), self._variables(state), *inputs)
+        except Exception as error:
+            add_note_once(error, f"The error is in the evaluation of `{name}`, before the first step.")
+            raise
+
     def _step_function(
         self, steps_per_call: int, micro_batches: int
     ) -> Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, jax.Array]]:
@@ -513,6 +535,17 @@ class Trainer:
         totals = jax.device_get(self.strategy.run(self._functions.total_metrics, (metrics,)))
         values = {name: totals[name] for name in ("loss", *self._functions.metrics)}  # in the order of the user
         return {name: value.item() if np.ndim(value) == 0 else np.asarray(value) for name, value in values.items()}
+
+
+@contextlib.contextmanager
+def _opened_displays(callbacks: Sequence[Callback]) -> Iterator[None]:
+    """Starts the progress displays, and closes them after an error before the first event."""
+    with contextlib.ExitStack() as stack:
+        for display in callbacks:
+            if isinstance(display, Progress):
+                stack.callback(display.close)
+                display.open()
+        yield
 
 
 def _with_progress(callbacks: list[Callback], progress: ProgressKind) -> list[Callback]:

@@ -247,6 +247,7 @@ def _unsupported(operator: str) -> Callable[..., Any]:
             f"`{operator}` is not defined for {self!r}, whose values are stored on several devices. Compute inside a replica "
             "function (`strategy.run(fn, (value,))`), combine the replicas' values (`.read()`, `strategy.reduce`, "
             f"`strategy.gather`), or access the value of each replica (`.values`, `.map(fn)`).{_unpacking(operator, self)}"
+            f"{_as_number(operator, self)}"
         )
 
     return raise_type_error
@@ -264,6 +265,22 @@ def _unpacking(operator: str, value: DistributedValues) -> str:
     return f" This {kind} wraps a {type(value.tree).__name__}. To unpack it, wrap each element: {line}."
 
 
+def _as_number(operator: str, value: DistributedValues) -> str:
+    """Returns the lines to write where one number per replica was used as one number."""
+    leaves = jax.tree.leaves(value.tree)
+    is_number = value._is_stacked and len(leaves) == 1 and len(np.shape(leaves[0])) == 1
+    if operator not in ("item", "format", "float", "int") or not is_number:
+        return ""
+    return (
+        ' This value has one number per replica. For their mean, write `float(strategy.reduce("mean", value, axis=None))`, or '
+        'return `jdist.all_reduce("mean", loss)` from the step, which is one plain array.'
+    )
+
+
+def _format(self: DistributedValues, spec: str) -> str:
+    return str(self) if not spec else _unsupported("format")(self)
+
+
 for _operator, _names in {
     "+": "add radd pos", "-": "sub rsub neg", "*": "mul rmul", "/": "truediv rtruediv", "//": "floordiv rfloordiv",
     "%": "mod rmod", "divmod": "divmod rdivmod", "<<": "lshift rlshift", ">>": "rshift rrshift", "**": "pow rpow",
@@ -274,3 +291,6 @@ for _operator, _names in {
 }.items():  # fmt: skip
     for _name in _names.split():
         setattr(DistributedValues, f"__{_name}__", _unsupported(_operator))
+for _name in ("item", "tolist"):
+    setattr(DistributedValues, _name, _unsupported(_name))
+DistributedValues.__format__ = _format

@@ -37,9 +37,10 @@ class Progress(Callback):
     shown, not at each step. With several processes, process 0 shows the progress.
 
     Args:
-        kind: `"live"`, a line of a terminal that is rewritten, below a line per epoch and validation; `"lines"`, a line every
-            few seconds, suitable for a file; `"notebook"`, a bar and the same lines in the output of a cell; `"off"`, nothing.
-            `"auto"` is a notebook if an IPython kernel runs this, a live line if `stream` is a terminal, else lines.
+        kind: `"live"`, a line of a terminal that is rewritten, below a line per epoch and validation; `"lines"`, the same
+            lines per epoch and validation, and a line every few seconds, suitable for a file; `"notebook"`, a bar and the same
+            lines in the output of a cell; `"off"`, nothing. `"auto"` is a notebook if an IPython kernel runs this, a live line
+            if `stream` is a terminal, else lines.
         interval_seconds: The number of seconds between two reports: by default 0.25 live, 0.5 in a notebook, 10 between lines.
         stream: The stream to write to; by default `sys.stdout` at the start of training.
 
@@ -65,6 +66,7 @@ class Progress(Callback):
             )
         self._kind, self._requested_interval, self._stream = kind, interval_seconds, stream
         self._display: Display | None = None
+        self._is_opened = False
 
     @property
     def step_interval_seconds(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -74,22 +76,34 @@ class Progress(Callback):
     def __call__(self, event: Event, /) -> None:
         """Shows a report if one is due."""
         if event.moment is Moment.START:
-            self.close()
-            self._start(event)
+            if not self._is_opened:
+                self._start()
+            self._is_opened = False
         if self._display is None:
             return
+        rewrites = self._display.rewrites
+        if event.moment is Moment.START:
+            self._due = event.seconds + (0.0 if rewrites else self._interval)
         self._meter.record(event)
         is_due = event.moment is Moment.END or event.seconds >= self._due
-        ends_row = event.moment in (Moment.VALIDATION, Moment.EPOCH) and self._display.keeps_rows
+        ends_row = event.moment in (Moment.VALIDATION, Moment.EPOCH)
         if is_due or ends_row:
             report = self._meter.report(event)
             if ends_row:
                 self._display.add_row(report)
             if is_due:
                 self._due = event.seconds + self._interval
+            if is_due and (rewrites or not ends_row):
                 self._display.show(report)
         if event.moment is Moment.END:
             self.close()
+
+    def open(self) -> None:
+        """Starts the display, before the first batch and the initial state exist. `Trainer.fit` calls it."""
+        self._start()
+        self._is_opened = True
+        if self._display is not None:
+            self._display.show(ProgressReport.before_start())
 
     def close(self) -> None:
         """Restores the terminal. The last report remains visible."""
@@ -97,14 +111,14 @@ class Progress(Callback):
         if display is not None:
             display.close()
 
-    def _start(self, event: Event) -> None:
+    def _start(self) -> None:
+        self.close()
         if jax.process_index() != 0 or self._kind == "off":
             return
         stream = self._stream or sys.stdout
         kind = detect_kind(stream) if self._kind == "auto" else self._kind
         make_display, default_interval = _DISPLAYS[kind]
         self._interval = self._requested_interval or default_interval
-        self._due = event.seconds + (self._interval if kind == "lines" else 0.0)
         self._meter = _Meter(max(5.0, 2 * self._interval))
         self._display = make_display(stream)
 

@@ -26,6 +26,7 @@ class ProgressReport:
         seconds_left: The estimated remaining duration, if known.
         stalled_fraction: The fraction of steps that waited for their batch, 0 to 1.
         metrics: The loss and the metrics; empty before the first step.
+        has_state: Whether the state at the start exists.
     """
 
     step: int
@@ -36,12 +37,20 @@ class ProgressReport:
     seconds_left: float | None
     stalled_fraction: float
     metrics: Mapping[str, float]
+    has_state: bool = True
+
+    @classmethod
+    def before_start(cls) -> "ProgressReport":
+        """Returns the report before the first batch and the initial state exist."""
+        return cls(0, None, 0, 0.0, None, None, 0.0, {}, has_state=False)
 
     def __str__(self) -> str:
         return "  ".join(self.parts())
 
     def parts(self) -> list[str]:
         """Returns the facts and the metrics as texts, in order. Epochs count from 0, as in the history."""
+        if not self.has_state:
+            return ["waiting for the first batch and the initial state"]
         total = "" if self.total_steps is None else f"/{self.total_steps:,}"
         parts = [f"step {self.step:,}{total}", f"epoch {self.epoch}"]
         if not self.metrics:
@@ -95,10 +104,10 @@ class Display(Protocol):
     """Shows progress reports until it is closed.
 
     Attributes:
-        keeps_rows: Whether the display keeps a line per row of the history, see `add_row`.
+        rewrites: Whether a report replaces the last one; otherwise each report is a line that remains.
     """
 
-    keeps_rows: bool
+    rewrites: bool
 
     def show(self, report: ProgressReport) -> None:
         """Replaces the last report."""
@@ -121,7 +130,7 @@ class LinesDisplay:
         stream: The stream to write to.
     """
 
-    keeps_rows = False  # every line remains; the interval determines their number
+    rewrites = False
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -136,6 +145,7 @@ class LinesDisplay:
 
     def add_row(self, report: ProgressReport) -> None:
         """See `Display`."""
+        print("  ".join(report.row_parts()), file=self._stream, flush=True)
 
     def close(self) -> None:
         """See `Display`."""
@@ -149,7 +159,7 @@ class LiveDisplay:
         stream: The terminal.
     """
 
-    keeps_rows = True
+    rewrites = True
 
     def __init__(self, stream: TextIO):
         from rich.console import Console
@@ -201,7 +211,7 @@ class NotebookDisplay:
         stream: Not used: IPython displays the output.
     """
 
-    keeps_rows = True
+    rewrites = True
 
     def __init__(self, stream: TextIO):
         self._ipython: Any = importlib.import_module("IPython.display")
