@@ -92,7 +92,7 @@ def test_shapes_are_described_as_the_arrays_that_the_strategy_would_create(strat
 def test_text_html_and_console_have_the_same_contents(strategy, state):
     description = described(strategy, strategy.init(state) if callable(state) else state)
     text, page = str(description), description._repr_html_()
-    console = Console(file=io.StringIO(), width=120, color_system=None, force_jupyter=False)
+    console = Console(file=io.StringIO(), width=80, color_system=None, force_jupyter=False)
     console.print(description)
     assert [line.rstrip() for line in console.file.getvalue().splitlines()] == text.splitlines()
     for leaf in description.leaves:

@@ -131,7 +131,7 @@ class Description:
                 )  # long texts are folded, and nothing is cut
             ]
             table = Table(
-                *columns, show_footer=True, box=box.SIMPLE_HEAD, pad_edge=False
+                *columns, show_footer=True, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
             )  # without lines, to be narrow
             for row in rows:
                 table.add_row(*map(Text, row))
