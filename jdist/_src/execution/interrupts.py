@@ -6,6 +6,7 @@ that function. The interrupt is therefore held back until the next call of a pro
 anything, or for a short time if there is no such call.
 """
 
+import _signal  # pyright: ignore[reportMissingImports]  # the functions of `signal` convert handlers to enums: 20 times as slow
 import contextlib
 import itertools
 import signal
@@ -14,73 +15,94 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import jax
+from jax import core
+
 _DELAY_SECONDS = 0.1  # longer than an assignment takes, shorter than a person notices
 _pending: list[threading.Timer] = []  # of the interrupt that is held back
 
 
 def uninterrupted(
-    fn: Callable[..., Any], record: Callable[[Any], None] | None = None
+    fn: Callable[..., Any], finish: Callable[[Any], Any], runs_python: Callable[[], bool] = lambda: False
 ) -> Callable[[tuple[Any, ...]], Any]:
-    """Returns a function of a tuple that returns `fn(*args)` also if Ctrl-C is pressed during the call.
+    """Returns a function of a tuple that returns `finish(fn(*args))` also if Ctrl-C is pressed during the call.
 
-    The interrupt is then held back, see `raise_pending`. It is raised immediately if `fn` runs Python when it arrives, as
-    functions of `jax.jit` do while they trace and compile.
+    The interrupt is then held back, see `raise_pending`. It is raised immediately if it arrives before the memory of the first
+    argument is donated, as while `fn` traces and compiles.
 
     Args:
-        fn: A function that is implemented in C.
-        record: Is called with the result. It is called again if Ctrl-C interrupts it.
+        fn: A function that is implemented in C, and donates its first argument.
+        finish: From the result to the result of the call. It is called again if Ctrl-C interrupts it.
+        runs_python: Whether the next call of `fn` runs Python code, where Python would handle the signal.
     """
+    has_failed = False  # `jax.jit` runs Python code in all calls after one that was interrupted while it compiled
 
     def call(args: tuple[Any, ...]) -> Any:
+        nonlocal has_failed
         results: list[Any] = []
         try:
-            # Between the return of `fn` and the append, no bytecode runs, where Python would handle the signal.
-            results.extend(itertools.starmap(fn, (args,)))
-            if record is not None:
-                record(results[0])
-        except KeyboardInterrupt:
-            if not results:
+            # Between the return of `fn` and the extension, no bytecode runs, where Python would handle the signal.
+            if has_failed or runs_python():
+                with held_back(lambda: _is_donated(args)):
+                    results.extend(itertools.starmap(fn, (args,)))
+            else:
+                results.extend(itertools.starmap(fn, (args,)))
+            return finish(results[0])
+        except BaseException as error:
+            has_failed = has_failed or not results
+            if not results or not isinstance(error, KeyboardInterrupt):
                 raise
             hold_back()
-            if record is not None:
-                record(results[0])
-        return results[0]
+        return finish(results[0])
 
     return call
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Defers Ctrl-C to the end of a block of Python; a second one is raised immediately.
+def held_back(is_needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Defers Ctrl-C to the end of a block of Python; a second one is raised immediately, and one that arrives too early.
 
-    It replaces the handler of the signal, which takes a few microseconds. It has no effect in other threads than the main one,
+    It replaces the handler of the signal, which takes a microsecond. It has no effect in other threads than the main one,
     which receive no signals, and where the application has installed a handler.
+
+    Args:
+        is_needed: Whether an interrupt that arrives now has to be deferred.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if not in_main_thread or _signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    presses: list[int] = []
+    deferred: list[int] = []
+    raised: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if presses:
+        if deferred or not is_needed():
+            raised.append(number)
             raise KeyboardInterrupt
-        presses.append(number)
+        deferred.append(number)
 
-    signal.signal(signal.SIGINT, handle)
+    _signal.signal(signal.SIGINT, handle)
     try:
         yield
+    except Exception as error:
+        if raised:  # JAX reports an interrupt in the comparison of keys of a cache as a ValueError
+            raise KeyboardInterrupt from error
+        raise
+    else:
+        if raised:  # Python has ignored it, in a callback of the garbage collector
+            hold_back()
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if presses:
+        _signal.signal(signal.SIGINT, signal.default_int_handler)
+        if deferred:
             hold_back()
 
 
 def raise_pending() -> None:
     """Raises KeyboardInterrupt if one is held back."""
     if _pending:
-        _pending.pop().cancel()
-        raise KeyboardInterrupt
+        with contextlib.suppress(IndexError):  # the timer sends it at this moment
+            _pending.pop().cancel()
+            raise KeyboardInterrupt
 
 
 def hold_back() -> None:
@@ -95,3 +117,10 @@ def _send_again() -> None:
     if _pending:
         _pending.clear()
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # wakes it where it sleeps
+
+
+def _is_donated(args: tuple[Any, ...]) -> bool:
+    leaves = jax.tree.leaves(args[:1])
+    return any(
+        isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer) and leaf.is_deleted() for leaf in leaves
+    )

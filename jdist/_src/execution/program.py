@@ -9,11 +9,13 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.tree_util import PyTreeDef
 
 from jdist._src.core import activity, jax_compat
 from jdist._src.core.modules import contains_modules, from_array_tree, to_array_tree, update_in_place
@@ -26,6 +28,7 @@ from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_
 from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.replicate import Call, Proof, Traced
 from jdist._src.jaxpr.collective_lines import collective_lines
+from jdist._src.jaxpr.interpreter import all_equations
 from jdist._src.replica.context import in_replica_function
 from jdist._src.values.arrays import (
     check_array,
@@ -94,7 +97,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
     ):
         proofs: list[Proof] = []
 
-        def traced(*args: PyTree) -> tuple[PyTree, PyTree]:
+        def traced_pair(*args: PyTree) -> tuple[PyTree, PyTree]:
             if not self._has_modules and contains_modules(args):
                 raise _ModulesError
             arrays = self._unpacked(args)
@@ -106,13 +109,21 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             if has_state and isinstance(args[0], PackedState):
                 pair = args[0].with_state(pair[0]), pair[1]
             proofs[:] = [proof]
-            sizes = list(map(np.size, jax.tree.leaves(pair)))
-            self._smallest = sizes.index(min(sizes)) if sizes else 0
-            self._has_small_outputs = 0 < sum(map(np.size, jax.tree.leaves(pair[1]))) <= _SMALL_OUTPUTS
+            self._has_python = self._has_python or _has_python(program, pair)
             return pair
 
-        traced.__name__ = traced.__qualname__ = self._name = name
+        def traced(*args: PyTree) -> dict[int, list[Any]]:
+            # `jax.jit` builds lists and dicts in C. It builds other nodes of a tree by Python code, in which an interrupt would
+            # lose all of them.
+            pair = traced_pair(*args)
+            self._structures.append(_structure_of(pair))
+            return {len(self._structures) - 1: jax.tree.leaves(pair)}
+
+        traced.__name__ = traced.__qualname__ = self._name = name  # the name of the program in profiles
         self._proofs = proofs
+        self._structures: list[_ResultStructure] = []  # of the results of each program that was traced
+        self._has_python = False  # whether one of them runs Python code after it has donated the state
+        self._is_first_call = True
         self._call_of = lambda *args: call(*self._unpacked(args))
         self.backend = backend
         self._has_state = has_state
@@ -125,8 +136,6 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._call: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]] = self._call_with_arrays
         self._has_modules = False  # whether arguments or results contain modules of nnx or equinox
         self._packer = StatePacker()
-        self._smallest = 0  # the index of the smallest result: the results of a call are held until the next call
-        self._has_small_outputs = False
         self._label = activity.Label(name, (scanned_steps or 1) if has_state else 0)
         compile_ = functools.partial(
             jax.jit,
@@ -140,19 +149,18 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._lowered = compile_(copy) if self._spans_processes else self._compiled
         self._arguments: tuple[PyTree, ...] | None = None  # of the call that may be tracing, where processes compare
         self._is_bounded = is_bounded(backend.replicas.mesh)
-        self._dispatch = uninterrupted(
-            self._compiled, self._record if self._is_bounded or self._spans_processes else None
-        )
+        self._records = self._is_bounded or self._spans_processes
+        self._dispatch = uninterrupted(self._compiled, self._finish, self._runs_python)
         self._launch_local = self._launch_alone if self._is_bounded else self._dispatch
         launch = self._launch_together if self._spans_processes else self._launch_local
         if backend.storage is not None:
             launch = functools.partial(self._launch_on_mesh, launch)
-        step_call = backend.step_call(traced, name) if has_state and donates else None
+        step_call = backend.step_call(traced_pair, name) if has_state and donates else None
         self._packs_modules = backend.storage is None and step_call is None
         if step_call is not None:
             launch = lambda args: step_call(*args)
         if backend.compiler_options(None) is not None:
-            inlined = jax.jit(lambda *args: jax_compat.refuse_to_compile(traced(*args), _inlined_program(name)))
+            inlined = jax.jit(lambda *args: jax_compat.refuse_to_compile(traced_pair(*args), _inlined_program(name)))
             launch = functools.partial(_launch_or_inline, launch, inlined)
         if steps_per_call is not None:
             launch = functools.partial(run_sequentially, launch, steps_per_call)
@@ -213,9 +221,12 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         state_shardings = backend.state_shardings if backend.storage is None else backend.input_shardings
         shardings = state_shardings(state[0]) if self._has_state else []
         try:
-            return self._lowered.lower(*_shapes(args, [*shardings, *backend.input_shardings(inputs)]))
+            lowered = self._lowered.lower(*_shapes(args, [*shardings, *backend.input_shardings(inputs)]))
         except SlowLoopError:
             return self._replaced().lower(*args)
+        ((number, _),) = jax.tree.unflatten(lowered.out_tree, [None] * lowered.out_tree.num_leaves).items()
+        lowered.out_tree = self._structures[number].treedef  # its leaves are those of the dict, in this order
+        return lowered
 
     @property
     def proof(self) -> Proof:
@@ -352,14 +363,27 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         wait_for_previous(self)
         return self._dispatch(args)
 
-    def _record(self, pair: tuple[PyTree, PyTree]) -> None:
+    def _runs_python(self) -> bool:
+        """Whether `jax.jit` runs Python code in the next call: in every one of this program, or in the first one."""
+        return self._donates and (self._has_python or self._is_first_call)
+
+    def _finish(self, result: dict[int, list[Any]]) -> tuple[PyTree, PyTree]:
+        """Returns the results of a call from those of the compiled program, and records them."""
+        ((number, leaves),) = result.items()
+        structure = self._structures[number]
+        if self._records:
+            self._record(leaves, structure)
+        self._is_first_call = False
+        return structure.treedef.unflatten(leaves)
+
+    def _record(self, leaves: list[Any], structure: "_ResultStructure") -> None:
         """Records the results of a call, for the next call on CPU devices and for the report of a job that hangs."""
-        leaves = jax.tree.leaves(pair)
         if self._is_bounded:
-            record_call(leaves, self._smallest, self)
+            record_call(leaves, structure.smallest, self)
         if self._spans_processes and not jax_compat.is_tracing():
-            smallest = leaves[min(self._smallest, len(leaves) - 1)] if leaves else None
-            activity.calls.last = [pair[1] if self._has_small_outputs else smallest, self._label]
+            smallest = leaves[structure.smallest] if leaves else None
+            outputs = leaves[structure.num_state :]
+            activity.calls.last = [outputs if structure.has_small_outputs else smallest, self._label]
 
     def _launch_together(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Launches a program of several processes, which compare it if this call traces it."""
@@ -436,6 +460,36 @@ def _inlined_program(name: str) -> str:
         "only with options of XLA, which a `jax.jit` inside another one cannot have. Call it outside that `jax.jit`. A step "
         "with `steps_per_call` runs several steps in one call."
     )
+
+
+class _ResultStructure(NamedTuple):
+    """The structure of the results of a compiled program, a list of arrays.
+
+    Attributes:
+        treedef: The structure of `(state, outputs)`.
+        num_state: The number of leaves of the state.
+        smallest: The index of the smallest leaf, which is held until the next call.
+        has_small_outputs: Whether there are outputs, and so few elements that they are held until the next call.
+    """
+
+    treedef: PyTreeDef
+    num_state: int
+    smallest: int
+    has_small_outputs: bool
+
+
+def _structure_of(pair: tuple[PyTree, PyTree]) -> _ResultStructure:
+    leaves, treedef = jax.tree.flatten(pair)
+    sizes, num_state = list(map(np.size, leaves)), len(jax.tree.leaves(pair[0]))
+    smallest = sizes.index(min(sizes)) if sizes else 0
+    return _ResultStructure(treedef, num_state, smallest, 0 < sum(sizes[num_state:]) <= _SMALL_OUTPUTS)
+
+
+def _has_python(program: Any, pair: tuple[PyTree, PyTree]) -> bool:
+    """Whether a call of a program runs Python code: a callback, or the constructor of a random key among its results."""
+    has_keys = any(jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.extended) for leaf in jax.tree.leaves(pair))
+    equations = all_equations(jax_compat.open_jaxpr(program))
+    return has_keys or any("callback" in equation.primitive.name for equation in equations)
 
 
 def _named_arguments(name: str, fn: Any, named: Sequence[str]) -> str:

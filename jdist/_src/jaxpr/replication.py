@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
+from jax import core
 
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.errors import DivergentCollectiveError, RepeatedSumWarning
@@ -121,7 +121,7 @@ def may_vary(program: Any, inputs: Sequence[bool], axes: Sequence[str]) -> list[
         axes: The mesh axes of the replicas.
     """
     jaxpr = jax_compat.consts_as_inputs(program)
-    varying = [*(isinstance(value, jax.core.Tracer) for value in program.consts), *inputs]
+    varying = [*(isinstance(value, core.Tracer) for value in program.consts), *inputs]
     try:
         outputs = _Analysis(frozenset(axes)).run_inputs(
             jaxpr, [Input("", tuple(axes) if one else ()) for one in varying]
