@@ -672,3 +672,14 @@ def test_leaked_tracer_raises_with_its_name(call, name, two):
         TypeError, match=rf"^{name} is a traced value \(float32\[3\]\) from a function that is no longer traced"
     ):
         call(two, leaked[0])
+
+
+def test_array_in_two_leaves_of_a_state_is_refused_before_a_device_starts(two):
+    w = jnp.ones(3)
+    step = two.step(lambda state, x: (jax.tree.map(lambda p: p + jdist.all_reduce("mean", x.sum()), state), None))
+    (x,) = two.distribute_dataset(np.ones(4, np.float32), 4)
+    with pytest.raises(ValueError, match=r"state\['head'\] is the same array as state\['emb'\]"):
+        step({"emb": w, "head": w}, x)
+    assert not w.is_deleted()
+    state, _ = step({"emb": w, "head": jnp.copy(w)}, x)
+    np.testing.assert_array_equal(state["head"], 3)

@@ -358,7 +358,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
     def _launch_alone(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Launches the program after the previous call has finished (`jdist._src.devices.dispatch`)."""
-        if self._donates and jax_compat.CRASHES_ON_DONATED_MEMORY:
+        # Later JAX starts some devices before it refuses memory that is donated twice, and ends the process after 60 seconds.
+        if self._donates and (jax_compat.CRASHES_ON_DONATED_MEMORY or self._is_first_call):
             self._check_memory(args)
         wait_for_previous(self)
         return self._dispatch(args)
