@@ -1,5 +1,9 @@
 """Waits that can never end are errors on all processes, which name the calls."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 import jdist
@@ -69,3 +73,48 @@ def test_arguments_that_differ_between_processes_are_errors_on_all_before_the_fi
         assert output["logs"] == output["numpy"] == 4
     assert results[0]["events"]
     assert not results[1]["events"]
+
+
+DIVERGENCES = {
+    "state of one": (" is a state that a callback returned on process 0, and ",),
+    "last state of one": (" is a state that a callback returned on process 0, and none on process 1",),
+    "other states": (", a state that a callback returned, or earlier",),
+    "host value": (" is host values of `train` (1.0) on process 0, and host values of `train` (2.0) on process 1",),
+    "host array": (", host values of `train`, or earlier",),
+    "step": ("CheckpointError", "The processes differ in the calls of programs before: process 0 has call "),
+    "next call": (", `train`, or earlier",),
+    "values": ("CheckpointError", "The processes differ in the values of `state`: process 0 has state/w #"),
+}
+
+
+def test_replicated_values_that_may_differ_after_the_first_call_are_errors_on_all_processes(pair, tmp_path):
+    results = pair.run("processes.waits_worker:results_by_divergence", tmp_path)
+    for name, parts in DIVERGENCES.items():
+        for output in results:
+            assert "Error: " in str(output[name]), (name, output[name])
+            assert all(part in output[name] for part in parts), output
+    for output in results:
+        assert output["same states"] == output["same values"] == 8
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np, jdist
+strategy = jdist.MultiWorkerMirroredStrategy()
+step = strategy.step(lambda w, x, rate: (w - rate * jdist.all_reduce("mean", x.mean()), None))
+w = strategy.init(lambda: jnp.zeros(()))
+for number, batch in enumerate(strategy.distribute_dataset(np.ones(32, np.float32), batch_size=8)):
+    w, _ = step(w, batch, np.float32(0.25 * (1 + (number > 2 and jax.process_index() * {factor}))))
+print(float(w))
+"""
+
+
+@pytest.mark.parametrize("factor, status", [(1, 1), (0, 0)])
+def test_program_that_ends_after_different_host_values_ends_with_an_error(factor, status, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM.format(factor=factor))
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    command = [sys.executable, "-m", "jdist_command", "run", "-n", "2", str(tmp_path / "train.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert ended.returncode == status, ended.stderr
+    text = "The processes have made different calls of programs, so replicated values may differ between them. Record "
+    assert (text in ended.stderr) == (status == 1)
+    assert ("host values of `<lambda>` (0.25)" in ended.stderr) == (status == 1)

@@ -1,5 +1,6 @@
 """Processes that make different calls, or the same call with different arguments."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -78,6 +79,68 @@ def results_by_arguments(folder):
         "numpy": lambda: fit(epochs=np.int64(1) if is_first else 1),
     }
     return {name: _attempt(case) for name, case in cases.items()} | {"events": len(logs) > 0}
+
+
+def results_by_divergence(folder):
+    """Returns the error of each case in which replicated values differ after the first call, and of cases without a difference."""
+    strategy, is_first = jdist.MultiWorkerMirroredStrategy(), jax.process_index() == 0
+    x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
+    data, model = (x, x.sum(-1)), (lambda key, x: jnp.zeros(4), lambda w, x: x @ w)
+    trainer = jdist.Trainer(model, optax.sgd(0.1), optax.squared_error, strategy=strategy)
+    checkpointer = jdist.Checkpointer(pathlib.Path(folder))
+
+    def fit(*callbacks):
+        options = {"batch_size": 8, "epochs": 2, "progress": "off", "callbacks": callbacks}
+        return trainer.fit(data, validation_data=data, **options).steps
+
+    def returning(moment, factor):
+        def callback(event):
+            if event.moment == moment and event.epoch == 0 or event.moment == moment == "end":
+                return jdist.callbacks.CallbackResult(
+                    state=dataclasses.replace(event.state, params=factor * event.state.params)
+                )
+
+        return callback
+
+    def step_with(rate):
+        def train(w, x, scale=1.0):
+            return w - scale * rate * jdist.all_reduce("mean", x.mean()), None
+
+        return strategy.step(train)
+
+    first, second = step_with(0.1), step_with(0.01)
+    batches = list(strategy.distribute_dataset(np.ones(32, np.float32), batch_size=8))
+
+    def other_step():
+        w = strategy.put(np.float32(0))
+        w, _ = first(w, batches[0])
+        w, _ = second(w, batches[1])
+        w, _ = (first if is_first else second)(w, batches[2])
+        return w
+
+    def with_scales(*scales):
+        w = strategy.put(np.float32(0))
+        for batch, scale in zip(batches, scales, strict=False):
+            w, _ = first(w, batch, scale)
+        return fit()
+
+    def unequal():
+        device_values = [jax.device_put(np.full(3, is_first, np.float32), device) for device in jax.local_devices()]
+        return jax.make_array_from_single_device_arrays((3,), strategy.put(np.float32(0)).sharding, device_values)
+
+    cases = {
+        "state of one": lambda: fit(*([returning("epoch", 2)] if is_first else [])),
+        "last state of one": lambda: fit(*([returning("end", 2)] if is_first else [])),
+        "other states": lambda: fit(returning("epoch", 2 if is_first else 3)),
+        "host value": lambda: with_scales(np.float32(1), np.float32(1 if is_first else 2)),
+        "host array": lambda: with_scales(np.float32(1), np.full((), 1 if is_first else 2, np.float32)),
+        "step": lambda: other_step() is None or checkpointer.save(1, {"w": np.float32(0)}),
+        "next call": lambda: fit(),
+        "values": lambda: checkpointer.save(1, {"a": np.float32(1), "w": unequal()}),
+        "same states": lambda: fit(returning("epoch", 2), jdist.callbacks.EarlyStopping()),
+        "same values": lambda: with_scales(np.float32(1), np.float32(2)),
+    }
+    return {name: _attempt(case) for name, case in cases.items()}
 
 
 def _attempt(case):

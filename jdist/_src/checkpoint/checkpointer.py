@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import pathlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, NoReturn, Self, TypeVar, overload
@@ -27,6 +28,7 @@ from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import in_replica_function
 from jdist._src.strategies.base import Strategy
 from jdist._src.values.device_put import check_devices_attached
+from jdist._src.values.process_calls import record_lines
 from jdist._src.values.server_array import without_values
 
 T = TypeVar("T")
@@ -353,7 +355,15 @@ class Checkpointer:
     def _run_compared(self, call: str, work: Callable[[], tuple[T, Facts]]) -> T:
         """See `ProcessGroup.run_compared`. One group for all calls, so that different calls are noticed."""
         self._calls = self._calls or ProcessGroup(in_main_thread=True)
-        return self._calls.run_compared(call, work)
+        if jax.process_count() == 1 or threading.current_thread() is not threading.main_thread():
+            return self._calls.run_compared(call, work)
+
+        def work_with_calls() -> tuple[T, Facts]:
+            result, facts = work()
+            # Last: other arguments of the save are the better message.
+            return result, {**facts, "the calls of programs before": record_lines()}
+
+        return self._calls.run_compared(call, work_with_calls)
 
     def _plan_save(
         self, step: int, state: PyTree, data_position: Any, seed: Any, extra: PyTree, metrics: Any

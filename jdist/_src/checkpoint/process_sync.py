@@ -100,18 +100,29 @@ class ProcessGroup:
             return value
         return any(message.get("value", False) for message in self._exchange.exchange({"value": value}))
 
-    def run(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T], facts_of: Callable[[T], Facts] | None = None) -> T:
         """Returns the result of `work` once it has succeeded on all processes.
 
+        Args:
+            work: Returns a result.
+            facts_of: From the result to facts that must be equal on all processes.
+
         Raises:
-            CheckpointError: `work` failed on another process.
+            CheckpointError: `work` failed on another process, or the facts differ; raised on all processes.
         """
         try:
             result = work()
         except Exception as error:
             self.fail(error)
             raise
-        self.barrier()
+        if facts_of is None or self._exchange is None or self._has_failed:
+            self.barrier()
+            return result
+        try:
+            self._compare(self._exchange, "save", facts_of(result))
+        except BaseException:
+            self._has_failed = True  # on all processes
+            raise
         return result
 
     def barrier(self, seconds: float = math.inf) -> None:

@@ -62,8 +62,11 @@ class SavePlan(NamedTuple):
             "`extra`": [_describe(leaf) for leaf in shared],
         }
 
-    def pack(self) -> tuple[list[Any], str]:
-        """Returns the arrays of the checkpoint and the text of its manifest. All processes call it: sums use collectives."""
+    def pack(self) -> tuple[list[Any], str, Facts]:
+        """Returns the arrays of the checkpoint, the text of its manifest, and facts that must be equal on all processes.
+
+        All processes call it: sums use collectives.
+        """
         trees = {"state": self.state, "extra": self.extra}
         paths = ["/".join((name, *leaf.keys)) for name, leaves in trees.items() for leaf in leaves]
         wrappers = [leaf.wrapper_name for leaf in self.state] + ["host" for _ in self.extra]
@@ -72,7 +75,8 @@ class SavePlan(NamedTuple):
         columns = zip(paths, values, wrappers, fingerprints(bits), strict=True)
         arrays = [StoredArray.of(number, *column) for number, column in enumerate(columns)]
         manifest = make_manifest(self.step, self.seed, self.position, self.metrics, arrays, *self.structures)
-        return bits, to_text(manifest)
+        fingerprints_of_state = [f"{x.path} #{x.fingerprint:08x}" for x in arrays[: len(self.state)]]
+        return bits, to_text(manifest), {"the values of `state`": fingerprints_of_state}
 
 
 def make_save_plan(

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jdist._src.checkpoint.orbax_compat import configure_orbax
-from jdist._src.checkpoint.process_sync import ProcessGroup
+from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.storage import (
     ARRAYS,
     DELETED,
@@ -53,22 +53,22 @@ class Writer:
         self._manager: Any = None
         self._caller = threading.get_ident()
 
-    def write(self, step: int, pack: Callable[[], tuple[list[Any], str]], damaged: Sequence[int] = ()) -> None:
+    def write(self, step: int, pack: Callable[[], tuple[list[Any], str, Facts]], damaged: Sequence[int] = ()) -> None:
         """Starts to write a checkpoint; returns when the arrays are copied off the devices.
 
         Args:
             step: The step.
-            pack: Returns the arrays and the text of the manifest.
+            pack: Returns the arrays, the text of the manifest, and facts that must be equal on all processes.
             damaged: Steps with damaged folders, which are renamed first.
 
         Raises:
             OSError: The folder cannot be written to.
-            CheckpointError: The folder cannot be written to on another process.
+            CheckpointError: The folder cannot be written to on another process, or the values of the state differ.
         """
         self.step = step
         # If orbax found out itself, it would leave threads behind, and the other processes in a collective.
         self._group.run(lambda: self._prepare_folder(damaged))
-        arrays, manifest = self._group.run(pack)
+        arrays, manifest, _ = self._group.run(pack, lambda packed: packed[2])
         import orbax.checkpoint as ocp
 
         self._caller = threading.get_ident()

@@ -4,11 +4,14 @@ The thread that reports hangs (`jdist._src.faults.watchdog`) reads the records. 
 `calls`, which takes about 0.15 microseconds; a thread that waits adds a `Wait` to its list.
 """
 
+import collections
 import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+_MOST_RECORDS = 64
 
 
 @dataclasses.dataclass(eq=False)
@@ -21,11 +24,13 @@ class Label:
         name: The name of the function, or of the method of a strategy.
         steps: The number of steps per call; 0 if it is not a step.
         collectives: The first collectives of the program with their source lines.
+        checksum: Of the program; equal on all processes.
     """
 
     name: str
     steps: int = 0
     collectives: Sequence[str] = ()
+    checksum: int = 0
 
 
 class Calls:
@@ -39,15 +44,30 @@ class Calls:
         launches: The number of calls of programs that run on devices of several processes.
         running: The program of the last of these calls; None if the call has returned.
         last: A list of the results of the last of these calls that returned, and its program.
+        num_records: The number of records of calls that all processes make, and of the host values that they pass.
+        digest: A hash of these records in order. It is equal on all processes that make the same calls.
+        newest_records: The digest after each of the newest records, its name, and its values as text.
     """
 
-    __slots__ = ("before_step", "last", "launches", "running", "steps")
+    __slots__ = ("before_step", "digest", "last", "launches", "newest_records", "num_records", "running", "steps")
 
     def __init__(self) -> None:
-        self.steps = self.launches = 0
+        self.steps = self.launches = self.num_records = self.digest = 0
+        self.newest_records: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_MOST_RECORDS)
         self.before_step: Callable[[int], None] | None = None
         self.running: Label | None = None
         self.last: list[Any] = [None, None]
+
+    def record(self, name: str, checksum: int, values: str = "") -> None:
+        """Adds a record. All processes add equal records in the same order, or replicated values may differ between them."""
+        self.num_records += 1
+        self.digest = hash((self.digest, checksum))  # of integers: the same in every process
+        self.newest_records.append((self.digest, name, values))
+
+    def forget_records(self) -> None:
+        """Deletes the records. All processes do so when a comparison has found a difference, after which it is known."""
+        self.num_records = self.digest = 0
+        self.newest_records.clear()
 
 
 calls = Calls()

@@ -40,6 +40,7 @@ from jdist._src.values.arrays import (
 )
 from jdist._src.values.base import named_values
 from jdist._src.values.device_put import check_devices_attached, check_same_devices
+from jdist._src.values.process_calls import is_of_all_processes, record_host_values
 from jdist._src.values.same_program import check_same_program
 
 StateT = TypeVar("StateT")
@@ -120,6 +121,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             return {len(self._structures) - 1: jax.tree.leaves(pair)}
 
         traced.__name__ = traced.__qualname__ = self._name = name  # the name of the program in profiles
+        self._text = f"`{name}`"
         self._proofs = proofs
         self._structures: list[_ResultStructure] = []  # of the results of each program that was traced
         self._has_python = False  # whether one of them runs Python code after it has donated the state
@@ -144,6 +146,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         )
         self._compiled = compile_(traced)
         self._spans_processes = len({device.process_index for device in backend.replicas.mesh.devices.flat}) > 1
+        self._is_of_all_processes = self._spans_processes and is_of_all_processes(backend.replicas.mesh)
         # Processes compare a program when they call it. The call would not trace a program that `lower` has traced.
         copy = functools.wraps(traced)(lambda *args: traced(*args))
         self._lowered = compile_(copy) if self._spans_processes else self._compiled
@@ -329,13 +332,15 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         for a state with host values, and after a call that compiled the program for a new signature.
         """
         skips_state = self._has_state and self._num_signatures and not self._accepts_host_state
-        self._check_host_values(args, args[1:] if skips_state else args)
+        host_values = self._check_host_values(args, args[1:] if skips_state else args)
         calls = activity.calls
         if calls.before_step is not None and self._has_state:
             calls.before_step(calls.steps + 1)
         pair = self._launch(args)
         calls.steps += self._has_state
         try:
+            if host_values and self._is_of_all_processes and not jax_compat.is_tracing():
+                record_host_values(self._name, host_values)
             self._check_new_signature(args)
         except KeyboardInterrupt:  # the old state is donated: the caller needs the new one
             hold_back()
@@ -349,12 +354,14 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             self._check_host_values(args, args[0])
             self._num_signatures = num_signatures
 
-    def _check_host_values(self, args: tuple[PyTree, ...], checked: PyTree) -> None:
+    def _check_host_values(self, args: tuple[PyTree, ...], checked: PyTree) -> list[Any]:
+        """Returns the host values in `checked`, a part of the arguments, or raises an error if JAX would truncate one."""
         values = host_leaves(checked)
         if values and not all(map(is_jit_argument, values)):
             for name, leaf in self._call_of(*args).leaves():
                 check_not_leaked(name, leaf)
                 check_range(name, leaf)
+        return values
 
     def _launch_alone(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Launches the program after the previous call has finished (`jdist._src.devices.dispatch`)."""
@@ -394,6 +401,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._arguments = args
         calls.launches += 1
         calls.running = self._label
+        if self._is_of_all_processes:
+            calls.record(self._text, self._label.checksum)
         try:
             return self._launch_local(args)
         finally:
@@ -415,7 +424,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             check_same_program(name, None, [], replicas, failure=error)
             raise
         self._label.collectives = collective_lines(programs[0])
-        check_same_program(name, programs[0], self._call_of(*args).leaves(), replicas)
+        self._label.checksum = check_same_program(name, programs[0], self._call_of(*args).leaves(), replicas)
 
     def _launch_on_mesh(
         self, launch: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]], args: tuple[PyTree, ...]

@@ -20,6 +20,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from jdist._src.core import activity
 from jdist._src.core.errors import FitError
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.execution.replicate import Proof
@@ -32,10 +33,10 @@ from jdist._src.training.fit import Fit, is_donated
 from jdist._src.training.recorder import NonFiniteStep, Recorder
 from jdist._src.training.resume import StartPoint, restore_epoch_metrics, saved_callback_states
 from jdist._src.training.state import accumulated_steps, learning_rate_of, params_of, skipped_updates, step_of
-from jdist._src.training.state_copies import param_digest, summands
+from jdist._src.training.state_copies import param_digest, replicated_fingerprints, summands
 from jdist._src.training.step_inputs import DrawnBatch
 from jdist._src.training.steps import TrainCarry
-from jdist._src.values.process_calls import exchange_call, processes_of
+from jdist._src.values.process_calls import check_same_facts, exchange_call, processes_of
 from jdist._src.values.server_array import read_servers
 
 CALLS_PER_CHECK = 32  # calls between two checks of the losses, and of whether a process stops
@@ -240,6 +241,7 @@ class Loop:
         elif not self._has_finite_params():
             self._stop_reason += _PARAMS_NOT_FINITE
         self._notify(Moment.END)
+        self._check_same_state()
 
     def _not_applied(self) -> list[str]:
         """Returns a sentence about gradients in an accumulator that were not applied, if there are any."""
@@ -297,8 +299,24 @@ class Loop:
             results = [_checked(callback, callback(event)) for callback in self._config.callbacks]
         for result in filter(None, results):
             if result.state is not None:
+                self._record_replaced(result.state)
                 self._carry = dataclasses.replace(self._carry, state=result.state)
             self._stop_reason = self._stop_reason or result.stop_reason
+
+    def _record_replaced(self, state: PyTree) -> None:
+        """Records the values of a state that a callback returns, which the processes compare in their next agreement."""
+        if len(self._processes) == jax.process_count() > 1:
+            with _transfers_allowed():
+                values = replicated_fingerprints(state)
+            activity.calls.record("a state that a callback returned", hash(tuple(values.values())))
+
+    def _check_same_state(self) -> None:
+        """Raises ValueError, on all processes, if replicated values of the last state differ between them."""
+        if len(self._processes) == jax.process_count() > 1:
+            with _transfers_allowed():
+                state = read_servers(self._carry.state)
+                facts = {name: [value] for name, value in replicated_fingerprints(state).items()}
+            check_same_facts("the end of `fit`", facts, self._processes)
 
     def _event(self, moment: Moment, validation: Mapping[str, Any]) -> Event:
         return Event(

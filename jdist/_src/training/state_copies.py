@@ -13,6 +13,7 @@ import numpy as np
 
 from jdist._src.checkpoint.fingerprint import fingerprints
 from jdist._src.checkpoint.tree_format import Leaf, leaves_of, pair_renamed
+from jdist._src.core.modules import to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.state import params_of
@@ -91,6 +92,19 @@ def from_saved(name: str, saved: Mapping[str, Any] | Sequence[Any], like: PyTree
             raise ValueError(f"{path} was saved as {dtype_and_shape(leaf)}, and is {dtype_and_shape(old)} now. {_HINT}")
     placed = [device_put_copy(leaf, old.sharding) for leaf, (_, old) in zip(leaves, leaves_like, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), placed)
+
+
+def replicated_fingerprints(state: PyTree) -> dict[str, int]:
+    """Returns the fingerprint of each replicated array of `state`, and host value, by its path. Uses no collectives."""
+    leaves = leaves_of(to_array_tree(state))
+    values: dict[str, Any] = {}
+    for leaf in leaves:
+        value = jax.random.key_data(leaf.value) if _is_key(leaf.value) else leaf.value
+        if not is_device_array(value):
+            values[leaf.path] = np.asarray(value)
+        elif value.is_fully_replicated:
+            values[leaf.path] = value.addressable_data(0)
+    return dict(zip(values, fingerprints(list(values.values())), strict=True))
 
 
 def summands(state: PyTree) -> dict[str, Any]:

@@ -7,15 +7,18 @@ therefore found in the next message, and do not wait for each other.
 import functools
 import json
 import math
+import sys
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
-from jdist._src.core import activity
+from jdist._src.core import activity, exit_work
+from jdist._src.core.jax_compat import key_value_store
 from jdist._src.core.process_messages import SAME_CALLS, MessageExchange, numbered_name
 from jdist._src.core.source_lines import caller_frame, code_at
 
@@ -66,11 +69,11 @@ def exchange_call(call: str, message: Mapping[str, Any], processes: tuple[int, .
     # The watchdog ends the job earlier, unless the other processes trace or compile.
     limit = max(1200.0, 2 * activity.time_limit) if _TIME_LIMIT is None else _TIME_LIMIT
     _deadline = time.monotonic() + limit
-    exchange = _exchange_of(processes)
+    exchange, calls = _exchange_of(processes), activity.calls
+    record = [calls.num_records, calls.digest] if len(processes) == jax.process_count() else []
+    posted = {**message, "call": call, "line": line, "record": record}
     try:
-        messages = exchange.exchange(
-            {**message, "call": call, "line": line}, f"{call}, which all processes have to call"
-        )
+        messages = exchange.exchange(posted, f"{call}, which all processes have to call")
     except InterruptedError:
         raise RuntimeError(
             f"{listed(exchange.missing())} did not reach {call} within {limit:g} seconds of process {jax.process_index()}. "
@@ -79,21 +82,109 @@ def exchange_call(call: str, message: Mapping[str, Any], processes: tuple[int, .
         ) from None
     for received in messages:
         if "failure" in received:
+            calls.forget_records()
             raise RuntimeError(received["failure"])
     kinds = [received.get("kind", received["call"]) for received in messages]
     if len(set(kinds)) > 1:
-        calls = [f"{received['call']}{received['line']}" for received in messages]
+        calls.forget_records()
+        places = [f"{received['call']}{received['line']}" for received in messages]
         first = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
         raise ValueError(
-            f"The processes make different calls: process {processes[0]} is in {calls[0]}, and process {processes[first]} in "
-            f"{calls[first]}. {SAME_CALLS}"
+            f"The processes make different calls: process {processes[0]} is in {places[0]}, and process {processes[first]} in "
+            f"{places[first]}. {SAME_CALLS}"
         )
+    different = [i for i, received in enumerate(messages) if received["record"] != messages[0]["record"]]
+    if different:
+        index = processes.index(jax.process_index())
+        details = exchange.exchange({"newest": _newest_records() if index in (0, different[0]) else []})
+        numbers = [message["record"][0] for message in messages]
+        calls.forget_records()
+        other = different[0]
+        text = _first_difference(
+            (processes[0], numbers[0], details[0]["newest"]),
+            (processes[other], numbers[other], details[other]["newest"]),
+        )
+        raise ValueError(f"{_DIFFERENT} {text}")
     return messages
+
+
+def record_lines() -> list[str]:
+    """Returns a line per newest record of this process, which must be equal on all processes."""
+    records = _newest_records()
+    first = activity.calls.num_records - len(records) + 1
+    return [f"call {first + i}: {text} #{digest % 2**32:08x}" for i, (digest, text) in enumerate(records)]
+
+
+def _newest_records() -> list[list[Any]]:
+    return [[digest, _text(name, values)] for digest, name, values in activity.calls.newest_records]
+
+
+def _text(name: str, values: str) -> str:
+    return f"{name} ({values})" if values else name
+
+
+def _first_difference(first: Sequence[Any], other: Sequence[Any]) -> str:
+    """Returns a sentence about the first record that differs between two processes: their index, number and newest records."""
+    by_number = [
+        {number - len(newest) + i: record for i, record in enumerate(newest)} for _, number, newest in (first, other)
+    ]
+    for number in sorted(by_number[0].keys() | by_number[1].keys()):
+        (digest, text), (other_digest, other_text) = (records.get(number, (None, "none")) for records in by_number)
+        if digest != other_digest:
+            if text == other_text:
+                return f"They differ since record {number + 1}, {text}, or earlier. {SAME_CALLS} {_SAME_VALUES}"
+            place = f"Record {number + 1} is {text} on process {first[0]}, and {other_text} on process {other[0]}"
+            return f"{place}. {SAME_CALLS} {_SAME_VALUES}"
+    return f"{SAME_CALLS} {_SAME_VALUES}"
+
+
+_DIFFERENT = "The processes have made different calls of programs, so replicated values may differ between them."
+_SAME_VALUES = "Host values that a program receives must be equal on all processes."
+_MOST_BYTES = 2**20
+
+
+def is_of_all_processes(mesh: Mesh) -> bool:
+    """Whether all processes have devices in `mesh`. Their calls of its programs are then compared until they end."""
+    if len(processes_of(mesh)) < jax.process_count():
+        return False
+    exit_work.add(_check_calls_at_exit, _check_calls_at_exit, "the calls of the processes were compared")
+    return True
+
+
+def record_host_values(name: str, values: Sequence[Any]) -> None:
+    """Adds a record of host values that a program receives: all bytes of small arrays, every n-th element of large ones."""
+    checksum = 0
+    for value in values:
+        array = np.asarray(value).reshape(-1)
+        if array.dtype.kind != "O":
+            checksum = zlib.crc32(array[:: max(1, array.nbytes // _MOST_BYTES)].tobytes(), checksum)
+    are_numbers = len(values) <= _MOST_SHOWN and all(isinstance(value, (int, float, np.number)) for value in values)
+    activity.calls.record(f"host values of `{name}`", checksum, ", ".join(map(str, values)) if are_numbers else "")
+
+
+_MOST_SHOWN = 4
+
+
+def _check_calls_at_exit() -> None:
+    """Raises RuntimeError if a process that has ended before has made other calls. Does not wait for processes that run."""
+    if getattr(sys, "last_value", None) is not None or not jax.distributed.is_initialized():
+        return
+    calls, store = activity.calls, key_value_store()
+    own = [jax.process_index(), calls.num_records, _newest_records()]
+    # One key per different end: the first process that has it.
+    store.key_value_set(f"{_AT_EXIT}/{calls.num_records}/{calls.digest}", json.dumps(own), True)
+    ends = sorted(json.loads(text) for _, text in store.key_value_dir_get(f"{_AT_EXIT}/"))
+    if len(ends) > 1:
+        raise RuntimeError(f"{_DIFFERENT} {_first_difference(ends[0], ends[1])}")
+
+
+_AT_EXIT = "jdist/calls-at-exit"
 
 
 def post_failure(failure: str, processes: tuple[int, ...]) -> None:
     """Posts the reason why this process cannot make a call. The other processes raise it as an error."""
     _exchange_of(processes).post({"failure": failure})
+    activity.calls.forget_records()
 
 
 def find_difference(
@@ -121,6 +212,34 @@ def find_difference(
             others = [processes[i] for i in different]
             return Difference(subject, processes[0], others, processes[local], facts[subject], details[other]["values"])
     return None
+
+
+def check_same_facts(call: str, facts: Mapping[str, Sequence[Any]], processes: tuple[int, ...]) -> None:
+    """Raises ValueError, on all processes, if values of replicated arrays differ between them.
+
+    Args:
+        call: See `exchange_call`.
+        facts: The fingerprint of each array by its path.
+        processes: The processes.
+    """
+    messages = exchange_call(call, {"digests": digests_of(facts)}, processes)
+    structures = [sorted(message["digests"]) for message in messages]
+    other = next((i for i, names in enumerate(structures) if names != structures[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"At {call}, the states of processes {processes[0]} and {processes[other]} have different leaves. {_REPLICATED}"
+        )
+    difference = find_difference(call, facts, messages, processes)
+    if difference is not None:
+        raise ValueError(
+            f"At {call}, `{difference.subject}` has other values on {listed(difference.others)} than on process "
+            f"{difference.first}. {_REPLICATED}"
+        )
+
+
+_REPLICATED = (
+    "It must be replicated: look for a callback that returns a state on one process only, or another one per process."
+)
 
 
 def digests_of(facts: Mapping[str, Sequence[Any]]) -> dict[str, int]:

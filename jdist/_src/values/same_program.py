@@ -27,8 +27,8 @@ from jdist._src.values.process_calls import (
 
 def check_same_program(
     name: str, program: Any, arguments: Sequence[tuple[str, Any]], replicas: Replicas, failure: Exception | None = None
-) -> None:
-    """Raises on every process if the processes of a mesh traced different programs.
+) -> int:
+    """Returns a checksum of a program, or raises on every process if the processes of a mesh traced different programs.
 
     Each process calls it after tracing a program, before running it.
 
@@ -47,7 +47,7 @@ def check_same_program(
     if failure is not None:
         reason = f"{type(failure).__name__}: {failure}"[:2000]
         post_failure(f"`{name}` could not be traced on process {jax.process_index()}: {reason}", processes)
-        return
+        return 0
     lines, constants = lines_of(program), constants_of(program)
     facts = {
         "function": [name],
@@ -70,6 +70,7 @@ def check_same_program(
             f"differ{'s' * (len(difference.others) == 1)} from process {difference.first} in `{messages[0]['function']}`. On "
             f"process {difference.local}, {text}. {_ADVICE[difference.subject]}"
         )
+    return zlib.crc32(repr((name, message["digests"]["constants"], message["digests"]["equations"])).encode())
 
 
 def _difference(subject: str, local: Any, other: Any, lines: Sequence[Line], constants: Sequence[Constant]) -> str:
