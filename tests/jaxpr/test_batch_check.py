@@ -23,6 +23,14 @@ def test_batch_that_is_replicated_warns_on_the_line_of_the_reduction(two):
     assert [(w.filename, w.category) for w in caught] == [(__file__, jdist.ReplicatedBatchWarning)]
 
 
+def test_replicated_batch_of_one_replica_on_several_devices_warns():
+    strategy, batch = STRATEGIES["sharded_4"](), np.ones((4, 3), np.float32)
+    message = r"batch is replicated, so each of the 4 devices computes all of its examples.*strategy\.split\(batch\)"
+    with pytest.warns(jdist.ReplicatedBatchWarning, match=message) as caught:
+        strategy.step(lambda state, batch: _mean_step(state, batch))(strategy.put(np.ones(3, np.float32)), batch)
+    assert [w.filename for w in caught] == [__file__]
+
+
 QUIET = {
     "per_replica": ("mirrored_2", _mean_step, lambda s: jdist.PerReplica(np.ones((2, 4, 3), np.float32))),
     "one_replica": ("mirrored_1", _mean_step, lambda s: np.ones((4, 3), np.float32)),

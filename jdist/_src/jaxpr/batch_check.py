@@ -9,7 +9,12 @@ from jdist._src.jaxpr.replication import Input, find_reductions, warn_once
 
 
 def warn_of_replicated_batch(
-    program: Jaxpr, inputs: Sequence[Input], num_state_leaves: int, axes: Sequence[str], num_replicas: int
+    program: Jaxpr,
+    inputs: Sequence[Input],
+    num_state_leaves: int,
+    axes: Sequence[str],
+    num_parts: int,
+    workers: str,
 ) -> None:
     """Warns if a sum over the replicas is of a replicated value that would vary if the batch were split.
 
@@ -18,13 +23,14 @@ def warn_of_replicated_batch(
         inputs: For each input, its name and the axes along which it may vary.
         num_state_leaves: The number of inputs, from the first, that are leaves of the state.
         axes: The mesh axes of the replicas.
-        num_replicas: The number of replicas.
+        num_parts: The number of parts of a batch that is split.
+        workers: The noun for what computes the parts: "replicas" or "devices".
 
     Warns:
         ReplicatedBatchWarning: There is such a sum, and no input is per replica.
     """
     is_batch = [i >= num_state_leaves and bool(jax_compat.shape_of(var)) for i, var in enumerate(program.invars)]
-    if num_replicas == 1 or not any(is_batch) or any(one.axes for one in inputs):
+    if num_parts == 1 or not any(is_batch) or any(one.axes for one in inputs):
         return
     if_split = [Input(one.name, tuple(axes) if batch else ()) for one, batch in zip(inputs, is_batch, strict=True)]
     try:
@@ -37,7 +43,7 @@ def warn_of_replicated_batch(
     if place:
         names = [one.name for one, batch in zip(inputs, is_batch, strict=True) if batch]
         warn_once(
-            f"{', '.join(names[:3])} is replicated, so each of the {num_replicas} replicas computes all of its examples, and "
+            f"{', '.join(names[:3])} is replicated, so each of the {num_parts} {workers} computes all of its examples, and "
             "this reduction is of equal values. Feed the step from `strategy.distribute_dataset(data, batch_size)`, or split "
             "one global batch `[batch, ...]` with `strategy.split(batch)`.",
             ReplicatedBatchWarning,
