@@ -36,6 +36,7 @@ from jdist._src.core.errors import RepeatedSumWarning as RepeatedSumWarning
 from jdist._src.core.errors import ReplicatedBatchWarning as ReplicatedBatchWarning
 from jdist._src.core.errors import SharedRandomnessWarning as SharedRandomnessWarning
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning as UnrecognizedOptimizerStateWarning
+from jdist._src.core.public_names import set_public_module as _set_public_module
 from jdist._src.core.version import __version__ as __version__
 from jdist._src.data.dataset import DistributedDataset as DistributedDataset
 from jdist._src.data.dataset import DistributedIterator as DistributedIterator
@@ -115,6 +116,8 @@ from jdist._src.values.row_slices import RowSlices as RowSlices
 from jdist._src.values.server_array import ServerArray as ServerArray
 from jdist._src.values.sharded import Sharded as Sharded
 from jdist._src.values.sync_on_read import SyncOnRead as SyncOnRead
+
+_set_public_module(globals(), __name__)
 
 if not TYPE_CHECKING:  # a type checker would then accept every name
 

@@ -19,6 +19,7 @@ from jdist._src.callbacks.stopping import TimeLimit as TimeLimit
 from jdist._src.callbacks.tensorboard import TensorBoard as TensorBoard
 from jdist._src.core import other_names as _other_names
 from jdist._src.core.call_errors import explain_constructor as _explain_constructor
+from jdist._src.core.public_names import set_public_module as _set_public_module
 from jdist._src.training.events import Callback as Callback
 from jdist._src.training.events import CallbackResult as CallbackResult
 from jdist._src.training.events import Event as Event
@@ -41,6 +42,8 @@ _PUBLIC_CLASSES = [
 ]
 for _class in _PUBLIC_CLASSES:
     _explain_constructor(_class)
+
+_set_public_module(globals(), __name__)
 
 if not TYPE_CHECKING:  # a type checker would then accept every name
 

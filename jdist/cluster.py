@@ -19,6 +19,9 @@ from jdist._src.cluster.slurm import SlurmClusterResolver as SlurmClusterResolve
 from jdist._src.cluster.tf_config import TFConfigClusterResolver as TFConfigClusterResolver
 from jdist._src.cluster.tpu import TPUClusterResolver as TPUClusterResolver
 from jdist._src.cluster.union import UnionResolver as UnionResolver
+from jdist._src.core.public_names import set_public_module as _set_public_module
+
+_set_public_module(globals(), __name__)
 
 
 def __dir__() -> list[str]:

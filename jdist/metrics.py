@@ -1,5 +1,6 @@
 """Metrics whose states merge exactly over batches and replicas."""
 
+from jdist._src.core.public_names import set_public_module as _set_public_module
 from jdist._src.replica.metrics import F1 as F1
 from jdist._src.replica.metrics import Accuracy as Accuracy
 from jdist._src.replica.metrics import ConfusionMatrix as ConfusionMatrix
@@ -9,6 +10,8 @@ from jdist._src.replica.metrics import MeanSquaredError as MeanSquaredError
 from jdist._src.replica.metrics import Metric as Metric
 from jdist._src.replica.metrics import Sum as Sum
 from jdist._src.replica.metrics import TopKAccuracy as TopKAccuracy
+
+_set_public_module(globals(), __name__)
 
 
 def __dir__() -> list[str]:

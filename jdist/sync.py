@@ -13,6 +13,7 @@ Make the state in `strategy.init`, which places the state of the policy.
 from typing import TYPE_CHECKING
 
 from jdist._src.core import other_names as _other_names
+from jdist._src.core.public_names import set_public_module as _set_public_module
 from jdist._src.sync.accumulation import every as every
 from jdist._src.sync.accumulation import skip_nonfinite as skip_nonfinite
 from jdist._src.sync.delay import delay_compensation as delay_compensation
@@ -29,6 +30,8 @@ from jdist._src.sync.reduction import mean as mean
 from jdist._src.sync.reduction import sum as sum
 from jdist._src.sync.sparsity import top_k as top_k
 from jdist._src.sync.streaming import streaming_diloco as streaming_diloco
+
+_set_public_module(globals(), __name__)
 
 if not TYPE_CHECKING:  # a type checker would then accept every name
 

@@ -3,6 +3,7 @@
 The functions import pytest and chex when they are called. The page "Testing" of the documentation has an example of each.
 """
 
+from jdist._src.core.public_names import set_public_module as _set_public_module
 from jdist._src.testing.comparison import assert_bitwise_equal as assert_bitwise_equal
 from jdist._src.testing.comparison import assert_replicated as assert_replicated
 from jdist._src.testing.faults import InjectedFault as InjectedFault
@@ -15,6 +16,8 @@ from jdist._src.testing.programs import assert_no_transfer as assert_no_transfer
 from jdist._src.testing.strategies import strategies as strategies
 from jdist._src.testing.strategies import strategy as strategy
 from jdist._src.testing.variants import variants as variants
+
+_set_public_module(globals(), __name__)
 
 
 def __dir__() -> list[str]:

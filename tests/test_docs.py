@@ -21,7 +21,8 @@ import jdist
 
 ROOT = pathlib.Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-MODULES = [importlib.import_module(m.name) for m in pkgutil.walk_packages(jdist.__path__, "jdist.")]
+# Classes are found in the module of their public name.
+MODULES = [jdist, *(importlib.import_module(m.name) for m in pkgutil.walk_packages(jdist.__path__, "jdist."))]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = {"jdist": jdist, "jax": jax, "jnp": jnp, "np": np, "optax": optax}
 
@@ -36,8 +37,16 @@ sys.exit(results.failed > 0 or results.attempted == 0)
 """
 
 
+class _Finder(doctest.DocTestFinder):
+    def _from_module(self, module, object):
+        is_method = (
+            inspect.isfunction(object) and "." in object.__qualname__
+        )  # its globals are those of a private module
+        return is_method or super()._from_module(module, object)
+
+
 def _docstrings():
-    finder = doctest.DocTestFinder(exclude_empty=True)
+    finder = _Finder(exclude_empty=True)
     for module in MODULES:
         tests = finder.find(module, globs={**NAMES, **vars(module)})
         yield from (test for test in tests if test.examples)

@@ -1,6 +1,7 @@
 """Names of TensorFlow and JAX on a strategy and on `jdist`: errors with the line to write, and the lists of public names."""
 
 import copy
+import importlib
 import inspect
 import pathlib
 import pickle
@@ -147,6 +148,15 @@ def test_dir_of_a_public_module_lists_public_names_only(module):
         value = getattr(module, name)
         assert not inspect.ismodule(value) or value in PUBLIC_MODULES
     assert {name for name in vars(module) if not name.startswith("_")} == set(names) - {"__version__"}
+
+
+def test_classes_and_functions_show_their_public_module():
+    for module in PUBLIC_MODULES:
+        for name in dir(module):
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                public = getattr(value, "__module__", "jdist")
+                assert "_src" not in public and getattr(importlib.import_module(public), name) is value, (module, name)
 
 
 ERRORS = [value for value in vars(jdist).values() if isinstance(value, type) and issubclass(value, Exception)]

@@ -31,7 +31,7 @@ class TensorBoard(RowWriter):
         ValueError: Raised before the first step: the directory is not writable.
 
     Example:
-        >>> import tempfile
+        >>> import os, tempfile
         >>> trainer = jdist.Trainer(
         ...     (lambda key, x: jax.numpy.zeros(3), lambda w, x: x @ w), optax.sgd(0.1), optax.squared_error,
         ...     strategy=jdist.OneDeviceStrategy("cpu:0"),

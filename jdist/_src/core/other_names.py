@@ -265,7 +265,6 @@ VALUE_NAMES = {
     "primary": "write `value.values[0]`",
     "read_value": "write `value.read()`, or `value.values` for one value per replica",
     "sum": 'write `strategy.reduce("sum", value, axis=None)`, or `jdist.all_reduce("sum", x)` in a replica function',
-    "tolist": "write `[each.tolist() for each in value.values]`",
     "value": "write `value.values`, one value per replica",
 }
 

@@ -29,7 +29,7 @@ def describe_tree(tree: PyTree, max_length: int = 100) -> str:
 
     Example:
         >>> describe_tree((np.zeros((4, 2), np.float32), {"n": 3})), describe_tree([np.zeros(2)] * 99)
-        ('(float64[4,2], {n: 3})', 'list of 99 arrays')
+        ('(float32[4,2], {n: 3})', 'list of 99 arrays')
     """
     text = str(jax.tree.map(dtype_and_shape, tree)).replace("'", "")
     if len(text) <= max_length:

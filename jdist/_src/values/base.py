@@ -250,6 +250,7 @@ def _unsupported(operator: str) -> Callable[..., Any]:
             f"{_as_number(operator, self)}"
         )
 
+    raise_type_error.__doc__ = f"Raises TypeError: `{operator}` is not defined for the values of several replicas."
     return raise_type_error
 
 
