@@ -151,10 +151,8 @@ def replicate(
     num_state_leaves = len(jax.tree.leaves(call.args[0])) if has_state else 0
     check_examples(jaxpr, inputs, num_state_leaves, context.axes, context.num_replicas_in_sync)
     if has_state:
-        replicas = backend.replicas
-        workers = (
-            "devices" if replicas.batch_axes else "replicas"
-        )  # one replica that spans devices splits its batch too
+        replicas = backend.replicas  # one replica that spans devices splits its batch too
+        workers = "devices" if replicas.batch_axes else "replicas"
         warn_of_replicated_batch(jaxpr, inputs, num_state_leaves, context.axes, replicas.num_parts, workers)
     results = _with_wrappers(traced_results[0], variations)
     pair = results.as_pair(backend.run(function, traced, results))

@@ -153,8 +153,9 @@ def explain_cause(cause: Cause) -> str:
 
 def fix_for(cause: Cause, axes: Sequence[str]) -> str:
     """Returns advice for a value that varies for this reason over these mesh axes, and should be replicated."""
-    start, *sites = [link.site for link in cause.chain()]
-    if any(isinstance(site, Equation) and source_lines.is_from_jdist(site, *_ACCUMULATED) for site in sites):
+    start, *others = [link.site for link in cause.chain()]
+    sites = [site for site in others if isinstance(site, Equation)]
+    if any(source_lines.is_from_jdist(site, *_ACCUMULATED) for site in sites):
         return _ACCUMULATED_FIX
     for library, (file, argument) in _BATCH_NORMS.items():
         names = source_lines.functions_in_file(sites[-1], library, file) if sites else ()
