@@ -1,7 +1,9 @@
 """Trains, saves and restores on one process of several."""
 
 import functools
+import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -93,3 +95,35 @@ def restored_after_damage(folder):
             storage.is_complete, storage.manifest_path = is_complete, manifest_path
         assert checkpointer.latest == 1 and checkpointer.save(2, restored.state)
     return restored.step, int(restored.state["w"][0, 0])
+
+
+def restored_from_a_store_that_stalls(folder):
+    """Returns the errors of `restore` where the files of process 1 do not answer, and then the restored step."""
+    strategy, folder, results = jdist.MultiWorkerMirroredStrategy(), pathlib.Path(folder), []
+    with Checkpointer(folder / "0") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, strategy.put({"w": np.full((64, 64), step, np.float32)}), wait=True)
+    if jax.process_index() == 0:
+        shutil.copytree(folder / "0", folder / "1")
+    multihost_utils.sync_global_devices("copied")
+    own = folder / str(jax.process_index())
+    with Checkpointer(own, fallback=True) as checkpointer:
+        checkpointer.restore(strategy, step=1)
+        for file in ("manifest/manifest.json", "arrays/_METADATA"):
+            path = own / "2" / file
+            content = path.read_bytes()
+            if jax.process_index() == 1:
+                os.environ["JDIST_WORK_SECONDS"] = "1"
+                path.unlink()
+                os.mkfifo(path)
+            try:
+                checkpointer.restore(strategy)
+            except TimeoutError as error:
+                results.append(str(error))
+            if jax.process_index() == 1:
+                del os.environ["JDIST_WORK_SECONDS"]
+                os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # ends the read
+                path.unlink()
+                path.write_bytes(content)
+        results.append(checkpointer.restore(strategy).step)
+    return results

@@ -84,3 +84,12 @@ def test_calls_that_fail_or_differ_on_one_process_fail_on_both_and_the_next_succ
 def test_processes_fall_back_to_the_same_checkpoint(pair, tmp_path):
     assert pair.run("processes.checkpoint_worker:restored_after_damage", tmp_path) == [(1, 1), (1, 1)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "2.damaged", "3.damaged", "jdist.json"]
+
+
+@pytest.mark.slow
+def test_read_that_never_returns_on_one_process_is_a_timeout_on_both_and_the_next_succeeds(pair, tmp_path):
+    first, second = pair.run("processes.checkpoint_worker:restored_from_a_store_that_stalls", tmp_path)
+    manifest, arrays, step = second
+    assert f"The read of {tmp_path}/1/2/manifest/manifest.json, of the checkpoint of step 2" in manifest
+    assert f"The read of {tmp_path}/1/2/arrays, of the checkpoint of step 2" in arrays and step == 2
+    assert first == [f"`restore` failed on process 1: {manifest}", f"Process 1 failed: {arrays}", 2]

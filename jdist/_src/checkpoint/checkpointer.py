@@ -16,6 +16,7 @@ from jdist._src.checkpoint import storage, unfinished_saves
 from jdist._src.checkpoint.leaf_selection import LeafSelection, as_paths, as_renames
 from jdist._src.checkpoint.preservation import Metrics, Mode, Preservation, as_metrics, as_preservation
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
+from jdist._src.checkpoint.read_limit import read_limits, read_within_limit
 from jdist._src.checkpoint.restore_plan import RestorePlan, make_restore_plan, read_manifest
 from jdist._src.checkpoint.save_plan import SavePlan, make_save_plan
 from jdist._src.checkpoint.storage import CheckpointError, FolderLock, listed, short_message, write_error
@@ -81,8 +82,8 @@ class Checkpointer:
             the history, and then also saves after each validation that is better than all saved ones.
         keep_every: Checkpoints of steps that `keep_every` divides are kept too.
         fallback: Whether `restore` without `step`, and `fit(resume=checkpointer)`, restore the newest older checkpoint if the
-            newest one is damaged or cannot be read. A warning in the log names the damaged
-            checkpoint, the reason, and the restored step; the next `save` renames the damaged folder to `STEP.damaged`.
+            newest one is damaged or cannot be read. A store that does not answer is not damage. A warning in the log names the
+            damaged checkpoint, the reason, and the restored step; the next `save` renames the damaged folder to `STEP.damaged`.
 
     Raises:
         ValueError: The folder contains other files, a number is less than 1, or the mode of `keep_best` is unknown.
@@ -253,7 +254,10 @@ class Checkpointer:
                 not exist. The message names the leaves.
             TypeError: `only` or `rename` does not contain paths.
             CheckpointError: A file is damaged, or cannot be read.
+            TimeoutError: The store has not answered for `JDIST_WORK_SECONDS`, by default 3,600 seconds. On several processes,
+                all of them raise it.
         """
+        read_limits()  # raises ValueError: a wrong variable is not damage
         self.wait()
         restore = functools.partial(self._restore, strategy, like=like, only=only, rename=rename)
         with jax.transfer_guard("allow"):
@@ -433,7 +437,8 @@ class Checkpointer:
         check_devices_attached(strategy.mesh)
         step = storage.find_step(self._folder, step)
         try:
-            manifest, saved = read_manifest(self._folder, step)
+            path = storage.manifest_path(self._folder, step)
+            manifest, saved = read_within_limit(path, step, lambda: read_manifest(self._folder, step))
         except Exception as error:
             self._raise_read_error(step, error)
         selection = LeafSelection(as_paths(only), as_renames(rename))
@@ -451,6 +456,8 @@ class Checkpointer:
         return RestoredCheckpoint(plan.step, state, position, extra, plan.manifest, plan.unrestored, plan.unused)
 
     def _raise_read_error(self, step: int, error: Exception) -> NoReturn:
+        if isinstance(error, TimeoutError):  # the store does not answer, which is not damage
+            raise error
         self._damaged.add(step)
         older = [other for other in self.steps() if other < step]
         advice = (

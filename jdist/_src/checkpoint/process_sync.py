@@ -73,7 +73,7 @@ class ProcessGroup:
             result, facts = work()
         except Exception as error:
             if self._exchange is not None:
-                self._exchange.post({"error": short_message(error)})
+                self._exchange.post(_message(error))
             raise
         if self._exchange is not None:
             self._compare(self._exchange, call, {"the call": [f"`{call}`"], **facts})
@@ -147,7 +147,7 @@ class ProcessGroup:
     def fail(self, error: BaseException) -> None:
         """Reports `error` to the other processes, which raise it at their next barrier."""
         if self._exchange is not None and not self._has_failed:
-            self._exchange.post({"error": short_message(error)})
+            self._exchange.post(_message(error))
         self._has_failed = True
 
     def close(self, reason: str = "it has ended the call") -> None:
@@ -157,11 +157,16 @@ class ProcessGroup:
             self._exchange = None
 
 
+def _message(error: BaseException) -> dict[str, Any]:
+    return {"error": short_message(error), "is_timeout": isinstance(error, TimeoutError)}
+
+
 def _raise_errors(messages: Sequence[Mapping[str, Any]], call: str | None = None) -> None:
     for process, message in enumerate(messages):
         if "error" in message:
             subject = f"Process {process} failed" if call is None else f"`{call}` failed on process {process}"
-            raise CheckpointError(f"{subject}: {message['error']}")
+            error_type = TimeoutError if message.get("is_timeout") else CheckpointError
+            raise error_type(f"{subject}: {message['error']}")
 
 
 def _difference(name: str, process: int, first_lines: Sequence[str], other_lines: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from jdist._src.checkpoint.orbax_compat import configure_orbax
+from jdist._src.checkpoint.read_limit import read_within_limit
 from jdist._src.core.arguments import as_int
 from jdist._src.core.paths import as_path, is_url, remove_tree
 from jdist._src.core.source_lines import levels_to_user
@@ -54,7 +55,7 @@ class CheckpointError(RuntimeError):
 
 def short_message(error: BaseException) -> str:
     """Returns the message of the first cause of an error, in one line: errors of orbax are long and nested."""
-    if isinstance(error, CheckpointError):
+    if isinstance(error, CheckpointError) or (isinstance(error, TimeoutError) and error.errno is None):
         return str(error)
     while error.__cause__ is not None:
         error = error.__cause__
@@ -233,29 +234,40 @@ def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> d
 
     Raises:
         CheckpointError: A file is damaged, or cannot be read.
+        TimeoutError: The read has not ended at its limit.
     """
-    import orbax.checkpoint as ocp
-
     configure_orbax()
-    items = {str(number): shape for number, shape in shapes.items()}
+    path = folder / str(step) / ARRAYS
+    enable_x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+
+    def read() -> dict[int, Any]:
+        with jax.enable_x64(enable_x64), jax.transfer_guard("allow"):  # pyright: ignore
+            return _read_arrays(path, shapes)
+
     # Coroutines that orbax had created when it gave up are never awaited. Python warns of that when the error, which refers
-    # to them, is garbage collected.
+    # to them, is garbage collected. Not in the thread, which would restore the filters of today whenever it ends.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
-        # Not with orbax's `Checkpointer`, which has barriers between the processes: a process that fails would not reach them.
-        handler = ocp.PyTreeCheckpointHandler()
-        try:
-            path: Any = folder / str(step) / ARRAYS
-            items = items or {"none": np.zeros(1)}
-            restore_args = ocp.checkpoint_utils.construct_restore_args(items)
-            # Partial, because a checkpoint may contain further arrays.
-            arrays = handler.restore(path, args=ocp.args.PyTreeRestore(items, restore_args, partial_restore=True))
-            return {number: arrays[str(number)] for number in shapes}
-        except Exception as error:
-            message = short_message(error)
-        finally:
-            handler.close()
-        gc.collect()
+        return read_within_limit(path, step, read)
+
+
+def _read_arrays(path: Any, shapes: Mapping[int, Any]) -> dict[int, Any]:
+    import orbax.checkpoint as ocp
+
+    items = {str(number): shape for number, shape in shapes.items()}
+    # Not with orbax's `Checkpointer`, which has barriers between the processes: a process that fails would not reach them.
+    handler = ocp.PyTreeCheckpointHandler()
+    try:
+        items = items or {"none": np.zeros(1)}
+        restore_args = ocp.checkpoint_utils.construct_restore_args(items)
+        # Partial, because a checkpoint may contain further arrays.
+        arrays = handler.restore(path, args=ocp.args.PyTreeRestore(items, restore_args, partial_restore=True))
+        return {number: arrays[str(number)] for number in shapes}
+    except Exception as error:
+        message = short_message(error)
+    finally:
+        handler.close()
+    gc.collect()  # while the filter of the caller applies
     raise CheckpointError(message)
 
 

@@ -8,7 +8,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 _MOST_RECORDS = 64
@@ -102,6 +102,7 @@ class Wait:
 _waits: dict[int, list[Wait]] = {}  # of each thread, the innermost last
 _work: dict[int, str] = {}  # of each thread
 _background_threads: set[int] = set()
+_abandoned: frozenset[threading.Thread] = frozenset()  # replaced as a whole: the thread of the watchdog reads it
 
 
 @contextlib.contextmanager
@@ -148,6 +149,17 @@ def background_thread() -> Iterator[None]:
 def background_threads() -> frozenset[int]:
     """Returns the identifiers of the threads that work in advance."""
     return frozenset(_background_threads)
+
+
+def abandon(threads: Iterable[threading.Thread]) -> None:
+    """Records that the program does not wait for these threads any more, so reports of hangs ignore them."""
+    global _abandoned
+    _abandoned = frozenset(thread for thread in (*_abandoned, *threads) if thread.is_alive())
+
+
+def abandoned_threads() -> frozenset[int | None]:
+    """Returns the identifiers of the abandoned threads that run."""
+    return frozenset(thread.ident for thread in _abandoned if thread.is_alive())
 
 
 def waits_for_processes() -> dict[int, Wait]:

@@ -1,14 +1,20 @@
-"""Daemon threads that are stopped when the interpreter exits: a thread inside JAX at that time crashes the process."""
+"""Daemon threads that are stopped when the interpreter exits: a thread inside JAX at that time crashes the process.
+
+Threads that may never end are abandoned instead: the interpreter does not wait for them.
+"""
 
 import atexit
+import concurrent.futures.thread as concurrent_futures_thread
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jdist._src.core import activity
 
 STOP_SECONDS = 5  # limit for waiting for threads that have been requested to end
+# At exit, Python waits for the threads of all pools, also for daemons, and has no public function to change that.
+_pool_threads: Any = concurrent_futures_thread._threads_queues
 _stop_functions: dict[threading.Thread, Callable[[], None]] = {}  # of the running threads
 
 
@@ -36,6 +42,20 @@ def _run(target: Callable[..., None], *args: Any) -> None:
             target(*args)
     finally:
         _stop_functions.pop(threading.current_thread(), None)
+
+
+def pool_threads() -> set[threading.Thread]:
+    """Returns the daemon threads of thread pools: those of pools that other daemon threads have started."""
+    threads = (reference() for reference in _pool_threads.keyrefs())
+    return {thread for thread in threads if thread is not None and thread.daemon}
+
+
+def abandon(threads: Iterable[threading.Thread]) -> None:
+    """Lets the interpreter exit without waiting for these daemon threads, and reports of hangs ignore them."""
+    threads = list(threads)
+    activity.abandon(threads)
+    for thread in threads:
+        _pool_threads.pop(thread, None)
 
 
 @atexit.register

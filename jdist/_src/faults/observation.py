@@ -86,7 +86,8 @@ class Observer:
 
     def observe(self) -> Observation:
         """Returns the current activity of this process."""
-        stacks = sys._current_frames()
+        abandoned = activity.abandoned_threads()
+        stacks = {ident: stack for ident, stack in sys._current_frames().items() if ident not in abandoned}
         work_of_threads = {ident: work for ident, stack in stacks.items() if (work := _work_in(stack))}
         work = activity.recorded_work() or _active_work(work_of_threads)
         sample = self._oldest_sample()

@@ -15,6 +15,7 @@ from jdist._src.launch.exit_statuses import HUNG
 
 _LOG = logging.getLogger("jdist")
 TIME_LIMIT = 600.0  # seconds; the variable JDIST_TIMEOUT_SECONDS
+WORK_LIMIT = 3600.0  # seconds of one piece of work, such as a compilation; the variable JDIST_WORK_SECONDS
 WARNING_INTERVAL = 30.0  # seconds; the variable JDIST_WARNING_SECONDS
 _ERRORS = 2  # the file descriptor of standard error
 

@@ -23,11 +23,10 @@ from jdist._src.core.background_threads import start_thread
 from jdist._src.core.process_messages import post_end_at_exit
 from jdist._src.faults.observation import DEBUGGER, Observation, Observer, ProcessWait
 from jdist._src.faults.status_board import Decision, Status, StatusBoard
-from jdist._src.faults.time_limit import TIME_LIMIT, WARNING_INTERVAL, seconds_of
+from jdist._src.faults.time_limit import TIME_LIMIT, WARNING_INTERVAL, WORK_LIMIT, seconds_of
 from jdist._src.launch.exit_statuses import HUNG
 
 _LOG = logging.getLogger("jdist")
-_WORK_LIMIT = 3600.0  # seconds of one piece of work, such as a compilation; the variable JDIST_WORK_SECONDS
 _LIMIT_AFTER_ERROR = 60.0  # seconds of a wait, after an error has ended the program of another process
 _ANSWER_SECONDS = 10.0  # in which a process must react
 _READ_AFTER = 1 / 6  # of the interval of warnings: the waiting after which the statuses are read
@@ -55,7 +54,7 @@ def start(timeout_seconds: float | None) -> None:
     global _watchdog
     if _watchdog is None or not _watchdog.is_running():
         limit = seconds_of("JDIST_TIMEOUT_SECONDS", TIME_LIMIT) if timeout_seconds is None else timeout_seconds
-        work_limit = seconds_of("JDIST_WORK_SECONDS", _WORK_LIMIT)
+        work_limit = seconds_of("JDIST_WORK_SECONDS", WORK_LIMIT)
         _watchdog = Watchdog(limit, seconds_of("JDIST_WARNING_SECONDS", WARNING_INTERVAL), work_limit)
         _watchdog.is_default_limit = timeout_seconds is None
         _watchdog.start()
