@@ -226,6 +226,129 @@ def test_objective_applies_the_model_several_times_with_its_state_and_different_
     assert fitted.history.rows[0]["equal"] < 0.2 and float(fitted.state.model_state["kept"]["calls"]) == 2
 
 
+TOKENS = np.random.default_rng(1).integers(0, 5, (24, 6)).astype(np.int32)
+MASK = (np.arange(6) < np.random.default_rng(2).integers(0, 7, 24)[:, None]).astype(np.float32)
+MASK[:8] = 0  # all examples of the first of three replicas
+TABLE = np.random.default_rng(3).normal(size=(5, 5)).astype(np.float32)
+LANGUAGE = (lambda key, tokens: jnp.asarray(TABLE), lambda table, tokens: table[tokens])
+BATCH = {"ids": TOKENS, "next": np.roll(TOKENS, -1, 1), "mask": MASK}
+
+
+def token_losses(params, batch, key, apply):
+    logits = apply(params, batch["ids"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"])
+    return (losses, batch["mask"]), {"accuracy": (logits, batch["next"]), "length": batch["mask"].sum(1)}
+
+
+def token_means(params, rows):
+    """Returns the means over the tokens of some examples with their weights, on one device: the loss and the accuracy."""
+    logits, next_tokens, mask = params[TOKENS[:rows]], BATCH["next"][:rows], MASK[:rows]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, next_tokens)
+    return jnp.vdot(losses, mask) / mask.sum(), jnp.vdot(jnp.argmax(logits, -1) == next_tokens, mask) / mask.sum()
+
+
+def fit_tokens(strategy, objective=token_losses, optimizer=None, rows=24, model=LANGUAGE, metrics=(), **options):
+    trainer = jdist.Trainer(
+        model, optimizer or optax.sgd(0.5), objective=objective, metrics=dict(metrics), strategy=strategy
+    )
+    options = {"batch_size": 24, "steps": 1, "shuffle": False, "progress": "off", **options}
+    return trainer, trainer.fit({name: x[:rows] for name, x in BATCH.items()}, **options)
+
+
+@pytest.mark.parametrize("rows, micro_batches", [(24, 1), (24, 2), (13, 1), (13, 2)])
+@pytest.mark.one_in(8)
+def test_objective_with_weights_per_token_equals_one_device(strategy, rows, micro_batches):
+    metrics = {"accuracy": jdist.metrics.Accuracy(), "length": jdist.metrics.Mean()}
+    trainer, fitted = fit_tokens(strategy, rows=rows, micro_batches=micro_batches, metrics=metrics)
+    (loss, accuracy), grads = jax.value_and_grad(token_means, has_aux=True)(jnp.asarray(TABLE), rows)
+    assert_close(fitted.state.params, TABLE - 0.5 * grads)
+    expected = {"loss": loss, "accuracy": accuracy, "length": MASK[:rows].sum(1).mean()}
+    assert_close({name: fitted.history.rows[0][name] for name in expected}, expected)
+    assert_close(fitted.history.losses[1], [loss])
+    data = {name: x[:rows] for name, x in BATCH.items()}
+    evaluated = trainer.evaluate(trainer.init(TOKENS), data, batch_size=8)
+    assert_close({name: evaluated[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["lbfgs", "every", "exact"])
+def test_weights_per_token_with_optimizers_and_virtual_replicas(name, micro_batches):
+    optimizer = {
+        "lbfgs": optax.lbfgs(),
+        "every": jdist.sync.every(optax.chain(jdist.sync.mean(), optax.sgd(0.5)), 2),
+    }.get(name, optax.sgd(0.5))
+    virtual = {"virtual_replicas": 6} if name == "exact" else {}
+    place = jdist.MirroredStrategy(["cpu:0", "cpu:1", "cpu:2"], **virtual)
+    options = {"optimizer": optimizer, "steps": 2, "batch_size": 12, "micro_batches": micro_batches, "rows": 23}
+    (_, fitted), (_, expected) = fit_tokens(place, **options), fit_tokens(one(), **options)
+    assert_close(fitted.state.params, expected.state.params)
+    if name == "every":  # the weights of the steps are their numbers of tokens
+        assert_close(fitted.state.params, TABLE - 0.5 * jax.grad(lambda w: token_means(w, 23)[0])(jnp.asarray(TABLE)))
+
+
+def test_batch_without_tokens_changes_nothing_and_has_no_loss(two):
+    def objective(params, batch, key, apply):
+        losses = token_losses(params, batch, key, apply)[0][0]
+        return losses / batch["mask"].sum(), batch["mask"]  # NaN and infinity without tokens
+
+    trainer, fitted = fit_tokens(two, objective, batch_size=8, steps=1)
+    assert_close(fitted.state.params, TABLE)
+    assert (
+        np.isnan(fitted.history.losses[1]).all() and int(fitted.state.step) == 1 and fitted.stop_reason != "non_finite"
+    )
+
+
+def test_model_that_adds_losses_with_weights_per_token(two):
+    class Penalized(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            table = self.param("table", lambda key: jnp.asarray(TABLE))
+            self.sow("losses", "penalty", 0.1 * jnp.square(table).sum())
+            return table[tokens]
+
+    _, fitted = fit_tokens(two, model=Penalized())
+    total = lambda w: token_means(w, 24)[0] + 0.1 * jnp.square(w).sum()
+    loss, grads = jax.value_and_grad(total)(jnp.asarray(TABLE))
+    assert_close(fitted.history.losses[1], [loss])
+    assert_close(fitted.state.params["table"], TABLE - 0.5 * grads)
+    with pytest.raises(ValueError, match="weights of its losses, and the model adds losses.*Use `micro_batches=1`"):
+        fit_tokens(two, model=Penalized(), micro_batches=2)
+
+
+WRONG_WEIGHTS = {
+    "shape": (
+        lambda losses, mask: (losses, mask[:, :-1]),
+        ValueError,
+        r"`objective` returned losses float32\[12,6\] with weights float32\[12,5\]: the dimensions of the weights must be",
+    ),
+    "rank": (
+        lambda losses, mask: (losses.mean(1), mask),
+        ValueError,
+        r"losses float32\[12\] with weights float32\[12,6\].*Auxiliary values are a dict",
+    ),
+    "type": (
+        lambda losses, mask: ((losses, "mean"), {}),
+        TypeError,
+        "`objective` returned weights of its losses that are not an array of numbers, got str",
+    ),
+    "dtype": (
+        lambda losses, mask: (losses, jax.random.split(jax.random.key(0), mask.shape)),
+        TypeError,
+        r"not an array of numbers, got key<fry>\[12,6\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("result, error, message", WRONG_WEIGHTS.values(), ids=WRONG_WEIGHTS)
+def test_wrong_weights_of_losses_raise(result, error, message, two):
+    def objective(*args):
+        (losses, mask), _ = token_losses(*args)
+        return result(losses, mask)
+
+    with pytest.raises(error, match=message):
+        fit_tokens(two, objective)
+
+
 WRONG_OBJECTIVES = {
     "both": (dict(loss=optax.squared_error, objective=regularized), TypeError, "either `loss` or `objective`"),
     "not_a_function": (

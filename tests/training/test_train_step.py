@@ -108,6 +108,51 @@ def test_auxiliary_values_and_metrics(two):
         assert aux["predictions"].tree.shape == shape
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.one_in(4)
+def test_weights_per_token_are_multiplied_by_those_of_the_examples(strategy, micro_batches):
+    tokens, of_tokens = np.square(X[:, :, None] + np.arange(4)), (X > 0).astype(np.float32)
+    of_tokens[:3] = 0
+    of_examples = np.arange(10, dtype=np.float32)
+    total = (of_tokens * of_examples[:, None]).sum() * 4
+
+    def plain(w, batch):
+        return batch["tokens"] * w, batch["mask"]
+
+    def with_aux(w, batch):
+        return plain(w, batch), {"number": jnp.float32(1)}
+
+    def ready(w, batch):  # a mean of this replica, with its number of tokens
+        losses, mask = plain(w, batch)
+        count = mask.sum() * 4
+        mean = (losses * mask[..., None]).sum() / jnp.where(count == 0, 1, count)
+        return (mean, count), None
+
+    padded = lambda x, value: np.concatenate([x, np.full((2, *x.shape[1:]), value, np.float32)])
+    batch = {"tokens": padded(tokens, 1e6), "mask": padded(of_tokens, 1)}
+    weights = padded(of_examples, 0)
+    with strategy.scope():
+        make = lambda: jdist.TrainState.create(jnp.float32(1), SGD)
+        mean = (tokens * of_tokens[..., None] * of_examples[:, None, None]).sum() / total
+        for loss_fn in (plain, with_aux):
+            train_step = jdist.train_step(loss_fn, SGD, micro_batches=micro_batches)
+            state, loss = train_step(jdist.init(make), strategy.split(batch), strategy.split(weights))
+            loss = loss[0] if loss_fn is with_aux else loss
+            np.testing.assert_allclose([loss, state.params], [mean, 1 - RATE * mean], rtol=1e-4)
+        if micro_batches == 1:
+            train_step = jdist.train_step(ready, SGD)
+            zeros = {"tokens": padded(tokens, 0), "mask": padded(of_tokens, 0)}
+            _, loss = train_step(jdist.init(make), strategy.split(zeros))
+            np.testing.assert_allclose(loss, (tokens * of_tokens[..., None]).sum() / of_tokens.sum() / 4, rtol=1e-4)
+
+
+def test_array_of_another_rank_is_auxiliary(two):
+    for values in (lambda batch: jnp.float32(3), lambda batch: batch[0]):
+        train_step = jdist.train_step(lambda w, batch, values=values: (squares(w, batch), values(batch)), SGD)
+        _, outputs = one_epoch(two, train_step, SGD)
+        np.testing.assert_allclose(outputs[0][0], expected_epoch()[1][0], rtol=1e-4)
+
+
 @pytest.mark.parametrize("third", ["key", pytest.param("rng", marks=pytest.mark.slow)])
 def test_key_differs_between_steps_and_replicas(third, two):
     parameters = {
@@ -175,6 +220,11 @@ def metrics(w, batch):
 
 
 INVALID_CALLS = {
+    "weights_of_other_examples": (
+        lambda w, batch: (squares(w, batch), jnp.ones(3)),
+        ValueError,
+        r"^`loss_fn` returned losses float32\[5\] with weights float32\[3\].*Auxiliary values are a dict",
+    ),
     "integers": (integers, TypeError, r"^`loss_fn` returned int32\[5\], which is not differentiable"),
     "metrics_of_padding": (
         metrics,

@@ -15,7 +15,7 @@ from jdist._src.core.modules import is_nnx_module
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, named_leaves
 from jdist._src.replica import precision
 from jdist._src.replica.context import ReplicaContext, require_replica_context
-from jdist._src.replica.losses import weighted_sums, weights_array
+from jdist._src.replica.losses import WeightedLosses, weighted_sums, weights_array
 from jdist._src.replica.module_losses import split_aux, split_module, update_module
 from jdist._src.values.reduce_op import ReduceOp
 
@@ -129,7 +129,8 @@ class GradientTotals(NamedTuple):
 
     Attributes:
         loss: The weighted total of the losses, divided by their number.
-        count: The total of their weights, divided by the number of losses; None without weights, where it is 1.
+        count: The total of their weights, divided by the number of losses; None without weights, where it is 1. The weights
+            are those of the examples, or those that the loss function returned.
         grads: The gradient of `loss`, possibly in a wider dtype than the parameters.
         params: The parameters that it was differentiated with respect to.
         num_losses: The number of losses.
@@ -160,7 +161,7 @@ def gradient_totals(
     Where loss and gradients are reduced next, the count is reduced in the same message, and `divide_by_count` follows.
 
     Args:
-        loss_fn: See `value_and_grad`.
+        loss_fn: See `value_and_grad`. In place of losses it may return `WeightedLosses`.
         micro_batches: See `value_and_grad`.
         has_aux: See `value_and_grad`.
         weights: See `value_and_grad`.
@@ -194,7 +195,7 @@ def gradient_totals(
         if step_precision.scale is not None:
             unscale = 1 / step_precision.scale
             grads = jax.tree.map(lambda g: g * unscale, grads)
-        return GradientTotals(total, None if weights is None else count, grads, params, num_losses), aux
+        return GradientTotals(total, count, grads, params, num_losses), aux
 
     return totals_of
 
@@ -253,24 +254,25 @@ def global_loss(
         scaled_total = checkpointed(_scaled_total(loss_of_params, unscaled, micro_batches))
         local_params = _with_reduced_gradient(context, params)
 
+        def without_gradient_if(condition: jax.Array) -> PyTree:  # a model may compute NaN from padding alone
+            return jax.tree.map(lambda p: jnp.where(condition, lax.stop_gradient(p), p), local_params)
+
         def totals(batch: PyTree, weights: Any) -> tuple[jax.Array, Any]:
             params = local_params
-            if weights is not None:  # a model may compute NaN from padding alone
-                is_all_padding = jnp.all(jnp.asarray(weights) == 0)
-                params = jax.tree.map(lambda p: jnp.where(is_all_padding, lax.stop_gradient(p), p), params)
-            total, (_, count, _) = scaled_total(params, batch, weights)
-            return total, jnp.float32(count)
+            if weights is not None:
+                params = without_gradient_if(jnp.all(jnp.asarray(weights) == 0))
+            total, (_, count, is_masked, _) = scaled_total(params, batch, weights)
+            if is_masked is not None:  # XLA removes what the first trace computes beside the weights
+                total, (_, count, _, _) = scaled_total(without_gradient_if(is_masked), batch, weights)
+            return total, count
 
         if micro_batches == 1:
             total, count = totals(batch, weights)
         else:
             parts = lax.map(lambda part: totals(*part), _split(loss_fn, batch, weights, micro_batches))
             total, count = jax.tree.map(lambda x: x.sum(0), parts)
-        if weights is not None:
-            total, count = context.all_reduce(ReduceOp.MEAN, (total, count))
-        else:
-            total = context.all_reduce(ReduceOp.MEAN, total)
-        return total / jnp.where(count == 0, 1, count)
+        total, count = context.all_reduce(ReduceOp.MEAN, (total, count))
+        return total if count is None else total / jnp.where(count == 0, 1, count)
 
     return loss
 
@@ -317,23 +319,29 @@ def _loss_of_params(
 def _scaled_total(
     loss: Callable[..., Any], step_precision: precision.StepPrecision, parts: int, factor: Any = None
 ) -> Callable[..., Any]:
-    """Returns a function from parameters, batch and weights to the scaled total of the losses, and `(total, count, aux)`.
+    """Returns a function from parameters, batch and weights to the scaled total, and `(total, count, is_masked, aux)`.
 
     Total and count are divided by the number of losses in all parts, so that the gradients do not overflow in float16. The
-    total is multiplied by `factor`. `aux` ends with that number of losses.
+    total is multiplied by `factor`. The count is None without weights. `is_masked` tells whether all weights that the loss
+    returned are 0, and is None if it returned none. `aux` ends with that number of losses.
     """
     dtypes = step_precision.precision
 
-    def scaled_total(params: PyTree, batch: PyTree, weights: Any) -> tuple[jax.Array, tuple[Any, Any, PyTree]]:
+    def scaled_total(params: PyTree, batch: PyTree, weights: Any) -> tuple[jax.Array, tuple[Any, Any, Any, PyTree]]:
         params, batch = dtypes.cast_compute((params, batch)) if dtypes else (params, batch)
         losses, (carried, aux) = loss(params, *batch)
+        is_masked = None
+        if isinstance(losses, WeightedLosses):
+            losses, weights = losses.losses, losses.weights
+            is_masked = jnp.all(weights == 0)
         if dtypes:
             losses, aux = dtypes.cast_output((losses, aux))
         total, count = weighted_sums("losses", losses, weights)
         num_losses = max(jnp.size(losses), 1) * parts
         total = total / num_losses if factor is None else total / num_losses * factor
         scaled = total if step_precision.scale is None else total * step_precision.scale
-        return scaled, (total, count / num_losses, (carried, aux, _NumLosses(num_losses)))
+        count = None if weights is None else jnp.float32(count / num_losses)
+        return scaled, (total, count, is_masked, (carried, aux, _NumLosses(num_losses)))
 
     return scaled_total
 
@@ -349,10 +357,14 @@ def _differentiated(
 
     def differentiate(carried: PyTree, params: PyTree, batch: PyTree, weights: Any) -> Any:
         scaled_total = checkpointed(_scaled_total(functools.partial(loss, carried), step_precision, parts, factor))
-        (_, (total, count, aux)), grads = jax.value_and_grad(scaled_total, has_aux=True)(params, batch, weights)
-        if weights is not None:  # a model may compute NaN from padding alone
-            grads = _zeros_if(jnp.all(jnp.asarray(weights) == 0), grads)
-        return (total, jnp.float32(count)), grads, aux
+        (_, (total, count, is_masked, aux)), grads = jax.value_and_grad(scaled_total, has_aux=True)(
+            params, batch, weights
+        )
+        if weights is not None and is_masked is None:
+            is_masked = jnp.all(jnp.asarray(weights) == 0)
+        if is_masked is not None:  # a model may compute NaN from padding alone
+            grads = _zeros_if(is_masked, grads)
+        return (total, count), grads, aux
 
     return differentiate
 

@@ -4,6 +4,7 @@ The mean of a global batch is the mean over all its examples. The mean of the re
 hold different numbers of examples, or if padding is counted.
 """
 
+import dataclasses
 from typing import Any, TypeVar, overload
 
 import jax
@@ -18,6 +19,19 @@ from jdist._src.values.arrays import check_range
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightedLosses:
+    """Losses with their weights, which take the place of the weights of the examples: a result of a loss function.
+
+    Attributes:
+        losses: `[batch, ...]`, or one number `[]`.
+        weights: The first dimensions of the losses. Without a gradient.
+    """
+
+    losses: jax.Array
+    weights: jax.Array
 
 
 @overload

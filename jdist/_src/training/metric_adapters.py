@@ -67,15 +67,37 @@ def adapt_metrics(metrics: Any, is_of_outputs: bool = True) -> dict[str, MetricA
 
 
 def batch_metrics(
-    metrics: Mapping[str, MetricAdapter], losses: jax.Array, outputs: PyTree, targets: PyTree, weights: Any
+    metrics: Mapping[str, MetricAdapter],
+    losses: jax.Array,
+    outputs: PyTree,
+    targets: PyTree,
+    weights: Any,
+    loss_weights: Any = None,
 ) -> dict[str, Metric]:
-    """Returns the loss and the metrics of one batch."""
-    updated: dict[str, Metric] = {"loss": Mean().update(losses, weights=weights)}
+    """Returns the loss and the metrics of one batch.
+
+    Args:
+        metrics: The metrics, by name.
+        losses: The losses, `[batch, ...]`.
+        outputs: The outputs, or the auxiliary values of an objective or a step.
+        targets: The targets, or the batch.
+        weights: The weights of the examples.
+        loss_weights: The weights of the losses, by default `weights`: also those of the metrics whose values have their
+            dimensions.
+    """
+    updated: dict[str, Metric] = {
+        "loss": Mean().update(losses, weights=weights if loss_weights is None else loss_weights)
+    }
     # With weights, also those that XLA removes, a metric of another number of values is an error.
     weights = jnp.ones(len(losses)) if weights is None else weights
     for name, adapter in metrics.items():
         try:
-            updated[name] = adapter.empty.update(*adapter.arguments(outputs, targets), weights=weights)  # type: ignore[attr-defined]
+            arguments = adapter.arguments(outputs, targets)
+            has_loss_weights = loss_weights is not None and all(
+                jnp.shape(x)[: loss_weights.ndim] == loss_weights.shape for x in arguments
+            )
+            chosen = loss_weights if has_loss_weights else weights
+            updated[name] = adapter.empty.update(*arguments, weights=chosen)  # type: ignore[attr-defined]
         except (TypeError, ValueError) as error:
             error.add_note(
                 f"In the metric {name!r}, of outputs {dtypes_and_shapes(outputs)} and targets {dtypes_and_shapes(targets)}."

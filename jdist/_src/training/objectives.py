@@ -11,8 +11,10 @@ import jax.numpy as jnp
 
 from jdist._src.core.tree import PyTree, add_note_once, describe_tree, dtype_and_shape, one_line
 from jdist._src.replica.context import all_reduce, num_replicas
+from jdist._src.replica.losses import WeightedLosses
 from jdist._src.replica.metrics import Metric
 from jdist._src.replica.precision import Precision
+from jdist._src.training.loss_results import split_result, weighted_losses
 from jdist._src.training.metric_adapters import MetricAdapter, batch_metrics, check_losses
 from jdist._src.training.model_functions import ModelFunctions, ModelLosses, ModelResult, as_inputs, example_mask
 
@@ -21,12 +23,12 @@ class BatchResult(NamedTuple):
     """The results of an objective for the examples of a replica, or of a micro-batch.
 
     Attributes:
-        losses: `[batch, ...]`, with the losses that the model adds.
+        losses: `[batch, ...]`, with the losses that the model adds; with weights if the objective returned some.
         metrics: The loss and the metrics of these examples.
         model_state: The new model state.
     """
 
-    losses: jax.Array
+    losses: jax.Array | WeightedLosses
     metrics: Mapping[str, Metric]
     model_state: PyTree
 
@@ -38,7 +40,8 @@ class Objective:
     Attributes:
         model: The model.
         loss: A function from outputs and targets to losses `[batch, ...]`, one or several per example.
-        fn: A function `fn(params, batch, key, apply)` that returns losses, or losses and auxiliary values, in place of `loss`.
+        fn: A function `fn(params, batch, key, apply)` in place of `loss`. It returns losses, possibly with their weights and
+            with auxiliary values.
         metrics: The metrics, by name.
         precision: The dtypes of the computation.
     """
@@ -101,7 +104,7 @@ class Objective:
             all_weights: The weights of all micro-batches of the replica, by default `weights`.
             parts: The number of micro-batches.
         """
-        num_examples = len(jax.tree.leaves(batch)[0])
+        num_examples, loss_weights = len(jax.tree.leaves(batch)[0]), None
         model = _ModelCalls(self, model_state, key, train, weights)
         if self.fn is None:
             inputs, targets = batch
@@ -111,7 +114,7 @@ class Objective:
         else:
             objective_key, model.key = jax.random.split(key)
             result = self._call_fn(params, batch, objective_key, model, weights)
-            losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+            losses, loss_weights, aux = split_result(result, takes_array_as_aux=False)
             measured, name = (aux, batch), "objective"
         try:
             losses = check_losses(losses, num_examples, name)
@@ -119,10 +122,20 @@ class Objective:
             if self.fn is None:
                 add_note_once(error, self._loss_note(*measured))
             raise
-        all_weights = weights if all_weights is None else all_weights
-        losses = _with_model_losses(losses, model.losses, weights, all_weights, parts)
-        metrics = batch_metrics(self.metrics, losses, *measured, weights)
-        return BatchResult(losses, metrics, model.state)
+        if loss_weights is None:
+            all_weights = weights if all_weights is None else all_weights
+            losses = _with_model_losses(losses, model.losses, weights, all_weights, parts)
+            return BatchResult(losses, batch_metrics(self.metrics, losses, *measured, weights), model.state)
+        weighted = weighted_losses(name, losses, loss_weights, weights)
+        if any(model.losses) and parts > 1:
+            raise ValueError(
+                "The objective returns weights of its losses, and the model adds losses, which is not supported with "
+                "`micro_batches`: the weights of the other micro-batches are not known. Use `micro_batches=1`, or pass the "
+                "weights as data, `(inputs, targets, weights)`, with `loss=`."
+            )
+        losses = _with_model_losses(losses, model.losses, weighted.weights, weighted.weights, parts)
+        metrics = batch_metrics(self.metrics, losses, *measured, weights, weighted.weights)
+        return BatchResult(WeightedLosses(losses, weighted.weights), metrics, model.state)
 
     def model_inputs(self, element: PyTree) -> PyTree:
         """Returns the inputs with which the model is initialized, for an element of the data with these shapes.

@@ -44,7 +44,7 @@ def update_params(
     fields: StateFields,
     value_fn: LossFunction,
     num_weighted: Any = None,
-) -> tuple[jax.Array, jax.Array, PyTree, PyTree, Any]:
+) -> tuple[jax.Array, jax.Array, PyTree, PyTree, tuple[Any, Any]]:
     """Reduces loss and gradients of this replica, and updates the parameters, unless the step is not finite.
 
     Args:
@@ -57,8 +57,8 @@ def update_params(
         num_weighted: A number `[]` of this replica that is reduced in the same message as the count, or None.
 
     Returns:
-        The mean loss; whether the step is finite; the parameters and the state of the optimizer after it; the mean of
-        `num_weighted`.
+        The mean loss; whether the step is finite; the parameters and the state of the optimizer after it; the means of the
+        count and of `num_weighted`, each None where it is.
 
     Raises:
         TypeError: The optimizer needs an unknown argument, its new state has other leaves, or the state before the step is
@@ -102,17 +102,18 @@ def update_params(
         is_taken, inputs = is_finite & ~has_failed, (fields.params, loss, _weight(num_losses, count))
         updates, opt_state = finite_guard.guarded_update(update, is_taken, grads, fields.opt_state, inputs)
         params = finite_guard.select(is_taken, optax.apply_updates(fields.params, updates), fields.params)
-        return loss, is_finite, params, opt_state, num_weighted
+        return loss, is_finite, params, opt_state, (count, num_weighted)
     extra_args |= {"value": loss, "weight": _weight(num_losses, count)}
     updates, opt_state = _updates(optimizer, grads, fields.opt_state, fields.params, **extra_args)
     params = optax.apply_updates(fields.params, updates)
     if non_finite == "keep":
-        return loss, is_finite, params, opt_state, num_weighted
+        return loss, is_finite, params, opt_state, (count, num_weighted)
     # With collectives the updates of the replicas may differ, and the replicas have to agree.
     are_finite = finite_guard.are_finite_on_all_replicas if update.has_collectives else finite_guard.are_finite
     is_finite = jnp.isfinite(loss) & are_finite(updates)
     old = fields.params, fields.opt_state
-    return loss, is_finite, *finite_guard.select(is_finite & ~has_failed, (params, opt_state), old), num_weighted
+    params, opt_state = finite_guard.select(is_finite & ~has_failed, (params, opt_state), old)
+    return loss, is_finite, params, opt_state, (count, num_weighted)
 
 
 def _weight(num_losses: jax.Array, count: Any) -> jax.Array:

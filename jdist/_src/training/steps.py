@@ -14,7 +14,7 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.replica import precision
 from jdist._src.replica.context import all_reduce, num_replicas
 from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, pad_to_parts, value_and_grad
-from jdist._src.replica.losses import global_mean
+from jdist._src.replica.losses import WeightedLosses, global_mean
 from jdist._src.replica.random import replica_key
 from jdist._src.training import finite_guard
 from jdist._src.training.arguments import require_arguments
@@ -200,9 +200,10 @@ class StepFunctions:
                 all_weights=weights,
                 parts=self.micro_batches,
             )
-            if not jnp.issubdtype(result.losses.dtype, jnp.floating):
+            losses = result.losses.losses if isinstance(result.losses, WeightedLosses) else result.losses
+            if not jnp.issubdtype(losses.dtype, jnp.floating):
                 raise TypeError(
-                    f"`loss` returned {dtype_and_shape(result.losses)}, which is not differentiable: the dtype must be a float."
+                    f"`loss` returned {dtype_and_shape(losses)}, which is not differentiable: the dtype must be a float."
                 )
             return result.losses, (result.metrics, result.model_state)
 
@@ -224,7 +225,7 @@ class StepFunctions:
         if self.micro_batches > 1:
             metrics = jax.tree.map(lambda x: x.sum(0), metrics)
 
-        loss, is_finite, params, opt_state, num_weighted = update_params(
+        loss, is_finite, params, opt_state, counts = update_params(
             self.optimizer, self.non_finite, carry.has_failed, totals, fields, value_fn, _num_weighted(weights)
         )
         model_state = mean_over_replicas(model_state, varies, weights)
@@ -236,7 +237,7 @@ class StepFunctions:
         if self.non_finite == "stop":
             step, has_failed, is_finite = jnp.where(is_taken, step, fields.step), ~is_taken, is_taken
         new_state = replace_fields(carry.state, step, params, opt_state, model_state)
-        return TrainCarry(new_state, metrics, has_failed), _outcome(loss, is_finite, num_weighted)
+        return TrainCarry(new_state, metrics, has_failed), _outcome(loss, is_finite, *counts)
 
     def train_by_custom_step(
         self, state: TrainCarry, batch: PyTree, weights: Any = None
@@ -302,22 +303,23 @@ class StepFunctions:
         return self.objective.apply(*variables, inputs, key, False, weights).outputs
 
 
-def _outcome(loss: jax.Array, is_finite: jax.Array, num_weighted: jax.Array | None = None) -> jax.Array:
+def _outcome(loss: jax.Array, is_finite: jax.Array, count: Any = None, num_weighted: Any = None) -> jax.Array:
     """Returns the outcome of a step `[3]`: its loss, 1 if it was finite, and the number of its examples with a weight.
 
-    The loss is the mean over all examples of the batch; NaN if all their weights are 0. A step is finite if its loss and its
+    The loss is the mean over all examples of the batch; NaN if all weights are 0. A step is finite if its loss and its
     gradients, or its updates, are; always with `non_finite="keep"`, and with `"stop"` not after a failure. The number is -1
     if the batch has no weights. One array, because each result of a program costs time on the host.
 
     Args:
         loss: The loss.
         is_finite: Whether the step was finite.
+        count: The mean of the weights of all losses, or None without weights.
         num_weighted: The mean over the replicas of the number of examples with a weight, or None.
     """
     loss = loss.astype(jnp.float32)
+    loss = loss if count is None else jnp.where(count == 0, jnp.nan, loss)
     if num_weighted is None:
         return jnp.stack([loss, is_finite.astype(loss.dtype), jnp.full_like(loss, -1)])
-    loss = jnp.where(num_weighted == 0, jnp.nan, loss)
     return jnp.stack([loss, is_finite.astype(loss.dtype), jnp.round(num_weighted * num_replicas())])
 
 

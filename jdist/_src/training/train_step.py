@@ -14,6 +14,7 @@ from jdist._src.replica.precision import Precision
 from jdist._src.replica.random import replica_key
 from jdist._src.strategies.current import step
 from jdist._src.strategies.unbound_step import Step
+from jdist._src.training.loss_results import split_result, weighted_losses
 from jdist._src.training.optimizer_update import check_optimizer, update_params
 from jdist._src.training.optional_parameters import check_metric_weights, is_metric, optional_parameters
 from jdist._src.training.state import replace_fields, state_fields
@@ -43,7 +44,10 @@ def train_step(
         loss_fn: `loss_fn(params, batch)` returns losses `[batch, ...]`, one or several per example, or a pair of these and
             auxiliary values. Without `weights`, it may return the mean over its examples, `[]`. A parameter `key`, or a third
             parameter without a default, receives a random key that differs between steps and replicas (derived from
-            `state.rng`), a parameter `weights` the weights of the examples, None without padding.
+            `state.rng`), a parameter `weights` the weights of the examples, None without padding. For a mean over tokens it
+            returns `(losses, weights)`, or `((losses, weights), aux)`: the weights are the first dimensions of the losses, and
+            are multiplied by those of the examples. In a pair, an array with at least one dimension, and no more than the
+            losses, is weights: return auxiliary values of such a shape in a dict.
         optimizer: An optax transformation. Its update receives the extra arguments of the optimizer of `jdist.Trainer`.
         micro_batches: The number of parts that the batch of a replica is split into, to reduce the memory of activations. A
             batch that is not divisible is padded with rows of weight 0; losses of several micro-batches are then one or several
@@ -64,7 +68,7 @@ def train_step(
             `params` is an nnx module, the losses are not floats, or `loss_fn` returns metrics of a padded batch and has no
             parameter `weights`.
         ValueError: `micro_batches` or `steps_per_call` is less than 1. When called: the losses are not one or several per
-            example, their shape does not match the weights, or the state was created without an optimizer.
+            example, their shape does not match weights, or the state was created without an optimizer.
 
     Example:
         >>> import optax
@@ -102,9 +106,11 @@ def train_step(
         def losses_and_aux(params: PyTree, batch: PyTree, weights_part: Any, part: jax.Array) -> tuple[Any, PyTree]:
             arguments = {"weights": weights_part, "key": None if key is None else jax.random.fold_in(key, part[0])}
             result = loss_fn(params, batch, **{receivers[name]: arguments[name] for name in receivers})
-            losses, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+            losses, loss_weights, aux = split_result(result, takes_array_as_aux=True)
             _check_losses(losses, batch)
             check_metric_weights("loss_fn", aux, weights, receivers)
+            if loss_weights is not None:
+                losses = weighted_losses("loss_fn", losses, loss_weights, weights_part)
             return losses, aux
 
         options: Any = {"micro_batches": micro_batches, "weights": weights, "remat": remat}

@@ -97,7 +97,9 @@ class Trainer:
         objective: A function in place of `loss`: `fn(params, batch, key, apply)` returns losses `[batch, ...]`, or a pair of
             these and a dict of auxiliary values. `batch` is an element of the data; `key` differs between replicas and steps;
             `apply(params, inputs)` returns the outputs of the model. With a parameter `weights` it receives the weights of the
-            examples, 0 for padding. Evaluation uses it too.
+            examples, 0 for padding. For a mean over tokens it returns `(losses, weights)`, or `((losses, weights), aux)`: the
+            weights are the first dimensions of the losses, as `[batch, time]`, and padding is excluded by the trainer. They
+            also weight each metric whose values have these dimensions. Evaluation uses the function too.
         step: A function in place of `optimizer`: `fn(state, batch)` or `fn(state, batch, weights)` takes a training step of one
             replica, and returns the new state and the loss, or a dict with `loss` and other values. The state is any tree with
             an attribute or a key `step`, the number of steps; it is passed to `fit`.
