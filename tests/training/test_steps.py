@@ -697,7 +697,7 @@ class Lacking:
     [
         (lambda: Lacking(jnp.int32(0), jnp.asarray(INITIAL)), "Lacking.*opt_state"),
         (lambda: {"step": jnp.int32(0), "params": jnp.asarray(INITIAL)}, "dict"),
-        (lambda: jnp.asarray(INITIAL), "ArrayImpl"),
+        (lambda: jnp.asarray(INITIAL), r"float32\[3\] is not a dataclass"),
     ],
     ids=["lacking", "dict", "array"],
 )
