@@ -140,6 +140,45 @@ def test_wrong_buckets_are_refused(two):
         two.distribute_dataset(np.zeros((8, 3)), 4, buckets=Buckets((4,)), cache="device")
 
 
+LISTS = {
+    "examples": [{"tokens": [1, 2, 3], "y": 0.5}, {"tokens": [], "y": 1.5}],
+    "pairs": [([1, 2, 3], 0.5), ([], 1.5)],
+    "lists": [[1, 2, 3], []],
+    "arrays": [np.int32([1, 2, 3]), np.int32([])],
+    "floats": [{"x": [1.0, 2.0, 3.0]}, {"x": []}],
+}
+
+
+@pytest.mark.parametrize("examples", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_list_of_numbers_in_an_example_is_one_array(is_stream, examples, two, caplog):
+    source = (lambda: iter(examples)) if is_stream else examples
+    (batch,) = two.distribute_dataset(source, 2, buckets=Buckets((4,), fill=-1))
+    leaf = jax.tree.leaves(batch)[0]
+    assert np.asarray(leaf).tolist() == [[[1, 2, 3, -1]], [[-1] * 4]]
+    assert leaf.dtype == (np.float32 if isinstance(examples[0], dict) and "x" in examples[0] else np.int32)
+    assert not caplog.messages  # Python floats have no width to lose
+
+
+def test_list_of_numbers_without_buckets_is_a_tree_and_its_error_says_what_to_write(two):
+    examples = [{"tokens": [1, 2, 3], "y": 0}, {"tokens": [4, 5], "y": 1}]
+    for source in (examples, lambda: iter(examples)):
+        with pytest.raises(
+            ValueError, match=r"same structure\. A list is a tree.* `np\.asarray\(x\)` .*pass `buckets`"
+        ):
+            next(iter(two.distribute_dataset(source, 2)))
+    other = Buckets((4,), leaves=("ids",))
+    with pytest.raises(ValueError, match=r"A list is a tree"):
+        next(iter(two.distribute_dataset(examples, 2, buckets=other)))
+    for lists, batch_size in ((examples[0], 2), (lambda: iter(examples), None)):  # of rows
+        with pytest.raises(
+            ValueError, match=r"tokens'\]\[0\] is 1.* `np\.asarray\(x\)` .*`jdist\.data\.pad_rows\(x\)`"
+        ):
+            next(iter(two.distribute_dataset(lists, batch_size, buckets=Buckets((4,)))))
+    with pytest.raises(ValueError, match=r"has 3 rows but .* has 2\. .*is an example, pad .*, or pass `buckets`"):
+        two.distribute_dataset([np.arange(3), np.arange(2)], 2)
+
+
 def test_spec_has_the_width_of_the_first_batch(two):
     dataset = two.distribute_dataset(lambda: map(_batch, WIDTHS), None, buckets=Buckets((4, 8), leaves=("tokens",)))
     assert [leaf.shape for leaf in jax.tree.leaves(dataset.element_spec["tokens"])] == [(2, 2, 4)]

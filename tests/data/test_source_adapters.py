@@ -124,7 +124,7 @@ def test_jdist_does_not_import_data_libraries():
 
 WIDTHS = [1 + 3 * i % 7 for i in range(COUNT)]
 TOKENS = [np.full(width, number, np.int32) for number, width in enumerate(WIDTHS)]
-BUCKETS = jdist.data.Buckets((4, 8), leaves=("tokens",))
+BUCKETS = jdist.data.Buckets((4, 8), leaves=("tokens", 1))
 
 
 class Sentences:
@@ -149,6 +149,11 @@ def _sentence_rows():
     return {"number": list(range(COUNT)), "tokens": [tokens.tolist() for tokens in TOKENS]}
 
 
+def _sentence_lists():
+    """Returns examples whose tokens are lists of Python numbers."""
+    return [{"number": number, "tokens": tokens.tolist()} for number, tokens in enumerate(TOKENS)]
+
+
 def _tf_sentences(tf):
     return tf.data.Dataset.from_tensor_slices(
         {"number": tf.range(COUNT), "tokens": tf.ragged.constant(_sentence_rows()["tokens"])}
@@ -166,8 +171,12 @@ def _torch_sentences(torch):
 # Name -> library, source, whether it has indices, whether its elements are batches.
 SENTENCES = {
     "object_array": (None, lambda _: _sentence_table(), True, False),
+    "list_of_object_arrays": (None, lambda _: list(_sentence_table().values()), True, False),
     "sequence": (None, lambda _: Sentences(), True, False),
+    "list_of_examples": (None, lambda _: list(Sentences()), True, False),
+    "list_of_lists": (None, lambda _: _sentence_lists(), True, False),
     "generator_function": (None, lambda _: lambda: iter(list(Sentences())), False, False),
+    "generator_function_of_lists": (None, lambda _: lambda: iter(_sentence_lists()), False, False),
     "batches_of_object_arrays": (
         None,
         lambda _: lambda: ({k: v[i : i + BATCH] for k, v in _sentence_table().items()} for i in range(0, COUNT, BATCH)),
@@ -175,6 +184,7 @@ SENTENCES = {
         True,
     ),
     "files": (None, lambda _: jdist.data.Files(["a"], lambda path: Sentences()), False, False),
+    "files_of_lists": (None, lambda _: jdist.data.Files(["a"], lambda path: _sentence_lists()), False, False),
     "files_of_object_arrays": (None, lambda _: jdist.data.Files(["a"], lambda path: _sentence_table()), False, False),
     "grain": ("grain", lambda grain: grain.MapDataset.source(Sentences()), True, False),
     "grain_stream": ("grain", lambda grain: grain.MapDataset.source(Sentences()).to_iter_dataset(), False, False),
@@ -193,7 +203,20 @@ SENTENCES = {
         False,
         False,
     ),
-    "hugging_face_batches": (
+    "hugging_face_batches": ("datasets", lambda d: d.Dataset.from_dict(_sentence_rows()).batch(BATCH), True, True),
+    "hugging_face_torch_batches": (
+        "datasets",
+        lambda d: d.Dataset.from_dict(_sentence_rows()).batch(BATCH).with_format("torch"),
+        True,
+        True,
+    ),
+    "hugging_face_torch_stream_of_batches": (
+        "datasets",
+        lambda d: d.Dataset.from_dict(_sentence_rows()).to_iterable_dataset().with_format("torch").batch(BATCH),
+        False,
+        True,
+    ),
+    "hugging_face_stream_of_batches": (
         "datasets",
         lambda d: d.Dataset.from_dict(_sentence_rows()).to_iterable_dataset().batch(BATCH),
         False,
@@ -211,12 +234,16 @@ def test_widths_shuffle_and_weights_of_every_kind_of_source(library, make, has_i
         _imported("torch")
         module.disable_progress_bars()
     for shuffle in (False, True) if has_indices else (False,):
-        options = dict(buckets=BUCKETS, remainder="pad", shuffle=shuffle)
+        options = dict(buckets=BUCKETS, remainder="pad", shuffle=shuffle, seed=0)
         numbers = []
-        for batch, weights in two.distribute_dataset(make(module), None if are_batches else BATCH, **options):
-            number, tokens, weight = (
-                np.asarray(x.tree).reshape(-1, *x.tree.shape[2:]) for x in (batch["number"], batch["tokens"], weights)
-            )
+        dataset = two.distribute_dataset(make(module), None if are_batches else BATCH, **options)
+        shapes, spec = (
+            [(x.shape, x.dtype) for x in jax.tree.leaves(t)] for t in (next(iter(dataset)), dataset.element_spec)
+        )
+        assert shapes == spec
+        for batch, weights in dataset:
+            parts = batch if isinstance(batch, list) else (batch["number"], batch["tokens"])
+            number, tokens, weight = (np.asarray(x.tree).reshape(-1, *x.tree.shape[2:]) for x in (*parts, weights))
             keep = weight > 0
             widest = max(WIDTHS[i] for i in number[keep])
             assert tokens.shape[1] == (4 if widest <= 4 else 8)
@@ -619,6 +646,14 @@ def test_hugging_face_dtype_of_a_column_is_unchanged(dtype, stream, datasets, tw
     dataset = datasets.Dataset.from_dict({"x": [0, 1, 1, 0]}, features=features)
     source = dataset.to_iterable_dataset() if stream else dataset
     assert _leaf(two.distribute_dataset(source, 4)) == (dtype, [0, 1, 1, 0])
+
+
+def test_hugging_face_stream_in_torch_format_keeps_bfloat16(datasets, torch, two):
+    table = datasets.Dataset.from_dict({"x": [0.5, -1.0, 2.0, 3.0]}).to_iterable_dataset().with_format("torch")
+    stream = table.map(lambda example: {"x": example["x"].detach().bfloat16()})
+    with warnings.catch_warnings(action="ignore"):  # datasets copies tensors with `torch.tensor`
+        for source, batch_size in ((stream, 4), (stream.batch(4), None)):
+            assert _leaf(two.distribute_dataset(source, batch_size)) == ("bfloat16", [0.5, -1, 2, 3])
 
 
 def test_hugging_face_images_keep_their_bytes(datasets, two):

@@ -95,6 +95,7 @@ NUMBERED = {
     "jax_arrays": lambda count: jax.tree.map(jnp.asarray, _arrays(count)),
     "range": range,
     "sequence": Sequence,
+    "list": lambda count: list(Sequence(count)),
     "grain_map": _map,
 }
 STREAMS = {
@@ -658,9 +659,9 @@ NO_SOURCE = {
         [{"x": np.zeros(2)}, {"x": np.zeros(2)}],
         r"The source is a list of 2 elements with equal dtypes and shapes, which is ambiguous\. .*`batch_size=None`.*np\.stack",
     ),
-    "list_of_numbers": (
-        [{"x": 1}, {"x": 2}],
-        r"source\[0\]\['x'\] is 1, but must be an array with one row per example",
+    "list_of_lists": (
+        [[1, 2], [3, 4]],
+        r"source\[0\]\[0\] is 1, but must be an array with one row per example",
     ),
     "list_of_nothing": ([], r"The data source contains no arrays\."),
     "range_of_nothing": (range(0), r"The source is empty: there is nothing to distribute"),

@@ -23,6 +23,8 @@ _DTYPES_32 = {
 _SCALARS = (bool, int, float, complex, np.generic)
 STACK_EXAMPLES = "Stack a list of examples into arrays: `jax.tree.map(lambda *x: np.stack(x), *examples)`"
 
+_LIST = "A list is a tree with one leaf per element: write `np.asarray(x)` for an array"
+
 
 def as_rows(tree: PyTree, where: str = "", advice: str = "") -> PyTree:
     """Returns a tree of arrays as numpy arrays `[row, ...]` of equal length.
@@ -44,14 +46,19 @@ def as_rows(tree: PyTree, where: str = "", advice: str = "") -> PyTree:
     arrays = [as_numeric_array(name, leaf, where) for name, leaf in leaves]
     for (name, leaf), array in zip(leaves, arrays, strict=True):
         if array.ndim == 0 or not hasattr(leaf, "__array__"):
+            in_list = isinstance(leaf, (bool, int, float, complex)) and name[-2:-1].isdigit()
+            list_advice = f"{_LIST}, `jdist.data.pad_rows(x)` for rows of different lengths"
             raise ValueError(
                 f"{name} is {dtype_and_shape(leaf)}{where}, but must be an array with one row per example. "
-                f"{advice or STACK_EXAMPLES}."
+                f"{list_advice if in_list else advice or STACK_EXAMPLES}."
             )
         if len(array) != len(arrays[0]):
             hint = ""
             if isinstance(tree, list) and not where:
-                hint = " If each element of the list is a batch, pass `batch_size=None`."
+                hint = (
+                    " If each element of the list is a batch, pass `batch_size=None`. If each one is an example, pad the "
+                    "examples to one width, or pass `buckets`."
+                )
             raise ValueError(
                 f"{leaves[0][0]} has {len(arrays[0])} rows but {name} has {len(array)}{where}. All arrays must have the same "
                 f"length: row i of each array is part of example i.{hint}"
@@ -88,6 +95,8 @@ class ExampleStack:
         Raises:
             ValueError: The example contains no arrays, or its structure differs from the first one.
         """
+        if self._buckets is not None:
+            example = self._buckets.with_lists_as_arrays(example)
         leaves, treedef = jax.tree.flatten(example)
         if self._treedef is None:
             if not leaves:
@@ -96,9 +105,10 @@ class ExampleStack:
             self._names = [name for name, _ in named_leaves("source", example)]
             self._columns = [[] for _ in leaves]
         if treedef != self._treedef:
+            lists = f" {_LIST}, and pass `buckets` if its length varies." if "[" in str(treedef) else ""
             raise ValueError(
                 f"Example {self._count} has the structure {treedef}{self._where}, but the first one has {self._treedef}. All "
-                "examples must have the same structure."
+                f"examples must have the same structure.{lists}"
             )
         for name, column, leaf in zip(self._names, self._columns, leaves, strict=True):
             column.append(leaf if isinstance(leaf, _SCALARS) else _copy(name, leaf, self._where))

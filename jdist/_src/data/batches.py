@@ -100,7 +100,7 @@ def element_shapes(config: InputConfig, share: ProcessShare, start: Position, ch
         raise ValueError(
             f"The source is a {kind}, whose first batch determines the shapes, and which can be read only once. {advice}"
         )
-    if isinstance(config.source, (Stream, Files)) or config.batch_size is None:
+    if isinstance(config.source, (Stream, Files)) or config.batch_size is None or config.buckets is not None:
         batches = read_batches(config, share, start, channel)
         with contextlib.closing(batches):  # pyright: ignore[reportArgumentType]
             first = next(batches)

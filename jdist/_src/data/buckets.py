@@ -97,7 +97,15 @@ class Buckets:
         if len(sizes) == 1 or () in sizes or not self._selects(path):
             return column
         (width,) = max(sizes)
-        return [_resized(np.asarray(leaf)[None], width, self.fill)[0] for leaf in column]
+        arrays = list(map(np.asarray, column))
+        dtype = next(x.dtype for x in arrays if len(x))  # `np.asarray([])` has a dtype of its own
+        arrays = [x if len(x) else x.astype(dtype) for x in arrays]
+        return [_resized(x[None], width, self.fill)[0] for x in arrays]
+
+    def with_lists_as_arrays(self, example: PyTree) -> PyTree:
+        """Returns an example with each selected list of numbers, which JAX reads as a tree, as one array `[width]`."""
+        as_array = lambda path, leaf: _array_of(leaf) if is_numbers(leaf) and self._selects(path) else leaf
+        return jax.tree_util.tree_map_with_path(as_array, example, is_leaf=is_numbers)
 
     def as_arrays(self, rows: PyTree) -> PyTree:
         """Returns `rows` with each selected object array of rows of different widths padded to the largest width."""
@@ -118,6 +126,18 @@ class Buckets:
         """Returns whether `leaves` contains a key of `path`, or is None."""
         keys = (next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)) for key in path)
         return self.leaves is None or any(key in self.leaves for key in keys)
+
+
+def is_numbers(value: Any) -> bool:
+    """Returns whether `value` is a list of numbers, such as the ids of a sentence; it may be empty."""
+    return isinstance(value, list) and all(isinstance(x, (bool, int, float, complex, np.generic)) for x in value)
+
+
+def _array_of(numbers: list[Any]) -> np.ndarray:
+    """Returns a list of numbers as an array. Python floats do not have a width: they get JAX's default one."""
+    array = np.asarray(numbers)
+    is_python = array.dtype.kind in "fc" and not any(isinstance(x, np.generic) for x in numbers)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype)) if is_python else array
 
 
 def _resized(leaf: np.ndarray, width: int, fill: Any) -> np.ndarray:

@@ -27,6 +27,7 @@ from jdist._src.data.sources import (
     Indexed,
     Stream,
     Table,
+    columns_as_arrays,
     indexed_batches,
     read_again,
     restart_each_epoch,
@@ -52,11 +53,12 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
         ValueError: The source is not recognized, or cannot be shuffled.
     """
     if batches and _is_list_of_batches(source):
-        return indexed_batches(Examples(source), ExampleOrder(len(source), shuffle, seed))
+        return indexed_batches(source.__getitem__, ExampleOrder(len(source), shuffle, seed))
+    if not batches and _is_list_of_examples(source, buckets):
+        return Examples(source, buckets)
     if _is_tree(source) or hasattr(source, "__array__"):
         _check_arrays(source, batches)
-        is_ragged = any(isinstance(leaf, np.ndarray) and leaf.dtype == object for leaf in jax.tree.leaves(source))
-        return Columns(Table(source), buckets) if buckets is not None and is_ragged else Arrays(source)
+        return Columns(Table(source), buckets) if buckets is not None and _is_ragged(source) else Arrays(source)
     if isinstance(source, (str, bytes)):
         raise ValueError(f"The source is {source!r}. To read files, pass `jdist.data.Files(paths, read)`.")
     if isinstance(source, Mapping):
@@ -65,8 +67,11 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
             "or, if they are arrays of the same examples, `dict(source)`."
         )
     if _is_instance(source, "datasets", "Dataset"):
-        columns = Columns(_with_numpy_format(source), buckets)
-        return indexed_batches(columns, ExampleOrder(len(columns), shuffle, seed)) if batches else columns
+        dataset = _with_numpy_format(source)
+        if batches:
+            get = lambda index: columns_as_arrays(dataset[index])
+            return indexed_batches(get, ExampleOrder(len(dataset), shuffle, seed))
+        return Columns(dataset, buckets)
     if _is_instance(source, "torch", "utils.data.DataLoader"):
         _refuse_shuffle(shuffle, "is a DataLoader")
         return _torch_loader(source, batches)
@@ -74,8 +79,9 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
     is_torch_stream = _is_instance(source, "torch", "utils.data.IterableDataset")
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_torch_stream:
         if len(source) < _ENDLESS:
-            examples = Examples(source, None if batches else buckets)
-            return indexed_batches(examples, ExampleOrder(len(examples), shuffle, seed)) if batches else examples
+            if batches:
+                return indexed_batches(source.__getitem__, ExampleOrder(len(source), shuffle, seed))
+            return Examples(source, buckets)
         _refuse_shuffle(shuffle, "is endless")
         start = lambda epoch, first: map(source.__getitem__, itertools.count(first))
         return Stream(start, batches, reuses_buffers=True, endless=True)
@@ -86,6 +92,9 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
         # The `state_dict` of a Hugging Face dataset omits the examples in its shuffle buffer.
         if not _is_instance(source, "datasets", "IterableDataset"):
             start = with_loader_state(source, start)
+        elif batches:
+            elements = start
+            start = lambda epoch, first: map(columns_as_arrays, elements(epoch, first))
         return Stream(start, batches, reuses_buffers=True, reads_ahead=reads_ahead, read_again=read_again(source))
     if callable(source) and _makes_elements(source):
         _refuse_shuffle(shuffle, "is a generator function")
@@ -147,6 +156,29 @@ def _is_list_of_batches(source: Any) -> bool:
     return are_arrays and all(_is_tree(batch) and jax.tree.leaves(batch) for batch in source)
 
 
+def _is_list_of_examples(source: Any, buckets: Buckets | None) -> bool:
+    """Returns whether `source` is a list of examples, such as `[{"x": x, "y": 3}, ...]`: the first one cannot be a batch.
+
+    A list of arrays is a tree of arrays, and trees whose leaves all have the same number of rows may be batches. With
+    `buckets` both are examples if the width is their only dimension.
+    """
+    if not isinstance(source, list) or len(set(map(type, source))) != 1 or isinstance(source[0], Iterator):
+        return False
+    first = source[0] if buckets is None else buckets.with_lists_as_arrays(source[0])
+    leaves = jax.tree.leaves(first, is_leaf=is_distributed)
+    if isinstance(first, list) or not leaves or any(map(is_distributed, leaves)):
+        return False
+    shapes = set(map(np.shape, leaves))
+    if buckets is not None and max(map(len, shapes)) == 1:
+        return not _is_ragged(source)
+    return _is_tree(first) and (() in shapes or len({shape[0] for shape in shapes}) > 1)
+
+
+def _is_ragged(source: PyTree) -> bool:
+    """Returns whether `source` contains an object array, such as one of rows of different widths."""
+    return any(isinstance(leaf, np.ndarray) and leaf.dtype == object for leaf in jax.tree.leaves(source))
+
+
 def _check_arrays(source: PyTree, batches: bool) -> None:
     """Checks a tree of arrays that is passed as a source.
 
@@ -174,12 +206,14 @@ def _check_arrays(source: PyTree, batches: bool) -> None:
 
 
 def _with_numpy_elements(source: Iterable[Any]) -> Iterable[Any]:
-    """Returns an iterable of numpy arrays where the library yields its own arrays by default."""
+    """Returns an iterable of arrays that numpy can read, where the library yields other objects by default."""
     if _is_instance(source, "tensorflow", "data.Dataset"):
         return _NumpyOfTensorflow(source)
-    if _is_instance(source, "datasets", "IterableDataset"):
-        return source.with_format("numpy")  # pyright: ignore
-    return source
+    if not _is_instance(source, "datasets", "IterableDataset"):
+        return source
+    # numpy has no bfloat16, so torch tensors stay as they are.
+    is_torch = getattr(getattr(source, "_formatting", None), "format_type", None) == "torch"
+    return source if is_torch else source.with_format("numpy")  # pyright: ignore
 
 
 def _makes_elements(function: Callable[..., Any]) -> bool:

@@ -109,8 +109,7 @@ class Columns:
     def take(self, indices: np.ndarray, where: str) -> PyTree:
         """Returns the examples at `indices`, by column."""
         columns = self._dataset[indices.tolist()]
-        if isinstance(columns, dict):  # some formats return a column as a list of values
-            columns = {name: _column(name, c, where) if isinstance(c, list) else c for name, c in columns.items()}
+        columns = columns_as_arrays(columns, where)
         return as_rows(columns if self._buckets is None else self._buckets.as_arrays(columns), where)
 
 
@@ -130,6 +129,13 @@ class Table:
         return jax.tree.map(lambda array: array[indices], self._tree)
 
 
+def columns_as_arrays(columns: PyTree, where: str = "") -> PyTree:
+    """Returns the columns of a Hugging Face data set as arrays: some formats return a column as a list of values."""
+    if not isinstance(columns, dict):
+        return columns
+    return {name: _column(name, c, where) if isinstance(c, list) else c for name, c in columns.items()}
+
+
 def _column(name: str, values: list[Any], where: str) -> np.ndarray:
     """Returns a list of values as an array, or as an object array if their shapes differ."""
     arrays = [as_numeric_array(f"source[{name!r}]", value, where) for value in values]
@@ -140,10 +146,9 @@ def _column(name: str, values: list[Any], where: str) -> np.ndarray:
     return column
 
 
-def indexed_batches(source: Indexed, order: ExampleOrder) -> Stream:
-    """Returns a stream of the batches of `source`, whose examples are batches, in the given order."""
-    batch = lambda index: jax.tree.map(lambda x: x[0], source.take(np.array([index]), ""))
-    return Stream(lambda epoch, first: map(batch, order.epoch(epoch)[first:]), True)
+def indexed_batches(get: Callable[[int], PyTree], order: ExampleOrder) -> Stream:
+    """Returns a stream of the batches that `get` returns by index, in the given order."""
+    return Stream(lambda epoch, first: map(get, order.epoch(epoch)[first:].tolist()), True, reuses_buffers=True)
 
 
 def with_row_dimension(source: Stream) -> Stream:
