@@ -674,12 +674,67 @@ def test_leaked_tracer_raises_with_its_name(call, name, two):
         call(two, leaked[0])
 
 
-def test_array_in_two_leaves_of_a_state_is_refused_before_a_device_starts(two):
-    w = jnp.ones(3)
-    step = two.step(lambda state, x: (jax.tree.map(lambda p: p + jdist.all_reduce("mean", x.sum()), state), None))
+def add_all_reduced(state, x):
+    return jax.tree.map(lambda p: p + jdist.all_reduce("mean", x.sum()), state), None
+
+
+def one_array(placed, w):
+    return w, w
+
+
+def placed_twice(placed, w):
+    return jax.device_put(w, placed.sharding), jax.device_put(w, placed.sharding)
+
+
+def placed_and_not_placed(placed, w):
+    return w, jax.device_put(w, placed.sharding)
+
+
+def made_from_blocks(placed, w):
+    w = jax.device_put(w, placed.sharding)
+    blocks = [shard.data for shard in w.addressable_shards]
+    return w, jax.make_array_from_single_device_arrays(w.shape, w.sharding, blocks)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first_call", "later_call"])
+@pytest.mark.parametrize("pair", [one_array, placed_twice, placed_and_not_placed, made_from_blocks])
+def test_memory_in_two_leaves_of_a_state_is_refused_before_a_device_starts(pair, is_first, two):
+    """The later call has a new shape, or the shape of the first call and another sharding."""
+    step = two.step(add_all_reduced)
     (x,) = two.distribute_dataset(np.ones(4, np.float32), 4)
+    if not is_first:
+        step(two.put({"emb": jnp.ones(3), "head": jnp.ones(3)}), x)
+    emb, head = pair(two.put(jnp.ones(3)), jnp.ones(4))
+    with pytest.raises(
+        ValueError, match=r"^state\['head'\] (is the same array as|has the same memory as) state\['emb'\]"
+    ):
+        step({"emb": emb, "head": head}, x)
+    assert not emb.is_deleted() and not head.is_deleted()
+    state, _ = step({"emb": emb, "head": jnp.copy(head)}, x)
+    np.testing.assert_array_equal(state["head"], 3)
+
+
+def test_unplaced_array_in_two_leaves_after_a_placed_state_is_refused(two):
+    step, w = two.step(add_all_reduced), jnp.ones(3)
+    (x,) = two.distribute_dataset(np.ones(4, np.float32), 4)
+    step(two.put({"emb": w, "head": w}), x)
     with pytest.raises(ValueError, match=r"state\['head'\] is the same array as state\['emb'\]"):
         step({"emb": w, "head": w}, x)
-    assert not w.is_deleted()
-    state, _ = step({"emb": w, "head": jnp.copy(w)}, x)
-    np.testing.assert_array_equal(state["head"], 3)
+
+
+def test_memory_of_a_state_among_the_inputs_is_refused(two):
+    w = jnp.ones(3)
+    state, x = (jax.device_put(w, two.put(w).sharding) for _ in range(2))
+    with pytest.raises(ValueError, match=r"^state has the same memory as inputs\[0\], an input, and .*jnp\.copy"):
+        two.step(lambda state, x: (state + x, None))(state, x)
+
+
+def test_state_of_arrays_with_the_memory_of_a_numpy_array_is_accepted(two):
+    buffer = np.zeros(4096 + 64, np.uint8)
+    buffer = buffer[-buffer.ctypes.data % 64 :][:4096].view(np.float32)  # aligned: JAX does not copy it
+    state = {name: jax.device_put(buffer, two.put(1.0).sharding) for name in "ab"}
+    (x,) = two.distribute_dataset(np.ones(4, np.float32), 4)
+    for _ in range(2):
+        state, _ = two.step(add_all_reduced)(state, x)
+    np.testing.assert_array_equal(state["b"], np.full(1024, 4))
+    np.testing.assert_array_equal(buffer, 0)

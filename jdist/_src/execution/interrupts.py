@@ -43,7 +43,7 @@ def uninterrupted(
         try:
             # Between the return of `fn` and the extension, no bytecode runs, where Python would handle the signal.
             if has_failed or runs_python():
-                with held_back(lambda: _is_donated(args)):
+                with held_back(lambda: is_donated(args)):
                     results.extend(itertools.starmap(fn, (args,)))
             else:
                 results.extend(itertools.starmap(fn, (args,)))
@@ -119,7 +119,8 @@ def _send_again() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # wakes it where it sleeps
 
 
-def _is_donated(args: tuple[Any, ...]) -> bool:
+def is_donated(args: tuple[Any, ...]) -> bool:
+    """Whether an array of the first argument is deleted."""
     leaves = jax.tree.leaves(args[:1])
     return any(
         isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer) and leaf.is_deleted() for leaf in leaves

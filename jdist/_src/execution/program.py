@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
@@ -23,7 +24,7 @@ from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
 from jdist._src.execution.backend import Backend
-from jdist._src.execution.interrupts import held_back, hold_back, raise_pending, uninterrupted
+from jdist._src.execution.interrupts import held_back, hold_back, is_donated, raise_pending, uninterrupted
 from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially
 from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.replicate import Call, Proof, Traced
@@ -55,6 +56,33 @@ class _ModulesError(Exception):
 _SMALL_OUTPUTS = 2**16  # elements: outputs that are held until the next call
 _NO_MESH = Mesh(np.empty((), object), ())
 _IS_DELETED = operator.methodcaller("is_deleted")
+
+
+class _Launching:
+    """The thread that launches a program on several CPU devices, and the arguments, of which it donates the first one."""
+
+    call: tuple[int, tuple[PyTree, ...]] | None = None  # an attribute of `threading.local` takes longer
+
+
+_launching = _Launching()
+
+
+def _check_compiled_call(event: str, *_: Any, **__: Any) -> None:
+    """Checks the arguments of the program that JAX compiles.
+
+    On several CPU devices JAX starts some before it refuses memory that is donated twice, and jax 0.12 ends the process 60
+    seconds later. A call of a signature that is compiled costs nothing more.
+    """
+    call = _launching.call
+    if call is None or call[0] != threading.get_ident() or not event.startswith("/jax/core/compile/"):
+        return
+    args = call[1]
+    if not jax_compat.is_tracing() and not is_donated(args):  # else a callback of the launched program compiles
+        _launching.call = None
+        _check_donated_state(args[0], args[1:])
+
+
+jax.monitoring.register_event_duration_secs_listener(_check_compiled_call)
 
 
 class Program(Generic[StateT, InputsT, OutputsT]):
@@ -365,11 +393,19 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
     def _launch_alone(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
         """Launches the program after the previous call has finished (`jdist._src.devices.dispatch`)."""
-        # Later JAX starts some devices before it refuses memory that is donated twice, and ends the process after 60 seconds.
-        if self._donates and (jax_compat.CRASHES_ON_DONATED_MEMORY or self._is_first_call):
+        if not self._donates or not args:
+            wait_for_previous(self)
+            return self._dispatch(args)
+        if self._is_first_call:
+            _check_donated_state(args[0], args[1:])
+        elif jax_compat.CRASHES_ON_DONATED_MEMORY:
             self._check_memory(args)
         wait_for_previous(self)
-        return self._dispatch(args)
+        _launching.call = threading.get_ident(), args
+        try:
+            return self._dispatch(args)
+        finally:
+            _launching.call = None
 
     def _runs_python(self) -> bool:
         """Whether `jax.jit` runs Python code in the next call: in every one of this program, or in the first one."""
@@ -575,6 +611,50 @@ def _check_donated_state(state: PyTree, inputs: tuple[PyTree, ...]) -> None:
                 f"{name} was donated to an earlier step, which reused its memory for the new state. Continue with the state "
                 "that the step returned, `state, outputs = step(state, batch)`, or make the step with `donate=False`."
             )
+    _check_shared_memory(arrays, named_values("inputs", inputs))
+
+
+def _check_shared_memory(arrays: list[tuple[str, jax.Array]], inputs: list[tuple[str, Any]]) -> None:
+    """Raises ValueError if a leaf of a state has memory of another leaf, or of an input."""
+    owners: dict[tuple[Any, int], tuple[str, jax.Array]] = {}
+    for name, leaf in arrays:
+        for memory, block in _blocks(leaf):
+            other_name, other = owners.setdefault(memory, (name, block))
+            if other_name != name and _is_donated_twice(other, block):
+                raise ValueError(f"{name} has the same memory as {other_name}, and {_DONATED_ONCE}")
+    for name, leaf in inputs:
+        for memory, block in _blocks(leaf) if is_device_array(leaf) else ():
+            if memory in owners and _is_donated_twice(owners[memory][1], block):
+                raise ValueError(f"{owners[memory][0]} has the same memory as {name}, an input, and {_DONATED_ONCE}")
+
+
+def _blocks(array: jax.Array) -> list[tuple[tuple[Any, int], jax.Array]]:
+    """Returns the part of `array` on each device of this process, with the device and the address of its memory."""
+    if array.is_deleted():
+        return []
+    blocks = [shard.data for shard in array.addressable_shards]
+    try:
+        return [((block.device, block.unsafe_buffer_pointer()), block) for block in blocks]
+    except jax.errors.JaxRuntimeError:  # the device does not tell addresses
+        return []
+
+
+def _is_donated_twice(a: jax.Array, b: jax.Array) -> bool:
+    """Whether XLA refuses to donate both of two arrays at one address. It copies memory that it does not own, as NumPy's.
+
+    XLA reports the first argument that it refuses. It always refuses the last one, so no array is donated.
+    """
+    last = jax.device_put(np.float32(0), a.sharding)
+    try:
+        _donate(a, b, last, last)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        return "flattened argument 1," in str(error)
+    return False
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3))
+def _donate(*arrays: jax.Array) -> list[jax.Array]:
+    return list(map(jnp.copy, arrays))
 
 
 _DONATED_ONCE = (
