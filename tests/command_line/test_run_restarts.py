@@ -192,7 +192,7 @@ print(f"attempt {r} with {n}, index {os.environ['JDIST_LOCAL_PROCESS_ID']}")
 
 def test_elastic_job_continues_with_fewer_processes_and_later_with_more(run):
     program = RESTARTS + SAVING + "if r == 0 and i == 2: os._exit(5)\nif r < 2: time.sleep(60)"
-    status, output, errors = run("--elastic 1:3 --rejoin-after 0.5", program)
+    status, output, errors = run("--elastic 1:3 --rejoin-after 4", program)
     assert status == 0, errors
     attempts = [sorted(re.findall(rf"\[(\d)\] attempt {r} with (\d), index (\d)", output)) for r in range(3)]
     assert attempts == [[(str(i), str(n), str(i)) for i in range(n)] for n in (3, 2, 3)]

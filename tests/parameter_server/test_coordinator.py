@@ -699,6 +699,7 @@ UNREAD_ERRORS = {
         "FloatingPointError: Worker 0 computed values that are not finite",
     ),
     "in a function that returned": ("(lambda: step(strategy.put(1.0), np.float32(np.nan)))()", "FloatingPointError"),
+    "of a dropped strategy": ("train()", "computed values that are not finite in call 1"),
     "read": ("get(jdist.coordinator.ClusterCoordinator(strategy).schedule(fail))", None),
 }
 
@@ -721,6 +722,10 @@ def fail():
 def get(result):
     with contextlib.suppress(KeyError):
         result.fetch()
+
+def train():
+    strategy = jdist.ParameterServerStrategy(workers=2, non_finite="stop")
+    strategy.step(step.__wrapped__)(strategy.put(1.0), np.float32(np.nan))
 
 state = strategy.put(np.float32(0))
 {call}

@@ -106,7 +106,7 @@ def test_every_batch_is_one_update_and_staleness_is_bounded(bound):
 def replayed(tmp_path, monkeypatch, num_workers, *events):
     """Returns a strategy that runs calls of the step `add` in a given order: call 2 starts at 2, and is applied at -2."""
     log = tmp_path / "run.log"
-    lines = [{"format": 1, "workers": num_workers, "arguments": [], "folder": "."}]
+    lines = [{"format": 2, "workers": num_workers, "arguments": [], "folder": "."}]
     busy, version = {}, 0
     for event in events:
         if event > 0:

@@ -10,6 +10,7 @@ import functools
 import logging
 import pathlib
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -114,7 +115,7 @@ class Engine:
         calls_per_worker: int,
     ):
         self.executor, self._bound, self._non_finite = executor, max_staleness, non_finite
-        self._lock = threading.RLock()
+        self._lock, self._exit_key = threading.RLock(), object()
         self._calls_per_worker = calls_per_worker
         self._idle = list(range(executor.num_workers)) * calls_per_worker
         self._in_progress: list[_Call] = []  # in the order of the versions that they read
@@ -125,8 +126,8 @@ class Engine:
         self._num_updates = 0  # with those that were skipped
         self._last_storages: Sequence[LeafStorage] = ()  # of a recorded run, the state of the last update
         self._log, self._replay = open_log(record, executor.num_workers, num_threads)
-        if record is not None:
-            exit_work.add(self, self._finish, "calls of a step were in progress")
+        if record is not None:  # the log needs its end
+            exit_work.add(self, self._finish, "the log of a run was written")
 
     @property
     def num_calls(self) -> int:
@@ -203,7 +204,8 @@ class Engine:
     ) -> list[jax.Array] | None:
         if self._log:
             self._log.write_start(number, worker, self._version, name)
-        exit_work.add(self, self._finish, "calls of a step were in progress")
+        finish_at_exit = functools.partial(_finish, weakref.ref(self))
+        exit_work.add(self._exit_key, finish_at_exit, "calls of a step were in progress")
         try:
             work, early_outputs = self.executor.start(worker, inputs, len(self._in_progress))
         except Exception as error:  # XLA runs small programs on the CPU in this thread
@@ -224,8 +226,7 @@ class Engine:
             while self._in_progress or self._delayed:
                 self._apply_next()
             self.executor.flush()
-            if self._log is None and self._replay is None:
-                exit_work.remove(self)
+            exit_work.remove(self._exit_key)
 
     def _finish(self) -> None:
         """Applies the calls in progress when the program ends, and ends the log.
@@ -250,6 +251,20 @@ class Engine:
         if errors:
             errors[0].add_note(f"Found at the end of the program. {len(errors)} of its last calls failed.")
             raise errors[0]
+
+    def __del__(self) -> None:
+        # The strategy and the state were dropped, so nobody can read the updates in progress: only their errors are left.
+        exit_work.remove(self._exit_key)
+        calls = list(self._in_progress)
+        while calls and (index := self.executor.wait_for_any([call.work for call in calls], timeout=0)) is not None:
+            call = calls.pop(index)
+            try:
+                if not self.executor.results(call.work).is_finite and self._non_finite == "stop":
+                    exit_work.end_with_failure(_not_finite(call))
+            except WorkerLostError:  # with the strategy
+                continue
+            except Exception as error:
+                exit_work.end_with_failure(_failure(call.worker, call.number, call.name, error))
 
     def _count_update(self, call: _Call) -> None:
         """Counts a call that was applied or skipped, and compares or records the state after some of them."""
@@ -376,10 +391,7 @@ class Engine:
         progress = self._progress[call.worker]
         self._progress[call.worker] = progress._replace(skipped=progress.skipped + 1)
         self._count_update(call)  # a replay skips it too
-        message = (
-            f"Worker {call.worker} computed values that are not finite in call {call.number + 1} of a step, `{call.name}`. "
-            "Its update was not applied."
-        )
+        message = _not_finite(call)
         if self._non_finite == "stop":
             raise FloatingPointError(f"{message} Look at the batch of this call, the learning rate and the loss.")
         if not progress.skipped:
@@ -387,6 +399,18 @@ class Engine:
                 '%s `strategy.worker_progress()[%d].skipped` counts further ones (non_finite="skip").',
                 *(message, call.worker),
             )
+
+
+def _finish(engine: Callable[[], Engine | None]) -> None:
+    if (existing := engine()) is not None:
+        existing._finish()
+
+
+def _not_finite(call: _Call) -> str:
+    return (
+        f"Worker {call.worker} computed values that are not finite in call {call.number + 1} of a step, `{call.name}`. "
+        "Its update was not applied."
+    )
 
 
 def _failure(worker: int, number: int, name: str, error: Exception) -> str:
