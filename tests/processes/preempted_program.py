@@ -21,7 +21,11 @@ process = jax.process_index()
 rows = np.random.default_rng(0).normal(size=(96, 3)).astype(np.float32)
 targets = rows @ np.float32([1, -2, 3])
 checkpointer = jdist.Checkpointer(folder, every=7)
-print(f"process {process} has the id {os.getpid()}", flush=True)
+
+
+def report_id():
+    """Prints the id of this process. In `loop` SIGTERM is handled from then on; before, it would end the process."""
+    print(f"process {process} has the id {os.getpid()}", flush=True)
 
 
 def report(step):
@@ -49,6 +53,7 @@ def loop():
         state = restored.state
         batches.set_state(restored.data_position)
     with jdist.PreemptionCheckpointHandler(checkpointer, data=batches) as handler:
+        report_id()
         for x, y in batches:
             state, _ = handler.run(step, state, x, y)
             checkpointer.save(handler.total_run_calls, state, batches.get_state())
@@ -59,7 +64,14 @@ def loop():
 def fit():
     model = (lambda key, x: {"w": jnp.zeros(x.shape[-1])}, lambda params, x: x @ params["w"])
     trainer = jdist.Trainer(model, optax.adam(1e-2), optax.squared_error, strategy=strategy)
-    log = lambda event: report(event.step) if event.moment == "step" else None
+
+    def log(event):
+        match event.moment:
+            case "start":
+                report_id()
+            case "step":
+                report(event.step)
+
     callbacks = [log, Checkpoint(checkpointer), Preemption(checkpointer)]
     options = {"batch_size": 8, "epochs": 6, "callbacks": callbacks, "resume": checkpointer, "progress": "off"}
     return trainer.fit((rows, targets), **options).state.params["w"]
