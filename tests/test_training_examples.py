@@ -93,7 +93,6 @@ WRONG = {
         "--updates many": "argument --updates: invalid int value: 'many'",
     },
     "text_lm.py": {
-        "--batch-size 6": "ValueError: batch[0] is int32[3,64]",
         "--temperature cold": "argument --temperature: invalid float value: 'cold'",
     },
     "resume.py": {

@@ -48,6 +48,7 @@ CASES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The gradients of the last step were accumulated")  # by `every`
 @pytest.mark.parametrize("name", among(CASES, "adam"))
 def test_interrupted_training_is_bitwise_equal(two, tmp_path, name):
     options = CASES[name]

@@ -127,7 +127,7 @@ class Engine:
         self._last_storages: Sequence[LeafStorage] = ()  # of a recorded run, the state of the last update
         self._log, self._replay = open_log(record, executor.num_workers, num_threads)
         if record is not None:  # the log needs its end
-            exit_work.add(self, self._finish, "the log of a run was written")
+            exit_work.add(self._exit_key, self._finish, "the log of a run was written")
 
     @property
     def num_calls(self) -> int:
@@ -204,8 +204,9 @@ class Engine:
     ) -> list[jax.Array] | None:
         if self._log:
             self._log.write_start(number, worker, self._version, name)
-        finish_at_exit = functools.partial(_finish, weakref.ref(self))
-        exit_work.add(self._exit_key, finish_at_exit, "calls of a step were in progress")
+        if self._log is None and self._replay is None:
+            finish_at_exit = functools.partial(_finish, weakref.ref(self))
+            exit_work.add(self._exit_key, finish_at_exit, "calls of a step were in progress")
         try:
             work, early_outputs = self.executor.start(worker, inputs, len(self._in_progress))
         except Exception as error:  # XLA runs small programs on the CPU in this thread
@@ -226,7 +227,8 @@ class Engine:
             while self._in_progress or self._delayed:
                 self._apply_next()
             self.executor.flush()
-            exit_work.remove(self._exit_key)
+            if self._log is None and self._replay is None:
+                exit_work.remove(self._exit_key)
 
     def _finish(self) -> None:
         """Applies the calls in progress when the program ends, and ends the log.
