@@ -255,7 +255,7 @@ class Engine:
             raise errors[0]
 
     def __del__(self) -> None:
-        # The strategy and the state were dropped, so the updates in progress cannot be read any more: only their errors are left.
+        # The strategy and the state were dropped: of the updates in progress, only their errors are left.
         exit_work.remove(self._exit_key)
         calls = list(self._in_progress)
         while calls and (index := self.executor.wait_for_any([call.work for call in calls], timeout=0)) is not None:
