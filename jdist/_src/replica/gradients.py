@@ -373,15 +373,15 @@ def _zeros_if(condition: jax.Array, grads: PyTree) -> PyTree:
     """Returns zeros if `condition`, else `grads`.
 
     XLA's CPU programs pass large gradients from a matrix product to a reduction without a copy, also through a `cond`; a
-    `select` between them costs as much as half of the step. On other platforms a `cond` would wait for all gradients.
+    `select` between them costs as much as half of the step. On other platforms a `cond` would wait for all gradients. A worker
+    of parameter servers sends the looked-up rows of a gradient, and a `cond` would hide them (`jdist._src.jaxpr.table_rows`).
     """
     zeros = functools.partial(jax.tree.map, jnp.zeros_like)
-    return lax.platform_dependent(
-        condition,
-        grads,
-        cpu=lambda condition, grads: lax.cond(condition, zeros, lambda grads: grads, grads),
-        default=lambda condition, grads: jax.tree.map(lambda g: jnp.where(condition, 0, g), grads),
-    )
+    selected = lambda condition, grads: jax.tree.map(lambda g: jnp.where(condition, 0, g), grads)
+    if require_replica_context("value_and_grad", "strategy.step").is_asynchronous:
+        return selected(condition, grads)
+    passed = lambda condition, grads: lax.cond(condition, zeros, lambda grads: grads, grads)
+    return lax.platform_dependent(condition, grads, cpu=passed, default=selected)
 
 
 def _accumulated(differentiate: Callable[..., Any], carried: PyTree, params: PyTree, parts: PyTree) -> Any:
