@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from interrupted_loop import KINDS
 
 import jdist
-from jdist._src.core import jax_compat
+from jdist._src.core import jax_compat, trace_key
 from jdist._src.execution import program
 from jdist._src.execution.interrupts import held_back, raise_pending, uninterrupted
-
-from laws import STATES
 
 # Calls a function in C that returns None, and during which Ctrl-C is pressed.
 press = functools.partial(uninterrupted(_thread.interrupt_main, lambda result: result), ())
@@ -119,6 +118,15 @@ def test_second_interrupt_is_raised_immediately():
         raise_pending()
 
 
+def test_handler_of_a_block_that_could_not_restore_it_interrupts_once():
+    with held_back(lambda: False):
+        handler = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, handler)  # as after an interrupt at the end of the block
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_handler_of_the_application_receives_the_signal():
     received = []
     signal.signal(signal.SIGINT, lambda *_: received.append(1))
@@ -178,6 +186,55 @@ def test_interrupt_after_the_launch_leaves_modules_with_the_new_values(two, monk
     assert float(again) == float(loss)
 
 
+def double(state, x):
+    return {"w": 2 * state["w"]}, jdist.all_reduce("mean", x.sum())
+
+
+def test_interrupt_at_the_end_of_a_call_in_a_scope_keeps_the_state(two, monkeypatch):
+    step, state = two.step(double), two.init(lambda: {"w": jnp.ones(3)})
+    (x,) = two.distribute_dataset(np.ones(4, np.float32), 4)
+    state, _ = step(state, x)
+    set_key, calls = trace_key._set_key, []
+
+    def interrupted():
+        set_key()
+        calls.append(None)
+        if len(calls) == 2:  # the call leaves the scope of the host, runs, and enters it again
+            signal.raise_signal(signal.SIGINT)
+
+    with two.scope():
+        monkeypatch.setattr(trace_key, "_set_key", interrupted)
+        state, _ = step(state, x)
+        assert len(calls) == 2 and trace_key.is_keyed()
+        with pytest.raises(KeyboardInterrupt):
+            step(state, x)
+    np.testing.assert_array_equal(state["w"], 4)
+
+
+def test_step_whose_first_call_was_interrupted_runs_no_python_code_of_jax(two):
+    presses = [signal.SIGINT]
+
+    def interrupted_once(state, x):
+        if presses:
+            signal.raise_signal(presses.pop())
+        return double(state, x)
+
+    step, state = two.step(interrupted_once), two.init(lambda: {"w": jnp.ones(3)})
+    (x,) = two.distribute_dataset(np.ones(4, np.float32), 4)
+    with pytest.raises(KeyboardInterrupt):
+        step(state, x)
+    for _ in range(2):
+        state, _ = step(state, x)
+    files = set()
+    sys.setprofile(lambda frame, event, value: files.add(pathlib.Path(frame.f_code.co_filename).name))
+    try:
+        state, _ = step(state, x)
+    finally:
+        sys.setprofile(None)
+    assert "program.py" in files and "pjit.py" not in files
+    np.testing.assert_array_equal(state["w"], 8)
+
+
 def ask(process, line):
     """Writes a line to a process and returns the line that it answers."""
     process.stdin.write(line)
@@ -185,12 +242,20 @@ def ask(process, line):
 
 
 @pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize(
+    "kind, strategy",
+    [
+        *((kind, "mirrored") for kind in KINDS),
+        *(pytest.param(kind, "one_device_in_a_scope", marks=pytest.mark.slow) for kind in KINDS),
+        pytest.param("optax", "central", marks=pytest.mark.slow),
+        pytest.param("optax", "sharded", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.one_in(3)
-def test_signals_from_another_process_leave_a_state_of_every_kind(kind, rounds):
+def test_signals_from_another_process_leave_a_state_of_every_kind(kind, strategy, rounds):
     """One of 200 interrupts may lose the state: one that arrives between the return of the step and the assignment."""
     folders = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parents[1]
-    program = [sys.executable, str(folders[1] / "execution" / "interrupted_loop.py"), kind, "2"]
+    program = [sys.executable, str(folders[1] / "execution" / "interrupted_loop.py"), kind, strategy]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment, "bufsize": 0}
     delays, answers = random.Random(0), []

@@ -714,6 +714,18 @@ def test_memory_in_two_leaves_of_a_state_is_refused_before_a_device_starts(pair,
     np.testing.assert_array_equal(state["head"], 3)
 
 
+@pytest.mark.parametrize("pair", [one_array, placed_and_not_placed])
+def test_memory_in_two_leaves_of_a_state_is_refused_at_a_signature_that_was_called_before(pair, two):
+    step, pairs = two.step(add_all_reduced), [pair(two.put(jnp.ones(3)), jnp.ones(4)) for _ in range(3)]
+    (x,) = two.distribute_dataset(np.ones(4, np.float32), 4)
+    state, _ = step({"emb": pairs[0][0], "head": pairs[1][1]}, x)
+    step(state, x)
+    emb, head = pairs[2]
+    with pytest.raises(ValueError, match=r"^state\['head'\] (is the same array|has the same memory) as state\['emb'\]"):
+        step({"emb": emb, "head": head}, x)
+    assert not emb.is_deleted() and not head.is_deleted()
+
+
 def test_unplaced_array_in_two_leaves_after_a_placed_state_is_refused(two):
     step, w = two.step(add_all_reduced), jnp.ones(3)
     (x,) = two.distribute_dataset(np.ones(4, np.float32), 4)

@@ -44,7 +44,7 @@ def set_outermost_key(part: Hashable) -> None:
 
 
 class _Block:
-    """The context manager of `keyed` and `unkeyed`. A class: a call of a step in a scope enters one (`Program.__call__`)."""
+    """The context manager of `keyed` and `unkeyed`. A class: a call of a step in a scope enters one (`Program`)."""
 
     __slots__ = ("_parts", "_token")
 
@@ -56,8 +56,10 @@ class _Block:
         _set_key()
 
     def __exit__(self, *exception: object) -> None:
-        _parts.reset(self._token)
-        _set_key()
+        try:
+            _parts.reset(self._token)
+        finally:  # also if Ctrl-C interrupts this
+            _set_key()
 
 
 def _set_key() -> None:

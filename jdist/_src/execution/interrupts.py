@@ -23,7 +23,10 @@ _pending: list[threading.Timer] = []  # of the interrupt that is held back
 
 
 def uninterrupted(
-    fn: Callable[..., Any], finish: Callable[[Any], Any], runs_python: Callable[[], bool] = lambda: False
+    fn: Callable[..., Any],
+    finish: Callable[[Any], Any],
+    runs_python: Callable[[], bool] = lambda: False,
+    after_failure: Callable[[], None] = lambda: None,
 ) -> Callable[[tuple[Any, ...]], Any]:
     """Returns a function of a tuple that returns `finish(fn(*args))` also if Ctrl-C is pressed during the call.
 
@@ -34,22 +37,22 @@ def uninterrupted(
         fn: A function that is implemented in C, and donates its first argument.
         finish: From the result to the result of the call. It is called again if Ctrl-C interrupts it.
         runs_python: Whether the next call of `fn` runs Python code, where Python would handle the signal.
+        after_failure: Called after a call of `fn` that raised an error.
     """
-    has_failed = False  # `jax.jit` runs Python code in all calls after one that was interrupted while it compiled
 
     def call(args: tuple[Any, ...]) -> Any:
-        nonlocal has_failed
         results: list[Any] = []
         try:
             # Between the return of `fn` and the extension, no bytecode runs, where Python would handle the signal.
-            if has_failed or runs_python():
+            if runs_python():
                 with held_back(lambda: is_donated(args)):
                     results.extend(itertools.starmap(fn, (args,)))
             else:
                 results.extend(itertools.starmap(fn, (args,)))
             return finish(results[0])
         except BaseException as error:
-            has_failed = has_failed or not results
+            if not results:
+                after_failure()
             if not results or not isinstance(error, KeyboardInterrupt):
                 raise
             hold_back()
@@ -78,6 +81,7 @@ def held_back(is_needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
     def handle(number: int, frame: FrameType | None) -> None:
         if deferred or not is_needed():
             raised.append(number)
+            _signal.signal(signal.SIGINT, signal.default_int_handler)  # here: it may interrupt `finally`
             raise KeyboardInterrupt
         deferred.append(number)
 
@@ -95,6 +99,23 @@ def held_back(is_needed: Callable[[], bool] = lambda: True) -> Iterator[None]:
         _signal.signal(signal.SIGINT, signal.default_int_handler)
         if deferred:
             hold_back()
+
+
+def run_held_back(fn: Callable[[], Any]) -> Any:
+    """Returns `fn()`, a Python function that donates the caller's state, with Ctrl-C deferred as by `held_back`."""
+    results: list[Any] = []
+    try:
+        with held_back():
+            results.append(fn())
+    except KeyboardInterrupt:  # at the end of the block
+        if not results:
+            raise
+        hold_back()
+    return results[0]
+
+
+def handle_signals() -> None:
+    """Raises KeyboardInterrupt if Ctrl-C was pressed: Python handles signals when a function begins."""
 
 
 def raise_pending() -> None:

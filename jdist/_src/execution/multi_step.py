@@ -13,7 +13,7 @@ from jax import lax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
-from jdist._src.execution.interrupts import held_back
+from jdist._src.execution.interrupts import run_held_back
 from jdist._src.jaxpr.interpreter import contains_outside_loops
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
@@ -62,11 +62,15 @@ def run_sequentially(
     """Returns the same as `scan_steps` for the program of one step, which the host calls once per step."""
     state, *inputs = args
     outputs_per_step, steps = [], inputs_per_step(inputs, num_steps)
-    with held_back():  # the first call donates the caller's state
+
+    def run() -> tuple[PyTree, PyTree]:
+        new_state = state
         for step_inputs in steps:
-            state, outputs = launch((state, *step_inputs))
+            new_state, outputs = launch((new_state, *step_inputs))
             outputs_per_step.append(outputs)
-        return state, _stack_outputs(outputs_per_step)
+        return new_state, _stack_outputs(outputs_per_step)
+
+    return run_held_back(run)  # the first call donates the caller's state
 
 
 def inputs_per_step(inputs: Sequence[Any], num_steps: int) -> list[tuple[PyTree, ...]]:

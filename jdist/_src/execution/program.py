@@ -24,7 +24,14 @@ from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
 from jdist._src.execution.backend import Backend
-from jdist._src.execution.interrupts import held_back, hold_back, is_donated, raise_pending, uninterrupted
+from jdist._src.execution.interrupts import (
+    handle_signals,
+    hold_back,
+    is_donated,
+    raise_pending,
+    run_held_back,
+    uninterrupted,
+)
 from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially
 from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.replicate import Call, Proof, Traced
@@ -141,10 +148,12 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             self._has_python = self._has_python or _has_python(program, pair)
             return pair
 
-        def traced(*args: PyTree) -> dict[int, list[Any]]:
-            # `jax.jit` builds lists and dicts in C. It builds other nodes of a tree by Python code, in which an interrupt would
-            # lose all of them.
+        def traced(*args: PyTree) -> tuple[PyTree, PyTree] | dict[int, list[Any]]:
+            # `jax.jit` builds tuples, lists and dicts in C. It builds other nodes of a tree by Python code, in which an
+            # interrupt would lose all of them.
             pair = traced_pair(*args)
+            if not self._records and _is_built_in_c(jax.tree.structure(pair)):
+                return pair
             self._structures.append(_structure_of(pair))
             return {len(self._structures) - 1: jax.tree.leaves(pair)}
 
@@ -181,23 +190,25 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._arguments: tuple[PyTree, ...] | None = None  # of the call that may be tracing, where processes compare
         self._is_bounded = is_bounded(backend.replicas.mesh)
         self._records = self._is_bounded or self._spans_processes
-        self._dispatch = uninterrupted(self._compiled, self._finish, self._runs_python)
+        self._dispatch = uninterrupted(self._compiled, self._finish, self._runs_python, self._after_failure)
         self._launch_local = self._launch_alone if self._is_bounded else self._dispatch
         launch = self._launch_together if self._spans_processes else self._launch_local
         if backend.storage is not None:
-            launch = functools.partial(self._launch_on_mesh, launch)
+            launch = lambda args, on_mesh=launch: self._launch_on_mesh(on_mesh, args)
         step_call = backend.step_call(traced_pair, name) if has_state and donates else None
         self._packs_modules = backend.storage is None and step_call is None
         if step_call is not None:
             launch = lambda args: step_call(*args)
         if backend.compiler_options(None) is not None:
             inlined = jax.jit(lambda *args: jax_compat.refuse_to_compile(traced_pair(*args), _inlined_program(name)))
-            launch = functools.partial(_launch_or_inline, launch, inlined)
+            launch = lambda args, not_inlined=launch: _launch_or_inline(not_inlined, inlined, args)
         if steps_per_call is not None:
-            launch = functools.partial(run_sequentially, launch, steps_per_call)
+            launch = lambda args, one_step=launch: run_sequentially(one_step, steps_per_call, args)
         self._launch: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]] = launch
         self._num_signatures = 0  # the number of signatures that JAX has compiled; 0 if JAX does not report it
         self._accepts_host_state = False  # whether one of them has a host value in the state
+        self._accepts_unplaced_state = False  # whether one of them has an array that JAX copies to the devices
+        self._returned_state = 0  # the `id` of the state that the last call returned
 
     if TYPE_CHECKING:
 
@@ -209,34 +220,48 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
         def __call__(self, *args: PyTree, **named: PyTree) -> tuple[PyTree, PyTree]:
             """Returns the new state and the outputs, as global values."""
-            raise_pending()
             if named:
                 raise TypeError(_named_arguments(self._name, getattr(self, "__wrapped__", None), list(named)))
-            if in_replica_function():
-                raise RuntimeError(
-                    "`strategy.run`, `strategy.init` or a step is called inside a replica function. Call the inner function "
-                    "directly, of a step `step.__wrapped__`: inside a replica function the values are one replica's plain "
-                    "arrays."
-                )
-            if self._replacement is not None:
-                return self._replacement(*args)
-            try:
-                if is_keyed() or not jax.sharding.get_abstract_mesh().empty:
-                    return self._call_outside_contexts(args)
-                return self._call(args)
-            except SlowLoopError:
-                return self._replaced()(*args)
-            except _ModulesError:
-                self._expect_modules()
-            except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-                if self._has_modules or not contains_modules(args):
-                    mesh, has_donated = self.backend.replicas.mesh, self._donates and bool(args)
-                    check_devices_attached(mesh)
-                    call = self._call_of(*self._to_array_trees(args))
-                    _raise_argument_error(error, call, mesh, self.backend.storage, has_donated)
-                    raise
-                self._expect_modules()  # `jax.jit` refused a module with functions
-            return self(*args)
+            return self._checked_call(args)
+
+    def _checked_call(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
+        """Returns `self(*args)`. Where a Python function calls it, no Ctrl-C is handled before the result has a name."""
+        raise_pending()
+        if in_replica_function():
+            raise RuntimeError(
+                "`strategy.run`, `strategy.init` or a step is called inside a replica function. Call the inner function "
+                "directly, of a step `step.__wrapped__`: inside a replica function the values are one replica's plain "
+                "arrays."
+            )
+        if self._replacement is not None:
+            return self._replacement._checked_call(args)
+        pair = None
+        try:
+            if is_keyed() or not jax.sharding.get_abstract_mesh().empty:
+                with self._outside_contexts():
+                    pair = self._call(args)
+            else:
+                pair = self._call(args)
+            handle_signals()  # the last time before the caller has the result
+            return pair
+        except KeyboardInterrupt:
+            if pair is None:
+                raise
+            hold_back()
+            return pair
+        except SlowLoopError:
+            return self._replaced()._checked_call(args)
+        except _ModulesError:
+            self._expect_modules()
+        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+            if self._has_modules or not contains_modules(args):
+                mesh, has_donated = self.backend.replicas.mesh, self._donates and bool(args)
+                check_devices_attached(mesh)
+                call = self._call_of(*self._to_array_trees(args))
+                _raise_argument_error(error, call, mesh, self.backend.storage, has_donated)
+                raise
+            self._expect_modules()  # `jax.jit` refused a module with functions
+        return self._checked_call(args)
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Returns the program lowered for arguments of these shapes: `lower(...).compile().as_text()`."""
@@ -255,8 +280,9 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             lowered = self._lowered.lower(*_shapes(args, [*shardings, *backend.input_shardings(inputs)]))
         except SlowLoopError:
             return self._replaced().lower(*args)
-        ((number, _),) = jax.tree.unflatten(lowered.out_tree, [None] * lowered.out_tree.num_leaves).items()
-        lowered.out_tree = self._structures[number].treedef  # its leaves are those of the dict, in this order
+        result = jax.tree.unflatten(lowered.out_tree, [0] * lowered.out_tree.num_leaves)
+        if isinstance(result, dict):
+            lowered.out_tree = self._structures[min(result)].treedef  # its leaves are those of the dict, in this order
         return lowered
 
     @property
@@ -293,21 +319,21 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._replacement = self._without_scan()
         return self._replacement
 
-    def _call_outside_contexts(self, args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        """Calls the program outside the host's contexts. In `scope()` or `jax.set_mesh` it would be compiled again."""
+    def _outside_contexts(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context outside those of the host: in `scope()` or `jax.set_mesh` a program would be compiled again."""
         context_mesh = jax.sharding.get_abstract_mesh()
         if context_mesh.empty:
-            with unkeyed():
-                return self._call(args)
+            return unkeyed()
         mesh = self.backend.replicas.mesh
-        if jax_compat.is_tracing() and context_mesh != mesh.abstract_mesh:
+        if not jax_compat.is_tracing():
+            return _outside_mesh()
+        if context_mesh != mesh.abstract_mesh:
             raise ValueError(
                 f"This program runs on the mesh {dict(mesh.shape)} of its strategy, and `jax.set_mesh` has set the mesh "
                 f"{dict(context_mesh.shape)} around the `jax.jit` that calls it. Call it outside that `jax.jit`, or outside "
                 "`jax.set_mesh`."
             )
-        with unkeyed(), contextlib.nullcontext() if jax_compat.is_tracing() else jax.set_mesh(_NO_MESH):
-            return self._call(args)
+        return unkeyed()
 
     def _expect_modules(self) -> None:
         """Makes calls convert modules. A program without modules does not look for them."""
@@ -379,6 +405,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         num_signatures = jax_compat.num_signatures(self._compiled) if self._has_state else 0
         if num_signatures != self._num_signatures:
             self._accepts_host_state |= bool(host_leaves(args[0]))
+            self._accepts_unplaced_state |= not all(map(_is_placed, jax.tree.leaves(args[0])))
             self._check_host_values(args, args[0])
             self._num_signatures = num_signatures
 
@@ -398,7 +425,9 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             return self._dispatch(args)
         if self._is_first_call:
             _check_donated_state(args[0], args[1:])
-        elif jax_compat.CRASHES_ON_DONATED_MEMORY:
+        elif jax_compat.CRASHES_ON_DONATED_MEMORY or (
+            self._accepts_unplaced_state and id(args[0]) != self._returned_state
+        ):
             self._check_memory(args)
         wait_for_previous(self)
         _launching.call = threading.get_ident(), args
@@ -411,14 +440,25 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         """Whether `jax.jit` runs Python code in the next call: in every one of this program, or in the first one."""
         return self._donates and (self._has_python or self._is_first_call)
 
-    def _finish(self, result: dict[int, list[Any]]) -> tuple[PyTree, PyTree]:
+    def _after_failure(self) -> None:
+        """Handles that `jax.jit` runs Python code in all calls of a signature whose first call failed, ten times as slow."""
+        if self._is_first_call:
+            self._compiled.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            self._has_python = True
+
+    def _finish(self, result: tuple[PyTree, PyTree] | dict[int, list[Any]]) -> tuple[PyTree, PyTree]:
         """Returns the results of a call from those of the compiled program, and records them."""
+        self._is_first_call = False
+        if isinstance(result, tuple):
+            return result
         ((number, leaves),) = result.items()
         structure = self._structures[number]
+        pair = structure.treedef.unflatten(leaves)
         if self._records:
             self._record(leaves, structure)
-        self._is_first_call = False
-        return structure.treedef.unflatten(leaves)
+            self._returned_state = id(pair[0])
+        return pair
 
     def _record(self, leaves: list[Any], structure: "_ResultStructure") -> None:
         """Records the results of a call, for the next call on CPU devices and for the report of a job that hangs."""
@@ -469,13 +509,16 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         if self._donates:
             self._check_memory(args)
         copies = self.backend.to_mesh(args)
-        with held_back():
+
+        def launch_and_store() -> tuple[PyTree, PyTree]:
             state, outputs = launch(copies)
             # XLA donates the copy of an offloaded leaf, not the leaf itself.
             for leaf in jax.tree.leaves(args[: self._donates]):
                 if is_device_array(leaf) and not leaf.is_deleted():
                     leaf.delete()
             return self.backend.to_storage(state), outputs
+
+        return run_held_back(launch_and_store)
 
     def _check_memory(self, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError if memory of the state was donated before, or would be donated twice."""
@@ -484,10 +527,17 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             ids = set(map(id, state))
             is_valid = len(ids) == len(state) and ids.isdisjoint(map(id, inputs))  # an input may occur several times
             is_valid = is_valid and not any(map(_IS_DELETED, state)) and not any(map(_IS_DELETED, inputs))
+            is_valid = is_valid and all(map(_is_placed, state))
         except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers
             is_valid = False
         if not is_valid:
             _check_donated_state(args[0], args[1:])
+
+
+@contextlib.contextmanager
+def _outside_mesh() -> Iterator[None]:
+    with unkeyed(), jax.set_mesh(_NO_MESH):
+        yield
 
 
 def _launch_or_inline(
@@ -522,6 +572,12 @@ class _ResultStructure(NamedTuple):
     num_state: int
     smallest: int
     has_small_outputs: bool
+
+
+def _is_built_in_c(treedef: PyTreeDef) -> bool:
+    """Whether JAX builds a tree of this structure without Python code."""
+    node = treedef.node_data()
+    return node is None or (node[0] in (tuple, list, dict, type(None)) and all(map(_is_built_in_c, treedef.children())))
 
 
 def _structure_of(pair: tuple[PyTree, PyTree]) -> _ResultStructure:
@@ -626,6 +682,11 @@ def _check_shared_memory(arrays: list[tuple[str, jax.Array]], inputs: list[tuple
         for memory, block in _blocks(leaf) if is_device_array(leaf) else ():
             if memory in owners and _is_donated_twice(owners[memory][1], block):
                 raise ValueError(f"{owners[memory][0]} has the same memory as {name}, an input, and {_DONATED_ONCE}")
+
+
+def _is_placed(leaf: Any) -> bool:
+    """Whether `leaf` is not an array that JAX copies to the devices of the program, where it donates the copies."""
+    return not is_device_array(leaf) or leaf.committed
 
 
 def _blocks(array: jax.Array) -> list[tuple[tuple[Any, int], jax.Array]]:

@@ -76,7 +76,7 @@ class Step(Generic[StateT, InputsT, OutputsT]):
             if named or program is None or program.backend is not self._current_strategy()._backend:
                 program, args = self._program(args, named)
             try:
-                return program(*args)
+                return program._checked_call(args)
             except ValueError as error:
                 _add_missing_strategy_note(error, args)
                 raise
@@ -132,7 +132,7 @@ class Step(Generic[StateT, InputsT, OutputsT]):
             )
         return program.proof
 
-    def _program(self, args: tuple[PyTree, ...], named: Mapping[str, PyTree]) -> tuple[Program, Sequence[PyTree]]:
+    def _program(self, args: tuple[PyTree, ...], named: Mapping[str, PyTree]) -> tuple[Program, tuple[PyTree, ...]]:
         """Returns the program for these arguments and the current strategy, and its arguments."""
         strategy = self._current_strategy()
         if not named and not self._static_argnames:
@@ -146,7 +146,7 @@ class Step(Generic[StateT, InputsT, OutputsT]):
         values = (*args, *named.values())
         program = self._program_of(strategy, order.form, [values[i] for i in order.static])
         self._last, self._last_positional = weakref.ref(program), _no_program
-        return program, [values[i] for i in order.inputs]
+        return program, tuple(values[i] for i in order.inputs)
 
     def _program_of(self, strategy: Any, form: "_CallForm", static_values: Sequence[Any]) -> Program:
         strategy_steps = getattr(strategy, "_steps", None)
