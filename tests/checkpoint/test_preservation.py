@@ -94,6 +94,18 @@ def test_best_needs_a_metric(tmp_path):
         _ = Checkpointer(tmp_path).best
 
 
+def test_first_save_without_the_metric_is_named_in_the_log(tmp_path, one, caplog):
+    with Checkpointer(tmp_path, keep_best=("val_loss", "min")) as checkpointer:
+        for step, metrics in enumerate([{}, {"val_loss": 1.0}, {"loss": 1.0}, None]):
+            assert checkpointer.save(step, one.put(STATE), metrics=metrics)
+    (message,) = [record.getMessage() for record in caplog.records if "keep_best" in record.getMessage()]
+    assert "test_preservation.py:" in message and "saved with the metrics 'loss', and `keep_best` compares" in message
+    assert (
+        "checkpoints by 'val_loss', so it cannot be the best. Write `save(step, state, metrics={\"val_loss\": "
+        in message
+    )
+
+
 def test_options_are_in_the_text(tmp_path):
     text = repr(Checkpointer(tmp_path, keep_best=("val_loss", "min"), keep_every=100))
     assert text.endswith("keep=3, every=1, keep_best=('val_loss', 'min'), keep_every=100)")
@@ -111,7 +123,7 @@ def test_invalid_options_are_refused(options, error, message, tmp_path):
 
 @pytest.mark.parametrize("metrics, message", [
     ([1.0], "`metrics` must be a mapping from names to numbers, got list"),
-    ({"loss": np.zeros(2)}, r"`metrics` must be a mapping from names to numbers, got array.* for 'loss'"),
+    ({"loss": np.zeros(2)}, r"`metrics` must be a mapping from names to numbers, got float64\[2\] for 'loss'"),
     ({3: 1.0}, "`metrics` must be a mapping from names to numbers, got 1.0 for 3"),
     ({"loss": "low"}, "`metrics` must be a mapping from names to numbers, got 'low' for 'loss'"),
 ])  # fmt: skip

@@ -65,6 +65,11 @@ def test_mw22_bad_cluster_is_an_error(spec, task, message):
     "spec, task, message",
     [
         ({}, (), r"`cluster_spec` has no jobs\. Pass the addresses"),
+        (
+            {"chief": [], "worker": []},
+            ("worker", 0),
+            r"`cluster_spec` has no addresses for 'chief' and 'worker'\. Pass the addresses of the processes, such as",
+        ),
         ({"zz": ["a:1"]}, (), r"Unrecognized job 'zz' in `cluster_spec`: the jobs are chief, worker, evaluator, ps\. Rename"),
         ({"worker": {"x": "a:1"}}, (), r"A task index of job 'worker' of `cluster_spec` must be an integer >= 0, got 'x'"),
         ({"worker": [""]}, (), r"address of worker 0 in `cluster_spec` must be a host with a port.*got ''"),

@@ -4,6 +4,7 @@ import inspect
 import pickle
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -32,6 +33,27 @@ def distance(w, x):
 
 def run(fn, *args):
     return testing.strategy("mirrored_2").run(fn, args)
+
+
+def step(fn, *args, **options):
+    return testing.strategy("mirrored_2").step(fn, **options)(*args)
+
+
+def train_step(loss_fn, params=None):
+    strategy, optimizer = testing.strategy("mirrored_2"), optax.sgd(0.1)
+    params = jnp.zeros(3) if params is None else params
+    state = strategy.init(lambda: jdist.TrainState.create(params, optimizer))
+    return jdist.train_step(loss_fn, optimizer).on(strategy)(state, strategy.split(X))
+
+
+def fit_step(step):
+    custom = jdist.Trainer(step=step, strategy=testing.strategy("mirrored_2"))
+    return custom.fit(X, batch_size=4, state={"step": jnp.int32(0)}, progress="off")
+
+
+def sum_with_reference():
+    reference = jax.new_ref(jnp.ones(3))
+    return run(lambda x: x + reference[...], X)
 
 
 # Each call, its exception, and a part of the message.
@@ -119,6 +141,132 @@ CALLS = {
         TypeError,
         "A distributed data set cannot be pickled",
     ),
+    "state of evaluation": (
+        lambda: trainer().predict(X),
+        TypeError,
+        "Call it as `predict(state, data, *, batch_size=None)`. The state is the first argument.",
+    ),
+    "compiler option": (
+        lambda: step(lambda s: (s, None), X, compiler_options={"nonsense": 1}),
+        ValueError,
+        "The option 'nonsense' of `compiler_options` is refused: this version of XLA does not have it.",
+    ),
+    "value of a compiler option": (
+        lambda: step(lambda s: (s, None), X, compiler_options={"xla_cpu_enable_fast_math": "purple"}),
+        ValueError,
+        "The option 'xla_cpu_enable_fast_math' of `compiler_options` is refused: 'purple' is not a valid bool value.",
+    ),
+    "option of compile": (
+        lambda: testing.strategy("mirrored_2").compile(STEP, X, X, compiler_options={"nonsense": 1}),
+        ValueError,
+        "The option 'nonsense' of `compiler_options` is refused",
+    ),
+    "reference": (
+        lambda: run(lambda r: r[...], jax.new_ref(jnp.ones(3))),
+        TypeError,
+        "r is a `jax.Ref`, which has no placement on several devices. Pass its value, `ref[...]`.",
+    ),
+    "reference in a state": (
+        lambda: step(lambda s: (s, None), {"r": jax.new_ref(jnp.ones(3))}),
+        TypeError,
+        "s['r'] is a `jax.Ref`",
+    ),
+    "captured reference": (
+        sum_with_reference,
+        TypeError,
+        "The function closes over a `jax.Ref`, which has no placement on several devices. Pass its value",
+    ),
+    "wrapper in a step": (
+        lambda: run(lambda x: x.tree, jdist.PerReplica(X[:2])),
+        AttributeError,
+        "reads `.tree` of a value that has no wrapper there: a replica function receives the values of one replica",
+    ),
+    "wrapper of a tree in a step": (
+        lambda: run(lambda x: x.tree, jdist.PerReplica((X[:2], X[:2]))),
+        AttributeError,
+        "reads `.tree` of a value that has no wrapper there",
+    ),
+    "parameters for evaluation": (
+        lambda: trainer(eval_params=optax.contrib.schedule_free_eval_params).evaluate(
+            trainer().init(X), (X, X[:, 0]), batch_size=4
+        ),
+        TypeError,
+        "`eval_params` fails for the state of this optimizer, (EmptyState(), EmptyState()) (AttributeError: ",
+    ),
+    "parameters for evaluation of one argument": (
+        lambda: trainer(eval_params=lambda params: params),
+        TypeError,
+        "`eval_params` must be a function `fn(opt_state, params)` that returns parameters, such as "
+        "`optax.contrib.schedule_free_eval_params`, got a function with the parameters (params)",
+    ),
+    "integer parameters": (
+        lambda: train_step(lambda w, x: x @ w["a"], {"a": jnp.zeros(3), "n": jnp.int32(1)}),
+        TypeError,
+        "params['n'] is int32[], and only parameters that are floats have a gradient. Store it in another part of the state",
+    ),
+    "no loss": (
+        lambda: train_step(lambda w, x: None),
+        TypeError,
+        "`loss_fn` must return losses [batch, ...], or a pair of these and their weights or other values, got None.",
+    ),
+    "dict of losses": (lambda: train_step(lambda w, x: {"loss": x @ w}), TypeError, "got {loss: float32[4]}."),
+    "three results of a loss": (lambda: train_step(lambda w, x: (x @ w, 1, 2)), TypeError, "got (float32[4], 1, 2)."),
+    "three results of an objective": (
+        lambda: jdist.Trainer(
+            ((lambda key, x: jnp.zeros(3)), (lambda w, x: x @ w)),
+            optax.sgd(0.1),
+            objective=lambda params, batch, key, apply: (apply(params, batch), 1, 2),
+            strategy=testing.strategy("mirrored_2"),
+        ).fit(X, batch_size=4, progress="off"),
+        TypeError,
+        "`objective` must return one array, the losses of the examples, or a pair of these and other values, got (float32[2], ",
+    ),
+    "no loss to differentiate": (
+        lambda: run(jdist.value_and_grad(lambda w, x: None), jnp.zeros(3), X),
+        TypeError,
+        "The loss function returned None, and a loss is one array or number.",
+    ),
+    "tuple to differentiate": (
+        lambda: run(jdist.value_and_grad(lambda w, x: (x @ w, 1, 2)), jnp.zeros(3), X),
+        TypeError,
+        "returned (float32[8], 1, 2), and a loss is one array or number. If it returns a loss and another value, return a pair",
+    ),
+    "step without a batch": (
+        lambda: jdist.Trainer(step=lambda state: state),
+        TypeError,
+        "`step` must be a function `fn(state, batch)` or `fn(state, batch, weights)`, got one with the parameters (state)",
+    ),
+    "loss that is a Python number": (
+        lambda: fit_step(lambda state, batch: ({"step": state["step"] + 1}, {"loss": 1.0})),
+        TypeError,
+        "got {loss: 1.0}. A Python number is a constant of the compiled step: return the array that the step computes.",
+    ),
+    "state of a callback": (
+        lambda: fit(callbacks=[lambda event: callbacks.CallbackResult(state=3)]),
+        TypeError,
+        "The callback <lambda> returned the state 3, which has another structure than the training state, a TrainState.",
+    ),
+    "array in host memory": (
+        lambda: testing.strategy("central_2").init(lambda: jnp.ones((2, 2)))[0, 0],
+        ValueError,
+        "An array in host memory, such as a state of `jdist.CentralStorageStrategy`, is not indexed",
+    ),
+    "name of a leaf": (
+        lambda: next(
+            iter(
+                testing.strategy("mirrored_2").distribute_dataset(
+                    [{"t": np.ones(n)} for n in (1, 2)], 2, buckets=data.Buckets((4,), leaves=("tokens",))
+                )
+            )
+        ),
+        ValueError,
+        "`buckets` pads no leaf of the source in batch 0 of epoch 0: it has no key, field or index of ['tokens']. Its leaves are",
+    ),
+    "replica context of TensorFlow": (
+        lambda: jdist.get_replica_context().devices,
+        AttributeError,
+        "'ReplicaContext' object has no attribute 'devices'. TensorFlow's `devices`: write `strategy.devices` on the host",
+    ),
     "validation metric": (
         lambda: fit(validation_data=(X, X[:, 0]), callbacks=[callbacks.EarlyStopping("val_acc")]),
         ValueError,
@@ -158,7 +306,21 @@ def test_optimizer_receives_only_the_extra_arguments_that_it_has():
     assert sharpness_aware.fit((X, X[:, 0]), batch_size=4, steps=4, progress="off").history["loss"][-1] < 1
 
 
+def test_warnings_of_a_replicated_batch_name_the_line_of_the_call(two):
+    state = two.init(lambda: jdist.TrainState.create(jnp.zeros(3), optax.sgd(0.1)))
+    with two.scope(), pytest.warns(jdist.ReplicatedBatchWarning, match="^batch is replicated") as warned:
+        jdist.train_step(lambda w, x: (x @ w) ** 2, optax.sgd(0.1))(state, X)
+        assert distance.over(jnp.zeros(3), [X]) == 1
+        distance(jnp.zeros(3), X)  # traced before
+    lines = [
+        each.lineno - test_warnings_of_a_replicated_batch_name_the_line_of_the_call.__code__.co_firstlineno
+        for each in warned
+    ]
+    assert [each.filename for each in warned] == [__file__] * 2 and lines == [3, 4]
+
+
 def test_representations_name_the_function():
     assert repr(distance) == "EvalStep(distance)"
     assert repr(STEP) == "Step(<lambda>)"
+    assert repr(jdist.train_step(lambda w, x: x @ w, optax.sgd(0.1))) == "Step(train_step)"
     assert repr(testing.strategy("mirrored_2").step(lambda s: (s, None))) == "Program(<lambda>, on 2 cpu devices)"

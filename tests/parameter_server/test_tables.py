@@ -14,6 +14,7 @@ from jdist._src.parameter_server import backend
 NUM_ROWS, WIDTH = 50, 4
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, NUM_ROWS - 10, size=(400, 3)).astype(np.int32)  # the last ten rows are never looked up
+IDS[5::7] -= NUM_ROWS  # negative ids count from the last row
 TARGETS = RNG.normal(size=400).astype(np.float32)
 
 
@@ -153,6 +154,18 @@ def test_trainer_sends_rows(parts):
 def test_ids_out_of_range_are_clipped():
     table = jnp.arange(6.0).reshape(3, 2)
     assert jdist.lookup(table, np.array([-4, 9])).tolist() == [[0, 1], [4, 5]]
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8])
+def test_lookup_is_an_index(dtype):
+    """Also of negative ids, in values and gradients, and with more rows than numbers of the dtype."""
+    table = jnp.arange(600.0).reshape(300, 2)
+    ids = np.array([0, 3, 120] if dtype is np.uint8 else [0, 3, 120, -1, -3, -128], dtype)
+    wide = ids.astype(np.int32)  # JAX's own index overflows
+    square = lambda rows: (rows**2).sum()
+    assert jdist.lookup(table, ids).tolist() == table[wide].tolist()
+    grads = jax.grad(lambda table: square(jdist.lookup(table, ids)))(table)
+    assert grads.tolist() == jax.grad(lambda table: square(table[wide]))(table).tolist()
 
 
 def test_bad_arguments_of_lookup_are_refused():

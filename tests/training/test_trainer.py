@@ -391,6 +391,18 @@ WRONG_ARGUMENTS = {
         ValueError,
         "`data`[2], the weights of the examples, has 1 of 8 values that are negative or not finite, the first is -1.0 at [7]",
     ),
+    "weights_of_a_stream_that_are_negative": (
+        {},
+        dict(data=lambda: iter([(np.zeros(2, np.float32), np.float32(0), np.float32(-1))] * 8), batch_size=4),
+        ValueError,
+        "`data`[2], the weights of the examples in batch 0 of epoch 0, has 4 of 4 values that are negative or not finite",
+    ),
+    "weights_of_validation_data_that_are_negative": (
+        {},
+        dict(validation_data={"easy": (*digits(), -np.ones(len(digits()[0]), np.float32))}),
+        ValueError,
+        "`validation_data['easy']`[2], the weights of the examples, has",
+    ),
     "function_of_the_step_to_validate": (
         {},
         dict(validation_data=endless),

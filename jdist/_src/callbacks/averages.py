@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from jdist._src.callbacks.arguments import check_function
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.training.events import Callback, Event, Moment
@@ -58,7 +58,7 @@ class EMA(Callback):
 
     def __init__(self, decay: float, *, debias: bool = True, params: Callable[[PyTree], PyTree] = _params):
         if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay < 1:
-            raise ValueError(f"`decay` must be a number between 0 and 1, such as 0.999, got {decay!r}.")
+            raise ValueError(f"`decay` must be a number between 0 and 1, such as 0.999, got {one_line(decay)}.")
         check_function("params", params, "the state")
         self.decay, self.debias, self._params = float(decay), debias, params
         params_option = "" if params is _params else f", params={getattr(params, '__qualname__', 'function')}"

@@ -6,6 +6,7 @@ from typing import final
 import numpy as np
 
 from jdist._src.checkpoint.checkpointer import Checkpointer, best_metric, is_best
+from jdist._src.core.tree import one_line
 from jdist._src.training.events import Callback, Event, Moment
 
 
@@ -91,7 +92,7 @@ def check_is_checkpointer(name: str, checkpointer: object) -> None:
     """Raises TypeError if the argument of the callback `name` is not a `Checkpointer`."""
     if not isinstance(checkpointer, Checkpointer):
         raise TypeError(
-            f"`{name}` needs a `jdist.Checkpointer`, got {checkpointer!r}. Write "
+            f"`{name}` needs a `jdist.Checkpointer`, got {one_line(checkpointer)}. Write "
             "`with jdist.Checkpointer(path, every=100) as checkpointer:` and, inside, "
             f"`trainer.fit(..., callbacks=[jdist.callbacks.{name}(checkpointer)], resume=checkpointer)`."
         )
@@ -111,5 +112,5 @@ def save_event(checkpointer: Checkpointer, event: Event, metrics: Mapping[str, f
     if not event.is_finite():
         return False
     seed, extra = event.position.get("seed"), event.resume_data()
-    checkpointer.save(event.step, event.state, event.position, seed=seed, extra=extra, metrics=metrics, now=True)
+    checkpointer._save(event.step, event.state, event.position, seed, extra, metrics)
     return True

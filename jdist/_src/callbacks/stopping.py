@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, final, get_args
 import numpy as np
 
 from jdist._src.core.arguments import as_int, check_seconds
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.training.events import Callback, CallbackResult, Event, Moment
 from jdist._src.training.state_copies import copy_state, from_saved, to_saved
 
@@ -59,9 +59,9 @@ class EarlyStopping(Callback):
         if not isinstance(metric, str):
             raise TypeError(f"`metric` must be the name of a metric, got {type(metric).__name__}.")
         if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not 0 <= min_delta < math.inf:
-            raise ValueError(f"`min_delta` must be a number >= 0, got {min_delta!r}.")
+            raise ValueError(f"`min_delta` must be a number >= 0, got {one_line(min_delta)}.")
         if mode not in get_args(Mode):
-            raise ValueError(f"`mode` must be 'min' or 'max', got {mode!r}.")
+            raise ValueError(f"`mode` must be 'min' or 'max', got {one_line(mode)}.")
         self.patience = as_int("`patience`", patience, 1)
         self.metric, self.min_delta, self.mode = metric, float(min_delta), mode
         self.restore_best = restore_best
@@ -202,7 +202,9 @@ def _parse_seconds(limit: Any) -> float:
         pattern = "".join(rf"(?:(\d+(?:\.\d+)?)\s*{unit}\s*)?" for unit in _UNITS)
         match = re.fullmatch(rf"\s*{pattern}", limit)
         if not match or not any(match.groups()):
-            raise ValueError(f"`limit` must be seconds, or a string such as '90s', '1h30m' or '2d', got {limit!r}.")
+            raise ValueError(
+                f"`limit` must be seconds, or a string such as '90s', '1h30m' or '2d', got {one_line(limit)}."
+            )
         numbers = [float(number or 0) for number in match.groups()]
         limit = sum(number * size for number, size in zip(numbers, _UNITS.values(), strict=True))
     check_seconds("limit", limit)

@@ -25,6 +25,7 @@ from jdist._src.core import activity
 from jdist._src.core.arguments import as_int
 from jdist._src.core.atomic_files import check_path
 from jdist._src.core.call_errors import explains_arguments
+from jdist._src.core.source_lines import caller_frame
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import in_replica_function
 from jdist._src.strategies.base import Strategy
@@ -122,6 +123,7 @@ class Checkpointer:
         self._calls: ProcessGroup | None = None  # compares the calls of all processes
         self._lock: FolderLock | None = None
         self._saving = -1
+        self._has_warned = False  # of a save without the metric of `keep_best`
         self._damaged: set[int] = set()  # steps that `restore` could not read
         self._metrics = _SavedMetrics(self._folder)
 
@@ -174,7 +176,8 @@ class Checkpointer:
             data_position: The position in the data: the result of `get_state` of an iterator, or other JSON.
             seed: The seed of the run, for the manifest.
             extra: Other values: a tree of dicts and lists of arrays, numbers and text.
-            metrics: Numbers by name, for `keep_best` and the manifest. Those that are not finite are not stored.
+            metrics: Numbers by name, for `keep_best` and the manifest. Those that are not finite are not stored. A warning in
+                the log names the first save without the metric of `keep_best`, unless `metrics` is `{}`.
             now: Whether to save even if no checkpoint is due at this step.
             wait: Whether to return only when the checkpoint is complete, as `checkpointer.wait()` does.
 
@@ -191,6 +194,13 @@ class Checkpointer:
             raise RuntimeError("`save` cannot be called in a replica function. Call it between the steps.")
         if not now and not self._is_due(step):
             return False
+        self._warn_without_metric(metrics)
+        return self._save(step, state, data_position, seed, extra, metrics, wait)
+
+    def _save(
+        self, step: int, state: PyTree, data_position: Any, seed: Any, extra: PyTree, metrics: Any, wait: bool = False
+    ) -> bool:
+        """Saves a checkpoint, without a warning if the metric of `keep_best` is missing: not each row of a history has it."""
         self.wait()
         with jax.transfer_guard("allow"):  # a training loop may forbid implicit transfers
             plan = self._run_compared("save", lambda: self._plan_save(step, state, data_position, seed, extra, metrics))
@@ -199,6 +209,18 @@ class Checkpointer:
         if wait:
             self.wait()
         return plan is not None
+
+    def _warn_without_metric(self, metrics: Mapping[str, float] | None) -> None:
+        best = self._preservation.best
+        if best is None or metrics == {} or best.name in (metrics or {}) or self._has_warned:
+            return
+        self._has_warned = True
+        _LOG.warning(
+            "%s: the checkpoint is saved with %s, and `keep_best` compares checkpoints by %r, so it cannot be the best. Write "
+            '`save(step, state, metrics={"%s": value})`; or `metrics={}` for a checkpoint that is not compared.',
+            *(caller_frame(), f"the metrics {', '.join(map(repr, metrics))}" if metrics else "no metrics"),
+            *(best.name, best.name),
+        )
 
     @overload
     def restore(

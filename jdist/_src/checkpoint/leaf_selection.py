@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._src.checkpoint.tree_format import Keys, Leaf
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.values.base import is_distributed
 
 _MOST_NAMED = 4
@@ -36,7 +36,7 @@ def as_paths(only: Any) -> tuple[str, ...] | None:
         return None
     paths = (only,) if isinstance(only, str) else only
     if not isinstance(paths, Sequence) or not all(isinstance(path, str) for path in paths):
-        raise TypeError(f'`only` must be a path such as "params/encoder", or a list of paths, got {only!r}.')
+        raise TypeError(f'`only` must be a path such as "params/encoder", or a list of paths, got {one_line(only)}.')
     if not paths:
         raise ValueError("`only` is empty, which restores nothing. Omit it to restore all leaves.")
     return tuple(_checked_path("only", path) for path in paths)
@@ -54,7 +54,7 @@ def as_renames(rename: Any) -> dict[str, str]:
     if not isinstance(rename, Mapping) or not all(isinstance(path, str) for pair in rename.items() for path in pair):
         raise TypeError(
             "`rename` must be a mapping from saved paths to paths in `like`, such as "
-            f'{{"params/encoder": "params/backbone"}}, got {rename!r}.'
+            f'{{"params/encoder": "params/backbone"}}, got {one_line(rename)}.'
         )
     return {_checked_path("rename", old): _checked_path("rename", new) for old, new in rename.items()}
 

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jdist._src.core.byte_dtypes import byte_dtype, from_bytes
+from jdist._src.core.tree import one_line
 from jdist._src.core.version import __version__
 
 AS_BYTES = ("uint2", "uint4", "float8_e4m3")  # dtypes that TensorStore does not have
@@ -195,9 +196,11 @@ def checked_json(name: str, value: Any) -> Any:
     try:
         copy = json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"`{name}` is saved as JSON, which cannot represent {value!r}: {error}.") from None
+        raise TypeError(f"`{name}` is saved as JSON, which cannot represent {one_line(value)}: {error}.") from None
     if copy != value:
-        raise TypeError(f"`{name}` is saved as JSON, which returns {copy!r} for {value!r}. Pass {copy!r}.")
+        raise TypeError(
+            f"`{name}` is saved as JSON, which returns {one_line(copy)} for {one_line(value)}. Pass {one_line(copy)}."
+        )
     return copy
 
 

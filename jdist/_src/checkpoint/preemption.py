@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.faults.preemption_notice import PreemptionNotice
 from jdist._src.launch.exit_statuses import PREEMPTED
 
@@ -78,11 +78,11 @@ class PreemptionCheckpointHandler:
     ):
         if not isinstance(checkpointer, Checkpointer):
             raise TypeError(
-                f"`PreemptionCheckpointHandler` needs a `jdist.Checkpointer`, got {checkpointer!r}. Write "
+                f"`PreemptionCheckpointHandler` needs a `jdist.Checkpointer`, got {one_line(checkpointer)}. Write "
                 "`PreemptionCheckpointHandler(jdist.Checkpointer(path))`."
             )
         if exit_fn is not None and not callable(exit_fn):
-            raise TypeError(f"`exit_fn` must be a function without arguments, got {exit_fn!r}.")
+            raise TypeError(f"`exit_fn` must be a function without arguments, got {one_line(exit_fn)}.")
         self._checkpointer, self._exit_fn = checkpointer, exit_fn
         self._read_position = _position_function(data)
         if total_run_calls is None:
@@ -135,7 +135,7 @@ class PreemptionCheckpointHandler:
         self.close()
 
     def _save_and_exit(self, state: PyTree) -> None:
-        self._checkpointer.save(self._total_run_calls, state, self._read_position(), now=True, wait=True)
+        self._checkpointer.save(self._total_run_calls, state, self._read_position(), metrics={}, now=True, wait=True)
         self._notice.reset()
         if self._exit_fn is None:
             exit_preempted(self._checkpointer)

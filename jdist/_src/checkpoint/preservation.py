@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import numpy as np
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.tree import one_line
 
 Metrics: TypeAlias = Mapping[str, float]
 Mode: TypeAlias = Literal["min", "max"]
@@ -86,11 +87,12 @@ def as_preservation(keep: Any, keep_best: Any, keep_every: Any) -> Preservation:
         return Preservation(newest, None, every)
     if not isinstance(keep_best, tuple) or len(keep_best) != 2 or not all(isinstance(x, str) for x in keep_best):
         raise TypeError(
-            f'`keep_best` must be a pair of the name of a metric and its mode, such as ("val_loss", "min"), got {keep_best!r}.'
+            '`keep_best` must be a pair of the name of a metric and its mode, such as ("val_loss", "min"), got '
+            f"{one_line(keep_best)}."
         )
     name, mode = keep_best
     if mode not in get_args(Mode):
-        raise ValueError(f"The mode in `keep_best` must be 'min' or 'max', got {mode!r}.")
+        raise ValueError(f"The mode in `keep_best` must be 'min' or 'max', got {one_line(mode)}.")
     return Preservation(newest, BestMetric(name, mode), every)
 
 
@@ -107,6 +109,6 @@ def as_metrics(metrics: Any) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         if not isinstance(name, str) or np.ndim(value) or not np.isreal(value):
-            raise TypeError(f"`metrics` must be a mapping from names to numbers, got {value!r} for {name!r}.")
+            raise TypeError(f"`metrics` must be a mapping from names to numbers, got {one_line(value)} for {name!r}.")
         numbers[name] = float(value)
     return {name: value for name, value in numbers.items() if math.isfinite(value)}

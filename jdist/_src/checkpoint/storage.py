@@ -50,8 +50,6 @@ class CheckpointError(RuntimeError):
         True
     """
 
-    __module__ = "jdist"  # tracebacks show the public name
-
 
 def short_message(error: BaseException) -> str:
     """Returns the message of the first cause of an error, in one line: errors of orbax are long and nested."""

@@ -10,6 +10,7 @@ from jdist._src.cluster.polling import poll
 from jdist._src.cluster.resolver import ClusterNotFoundError
 from jdist._src.cluster.settings import Variables, with_port
 from jdist._src.cluster.simple import Addresses
+from jdist._src.core.tree import one_line
 
 _NAMESPACE_FILE = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -95,7 +96,7 @@ def _request(
     for job, job_selectors in selectors.items():
         if isinstance(job_selectors, str):
             raise TypeError(
-                f"The selectors of job {job!r} must be a list, such as ['job-name=train'], got {job_selectors!r}."
+                f"The selectors of job {job!r} must be a list, such as ['job-name=train'], got {one_line(job_selectors)}."
             )
         pods[job] = [pod for selector in job_selectors for pod in _list(client, namespace, selector, deadline)]
     found = [pod for job_pods in pods.values() for pod in job_pods]

@@ -74,5 +74,3 @@ class ClusterNotFoundError(ValueError):
         ...     print(error)
         TF_CONFIG is not set. Set it on each process to ...
     """
-
-    __module__ = "jdist.cluster"  # tracebacks show the public name

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from jdist._src.cluster.joining import join_processes
 from jdist._src.cluster.settings import check_coordinator
+from jdist._src.core.tree import one_line
 
 Addresses = Sequence[str | None] | Mapping[int, str | None] | Mapping[str, str]
 # The jobs in the order of their process indices, then the jobs whose tasks are not processes of the cluster.
@@ -222,6 +223,9 @@ def _tasks(cluster_spec: Any, source: str) -> tuple[_Task, ...]:
                 "workers."
             )
         tasks += [_Task(job, index, addresses[index]) for index in sorted(addresses)]
+    if not tasks:
+        jobs = " and ".join(map(repr, cluster_spec))
+        raise ValueError(f"{source} has no addresses for {jobs}. Pass the addresses of the processes, {example}.")
     _check_different_addresses(tasks, source)
     return tuple(tasks)
 
@@ -250,7 +254,7 @@ def task_index(value: Any, name: str) -> int:
     """Returns a task index, an integer or its digits, as an integer. Messages begin with `name`."""
     text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
     if not (text.isascii() and text.isdigit()):
-        raise ValueError(f"{name} must be an integer >= 0, got {value!r}.")
+        raise ValueError(f"{name} must be an integer >= 0, got {one_line(value)}.")
     return int(text)
 
 

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from jdist._src.cluster.resolver import ClusterResolver
 from jdist._src.cluster.simple import SimpleClusterResolver
+from jdist._src.core.tree import one_line
 
 
 class UnionResolver(SimpleClusterResolver):
@@ -37,7 +38,7 @@ class UnionResolver(SimpleClusterResolver):
             # `SimpleClusterResolver` first: in Python 3.11 the check of a protocol reads `task_type`, which may be unknown.
             if not isinstance(resolver, (SimpleClusterResolver, ClusterResolver)):
                 raise TypeError(
-                    f"Argument {position} of `UnionResolver` must be a `ClusterResolver`, got {resolver!r}."
+                    f"Argument {position} of `UnionResolver` must be a `ClusterResolver`, got {one_line(resolver)}."
                 )
         if not resolvers:
             raise ValueError("`UnionResolver` needs at least one resolver, got none.")

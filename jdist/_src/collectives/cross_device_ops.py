@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jdist._src.core.arguments import check_seconds
+from jdist._src.core.tree import one_line
 from jdist._src.devices.mesh import group_mesh, local_mesh_devices
 from jdist._src.values.reduce_op import ReduceOp, from_sortable, sortable
 
@@ -243,7 +244,7 @@ def _in_one_process(mesh: Mesh) -> bool:
 
 def _check_bytes(name: str, value: int | None) -> None:
     if not isinstance(value, int | None):
-        raise TypeError(f"`{name}` must be an integer number of bytes or None, got {value!r}.")
+        raise TypeError(f"`{name}` must be an integer number of bytes or None, got {one_line(value)}.")
     if value is not None and value < 0:
         raise ValueError(f"`{name}` must be >= 0, got {value}. It is a number of bytes; None selects a default.")
 
@@ -282,5 +283,6 @@ def _with_default(name: str, value: Any, kind: type, default: Callable[[], Any])
     if value is None:
         return default()
     if not isinstance(value, kind):
-        raise TypeError(f"`{name}` must be a {kind.__name__}, such as `jdist.{default.__name__}()`, got {value!r}.")  # pyright: ignore
+        example = f"`jdist.{default.__name__}()`"  # pyright: ignore
+        raise TypeError(f"`{name}` must be a {kind.__name__}, such as {example}, got {one_line(value)}.")
     return value

@@ -21,7 +21,7 @@ from jdist._src.collectives.cross_device_ops import (
     num_replicas,
 )
 from jdist._src.core.arguments import as_int
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.jaxpr.replication import SUM_MARK
 from jdist._src.values.arrays import Shape, check_range, check_value
 from jdist._src.values.base import is_distributed
@@ -131,8 +131,8 @@ def check_unwrapped(tree: PyTree) -> None:
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         if is_distributed(node):
             raise TypeError(
-                f"{node!r} is a distributed value, but collectives take the plain arrays of one replica. Pass it to a replica "
-                "function (`strategy.run(fn, (value,))`), or use `strategy.reduce` or `strategy.gather`."
+                f"{one_line(node)} is a distributed value, but collectives take the plain arrays of one replica. Pass it to a "
+                "replica function (`strategy.run(fn, (value,))`), or use `strategy.reduce` or `strategy.gather`."
             )
 
 
@@ -173,7 +173,7 @@ def axis_argument(axis: int) -> int:
         return as_int("`axis`", axis)
     except TypeError:
         raise TypeError(
-            f"`axis` must be a dimension of one replica's value, an integer, got {axis!r:.80}. A scalar does not have a "
+            f"`axis` must be a dimension of one replica's value, an integer, got {one_line(axis)}. A scalar does not have a "
             "dimension: add one, `x[None]`, and use `axis=0`."
         ) from None
 

@@ -67,5 +67,8 @@ def _explanation(
         signature.bind(*args, **kwargs)
     except TypeError as error:
         call = signature.replace(parameters=shown, return_annotation=inspect.Signature.empty)
-        return f"`{name}`: {error}. Call it as `{name.split('.')[-1]}{call}`."
+        # Of `predict(x)`, the first argument is missing, and Python says that the last one is.
+        first = next(iter(parameters), "")
+        hint = " The state is the first argument." if first == "state" and len(args) == 2 else ""
+        return f"`{name}`: {error}. Call it as `{name.split('.')[-1]}{call}`.{hint}"
     return None

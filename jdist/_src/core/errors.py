@@ -1,7 +1,4 @@
-"""The exception and warning classes of jdist. Other errors are `ValueError`, `TypeError` or `RuntimeError`.
-
-`__module__` is the public one: tracebacks and warnings show `jdist.NotMirroredError`.
-"""
+"""The exception and warning classes of jdist. Other errors are `ValueError`, `TypeError` or `RuntimeError`."""
 
 from typing import Any
 
@@ -13,8 +10,6 @@ class NotMirroredError(ValueError):
     with source lines of the user's code, and the possible fixes.
     """
 
-    __module__ = "jdist"
-
 
 class DivergentCollectiveError(ValueError):
     """A collective that only some replicas may reach; the replicas that reach it would wait forever.
@@ -23,43 +18,29 @@ class DivergentCollectiveError(ValueError):
     differ between replicas.
     """
 
-    __module__ = "jdist"
-
 
 class RepeatedSumWarning(UserWarning):
     """A replicated value is summed over the replicas, which multiplies it by the number of replicas."""
-
-    __module__ = "jdist"
 
 
 class ReplicatedBatchWarning(UserWarning):
     """A step receives its batch as a plain array: every replica computes all examples, and the mean is over equal values."""
 
-    __module__ = "jdist"
-
 
 class BatchedElementsWarning(UserWarning):
     """Each element of a data source has as many rows as the batch size: the elements may already be batches."""
-
-    __module__ = "jdist"
 
 
 class ClippedPerReplicaWarning(UserWarning):
     """Gradients are clipped before they are reduced, so each replica clips by the norm of its local gradients."""
 
-    __module__ = "jdist"
-
 
 class SharedRandomnessWarning(UserWarning):
     """Every replica combines its own examples with the same random numbers, such as one dropout mask."""
 
-    __module__ = "jdist"
-
 
 class UnrecognizedOptimizerStateWarning(UserWarning):
     """A part of a state looks like the state of an optimizer and is not recognized, so it is not sharded as one."""
-
-    __module__ = "jdist"
 
 
 class FitError(RuntimeError):
@@ -69,8 +50,6 @@ class FitError(RuntimeError):
         fit: The `jdist.Fit` record: the history, and the state after the last completed step. The state is None if the
             failed step had already received the state's memory by donation; the message then names the last checkpoint.
     """
-
-    __module__ = "jdist"
 
     def __init__(self, message: str, fit: Any):
         super().__init__(message)

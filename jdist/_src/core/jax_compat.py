@@ -74,6 +74,24 @@ def on_host_read(callback: Callable[[jax.Array], None]) -> Iterator[None]:
         arrays._value = original
 
 
+def add_to_memory_space_errors(advice: str) -> None:
+    """Adds a sentence to JAX's errors about arrays in different memories, which functions of JAX raise for the user."""
+    from jax._src.lax import utils  # no public hook
+
+    rule = getattr(utils, "_default_memory_space_rule", None)
+    if rule is None or hasattr(rule, "__wrapped__"):
+        return
+
+    @functools.wraps(rule)
+    def rule_with_advice(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return rule(*args, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"{error}. {advice}") from None
+
+    utils._default_memory_space_rule = rule_with_advice  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def is_tracing() -> bool:
     """Whether JAX is tracing a function here, so that values are not computed yet."""
     from jax._src import core as private  # no public name for it
@@ -309,6 +327,11 @@ def is_function_of(equation: Equation, folders: tuple[str, ...]) -> bool:
 def shape_of(atom: Any) -> tuple[int, ...]:
     """Returns the shape of an operand or a result of an equation."""
     return atom.aval.shape
+
+
+def is_ref(atom: Any) -> bool:
+    """Whether an operand of an equation is a mutable reference."""
+    return type(atom.aval).__name__ == "AbstractRef"
 
 
 def evaluate_equation(jaxpr: Jaxpr, equation: Equation, operands: Sequence[Any]) -> list[Any]:

@@ -3,8 +3,12 @@
 `docs/from_tf_distribute.md` is the guide for moving a program from TensorFlow, `docs/coming_from.md` for the others.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+# The library, the advice for each of its names, and the end of the message. Without a library, the advice is a sentence.
+Table: TypeAlias = tuple[str, Mapping[str, str], str]
 
 _BATCHES = "write `strategy.distribute_dataset(source, batch_size)`, with the global batch size"
 _DEPRECATED = "deprecated in TensorFlow; jdist does not have it"
@@ -268,6 +272,12 @@ VALUE_NAMES = {
     "value": "write `value.values`, one value per replica",
 }
 
+REPLICA_CONTEXT_NAMES = {
+    "devices": "write `strategy.devices` on the host; a replica function runs on the device of its replica",
+    "replica_id": "write `jdist.replica_id()`",
+    "num_replicas": "write `jdist.num_replicas()`",
+}
+
 # Names of arguments in other libraries.
 FIT_ARGUMENTS = {
     **dict.fromkeys(("num_epochs", "max_epochs", "n_epochs", "num_train_epochs"), "Write `epochs=`."),
@@ -304,26 +314,43 @@ STRATEGY_ARGUMENTS = {
 }
 
 
-def missing_attribute_error(
-    owner_name: str, name: str, *tables: tuple[str, Mapping[str, str], str], owner: Any = None
-) -> AttributeError:
+def missing_attribute_error(owner_name: str, name: str, *tables: Table, owner: Any = None) -> AttributeError:
     """Returns the error for an attribute that does not exist, with the line to write if it is a name of another library.
 
     Args:
         owner_name: The object or module as the error names it.
         name: The attribute.
-        tables: The name of each library, the advice for each of its names, and the end of the message.
+        tables: The names of each library.
         owner: The object or module. Python looks for similar names in it.
     """
     for library, advice, end in tables:
         if name in advice:
-            text = f"{owner_name} has no attribute {name!r}. {library} `{name}`: {advice[name]}.{end}"
-            return AttributeError(text)
+            line = f"{library} `{name}`: {advice[name]}.{end}" if library else advice[name]
+            return AttributeError(f"{owner_name} has no attribute {name!r}. {line}")
     return AttributeError(f"{owner_name} has no attribute {name!r}", name=name, obj=owner)
 
 
+def explains_attributes(*tables: Table) -> Callable[[type[T]], type[T]]:
+    """Returns a decorator of a class whose objects answer names of other libraries with the line to write."""
+
+    def missing(self: Any, name: str) -> Any:
+        if any(name in advice for _, advice, _ in tables):
+            raise missing_attribute_error(f"{type(self).__name__!r} object", name, *tables)
+        return object.__getattribute__(self, name)  # raises the error again, also one of a property
+
+    def decorate(cls: type[T]) -> type[T]:
+        # Not in the body of the class: a type checker would then accept every name.
+        cls.__getattr__ = missing  # pyright: ignore[reportAttributeAccessIssue]
+        return cls
+
+    return decorate
+
+
 _GUIDE = " See docs/from_tf_distribute.md."
-STRATEGY_TABLE = "TensorFlow's", STRATEGY_NAMES, _GUIDE
+STRATEGY_TABLES = (
+    ("TensorFlow's", STRATEGY_NAMES, _GUIDE),
+    ("", {"num_replicas": "Write `strategy.num_replicas_in_sync`."}, ""),
+)
 MODULE_TABLES = (
     ("TensorFlow's", MODULE_NAMES, _GUIDE),
     ("JAX's", JAX_NAMES, ""),
@@ -333,3 +360,4 @@ CALLBACK_TABLE = "The name", CALLBACK_NAMES, ""
 SYNC_TABLE = "The name", SYNC_NAMES, ""
 DATASET_TABLE = "TensorFlow's", DATASET_NAMES, ""
 VALUE_TABLE = "The name", VALUE_NAMES, ""
+REPLICA_CONTEXT_TABLE = "TensorFlow's", REPLICA_CONTEXT_NAMES, _GUIDE

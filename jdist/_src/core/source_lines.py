@@ -65,6 +65,15 @@ def equation_frame(equation: Equation) -> Frame | None:
     return next(user_frames, outside_jax[0])
 
 
+def warning_frame(equation: Equation) -> Frame | None:
+    """Returns the line of user code that a warning about `equation` names.
+
+    It is the line that traced the equation; if only libraries did, as in a `jdist.train_step`, the line of the current call.
+    """
+    frame = equation_frame(equation)
+    return caller_frame() or frame if frame and _in_library(_absolute(frame.file)) else frame
+
+
 def call_frame(equation: Equation, calls: Sequence[Equation]) -> Frame | None:
     """Returns the user's line of an equation inside a function of JAX, such as `jax.random.bernoulli`.
 

@@ -1,5 +1,6 @@
 """Descriptions of pytrees for messages: leaf paths, dtypes and shapes, argument names."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,11 +13,20 @@ from jdist._src.core.modules import leaves_with_path
 PyTree = Any
 
 
+class ReprText(str):
+    """A text without quotes in the repr of a tree: the dtype and shape of a leaf."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def dtype_and_shape(leaf: Any) -> str:
     """Returns `float32[8,3]` for an array, the repr of a Python number, and the class name of any other object."""
+    if isinstance(leaf, ReprText):  # the repr of a tree may describe leaves that are described already
+        return leaf
     if not hasattr(leaf, "dtype"):
-        return type(leaf).__name__ if not isinstance(leaf, (bool, int, float, complex)) else repr(leaf)
-    return f"{leaf.dtype}[{','.join(str(size) for size in np.shape(leaf))}]"
+        return ReprText(repr(leaf) if isinstance(leaf, (bool, int, float, complex)) else type(leaf).__name__)
+    return ReprText(f"{leaf.dtype}[{','.join(str(size) for size in np.shape(leaf))}]")
 
 
 def describe_type(value: Any) -> str:
@@ -31,9 +41,10 @@ def describe_tree(tree: PyTree, max_length: int = 100) -> str:
         >>> describe_tree((np.zeros((4, 2), np.float32), {"n": 3})), describe_tree([np.zeros(2)] * 99)
         ('(float32[4,2], {n: 3})', 'list of 99 arrays')
     """
-    text = str(jax.tree.map(dtype_and_shape, tree)).replace("'", "")
-    if len(text) <= max_length:
-        return text
+    with contextlib.suppress(Exception):  # the class of a node may not accept texts as its leaves
+        text = repr(jax.tree.map(dtype_and_shape, tree)).replace("'", "")
+        if len(text) <= max_length and "\n" not in text:
+            return text
     return f"{type(tree).__name__} of {len(jax.tree.leaves(tree)):,} arrays"
 
 
@@ -44,7 +55,12 @@ def one_line(value: Any, max_length: int = 80) -> str:
         >>> one_line("adam"), one_line(np.zeros((1000, 3), np.float32)), one_line({"w": np.ones(99)})
         ("'adam'", 'float32[1000,3]', '{w: float64[99]}')
     """
-    text = dtype_and_shape(value) if hasattr(value, "dtype") else repr(value)
+    if hasattr(value, "dtype") and not isinstance(value, type):
+        return dtype_and_shape(value)
+    try:
+        text = repr(value)
+    except Exception:  # of an array that was donated, for example
+        text = f"<{type(value).__name__}>"
     if len(text) <= max_length and "\n" not in text:
         return text
     if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):

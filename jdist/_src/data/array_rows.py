@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.data.buckets import Buckets
 from jdist._src.values.arrays import check_range
 
@@ -100,7 +100,7 @@ class ExampleStack:
         leaves, treedef = jax.tree.flatten(example)
         if self._treedef is None:
             if not leaves:
-                raise ValueError(f"An example of the source contains no arrays{self._where}: {example!r}.")
+                raise ValueError(f"An example of the source contains no arrays{self._where}: {one_line(example)}.")
             self._treedef = treedef
             self._names = [name for name, _ in named_leaves("source", example)]
             self._columns = [[] for _ in leaves]
@@ -123,6 +123,7 @@ class ExampleStack:
         columns: Sequence[Sequence[Any]] = self._columns
         if self._buckets is not None:
             numbered = self._treedef.unflatten(range(len(columns)))
+            self._buckets.check_leaves(numbered, self._where)
             paths = jax.tree_util.tree_flatten_with_path(numbered)[0]
             columns = [self._buckets.with_equal_widths(path, columns[i]) for path, i in paths]
         pairs = zip(self._names, columns, strict=True)

@@ -285,6 +285,8 @@ class _BatchReader:
         buckets = self._config.buckets
         compared = rows if buckets is None else buckets.resized(rows, 0)
         if self._first_rows is None:
+            if buckets is not None:
+                buckets.check_leaves(rows, where)
             self._first_rows = jax.tree.map(lambda x: np.empty((0, *x.shape[1:]), x.dtype), compared)
             self._warning = _batched_elements_warning(self._config, compared)
             self._description = f"batches of {self._size} examples of {describe_row(compared)}"
@@ -292,6 +294,8 @@ class _BatchReader:
                 self._config.warn(warning)
         else:
             check_same_rows(self._first_rows, compared, where)
+        if self._config.check is not None:
+            self._config.check(rows, where)
         return rows if self._x64_enabled else to_32_bits(rows)
 
     def _width(self, blocks: list[PyTree], where: str) -> int:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.arguments import as_int
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.data.ragged import pad_rows
 
 
@@ -47,16 +47,28 @@ class Buckets:
     def __post_init__(self) -> None:
         if not isinstance(self.widths, Sequence | np.ndarray) or isinstance(self.widths, str):
             raise TypeError(
-                f"`widths` must be a sequence of integers, such as `Buckets((64, 128))`, got {self.widths!r:.80}."
+                f"`widths` must be a sequence of integers, such as `Buckets((64, 128))`, got {one_line(self.widths)}."
             )
         if np.ndim(self.fill) or np.asarray(self.fill).dtype.kind not in "biufc":
-            raise TypeError(f"`fill` must be a number or a boolean, got {self.fill!r:.80}.")
+            raise TypeError(f"`fill` must be a number or a boolean, got {one_line(self.fill)}.")
         widths = tuple(as_int("`widths`", width, 1) for width in self.widths)
         object.__setattr__(self, "widths", widths)
         if not widths or list(widths) != sorted(set(widths)):
             raise ValueError(f"`widths` must be ascending, and at least one, got {list(widths)}.")
         if isinstance(self.leaves, str):
-            raise TypeError(f"`leaves` must be a collection of names, got {self.leaves!r}. Write `({self.leaves!r},)`.")
+            raise TypeError(
+                f"`leaves` must be a collection of names, got {one_line(self.leaves)}. Write `({self.leaves!r},)`."
+            )
+
+    def check_leaves(self, tree: PyTree, where: str) -> None:
+        """Raises ValueError if `leaves` selects no leaf of `tree`, an example or a batch."""
+        if not any(self._selects(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]):
+            names = [name for name, _ in named_leaves("source", tree)]
+            others = f" and {len(names) - 5:,} more" if len(names) > 5 else ""
+            raise ValueError(
+                f"`buckets` pads no leaf of the source{where}: it has no key, field or index of {list(self.leaves or ())}. Its "
+                f"leaves are {', '.join(names[:5])}{others}."
+            )
 
     def width(self, rows: PyTree, where: str) -> int:
         """Returns the smallest of the widths that `rows`, leaves `[row, width, ...]`, fit into.
@@ -124,8 +136,12 @@ class Buckets:
 
     def _selects(self, path: Sequence[Any]) -> bool:
         """Returns whether `leaves` contains a key of `path`, or is None."""
-        keys = (next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)) for key in path)
-        return self.leaves is None or any(key in self.leaves for key in keys)
+        return self.leaves is None or any(key in self.leaves for key in _keys(path))
+
+
+def _keys(path: Sequence[Any]) -> list[Any]:
+    """Returns the keys, fields and indices in the path of a leaf."""
+    return [next(getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)) for key in path]
 
 
 def is_numbers(value: Any) -> bool:

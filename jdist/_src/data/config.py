@@ -36,6 +36,7 @@ class InputConfig:
         has_rows: Whether the leaves of an element have rows, one per example. If not, an element is one value of any shape,
             which the source yields as a batch of one row.
         buckets: The widths that batches of varying width are padded to.
+        check: Raises an error for rows, leaves `[row, ...]`, of a batch whose place the second argument names.
         warn: Logs a warning, once per text.
     """
 
@@ -49,6 +50,7 @@ class InputConfig:
     replica_batches: bool = False
     has_rows: bool = True
     buckets: Buckets | None = None
+    check: Callable[[Any, str], None] | None = None
     warn: Callable[[str], None] = _log.warning
 
     def __post_init__(self) -> None:

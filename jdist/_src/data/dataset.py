@@ -5,16 +5,17 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 
-from jdist._src.core import html, other_names
+from jdist._src.core import html
 from jdist._src.core.arguments import as_int
 from jdist._src.core.errors import BatchedElementsWarning
+from jdist._src.core.other_names import DATASET_TABLE, explains_attributes
 from jdist._src.core.source_lines import levels_to_user
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.data.batch_sync import Channel, ProcessBatchSync, new_channel
 from jdist._src.data.batches import LocalBatch, Position, element_shapes, in_memory_on_all, read_batches
 from jdist._src.data.config import InputConfig, check_epochs
@@ -30,6 +31,7 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.values.per_replica import PerReplica
 
 
+@explains_attributes(DATASET_TABLE)
 class DistributedDataset:
     """Batches of examples, split over the replicas. Made by `Strategy.distribute_dataset`; each `for` loop starts anew.
 
@@ -68,15 +70,6 @@ class DistributedDataset:
             "A distributed data set cannot be pickled: it places batches on devices of this process. Pickle its source and the "
             "position (`iterator.get_state()`), and call `strategy.distribute_dataset` again."
         )
-
-    if not TYPE_CHECKING:  # a type checker would then accept every name
-
-        def __getattr__(self, name: str) -> Any:
-            if name in other_names.DATASET_NAMES:
-                raise other_names.missing_attribute_error(
-                    f"{type(self).__name__!r} object", name, other_names.DATASET_TABLE
-                )
-            return object.__getattribute__(self, name)  # raises the error again, also one of a property
 
     def __repr__(self) -> str:
         return _text(type(self).__name__, self._config.facts(self._share))
@@ -158,6 +151,19 @@ class DistributedDataset:
         config = dataclasses.replace(self._config, seed=seed) if self._config.shuffle else self._config
         return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
 
+    def checked(self, check: Callable[[PyTree, str], None]) -> "DistributedDataset":
+        """Returns the data set with a check of its examples, which raises on all processes.
+
+        Args:
+            check: Raises an error for examples, leaves `[example, ...]`, of a batch whose place in the data is the second
+                argument. It is called at once for arrays in memory, otherwise for each batch that is read.
+        """
+        if in_memory_on_all(self._config, self._share):
+            check(self._config.source.tree, "")  # pyright: ignore[reportAttributeAccessIssue]  # `Arrays`
+            return self
+        config = dataclasses.replace(self._config, check=check)
+        return DistributedDataset(config, self._shards, self._replicas, self._prefetch, self._cache)
+
     def _identity(self) -> dict[str, Any]:
         """Returns the properties that must be equal where a position is taken and where it is used."""
         config = self._config
@@ -182,7 +188,7 @@ class DistributedDataset:
         config, expected = self._config, self._identity()
         if not isinstance(state, Mapping) or not {*Position._fields, *expected} <= state.keys():
             raise ValueError(
-                f"{state!r} is not a position. Pass the result of `get_state()` of an iterator over batches."
+                f"{one_line(state)} is not a position. Pass the result of `get_state()` of an iterator over batches."
             )
         if config.batch_size is not None:
             expected["batch_size"] = config.batch_size
@@ -248,6 +254,7 @@ class DistributedDataset:
         return (Inline if is_inline else Threaded)(make, self._prefetch)
 
 
+@explains_attributes(DATASET_TABLE)
 class DistributedIterator:
     """Iterates over the batches of a `DistributedDataset`, with a position that can be saved.
 
@@ -272,15 +279,6 @@ class DistributedIterator:
 
     def __iter__(self) -> "DistributedIterator":
         return self
-
-    if not TYPE_CHECKING:  # a type checker would then accept every name
-
-        def __getattr__(self, name: str) -> Any:
-            if name in other_names.DATASET_NAMES:
-                raise other_names.missing_attribute_error(
-                    f"{type(self).__name__!r} object", name, other_names.DATASET_TABLE
-                )
-            return object.__getattribute__(self, name)  # raises the error again, also one of a property
 
     def __repr__(self) -> str:
         return _text(type(self).__name__, self._facts())

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import numpy as np
 
 from jdist._src.core.arguments import as_int
-from jdist._src.core.tree import dtype_and_shape
+from jdist._src.core.tree import dtype_and_shape, one_line
 from jdist._src.data.array_rows import describe_row
 from jdist._src.data.batch_sync import ProcessBatchSync, new_channel
 from jdist._src.data.buckets import Buckets
@@ -54,7 +54,7 @@ def dataset_from_source(
 
     def make() -> tuple[DistributedDataset, str]:
         if shuffle is not None and not isinstance(shuffle, (bool, np.bool_)):
-            raise TypeError(f"`shuffle` must be True, False or None, got {shuffle!r}.")
+            raise TypeError(f"`shuffle` must be True, False or None, got {one_line(shuffle)}.")
         _check_options(batch_size, seed, epochs, remainder, prefetch)
         if batch_size is not None:
             _check_batch_size(batch_size, remainder, replicas)
@@ -66,7 +66,7 @@ def dataset_from_source(
         if not own_source and share.num_pipelines > 1 and (shard := shard_of(source)):
             raise ValueError(f"The source reads one shard of the data: {shard}. {SAME_SOURCE}")
         if not isinstance(buckets, Buckets | None):
-            raise TypeError(f"`buckets` must be a `jdist.data.Buckets((32, 64, 128))`, got {buckets!r}.")
+            raise TypeError(f"`buckets` must be a `jdist.data.Buckets((32, 64, 128))`, got {one_line(buckets)}.")
         adapted = local_source
         if not isinstance(adapted, Files):
             adapted = source_of(local_source, batch_size is None, bool(shuffle), seed, buckets)
@@ -111,7 +111,7 @@ def dataset_from_function(
             )
         _check_options(None, 0, epochs, remainder, prefetch)
         if not isinstance(batched, bool):
-            raise TypeError(f"`batched` must be True or False, got {batched!r}.")
+            raise TypeError(f"`batched` must be True or False, got {one_line(batched)}.")
         if not batched and replicas.batch_axes and share.num_pipelines > 1:
             raise ValueError(
                 "`batched=False` yields one value per replica, and the replica of this strategy spans several processes. "
@@ -285,7 +285,7 @@ def _check_batches(config: InputConfig, share: ProcessShare) -> None:
 def _check_cache(cache: Cache | None, config: InputConfig, share: ProcessShare, source: Any) -> None:
     """Raises ValueError if the source cannot be stored on the devices as `cache` requires."""
     if cache is not None and cache not in get_args(Cache):
-        raise ValueError(f'`cache` must be "device" or None, got {cache!r}.')
+        raise ValueError(f'`cache` must be "device" or None, got {one_line(cache)}.')
     if cache is None:
         return
     if not isinstance(config.source, Arrays):
@@ -317,7 +317,7 @@ def _check_options(batch_size: int | None, seed: int, epochs: int | None, remain
         as_int("`batch_size`", batch_size)
     as_int("`seed`", seed)
     if remainder not in get_args(Remainder):
-        raise ValueError(f'`remainder` must be "drop", "pad" or "error", got {remainder!r}.')
+        raise ValueError(f'`remainder` must be "drop", "pad" or "error", got {one_line(remainder)}.')
     if not 0 <= seed < 2**64:
         raise ValueError(f"`seed` must be an integer from 0 to 2**64 - 1, got {seed}.")
     check_epochs(epochs)

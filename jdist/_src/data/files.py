@@ -5,6 +5,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jdist._src.core.tree import one_line
+
 
 @dataclasses.dataclass(frozen=True)
 class Files:
@@ -36,9 +38,13 @@ class Files:
 
     def __post_init__(self) -> None:
         if isinstance(self.paths, (str, bytes, os.PathLike)) or not isinstance(self.paths, Iterable):
-            raise TypeError(f"`paths` must be a list of paths, got {self.paths!r}. Write `[{str(self.paths)!r}]`.")
+            raise TypeError(
+                f"`paths` must be a list of paths, got {one_line(self.paths)}. Write `[{str(self.paths)!r}]`."
+            )
         if not callable(self.read):
-            raise TypeError(f"`read` must be a function from a path to the examples of that file, got {self.read!r}.")
+            raise TypeError(
+                f"`read` must be a function from a path to the examples of that file, got {one_line(self.read)}."
+            )
         object.__setattr__(self, "paths", tuple(self.paths))
         if not self.paths:
             raise ValueError("`paths` is empty. Pass at least one path.")

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.arguments import as_int, enum_member
+from jdist._src.core.tree import one_line
 from jdist._src.devices.mesh import Replicas
 
 
@@ -37,7 +38,7 @@ class AutoShardPolicy(enum.Enum):
         Raises:
             ValueError: There is no such policy.
         """
-        return enum_member(cls, policy, f"{policy!r} is not a policy for `auto_shard`")
+        return enum_member(cls, policy, f"{one_line(policy)} is not a policy for `auto_shard`")
 
 
 AutoShard: TypeAlias = AutoShardPolicy | Literal["auto", "file", "data", "off", "hint"]

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from jdist._src.core.tree import one_line
+
 _ENDED = "the iterator has ended"
 
 
@@ -30,7 +32,7 @@ def check_state(state: Any) -> None:
     is_position = isinstance(state, Mapping) and ("base64" in state or "value" in state)
     if state is not None and not is_position:
         raise ValueError(
-            f"The position has source={state!r}, which is not the position of a source. Pass it unchanged."
+            f"The position has source={one_line(state)}, which is not the position of a source. Pass it unchanged."
         )
 
 

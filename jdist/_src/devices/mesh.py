@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jdist._src.core import jax_compat
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import one_line
 
@@ -59,7 +60,9 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None, axis_name: s
 def check_axis_name(axis_name: object) -> None:
     """Raises TypeError or ValueError if `axis_name` is not the name of a mesh axis."""
     if not isinstance(axis_name, str):
-        raise TypeError(f'`axis_name` must be a string, the name in `jax.lax.pmean(x, "batch")`, got {axis_name!r}.')
+        raise TypeError(
+            f'`axis_name` must be a string, the name in `jax.lax.pmean(x, "batch")`, got {one_line(axis_name)}.'
+        )
     if not axis_name:
         raise ValueError('`axis_name` is empty. Name the axis of the replicas, or omit it for "replica".')
 
@@ -94,7 +97,7 @@ def find_device(device: jax.Device | str) -> jax.Device:
     if isinstance(device, jax.Device):
         return device
     if not isinstance(device, str):
-        raise TypeError(f"A device must be a `jax.Device` or a name such as 'cpu:0', got {device!r}.")
+        raise TypeError(f"A device must be a `jax.Device` or a name such as 'cpu:0', got {one_line(device)}.")
     name = _DEVICE_NAME.fullmatch(device.lower())
     if name:
         _check_process(device, name["job"], name["task"])
@@ -296,3 +299,7 @@ def check_host_memory(mesh: Mesh, instead: str) -> None:
             f"The devices ({device.device_kind}) have the memories {kinds}, and not {HOST_MEMORY!r}, which would store the "
             f"state. Topology devices of GPUs list no memories: compile for TPUs to see the saving. {instead}"
         )
+    jax_compat.add_to_memory_space_errors(
+        "An array in host memory, such as a state of `jdist.CentralStorageStrategy`, is not indexed, and not combined with "
+        "arrays on devices. Copy it first: `jdist.read_values(x)`, or `np.asarray(x)`."
+    )

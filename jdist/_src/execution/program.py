@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
@@ -21,7 +22,7 @@ from jax.tree_util import PyTreeDef
 from jdist._src.core import activity, jax_compat
 from jdist._src.core.modules import contains_modules, from_array_tree, to_array_tree, update_in_place
 from jdist._src.core.trace_key import is_keyed, unkeyed
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.devices.dispatch import is_bounded, record_call, wait_for_previous
 from jdist._src.execution.backend import Backend
 from jdist._src.execution.interrupts import (
@@ -41,6 +42,7 @@ from jdist._src.replica.context import in_replica_function
 from jdist._src.values.arrays import (
     check_array,
     check_not_leaked,
+    check_not_ref,
     check_range,
     host_leaves,
     is_device_array,
@@ -60,6 +62,7 @@ class _ModulesError(Exception):
     """Arguments contain modules that the call did not convert. Raised while the program is traced; `Program` handles it."""
 
 
+_WRONG_OPTION = re.compile(r"No such compile option: '(\w+)'|While setting option (\w+), ([^\n]*)")
 _SMALL_OUTPUTS = 2**16  # elements: outputs that are held until the next call
 _NO_MESH = Mesh(np.empty((), object), ())
 _IS_DELETED = operator.methodcaller("is_deleted")
@@ -631,13 +634,15 @@ def _raise_argument_error(
 
     Raises:
         TypeError: An argument is not an array.
-        ValueError: An argument was deleted, is donated twice, or is on other devices.
+        ValueError: An argument was deleted, is donated twice, or is on other devices; or XLA does not have an option.
     """
+    raise_option_error(error)
     is_about_memory = jax_compat.is_deleted_memory_error(error)
     # A call that fails after its launch has deleted the state itself, and its error has another cause.
     if is_about_memory and donates:
         _check_donated_state(call.args[0], tuple(call.args[1:]))
     for name, leaf in call.leaves():
+        check_not_ref(name, leaf)
         if isinstance(error, TypeError):
             _check_argument(name, leaf)
         if is_about_memory and is_device_array(leaf) and leaf.is_deleted():
@@ -647,6 +652,17 @@ def _raise_argument_error(
             ) from None
         if is_device_array(leaf) and leaf.committed and leaf.sharding != storage:
             check_same_devices(name, leaf, mesh)
+
+
+def raise_option_error(error: Exception) -> None:
+    """Raises ValueError if XLA raised `error` because of `compiler_options`."""
+    if wrong := _WRONG_OPTION.search(str(error)):
+        problem = f"{wrong[3]}" if wrong[2] else "this version of XLA does not have it."
+        raise ValueError(
+            f"The option {wrong[1] or wrong[2]!r} of `compiler_options` is refused: {problem} Names and values are those of "
+            '`XLA_FLAGS`, without the dashes: `{"xla_cpu_enable_fast_math": True}`. `jdist.xla_flags` returns recommended '
+            "options."
+        ) from error
 
 
 def _check_donated_state(state: PyTree, inputs: tuple[PyTree, ...]) -> None:
@@ -730,6 +746,6 @@ def _check_argument(name: str, leaf: Any) -> None:
         jax.typeof(leaf if isinstance(leaf, jax.Array) else np.asarray(leaf))
     except TypeError as error:
         raise TypeError(
-            f"{name} is {leaf!r:.80}: the arguments of a replica function are arrays and numbers. Close over it, or bind it "
-            "once with `functools.partial(fn, name=value)` and pass the other arguments."
+            f"{name} is {one_line(leaf)}: the arguments of a replica function are arrays and numbers. Close over it, or bind "
+            "it once with `functools.partial(fn, name=value)` and pass the other arguments."
         ) from error

@@ -25,7 +25,7 @@ from jdist._src.jaxpr import clip_check, replication
 from jdist._src.jaxpr.batch_check import warn_of_replicated_batch
 from jdist._src.jaxpr.example_check import check_examples
 from jdist._src.jaxpr.replication import Variation
-from jdist._src.jaxpr.trace_errors import explain_trace_errors, note_arguments
+from jdist._src.jaxpr.trace_errors import check_no_captured_ref, explain_trace_errors, note_arguments
 from jdist._src.replica.context import ReplicaContext, enter_context
 from jdist._src.values.arrays import check_value
 from jdist._src.values.base import is_distributed, named_values
@@ -145,6 +145,7 @@ def replicate(
     with explain_trace_errors(names, backend.replicas.mesh, context.axes):
         traced = backend.trace(function)
     jaxpr = jax_compat.open_jaxpr(traced)
+    check_no_captured_ref(jaxpr)
     inputs = _analysis_inputs(items, names, context.axes)
     variations = replication.prove(jaxpr, inputs, context.axes)
     clip_check.warn_of_clipped_gradients(jaxpr)

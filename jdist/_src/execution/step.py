@@ -15,7 +15,7 @@ from jax import lax
 
 from jdist._src.core.arguments import as_int
 from jdist._src.core.modules import from_array_tree, leaves_with_path, to_array_tree
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.execution.backend import Backend
 from jdist._src.execution.module_changes import (
     changed_attribute,
@@ -59,12 +59,13 @@ class StepOptions:
     def __post_init__(self) -> None:
         if not isinstance(self.precision, Precision | None):
             raise TypeError(
-                f"`precision` must be a `jdist.Precision(param_dtype, compute_dtype, output_dtype)`, got {self.precision!r}."
+                "`precision` must be a `jdist.Precision(param_dtype, compute_dtype, output_dtype)`, got "
+                f"{one_line(self.precision)}."
             )
         if self.steps_per_call is not None:
             object.__setattr__(self, "steps_per_call", as_int("`steps_per_call`", self.steps_per_call, 1))
         if not isinstance(self.donate, bool):
-            raise TypeError(f"`donate` is True or False, got {self.donate!r}.")
+            raise TypeError(f"`donate` is True or False, got {one_line(self.donate)}.")
         check_compiler_options(self.compiler_options)
 
 

@@ -15,7 +15,7 @@ from jdist._src.core import source_lines
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
 from jdist._src.core.byte_dtypes import to_bytes
 from jdist._src.core.modules import array_children, is_nnx_module, is_variable
-from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape
+from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, one_line
 from jdist._src.core.version import __version__
 from jdist._src.export import weights
 from jdist._src.jaxpr.interpreter import all_equations
@@ -82,7 +82,7 @@ def export(
         require_flatbuffers()
         if isinstance(platforms, str) or not platforms or not set(platforms) <= set(_PLATFORMS):
             raise ValueError(
-                f"`platforms` must be a non-empty tuple of {', '.join(map(repr, _PLATFORMS))}, got {platforms!r}."
+                f"`platforms` must be a non-empty tuple of {', '.join(map(repr, _PLATFORMS))}, got {one_line(platforms)}."
             )
         weights.check_saved_leaves(state, has_jax_dtypes=True)
         return _input_shapes(apply, signature), {"`state`": weights.leaf_lines(state)}
@@ -144,7 +144,7 @@ def _shapes(name: str, tree: PyTree) -> PyTree:
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         if is_distributed(node):
             raise TypeError(
-                f"The signature has {node!r} for {name}. Pass the arrays of one replica, such as `value.values[0]`."
+                f"The signature has {one_line(node)} for {name}. Pass the arrays of one replica, such as `value.values[0]`."
             )
     for leaf_name, leaf in weights.leaves_by_name(tree, name).items():
         if not isinstance(leaf, jax.ShapeDtypeStruct):

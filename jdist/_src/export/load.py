@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.atomic_files import Path, check_path
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 from jdist._src.export import weights
 from jdist._src.export.export import FORMAT, FUNCTION, MANIFEST, WEIGHTS, is_export, require_flatbuffers
 from jdist._src.values.arrays import check_range, host_leaves, is_jit_argument
@@ -177,8 +177,8 @@ def _in_exported_containers(name: str, tree: PyTree, shapes: PyTree) -> PyTree:
     for node in jax.tree.leaves(tree, is_leaf=is_distributed):
         if is_distributed(node):
             raise TypeError(
-                f"{name} contains {node!r}, a value of a strategy. Call `strategy.run(loaded.apply, (state, batch))`, or pass "
-                "the plain value: `jdist.read_values(value)`."
+                f"{name} contains {one_line(node)}, a value of a strategy. Call `strategy.run(loaded.apply, (state, batch))`, "
+                "or pass the plain value: `jdist.read_values(value)`."
             )
     shapes_by_name = weights.leaves_by_name(shapes, name)
     leaves = weights.in_order_of(

@@ -39,13 +39,16 @@ def warn_of_replicated_batch(
     except DivergentCollectiveError:  # only of the split batch: a predicate depends on it
         return
     replicated = [equation for key, (equation, varies) in sums.items() if not varies and sums_if_split[key][1]]
-    place = next(filter(None, map(source_lines.equation_frame, replicated)), None)
+    place = next(filter(None, map(source_lines.warning_frame, replicated)), None)
     if place:
         names = [one.name for one, batch in zip(inputs, is_batch, strict=True) if batch]
-        warn_once(
-            f"{', '.join(names[:3])} is replicated, so each of the {num_parts} {workers} computes all of its examples, and "
-            "this reduction is of equal values. Feed the step from `strategy.distribute_dataset(data, batch_size)`, or split "
-            "one global batch `[batch, ...]` with `strategy.split(batch)`.",
-            ReplicatedBatchWarning,
-            place,
-        )
+        warn_once(replicated_batch(names, num_parts, workers), ReplicatedBatchWarning, place)
+
+
+def replicated_batch(names: Sequence[str], num_parts: int, workers: str) -> str:
+    """Returns the message for a batch, leaves with these names, that is replicated; see `warn_of_replicated_batch`."""
+    return (
+        f"{', '.join(names[:3])} is replicated, so each of the {num_parts} {workers} computes all of its examples, and this "
+        "reduction is of equal values. Feed the step from `strategy.distribute_dataset(data, batch_size)`, or split one global "
+        "batch `[batch, ...]` with `strategy.split(batch)`."
+    )

@@ -29,7 +29,7 @@ def warn_of_clipped_gradients(program: Jaxpr) -> None:
         ClippedPerReplicaWarning: The input of a policy comes from a clipping transformation.
     """
     for clip in _clips_before_policies(program):
-        place = source_lines.equation_frame(clip)
+        place = source_lines.warning_frame(clip)
         if place:
             warnings.warn_explicit(_MESSAGE, ClippedPerReplicaWarning, place.file, place.line, registry=_warned)
             return

@@ -95,7 +95,8 @@ def prove(program: Jaxpr, inputs: Sequence[Input], axes: Sequence[str]) -> list[
     analysis = _Analysis(frozenset(axes))
     outputs = analysis.run_inputs(program, inputs)
     for equation, jaxpr, is_replicated in analysis.marked_sums.values():
-        place = _line_of_sum(equation, jaxpr) if is_replicated else None
+        is_of_user = is_replicated and not source_lines.is_from_jdist(equation, *_METRIC_SUMS)
+        place = _line_of_sum(equation, jaxpr) if is_of_user else None
         if place:
             warn_once(_REPEATED_SUM, RepeatedSumWarning, place)
     return outputs
@@ -180,6 +181,8 @@ _FIXES = {
 # The argument that makes a batch normalization reduce its statistics, and the file that computes them, by library.
 _BATCH_NORMS = {"flax": ("normalization", "axis_name"), "haiku": ("batch_norm", "cross_replica_axis")}
 
+# The sums of `jdist.eval_step`, which itself warns of a replicated batch.
+_METRIC_SUMS = "training/eval_step.py", "EvalStep.__init__.<locals>.batch_metrics"
 _ACCUMULATED = "sync/accumulation.py", "every.<locals>.update.<locals>.apply"  # passes the gradients to the optimizer
 _ACCUMULATED_FIX = (
     "`jdist.sync.every` accumulates the gradients of each replica and does not reduce them. Put the reduction into its "

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import jax
 
-from jdist._src.core import source_lines
+from jdist._src.core import jax_compat, source_lines
+from jdist._src.core.jax_compat import Jaxpr
 from jdist._src.core.tree import PyTree, add_note_once, describe_tree
 
 _UNKNOWN_VALUE = (
@@ -22,6 +23,10 @@ _FORMAT = "Tracer.__format__"  # in the message for a traced value in an f-strin
 # JAX's messages name the arguments of the function that it traced: `given[0]`, of `replicate.one_replica`.
 _ARGUMENT = re.compile(r"value of the arguments? .*?\bgiven\[(\d+)\]")
 
+# Attributes of `jdist.PerReplica` and the other wrappers, which a replica function does not receive.
+_WRAPPER_ATTRIBUTE = re.compile(
+    r"^'?(\w*Tracer|tuple|list|dict)'?(?: object)? has no attribute '?(tree|values|read|map|padded|aggregation|assign\w*)'?"
+)
 _UNBOUND_AXIS = re.compile(r"unbound axis name: (\w+)")
 
 
@@ -38,6 +43,7 @@ def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh, axes: Se
         TypeError: Python code needs the value of a traced array.
         IndexError: A traced mask is an index, so that the shape of the result depends on values.
         ValueError: The function closes over an array that is sharded over the mesh.
+        AttributeError: The function reads an attribute of a wrapper.
         NameError: The function names a mesh axis that the replicas do not have.
     """
     try:
@@ -57,6 +63,17 @@ def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh, axes: Se
             "result is not known. Keep the shape: `jnp.where(mask, x, 0)`, or weights, `jdist.global_mean(values, "
             "weights=mask)`."
         ) from error
+    except AttributeError as error:
+        if "AbstractRef" in str(error):  # `shard_map` refuses it
+            raise TypeError(_CAPTURED_REF) from error
+        attribute = _WRAPPER_ATTRIBUTE.match(str(error))
+        if not attribute:
+            raise
+        raise AttributeError(
+            f"{_place(error)} reads `.{attribute[2]}` of a value that has no wrapper there: a replica function receives the "
+            "values of one replica, without `jdist.PerReplica`, `jdist.SyncOnRead` and the other wrappers. Use the value as it "
+            "is. The state that a step returns gets its wrappers again."
+        ) from error
     except TypeError as error:
         if not isinstance(error, _UNKNOWN_VALUE) and _FORMAT not in str(error) and not _ARGUMENT.search(str(error)):
             raise
@@ -69,6 +86,18 @@ def explain_trace_errors(names: Sequence[str], mesh: jax.sharding.Mesh, axes: Se
             f"{dict(mesh.shape)}. Inside a replica function JAX cannot represent its sharding. Pass it as an argument: a "
             "replicated array as it is, an array `[replica, ...]` in `jdist.PerReplica(x)`."
         ) from error
+
+
+_CAPTURED_REF = (
+    "The function closes over a `jax.Ref`, which has no placement on several devices. Pass its value, `ref[...]`, as an "
+    "argument, and return the new value."
+)
+
+
+def check_no_captured_ref(program: Jaxpr) -> None:
+    """Raises TypeError if a traced function closes over a mutable reference."""
+    if any(map(jax_compat.is_ref, program.constvars)):
+        raise TypeError(_CAPTURED_REF)
 
 
 class _Call(Protocol):

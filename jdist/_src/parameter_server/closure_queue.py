@@ -26,8 +26,6 @@ class CancelledError(RuntimeError):
     Raised by the methods of its `RemoteValue`.
     """
 
-    __module__ = "jdist.coordinator"
-
 
 class WorkerLostError(RuntimeError):
     """A worker was lost. The function, or the call of a step, that it ran had no effect, and can run on another worker."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.tree import one_line
 
 
 @runtime_checkable
@@ -154,7 +155,7 @@ def check_partitions(partitions: Any, shape: Sequence[int], name: str) -> int:
     if numbers is None or len(numbers) != len(shape) or numbers[0] < 1 or any(number != 1 for number in numbers[1:]):
         raise ValueError(
             f"`variable_partitioner` must return a list of one integer per dimension, {expected} with n >= 1 for the leaf "
-            f"{name} of shape {list(shape)}, got {partitions!r}. A leaf is divided along its first dimension only."
+            f"{name} of shape {list(shape)}, got {one_line(partitions)}. A leaf is divided along its first dimension only."
         )
     if numbers[0] > max(1, shape[0]):
         raise ValueError(

@@ -9,7 +9,7 @@ from typing import Any, Literal, final, get_args
 import jax
 
 from jdist._src.core.arguments import as_int
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.mesh import Replicas, replica_mesh
 from jdist._src.parameter_server.backend import ParameterServerBackend, Snapshots
 from jdist._src.parameter_server.engine import Engine, NonFinite, WorkerProgress
@@ -225,16 +225,16 @@ class ParameterServerStrategy(Strategy):
 
 def _check_choices(engine: str, non_finite: str, variable_partitioner: Any, snapshots: Any) -> None:
     if engine not in ("local", "ray"):
-        raise ValueError(f'`engine` must be "local" or "ray", got {engine!r}.')
+        raise ValueError(f'`engine` must be "local" or "ray", got {one_line(engine)}.')
     if variable_partitioner is not None and not callable(variable_partitioner):
         raise TypeError(
             "`variable_partitioner` must be a function of a shape and a dtype, such as "
-            f"`jdist.MinSizePartitioner(max_shards=4)`, got {variable_partitioner!r:.80}."
+            f"`jdist.MinSizePartitioner(max_shards=4)`, got {one_line(variable_partitioner)}."
         )
     if snapshots is not None and not all(hasattr(snapshots, name) for name in ("every", "latest", "save", "restore")):
-        raise TypeError(f"`snapshots` must be a `jdist.Checkpointer(path, every=...)`, got {snapshots!r:.80}.")
+        raise TypeError(f"`snapshots` must be a `jdist.Checkpointer(path, every=...)`, got {one_line(snapshots)}.")
     if non_finite not in get_args(NonFinite):
-        raise ValueError(f'`non_finite` must be "keep", "skip" or "stop", got {non_finite!r}.')
+        raise ValueError(f'`non_finite` must be "keep", "skip" or "stop", got {one_line(non_finite)}.')
 
 
 def _worker_devices(workers: int | Sequence[jax.Device | str], engine: str) -> list[jax.Device]:

@@ -14,8 +14,6 @@ from jdist._src.core import jax_compat
 class EndOfDataError(RuntimeError):
     """A scheduled function has read its data set to the end: `next` raised `StopIteration` in the function."""
 
-    __module__ = "jdist.coordinator"
-
 
 @dataclasses.dataclass(frozen=True)
 class Worker:

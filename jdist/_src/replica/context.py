@@ -19,8 +19,9 @@ from jax import lax
 from jdist._src.collectives import ops
 from jdist._src.collectives.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist._src.core.arguments import keyword_arguments
+from jdist._src.core.other_names import REPLICA_CONTEXT_TABLE, explains_attributes
 from jdist._src.core.trace_key import keyed, set_outermost_key
-from jdist._src.core.tree import PyTree, describe_type, named_leaves
+from jdist._src.core.tree import PyTree, describe_type, named_leaves, one_line
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.arrays import check_value
 from jdist._src.values.base import is_distributed
@@ -32,6 +33,7 @@ T = TypeVar("T")
 _Number: TypeAlias = complex | np.ndarray | np.generic  # leaves that become JAX arrays
 
 
+@explains_attributes(REPLICA_CONTEXT_TABLE)
 @dataclasses.dataclass(frozen=True)
 class ReplicaContext:
     """The context of a replica function: the replicas that run together, and the collectives over them.
@@ -72,7 +74,9 @@ class ReplicaContext:
     def all_reduce(self, op: ReduceOp | ReduceOpName, tree: T, *, options: CommunicationOptions | None = None) -> T:
         """See `jdist.all_reduce`."""
         if not isinstance(options, CommunicationOptions | None):
-            raise TypeError(f"`options` must be a `jdist.CommunicationOptions(bytes_per_pack)`, got {options!r}.")
+            raise TypeError(
+                f"`options` must be a `jdist.CommunicationOptions(bytes_per_pack)`, got {one_line(options)}."
+            )
         if options is None or options.bytes_per_pack is None:
             options = self.communication_options
         total = ops.all_reduce_tree(ReduceOp.of(op), tree, self.axes, self.cross_device_ops, options)

@@ -12,7 +12,7 @@ from jax.custom_derivatives import linear_call
 from jdist._src.collectives.ops import check_unwrapped
 from jdist._src.core.arguments import as_int
 from jdist._src.core.modules import is_nnx_module
-from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, named_leaves, one_line
 from jdist._src.replica import precision
 from jdist._src.replica.context import ReplicaContext, require_replica_context
 from jdist._src.replica.losses import WeightedLosses, weighted_sums, weights_array
@@ -181,6 +181,7 @@ def gradient_totals(
             params, carried, loss = split_module(loss_fn, has_aux, params)
         require_replica_context("value_and_grad", "strategy.step")
         check_unwrapped((params, batch, weights))
+        _check_differentiable(params)
         step_precision = precision.step_precision()
         if step_precision.precision:
             step_precision.precision.check_params(params)
@@ -301,11 +302,21 @@ def _checkpoint(remat: Remat) -> Callable[[Callable[..., Any]], Callable[..., An
     if not isinstance(remat, bool) and not callable(remat):
         raise TypeError(
             "`remat` must be a boolean or a policy of `jax.checkpoint_policies`, such as "
-            f"`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, got {remat!r}."
+            f"`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, got {one_line(remat)}."
         )
     if not remat:
         return lambda fn: fn
     return functools.partial(jax.checkpoint, policy=None if remat is True else remat)
+
+
+def _check_differentiable(params: PyTree) -> None:
+    """Raises TypeError if a leaf of `params` is not a float."""
+    for name, leaf in named_leaves("params", params):
+        if not jnp.issubdtype(jax.dtypes.result_type(leaf), jnp.inexact):
+            raise TypeError(
+                f"{name} is {dtype_and_shape(leaf)}, and only parameters that are floats have a gradient. Store it in another "
+                "part of the state, such as `model_state` of a `jdist.TrainState`, or close over it in the loss function."
+            )
 
 
 def _loss_of_params(

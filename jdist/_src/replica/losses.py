@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jdist._src.collectives.ops import axes_argument, check_no_row_slices, check_unwrapped, normalize_axes
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.replica.context import require_replica_context
 from jdist._src.values.arrays import check_range
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
@@ -32,6 +32,11 @@ class WeightedLosses:
 
     losses: jax.Array
     weights: jax.Array
+
+
+def is_loss(value: Any) -> bool:
+    """Returns whether the result of a loss function is one array, or one number."""
+    return hasattr(value, "dtype") or isinstance(value, (int, float))
 
 
 @overload
@@ -123,7 +128,9 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         global_batch_size = len(loss) * context.num_replicas_in_sync
     is_int = isinstance(global_batch_size, (int, np.integer))
     if not isinstance(global_batch_size, jax.Array) and not (is_int and global_batch_size > 0):
-        raise ValueError(f"`global_batch_size` must be a positive number of examples, got {global_batch_size!r}.")
+        raise ValueError(
+            f"`global_batch_size` must be a positive number of examples, got {one_line(global_batch_size)}."
+        )
     weighted = loss if sample_weight is None else loss * broadcast_weights(sample_weight, loss, "per_example_loss")
     return jnp.sum(weighted) / global_batch_size
 

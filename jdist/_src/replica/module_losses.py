@@ -7,7 +7,8 @@ returns its parameters, which are differentiated, and all other variables, which
 from collections.abc import Callable
 from typing import Any
 
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, describe_tree
+from jdist._src.replica.losses import WeightedLosses, is_loss
 
 
 def split_module(
@@ -40,16 +41,16 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     """Returns the losses and the auxiliary values that a loss function returned.
 
     Raises:
-        TypeError: The result is not a pair although `has_aux`, or is a tuple or a list although not.
+        TypeError: The result is not a pair although `has_aux`, or the losses are not one array or number.
     """
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
-            f"With `has_aux` the loss function must return a pair `(losses, aux)`, and it returned {type(result).__name__}."
+            f"With `has_aux` the loss function must return a pair `(losses, aux)`, and it returned {describe_tree(result)}."
         )
     losses, aux = result if has_aux else (result, None)
-    if isinstance(losses, (tuple, list)):
-        raise TypeError(
-            f"The loss function returned a {type(losses).__name__}, and a loss is one array. If it returns a loss and "
-            "another value, pass `has_aux=True`."
-        )
-    return losses, aux
+    if is_loss(losses) or isinstance(losses, WeightedLosses):
+        return losses, aux
+    hint = ""
+    if isinstance(losses, (tuple, list)) and not has_aux:
+        hint = " If it returns a loss and another value, return a pair, and pass `has_aux=True`."
+    raise TypeError(f"The loss function returned {describe_tree(losses)}, and a loss is one array or number.{hint}")

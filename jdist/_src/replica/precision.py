@@ -17,7 +17,7 @@ import numpy as np
 
 from jdist._src.core.call_errors import explain_constructor
 from jdist._src.core.trace_key import keyed
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 
 T = TypeVar("T")
 
@@ -181,7 +181,7 @@ def float_dtype(name: str, dtype: Any) -> np.dtype:
     except TypeError:
         numpy_dtype = None
     if numpy_dtype is None or not jnp.issubdtype(numpy_dtype, jnp.floating):
-        raise TypeError(f"{name} is a floating-point dtype, such as jnp.bfloat16, got {dtype!r}.")
+        raise TypeError(f"{name} is a floating-point dtype, such as jnp.bfloat16, got {one_line(dtype)}.")
     return numpy_dtype
 
 

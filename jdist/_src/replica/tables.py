@@ -19,7 +19,8 @@ def lookup(table: jax.Array, ids: Any) -> jax.Array:
 
     Args:
         table: `[row, ...]`.
-        ids: Integers `[...]` from 0 to the number of rows, computed from the inputs of the step; others are clipped.
+        ids: Integers `[...]`, computed from the inputs of the step. As in `table[ids]`, negative ones count from the last row,
+            and ids out of range are clipped.
 
     Returns:
         `[..., ...]`, the rows in the shape of `ids`.
@@ -37,4 +38,5 @@ def lookup(table: jax.Array, ids: Any) -> jax.Array:
         raise ValueError(f"`table` is {dtype_and_shape(table)}, and a table is [row, ...].")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"`ids` must contain integers, the numbers of rows, got {dtype_and_shape(ids)}.")
-    return jnp.take(checkpoint_name(table, LOOKUP_MARK), ids, axis=0, mode="clip")
+    ids = ids if ids.dtype.itemsize >= 4 else ids.astype(jnp.int32)  # the number of rows may exceed a small dtype
+    return checkpoint_name(table, LOOKUP_MARK).at[ids].get(mode="clip")

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from jdist._src.data.shards import AutoShard, InputContext
 from jdist._src.devices.mesh import Replicas
 from jdist._src.devices.topology import is_topology_device
 from jdist._src.execution.backend import Backend
-from jdist._src.execution.program import Program
+from jdist._src.execution.program import Program, raise_option_error
 from jdist._src.execution.step import StepOptions, check_compiler_options, init_program, run_program, step_program
 from jdist._src.faults import watchdog
 from jdist._src.replica.context import ReplicaContext, ValueContext, require_cross_replica_context
@@ -46,6 +46,7 @@ _InputsT = ParamSpec("_InputsT")
 _OutputsT = TypeVar("_OutputsT")
 
 
+@other_names.explains_attributes(*other_names.STRATEGY_TABLES)
 class Strategy:
     """Runs replica functions, one replica per device of a mesh, each on its own part of the data.
 
@@ -97,17 +98,6 @@ class Strategy:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (type(self), with_names(type(self).__name__, self._arguments))
-
-    if not TYPE_CHECKING:  # a type checker would then accept every name
-
-        def __getattr__(self, name: str) -> Any:
-            owner = f"{type(self).__name__!r} object"
-            if name == "num_replicas":
-                raise AttributeError(f"{owner} has no attribute {name!r}. Write `strategy.num_replicas_in_sync`.")
-            if name in other_names.STRATEGY_NAMES:
-                raise other_names.missing_attribute_error(owner, name, other_names.STRATEGY_TABLE)
-            # Also called where a property raises AttributeError: raises that error again.
-            return object.__getattribute__(self, name)
 
     @property
     def replicas(self) -> Replicas:
@@ -346,7 +336,7 @@ class Strategy:
             The compiled program: `as_text()`, `memory_analysis()` per device, `cost_analysis()`.
 
         Raises:
-            ValueError: The state cannot be placed; or another strategy made `step`.
+            ValueError: The state cannot be placed; another strategy made `step`; or XLA refuses an option.
         """
         if isinstance(step, Step):
             step = step.on(self)
@@ -356,7 +346,11 @@ class Strategy:
                 "The step was made by another strategy. Pass its function, or a step that this strategy made from it."
             )
         check_compiler_options(compiler_options)
-        return program.lower(state, *inputs).compile(self._backend.compiler_options(compiler_options))
+        try:
+            return program.lower(state, *inputs).compile(self._backend.compiler_options(compiler_options))
+        except RuntimeError as error:
+            raise_option_error(error)
+            raise
 
     @overload
     def reduce(

@@ -6,6 +6,7 @@ from typing import Literal, final, get_args
 import jax
 
 from jdist._src.collectives.cross_device_ops import resolve_communication
+from jdist._src.core.tree import one_line
 from jdist._src.devices.mesh import (
     REPLICA_AXIS,
     Replicas,
@@ -61,7 +62,7 @@ class CentralStorageStrategy(Strategy):
         offload: _Offload = "all",
     ):
         if offload not in get_args(_Offload):
-            raise ValueError(f'`offload` is "all" or "optimizer", got {offload!r}.')
+            raise ValueError(f'`offload` is "all" or "optimizer", got {one_line(offload)}.')
         line = "CentralStorageStrategy({})".format
         check_own_devices(
             "`CentralStorageStrategy`", compute_devices, line("jax.local_devices()"), line("jax.devices()")

@@ -10,6 +10,7 @@ from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
 from jdist._src.cluster.traces import warn_of_unresolved_variables
 from jdist._src.collectives.cross_device_ops import CommunicationOptions, CrossDeviceOps, resolve_communication
 from jdist._src.core.jax_compat import has_backend
+from jdist._src.core.tree import one_line
 from jdist._src.devices.mesh import Replicas, replica_mesh
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.execution.virtual import VirtualBackend
@@ -90,7 +91,7 @@ def join_cluster(resolver: ClusterResolver | None) -> ClusterResolver | None:
     """
     if resolver is not None and not isinstance(resolver, ClusterResolver):
         raise TypeError(
-            f"`cluster_resolver` must be such as `jdist.cluster.TFConfigClusterResolver()`, got {resolver!r}."
+            f"`cluster_resolver` must be such as `jdist.cluster.TFConfigClusterResolver()`, got {one_line(resolver)}."
         )
     if resolver is None:
         if jax.distributed.is_initialized():

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jdist._src.core.tree import one_line
 from jdist._src.devices.mesh import REPLICA_AXIS, Replicas, check_axis_name, check_host_memory
 from jdist._src.execution.auto_sharded import AutoShardedBackend
 from jdist._src.strategies.base import Strategy
@@ -107,7 +108,7 @@ def _host_tile(offload: object, mesh: Mesh) -> tuple[int, ...] | None:
         return None
     if offload != "optimizer":
         raise ValueError(
-            f'`offload` is "optimizer" or None, got {offload!r}. To store the parameters in host memory too, use '
+            f'`offload` is "optimizer" or None, got {one_line(offload)}. To store the parameters in host memory too, use '
             "`CentralStorageStrategy()`."
         )
     check_host_memory(

@@ -8,6 +8,7 @@ from jax.sharding import AxisType, Mesh
 
 from jdist._src.cluster.resolver import ClusterResolver
 from jdist._src.collectives.cross_device_ops import resolve_communication
+from jdist._src.core.tree import one_line
 from jdist._src.devices.mesh import GROUP_AXIS, REPLICA_AXIS, Replicas
 from jdist._src.devices.topology import topology_devices
 from jdist._src.execution.shard_map import ShardMapBackend
@@ -58,7 +59,7 @@ class TPUStrategy(Strategy):
     ):
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise TypeError(
-                f"`cluster_resolver` is such as `jdist.cluster.TPUClusterResolver()`, got {cluster_resolver!r}. Pass a "
+                f"`cluster_resolver` is such as `jdist.cluster.TPUClusterResolver()`, got {one_line(cluster_resolver)}. Pass a "
                 "topology "
                 'to compile for by name: `TPUStrategy(topology="v5e:4x4")`.'
             )

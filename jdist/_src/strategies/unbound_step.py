@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSp
 import jax
 
 from jdist._src.core.identity_cache import IdentityCache
-from jdist._src.core.tree import PyTree, argument_names
+from jdist._src.core.tree import PyTree, argument_names, one_line
 from jdist._src.execution.program import Program
 from jdist._src.execution.replicate import Proof
 from jdist._src.execution.step import StepOptions, function_name
@@ -151,7 +151,9 @@ class Step(Generic[StateT, InputsT, OutputsT]):
     def _program_of(self, strategy: Any, form: "_CallForm", static_values: Sequence[Any]) -> Program:
         strategy_steps = getattr(strategy, "_steps", None)
         if not isinstance(strategy_steps, IdentityCache):
-            raise TypeError(f"`strategy` must be a strategy, such as `jdist.MirroredStrategy()`, got {strategy!r}.")
+            raise TypeError(
+                f"`strategy` must be a strategy, such as `jdist.MirroredStrategy()`, got {one_line(strategy)}."
+            )
         # Stored by the strategy: a program references its strategy, and a step of a module exists as long as the process.
         programs = strategy_steps.get(self, lambda _: {})
         # 1 and True are equal, and can be different programs.
@@ -216,7 +218,9 @@ def check_static_argnames(fn: Callable[..., Any], names: Any) -> tuple[str, ...]
     """
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"`static_argnames` must be the name of a parameter or a tuple of names, got {names!r}.")
+        raise TypeError(
+            f"`static_argnames` must be the name of a parameter or a tuple of names, got {one_line(names)}."
+        )
     if not names:
         return ()
     parameters = list(inspect.signature(fn).parameters.values())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.replica.leaf_annotations import collect_sync_targets, snap_to_target_if
 from jdist._src.replica.precision import LossScaleState
 from jdist._src.sync.accumulation import all_finite, select
@@ -58,9 +58,9 @@ def dynamic_loss_scale(
     optimizer = check_transformation(name, "optimizer", optimizer)
     interval = check_integer(name, "interval", interval, 1)
     if not 1 <= check_number(name, "initial", initial) <= _MAX_SCALE:
-        raise ValueError(f"`initial` of `jdist.sync.{name}` must be between 1 and 2**24, got {initial!r}.")
+        raise ValueError(f"`initial` of `jdist.sync.{name}` must be between 1 and 2**24, got {one_line(initial)}.")
     if not 1 < check_number(name, "factor", factor) < math.inf:
-        raise ValueError(f"`factor` of `jdist.sync.{name}` must be finite and greater than 1, got {factor!r}.")
+        raise ValueError(f"`factor` of `jdist.sync.{name}` must be finite and greater than 1, got {one_line(factor)}.")
 
     def init(params: PyTree) -> LossScaleState:
         return LossScaleState(jnp.float32(initial), jnp.int32(0), jnp.int32(0), optimizer.init(params))

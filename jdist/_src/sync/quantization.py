@@ -9,7 +9,7 @@ import optax
 from jax import lax
 
 from jdist._src.collectives import ops
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.replica.precision import float_dtype
 from jdist._src.replica.random import replica_key
@@ -118,7 +118,9 @@ def int8(
         >>> tx = optax.chain(jdist.sync.int8(rounding="stochastic"), optax.adamw(1e-3))
     """
     if rounding not in ("nearest", "stochastic"):
-        raise ValueError(f"`rounding` of `jdist.sync.int8` must be 'nearest' or 'stochastic', got {rounding!r}.")
+        raise ValueError(
+            f"`rounding` of `jdist.sync.int8` must be 'nearest' or 'stochastic', got {one_line(rounding)}."
+        )
     block_size = check_integer("int8", "block_size", block_size, 1)
     fallback = check_transformation("int8", "fallback", mean() if fallback is None else fallback)
 

@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from jdist._src.collectives import ops
+from jdist._src.core.tree import one_line
 from jdist._src.replica.context import ReplicaContext
 from jdist._src.sync.error_feedback import CompressedMean, with_feedback
 from jdist._src.sync.policy import Policy, check_number, check_transformation, is_float
@@ -44,7 +45,7 @@ def top_k(fraction: float, *, fallback: optax.GradientTransformation | None = No
     """
     if not 0 < check_number("top_k", "fraction", fraction) <= 1:
         raise ValueError(
-            f"`fraction` of `jdist.sync.top_k` must be in (0, 1], got {fraction!r}. 0.01 sends one entry in 100."
+            f"`fraction` of `jdist.sync.top_k` must be in (0, 1], got {one_line(fraction)}. 0.01 sends one entry in 100."
         )
     fallback = check_transformation("top_k", "fallback", mean() if fallback is None else fallback)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.replica.leaf_annotations import snap_to_target
 from jdist._src.sync.local_updates import (
     OuterStep,
@@ -95,7 +95,7 @@ def streaming_diloco(
         )
     if not 0 <= check_number(name, "blend", blend) < 1:
         raise ValueError(
-            f"`blend` of `jdist.sync.{name}` must be at least 0 and less than 1, got {blend!r}. It is the weight of a "
+            f"`blend` of `jdist.sync.{name}` must be at least 0 and less than 1, got {one_line(blend)}. It is the weight of a "
             "replica's own parameters."
         )
     optimizer = check_transformation(name, "optimizer", optimizer)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core import activity
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.values.base import DistributedValues
 from jdist._src.values.mirrored import Mirrored
 from jdist._src.values.sharded import Sharded
@@ -155,7 +155,7 @@ def _check_no_varying_values(tree: PyTree) -> None:
     for path, node in nodes:
         if isinstance(node, DistributedValues) and not isinstance(node, (Mirrored, Sharded)):
             name = jax.tree_util.keystr(path) or "The value"
-            raise AssertionError(f"{name} is not replicated: it is a {node!r}, one value per replica.")
+            raise AssertionError(f"{name} is not replicated: it is a {one_line(node)}, one value per replica.")
 
 
 def _describe_copies(name: str, leaf: jax.Array) -> str:

@@ -11,6 +11,7 @@ import jax
 
 from jdist._src.core import activity
 from jdist._src.core.arguments import as_int, check_seconds
+from jdist._src.core.tree import one_line
 
 Fault: TypeAlias = Literal["kill", "stop", "raise", "slow"]
 _faults: list[Callable[[int], None]] = []
@@ -18,8 +19,6 @@ _faults: list[Callable[[int], None]] = []
 
 class InjectedFault(RuntimeError):  # noqa: N818  # not a problem of the program
     """The error that `inject_fault(process, at_step, "raise")` raises."""
-
-    __module__ = "jdist.testing"
 
 
 def inject_fault(
@@ -56,7 +55,7 @@ def inject_fault(
     """
     process, at_step = as_int("`process`", process, 0), as_int("`at_step`", at_step, 1)
     if fault not in get_args(Fault):
-        raise ValueError(f"`fault` must be one of {', '.join(map(repr, get_args(Fault)))}, got {fault!r}.")
+        raise ValueError(f"`fault` must be one of {', '.join(map(repr, get_args(Fault)))}, got {one_line(fault)}.")
     check_seconds("seconds", seconds)
     stack = contextlib.ExitStack()
     if int(os.environ.get("JDIST_RESTARTS", "0")) != as_int("`attempt`", attempt, 0):

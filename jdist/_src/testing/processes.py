@@ -92,8 +92,11 @@ def processes(count: int, *, devices_per_process: int = 1, timeout: float = 120.
         started = [stack.enter_context(_started({**settings, "index": i}, environment)) for i in range(count)]
         group = Processes(started, pathlib.Path(name), timeout)
         group._wait(0, "the start of the process", started, timeout)
-        yield group
-        group._shut_down()
+        try:
+            yield group
+            group._shut_down()
+        finally:
+            group._has_ended = True
 
 
 @dataclasses.dataclass(eq=False)
@@ -123,12 +126,11 @@ class Processes:
     Only `kill`, `stop` and `resume` may be called from another thread while `run` waits for results.
     """
 
-    __module__ = "jdist.testing"
-
     def __init__(self, started: Sequence[_Process], folder: pathlib.Path, timeout: float):
         self._processes, self._folder, self._timeout = started, folder, timeout
         self._calls = 0
         self._ended = ""  # why they were ended
+        self._has_ended = False  # whether the block was left
 
     def run(self, function: str, *arguments: Any, timeout: float | None = None) -> list[Any]:
         """Calls a function in each process, and returns the result of each process.
@@ -162,6 +164,7 @@ class Processes:
         timeout = self._timeout if timeout is None else timeout
         check_seconds("timeout", timeout)
         request = _as_json(function, arguments)
+        self._check_block(f"`{function}` cannot run")
         if self._ended:
             raise RuntimeError(f"The processes were ended after an earlier call: {self._ended} Start new ones.")
         called = [process for process in self._processes if process.state == "running"]
@@ -212,11 +215,19 @@ class Processes:
         Args:
             index: The index of the process.
         """
+        self._check_block("Their output is deleted")
         return self._process(index).output.read_text(errors="replace")
 
     def __len__(self) -> int:
         """Returns the number of processes, including those that have ended."""
         return len(self._processes)
+
+    def _check_block(self, problem: str) -> None:
+        if self._has_ended:
+            raise RuntimeError(
+                f"{problem}: the processes ended with the block of `jdist.testing.processes`. Call it inside `with "
+                "jdist.testing.processes(...) as pair:`; a fixture of pytest needs `yield pair` in the block, not `return`."
+            )
 
     def _process(self, index: int) -> _Process:
         if index not in range(len(self)):

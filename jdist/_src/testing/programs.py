@@ -12,7 +12,7 @@ import jax
 
 from jdist._src.core.arguments import as_int
 from jdist._src.core.jax_compat import on_host_read
-from jdist._src.core.tree import describe_type, dtype_and_shape
+from jdist._src.core.tree import describe_type, dtype_and_shape, one_line
 from jdist._src.devices.hlo import KINDS, Collective, collectives
 from jdist._src.strategies.current import get_strategy
 
@@ -113,7 +113,7 @@ def _compiled(step: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
 def _check_expected(expected: Mapping[str, int]) -> None:
     if not isinstance(expected, Mapping):
         raise TypeError(
-            f'`expected` must map kinds of collectives to numbers, such as `{{"all-reduce": 1}}`, got {expected!r:.80}.'
+            f'`expected` must map kinds of collectives to numbers, such as `{{"all-reduce": 1}}`, got {one_line(expected)}.'
         )
     for kind, number in expected.items():
         if kind not in KINDS:

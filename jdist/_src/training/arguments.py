@@ -1,6 +1,7 @@
 """Errors about the arguments of a `Trainer` that contain the line to write."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -62,16 +63,33 @@ def check_alternatives(model: Any, optimizer: Any, loss: Any, objective: Any, st
         raise TypeError("Pass either `loss` or `objective`: an objective computes the losses itself.")
     if step is not None and optimizer is not None:
         raise TypeError("Pass either `optimizer` or `step`: a step updates the parameters itself.")
-    if step is not None and not callable(step):
-        raise TypeError(
-            f"`step` must be a function `fn(state, batch)` or `fn(state, batch, weights)`, got {one_line(step)}."
-        )
+    if step is not None:
+        _check_step(step)
+
+
+def _check_step(step: Any) -> None:
+    expected = "`step` must be a function `fn(state, batch)` or `fn(state, batch, weights)`"
+    if not callable(step):
+        raise TypeError(f"{expected}, got {one_line(step)}.")
+    signature = inspect.signature(step)
+    try:
+        signature.bind(*range(2 + (len(signature.parameters) > 2)))
+    except TypeError as error:
+        raise TypeError(f"{expected}, got one with the parameters {signature}: {error}.") from None
 
 
 def check_eval_params(eval_params: Any) -> None:
-    """Raises TypeError if `eval_params` is neither a function nor None."""
-    if eval_params is not None and not callable(eval_params):
-        raise TypeError(
-            "`eval_params` must be a function from the state of the optimizer and the parameters to parameters, such as "
-            f"`optax.contrib.schedule_free_eval_params`, got {one_line(eval_params)}."
-        )
+    """Raises TypeError if `eval_params` is neither a function of two arguments nor None."""
+    if eval_params is None:
+        return
+    got = one_line(eval_params)
+    if callable(eval_params):
+        try:
+            inspect.signature(eval_params).bind(None, None)
+            return
+        except TypeError as error:
+            got = f"a function with the parameters {inspect.signature(eval_params)}: {error}"
+    raise TypeError(
+        "`eval_params` must be a function `fn(opt_state, params)` that returns parameters, such as "
+        f"`optax.contrib.schedule_free_eval_params`, got {got}."
+    )

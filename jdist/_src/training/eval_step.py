@@ -8,9 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape
+from jdist._src.core import source_lines
+from jdist._src.core.errors import ReplicatedBatchWarning
+from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
 from jdist._src.data.dataset import DistributedDataset
+from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.step import function_name
+from jdist._src.jaxpr.batch_check import replicated_batch
+from jdist._src.jaxpr.replication import warn_once
 from jdist._src.replica.context import all_reduce
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.strategies.current import get_strategy
@@ -27,7 +32,7 @@ class EvalStep:
     `evaluate(state, batch)` returns the metrics of one batch, and `evaluate.over(state, batches)` their values over several
     batches. `evaluate.__wrapped__` is the function.
 
-    Immutable. Its programs are stored by the strategies.
+    Immutable, except for a count of its traces. Its programs are stored by the strategies.
 
     Args:
         fn: The function of the user, for one replica.
@@ -49,10 +54,12 @@ class EvalStep:
             check_metric_weights(function_name(fn), result, weights, receivers)
             num_examples = len(jax.tree.leaves(batch)[0])
             as_metric = functools.partial(_as_metric, function_name(fn), weights, num_examples)
+            self._num_traces += 1
             return all_reduce("sum", jax.tree_util.tree_map_with_path(as_metric, result, is_leaf=is_metric))
 
         del batch_metrics.__wrapped__  # error messages name the arguments by the parameters of `batch_metrics`
         self._batch_metrics = batch_metrics
+        self._num_traces = 0
 
     def __call__(self, state: PyTree, batch: PyTree, weights: Any = None) -> PyTree:
         """Returns the metrics of a batch.
@@ -118,7 +125,11 @@ class EvalStep:
 
     def _run(self, state: PyTree, batch: PyTree, weights: Any) -> PyTree:
         args = (state, batch) if weights is None else (state, batch, weights)
-        return get_strategy().run(self._batch_metrics, args)
+        strategy, num_traces = get_strategy(), self._num_traces
+        metrics = strategy.run(self._batch_metrics, args)
+        if self._num_traces != num_traces:  # as for a step, the check is a part of the trace
+            _warn_of_replicated_batch(strategy.replicas, batch)
+        return metrics
 
 
 def eval_step(fn: Callable[..., Any]) -> EvalStep:
@@ -158,6 +169,15 @@ def eval_step(fn: Callable[..., Any]) -> EvalStep:
         3.0
     """
     return EvalStep(fn)
+
+
+def _warn_of_replicated_batch(replicas: Replicas, batch: PyTree) -> None:
+    place = source_lines.caller_frame()
+    if replicas.num_parts == 1 or any(map(is_distributed, jax.tree.leaves(batch, is_leaf=is_distributed))) or not place:
+        return
+    names = [name for name, _ in named_leaves("batch", batch)]
+    workers = "devices" if replicas.batch_axes else "replicas"
+    warn_once(replicated_batch(names, replicas.num_parts, workers), ReplicatedBatchWarning, place)
 
 
 def _as_metric(name: str, weights: Any, num_examples: int, path: Any, value: Any) -> Metric:

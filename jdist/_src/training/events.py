@@ -142,7 +142,7 @@ class CallbackResult:
         if not isinstance(self.stop_reason, str | None):
             raise TypeError(
                 "`stop_reason` must be a sentence that explains why training stops, got "
-                f'{self.stop_reason!r}: `CallbackResult(stop_reason="The loss is below 0.1.")`.'
+                f'{one_line(self.stop_reason)}: `CallbackResult(stop_reason="The loss is below 0.1.")`.'
             )
 
 

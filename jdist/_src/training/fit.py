@@ -9,13 +9,14 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core import html
+from jdist._src.core.other_names import explains_attributes
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.replicate import Proof
 from jdist._src.strategies.description import Description
@@ -35,8 +36,10 @@ _OTHER_NAMES = {
     "losses": "fit.history.losses",
     "metrics": "fit.history.rows[-1]",
 }
+_OTHER_TABLE = "", {name: f"Write `{line}`." for name, line in _OTHER_NAMES.items()}, ""
 
 
+@explains_attributes(_OTHER_TABLE)
 @dataclasses.dataclass(frozen=True, repr=False)
 class Fit:
     """The result of training. A short text when printed, tables in a notebook.
@@ -60,12 +63,6 @@ class Fit:
     stop_reason: str
     description: Description | None = None
     proof: Proof | None = None
-
-    if not TYPE_CHECKING:  # a type checker would then accept every name
-
-        def __getattr__(self, name: str) -> Any:
-            hint = f". Write `{_OTHER_NAMES[name]}`." if name in _OTHER_NAMES else ""
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         rows = len(self.history)

@@ -296,7 +296,7 @@ class Loop:
             return
         event = self._event(moment, validation or {})
         with _transfers_allowed():
-            results = [_checked(callback, callback(event)) for callback in self._config.callbacks]
+            results = [_checked(callback, callback(event), self._carry.state) for callback in self._config.callbacks]
         for result in filter(None, results):
             if result.state is not None:
                 self._record_replaced(result.state)
@@ -474,12 +474,21 @@ def _is_lost(state: PyTree, error: Exception) -> bool:
     return False
 
 
-def _checked(callback: Callback, result: Any) -> CallbackResult | None:
-    if isinstance(result, CallbackResult | None):
-        return result
+def _checked(callback: Callback, result: Any, state: PyTree) -> CallbackResult | None:
+    """Returns the result of a callback, or raises TypeError if it cannot be one after `state`."""
+    if result is None:
+        return None
     function = callback.function if isinstance(callback, FunctionCallback) else callback
     name = getattr(function, "__name__", type(function).__name__)
-    raise TypeError(
-        f"The callback {name} returned {one_line(result)}. A callback must return None, or a `jdist.callbacks.CallbackResult` "
-        "to stop training or to replace the state."
-    )
+    if not isinstance(result, CallbackResult):
+        raise TypeError(
+            f"The callback {name} returned {one_line(result)}. A callback must return None, or a "
+            "`jdist.callbacks.CallbackResult` to stop training or to replace the state."
+        )
+    if result.state is not None and jax.tree.structure(result.state) != jax.tree.structure(state):
+        raise TypeError(
+            f"The callback {name} returned the state {one_line(result.state)}, which has another structure than the training "
+            f"state, a {type(state).__name__}. Return `event.state` with other values, such as "
+            "`dataclasses.replace(event.state, params=params)`."
+        )
+    return result

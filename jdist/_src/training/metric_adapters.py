@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
+from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape, one_line
+from jdist._src.replica.losses import is_loss
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.training.history import FACTS
 from jdist._src.training.loss_adapters import adapt_loss, is_keras_metric
@@ -100,13 +101,13 @@ def batch_metrics(
             updated[name] = adapter.empty.update(*arguments, weights=chosen)  # type: ignore[attr-defined]
         except (TypeError, ValueError) as error:
             error.add_note(
-                f"In the metric {name!r}, of outputs {dtypes_and_shapes(outputs)} and targets {dtypes_and_shapes(targets)}."
+                f"In the metric {name!r}, of outputs {describe_tree(outputs)} and targets {describe_tree(targets)}."
             )
             raise
     empty = empty_metrics(metrics)
     sums = jax.tree.map(lambda a, b: jnp.asarray(b).astype(jnp.result_type(a, b)), empty, updated)
     for name, metric in sums.items():
-        before, after = dtypes_and_shapes(empty[name]), dtypes_and_shapes(metric)
+        before, after = describe_tree(empty[name], 1000), describe_tree(metric, 1000)
         if before != after:
             raise ValueError(
                 f"The metric {name!r} is {before} without examples, and {after} with a batch. The shapes and the dtypes of its "
@@ -152,8 +153,11 @@ def check_losses(losses: Any, num_examples: int, name: str = "loss") -> jax.Arra
         TypeError: It is not one array.
         ValueError: It has not one or several values per example.
     """
-    if not hasattr(losses, "dtype") and not isinstance(losses, (int, float)):
-        raise TypeError(f"`{name}` must return one array, the losses of the examples, got {dtypes_and_shapes(losses)}.")
+    if not is_loss(losses):
+        pair = ", or a pair of these and other values" if name == "objective" else ""
+        raise TypeError(
+            f"`{name}` must return one array, the losses of the examples{pair}, got {describe_tree(losses)}."
+        )
     if jnp.ndim(losses) == 0 or jnp.shape(losses)[0] != num_examples:
         raise ValueError(
             f"`{name}` returned {dtype_and_shape(losses)} for {num_examples} examples. It must return one value per example, "
@@ -185,7 +189,7 @@ def _adapt_metric(name: str, metric: Any, is_of_outputs: bool) -> MetricAdapter:
         )
     if callable(metric) and not isinstance(metric, type):
         return MetricAdapter(Mean(), _checked_values(name, adapt_loss(metric)))
-    got = f"the class {metric.__name__}: call it" if isinstance(metric, type) else repr(metric)
+    got = f"the class {metric.__name__}: call it" if isinstance(metric, type) else one_line(metric)
     raise TypeError(
         f"The metric {name!r} must be a metric of `jdist.metrics`, a pair of a metric and a function from outputs and targets "
         f"to its arguments, or a function from outputs and targets to values [batch, ...]; got {got}."
@@ -195,7 +199,7 @@ def _adapt_metric(name: str, metric: Any, is_of_outputs: bool) -> MetricAdapter:
 def _auxiliary_arguments(name: str, aux: PyTree, batch: PyTree) -> tuple[Any, ...]:
     """Returns the arguments of a metric: `aux[name]`, or its values if it is a tuple. A number is one value per example."""
     if not isinstance(aux, Mapping) or name not in aux:
-        got = f"a dict with {', '.join(map(repr, aux))}" if isinstance(aux, Mapping) else dtypes_and_shapes(aux)
+        got = f"a dict with {', '.join(map(repr, aux))}" if isinstance(aux, Mapping) else describe_tree(aux)
         raise TypeError(
             f"The metric {name!r} needs the auxiliary value {name!r} of the objective or the step, got {got}."
         )
@@ -210,7 +214,7 @@ def _checked_arguments(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callab
         if not isinstance(result, tuple):
             raise TypeError(
                 f"The function of the metric {name!r} must return a tuple of the metric's arguments, got "
-                f"{dtypes_and_shapes(result)}."
+                f"{describe_tree(result)}."
             )
         return result
 
@@ -222,14 +226,9 @@ def _checked_values(name: str, fn: Callable[[PyTree, PyTree], Any]) -> Callable[
         values, num_examples = fn(outputs, targets), len(jax.tree.leaves((targets, outputs))[0])
         if jnp.ndim(values) == 0 or jnp.shape(values)[0] != num_examples:
             raise ValueError(
-                f"The metric {name!r} returned {dtypes_and_shapes(values)} for {num_examples} examples. It must return one "
+                f"The metric {name!r} returned {describe_tree(values)} for {num_examples} examples. It must return one "
                 f"value per example, [{num_examples}, ...], which the trainer averages over the examples of all replicas."
             )
         return (values,)
 
     return arguments
-
-
-def dtypes_and_shapes(tree: PyTree) -> str:
-    """Returns `tree` with dtypes and shapes in place of its leaves, for error messages."""
-    return str(jax.tree.map(dtype_and_shape, tree)).replace("'", "")

@@ -61,7 +61,7 @@ class Objective:
         if not isinstance(self.precision, Precision | None):
             raise TypeError(
                 "`precision` must be a `jdist.Precision`, such as `jdist.Precision(compute_dtype=jnp.bfloat16)`, got "
-                f"{self.precision!r}."
+                f"{one_line(self.precision)}."
             )
         if self.fn is not None:
             _check_objective(self.fn)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist._src.core.tree import PyTree, describe_type, named_leaves
+from jdist._src.core.tree import PyTree, describe_tree, describe_type, named_leaves, one_line
 from jdist._src.replica.precision import LossScaleState
 from jdist._src.strategies.variables import read_values
 from jdist._src.sync.accumulation import EveryState, SkipState
@@ -154,7 +154,7 @@ def step_of(state: PyTree) -> Any:
     if type(step) is int:  # on the host, as `flax.training.train_state.TrainState.create` returns it
         return step
     if not hasattr(step, "dtype") or step.shape != () or not jnp.issubdtype(step.dtype, jnp.integer):
-        got = "no `step`" if step is None else f"`step` {step!r}"
+        got = "no `step`" if step is None else f"`step` {one_line(step)}"
         raise TypeError(
             "The training state must contain the number of steps taken, an int32 array [], as the attribute or the key `step`; "
             f"{type(state).__name__} has {got}."
@@ -197,7 +197,8 @@ def model_variables(state: PyTree, eval_params: Callable[[PyTree, PyTree], PyTre
 
     Raises:
         ValueError: The state was donated.
-        TypeError: `state` is not a training state, or the result of `eval_params` has other leaves than the parameters.
+        TypeError: `state` is not a training state; `eval_params` does not accept the state of this optimizer, or its result has
+            other leaves than the parameters.
     """
     fields = evaluated_fields(state)
     for name, leaf in named_leaves("state", state):
@@ -207,7 +208,15 @@ def model_variables(state: PyTree, eval_params: Callable[[PyTree, PyTree], PyTre
     variables = ModelVariables(*values)
     if eval_params is None:
         return variables
-    params = eval_params(jax.tree.map(read, fields.opt_state, is_leaf=is_distributed), variables.params)
+    opt_state = jax.tree.map(read, fields.opt_state, is_leaf=is_distributed)
+    try:
+        params = eval_params(opt_state, variables.params)
+    except (AttributeError, TypeError, LookupError) as error:
+        raise TypeError(
+            f"`eval_params` fails for the state of this optimizer, {describe_tree(opt_state)} ({type(error).__name__}: "
+            f"{error}). It is called with `state.opt_state` and `state.params`: `optax.contrib.schedule_free_eval_params` "
+            "needs the state of `optax.contrib.schedule_free`."
+        ) from error
     if jax.tree.structure(params) != jax.tree.structure(variables.params):
         raise TypeError(
             f"`eval_params` must return parameters with the same leaves as `params`, {jax.tree.structure(variables.params)}, "

@@ -3,9 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-
 from jdist._src.core.tree import PyTree
 from jdist._src.data.config import Cache, Remainder
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator, examples_and_stalled_fraction
@@ -59,8 +56,6 @@ def distribute(
         if cache is not None:
             raise ValueError(f"`{name}` is already distributed: pass `cache` to `distribute_dataset`.")
         return data
-    if isinstance(data, tuple) and len(data) == 3 and isinstance(data[2], (np.ndarray, jax.Array)):
-        check_weights(f"`{name}`[2], the weights of the examples,", data[2])
     try:
         return strategy.distribute_dataset(
             data, batch_size, shuffle=shuffle, seed=seed, remainder=remainder, cache=cache
@@ -68,6 +63,18 @@ def distribute(
     except (TypeError, ValueError) as error:
         error.add_note(f"The error is in the argument `{name}`.")
         raise
+
+
+def check_example_weights(name: str, examples: PyTree, where: str) -> None:
+    """Raises ValueError if examples `(inputs, targets, weights)` have a weight that is negative or not finite.
+
+    Args:
+        name: The name of the data.
+        examples: Leaves `[example, ...]`.
+        where: Their place in the data.
+    """
+    if isinstance(examples, tuple) and len(examples) == 3 and hasattr(examples[2], "dtype"):
+        check_weights(f"`{name}`[2], the weights of the examples{where},", examples[2])
 
 
 def distribute_one_pass(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import GetAttrKey
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape, named_leaves, one_line
 from jdist._src.replica import precision
 from jdist._src.replica.context import all_reduce, num_replicas
 from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, pad_to_parts, value_and_grad
@@ -25,7 +25,6 @@ from jdist._src.training.metric_adapters import (
     PackedMetrics,
     batch_metrics,
     check_losses,
-    dtypes_and_shapes,
     empty_metrics,
     pack_metrics,
     unpack_metrics,
@@ -101,7 +100,7 @@ class StepFunctions:
         if self.optimizer is not None:
             check_optimizer(self.optimizer)
         if self.non_finite not in get_args(NonFinite):
-            raise ValueError(f'`non_finite` must be "stop", "skip" or "keep", got {self.non_finite!r}.')
+            raise ValueError(f'`non_finite` must be "stop", "skip" or "keep", got {one_line(self.non_finite)}.')
         value_and_grad(lambda params: params, remat=self.remat)  # checks `remat`
 
     @property
@@ -260,9 +259,11 @@ class StepFunctions:
         new_state, outputs = result
         loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not hasattr(loss, "dtype"):
+            is_number = isinstance(loss, (int, float))
+            number = " A Python number is a constant of the compiled step: return the array that the step computes."
             raise TypeError(
-                "The second result of `step` must be the loss, or a dict with the key `loss` and the values of metrics, got "
-                f"{dtypes_and_shapes(outputs)}."
+                "The second result of `step` must be the loss, an array, or a dict with the key `loss` and the values of "
+                f"metrics, got {describe_tree(outputs)}.{number if is_number else ''}"
             )
         if step_of(new_state) is step_of(carry.state):
             raise TypeError("`step` returned a state with the same step number. Return `step=state.step + 1`.")

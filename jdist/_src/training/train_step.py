@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jdist._src.core.modules import is_nnx_module
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape
 from jdist._src.replica.context import all_reduce
 from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, pad_to_parts, value_and_grad
+from jdist._src.replica.losses import is_loss
 from jdist._src.replica.precision import Precision
 from jdist._src.replica.random import replica_key
 from jdist._src.strategies.current import step
@@ -107,6 +108,11 @@ def train_step(
             arguments = {"weights": weights_part, "key": None if key is None else jax.random.fold_in(key, part[0])}
             result = loss_fn(params, batch, **{receivers[name]: arguments[name] for name in receivers})
             losses, loss_weights, aux = split_result(result, takes_array_as_aux=True)
+            if not is_loss(losses):
+                raise TypeError(
+                    "`loss_fn` must return losses [batch, ...], or a pair of these and their weights or other values, got "
+                    f"{describe_tree(result)}."
+                )
             _check_losses(losses, batch)
             check_metric_weights("loss_fn", aux, weights, receivers)
             if loss_weights is not None:
@@ -125,6 +131,7 @@ def train_step(
         new_state = replace_fields(state, fields.step + 1, params, opt_state, fields.model_state)
         return new_state, loss if aux is None else (loss, _total_metrics(aux, micro_batches))
 
+    train_step.__qualname__ = "train_step"
     return step(
         train_step,
         precision=precision,

@@ -56,6 +56,7 @@ from jdist._src.training.resume import (
 from jdist._src.training.state import ModelVariables, TrainState, model_variables
 from jdist._src.training.step_inputs import (
     DrawnBatch,
+    check_example_weights,
     distribute_epochs,
     distribute_one_pass,
     drawn_batches,
@@ -66,6 +67,7 @@ from jdist._src.training.validation import (
     check_validate_every,
     validate_all,
     validation_metric_names,
+    validation_name,
     validation_sets,
 )
 from jdist._src.values.base import is_distributed
@@ -317,10 +319,14 @@ class Trainer:
             cache=cache,
         )
         self._functions.check_weights(dataset.has_weights)
+        dataset = dataset if self._functions.custom_step else self._with_checked_weights("data", dataset)
         if validation_data is not None:
             self._functions.check_evaluate("fit(validation_data=...)")
         passes = dataset.epochs if validate_every is None else None
-        validation = validation_sets(self.strategy, data, validation_data, batch_size, passes)
+        validation = {
+            prefix: self._with_checked_weights(validation_name(prefix), one)
+            for prefix, one in validation_sets(self.strategy, data, validation_data, batch_size, passes).items()
+        }
         ordered_callbacks = _with_progress(as_callbacks(callbacks), progress)
         step = self._step_function(steps_per_call, micro_batches)
         # Closed here: a notebook stores the traceback of an error, whose frames would keep the prefetch thread alive.
@@ -374,7 +380,8 @@ class Trainer:
         """
         self._check_same_arguments("Trainer.evaluate", batch_size=batch_size)
         self._functions.check_evaluate("evaluate")
-        metrics, examples = self._evaluate(state, distribute_one_pass(self.strategy, "data", data, batch_size))
+        dataset = distribute_one_pass(self.strategy, "data", data, batch_size)
+        metrics, examples = self._evaluate(state, self._with_checked_weights("data", dataset))
         return {**metrics, "examples": examples}
 
     @explains_arguments()
@@ -456,6 +463,11 @@ class Trainer:
         run = None if eval_params is None else lambda *args: self.strategy.run(eval_params, args)
         return model_variables(state, run)
 
+    def _with_checked_weights(self, name: str, dataset: DistributedDataset) -> DistributedDataset:
+        """Returns the data set with a check of the weights of its examples. An objective receives no weights of examples."""
+        has_weights = self._functions.objective.fn is None
+        return dataset.checked(functools.partial(check_example_weights, name)) if has_weights else dataset
+
     def _start(
         self,
         iterator: DistributedIterator,
@@ -495,13 +507,14 @@ class Trainer:
         step = self._cached("evaluate", lambda: self.strategy.step(self._functions.evaluate))
         if dataset.is_one_shot or not isinstance(step, Program):  # an iterator can be read only once
             return
-        name = f"validation_data[{prefix.removesuffix('_')!r}]" if prefix else "validation_data"
         try:
             element = dataset.element_spec
             inputs = element if dataset.has_weights else (element,)
             step.lower(self.strategy.init(self._functions.empty_metrics), self._variables(state), *inputs)
         except Exception as error:
-            add_note_once(error, f"The error is in the evaluation of `{name}`, before the first step.")
+            add_note_once(
+                error, f"The error is in the evaluation of `{validation_name(prefix)}`, before the first step."
+            )
             raise
 
     def _step_function(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.arguments import as_int
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.step_inputs import distribute_one_pass
@@ -34,17 +34,22 @@ def validation_sets(
     if validation_data is None:
         return {}
     if not isinstance(validation_data, Mapping) or _is_source(validation_data, data):
-        return {"": distribute_one_pass(strategy, "validation_data", validation_data, batch_size, num_passes)}
+        return {"": distribute_one_pass(strategy, validation_name(""), validation_data, batch_size, num_passes)}
     if not validation_data:
         raise ValueError("`validation_data` is an empty mapping. Leave it out, or pass data sets by their names.")
     for name in validation_data:
         if not isinstance(name, str) or not name:
             kind = TypeError if not isinstance(name, str) else ValueError
-            raise kind(f"The names of the sets in `validation_data` must be non-empty strings, got {name!r}.")
+            raise kind(f"The names of the sets in `validation_data` must be non-empty strings, got {one_line(name)}.")
     return {
-        f"{name}_": distribute_one_pass(strategy, f"validation_data[{name!r}]", source, batch_size, num_passes)
+        f"{name}_": distribute_one_pass(strategy, validation_name(f"{name}_"), source, batch_size, num_passes)
         for name, source in validation_data.items()
     }
+
+
+def validation_name(prefix: str) -> str:
+    """Returns the name of the set whose metrics have this prefix, for messages."""
+    return f"validation_data[{prefix.removesuffix('_')!r}]" if prefix else "validation_data"
 
 
 def validation_metric_names(prefixes: Iterable[str], metrics: Iterable[str]) -> list[str]:

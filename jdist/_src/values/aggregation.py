@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core.arguments import enum_member
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.devices.mesh import replicated_sharding
 from jdist._src.values.arrays import check_range, first_row, is_on_mesh, mesh_of, reduce_rows
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
@@ -43,7 +43,7 @@ class VariableSynchronization(enum.Enum):
         Raises:
             ValueError: No synchronization has this name.
         """
-        return enum_member(cls, synchronization, f"Invalid variable synchronization mode: {synchronization!r}")
+        return enum_member(cls, synchronization, f"Invalid variable synchronization mode: {one_line(synchronization)}")
 
 
 class VariableAggregation(enum.Enum):
@@ -70,7 +70,7 @@ class VariableAggregation(enum.Enum):
         Raises:
             ValueError: No aggregation has this name.
         """
-        return enum_member(cls, aggregation, f"Invalid variable aggregation mode: {aggregation!r}")
+        return enum_member(cls, aggregation, f"Invalid variable aggregation mode: {one_line(aggregation)}")
 
 
 def check_mean(name: str, tree: PyTree) -> None:

@@ -39,10 +39,7 @@ def is_on_mesh(leaf: object) -> bool:
 
 def check_array(name: str, leaf: Any) -> None:
     """Raises TypeError if `leaf` is not a number or an array of numbers."""
-    if isinstance(leaf, jax.Ref):
-        raise TypeError(
-            f"{name} is a `jax.Ref`, which has no placement on several devices. Pass its value, `ref[...]`."
-        )
+    check_not_ref(name, leaf)
     if is_traceable(leaf) or isinstance(leaf, int):
         return
     if isinstance(leaf, np.ma.MaskedArray):  # numpy would drop the mask silently
@@ -64,6 +61,14 @@ def check_array(name: str, leaf: Any) -> None:
         )
 
 
+def check_not_ref(name: str, leaf: Any) -> None:
+    """Raises TypeError if `leaf` is a mutable reference."""
+    if isinstance(leaf, jax.Ref):
+        raise TypeError(
+            f"{name} is a `jax.Ref`, which has no placement on several devices. Pass its value, `ref[...]`."
+        )
+
+
 def check_not_deleted(name: str, leaf: Any) -> None:
     """Raises ValueError if `leaf` was donated to a step, or deleted."""
     if is_device_array(leaf) and leaf.is_deleted():
@@ -75,6 +80,7 @@ def check_not_deleted(name: str, leaf: Any) -> None:
 
 def check_range(name: str, leaf: Any, to_dtype: Any = None) -> None:
     """Raises ValueError if `leaf`, on the host, holds an integer that is out of the range of `to_dtype`, by default JAX's."""
+    check_not_ref(name, leaf)
     if is_traceable(leaf):
         return
     is_python = type(leaf) is int  # of any number of bits

@@ -17,20 +17,21 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdist._src.core import other_names
 from jdist._src.core.modules import leaves_with_path
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.other_names import VALUE_TABLE, explains_attributes
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of, num_replicas_on
 from jdist._src.values.server_array import read_servers
 
 
+@explains_attributes(VALUE_TABLE)
 class DistributedValues(abc.ABC):
     """Base class of the wrappers: a tree of arrays that is placed on the devices of a mesh as the subclass defines.
 
@@ -47,15 +48,6 @@ class DistributedValues(abc.ABC):
     _is_replicated: ClassVar[bool] = False  # whether every replica has the same value
     _is_stacked: ClassVar[bool] = False  # whether the leaves on the host are `[replica, ...]`
     tree: PyTree
-
-    if not TYPE_CHECKING:  # a type checker would then accept every name
-
-        def __getattr__(self, name: str) -> Any:
-            if name in other_names.VALUE_NAMES:
-                raise other_names.missing_attribute_error(
-                    f"{type(self).__name__!r} object", name, other_names.VALUE_TABLE
-                )
-            return object.__getattribute__(self, name)  # raises the error again, also one of a property
 
     @staticmethod
     @abc.abstractmethod
@@ -150,8 +142,8 @@ class DistributedValues(abc.ABC):
                 )
         if any(getattr(node, "shapes", None) for node in (self, value)):
             raise ValueError(
-                f"`{method}` to {self!r} of {value!r}: values with different shapes on the replicas cannot be assigned. Make a "
-                "new value: `strategy.distribute_values_from_function`."
+                f"`{method}` to {one_line(self)} of {one_line(value)}: values with different shapes on the replicas cannot be "
+                "assigned. Make a new value: `strategy.distribute_values_from_function`."
             )
         is_per_replica = False
         if isinstance(value, DistributedValues):
@@ -161,35 +153,20 @@ class DistributedValues(abc.ABC):
             value, is_per_replica = value._assign_source(self._is_stacked)
         if jax.tree.structure(value) != jax.tree.structure(self.tree):
             raise ValueError(
-                f"`{method}` received a value with the structure {jax.tree.structure(value)} for {self!r}. Pass a tree with "
-                "the structure of the value that it replaces."
+                f"`{method}` received a value with the structure {jax.tree.structure(value)} for {one_line(self)}. Pass a tree "
+                "with the structure of the value that it replaces."
             )
         pairs = zip(leaves, jax.tree.leaves(value), strict=True)
         new_leaves = [self._assigned_leaf(name, leaf, new, is_per_replica) for (name, leaf), new in pairs]
         return jax.tree.unflatten(jax.tree.structure(self.tree), new_leaves)
 
     def __repr__(self) -> str:
-        parts = [repr(jax.tree.map(ReprText.of, self.tree))]
+        parts = [repr(jax.tree.map(dtype_and_shape, self.tree))]
         for option in dataclasses.fields(self)[1:]:  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
             value = getattr(self, option.name)
             if value != option.default:
                 parts.append(value.name if isinstance(value, enum.Enum) else f"{option.name}={value!r}")
         return f"{type(self).__name__}({', '.join(parts)})"
-
-
-class ReprText:
-    """A text without quotes in a repr: the dtype and shape of a leaf."""
-
-    def __init__(self, text: str):
-        self._text = text
-
-    @classmethod
-    def of(cls, leaf: Any) -> "ReprText":
-        """Returns the dtype and shape of `leaf`."""
-        return cls(dtype_and_shape(leaf))
-
-    def __repr__(self) -> str:
-        return self._text
 
 
 def named_values(name: str, tree: PyTree) -> list[tuple[str, Any]]:
@@ -244,8 +221,8 @@ def cast_without_loss(name: str, value: Any, shape: tuple[int, ...], dtype: Any)
 def _unsupported(operator: str) -> Callable[..., Any]:
     def raise_type_error(self: DistributedValues, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            f"`{operator}` is not defined for {self!r}, whose values are stored on several devices. Compute inside a replica "
-            "function (`strategy.run(fn, (value,))`), combine the replicas' values (`.read()`, `strategy.reduce`, "
+            f"`{operator}` is not defined for {one_line(self)}, whose values are stored on several devices. Compute inside a "
+            "replica function (`strategy.run(fn, (value,))`), combine the replicas' values (`.read()`, `strategy.reduce`, "
             f"`strategy.gather`), or access the value of each replica (`.values`, `.map(fn)`).{_unpacking(operator, self)}"
             f"{_as_number(operator, self)}"
         )

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
 from jdist._src.core.modules import from_array_tree, to_array_tree
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.devices.mesh import Replicas
 from jdist._src.devices.topology import is_topology_device
 from jdist._src.values.aggregation import VariableAggregation, check_mean
@@ -47,7 +47,7 @@ def check_not_nested(name: str, node: Any) -> None:
     for child in jax.tree.leaves(node.tree, is_leaf=lambda x: is_distributed(x) or is_row_slices(x)):
         if is_distributed(child):
             raise TypeError(
-                f"{name} is a {type(node).__name__} around {child!r}: a value has one placement. Remove a wrapper."
+                f"{name} is a {type(node).__name__} around {one_line(child)}: a value has one placement. Remove a wrapper."
             )
         if is_row_slices(child) and aggregation is not VariableAggregation.NONE:
             raise TypeError(
@@ -62,8 +62,8 @@ def check_uniform_shape(name: str, node: Any) -> None:
     """Raises ValueError if the replicas hold values of different shapes: a program has one shape for all replicas."""
     if isinstance(node, PerReplica) and node.shapes is not None:
         raise ValueError(
-            f"{name} is {node!r}: the replicas hold values of different shapes, and a replica function needs one shape. "
-            "Pad them and use weights: `value, weights = value.padded()`, then `jdist.global_mean(values, weights)` "
+            f"{name} is {one_line(node)}: the replicas hold values of different shapes, and a replica function needs one "
+            "shape. Pad them and use weights: `value, weights = value.padded()`, then `jdist.global_mean(values, weights)` "
             "or a metric with `weights=`."
         )
 
@@ -182,7 +182,7 @@ def split_batch(batch: PyTree, replicas: Replicas, shardings: Callable[[PyTree],
     for node in jax.tree.leaves(batch, is_leaf=is_distributed):
         if is_distributed(node):
             raise TypeError(
-                f"`split` takes one global batch of plain arrays `[batch, ...]`, got {node!r}, which is already split."
+                f"`split` takes one global batch of plain arrays `[batch, ...]`, got {one_line(node)}, which is already split."
             )
     for name, leaf in leaves:
         sizes = np.shape(leaf)[:1]
@@ -272,7 +272,9 @@ def _error_of(trees: Sequence[PyTree], replicas: Sequence[int]) -> Exception | N
     """Returns the error of values, one per replica, that cannot be the rows of one value; None if they can."""
     for node in jax.tree.leaves(list(trees), is_leaf=is_distributed):
         if is_distributed(node):
-            return TypeError(f"The value of one replica must not be in a wrapper, got {node!r}. Return plain arrays.")
+            return TypeError(
+                f"The value of one replica must not be in a wrapper, got {one_line(node)}. Return plain arrays."
+            )
     try:
         for name, leaf in named_leaves("value", list(trees)):
             check_value(name, leaf)

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, ReprText, dtype_and_shape, one_line
 from jdist._src.devices.mesh import replicated_sharding, spans_devices
 from jdist._src.values.arrays import (
     Shapes,
@@ -21,7 +21,7 @@ from jdist._src.values.arrays import (
     mesh_of,
     repeat_rows,
 )
-from jdist._src.values.base import DistributedValues, ReprText, cast_without_loss
+from jdist._src.values.base import DistributedValues, cast_without_loss
 from jdist._src.values.server_array import read_servers
 
 
@@ -96,7 +96,8 @@ class PerReplica(DistributedValues):
         if self.shapes is None:
             return read_servers(self.tree)
         raise ValueError(
-            f"{self!r} has different shapes on the replicas. Use `.values` or `.padded()`, or concatenate: `strategy.gather`."
+            f"{one_line(self)} has different shapes on the replicas. Use `.values` or `.padded()`, or concatenate: "
+            "`strategy.gather`."
         )
 
     def map(self, fn: Callable[[PyTree], PyTree]) -> "PerReplica":
@@ -132,8 +133,8 @@ class PerReplica(DistributedValues):
         rows = {tuple(shape[0] if shape else None for shape in leaf) for leaf in shapes}
         if len(rows) != 1 or None in next(iter(rows)) or any(len({s[1:] for s in leaf}) > 1 for leaf in shapes):
             raise ValueError(
-                f"{self!r} cannot be padded by rows: its leaves differ in their number of rows, or in another dimension. Pad "
-                "each replica's value to one shape where you create it."
+                f"{one_line(self)} cannot be padded by rows: its leaves differ in their number of rows, or in another "
+                "dimension. Pad each replica's value to one shape where you create it."
             )
         counts = next(iter(rows))
         width = leaves[0].shape[1]
@@ -156,7 +157,7 @@ class PerReplica(DistributedValues):
 
     def __repr__(self) -> str:
         if self.shapes is None:
-            return f"PerReplica({jax.tree.map(ReprText.of, self.tree)!r})"
+            return f"PerReplica({jax.tree.map(dtype_and_shape, self.tree)!r})"
         leaves, treedef = jax.tree.flatten(self.tree)
         texts = [
             ReprText(" | ".join(dtype_and_shape(jax.ShapeDtypeStruct(shape, leaf.dtype)) for shape in shapes))

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from jdist._src.core.arguments import enum_member
-from jdist._src.core.tree import dtype_and_shape
+from jdist._src.core.tree import dtype_and_shape, one_line
 
 ReduceOpName: TypeAlias = Literal["sum", "mean", "max", "min", "SUM", "MEAN", "MAX", "MIN"]
 
@@ -36,7 +36,7 @@ class ReduceOp(enum.Enum):
         Raises:
             ValueError: No reduction has this name.
         """
-        return enum_member(cls, op, f"{op!r} is not a reduction")
+        return enum_member(cls, op, f"{one_line(op)} is not a reduction")
 
 
 def check_reducible(op: ReduceOp, name: str, leaf: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, final
 import jax
 import numpy as np
 
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 
 
 class _ReadableArray(abc.ABC):
@@ -66,7 +66,7 @@ class _ReadableArray(abc.ABC):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{self!r} cannot be pickled: its value is in another place. Pass its value, `x.read()`, or for a tree "
+            f"{one_line(self)} cannot be pickled: its value is in another place. Pass its value, `x.read()`, or for a tree "
             "`jdist.read_values(tree)`."
         )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.devices.mesh import spans_devices
 from jdist._src.values.arrays import device_put_copy, is_on_mesh, local_shards
 from jdist._src.values.base import DistributedValues, cast_without_loss
@@ -103,5 +103,5 @@ class Sharded(DistributedValues):
 
     def _placed_tree(self) -> PyTree:
         if not all(map(is_on_mesh, jax.tree.leaves(self.tree))):
-            raise ValueError(f"{self!r} is not split over devices yet. Place it first: `strategy.put(value)`.")
+            raise ValueError(f"{one_line(self)} is not split over devices yet. Place it first: `strategy.put(value)`.")
         return self.tree

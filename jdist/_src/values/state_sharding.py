@@ -40,7 +40,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jdist._src.core import source_lines
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning
 from jdist._src.core.modules import leaves_with_path
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.values.arrays import Shape
 from jdist._src.values.base import is_distributed
@@ -99,12 +99,12 @@ class StateSharding:
 
     def __post_init__(self) -> None:
         if self.shard not in get_args(Shard):
-            raise ValueError(f'`shard` must be "optimizer", "gradients" or "all", got {self.shard!r}.')
+            raise ValueError(f'`shard` must be "optimizer", "gradients" or "all", got {one_line(self.shard)}.')
         for pattern, spec in self.patterns.items():
             if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
                 raise TypeError(
                     "`layout` must map patterns, which are strings, to `jax.sharding.PartitionSpec`s, got "
-                    f"{pattern!r}: {spec!r}."
+                    f"{pattern!r}: {one_line(spec)}."
                 )
             try:
                 re.compile(pattern)

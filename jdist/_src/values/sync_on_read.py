@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jdist._src.core.tree import PyTree
+from jdist._src.core.tree import PyTree, one_line
 from jdist._src.devices.mesh import replicated_sharding
 from jdist._src.values.aggregation import AggregationName, VariableAggregation, aggregate_rows
 from jdist._src.values.arrays import device_put_copy, mesh_of, repeat_rows, split_into_shares
@@ -90,8 +90,8 @@ class SyncOnRead(DistributedValues):
         """
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
-                f"{self!r} has no aggregation, so it cannot be read as one value. Read the value of each replica (`.values`), "
-                "or use SUM, MEAN or ONLY_FIRST_REPLICA."
+                f"{one_line(self)} has no aggregation, so it cannot be read as one value. Read the value of each replica "
+                "(`.values`), or use SUM, MEAN or ONLY_FIRST_REPLICA."
             )
         leaves, treedef = jax.tree.flatten(read_servers(self.tree))
         return treedef.unflatten([aggregate_rows(self.aggregation, "value", leaf) for leaf in leaves])
@@ -131,7 +131,7 @@ class SyncOnRead(DistributedValues):
         is_shared = not is_distributed(value) or value._is_replicated
         if is_shared and self.aggregation is VariableAggregation.SUM:
             raise ValueError(
-                f"`{method}` of one value to {self!r} is ambiguous: it can be added on each replica, or once to their sum. To "
-                "add it to the sum, write `value.assign(value.read() + x)`; to add it on each replica, "
+                f"`{method}` of one value to {one_line(self)} is ambiguous: it can be added on each replica, or once to their "
+                "sum. To add it to the sum, write `value.assign(value.read() + x)`; to add it on each replica, "
                 f"`value.{method}(PerReplica(rows))`."
             )

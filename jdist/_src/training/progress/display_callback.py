@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from jdist._src.core.arguments import check_seconds
+from jdist._src.core.tree import one_line
 from jdist._src.training.events import Callback, Event, Moment
 from jdist._src.training.progress.displays import (
     Display,
@@ -57,7 +58,7 @@ class Progress(Callback):
     ):
         if kind not in get_args(ProgressKind):
             kinds = ", ".join(map(repr, get_args(ProgressKind)))
-            raise ValueError(f"The kind of progress display must be one of {kinds}, got {kind!r}.")
+            raise ValueError(f"The kind of progress display must be one of {kinds}, got {one_line(kind)}.")
         if interval_seconds is not None:
             check_seconds("interval_seconds", interval_seconds)
         if kind == "notebook" and importlib.util.find_spec("IPython") is None:
