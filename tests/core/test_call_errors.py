@@ -224,12 +224,12 @@ CALLS = {
     "no loss to differentiate": (
         lambda: run(jdist.value_and_grad(lambda w, x: None), jnp.zeros(3), X),
         TypeError,
-        "The loss function returned None, and a loss is one array or number.",
+        "The loss function returned None, and the losses must be one array or number.",
     ),
     "tuple to differentiate": (
         lambda: run(jdist.value_and_grad(lambda w, x: (x @ w, 1, 2)), jnp.zeros(3), X),
         TypeError,
-        "returned (float32[8], 1, 2), and a loss is one array or number. If it returns a loss and another value, return a pair",
+        "returned (float32[8], 1, 2), and the losses must be one array or number. If it returns a loss and another value, return a pair",
     ),
     "step without a batch": (
         lambda: jdist.Trainer(step=lambda state: state),

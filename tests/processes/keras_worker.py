@@ -11,7 +11,10 @@ import jdist
 
 
 def results_of_training():
-    """Returns the number of replicas, the weights after training, the loss and metric before it, and the error of Keras' `fit`."""
+    """Returns the number of replicas, the weights after training, the loss and metric before it, and two errors.
+
+    The errors are those of Keras' `fit`, and of a model that is built without a seed.
+    """
     os.environ["KERAS_BACKEND"] = "jax"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -33,4 +36,10 @@ def results_of_training():
             model.fit(x, 2 * x, batch_size=3, verbose=0)
         except RuntimeError as error:
             refused = str(error)
-    return strategy.num_replicas_in_sync, sorted(weights), before["loss"], before["mae"], refused
+    unseeded = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, name="head")])
+    try:
+        jdist.Trainer(unseeded, optax.sgd(0.01), loss, strategy=strategy).init(x)
+        error = None
+    except ValueError as unseeded_error:
+        error = str(unseeded_error)
+    return strategy.num_replicas_in_sync, sorted(weights), before["loss"], before["mae"], refused, error

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import jdist
+from jdist._src.jaxpr.program_fingerprint import named_constant
 from jdist._src.values import process_calls
 
 
@@ -50,6 +51,9 @@ def results_by_case():
 
     state = {"w": jnp.ones(3)}
     attempt("init", lambda: strategy.init(make))
+    attempt("init_shape", lambda: strategy.init(lambda: {"w": jnp.zeros(3 + number)}))
+    weight = jnp.asarray(np.full(3, number, np.float32))
+    attempt("named", lambda: strategy.init(lambda: {"w": named_constant("the weight `head`", weight)}))
     attempt("argument", lambda: strategy.step(train)(strategy.put(state), np.float32(number)))
     attempt("python", lambda: strategy.run(lambda x: x + 1, (float(number),)))
     attempt("shape", lambda: strategy.run(lambda x: x + 1, (np.ones(2 + number, np.float32),)))

@@ -15,7 +15,10 @@ def test_ke12_keras_model_on_two_processes_is_trained_and_evaluated_as_on_one_de
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     with jdist.testing.processes(2) as joined:
         results = joined.run("processes.keras_worker:results_of_training")
-    for replicas, weights, loss, error, refused in results:
+    for replicas, weights, loss, error, refused, unseeded in results:
+        assert (
+            "head/kernel` of the Keras model (call `keras.utils.set_random_seed(seed)` before it is built)" in unseeded
+        )
         assert refused.startswith("In `strategy.scope()`, Keras' own `fit` trains a separate model on each process")
         assert "`jdist.Trainer(model, optimizer, loss, strategy=strategy)`" in refused
         assert replicas == 2

@@ -16,6 +16,8 @@ def results():
 
 CASES = {
     "init": ("make", "a captured value float32[3]", "from the same seed"),
+    "init_shape": ("<lambda>", "same_program_worker.py", "broadcast_in_dim", "no `jax.process_index()`"),
+    "named": ("<lambda>", "the weight `head`, float32[3], has other values", "from the same seed"),
     "argument": ("train", "rate has other values", "strategy.distribute_values_from_function"),
     "python": ("<lambda>", "x has other values"),
     "shape": ("<lambda>", "an argument is x float32[", "on the other process x float32["),

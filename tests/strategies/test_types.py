@@ -1,4 +1,4 @@
-"""The declared types of `step`, `run`, `init` and the constructors, checked by pyright on a program with wrong lines."""
+"""The declared types of steps, `run`, `init` and the constructors, checked by pyright on a program with wrong lines."""
 
 import json
 import pathlib
@@ -11,12 +11,16 @@ import pytest
 import jdist
 
 PROGRAM = """
-from typing import assert_type
+import dataclasses
+from typing import Any, assert_type
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import jdist
+from flax.training.train_state import TrainState
+from jdist import metrics
 
 State = dict[str, jax.Array]
 strategy = jdist.MirroredStrategy(jax.devices()[:2], virtual_replicas=4)
@@ -80,6 +84,62 @@ jdist.MirroredStrategy(8)  # error
 jdist.MirroredStrategy(None, jdist.AllReduce())  # error
 jdist.ShardedStrategy("fsdp")  # error
 jdist.variable(1.0, synchronization="sometimes")  # error
+
+adam = optax.adam(1e-3)
+model = (lambda key, x: x), (lambda w, x: x @ w)
+jdist.Trainer(model, optax.chain(jdist.sync.mean(), adam), optax.squared_error, metrics={"a": metrics.Accuracy()}, seed=3)
+jdist.Trainer(model, loss=optax.squared_error)
+jdist.Trainer(model, adam, objective=lambda params, batch, key, apply: batch, metrics=["accuracy"])
+jdist.Trainer(model, step=lambda state, batch: (state, batch), loss=optax.squared_error, metrics=["accuracy"])
+jdist.Trainer(model, "adam")  # error
+jdist.Trainer(model, adam, optax.squared_error, metrics=["accuracy"])  # error
+jdist.Trainer(model, adam, seed="x")  # error
+
+train_step = jdist.train_step(lambda w, x: w, adam)
+train_state = jdist.TrainState.create(x, adam)
+assert_type(train_step(train_state, x)[0], jdist.TrainState)
+train_step(train_state, x, x)
+train_step.on(strategy)(train_state, x)
+train_step(train_state)  # error
+train_step(3, x)  # error
+train_step(train_state, x, x, x)  # error
+jdist.train_step(lambda w, x: w, "adam")  # error
+
+
+def train_flax(state: TrainState):
+    assert_type(train_step(state, x)[0], TrainState)
+
+
+@jdist.eval_step
+def evaluate(state: Any, batch: Any) -> dict[str, jax.Array]:
+    return {"a": batch}
+
+
+assert_type(evaluate(state, x), dict[str, metrics.Metric])
+assert_type(evaluate.over(state, [x]), dict[str, Any])
+evaluate(state)  # error
+jdist.eval_step(lambda state, batch: batch)(state, x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Model:
+    w: jax.Array
+
+    @jdist.step
+    def train(self, batch: jax.Array) -> tuple["Model", jax.Array]:
+        return self, batch
+
+    @jdist.eval_step
+    def test(self, batch: jax.Array) -> dict[str, jax.Array]:
+        return {"a": batch}
+
+
+assert_type(Model(x).train(x), tuple[Model, jax.Array])
+assert_type(Model(x).test(x), dict[str, metrics.Metric])
+Model.train.on(strategy)
+Model(x).train()  # error
+Model(x).train(x, x)  # error
 """
 
 

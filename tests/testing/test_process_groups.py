@@ -222,6 +222,11 @@ def test_hanging_call_is_an_error_with_its_line_and_ends_the_processes():
             RuntimeError, match=r"were ended after an earlier call: .* did not return within 1 seconds.* Start new ones"
         ):
             one.run(f"{THIS}:own_id")
+    for call in (lambda: one.run(f"{THIS}:own_id"), lambda: one.output(0)):
+        with pytest.raises(
+            RuntimeError, match=r"the processes ended with the block of `jdist\.testing\.processes`. Call it in"
+        ):
+            call()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._src.checkpoint.tree_format import Keys, Leaf
-from jdist._src.core.tree import PyTree, one_line
+from jdist._src.core.tree import PyTree, one_line, short_line
 from jdist._src.values.base import is_distributed
 
 _MOST_NAMED = 4
@@ -83,7 +83,9 @@ def check_each_path(
     """
     for path in only or ():
         if not any(is_below(leaf.path, [path], separator) for leaf in leaves) and not _has_node(saved, path.split("/")):
-            raise ValueError(f'{name} and `like` do not have the path only="{path}". {_named_leaves(leaves)}')
+            raise ValueError(
+                f'{name} and `like` do not have the path only="{short_line(path)}". {_named_leaves(leaves)}'
+            )
 
 
 def renamed_leaves(name: str, leaves: Sequence[Leaf], rename: Mapping[str, str], separator: str = "/") -> list[Leaf]:

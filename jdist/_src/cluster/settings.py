@@ -4,6 +4,8 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 
+from jdist._src.core.tree import one_line
+
 Variables = Mapping[str, str]
 COORDINATOR_VARIABLES = ("JDIST_COORDINATOR_ADDRESS", "JAX_COORDINATOR_ADDRESS")
 DEFAULT_PORT = 8476  # where process 0 listens, if nothing identifies the job
@@ -13,7 +15,7 @@ def check_coordinator(address: str, source: str) -> str:
     """Returns `address`. An address that is not a host with a port is a ValueError that names `source`."""
     match = re.fullmatch(r"(?:[^:\s]+|\[[^\]\s]+\]):([0-9]+)", address)
     if not match:
-        raise ValueError(f"{source} must be a host with a port, such as '10.0.0.1:8476', got {address!r}.")
+        raise ValueError(f"{source} must be a host with a port, such as '10.0.0.1:8476', got {one_line(address)}.")
     if not 0 < int(match[1]) < 65536:
         raise ValueError(f"{source} is {address!r}, but a port is a number from 1 to 65535. Correct the port.")
     return address

@@ -205,9 +205,7 @@ def _tasks(cluster_spec: Any, source: str) -> tuple[_Task, ...]:
     """Returns all tasks, in the order of `JOBS` and of their indices."""
     example = "such as {'worker': ['10.0.0.1:8476', '10.0.0.2:8476']}"
     if not isinstance(cluster_spec, Mapping):
-        raise TypeError(
-            f"{source} must be a mapping from jobs to addresses, {example}, got {type(cluster_spec).__name__} {cluster_spec!r}."
-        )
+        raise TypeError(f"{source} must be a mapping from jobs to addresses, {example}, got {one_line(cluster_spec)}.")
     if not cluster_spec:
         raise ValueError(f"{source} has no jobs. Pass the addresses of the processes, {example}.")
     if unknown := [job for job in cluster_spec if job not in JOBS]:
@@ -235,7 +233,7 @@ def _addresses(job: str, addresses: Any, source: str) -> dict[int, str | None]:
         if isinstance(addresses, str | bytes) or not isinstance(addresses, Sequence):
             raise TypeError(
                 f"Job {job!r} of {source} must be a list of addresses, or a mapping from the task index to the address, got "
-                f"{type(addresses).__name__} {addresses!r}."
+                f"{one_line(addresses)}."
             )
         addresses = dict(enumerate(addresses))
     checked: dict[int, str | None] = {}
@@ -244,7 +242,7 @@ def _addresses(job: str, addresses: Any, source: str) -> dict[int, str | None]:
         if address is not None and (not isinstance(address, str) or not address or address.split() != [address]):
             raise ValueError(
                 f"The address of {job} {index} in {source} must be a host with a port, such as '10.0.0.1:8476', got "
-                f"{address!r}."
+                f"{one_line(address)}."
             )
         checked[index] = address
     return checked

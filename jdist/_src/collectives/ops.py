@@ -159,7 +159,7 @@ def axes_argument(axis: int | Sequence[int] | None) -> Shape:
     except TypeError:
         raise TypeError(
             "`axis` must be a dimension of one replica's value (an integer), a sequence of dimensions, or None, got "
-            f"{axis!r:.80}."
+            f"{one_line(axis)}."
         ) from None
 
 

@@ -49,7 +49,7 @@ def describe_tree(tree: PyTree, max_length: int = 100) -> str:
 
 
 def one_line(value: Any, max_length: int = 80) -> str:
-    """Returns `repr(value)` for messages, on one line and shortened; for arrays and trees of them their dtypes and shapes.
+    """Returns `repr(value)` for messages, on one line and short_line; for arrays and trees of them their dtypes and shapes.
 
     Example:
         >>> one_line("adam"), one_line(np.zeros((1000, 3), np.float32)), one_line({"w": np.ones(99)})
@@ -65,8 +65,13 @@ def one_line(value: Any, max_length: int = 80) -> str:
         return text
     if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
         return describe_tree(value, max_length)
-    text = " ".join(text.split())
-    return text if len(text) <= max_length else f"{text[: max_length - 1]}…"
+    return short_line(text, max_length)
+
+
+def short_line(text: Any, max_length: int = 200) -> str:
+    """Returns `str(text)` for messages, on one line, with `…` in place of what exceeds `max_length`."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= max_length else f"{line[: max_length - 1]}…"
 
 
 def add_note_once(error: BaseException, note: str) -> None:

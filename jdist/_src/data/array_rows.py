@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr
 
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.data.buckets import Buckets
 from jdist._src.values.arrays import check_range
 
@@ -107,8 +107,8 @@ class ExampleStack:
         if treedef != self._treedef:
             lists = f" {_LIST}, and pass `buckets` if its length varies." if "[" in str(treedef) else ""
             raise ValueError(
-                f"Example {self._count} has the structure {treedef}{self._where}, but the first one has {self._treedef}. All "
-                f"examples must have the same structure.{lists}"
+                f"Example {self._count} has the structure {short_line(treedef)}{self._where}, but the first one has "
+                f"{short_line(self._treedef)}. All examples must have the same structure.{lists}"
             )
         for name, column, leaf in zip(self._names, self._columns, leaves, strict=True):
             column.append(leaf if isinstance(leaf, _SCALARS) else _copy(name, leaf, self._where))
@@ -259,7 +259,7 @@ def describe_difference(expected: PyTree, tree: PyTree) -> str | None:
     """Returns the difference in structure, dtype or row shape of `tree` from `expected` as text, or None."""
     (expected_leaves, expected_structure), (leaves, structure) = jax.tree.flatten(expected), jax.tree.flatten(tree)
     if structure != expected_structure:
-        return f"the structure {structure}, expected {expected_structure}"
+        return f"the structure {short_line(structure)}, expected {short_line(expected_structure)}"
     if all(a.dtype == b.dtype and a.shape[1:] == b.shape[1:] for a, b in zip(expected_leaves, leaves, strict=True)):
         return None
     for (name, a), (_, b) in zip(named_leaves("source", expected), named_leaves("source", tree), strict=True):

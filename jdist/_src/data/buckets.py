@@ -57,7 +57,7 @@ class Buckets:
             raise ValueError(f"`widths` must be ascending, and at least one, got {list(widths)}.")
         if isinstance(self.leaves, str):
             raise TypeError(
-                f"`leaves` must be a collection of names, got {one_line(self.leaves)}. Write `({self.leaves!r},)`."
+                f"`leaves` must be a collection of names, got {one_line(self.leaves)}. Write `({one_line(self.leaves)},)`."
             )
 
     def check_leaves(self, tree: PyTree, where: str) -> None:

@@ -39,7 +39,7 @@ class Files:
     def __post_init__(self) -> None:
         if isinstance(self.paths, (str, bytes, os.PathLike)) or not isinstance(self.paths, Iterable):
             raise TypeError(
-                f"`paths` must be a list of paths, got {one_line(self.paths)}. Write `[{str(self.paths)!r}]`."
+                f"`paths` must be a list of paths, got {one_line(self.paths)}. Write `[{one_line(str(self.paths))}]`."
             )
         if not callable(self.read):
             raise TypeError(

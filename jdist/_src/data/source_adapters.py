@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.core.tree import PyTree, dtype_and_shape
+from jdist._src.core.tree import PyTree, dtype_and_shape, one_line, short_line
 from jdist._src.data.array_rows import STACK_EXAMPLES
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.files import Files
@@ -60,11 +60,11 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
         _check_arrays(source, batches)
         return Columns(Table(source), buckets) if buckets is not None and _is_ragged(source) else Arrays(source)
     if isinstance(source, (str, bytes)):
-        raise ValueError(f"The source is {source!r}. To read files, pass `jdist.data.Files(paths, read)`.")
+        raise ValueError(f"The source is {one_line(source)}. To read files, pass `jdist.data.Files(paths, read)`.")
     if isinstance(source, Mapping):
         raise ValueError(
-            f"The source is a {type(source).__name__} with the keys {', '.join(map(repr, source))}. Pass one of its values; "
-            "or, if they are arrays of the same examples, `dict(source)`."
+            f"The source is a {type(source).__name__} with the keys {short_line(', '.join(map(repr, source)))}. Pass one of "
+            "its values; or, if they are arrays of the same examples, `dict(source)`."
         )
     if _is_instance(source, "datasets", "Dataset"):
         dataset = _with_numpy_format(source)

@@ -46,7 +46,7 @@ def replica_mesh(devices: Sequence[jax.Device | str] | None = None, axis_name: s
             "To shard the state, use `jdist.ShardedStrategy(mesh=mesh, model_axis=...)`."
         )
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
-        instead = f"[{str(devices)!r}]" if isinstance(devices, (str, jax.Device)) else "`jax.devices()[:n]`"
+        instead = f"[{one_line(str(devices))}]" if isinstance(devices, (str, jax.Device)) else "`jax.devices()[:n]`"
         raise TypeError(f"`devices` must be a list of devices, got {one_line(devices)}; write {instead}.")
     chosen = jax.local_devices() if devices is None else [find_device(device) for device in devices]
     _check(chosen)
@@ -109,7 +109,7 @@ def find_device(device: jax.Device | str) -> jax.Device:
     # Lists the devices of the platform that was named, if this process has any.
     local = ", ".join(f"{d.platform}:{i}" for i, d in enumerate(same_platform or jax.local_devices()))
     advice = _PLATFORM_ADVICE.get(platform, _NAME_ADVICE)[not same_platform]
-    raise ValueError(f"Device {device!r} not found. This process has {local}. {advice}")
+    raise ValueError(f"Device {one_line(device)} not found. This process has {local}. {advice}")
 
 
 _DEVICE_NAME = re.compile(

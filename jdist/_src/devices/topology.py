@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.tree import one_line
 
 # Shapes of each TPU generation. Two dimensions: all shapes. Three dimensions: the shapes below 4x4x4, and the largest shape;
 # all shapes of multiples of 4 up to the largest exist.
@@ -72,12 +73,12 @@ def topology_devices(
     if generation not in _SLICE_SHAPES or not _is_valid_shape(shape, _SLICE_SHAPES[generation]):
         valid = "; ".join(f"{name}: {_shapes_text(shapes)}" for name, shapes in _SLICE_SHAPES.items())
         raise ValueError(
-            f"The TPU topology {topology!r} does not exist. Valid topologies are {valid}. Write generation and shape: "
+            f"The TPU topology {one_line(topology)} does not exist. Valid topologies are {valid}. Write generation and shape: "
             "'v5e:4x4'. For GPUs, pass `gpu_target_config`."
         )
     if importlib.util.find_spec("libtpu") is None:  # JAX imports it to compile
         raise ModuleNotFoundError(
-            f"Compiling for {topology!r} without a TPU requires the TPU compiler, which is not installed: "
+            f"Compiling for {one_line(topology)} without a TPU requires the TPU compiler, which is not installed: "
             '`pip install "jdist[plan]"`.'
         )
     from jax.experimental import topologies
@@ -95,7 +96,7 @@ def _gpu_devices(topology: str, target_config: str | os.PathLike[str]) -> list[j
     from jax.experimental import topologies
 
     if not isinstance(topology, str) or not _THREE_NUMBERS.fullmatch(topology):
-        raise ValueError(f"{topology!r} is not a GPU topology. {_GPU_TOPOLOGY}")
+        raise ValueError(f"{one_line(topology)} is not a GPU topology. {_GPU_TOPOLOGY}")
     path = os.fspath(target_config)
     try:
         with open(path, encoding="utf-8") as file:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdist._src.core import html, jax_compat
+from jdist._src.core.tree import one_line
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ def xla_flags(platform: str) -> XlaFlags:
     name = platform.lower() if isinstance(platform, str) else platform
     if not isinstance(name, str) or name not in _RECOMMENDED:
         raise ValueError(
-            f"No flags are known for the platform {platform!r}; use one of {', '.join(map(repr, _RECOMMENDED))}, where "
+            f"No flags are known for the platform {one_line(platform)}; use one of {', '.join(map(repr, _RECOMMENDED))}, where "
             "'tpu' is valid for every generation."
         )
     return XlaFlags(name, *_RECOMMENDED[name])

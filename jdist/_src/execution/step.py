@@ -15,7 +15,7 @@ from jax import lax
 
 from jdist._src.core.arguments import as_int
 from jdist._src.core.modules import from_array_tree, leaves_with_path, to_array_tree
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.execution.backend import Backend
 from jdist._src.execution.module_changes import (
     changed_attribute,
@@ -76,6 +76,12 @@ def check_compiler_options(options: Any) -> None:
             f"`compiler_options` maps names to values, got {type(options).__name__}. Of XLA flags, pass "
             '`jdist.xla_flags("tpu").compiler_options`.'
         )
+    for name, value in (options or {}).items():
+        if not isinstance(value, (bool, int, float, str)):
+            raise TypeError(
+                f"The value of {one_line(name)} in `compiler_options` must be a number, a boolean or a string, got "
+                f"{one_line(value)}."
+            )
 
 
 def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, context: ReplicaContext) -> Program:
@@ -305,7 +311,9 @@ def _structure_change(before: PyTree, after: PyTree) -> str:
         for names, change in ((missing, "missing"), (added, "new"))
         if names
     ]
-    change = "; ".join(changes) or f"{jax.tree.structure(before)} became {jax.tree.structure(after)}"
+    change = (
+        "; ".join(changes) or f"{short_line(jax.tree.structure(before))} became {short_line(jax.tree.structure(after))}"
+    )
     return (
         f"The step changes the structure of the state: {change}. A state keeps its structure: start with every leaf "
         "that it will have, and return other values in the outputs."

@@ -16,10 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import core
+from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.jax_compat import Equation, Jaxpr, Literal
 from jdist._src.core.tree import dtype_and_shape
+from jdist._src.jaxpr.interpreter import all_equations
 from jdist._src.jaxpr.primitives import CALLS
 
 
@@ -30,11 +32,13 @@ class Constant(NamedTuple):
         spec: The dtype and shape.
         crc: The CRC-32 of its bytes; 0 for an array that other processes hold shards of.
         place: The line of the user's code that uses it, or "".
+        name: The name that `named_constant` gave it, or "".
     """
 
     spec: str
     crc: int
     place: str
+    name: str = ""
 
 
 class Line(NamedTuple):
@@ -113,10 +117,25 @@ def _constants(program: Any) -> Iterator[Constant]:
     jaxpr = jax_compat.open_jaxpr(program)
     for var, value in zip(jaxpr.constvars, getattr(program, "consts", ()), strict=False):
         if not isinstance(value, core.Tracer):
-            yield Constant(dtype_and_shape(value), crc_of(value), _first_use(jaxpr, var))
+            yield Constant(dtype_and_shape(value), crc_of(value), _first_use(jaxpr, var), _given_name(jaxpr, var))
     for equation in jaxpr.eqns:
         for inner in jax_compat.closed_jaxprs(equation):
             yield from _constants(inner)
+
+
+def named_constant(name: str, value: jax.Array) -> jax.Array:
+    """Returns `value`, which a traced function captures and messages call `name`."""
+    return checkpoint_name(value, f"{_NAME_MARK}{name}")
+
+
+_NAME_MARK = "jdist.captured: "
+
+
+def _given_name(program: Jaxpr, var: Any) -> str:
+    names = (
+        jax_compat.name_of(one) for one in all_equations(program) if one.primitive.name == "name" and var in one.invars
+    )
+    return next((name.removeprefix(_NAME_MARK) for name in names if name.startswith(_NAME_MARK)), "")
 
 
 def _first_use(program: Jaxpr, var: Any) -> str:
@@ -134,4 +153,4 @@ def _first_use(program: Jaxpr, var: Any) -> str:
 
 def _place(equation: Equation) -> str:
     frame = source_lines.equation_frame(equation)
-    return f"{frame} in {frame.function}" if frame else ""
+    return f"{frame} in {frame.function}" if frame and not source_lines.is_in_jdist(frame) else ""

@@ -10,7 +10,7 @@ import jax
 
 from jdist._src.core import jax_compat, source_lines
 from jdist._src.core.jax_compat import Jaxpr
-from jdist._src.core.tree import PyTree, add_note_once, describe_tree
+from jdist._src.core.tree import PyTree, add_note_once, describe_tree, short_line
 
 _UNKNOWN_VALUE = (
     jax.errors.ConcretizationTypeError,
@@ -128,7 +128,9 @@ def note_arguments(call: _Call, num_replicas: int) -> Iterator[None]:
             if num_replicas == 1
             else f"one of {num_replicas} replicas, with its part of the batch"
         )
-        add_note_once(error, f"While `{_name_of(call.fn)}` was traced for {part}: {arguments or 'no arguments'}.")
+        add_note_once(
+            error, f"While `{_name_of(call.fn)}` was traced for {part}: {short_line(arguments or 'no arguments', 500)}."
+        )
         raise
 
 

@@ -113,7 +113,7 @@ class ParameterServerBackend(ShardMapBackend):
         step = self._first_step + self.engine.num_calls
         if self.engine.num_calls == 0 or step % snapshots.every:
             return
-        snapshots.save(step, state, metrics={})
+        snapshots.save(step, state)
         like, device = without_values(state), self.replicas.mesh.devices.flat[0]
 
         def read() -> list[Any]:

@@ -17,6 +17,7 @@ from jdist._src.replica import precision
 from jdist._src.replica.context import ReplicaContext, require_replica_context
 from jdist._src.replica.losses import WeightedLosses, weighted_sums, weights_array
 from jdist._src.replica.module_losses import split_aux, split_module, update_module
+from jdist._src.values.arrays import check_array
 from jdist._src.values.reduce_op import ReduceOp
 
 Params = TypeVar("Params")
@@ -181,10 +182,10 @@ def gradient_totals(
             params, carried, loss = split_module(loss_fn, has_aux, params)
         require_replica_context("value_and_grad", "strategy.step")
         check_unwrapped((params, batch, weights))
-        _check_differentiable(params)
         step_precision = precision.step_precision()
         if step_precision.precision:
             step_precision.precision.check_params(params)
+        _check_differentiable(params)
         differentiate = _differentiated(loss, step_precision, micro_batches, checkpointed, factor)
         if micro_batches == 1:
             (total, count), grads, (carried, aux, num_losses) = differentiate(carried, params, batch, weights)
@@ -312,6 +313,7 @@ def _checkpoint(remat: Remat) -> Callable[[Callable[..., Any]], Callable[..., An
 def _check_differentiable(params: PyTree) -> None:
     """Raises TypeError if a leaf of `params` is not a float."""
     for name, leaf in named_leaves("params", params):
+        check_array(name, leaf)
         if not jnp.issubdtype(jax.dtypes.result_type(leaf), jnp.inexact):
             raise TypeError(
                 f"{name} is {dtype_and_shape(leaf)}, and only parameters that are floats have a gradient. Store it in another "

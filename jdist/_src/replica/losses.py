@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jdist._src.collectives.ops import axes_argument, check_no_row_slices, check_unwrapped, normalize_axes
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
 from jdist._src.replica.context import require_replica_context
-from jdist._src.values.arrays import check_range
+from jdist._src.values.arrays import check_array, check_range
 from jdist._src.values.reduce_op import ReduceOp, check_reducible
 
 T = TypeVar("T")
@@ -199,6 +199,7 @@ def weights_array(weights: Any) -> jax.Array:
     Raises:
         TypeError: The weights are not numbers.
     """
+    check_array("weights", weights)
     array = jnp.asarray(weights)
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         raise TypeError(f"weights are random keys, {dtype_and_shape(array)}: use numbers.")

@@ -20,6 +20,7 @@ import numpy as np
 from jdist._src.core.arguments import as_int
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.replica.losses import broadcast_weights, weighted_sums
+from jdist._src.values.arrays import check_array
 
 
 class Metric(abc.ABC):
@@ -307,6 +308,7 @@ class F1(Metric):
 
 
 def _floats(name: str, values: Any) -> jax.Array:
+    check_array(name, values)
     is_key = isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jax.dtypes.prng_key)
     if is_key or np.iscomplexobj(values):
         raise TypeError(f"{name} is {dtype_and_shape(values)}: a metric needs real numbers.")
@@ -328,6 +330,8 @@ def _difference(predictions: Any, targets: Any) -> jax.Array:
 
 
 def _logits_and_labels(logits: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    check_array("logits", logits)
+    check_array("labels", labels)
     logits, labels = jnp.asarray(logits), jnp.asarray(labels)
     is_matching = logits.ndim > 0 and logits.shape[:-1] == labels.shape and logits.shape[-1] > 0
     if not is_matching or not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -339,6 +343,8 @@ def _logits_and_labels(logits: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _classes(predictions: Any, labels: Any) -> tuple[jax.Array, jax.Array]:
+    check_array("predictions", predictions)
+    check_array("labels", labels)
     predictions, labels = jnp.asarray(predictions), jnp.asarray(labels)
     is_integer = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (predictions, labels))
     if predictions.shape != labels.shape or not is_integer:

@@ -53,4 +53,6 @@ def split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     hint = ""
     if isinstance(losses, (tuple, list)) and not has_aux:
         hint = " If it returns a loss and another value, return a pair, and pass `has_aux=True`."
-    raise TypeError(f"The loss function returned {describe_tree(losses)}, and a loss is one array or number.{hint}")
+    raise TypeError(
+        f"The loss function returned {describe_tree(losses)}, and the losses must be one array or number.{hint}"
+    )

@@ -8,6 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jdist._src.core.tree import dtype_and_shape
 from jdist._src.jaxpr.server_partition import LOOKUP_MARK
+from jdist._src.values.arrays import check_array
 
 
 def lookup(table: jax.Array, ids: Any) -> jax.Array:
@@ -33,6 +34,8 @@ def lookup(table: jax.Array, ids: Any) -> jax.Array:
         >>> jdist.lookup(jnp.asarray([[1, 2], [3, 4], [5, 6]]), jnp.asarray([2, 0])).tolist()
         [[5, 6], [1, 2]]
     """
+    check_array("table", table)
+    check_array("ids", ids)
     table, ids = jnp.asarray(table), jnp.asarray(ids)
     if not table.ndim:
         raise ValueError(f"`table` is {dtype_and_shape(table)}, and a table is [row, ...].")

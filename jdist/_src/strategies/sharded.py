@@ -138,7 +138,7 @@ def _check_mesh(mesh: Mesh, model_axis: str | None, axis_name: str) -> None:
     names = ", ".join(map(repr, mesh.axis_names))
     if model_axis is not None and model_axis not in mesh.axis_names:
         raise ValueError(
-            f"`model_axis` is {model_axis!r}, and the mesh has the axes {names}. Name one of these, or add the axis to "
+            f"`model_axis` is {one_line(model_axis)}, and the mesh has the axes {names}. Name one of these, or add the axis to "
             "the mesh."
         )
     if REPLICA_AXIS in mesh.axis_names:

@@ -5,7 +5,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, Self, TypeVar, overload
 
 import jax
 
@@ -81,6 +81,10 @@ class Step(Generic[StateT, InputsT, OutputsT]):
                 _add_missing_strategy_note(error, args)
                 raise
 
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: Any = None) -> Callable[InputsT, tuple[StateT, OutputsT]]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else bind_state(self, instance)
 
@@ -228,7 +232,7 @@ def check_static_argnames(fn: Callable[..., Any], names: Any) -> tuple[str, ...]
     for name in names:
         if name not in inputs:
             raise ValueError(
-                f"`static_argnames` contains {name!r}, which is not an input of `{function_name(fn)}`: its inputs are "
+                f"`static_argnames` contains {one_line(name)}, which is not an input of `{function_name(fn)}`: its inputs are "
                 f"{', '.join(f'`{name}`' for name in inputs) or 'not named'}."
             )
     first = min(i for i, parameter in enumerate(parameters) if parameter.name in names)

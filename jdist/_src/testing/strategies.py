@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jdist._src.core.tree import one_line
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.central_storage import CentralStorageStrategy
 from jdist._src.strategies.mirrored import MirroredStrategy
@@ -118,7 +119,7 @@ _LIST = "A name is `one_device`, or `mirrored`, `sharded` or `central` with a nu
 def _parse(name: object) -> tuple[str, int | None]:
     match = _NAME.fullmatch(name) if isinstance(name, str) else None
     if match is None or (match[1] == "one_device" and match[2]):
-        raise ValueError(f"Unknown strategy {name!r}. {_LIST}")
+        raise ValueError(f"Unknown strategy {one_line(name)}. {_LIST}")
     return match[1], int(match[2]) if match[2] else None
 
 

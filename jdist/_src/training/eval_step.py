@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,11 @@ from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import is_distributed
 from jdist._src.values.sync_on_read import SyncOnRead
 
+MetricsT = TypeVar("MetricsT")
+ValuesT = TypeVar("ValuesT")
 
-class EvalStep:
+
+class EvalStep(Generic[MetricsT, ValuesT]):
     """An evaluation step for the current strategy: the result of `jdist.eval_step`.
 
     `evaluate(state, batch)` returns the metrics of one batch, and `evaluate.over(state, batches)` their values over several
@@ -61,7 +64,7 @@ class EvalStep:
         self._batch_metrics = batch_metrics
         self._num_traces = 0
 
-    def __call__(self, state: PyTree, batch: PyTree, weights: Any = None) -> PyTree:
+    def __call__(self, state: PyTree, batch: PyTree, weights: Any = None) -> MetricsT:
         """Returns the metrics of a batch.
 
         Args:
@@ -76,7 +79,7 @@ class EvalStep:
         """
         return self._run(_read(state), batch, weights)
 
-    def over(self, state: PyTree, batches: Iterable[PyTree]) -> PyTree:
+    def over(self, state: PyTree, batches: Iterable[PyTree]) -> ValuesT:
         """Returns the values of the metrics over all examples of several batches.
 
         Args:
@@ -114,6 +117,10 @@ class EvalStep:
         values = jax.tree.map(lambda metric: np.asarray(metric.compute()), jax.device_get(total), is_leaf=is_metric)
         return jax.tree.map(lambda value: value if value.ndim else value.item(), values)
 
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: Any = None) -> Callable[..., MetricsT]: ...
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else bind_state(self, instance)
 
@@ -123,7 +130,7 @@ class EvalStep:
     def __reduce__(self) -> str:
         return self.__qualname__  # pickled by name, as a function
 
-    def _run(self, state: PyTree, batch: PyTree, weights: Any) -> PyTree:
+    def _run(self, state: PyTree, batch: PyTree, weights: Any) -> Any:
         args = (state, batch) if weights is None else (state, batch, weights)
         strategy, num_traces = get_strategy(), self._num_traces
         metrics = strategy.run(self._batch_metrics, args)
@@ -132,7 +139,11 @@ class EvalStep:
         return metrics
 
 
-def eval_step(fn: Callable[..., Any]) -> EvalStep:
+@overload
+def eval_step(fn: Callable[..., dict[str, Any]]) -> EvalStep[dict[str, Metric], dict[str, Any]]: ...
+@overload
+def eval_step(fn: Callable[..., Any]) -> EvalStep[Any, Any]: ...
+def eval_step(fn: Callable[..., Any]) -> EvalStep[Any, Any]:
     """Returns an evaluation step, which computes metrics over the examples of all replicas. Nothing is donated.
 
     Args:

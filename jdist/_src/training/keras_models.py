@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jdist._src.core.tree import PyTree
+from jdist._src.jaxpr.program_fingerprint import named_constant
 from jdist._src.training.loss_adapters import check_keras_backend
 from jdist._src.training.model_functions import CallSignature, ModelFunctions, ModelLosses, ModelResult, example_mask
 
@@ -36,8 +37,8 @@ def adapt_keras(model: Any) -> ModelFunctions:
     signature = CallSignature(model.call, 0)
 
     def init(key: jax.Array, inputs: PyTree) -> tuple[PyTree, PyTree]:
-        params = {name: v.value for name, v in zip(param_names, model.trainable_variables, strict=True)}
-        return params, {name: v.value for name, v in zip(state_names, model.non_trainable_variables, strict=True)}
+        values = {name: named_constant(_NAME.format(name), v.value) for name, v in zip(names, variables, strict=True)}
+        return {name: values[name] for name in param_names}, {name: values[name] for name in state_names}
 
     def apply(params: PyTree, state: PyTree, inputs: PyTree, key: jax.Array, train: bool, weights: Any) -> ModelResult:
         import keras  # pyright: ignore[reportMissingImports]
@@ -69,6 +70,9 @@ def adapt_keras(model: Any) -> ModelFunctions:
         return new_model
 
     return ModelFunctions(init, apply, rebuild)
+
+
+_NAME = "the weight `{}` of the Keras model (call `keras.utils.set_random_seed(seed)` before it is built)"
 
 
 def _names(model: Any, variables: Sequence[Any]) -> list[str]:

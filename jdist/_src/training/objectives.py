@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdist._src.core.tree import PyTree, add_note_once, describe_tree, dtype_and_shape, one_line
+from jdist._src.core.tree import PyTree, add_note_once, describe_tree, dtype_and_shape, one_line, short_line
 from jdist._src.replica.context import all_reduce, num_replicas
 from jdist._src.replica.losses import WeightedLosses
 from jdist._src.replica.metrics import Metric
@@ -299,7 +299,7 @@ def explained_data_errors(element: PyTree) -> Iterator[None]:
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         if not isinstance(element, (dict, list)) or type(error).__module__ != "builtins":
             raise
-        kind = f"dicts of {', '.join(map(repr, element))}" if isinstance(element, dict) else "lists"
+        kind = f"dicts of {short_line(', '.join(map(repr, element)))}" if isinstance(element, dict) else "lists"
         raise TypeError(
             f"The model or the loss failed on data that are {kind} ({type(error).__name__}: {error}). A `Trainer` passes all "
             "of it to the model as inputs, and to the loss as targets. Pass tuples `(inputs, targets)`; or select the entries "

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self, TypeAlias, final
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias, final
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,25 @@ class TrainState:
         rng = jax.random.key(0) if rng is None else rng
         opt_state = None if optimizer is None else optimizer.init(params)
         return cls(jnp.int32(0), params, opt_state, {} if model_state is None else model_state, rng)
+
+
+class TrainingState(Protocol):
+    """The fields that a training state of any class has: `jdist.TrainState`, flax's `TrainState`, or an own dataclass."""
+
+    @property
+    def step(self) -> Any:
+        """The number of steps taken."""
+        ...
+
+    @property
+    def params(self) -> Any:
+        """The parameters."""
+        ...
+
+    @property
+    def opt_state(self) -> Any:
+        """The state of the optimizer."""
+        ...
 
 
 class StateFields(NamedTuple):
@@ -219,8 +238,8 @@ def model_variables(state: PyTree, eval_params: Callable[[PyTree, PyTree], PyTre
         ) from error
     if jax.tree.structure(params) != jax.tree.structure(variables.params):
         raise TypeError(
-            f"`eval_params` must return parameters with the same leaves as `params`, {jax.tree.structure(variables.params)}, "
-            f"got {jax.tree.structure(params)}."
+            f"`eval_params` must return parameters with the same leaves as `params`, {describe_tree(variables.params)}, "
+            f"got {describe_tree(params)}."
         )
     return variables._replace(params=params)
 

@@ -1,10 +1,11 @@
 """`train_step`: a training step from a loss function and an optimizer."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jdist._src.core.modules import is_nnx_module
 from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape
@@ -18,12 +19,21 @@ from jdist._src.strategies.unbound_step import Step
 from jdist._src.training.loss_results import split_result, weighted_losses
 from jdist._src.training.optimizer_update import check_optimizer, update_params
 from jdist._src.training.optional_parameters import check_metric_weights, is_metric, optional_parameters
-from jdist._src.training.state import replace_fields, state_fields
+from jdist._src.training.state import TrainingState, replace_fields, state_fields
+
+StateT = TypeVar("StateT", bound=TrainingState)
+
+if TYPE_CHECKING:
+
+    class TrainStep(Step[Any, ..., Any]):
+        """The declared type of a training step, a `jdist.Step`."""
+
+        def __call__(self, state: StateT, batch: Any, weights: Any = None) -> tuple[StateT, Any]: ...  # pyright: ignore
 
 
 def train_step(
     loss_fn: Callable[..., Any],
-    optimizer: Any,
+    optimizer: optax.GradientTransformation,
     *,
     micro_batches: int = 1,
     remat: Remat = False,
@@ -31,7 +41,7 @@ def train_step(
     steps_per_call: int | None = None,
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
-) -> Step[Any, ..., Any]:
+) -> "TrainStep":
     """Returns a training step that minimizes the mean of a loss over the examples of all replicas.
 
     The step is `train_step(state, batch)`, or `train_step(state, batch, weights)` with the weights of a padded batch. Gradients
@@ -132,7 +142,7 @@ def train_step(
         return new_state, loss if aux is None else (loss, _total_metrics(aux, micro_batches))
 
     train_step.__qualname__ = "train_step"
-    return step(
+    return step(  # pyright: ignore[reportReturnType]  # a `Step` with more general types
         train_step,
         precision=precision,
         steps_per_call=steps_per_call,

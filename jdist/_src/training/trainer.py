@@ -7,11 +7,12 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core import other_names
@@ -71,6 +72,17 @@ from jdist._src.training.validation import (
     validation_sets,
 )
 from jdist._src.values.base import is_distributed
+
+
+class _Options(TypedDict, total=False):
+    """The arguments of `Trainer` that do not depend on the others."""
+
+    strategy: Strategy | None
+    precision: Precision | None
+    remat: Remat
+    eval_params: Callable[[Any, Any], Any] | None
+    seed: int
+    non_finite: NonFinite
 
 
 class Trainer:
@@ -142,6 +154,37 @@ class Trainer:
         100
     """
 
+    @overload
+    def __init__(
+        self,
+        model: Any = None,
+        optimizer: optax.GradientTransformation | None = None,
+        loss: Callable[[Any, Any], Any] | None = None,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        **options: Unpack[_Options],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        model: Any = None,
+        optimizer: optax.GradientTransformation | None = None,
+        *,
+        objective: Callable[..., Any],
+        metrics: Mapping[str, Any] | Sequence[str] | None = None,
+        **options: Unpack[_Options],
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        loss: Callable[[Any, Any], Any] | None = None,
+        objective: Callable[..., Any] | None = None,
+        step: Callable[..., Any],
+        metrics: Mapping[str, Any] | Sequence[str] | None = None,
+        **options: Unpack[_Options],
+    ) -> None: ...
     @explains_arguments(other_names.TRAINER_ARGUMENTS)
     def __init__(
         self,
@@ -521,6 +564,10 @@ class Trainer:
         self, steps_per_call: int, micro_batches: int
     ) -> Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, jax.Array]]:
         """Returns a function that runs a group of batches: by one program for a complete group, by another for one batch."""
+        steps_per_call, micro_batches = (
+            as_int("`steps_per_call`", steps_per_call, 1),
+            as_int("`micro_batches`", micro_batches, 1),
+        )
         functions = dataclasses.replace(self._functions, micro_batches=micro_batches)
         make = functools.partial(self.strategy.step, functions.step)
         single = self._cached(("train", micro_batches, 1), make)

@@ -153,7 +153,7 @@ class DistributedValues(abc.ABC):
             value, is_per_replica = value._assign_source(self._is_stacked)
         if jax.tree.structure(value) != jax.tree.structure(self.tree):
             raise ValueError(
-                f"`{method}` received a value with the structure {jax.tree.structure(value)} for {one_line(self)}. Pass a tree "
+                f"`{method}` received {one_line(value)} for {one_line(self)}, which has another structure. Pass a tree "
                 "with the structure of the value that it replaces."
             )
         pairs = zip(leaves, jax.tree.leaves(value), strict=True)

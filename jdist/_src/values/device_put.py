@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
 from jdist._src.core.modules import from_array_tree, to_array_tree
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.devices.mesh import Replicas
 from jdist._src.devices.topology import is_topology_device
 from jdist._src.values.aggregation import VariableAggregation, check_mean
@@ -291,7 +291,7 @@ def _error_of(trees: Sequence[PyTree], replicas: Sequence[int]) -> Exception | N
 
 def _difference(first: PyTree, tree: PyTree) -> str | None:
     if jax.tree.structure(first) != jax.tree.structure(tree):
-        return f"has the structure {jax.tree.structure(tree)}, and not the {jax.tree.structure(first)}"
+        return f"has the structure {short_line(jax.tree.structure(tree))}, and not the {short_line(jax.tree.structure(first))}"
     for (name, a), (_, b) in zip(named_leaves("value", first), named_leaves("value", tree), strict=True):
         if _dtype_and_rank(a) != _dtype_and_rank(b):
             return f"has {dtype_and_shape(jnp.asarray(b))} for {name}, and not the {dtype_and_shape(jnp.asarray(a))}"

@@ -103,13 +103,17 @@ def _constant_difference(constants: Sequence[Constant], other: Sequence[str]) ->
     if len(constants) != len(other):
         return f"the function captures {len(constants)} arrays, and on the other process {len(other)}"
     constant = next(c for c, text in zip(constants, other, strict=True) if f"{c.spec} #{c.crc}" != text)
+    if constant.name:
+        return f"{constant.name}, {constant.spec}, has other values"
     use = f" that {constant.place} uses" if constant.place else ""
     return f"a captured value {constant.spec}{use} has other values"
 
 
 def _equation_difference(lines: Sequence[Line], local: Sequence[int], other: Sequence[int]) -> str:
     pairs = itertools.zip_longest(local, other)
-    index = min(next(i for i, (a, b) in enumerate(pairs) if a != b), len(lines) - 1)
+    differing = [min(i, len(lines) - 1) for i, (a, b) in enumerate(pairs) if a != b]
+    # The call of a function precedes the equation in it that differs. jdist's own calls have no place.
+    index = next((i for i in differing if lines[i].place), differing[0])
     # A line without a source location, such as a return, follows the line that computes its operands.
     place = next((line.place for line in reversed(lines[: index + 1]) if line.place), "")
     location = f" at {place}" if place else ""
