@@ -205,7 +205,10 @@ def _tasks(cluster_spec: Any, source: str) -> tuple[_Task, ...]:
     """Returns all tasks, in the order of `JOBS` and of their indices."""
     example = "such as {'worker': ['10.0.0.1:8476', '10.0.0.2:8476']}"
     if not isinstance(cluster_spec, Mapping):
-        raise TypeError(f"{source} must be a mapping from jobs to addresses, {example}, got {one_line(cluster_spec)}.")
+        raise TypeError(
+            f"{source} must be a mapping from jobs to addresses, {example}, got {type(cluster_spec).__name__} "
+            f"{one_line(cluster_spec)}."
+        )
     if not cluster_spec:
         raise ValueError(f"{source} has no jobs. Pass the addresses of the processes, {example}.")
     if unknown := [job for job in cluster_spec if job not in JOBS]:
@@ -233,7 +236,7 @@ def _addresses(job: str, addresses: Any, source: str) -> dict[int, str | None]:
         if isinstance(addresses, str | bytes) or not isinstance(addresses, Sequence):
             raise TypeError(
                 f"Job {job!r} of {source} must be a list of addresses, or a mapping from the task index to the address, got "
-                f"{one_line(addresses)}."
+                f"{type(addresses).__name__} {one_line(addresses)}."
             )
         addresses = dict(enumerate(addresses))
     checked: dict[int, str | None] = {}

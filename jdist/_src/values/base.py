@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from jdist._src.core.modules import leaves_with_path
 from jdist._src.core.other_names import VALUE_TABLE, explains_attributes
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line
+from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of, num_replicas_on
 from jdist._src.values.server_array import read_servers
 
@@ -153,8 +153,8 @@ class DistributedValues(abc.ABC):
             value, is_per_replica = value._assign_source(self._is_stacked)
         if jax.tree.structure(value) != jax.tree.structure(self.tree):
             raise ValueError(
-                f"`{method}` received {one_line(value)} for {one_line(self)}, which has another structure. Pass a tree "
-                "with the structure of the value that it replaces."
+                f"`{method}` received a value with the structure {short_line(jax.tree.structure(value))} for {one_line(self)}. "
+                "Pass a tree with the structure of the value that it replaces."
             )
         pairs = zip(leaves, jax.tree.leaves(value), strict=True)
         new_leaves = [self._assigned_leaf(name, leaf, new, is_per_replica) for (name, leaf), new in pairs]
