@@ -56,7 +56,7 @@ def one_line(value: Any, max_length: int = 80) -> str:
         ("'adam'", 'float32[1000,3]', '{w: float64[99]}')
     """
     if hasattr(value, "dtype") and not isinstance(value, type):
-        return dtype_and_shape(value)
+        return str(dtype_and_shape(value))
     try:
         text = repr(value)
     except Exception:  # of an array that was donated, for example
