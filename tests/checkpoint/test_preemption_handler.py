@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist._src.launch.exit_statuses import PREEMPTED
+from jdist._src.core.exit_statuses import PREEMPTED
 
 from laws import STRATEGIES
 

@@ -196,3 +196,45 @@ def test_requested_stop_ends_a_wait(client):
     exchange = MessageExchange(numbered_name("test/stop"), 0, 2, "a test", lambda: True, store=client)
     with pytest.raises(InterruptedError, match="Stopped waiting"):
         exchange.exchange({})
+
+
+def test_a_message_whose_wait_was_stopped_leaves_the_round_and_the_next_message_takes_its_place(client):
+    name, stops = numbered_name("test/stopped"), [False, True]
+    first = MessageExchange(name, 0, 2, "a test", lambda: bool(stops and stops.pop(0)), store=client)
+    second = MessageExchange(name, 1, 2, "a test", store=client)
+    with pytest.raises(InterruptedError):
+        first.exchange({"call": "old"})
+    assert first.missing() == [1]
+    received = []
+    thread = threading.Thread(target=lambda: received.append(second.exchange({"call": "new"})))
+    thread.start()
+    assert first.exchange({"call": "new"}) == [{"call": "new"}] * 2
+    thread.join()
+    assert received == [[{"call": "new"}] * 2]
+
+
+def test_a_wait_that_is_stopped_when_all_have_posted_returns_the_messages(client):
+    name = numbered_name("test/complete")
+    second = MessageExchange(name, 1, 2, "a test", store=client)
+
+    def complete():
+        second.exchange({"of": 1})
+        return True
+
+    first = MessageExchange(name, 0, 2, "a test", complete, store=client)
+    assert first.exchange({"of": 0}) == [{"of": 0}, {"of": 1}]
+
+
+def test_an_interrupt_when_all_have_posted_is_raised_and_the_next_round_follows(client):
+    name = numbered_name("test/interrupted")
+    second = MessageExchange(name, 1, 2, "a test", store=client)
+
+    def interrupt():
+        second.exchange({"of": 1})
+        raise KeyboardInterrupt
+
+    first = MessageExchange(name, 0, 2, "a test", interrupt, store=client)
+    with pytest.raises(KeyboardInterrupt):
+        first.exchange({"of": 0})
+    second.post({"of": "1, later"})
+    assert first.exchange({"of": 0}) == [{"of": 0}, {"of": "1, later"}]

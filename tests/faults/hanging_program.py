@@ -17,7 +17,8 @@ import numpy as np
 import jdist
 
 case, folder = sys.argv[1:]
-strategy = jdist.MultiWorkerMirroredStrategy(communication_options=jdist.CommunicationOptions(timeout_seconds=2.5))
+limit = float(os.environ.get("LIMIT", "2.5"))
+strategy = jdist.MultiWorkerMirroredStrategy(communication_options=jdist.CommunicationOptions(timeout_seconds=limit))
 process = jax.process_index()
 
 
@@ -91,11 +92,13 @@ for number, batch in enumerate(batches):
             threading.Event().wait()
         if case == "error" and process == 1:
             raise OSError("the file is damaged")
-        if case == "checkpoint":
+        if case == "checkpoint" or (case == "chief" and process == 0):
             checkpointer.save(number, w)
         if case == "agreement":
             strategy.put(1.0)
     step = other if case == "branch" and number == 3 and process == 1 else train
     w, _ = step(w, batch)
     float(w)
+if case == "after" and process == 0:
+    checkpointer.save(number, w)
 print(f"process {process} is at its end", flush=True)

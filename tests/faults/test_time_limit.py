@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from jdist._src.core.exit_statuses import HUNG
 from jdist._src.faults.time_limit import time_limit
-from jdist._src.launch.exit_statuses import HUNG
 
 PROGRAM = """
 import time

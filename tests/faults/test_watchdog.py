@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from jdist._src.core.exit_statuses import HUNG
 from jdist._src.launch.child_processes import reserved_address
-from jdist._src.launch.exit_statuses import HUNG
 
 HERE = pathlib.Path(__file__).parent
 STEP = r"waits (in|for the results of) step 4 \(`train`\): all_reduce at hanging_program\.py:\d+ "
@@ -137,10 +137,28 @@ def test_process_that_calls_another_step(tmp_path):
     assert [step and step[1] for step in steps] == ["train", "other"]
 
 
+ENDLESS = {
+    "early": "jdist: process 0 waits for process 1, which has ended its program, so all processes end with exit status 43.",
+    "chief": "jdist: the processes wait for each other in different calls, so none of them can continue, so all processes end",
+    "after": "RuntimeError: Process 1 has ended its program, and did not take part in `Checkpointer.save`, which all processes",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ENDLESS)
+def test_wait_that_can_never_end_ends_the_job_before_the_time_limit(case, tmp_path):
+    status, lines, complete = run_job(case, tmp_path, LIMIT="600")
+    assert status == HUNG, complete
+    assert ENDLESS[case] in "\n".join(lines[0]), complete
+    if case == "chief":
+        assert re.search(WAITS["checkpoint"], last_line(lines[0], 0)), lines[0]
+        assert re.match(f"Process 1 of 2 {STEP}", last_line(lines[1], 1)), lines[1]
+
+
 WAITS = {
     "reduce": r"`strategy\.reduce` \(`strategy\.reduce\(",
     "checkpoint": r"`Checkpointer\.save`, which all processes have to call \(`checkpointer\.save\(number, w\)` at hang",
-    "agreement": r"an exchange of values \(`strategy\.put\(1\.0\)` at hanging_program",
+    "agreement": r"`an exchange of values` \(`strategy\.put\(1\.0\)` at hanging_program",
 }
 
 

@@ -39,3 +39,36 @@ def error_of_saving(folder):
         weights.save(f"{folder}/none/w", state)
     except (FileNotFoundError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def errors_of_one_process(folder):
+    """Returns the error of each call that only process 1 refuses, and the results of calls that all make."""
+    strategy, is_first = jdist.MultiWorkerMirroredStrategy(), jax.process_index() == 0
+    path, own_path = f"{folder}/w", f"{folder}/{jax.process_index()}"
+    state = strategy.put({"w": np.ones(3, np.float32)})
+    weights.save(path, state)
+    with open(own_path, "wb") as file, open(path, "rb") as saved:
+        file.write(saved.read()[: None if is_first else 40])
+    deleted = strategy.put(np.ones(4, np.float32))
+    if not is_first:
+        deleted.delete()
+    other_names = state if is_first else {"v": state["w"]}
+    cases = {
+        "missing": lambda: weights.load(path if is_first else f"{folder}/none", strategy=strategy),
+        "damaged": lambda: weights.load(own_path, strategy=strategy),
+        "names": lambda: weights.load(path, strategy=strategy, like=other_names),
+        "put": lambda: strategy.put({"w": deleted}),
+        "split": lambda: strategy.split(deleted),
+    }
+    results = {name: _error_of(call) for name, call in cases.items()}
+    if is_first:  # without a strategy, one process may load
+        assert weights.load(path).keys() == {"w"}
+    loaded = weights.load(path, strategy=strategy)
+    return results | {"later": np.asarray(loaded["w"]).tolist()}
+
+
+def _error_of(call):
+    try:
+        return call()
+    except (ValueError, RuntimeError, FileNotFoundError, jdist.CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import jdist
-from jdist._src.launch.exit_statuses import PREEMPTED
+from jdist._src.core.exit_statuses import PREEMPTED
 
 HERE = pathlib.Path(__file__).parent
 STEPS = 72

@@ -8,13 +8,17 @@ import pytest
 
 import jdist
 
+import laws
+
 pytestmark = pytest.mark.slow
 
 
 def test_processes_that_wait_in_different_calls_all_get_an_error_with_the_call_of_each(tmp_path):
     with jdist.testing.processes(3) as three:
-        texts = three.run("processes.waits_worker:error_of_different_calls", tmp_path)
-    assert texts == [texts[0]] * 3
+        results = three.run("processes.waits_worker:error_of_different_calls", tmp_path)
+    texts, later = zip(*results, strict=True)
+    assert texts == (texts[0],) * 3
+    assert later == ([True, 3.0],) * 3  # the calls after the error are in step
     heading, *lines, advice = texts[0].splitlines()
     assert heading == "The processes wait for each other in different calls, so none of them can continue:"
     assert lines[0].startswith(
@@ -97,20 +101,33 @@ def test_replicated_values_that_may_differ_after_the_first_call_are_errors_on_al
         assert output["same states"] == output["same values"] == 8
 
 
+def test_loop_over_a_stream_in_which_host_values_differ_is_an_error_for_every_kind_of_state(pair):
+    for output in pair.run("processes.waits_worker:errors_in_loops_over_streams"):
+        values = " is host values of `<lambda>` (0.0) on process 0, and host values of `<lambda>` (1.0) on process 1."
+        for kind in (*laws.STATES, "array", "key"):
+            assert output[kind].startswith("ValueError: The processes have made different calls of programs"), output
+            assert (", host values of `<lambda>`, or earlier." if kind == "key" else values) in output[kind], output
+            assert "Error: The processes have made different calls" in output[f"{kind} later"]
+
+
 PROGRAM = """
+import time
 import jax, jax.numpy as jnp, numpy as np, jdist
 strategy = jdist.MultiWorkerMirroredStrategy()
 step = strategy.step(lambda w, x, rate: (w - rate * jdist.all_reduce("mean", x.mean()), None))
 w = strategy.init(lambda: jnp.zeros(()))
-for number, batch in enumerate(strategy.distribute_dataset(np.ones(32, np.float32), batch_size=8)):
+for number, batch in enumerate(strategy.distribute_dataset(np.ones(8 * {batches}, np.float32), batch_size=8)):
     w, _ = step(w, batch, np.float32(0.25 * (1 + (number > 2 and jax.process_index() * {factor}))))
+    time.sleep(0.01 * (number > 4))
 print(float(w))
 """
 
 
-@pytest.mark.parametrize("factor, status", [(1, 1), (0, 0)])
-def test_program_that_ends_after_different_host_values_ends_with_an_error(factor, status, tmp_path):
-    (tmp_path / "train.py").write_text(PROGRAM.format(factor=factor))
+@pytest.mark.parametrize("batches, factor, status", [(4, 1, 1), (100_000, 1, 1), (4, 0, 0)])
+def test_different_host_values_in_an_own_loop_are_an_error_within_seconds_or_at_the_end(
+    batches, factor, status, tmp_path
+):
+    (tmp_path / "train.py").write_text(PROGRAM.format(batches=batches, factor=factor))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     command = [sys.executable, "-m", "jdist_command", "run", "-n", "2", str(tmp_path / "train.py")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
@@ -118,3 +135,4 @@ def test_program_that_ends_after_different_host_values_ends_with_an_error(factor
     text = "The processes have made different calls of programs, so replicated values may differ between them. Record "
     assert (text in ended.stderr) == (status == 1)
     assert ("host values of `<lambda>` (0.25)" in ended.stderr) == (status == 1)
+    assert ("    w, _ = step(" in ended.stderr) == (batches > 4)

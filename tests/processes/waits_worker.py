@@ -9,10 +9,13 @@ import numpy as np
 import optax
 
 import jdist
+from jdist._src.faults import watchdog
+
+from laws import STATES
 
 
 def error_of_different_calls(folder):
-    """Returns the error of this process, of which process 0 makes another call than the others."""
+    """Returns the error of this process, of which process 0 makes another call than the others, and of the calls after it."""
     strategy = jdist.MultiWorkerMirroredStrategy()
     state = strategy.put(np.zeros(3, np.float32))
     checkpointer = jdist.Checkpointer(pathlib.Path(folder))
@@ -22,8 +25,44 @@ def error_of_different_calls(folder):
         else:
             strategy.run(lambda x: x + 1, (state,))
     except RuntimeError as error:
-        return str(error)
+        later = lambda: checkpointer.save(1, state), lambda: float(strategy.run(lambda x: x + 2, (np.float32(1),)))
+        results = [_attempt(call) for call in later]
+        checkpointer.wait()
+        return str(error), results
     return None
+
+
+def errors_in_loops_over_streams():
+    """Returns, for each kind of state, the error of a loop in which a host value differs, and of the next new program.
+
+    Also for arrays and random keys on the devices of one process in place of the host value.
+    """
+    strategy, results = jdist.MultiWorkerMirroredStrategy(), {}
+    watchdog._watchdog._board._compare_calls = lambda *_: (
+        None
+    )  # the agreements find it earlier, but not on a slow machine
+
+    def rows():
+        for number in range(100):
+            yield np.full(4, number % 3, np.float32)
+
+    def train(kind, scale_of=np.float32):
+        make, replica_step = STATES[kind]()
+        step = strategy.step(lambda state, batch, scale: replica_step(state, batch))
+        state, number = strategy.init(make), 0
+        for number, batch in enumerate(strategy.distribute_dataset(rows, batch_size=4, epochs=4)):
+            state, _ = step(state, batch, scale_of(number > 30 and jax.process_index()))
+        return number
+
+    cases = {kind: lambda kind=kind: train(kind) for kind in STATES}
+    cases |= {
+        "array": lambda: train("dict", jnp.float32),
+        "key": lambda: train("optax", lambda n: jax.random.key(int(n))),
+    }
+    for kind, case in cases.items():
+        results[kind] = _attempt(case)
+        results[f"{kind} later"] = _attempt(lambda: strategy.run(lambda x: x + 1, (np.float32(1),)))
+    return results
 
 
 def results_by_arguments(folder):

@@ -8,9 +8,9 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.core.arguments import as_int
+from jdist._src.core.exit_statuses import PREEMPTED
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.faults.preemption_notice import PreemptionNotice
-from jdist._src.launch.exit_statuses import PREEMPTED
 
 StateT = TypeVar("StateT")
 InputsT = ParamSpec("InputsT")

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
@@ -20,7 +21,7 @@ _MOST_LINES = 20_000
 
 
 class ProcessGroup:
-    """All processes of a program, for calls that succeed on all of them or fail on all of them.
+    """All processes of a program, or some, for calls that succeed on all of them or fail on all of them.
 
     Processes must create their groups in the same order. On a single process the methods only call `work`.
 
@@ -28,21 +29,24 @@ class ProcessGroup:
 
     Args:
         in_main_thread: Whether no other thread than the main one calls the methods.
+        processes: The indices of the processes; by default all.
     """
 
-    def __init__(self, in_main_thread: bool = False) -> None:
+    def __init__(self, in_main_thread: bool = False, processes: Sequence[int] | None = None) -> None:
         self._deadline = math.inf
         self._has_failed = False
         self._exchange: MessageExchange | None = None
-        if jax.process_count() > 1:
+        self._processes = range(jax.process_count()) if processes is None else processes
+        if len(self._processes) > 1:
             is_late = lambda: time.monotonic() > self._deadline
-            name = numbered_name("jdist/checkpoint")
+            subset = f"/{zlib.crc32(repr(list(self._processes)).encode())}"
             self._exchange = MessageExchange(
-                name,
-                jax.process_index(),
-                jax.process_count(),
+                numbered_name(f"jdist/checkpoint{subset * (len(self._processes) < jax.process_count())}"),
+                self._processes.index(jax.process_index()),
+                len(self._processes),
                 "a barrier of a checkpoint",
                 is_late,
+                processes=self._processes,
                 in_main_thread=in_main_thread,
             )
 
@@ -84,15 +88,16 @@ class ProcessGroup:
         digests = {name: hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest() for name, lines in facts.items()}
         reason = f"`{call if '.' in call else f'Checkpointer.{call}'}`, which all processes have to call"
         messages = exchange.exchange({"digests": digests}, reason)
-        _raise_errors(messages, call)
+        _raise_errors(self._processes, messages, call)
         first, *others = (message.get("digests", {}) for message in messages)
-        for process, other in enumerate(others, start=1):
+        for index, other in enumerate(others, start=1):
             different = [name for name in {**first, **other} if first.get(name) != other.get(name)]
             if different:
-                is_compared = jax.process_index() in (0, process)
+                compared = self._processes[0], self._processes[index]
+                is_compared = jax.process_index() in compared
                 lines = list(facts.get(different[0], []))[:_MOST_LINES] if is_compared else []
                 all_lines = [message.get("lines", []) for message in exchange.exchange({"lines": lines})]
-                raise CheckpointError(_difference(different[0], process, all_lines[0], all_lines[process]))
+                raise CheckpointError(_difference(different[0], compared, all_lines[0], all_lines[index]))
 
     def any(self, value: bool) -> bool:
         """Returns whether `value` is true on a process. All processes call it."""
@@ -135,7 +140,7 @@ class ProcessGroup:
             return
         self._deadline = time.monotonic() + seconds
         try:
-            _raise_errors(self._exchange.exchange({}))
+            _raise_errors(self._processes, self._exchange.exchange({}))
         except InterruptedError:
             timeout = CheckpointError(f"Another process did not reach the same point within {seconds:g} seconds.")
             self.fail(timeout)
@@ -161,19 +166,19 @@ def _message(error: BaseException) -> dict[str, Any]:
     return {"error": short_message(error), "is_timeout": isinstance(error, TimeoutError)}
 
 
-def _raise_errors(messages: Sequence[Mapping[str, Any]], call: str | None = None) -> None:
-    for process, message in enumerate(messages):
+def _raise_errors(processes: Sequence[int], messages: Sequence[Mapping[str, Any]], call: str | None = None) -> None:
+    for process, message in zip(processes, messages, strict=True):
         if "error" in message:
             subject = f"Process {process} failed" if call is None else f"`{call}` failed on process {process}"
             error_type = TimeoutError if message.get("is_timeout") else CheckpointError
             raise error_type(f"{subject}: {message['error']}")
 
 
-def _difference(name: str, process: int, first_lines: Sequence[str], other_lines: Sequence[str]) -> str:
-    """Returns the message for facts that differ between process 0 and `process`."""
+def _difference(name: str, processes: tuple[int, int], first_lines: Sequence[str], other_lines: Sequence[str]) -> str:
+    """Returns the message for facts that differ between two processes."""
     pairs = itertools.zip_longest(first_lines, other_lines, fillvalue="nothing")
     first, other = next((pair for pair in pairs if pair[0] != pair[1]), ("another value", "another value"))
     return (
-        f"The processes differ in {name}: process 0 has {first}, process {process} has {other}. Make the same call with the "
-        "same arguments on all processes, in a folder that all of them can read and write."
+        f"The processes differ in {name}: process {processes[0]} has {first}, process {processes[1]} has {other}. Make the "
+        "same call with the same arguments on all processes, in a folder that all of them can read and write."
     )

@@ -104,9 +104,14 @@ class RestorePlan(NamedTuple):
         bits = group.run(lambda: storage.read_arrays(self.folder, self.step, nonempty))
         bits |= {number: _empty(shape) for number, shape in shapes.items() if not shape.size}
         arrays = [*(leaf.stored for leaf in self.leaves.values()), *extra]
-        for array, fingerprint in zip(arrays, fingerprints([bits[array.number] for array in arrays]), strict=True):
-            if fingerprint != array.fingerprint:
-                raise ValueError(f"The bits of {array.path} are not the saved ones")
+        read = fingerprints([bits[array.number] for array in arrays])
+
+        def check() -> None:  # `extra` may be damaged where one process has read it
+            for array, fingerprint in zip(arrays, read, strict=True):
+                if fingerprint != array.fingerprint:
+                    raise ValueError(f"The bits of {array.path} are not the saved ones")
+
+        group.run(check)
         extra_values = {array.number: array.from_bits(bits[array.number]) for array in extra}
         return (
             [leaf.stored.from_bits(bits[leaf.stored.number]) for leaf in self.leaves.values()],

@@ -7,11 +7,46 @@ The thread that reports hangs (`jdist._src.faults.watchdog`) reads the records. 
 import collections
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-_MOST_RECORDS = 64
+_MOST_RECORDS = 1024
+_RECORDS_PER_MARK = 16  # a power of two
+
+
+class Launches:
+    """The launches on this process of programs in which the same processes take part.
+
+    Mutable: it counts them.
+
+    Attributes:
+        processes: The indices of the processes; None for all processes.
+        name: The processes as text.
+        count: The number of launches.
+    """
+
+    __slots__ = ("count", "name", "processes")
+
+    def __init__(self, processes: tuple[int, ...] | None):
+        self.processes, self.name = processes, "all" if processes is None else ",".join(map(str, processes))
+        self.count = 0
+
+
+_launches: list[Launches] = []
+
+
+@functools.cache
+def launches_of(processes: tuple[int, ...] | None) -> Launches:
+    """Returns the launches of programs in which these processes take part; None for all processes."""
+    _launches.append(Launches(processes))
+    return _launches[-1]
+
+
+def launch_counts() -> dict[str, int]:
+    """Returns the number of launches by the processes that take part."""
+    return {launches.name: launches.count for launches in list(_launches) if launches.count}
 
 
 @dataclasses.dataclass(eq=False)
@@ -25,12 +60,16 @@ class Label:
         steps: The number of steps per call; 0 if it is not a step.
         collectives: The first collectives of the program with their source lines.
         checksum: Of the program; equal on all processes.
+        launches: The launches of the programs in which the same processes take part.
+        is_collective: Whether it is known to contain collectives.
     """
 
     name: str
     steps: int = 0
     collectives: Sequence[str] = ()
     checksum: int = 0
+    launches: Launches = dataclasses.field(default_factory=lambda: launches_of(None))
+    is_collective: bool = False
 
 
 class Calls:
@@ -41,45 +80,91 @@ class Calls:
     Attributes:
         steps: The number of calls of steps that have returned.
         before_step: Called with the number of each call of a step, from 1, before the call. For faults in tests.
-        launches: The number of calls of programs that run on devices of several processes.
         running: The program of the last of these calls; None if the call has returned.
         last: A list of the results of the last of these calls that returned, and its program.
         num_records: The number of records of calls that all processes make, and of the host values that they pass.
         digest: A hash of these records in order. It is equal on all processes that make the same calls.
-        newest_records: The digest after each of the newest records, its name, and its values as text.
+        newest_records: The newest records: the number, the digest after it, the name, and values as text.
+        marks: Some numbers of records, and the digests then: for each power of two from 16, the last number of which it is
+            the largest divisor. So two processes have a mark in common, unless they are too many records apart.
+        num_forgotten: The number of times that the records were deleted.
+        is_difference_known: Whether an error has reported that the records differ between the processes.
     """
 
-    __slots__ = ("before_step", "digest", "last", "launches", "newest_records", "num_records", "running", "steps")
+    __slots__ = (
+        "before_step",
+        "digest",
+        "is_difference_known",
+        "last",
+        "marks",
+        "newest_records",
+        "num_forgotten",
+        "num_records",
+        "running",
+        "steps",
+    )
 
     def __init__(self) -> None:
-        self.steps = self.launches = self.num_records = self.digest = 0
-        self.newest_records: collections.deque[tuple[int, str, str]] = collections.deque(maxlen=_MOST_RECORDS)
+        self.steps = self.num_records = self.digest = self.num_forgotten = 0
+        self.newest_records: collections.deque[tuple[int, int, str, str]] = collections.deque(maxlen=_MOST_RECORDS)
+        self.marks: dict[int, tuple[int, int, int]] = {}
+        self.is_difference_known = False
         self.before_step: Callable[[int], None] | None = None
         self.running: Label | None = None
         self.last: list[Any] = [None, None]
 
     def record(self, name: str, checksum: int, values: str = "") -> None:
         """Adds a record. All processes add equal records in the same order, or replicated values may differ between them."""
-        self.num_records += 1
-        self.digest = hash((self.digest, checksum))  # of integers: the same in every process
-        self.newest_records.append((self.digest, name, values))
+        self.num_records = number = self.num_records + 1
+        self.digest = digest = hash((self.digest, checksum))  # of integers: the same in every process
+        self.newest_records.append((number, digest, name, values))
+        if not number % _RECORDS_PER_MARK:
+            self.marks[number & -number] = self.num_forgotten, number, digest
 
     def forget_records(self) -> None:
         """Deletes the records. All processes do so when a comparison has found a difference, after which it is known."""
         self.num_records = self.digest = 0
+        self.num_forgotten += 1
         self.newest_records.clear()
+        self.marks.clear()
+        self.note_difference()
+        self.is_difference_known = False
+
+    def note_difference(self) -> None:
+        """Notes that an error reports different records, so the next call of a program does not raise another one."""
+        self.is_difference_known = True
+        for error in [error for error in pending if isinstance(error, Exception)]:
+            with contextlib.suppress(ValueError):  # a call of a program has raised it
+                pending.remove(error)
+
+    @property
+    def launches(self) -> int:
+        """The number of calls of programs that run on devices of several processes."""
+        return sum(launch_counts().values())
 
 
+# What the next call of a program raises, instead of the call: an error, or the timer of an interrupt that is held back.
+pending: list[Exception | threading.Timer] = []
 calls = Calls()
+
+
+def newest_label() -> Label | None:
+    """Returns the label of the last program that was launched on devices of several processes."""
+    return calls.running or calls.last[1]
+
+
 time_limit = 600.0  # seconds of a wait for other processes; the watchdog sets the limit of the strategies
 
 
 def launch(label: Label, call: Callable[..., Any], *args: Any) -> Any:
     """Returns `call(*args)`, which launches a program on devices of several processes, and records the call."""
-    calls.launches += 1
+    label.launches.count += 1
     calls.running = label
     try:
         results = call(*args)
+    except BaseException:
+        label.launches.count -= 1
+        raise
     finally:
         calls.running = None
     calls.last = [results, label]
@@ -93,10 +178,14 @@ class Wait:
     Attributes:
         reason: The call that waits, for reports.
         is_for_thread: Whether the thread waits for another thread of this process, and not for other processes.
+        round: The name of the exchange of messages, and the round, whose messages it waits for.
+        processes: The processes of this exchange.
     """
 
     reason: str
     is_for_thread: bool = False
+    round: str = ""
+    processes: Sequence[int] = ()
 
 
 _waits: dict[int, list[Wait]] = {}  # of each thread, the innermost last
@@ -106,9 +195,9 @@ _abandoned: frozenset[threading.Thread] = frozenset()  # replaced as a whole: th
 
 
 @contextlib.contextmanager
-def waiting(reason: str) -> Iterator[None]:
-    """Records that this thread waits for other processes while the block runs."""
-    with _recorded(Wait(reason)):
+def waiting(reason: str, round: str = "", processes: Sequence[int] = ()) -> Iterator[None]:
+    """Records that this thread waits for other processes while the block runs. See `Wait`."""
+    with _recorded(Wait(reason, round=round, processes=processes)):
         yield
 
 

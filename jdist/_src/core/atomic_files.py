@@ -66,8 +66,8 @@ def write_on_process_0(
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
-        with activity.waiting(f"the write of {path} by process 0"):
-            failed = bool(multihost_utils.broadcast_one_to_all(np.int32(problem is not None)))
+        label = activity.Label(f"the write of {path} by process 0", is_collective=True)
+        failed = bool(activity.launch(label, multihost_utils.broadcast_one_to_all, np.int32(problem is not None)))
         if failed and problem is None:
             raise RuntimeError(f"Process 0 could not write {path}. Its error states the reason.")
     if problem is not None:

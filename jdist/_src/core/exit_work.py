@@ -1,4 +1,4 @@
-"""Work that the interpreter finishes before it exits. If some of it fails, the program ends with exit status 1.
+"""Work that the interpreter finishes before it exits, and the exit status: 1 if some work fails, or that of an error.
 
 It runs before Python stops the thread pools of `concurrent.futures`, and before the functions of `atexit`.
 """
@@ -12,8 +12,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Hashable
+from typing import TypeVar
 
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 EXIT_STATUS = 1
+_status = EXIT_STATUS
 _work: dict[Hashable, tuple[Callable[[], object], str]] = {}
 
 
@@ -45,6 +48,34 @@ def remove(key: Hashable) -> None:
 def end_with_failure(message: str) -> None:
     """Prints a message, and lets the interpreter end with the exit status of a failure."""
     _print(f"jdist: {message} The program ends with exit status {EXIT_STATUS}.")
+    _end_with(EXIT_STATUS)
+
+
+def with_exit_status(error: ErrorT, status: int) -> ErrorT:
+    """Returns `error`. If it ends the program, also as the cause of another error, the exit status is `status`."""
+    error._jdist_exit_status = status  # pyright: ignore[reportAttributeAccessIssue]
+    add(_end_by_error, _end_by_error, "the program ended")
+    return error
+
+
+def status_of(error: BaseException | None) -> int:
+    """Returns the exit status of a program that an error ends."""
+    while error is not None:
+        if (status := getattr(error, "_jdist_exit_status", None)) is not None:
+            return status
+        error = error.__cause__
+    return EXIT_STATUS
+
+
+def _end_by_error() -> None:
+    status = status_of(getattr(sys, "last_value", None))
+    if status != EXIT_STATUS:
+        _end_with(status)
+
+
+def _end_with(status: int) -> None:
+    global _status
+    _status = max(status, _status)
     atexit.unregister(_exit)
     atexit.register(_exit)
 
@@ -83,7 +114,7 @@ def _exit() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # as above
             stream.flush()
-    os._exit(EXIT_STATUS)
+    os._exit(_status)
 
 
 if hasattr(os, "register_at_fork"):  # a forked child has not the threads that do the work

@@ -19,20 +19,23 @@ from typing import Any
 
 import jax
 
-from jdist._src.core import activity
+from jdist._src.core import activity, exit_work
+from jdist._src.core.call_records import SAME_CALLS
+from jdist._src.core.exit_statuses import HUNG
 from jdist._src.core.jax_compat import are_recoverable, key_value_store, live_processes
 from jdist._src.core.source_lines import caller_frame, code_at
 
 _POLL_MILLISECONDS = 200  # the first of a wait; also between two calls of `should_stop`
 _POLL_MILLISECONDS_PER_PROCESS = 10  # later: the store answers a request in about 0.1 ms
+_RESULT_MILLISECONDS = 10_000  # in which a process that has completed a round stores the result
 _LONG_WAIT = 1.0  # seconds after which a process looks for the reason
 _RECOVERY_SECONDS = 5.0  # of a wait, after which recoverable processes look for lost ones
 _CHANGED = 1 << 15  # added to the count of a round by a process whose message has changed; the count has 31 bits
 _ENDED, _WAITS, _DEADLOCKS = "jdist/ended", "jdist/waits", "jdist/deadlocks"
 _ERROR_CHARACTERS = 300
 _MOST_NAMES = 256
-SAME_CALLS = "Every process must call the same functions in the same order, the same number of times."
 _counters: dict[str, Iterator[int]] = {}  # by the subject of the exchanges
+_wait_numbers = itertools.count()
 _num_posts: collections.OrderedDict[str, int] = collections.OrderedDict()  # of this process, in the newest exchanges
 
 
@@ -90,7 +93,7 @@ class MessageExchange:
         self._reason, self._should_stop, self._in_main_thread = reason, should_stop, in_main_thread
         self._processes = range(num_processes) if processes is None else processes
         self._store = key_value_store() if store is None else store
-        self._round = 0
+        self._round = self._wait_round = 0
         self._last: dict[str, Any] | None = (
             None  # own message that the other processes have; None to post the next in full
         )
@@ -98,6 +101,8 @@ class MessageExchange:
 
     def exchange(self, message: dict[str, Any], reason: str = "") -> list[dict[str, Any]]:
         """Posts `message` and returns the messages of all processes in this round, ordered by process.
+
+        After an error, the message is not part of the round: the next one takes its place.
 
         Args:
             message: The message of this process: JSON.
@@ -108,9 +113,18 @@ class MessageExchange:
             RuntimeError: A process has ended without a message, or all processes wait for each other in different calls.
         """
         reason = reason or self._reason
-        with activity.waiting(reason):
-            number = self._round
-            groups = self._post(message) or self._wait_for_result(number, reason)
+        number, interrupt = self._round, None
+        with activity.waiting(reason, f"{self._name}/{number}", self._processes):
+            groups = self._post(message)
+            if groups is None:
+                try:
+                    groups = self._wait_for_result(number, reason)
+                except BaseException as error:
+                    if self._withdraw(number, message):
+                        raise
+                    # All processes have posted, and the others use the result.
+                    groups = self._store.blocking_key_value_get_bytes(self._key(number, "result"), _RESULT_MILLISECONDS)
+                    interrupt = None if isinstance(error, Exception) else error
         are_complete = True
         for skips_round, text, indices in json.loads(zlib.decompress(groups)):
             are_complete &= not skips_round
@@ -119,6 +133,8 @@ class MessageExchange:
                 self._messages[index] = received
         # A process that has not read this round does not have the messages of the others.
         self._last = message if are_complete else None
+        if interrupt is not None:
+            raise interrupt
         return list(self._messages)
 
     def post(self, message: dict[str, Any]) -> None:
@@ -134,8 +150,8 @@ class MessageExchange:
             self._store.key_value_delete(self._name)  # with all keys that begin so
 
     def missing(self) -> list[int]:
-        """Returns the processes without a message in the last round of this process. Certain after a wait of a few seconds."""
-        posted = {int(key.rpartition("/")[2]) for key, _ in self._entries(self._round - 1)}
+        """Returns the processes without a message in the last round for which this process has waited for a few seconds."""
+        posted = {self._process, *(int(key.rpartition("/")[2]) for key, _ in self._entries(self._wait_round))}
         return [process for index, process in enumerate(self._processes) if index not in posted]
 
     def _post(self, message: dict[str, Any], reads_round: bool = True) -> bytes | None:
@@ -144,13 +160,29 @@ class MessageExchange:
         if is_changed:
             entry = json.dumps([not reads_round, json.dumps(message)]).encode()
             self._store.key_value_set_bytes(self._message_key(number), entry)
-        self._round += 1
-        _num_posts[self._name] = self._round
+        self._set_round(number + 1)
+        count = self._store.key_value_increment(self._key(number, "count"), 1 + is_changed * _CHANGED)
+        return self._complete(number, count) if count % _CHANGED == self._num_processes else None
+
+    def _withdraw(self, number: int, message: dict[str, Any]) -> bool:
+        """Removes the message of this process from a round, unless the round is complete. Returns whether it has done so."""
+        added = 1 + (message != self._last) * _CHANGED
+        try:
+            count = self._store.key_value_increment(self._key(number, "count"), -added) + added
+            if count % _CHANGED == self._num_processes:
+                self._store.key_value_increment(self._key(number, "count"), added)
+                return False
+            self._store.key_value_delete(self._message_key(number))
+        except RuntimeError:  # process 0, which holds the store, has ended
+            return True
+        self._set_round(number)
+        return True
+
+    def _set_round(self, number: int) -> None:
+        self._round = _num_posts[self._name] = number
         _num_posts.move_to_end(self._name)
         if len(_num_posts) > _MOST_NAMES:
             _num_posts.popitem(last=False)
-        count = self._store.key_value_increment(self._key(number, "count"), 1 + is_changed * _CHANGED)
-        return self._complete(number, count) if count % _CHANGED == self._num_processes else None
 
     def _complete(self, number: int, count: int) -> bytes:
         """Stores the result of a round in which all processes have posted."""
@@ -165,7 +197,7 @@ class MessageExchange:
         return result
 
     def _wait_for_result(self, number: int, reason: str) -> bytes:
-        milliseconds, start = _POLL_MILLISECONDS, time.monotonic()
+        milliseconds, start, self._wait_round = _POLL_MILLISECONDS, time.monotonic(), number
         longest = max(_POLL_MILLISECONDS, _POLL_MILLISECONDS_PER_PROCESS * self._num_processes)
         with contextlib.ExitStack() as stack:
             wait: _LongWait | None = None
@@ -194,14 +226,14 @@ class MessageExchange:
         """Raises RuntimeError if a process will not post in this round any more."""
         for process, end in _ends(self._store).items():
             if process in self._processes and end["posts"].get(self._name, 0) <= number:
-                raise RuntimeError(f"Process {process} has ended its program{end['error']}, and {wait.text(process)}")
+                raise _endless(f"Process {process} has ended its program{end['error']}, and {wait.text(process)}")
         wait.check_deadlock()
         if seconds > _RECOVERY_SECONDS and are_recoverable():
             missing = self.missing()
             if not missing:  # the process that completed the count was lost before it stored the result
                 self._complete(number, _CHANGED)
             elif lost := wait.lost(missing):
-                raise RuntimeError(f"Process {lost[0]} is lost, and {wait.text(lost[0])}")
+                raise _endless(f"Process {lost[0]} is lost, and {wait.text(lost[0])}")
 
     def _entries(self, number: int) -> list[tuple[str, bytes]]:
         return self._store.key_value_dir_get_bytes(f"{self._key(number, 'messages')}/")
@@ -253,7 +285,9 @@ class _LongWait:
 
     def publish(self, num_processes: int) -> None:
         """Stores this wait of the main thread for process 0."""
-        self._own = json.dumps([self._place, num_processes, f"{self._reason}{self._line}"])
+        # With a number: the same call at the same place may wait again after an error.
+        own = [self._place, num_processes, f"{self._reason}{self._line}", next(_wait_numbers)]
+        self._own = json.dumps(own)
         self._store.key_value_set(f"{_WAITS}/{jax.process_index()}", self._own, True)
 
     def check_deadlock(self) -> None:
@@ -266,7 +300,7 @@ class _LongWait:
             waits = json.loads(text)
             if waits.get(str(jax.process_index())) == self._own:
                 lines = "".join(f"\n  Process {i} waits in {json.loads(wait)[2]}." for i, wait in waits.items())
-                raise RuntimeError(
+                raise _endless(
                     f"The processes wait for each other in different calls, so none of them can continue:{lines}\n{SAME_CALLS}"
                 )
 
@@ -276,8 +310,8 @@ class _LongWait:
         if self._waits != before or len(self._waits) + len(_ends(self._store)) < jax.process_count():
             return
         waits = [json.loads(text) for text in self._waits.values()]
-        num_in = collections.Counter(json.dumps(place) for place, _, _ in waits)
-        if all(num_in[json.dumps(place)] < num_processes for place, num_processes, _ in waits):
+        num_in = collections.Counter(json.dumps(place) for place, *_ in waits)
+        if all(num_in[json.dumps(place)] < num_processes for place, num_processes, *_ in waits):
             key = zlib.crc32(json.dumps(self._waits).encode())
             self._store.key_value_set(f"{_DEADLOCKS}/{key}", json.dumps(self._waits), True)
 
@@ -294,6 +328,13 @@ class _LongWait:
 
             threading.Thread(target=ask, daemon=True, name="jdist live processes").start()
         return self._lost or []
+
+
+def _endless(message: str) -> RuntimeError:
+    """Returns the error of a wait that can never end. If it ends the program, the exit status is that of a hang."""
+    if threading.current_thread() is threading.main_thread():
+        activity.calls.forget_records()  # the call was recorded here, but not on the others
+    return exit_work.with_exit_status(RuntimeError(message), HUNG)
 
 
 def _ends(store: Any) -> dict[int, dict[str, Any]]:

@@ -10,12 +10,15 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 from jax.sharding import Mesh
 
+from jdist._src.core import activity, call_records
 from jdist._src.core.process_messages import MessageExchange, numbered_name
 from jdist._src.data.source_check import SAME_SOURCE, Digest, check_same_digests
 
 T = TypeVar("T")
+_BATCHES_PER_COMPARISON = 16
 
 
 class Channel(NamedTuple):
@@ -77,7 +80,8 @@ class ProcessBatchSync:
             should_stop,
             processes=channel.processes,
         )
-        self._num_batches = 0
+        self._pipeline, self._processes, self._num_batches = pipeline, channel.processes, 0
+        self._marks: list[list[int]] | None = None
 
     def run(self, work: Callable[[], T]) -> T:
         """Returns the result of `work`. If `work` raises, the other processes receive the error instead of a message."""
@@ -139,7 +143,12 @@ class ProcessBatchSync:
         message = {"counts": list(local_counts.items()), "width": width, "rows": rows, "epoch": epoch, "offset": offset}
         if digest is not None:
             message["digest"] = digest
+        if len(self._processes) == jax.process_count():  # the calls of programs that all processes make are recorded
+            if self._num_batches % _BATCHES_PER_COMPARISON == 0:
+                self._marks = call_records.marks()
+            message["marks"] = self._marks
         messages = self._all_messages(message, where)
+        self._check_calls([message.get("marks", []) for message in messages])
         self._check_equal([f"the rows{place_of(m['epoch'], m['offset'] + self._num_batches)}" for m in messages])
         self._num_batches += 1
         self._check_equal([message["rows"] and f"{message['rows']}{where}" for message in messages])
@@ -158,6 +167,16 @@ class ProcessBatchSync:
     def close(self) -> None:
         """Ends the exchange. Processes that continue receive an error instead of waiting."""
         self._exchange.close({"error": "the iterator was closed there, but not here"})
+
+    def _check_calls(self, marks: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Raises ValueError, on all processes, if the processes have made different calls of programs until now."""
+        different = call_records.different_processes(dict(enumerate(marks)))
+        if different:
+            is_different = self._pipeline in different
+            messages = self._all_messages({"records": call_records.newest_records() if is_different else []})
+            activity.calls.note_difference()
+            first, other = ((self._processes[pipeline], messages[pipeline]["records"]) for pipeline in different)
+            raise ValueError(call_records.difference_text(*first, *other))
 
     def _all_messages(self, message: dict[str, Any], where: str = "") -> list[dict[str, Any]]:
         messages = self._exchange.exchange(message)

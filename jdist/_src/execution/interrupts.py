@@ -18,8 +18,10 @@ from typing import Any
 import jax
 from jax import core
 
+from jdist._src.core import activity
+
 _DELAY_SECONDS = 0.1  # longer than an assignment takes, shorter than a person notices
-_pending: list[threading.Timer] = []  # of the interrupt that is held back
+_pending = activity.pending
 
 
 def uninterrupted(
@@ -119,10 +121,13 @@ def handle_signals() -> None:
 
 
 def raise_pending() -> None:
-    """Raises KeyboardInterrupt if one is held back."""
+    """Raises KeyboardInterrupt if one is held back, or the error that another thread has found."""
     if _pending:
         with contextlib.suppress(IndexError):  # the timer sends it at this moment
-            _pending.pop().cancel()
+            pending = _pending.pop()
+            if isinstance(pending, Exception):
+                raise pending
+            pending.cancel()
             raise KeyboardInterrupt
 
 
@@ -130,14 +135,22 @@ def hold_back() -> None:
     """Holds back an interrupt that the caller has caught, see `raise_pending`."""
     timer = threading.Timer(_DELAY_SECONDS, _send_again)
     timer.daemon = True
-    _pending[:] = [timer]
+    _remove_timer()
+    _pending.append(timer)
     timer.start()
 
 
 def _send_again() -> None:
-    if _pending:
-        _pending.clear()
+    if _remove_timer():
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # wakes it where it sleeps
+
+
+def _remove_timer() -> bool:
+    timers = [pending for pending in _pending if isinstance(pending, threading.Timer)]
+    for timer in timers:
+        with contextlib.suppress(ValueError):  # a call of a program has raised it
+            _pending.remove(timer)
+    return bool(timers)
 
 
 def is_donated(args: tuple[Any, ...]) -> bool:

@@ -50,7 +50,14 @@ from jdist._src.values.arrays import (
 )
 from jdist._src.values.base import named_values
 from jdist._src.values.device_put import check_devices_attached, check_same_devices
-from jdist._src.values.process_calls import is_of_all_processes, record_host_values
+from jdist._src.values.process_calls import (
+    is_of_all_processes,
+    launches_on,
+    local_arrays,
+    processes_of,
+    record_host_values,
+    record_local_arrays,
+)
 from jdist._src.values.same_program import check_same_program
 
 StateT = TypeVar("StateT")
@@ -178,15 +185,16 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._call: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]] = self._call_with_arrays
         self._has_modules = False  # whether arguments or results contain modules of nnx or equinox
         self._packer = StatePacker()
-        self._label = activity.Label(name, (scanned_steps or 1) if has_state else 0)
         compile_ = functools.partial(
             jax.jit,
             donate_argnums=(0,) if donates else (),
             compiler_options=backend.compiler_options(compiler_options),
         )
         self._compiled = compile_(traced)
-        self._spans_processes = len({device.process_index for device in backend.replicas.mesh.devices.flat}) > 1
+        self._spans_processes = len(processes_of(backend.replicas.mesh)) > 1
         self._is_of_all_processes = self._spans_processes and is_of_all_processes(backend.replicas.mesh)
+        self._launches = launches_on(backend.replicas.mesh)
+        self._label = activity.Label(name, (scanned_steps or 1) if has_state else 0, launches=self._launches)
         # Processes compare a program when they call it. The call would not trace a program that `lower` has traced.
         copy = functools.wraps(traced)(lambda *args: traced(*args))
         self._lowered = compile_(copy) if self._spans_processes else self._compiled
@@ -209,6 +217,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             launch = lambda args, one_step=launch: run_sequentially(one_step, steps_per_call, args)
         self._launch: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]] = launch
         self._num_signatures = 0  # the number of signatures that JAX has compiled; 0 if JAX does not report it
+        self._records_arrays = False  # whether some inputs are arrays of one process, which a call then records
         self._accepts_host_state = False  # whether one of them has a host value in the state
         self._accepts_unplaced_state = False  # whether one of them has an array that JAX copies to the devices
         self._returned_state = 0  # the `id` of the state that the last call returned
@@ -409,6 +418,9 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         if num_signatures != self._num_signatures:
             self._accepts_host_state |= bool(host_leaves(args[0]))
             self._accepts_unplaced_state |= not all(map(_is_placed, jax.tree.leaves(args[0])))
+            if self._is_of_all_processes and not self._records_arrays and local_arrays(args[1:]):
+                self._records_arrays, launch = True, self._launch
+                self._launch = lambda args: (record_local_arrays(self._name, args[1:]), launch(args))[1]
             self._check_host_values(args, args[0])
             self._num_signatures = num_signatures
 
@@ -478,12 +490,15 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             return self._launch_local(args)
         calls = activity.calls
         self._arguments = args
-        calls.launches += 1
+        self._launches.count += 1
         calls.running = self._label
         if self._is_of_all_processes:
             calls.record(self._text, self._label.checksum)
         try:
             return self._launch_local(args)
+        except BaseException:  # as where the processes compare the program: the others do not launch it
+            self._launches.count -= 1
+            raise
         finally:
             self._arguments = calls.running = None
 
@@ -503,6 +518,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             check_same_program(name, None, [], replicas, failure=error)
             raise
         self._label.collectives = collective_lines(programs[0])
+        self._label.is_collective = bool(self._label.collectives)
         self._label.checksum = check_same_program(name, programs[0], self._call_of(*args).leaves(), replicas)
 
     def _launch_on_mesh(

@@ -4,6 +4,7 @@ The name of an array is the path of the leaf, with its parts joined by dots: `la
 """
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -39,7 +40,7 @@ from jdist._src.strategies.base import Strategy
 from jdist._src.values.arrays import check_array, device_put_copy, to_numpy
 from jdist._src.values.base import is_distributed
 from jdist._src.values.device_put import check_devices_attached, check_wrapper
-from jdist._src.values.process_checks import check_same_on_processes
+from jdist._src.values.process_calls import processes_of
 from jdist._src.values.sync_on_read import SyncOnRead
 
 _DTYPE_NAMES = {np.dtype(dtype).name for dtype in DTYPES.values()}
@@ -87,7 +88,7 @@ def save(path: Path, tree: PyTree, *, max_file_bytes: int | None = None) -> None
         check_saved_leaves(arrays)
         return arrays, {"`tree`": leaf_lines(arrays), "`max_file_bytes`": [str(max_file_bytes)]}
 
-    with ProcessGroup() as group:
+    with ProcessGroup(in_main_thread=True) as group:
         arrays = group.run_compared("weights.save", check)
     files = {str(path): to_host(arrays)}
     if max_file_bytes is not None:
@@ -109,7 +110,8 @@ def load(
 ) -> PyTree:
     """Returns the arrays of a safetensors file, or of several with an index, that jdist or any other program wrote.
 
-    With a strategy, each device gets its part directly: of a sharded array, a process reads the parts of its devices only.
+    With a strategy, each device gets its part directly: of a sharded array, a process reads the parts of its devices only. On
+    several processes, all of them call `load`, and fail together.
 
     Integers of 64 bits become 32-bit integers if all values fit: with a strategy, unless 64-bit types are enabled, and where
     `like` has them. The files of PyTorch models contain such counters, as `num_batches_tracked`.
@@ -134,6 +136,7 @@ def load(
         TypeError: With a strategy: the file has 64-bit floats, or 64-bit integers that do not fit into 32 bits; or `only` or
             `rename` does not contain names.
         FileNotFoundError: The file, or a file of the index, does not exist.
+        CheckpointError: With a strategy: another process fails, or has a file with other names, shapes or dtypes.
 
     Example:
         >>> import tempfile
@@ -146,6 +149,18 @@ def load(
         {'bias': array([1., 1., 1.], dtype=float32)}
     """
     require_cross_replica_context("weights.load")
+    processes = [jax.process_index()] if strategy is None else processes_of(strategy.mesh)
+
+    def read() -> tuple[PyTree, Facts]:
+        with activity.working(f"reads {path}"):
+            return _load(path, like, strategy, only, rename)
+
+    with ProcessGroup(in_main_thread=True, processes=processes) as group:
+        return group.run_compared("weights.load", read)
+
+
+def _load(path: Path, like: PyTree, strategy: Strategy | None, only: Any, rename: Any) -> tuple[PyTree, Facts]:
+    """Returns the result of `load`, and facts that must be equal on all processes. It uses no collectives."""
     check_path("weights.load(path, like=tree)", path, like)
     paths, renames = as_paths(only), as_renames(rename)
     stored = [Leaf((name,), value, None) for name, value in read_tensors(as_path(path)).items()]
@@ -153,19 +168,20 @@ def load(
     named = [] if like is None else [Leaf((name,), leaf, None) for name, leaf in leaves_by_name(like).items()]
     check_each_path(str(path), paths, [*stored, *named], separator=".")
     values = {leaf.path: leaf.value for leaf in stored if is_below(leaf.path, paths, ".")}
+    facts = {"`weights.load`": [f"{'.'.join(name)} {dtype_and_shape(value)}" for name, value in values.items()]}
     if like is None:
-        return from_array_tree(_load(path, values, None, strategy))
+        return from_array_tree(_in_structure(path, values, None, strategy)), facts
     is_selected = [is_below(leaf.path, paths, ".") for leaf in named]
     unchanged = unchanged_leaves(like, named, {number for number, selected in enumerate(is_selected) if selected})
     leaves, treedef = jax.tree.flatten(like)
     # The leaves that are not loaded are None, which is not a leaf.
     part = treedef.unflatten([x if selected else None for x, selected in zip(leaves, is_selected, strict=True)])
-    loaded = iter(jax.tree.leaves(_load(path, values, part, strategy)))
+    loaded = iter(jax.tree.leaves(_in_structure(path, values, part, strategy)))
     result = [next(loaded) if selected else unchanged[number] for number, selected in enumerate(is_selected)]
-    return from_array_tree(treedef.unflatten(result))
+    return from_array_tree(treedef.unflatten(result)), facts
 
 
-def _load(path: Path, values: Mapping[str, Any], like: PyTree, strategy: Strategy | None) -> PyTree:
+def _in_structure(path: Path, values: Mapping[str, Any], like: PyTree, strategy: Strategy | None) -> PyTree:
     """Returns stored arrays in the structure of `like`, or in nested dicts without it."""
     if like is not None:
         values = _in_order_of_like(path, values, like)
@@ -179,8 +195,6 @@ def _load(path: Path, values: Mapping[str, Any], like: PyTree, strategy: Strateg
     if strategy is None:
         rewrap = lambda node, value: _rewrap(node, _read(value), None)
         return jax.tree.map(rewrap, like, tree, is_leaf=is_distributed)
-    kinds = [(name, dtype_and_shape(value), None) for name, value in values.items()]
-    check_same_on_processes(kinds, strategy.replicas)
     wrap = lambda node, value: _in_wrapper(node, value, strategy.num_replicas_in_sync)
     return _place(jax.tree.map(wrap, like, tree, is_leaf=is_distributed), strategy)
 
@@ -303,8 +317,8 @@ def _leaf_to_host(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         from jax.experimental import multihost_utils
 
-        with activity.waiting("the shards of an array"):
-            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        label = activity.Label("the shards of an array", is_collective=True)
+        leaf = activity.launch(label, functools.partial(multihost_utils.process_allgather, tiled=True), leaf)
     if isinstance(leaf, (bool, int, float, complex)):
         return np.asarray(leaf, jax_dtype(np.asarray(leaf)))
     return to_numpy(leaf) if isinstance(leaf, jax.Array) else np.asarray(leaf)

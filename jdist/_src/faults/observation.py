@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 
 from jdist._src.core import activity
-from jdist._src.core.activity import Label
+from jdist._src.core.activity import Label, Launches
 from jdist._src.core.source_lines import caller_frame, code_at
 
 Stacks: TypeAlias = Mapping[int, FrameType]  # the innermost frame of each thread, by the identifier of the thread
@@ -41,12 +41,20 @@ class ProcessWait(NamedTuple):
         name: The name of the program, or the reason. Waits for calls of one program have the same name.
         text: The phrase in warnings and reports that describes the wait.
         steps: The number of steps that the call consists of, by which the time limit is multiplied.
+        launches: The launches of programs in which the same processes take part, if it waits for a program.
+        round: The round of messages that it waits for, if it waits for one.
+        processes: The processes that take part; None for all.
+        is_known: Whether it is known to wait for other processes: not if a program may have no collective.
     """
 
     key: Any
     name: str
     text: str
     steps: float = 1
+    launches: Launches | None = None
+    round: str = ""
+    processes: Sequence[int] | None = None
+    is_known: bool = False
 
 
 class Observation(NamedTuple):
@@ -126,13 +134,19 @@ def _waits(stacks: Stacks, running: Label | None, sample: _Sample | None) -> Ite
     line = _line_of_main(stacks)
     if sample is not None:  # the running call may wait for this one
         text = f"waits for the results of {_program_text(sample.label, sample.step)}{line}"
-        yield ProcessWait(("results", id(sample.results), sample.step), sample.label.name, text, sample.label.steps)
+        yield _program_wait(("results", id(sample.results), sample.step), text, sample.label)
     elif running is not None:
         text = f"waits in {_program_text(running, activity.calls.steps + 1)}{line}"
-        yield ProcessWait(("call", activity.calls.launches), running.name, text, running.steps)
+        yield _program_wait(("call", activity.calls.launches), text, running)
     for ident, wait in activity.waits_for_processes().items():
         line = _line_of_main(stacks) if ident in activity.background_threads() else _line_of(stacks, ident)
-        yield ProcessWait(wait, wait.reason, f"waits for other processes in {wait.reason}{line}")
+        text = f"waits for other processes in {wait.reason}{line}"
+        yield ProcessWait(wait, wait.reason, text, 1, None, wait.round, wait.processes, bool(wait.round))
+
+
+def _program_wait(key: Any, text: str, label: Label) -> ProcessWait:
+    processes = label.launches.processes
+    return ProcessWait(key, label.name, text, label.steps, label.launches, "", processes, label.is_collective)
 
 
 def _text(stacks: Stacks, work: str | None, waits: Sequence[ProcessWait]) -> str:

@@ -1,8 +1,10 @@
-"""The statuses of all processes in JAX's key-value store, and the decision to end the job.
+"""The statuses of all processes in JAX's key-value store, the decision to end the job, and different calls of programs.
 
 A thread of each process posts the status of the process at regular intervals, and reads the decision. If a wait of a process
 exceeds the time limit, its thread reads the statuses twice. A process whose status has not changed in between does not
 answer. If no process works, the first thread that posts a decision ends the job. So all processes act alike.
+
+A status contains digests of the records of calls (`jdist._src.core.call_records`), which process 0 compares.
 """
 
 import contextlib
@@ -14,10 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jdist._src.core import activity, call_records
 from jdist._src.core.background_threads import start_thread
 from jdist._src.core.jax_compat import key_value_store
 
-_STATUS, _DECISION, _REPORTED = "jdist/status", "jdist/hang/decision", "jdist/hang/reported"
+_STATUS, _DECISIONS, _REPORTED = "jdist/status", "jdist/decisions", "jdist/reported"
+_END, _COMPARED, _RECORDS = "end", "compared", "records"  # to end, to compare two processes, and the records of one
 _FAST = 1 / 20  # of the interval: the polls of a thread that other processes wait for
 _SILENT_SECONDS = 30.0  # after which a process that has not ended does not hold up the exit of the others
 
@@ -32,6 +36,11 @@ class Status(NamedTuple):
         has_ended: Whether it has reached the end of its program.
         has_failed: Whether an error has ended its program.
         number: The number of statuses that it posted before.
+        launches: The number of launches of programs, by the processes that take part in them.
+        newest_launch: The name of these launches, and of the program that was launched last.
+        awaits: What it waits for: the round of messages, or the name of such launches and their number; and the processes that
+            take part, or None for all.
+        marks: The marks of its records of calls.
     """
 
     line: str
@@ -40,6 +49,10 @@ class Status(NamedTuple):
     has_ended: bool = False
     has_failed: bool = False
     number: int = 0
+    launches: Mapping[str, int] = {}  # noqa: RUF012
+    newest_launch: tuple[str, str] = ("", "")
+    awaits: tuple[str, int, Sequence[int] | None] | None = None
+    marks: Sequence[Sequence[int]] = ()
 
 
 class Decision(NamedTuple):
@@ -48,10 +61,52 @@ class Decision(NamedTuple):
     Attributes:
         process: The process that decided.
         silent: The processes that do not answer.
+        reason: Why.
     """
 
     process: int
     silent: Sequence[int]
+    reason: str
+
+
+def awaited_processes(process: int, statuses: Mapping[int, Status]) -> set[int]:
+    """Returns the processes that a process waits for: they have not launched the same program, or are not in the same round."""
+    own = statuses[process]
+    if own.awaits is None:
+        return set()
+    name, number, processes = own.awaits
+    others = (statuses.keys() if processes is None else statuses.keys() & set(processes)) - {process}
+    if not number:
+        return {other for other in others if (statuses[other].awaits or ("",))[0] != name}
+
+    def has_launched(other: Status) -> bool:
+        count = other.launches.get(name, 0)
+        differs = (
+            list(own.newest_launch) != list(other.newest_launch) and own.newest_launch[0] == other.newest_launch[0]
+        )
+        return count > number or (count == number and not differs)
+
+    return {other for other in others if not has_launched(statuses[other])}
+
+
+def stuck_processes(statuses: Mapping[int, Status]) -> set[int]:
+    """Returns the processes that have ended, and those that can never continue.
+
+    A program needs all processes that take part. In a round of messages, a process may have posted and not wait, so it is
+    stuck only if all processes that do not wait in it are.
+    """
+    ended = {process for process, status in statuses.items() if status.has_ended}
+    stuck = ended | {process for process, status in statuses.items() if status.awaits is not None and not status.work}
+    while True:
+        free = set[int]()
+        for process in stuck - ended:
+            awaits, awaited = statuses[process].awaits, awaited_processes(process, statuses)
+            is_program = awaits is not None and awaits[1] > 0
+            if not awaited & stuck or not (is_program or awaited <= stuck):
+                free.add(process)
+        if not free:
+            return stuck
+        stuck -= free
 
 
 class StatusBoard:
@@ -65,12 +120,14 @@ class StatusBoard:
 
     Attributes:
         status: The status of this process. Written by the watchdog.
-        suspects_hang: Whether a wait of this process exceeds the time limit. Written by the watchdog.
+        suspicion: The reason to end the job, if a wait of this process exceeds its time limit. Written by the watchdog.
+        needs_answers: Whether this is a reason only if all processes answer. Written by the watchdog.
         reads_statuses: Whether to read the statuses of all processes in each exchange. Written by the watchdog.
         has_reported: Set when the watchdog has printed the report.
         statuses: The statuses of the processes, as read last.
         answer_times: The time of the read that found the last new status of each process.
         decision: The decision to end the job, once there is one.
+        difference: `Calls.num_forgotten`, and the message about different calls of programs; None if there are none.
         last_exchange: The time of the last complete exchange.
         num_postponed: The number of times that the job was not ended because a process works.
         all_have_reported: Set when all processes that answer have printed their reports.
@@ -82,11 +139,12 @@ class StatusBoard:
         self._number = 0
         self._stop = threading.Event()
         self.status = Status("")
-        self.suspects_hang = self.reads_statuses = False
+        self.suspicion, self.needs_answers, self.reads_statuses = "", False, False
         self.has_reported, self.all_have_reported = threading.Event(), threading.Event()
         self.statuses: Mapping[int, Status] = {}
         self.answer_times: dict[int, float] = {}
         self.decision: Decision | None = None
+        self.difference: tuple[int, str] | None = None
         self.last_exchange = time.monotonic()
         self.num_postponed = 0
 
@@ -124,13 +182,37 @@ class StatusBoard:
 
     def _exchange(self, store: Any) -> None:
         self._post(store)
-        self.decision = _read_decision(store)
-        if self.suspects_hang and self.decision is None:
-            self._decide(store)
-        elif self.reads_statuses:
+        decisions = _read_decisions(store)
+        self.decision = _decision_of(decisions)
+        if self.suspicion and self.decision is None:
+            self._decide(store, self.suspicion)
+        elif self.reads_statuses or self._process == 0:
             self._read(store)
+        self._compare_calls(store, decisions, activity.calls.num_forgotten)
 
-    def _decide(self, store: Any) -> None:
+    def _compare_calls(self, store: Any, decisions: Mapping[str, str], num_forgotten: int) -> None:
+        """Finds out whether two processes have made different calls: first by the digests, then by the records of the two."""
+        if self.difference is not None and self.difference[0] == num_forgotten:
+            return
+        compared = f"{_COMPARED}-{num_forgotten}"
+        if compared not in decisions:
+            marks = {process: status.marks for process, status in self.statuses.items()} if self._process == 0 else {}
+            marks = {process: [mark for mark in marks[process] if mark[0] == num_forgotten] for process in marks}
+            if different := call_records.different_processes(marks):
+                store.key_value_set(f"{_DECISIONS}/{compared}", json.dumps(different), True)
+            return
+        first, other = json.loads(decisions[compared])
+        own = f"{_RECORDS}-{num_forgotten}-{self._process}"
+        if self._process in (first, other) and own not in decisions:
+            store.key_value_set(f"{_DECISIONS}/{own}", json.dumps(call_records.newest_records()), True)
+        posted = (decisions.get(f"{_RECORDS}-{num_forgotten}-{process}", "[]") for process in (first, other))
+        records = list(map(json.loads, posted))
+        if all(records):
+            first_records, other_records = records
+            text = call_records.difference_text(first, first_records, other, other_records)
+            self.difference = num_forgotten, text
+
+    def _decide(self, store: Any, reason: str) -> None:
         """Ends the job, unless the wait ends meanwhile, or a process works."""
         deadline = time.monotonic() + self._answer_seconds
         before = _read_statuses(store)
@@ -141,15 +223,16 @@ class StatusBoard:
             self.last_exchange = time.monotonic()
             self._read(store)
             silent = [process for process in silent if not self._has_answered(process, before)]
-        if not self.suspects_hang:
+        if not self.suspicion:
             return
-        if any(status.work for process, status in self.statuses.items() if process not in silent):
+        is_working = any(status.work for process, status in self.statuses.items() if process not in silent)
+        if is_working or (silent and self.needs_answers):
             self.num_postponed += 1
-            self.suspects_hang = False
+            self.suspicion = ""
             return
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has decided
-            store.key_value_set(_DECISION, json.dumps(Decision(self._process, silent)))
-        self.decision = _read_decision(store)
+            store.key_value_set(f"{_DECISIONS}/{_END}", json.dumps(Decision(self._process, silent, reason)))
+        self.decision = _decision_of(_read_decisions(store))
 
     def _read(self, store: Any) -> None:
         before, self.statuses = self.statuses, _read_statuses(store)
@@ -190,10 +273,9 @@ def _read_statuses(store: Any) -> dict[int, Status]:
     return {int(key.rpartition("/")[2]): Status(*json.loads(text)) for key, text in entries}
 
 
-def _read_decision(store: Any) -> Decision | None:
-    try:
-        return Decision(*json.loads(store.key_value_try_get(_DECISION)))
-    except jax.errors.JaxRuntimeError as error:
-        if "NOT_FOUND" not in str(error):
-            raise
-        return None
+def _read_decisions(store: Any) -> dict[str, str]:
+    return {key.rpartition("/")[2]: text for key, text in store.key_value_dir_get(f"{_DECISIONS}/")}
+
+
+def _decision_of(decisions: Mapping[str, str]) -> Decision | None:
+    return Decision(*json.loads(decisions[_END])) if _END in decisions else None

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from jdist._src.core.arguments import check_seconds
 from jdist._src.core.background_threads import start_thread
+from jdist._src.core.exit_statuses import HUNG
 from jdist._src.core.source_lines import caller_frame, code_at
-from jdist._src.launch.exit_statuses import HUNG
 
 _LOG = logging.getLogger("jdist")
 TIME_LIMIT = 600.0  # seconds; the variable JDIST_TIMEOUT_SECONDS

@@ -14,25 +14,27 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from jdist._src.core import activity
+from jdist._src.core import activity, call_records
 from jdist._src.core.background_threads import start_thread
+from jdist._src.core.exit_statuses import HUNG
 from jdist._src.core.process_messages import post_end_at_exit
 from jdist._src.faults.observation import DEBUGGER, Observation, Observer, ProcessWait
-from jdist._src.faults.status_board import Decision, Status, StatusBoard
+from jdist._src.faults.status_board import Decision, Status, StatusBoard, awaited_processes, stuck_processes
 from jdist._src.faults.time_limit import TIME_LIMIT, WARNING_INTERVAL, WORK_LIMIT, seconds_of
-from jdist._src.launch.exit_statuses import HUNG
 
 _LOG = logging.getLogger("jdist")
 _LIMIT_AFTER_ERROR = 60.0  # seconds of a wait, after an error has ended the program of another process
+_ENDLESS_SECONDS = 5.0  # of a wait, after which it is an error if it can never end
 _ANSWER_SECONDS = 10.0  # in which a process must react
 _READ_AFTER = 1 / 6  # of the interval of warnings: the waiting after which the statuses are read
 _SILENT_SECONDS = 1.0  # without a new status, and at least three intervals, after which a warning says so
 _LISTED_PROCESSES = 4  # that a warning describes
-_WARNERS = 8  # the first processes read the statuses of the others for their warnings
+_READERS = 8  # processes that begin to read the statuses of the others at the same time
 _EXIT_DELAY = 1.0  # seconds of process 0: JAX aborts the other processes when it ends
 _ERRORS = 2  # the file descriptor of standard error
 _ERROR_CHARACTERS = 200
@@ -113,6 +115,7 @@ class Watchdog:
         self._work_seconds = 0.0
         self._num_postponed = 0
         self._has_failed = False
+        self._difference: ValueError | None = None  # of the calls of the processes
         self._error_level = logging.WARNING  # of the first error of an observation
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -142,9 +145,22 @@ class Watchdog:
             last = now
             if self._stop.wait(self._interval):
                 return
+            self._raise_difference()
             decision = self._board.decision or self._decision_without_process_0(now)
             if decision is not None:
                 self._end_job(decision)
+
+    def _raise_difference(self) -> None:
+        """Lets the next call of a program raise the difference between the calls of the processes, if there is one."""
+        calls, difference = activity.calls, self._board.difference
+        if difference is None or difference[0] != calls.num_forgotten or calls.is_difference_known:
+            return
+        calls.is_difference_known = True
+        self._difference = ValueError(difference[1])
+        activity.pending.append(self._difference)
+        if difference[0] != calls.num_forgotten:  # another error has reported it at this moment
+            calls.note_difference()
+            calls.is_difference_known = False
 
     def _update(self, seconds: float) -> None:
         observation = self._observer.observe()
@@ -153,16 +169,30 @@ class Watchdog:
         if self._board.num_postponed != self._num_postponed:
             self._num_postponed = self._board.num_postponed
             self._timers = {key: timer._replace(seconds=0.0) for key, timer in self._timers.items()}
+        awaits, launches, newest = _awaits(observation.waits), activity.launch_counts(), activity.newest_label()
+        is_compared = awaits is not None and not awaits[1] and activity.calls.running is not None
+        if newest is not None and is_compared:  # it is not launched yet
+            launches[newest.launches.name] -= 1
         self._board.status = Status(
             self._line(observation),
             bool(observation.waits) and self._observer.end is None,
             None if is_work_too_long else observation.work,
             self._observer.end is not None,
             self._has_failed,
+            launches=launches,
+            newest_launch=("", "") if newest is None or is_compared else (newest.launches.name, newest.name),
+            awaits=awaits,
+            marks=call_records.marks(),
         )
-        self._board.suspects_hang = is_work_too_long or any(map(self._exceeds_limit, observation.waits))
+        exceeds_limit = is_work_too_long or any(map(self._exceeds_limit, observation.waits))
+        endless = "" if exceeds_limit else self._reason_of_endless(observation.waits)
+        self._board.needs_answers = bool(endless)
+        reason = f"process {self._process} has waited longer than its time limit" if exceeds_limit else endless
+        self._board.suspicion = reason
         waited = max((timer.seconds for timer in self._timers.values()), default=0.0)
-        self._board.reads_statuses = self._process < _WARNERS and waited > self._warning_interval * _READ_AFTER
+        # The first processes read earlier, so that process 0 does not answer all of them at the same time.
+        read_after = self._warning_interval * _READ_AFTER * (1 + self._process // _READERS)
+        self._board.reads_statuses = waited > min(read_after, self.limit / 2)
         for wait in observation.waits:
             self._warn(wait)
 
@@ -191,6 +221,23 @@ class Watchdog:
         if not math.isinf(limit) and any(status.has_failed for status in self._board.statuses.values()):
             limit = min(limit, _LIMIT_AFTER_ERROR)
         return self._timers[wait.key].seconds >= limit
+
+    def _reason_of_endless(self, waits: Sequence[ProcessWait]) -> str:
+        """Returns the reason to end the job if this process waits in a call that can never end; else an empty string."""
+        seconds = min((self._timers[wait.key].seconds for wait in waits), default=0.0)
+        if seconds < (_ENDLESS_SECONDS if all(wait.is_known for wait in waits) else _LIMIT_AFTER_ERROR):
+            return ""
+        if self._difference in activity.pending:  # no call of a program has raised it
+            return str(self._difference)
+        statuses = {**self._board.statuses, self._process: self._board.status}
+        stuck = stuck_processes(statuses)
+        if self._observer.end is not None or self._process not in stuck:
+            return ""
+        awaited = awaited_processes(self._process, statuses) & stuck
+        ended = sorted(process for process in awaited if statuses[process].has_ended)
+        if ended:
+            return f"process {self._process} waits for process {ended[0]}, which has ended its program"
+        return "the processes wait for each other in different calls, so none of them can continue"
 
     def _line(self, observation: Observation) -> str:
         _, clock, start = self._activity
@@ -225,7 +272,8 @@ class Watchdog:
     def _decision_without_process_0(self, now: float) -> Decision | None:
         """Returns the decision to end the job if process 0, which holds the key-value store, does not answer either."""
         is_silent = now - self._board.last_exchange > self._answer_seconds + self._interval
-        return Decision(self._process, [0]) if self._board.suspects_hang and is_silent else None
+        reason = self._board.suspicion
+        return Decision(self._process, [0], reason) if reason and is_silent else None
 
     def _end_job(self, decision: Decision) -> None:
         """Prints the report and ends this process."""
@@ -240,7 +288,7 @@ class Watchdog:
         os._exit(1 if self._has_failed else HUNG)
 
     def _print_report(self, decision: Decision) -> None:
-        reason = f"process {decision.process} has waited longer than its time limit"
+        reason = decision.reason.rstrip(".")
         _write(f"jdist: {reason}, so all processes end with exit status {HUNG}.\n{self._board.status.line}\n")
         faulthandler.dump_traceback(_ERRORS)
         lines = [self._board.status.line]
@@ -259,12 +307,29 @@ class Watchdog:
         self._has_failed = error is not None
         reason = f" with {type(error).__name__}: {error}"[:_ERROR_CHARACTERS] if self._has_failed else ""
         self._observer.end = f"has ended its program{reason}"
-        status = self._board.status._replace(waits=False, work=None, has_ended=True, has_failed=self._has_failed)
+        status = self._board.status._replace(
+            waits=False,
+            work=None,
+            has_ended=True,
+            has_failed=self._has_failed,
+            launches=activity.launch_counts(),
+            awaits=None,
+        )
         self._board.status = status
         if self._board.decision is not None:
             _block()
         with contextlib.suppress(RuntimeError):
             self._board.wait_for_end_of_others()
+
+
+def _awaits(waits: Sequence[ProcessWait]) -> tuple[str, int, Sequence[int] | None] | None:
+    """Returns what the program waits for, for the status: a message rather than the results of a program before it."""
+    wait = next((wait for wait in waits if wait.round), None)
+    if wait is not None:
+        return wait.round, 0, list(wait.processes or ()) if len(wait.processes or ()) < jax.process_count() else None
+    if not waits or waits[0].launches is None:
+        return None
+    return waits[0].launches.name, waits[0].launches.count, waits[0].processes
 
 
 def _block(*args: object) -> None:

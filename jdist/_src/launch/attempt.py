@@ -19,7 +19,7 @@ from jdist._src.launch.child_processes import (
     send_signal,
     start_child,
 )
-from jdist._src.launch.end_rules import AttemptResult, EndRules, EndTimes, Failure, RunningProcess
+from jdist._src.launch.end_rules import AttemptResult, EndRules, EndTimes, RulesLink, RunningProcess
 from jdist._src.launch.notices import parse_notices
 from jdist._src.launch.output import Console, PrefixedLines
 from jdist._src.launch.signals import ReceivedSignals
@@ -45,15 +45,11 @@ class Program(NamedTuple):
     arguments: Sequence[str]
 
 
-class Link(Protocol):
+class Link(RulesLink, Protocol):
     """The connection of a running attempt with the job on all machines, which may end it."""
 
     def fileno(self) -> int | None:
         """Returns the file that becomes readable when a message has arrived; None if messages arrive by calls only."""
-        ...
-
-    def note_failure(self, failure: Failure) -> None:
-        """Reports the first failure of the processes of this machine."""
         ...
 
     def poll(self, rules: EndRules) -> None:
@@ -105,8 +101,7 @@ def run_attempt(
 
 def end_rules(processes: Sequence[RunningProcess], settings: AttemptSettings, link: Link | None) -> EndRules:
     """Returns the rules that end the processes of an attempt. They report the first failure to `link`."""
-    on_failure = link.note_failure if link is not None else lambda failure: None
-    return EndRules(processes, settings.times, settings.console, settings.signals.numbers, on_failure)
+    return EndRules(processes, settings.times, settings.console, settings.signals.numbers, link)
 
 
 def start_program(

@@ -111,7 +111,9 @@ def _main() -> None:
             try:
                 print_error(kind, error.with_traceback(frames), frames)
             finally:
-                report(-signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
+                exit_work = sys.modules.get("jdist._src.core.exit_work")
+                status = exit_work.status_of(error) if exit_work is not None else 1
+                report(-signal.SIGINT if issubclass(kind, KeyboardInterrupt) else status)
 
         sys.excepthook = print_and_report
         raise

@@ -38,6 +38,7 @@ from jdist._src.strategies.unbound_step import Step
 from jdist._src.values.base import DistributedValues
 from jdist._src.values.device_put import check_devices_attached, put, put_per_replica, split_batch
 from jdist._src.values.per_replica import PerReplica
+from jdist._src.values.process_calls import launches_on
 from jdist._src.values.reduce_op import ReduceOp
 
 _StateT = TypeVar("_StateT")
@@ -642,7 +643,8 @@ class Strategy:
         """Returns `collective(*arguments)`, and records it if processes may wait for each other in it."""
         if not self._spans_processes or jax_compat.is_tracing():
             return collective(*arguments)
-        return activity.launch(activity.Label(name), collective, *arguments)
+        label = activity.Label(name, launches=launches_on(self.mesh), is_collective=True)
+        return activity.launch(label, collective, *arguments)
 
     def _put_shardings(self, tree: PyTree) -> list[jax.sharding.NamedSharding]:
         return self._backend.state_shardings(tree, is_state=False)

@@ -157,9 +157,14 @@ def _check_leaves(leaves: Sequence[tuple[str, Any]], replicas: Replicas) -> None
     """Raises TypeError or ValueError if a leaf cannot be placed, or differs between the processes."""
     if leaves and not jax_compat.is_tracing() and not any(isinstance(leaf, core.Tracer) for _, leaf in leaves):
         check_devices_attached(replicas.mesh)
-        for name, leaf in leaves:
-            check_not_deleted(name, leaf)
-        check_same_on_processes([(name, dtype_and_shape(leaf), leaf) for name, leaf in leaves], replicas)
+        kinds, error = [], None
+        try:
+            for name, leaf in leaves:
+                check_not_deleted(name, leaf)
+            kinds = [(name, dtype_and_shape(leaf), leaf) for name, leaf in leaves]
+        except Exception as raised:  # of any type: the other processes compare
+            error = raised
+        check_same_on_processes(kinds, replicas, error)
     # After the comparison between processes: a check that fails here fails on all of them.
     for name, leaf in leaves:
         check_value(name, leaf)
@@ -238,9 +243,7 @@ def put_per_replica(trees: Sequence[PyTree], replicas: Replicas) -> PerReplica:
     error = _error_of(trees, list(replicas.local_devices))
     # All processes compare before one of them raises, or the others would wait for it.
     kinds = [] if error else [(name, _dtype_and_rank(leaf), None) for name, leaf in named_leaves("value", trees[0])]
-    check_same_on_processes([(str(error), "", None)] if error else kinds, replicas)
-    if error:
-        raise error
+    check_same_on_processes(kinds, replicas, error)
     rows_and_shapes = [_padded_rows(leaves, replicas) for leaves in zip(*map(jax.tree.leaves, trees), strict=True)]
     rows = jax.tree.unflatten(jax.tree.structure(trees[0]), [leaf_rows for leaf_rows, _ in rows_and_shapes])
     is_uniform = all(len(set(shapes)) == 1 for _, shapes in rows_and_shapes)

@@ -4,6 +4,7 @@ The processes of a mesh have one exchange of messages for all their calls. Calls
 therefore found in the next message, and do not wait for each other.
 """
 
+import collections
 import functools
 import json
 import math
@@ -15,11 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import core
 from jax.sharding import Mesh
 
 from jdist._src.core import activity, exit_work
+from jdist._src.core.call_records import SAME_CALLS, difference_text, newest_records
+from jdist._src.core.exit_statuses import HUNG
 from jdist._src.core.jax_compat import key_value_store
-from jdist._src.core.process_messages import SAME_CALLS, MessageExchange, numbered_name
+from jdist._src.core.process_messages import MessageExchange, numbered_name
 from jdist._src.core.source_lines import caller_frame, code_at
 
 _TIME_LIMIT: float | None = None  # seconds; None for 20 minutes, or more with a larger time limit of waits
@@ -51,6 +55,12 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
+def launches_on(mesh: Mesh) -> activity.Launches:
+    """Returns the launches of the programs that run on the processes of a mesh."""
+    processes = processes_of(mesh)
+    return activity.launches_of(None if len(processes) == jax.process_count() else processes)
+
+
 def exchange_call(call: str, message: Mapping[str, Any], processes: tuple[int, ...]) -> list[dict[str, Any]]:
     """Posts a message about a call, and returns the messages of all processes that make the call.
 
@@ -70,23 +80,25 @@ def exchange_call(call: str, message: Mapping[str, Any], processes: tuple[int, .
     limit = max(1200.0, 2 * activity.time_limit) if _TIME_LIMIT is None else _TIME_LIMIT
     _deadline = time.monotonic() + limit
     exchange, calls = _exchange_of(processes), activity.calls
+    _record_all()
     record = [calls.num_records, calls.digest] if len(processes) == jax.process_count() else []
     posted = {**message, "call": call, "line": line, "record": record}
     try:
         messages = exchange.exchange(posted, f"{call}, which all processes have to call")
     except InterruptedError:
-        raise RuntimeError(
+        text = (
             f"{listed(exchange.missing())} did not reach {call} within {limit:g} seconds of process {jax.process_index()}. "
             "Every process must call the same functions in the same order, with arguments of the same shapes: check whether it "
             "still runs, waits for data, or took another branch."
-        ) from None
+        )
+        raise exit_work.with_exit_status(RuntimeError(text), HUNG) from None
     for received in messages:
         if "failure" in received:
-            calls.forget_records()
+            _forget_records(processes)
             raise RuntimeError(received["failure"])
     kinds = [received.get("kind", received["call"]) for received in messages]
     if len(set(kinds)) > 1:
-        calls.forget_records()
+        _forget_records(processes)
         places = [f"{received['call']}{received['line']}" for received in messages]
         first = next(i for i, kind in enumerate(kinds) if kind != kinds[0])
         raise ValueError(
@@ -96,50 +108,21 @@ def exchange_call(call: str, message: Mapping[str, Any], processes: tuple[int, .
     different = [i for i, received in enumerate(messages) if received["record"] != messages[0]["record"]]
     if different:
         index = processes.index(jax.process_index())
-        details = exchange.exchange({"newest": _newest_records() if index in (0, different[0]) else []})
-        numbers = [message["record"][0] for message in messages]
-        calls.forget_records()
+        details = exchange.exchange({"newest": newest_records() if index in (0, different[0]) else []})
+        _forget_records(processes)
         other = different[0]
-        text = _first_difference(
-            (processes[0], numbers[0], details[0]["newest"]),
-            (processes[other], numbers[other], details[other]["newest"]),
-        )
-        raise ValueError(f"{_DIFFERENT} {text}")
+        records, other_records = details[0]["newest"], details[other]["newest"]
+        raise ValueError(difference_text(processes[0], records, processes[other], other_records))
     return messages
 
 
 def record_lines() -> list[str]:
     """Returns a line per newest record of this process, which must be equal on all processes."""
-    records = _newest_records()
-    first = activity.calls.num_records - len(records) + 1
-    return [f"call {first + i}: {text} #{digest % 2**32:08x}" for i, (digest, text) in enumerate(records)]
+    _record_all()
+    return [f"call {n}: {text} #{digest % 2**32:08x}" for n, digest, text in newest_records()[-_MOST_LINES:]]
 
 
-def _newest_records() -> list[list[Any]]:
-    return [[digest, _text(name, values)] for digest, name, values in activity.calls.newest_records]
-
-
-def _text(name: str, values: str) -> str:
-    return f"{name} ({values})" if values else name
-
-
-def _first_difference(first: Sequence[Any], other: Sequence[Any]) -> str:
-    """Returns a sentence about the first record that differs between two processes: their index, number and newest records."""
-    by_number = [
-        {number - len(newest) + i: record for i, record in enumerate(newest)} for _, number, newest in (first, other)
-    ]
-    for number in sorted(by_number[0].keys() | by_number[1].keys()):
-        (digest, text), (other_digest, other_text) = (records.get(number, (None, "none")) for records in by_number)
-        if digest != other_digest:
-            if text == other_text:
-                return f"They differ since record {number + 1}, {text}, or earlier. {SAME_CALLS} {_SAME_VALUES}"
-            place = f"Record {number + 1} is {text} on process {first[0]}, and {other_text} on process {other[0]}"
-            return f"{place}. {SAME_CALLS} {_SAME_VALUES}"
-    return f"{SAME_CALLS} {_SAME_VALUES}"
-
-
-_DIFFERENT = "The processes have made different calls of programs, so replicated values may differ between them."
-_SAME_VALUES = "Host values that a program receives must be equal on all processes."
+_MOST_LINES = 64
 _MOST_BYTES = 2**20
 
 
@@ -165,17 +148,53 @@ def record_host_values(name: str, values: Sequence[Any]) -> None:
 _MOST_SHOWN = 4
 
 
+def local_arrays(inputs: Any) -> list[jax.Array]:
+    """Returns the leaves that are small arrays on the devices of this process only, and should be equal on all processes."""
+    arrays = [
+        leaf for leaf in jax.tree.leaves(inputs) if isinstance(leaf, jax.Array) and not isinstance(leaf, core.Tracer)
+    ]
+    return [leaf for leaf in arrays if leaf.is_fully_addressable and leaf.nbytes <= _MOST_BYTES]
+
+
+def record_local_arrays(name: str, inputs: Any) -> None:
+    """Records the local arrays of an earlier call: those of this one may wait for programs that are not finished."""
+    _unread.append((name, local_arrays(inputs)))
+    if len(_unread) > _CALLS_UNTIL_READ:
+        _record_oldest()
+
+
+def _record_oldest() -> None:
+    name, arrays = _unread.popleft()
+    record_host_values(name, [_to_host(array) for array in arrays if not array.is_deleted()])
+
+
+def _to_host(array: jax.Array) -> Any:
+    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    with jax.ensure_compile_time_eval():  # processes compare a program while they trace it
+        return np.asarray(jax.random.key_data(array) if is_key else array)[()]
+
+
+def _record_all() -> None:
+    while _unread:
+        _record_oldest()
+
+
+_CALLS_UNTIL_READ = 16
+_unread: collections.deque[tuple[str, list[jax.Array]]] = collections.deque()
+
+
 def _check_calls_at_exit() -> None:
     """Raises RuntimeError if a process that has ended before has made other calls. Does not wait for processes that run."""
     if getattr(sys, "last_value", None) is not None or not jax.distributed.is_initialized():
         return
+    _record_all()
     calls, store = activity.calls, key_value_store()
-    own = [jax.process_index(), calls.num_records, _newest_records()]
+    own = [jax.process_index(), newest_records()]
     # One key per different end: the first process that has it.
     store.key_value_set(f"{_AT_EXIT}/{calls.num_records}/{calls.digest}", json.dumps(own), True)
     ends = sorted(json.loads(text) for _, text in store.key_value_dir_get(f"{_AT_EXIT}/"))
     if len(ends) > 1:
-        raise RuntimeError(f"{_DIFFERENT} {_first_difference(ends[0], ends[1])}")
+        raise RuntimeError(difference_text(*ends[0], *ends[1]))
 
 
 _AT_EXIT = "jdist/calls-at-exit"
@@ -184,7 +203,12 @@ _AT_EXIT = "jdist/calls-at-exit"
 def post_failure(failure: str, processes: tuple[int, ...]) -> None:
     """Posts the reason why this process cannot make a call. The other processes raise it as an error."""
     _exchange_of(processes).post({"failure": failure})
-    activity.calls.forget_records()
+    _forget_records(processes)
+
+
+def _forget_records(processes: tuple[int, ...]) -> None:
+    if len(processes) == jax.process_count():  # or the others would not forget them
+        activity.calls.forget_records()
 
 
 def find_difference(

@@ -5,7 +5,7 @@ Every process runs the same program and takes part in each comparison, so an err
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +14,31 @@ import numpy as np
 from jdist._src.core import activity
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.arrays import device_put_copy
+from jdist._src.values.process_calls import exchange_call, launches_on, processes_of
+
+_ERROR_CHARACTERS = 1000
 
 
-def check_same_on_processes(leaves: Sequence[tuple[str, str, Any]], replicas: Replicas) -> None:
+def check_same_on_processes(
+    leaves: Sequence[tuple[str, str, Any]], replicas: Replicas, error: Exception | None = None
+) -> None:
     """Raises ValueError, on every process, if names, dtypes, shapes or values differ between the processes.
 
     Args:
         leaves: The name, the dtype and shape as text, and the value of each leaf; None for a value that may differ.
         replicas: The replicas.
+        error: The error with which the call fails on this process. It is raised, and a RuntimeError on the other processes.
     """
     replicas = Replicas(replicas.mesh, replicas.mesh.size) if replicas.batch_axes else replicas
     num_local = len(replicas.local_devices)
+    if num_local < replicas.size:
+        kinds_crc = zlib.crc32(repr(error or [(name, kind) for name, kind, _ in leaves]).encode())
+        if len({int(crc) for crc in exchange_rows([np.uint32(kinds_crc)] * num_local, replicas)}) > 1:
+            _raise_difference(leaves, processes_of(replicas.mesh), error)
+    if error is not None:
+        raise error
     if num_local == replicas.size:
         return
-    kinds_crc = zlib.crc32(repr([(name, kind) for name, kind, _ in leaves]).encode())
-    if len({int(crc) for crc in exchange_rows([np.uint32(kinds_crc)] * num_local, replicas)}) > 1:
-        listed = ", ".join(f"{name} {kind}" for name, kind, _ in leaves)
-        raise ValueError(
-            "The processes pass values of different structures, dtypes or shapes; this process has "
-            f"{listed}. Pass the same on every process."
-        )
     value_crcs = np.array([zlib.crc32(_bytes(leaf)) for _, _, leaf in leaves], np.uint32)
     crcs_by_leaf = zip(*exchange_rows([value_crcs] * num_local, replicas), strict=True)
     for (name, kind, _), crcs in zip(leaves, crcs_by_leaf, strict=True):
@@ -44,13 +49,30 @@ def check_same_on_processes(leaves: Sequence[tuple[str, str, Any]], replicas: Re
             )
 
 
+def _raise_difference(
+    leaves: Sequence[tuple[str, str, Any]], processes: tuple[int, ...], error: Exception | None
+) -> NoReturn:
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    messages = exchange_call("a comparison of values", {"error": text[:_ERROR_CHARACTERS]}, processes)
+    if error is not None:
+        raise error
+    for process, message in zip(processes, messages, strict=True):
+        if message["error"]:
+            raise RuntimeError(f"The same call failed on process {process}: {message['error']}")
+    listed = ", ".join(f"{name} {kind}" for name, kind, _ in leaves)
+    raise ValueError(
+        "The processes pass values of different structures, dtypes or shapes; this process has "
+        f"{listed}. Pass the same on every process."
+    )
+
+
 def exchange_rows(arrays: Sequence[Any], replicas: Replicas) -> Sequence[Any]:
     """Returns the arrays of all replicas, the same on every process, given one array per replica of this process."""
     if len(arrays) == replicas.size:
         return arrays
-    with activity.waiting("an exchange of values"):
-        rows = jax.jit(jnp.copy, out_shardings=replicas.replicated_sharding)(put_local_rows(arrays, replicas))
-        return list(np.asarray(rows))
+    label = activity.Label("an exchange of values", launches=launches_on(replicas.mesh), is_collective=True)
+    copy = jax.jit(jnp.copy, out_shardings=replicas.replicated_sharding)
+    return list(np.asarray(activity.launch(label, copy, put_local_rows(arrays, replicas))))
 
 
 def put_local_rows(arrays: Sequence[Any], replicas: Replicas) -> jax.Array:
