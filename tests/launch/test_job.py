@@ -4,7 +4,7 @@ import pytest
 
 from jdist._src.launch.end_rules import EndTimes, Failure
 from jdist._src.launch.job import Job, JobSettings
-from jdist._src.launch.messages import End, Ended, Finish, Signal, Start, decode, encode
+from jdist._src.launch.messages import Absent, End, Ended, Finish, Joining, Signal, Start, decode, encode
 from jdist._src.launch.output import Console
 
 
@@ -201,4 +201,19 @@ def test_machine_that_is_refused_is_named_and_may_connect_again(capsys):
     assert machines.next() == {}
     text = "the launcher on host b, pid 7 was refused: machine 1 has --nodes 3, but machine 0 has 2."
     assert text in capsys.readouterr().err
+    machines.next(2.0)
+    assert f"1 of 2: at least 4 processes must run, and 2 can run now. T{text[1:]}" in capsys.readouterr().err
     assert set(machines.connect(1)) == {0, 1}
+
+
+@pytest.mark.parametrize("messages", [[(0, Absent(1)), (1, Joining())], [(1, Joining()), (0, Absent(1))]])
+def test_process_that_ends_before_it_joins_fails_where_processes_of_another_machine_wait(messages):
+    machines = Machines(machines=2, max_restarts=0)
+    machines.connect(0, 1)
+    assert machines.receive(0, Joining(), Absent(0)) == {}  # the machine ends the wait of its own processes
+    first, second = [machines.receive(machine, message) for machine, message in messages]
+    assert {**first, **second} == {0: (End(1.0, ""),), 1: (End(1.0, ""),)}
+    machines.receive(0, Ended([0, 0], None))
+    finish = machines.receive(1, Ended([-15, -15], None))[1][0]
+    assert finish.status == 1
+    assert "process 0 of 4 failed first: it ended with exit status 0 before it joined the others" in finish.text

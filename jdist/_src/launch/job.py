@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from jdist._src.launch.end_rules import EndTimes, Failure, failure_report, signal_status
-from jdist._src.launch.messages import End, Ended, Finish, Message, Signal, Start
+from jdist._src.launch.end_rules import NOT_JOINED, EndTimes, Failure, failure_report, signal_status
+from jdist._src.launch.messages import Absent, End, Ended, Finish, Joining, Message, Signal, Start
 from jdist._src.launch.output import Console
 
 _FIRST_MESSAGE_SECONDS = 1.0  # in which machines usually connect
@@ -66,6 +66,8 @@ class _Attempt:
         running: The machines whose processes have not all ended.
         statuses: The exit statuses of processes that have ended.
         leaving: The machines that leave after a signal.
+        joining: The machines with processes that wait for the others to join.
+        absent: The machines of processes that have ended before they joined.
         reason: Why the processes are being ended; empty if they are not.
         ended_at: The time of that.
         status: The exit status of the launcher, if the job ends for that reason.
@@ -78,6 +80,8 @@ class _Attempt:
     running: set[int]
     statuses: list[int] = dataclasses.field(default_factory=list)
     leaving: set[int] = dataclasses.field(default_factory=set)
+    joining: set[int] = dataclasses.field(default_factory=set)
+    absent: dict[int, int] = dataclasses.field(default_factory=dict)
     reason: str = ""
     ended_at: float = 0.0
     status: int = 0
@@ -109,6 +113,7 @@ class Job:
         self._restarts = self._failures = 0
         self._last: _Attempt | None = None  # the attempt before
         self._signal: int | None = None
+        self._refusal = ""  # of the last machine that was refused
         self._is_finished = False
         self._wait_since = clock()
         self._next_message = clock() + _FIRST_MESSAGE_SECONDS
@@ -133,6 +138,7 @@ class Job:
             name: Its name, for messages.
             problem: Why it was refused.
         """
+        self._refusal = f" The launcher on {name} was refused: {problem}"
         self._console.message(f"the launcher on {name} was refused: {problem}")
 
     def disconnect(self, machine: int, reason: str) -> None:
@@ -160,6 +166,8 @@ class Job:
             self._receive_signal(machine, message)
         elif isinstance(message, Failure) and attempt is not None:
             self._note_failure(attempt, machine, message)
+        elif isinstance(message, Joining | Absent) and attempt is not None:
+            self._note_presence(attempt, machine, message)
         elif isinstance(message, Ended) and attempt is not None and machine in attempt.running:
             if machine in attempt.leaving:
                 text = f"machine {machine} ({self._machines[machine].name}) has left after a signal"
@@ -201,8 +209,18 @@ class Job:
         for other in attempt.running - {machine}:
             self._machines[other].send(received)
 
-    def _note_failure(self, attempt: _Attempt, machine: int, failure: Failure) -> None:
-        if failure.process >= 0:
+    def _note_presence(self, attempt: _Attempt, machine: int, message: Joining | Absent) -> None:
+        """Ends the attempt if processes of a machine wait for one of another machine that ends before it joins them."""
+        if isinstance(message, Joining):
+            attempt.joining.add(machine)
+        else:
+            attempt.absent[message.process] = machine
+        for process, of_process in attempt.absent.items():
+            if (attempt.joining & attempt.running) - {of_process}:
+                self._note_failure(attempt, of_process, Failure(process, 1, "", NOT_JOINED), ends_itself=False)
+
+    def _note_failure(self, attempt: _Attempt, machine: int, failure: Failure, ends_itself: bool = True) -> None:
+        if failure.process >= 0 and machine in self._machines:
             place = attempt.places[failure.process]
             self._machines[machine].free_times[place.slot] = self._clock() + self._settings.rejoin_seconds
         self._end_attempt(
@@ -211,7 +229,7 @@ class Job:
             status=failure.exit_status,
             report=failure_report(failure, len(attempt.places)),
             is_failure=not attempt.leaving,
-            except_machine=machine,
+            except_machine=machine if ends_itself else None,
         )
         attempt.is_last |= failure.process < 0  # the reader of the output has ended
 
@@ -284,12 +302,12 @@ class Job:
                 (self._last.status if self._last is not None else 0) or 1,
                 f"the job ends: {text} {'have' if is_plural else 'has'} not connected within "
                 f"{self._settings.join_seconds:g} seconds. Start `jdist run` there with its --node-rank, and check that it can "
-                "reach machine 0.",
+                f"reach machine 0.{self._refusal}",
             )
         elif now > self._next_message:
             self._next_message = now + _MESSAGE_SECONDS
             least = f"at least {self._settings.min_processes} processes must run, and {len(places)} can run now"
-            self._console.message(f"waits for {text}: {least}.")
+            self._console.message(f"waits for {text}: {least}.{self._refusal}")
 
     def _is_complete_or_late(self, places: list[Place]) -> bool:
         """Whether all slots can be used, or the first attempt has waited long enough for them."""

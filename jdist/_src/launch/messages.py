@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jdist._src.core.connections import json_line
 from jdist._src.launch.end_rules import Failure
 
-PROTOCOL = "jdist-job-1"
+PROTOCOL = "jdist-job-2"
 
 
 class Hello(NamedTuple):
@@ -88,6 +88,20 @@ class Finish(NamedTuple):
     text: str
 
 
+class Joining(NamedTuple):
+    """A process of a machine waits for the other processes to join."""
+
+
+class Absent(NamedTuple):
+    """A process of a machine has ended with exit status 0 before it joined the others.
+
+    Attributes:
+        process: The index of the process.
+    """
+
+    process: int
+
+
 class Ended(NamedTuple):
     """All processes of a machine have ended.
 
@@ -100,8 +114,8 @@ class Ended(NamedTuple):
     signal: int | None
 
 
-Message = Hello | Alive | Start | End | Signal | Finish | Ended | Failure
-_KINDS = {kind.__name__: kind for kind in (Hello, Alive, Start, End, Signal, Finish, Ended, Failure)}
+Message = Hello | Alive | Start | End | Signal | Finish | Joining | Absent | Ended | Failure
+_KINDS = {kind.__name__: kind for kind in (Hello, Alive, Start, End, Signal, Finish, Joining, Absent, Ended, Failure)}
 
 
 def encode(message: Message) -> bytes:

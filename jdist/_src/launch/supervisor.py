@@ -9,7 +9,7 @@ from jdist._src.launch.attempt import Link
 from jdist._src.launch.control import ConnectionLostError, ControlServer, JobConnection
 from jdist._src.launch.end_rules import AttemptResult, EndRules, Failure
 from jdist._src.launch.job import Job
-from jdist._src.launch.messages import End, Ended, Finish, Message, Signal, Start
+from jdist._src.launch.messages import Absent, End, Ended, Finish, Joining, Message, Signal, Start
 from jdist._src.launch.output import Console
 from jdist._src.launch.signals import ReceivedSignals
 
@@ -101,6 +101,12 @@ class _Link:
 
     def note_failure(self, failure: Failure) -> None:
         self._channel.send(failure)
+
+    def note_joining(self) -> None:
+        self._channel.send(Joining())
+
+    def note_absent(self, process: int) -> None:
+        self._channel.send(Absent(process))
 
     def poll(self, rules: EndRules) -> None:
         self._report_signals()
