@@ -13,20 +13,23 @@ from jdist._src.core.modules import leaves_with_path
 PyTree = Any
 
 
+def dtype_and_shape(leaf: Any) -> str:
+    """Returns `float32[8,3]` for an array, the repr of a Python number, and the class name of any other object."""
+    if not hasattr(leaf, "dtype"):
+        return repr(leaf) if isinstance(leaf, (bool, int, float, complex)) else type(leaf).__name__
+    return f"{leaf.dtype}[{','.join(str(size) for size in np.shape(leaf))}]"
+
+
 class ReprText(str):
     """A text without quotes in the repr of a tree: the dtype and shape of a leaf."""
 
+    @classmethod
+    def of(cls, leaf: Any) -> "ReprText":
+        """Returns the dtype and shape of `leaf`; a text is returned as it is, since the repr of a node may map its leaves."""
+        return leaf if isinstance(leaf, cls) else cls(dtype_and_shape(leaf))
+
     def __repr__(self) -> str:
         return str(self)
-
-
-def dtype_and_shape(leaf: Any) -> str:
-    """Returns `float32[8,3]` for an array, the repr of a Python number, and the class name of any other object."""
-    if isinstance(leaf, ReprText):  # the repr of a tree may describe leaves that are described already
-        return leaf
-    if not hasattr(leaf, "dtype"):
-        return ReprText(repr(leaf) if isinstance(leaf, (bool, int, float, complex)) else type(leaf).__name__)
-    return ReprText(f"{leaf.dtype}[{','.join(str(size) for size in np.shape(leaf))}]")
 
 
 def describe_type(value: Any) -> str:
@@ -42,7 +45,7 @@ def describe_tree(tree: PyTree, max_length: int = 100) -> str:
         ('(float32[4,2], {n: 3})', 'list of 99 arrays')
     """
     with contextlib.suppress(Exception):  # the class of a node may not accept texts as its leaves
-        text = repr(jax.tree.map(dtype_and_shape, tree)).replace("'", "")
+        text = repr(jax.tree.map(ReprText.of, tree)).replace("'", "")
         if len(text) <= max_length and "\n" not in text:
             return text
     return f"{type(tree).__name__} of {len(jax.tree.leaves(tree)):,} arrays"
@@ -56,7 +59,7 @@ def one_line(value: Any, max_length: int = 80) -> str:
         ("'adam'", 'float32[1000,3]', '{w: float64[99]}')
     """
     if hasattr(value, "dtype") and not isinstance(value, type):
-        return str(dtype_and_shape(value))
+        return dtype_and_shape(value)
     try:
         text = repr(value)
     except Exception:  # of an array that was donated, for example

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from jdist._src.core.modules import leaves_with_path
 from jdist._src.core.other_names import VALUE_TABLE, explains_attributes
-from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line, short_line
+from jdist._src.core.tree import PyTree, ReprText, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of, num_replicas_on
 from jdist._src.values.server_array import read_servers
 
@@ -161,7 +161,7 @@ class DistributedValues(abc.ABC):
         return jax.tree.unflatten(jax.tree.structure(self.tree), new_leaves)
 
     def __repr__(self) -> str:
-        parts = [repr(jax.tree.map(dtype_and_shape, self.tree))]
+        parts = [repr(jax.tree.map(ReprText.of, self.tree))]
         for option in dataclasses.fields(self)[1:]:  # pyright: ignore[reportArgumentType]  # every wrapper is a dataclass
             value = getattr(self, option.name)
             if value != option.default:

@@ -157,7 +157,7 @@ class PerReplica(DistributedValues):
 
     def __repr__(self) -> str:
         if self.shapes is None:
-            return f"PerReplica({jax.tree.map(dtype_and_shape, self.tree)!r})"
+            return f"PerReplica({jax.tree.map(ReprText.of, self.tree)!r})"
         leaves, treedef = jax.tree.flatten(self.tree)
         texts = [
             ReprText(" | ".join(dtype_and_shape(jax.ShapeDtypeStruct(shape, leaf.dtype)) for shape in shapes))
