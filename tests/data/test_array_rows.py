@@ -309,10 +309,7 @@ ARRAYS = {
         {"x": np.zeros(4), "y": 1},
         r"source\['y'\] is 1{}, but must be an array with one row per example",
     ),
-    "list_of_numbers": (
-        {"x": [1, 2, 3, 4]},
-        r"source\['x'\]\[0\] is 1{}, but must be an array with one row per example",
-    ),
+    "ragged_list": ({"x": [[1, 2], [3], [4], [5]]}, r"source\['x'\] is object\[4\]{}: its rows have different lengths"),
     "text": ({"x": np.zeros(4), "name": "train"}, r"source\['name'\] is .*{}"),
     "no_arrays": ({"x": None, "y": []}, r"The data source contains no arrays{}\. Pass an array"),
 }

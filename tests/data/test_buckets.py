@@ -1,11 +1,13 @@
 """Batches of varying width, padded to declared widths."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jdist
 from jdist._src.data import batch_sync
+from jdist._src.values.base import is_distributed
 from jdist.data import Buckets
 
 WIDTHS = [3, 7, 8, 1, 5, 2]
@@ -170,13 +172,30 @@ def test_list_of_numbers_without_buckets_is_a_tree_and_its_error_says_what_to_wr
     other = Buckets((4,), leaves=("ids",))
     with pytest.raises(ValueError, match=r"A list is a tree"):
         next(iter(two.distribute_dataset(examples, 2, buckets=other)))
-    for lists, batch_size in ((examples[0], 2), (lambda: iter(examples), None)):  # of rows
-        with pytest.raises(
-            ValueError, match=r"tokens'\]\[0\] is 1.* `np\.asarray\(x\)` .*`jdist\.data\.pad_rows\(x\)`"
-        ):
-            next(iter(two.distribute_dataset(lists, batch_size, buckets=Buckets((4,)))))
+    for rows, batch_size in ((examples[0], 2), (lambda: iter(examples), None)):
+        with pytest.raises(ValueError, match=r"source\['y'\] is 0.* must be an array with one row per example"):
+            next(iter(two.distribute_dataset(rows, batch_size, buckets=Buckets((4,)))))
     with pytest.raises(ValueError, match=r"has 3 rows but .* has 2\. .*is an example, pad .*, or pass `buckets`"):
         two.distribute_dataset([np.arange(3), np.arange(2)], 2)
+
+
+def test_lists_of_values_are_columns_unless_they_are_a_tree_of_arrays(two):
+    table = {"x": [[0.5, 1], [2, 3], [4, 5]], "inputs": ([jnp.arange(2)] * 3, np.arange(3)), "y": [True, False, True]}
+    for source, batch_size in ((table, 3), (lambda: iter([table]), None)):
+        ((batch, _),) = two.distribute_dataset(source, batch_size, remainder="pad")
+        shapes = jax.tree.map(lambda x: (x.tree.dtype.name, x.tree.shape[2:]), batch, is_leaf=is_distributed)
+        assert shapes == {"x": ("float32", (2,)), "inputs": (("int32", (2,)), ("int32", ())), "y": ("bool", ())}
+        np.testing.assert_array_equal(batch["x"].tree.reshape(4, 2)[:3], table["x"])
+    views = {"views": [np.zeros((4, 2)), np.ones((4, 2))], "y": np.arange(4)}
+    (batch,) = two.distribute_dataset(views, 4)
+    with pytest.raises(ValueError, match=r"lists of 5 arrays with equal shapes, which is ambiguous.*np\.stack.*tuples"):
+        two.distribute_dataset({"x": [np.ones(3)] * 5, "y": [np.ones((3, 2))] * 5}, 4)
+    assert [view.tree.shape for view in batch["views"]] == [(2, 2, 2)] * 2
+
+
+def test_list_of_arrays_of_all_examples_is_a_tree_also_with_buckets(two):
+    (batch,) = two.distribute_dataset([np.arange(4), np.ones((4, 3))], 4, buckets=Buckets((5,)))
+    assert [leaf.tree.shape for leaf in batch] == [(2, 2), (2, 2, 5)]
 
 
 def test_spec_has_the_width_of_the_first_batch(two):

@@ -154,6 +154,16 @@ def _sentence_lists():
     return [{"number": number, "tokens": tokens.tolist()} for number, tokens in enumerate(TOKENS)]
 
 
+def _sentence_batches(make_batch):
+    """Returns a generator function of batches, each made from a list of examples."""
+    examples = list(Sentences())
+    return lambda: (make_batch(examples[i : i + BATCH]) for i in range(0, COUNT, BATCH))
+
+
+def _columns_of_lists(examples):
+    return {"number": [int(x["number"]) for x in examples], "tokens": [x["tokens"].tolist() for x in examples]}
+
+
 def _tf_sentences(tf):
     return tf.data.Dataset.from_tensor_slices(
         {"number": tf.range(COUNT), "tokens": tf.ragged.constant(_sentence_rows()["tokens"])}
@@ -172,6 +182,10 @@ def _torch_sentences(torch):
 SENTENCES = {
     "object_array": (None, lambda _: _sentence_table(), True, False),
     "list_of_object_arrays": (None, lambda _: list(_sentence_table().values()), True, False),
+    "dict_of_lists": (None, lambda _: _sentence_rows(), True, False),
+    "dict_of_lists_of_arrays": (None, lambda _: {"number": np.arange(COUNT), "tokens": TOKENS}, True, False),
+    "batches_of_lists": (None, lambda _: _sentence_batches(_columns_of_lists), False, True),
+    "batches_of_examples": (None, lambda _: _sentence_batches(list), False, True),
     "sequence": (None, lambda _: Sentences(), True, False),
     "list_of_examples": (None, lambda _: list(Sentences()), True, False),
     "list_of_lists": (None, lambda _: _sentence_lists(), True, False),
@@ -190,6 +204,18 @@ SENTENCES = {
     "grain_stream": ("grain", lambda grain: grain.MapDataset.source(Sentences()).to_iter_dataset(), False, False),
     "torch": ("torch", _torch_sentences, True, False),
     "torch_loader": ("torch", lambda t: t.utils.data.DataLoader(_torch_sentences(t), None), False, False),
+    "torch_loader_of_examples": (
+        "torch",
+        lambda t: t.utils.data.DataLoader(_torch_sentences(t), BATCH, collate_fn=list),
+        False,
+        True,
+    ),
+    "torch_loader_of_lists": (
+        "torch",
+        lambda t: t.utils.data.DataLoader(Sentences(), BATCH, collate_fn=_columns_of_lists),
+        False,
+        True,
+    ),
     "hugging_face": ("datasets", lambda d: d.Dataset.from_dict(_sentence_rows()), True, False),
     "hugging_face_torch": (
         "datasets",

@@ -12,7 +12,7 @@ from jdist._src.data.buckets import Buckets
 from jdist._src.data.shards import ShardRows
 from jdist._src.data.source_check import NUM_COMPARED, Digest, digest_of, digest_of_rows
 from jdist._src.data.source_state import get_state, set_state
-from jdist._src.data.sources import Indexed, Stream
+from jdist._src.data.sources import Examples, Indexed, Stream, is_list_of_examples, is_tree, lists_as_columns
 
 
 class ShardBlock(NamedTuple):
@@ -198,6 +198,9 @@ class StreamReader:
         return ShardBlock(sum(counts), rows, is_example)
 
     def _as_batch(self, element: PyTree, where: str) -> PyTree:
+        if is_list_of_examples(element, self._buckets) and is_tree(element[0]):
+            return Examples(element, self._buckets).take(np.arange(len(element)), where)
+        element = lists_as_columns(element, where)
         element = element if self._buckets is None else self._buckets.as_arrays(element)
         rows = as_rows(element, where, self._source.advice)
         return jax.tree.map(np.array, rows) if self._source.reuses_buffers else rows
@@ -205,7 +208,7 @@ class StreamReader:
     def _padding(self) -> PyTree:
         if self._example is None:  # the reader started after the end of this shard
             first = next(self._source.start(self._epoch, 0))
-            self._example = as_rows(first) if self._source.batches else copy_example(first)
+            self._example = self._as_batch(first, "") if self._source.batches else copy_example(first)
         return self._example
 
 

@@ -29,6 +29,10 @@ from jdist._src.data.sources import (
     Table,
     columns_as_arrays,
     indexed_batches,
+    is_list_of_examples,
+    is_ragged,
+    is_tree,
+    lists_as_columns,
     read_again,
     restart_each_epoch,
     samplers,
@@ -54,11 +58,12 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
     """
     if batches and _is_list_of_batches(source):
         return indexed_batches(source.__getitem__, ExampleOrder(len(source), shuffle, seed))
-    if not batches and _is_list_of_examples(source, buckets):
+    if not batches and is_list_of_examples(source, buckets):
         return Examples(source, buckets)
-    if _is_tree(source) or hasattr(source, "__array__"):
+    source = source if batches else lists_as_columns(source)
+    if is_tree(source) or hasattr(source, "__array__"):
         _check_arrays(source, batches)
-        return Columns(Table(source), buckets) if buckets is not None and _is_ragged(source) else Arrays(source)
+        return Columns(Table(source), buckets) if buckets is not None and is_ragged(source) else Arrays(source)
     if isinstance(source, (str, bytes)):
         raise ValueError(f"The source is {one_line(source)}. To read files, pass `jdist.data.Files(paths, read)`.")
     if isinstance(source, Mapping):
@@ -153,30 +158,7 @@ def _is_list_of_batches(source: Any) -> bool:
         return False
     leaves = jax.tree.leaves(source, is_leaf=is_distributed)
     are_arrays = all(hasattr(leaf, "__array__") and not is_distributed(leaf) for leaf in leaves)
-    return are_arrays and all(_is_tree(batch) and jax.tree.leaves(batch) for batch in source)
-
-
-def _is_list_of_examples(source: Any, buckets: Buckets | None) -> bool:
-    """Returns whether `source` is a list of examples, such as `[{"x": x, "y": 3}, ...]`: the first one cannot be a batch.
-
-    A list of arrays is a tree of arrays, and trees whose leaves all have the same number of rows may be batches. With
-    `buckets` both are examples if the width is their only dimension.
-    """
-    if not isinstance(source, list) or len(set(map(type, source))) != 1 or isinstance(source[0], Iterator):
-        return False
-    first = source[0] if buckets is None else buckets.with_lists_as_arrays(source[0])
-    leaves = jax.tree.leaves(first, is_leaf=is_distributed)
-    if isinstance(first, list) or not leaves or any(map(is_distributed, leaves)):
-        return False
-    shapes = set(map(np.shape, leaves))
-    if buckets is not None and max(map(len, shapes)) == 1:
-        return not _is_ragged(source)
-    return _is_tree(first) and (() in shapes or len({shape[0] for shape in shapes}) > 1)
-
-
-def _is_ragged(source: PyTree) -> bool:
-    """Returns whether `source` contains an object array, such as one of rows of different widths."""
-    return any(isinstance(leaf, np.ndarray) and leaf.dtype == object for leaf in jax.tree.leaves(source))
+    return are_arrays and all(is_tree(batch) and jax.tree.leaves(batch) for batch in source)
 
 
 def _check_arrays(source: PyTree, batches: bool) -> None:
@@ -193,6 +175,7 @@ def _check_arrays(source: PyTree, batches: bool) -> None:
             f"The source consists of arrays, which are split into batches. Pass the number of examples per batch: "
             f"`batch_size=64`.{hint}"
         )
+    _check_lists(source)
     # A list whose elements look alike may be a list of examples. Read as arrays, examples and leaves would be swapped silently.
     if not isinstance(source, list) or len(source) < 2:
         return
@@ -202,6 +185,24 @@ def _check_arrays(source: PyTree, batches: bool) -> None:
             f"The source is a list of {len(source)} elements with equal dtypes and shapes, which is ambiguous. If each element "
             "is a batch, pass `batch_size=None`. If each element is an array of all examples, pass a tuple of the elements. "
             f"{STACK_EXAMPLES}."
+        )
+
+
+def _check_lists(source: PyTree) -> None:
+    """Checks a source that consists of lists of arrays with equal shapes, of more arrays than these arrays have rows.
+
+    Raises:
+        ValueError: The lists may be columns.
+    """
+    columns = jax.tree.leaves(source, is_leaf=lambda node: isinstance(node, list) and node is not source)
+    if isinstance(source, list) or not columns or not all(isinstance(column, list) for column in columns):
+        return
+    shapes = [(len(column), *set(map(np.shape, jax.tree.leaves(column)))) for column in columns]
+    if all(len(shape) == 2 and shape[1] and shape[0] > shape[1][0] for shape in shapes):
+        raise ValueError(
+            f"The source consists of lists of {shapes[0][0]} arrays with equal shapes, which is ambiguous. If each list is a "
+            "column with one value per example, pass an array: `np.stack(values)`. If each element is an array of all "
+            "examples, pass tuples instead of lists."
         )
 
 
@@ -277,7 +278,7 @@ def is_single(result: Any) -> bool:
     """Returns whether `result` is an array, a tree other than a list, or text: one element, not a series of elements."""
     if isinstance(result, (str, bytes, Mapping)) or hasattr(result, "__array__"):
         return True
-    return not isinstance(result, list) and _is_tree(result)
+    return not isinstance(result, list) and is_tree(result)
 
 
 def _torch_loader(loader: Any, batches: bool) -> Stream:
@@ -310,13 +311,6 @@ def _is_instance(source: Any, library: str, class_name: str) -> bool:
     module = sys.modules.get(library)
     cls = module and functools.reduce(lambda part, name: getattr(part, name, None), class_name.split("."), module)
     return isinstance(cls, type) and isinstance(source, cls)
-
-
-def _is_tree(source: Any) -> bool:
-    if isinstance(source, Iterator):  # JAX warns about iterators as leaves
-        return False
-    treedef = jax.tree.structure(source)
-    return not (treedef.num_leaves == treedef.num_nodes == 1)
 
 
 def _refuse_shuffle(shuffle: bool, source_property: str) -> None:

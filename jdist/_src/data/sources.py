@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.tree_util import keystr
 
 from jdist._src.core.tree import PyTree, named_leaves
 from jdist._src.data.array_rows import ExampleStack, as_numeric_array, as_rows, check_ranges
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.shuffle import ExampleOrder
+from jdist._src.values.base import is_distributed
 
 
 class Indexed(Protocol):
@@ -133,17 +135,81 @@ def columns_as_arrays(columns: PyTree, where: str = "") -> PyTree:
     """Returns the columns of a Hugging Face data set as arrays: some formats return a column as a list of values."""
     if not isinstance(columns, dict):
         return columns
-    return {name: _column(name, c, where) if isinstance(c, list) else c for name, c in columns.items()}
+    return {name: _column(f"source[{name!r}]", c, where) if isinstance(c, list) else c for name, c in columns.items()}
+
+
+def lists_as_columns(table: PyTree, where: str = "") -> PyTree:
+    """Returns a table with arrays for lists of values: `{"tokens": [[1, 2], [3]], "label": [0, 1]}`.
+
+    Lists that are a tree of arrays with one row per example stay as they are.
+    """
+    if isinstance(table, (list, Iterator)):
+        return table
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(table, is_leaf=lambda node: isinstance(node, list))
+    values = [_first_value(column) if isinstance(column, list) else None for _, column in pairs]
+    firsts = [value for value in values if value is not None]
+    if not firsts or not jax.tree_util.all_leaves(firsts):
+        return table
+    if 0 not in map(np.ndim, firsts) and _have_equal_rows(jax.tree.leaves(table)):
+        return table
+    columns = [
+        column if value is None else _column(f"source{keystr(path)}", column, where)
+        for (path, column), value in zip(pairs, values, strict=True)
+    ]
+    return treedef.unflatten(columns)
+
+
+def _first_value(column: list[Any]) -> Any:
+    """Returns the first value of a list, or of lists in it; None if there is none."""
+    values = (_first_value(value) if isinstance(value, list) else value for value in column)
+    return next((value for value in values if value is not None), None)
+
+
+def _have_equal_rows(leaves: list[Any]) -> bool:
+    return all(hasattr(x, "__array__") and np.ndim(x) > 0 for x in leaves) and len(set(map(len, leaves))) == 1
 
 
 def _column(name: str, values: list[Any], where: str) -> np.ndarray:
     """Returns a list of values as an array, or as an object array if their shapes differ."""
-    arrays = [as_numeric_array(f"source[{name!r}]", value, where) for value in values]
+    arrays = [as_numeric_array(name, value, where) for value in values]
+    if not hasattr(_first_value(values), "dtype"):  # Python numbers do not have a width: they get JAX's default one
+        arrays = [x.astype(jax.dtypes.canonicalize_dtype(x.dtype)) if x.dtype.kind in "fc" else x for x in arrays]
     if len({array.shape for array in arrays}) < 2:
         return np.stack(arrays)
     column = np.empty(len(arrays), object)
     column[:] = arrays
     return column
+
+
+def is_list_of_examples(source: Any, buckets: Buckets | None) -> bool:
+    """Returns whether `source` is a list of examples, such as `[{"x": x, "y": 3}, ...]`: the first one cannot be a batch.
+
+    A list of arrays is a tree of arrays, and trees whose leaves all have the same number of rows may be batches. With
+    `buckets` both are examples if the width is their only dimension.
+    """
+    if not isinstance(source, list) or len(set(map(type, source))) != 1 or isinstance(source[0], Iterator):
+        return False
+    first = source[0] if buckets is None else buckets.with_lists_as_arrays(source[0])
+    leaves = jax.tree.leaves(first, is_leaf=is_distributed)
+    if isinstance(first, list) or not leaves or any(map(is_distributed, leaves)):
+        return False
+    shapes = set(map(np.shape, leaves))
+    if buckets is not None and max(map(len, shapes)) == 1:
+        return not is_ragged(source) and (is_tree(first) or all(np.ndim(array) == 1 for array in source))
+    return is_tree(first) and (() in shapes or len({shape[0] for shape in shapes}) > 1)
+
+
+def is_ragged(source: PyTree) -> bool:
+    """Returns whether `source` contains an object array, such as one of rows of different widths."""
+    return any(isinstance(leaf, np.ndarray) and leaf.dtype == object for leaf in jax.tree.leaves(source))
+
+
+def is_tree(source: Any) -> bool:
+    """Returns whether `source` is a tree of leaves, and not a leaf itself."""
+    if isinstance(source, Iterator):  # JAX warns about iterators as leaves
+        return False
+    treedef = jax.tree.structure(source)
+    return not (treedef.num_leaves == treedef.num_nodes == 1)
 
 
 def indexed_batches(get: Callable[[int], PyTree], order: ExampleOrder) -> Stream:
