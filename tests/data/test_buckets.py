@@ -94,7 +94,7 @@ def test_buckets_pad_every_leaf_with_a_width_by_default(two):
 
 def test_processes_agree_on_the_largest_width(monkeypatch):
     sync = batch_sync.ProcessBatchSync.__new__(batch_sync.ProcessBatchSync)
-    sync._num_batches = 0
+    sync._processes, sync._num_batches = (0, 1), 0
     others = [{"counts": [(1, 4)], "width": 8, "rows": None, "epoch": 0, "offset": 0}]
     monkeypatch.setattr(sync, "_all_messages", lambda message, where="": [message, *others], raising=False)
     assert sync.exchange({0: 4}, 4, None, 0, 0) == ([4, 4], 8)
