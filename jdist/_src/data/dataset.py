@@ -198,8 +198,8 @@ class DistributedDataset:
         for name, value in expected.items():
             if state[name] != value:
                 raise ValueError(
-                    f"The position was taken with {name}={state[name]!r}, but this data set has {name}={value!r}, so the next "
-                    "examples would differ. Use the same value, or start from the beginning."
+                    f"The position was taken with {name}={one_line(state[name])}, but this data set has {name}={value!r}, so "
+                    "the next examples would differ. Use the same value, or start from the beginning."
                 )
         last_epoch = None if config.epochs is None else config.epochs - 1
         ranges = {"epoch": (0, last_epoch), "batch": (0, self._config.num_batches(self._share)), "shards": (1, None)}
@@ -212,7 +212,7 @@ class DistributedDataset:
             if not is_int or value < minimum or (maximum is not None and value > maximum):
                 bound = f" >= {minimum}" if maximum is None else f" from {minimum} to {maximum}"
                 hint = f" The data set has epochs={config.epochs}." if name == "epoch" and maximum is not None else ""
-                raise ValueError(f"The position has {name}={value!r}, which must be an integer{bound}.{hint}")
+                raise ValueError(f"The position has {name}={one_line(value)}, which must be an integer{bound}.{hint}")
         check_state(state["source"])
         is_random = isinstance(config.source, Stream) and not config.source.repeatable
         if is_random and state["batch"] > 0 and state["source"] is None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdist._src.core.modules import contains_modules, is_nnx_module, is_variable
-from jdist._src.core.tree import PyTree, named_leaves
+from jdist._src.core.tree import PyTree, named_leaves, one_line
 
 _MOST_NAMED = 4
 
@@ -82,7 +82,7 @@ def changed_attribute(name: str, old: PyTree, new: PyTree) -> str | None:
         for key in sorted(vars(old).keys() | vars(new).keys()):
             before, after = vars(old).get(key), vars(new).get(key)
             if key not in arrays and not key.startswith("_") and before is not after and before != after:
-                return f"{name}.{key} from {before!r} to {after!r}"
+                return f"{name}.{key} from {one_line(before)} to {one_line(after)}"
     for (path, child), (new_path, new_child) in zip(children, new_children, strict=False):
         if path != new_path:
             return None

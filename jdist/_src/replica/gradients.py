@@ -91,8 +91,8 @@ def value_and_grad(
     Raises:
         ValueError: `micro_batches` is less than 1. When called: the batch cannot be split into micro-batches, or the shape of
             `weights` does not match the losses.
-        TypeError: `micro_batches` is not an integer, or `remat` is neither a boolean nor a policy; when called, a loss is not a
-            number.
+        TypeError: `micro_batches` is not an integer, or `remat` is neither a boolean nor a policy; when called, the losses are
+            not one array or number, or a parameter is not a float.
         RuntimeError: When called: by the host program, within `strategy.scope()`.
 
     Example:

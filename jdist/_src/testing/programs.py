@@ -117,7 +117,7 @@ def _check_expected(expected: Mapping[str, int]) -> None:
         )
     for kind, number in expected.items():
         if kind not in KINDS:
-            raise ValueError(f"Unknown collective {kind!r}; the kinds are {', '.join(map(repr, KINDS))}.")
+            raise ValueError(f"Unknown collective {one_line(kind)}; the kinds are {', '.join(map(repr, KINDS))}.")
         as_int(f"`expected[{kind!r}]`", number, minimum=0)
 
 

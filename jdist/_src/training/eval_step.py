@@ -76,6 +76,9 @@ class EvalStep(Generic[MetricsT, ValuesT]):
         Returns:
             The result of the function with a metric of `jdist.metrics` in place of each value, over the examples of all
             replicas. `a.merge(b)` is the metric of two batches.
+
+        Warns:
+            ReplicatedBatchWarning: The batch is replicated, so every replica evaluates all of its examples.
         """
         return self._run(_read(state), batch, weights)
 

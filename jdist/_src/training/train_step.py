@@ -76,8 +76,8 @@ def train_step(
 
     Raises:
         TypeError: `loss_fn` or `optimizer` is of another type. When called: the state lacks a field or is of another optimizer,
-            `params` is an nnx module, the losses are not floats, or `loss_fn` returns metrics of a padded batch and has no
-            parameter `weights`.
+            `params` is an nnx module, a parameter or the losses are not floats, or `loss_fn` returns metrics of a padded batch
+            and has no parameter `weights`.
         ValueError: `micro_batches` or `steps_per_call` is less than 1. When called: the losses are not one or several per
             example, their shape does not match weights, or the state was created without an optimizer.
 
