@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import core
 from jax.sharding import Mesh
@@ -169,7 +170,7 @@ def _record_oldest() -> None:
 
 
 def _to_host(array: jax.Array) -> Any:
-    is_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     with jax.ensure_compile_time_eval():  # processes compare a program while they trace it
         return np.asarray(jax.random.key_data(array) if is_key else array)[()]
 
