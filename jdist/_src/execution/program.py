@@ -73,6 +73,7 @@ _WRONG_OPTION = re.compile(r"No such compile option: '(\w+)'|While setting optio
 _SMALL_OUTPUTS = 2**16  # elements: outputs that are held until the next call
 _NO_MESH = Mesh(np.empty((), object), ())
 _IS_DELETED = operator.methodcaller("is_deleted")
+_IS_COMMITTED = operator.attrgetter("committed")
 
 
 class _Launching:
@@ -220,7 +221,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._records_arrays = False  # whether some inputs are arrays of one process, which a call then records
         self._accepts_host_state = False  # whether one of them has a host value in the state
         self._accepts_unplaced_state = False  # whether one of them has an array that JAX copies to the devices
-        self._returned_state = 0  # the `id` of the state that the last call returned
+        self._returned_state = 0  # the identity of the state that the last call returned
 
     if TYPE_CHECKING:
 
@@ -441,7 +442,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         if self._is_first_call:
             _check_donated_state(args[0], args[1:])
         elif jax_compat.CRASHES_ON_DONATED_MEMORY or (
-            self._accepts_unplaced_state and id(args[0]) != self._returned_state
+            self._accepts_unplaced_state and _identity(args[0]) != self._returned_state
         ):
             self._check_memory(args)
         wait_for_previous(self)
@@ -472,7 +473,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         pair = structure.treedef.unflatten(leaves)
         if self._records:
             self._record(leaves, structure)
-            self._returned_state = id(pair[0])
+            self._returned_state = _identity(pair[0])
         return pair
 
     def _record(self, leaves: list[Any], structure: "_ResultStructure") -> None:
@@ -546,7 +547,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             ids = set(map(id, state))
             is_valid = len(ids) == len(state) and ids.isdisjoint(map(id, inputs))  # an input may occur several times
             is_valid = is_valid and not any(map(_IS_DELETED, state)) and not any(map(_IS_DELETED, inputs))
-            is_valid = is_valid and all(map(_is_placed, state))
+            if is_valid and self._accepts_unplaced_state and _identity(args[0]) != self._returned_state:
+                is_valid = all(map(_IS_COMMITTED, state))
         except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers
             is_valid = False
         if not is_valid:
@@ -714,6 +716,11 @@ def _check_shared_memory(arrays: list[tuple[str, jax.Array]], inputs: list[tuple
         for memory, block in _blocks(leaf) if is_device_array(leaf) else ():
             if memory in owners and _is_donated_twice(owners[memory][1], block):
                 raise ValueError(f"{owners[memory][0]} has the same memory as {name}, an input, and {_DONATED_ONCE}")
+
+
+def _identity(state: PyTree) -> int:
+    """Returns the `id` of a state; of a packed state, which each call makes again, that of its first value."""
+    return id(state.values[0] if isinstance(state, PackedState) and state.values else state)
 
 
 def _is_placed(leaf: Any) -> bool:
