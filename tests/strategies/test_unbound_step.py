@@ -107,9 +107,9 @@ def test_options_are_those_of_the_strategy(two):
 
 def test_compiler_options_reach_the_compiler(two):
     options = {"xla_no_such_option": True}
-    with two.scope(), pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+    with two.scope(), pytest.raises(ValueError, match="xla_no_such_option"):
         jdist.step(descend, compiler_options=options)(two.put(1.0), rows(two, 3))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+    with pytest.raises(ValueError, match="xla_no_such_option"):
         two.compile(two.step(descend, compiler_options=options), two.put(1.0), rows(two, 3))
     step = jdist.step(descend, compiler_options={"xla_cpu_enable_fast_math": False})
     assert float(step(1.0, np.ones(3))[0]) == 0
