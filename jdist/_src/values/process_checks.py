@@ -27,7 +27,7 @@ def check_same_on_processes(
     Args:
         leaves: The name, the dtype and shape as text, and the value of each leaf; None for a value that may differ.
         replicas: The replicas.
-        error: The error with which the call fails on this process. It is raised, and a RuntimeError on the other processes.
+        error: The error with which the call fails on this process. It is raised, and a ValueError that names it on the other processes.
     """
     replicas = Replicas(replicas.mesh, replicas.mesh.size) if replicas.batch_axes else replicas
     num_local = len(replicas.local_devices)
@@ -58,7 +58,7 @@ def _raise_difference(
         raise error
     for process, message in zip(processes, messages, strict=True):
         if message["error"]:
-            raise RuntimeError(f"The same call failed on process {process}: {message['error']}")
+            raise ValueError(f"The same call failed on process {process}: {message['error']}")
     listed = ", ".join(f"{name} {kind}" for name, kind, _ in leaves)
     raise ValueError(
         "The processes pass values of different structures, dtypes or shapes; this process has "
