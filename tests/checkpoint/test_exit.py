@@ -21,6 +21,11 @@ state = strategy.put({"w": np.random.default_rng(0).normal(size=(300, 1000)).ast
 c = jdist.Checkpointer(folder)
 """
 FULL = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+FORK = """
+import warnings; warnings.simplefilter("ignore")
+if child := os.fork(): os.waitpid(child, 0)
+else: threading._shutdown(); os._exit(0)
+"""
 TRAINER = """
 trainer = jdist.Trainer((lambda key, x: jax.numpy.zeros((300, 1000)), lambda w, x: x @ w), optax.sgd(0.1),
     optax.squared_error, strategy=strategy)
@@ -66,7 +71,8 @@ PROGRAMS = {
     "thread of the user": (
         "c.save(1, state); threading.Thread(target=lambda: (time.sleep(0.5), print('ends'))).start()", 0, (1,), "ends", "",
     ),
-    "forked child": ("import warnings; warnings.simplefilter('ignore'); c.save(1, state); p = os.fork(); p and os.waitpid(p, 0)", 0, (1,), "", ""),
+    # The child ends without the functions of `atexit`: that of tensorstore takes a mutex that a thread may hold at the fork.
+    "forked child": (f"c.save(1, state)\n{FORK}", 0, (1,), "", ""),
     "full disk, exception": (f"{FULL}c.save(1, state); 1 / 0", 1, (), "", "The program ends with exit status 1."),
     "full disk, dropped": (f"{FULL}c.save(1, state); del c", 1, (), "", "The program ends with exit status 1."),
     "full disk, handled": (
