@@ -27,7 +27,7 @@ def check_same_on_processes(
     Args:
         leaves: The name, the dtype and shape as text, and the value of each leaf; None for a value that may differ.
         replicas: The replicas.
-        error: The error with which the call fails on this process. It is raised, and a ValueError that names it on the other processes.
+        error: The error with which the call fails on this process. It is raised; on the other processes, a ValueError names it.
     """
     replicas = Replicas(replicas.mesh, replicas.mesh.size) if replicas.batch_axes else replicas
     num_local = len(replicas.local_devices)
