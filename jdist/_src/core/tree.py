@@ -52,7 +52,7 @@ def describe_tree(tree: PyTree, max_length: int = 100) -> str:
 
 
 def one_line(value: Any, max_length: int = 80) -> str:
-    """Returns `repr(value)` for messages, on one line and short_line; for arrays and trees of them their dtypes and shapes.
+    """Returns `repr(value)` for messages, on one line and shortened; for arrays and trees of them their dtypes and shapes.
 
     Example:
         >>> one_line("adam"), one_line(np.zeros((1000, 3), np.float32)), one_line({"w": np.ones(99)})

@@ -675,7 +675,7 @@ def _raise_argument_error(
 def raise_option_error(error: Exception) -> None:
     """Raises ValueError if XLA raised `error` because of `compiler_options`."""
     if wrong := _WRONG_OPTION.search(str(error)):
-        problem = f"{wrong[3]}" if wrong[2] else "this version of XLA does not have it."
+        problem = wrong[3] if wrong[2] else "this version of XLA does not have it."
         raise ValueError(
             f"The option {wrong[1] or wrong[2]!r} of `compiler_options` is refused: {problem} Names and values are those of "
             '`XLA_FLAGS`, without the dashes: `{"xla_cpu_enable_fast_math": True}`. `jdist.xla_flags` returns recommended '

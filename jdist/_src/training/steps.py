@@ -235,8 +235,8 @@ class StepFunctions:
             old = fields.model_state, carry.metrics
             model_state, metrics = finite_guard.select(is_taken, (model_state, metrics), old)
         if self.non_finite == "stop":
-            # XLA's CPU runtime divides operations that are ready at once between threads, which costs more than small ones
-            # take. The barrier keeps two of them behind the step number: a quarter of the time of a small step.
+            # XLA's CPU runtime divides operations that are ready at the same time between threads, which takes longer than
+            # small operations. After the barrier, the next two wait for the step number.
             step = lax.optimization_barrier(jnp.where(is_taken, step, fields.step))
             has_failed, is_finite = step == fields.step, step != fields.step
         new_state = replace_fields(carry.state, step, params, opt_state, model_state)

@@ -564,10 +564,8 @@ class Trainer:
         self, steps_per_call: int, micro_batches: int
     ) -> Callable[[TrainCarry, Sequence[DrawnBatch]], tuple[TrainCarry, jax.Array]]:
         """Returns a function that runs a group of batches: by one program for a complete group, by another for one batch."""
-        steps_per_call, micro_batches = (
-            as_int("`steps_per_call`", steps_per_call, 1),
-            as_int("`micro_batches`", micro_batches, 1),
-        )
+        steps_per_call = as_int("`steps_per_call`", steps_per_call, 1)
+        micro_batches = as_int("`micro_batches`", micro_batches, 1)
         functions = dataclasses.replace(self._functions, micro_batches=micro_batches)
         make = functools.partial(self.strategy.step, functions.step)
         single = self._cached(("train", micro_batches, 1), make)
