@@ -1,6 +1,9 @@
 """Data that stay on the devices (`cache="device"`): the same batches, positions and steps as without the cache."""
 
+import concurrent.futures
+import copy
 import itertools
+import pickle
 import types
 
 import jax
@@ -13,6 +16,7 @@ from jdist._src.data import device_cache
 from jdist._src.data.distribute import _check_cache
 from jdist._src.data.shards import ProcessShare
 from jdist._src.values.base import is_distributed
+from jdist._src.values.per_replica import unread_rows
 
 from laws import STRATEGIES, among
 
@@ -160,10 +164,71 @@ def test_one_program_gathers_a_group_without_communication(name, monkeypatch):
 
     monkeypatch.setattr(device_cache, "_gather", compiled)
     _, cached = _pair(STRATEGIES_AND_VIRTUAL[name](), remainder="pad")
-    assert len(list(cached)) == 6
+    assert len(jax.block_until_ready(list(cached))) == 6
     assert len(texts) == 2  # three batches in each of two epochs
     collectives = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
     assert not [name for name in collectives if name in texts[0]]
+
+
+@pytest.mark.parametrize("name", among(STRATEGIES_AND_VIRTUAL, "mirrored_3", "sharded_4", "virtual_5"))
+def test_several_steps_take_batches_stacked(name, monkeypatch):
+    """A call takes unread batches as one array per leaf, in one signature: all in a group or not, in any order, with weights."""
+    monkeypatch.setattr(device_cache, "_STACKED_GROUP", 4)
+    gathered, gather = [], device_cache._gather_stacked
+    monkeypatch.setattr(device_cache, "_gather_stacked", lambda *args: gathered.append(args) or gather(*args))
+    strategy = STRATEGIES_AND_VIRTUAL[name]()
+    plain, cached = (list(dataset) for dataset in _pair(strategy, size=12, remainder="pad", epochs=3))
+    step = strategy.step(lambda state, element: _train(state, element[0], element[1]), steps_per_call=2)
+
+    def results(elements):
+        return jax.device_get(step(strategy.init(lambda: jnp.zeros((2, 3))), elements))
+
+    for order in ([0, 1], [2, 3], [4, 6], [5, 9], [8, 7], [9, 9]):  # an epoch has 6 batches, and its last one is padded
+        jax.tree.map(
+            np.testing.assert_array_equal, results([cached[i] for i in order]), results([plain[i] for i in order])
+        )
+        assert not step._stacks_inputs or all(unread_rows(cached[i][0]["number"]) for i in order)
+    if step._stacks_inputs:
+        assert len(gathered) == 5  # the first two calls share the batches 0 to 3
+        assert step._num_signatures == 2
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(cached), jax.device_get(plain))
+
+
+def test_unread_batches_of_different_structures_are_refused_by_name(two):
+    first, second = itertools.islice(list(_pair(two))[1], 2)
+    with pytest.raises(ValueError, match=r"inputs\[0\]\[1\] and inputs\[0\]\[0\] have different structures"):
+        two.step(_train, steps_per_call=2)(two.init(lambda: jnp.zeros((2, 3))), [first, second["number"]])
+
+
+def test_unread_batches_of_two_data_sets_are_stacked_in_one_call(two):
+    (plain, cached), (others, cached_others) = _pair(two), _pair(two, shuffle=False)
+    step = two.step(
+        lambda state, pair: _train(state, {**pair[0], "number": pair[0]["number"] + pair[1]["number"]}),
+        steps_per_call=2,
+    )
+    state = lambda: two.init(lambda: jnp.zeros((2, 3)))
+    expected = step(state(), list(zip(list(plain)[:2], list(others)[:2], strict=True)))
+    result = step(state(), list(zip(list(cached)[:2], list(cached_others)[:2], strict=True)))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(result), jax.device_get(expected))
+
+
+def test_copies_of_an_unread_batch_and_a_batch_that_a_trace_reads_first_have_its_values(two):
+    plain, cached = (next(iter(dataset))["number"] for dataset in _pair(two))
+    fresh = lambda: next(iter(list(_pair(two))[1]))["number"]
+    for copied in (copy.copy(cached), copy.deepcopy(fresh()), pickle.loads(pickle.dumps(fresh()))):
+        np.testing.assert_array_equal(copied.tree, plain.tree)
+    read_in_trace = fresh()
+    np.testing.assert_array_equal(jax.jit(lambda x: x + read_in_trace.tree)(0), plain.tree)
+    np.testing.assert_array_equal(read_in_trace.tree, plain.tree)
+    with pytest.raises(AttributeError, match="'PerReplica' object has no attribute 'wrong'"):
+        _ = fresh().wrong
+
+
+def test_threads_that_read_a_batch_together_get_its_values(two):
+    plain, cached = (next(iter(dataset))["number"] for dataset in _pair(two))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for tree in pool.map(lambda _: cached.tree, range(8)):
+            np.testing.assert_array_equal(tree, plain.tree)
 
 
 def test_batches_are_gathered_inside_set_mesh(two):
@@ -208,21 +273,23 @@ def test_arrays_are_transferred_once_for_all_iterators(two):
     assert stored[0] is stored[1]
 
 
-# The number of batches of an epoch, the bytes of a batch, and the number of batches in a group.
+# The number of batches of an epoch, the bytes of a batch, and the number of batches in a group, and stacked.
 GROUPS = {
-    "epoch": (32, 48, 32),
-    "equal_parts": (33, 48, 17),
-    "most_bytes": (300, 1 << 22, 16),
-    "large_batches": (300, 1 << 27, 1),
-    "one_batch": (1, 1 << 20, 1),
+    "epoch": (32, 48, 32, 32),
+    "equal_parts": (33, 48, 17, 64),
+    "many": (5000, 48, 32, 256),
+    "most_bytes": (300, 1 << 22, 16, 16),
+    "large_batches": (300, 1 << 27, 1, 1),
+    "one_batch": (1, 1 << 20, 1, 1),
 }
 
 
-@pytest.mark.parametrize("num_batches, num_bytes, size", GROUPS.values(), ids=GROUPS)
-def test_groups_have_equal_sizes_and_few_bytes(num_batches, num_bytes, size, two):
+@pytest.mark.parametrize("num_batches, num_bytes, size, stacked_size", GROUPS.values(), ids=GROUPS)
+def test_groups_have_equal_sizes_and_few_bytes(num_batches, num_bytes, size, stacked_size, two):
     cache = two.distribute_dataset(np.zeros((8, 4)), 4, cache="device")._cache
     cache._leaves = [jax.ShapeDtypeStruct((100, num_bytes // 4), np.uint8)]
     assert cache._group_size(4, num_batches) == size
+    assert cache._stacked_size(4, num_batches) == stacked_size
 
 
 def test_doubles_are_converted_with_the_warning(two, caplog):

@@ -3,6 +3,9 @@
 XLA's CPU convolutions are about 9 times slower in a loop, so there a step with a convolution is called once per step.
 """
 
+import dataclasses
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import PyTreeDef
 
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
 from jdist._src.execution.interrupts import run_held_back
 from jdist._src.jaxpr.interpreter import contains_outside_loops
 from jdist._src.values.base import is_distributed
-from jdist._src.values.per_replica import PerReplica
+from jdist._src.values.per_replica import PerReplica, unread_rows
+from jdist._src.values.unread_rows import StackedRows
 
 
 class SlowLoopError(Exception):
@@ -52,8 +57,59 @@ def scan_steps(
     return lax.scan(checked_step, jax.tree.map(jnp.asarray, state), stacked, num_steps)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedInputs:
+    """An input of several steps, as an argument of their program.
+
+    Attributes:
+        columns: Each leaf of an element for all steps: `StackedRows`, or a list of a `PerReplica` or leaf per step.
+        treedef: The structure of the list of elements.
+    """
+
+    columns: list[Any]
+    treedef: PyTreeDef = dataclasses.field(metadata={"static": True})
+
+    @staticmethod
+    def of(steps: Any) -> Any:
+        """Returns the input `steps` of a call with its unread batches stacked; `steps` itself without any."""
+        if type(steps) is not list or not steps:
+            return steps
+        leaves, treedef = jax.tree.flatten(steps, is_leaf=_is_per_replica)
+        num_columns, remainder = divmod(len(leaves), len(steps))
+        if remainder:  # the elements have different structures, which the trace refuses
+            return steps
+        columns = [leaves[column::num_columns] for column in range(num_columns)]
+        stacked = [_stacked_rows(values) or values for values in columns]
+        return steps if all(map(operator.is_, stacked, columns)) else StackedInputs(stacked, treedef)
+
+    def split(self) -> list[PyTree]:
+        """Returns the list of the elements."""
+        num_steps = self.treedef.num_leaves // len(self.columns)
+        columns = [
+            list(map(PerReplica, column.split(num_steps))) if isinstance(column, StackedRows) else column
+            for column in self.columns
+        ]
+        return self.treedef.unflatten(itertools.chain.from_iterable(zip(*columns, strict=True)))
+
+
+def _is_per_replica(node: Any) -> bool:
+    return type(node) is PerReplica
+
+
+def _stacked_rows(values: list[Any]) -> StackedRows | None:
+    """Returns the same leaf of each step as one array, if none was read."""
+    rows: list[Any] = list(map(unread_rows, values))
+    return None if None in rows else rows[0].group.stacked(rows)
+
+
 def _stack(values: Sequence[PyTree]) -> PyTree:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *values)
+    """Returns the values stacked, `[step, ...]`.
+
+    By way of `[1, step, ...]`: XLA replaces concatenated slices of one array by a part of the array, but not if a dimension was
+    removed in between, and `StackedRows.split` slices arrays `[replica, batch, ...]`.
+    """
+    return jax.tree.map(lambda *leaves: jnp.concatenate([leaf[None, None] for leaf in leaves], axis=1)[0], *values)
 
 
 def run_sequentially(

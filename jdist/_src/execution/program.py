@@ -33,7 +33,7 @@ from jdist._src.execution.interrupts import (
     run_held_back,
     uninterrupted,
 )
-from jdist._src.execution.multi_step import SlowLoopError, inputs_per_step, run_sequentially
+from jdist._src.execution.multi_step import SlowLoopError, StackedInputs, inputs_per_step, run_sequentially
 from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.replicate import Call, Proof, Traced
 from jdist._src.jaxpr.collective_lines import collective_lines
@@ -179,6 +179,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         self._has_state = has_state
         self._donates = donates
         self._steps_per_call = steps_per_call
+        self._stacks_inputs = scanned_steps is not None
         self._without_scan = without_scan
         self._replacement: Any = None  # the program without a scan, after `SlowLoopError`
         # A call passes its arguments on as one tuple. After `fn(*args)` Python 3.11 may handle Ctrl-C before the result has a
@@ -358,6 +359,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
     def _unpacked(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """Returns the arguments as array trees. A step packs its state, `run` and `init` all arguments as one tree."""
+        if self._stacks_inputs:
+            args = (*args[:1], *(x.split() if isinstance(x, StackedInputs) else x for x in args[1:]))
         if not args or not isinstance(args[0], PackedState):
             return args
         return (args[0].state(), *args[1:]) if self._has_state else args[0].state()
@@ -398,6 +401,8 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         A state has many leaves and stays on the devices. It is checked before a call only if JAX may have compiled the program
         for a state with host values, and after a call that compiled the program for a new signature.
         """
+        if self._stacks_inputs:
+            args = (*args[:1], *map(StackedInputs.of, args[1:]))
         skips_state = self._has_state and self._num_signatures and not self._accepts_host_state
         host_values = self._check_host_values(args, args[1:] if skips_state else args)
         calls = activity.calls

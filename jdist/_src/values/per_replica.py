@@ -1,8 +1,9 @@
 """`PerReplica`: one value per replica."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +24,33 @@ from jdist._src.values.arrays import (
 )
 from jdist._src.values.base import DistributedValues, cast_without_loss
 from jdist._src.values.server_array import read_servers
+from jdist._src.values.unread_rows import UnreadRows
+
+
+class _ReadOnDemand:
+    """A value with an attribute `tree` that may not exist before it is read.
+
+    `__getattr__` is called only where an attribute does not exist, so the other values cost nothing more.
+    """
+
+    __slots__ = ("_unread",)
+    _unread: UnreadRows
+
+    if not TYPE_CHECKING:  # a type checker would then accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "tree" and (rows := unread_rows(self)) is not None:
+                object.__setattr__(self, "tree", rows.read())
+                with contextlib.suppress(AttributeError):  # another thread has read the same rows
+                    object.__delattr__(self, "_unread")
+                return self.tree
+            return super().__getattr__(name)
 
 
 @final
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
-class PerReplica(DistributedValues):
+class PerReplica(_ReadOnDemand, DistributedValues):
     """One value per replica.
 
     Returned by `Strategy.run` for results that vary between replicas, by `Strategy.distribute_dataset` for batches, and by
@@ -164,6 +186,26 @@ class PerReplica(DistributedValues):
             for leaf, shapes in zip(leaves, self.shapes, strict=True)
         ]
         return f"PerReplica({treedef.unflatten(texts)!r})"
+
+
+def unread(rows: UnreadRows) -> PerReplica:
+    """Returns a value whose tree is the array of `rows`, which is made when it is read."""
+    value = object.__new__(PerReplica)
+    _set_shapes(value, None)
+    _set_unread(value, rows)
+    return value
+
+
+# As `object.__setattr__`, in less time. A class with slots has a descriptor for each.
+_set_shapes, _set_unread = PerReplica.__dict__["shapes"].__set__, _ReadOnDemand.__dict__["_unread"].__set__
+
+
+def unread_rows(value: Any) -> UnreadRows | None:
+    """Returns the rows of a value made by `unread` whose tree was not read, or None."""
+    try:
+        return object.__getattribute__(value, "_unread")
+    except AttributeError:
+        return None
 
 
 @jax.jit
