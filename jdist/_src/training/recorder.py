@@ -1,5 +1,6 @@
 """Records the history of training, and finds losses that are not finite."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -41,19 +42,29 @@ class _PendingCall(NamedTuple):
     """A call of the step whose outcome is still on the devices.
 
     Attributes:
-        first_step: The number of its first step.
-        position_before: The position of the data before its first batch.
-        positions: The position after each batch. The batches themselves are released when the step ends.
-        examples: The number of examples since the first batch, before the call and after each batch.
+        positions: The position of the data after each batch. The batches themselves are released when the step ends.
+        examples: The number of examples since the first batch, after each batch.
         outcome: The loss of each step, 1 if it was finite, and the number of its examples with a weight, or -1: `[3]` or
             `[step, 3]`.
     """
 
-    first_step: int
-    position_before: Mapping[str, Any]
     positions: Sequence[Mapping[str, Any]]
     examples: Sequence[int]
     outcome: jax.Array
+
+
+class _Start(NamedTuple):
+    """Where the first pending call begins; the others follow it.
+
+    Attributes:
+        step: The number of its first step.
+        position: The position of the data before its first batch.
+        examples: The number of examples before it.
+    """
+
+    step: int
+    position: Mapping[str, Any]
+    examples: int
 
 
 class IneffectiveCounts(NamedTuple):
@@ -89,6 +100,7 @@ class Recorder:
         steps, losses = resume_data.get("losses", ((), ()))
         self._losses: dict[int, float] = dict(zip(map(int, steps), map(float, losses), strict=True))
         self._pending: list[_PendingCall] = []
+        self._start = _Start(0, {}, 0)
         self.row_counts = IneffectiveCounts(*map(int, resume_data.get("ineffective", ())))
         self.counts = IneffectiveCounts()
 
@@ -115,10 +127,10 @@ class Recorder:
         outcome: jax.Array,
     ) -> None:
         """Adds the outcome of a call of the step."""
+        if not self._pending:
+            self._start = _Start(first_step, position_before, examples_before)
         positions, examples = [batch.position for batch in batches], [batch.examples for batch in batches]
-        self._pending.append(
-            _PendingCall(first_step, position_before, positions, [examples_before, *examples], outcome)
-        )
+        self._pending.append(_PendingCall(positions, examples, outcome))
 
     def fetch(self, keep_pending: int = 0) -> NonFiniteStep | None:
         """Fetches the losses of all pending calls except for the last `keep_pending`.
@@ -128,25 +140,27 @@ class Recorder:
         """
         count = max(0, len(self._pending) - keep_pending)
         calls, self._pending = self._pending[:count], self._pending[count:]
+        if not calls:
+            return None
         # The outcomes are replicated. Reading one shard takes half the time of `jax.device_get`.
         with jax.transfer_guard_device_to_host("allow"):
-            outcomes = [
-                np.asarray(x.addressable_data(0)).reshape(-1, 3) for x in read_servers([c.outcome for c in calls])
-            ]
-        for call, outcome in zip(calls, outcomes, strict=True):
-            self._losses.update(enumerate(outcome[:, 0].tolist(), start=call.first_step))
-            is_taken, has_weights = outcome[:, 1] > 0, outcome[:, 2] >= 0
-            dropped = (np.diff(call.examples) - outcome[:, 2])[is_taken & has_weights]
-            self._add_counts(int((~is_taken).sum()) if self._skips else 0, int(dropped.sum()))
-        return self._first_failure(calls, outcomes) if calls and not outcomes[-1][-1, 1] else None
-
-    def _first_failure(self, calls: Sequence[_PendingCall], outcomes: Sequence[np.ndarray]) -> NonFiniteStep | None:
-        for call, outcome in zip(calls, outcomes, strict=True):
-            for offset in np.flatnonzero(outcome[:, 1] == 0)[:1]:
-                step, position = call.first_step + int(offset), call.positions[offset]
-                before = call.positions[offset - 1] if offset else call.position_before
-                return NonFiniteStep(step, self._losses[step], position["epoch"], position["batch"] - 1, before)
-        return None
+            arrays = [x.addressable_data(0) for x in read_servers([call.outcome for call in calls])]
+            outcomes = np.concatenate([np.reshape(x, (-1, 3)) for x in map(np.asarray, arrays)])  # [step, 3]
+        first = self._start
+        positions = [first.position, *itertools.chain.from_iterable(call.positions for call in calls)]
+        examples = [first.examples, *itertools.chain.from_iterable(call.examples for call in calls)]
+        self._start = _Start(first.step + len(outcomes), positions[-1], examples[-1])
+        self._losses.update(enumerate(outcomes[:, 0].tolist(), start=first.step))
+        is_taken, has_weights = outcomes[:, 1] > 0, outcomes[:, 2] >= 0
+        dropped = (np.diff(examples) - outcomes[:, 2])[is_taken & has_weights]
+        self._add_counts(int((~is_taken).sum()) if self._skips else 0, int(dropped.sum()))
+        if is_taken[-1]:
+            return None
+        rejected = int(np.argmin(is_taken))
+        step, position = first.step + rejected, positions[rejected + 1]
+        return NonFiniteStep(
+            step, self._losses[step], position["epoch"], position["batch"] - 1, position_before=positions[rejected]
+        )
 
     def remove_losses_after(self, step: int) -> None:
         """Removes the losses of rejected steps."""
