@@ -3,6 +3,7 @@
 jdist run -n 2 hanging_program.py CASE FOLDER
 """
 
+import atexit
 import os
 import pathlib
 import signal
@@ -67,7 +68,7 @@ checkpointer = jdist.Checkpointer(folder)
 ids = strategy.run(jdist.replica_id)
 w = strategy.init(lambda: jnp.float32(0))
 is_training = False
-batches = iter(strategy.distribute_dataset(Examples(), batch_size=4))
+batches = iter(strategy.distribute_dataset(Examples(), batch_size=2 * jax.process_count()))
 is_training = True
 if case == "branch":
     w, _ = other(w, next(batches))
@@ -79,6 +80,10 @@ for number, batch in enumerate(batches):
             wait_until_all_have_a_batch()
         if case in ("stop_0", "stop_1", "stop_0_first") and process == int(case[5]):
             os.kill(os.getpid(), signal.SIGSTOP)
+        if case == "kill":
+            atexit.register(print, "at exit", file=sys.stderr)
+            if process == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
         if case == "trace" and process == 1:
             jax.jit(lambda x: (sleep_in_loader(), x)[1])(w)
         if case == "stop_0_first":

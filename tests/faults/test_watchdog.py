@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -108,11 +109,15 @@ def test_process_whose_lock_a_c_call_holds_does_not_answer(tmp_path):
     assert "Process 1 does not answer" in last_line(lines[0], 1)
 
 
-@pytest.mark.slow
-def test_process_that_ends_with_an_error_is_reported_and_keeps_its_status(tmp_path):
+def run_without_launcher(case, folder, count=2):
+    """Runs the program on processes that no launcher observes; returns the exit status of each, and the lines of its errors."""
     with reserved_address() as address:
-        variables = {"JDIST_COORDINATOR_ADDRESS": address, "JDIST_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "1"}
-        command = [sys.executable, "hanging_program.py", "error", str(tmp_path / "checkpoints")]
+        variables = {
+            "JDIST_COORDINATOR_ADDRESS": address,
+            "JDIST_NUM_PROCESSES": str(count),
+            "JAX_NUM_CPU_DEVICES": "1",
+        }
+        command = [sys.executable, "hanging_program.py", case, str(folder / "checkpoints")]
         processes = [
             subprocess.Popen(
                 command,
@@ -121,12 +126,32 @@ def test_process_that_ends_with_an_error_is_reported_and_keeps_its_status(tmp_pa
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for i in range(2)
+            for i in range(count)
         ]
         errors = [process.communicate(timeout=100)[1].splitlines() for process in processes]
-    assert [process.returncode for process in processes] == [HUNG, 1]
+    return [process.returncode for process in processes], errors
+
+
+@pytest.mark.slow
+def test_process_that_ends_with_an_error_is_reported_and_keeps_its_status(tmp_path):
+    statuses, errors = run_without_launcher("error", tmp_path)
+    assert statuses == [HUNG, 1]
     for reporter in range(2):
         assert "has ended its program with OSError: the file is damaged, and waits" in last_line(errors[reporter], 1)
+
+
+@pytest.mark.slow
+def test_processes_end_with_their_error_when_another_one_is_killed(tmp_path):
+    """JAX would wait for it at exit, and then abort them."""
+    statuses, errors = run_without_launcher("kill", tmp_path, count=3)
+    assert statuses == [1, -signal.SIGKILL, 1], errors
+    for survivor in (0, 2):
+        text = "\n".join(errors[survivor])
+        assert re.search(r"Error: .*(closed|reset) by peer", text), text
+        assert (
+            "jdist: process 1 does not answer and has not ended, so this process ends without waiting for it." in text
+        )
+        assert "at exit" in text
 
 
 @pytest.mark.slow

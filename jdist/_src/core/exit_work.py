@@ -14,9 +14,12 @@ import traceback
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
+import jax  # noqa: F401  # registers its function of `atexit`
+
 ErrorT = TypeVar("ErrorT", bound=BaseException)
 EXIT_STATUS = 1
 _status = EXIT_STATUS
+_ends_without_jax = False
 _work: dict[Hashable, tuple[Callable[[], object], str]] = {}
 
 
@@ -67,6 +70,19 @@ def status_of(error: BaseException | None) -> int:
     return EXIT_STATUS
 
 
+def end_without_jax(status: int) -> None:
+    """Lets the interpreter end with `status` before JAX's function of `atexit`, which waits for all processes."""
+    global _status, _ends_without_jax
+    _status, _ends_without_jax = status, True
+
+
+@atexit.register  # after JAX's function, so it runs before it
+def _end_before_jax() -> None:
+    if _ends_without_jax:
+        _flush()
+        os._exit(_status)
+
+
 def _end_by_error() -> None:
     status = status_of(getattr(sys, "last_value", None))
     if status != EXIT_STATUS:
@@ -111,10 +127,14 @@ def _exit() -> None:
     """Ends the process as the interpreter would, except for the exit status, which Python lets no exit function change."""
     atexit.unregister(_exit)
     atexit._run_exitfuncs()
+    _flush()
+    os._exit(_status)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # as above
             stream.flush()
-    os._exit(_status)
 
 
 if hasattr(os, "register_at_fork"):  # a forked child has not the threads that do the work

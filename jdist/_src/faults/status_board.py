@@ -23,7 +23,7 @@ from jdist._src.core.jax_compat import key_value_store
 _STATUS, _DECISIONS, _REPORTED = "jdist/status", "jdist/decisions", "jdist/reported"
 _END, _COMPARED, _RECORDS = "end", "compared", "records"  # to end, to compare two processes, and the records of one
 _FAST = 1 / 20  # of the interval: the polls of a thread that other processes wait for
-_SILENT_SECONDS = 30.0  # after which a process that has not ended does not hold up the exit of the others
+SILENT_SECONDS = 30.0  # after which a process that has not ended does not hold up the exit of the others
 
 
 class Status(NamedTuple):
@@ -152,8 +152,12 @@ class StatusBoard:
         """Starts the thread."""
         start_thread(self._run, (), name="jdist status", stop=self._stop.set)
 
-    def wait_for_end_of_others(self) -> None:
-        """Waits until the other processes have ended their programs. Those that do not answer do not count."""
+    def wait_for_end_of_others(self, silent_seconds: float = SILENT_SECONDS) -> list[int]:
+        """Waits until the other processes have ended their programs, or have not answered for `silent_seconds`.
+
+        Returns:
+            The processes that have not ended.
+        """
         poll = self._interval * _FAST
         statuses: dict[int, Status] = {}
         times: dict[int, float] = {}  # of the last change of each status
@@ -162,10 +166,11 @@ class StatusBoard:
             self._post(store)
             before, statuses = statuses, _read_statuses(store)
             times |= {process: now for process, status in statuses.items() if before.get(process) != status}
-            if all(status.has_ended or now - times[i] > _SILENT_SECONDS for i, status in statuses.items()):
-                return
+            if all(status.has_ended or now - times[i] > silent_seconds for i, status in statuses.items()):
+                return [process for process, status in statuses.items() if not status.has_ended]
             time.sleep(poll)
             poll = min(self._interval / 2, 1.5 * poll)
+        return []
 
     def _run(self) -> None:
         while self.decision is None and jax.distributed.is_initialized():

@@ -19,12 +19,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._src.core import activity, call_records
+from jdist._src.core import activity, call_records, exit_work
 from jdist._src.core.background_threads import start_thread
 from jdist._src.core.exit_statuses import HUNG
 from jdist._src.core.process_messages import post_end_at_exit
 from jdist._src.faults.observation import DEBUGGER, Observation, Observer, ProcessWait
-from jdist._src.faults.status_board import Decision, Status, StatusBoard, awaited_processes, stuck_processes
+from jdist._src.faults.status_board import (
+    SILENT_SECONDS,
+    Decision,
+    Status,
+    StatusBoard,
+    awaited_processes,
+    stuck_processes,
+)
 from jdist._src.faults.time_limit import TIME_LIMIT, WARNING_INTERVAL, WORK_LIMIT, seconds_of
 
 _LOG = logging.getLogger("jdist")
@@ -319,7 +326,20 @@ class Watchdog:
         if self._board.decision is not None:
             _block()
         with contextlib.suppress(RuntimeError):
-            self._board.wait_for_end_of_others()
+            lost = self._board.wait_for_end_of_others(self._answer_seconds if self._has_failed else SILENT_SECONDS)
+            if lost and self._has_failed:
+                self._end_without(lost)
+
+    def _end_without(self, lost: Sequence[int]) -> None:
+        """Lets this process end after an error although others are lost. JAX would wait for them, then abort this process."""
+        one = len(lost) == 1
+        _write(
+            f"jdist: {'process' if one else 'processes'} {', '.join(map(str, lost))} {'does' if one else 'do'} not answer and "
+            f"{'has' if one else 'have'} not ended, so this process ends without waiting for {'it' if one else 'them'}.\n"
+        )
+        if self._process == 0 and len(lost) < self._num_processes - 1:  # JAX aborts the others when it ends
+            time.sleep(self._answer_seconds)
+        exit_work.end_without_jax(exit_work.status_of(getattr(sys, "last_value", None)))
 
 
 def _awaits(waits: Sequence[ProcessWait]) -> tuple[str, int, Sequence[int] | None] | None:
