@@ -28,14 +28,12 @@ def one():
 
 
 @pytest.fixture
-def run(tmp_path, one, monkeypatch):
-    """A folder with checkpoints of steps 1 and 2, and short limits."""
+def run(tmp_path, one):
+    """A folder with checkpoints of steps 1 and 2."""
     with Checkpointer(tmp_path) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, one.put({"w": np.full((64, 64), step, np.float32)}))
         checkpointer.restore(one, step=1)  # imports orbax
-    monkeypatch.setenv("JDIST_WARNING_SECONDS", "0.2")
-    monkeypatch.setenv("JDIST_WORK_SECONDS", "0.5")
     return tmp_path
 
 
@@ -55,12 +53,14 @@ def stalled(path):
 
 
 @pytest.mark.parametrize("file", among(FILES, 1))
-def test_read_that_never_returns_is_named_and_an_error_at_the_limit_but_no_damage(run, one, file, caplog):
+def test_read_that_never_returns_is_named_and_an_error_at_the_limit_but_no_damage(run, one, file, caplog, monkeypatch):
     read = run / "2" / (file if file.startswith("manifest") else "arrays")
     place = r"\(`checkpointer\.restore\(one\)` at .*test_read_limit\.py:\d+\)"
     subject = rf"The read of {read}, of the checkpoint of step 2 {place}, has not ended after"
     with Checkpointer(run, fallback=True) as checkpointer:
-        with stalled(run / "2" / file):
+        with stalled(run / "2" / file), monkeypatch.context() as short_limits:
+            short_limits.setenv("JDIST_WARNING_SECONDS", "0.2")
+            short_limits.setenv("JDIST_WORK_SECONDS", "0.5")
             with pytest.raises(
                 TimeoutError,
                 match=rf"^{subject} 0\.5 seconds: the file system or the object store does not answer\. Check .*"
