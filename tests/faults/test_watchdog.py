@@ -109,7 +109,7 @@ def test_process_whose_lock_a_c_call_holds_does_not_answer(tmp_path):
     assert "Process 1 does not answer" in last_line(lines[0], 1)
 
 
-def run_without_launcher(case, folder, count=2):
+def run_without_launcher(case, folder, count=2, limit="2.5"):
     """Runs the program on processes that no launcher observes; returns the exit status of each, and the lines of its errors."""
     with reserved_address() as address:
         variables = {
@@ -143,7 +143,7 @@ def test_process_that_ends_with_an_error_is_reported_and_keeps_its_status(tmp_pa
 @pytest.mark.slow
 def test_processes_end_with_their_error_when_another_one_is_killed(tmp_path):
     """JAX would wait for it at exit, and then abort them."""
-    statuses, errors = run_without_launcher("kill", tmp_path, count=3)
+    statuses, errors = run_without_launcher("kill", tmp_path, count=3, limit="6")
     assert statuses == [1, -signal.SIGKILL, 1], errors
     for survivor in (0, 2):
         text = "\n".join(errors[survivor])
