@@ -116,6 +116,7 @@ def run_without_launcher(case, folder, count=2, limit="2.5"):
             "JDIST_COORDINATOR_ADDRESS": address,
             "JDIST_NUM_PROCESSES": str(count),
             "JAX_NUM_CPU_DEVICES": "1",
+            "LIMIT": limit,
         }
         command = [sys.executable, "hanging_program.py", case, str(folder / "checkpoints")]
         processes = [

@@ -73,7 +73,7 @@ def status_of(error: BaseException | None) -> int:
 def end_without_jax(status: int) -> None:
     """Lets the interpreter end with `status` before JAX's function of `atexit`, which waits for all processes."""
     global _status, _ends_without_jax
-    _status, _ends_without_jax = status, True
+    _status, _ends_without_jax = max(status, _status), True
 
 
 @atexit.register  # after JAX's function, so it runs before it

@@ -170,8 +170,7 @@ def _gather(
     """
 
     def gather(arrays: list[jax.Array], indices: jax.Array) -> list[list[jax.Array]]:
-        # JAX adds instructions for negative indices, except for those of unsigned types.
-        leaves = [array.at[indices].get(mode="promise_in_bounds") for array in arrays]
+        leaves = _rows(arrays, indices)
         return [[leaf[:, batch] for leaf in leaves] for batch in range(indices.shape[1])]
 
     in_specs = PartitionSpec(), group_spec
@@ -183,12 +182,13 @@ def _gather_stacked(
     arrays: list[jax.Array], indices: jax.Array, mesh: Mesh, group_spec: PartitionSpec
 ) -> list[jax.Array]:
     """Returns the same as `_gather`, as leaves `[replica, batch, row, ...]`."""
-
-    def gather(arrays: list[jax.Array], indices: jax.Array) -> list[jax.Array]:
-        return [array.at[indices].get(mode="promise_in_bounds") for array in arrays]
-
     in_specs = PartitionSpec(), group_spec
-    return jax.shard_map(gather, mesh=mesh, in_specs=in_specs, out_specs=group_spec, check_vma=False)(arrays, indices)
+    return jax.shard_map(_rows, mesh=mesh, in_specs=in_specs, out_specs=group_spec, check_vma=False)(arrays, indices)
+
+
+def _rows(arrays: list[jax.Array], indices: jax.Array) -> list[jax.Array]:
+    # JAX adds instructions for negative indices, except for those of unsigned types.
+    return [array.at[indices].get(mode="promise_in_bounds") for array in arrays]
 
 
 _local_batch = functools.partial(tuple.__new__, LocalBatch)  # as `LocalBatch._make`, in half the time

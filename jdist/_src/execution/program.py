@@ -359,8 +359,6 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
     def _unpacked(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """Returns the arguments as array trees. A step packs its state, `run` and `init` all arguments as one tree."""
-        if self._stacks_inputs:
-            args = (*args[:1], *(x.split() if isinstance(x, StackedInputs) else x for x in args[1:]))
         if not args or not isinstance(args[0], PackedState):
             return args
         return (args[0].state(), *args[1:]) if self._has_state else args[0].state()

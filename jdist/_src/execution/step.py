@@ -23,7 +23,7 @@ from jdist._src.execution.module_changes import (
     check_state_returned,
     variables_before,
 )
-from jdist._src.execution.multi_step import scan_steps
+from jdist._src.execution.multi_step import StackedInputs, scan_steps
 from jdist._src.execution.program import Program
 from jdist._src.execution.replicate import Call, Traced, replicate
 from jdist._src.replica import leaf_annotations, precision
@@ -168,7 +168,7 @@ def step_program(
             raise TypeError(
                 f"`{function_name(fn)}` is a step and was called without arguments. Pass its state: `step(state, *inputs)`."
             )
-        return Call(fn, args, {})
+        return Call(fn, [x.split() if isinstance(x, StackedInputs) else x for x in args], {})
 
     program = Program(
         call,

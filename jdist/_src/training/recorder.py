@@ -42,29 +42,18 @@ class _PendingCall(NamedTuple):
     """A call of the step whose outcome is still on the devices.
 
     Attributes:
-        positions: The position of the data after each batch. The batches themselves are released when the step ends.
-        examples: The number of examples since the first batch, after each batch.
+        first_step: The number of its first step.
+        positions: The position of the data before the call, and after each batch. The batches themselves are released when the
+            step ends.
+        examples: The number of examples since the first batch, before the call and after each batch.
         outcome: The loss of each step, 1 if it was finite, and the number of its examples with a weight, or -1: `[3]` or
             `[step, 3]`.
     """
 
+    first_step: int
     positions: Sequence[Mapping[str, Any]]
     examples: Sequence[int]
     outcome: jax.Array
-
-
-class _Start(NamedTuple):
-    """Where the first pending call begins; the others follow it.
-
-    Attributes:
-        step: The number of its first step.
-        position: The position of the data before its first batch.
-        examples: The number of examples before it.
-    """
-
-    step: int
-    position: Mapping[str, Any]
-    examples: int
 
 
 class IneffectiveCounts(NamedTuple):
@@ -100,7 +89,6 @@ class Recorder:
         steps, losses = resume_data.get("losses", ((), ()))
         self._losses: dict[int, float] = dict(zip(map(int, steps), map(float, losses), strict=True))
         self._pending: list[_PendingCall] = []
-        self._start = _Start(0, {}, 0)
         self.row_counts = IneffectiveCounts(*map(int, resume_data.get("ineffective", ())))
         self.counts = IneffectiveCounts()
 
@@ -127,10 +115,9 @@ class Recorder:
         outcome: jax.Array,
     ) -> None:
         """Adds the outcome of a call of the step."""
-        if not self._pending:
-            self._start = _Start(first_step, position_before, examples_before)
-        positions, examples = [batch.position for batch in batches], [batch.examples for batch in batches]
-        self._pending.append(_PendingCall(positions, examples, outcome))
+        positions = [position_before, *(batch.position for batch in batches)]
+        examples = [examples_before, *(batch.examples for batch in batches)]
+        self._pending.append(_PendingCall(first_step, positions, examples, outcome))
 
     def fetch(self, keep_pending: int = 0) -> NonFiniteStep | None:
         """Fetches the losses of all pending calls except for the last `keep_pending`.
@@ -146,18 +133,18 @@ class Recorder:
         with jax.transfer_guard_device_to_host("allow"):
             arrays = [x.addressable_data(0) for x in read_servers([call.outcome for call in calls])]
             outcomes = np.concatenate([np.reshape(x, (-1, 3)) for x in map(np.asarray, arrays)])  # [step, 3]
-        first = self._start
-        positions = [first.position, *itertools.chain.from_iterable(call.positions for call in calls)]
-        examples = [first.examples, *itertools.chain.from_iterable(call.examples for call in calls)]
-        self._start = _Start(first.step + len(outcomes), positions[-1], examples[-1])
-        self._losses.update(enumerate(outcomes[:, 0].tolist(), start=first.step))
+        # Each call begins where the one before it ends.
+        first_step = calls[0].first_step
+        positions = [calls[0].positions[0], *itertools.chain.from_iterable(call.positions[1:] for call in calls)]
+        examples = [calls[0].examples[0], *itertools.chain.from_iterable(call.examples[1:] for call in calls)]
+        self._losses.update(enumerate(outcomes[:, 0].tolist(), start=first_step))
         is_taken, has_weights = outcomes[:, 1] > 0, outcomes[:, 2] >= 0
         dropped = (np.diff(examples) - outcomes[:, 2])[is_taken & has_weights]
         self._add_counts(int((~is_taken).sum()) if self._skips else 0, int(dropped.sum()))
         if is_taken[-1]:
             return None
         rejected = int(np.argmin(is_taken))
-        step, position = first.step + rejected, positions[rejected + 1]
+        step, position = first_step + rejected, positions[rejected + 1]
         return NonFiniteStep(
             step, self._losses[step], position["epoch"], position["batch"] - 1, position_before=positions[rejected]
         )
