@@ -190,7 +190,7 @@ def types(session: nox.Session) -> None:
     session.run("pyright")
 
 
-@nox.session(python="3.11")
+@nox.session(python=NEWEST)
 def libraries(session: nox.Session) -> None:
     """Data sources of TensorFlow, torch and Hugging Face, Kubernetes' client, Ray and S3, with the real libraries."""
     extras = ".[test,kubernetes,ray,s3]"

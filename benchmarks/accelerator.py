@@ -182,7 +182,7 @@ def overhead():
 
 def fit():
     """An epoch of `Trainer.fit` with its defaults against a loop over a step written by hand, both fed with the same data."""
-    model, optimizer, steps = MODELS["mlp"][0], optax.adamw(1e-3), 40
+    model, optimizer, steps = MODELS["mlp"][0], optax.adamw(1e-3), 40 if ON_CPU or args.quick else 200
     x, y = (np.concatenate([part] * steps) for part in MODELS["mlp"][1])
     strategy = jdist.MirroredStrategy(DEVICES)
     dataset = strategy.distribute_dataset((x, y), len(x) // steps, shuffle=True, remainder="drop")
@@ -396,6 +396,23 @@ def checkpoint():
     return holds("checkpoint: bits after restore", all(equal), f"{sum(equal)} of {len(equal)} leaves are equal")
 
 
+def callbacks():
+    """`fit` with a loss that closes over an array, validation, averages and checkpoints, for a state in either memory."""
+    model, batch = MODELS["mlp"]
+    scale = jnp.float32(2)
+    loss = lambda logits, labels: scale * optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    x, y = (np.concatenate([part] * 8) for part in batch)
+    losses = {}
+    for strategy in (jdist.MirroredStrategy(DEVICES), jdist.CentralStorageStrategy(DEVICES)):
+        trainer = jdist.Trainer(model, optax.adamw(1e-3), loss, strategy=strategy)
+        with tempfile.TemporaryDirectory() as folder, jdist.Checkpointer(folder, every=3) as checkpointer:
+            called = [jdist.callbacks.EMA(0.9), jdist.callbacks.Checkpoint(checkpointer)]
+            options = {"batch_size": len(batch[1]), "validation_data": batch, "callbacks": called, "progress": "off"}
+            losses[type(strategy).__name__] = trainer.fit((x, y), **options).history[-1]["val_loss"]
+    first, second = losses.values()
+    return holds("fit with callbacks", abs(first - second) < 1e-2 * abs(first), str(losses))
+
+
 def profile():
     """`callbacks.Profile` writes a trace of two steps."""
     strategy = jdist.MirroredStrategy(DEVICES)
@@ -424,6 +441,7 @@ CASES = [
     exact,
     offload,
     checkpoint,
+    callbacks,
     profile,
 ]
 

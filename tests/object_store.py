@@ -43,7 +43,7 @@ def install(patch, root):
 
     from jdist._src.checkpoint.orbax_compat import configure_orbax
 
-    configure_orbax()  # before the patches, which end earlier
+    configure_orbax("s3://")  # before the patches, which end earlier
     registry = importlib.import_module("fsspec.registry")
     stores = {name: type("Store", (_Store,), {"root": root, "protocol": name}) for name in ("gcs", "s3")}
     for name, store in stores.items():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jdist
+from jdist._src.checkpoint import orbax_compat
 from jdist._src.checkpoint.orbax_compat import s3_store
 
 
@@ -18,6 +19,21 @@ def test_specification_for_tensorstore_has_the_endpoint_and_the_region_of_the_en
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-central-1")
     options = {"endpoint": "http://127.0.0.1:9000", "aws_region": "eu-central-1"}
     assert s3_store("s3://bucket/run/1/arrays") == {**folder, **options}
+
+
+def test_other_orbax_writes_to_folders_and_refuses_s3_with_the_version_to_install(monkeypatch, tmp_path, two):
+    from orbax.checkpoint._src.path import gcs_utils
+
+    monkeypatch.setattr(orbax_compat, "_add_s3", orbax_compat._add_s3.__wrapped__)  # it may have been called
+    monkeypatch.delattr(gcs_utils, "get_kvstore_for_gcs", raising=False)
+    message = (
+        r'Checkpoints at s3:// need orbax-checkpoint 0.12.8, and [\d.]+ is installed: `python -m pip install "orbax-'
+    )
+    with pytest.raises(ImportError, match=message):
+        orbax_compat.configure_orbax("s3://bucket/run")
+    with jdist.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, states(two, 1), now=True)
+        assert checkpointer.restore(two).step == 1
 
 
 @pytest.fixture

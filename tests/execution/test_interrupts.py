@@ -50,6 +50,18 @@ def test_interrupt_during_the_last_call_is_raised_soon():
     raise_pending()
 
 
+def test_call_that_failed_is_repeated_with_the_arguments_that_the_handler_of_the_failure_returns():
+    def half(number):
+        if number % 2:
+            raise ValueError("odd")
+        return number // 2
+
+    call = uninterrupted(half, str, after_failure=lambda error, args: (args[0] + 1,) if args[0] < 5 else None)
+    assert call((3,)) == "2"
+    with pytest.raises(ValueError, match="odd"):
+        call((5,))
+
+
 def test_interrupt_before_there_is_a_result_is_raised_immediately():
     def interrupted():
         raise KeyboardInterrupt

@@ -448,6 +448,38 @@ def test_donate_that_is_not_a_boolean_raises(two):
         two.step(_double, donate="no")
 
 
+def test_numpy_view_of_a_state_keeps_its_values_after_a_step(strategy):
+    step = strategy.step(lambda state, x: ({"w": state["w"] + 1}, x))
+    state, batch = strategy.put({"w": np.arange(24, dtype=np.float32).reshape(8, 3)}), strategy.split(np.ones(12))
+    views = []
+    for _ in range(3):
+        views.append(np.asarray(state["w"]))
+        state, _ = step(state, batch)
+    for number, view in enumerate([*views, np.asarray(state["w"])]):
+        np.testing.assert_array_equal(view, np.arange(24).reshape(8, 3) + number)
+
+
+# The error of a GPU. A CPU device copies the memory itself, so that no test can provoke it.
+SHARED = (
+    "INVALID_ARGUMENT: Invalid buffer passed to Execute() as argument 0 to replica 0: INVALID_ARGUMENT: Donation requested for "
+    "buffer with external reference"
+)
+
+
+def test_state_whose_memory_a_gpu_does_not_donate_is_copied(strategy):
+    step = strategy.step(lambda state, x: (state, x))
+    state, batch = strategy.put({"w": np.arange(8.0), "n": np.int32(3)}), strategy.split(np.ones(12))
+    copied, same = step._after_failure(ValueError(SHARED), (state, batch))
+    assert same is batch
+    assert [leaf.sharding for leaf in copied.values()] == [leaf.sharding for leaf in state.values()]
+    jax.tree.map(np.testing.assert_array_equal, copied, state)
+    state["w"].delete()
+    assert not copied["w"].is_deleted()
+    assert step._after_failure(ValueError("another error"), (copied, batch)) is None
+    kept = strategy.step(lambda state, x: (state, x), donate=False)
+    assert kept._after_failure(ValueError(SHARED), (copied, batch)) is None
+
+
 def test_failure_of_a_step_at_run_time_is_not_reported_as_a_donated_state(two):
     def fail(x):
         raise ZeroDivisionError("in the callback")

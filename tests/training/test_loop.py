@@ -1,5 +1,6 @@
 """The training loop: its events, and its ends by Ctrl-C, losses that are not finite, errors of callbacks and of data."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import pytest
 import jdist
 from jdist.callbacks import CallbackResult, Moment
 
-from small_fits import assert_bitwise_equal, digits, fit, to_host, trainer
+from small_fits import MLP, assert_bitwise_equal, digits, fit, to_host, trainer
 
 SMALL = tuple(array[:240] for array in digits())  # 4 batches of 60
 
@@ -75,6 +76,71 @@ def test_metric_names_are_known_before_the_epoch(two):
     events = []
     small(two, callbacks=[events.append], epochs=1, validation_data=SMALL)
     assert list(events[0].metric_names) == list(events[-2].logs) == ["loss", "accuracy", "val_loss", "val_accuracy"]
+
+
+class _Guard(jdist.callbacks.Callback):
+    """Refuses implicit transfers between the first step and the last one."""
+
+    def __init__(self):
+        self.stack = contextlib.ExitStack()
+
+    def __call__(self, event):
+        if event.moment is Moment.START:
+            self.stack.enter_context(jdist.testing.assert_no_transfer())
+        if event.moment is Moment.END:
+            self.stack.close()
+
+    def close(self):
+        self.stack.close()
+
+
+GUARDED = {
+    "one step per call": {},
+    "two steps per call": {"steps_per_call": 2},
+    "micro-batches": {"micro_batches": 2},
+    "cached": {"cache": "device"},
+    "validation": {"validation_data": SMALL, "validate_every": 3},
+    "wide": {"data": (np.repeat(SMALL[0], 400, axis=1), SMALL[1])},  # parameters of more than a megabyte
+}
+
+
+@pytest.mark.parametrize("options", GUARDED.values(), ids=GUARDED)
+def test_compiled_training_transfers_nothing_implicitly(options, strategy):
+    options = {"data": SMALL, "batch_size": 60, "epochs": 2, "progress": "off", **options}
+    trained = trainer(strategy)
+    trained.fit(**options)
+    trained.fit(**options, callbacks=[_Guard()])
+
+
+def test_callbacks_transfer_nothing_implicitly(strategy, tmp_path):
+    trained = trainer(strategy)
+    for folder, guard in (("first", []), ("second", [_Guard()])):
+        with jdist.Checkpointer(tmp_path / folder, every=3) as checkpointer:
+            own = [
+                jdist.callbacks.EMA(0.9),
+                jdist.callbacks.CSVLog(tmp_path / f"{folder}.csv"),
+                jdist.callbacks.JSONLog(tmp_path / f"{folder}.jsonl"),
+                jdist.callbacks.Rows(lambda row, step: None),
+                jdist.callbacks.EarlyStopping("loss"),
+                jdist.callbacks.Checkpoint(checkpointer),
+                jdist.callbacks.Preemption(checkpointer),
+            ]
+            trained.fit(SMALL, batch_size=60, epochs=2, progress="off", callbacks=[*guard, *own])
+
+
+def test_functions_are_traced_and_callbacks_called_under_the_transfer_guard_of_the_application(two):
+    # A GPU copies an array that a loss closes over to the host when it compiles; a guard of `fit` would forbid that.
+    scale, seen = jnp.float32(2), []
+
+    def loss(logits, labels):
+        seen.append(jax.config.jax_transfer_guard_device_to_host)
+        return scale * optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+    trained = jdist.Trainer(MLP(), optax.adam(3e-3), loss, strategy=two)
+    see = lambda event: seen.append(jax.config.jax_transfer_guard_device_to_host)
+    trained.fit(SMALL, batch_size=60, callbacks=[see], validation_data=SMALL, progress="off")
+    assert len(seen) > 6
+    assert set(seen) == {jax.config.jax_transfer_guard_device_to_host}
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])

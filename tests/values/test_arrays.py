@@ -180,3 +180,21 @@ def test_reduction_and_join_have_the_requested_sharding():
     for shapes, op in itertools.product((UNEVEN, None), (ReduceOp.MEAN, ReduceOp.MAX)):
         assert arrays.reduce_rows(op, "value", x, shapes, (0,), everywhere).sharding.is_equivalent_to(everywhere, 1)
         assert arrays.join_rows("value", x, shapes, 0, everywhere).sharding.is_equivalent_to(everywhere, 2)
+
+
+def test_argument_whose_memory_cannot_be_donated_is_copied(two):
+    tree, seen = two.put({"w": np.arange(6.0)}), []
+
+    def donating(tree, number):
+        seen.append(tree["w"])
+        if number == 3 or tree["w"] is not seen[0]:
+            return tree["w"] + number
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: Donation requested for buffer with external reference")
+
+    np.testing.assert_array_equal(arrays.call_donating(donating, tree, 3), np.arange(6) + 3)
+    assert len(seen) == 1
+    np.testing.assert_array_equal(arrays.call_donating(donating, tree, 1), np.arange(6) + 1)
+    assert len(seen) == 3
+    assert seen[2].sharding == tree["w"].sharding
+    with pytest.raises(ZeroDivisionError):
+        arrays.call_donating(lambda tree: 1 / 0, tree)

@@ -16,6 +16,7 @@ from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.training.events import Callback, Event, Moment
 from jdist._src.training.state_copies import from_saved, to_saved
+from jdist._src.values.arrays import call_donating
 
 
 def _params(state: PyTree) -> PyTree:
@@ -120,7 +121,9 @@ class EMA(Callback):
         params = jax.tree.leaves(self._params(event.state))
         for group in _groups_by_devices(leaves):
             shardings = tuple(leaves[i].sharding for i in group)
-            averages = _mix([leaves[i] for i in group], [params[i] for i in group], np.float32(new_weight), shardings)
+            old, new = [leaves[i] for i in group], [params[i] for i in group]
+            with jax.transfer_guard_host_to_device("allow"):  # of the weight
+                averages = call_donating(_mix, old, new, np.float32(new_weight), shardings)
             _replace_leaves(leaves, group, averages)
         self._average = treedef.unflatten(leaves)
 

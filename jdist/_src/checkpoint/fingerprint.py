@@ -34,8 +34,7 @@ def fingerprints(arrays: Sequence[Any]) -> list[int]:
     sums = [0] * len(arrays)
     for indices in groups.values():
         group_sums = _fingerprints([_device_words(arrays[index]) for index in indices])
-        jax.block_until_ready(group_sums)
-        for index, group_sum in zip(indices, group_sums, strict=True):
+        for index, group_sum in zip(indices, jax.device_get(group_sums), strict=True):
             sums[index] = int(group_sum)
     return sums
 

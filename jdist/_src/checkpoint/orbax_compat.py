@@ -6,6 +6,7 @@ orbax takes a second to import, so it is imported at the first use.
 import asyncio
 import concurrent.futures
 import functools
+import importlib.metadata
 import logging
 import os
 import pathlib
@@ -18,12 +19,21 @@ T = TypeVar("T")
 _S3 = "s3://"
 
 
-@functools.cache
-def configure_orbax() -> None:
-    """Turns off the log of orbax and the tracebacks of reads and writes that end after an error; adds `s3://` to its stores.
+def configure_orbax(folder: Any) -> None:
+    """Prepares orbax for a folder: without its log and the tracebacks of what ends after an error; with `s3://`, if needed.
 
     Errors are raised with messages of jdist.
+
+    Raises:
+        ImportError: The folder is at `s3://`, and the version of orbax does not have the functions that this needs.
     """
+    _turn_off_log()
+    if str(folder).startswith(_S3):
+        _add_s3()
+
+
+@functools.cache
+def _turn_off_log() -> None:
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in pathlib.Path(record.pathname).parts)
     from orbax.checkpoint._src import asyncio_utils
 
@@ -32,7 +42,6 @@ def configure_orbax() -> None:
     run_sync = getattr(asyncio_utils, "run_sync", None)
     if run_sync is not None:
         asyncio_utils.run_sync = lambda coro: run_sync(_until_all_tasks_end(coro))
-    _add_s3()
 
 
 async def _until_all_tasks_end(coro: Coroutine[Any, Any, T]) -> T:
@@ -70,16 +79,24 @@ class _Executor(concurrent.futures.ThreadPoolExecutor):
         return future
 
 
+@functools.cache
 def _add_s3() -> None:
     """Makes orbax treat `s3://` as it treats `gs://`, with the S3 driver of tensorstore, which writes the arrays.
 
     orbax, without an option, chooses between the driver of Google Cloud Storage and that of files.
     """
-    from orbax.checkpoint._src.path import gcs_utils
-    from orbax.checkpoint._src.serialization import tensorstore_utils
+    try:
+        from orbax.checkpoint._src.path import gcs_utils
+        from orbax.checkpoint._src.serialization import tensorstore_utils
 
-    get_kvstore, use_gcs = gcs_utils.get_kvstore_for_gcs, tensorstore_utils._use_gcs_driver
-    normalize = tensorstore_utils._normalize_path
+        get_kvstore, use_gcs = gcs_utils.get_kvstore_for_gcs, tensorstore_utils._use_gcs_driver
+        normalize = tensorstore_utils._normalize_path
+    except (ImportError, AttributeError) as error:  # they are private, and orbax 0.12.8 is the first version with them
+        version = importlib.metadata.version("orbax-checkpoint")
+        raise ImportError(
+            f"Checkpoints at s3:// need orbax-checkpoint 0.12.8, and {version} is installed: `python -m pip install "
+            f'"orbax-checkpoint==0.12.8"`. ({error})'
+        ) from None
     gcs_utils._GCS_PATH_PREFIX = (*gcs_utils._GCS_PATH_PREFIX, _S3)  # a step is complete when its commit file exists
     gcs_utils.get_kvstore_for_gcs = lambda path: s3_store(path) if path.startswith(_S3) else get_kvstore(path)
     tensorstore_utils._use_gcs_driver = lambda folder: folder.startswith(_S3) or use_gcs(folder)

@@ -104,7 +104,9 @@ def open_folder(path: Any) -> pathlib.Path:
             "only. Mount the folder, and pass the path of the mounted folder."
         )
     folder = as_path(path)
-    if not is_url(folder):
+    if is_url(folder):
+        configure_orbax(folder)  # its error comes now, and not at the first save
+    else:
         folder = folder.expanduser().resolve()
     try:
         _mark(folder)
@@ -234,7 +236,7 @@ def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> d
         CheckpointError: A file is damaged, or cannot be read.
         TimeoutError: The read has not ended at its limit.
     """
-    configure_orbax()
+    configure_orbax(folder)
     path = folder / str(step) / ARRAYS
     enable_x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 

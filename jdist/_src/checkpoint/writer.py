@@ -123,7 +123,7 @@ class Writer:
     def _make_manager(self) -> Any:
         import orbax.checkpoint as ocp
 
-        configure_orbax()
+        configure_orbax(self.folder)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=_PreservationPolicy(self._preserved_steps),
             todelete_subdir=None if is_url(self.folder) else DELETED,

@@ -129,6 +129,14 @@ def is_deleted_memory_error(error: BaseException) -> bool:
 _DELETED = ("has been deleted", "deleted or donated", "donate the same buffer", "previously donated in the same call")
 
 
+def is_shared_memory_error(error: BaseException) -> bool:
+    """Whether JAX refused to donate an argument because a numpy array, or a tensor from dlpack, uses its memory.
+
+    GPUs refuse it, and memory of their host. CPU devices copy the argument.
+    """
+    return "Donation requested for buffer with external reference" in str(error)
+
+
 def num_signatures(compiled: Any) -> int:
     """Returns the number of argument signatures (devices or host, dtypes, shapes) that a `jax.jit` was called with.
 

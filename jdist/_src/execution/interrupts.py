@@ -28,7 +28,7 @@ def uninterrupted(
     fn: Callable[..., Any],
     finish: Callable[[Any], Any],
     runs_python: Callable[[], bool] = lambda: False,
-    after_failure: Callable[[], None] = lambda: None,
+    after_failure: Callable[[BaseException, tuple[Any, ...]], tuple[Any, ...] | None] = lambda error, args: None,
 ) -> Callable[[tuple[Any, ...]], Any]:
     """Returns a function of a tuple that returns `finish(fn(*args))` also if Ctrl-C is pressed during the call.
 
@@ -39,7 +39,7 @@ def uninterrupted(
         fn: A function that is implemented in C, and donates its first argument.
         finish: From the result to the result of the call. It is called again if Ctrl-C interrupts it.
         runs_python: Whether the next call of `fn` runs Python code, where Python would handle the signal.
-        after_failure: Called after a call of `fn` that raised an error.
+        after_failure: Called after a call of `fn` that raised an error. Returns other arguments for another call, or None.
     """
 
     def call(args: tuple[Any, ...]) -> Any:
@@ -53,8 +53,8 @@ def uninterrupted(
                 results.extend(itertools.starmap(fn, (args,)))
             return finish(results[0])
         except BaseException as error:
-            if not results:
-                after_failure()
+            if not results and (other_args := after_failure(error, args)) is not None:
+                return call(other_args)
             if not results or not isinstance(error, KeyboardInterrupt):
                 raise
             hold_back()

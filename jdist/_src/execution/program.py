@@ -44,6 +44,7 @@ from jdist._src.values.arrays import (
     check_not_leaked,
     check_not_ref,
     check_range,
+    copy_tree,
     host_leaves,
     is_device_array,
     is_jit_argument,
@@ -459,12 +460,17 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         """Whether `jax.jit` runs Python code in the next call: in every one of this program, or in the first one."""
         return self._donates and (self._has_python or self._is_first_call)
 
-    def _after_failure(self) -> None:
-        """Handles that `jax.jit` runs Python code in all calls of a signature whose first call failed, ten times as slow."""
+    def _after_failure(self, error: BaseException, args: tuple[PyTree, ...]) -> tuple[PyTree, ...] | None:
+        """Returns the arguments with a copy of the state if a numpy array, say, uses memory of it, which prevents its donation.
+
+        It also handles that `jax.jit` runs Python code in all calls of a signature whose first call failed, ten times as slow.
+        """
         if self._is_first_call:
             self._compiled.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
         else:
             self._has_python = True
+        shares_memory = self._donates and jax_compat.is_shared_memory_error(error)
+        return (copy_tree(args[0]), *args[1:]) if shares_memory else None
 
     def _finish(self, result: tuple[PyTree, PyTree] | dict[int, list[Any]]) -> tuple[PyTree, PyTree]:
         """Returns the results of a call from those of the compiled program, and records them."""

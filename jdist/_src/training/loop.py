@@ -128,7 +128,7 @@ class Loop:
 
     def run(self, groups: Iterable[Sequence[DrawnBatch]]) -> Fit:
         """Takes a call of the step per group of batches, and returns the result of training."""
-        with self._keeping_state(), jax.transfer_guard("disallow"), _handle_interrupts() as interrupt:
+        with self._keeping_state(), _handle_interrupts() as interrupt:
             self._notify(Moment.START)
             intervals = [callback.step_interval_seconds for callback in self._config.callbacks]
             self._step_interval = min(intervals, default=math.inf)
@@ -295,8 +295,7 @@ class Loop:
         if not self._config.callbacks:
             return
         event = self._event(moment, validation or {})
-        with _transfers_allowed():
-            results = [_checked(callback, callback(event), self._carry.state) for callback in self._config.callbacks]
+        results = [_checked(callback, callback(event), self._carry.state) for callback in self._config.callbacks]
         for result in filter(None, results):
             if result.state is not None:
                 self._record_replaced(result.state)
@@ -306,16 +305,14 @@ class Loop:
     def _record_replaced(self, state: PyTree) -> None:
         """Records the values of a state that a callback returns, which the processes compare in their next agreement."""
         if len(self._processes) == jax.process_count() > 1:
-            with _transfers_allowed():
-                values = replicated_fingerprints(state)
+            values = replicated_fingerprints(state)
             activity.calls.record("a state that a callback returned", hash(tuple(values.values())))
 
     def _check_same_state(self) -> None:
         """Raises ValueError, on all processes, if replicated values of the last state differ between them."""
         if len(self._processes) == jax.process_count() > 1:
-            with _transfers_allowed():
-                state = read_servers(self._carry.state)
-                facts = {name: [value] for name, value in replicated_fingerprints(state).items()}
+            state = read_servers(self._carry.state)
+            facts = {name: [value] for name, value in replicated_fingerprints(state).items()}
             check_same_facts("the end of `fit`", facts, self._processes)
 
     def _event(self, moment: Moment, validation: Mapping[str, Any]) -> Event:
@@ -437,17 +434,6 @@ def _handle_interrupts() -> Iterator[_Interrupt]:
         yield interrupt
     finally:
         signal.signal(signal.SIGINT, previous_handler)
-
-
-@contextlib.contextmanager
-def _transfers_allowed() -> Iterator[None]:
-    """The same as `jax.transfer_guard("allow")`, in a third of the time."""
-    with (
-        jax.transfer_guard_host_to_device("allow"),
-        jax.transfer_guard_device_to_device("allow"),
-        jax.transfer_guard_device_to_host("allow"),
-    ):
-        yield
 
 
 def no_step_message(requested_steps: int, steps: int) -> str:

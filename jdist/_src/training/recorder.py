@@ -11,6 +11,7 @@ import numpy as np
 
 from jdist._src.training.history import History
 from jdist._src.training.step_inputs import DrawnBatch
+from jdist._src.values.arrays import read_replicated
 from jdist._src.values.server_array import read_servers
 
 
@@ -129,10 +130,9 @@ class Recorder:
         calls, self._pending = self._pending[:count], self._pending[count:]
         if not calls:
             return None
-        # The outcomes are replicated. Reading one shard takes half the time of `jax.device_get`.
         with jax.transfer_guard_device_to_host("allow"):
-            arrays = [x.addressable_data(0) for x in read_servers([call.outcome for call in calls])]
-            outcomes = np.concatenate([np.reshape(x, (-1, 3)) for x in map(np.asarray, arrays)])  # [step, 3]
+            arrays = read_replicated(read_servers([call.outcome for call in calls]))
+            outcomes = np.concatenate([np.reshape(x, (-1, 3)) for x in arrays])  # [step, 3]
         # Each call begins where the one before it ends.
         first_step = calls[0].first_step
         positions = [calls[0].positions[0], *itertools.chain.from_iterable(call.positions[1:] for call in calls)]

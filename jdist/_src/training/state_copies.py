@@ -18,7 +18,7 @@ from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.state import params_of
 from jdist._src.values.aggregation import VariableAggregation
-from jdist._src.values.arrays import copy_arrays, device_put_copy, is_device_array
+from jdist._src.values.arrays import copy_tree, device_put_copy, is_device_array
 from jdist._src.values.base import is_distributed
 from jdist._src.values.server_array import read_servers
 from jdist._src.values.sync_on_read import SyncOnRead
@@ -29,11 +29,7 @@ _HINT = "Resume with the model that was saved, or without this callback."
 
 def copy_state(tree: PyTree) -> PyTree:
     """Returns `tree` with a copy of each array, with the same sharding."""
-    leaves, treedef = jax.tree.flatten(read_servers(tree))
-    indices = [i for i, leaf in enumerate(leaves) if is_device_array(leaf)]
-    for i, leaf in zip(indices, copy_arrays([leaves[i] for i in indices]), strict=True):
-        leaves[i] = leaf
-    return treedef.unflatten(leaves)
+    return copy_tree(read_servers(tree))
 
 
 def param_digest(state: PyTree) -> list[Any] | None:

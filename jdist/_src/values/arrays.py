@@ -7,7 +7,7 @@ each row is padded with zeros to the largest, and `shapes` holds the shape of ea
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jdist._src.devices.mesh import HOST_MEMORY, Replicas, local_mesh_devices, r
 from jdist._src.values.reduce_op import ReduceOp
 from jdist._src.values.server_array import ServerArray
 
+T = TypeVar("T")
 Shape: TypeAlias = tuple[int, ...]
 Shapes: TypeAlias = tuple[Shape, ...]  # one shape per replica
 
@@ -181,11 +182,39 @@ def to_numpy(x: jax.Array) -> np.ndarray:
     return np.asarray(jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards))
 
 
+def read_replicated(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
+    """Returns the values of replicated arrays. One shard of each is read, in half the time of `jax.device_get`."""
+    shards = [x.addressable_data(0) for x in arrays]
+    if not all(device.platform == "cpu" for x in shards[:1] for device in x.devices()):
+        for shard in shards:  # a copy from a GPU takes 0.3 ms, most of which is a wait: one wait for all of them
+            shard.copy_to_host_async()
+    return list(map(np.asarray, shards))
+
+
 def copy_arrays(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns copies of arrays, with the same shardings."""
     if all(x.is_fully_addressable for x in arrays):
         return jax.device_put(list(arrays), [x.sharding for x in arrays], may_alias=False)
     return [x.copy() for x in arrays]  # `jax.device_put` does not copy an array of several processes
+
+
+def copy_tree(tree: PyTree) -> PyTree:
+    """Returns `tree` with a copy of each array on devices, with the same sharding."""
+    leaves, treedef = jax.tree.flatten(tree)
+    indices = [i for i, leaf in enumerate(leaves) if is_device_array(leaf)]
+    for i, leaf in zip(indices, copy_arrays([leaves[i] for i in indices]), strict=True):
+        leaves[i] = leaf
+    return treedef.unflatten(leaves)
+
+
+def call_donating(fn: Callable[..., T], donated: PyTree, *args: Any) -> T:
+    """Returns `fn(donated, *args)`, which donates its first argument, or a copy of it, if something else uses its memory."""
+    try:
+        return fn(donated, *args)
+    except Exception as error:
+        if not jax_compat.is_shared_memory_error(error):
+            raise
+    return fn(copy_tree(donated), *args)
 
 
 def fully_replicated(x: jax.Array) -> jax.Array:
