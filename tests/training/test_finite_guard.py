@@ -181,9 +181,10 @@ def test_initial_parameters_that_are_not_finite_are_named(two):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.complex64])
-def test_are_finite_finds_every_number_that_is_not(dtype):
+@pytest.mark.parametrize("columns", [100, 1 << 18])
+def test_are_finite_finds_every_number_that_is_not(columns, dtype):
     are_finite = jax.jit(finite_guard.are_finite)
-    largest = jnp.full((3, 100), jnp.finfo(dtype).max, dtype)  # their sum would overflow
+    largest = jnp.full((3, columns), jnp.finfo(dtype).max, dtype)  # their sum would overflow
     assert are_finite({"x": largest, "n": jnp.arange(3)}) and are_finite([largest[:0], jnp.int32(1)])
     for value in (jnp.inf, -jnp.inf, jnp.nan):
         for index in [(0, 0), (1, 57), (2, 99)]:
