@@ -182,7 +182,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
 
 
-@nox.session(python="3.11")
+@nox.session(python=NEWEST)
 def types(session: nox.Session) -> None:
     """Type annotations of the package."""
     optional = ".[export,plot,tensorboard]"  # optional imports of the package

@@ -17,6 +17,7 @@ from jax.interpreters import mlir
 Jaxpr = core.Jaxpr
 Equation = core.JaxprEqn
 Literal = core.Literal
+_ClosedJaxpr: Any = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]  # the same as `Jaxpr` since jax 0.12
 
 # On several CPU devices this JAX ends the process with a segmentation fault where it should refuse memory that was donated
 # before, or that is donated twice in one call.
@@ -260,7 +261,7 @@ def open_jaxpr(program: Any) -> Jaxpr:
 
 def close_jaxpr(jaxpr: Jaxpr) -> Any:
     """Returns a jaxpr without constants as a closed jaxpr."""
-    return core.ClosedJaxpr(jaxpr, ())
+    return _ClosedJaxpr(jaxpr, ())
 
 
 def sub_jaxpr(jaxpr: Jaxpr, equations: Sequence[Equation], inputs: Sequence[Any], outputs: Sequence[Any]) -> Jaxpr:
@@ -294,7 +295,7 @@ def shard_map_body(program: Any) -> Any:
     constants = [values[var] for var in equation.invars[:num_captured]]
     captured, inputs = body.invars[:num_captured], body.invars[num_captured:]
     debug_info = body.debug_info.with_unknown_names()
-    return core.ClosedJaxpr(body.replace(constvars=captured, invars=inputs, debug_info=debug_info), constants)
+    return _ClosedJaxpr(body.replace(constvars=captured, invars=inputs, debug_info=debug_info), constants)
 
 
 def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()) -> Any:
@@ -319,7 +320,7 @@ def lower_hi_primitives(program: Any, axis_sizes: Iterable[tuple[str, int]] = ()
     jaxpr = low.jaxpr
     constants, inputs = jaxpr.invars[:num_consts], jaxpr.invars[num_consts:]
     body = sub_jaxpr(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars).replace(constvars=[*jaxpr.constvars, *constants])
-    return core.ClosedJaxpr(body, [*low.consts, *program.consts])
+    return _ClosedJaxpr(body, [*low.consts, *program.consts])
 
 
 # Equations.
@@ -404,7 +405,7 @@ def contents(equation: Equation) -> Contents:
 def closed_jaxprs(equation: Equation) -> list[Any]:
     """Returns the closed jaxprs among the parameters of `equation`, with their constants."""
     values = _names_and_jaxprs(equation.params.values(), [])
-    return [value for value in values if isinstance(value, core.ClosedJaxpr)]
+    return [value for value in values if isinstance(value, _ClosedJaxpr)]
 
 
 def _names_and_jaxprs(params: Iterable[Any], collected: list[Any]) -> list[Any]:
@@ -415,7 +416,7 @@ def _names_and_jaxprs(params: Iterable[Any], collected: list[Any]) -> list[Any]:
             _names_and_jaxprs(value, collected)
         elif isinstance(value, dict):
             _names_and_jaxprs(value.values(), collected)
-        elif isinstance(value, (str, core.Jaxpr, core.ClosedJaxpr)):
+        elif isinstance(value, (str, core.Jaxpr, _ClosedJaxpr)):
             collected.append(value)
     return collected
 
