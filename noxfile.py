@@ -182,7 +182,7 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
 
 
-@nox.session(python=NEWEST)
+@nox.session(python=[NEWEST])
 def types(session: nox.Session) -> None:
     """Type annotations of the package."""
     optional = ".[export,plot,tensorboard]"  # optional imports of the package
@@ -190,7 +190,7 @@ def types(session: nox.Session) -> None:
     session.run("pyright")
 
 
-@nox.session(python=NEWEST)
+@nox.session(python=[NEWEST])
 def libraries(session: nox.Session) -> None:
     """Data sources of TensorFlow, torch and Hugging Face, Kubernetes' client, Ray and S3, with the real libraries."""
     extras = ".[test,kubernetes,ray,s3]"
