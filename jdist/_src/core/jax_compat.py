@@ -133,7 +133,7 @@ _DELETED = ("has been deleted", "deleted or donated", "donate the same buffer", 
 def is_shared_memory_error(error: BaseException) -> bool:
     """Whether JAX refused to donate an argument because a numpy array, or a tensor from dlpack, uses its memory.
 
-    GPUs refuse it, and memory of their host. CPU devices copy the argument.
+    A GPU refuses to donate such memory, its own and that of its host. A CPU device copies the argument instead.
     """
     return "Donation requested for buffer with external reference" in str(error)
 

@@ -461,7 +461,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         return self._donates and (self._has_python or self._is_first_call)
 
     def _after_failure(self, error: BaseException, args: tuple[PyTree, ...]) -> tuple[PyTree, ...] | None:
-        """Returns the arguments with a copy of the state if a numpy array, say, uses memory of it, which prevents its donation.
+        """Returns the arguments of another call, with a copy of the state, if JAX refused to donate memory that is in use.
 
         It also handles that `jax.jit` runs Python code in all calls of a signature whose first call failed, ten times as slow.
         """
