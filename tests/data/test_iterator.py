@@ -442,6 +442,18 @@ def test_loader_resumed_at_the_end_of_an_epoch_continues_with_the_next_one(two):
     assert sum(np.asarray(w.tree).sum() for w in weights) == 6
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_second_iterator_over_a_loader_with_one_position_ends_the_first(prefetch, two):
+    dataset = two.distribute_dataset(StatefulLoader(1), 4, prefetch=prefetch)
+    first = iter(dataset)
+    next(first)
+    whole = lambda: sorted(np.concatenate([np.ravel(batch.tree) for batch in dataset]).tolist())
+    assert whole() == list(range(12))
+    with pytest.raises(ValueError, match="a StatefulLoader, whose iterators share one position, and a later iterator"):
+        list(first)
+    assert whole() == list(range(12))
+
+
 def test_state_dict_that_cannot_be_stored_is_refused_with_its_path(two):
     loader = StatefulLoader(1)
     loader.state_dict = lambda: {"workers": [{"sampler": object()}]}

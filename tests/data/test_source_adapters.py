@@ -12,13 +12,14 @@ import warnings
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import chex
 import jax
 import numpy as np
 import pytest
 
 import jdist
 
-from laws import STRATEGIES
+from laws import STRATEGIES, arrays
 
 REPLICAS = {name: STRATEGIES[name]() for name in ("one_device", "mirrored_2", "mirrored_3")}
 every_strategy = pytest.mark.parametrize("strategy", REPLICAS.values(), ids=REPLICAS)
@@ -267,7 +268,8 @@ def test_widths_shuffle_and_weights_of_every_kind_of_source(library, make, has_i
             [(x.shape, x.dtype) for x in jax.tree.leaves(t)] for t in (next(iter(dataset)), dataset.element_spec)
         )
         assert shapes == spec
-        for batch, weights in dataset:
+        for (batch, weights), same in zip(dataset, dataset, strict=True):
+            chex.assert_trees_all_equal(arrays((batch, weights)), arrays(same))
             parts = batch if isinstance(batch, list) else (batch["number"], batch["tokens"])
             number, tokens, weight = (np.asarray(x.tree).reshape(-1, *x.tree.shape[2:]) for x in (*parts, weights))
             keep = weight > 0
@@ -278,6 +280,102 @@ def test_widths_shuffle_and_weights_of_every_kind_of_source(library, make, has_i
             numbers += number[keep].tolist()
         assert sorted(numbers) == list(range(COUNT))
         assert (numbers != sorted(numbers)) == shuffle
+
+
+# Iterators that are open at the same time
+
+
+def _hugging_face_stream(datasets):
+    return datasets.Dataset.from_dict({"n": list(range(COUNT))}).to_iterable_dataset(num_shards=2)
+
+
+def _parts(datasets):
+    stream = _hugging_face_stream(datasets)
+    return [stream.take(7), stream.skip(7)]
+
+
+def _function_of(stream):
+    return lambda: stream
+
+
+def _torch_loader_with_sampler(torch):
+    sampler = torch.utils.data.DistributedSampler(_mapped(torch), num_replicas=1, rank=0, shuffle=True)
+    return torch.utils.data.DataLoader(_mapped(torch), BATCH, sampler=sampler)
+
+
+def _torch_loader_with_workers(torch):
+    # Not forked: this process has threads.
+    options = dict(num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
+    return torch.utils.data.DataLoader(range(COUNT), BATCH, **options)
+
+
+def _stateful_loader(data, batch_size):
+    with warnings.catch_warnings(action="ignore"):  # torch has deprecated what torchdata calls
+        return _imported("torchdata.stateful_dataloader").StatefulDataLoader(data, batch_size)
+
+
+# Name -> library, source, whether its elements are batches.
+ORDERED = {
+    "hugging_face_stream": ("datasets", _hugging_face_stream, False),
+    "hugging_face_mapped": ("datasets", lambda d: _hugging_face_stream(d).map(dict).filter(bool), False),
+    "hugging_face_concatenated": ("datasets", lambda d: d.concatenate_datasets(_parts(d)), False),
+    "hugging_face_interleaved": (
+        "datasets",
+        lambda d: d.interleave_datasets(_parts(d), stopping_strategy="all_exhausted"),
+        False,
+    ),
+    "hugging_face_repeated": ("datasets", lambda d: _parts(d)[0].repeat(2), False),
+    "hugging_face_shuffled": ("datasets", lambda d: _hugging_face_stream(d).shuffle(seed=0, buffer_size=8), False),
+    "hugging_face_function": ("datasets", lambda d: _function_of(d.concatenate_datasets(_parts(d))), False),
+    "torch_loader_of_hugging_face": (
+        "datasets",
+        lambda d: _imported("torch").utils.data.DataLoader(
+            d.concatenate_datasets(_parts(d)).with_format("torch"), BATCH
+        ),
+        True,
+    ),
+    "torch_loader_with_sampler": ("torch", _torch_loader_with_sampler, True),
+    "torch_loader_with_workers": ("torch", _torch_loader_with_workers, True),
+    "torchdata": ("torch", lambda t: _stateful_loader(_mapped(t), BATCH), True),
+    "torchdata_of_hugging_face": (
+        "datasets",
+        lambda d: _stateful_loader(d.concatenate_datasets(_parts(d)).with_format("torch"), BATCH),
+        True,
+    ),
+    "grain": ("grain", lambda grain: grain.MapDataset.range(COUNT).shuffle(seed=0).to_iter_dataset(), False),
+    "tensorflow": ("tensorflow", lambda tf: tf.data.Dataset.range(COUNT), False),
+}
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("library, make, are_batches", ORDERED.values(), ids=ORDERED)
+def test_iterators_that_are_open_at_the_same_time_do_not_move_each_other(library, make, are_batches, prefetch, two):
+    source, options = make(_imported(library)), dict(epochs=2, remainder="pad", prefetch=prefetch)
+    dataset = two.distribute_dataset(source, None if are_batches else BATCH, **options)
+    alone = _numbers(dataset)
+    for ahead in (1, len(alone) // 2 + 1):  # in the same epoch, and in the one before
+        first = iter(dataset)
+        first_numbers = _numbers(itertools.islice(first, ahead))
+        second_numbers, states = [], {}
+        for later, earlier in itertools.zip_longest(dataset, first):
+            second_numbers += _numbers([later])
+            if earlier is not None:
+                first_numbers += _numbers([earlier])
+                states[len(first_numbers)] = json.dumps(first.get_state())
+        assert first_numbers == second_numbers == alone
+    for taken, state in states.items():
+        resumed = iter(dataset)
+        resumed.set_state(json.loads(state))
+        assert _numbers(resumed) == alone[taken:]
+
+
+def test_data_sets_of_parts_of_one_stream_do_not_move_each_other(datasets, two):
+    validation, training = (two.distribute_dataset(part, 2, remainder="pad") for part in _parts(datasets))
+    alone = _numbers(training), _numbers(validation)
+    iterator = iter(training)
+    numbers = _numbers([next(iterator)])
+    assert _numbers(validation) == alone[1]
+    assert numbers + _numbers(iterator) == alone[0]
 
 
 # torch

@@ -22,7 +22,8 @@ from jdist._src.data.shards import PAD_EVERY_BATCH, ProcessShare, ShardRows, che
 from jdist._src.data.shuffle import ExampleOrder
 from jdist._src.data.source_adapters import stream_of_files
 from jdist._src.data.source_check import Digest
-from jdist._src.data.sources import READ_AGAIN, Arrays, Indexed, Stream
+from jdist._src.data.source_iterators import READ_AGAIN
+from jdist._src.data.sources import Arrays, Indexed, Stream
 
 
 class Position(NamedTuple):

@@ -28,7 +28,8 @@ from jdist._src.data.shards import (
 )
 from jdist._src.data.source_adapters import accepts_one, is_single, source_of
 from jdist._src.data.source_check import SAME_SOURCE, digest_of_indexed, shard_of
-from jdist._src.data.sources import Arrays, CallableIterable, Stream, restart_each_epoch, with_row_dimension
+from jdist._src.data.source_iterators import CallableIterable, restart_each_epoch
+from jdist._src.data.sources import Arrays, Stream, with_row_dimension
 from jdist._src.devices.mesh import Replicas
 from jdist._src.values.device_put import check_devices_attached
 

@@ -3,10 +3,8 @@
 No data library is imported: a user who passes an object of a library has imported the library.
 """
 
-import functools
 import inspect
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,10 +16,9 @@ from jdist._src.data.array_rows import STACK_EXAMPLES
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.files import Files
 from jdist._src.data.shuffle import ExampleOrder
-from jdist._src.data.source_state import with_loader_state
+from jdist._src.data.source_iterators import CallableIterable, is_instance, read_again, restart_each_epoch, samplers
 from jdist._src.data.sources import (
     Arrays,
-    CallableIterable,
     Columns,
     Examples,
     Indexed,
@@ -33,9 +30,6 @@ from jdist._src.data.sources import (
     is_ragged,
     is_tree,
     lists_as_columns,
-    read_again,
-    restart_each_epoch,
-    samplers,
 )
 from jdist._src.values.base import is_distributed
 
@@ -71,17 +65,17 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
             f"The source is a {type(source).__name__} with the keys {short_line(', '.join(map(repr, source)))}. Pass one of "
             "its values; or, if they are arrays of the same examples, `dict(source)`."
         )
-    if _is_instance(source, "datasets", "Dataset"):
+    if is_instance(source, "datasets", "Dataset"):
         dataset = _with_numpy_format(source)
         if batches:
             get = lambda index: columns_as_arrays(dataset[index])
             return indexed_batches(get, ExampleOrder(len(dataset), shuffle, seed))
         return Columns(dataset, buckets)
-    if _is_instance(source, "torch", "utils.data.DataLoader"):
+    if is_instance(source, "torch", "utils.data.DataLoader"):
         _refuse_shuffle(shuffle, "is a DataLoader")
         return _torch_loader(source, batches)
     # A torch `IterableDataset` has a `__getitem__` that raises.
-    is_torch_stream = _is_instance(source, "torch", "utils.data.IterableDataset")
+    is_torch_stream = is_instance(source, "torch", "utils.data.IterableDataset")
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not is_torch_stream:
         if len(source) < _ENDLESS:
             if batches:
@@ -92,12 +86,9 @@ def source_of(source: Any, batches: bool, shuffle: bool, seed: int, buckets: Buc
         return Stream(start, batches, reuses_buffers=True, endless=True)
     if isinstance(source, Iterable):
         _refuse_shuffle(shuffle, "yields its elements sequentially")
-        reads_ahead = _is_instance(source, "grain", "IterDataset") or _is_instance(source, "grain", "DataLoader")
+        reads_ahead = is_instance(source, "grain", "IterDataset") or is_instance(source, "grain", "DataLoader")
         start = restart_each_epoch(_with_numpy_elements(source))
-        # The `state_dict` of a Hugging Face dataset omits the examples in its shuffle buffer.
-        if not _is_instance(source, "datasets", "IterableDataset"):
-            start = with_loader_state(source, start)
-        elif batches:
+        if batches and is_instance(source, "datasets", "IterableDataset"):
             elements = start
             start = lambda epoch, first: map(columns_as_arrays, elements(epoch, first))
         return Stream(start, batches, reuses_buffers=True, reads_ahead=reads_ahead, read_again=read_again(source))
@@ -208,9 +199,9 @@ def _check_lists(source: PyTree) -> None:
 
 def _with_numpy_elements(source: Iterable[Any]) -> Iterable[Any]:
     """Returns an iterable of arrays that numpy can read, where the library yields other objects by default."""
-    if _is_instance(source, "tensorflow", "data.Dataset"):
+    if is_instance(source, "tensorflow", "data.Dataset"):
         return _NumpyOfTensorflow(source)
-    if not _is_instance(source, "datasets", "IterableDataset"):
+    if not is_instance(source, "datasets", "IterableDataset"):
         return source
     # numpy has no bfloat16, so torch tensors stay as they are.
     is_torch = getattr(getattr(source, "_formatting", None), "format_type", None) == "torch"
@@ -283,9 +274,9 @@ def is_single(result: Any) -> bool:
 
 def _torch_loader(loader: Any, batches: bool) -> Stream:
     names = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
-    is_random = lambda sampler: any(_is_instance(sampler, "torch", f"utils.data.{name}") for name in names)
+    is_random = lambda sampler: any(is_instance(sampler, "torch", f"utils.data.{name}") for name in names)
     repeatable = not any(map(is_random, samplers(loader)))
-    start = with_loader_state(loader, restart_each_epoch(loader))
+    start = restart_each_epoch(loader)
     if loader.batch_size is None and loader.batch_sampler is None:
         return Stream(start, batches, reuses_buffers=True, repeatable=repeatable)
     return Stream(start, True, loader.batch_size, repeatable=repeatable)
@@ -304,13 +295,6 @@ def _with_numpy_format(dataset: Any) -> Any:
         return dataset
     # dtype=None keeps the dtypes of the columns.
     return dataset.with_format("numpy", columns=dataset.format["columns"], dtype=None)
-
-
-def _is_instance(source: Any, library: str, class_name: str) -> bool:
-    """Returns whether `source` is an instance of a class of a library, which is not imported for it."""
-    module = sys.modules.get(library)
-    cls = module and functools.reduce(lambda part, name: getattr(part, name, None), class_name.split("."), module)
-    return isinstance(cls, type) and isinstance(source, cls)
 
 
 def _refuse_shuffle(shuffle: bool, source_property: str) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 
 from jdist._src.core.tree import PyTree, named_leaves
 from jdist._src.data.array_rows import num_rows
-from jdist._src.data.sources import Arrays, Indexed, samplers
+from jdist._src.data.source_iterators import samplers
+from jdist._src.data.sources import Arrays, Indexed
 
 NUM_COMPARED = 8  # examples
 Digest: TypeAlias = dict[

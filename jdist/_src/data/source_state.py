@@ -7,14 +7,12 @@ Iterators, such as grain's, report it by `get_state` and `set_state`; loaders, s
 import base64
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from jdist._src.core.tree import one_line
-
-_ENDED = "the iterator has ended"
 
 
 def get_state(iterator: Iterator[Any]) -> Any:
@@ -51,61 +49,7 @@ def set_state(iterator: Iterator[Any], state: Any) -> None:
     iterator.set_state(value)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def with_loader_state(loader: Any, start: Callable[[int, int], Iterator[Any]]) -> Callable[[int, int], Iterator[Any]]:
-    """Returns `start` of a stream with iterators that report the position of `loader`, if it has a `state_dict`.
-
-    Args:
-        loader: The iterable that the user passes.
-        start: Returns an iterator over it, given the epoch and the index of the first element.
-    """
-    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-        return start
-    return lambda epoch, first: _LoaderIterator(loader, start(epoch, first))
-
-
-class _LoaderIterator:
-    """An iterator over a loader with the loader's position.
-
-    Args:
-        loader: An iterable with `state_dict` and `load_state_dict`. A loaded position applies to its next iterator.
-        iterator: An iterator over it.
-    """
-
-    def __init__(self, loader: Any, iterator: Iterator[Any]):
-        self._loader, self._iterator = loader, iterator
-        self._ended = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            self._ended = True
-            raise
-
-    def get_state(self) -> Any:
-        """Returns the position as JSON-able data."""
-        # At the end a loader reports the beginning of its next epoch.
-        return _ENDED if self._ended else _encode("state_dict()", self._loader.state_dict())
-
-    def set_state(self, state: Any) -> None:
-        """Continues from a position."""
-        self._ended = state == _ENDED
-        if self._ended:
-            self._iterator = iter(())
-            return
-        self._loader.load_state_dict(_decode(state))
-        self._iterator = iter(self._loader)
-
-    def close(self) -> None:
-        """Closes the iterator of the loader if it can be closed."""
-        if hasattr(self._iterator, "close"):
-            self._iterator.close()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _encode(name: str, value: Any) -> Any:
+def encode_state(name: str, value: Any) -> Any:
     """Returns `value` as JSON-able data: `[kind, content]` for everything that JSON does not store exactly.
 
     Raises:
@@ -114,9 +58,12 @@ def _encode(name: str, value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, (list, tuple)):
-        return [type(value).__name__, [_encode(f"{name}[{i}]", part) for i, part in enumerate(value)]]
+        return [type(value).__name__, [encode_state(f"{name}[{i}]", part) for i, part in enumerate(value)]]
     if isinstance(value, Mapping):
-        return ["dict", [[_encode(f"{name}, keys", k), _encode(f"{name}[{k!r}]", v)] for k, v in value.items()]]
+        return [
+            "dict",
+            [[encode_state(f"{name}, keys", k), encode_state(f"{name}[{k!r}]", v)] for k, v in value.items()],
+        ]
     if isinstance(value, bytes):
         return ["bytes", base64.b64encode(value).decode()]
     is_tensor = type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "numpy")
@@ -131,16 +78,16 @@ def _encode(name: str, value: Any) -> Any:
     )
 
 
-def _decode(value: Any) -> Any:
-    """Returns the value that `_encode` encoded."""
+def decode_state(value: Any) -> Any:
+    """Returns the value that `encode_state` encoded."""
     if not isinstance(value, (list, tuple)):
         return value
     kind, content = value
     if kind in ("list", "tuple"):
-        parts = [_decode(part) for part in content]
+        parts = [decode_state(part) for part in content]
         return parts if kind == "list" else tuple(parts)
     if kind == "dict":
-        return {_decode(key): _decode(part) for key, part in content}
+        return {decode_state(key): decode_state(part) for key, part in content}
     if kind == "bytes":
         return base64.b64decode(content)
     dtype, shape, data = content

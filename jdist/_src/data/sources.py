@@ -1,9 +1,7 @@
 """The two kinds of sources: examples with an index, and streams of elements."""
 
 import dataclasses
-import inspect
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -242,66 +240,3 @@ class _Mapped:
 
     def __getattr__(self, name: str) -> Any:  # `get_state`, `set_state` and `close`, if the iterator has them
         return getattr(self._iterator, name)
-
-
-READ_AGAIN = (
-    "Pass a source that can be read again: a generator function without arguments, or an object whose `__iter__` starts at "
-    "the beginning."
-)
-
-
-def read_again(source: Any) -> tuple[str, str] | None:
-    """Returns the class of an iterator and the advice to pass a source that can be read again; None for other sources."""
-    if not isinstance(source, Iterator):
-        return None
-    name = getattr(source, "__name__", "<") if inspect.isgenerator(source) else "<"
-    line = (
-        ""
-        if name.startswith("<")
-        else f" Write `{name}` instead of `{name}()`, or bind arguments with `functools.partial`."
-    )
-    return type(source).__name__, f"{READ_AGAIN}{line}"
-
-
-class CallableIterable:
-    """An iterable that calls a function for each new iterator.
-
-    Args:
-        make: A function without arguments.
-        as_iterable: Converts the result of `make` to an iterable of elements.
-    """
-
-    def __init__(self, make: Callable[[], Any], as_iterable: Callable[[Any], Iterable[Any]]):
-        self._make, self._as_iterable = make, as_iterable
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._as_iterable(self._make()))
-
-
-def restart_each_epoch(source: Iterable[Any]) -> Callable[[int, int], Iterator[Any]]:
-    """Returns `Stream.start` for an iterable that is read from the beginning in each epoch.
-
-    Elements before the first requested one are read and discarded.
-    """
-    once = read_again(source)
-    was_read = False
-
-    def start(epoch: int, first: int) -> Iterator[Any]:
-        nonlocal was_read
-        if once and was_read:
-            raise ValueError(f"The source is a {once[0]}, which can be read only once, and has been read. {once[1]}")
-        was_read = True
-        for sampler in samplers(source):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-        iterator = iter(source)
-        next(itertools.islice(iterator, first, first), None)
-        return iterator
-
-    return start
-
-
-def samplers(source: Any) -> list[Any]:
-    """Returns the objects that may determine the order: the source, and the samplers of a torch loader."""
-    batch_sampler = getattr(source, "batch_sampler", None)
-    return [source, getattr(source, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
