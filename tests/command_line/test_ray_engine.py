@@ -71,7 +71,7 @@ total = multihost_utils.process_allgather(jnp.float32(i + 1)).sum()
 print(jax.device_count(), total, os.environ["NPROC"], os.environ["JDIST_LOCAL_PROCESS_ID"], file=sys.stderr)
 """
     launcher = start("-n 2 --devices-per-process 2", program)
-    _, errors = launcher.communicate(timeout=120)
+    _, errors = launcher.communicate(timeout=280)
     assert launcher.returncode == 0, errors
     assert {"[0] 4 3.0 1 0", "[1] 4 3.0 1 1"} <= set(errors.splitlines())
 
@@ -79,7 +79,7 @@ print(jax.device_count(), total, os.environ["NPROC"], os.environ["JDIST_LOCAL_PR
 @pytest.mark.slow
 def test_first_failure_on_ray_ends_the_other_processes_and_is_reported(start):
     launcher = start("-n 2", "print('line')\nif i == 1: raise ValueError('no')\ntime.sleep(100)")
-    output, errors = launcher.communicate(timeout=120)
+    output, errors = launcher.communicate(timeout=280)
     assert launcher.returncode == 1, errors
     assert "[1] line\n" in output
     assert "process 1 of 2 failed first: exit status 1. The end of its output:\nTraceback" in errors
@@ -93,7 +93,7 @@ def test_signal_is_forwarded_to_the_processes_on_ray(start):
     )
     assert launcher.stdout.readline() == "[0] ready\n"
     launcher.send_signal(signal.SIGTERM)
-    _, errors = launcher.communicate(timeout=120)
+    _, errors = launcher.communicate(timeout=280)
     assert launcher.returncode == 3 and "received SIGTERM, and forwarded it to 1 processes" in errors
 
 
@@ -110,7 +110,7 @@ def test_job_on_ray_starts_again_after_a_failure(start, line, reason):
     program = "r = int(os.environ['JDIST_RESTARTS']); print('attempt', r)\nif r == 0:\n"
     program += f"    time.sleep(1)\n    if i == 1: {line}\n    time.sleep(100)"
     launcher = start("-n 2 --max-restarts 1 --answer-timeout 4", program)
-    output, errors = launcher.communicate(timeout=120)
+    output, errors = launcher.communicate(timeout=280)
     assert launcher.returncode == 0, errors
     assert sorted(output.splitlines()) == [f"[{i}] attempt {r}" for i in range(2) for r in range(2)]
     assert re.search(f"restart 1 of 1, [0-9.]+ seconds after this: process 1 failed: {reason}.\n", errors), errors
@@ -121,7 +121,7 @@ def test_signal_ends_a_job_on_ray_without_a_restart(start):
     launcher = start("-n 1 --max-restarts 3", "print('ready'); time.sleep(100)")
     assert launcher.stdout.readline() == "[0] ready\n"
     launcher.send_signal(signal.SIGTERM)
-    _, errors = launcher.communicate(timeout=120)
+    _, errors = launcher.communicate(timeout=280)
     assert launcher.returncode == 128 + signal.SIGTERM and "restart" not in errors
 
 
@@ -148,7 +148,7 @@ def test_processes_on_ray_end_with_a_launcher_that_is_killed(start, tmp_path):
 @pytest.mark.slow
 def test_processes_that_the_cluster_cannot_run_are_an_error(start):
     launcher = start("-n 3", "")
-    _, errors = launcher.communicate(timeout=120)
+    _, errors = launcher.communicate(timeout=280)
     assert launcher.returncode == 2
     assert (
         "3 processes with 1 CPU each need 3, but the Ray cluster has 2. Start fewer processes, or add nodes" in errors
