@@ -253,14 +253,17 @@ def ask(process, line):
     return process.stdout.readline().strip()
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "kind, strategy",
+    "kind, strategy, rounds",
     [
-        *((kind, "mirrored") for kind in KINDS),
-        *(pytest.param(kind, "one_device_in_a_scope", marks=pytest.mark.slow) for kind in KINDS),
-        pytest.param("optax", "central", marks=pytest.mark.slow),
-        pytest.param("optax", "sharded", marks=pytest.mark.slow),
+        *((kind, "mirrored", 8) for kind in KINDS),
+        *(
+            pytest.param(kind, strategy, 200, marks=pytest.mark.slow)
+            for strategy in ("mirrored", "one_device_in_a_scope")
+            for kind in KINDS
+        ),
+        pytest.param("optax", "central", 200, marks=pytest.mark.slow),
+        pytest.param("optax", "sharded", 200, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.one_in(3)
@@ -279,7 +282,7 @@ def test_signals_from_another_process_leave_a_state_of_every_kind(kind, strategy
         try:
             while len(answers) < rounds or (answers.count(b"lost") > 1 and len(answers) < 1000):
                 assert ask(process, b"start\n") == b"ready"
-                time.sleep(delays.uniform(0, 0.1))
+                time.sleep(delays.uniform(0, 0.03))  # a thousand steps
                 process.send_signal(signal.SIGINT)
                 # Python ignores an interrupt in a callback of the garbage collector, as JAX has one. A person presses again.
                 while not select.select([process.stdout], [], [], 10)[0]:
