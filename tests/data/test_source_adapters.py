@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import jdist
+from jdist._src.data.source_iterators import restart_each_epoch
 
 from laws import STRATEGIES, arrays
 
@@ -309,9 +310,14 @@ def _torch_loader_with_workers(torch):
     return torch.utils.data.DataLoader(range(COUNT), BATCH, **options)
 
 
-def _stateful_loader(data, batch_size):
+def _stateful_loader(data, **options):
     with warnings.catch_warnings(action="ignore"):  # torch has deprecated what torchdata calls
-        return _imported("torchdata.stateful_dataloader").StatefulDataLoader(data, batch_size)
+        return _imported("torchdata.stateful_dataloader").StatefulDataLoader(data, BATCH, **options)
+
+
+def _stateful_loader_with_sampler(torch):
+    stateful = _imported("torchdata.stateful_dataloader.sampler")
+    return _stateful_loader(_mapped(torch), sampler=stateful.StatefulDistributedSampler(_mapped(torch), 1, 0))
 
 
 # Name -> library, source, whether its elements are batches.
@@ -336,10 +342,11 @@ ORDERED = {
     ),
     "torch_loader_with_sampler": ("torch", _torch_loader_with_sampler, True),
     "torch_loader_with_workers": ("torch", _torch_loader_with_workers, True),
-    "torchdata": ("torch", lambda t: _stateful_loader(_mapped(t), BATCH), True),
+    "torchdata": ("torch", lambda t: _stateful_loader(_mapped(t)), True),
+    "torchdata_with_sampler": ("torch", _stateful_loader_with_sampler, True),
     "torchdata_of_hugging_face": (
         "datasets",
-        lambda d: _stateful_loader(d.concatenate_datasets(_parts(d)).with_format("torch"), BATCH),
+        lambda d: _stateful_loader(d.concatenate_datasets(_parts(d)).with_format("torch")),
         True,
     ),
     "grain": ("grain", lambda grain: grain.MapDataset.range(COUNT).shuffle(seed=0).to_iter_dataset(), False),
@@ -353,29 +360,42 @@ def test_iterators_that_are_open_at_the_same_time_do_not_move_each_other(library
     source, options = make(_imported(library)), dict(epochs=2, remainder="pad", prefetch=prefetch)
     dataset = two.distribute_dataset(source, None if are_batches else BATCH, **options)
     alone = _numbers(dataset)
-    for ahead in (1, len(alone) // 2 + 1):  # in the same epoch, and in the one before
+    states = []
+    for ahead in (2, len(alone) // 2 + 2):  # in the same epoch, and in the one before
         first = iter(dataset)
-        first_numbers = _numbers(itertools.islice(first, ahead))
-        second_numbers, states = [], {}
+        first_numbers, second_numbers = _numbers(itertools.islice(first, ahead)), []
         for later, earlier in itertools.zip_longest(dataset, first):
             second_numbers += _numbers([later])
             if earlier is not None:
                 first_numbers += _numbers([earlier])
-                states[len(first_numbers)] = json.dumps(first.get_state())
+                states.append((len(first_numbers), json.dumps(first.get_state())))
         assert first_numbers == second_numbers == alone
-    for taken, state in states.items():
+    for taken, state in states:
         resumed = iter(dataset)
         resumed.set_state(json.loads(state))
         assert _numbers(resumed) == alone[taken:]
 
 
-def test_data_sets_of_parts_of_one_stream_do_not_move_each_other(datasets, two):
-    validation, training = (two.distribute_dataset(part, 2, remainder="pad") for part in _parts(datasets))
-    alone = _numbers(training), _numbers(validation)
-    iterator = iter(training)
-    numbers = _numbers([next(iterator)])
-    assert _numbers(validation) == alone[1]
-    assert numbers + _numbers(iterator) == alone[0]
+@pytest.mark.parametrize("name", ["hugging_face_shuffled", "torch_loader_with_sampler"])
+def test_start_of_another_iterator_does_not_change_the_epoch_of_one_that_is_not_read_yet(name):
+    library, make, _ = ORDERED[name]
+    start = restart_each_epoch(make(_imported(library)))
+    numbers = lambda elements: [np.asarray(jax.tree.leaves(element)[0]).tolist() for element in elements]
+    alone = [numbers(start(epoch, 0)) for epoch in (0, 1)]
+    second, first = start(1, 0), start(0, 0)
+    assert [numbers(first), numbers(second)] == alone
+    assert alone[0] != alone[1]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_data_sets_of_parts_of_one_stream_do_not_move_each_other(prefetch, datasets, two):
+    stream = datasets.concatenate_datasets(_parts(datasets))
+    options = dict(batch_size=2, remainder="pad", prefetch=prefetch)
+    training, validation = (two.distribute_dataset(part, **options) for part in (stream.skip(4), stream.take(10)))
+    first = iter(training)
+    next(first)
+    pairs = [_numbers(pair) for pair in zip(validation, first, strict=True)]
+    assert pairs == [[[i, i + 1], [i + 6, i + 7]] for i in range(0, 10, 2)]
 
 
 # torch

@@ -1,8 +1,8 @@
 """Iterators over the iterables that users pass, from the beginning in each epoch.
 
-Several iterators may be open at the same time: a loop that was left early, validation on the training data, `element_spec`,
-and each reads ahead in its own thread. Some libraries keep the position in the object that is iterated over, so that a
-second iterator moves the first one. Each iterator has a copy of such an object, or else the first one ends with an error.
+Several iterators may be open at the same time, as those of a loop that was left early and of a validation, and each reads
+ahead in its own thread. Some libraries store the position in the object that is iterated over, so a second iterator would
+move the first one. Each iterator reads a copy of such an object. If it cannot be copied, the first iterator ends with an error.
 """
 
 import copy
@@ -95,7 +95,7 @@ def _iterator(source: Iterable[Any], epoch: int) -> Iterator[Any]:
     if _is_hugging_face(source):
         # Its `state_dict` omits the examples in its shuffle buffer.
         return _started(_copy_of_hugging_face(source), epoch)
-    is_loader = is_instance(source, "torch", "utils.data.DataLoader")
+    is_loader = _is_torch_loader(source)
     has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
     if not is_loader and not has_state:
         return _started(source, epoch)
@@ -121,7 +121,7 @@ def _started(source: Any, epoch: int) -> Iterator[Any]:
 
 
 class _OpenIterator:
-    """An iterator over a loader that knows whether it is still read.
+    """An iterator over a loader, which records whether it may still be read.
 
     Args:
         source: The iterable that the user passes.
@@ -190,12 +190,19 @@ class _LoaderIterator(_OpenIterator):
         if state == _ENDED:
             self.is_open, self.iterator = False, iter(())
             return
+        if _is_torch_loader(self.loader):
+            # Its Hugging Face stream would begin each later epoch at this position, too.
+            self.loader = _copy_of_loader(self.loader)
         self.loader.load_state_dict(decode_state(state))
         self.iterator = iter(self.loader)
 
 
 def _is_hugging_face(source: Any) -> bool:
     return is_instance(source, "datasets", "IterableDataset")
+
+
+def _is_torch_loader(source: Any) -> bool:
+    return is_instance(source, "torch", "utils.data.DataLoader")
 
 
 def _shares_position(loader: Any, has_state: bool) -> bool:
