@@ -930,14 +930,17 @@ PROGRAMS = {
     "exhausted": "held = iter(distribute(Source(), 4)); list(held)",
     "many_held": "held = [iter(distribute(Source(), 4, epochs=None)) for _ in range(8)]; [next(x) for x in held]",
     "in_a_loop_that_ends": "for _ in distribute(Source(), 4, epochs=None): break",
-    "in_a_loop_that_ends_with_much_ahead": "for _ in distribute(Source(), 4, epochs=None, prefetch=50): break",
+    # The thread frees what it has made when the interpreter exits.
+    "in_a_loop_that_ends_with_much_ahead": (
+        "for _ in distribute(Source(), 4, epochs=None, prefetch=1000): time.sleep(0.5); break\ntime.sleep(0.002)"
+    ),
     "without_thread": "held = iter(distribute(Source(), 4, epochs=None, prefetch=0)); next(held)",
     "source_asleep": "held = iter(distribute(Asleep(), 4, epochs=None)); next(held)",
     "many_asleep": "held = [iter(distribute(Asleep(), 4, epochs=None)) for _ in range(12)]; [next(x) for x in held]",
 }
 
 
-@pytest.mark.parametrize("program", among(PROGRAMS, "exhausted", "in_a_loop_that_ends", "many_asleep"))
+@pytest.mark.parametrize("program", among(PROGRAMS, "exhausted", "in_a_loop_that_ends_with_much_ahead", "many_asleep"))
 @pytest.mark.one_in(3)
 def test_process_with_an_unfinished_iterator_exits_without_output(program):
     text = """

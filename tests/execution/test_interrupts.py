@@ -2,6 +2,7 @@
 
 import _thread
 import functools
+import itertools
 import os
 import pathlib
 import random
@@ -245,6 +246,63 @@ def test_step_whose_first_call_was_interrupted_runs_no_python_code_of_jax(two):
         sys.setprofile(None)
     assert "program.py" in files and "pjit.py" not in files
     np.testing.assert_array_equal(state["w"], 8)
+
+
+def first_call_interrupted(step, args, number):
+    """Interrupts a call where JAX sets its trace or its axes for the time with this number; returns whether it did."""
+    numbers = itertools.count(1)
+
+    def interrupt(frame, event, value):
+        if event == "call" and frame.f_code.co_name in ("set_trace", "set_axis_env") and next(numbers) == number:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        step(*args)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.parametrize("call", ["step", "lower"])
+def test_first_call_interrupted_anywhere_in_a_trace_leaves_no_trace_behind(call):
+    one = jdist.OneDeviceStrategy()
+
+    def make_step():
+        def draw(state, x):
+            return {"key": jax.random.split(state["key"])[0]}, jdist.all_reduce("mean", x.sum())
+
+        return one.step(draw, donate=False)
+
+    state = one.init(lambda: {"key": jax.random.key(0)})
+    (x,) = one.distribute_dataset(np.ones(4, np.float32), 4)
+    for number in itertools.count(1):
+        step = make_step()
+        if not first_call_interrupted(step if call == "step" else step.lower, (state, x), number):
+            break
+        assert not jax_compat.is_tracing(), number
+        assert float(step(state, x)[1]) == 4, number
+    assert number > 40
+
+
+def test_call_interrupted_inside_a_jit_of_the_user_leaves_the_trace_to_it(two):
+    step = two.step(double, donate=False)
+    state, (x,) = two.init(lambda: {"w": jnp.ones(3)}), two.distribute_dataset(np.ones(4, np.float32), 4)
+    interrupts = [True]
+
+    @jax.jit
+    def outer(state, x):
+        try:
+            interrupted = first_call_interrupted(step, (state, x), 1)
+        finally:
+            assert jax_compat.is_tracing()
+        assert interrupted == interrupts.pop()
+        return step(state, x)
+
+    np.testing.assert_array_equal(outer(state, x)[0]["w"], 2)
 
 
 def ask(process, line):

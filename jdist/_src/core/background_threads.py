@@ -7,7 +7,8 @@ import atexit
 import concurrent.futures.thread as concurrent_futures_thread
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 from jdist._src.core import activity
@@ -15,7 +16,8 @@ from jdist._src.core import activity
 STOP_SECONDS = 5  # limit for waiting for threads that have been requested to end
 # At exit, Python waits for the threads of all pools, also for daemons, and has no public function to change that.
 _pool_threads: Any = concurrent_futures_thread._threads_queues
-_stop_functions: dict[threading.Thread, Callable[[], None]] = {}  # of the running threads
+# Of the threads that have not ended. One that has left its function still frees its arrays, which is a call of JAX.
+_stop_functions: MutableMapping[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
 
 
 def start_thread(
@@ -37,11 +39,8 @@ def start_thread(
 
 
 def _run(target: Callable[..., None], *args: Any) -> None:
-    try:
-        with activity.background_thread():
-            target(*args)
-    finally:
-        _stop_functions.pop(threading.current_thread(), None)
+    with activity.background_thread():
+        target(*args)
 
 
 def pool_threads() -> set[threading.Thread]:

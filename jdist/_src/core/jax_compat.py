@@ -6,6 +6,7 @@ JAX's public API is the same on every version that jdist supports; the parameter
 
 import contextlib
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -98,6 +99,20 @@ def is_tracing() -> bool:
     from jax._src import core as private  # no public name for it
 
     return not private.trace_state_clean()
+
+
+def end_interrupted_trace() -> None:
+    """Ends a trace that Ctrl-C interrupted where JAX was about to leave it. All later calls would belong to that trace.
+
+    Inside a function that JAX traces it does nothing: JAX leaves the traces around it itself.
+    """
+    from jax._src import core as private  # no public name for it
+
+    frame: Any = sys._getframe()
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("jax."):
+        frame = frame.f_back
+    if frame is None:
+        private.reset_trace_state()
 
 
 def refuse_to_compile(tree: Any, message: str) -> Any:

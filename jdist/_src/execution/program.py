@@ -261,6 +261,7 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             return pair
         except KeyboardInterrupt:
             if pair is None:
+                jax_compat.end_interrupted_trace()
                 raise
             hold_back()
             return pair
@@ -295,6 +296,9 @@ class Program(Generic[StateT, InputsT, OutputsT]):
             lowered = self._lowered.lower(*_shapes(args, [*shardings, *backend.input_shardings(inputs)]))
         except SlowLoopError:
             return self._replaced().lower(*args)
+        except KeyboardInterrupt:
+            jax_compat.end_interrupted_trace()
+            raise
         result = jax.tree.unflatten(lowered.out_tree, [0] * lowered.out_tree.num_leaves)
         if isinstance(result, dict):
             lowered.out_tree = self._structures[min(result)].treedef  # its leaves are those of the dict, in this order
