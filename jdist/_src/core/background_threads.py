@@ -16,8 +16,8 @@ from jdist._src.core import activity
 STOP_SECONDS = 5  # limit for waiting for threads that have been requested to end
 # At exit, Python waits for the threads of all pools, also for daemons, and has no public function to change that.
 _pool_threads: Any = concurrent_futures_thread._threads_queues
-# Of the threads that have not ended. One that has left its function still frees its arrays, which is a call of JAX.
-_stop_functions: MutableMapping[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
+# Of the threads that have not ended; None after the function of one, which then still frees its arrays, a call of JAX.
+_stop_functions: MutableMapping[threading.Thread, Callable[[], None] | None] = weakref.WeakKeyDictionary()
 
 
 def start_thread(
@@ -39,8 +39,11 @@ def start_thread(
 
 
 def _run(target: Callable[..., None], *args: Any) -> None:
-    with activity.background_thread():
-        target(*args)
+    try:
+        with activity.background_thread():
+            target(*args)
+    finally:
+        _stop_functions[threading.current_thread()] = None
 
 
 def pool_threads() -> set[threading.Thread]:
@@ -60,7 +63,7 @@ def abandon(threads: Iterable[threading.Thread]) -> None:
 @atexit.register
 def _stop_threads() -> None:
     deadline = time.monotonic() + STOP_SECONDS
-    for stop in list(_stop_functions.values()):
+    for stop in filter(None, list(_stop_functions.values())):
         stop()
     for thread in list(_stop_functions):
         thread.join(max(0, deadline - time.monotonic()))
