@@ -1,4 +1,4 @@
-"""Reads of a checkpoint that never return: a FIFO without a writer takes the place of a file."""
+"""Reads of a checkpoint that never return: a FIFO without a writer takes the place of a file. Reads that are interrupted."""
 
 import contextlib
 import os
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jdist._src.checkpoint import storage
 from jdist._src.checkpoint.checkpointer import Checkpointer
 from jdist._src.checkpoint.storage import short_message
 from jdist._src.core import activity
@@ -136,3 +137,73 @@ def test_program_exits_while_reads_do_not_return(tmp_path):
             f"step {step} (`checkpointer.restore(strategy, step=step)` at train.py:15), has not ended after 0.5" in line
         )
     assert len(done.stdout.splitlines()) == len(FILES)
+
+
+INTERRUPTED = """
+import os, pathlib, signal, threading, time
+from jdist._src.checkpoint.read_limit import read_within_limit
+
+def read():
+    begun.set()
+    time.sleep(2)
+    os.write(1, b"read")  # a thread in C++ at this time would end the process
+
+def press():
+    begun.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+
+begun = threading.Event()
+signal.signal(signal.SIGINT, signal.default_int_handler)
+threading.Thread(target=press).start()
+try:
+    read_within_limit(pathlib.Path("run"), 1, read)
+except KeyboardInterrupt:
+    os.write(1, b"interrupted ")
+"""
+
+
+def test_exit_after_an_interrupted_read_waits_for_the_read():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted read", "")
+
+
+IMPORT = """
+import signal, sys
+import jdist
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "tensorstore._tensorstore":
+            sys.setprofile(press_in_the_extension)
+
+def press_in_the_extension(frame, event, value):
+    callers = frame.f_code.co_filename, frame.f_back and frame.f_back.f_code.co_name
+    if event == "call" and "importlib" not in callers[0] and callers[1] == "_call_with_frames_removed":
+        sys.setprofile(None)
+        signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Finder())
+strategy, checkpointer = jdist.OneDeviceStrategy(), jdist.Checkpointer(sys.argv[1])
+try:
+    checkpointer.restore(strategy)
+except KeyboardInterrupt:
+    print(checkpointer.restore(strategy).step)
+"""
+
+
+def test_interrupt_while_orbax_is_imported_is_no_damage(run):
+    done = subprocess.run([sys.executable, "-c", IMPORT, str(run)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+
+
+def test_missing_package_is_no_damage(run, one, monkeypatch):
+    def fail():
+        raise ImportError("not installed")
+
+    monkeypatch.setattr(storage, "import_orbax", fail)
+    with Checkpointer(run, fallback=True) as checkpointer:
+        with pytest.raises(ImportError, match="not installed"):
+            checkpointer.restore(one)
+        monkeypatch.undo()
+        assert checkpointer.restore(one).step == 2

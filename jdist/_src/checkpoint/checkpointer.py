@@ -478,7 +478,7 @@ class Checkpointer:
         return RestoredCheckpoint(plan.step, state, position, extra, plan.manifest, plan.unrestored, plan.unused)
 
     def _raise_read_error(self, step: int, error: Exception) -> NoReturn:
-        if isinstance(error, TimeoutError):  # the store does not answer, which is not damage
+        if isinstance(error, TimeoutError | ImportError):  # the store does not answer, or orbax is missing: no damage
             raise error
         self._damaged.add(step)
         older = [other for other in self.steps() if other < step]

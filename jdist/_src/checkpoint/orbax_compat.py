@@ -14,9 +14,23 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from jdist._src.execution.interrupts import held_back, raise_pending
+
 T = TypeVar("T")
 
 _S3 = "s3://"
+
+
+@functools.cache
+def import_orbax() -> Any:
+    """Returns the module `orbax.checkpoint`. Ctrl-C is deferred to the end of the import.
+
+    A process can load tensorstore only once, so after an interrupted import each further one would be an error.
+    """
+    with held_back():
+        import orbax.checkpoint
+    raise_pending()
+    return orbax.checkpoint
 
 
 def configure_orbax(folder: Any) -> None:
@@ -34,6 +48,7 @@ def configure_orbax(folder: Any) -> None:
 
 @functools.cache
 def _turn_off_log() -> None:
+    import_orbax()
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in pathlib.Path(record.pathname).parts)
     from orbax.checkpoint._src import asyncio_utils
 

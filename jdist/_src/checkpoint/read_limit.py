@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from jdist._src.core import activity
-from jdist._src.core.background_threads import abandon, pool_threads
+from jdist._src.core.background_threads import abandon, pool_threads, start_thread
 from jdist._src.core.source_lines import caller_frame, code_at
 from jdist._src.faults.time_limit import WARNING_INTERVAL, WORK_LIMIT, seconds_of
 
@@ -30,7 +30,8 @@ def read_within_limit(path: pathlib.Path, step: int, read: Callable[[], T]) -> T
     """Returns `read()`, which runs in a thread. A warning every 30 seconds says that it has not ended.
 
     The variables `JDIST_WARNING_SECONDS` and `JDIST_WORK_SECONDS` change the interval and the limit. Time in which this process
-    is stopped does not count. After the limit, or Ctrl-C, the thread is left alone: the interpreter can exit without it.
+    is stopped does not count. After the limit, or Ctrl-C, the thread is left alone: the interpreter waits only a few
+    seconds for it when it exits.
 
     Args:
         path: The file or folder that is read.
@@ -44,9 +45,8 @@ def read_within_limit(path: pathlib.Path, step: int, read: Callable[[], T]) -> T
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     other_threads = pool_threads()
     args = (result, contextvars.copy_context(), read)
-    thread = threading.Thread(target=_read, args=args, daemon=True, name="jdist checkpoint read")
     try:
-        thread.start()
+        thread = start_thread(_read, args, name="jdist checkpoint read", stop=lambda: None)
     except RuntimeError:  # the interpreter exits, and cannot start threads
         return read()
     try:

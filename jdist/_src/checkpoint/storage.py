@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.checkpoint.orbax_compat import configure_orbax
+from jdist._src.checkpoint.orbax_compat import configure_orbax, import_orbax
 from jdist._src.checkpoint.read_limit import read_within_limit
 from jdist._src.core.arguments import as_int
 from jdist._src.core.paths import as_path, is_url, remove_tree
@@ -252,7 +252,7 @@ def read_arrays(folder: pathlib.Path, step: int, shapes: Mapping[int, Any]) -> d
 
 
 def _read_arrays(path: Any, shapes: Mapping[int, Any]) -> dict[int, Any]:
-    import orbax.checkpoint as ocp
+    ocp = import_orbax()
 
     items = {str(number): shape for number, shape in shapes.items()}
     # Not with orbax's `Checkpointer`, which has barriers between the processes: a process that fails would not reach them.

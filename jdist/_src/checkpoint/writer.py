@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.checkpoint.orbax_compat import configure_orbax
+from jdist._src.checkpoint.orbax_compat import configure_orbax, import_orbax
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.storage import (
     ARRAYS,
@@ -69,7 +69,7 @@ class Writer:
         # If orbax found out itself, it would leave threads behind, and the other processes in a collective.
         self._group.run(lambda: self._prepare_folder(damaged))
         arrays, manifest, _ = self._group.run(pack, lambda packed: packed[2])
-        import orbax.checkpoint as ocp
+        ocp = import_orbax()
 
         self._caller = threading.get_ident()
         empty_deleted(self.folder)
@@ -121,7 +121,7 @@ class Writer:
             rename_damaged(self.folder, step)
 
     def _make_manager(self) -> Any:
-        import orbax.checkpoint as ocp
+        ocp = import_orbax()
 
         configure_orbax(self.folder)
         options = ocp.CheckpointManagerOptions(
@@ -162,7 +162,7 @@ class _PreservationPolicy:
 @functools.cache
 def _text_args() -> Any:
     """Returns the orbax argument type of a text item. orbax's own JSON item writes everything into one line."""
-    import orbax.checkpoint as ocp
+    ocp = import_orbax()
     from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
 
     class TextHandler(ocp.AsyncCheckpointHandler):
