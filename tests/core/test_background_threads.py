@@ -34,7 +34,7 @@ class Held:
         time.sleep(2)  # as an array whose memory JAX frees without the lock of the interpreter
         os.write(1, b"freed")
 
-start_thread(lambda held: time.sleep(0.2), (Held(),), name="ended", stop=lambda: None)
+start_thread(lambda held: time.sleep(0.2), (Held(),), name="ended", stop=None)
 time.sleep(0.4)
 """
 

@@ -30,8 +30,8 @@ def read_within_limit(path: pathlib.Path, step: int, read: Callable[[], T]) -> T
     """Returns `read()`, which runs in a thread. A warning every 30 seconds says that it has not ended.
 
     The variables `JDIST_WARNING_SECONDS` and `JDIST_WORK_SECONDS` change the interval and the limit. Time in which this process
-    is stopped does not count. After the limit, or Ctrl-C, the thread is left alone: the interpreter waits only a few
-    seconds for it when it exits.
+    is stopped does not count. After the limit, or Ctrl-C, the thread is abandoned: the interpreter waits a few seconds
+    for it when it exits.
 
     Args:
         path: The file or folder that is read.
@@ -46,7 +46,7 @@ def read_within_limit(path: pathlib.Path, step: int, read: Callable[[], T]) -> T
     other_threads = pool_threads()
     args = (result, contextvars.copy_context(), read)
     try:
-        thread = start_thread(_read, args, name="jdist checkpoint read", stop=lambda: None)
+        thread = start_thread(_read, args, name="jdist checkpoint read", stop=None)
     except RuntimeError:  # the interpreter exits, and cannot start threads
         return read()
     try:

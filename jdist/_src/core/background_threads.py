@@ -1,6 +1,6 @@
 """Daemon threads that are stopped when the interpreter exits: a thread inside JAX at that time crashes the process.
 
-Threads that may never end are abandoned instead: the interpreter does not wait for them.
+A thread that may never end is abandoned: the interpreter waits a few seconds for it, and not at all for the pools that it uses.
 """
 
 import atexit
@@ -8,7 +8,7 @@ import concurrent.futures.thread as concurrent_futures_thread
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jdist._src.core import activity
@@ -16,12 +16,13 @@ from jdist._src.core import activity
 STOP_SECONDS = 5  # limit for waiting for threads that have been requested to end
 # At exit, Python waits for the threads of all pools, also for daemons, and has no public function to change that.
 _pool_threads: Any = concurrent_futures_thread._threads_queues
-# Of the threads that have not ended; None after the function of one, which then still frees its arrays, a call of JAX.
-_stop_functions: MutableMapping[threading.Thread, Callable[[], None] | None] = weakref.WeakKeyDictionary()
+# Of the threads that have not ended: one whose function has returned may still free its arrays, which is a call of JAX. It then
+# keeps no function, which may reference the thread.
+_stop_functions: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None] | None] = weakref.WeakKeyDictionary()
 
 
 def start_thread(
-    target: Callable[..., None], args: Sequence[Any], *, name: str, stop: Callable[[], None]
+    target: Callable[..., None], args: Sequence[Any], *, name: str, stop: Callable[[], None] | None
 ) -> threading.Thread:
     """Starts and returns a daemon thread that calls `target(*args)`.
 
@@ -29,8 +30,8 @@ def start_thread(
         target: The function of the thread.
         args: Its arguments.
         name: The name of the thread.
-        stop: Requests the thread to end. Called when the interpreter exits, which then waits for the thread for up to
-            `STOP_SECONDS`.
+        stop: Requests the thread to end; None if it ends by itself. Called when the interpreter exits, which then waits for
+            the thread for up to `STOP_SECONDS`.
     """
     thread = threading.Thread(target=_run, args=(target, *args), name=name, daemon=True)
     _stop_functions[thread] = stop
@@ -53,7 +54,7 @@ def pool_threads() -> set[threading.Thread]:
 
 
 def abandon(threads: Iterable[threading.Thread]) -> None:
-    """Lets the interpreter exit without waiting for these daemon threads, and reports of hangs ignore them."""
+    """Lets the interpreter exit although these daemon threads never end, and reports of hangs ignore them."""
     threads = list(threads)
     activity.abandon(threads)
     for thread in threads:
@@ -63,7 +64,10 @@ def abandon(threads: Iterable[threading.Thread]) -> None:
 @atexit.register
 def _stop_threads() -> None:
     deadline = time.monotonic() + STOP_SECONDS
-    for stop in filter(None, list(_stop_functions.values())):
-        stop()
-    for thread in list(_stop_functions):
+    # Not an iteration over the dict: another thread may start one meanwhile.
+    threads = [thread for reference in _stop_functions.keyrefs() if (thread := reference()) is not None]
+    for thread in threads:
+        if (stop := _stop_functions[thread]) is not None:
+            stop()
+    for thread in threads:
         thread.join(max(0, deadline - time.monotonic()))

@@ -102,9 +102,9 @@ def is_tracing() -> bool:
 
 
 def end_interrupted_trace() -> None:
-    """Ends a trace that Ctrl-C interrupted where JAX was about to leave it. All later calls would belong to that trace.
+    """Ends a trace that JAX has left open because Ctrl-C interrupted it. All later calls would be a part of that trace.
 
-    Inside a function that JAX traces it does nothing: JAX leaves the traces around it itself.
+    It has no effect in a function that JAX traces or calls: JAX ends the traces around that function itself.
     """
     from jax._src import core as private  # no public name for it
 
