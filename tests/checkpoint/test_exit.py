@@ -1,5 +1,6 @@
 """A program that ends after `save`: the interpreter waits for the checkpoint, or the exit status tells that it is lost."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 
 import jdist
+from jdist._src.checkpoint.orbax_compat import _until_its_tasks_end
 from tests.notebook_kernel import Kernel
 
 PREAMBLE = """
@@ -124,3 +126,22 @@ def test_kernel_that_is_shut_down_waits_for_its_save(tmp_path):
     finally:
         kernel.close()
     assert jdist.Checkpointer(tmp_path / "run").steps() == (1,)
+
+
+def test_tasks_of_the_kernel_are_not_waited_for():
+    ended = []
+
+    async def work():
+        async def part():
+            await asyncio.sleep(0)
+            ended.append("part")
+
+        ended.append(asyncio.create_task(part()) is None)
+
+    async def cell():
+        kernel = asyncio.create_task(asyncio.sleep(3600))
+        await asyncio.wait_for(_until_its_tasks_end(work()), 20)
+        return kernel.cancel()
+
+    assert asyncio.run(cell())
+    assert ended == [False, "part"]

@@ -56,17 +56,20 @@ def _turn_off_log() -> None:
     # prints a traceback. orbax does not have an option for it, and all of its loops run in this function.
     run_sync = getattr(asyncio_utils, "run_sync", None)
     if run_sync is not None:
-        asyncio_utils.run_sync = lambda coro: run_sync(_until_all_tasks_end(coro))
+        asyncio_utils.run_sync = lambda coro: run_sync(_until_its_tasks_end(coro))
 
 
-async def _until_all_tasks_end(coro: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `coro` when all other tasks of its event loop have ended too."""
+async def _until_its_tasks_end(coro: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `coro` when all tasks that were started meanwhile have ended too.
+
+    In a notebook, older versions of orbax run it in the event loop of the kernel, whose own tasks never end.
+    """
+    earlier = asyncio.all_tasks()
     asyncio.get_running_loop().set_default_executor(_Executor())
     try:
         return await coro
     finally:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*(asyncio.all_tasks() - earlier), return_exceptions=True)
 
 
 class _Executor(concurrent.futures.ThreadPoolExecutor):
