@@ -12,9 +12,10 @@ import pytest
 from jdist._src.launch.compilation_cache import CompilationCache, compilation_cache
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-# In the first attempt, process 0 is killed while it writes an entry. In the second, a warning is an error.
+# In the first attempt, process 0 is killed while it writes an entry: after process 1 has printed, because the launcher
+# then ends process 1. In the second attempt, a warning is an error.
 PROGRAM = """
-import collections, os, pathlib, signal, warnings
+import collections, os, pathlib, signal, time, warnings
 import jax, jax.numpy as jnp
 from jdist.cluster import resolve
 events = collections.Counter()
@@ -31,10 +32,15 @@ assert (float(total), float(local)) == (2, 6)
 requests, hits = (events[f"/jax/compilation_cache/{name}"] for name in ("compile_requests_use_cache", "cache_hits"))
 print("attempt", attempt, "requests", requests, "hits", hits, flush=True)
 if attempt == 0:
+    printed = pathlib.Path("printed")
     if jax.process_index() == 0:
+        while not printed.exists():
+            time.sleep(0.01)
+        printed.unlink()
         largest = max(pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"]).glob("*-cache"), key=os.path.getsize)
         os.truncate(largest, largest.stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
+    printed.touch()
     signal.pause()
 """
 
