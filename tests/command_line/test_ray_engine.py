@@ -108,7 +108,9 @@ def test_signal_is_forwarded_to_the_processes_on_ray(start):
 )
 def test_job_on_ray_starts_again_after_a_failure(start, line, reason):
     program = "r = int(os.environ['JDIST_RESTARTS']); print('attempt', r)\nif r == 0:\n"
-    program += f"    time.sleep(1)\n    if i == 1: {line}\n    time.sleep(100)"
+    program += "    if i == 0: open('printed', 'w').close()\n"
+    program += "    while not os.path.exists('printed'): time.sleep(0.01)\n"
+    program += f"    if i == 1: {line}\n    time.sleep(100)"
     launcher = start("-n 2 --max-restarts 1 --answer-timeout 4", program)
     output, errors = launcher.communicate(timeout=280)
     assert launcher.returncode == 0, errors

@@ -204,7 +204,7 @@ def test_machines_that_do_not_connect_in_time_are_an_error(start):
 
 @pytest.mark.slow
 def test_elastic_job_continues_without_a_lost_machine_and_with_one_that_connects(start):
-    options = "--elastic 1:4 --rejoin-after 1"
+    options = "--elastic 1:4 --rejoin-after 6"  # also the time in which the second machine has to connect
     program = "if r < 2: " + WAIT
     first, second = (start(k, options, program) for k in range(2))
     read_until(second.stdout, "attempt")

@@ -178,7 +178,7 @@ def test_closed_output_ends_the_job(started):
     assert "restart" not in launcher.stderr.read()
 
 
-# Elastic jobs.
+# Elastic jobs. `--rejoin-after` is longer than an attempt needs until it can be ended, also on a machine with other work.
 
 SAVING = (
     """
@@ -218,8 +218,8 @@ def test_elastic_job_keeps_its_smallest_number_of_processes(run):
 
 @pytest.mark.slow
 def test_failures_of_an_elastic_job_are_counted_and_restarts_with_more_processes_are_not(run):
-    program = RESTARTS + SAVING + "if r != 1 and i == 1: os._exit(5)\ntime.sleep(60)"
-    status, output, errors = run("--elastic 1:2 --rejoin-after 0.2 --max-restarts 1", program)
+    program = RESTARTS + SAVING + "if i == 1: os._exit(5)\ntime.sleep(60)"
+    status, output, errors = run("--elastic 1:2 --rejoin-after 4 --max-restarts 1", program)
     assert status == 5
     assert re.findall(r"\[0\] attempt (\d) with (\d)", output) == [("0", "2"), ("1", "1"), ("2", "2")]
     assert errors.count("jdist run: restart") == 2
@@ -229,7 +229,7 @@ def test_failures_of_an_elastic_job_are_counted_and_restarts_with_more_processes
 def test_elastic_job_that_ends_instead_of_growing_has_succeeded(run):
     program = RESTARTS + "print(r)\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" + READY
     program += "if i: os._exit(5)\nif r == 0: signal.signal(signal.SIGTERM, signal.SIG_DFL)\ntime.sleep(60)"
-    status, output, errors = run("--elastic 1:2 --rejoin-after 1", program)
+    status, output, errors = run("--elastic 1:2 --rejoin-after 4", program)
     assert (status, output.splitlines()[-1]) == (0, "[0] 1"), errors
 
 

@@ -16,6 +16,7 @@ RESULTS = {
     "steps_per_call": 12.0,
     "write_by_process_0": 3.0,
 }
+WORK = {"trace": "traces a function", "compilation": "compiles a program", "debugger": "is stopped in a debugger"}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,10 @@ def joined():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RESULTS)
-def test_work_is_no_hang(case, joined, tmp_path):
+def test_work_is_no_hang_and_warnings_name_it(case, joined, tmp_path):
     assert joined.run("faults.slow_worker:run_case", case, tmp_path) == [RESULTS[case]] * 2
+    if case in WORK:
+        assert f", {WORK[case]} (" in joined.output(0)
 
 
 @pytest.mark.slow
@@ -60,10 +63,3 @@ def wait_for(path):
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_warnings_name_the_work(joined):
-    output = joined.output(0)
-    for work in ("traces a function", "compiles a program", "is stopped in a debugger"):
-        assert f", {work} (" in output, work
