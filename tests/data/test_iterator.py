@@ -963,5 +963,5 @@ def test_process_with_an_unfinished_iterator_exits_without_output(program):
     text = textwrap.dedent(text) + PROGRAMS[program] + "\nprint('end', flush=True)"
     command = [sys.executable, "-c", text]
     # Threads that do not react get 2 seconds together.
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

@@ -367,13 +367,17 @@ def test_ctrl_c_during_a_step_ends_training_after_it(two):
 
 
 def test_ctrl_c_while_waiting_for_data_ends_training(two):
+    waits = threading.Event()
+
     class Slow:
         def __iter__(self):
             yield from ((SMALL[0][i : i + 60], SMALL[1][i : i + 60]) for i in range(0, 240, 60))
+            assert waits.wait(60)
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             time.sleep(1)
 
-    result = trainer(two).fit(Slow(), progress="off")
+    after_step_3 = lambda event: waits.set() if event.moment is Moment.STEP and event.step == 3 else None
+    result = trainer(two).fit(Slow(), callbacks=[after_step_3], progress="off")
     assert result.stop_reason == "Ctrl-C was pressed."
     assert result.steps == int(result.state.step) == 3
 
