@@ -178,7 +178,7 @@ def test_closed_output_ends_the_job(started):
     assert "restart" not in launcher.stderr.read()
 
 
-# Elastic jobs. `--rejoin-after` is longer than an attempt needs until it can be ended, also on a machine with other work.
+# Elastic jobs. `--rejoin-after` is longer than an attempt takes to end and the next one to start, also on a loaded machine.
 
 SAVING = (
     """
