@@ -5,6 +5,7 @@ orbax takes a second to import, so it is imported at the first use.
 
 import asyncio
 import concurrent.futures
+import contextvars
 import functools
 import importlib.metadata
 import logging
@@ -52,24 +53,38 @@ def _turn_off_log() -> None:
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in pathlib.Path(record.pathname).parts)
     from orbax.checkpoint._src import asyncio_utils
 
-    # orbax closes its event loop at the first error. A read or write that ends later finds the loop closed, and Python
-    # prints a traceback. orbax does not have an option for it, and all of its loops run in this function.
+    # orbax does not have options for its event loops, and all of them run in this function.
     run_sync = getattr(asyncio_utils, "run_sync", None)
     if run_sync is not None:
-        asyncio_utils.run_sync = lambda coro: run_sync(_until_its_tasks_end(coro))
+        asyncio_utils.run_sync = functools.partial(_run_in_own_loop, run_sync)
 
 
-async def _until_its_tasks_end(coro: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `coro` when all tasks that were started meanwhile have ended too.
+def _run_in_own_loop(run_sync: Callable[[Coroutine[Any, Any, T]], T], coro: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `coro`, which `run_sync` runs in an event loop of its own.
 
-    In a notebook, older versions of orbax run it in the event loop of the kernel, whose own tasks never end.
+    In a notebook the event loop of the kernel is running. Older versions of orbax would run it inside the cell, where the
+    messages of later cells wait for the end of this one. So `coro` runs in another thread.
     """
-    earlier = asyncio.all_tasks()
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run_sync(_until_all_tasks_end(coro))
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(contextvars.copy_context().run, run_sync, _until_all_tasks_end(coro)).result()
+
+
+async def _until_all_tasks_end(coro: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `coro` when all other tasks of its event loop have ended too.
+
+    orbax closes its event loop at the first error. A read or write that ends later would find the loop closed, and Python
+    would print a traceback.
+    """
     asyncio.get_running_loop().set_default_executor(_Executor())
     try:
         return await coro
     finally:
-        await asyncio.gather(*(asyncio.all_tasks() - earlier), return_exceptions=True)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
 
 
 class _Executor(concurrent.futures.ThreadPoolExecutor):
