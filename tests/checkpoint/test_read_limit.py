@@ -145,20 +145,24 @@ from jdist._src.checkpoint.read_limit import read_within_limit
 
 def read():
     begun.set()
-    time.sleep(2)
+    interrupted.wait(20)
+    time.sleep(0.5)
     os.write(1, b"read")  # a thread in C++ at this time would end the process
 
 def press():
     begun.wait()
-    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.3)  # until the wait has begun, where the interrupt is not noticed at once
+    # The kernel gives the signal to this thread: no wait of another thread ends, as if it had arrived just before the wait.
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
-begun = threading.Event()
+begun, interrupted = threading.Event(), threading.Event()
 signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Thread(target=press).start()
 try:
     read_within_limit(pathlib.Path("run"), 1, read)
 except KeyboardInterrupt:
     os.write(1, b"interrupted ")
+    interrupted.set()
 """
 
 

@@ -15,6 +15,7 @@ from jdist._src.faults.time_limit import WARNING_INTERVAL, WORK_LIMIT, seconds_o
 
 T = TypeVar("T")
 _LOG = logging.getLogger("jdist")
+_POLL_SECONDS = 0.5  # a signal that arrives just before a wait begins does not end it: Ctrl-C is noticed after it
 
 
 def read_limits() -> tuple[float, float]:
@@ -70,12 +71,14 @@ def _read(result: "concurrent.futures.Future[T]", context: contextvars.Context, 
 
 
 def _wait(result: "concurrent.futures.Future[T]", subject: str, interval: float, limit: float) -> None:
-    waited = 0.0
+    waited, next_warning = 0.0, interval
     while True:
-        seconds = min(interval, limit - waited, threading.TIMEOUT_MAX)
+        seconds = min(_POLL_SECONDS, next_warning - waited, limit - waited)
         if concurrent.futures.wait([result], seconds).done:
             return
         waited += seconds
+        if waited < min(next_warning, limit):
+            continue
         frame = caller_frame()
         place = f" ({code_at(frame)})" if frame else ""
         if waited >= limit:
@@ -85,3 +88,4 @@ def _wait(result: "concurrent.futures.Future[T]", subject: str, interval: float,
                 "undamaged. The environment variable JDIST_WORK_SECONDS changes the limit."
             )
         _LOG.warning("%s%s, has not ended after %.0f seconds.", subject, place, waited)
+        next_warning += interval
