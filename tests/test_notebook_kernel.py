@@ -23,7 +23,7 @@ def endless():
 def prefetch_threads():
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("jdist")]
     for thread in threads:
-        thread.join(5)  # a thread that was told to end makes its last item first
+        thread.join(60)  # a thread that was told to end makes its last item first
     return sum(thread.is_alive() for thread in threads)
 
 def counts():

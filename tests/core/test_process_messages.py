@@ -16,7 +16,7 @@ from jdist._src.core.process_messages import MessageExchange, numbered_name
 _CLIENT = """
 import sys, time
 from jax._src.lib import _jax
-client = _jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=60, heartbeat_timeout=3)
+client = _jax.get_distributed_runtime_client(sys.argv[1], 1, init_timeout=60, heartbeat_timeout=10)
 client.connect()
 client.key_value_set("started", "1")
 time.sleep(600)
@@ -179,9 +179,9 @@ def test_wait_for_a_process_that_has_ended_is_an_error_that_names_its_error(clie
 @pytest.mark.slow
 def test_wait_for_a_lost_process_is_an_error_where_the_processes_are_recoverable(monkeypatch):
     monkeypatch.setattr(process_messages, "are_recoverable", lambda: True)
-    with _service(2, recoverable=True, heartbeat_timeout=3) as address:
+    with _service(2, recoverable=True, heartbeat_timeout=10) as address:
         other = subprocess.Popen([sys.executable, "-c", _CLIENT, address])
-        client = _client(address, heartbeat_timeout=3)
+        client = _client(address, heartbeat_timeout=10)
         client.blocking_key_value_get("started", 60_000)
         exchange = MessageExchange(numbered_name("test/lost"), 0, 2, "the save", store=client)
         other.kill()

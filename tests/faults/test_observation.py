@@ -93,22 +93,24 @@ def test_wait_of_the_host_program_names_its_reason(no_calls):
 
 
 def in_thread(work, function):
-    """Observes this process until a thread that runs `function` does `work`; returns the last observation."""
-    observer, errors = Observer(), []
+    """Observes this process until a thread that calls `function` again and again does `work`; returns that observation."""
+    observer, errors, end = Observer(), [], threading.Event()
 
     def run():
         try:
-            function()
+            while not end.is_set():
+                function()
         except Exception as error:  # reported below
             errors.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
-    found = None
-    while thread.is_alive() and found is None:
+    found, deadline = None, time.monotonic() + 60
+    while thread.is_alive() and found is None and time.monotonic() < deadline:
         time.sleep(0.01)
         observation = observer.observe()
         found = observation if observation.work == work else None
+    end.set()
     thread.join()
     assert not errors
     return found
@@ -126,7 +128,9 @@ def test_compilation_is_work(no_calls):
             x = jnp.sin(x @ x) + number
         return x
 
-    assert in_thread("compiles a program", lambda: jax.jit(compute)(np.ones((4, 4), np.float32))) is not None
+    # A new function each time, which JAX has not compiled yet.
+    compiles = lambda: jax.jit(lambda x: compute(x))(np.ones((4, 4), np.float32))
+    assert in_thread("compiles a program", compiles) is not None
 
 
 def test_debugger_is_work(no_calls):

@@ -373,8 +373,9 @@ def test_ctrl_c_while_waiting_for_data_ends_training(two):
         def __iter__(self):
             yield from ((SMALL[0][i : i + 60], SMALL[1][i : i + 60]) for i in range(0, 240, 60))
             assert waits.wait(60)
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-            time.sleep(1)
+            time.sleep(0.3)  # until the loop waits
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(3)
 
     after_step_3 = lambda event: waits.set() if event.moment is Moment.STEP and event.step == 3 else None
     result = trainer(two).fit(Slow(), callbacks=[after_step_3], progress="off")
