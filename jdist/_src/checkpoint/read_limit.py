@@ -4,7 +4,6 @@ import concurrent.futures
 import contextvars
 import logging
 import pathlib
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
