@@ -22,7 +22,7 @@ from interrupted_loop import KINDS
 
 import jdist
 from jdist._src.core import jax_compat, trace_key
-from jdist._src.execution import program
+from jdist._src.execution import interrupts, program
 from jdist._src.execution.interrupts import held_back, raise_pending, uninterrupted
 
 # Calls a function in C that returns None, and during which Ctrl-C is pressed.
@@ -30,8 +30,12 @@ press = functools.partial(uninterrupted(_thread.interrupt_main, lambda result: r
 
 
 @pytest.fixture(autouse=True)
-def ctrl_c_interrupts():
-    """Ctrl-C raises KeyboardInterrupt; a shell that starts the tests in the background has it ignored."""
+def ctrl_c_interrupts(monkeypatch):
+    """Ctrl-C raises KeyboardInterrupt; a shell that starts the tests in the background has it ignored.
+
+    An interrupt that is held back waits for the next call of a program, also where the machine stops the test in between.
+    """
+    monkeypatch.setattr(interrupts, "_DELAY_SECONDS", 60)
     previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, previous_handler)
@@ -44,7 +48,8 @@ def test_interrupt_during_a_call_is_raised_by_the_next_call():
     raise_pending()  # once
 
 
-def test_interrupt_during_the_last_call_is_raised_soon():
+def test_interrupt_during_the_last_call_is_raised_soon(monkeypatch):
+    monkeypatch.setattr(interrupts, "_DELAY_SECONDS", 0.1)
     with pytest.raises(KeyboardInterrupt):
         press()
         time.sleep(60)
@@ -164,8 +169,8 @@ def test_interrupted_loop_leaves_a_state_that_is_not_donated(strategy, steps_per
     state, _ = step(state, inputs)
     delays, steps = random.Random(0), 0
     for _ in range(10):
-        threading.Timer(delays.uniform(0.01, 0.03), os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(delays.uniform(0.01, 0.03), os.kill, (os.getpid(), signal.SIGINT)).start()
             while True:
                 state, _ = step(state, inputs)
         assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
@@ -291,7 +296,7 @@ def test_first_call_interrupted_anywhere_in_a_trace_leaves_no_trace_behind(call)
 def test_call_interrupted_inside_a_jit_of_the_user_leaves_the_trace_to_it(two):
     step = two.step(double, donate=False)
     state, (x,) = two.init(lambda: {"w": jnp.ones(3)}), two.distribute_dataset(np.ones(4, np.float32), 4)
-    interrupts = [True]
+    expected = [True]
 
     @jax.jit
     def outer(state, x):
@@ -299,7 +304,7 @@ def test_call_interrupted_inside_a_jit_of_the_user_leaves_the_trace_to_it(two):
             interrupted = first_call_interrupted(step, (state, x), 1)
         finally:
             assert jax_compat.is_tracing()
-        assert interrupted == interrupts.pop()
+        assert interrupted == expected.pop()
         return step(state, x)
 
     np.testing.assert_array_equal(outer(state, x)[0]["w"], 2)

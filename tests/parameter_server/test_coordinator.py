@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist._src.parameter_server.closure_queue import WorkerLostError
+from jdist._src.core import exit_work
+from jdist._src.parameter_server.closure_queue import Outcome, RaisedError, WorkerLostError
 from jdist.coordinator import (
     CancelledError,
     ClusterCoordinator,
@@ -243,6 +244,30 @@ def test_arrays_are_computed_when_the_function_has_run(coordinator, caplog):
 
 
 # Errors.
+
+
+def test_coordinator_knows_what_was_fetched(coordinator, monkeypatch):
+    for name in ("set_value", "set_error"):
+        set_outcome = getattr(Outcome, name)
+        pauses = lambda *args, set_outcome=set_outcome: (set_outcome(*args), time.sleep(0.2))
+        monkeypatch.setattr(Outcome, name, pauses)
+    coordinator.schedule(int).fetch()
+    assert coordinator.done()
+    with pytest.raises(_FunctionError):
+        coordinator.schedule(_failing).fetch()
+    with pytest.raises(_FunctionError):
+        coordinator.done()
+
+
+def test_error_that_was_fetched_is_not_printed_at_exit(coordinator, monkeypatch):
+    set_error = Outcome.set_error
+    monkeypatch.setattr(Outcome, "set_error", lambda *args: (set_error(*args), time.sleep(0.2)))
+    with pytest.raises(_FunctionError):
+        coordinator.schedule(_failing).fetch()
+    until(lambda: "0 waiting, 0 running" in repr(coordinator))
+    assert not any(isinstance(key, RaisedError) for key in exit_work._work)
+    with pytest.raises(_FunctionError):
+        coordinator.join()
 
 
 def test_ps10_error_is_raised_once_and_functions_that_wait_are_cancelled():

@@ -255,15 +255,13 @@ class ClosureQueue:
 
     def finish(self, closure: Closure, value: Any) -> None:
         """Sets the result of a function that `get` returned."""
-        closure.outcome.set_value(value)
-        with self._lock:
+        with self._lock:  # who has fetched the result or the error finds the queue after it
+            closure.outcome.set_value(value)
             self._end(closure)
 
     def fail(self, closure: Closure, error: BaseException) -> None:
         """Sets the error of a function that `get` returned. The first error cancels all functions that wait."""
         raised = RaisedError(error)
-        closure.outcome.set_error(raised)
-        cancelled: list[Closure] = []
         with self._lock:
             if closure.worker is None and closure.round == self._round:
                 self._error = raised
@@ -272,8 +270,9 @@ class ClosureQueue:
                 cancelled = list(self._waiting)
                 self._waiting.clear()
                 self._has_space.notify_all()
+                _cancel(cancelled, f"`{closure.name}` failed before it ran")
+            closure.outcome.set_error(raised)  # last: who fetches it takes back the report at exit
             self._end(closure)
-        _cancel(cancelled, f"`{closure.name}` failed before it ran")
 
     def requeue(self, closure: Closure, error: WorkerLostError) -> None:
         """Returns a function of a lost worker to the front of the queue.
