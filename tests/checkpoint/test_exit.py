@@ -21,6 +21,14 @@ folder = sys.argv[1]
 strategy = jdist.MirroredStrategy()
 state = strategy.put({"w": np.random.default_rng(0).normal(size=(300, 1000)).astype(np.float32)})
 c = jdist.Checkpointer(folder)
+mkdir = os.mkdir
+
+def slow_mkdir(*args, **kwargs):
+    time.sleep(1)
+    mkdir(*args, **kwargs)
+
+def no_mkdir(*args, **kwargs):
+    raise OSError(122, os.strerror(122))
 """
 FULL = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
 FORK = """
@@ -79,6 +87,15 @@ PROGRAMS = {
     "full disk, dropped": (f"{FULL}c.save(1, state); del c", 1, (), "", "The program ends with exit status 1."),
     "full disk, handled": (
         f"{FULL}c.save(1, state)\ntry: c.wait()\nexcept jdist.CheckpointError: print('handled')", 0, (), "handled", "",
+    ),
+    "slow folders": ("os.mkdir = slow_mkdir\nc.save(1, state)", 0, (1,), "", ""),
+    "no folders": (
+        "os.mkdir = no_mkdir\nc.save(1, state)",
+        1, (), "", f"CheckpointError: The checkpoint of step 1 could not be written to FOLDER: {os.strerror(122)}. ",
+    ),
+    "no folders at first": (
+        "os.mkdir = no_mkdir\ntry: c.save(1, state)\nexcept jdist.CheckpointError: os.mkdir = mkdir\nc.save(1, state)",
+        0, (1,), "", "",
     ),
     "trainer": (TRAINER, 1, (2,), "", "ValueError: unlucky"),
 }  # fmt: skip

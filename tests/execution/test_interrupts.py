@@ -334,7 +334,7 @@ def test_signals_from_another_process_leave_a_state_of_every_kind(kind, strategy
     """One of 200 interrupts may lose the state: one that arrives between the return of the step and the assignment.
 
     The steps take 25 to 40 microseconds, of which that moment is up to one hundredth. So where chance loses more, further
-    rounds decide whether at most 2 of 100 are lost.
+    rounds decide whether at most 3 of 100 are lost.
     """
     folders = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parents[1]
     program = [sys.executable, str(folders[1] / "execution" / "interrupted_loop.py"), kind, strategy]
@@ -354,4 +354,4 @@ def test_signals_from_another_process_leave_a_state_of_every_kind(kind, strategy
         finally:
             process.kill()
     assert answers.count(b"kept") + answers.count(b"lost") == len(answers)
-    assert answers.count(b"lost") <= max(1, len(answers) // 50)
+    assert answers.count(b"lost") <= max(1, 3 * len(answers) // 100)

@@ -66,8 +66,10 @@ def _run_in_own_loop(run_sync: Callable[[Coroutine[Any, Any, T]], T], coro: Coro
     messages of later cells wait for the end of this one. So `coro` runs in another thread.
     """
     try:
-        asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
     except RuntimeError:
+        loop = None
+    if loop is None:  # not in the handler, whose error would be part of the tracebacks of orbax
         return run_sync(_until_all_tasks_end(coro))
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(contextvars.copy_context().run, run_sync, _until_all_tasks_end(coro)).result()

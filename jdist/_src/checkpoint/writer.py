@@ -129,7 +129,9 @@ class Writer:
             todelete_subdir=None if is_url(self.folder) else DELETED,
             cleanup_tmp_directories=True,
             enable_async_checkpointing=True,
-            async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier),
+            # In the background, a folder that cannot be created would leave threads behind that wait for it for 20 minutes, and
+            # a thread for its metadata could not start while the interpreter of Python 3.12.0 or 3.12.1 exits.
+            async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier, create_directories_asynchronously=False),
         )
         manager = ocp.CheckpointManager(self.folder, options=options)
         # orbax would pass the step to JAX's agreement on preemption, which counts the checks of `PreemptionNotice`.
