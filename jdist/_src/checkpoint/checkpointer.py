@@ -167,8 +167,8 @@ class Checkpointer:
     ) -> bool:
         """Saves a checkpoint in the background, if one is due.
 
-        It returns when the arrays are copied, so the next step may donate the state; with `wait`, when the checkpoint is
-        complete. All processes call it with the same arguments.
+        It returns when the folders are created and the arrays are copied, so the next step may donate the state; with
+        `wait`, when the checkpoint is complete. All processes call it with the same arguments.
 
         Args:
             step: The number of steps that led to the state.
