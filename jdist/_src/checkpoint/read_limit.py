@@ -14,7 +14,7 @@ from jdist._src.faults.time_limit import WARNING_INTERVAL, WORK_LIMIT, seconds_o
 
 T = TypeVar("T")
 _LOG = logging.getLogger("jdist")
-_POLL_SECONDS = 0.5  # a signal that arrives just before a wait begins does not end it: Ctrl-C is noticed after it
+_POLL_SECONDS = 0.5  # interval in which the wait reacts to Ctrl-C: a signal that arrives just before it does not end it
 
 
 def read_limits() -> tuple[float, float]:

@@ -255,7 +255,7 @@ class ClosureQueue:
 
     def finish(self, closure: Closure, value: Any) -> None:
         """Sets the result of a function that `get` returned."""
-        with self._lock:  # who has fetched the result or the error finds the queue after it
+        with self._lock:  # a caller that fetches the result finds the function counted as ended
             closure.outcome.set_value(value)
             self._end(closure)
 
@@ -271,7 +271,7 @@ class ClosureQueue:
                 self._waiting.clear()
                 self._has_space.notify_all()
                 _cancel(cancelled, f"`{closure.name}` failed before it ran")
-            closure.outcome.set_error(raised)  # last: who fetches it takes back the report at exit
+            closure.outcome.set_error(raised)  # at the end: a caller that fetches the error removes the report at exit
             self._end(closure)
 
     def requeue(self, closure: Closure, error: WorkerLostError) -> None:
@@ -285,12 +285,11 @@ class ClosureQueue:
             self.fail(closure, error)
             return
         with self._lock:
-            is_cancelled = self._is_closed or (closure.worker is None and closure.round != self._round)
-            if not is_cancelled:
+            if self._is_closed or (closure.worker is None and closure.round != self._round):
+                _cancel([closure], "its worker was lost, and another function had failed")
+            else:
                 self._add(closure, first=True)
             self._end(closure)
-        if is_cancelled:
-            _cancel([closure], "its worker was lost, and another function had failed")
 
     def _add(self, closure: Closure, first: bool = False) -> None:
         closures = self._waiting if closure.worker is None else self._waiting_of_worker[closure.worker]
