@@ -25,11 +25,12 @@ OTHERS = (
 )
 # The options of benchmarks whose other cases run the same code for minutes.
 OPTIONS = {
-    "train_step": ["--case small", "--case fit-cnn"],
+    "train_step": ["--case small", "--case fit-small"],
     "step_overhead": ["--case tiny"],
     "all_reduce": ["--case small --devices 2"],
     "policies": ["--case mlp"],
-    "multi_process": ["--case mlp", "--case sum"],
+    "input": ["--case tiny", "--case grain"],
+    "multi_process": ["--case mlp"],
     "parameter_server": ["--case sparse"],
     "recovery": ["--case kill"],
 }

@@ -59,17 +59,14 @@ def test_policies_prints_one_row_per_policy_with_the_bytes_of_its_program():
 
 
 @pytest.mark.slow
-def test_compressing_policies_reach_the_loss_of_the_mean_and_the_figure_is_drawn(tmp_path):
+def test_chosen_policy_reaches_the_loss_of_the_mean_and_the_figure_is_drawn(tmp_path):
     path = tmp_path / "figure.png"
-    policies = ["mean", "int8", "int8(stochastic)", "top_k(0.1)", "power_sgd(16)"]
-    table, printed = _table("--steps", "256", "--policy", *policies, "--plot", path, xla_flags="")
-    assert list(table) == policies
-    mean = table["mean"][0]
-    assert mean < 1.6
-    for name in policies[1:]:
-        assert table[name][0] < 1.02 * mean, name
+    table, printed = _table("--steps", "256", "--policy", "mean", "int8", "--plot", path, xla_flags="")
+    assert list(table) == ["mean", "int8"]
+    assert table["mean"][0] < 1.6
+    assert table["int8"][0] < 1.02 * table["mean"][0]
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert re.search(r"^2/5 int8: loss \d\.\d{4}, \d+ s$", printed, re.MULTILINE)  # printed before the table
+    assert re.search(r"^2/2 int8: loss \d\.\d{4}, \d+ s$", printed, re.MULTILINE)  # printed before the table
 
 
 @pytest.mark.slow

@@ -102,13 +102,13 @@ def wait_for_incomplete_checkpoint(folder, launcher):
 
 
 @pytest.mark.slow
-def test_training_whose_processes_are_killed_20_times_ends_with_the_same_bits(launch, tmp_path):
+def test_training_whose_processes_are_killed_7_times_ends_with_the_same_bits(launch, tmp_path):
     undisturbed = launch("-n 2", "undisturbed")
     assert undisturbed.wait(timeout=120) == 0, (tmp_path / "undisturbed/errors").read_text()
-    killed = launch("-n 2 --max-restarts 20", "killed", "saves")
-    counts, hits = kill_repeatedly(killed, tmp_path / "killed", lambda counts: len(counts) == 20, random.Random(0))
+    killed = launch("-n 2 --max-restarts 7", "killed", "saves")
+    counts, hits = kill_repeatedly(killed, tmp_path / "killed", lambda counts: len(counts) == 7, random.Random(0))
     assert killed.wait(timeout=60) == 0, (tmp_path / "killed/errors").read_text()
-    assert len(counts) == 20 and hits >= 5
+    assert len(counts) == 7 and hits >= 2
     assert bits(tmp_path / "killed") == bits(tmp_path / "undisturbed")
 
 
@@ -119,7 +119,7 @@ def test_exact_training_with_other_numbers_of_processes_ends_with_the_same_bits(
     killed = launch("--elastic 1:3 --rejoin-after 12 --max-restarts 20", "killed", "exact", "saves", "slow")
 
     def is_enough(counts):
-        return len(counts) >= 4 and len(set(counts)) > 1 and "more process" in (tmp_path / "killed/errors").read_text()
+        return len(counts) >= 2 and len(set(counts)) > 1 and "more process" in (tmp_path / "killed/errors").read_text()
 
     counts, _ = kill_repeatedly(killed, tmp_path / "killed", is_enough, random.Random(0))
     assert killed.wait(timeout=100) == 0, (tmp_path / "killed/errors").read_text()

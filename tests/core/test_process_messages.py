@@ -95,10 +95,7 @@ def _simulate(num_processes, store, messages, **options):
     return results, requests, name
 
 
-@pytest.mark.parametrize(
-    "num_processes",
-    [1, 2, 3, 8, 64, pytest.param(512, marks=pytest.mark.slow), pytest.param(2048, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 8, 64, pytest.param(512, marks=pytest.mark.slow)])
 def test_a_round_takes_two_requests_per_process_and_one_more_per_changed_message(num_processes, client, monkeypatch):
     monkeypatch.setattr(process_messages, "_POLL_MILLISECONDS", 300_000)  # polls depend on time
     store = CountingStore(client)

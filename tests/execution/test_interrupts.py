@@ -319,17 +319,14 @@ def ask(process, line):
 @pytest.mark.parametrize(
     "kind, strategy, rounds",
     [
-        *((kind, "mirrored", 8) for kind in KINDS),
+        *((kind, "mirrored", 8) for kind in ("dict", "nnx")),
+        *(pytest.param(kind, "mirrored", 200, marks=pytest.mark.slow) for kind in KINDS),
         *(
-            pytest.param(kind, strategy, 200, marks=pytest.mark.slow)
-            for strategy in ("mirrored", "one_device_in_a_scope")
-            for kind in KINDS
+            pytest.param("optax", strategy, 200, marks=pytest.mark.slow)
+            for strategy in ("one_device_in_a_scope", "central", "sharded")
         ),
-        pytest.param("optax", "central", 200, marks=pytest.mark.slow),
-        pytest.param("optax", "sharded", 200, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.one_in(3)
 def test_signals_from_another_process_leave_a_state_of_every_kind(kind, strategy, rounds):
     """One of 200 interrupts may lose the state: one that arrives between the return of the step and the assignment.
 

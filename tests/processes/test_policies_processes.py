@@ -19,7 +19,7 @@ def run(*runs):
 @pytest.fixture(scope="module")
 def results():
     exact, every = ["exact"], ["exact", "int8", "diloco", "streaming"]
-    return run((1, 1, exact), (1, 2, every), (2, 1, every), (4, 1, exact), (2, 2, exact))
+    return run((1, 1, exact), (1, 2, every), (2, 1, every), (2, 2, exact))
 
 
 def leaves(result, policy):
@@ -47,7 +47,7 @@ def test_policy_on_two_processes_equals_the_policy_on_two_devices(results, polic
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["exact", "int8", "diloco", "streaming"])
 def test_all_processes_have_the_same_bits(results, policy):
-    for processes in ("2_2", "4_4", "2_4") if policy == "exact" else ("2_2",):
+    for processes in ("2_2", "2_4") if policy == "exact" else ("2_2",):
         first, second = (leaves(results[f"{processes}_{number}"], policy) for number in (0, 1))
         assert first.keys() == second.keys()
         assert all(leaf.tobytes() == second[name].tobytes() for name, leaf in first.items())

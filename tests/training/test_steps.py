@@ -416,9 +416,16 @@ NOTHING_LEARNED = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"steps_per_call": 2}, {"micro_batches": 2}], ids=["", "calls", "micro"])
 @pytest.mark.parametrize("case", NOTHING_LEARNED)
-@pytest.mark.parametrize("name", ["mirrored_2", "sharded_4"])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("mirrored_2", {}),
+        ("mirrored_2", {"steps_per_call": 2}),
+        ("mirrored_2", {"micro_batches": 2}),
+        ("sharded_4", {}),
+    ],
+)
 @pytest.mark.one_in(6)
 def test_run_that_learns_nothing_reports_it_and_no_number(name, case, options, tmp_path):
     data, trainer_options, stop_reason, counts = NOTHING_LEARNED[case]
