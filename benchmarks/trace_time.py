@@ -2,7 +2,7 @@
 
     python benchmarks/trace_time.py [--quick] [--json]
 
-The step trains a transformer of 12 layers, or of 4 with `--quick`, with dropout and AdamW. Peers: `shard_map`
+The step trains a transformer of 12 layers, or of one with `--quick`, with dropout and AdamW. Peers: `shard_map`
 (`jax.jit(jax.shard_map(...))` of the same step) and `no proof` (jdist without the analysis of the traced program). The time is
 CPU time. Each measurement uses another depth of Python's stack: CPython's calls become slower by a third where the stack
 crosses the end of a memory block, and at a single depth this would affect only one of the candidates.
@@ -28,7 +28,7 @@ import jdist
 from jdist._src.replica.context import ReplicaContext, enter_context
 
 args = sidebyside.parser("Tracing a step with the proof, and without.").parse_args()
-LAYERS = 4 if args.quick else 12
+LAYERS = 1 if args.quick else 12
 
 
 class Transformer(nn.Module):

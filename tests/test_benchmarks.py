@@ -29,7 +29,7 @@ OPTIONS = {
     "step_overhead": ["--case tiny"],
     "all_reduce": ["--case small --devices 2"],
     "policies": ["--case mlp"],
-    "input": ["--case tiny", "--case grain"],
+    "input": ["--case tiny"],
     "multi_process": ["--case mlp"],
     "parameter_server": ["--case sparse"],
     "recovery": ["--case kill"],

@@ -320,15 +320,15 @@ def ask(process, line):
     "kind, strategy, rounds",
     [
         *((kind, "mirrored", 8) for kind in ("dict", "nnx")),
-        *(pytest.param(kind, "mirrored", 200, marks=pytest.mark.slow) for kind in KINDS),
+        *(pytest.param(kind, "mirrored", 100, marks=pytest.mark.slow) for kind in KINDS),
         *(
-            pytest.param("optax", strategy, 200, marks=pytest.mark.slow)
+            pytest.param("optax", strategy, 100, marks=pytest.mark.slow)
             for strategy in ("one_device_in_a_scope", "central", "sharded")
         ),
     ],
 )
 def test_signals_from_another_process_leave_a_state_of_every_kind(kind, strategy, rounds):
-    """One of 200 interrupts may lose the state: one that arrives between the return of the step and the assignment.
+    """One of 100 interrupts may lose the state: one that arrives between the return of the step and the assignment.
 
     The steps take 25 to 40 microseconds, of which that moment is up to one hundredth. So where chance loses more, further
     rounds decide whether at most 3 of 100 are lost.

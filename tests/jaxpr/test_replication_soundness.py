@@ -82,7 +82,7 @@ def test_value_proved_replicated_in_random_program_is_bitwise_equal_on_all_repli
 
 
 @pytest.mark.slow
-@settings(REPRODUCIBLE, max_examples=150)
+@settings(REPRODUCIBLE, max_examples=100)
 @random_programs
 def test_value_proved_replicated_in_many_random_programs_is_bitwise_equal_on_all_replicas(program, num_replicas):
     _check(program, num_replicas)
