@@ -21,7 +21,7 @@ import jdist
 from digits_data import load_digits
 
 FOLDER, IS_EXACT, SAVES = pathlib.Path(sys.argv[1]), "exact" in sys.argv, "saves" in sys.argv
-EPOCHS = 2 if "short" in sys.argv else 25  # of 8 steps
+EPOCHS = 2 if "short" in sys.argv else 16  # of 8 steps
 print("pid", os.getpid(), "of attempt", os.environ["JDIST_RESTARTS"], flush=True)
 
 strategy = jdist.MultiWorkerMirroredStrategy(virtual_replicas=6 if IS_EXACT else None)
@@ -45,7 +45,7 @@ def report(event):
     """Prints the first step of an attempt."""
     if event.moment is jdist.callbacks.Moment.STEP:
         report.number += 1
-        time.sleep(0.125 * ("slow" in sys.argv))
+        time.sleep(0.2 * ("slow" in sys.argv))
         if report.number == 1:
             print("trains from step", event.step, flush=True)
 
