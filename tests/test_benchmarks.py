@@ -29,8 +29,7 @@ OPTIONS = {
     "step_overhead": ["--case tiny"],
     "all_reduce": ["--case small --devices 2"],
     "policies": ["--case mlp"],
-    "input": ["--case tiny"],
-    "multi_process": ["--case mlp"],
+    "multi_process": ["--case mlp", "--case sum"],
     "parameter_server": ["--case sparse"],
     "recovery": ["--case kill"],
 }

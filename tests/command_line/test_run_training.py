@@ -106,9 +106,9 @@ def test_training_whose_processes_are_killed_4_times_ends_with_the_same_bits(lau
     undisturbed = launch("-n 2", "undisturbed")
     assert undisturbed.wait(timeout=120) == 0, (tmp_path / "undisturbed/errors").read_text()
     killed = launch("-n 2 --max-restarts 4", "killed", "saves")
-    counts, hits = kill_repeatedly(killed, tmp_path / "killed", lambda counts: len(counts) == 4, random.Random(0))
+    counts, hits = kill_repeatedly(killed, tmp_path / "killed", lambda counts: len(counts) == 4, random.Random(8))
     assert killed.wait(timeout=60) == 0, (tmp_path / "killed/errors").read_text()
-    assert len(counts) == 4 and hits >= 1
+    assert len(counts) == 4 and hits >= 2  # of three kills that wait for an incomplete checkpoint, with this seed
     assert bits(tmp_path / "killed") == bits(tmp_path / "undisturbed")
 
 
