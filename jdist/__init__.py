@@ -49,7 +49,7 @@ from jdist._src.devices.xla_flags import XlaFlag as XlaFlag
 from jdist._src.devices.xla_flags import XlaFlags as XlaFlags
 from jdist._src.devices.xla_flags import xla_flags as xla_flags
 from jdist._src.execution.program import Program as Program
-from jdist._src.execution.replicate import Proof as Proof
+from jdist._src.execution.traced import Proof as Proof
 from jdist._src.export.export import export as export
 from jdist._src.export.load import Loaded as Loaded
 from jdist._src.export.load import load as load

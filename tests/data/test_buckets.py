@@ -48,7 +48,7 @@ def test_batches_are_padded_to_the_next_width(strategy):
         assert np.asarray(batch["features"].tree).size == rows * 6
         total, _ = step(total, batch)
     assert int(total) == rows * sum(WIDTHS)
-    assert step._num_signatures == 2
+    assert step._compiled.num_signatures == 2
 
 
 @pytest.mark.parametrize("source", [lambda: _examples, Indexed], ids=["stream", "indexed"])

@@ -130,7 +130,7 @@ def test_batches_are_ordinary_values_in_any_order(two):
         jax.tree.map(np.testing.assert_array_equal, results([cached[i] for i in order]), expected)
     mixed = [cached[0], plain[1], cached[2]]
     jax.tree.map(np.testing.assert_array_equal, results(mixed), results(plain[:3]))
-    assert step._num_signatures == 1
+    assert step._compiled.num_signatures == 1
     with pytest.raises(ValueError, match="each input is a list of 3 elements"):
         results(cached[:2])
 
@@ -146,10 +146,10 @@ def test_steps_transfer_nothing_and_compile_once(two, monkeypatch):
         with jax.transfer_guard("disallow"):
             for batch in itertools.islice(batches, 2):
                 state, _ = one(state, batch)
-                traced.append(one._num_signatures)
+                traced.append(one._compiled.num_signatures)
             for _ in range(2):
                 state, _ = three(state, list(itertools.islice(batches, 2)))
-                traced.append(three._num_signatures)
+                traced.append(three._compiled.num_signatures)
         assert traced == [1, 1, 1, 1]
 
 
@@ -179,6 +179,7 @@ def test_several_steps_take_batches_stacked(name, monkeypatch):
     strategy = STRATEGIES_AND_VIRTUAL[name]()
     plain, cached = (list(dataset) for dataset in _pair(strategy, size=12, remainder="pad", epochs=3))
     step = strategy.step(lambda state, element: _train(state, element[0], element[1]), steps_per_call=2)
+    stacks = not any(stage.runs_one_step for stage in step._stages)
 
     def results(elements):
         return jax.device_get(step(strategy.init(lambda: jnp.zeros((2, 3))), elements))
@@ -187,10 +188,10 @@ def test_several_steps_take_batches_stacked(name, monkeypatch):
         jax.tree.map(
             np.testing.assert_array_equal, results([cached[i] for i in order]), results([plain[i] for i in order])
         )
-        assert not step._stacks_inputs or all(unread_rows(cached[i][0]["number"]) for i in order)
-    if step._stacks_inputs:
+        assert not stacks or all(unread_rows(cached[i][0]["number"]) for i in order)
+    if stacks:
         assert len(gathered) == 5  # the first two calls share the batches 0 to 3
-        assert step._num_signatures == 2
+        assert step._compiled.num_signatures == 2
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(cached), jax.device_get(plain))
 
 

@@ -469,15 +469,15 @@ SHARED = (
 def test_state_whose_memory_a_gpu_does_not_donate_is_copied(strategy):
     step = strategy.step(lambda state, x: (state, x))
     state, batch = strategy.put({"w": np.arange(8.0), "n": np.int32(3)}), strategy.split(np.ones(12))
-    copied, same = step._after_failure(ValueError(SHARED), (state, batch))
+    copied, same = step._compiled._after_failure(ValueError(SHARED), (state, batch))
     assert same is batch
     assert [leaf.sharding for leaf in copied.values()] == [leaf.sharding for leaf in state.values()]
     jax.tree.map(np.testing.assert_array_equal, copied, state)
     state["w"].delete()
     assert not copied["w"].is_deleted()
-    assert step._after_failure(ValueError("another error"), (copied, batch)) is None
+    assert step._compiled._after_failure(ValueError("another error"), (copied, batch)) is None
     kept = strategy.step(lambda state, x: (state, x), donate=False)
-    assert kept._after_failure(ValueError(SHARED), (copied, batch)) is None
+    assert kept._compiled._after_failure(ValueError(SHARED), (copied, batch)) is None
 
 
 def test_failure_of_a_step_at_run_time_is_not_reported_as_a_donated_state(two):

@@ -13,7 +13,8 @@ from jax import lax
 
 import jdist
 from jdist._src.core import jax_compat
-from jdist._src.execution.replicate import Call, replicate
+from jdist._src.execution.replicate import replicate
+from jdist._src.execution.traced import UserCall as Call
 from jdist._src.jaxpr import replication
 from jdist._src.replica.context import ReplicaContext
 

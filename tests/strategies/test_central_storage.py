@@ -236,7 +236,7 @@ def test_step_is_traced_and_compiled_once(place, offload):
             state, outputs = step(state, batch)
             jax.block_until_ready(outputs)
     assert len(traces) == 1
-    assert step._compiled._cache_size() == 1
+    assert step._compiled._jitted._cache_size() == 1
 
 
 @pytest.mark.parametrize("place", PLACES)

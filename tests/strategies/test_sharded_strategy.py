@@ -307,7 +307,7 @@ def test_step_is_traced_and_compiled_once_and_transfers_nothing(shard):
             state, value = step(state, batch)
             jax.block_until_ready(value)
     assert len(traces) == 1
-    assert step._compiled._cache_size() == 1
+    assert step._compiled._jitted._cache_size() == 1
     assert value.sharding.is_fully_replicated
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist._src.execution.replicate import Proof
+from jdist._src.execution.traced import Proof
 from jdist._src.training.history import History
 from jdist._src.training.report.page import write_report
 

@@ -153,13 +153,12 @@ def is_shared_memory_error(error: BaseException) -> bool:
     return "Donation requested for buffer with external reference" in str(error)
 
 
-def num_signatures(compiled: Any) -> int:
-    """Returns the number of argument signatures (devices or host, dtypes, shapes) that a `jax.jit` was called with.
+def signature_counter(compiled: Any) -> Callable[[], int]:
+    """Returns a function that counts the signatures (devices or host, dtypes, shapes) that a `jax.jit` was called with.
 
-    0 if JAX does not count them: the private counter does not exist, or every call goes through Python.
+    It returns 0 if JAX does not count them: the private counter does not exist, or every call goes through Python.
     """
-    count = getattr(compiled, "_cache_size", None)
-    return count() if count else 0
+    return getattr(compiled, "_cache_size", lambda: 0)
 
 
 def key_value_store() -> Any:

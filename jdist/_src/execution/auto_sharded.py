@@ -6,7 +6,7 @@ axis. Sharding constraints on the arguments, the state and the results determine
 collectives.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
@@ -16,8 +16,11 @@ from jax.sharding import NamedSharding
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas
-from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
 from jdist._src.execution.device_offload import copy_to_mesh
+from jdist._src.execution.placement_stages import PlacedResults
+from jdist._src.execution.stage import Stage
+from jdist._src.execution.traced import Results
 from jdist._src.jaxpr.single_replica import eliminate_collectives
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
@@ -59,17 +62,16 @@ class AutoShardedBackend(Backend):
         return [batch if per_replica else split for per_replica, batch, split in rows]
 
     def to_mesh(self, tree: PyTree) -> PyTree:
-        """See `Backend.to_mesh`."""
+        """Returns `tree` with the leaves that are stored in host memory replicated on the mesh."""
         return copy_to_mesh(
             tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.replicated_sharding
         )
 
-    def gradient_constraint(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
-        """See `Backend.gradient_constraint`."""
-        return self._rules.gradient_constraint(state)
+    def stages(self, spec: ProgramSpec) -> Sequence[Stage]:
+        """See `Backend.stages`."""
+        return [PlacedResults(self._place_results)]
 
-    def constrain_results(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
-        """See `Backend.constrain_results`."""
+    def _place_results(self, state: PyTree, outputs: PyTree) -> Results:
         is_state = bool(jax.tree.leaves(state))
         new_state = _constrain(state, self.state_shardings(state, is_state))
         return new_state, _constrain(outputs, self.input_shardings(outputs))

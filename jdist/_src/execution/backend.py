@@ -11,6 +11,8 @@ from jax.tree_util import PyTreeDef
 
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
+from jdist._src.execution.stage import Stage
+from jdist._src.execution.traced import Arguments, UserCall
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.state_sharding import StateSharding
@@ -90,20 +92,41 @@ class ReplicaResults:
         return self.treedef.unflatten(wrapped)
 
 
+@dataclasses.dataclass(frozen=True)
+class ProgramSpec:
+    """What a program runs.
+
+    Attributes:
+        name: The name of the program, in profiles and messages.
+        user_call: From the arguments of the program, as `jax.jit` gets them, to the call of the user's function.
+        backend: Runs the program on the devices.
+        has_state: Whether the first argument is a state, which the program replaces.
+        donates: Whether the memory of that state is reused for the new state.
+        compiler_options: Options of XLA that the user gave.
+    """
+
+    name: str
+    user_call: Callable[[Arguments], UserCall]
+    backend: "Backend"
+    has_state: bool = False
+    donates: bool = False
+    compiler_options: Mapping[str, Any] | None = None
+
+    def shardings(self, args: Arguments) -> list[NamedSharding]:
+        """Returns the sharding of each leaf of the arguments, as the compiled program takes them."""
+        state = self.backend.call_shardings(args[0]) if self.has_state else []
+        return [*state, *self.backend.input_shardings(args[self.has_state :])]
+
+
 class Backend(abc.ABC):
     """Runs the jaxpr of one replica on the devices of all replicas.
 
     Attributes:
         replicas: The replicas and their mesh.
-        storage: The sharding of a state between programs, if a state is not stored on the mesh. It is copied to the mesh before
-            each program and back after it.
         state_sharding: The rules that split the leaves of a state over the devices, if the strategy splits them.
-        supports_scan: Whether one program can run several steps.
     """
 
-    storage: NamedSharding | None = None
     state_sharding: StateSharding | None = None
-    supports_scan: bool = True
 
     def __init__(self, replicas: Replicas):
         self.replicas = replicas
@@ -119,9 +142,9 @@ class Backend(abc.ABC):
         It runs the jaxpr that was analyzed: a second trace of the function could give another jaxpr.
         """
 
-    def compiler_options(self, options: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        """Returns the options of XLA for a program of this backend, from those of its user."""
-        return None if options is None else dict(options)
+    def stages(self, spec: ProgramSpec) -> Sequence[Stage]:
+        """Returns what this backend adds to a program, from the outermost stage to the innermost."""
+        return ()
 
     def input_shardings(self, tree: PyTree) -> list[NamedSharding]:
         """Returns the sharding of each leaf of an argument: replicated, or as specified by the leaf's wrapper."""
@@ -137,30 +160,13 @@ class Backend(abc.ABC):
         """
         return self.input_shardings(tree)
 
-    def gradient_constraint(self, state: PyTree) -> Callable[[PyTree], PyTree] | None:
-        """Returns the function that a step over `state` applies to all-reduced values, or None."""
-        return None
+    def call_shardings(self, state: PyTree) -> list[NamedSharding]:
+        """Returns the sharding of each leaf of a state as the compiled program takes it."""
+        return self.state_shardings(state)
 
-    def constrain_results(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
-        """Returns the traced results of a program with their shardings fixed."""
-        return state, outputs
-
-    def step_call(self, traced: Callable[..., tuple[PyTree, PyTree]], name: str) -> Callable[..., Any] | None:
-        """Returns the function that a step calls in place of its compiled program, or None.
-
-        Args:
-            traced: The function that `jax.jit` would compile.
-            name: The name of the step.
-        """
-        return None
-
-    def to_mesh(self, tree: PyTree) -> PyTree:
-        """Returns `tree` with the leaves that are stored elsewhere replicated on the mesh."""
-        return tree
-
-    def to_storage(self, state: PyTree) -> PyTree:
-        """Returns the state that a program returned, moved to its storage between programs."""
-        return state
+    def accepts(self, array: jax.Array) -> bool:
+        """Whether a program takes an array from where it is placed, other than from the devices of the mesh."""
+        return False
 
     def _input_sharding(self, item: Any, leaf: Any) -> NamedSharding:
         if not is_distributed(item) or item._is_replicated:

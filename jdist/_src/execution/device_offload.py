@@ -1,6 +1,6 @@
 """`DeviceOffloadBackend`: one replica per device, and a state that is stored on one device between steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import jax
@@ -9,7 +9,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas, replicated_sharding
+from jdist._src.execution.backend import ProgramSpec
+from jdist._src.execution.cpu_stages import DonatedMemory
+from jdist._src.execution.placement_stages import Storage
 from jdist._src.execution.shard_map import ShardMapBackend
+from jdist._src.execution.stage import Stage
 from jdist._src.values.arrays import is_device_array
 from jdist._src.values.state_sharding import StateSharding
 
@@ -27,19 +31,31 @@ class DeviceOffloadBackend(ShardMapBackend):
     def __init__(self, replicas: Replicas, state_sharding: StateSharding, device: jax.Device):
         super().__init__(replicas)
         self._rules = self.state_sharding = state_sharding
-        self.storage = self._storage = replicated_sharding(Mesh(np.array([device]), replicas.mesh.axis_names))
+        self._storage = replicated_sharding(Mesh(np.array([device]), replicas.mesh.axis_names))
 
     def state_shardings(self, tree: PyTree, is_state: bool = True) -> list[NamedSharding]:
         """See `Backend.state_shardings`."""
         pairs = zip(self._rules.is_split(tree), self.input_shardings(tree), strict=True)
         return [self._storage if is_offloaded else on_mesh for is_offloaded, on_mesh in pairs]
 
-    def to_mesh(self, tree: PyTree) -> PyTree:
-        """See `Backend.to_mesh`."""
-        return copy_to_mesh(tree, lambda leaf: leaf.sharding == self.storage, self.replicas.replicated_sharding)
+    def call_shardings(self, state: PyTree) -> list[NamedSharding]:
+        """See `Backend.call_shardings`."""
+        return self.input_shardings(state)
 
-    def to_storage(self, state: PyTree) -> PyTree:
-        """See `Backend.to_storage`."""
+    def accepts(self, array: jax.Array) -> bool:
+        """See `Backend.accepts`."""
+        return array.sharding == self._storage
+
+    def stages(self, spec: ProgramSpec) -> Sequence[Stage]:
+        """See `Backend.stages`."""
+        storage = Storage(self.to_mesh, self._to_storage, spec.donates)
+        return [DonatedMemory(checks_every_call=True), storage] if spec.donates else [storage]  # before the copies
+
+    def to_mesh(self, tree: PyTree) -> PyTree:
+        """Returns `tree` with the leaves that are stored on the device replicated on the mesh."""
+        return copy_to_mesh(tree, self.accepts, self.replicas.replicated_sharding)
+
+    def _to_storage(self, state: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(state)
         return treedef.unflatten(jax.device_put(leaves, self.state_shardings(state, is_state=False), donate=True))
 

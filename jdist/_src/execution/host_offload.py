@@ -9,7 +9,7 @@ Source:
     J. Ren et al., "ZeRO-Offload: democratizing billion-scale model training", arXiv:2101.06840.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import jax
@@ -21,9 +21,12 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Literal
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas
-from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults, replica_shapes
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults, replica_shapes
 from jdist._src.execution.device_offload import copy_to_mesh
+from jdist._src.execution.placement_stages import PlacedResults
 from jdist._src.execution.shard_map import partition_specs
+from jdist._src.execution.stage import Stage
+from jdist._src.execution.traced import Results
 from jdist._src.jaxpr import update_partition
 from jdist._src.jaxpr.replication import Input
 from jdist._src.jaxpr.update_partition import JaxprPart
@@ -54,8 +57,6 @@ class HostOffloadBackend(Backend):
         state_sharding: The rules that select the offloaded leaves and split them.
         host_computes: Whether a program for these devices can contain parts that the host computes.
     """
-
-    supports_scan = False  # the update starts after the last collective, so a program contains one step
 
     def __init__(self, replicas: Replicas, state_sharding: StateSharding, host_computes: bool):
         super().__init__(replicas)
@@ -121,13 +122,16 @@ class HostOffloadBackend(Backend):
         return [part.with_memory_kind(HOST_MEMORY) if offloaded else on_mesh for offloaded, part, on_mesh in rows]
 
     def to_mesh(self, tree: PyTree) -> PyTree:
-        """See `Backend.to_mesh`."""
+        """Returns `tree` with the leaves that are stored in host memory replicated on the mesh."""
         return copy_to_mesh(
             tree, lambda leaf: leaf.sharding.memory_kind == HOST_MEMORY, self.replicas.replicated_sharding
         )
 
-    def constrain_results(self, state: PyTree, outputs: PyTree) -> tuple[PyTree, PyTree]:
-        """See `Backend.constrain_results`."""
+    def stages(self, spec: ProgramSpec) -> Sequence[Stage]:
+        """See `Backend.stages`. The update starts after the last collective, so a program contains one step."""
+        return [PlacedResults(self._place_results, runs_one_step=True)]
+
+    def _place_results(self, state: PyTree, outputs: PyTree) -> Results:
         new_state = self._constrain(state, self.state_shardings(state))
         return new_state, self._constrain(outputs, self.input_shardings(outputs))
 

@@ -15,46 +15,91 @@ import numpy as np
 from jax import lax
 from jax.tree_util import PyTreeDef
 
-from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
+from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import run_held_back
-from jdist._src.jaxpr.interpreter import contains_outside_loops
+from jdist._src.execution.stage import Stage
+from jdist._src.execution.traced import Arguments, CallFn, LowerFn, Results
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica, unread_rows
 from jdist._src.values.unread_rows import StackedRows
 
 
-class SlowLoopError(Exception):
-    """A loop over the steps would be slower than one call per step. Raised while the loop is traced; `Program` handles it."""
+class StepLoop:
+    """How a program runs several steps per call: as a scan, or by one call of the program per step.
+
+    Mutable: the first call decides, if it depends on the step.
+
+    Args:
+        num_steps: The number of steps per call.
+        scans: Whether it is a scan; None if it depends on the step.
+        contains_convolution: Whether the step contains a convolution, from the arguments of a call.
+
+    Attributes:
+        num_steps: The number of steps per call.
+        scans: Whether it is a scan.
+    """
+
+    def __init__(
+        self, num_steps: int, scans: bool | None, contains_convolution: Callable[[Arguments], bool] = lambda args: False
+    ):
+        self.num_steps, self.scans, self._contains_convolution = num_steps, scans, contains_convolution
+
+    def decide(self, args: Arguments) -> bool:
+        """Returns whether it is a scan."""
+        if self.scans is None:
+            self.scans = not self._contains_convolution(args)
+        return self.scans
 
 
-def scan_steps(
-    step: Callable[..., tuple[PyTree, PyTree]], num_steps: int, on_cpu: bool, state: PyTree, *inputs: PyTree
-) -> Any:
+class StackedSteps(Stage):
+    """Passes the unread batches of all steps of a call as one array."""
+
+    def __init__(self, loop: StepLoop):
+        self._loop = loop
+
+    def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
+        """See `Stage`."""
+
+        def call_stacked(args: Arguments) -> Results:
+            stacked = (*args[:1], *map(StackedInputs.of, args[1:]))
+            return call(stacked if self._loop.decide(stacked) else args)
+
+        return call_stacked
+
+    def wrap_lower(self, lower: LowerFn, compiled: CompiledFunction) -> LowerFn:
+        """See `Stage`."""
+
+        def lower_steps(args: Arguments) -> jax.stages.Lowered:
+            if self._loop.decide(args):
+                return lower(args)
+            return lower((args[0], *inputs_per_step(args[1:], self._loop.num_steps)[0]))
+
+        return lower_steps
+
+
+class RepeatedSteps(Stage):
+    """Calls the program of one step once per step, where the steps of a call are not a scan."""
+
+    def __init__(self, loop: StepLoop):
+        self._loop = loop
+
+    def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
+        """See `Stage`."""
+        return lambda args: call(args) if self._loop.scans else run_sequentially(call, self._loop.num_steps, args)
+
+
+def scan_steps(step: Callable[..., Results], num_steps: int, state: PyTree, *inputs: PyTree) -> Any:
     """Returns the state after `num_steps` steps and their outputs, leaves `[step, ...]`. Called in a replica function.
 
     Args:
         step: From the state and the inputs of a step to the new state and the outputs.
         num_steps: The number of steps.
-        on_cpu: Whether the program runs on CPU devices.
         state: The state before the first step.
         inputs: The inputs, each a list with one element per step.
-
-    Raises:
-        SlowLoopError: A step contains a convolution, and runs on CPU devices.
     """
     stacked = _stack(inputs_per_step(inputs, num_steps))
-
-    def checked_step(state: PyTree, inputs: tuple[PyTree, ...]) -> tuple[PyTree, PyTree]:
-        if not on_cpu:
-            return step(state, *inputs)
-        program, shapes = jax.make_jaxpr(step, return_shape=True)(state, *inputs)
-        if contains_outside_loops(program.jaxpr, "conv_general_dilated"):
-            raise SlowLoopError
-        leaves = jax_compat.jaxpr_function(program)(*jax.tree.leaves((state, inputs)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-
-    return lax.scan(checked_step, jax.tree.map(jnp.asarray, state), stacked, num_steps)
+    return lax.scan(lambda state, inputs: step(state, *inputs), jax.tree.map(jnp.asarray, state), stacked, num_steps)
 
 
 @jax.tree_util.register_dataclass
@@ -112,17 +157,15 @@ def _stack(values: Sequence[PyTree]) -> PyTree:
     return jax.tree.map(lambda *leaves: jnp.concatenate([leaf[None, None] for leaf in leaves], axis=1)[0], *values)
 
 
-def run_sequentially(
-    launch: Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree]], num_steps: int, args: tuple[PyTree, ...]
-) -> tuple[PyTree, PyTree]:
+def run_sequentially(call: CallFn, num_steps: int, args: Arguments) -> Results:
     """Returns the same as `scan_steps` for the program of one step, which the host calls once per step."""
     state, *inputs = args
     outputs_per_step, steps = [], inputs_per_step(inputs, num_steps)
 
-    def run() -> tuple[PyTree, PyTree]:
+    def run() -> Results:
         new_state = state
         for step_inputs in steps:
-            new_state, outputs = launch((new_state, *step_inputs))
+            new_state, outputs = call((new_state, *step_inputs))
             outputs_per_step.append(outputs)
         return new_state, _stack_outputs(outputs_per_step)
 

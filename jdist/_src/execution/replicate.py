@@ -11,16 +11,16 @@ The result is the program that one would write by hand, so a call costs the same
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.errors import NotMirroredError
-from jdist._src.core.modules import leaves_with_path
-from jdist._src.core.tree import PyTree, argument_names, named_leaves
+from jdist._src.core.tree import PyTree, named_leaves
 from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults
+from jdist._src.execution.traced import Proof, Traced, UserCall, item_names
 from jdist._src.jaxpr import clip_check, replication
 from jdist._src.jaxpr.batch_check import warn_of_replicated_batch
 from jdist._src.jaxpr.example_check import check_examples
@@ -33,71 +33,24 @@ from jdist._src.values.device_put import check_not_nested, check_uniform_shape, 
 from jdist._src.values.per_replica import PerReplica
 
 
-@dataclasses.dataclass(frozen=True)
-class Proof:
-    """The result of the replication analysis: which results of a replica function are replicated.
+class TracedReplica(NamedTuple):
+    """The traced program of one replica, before it is analyzed.
 
     Attributes:
-        replicated: The names of the results that are the same on every replica, for all inputs.
-        per_replica: The names of the results that have one value per replica.
-    """
-
-    replicated: tuple[str, ...]
-    per_replica: tuple[str, ...]
-
-    def __str__(self) -> str:
-        total = len(self.replicated) + len(self.per_replica)
-        others = f"; one value per replica: {', '.join(self.per_replica)}" if self.per_replica else ""
-        return f"{len(self.replicated)} of {total} results are replicated{others}"
-
-
-class Traced(NamedTuple):
-    """A replica function that was traced and analyzed.
-
-    Attributes:
-        pair: The global values of `(state, outputs)`.
-        proof: Which of them are replicated.
+        function: The function of one replica and its arguments.
+        names: The name of each item of the arguments.
         program: The closed jaxpr of one replica.
+        results: The results, without their wrapper classes.
     """
 
-    pair: tuple[PyTree, PyTree]
-    proof: Proof
+    function: ReplicaFunction
+    names: list[str]
     program: Any
-
-
-class Call(NamedTuple):
-    """A call of the user's function.
-
-    Attributes:
-        fn: The function.
-        args: Its positional arguments, with wrappers.
-        kwargs: Its keyword arguments.
-    """
-
-    fn: Callable[..., Any]
-    args: Sequence[PyTree]
-    kwargs: Mapping[str, PyTree]
-
-    def item_names(self) -> list[str]:
-        """Returns the name of each item of the arguments. An item is a plain leaf or a complete wrapper."""
-        return [name for root, value in self.named_arguments() for name in _item_names(root, value)]
-
-    def leaves(self) -> list[tuple[str, Any]]:
-        """Returns the name and the value of each leaf of the arguments."""
-        return [leaf for root, value in self.named_arguments() for leaf in named_values(root, value)]
-
-    def with_arguments(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> "Call":
-        """Returns a call of the same function with other values of its arguments."""
-        return Call(self.fn, args, kwargs)
-
-    def named_arguments(self) -> list[tuple[str, PyTree]]:
-        """Returns the name and the value of each argument."""
-        values = [*self.args, *self.kwargs.values()]
-        return list(zip(argument_names(self.fn, self.args, self.kwargs), values, strict=True))
+    results: ReplicaResults
 
 
 def replicate(
-    call: Call,
+    call: UserCall,
     body: Callable[..., tuple[PyTree, PyTree]],
     backend: Backend,
     context: ReplicaContext,
@@ -119,13 +72,37 @@ def replicate(
         NotMirroredError: A leaf of the state is not proved to be replicated.
         ValueError: A wrapper among the arguments does not fit the replicas.
     """
+    function, names, program, results = trace_replica(call, body, backend, context, has_state)
+    jaxpr = jax_compat.open_jaxpr(program)
+    check_no_captured_ref(jaxpr)
+    inputs = _analysis_inputs(function.items, names, context.axes)
+    variations = replication.prove(jaxpr, inputs, context.axes)
+    clip_check.warn_of_clipped_gradients(jaxpr)
+    num_state_leaves = len(jax.tree.leaves(call.args[0])) if has_state else 0
+    check_examples(jaxpr, inputs, num_state_leaves, context.axes, context.num_replicas_in_sync)
+    if has_state:
+        replicas = backend.replicas  # one replica that spans devices splits its batch too
+        workers = "devices" if replicas.batch_axes else "replicas"
+        warn_of_replicated_batch(jaxpr, inputs, num_state_leaves, context.axes, replicas.num_parts, workers)
+    results = _with_wrappers(results, variations)
+    return Traced(results.as_pair(backend.run(function, program, results)), _proof(results), program)
+
+
+def trace_replica(
+    call: UserCall,
+    body: Callable[..., tuple[PyTree, PyTree]],
+    backend: Backend,
+    context: ReplicaContext,
+    has_state: bool,
+) -> TracedReplica:
+    """Traces `body` for one replica. See `replicate`."""
     items, treedef = jax.tree.flatten((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
     names = call.item_names()
     for item, name in zip(items, names, strict=True):
         check_wrapper(name, item, backend.replicas)
         check_uniform_shape(name, item)
     if has_state:
-        context = dataclasses.replace(context, gradient_constraint=backend.gradient_constraint(call.args[0]))
+        context = context.of_state(call.args[0])
     traced_results: list[ReplicaResults] = []
 
     @jax.jit
@@ -143,28 +120,15 @@ def replicate(
     num_state = len(jax.tree.leaves(call.args[0], is_leaf=is_distributed)) if has_state else 0
     function = ReplicaFunction(enter_and_run, items, num_state)
     with explain_trace_errors(names, backend.replicas.mesh, context.axes):
-        traced = backend.trace(function)
-    jaxpr = jax_compat.open_jaxpr(traced)
-    check_no_captured_ref(jaxpr)
-    inputs = _analysis_inputs(items, names, context.axes)
-    variations = replication.prove(jaxpr, inputs, context.axes)
-    clip_check.warn_of_clipped_gradients(jaxpr)
-    num_state_leaves = len(jax.tree.leaves(call.args[0])) if has_state else 0
-    check_examples(jaxpr, inputs, num_state_leaves, context.axes, context.num_replicas_in_sync)
-    if has_state:
-        replicas = backend.replicas  # one replica that spans devices splits its batch too
-        workers = "devices" if replicas.batch_axes else "replicas"
-        warn_of_replicated_batch(jaxpr, inputs, num_state_leaves, context.axes, replicas.num_parts, workers)
-    results = _with_wrappers(traced_results[0], variations)
-    pair = results.as_pair(backend.run(function, traced, results))
-    return Traced(backend.constrain_results(*pair), _proof(results), traced)
+        program = backend.trace(function)
+    return TracedReplica(function, names, program, traced_results[0])
 
 
 def _flatten_results(pair: tuple[PyTree, PyTree]) -> tuple[ReplicaResults, list[PyTree]]:
     """Returns a description of the results of one replica, and their values without wrappers, after checking each leaf."""
     items, treedef = jax.tree.flatten(pair, is_leaf=is_distributed)
     state, output = pair
-    names = [*_item_names("state", state), *_item_names("output", output)]
+    names = [*item_names("state", state), *item_names("output", output)]
     for item, name in zip(items, names, strict=True):
         check_not_nested(name, item)
         for leaf_name, leaf in named_values(name, item):
@@ -215,10 +179,6 @@ def _not_replicated(varying: Sequence[tuple[str, Variation]], num_state: int) ->
         "aggregate the values that the replicas write, use `jdist.Mirrored(x, aggregation)`. `strategy.init` wraps the "
         "state of a `jdist.sync` policy, if the state is made in it."
     )
-
-
-def _item_names(root: str, tree: PyTree) -> list[str]:
-    return [root + jax.tree_util.keystr(path) for path, _ in leaves_with_path(tree, is_leaf=is_distributed)]
 
 
 def _analysis_inputs(items: Sequence[Any], names: Sequence[str], axes: tuple[str, ...]) -> list[replication.Input]:

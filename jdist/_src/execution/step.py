@@ -16,16 +16,20 @@ from jax import lax
 from jdist._src.core.arguments import as_int
 from jdist._src.core.modules import from_array_tree, leaves_with_path, to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line, short_line
-from jdist._src.execution.backend import Backend
+from jdist._src.execution.backend import Backend, ProgramSpec
 from jdist._src.execution.module_changes import (
     changed_attribute,
     check_returned,
     check_state_returned,
     variables_before,
 )
-from jdist._src.execution.multi_step import StackedInputs, scan_steps
+from jdist._src.execution.module_stage import unpacked
+from jdist._src.execution.multi_step import StackedInputs, StepLoop, inputs_per_step, scan_steps
 from jdist._src.execution.program import Program
-from jdist._src.execution.replicate import Call, Traced, replicate
+from jdist._src.execution.replicate import replicate, trace_replica
+from jdist._src.execution.stage_order import stages_of
+from jdist._src.execution.traced import Arguments, Traced, UserCall
+from jdist._src.jaxpr.interpreter import contains_outside_loops
 from jdist._src.replica import leaf_annotations, precision
 from jdist._src.replica.context import ReplicaContext, all_reduce, broadcast
 from jdist._src.replica.precision import Precision
@@ -94,7 +98,12 @@ def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, conte
     """
     check_callable(fn())
 
-    def trace(call: Call) -> Traced:
+    def user_call(args: Arguments) -> UserCall:
+        return UserCall(fn(), *unpacked(args, has_state=False))
+
+    def trace(args: Arguments) -> Traced:
+        call = user_call(args)
+
         def body(*args: PyTree, **kwargs: PyTree) -> tuple[PyTree, PyTree]:
             args, kwargs = from_array_tree((args, kwargs))
             before = variables_before(call.with_arguments(args, kwargs).named_arguments())
@@ -104,14 +113,20 @@ def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, conte
 
         return replicate(call, body, backend, context)
 
-    return Program(lambda args, kwargs: Call(fn(), args, kwargs), trace, function_name(fn()), backend)
+    spec = ProgramSpec(function_name(fn()), user_call, backend)
+    return Program(spec, trace, stages_of(spec))
 
 
 def init_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, context: ReplicaContext) -> Program:
     """Returns the program of `Strategy.init`: it takes the arguments of `fn()` and returns `(state, ())`. As `run_program`."""
     check_callable(fn())
 
-    def trace(call: Call) -> Traced:
+    def user_call(args: Arguments) -> UserCall:
+        return UserCall(fn(), unpacked(args, has_state=False), {})
+
+    def trace(args: Arguments) -> Traced:
+        call = user_call(args)
+
         def body(*args: PyTree) -> tuple[PyTree, PyTree]:
             with leaf_annotations.collect_local_leaves() as local_leaves:
                 state = to_array_tree(call.fn(*from_array_tree(args)))
@@ -119,29 +134,34 @@ def init_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, cont
 
         return replicate(call, body, backend, context)
 
-    return Program(lambda *args: Call(fn(), args, {}), trace, function_name(fn()), backend)
+    spec = ProgramSpec(function_name(fn()), user_call, backend)
+    return Program(spec, trace, stages_of(spec))
 
 
 def step_program(
-    fn: Callable[..., tuple[PyTree, PyTree]],
-    options: StepOptions,
-    backend: Backend,
-    context: ReplicaContext,
-    scans: bool = True,
+    fn: Callable[..., tuple[PyTree, PyTree]], options: StepOptions, backend: Backend, context: ReplicaContext
 ) -> Program:
     """Returns the program of `Strategy.step`: it takes `(state, *inputs)` and returns the new state and the outputs.
 
-    Several steps per call are one program that scans over them, if the backend supports it and if `scans`.
+    Several steps per call are one program that scans over them, if the backend supports it. On CPU devices a step with a
+    convolution is called once per step. Virtual replicas run in a loop of their own in any case.
     """
     check_callable(fn)
-    scanned_steps = options.steps_per_call if backend.supports_scan and scans else None
-    # Virtual replicas run in a loop of their own in any case.
-    on_cpu = backend.replicas.mesh.devices.flat[0].platform == "cpu" and not backend.replicas.virtual
+    name = function_name(fn)
 
-    def trace(call: Call) -> Traced:
+    def user_call(args: Arguments) -> UserCall:
+        if not args:
+            raise TypeError(
+                f"`{name}` is a step and was called without arguments. Pass its state: `step(state, *inputs)`."
+            )
+        args = unpacked(args, has_state=True)
+        return UserCall(fn, [x.split() if isinstance(x, StackedInputs) else x for x in args], {})
+
+    def one_step(call: UserCall) -> Callable[..., tuple[PyTree, PyTree]]:
+        """Returns the step of one replica, on values without wrappers."""
         wrapped_state = call.args[0]
 
-        def one_step(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
+        def step(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
             # `fn` gets copies of the containers, so that a change in place is seen as a change.
             args = (from_array_tree(jax.tree.map(lambda x: x, before)), *map(from_array_tree, inputs))
             (_, state), *named_inputs = call.with_arguments(args, {}).named_arguments()
@@ -154,34 +174,49 @@ def step_program(
             after = leaf_annotations.apply_sync_targets(before, after, targets)
             return apply_writes(wrapped_state, before, after), outputs
 
+        return step
+
+    def trace(args: Arguments) -> Traced:
+        call = user_call(args)
+        step = one_step(call)
+
         def body(before: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
-            if scanned_steps is None:
-                after, outputs = one_step(before, *inputs)
+            if loop is not None and loop.scans:
+                after, outputs = scan_steps(step, loop.num_steps, before, *inputs)
             else:
-                after, outputs = scan_steps(one_step, scanned_steps, on_cpu, before, *inputs)
-            return rewrap(wrapped_state, after), outputs
+                after, outputs = step(before, *inputs)
+            return rewrap(call.args[0], after), outputs
 
         return replicate(call, body, backend, context, has_state=True)
 
-    def call(*args: PyTree) -> Call:
-        if not args:
-            raise TypeError(
-                f"`{function_name(fn)}` is a step and was called without arguments. Pass its state: `step(state, *inputs)`."
-            )
-        return Call(fn, [x.split() if isinstance(x, StackedInputs) else x for x in args], {})
+    def contains_convolution(args: Arguments) -> bool:
+        programs: list[Any] = []
 
-    program = Program(
-        call,
-        trace,
-        function_name(fn),
-        backend,
-        has_state=True,
-        donates=options.donate,
-        compiler_options=options.compiler_options,
-        steps_per_call=None if scanned_steps else options.steps_per_call,
-        scanned_steps=scanned_steps,
-        without_scan=lambda: step_program(fn, options, backend, context, scans=False),
+        def trace_one_step(*args: PyTree) -> None:
+            assert loop is not None
+            state, *inputs = user_call(args).args
+            call = UserCall(fn, [state, *inputs_per_step(inputs, loop.num_steps)[0]], {})
+            step = one_step(call)
+            body = lambda *args: (lambda after, outputs: (rewrap(state, after), outputs))(*step(*args))
+            programs.append(trace_replica(call, body, backend, context, has_state=True).program)
+
+        try:
+            jax.eval_shape(trace_one_step, *args)
+        except Exception:  # raised again where the program is traced
+            return False
+        return contains_outside_loops(programs[0].jaxpr, "conv_general_dilated")
+
+    spec = ProgramSpec(
+        name, user_call, backend, has_state=True, donates=options.donate, compiler_options=options.compiler_options
     )
+    loop = None
+    if options.steps_per_call is not None:
+        on_cpu = backend.replicas.mesh.devices.flat[0].platform == "cpu" and not backend.replicas.virtual
+        runs_one_step = any(stage.runs_one_step for stage in backend.stages(spec))
+        loop = StepLoop(
+            options.steps_per_call, False if runs_one_step else None if on_cpu else True, contains_convolution
+        )
+    program = Program(spec, trace, stages_of(spec, loop))
     functools.update_wrapper(program, fn, updated=())
     return program
 

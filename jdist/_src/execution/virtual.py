@@ -1,14 +1,17 @@
 """`VirtualBackend`: virtual replicas, whose number does not depend on the devices; each device runs several of them."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, final
 
 import jax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
-from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults, replica_shapes
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults, replica_shapes
+from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.shard_map import map_over_mesh, partition_specs
+from jdist._src.execution.stage import Stage
+from jdist._src.execution.traced import CallFn, Results
 from jdist._src.jaxpr.virtual_replicas import run_virtual_replicas
 from jdist._src.jaxpr.virtual_values import Slots, is_stacked, join_slots, split_into_slots
 from jdist._src.values.base import is_distributed
@@ -20,17 +23,9 @@ _DISABLED_PASSES = "xla_disable_hlo_passes"
 class VirtualBackend(Backend):
     """Each device runs the jaxpr of one replica once for each of its virtual replicas."""
 
-    def compiler_options(self, options: Mapping[str, Any] | None) -> dict[str, Any]:
-        """See `Backend.compiler_options`. Disables XLA's elimination of common subexpressions.
-
-        XLA runs this pass before its algebraic simplifier if it compiles for several devices, and only after it for one device.
-        The simplifier replaces a division by a product with the reciprocal only where a value has one use
-        (https://github.com/openxla/xla/blob/main/xla/hlo/transforms/simplifiers/algebraic_simplifier.cc), so the gradient of
-        a softmax would be rounded in one way on one device and in another on several.
-        """
-        options = dict(options or {})
-        disabled = [options.get(_DISABLED_PASSES), "cse"]
-        return options | {_DISABLED_PASSES: ",".join(filter(None, disabled))}
+    def stages(self, spec: ProgramSpec) -> Sequence[Stage]:
+        """See `Backend.stages`."""
+        return [_EqualBits(spec.name)]
 
     def trace(self, function: ReplicaFunction) -> Any:
         """See `Backend.trace`."""
@@ -63,3 +58,39 @@ class VirtualBackend(Backend):
 
         out_specs = partition_specs(results.wrappers, self.replicas)
         return map_over_mesh(run, self.replicas, function.items, out_specs)(*function.unwrapped)
+
+
+class _EqualBits(Stage):
+    """Compiles a program with options of XLA, so that its bits are equal on any number of devices.
+
+    JAX accepts options of the outermost `jax.jit` only. So inside a `jax.jit` of the user the program is traced, as by
+    `jax.eval_shape`, and not compiled.
+    """
+
+    def __init__(self, name: str):
+        self._message = (
+            f"`{name}` is called inside a `jax.jit`, and has virtual replicas. Their results are equal on any number of "
+            "devices only with options of XLA, which a `jax.jit` inside another one cannot have. Call it outside that "
+            "`jax.jit`. A step with `steps_per_call` runs several steps in one call."
+        )
+
+    def compiler_options(self, options: dict[str, Any] | None) -> dict[str, Any]:
+        """See `Stage`. Disables XLA's elimination of common subexpressions.
+
+        XLA runs this pass before its algebraic simplifier if it compiles for several devices, and only after it for one device.
+        The simplifier replaces a division by a product with the reciprocal only where a value has one use
+        (https://github.com/openxla/xla/blob/main/xla/hlo/transforms/simplifiers/algebraic_simplifier.cc), so the gradient of
+        a softmax would be rounded in one way on one device and in another on several.
+        """
+        options = dict(options or {})
+        disabled = [options.get(_DISABLED_PASSES), "cse"]
+        return options | {_DISABLED_PASSES: ",".join(filter(None, disabled))}
+
+    def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
+        """See `Stage`."""
+
+        @jax.jit
+        def inlined(*args: PyTree) -> Results:
+            return jax_compat.refuse_to_compile(compiled.traced_pair(*args), self._message)
+
+        return lambda args: inlined(*args) if jax_compat.is_tracing() else call(args)

@@ -11,8 +11,11 @@ import numpy as np
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
-from jdist._src.execution.backend import ReplicaFunction, ReplicaResults, replica_shapes
+from jdist._src.execution.backend import ProgramSpec, ReplicaFunction, ReplicaResults, replica_shapes
+from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.shard_map import ShardMapBackend
+from jdist._src.execution.stage import Stage
+from jdist._src.execution.traced import Arguments, CallFn, Results
 from jdist._src.jaxpr.server_partition import UpdateGroup
 from jdist._src.parameter_server.engine import Engine
 from jdist._src.parameter_server.step_parts import StepParts, TracedStep, compile_parts, cut_step
@@ -54,8 +57,6 @@ class ParameterServerBackend(ShardMapBackend):
         snapshots: Where the state is saved, or None.
     """
 
-    supports_scan = False  # each step is a separate update
-
     def __init__(
         self,
         replicas: Replicas,
@@ -83,13 +84,23 @@ class ParameterServerBackend(ShardMapBackend):
         self._traced = function, program, results
         return super().run(function, program, results)
 
-    def step_call(self, traced: Callable[..., tuple[PyTree, PyTree]], name: str) -> Callable[..., Any]:
-        """See `Backend.step_call`."""
+    def stages(self, spec: ProgramSpec) -> Sequence[Stage]:
+        """See `Backend.stages`."""
+        return [_ServerSteps(self, spec)] if spec.has_state else ()
+
+    def step_call(self, traced: Callable[..., Results], name: str) -> CallFn:
+        """Returns the call of a step as an update of the state on the servers.
+
+        Args:
+            traced: The function that `jax.jit` would compile.
+            name: The name of the step.
+        """
         cache: dict[Any, StepParts] = {}
 
-        def call(state: PyTree, *inputs: PyTree) -> tuple[PyTree, PyTree]:
+        def call(args: Arguments) -> Results:
+            state, *inputs = args
             leaves, treedef = jax.tree.flatten(state)
-            input_leaves, input_treedef = jax.tree.flatten(read_servers(inputs))
+            input_leaves, input_treedef = jax.tree.flatten(read_servers(tuple(inputs)))
             key = treedef, input_treedef, tuple(map(_aval_key, leaves)), tuple(map(_aval_key, input_leaves))
             with self._lock:
                 parts = cache.get(key)
@@ -187,6 +198,19 @@ class ParameterServerBackend(ShardMapBackend):
             forget = lambda _: self._moved.pop(number, None)
             self._moved[number] = weakref.ref(leaf, forget), self._new_leaf(leaf, shards)
         return self._stored_leaf(self._moved[number][1], shards)
+
+
+class _ServerSteps(Stage):
+    """Runs steps on workers and servers. Each step is a separate update, also where one call runs several."""
+
+    runs_one_step = places_state = True
+
+    def __init__(self, backend: ParameterServerBackend, spec: ProgramSpec):
+        self._backend, self._spec = backend, spec
+
+    def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
+        """See `Stage`."""
+        return self._backend.step_call(compiled.traced_pair, self._spec.name) if self._spec.donates else call
 
 
 def _aval_key(leaf: Any) -> tuple[Any, ...]:

@@ -45,8 +45,9 @@ class ReplicaContext:
         cross_device_ops: The algorithm of all-reduces.
         communication_options: The packing of leaves into messages.
         virtual: Whether the replicas are virtual, so that their number does not depend on the devices.
-        gradient_constraint: Where one replica spans devices, a function that constrains the sharding of reduced gradients. It
-            is applied to the result of an all-reduce.
+        constraints: Where one replica spans devices, from the state of a step to a function that constrains the sharding of
+            reduced gradients, or None.
+        gradient_constraint: This function, in a step. It is applied to the result of an all-reduce.
         is_asynchronous: Whether workers update one state at different times (`jdist.ParameterServerStrategy`).
     """
 
@@ -56,6 +57,7 @@ class ReplicaContext:
     cross_device_ops: CrossDeviceOps = AllReduce()
     communication_options: CommunicationOptions = CommunicationOptions()
     virtual: bool = False
+    constraints: Callable[[PyTree], Callable[[PyTree], PyTree] | None] | None = None
     gradient_constraint: Callable[[PyTree], PyTree] | None = None
     is_asynchronous: bool = False
 
@@ -65,6 +67,12 @@ class ReplicaContext:
     ) -> "ReplicaContext":
         """Returns the context of the replicas of `strategy`."""
         return cls(replicas.axes, replicas.size, strategy, ops, options, replicas.virtual)
+
+    def of_state(self, state: PyTree) -> "ReplicaContext":
+        """Returns the context of a step over this state."""
+        return (
+            self if self.constraints is None else dataclasses.replace(self, gradient_constraint=self.constraints(state))
+        )
 
     @property
     def replica_id_in_sync_group(self) -> jax.Array:

@@ -24,8 +24,9 @@ from jdist._src.data.distribute import dataset_from_function, dataset_from_sourc
 from jdist._src.data.shards import AutoShard, InputContext
 from jdist._src.devices.mesh import Replicas
 from jdist._src.devices.topology import is_topology_device
+from jdist._src.execution.argument_stages import raise_option_error
 from jdist._src.execution.backend import Backend
-from jdist._src.execution.program import Program, raise_option_error
+from jdist._src.execution.program import Program
 from jdist._src.execution.step import StepOptions, check_compiler_options, init_program, run_program, step_program
 from jdist._src.faults import watchdog
 from jdist._src.replica.context import ReplicaContext, ValueContext, require_cross_replica_context
@@ -348,7 +349,7 @@ class Strategy:
             )
         check_compiler_options(compiler_options)
         try:
-            return program.lower(state, *inputs).compile(self._backend.compiler_options(compiler_options))
+            return program.lower(state, *inputs).compile(program.compiler_options(compiler_options))
         except RuntimeError as error:
             raise_option_error(error)
             raise
@@ -395,7 +396,7 @@ class Strategy:
         """
         require_cross_replica_context("reduce", "use `jdist.all_reduce` there")
         check_devices_attached(self.mesh)
-        arguments = ReduceOp.of(op), self._backend.to_mesh(value), axes_argument(axis), self.replicas
+        arguments = ReduceOp.of(op), self._on_mesh(value), axes_argument(axis), self.replicas
         return self._launch("strategy.reduce", host_reductions.reduce, *arguments)
 
     @overload
@@ -424,7 +425,7 @@ class Strategy:
         """
         require_cross_replica_context("gather", "use `jdist.all_gather` there")
         check_devices_attached(self.mesh)
-        arguments = self._backend.to_mesh(value), axis_argument(axis), self.replicas
+        arguments = self._on_mesh(value), axis_argument(axis), self.replicas
         return self._launch("strategy.gather", host_reductions.gather, *arguments)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
@@ -436,7 +437,7 @@ class Strategy:
             [0, 1]
         """
         require_cross_replica_context("local_results")
-        return host_reductions.local_results(self._backend.to_mesh(value), self.replicas)
+        return host_reductions.local_results(self._on_mesh(value), self.replicas)
 
     @overload
     def put(self, tree: complex | np.ndarray | np.generic) -> jax.Array: ...
@@ -638,6 +639,10 @@ class Strategy:
         """
         require_cross_replica_context("describe")
         return describe(type(self).__name__, self._backend, state, max_rows)
+
+    def _on_mesh(self, tree: PyTree) -> PyTree:
+        """Returns `tree` with the leaves that are stored elsewhere on the mesh."""
+        return tree
 
     def _launch(self, name: str, collective: Callable[..., PyTree], *arguments: Any) -> PyTree:
         """Returns `collective(*arguments)`, and records it if processes may wait for each other in it."""

@@ -91,3 +91,4 @@ class CentralStorageStrategy(Strategy):
             "offload": offload,
         }
         super().__init__(backend, ops, options, arguments=arguments)
+        self._on_mesh = backend.to_mesh

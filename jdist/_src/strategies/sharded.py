@@ -1,5 +1,6 @@
 """`ShardedStrategy`: one replica over many devices, with the state split over them."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Literal, final
 
@@ -95,7 +96,10 @@ class ShardedStrategy(Strategy):
         if offload is not None:
             arguments["offload"] = offload
         rules = StateSharding(mesh, batch_axes[-1], shard, dict(layout or {}), host_tile=_host_tile(offload, mesh))
-        super().__init__(AutoShardedBackend(replicas, rules), arguments=arguments)
+        backend = AutoShardedBackend(replicas, rules)
+        super().__init__(backend, arguments=arguments)
+        self._on_mesh = backend.to_mesh
+        self._context = dataclasses.replace(self._context, constraints=rules.gradient_constraint)
 
 
 def _host_tile(offload: object, mesh: Mesh) -> tuple[int, ...] | None:

@@ -12,8 +12,8 @@ import jax
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.tree import PyTree, argument_names, one_line
 from jdist._src.execution.program import Program
-from jdist._src.execution.replicate import Proof
 from jdist._src.execution.step import StepOptions, function_name
+from jdist._src.execution.traced import Proof
 from jdist._src.replica.context import current_context
 from jdist._src.values.arrays import is_device_array
 
@@ -76,7 +76,7 @@ class Step(Generic[StateT, InputsT, OutputsT]):
             if named or program is None or program.backend is not self._current_strategy()._backend:
                 program, args = self._program(args, named)
             try:
-                return program._checked_call(args)
+                return program.call(args)
             except ValueError as error:
                 _add_missing_strategy_note(error, args)
                 raise

@@ -18,7 +18,7 @@ import numpy as np
 from jdist._src.core import html
 from jdist._src.core.other_names import explains_attributes
 from jdist._src.core.tree import PyTree
-from jdist._src.execution.replicate import Proof
+from jdist._src.execution.traced import Proof
 from jdist._src.strategies.description import Description
 from jdist._src.training.history import FACTS, History, format_value, row_name
 from jdist._src.training.report.charts import printable

@@ -23,7 +23,7 @@ import numpy as np
 from jdist._src.core import activity
 from jdist._src.core.errors import FitError
 from jdist._src.core.tree import PyTree, one_line
-from jdist._src.execution.replicate import Proof
+from jdist._src.execution.traced import Proof
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.variables import read_values
 from jdist._src.training import finite_guard

@@ -23,7 +23,7 @@ from jdist._src.core.tree import PyTree, add_note_once, one_line
 from jdist._src.data.config import Cache
 from jdist._src.data.dataset import DistributedDataset, DistributedIterator
 from jdist._src.execution.program import Program
-from jdist._src.execution.replicate import Proof
+from jdist._src.execution.traced import Proof
 from jdist._src.replica.gradients import Remat
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies.automatic import auto_strategy

@@ -17,7 +17,7 @@ import jax
 
 from jdist._src.core.atomic_files import replace_atomically
 from jdist._src.core.paths import as_path
-from jdist._src.execution.replicate import Proof
+from jdist._src.execution.traced import Proof
 from jdist._src.strategies.description import Description
 from jdist._src.training.history import History, format_value, row_name
 from jdist._src.training.report import matplotlib_charts

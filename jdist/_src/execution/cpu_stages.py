@@ -1,0 +1,209 @@
+"""Stages of programs on several CPU devices: `DonatedMemory` checks the state, and `OneAtATime` waits for the previous call.
+
+JAX starts some of the devices before it refuses memory that is donated twice, and jax 0.12 ends the process 60 seconds later.
+`jdist._src.devices.dispatch` says why calls run one at a time.
+"""
+
+import functools
+import operator
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdist._src.core import jax_compat
+from jdist._src.core.tree import PyTree
+from jdist._src.devices.dispatch import record_call, wait_for_previous
+from jdist._src.execution.compiled_function import CompiledFunction, ResultStructure
+from jdist._src.execution.interrupts import is_donated
+from jdist._src.execution.packed_state import PackedState
+from jdist._src.execution.stage import Stage
+from jdist._src.execution.traced import Arguments, CallFn, Results
+from jdist._src.values.arrays import is_device_array
+from jdist._src.values.base import named_values
+
+_IS_DELETED = operator.methodcaller("is_deleted")
+_IS_COMMITTED = operator.attrgetter("committed")
+
+
+class OneAtATime(Stage):
+    """Waits for the previous call, and records the results of this one for the next."""
+
+    def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
+        """See `Stage`."""
+        compiled.on_results.append(self._record)
+
+        def call_alone(args: Arguments) -> Results:
+            wait_for_previous(self)
+            return call(args)
+
+        return call_alone
+
+    def _record(self, pair: Results, leaves: list[Any], structure: ResultStructure) -> None:
+        record_call(leaves, structure.smallest, self)
+
+
+class DonatedMemory(Stage):
+    """Checks the memory of the state that a call donates.
+
+    Mutable: it remembers the state that the last call returned, whose memory needs fewer checks.
+
+    Args:
+        checks_every_call: Whether every state is checked, and not only one that JAX would not refuse safely.
+    """
+
+    def __init__(self, checks_every_call: bool = False):
+        self._checks_every_call = checks_every_call or jax_compat.CRASHES_ON_DONATED_MEMORY
+        self._is_first_call = True
+        self._accepts_unplaced_state = False  # whether JAX has copied an array of a state to the devices
+        self._returned_state = 0  # the identity of the state that the last call returned
+
+    def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
+        """See `Stage`."""
+        compiled.on_results.append(self._note_returned_state)
+        compiled.on_new_signature.append(self._note_unplaced_state)
+
+        def call_checked(args: Arguments) -> Results:
+            if not args:
+                return call(args)
+            if self._is_first_call:
+                check_donated_state(args[0], args[1:])
+            elif self._checks_every_call or (
+                self._accepts_unplaced_state and _identity(args[0]) != self._returned_state
+            ):
+                self._check_memory(args)
+            _launching.call = threading.get_ident(), args
+            try:
+                return call(args)
+            finally:
+                _launching.call = None
+
+        return call_checked
+
+    def _note_returned_state(self, pair: Results, leaves: list[Any], structure: ResultStructure) -> None:
+        self._is_first_call, self._returned_state = False, _identity(pair[0])
+
+    def _note_unplaced_state(self, args: Arguments) -> None:
+        self._accepts_unplaced_state |= not all(map(_is_placed, jax.tree.leaves(args[0])))
+
+    def _check_memory(self, args: Arguments) -> None:
+        """Raises ValueError if memory of the state was donated before, or would be donated twice."""
+        state, inputs = jax.tree.leaves(args[:1]), jax.tree.leaves(args[1:])
+        try:
+            ids = set(map(id, state))
+            is_valid = len(ids) == len(state) and ids.isdisjoint(map(id, inputs))  # an input may occur several times
+            is_valid = is_valid and not any(map(_IS_DELETED, state)) and not any(map(_IS_DELETED, inputs))
+            if is_valid and self._accepts_unplaced_state and _identity(args[0]) != self._returned_state:
+                is_valid = all(map(_IS_COMMITTED, state))
+        except (AttributeError, jax.errors.ConcretizationTypeError):  # some are numbers, or tracers
+            is_valid = False
+        if not is_valid:
+            check_donated_state(args[0], args[1:])
+
+
+class _Launching:
+    """The thread that launches a program on several CPU devices, and the arguments, of which it donates the first one."""
+
+    call: tuple[int, Arguments] | None = None  # an attribute of `threading.local` takes longer
+
+
+_launching = _Launching()
+
+
+def _check_compiled_call(event: str, *_: Any, **__: Any) -> None:
+    """Checks the arguments of the program that JAX compiles.
+
+    A call of a signature that is compiled costs nothing more.
+    """
+    call = _launching.call
+    if call is None or call[0] != threading.get_ident() or not event.startswith("/jax/core/compile/"):
+        return
+    args = call[1]
+    if not jax_compat.is_tracing() and not is_donated(args):  # else a callback of the launched program compiles
+        _launching.call = None
+        check_donated_state(args[0], args[1:])
+
+
+jax.monitoring.register_event_duration_secs_listener(_check_compiled_call)
+
+
+def check_donated_state(state: PyTree, inputs: Arguments) -> None:
+    """Raises ValueError if a leaf of a state that will be donated was donated before, or occurs twice in the arguments."""
+    names: dict[int, str] = {}
+    arrays = [(name, leaf) for name, leaf in named_values("state", state) if is_device_array(leaf)]
+    # Before the check for deleted arrays: memory that JAX found to be donated twice may be deleted by now.
+    for name, leaf in arrays:
+        if id(leaf) in names:
+            raise ValueError(f"{name} is the same array as {names[id(leaf)]}, and {_DONATED_ONCE}")
+        names[id(leaf)] = name
+    for name, leaf in named_values("inputs", inputs):
+        if id(leaf) in names:
+            raise ValueError(f"{names[id(leaf)]} is also among the inputs, as {name}, and {_DONATED_ONCE}")
+    for name, leaf in arrays:
+        if leaf.is_deleted():
+            raise ValueError(
+                f"{name} was donated to an earlier step, which reused its memory for the new state. Continue with the state "
+                "that the step returned, `state, outputs = step(state, batch)`, or make the step with `donate=False`."
+            )
+    _check_shared_memory(arrays, named_values("inputs", inputs))
+
+
+def _check_shared_memory(arrays: list[tuple[str, jax.Array]], inputs: list[tuple[str, Any]]) -> None:
+    """Raises ValueError if a leaf of a state has memory of another leaf, or of an input."""
+    owners: dict[tuple[Any, int], tuple[str, jax.Array]] = {}
+    for name, leaf in arrays:
+        for memory, block in _blocks(leaf):
+            other_name, other = owners.setdefault(memory, (name, block))
+            if other_name != name and _is_donated_twice(other, block):
+                raise ValueError(f"{name} has the same memory as {other_name}, and {_DONATED_ONCE}")
+    for name, leaf in inputs:
+        for memory, block in _blocks(leaf) if is_device_array(leaf) else ():
+            if memory in owners and _is_donated_twice(owners[memory][1], block):
+                raise ValueError(f"{owners[memory][0]} has the same memory as {name}, an input, and {_DONATED_ONCE}")
+
+
+def _identity(state: PyTree) -> int:
+    """Returns the `id` of a state; of a packed state, which each call makes again, that of its first value."""
+    return id(state.values[0] if isinstance(state, PackedState) and state.values else state)
+
+
+def _is_placed(leaf: Any) -> bool:
+    """Whether `leaf` is not an array that JAX copies to the devices of the program, where it donates the copies."""
+    return not is_device_array(leaf) or leaf.committed
+
+
+def _blocks(array: jax.Array) -> list[tuple[tuple[Any, int], jax.Array]]:
+    """Returns the part of `array` on each device of this process, with the device and the address of its memory."""
+    if array.is_deleted():
+        return []
+    blocks = [shard.data for shard in array.addressable_shards]
+    try:
+        return [((block.device, block.unsafe_buffer_pointer()), block) for block in blocks]
+    except jax.errors.JaxRuntimeError:  # the device does not tell addresses
+        return []
+
+
+def _is_donated_twice(a: jax.Array, b: jax.Array) -> bool:
+    """Whether XLA refuses to donate both of two arrays at one address. It copies memory that it does not own, as NumPy's.
+
+    XLA reports the first argument that it refuses. It always refuses the last one, so no array is donated.
+    """
+    last = jax.device_put(np.float32(0), a.sharding)
+    try:
+        _donate(a, b, last, last)
+    except (ValueError, jax.errors.JaxRuntimeError) as error:
+        return "flattened argument 1," in str(error)
+    return False
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1, 2, 3))
+def _donate(*arrays: jax.Array) -> list[jax.Array]:
+    return list(map(jnp.copy, arrays))
+
+
+_DONATED_ONCE = (
+    "a step donates the memory of each leaf of its state. Give one of the two its own memory: `jnp.copy(x)`, or build "
+    "the state with `strategy.init` or `strategy.put`."
+)

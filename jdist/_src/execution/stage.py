@@ -1,0 +1,44 @@
+"""`Stage`: one concern of a program, beside the program.
+
+A program is `jax.jit` of a trace, from arguments to results and their proof. A stage wraps the trace, the call or the lowering
+of a program, each by default not at all. Stages are composed once, when the program is built, the first one outermost: it gets
+the arguments as the user passes them.
+"""
+
+from typing import Any
+
+from jdist._src.execution.compiled_function import CompiledFunction
+from jdist._src.execution.traced import CallFn, LowerFn, TraceFn
+
+
+class Stage:
+    """One concern of a program. Each method returns its argument unless the stage adds something to it.
+
+    Attributes:
+        runs_one_step: Whether a program with this stage contains one step. Several steps per call are then several calls.
+        places_state: Whether it places each leaf of a state by its path and the class of its container.
+    """
+
+    runs_one_step: bool = False
+    places_state: bool = False
+
+    def compiler_options(self, options: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Returns the options of XLA for the program."""
+        return options
+
+    def wrap_trace(self, trace: TraceFn) -> TraceFn:
+        """Returns what runs while JAX traces the program, on tracers."""
+        return trace
+
+    def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
+        """Returns what runs on the host in each call of the program.
+
+        Args:
+            call: The call, without this stage and those before it.
+            compiled: The compiled function of the program.
+        """
+        return call
+
+    def wrap_lower(self, lower: LowerFn, compiled: CompiledFunction) -> LowerFn:
+        """Returns what `Program.lower` runs, on arguments or their shapes."""
+        return lower

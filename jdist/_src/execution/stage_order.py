@@ -1,0 +1,38 @@
+"""The stages of the programs of `Strategy.run`, `Strategy.init` and `Strategy.step`, in order."""
+
+from jdist._src.devices.dispatch import is_bounded
+from jdist._src.execution.argument_stages import ArgumentErrors, HostValues
+from jdist._src.execution.backend import ProgramSpec
+from jdist._src.execution.cpu_stages import DonatedMemory, OneAtATime
+from jdist._src.execution.module_stage import Modules
+from jdist._src.execution.multi_step import RepeatedSteps, StackedSteps, StepLoop
+from jdist._src.execution.process_stage import Processes
+from jdist._src.execution.stage import Stage
+from jdist._src.values.process_calls import processes_of
+
+
+def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
+    """Returns the stages of a program, from the outermost to the innermost.
+
+    Args:
+        spec: The program.
+        loop: How it runs several steps per call, if it does.
+    """
+    mesh, own = spec.backend.replicas.mesh, spec.backend.stages(spec)
+    num_steps = lambda: loop.num_steps if loop and loop.scans else int(spec.has_state)
+    processes = Processes(spec, num_steps) if len(processes_of(mesh)) > 1 else None
+    packs = not any(stage.places_state for stage in own)
+    stages: list[Stage | None] = [
+        ArgumentErrors(spec),  # names the arguments as the user passed them
+        Modules(spec.has_state, spec.donates, packs),  # arrays from here on
+        StackedSteps(loop) if loop else None,  # before anything reads the batches
+        HostValues(
+            spec, processes.record_host_values if processes else None
+        ),  # of all steps, before the first one runs
+        RepeatedSteps(loop) if loop else None,  # what follows runs once per step
+        *own,
+        processes,
+        DonatedMemory() if is_bounded(mesh) and spec.donates else None,
+        OneAtATime() if is_bounded(mesh) else None,  # last: nothing is donated before the wait for the previous call
+    ]
+    return [stage for stage in stages if stage is not None]
