@@ -6,6 +6,7 @@ The functions import pytest and chex when they are called. The page "Testing" of
 from jdist._src.core.public_names import set_public_module as _set_public_module
 from jdist._src.testing.comparison import assert_bitwise_equal as assert_bitwise_equal
 from jdist._src.testing.comparison import assert_replicated as assert_replicated
+from jdist._src.testing.debug import DebugStrategy as DebugStrategy
 from jdist._src.testing.faults import InjectedFault as InjectedFault
 from jdist._src.testing.faults import inject_fault as inject_fault
 from jdist._src.testing.one_device import assert_same_as_one_device as assert_same_as_one_device

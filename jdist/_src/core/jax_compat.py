@@ -533,6 +533,32 @@ def scan_parts(equation: Equation) -> ScanParts:
     return ScanParts(params["jaxpr"], num_consts, num_carry, options)
 
 
+def map_linear_calls() -> None:
+    """Lets `jax.vmap` map a `jax.custom_derivatives.linear_call`, for which JAX has no rule."""
+    from jax._src.custom_derivatives import linear_call_p  # no public names
+    from jax._src.interpreters import batching
+
+    def rule(
+        axis: Any, args: Any, dims: Any, *, callee: Any, transpose_thunk: Any, num_callee_consts: int, num_res: int
+    ):
+        fixed, linear = args[: num_callee_consts + num_res], args[num_callee_consts + num_res :]
+        fixed_axes = list(dims[: len(fixed)])  # None where a value is not mapped
+        values = [batching.bdim_at_front(x, dim, axis.size) for x, dim in zip(linear, dims[len(fixed) :], strict=True)]
+
+        def mapped(fn: Callable[..., Any]) -> Callable[..., Any]:
+            return jax.vmap(fn, (fixed_axes, 0), axis_name=axis.name, axis_size=axis.size)
+
+        def transposed(fixed: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+            program, consts = transpose_thunk()
+            return jaxpr_function(program)(*consts, *fixed[num_callee_consts:], *cotangents)
+
+        call = mapped(lambda fixed, values: jaxpr_function(callee)(*fixed, *values))
+        results = jax.custom_derivatives.linear_call(call, mapped(transposed), list(fixed), values)
+        return results, [0] * len(results)
+
+    batching.fancy_primitive_batchers.setdefault(linear_call_p, rule)
+
+
 # Collectives, and `checkpoint_name`.
 
 

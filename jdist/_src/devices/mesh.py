@@ -201,6 +201,13 @@ class Replicas:
         return (REPLICA_AXIS,) if self.batch_axes else self.mesh.axis_names
 
     @property
+    def axis_sizes(self) -> list[tuple[str, int]]:
+        """The axes that are bound while the function of one replica is traced, and their sizes."""
+        if self.virtual or self.batch_axes:
+            return [(axis, self.size) for axis in self.axes]
+        return list(self.mesh.shape.items())
+
+    @property
     def max_per_device(self) -> int:
         """The largest number of replicas that one device runs."""
         return -(-self.size // self.mesh.size)

@@ -13,7 +13,6 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas
 from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
@@ -40,12 +39,6 @@ class AutoShardedBackend(Backend):
     def __init__(self, replicas: Replicas, state_sharding: StateSharding):
         super().__init__(replicas)
         self._rules = self.state_sharding = state_sharding
-
-    def trace(self, function: ReplicaFunction) -> Any:
-        """See `Backend.trace`."""
-        axis_env = [(axis, 1) for axis in self.replicas.axes]
-        traced = jax.make_jaxpr(function.fn, axis_env=axis_env)(*jax.tree.map(_device_shape, function.unwrapped))
-        return jax_compat.lower_hi_primitives(traced, axis_env)
 
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""
@@ -98,11 +91,6 @@ def _constrain_leaf(x: Any, sharding: NamedSharding) -> Any:
 def _to_device(x: Any) -> Any:
     """Returns `x`, which may be stored in host memory, in device memory with the same sharding."""
     return jax.device_put(x, jax.memory.Space.Device) if _is_on_host(x) else x
-
-
-def _device_shape(x: Any) -> Any:
-    """Returns `x`, or its shape in device memory if it is in host memory."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.aval.weak_type) if _is_on_host(x) else x
 
 
 def _is_on_host(x: Any) -> bool:

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.tree_util import PyTreeDef
 
+from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.stage import Stage
@@ -37,17 +38,21 @@ class ReplicaFunction:
         """The global value of each argument, without its wrapper."""
         return [item.tree if is_distributed(item) else item for item in self.items]
 
+    @property
+    def is_varying(self) -> list[bool]:
+        """Whether each argument has one value per replica: `[replica * n, ...]`, of which a replica's block is `[n, ...]`."""
+        return [is_distributed(item) and not item._is_replicated for item in self.items]
 
-def replica_shapes(item: Any, num_replicas: int) -> PyTree:
-    """Returns the shapes of an argument of one replica: `[n, ...]` of a varying `[replica * n, ...]`, else unchanged."""
-    is_shared = not is_distributed(item) or item._is_replicated
+    def block_shapes(self, num_replicas: int) -> list[PyTree]:
+        """Returns the shapes of the block of each argument that one replica holds."""
 
-    def leaf_shape(leaf: Any) -> jax.ShapeDtypeStruct:
-        aval = jax.typeof(leaf)
-        shape = aval.shape if is_shared else (aval.shape[0] // num_replicas, *aval.shape[1:])
-        return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+        def block_shape(leaf: Any, is_varying: bool) -> jax.ShapeDtypeStruct:
+            aval = jax.typeof(leaf)
+            shape = (aval.shape[0] // num_replicas, *aval.shape[1:]) if is_varying else aval.shape
+            return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
-    return jax.tree.map(leaf_shape, item.tree if is_distributed(item) else item)
+        pairs = zip(self.unwrapped, self.is_varying, strict=True)
+        return [jax.tree.map(lambda leaf, varies=varies: block_shape(leaf, varies), tree) for tree, varies in pairs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +74,11 @@ class ReplicaResults:
     wrappers: Sequence[Any] = ()
 
     @property
+    def is_varying(self) -> list[bool]:
+        """Whether each result has one value per replica."""
+        return [wrapper is not None and not wrapper._is_replicated for wrapper in self.wrappers]
+
+    @property
     def trees(self) -> list[PyTree]:
         """Each result as the tree of its leaves."""
         return [0 if item is None else item.tree for item in self.items]
@@ -82,6 +92,11 @@ class ReplicaResults:
         """Returns the block of each result that one device stores, from the results of one replica."""
         pairs = zip(self.wrappers, values, strict=True)
         return [wrapper._to_block(value) if wrapper else value for wrapper, value in pairs]
+
+    def evaluator(self, program: Any) -> Callable[..., list[PyTree]]:
+        """Returns a function that runs the jaxpr of one replica, from the blocks of its arguments to those of its results."""
+        evaluate = jax_compat.jaxpr_function(program)
+        return lambda *blocks: self.to_blocks(self.as_trees(evaluate(*jax.tree.leaves(blocks))))
 
     def as_pair(self, values: Sequence[PyTree]) -> tuple[PyTree, PyTree]:
         """Returns `(state, outputs)` with the global value of each result in its wrapper."""
@@ -119,7 +134,7 @@ class ProgramSpec:
 
 
 class Backend(abc.ABC):
-    """Runs the jaxpr of one replica on the devices of all replicas.
+    """Runs the jaxpr of one replica on the devices of all replicas. A subclass defines `run`.
 
     Attributes:
         replicas: The replicas and their mesh.
@@ -131,9 +146,11 @@ class Backend(abc.ABC):
     def __init__(self, replicas: Replicas):
         self.replicas = replicas
 
-    @abc.abstractmethod
     def trace(self, function: ReplicaFunction) -> Any:
         """Returns the closed jaxpr of one replica, with the mesh axes of the replicas bound."""
+        axis_sizes = self.replicas.axis_sizes
+        traced = jax.make_jaxpr(function.fn, axis_env=axis_sizes)(*function.block_shapes(self.replicas.size))
+        return jax_compat.lower_hi_primitives(traced, axis_sizes)
 
     @abc.abstractmethod
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:

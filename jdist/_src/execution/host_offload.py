@@ -21,7 +21,7 @@ from jdist._src.core import jax_compat
 from jdist._src.core.jax_compat import Literal
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas
-from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults, replica_shapes
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
 from jdist._src.execution.device_offload import copy_to_mesh
 from jdist._src.execution.placement_stages import PlacedResults
 from jdist._src.execution.shard_map import partition_specs
@@ -62,17 +62,10 @@ class HostOffloadBackend(Backend):
         super().__init__(replicas)
         self._rules = self.state_sharding = state_sharding
         self._host_computes = host_computes
-        self._axis_sizes = list(replicas.mesh.shape.items())
-
-    def trace(self, function: ReplicaFunction) -> Any:
-        """See `Backend.trace`."""
-        shapes = [replica_shapes(item, self.replicas.size) for item in function.items]
-        traced = jax.make_jaxpr(function.fn, axis_env=self._axis_sizes)(*shapes)
-        return jax_compat.lower_hi_primitives(traced, self._axis_sizes)
 
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""
-        flat = update_partition.inline_calls(program, self._axis_sizes)
+        flat = update_partition.inline_calls(program, self.replicas.axis_sizes)
         jaxpr = jax_compat.consts_as_inputs(flat)
         operands = dict(zip(jaxpr.invars, [*map(_Operand, flat.consts), *_argument_leaves(function)], strict=True))
         wrappers = [w for tree, w in zip(results.trees, results.wrappers, strict=True) for _ in jax.tree.leaves(tree)]

@@ -24,10 +24,8 @@ class ShardMapBackend(Backend):
 
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""
-        evaluate = jax_compat.jaxpr_function(program)
-        run = lambda *blocks: results.to_blocks(results.as_trees(evaluate(*jax.tree.leaves(blocks))))
         out_specs = partition_specs(results.wrappers, self.replicas)
-        return map_over_mesh(run, self.replicas, function.items, out_specs)(*function.unwrapped)
+        return map_over_mesh(results.evaluator(program), self.replicas, function.items, out_specs)(*function.unwrapped)
 
 
 def map_over_mesh(

@@ -7,14 +7,13 @@ import jax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
-from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults, replica_shapes
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.shard_map import map_over_mesh, partition_specs
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import CallFn, Results
 from jdist._src.jaxpr.virtual_replicas import run_virtual_replicas
 from jdist._src.jaxpr.virtual_values import Slots, is_stacked, join_slots, split_into_slots
-from jdist._src.values.base import is_distributed
 
 _DISABLED_PASSES = "xla_disable_hlo_passes"
 
@@ -27,13 +26,6 @@ class VirtualBackend(Backend):
         """See `Backend.stages`."""
         return [_EqualBits(spec.name)]
 
-    def trace(self, function: ReplicaFunction) -> Any:
-        """See `Backend.trace`."""
-        (axis,) = self.replicas.axes
-        shapes = [replica_shapes(item, self.replicas.size) for item in function.items]
-        axis_env = [(axis, self.replicas.size)]
-        return jax_compat.lower_hi_primitives(jax.make_jaxpr(function.fn, axis_env=axis_env)(*shapes), axis_env)
-
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""
         mesh = self.replicas.mesh
@@ -43,8 +35,8 @@ class VirtualBackend(Backend):
 
         def run(*blocks: PyTree) -> list[PyTree]:
             arguments = [
-                split_into_slots(block, slots) if is_distributed(item) and not item._is_replicated else block
-                for item, block in zip(function.items, blocks, strict=True)
+                split_into_slots(block, slots) if varies else block
+                for block, varies in zip(blocks, function.is_varying, strict=True)
             ]
             values = run_virtual_replicas(program, jax.tree.leaves(arguments, is_leaf=is_stacked), slots, unrolled)
             pairs = zip(results.wrappers, results.as_trees(values), strict=True)

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
-from jdist._src.execution.backend import ProgramSpec, ReplicaFunction, ReplicaResults, replica_shapes
+from jdist._src.execution.backend import Backend, ProgramSpec, ReplicaFunction, ReplicaResults
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.shard_map import ShardMapBackend
 from jdist._src.execution.stage import Stage
@@ -74,10 +73,7 @@ class ParameterServerBackend(ShardMapBackend):
 
     def trace(self, function: ReplicaFunction) -> Any:
         """See `Backend.trace`. Not in a `shard_map`: the parts of a step run without a mesh."""
-        axis_sizes = list(self.replicas.mesh.shape.items())
-        shapes = [replica_shapes(item, self.replicas.size) for item in function.items]
-        traced = jax.make_jaxpr(function.fn, axis_env=axis_sizes)(*shapes)
-        return jax_compat.lower_hi_primitives(traced, axis_sizes)
+        return Backend.trace(self, function)
 
     def run(self, function: ReplicaFunction, program: Any, results: ReplicaResults) -> list[PyTree]:
         """See `Backend.run`."""
