@@ -13,6 +13,7 @@ from jax import lax
 
 import jdist
 from jdist._src.core import jax_compat
+from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.replicate import replicate
 from jdist._src.execution.traced import UserCall as Call
 from jdist._src.jaxpr import replication
@@ -61,8 +62,8 @@ def _traced(replica, *args):
     strategy = _strategy(4)
     call = Call(replica, args, {})
     context = ReplicaContext(strategy.mesh.axis_names, strategy.mesh.size, strategy)
-    run = lambda: replicate(call, lambda *a: ((), replica(*a)), strategy._backend, context).pair[1]
-    return jax.eval_shape(run)
+    spec = ProgramSpec("replica", lambda args: call, lambda outputs: ((), outputs), strategy._backend, context)
+    return jax.eval_shape(lambda: replicate(call, spec, []).pair[1])
 
 
 def _check(program, num_replicas):

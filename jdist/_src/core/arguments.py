@@ -1,10 +1,11 @@
 """Argument checks: enum members by name, keyword arguments, integers."""
 
 import enum
+import functools
 import math
 import numbers
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from jdist._src.core.tree import one_line
@@ -71,3 +72,15 @@ def check_seconds(name: str, value: Any) -> None:
     """Raises ValueError if the argument `name` is not a positive, finite number of seconds."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
         raise ValueError(f"`{name}` must be a positive number of seconds, got {one_line(value)}.")
+
+
+def check_callable(fn: Any) -> None:
+    """Raises TypeError if `fn` is not callable."""
+    if not callable(fn):
+        raise TypeError(f"`fn` must be a function, got {type(fn).__name__}.")
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """Returns the name of a function for messages and profiles; for other callables the name of their class."""
+    name = getattr(fn, "__name__", None)
+    return name or (function_name(fn.func) if isinstance(fn, functools.partial) else type(fn).__name__)

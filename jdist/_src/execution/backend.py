@@ -13,7 +13,8 @@ from jdist._src.core import jax_compat
 from jdist._src.core.tree import PyTree
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Arguments, UserCall
+from jdist._src.execution.traced import Arguments, Results, UserCall
+from jdist._src.replica.context import ReplicaContext
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica
 from jdist._src.values.state_sharding import StateSharding
@@ -114,7 +115,10 @@ class ProgramSpec:
     Attributes:
         name: The name of the program, in profiles and messages.
         user_call: From the arguments of the program, as `jax.jit` gets them, to the call of the user's function.
+        as_pair: From the result of the user's function to `(state, outputs)`.
         backend: Runs the program on the devices.
+        context: The replica context.
+        function_stages: The stages of its kind of program, which wrap the function of one replica.
         has_state: Whether the first argument is a state, which the program replaces.
         donates: Whether the memory of that state is reused for the new state.
         compiler_options: Options of XLA that the user gave.
@@ -122,7 +126,10 @@ class ProgramSpec:
 
     name: str
     user_call: Callable[[Arguments], UserCall]
+    as_pair: Callable[[Any], Results]
     backend: "Backend"
+    context: ReplicaContext
+    function_stages: Sequence[Stage] = ()
     has_state: bool = False
     donates: bool = False
     compiler_options: Mapping[str, Any] | None = None

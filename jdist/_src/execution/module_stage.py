@@ -4,11 +4,13 @@ import jax
 
 from jdist._src.core import jax_compat
 from jdist._src.core.modules import contains_modules, from_array_tree, is_module, to_array_tree, update_in_place
+from jdist._src.core.tree import PyTree
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import hold_back
+from jdist._src.execution.module_changes import check_returned, check_state_returned, variables_before
 from jdist._src.execution.packed_state import PackedState, StatePacker
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Arguments, CallFn, LowerFn, Results, Traced, TraceFn
+from jdist._src.execution.traced import Arguments, CallFn, LowerFn, ReplicaFn, Results, Traced, TraceFn, UserCall
 from jdist._src.values.per_replica import unread_rows
 
 
@@ -31,6 +33,25 @@ class Modules(Stage):
         self._is_first_call = True
         self._has_modules = False
         self._packer = StatePacker()
+
+    def wrap_function(self, fn: ReplicaFn, call: UserCall) -> ReplicaFn:
+        """See `Stage`. A change of a module in place must be among the results."""
+
+        def function_of_modules(*args: PyTree, **kwargs: PyTree) -> Results:
+            if self._has_state:
+                args = tuple(map(from_array_tree, args))
+            else:
+                args, kwargs = from_array_tree((args, kwargs))
+            named = call.with_arguments(args, kwargs).named_arguments()
+            state_variables = variables_before([("state", args[0])]) if self._has_state else []
+            input_variables = variables_before(named[self._has_state :])
+            pair = fn(*args, **kwargs)
+            check_returned(input_variables, pair)
+            state, outputs = map(to_array_tree, pair)
+            check_state_returned(state_variables, state)
+            return state, outputs
+
+        return function_of_modules
 
     def wrap_trace(self, trace: TraceFn) -> TraceFn:
         """See `Stage`."""

@@ -4,6 +4,7 @@ XLA's CPU convolutions are about 9 times slower in a loop, so there a step with 
 """
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -16,10 +17,13 @@ from jax import lax
 from jax.tree_util import PyTreeDef
 
 from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
+from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import run_held_back
+from jdist._src.execution.replicate import trace_replica
 from jdist._src.execution.stage import Stage
-from jdist._src.execution.traced import Arguments, CallFn, LowerFn, Results
+from jdist._src.execution.traced import Arguments, CallFn, LowerFn, ReplicaFn, Results, UserCall
+from jdist._src.jaxpr.interpreter import contains_outside_loops
 from jdist._src.values.base import is_distributed
 from jdist._src.values.per_replica import PerReplica, unread_rows
 from jdist._src.values.unread_rows import StackedRows
@@ -31,19 +35,22 @@ class StepLoop:
     Mutable: the first call decides, if it depends on the step.
 
     Args:
+        spec: The program.
         num_steps: The number of steps per call.
-        scans: Whether it is a scan; None if it depends on the step.
-        contains_convolution: Whether the step contains a convolution, from the arguments of a call.
 
     Attributes:
         num_steps: The number of steps per call.
-        scans: Whether it is a scan.
+        scans: Whether it is a scan; None if it depends on the step.
+        stages: The stages of the program.
     """
 
-    def __init__(
-        self, num_steps: int, scans: bool | None, contains_convolution: Callable[[Arguments], bool] = lambda args: False
-    ):
-        self.num_steps, self.scans, self._contains_convolution = num_steps, scans, contains_convolution
+    def __init__(self, spec: ProgramSpec, num_steps: int):
+        self._spec, self.num_steps = spec, num_steps
+        replicas = spec.backend.replicas
+        on_cpu = replicas.mesh.devices.flat[0].platform == "cpu" and not replicas.virtual
+        runs_one_step = any(stage.runs_one_step for stage in spec.backend.stages(spec))
+        self.scans: bool | None = False if runs_one_step else None if on_cpu else True
+        self.stages: Sequence[Stage] = ()
 
     def decide(self, args: Arguments) -> bool:
         """Returns whether it is a scan."""
@@ -51,12 +58,30 @@ class StepLoop:
             self.scans = not self._contains_convolution(args)
         return self.scans
 
+    def _contains_convolution(self, args: Arguments) -> bool:
+        programs: list[Any] = []
+
+        def trace_one_step(*args: PyTree) -> None:
+            fn, (state, *inputs), _ = self._spec.user_call(args)
+            call = UserCall(fn, [state, *inputs_per_step(inputs, self.num_steps)[0]], {})
+            programs.append(trace_replica(call, self._spec, self.stages).program)
+
+        try:
+            jax.eval_shape(trace_one_step, *args)
+        except Exception:  # raised again where the program is traced
+            return False
+        return contains_outside_loops(programs[0].jaxpr, "conv_general_dilated")
+
 
 class StackedSteps(Stage):
-    """Passes the unread batches of all steps of a call as one array."""
+    """Scans over the steps of a call, with the unread batches of all steps as one array."""
 
     def __init__(self, loop: StepLoop):
         self._loop = loop
+
+    def wrap_function(self, fn: ReplicaFn, call: UserCall) -> ReplicaFn:
+        """See `Stage`."""
+        return functools.partial(scan_steps, fn, self._loop.num_steps) if self._loop.scans else fn
 
     def wrap_call(self, call: CallFn, compiled: CompiledFunction) -> CallFn:
         """See `Stage`."""

@@ -5,7 +5,7 @@ A call of a program is a call of `jax.jit`, through the stages of the program (`
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -14,10 +14,12 @@ from jax.sharding import Mesh
 from jdist._src.core import jax_compat
 from jdist._src.core.trace_key import is_keyed, unkeyed
 from jdist._src.core.tree import PyTree
+from jdist._src.core.uncopied import Uncopied
 from jdist._src.execution.argument_stages import named_arguments_text
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import handle_signals, hold_back, raise_pending
+from jdist._src.execution.replicate import replicate
 from jdist._src.execution.stage import Stage
 from jdist._src.execution.traced import Arguments, Proof, Results, TraceFn
 from jdist._src.replica.context import in_replica_function
@@ -28,7 +30,7 @@ OutputsT = TypeVar("OutputsT")
 _NO_MESH = Mesh(np.empty((), object), ())
 
 
-class Program(Generic[StateT, InputsT, OutputsT]):
+class Program(Uncopied, Generic[StateT, InputsT, OutputsT]):
     """A replica function compiled for the devices of a strategy: the result of `Strategy.step`.
 
     `step(state, *inputs)` returns the new state and the outputs. `step.proof` reports which results are replicated, and
@@ -36,14 +38,14 @@ class Program(Generic[StateT, InputsT, OutputsT]):
 
     Args:
         spec: What it runs.
-        trace: Traces a call of the user's function.
-        stages: Its concerns, from the outermost to the innermost.
+        stages: Its concerns, from the nearest to the user to the nearest to the devices.
     """
 
     __wrapped__: Callable[Concatenate[StateT, InputsT], tuple[Any, OutputsT]]
 
-    def __init__(self, spec: ProgramSpec, trace: TraceFn, stages: Sequence[Stage]):
+    def __init__(self, spec: ProgramSpec, stages: Sequence[Stage]):
         self.backend, self._name, self._stages = spec.backend, spec.name, stages
+        trace: TraceFn = lambda args: replicate(spec.user_call(args), spec, stages)
         for stage in reversed(stages):
             trace = stage.wrap_trace(trace)
         options = self.compiler_options(spec.compiler_options)
@@ -106,12 +108,6 @@ class Program(Generic[StateT, InputsT, OutputsT]):
         if self._compiled.proof is None:
             raise RuntimeError("Nothing is proved yet: a step is traced when it is called for the first time.")
         return self._compiled.proof
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
 
     def __repr__(self) -> str:
         mesh = self.backend.replicas.mesh

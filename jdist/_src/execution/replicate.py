@@ -1,9 +1,9 @@
 """`replicate`: turns a function of one replica into a program over the mesh.
 
-`replicate(call, body, ...)` runs while `jax.jit` traces the program around it, in four steps:
+`replicate` runs while `jax.jit` traces the program around it, in four steps:
 
 1. Remove the wrappers from the arguments.
-2. Trace `body` once, as the program of one replica. Gradients are local until they are reduced.
+2. Trace the function once, as the program of one replica. Gradients are local until they are reduced.
 3. Prove which results are replicated, and refuse a state that is not.
 4. Run the jaxpr on all devices, as the strategy's backend does, and put each result into its wrapper.
 
@@ -11,7 +11,7 @@ The result is the program that one would write by hand, so a call costs the same
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,14 +19,15 @@ import jax
 from jdist._src.core import jax_compat
 from jdist._src.core.errors import NotMirroredError
 from jdist._src.core.tree import PyTree, named_leaves
-from jdist._src.execution.backend import Backend, ReplicaFunction, ReplicaResults
-from jdist._src.execution.traced import Proof, Traced, UserCall, item_names
+from jdist._src.execution.backend import ProgramSpec, ReplicaFunction, ReplicaResults
+from jdist._src.execution.stage import Stage
+from jdist._src.execution.traced import Proof, ReplicaFn, Traced, UserCall, item_names
 from jdist._src.jaxpr import clip_check, replication
 from jdist._src.jaxpr.batch_check import warn_of_replicated_batch
 from jdist._src.jaxpr.example_check import check_examples
 from jdist._src.jaxpr.replication import Variation
 from jdist._src.jaxpr.trace_errors import check_no_captured_ref, explain_trace_errors, note_arguments
-from jdist._src.replica.context import ReplicaContext, enter_context
+from jdist._src.replica.context import enter_context
 from jdist._src.values.arrays import check_value
 from jdist._src.values.base import is_distributed, named_values
 from jdist._src.values.device_put import check_not_nested, check_uniform_shape, check_wrapper
@@ -51,19 +52,15 @@ class TracedReplica(NamedTuple):
 
 def replicate(
     call: UserCall,
-    body: Callable[..., tuple[PyTree, PyTree]],
-    backend: Backend,
-    context: ReplicaContext,
-    has_state: bool = False,
+    spec: ProgramSpec,
+    stages: Sequence[Stage],
 ) -> Traced:
-    """Traces `body` for one replica, proves its results, and runs it for all replicas.
+    """Traces a call for one replica, proves its results, and runs it for all replicas.
 
     Args:
-        call: The call of the user's function. `body` receives its arguments.
-        body: Returns `(state, outputs)` of one replica. Plain leaves of the state have to be replicated.
-        backend: Runs the jaxpr on the devices.
-        context: The replica context of the strategy.
-        has_state: Whether the first argument is a state, which the returned state replaces.
+        call: The call of the user's function.
+        spec: The program.
+        stages: The stages that wrap the function.
 
     Returns:
         `(state, outputs)`, the proof and the traced jaxpr. An output that is not proved to be replicated is a `PerReplica`.
@@ -72,7 +69,8 @@ def replicate(
         NotMirroredError: A leaf of the state is not proved to be replicated.
         ValueError: A wrapper among the arguments does not fit the replicas.
     """
-    function, names, program, results = trace_replica(call, body, backend, context, has_state)
+    function, names, program, results = trace_replica(call, spec, stages)
+    backend, context, has_state = spec.backend, spec.context, spec.has_state
     jaxpr = jax_compat.open_jaxpr(program)
     check_no_captured_ref(jaxpr)
     inputs = _analysis_inputs(function.items, names, context.axes)
@@ -88,20 +86,18 @@ def replicate(
     return Traced(results.as_pair(backend.run(function, program, results)), _proof(results), program)
 
 
-def trace_replica(
-    call: UserCall,
-    body: Callable[..., tuple[PyTree, PyTree]],
-    backend: Backend,
-    context: ReplicaContext,
-    has_state: bool,
-) -> TracedReplica:
-    """Traces `body` for one replica. See `replicate`."""
+def trace_replica(call: UserCall, spec: ProgramSpec, stages: Sequence[Stage]) -> TracedReplica:
+    """Traces a call for one replica. See `replicate`."""
+    fn: ReplicaFn = lambda *args, **kwargs: spec.as_pair(call.fn(*args, **kwargs))
+    for stage in stages:
+        fn = stage.wrap_function(fn, call)
+    backend, context = spec.backend, spec.context
     items, treedef = jax.tree.flatten((tuple(call.args), dict(call.kwargs)), is_leaf=is_distributed)
     names = call.item_names()
     for item, name in zip(items, names, strict=True):
         check_wrapper(name, item, backend.replicas)
         check_uniform_shape(name, item)
-    if has_state:
+    if spec.has_state:
         context = context.of_state(call.args[0])
     traced_results: list[ReplicaResults] = []
 
@@ -109,7 +105,8 @@ def trace_replica(
     def one_replica(*given: PyTree) -> list[PyTree]:  # `explain_trace_errors` finds the name `given` in JAX's messages
         args, kwargs = treedef.unflatten(given)
         with enter_context(context), note_arguments(call.with_arguments(args, kwargs), context.num_replicas_in_sync):
-            results, values = _flatten_results(body(*args, **kwargs))
+            state, outputs = fn(*args, **kwargs)
+            results, values = _flatten_results((_rewrapped(call.args[0], state) if spec.has_state else state, outputs))
         traced_results[:] = [results]
         return values
 
@@ -117,11 +114,18 @@ def trace_replica(
         pairs = zip(items, blocks, strict=True)
         return one_replica(*(item._from_block(block) if is_distributed(item) else block for item, block in pairs))
 
-    num_state = len(jax.tree.leaves(call.args[0], is_leaf=is_distributed)) if has_state else 0
+    num_state = len(jax.tree.leaves(call.args[0], is_leaf=is_distributed)) if spec.has_state else 0
     function = ReplicaFunction(enter_and_run, items, num_state)
     with explain_trace_errors(names, backend.replicas.mesh, context.axes):
         program = backend.trace(function)
     return TracedReplica(function, names, program, traced_results[0])
+
+
+def _rewrapped(wrapped_state: PyTree, state: PyTree) -> PyTree:
+    """Returns `state`, a state without wrappers, in the wrappers of `wrapped_state`."""
+    items, treedef = jax.tree.flatten(wrapped_state, is_leaf=is_distributed)
+    pairs = zip(items, treedef.flatten_up_to(state), strict=True)
+    return treedef.unflatten([item._with_tree(part) if is_distributed(item) else part for item, part in pairs])
 
 
 def _flatten_results(pair: tuple[PyTree, PyTree]) -> tuple[ReplicaResults, list[PyTree]]:

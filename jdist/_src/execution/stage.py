@@ -1,14 +1,15 @@
 """`Stage`: one concern of a program, beside the program.
 
-A program is `jax.jit` of a trace, from arguments to results and their proof. A stage wraps the trace, the call or the lowering
-of a program, each by default not at all. Stages are composed once, when the program is built, the first one outermost: it gets
-the arguments as the user passes them.
+A program is `jax.jit` of a trace, from arguments to results and their proof. A stage wraps the function of one replica, the
+trace, the call or the lowering of a program, each by default not at all. The first stage is the nearest one to the user: it
+gets the arguments of a call as the user passes them, and calls the user's function. Trace, call and lowering are composed once,
+when the program is built.
 """
 
 from typing import Any
 
 from jdist._src.execution.compiled_function import CompiledFunction
-from jdist._src.execution.traced import CallFn, LowerFn, TraceFn
+from jdist._src.execution.traced import CallFn, LowerFn, ReplicaFn, TraceFn, UserCall
 
 
 class Stage:
@@ -25,6 +26,15 @@ class Stage:
     def compiler_options(self, options: dict[str, Any] | None) -> dict[str, Any] | None:
         """Returns the options of XLA for the program."""
         return options
+
+    def wrap_function(self, fn: ReplicaFn, call: UserCall) -> ReplicaFn:
+        """Returns the function of one replica, on values without wrappers. It runs while the program is traced.
+
+        Args:
+            fn: From the arguments of one replica to `(state, outputs)`, with the stages before this one.
+            call: The call of the user's function, on global values in their wrappers.
+        """
+        return fn
 
     def wrap_trace(self, trace: TraceFn) -> TraceFn:
         """Returns what runs while JAX traces the program, on tracers."""

@@ -12,7 +12,7 @@ from jdist._src.values.process_calls import processes_of
 
 
 def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
-    """Returns the stages of a program, from the outermost to the innermost.
+    """Returns the stages of a program, from the nearest to the user to the nearest to the devices.
 
     Args:
         spec: The program.
@@ -25,6 +25,7 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
     stages: list[Stage | None] = [
         ArgumentErrors(spec),  # names the arguments as the user passed them
         Modules(spec.has_state, spec.donates, packs),  # arrays from here on
+        *spec.function_stages,  # in each step
         StackedSteps(loop) if loop else None,  # before anything reads the batches
         HostValues(
             spec, processes.record_host_values if processes else None
@@ -35,4 +36,7 @@ def stages_of(spec: ProgramSpec, loop: StepLoop | None = None) -> list[Stage]:
         DonatedMemory() if is_bounded(mesh) and spec.donates else None,
         OneAtATime() if is_bounded(mesh) else None,  # last: nothing is donated before the wait for the previous call
     ]
-    return [stage for stage in stages if stage is not None]
+    present = [stage for stage in stages if stage is not None]
+    if loop:
+        loop.stages = present
+    return present

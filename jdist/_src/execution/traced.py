@@ -12,6 +12,7 @@ from jdist._src.values.base import is_distributed, named_values
 
 Arguments = tuple[PyTree, ...]
 Results = tuple[PyTree, PyTree]  # (state, outputs)
+ReplicaFn = Callable[..., Results]  # from the values of one replica, without wrappers
 CallFn = Callable[[Arguments], Results]
 LowerFn = Callable[[Arguments], jax.stages.Lowered]
 

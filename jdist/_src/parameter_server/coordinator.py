@@ -7,9 +7,8 @@ from typing import Any, final
 
 import jax
 
-from jdist._src.core.arguments import keyword_arguments
+from jdist._src.core.arguments import check_callable, function_name, keyword_arguments
 from jdist._src.core.tree import PyTree, describe_type, named_leaves
-from jdist._src.execution.step import check_callable, function_name
 from jdist._src.parameter_server.closure_queue import Closure, ClosureQueue, check_outside_scheduled_function
 from jdist._src.parameter_server.per_worker import (
     PerWorkerDataset,

@@ -6,10 +6,10 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from jdist._src.core.arguments import function_name
 from jdist._src.core.tree import PyTree, describe_type
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.data.source_iterators import read_again
-from jdist._src.execution.step import function_name
 from jdist._src.parameter_server.closure_queue import Outcome
 from jdist._src.parameter_server.worker_index import Worker, get_current_worker_index
 

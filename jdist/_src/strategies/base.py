@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from jdist._src.core.call_errors import explain_constructor, explains_arguments
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree, argument_names, describe_type
+from jdist._src.core.uncopied import Uncopied
 from jdist._src.data.buckets import Buckets
 from jdist._src.data.config import Cache, Remainder
 from jdist._src.data.dataset import DistributedDataset
@@ -26,8 +27,14 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.devices.topology import is_topology_device
 from jdist._src.execution.argument_stages import raise_option_error
 from jdist._src.execution.backend import Backend
+from jdist._src.execution.build_programs import (
+    StepOptions,
+    check_compiler_options,
+    init_program,
+    run_program,
+    step_program,
+)
 from jdist._src.execution.program import Program
-from jdist._src.execution.step import StepOptions, check_compiler_options, init_program, run_program, step_program
 from jdist._src.faults import watchdog
 from jdist._src.replica.context import ReplicaContext, ValueContext, require_cross_replica_context
 from jdist._src.replica.precision import Precision
@@ -49,7 +56,7 @@ _OutputsT = TypeVar("_OutputsT")
 
 
 @other_names.explains_attributes(*other_names.STRATEGY_TABLES)
-class Strategy:
+class Strategy(Uncopied):
     """Runs replica functions, one replica per device of a mesh, each on its own part of the data.
 
     A replica function is ordinary JAX code. It receives the arguments of one replica: a `PerReplica` argument is this replica's
@@ -77,6 +84,9 @@ class Strategy:
         self._arguments = dict(arguments)
         self._cluster_resolver = cluster_resolver
         self._backend = backend
+        self._put_shardings = functools.partial(backend.state_shardings, is_state=False)
+        # Replicates the leaves that are stored elsewhere on the mesh.
+        self._on_mesh: Callable[[PyTree], PyTree] = lambda tree: tree
         self._context = ReplicaContext.of(self, backend.replicas, cross_device_ops, communication_options)
         self._runs: IdentityCache[Program] = IdentityCache()
         self._inits: IdentityCache[Program] = IdentityCache()
@@ -91,12 +101,6 @@ class Strategy:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[str(device) for device in self.devices]})"
-
-    def __copy__(self) -> Self:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuilt, (type(self), with_names(type(self).__name__, self._arguments))
@@ -397,7 +401,7 @@ class Strategy:
         require_cross_replica_context("reduce", "use `jdist.all_reduce` there")
         check_devices_attached(self.mesh)
         arguments = ReduceOp.of(op), self._on_mesh(value), axes_argument(axis), self.replicas
-        return self._launch("strategy.reduce", host_reductions.reduce, *arguments)
+        return _recorded(self, "strategy.reduce", host_reductions.reduce, *arguments)
 
     @overload
     def gather(self, value: DistributedValues, axis: int) -> PyTree: ...
@@ -426,7 +430,7 @@ class Strategy:
         require_cross_replica_context("gather", "use `jdist.all_gather` there")
         check_devices_attached(self.mesh)
         arguments = self._on_mesh(value), axis_argument(axis), self.replicas
-        return self._launch("strategy.gather", host_reductions.gather, *arguments)
+        return _recorded(self, "strategy.gather", host_reductions.gather, *arguments)
 
     def local_results(self, value: PyTree) -> tuple[PyTree, ...]:
         """Returns the value of each replica of this process, one tree per replica; `(value,)` for a host value.
@@ -640,19 +644,13 @@ class Strategy:
         require_cross_replica_context("describe")
         return describe(type(self).__name__, self._backend, state, max_rows)
 
-    def _on_mesh(self, tree: PyTree) -> PyTree:
-        """Returns `tree` with the leaves that are stored elsewhere on the mesh."""
-        return tree
 
-    def _launch(self, name: str, collective: Callable[..., PyTree], *arguments: Any) -> PyTree:
-        """Returns `collective(*arguments)`, and records it if processes may wait for each other in it."""
-        if not self._spans_processes or jax_compat.is_tracing():
-            return collective(*arguments)
-        label = activity.Label(name, launches=launches_on(self.mesh), is_collective=True)
-        return activity.launch(label, collective, *arguments)
-
-    def _put_shardings(self, tree: PyTree) -> list[jax.sharding.NamedSharding]:
-        return self._backend.state_shardings(tree, is_state=False)
+def _recorded(strategy: Strategy, name: str, collective: Callable[..., PyTree], *arguments: Any) -> PyTree:
+    """Returns `collective(*arguments)`, and records it if processes may wait for each other in it."""
+    if not strategy._spans_processes or jax_compat.is_tracing():
+        return collective(*arguments)
+    label = activity.Label(name, launches=launches_on(strategy.mesh), is_collective=True)
+    return activity.launch(label, collective, *arguments)
 
 
 def _span_joined_processes(devices: Sequence[jax.Device]) -> bool:

@@ -9,8 +9,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 import jax
 
 from jdist._src.core import other_names
+from jdist._src.core.arguments import check_callable
 from jdist._src.core.tree import PyTree
-from jdist._src.execution.step import StepOptions, check_callable
+from jdist._src.execution.build_programs import StepOptions
 from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, current_context, set_default_context
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies.base import Strategy

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSp
 
 import jax
 
+from jdist._src.core.arguments import function_name
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.tree import PyTree, argument_names, one_line
+from jdist._src.execution.build_programs import StepOptions
 from jdist._src.execution.program import Program
-from jdist._src.execution.step import StepOptions, function_name
 from jdist._src.execution.traced import Proof
 from jdist._src.replica.context import current_context
 from jdist._src.values.arrays import is_device_array

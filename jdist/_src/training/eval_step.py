@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core import source_lines
+from jdist._src.core.arguments import function_name
 from jdist._src.core.errors import ReplicatedBatchWarning
 from jdist._src.core.tree import PyTree, describe_type, dtype_and_shape, named_leaves
 from jdist._src.data.dataset import DistributedDataset
 from jdist._src.devices.mesh import Replicas
-from jdist._src.execution.step import function_name
 from jdist._src.jaxpr.batch_check import replicated_batch
 from jdist._src.jaxpr.replication import warn_once
 from jdist._src.replica.context import all_reduce

@@ -13,7 +13,7 @@ from flax import nnx
 from flax.training import train_state
 
 import jdist
-from jdist._src.execution.step import strongly_typed
+from jdist._src.execution.state_stages import strongly_typed
 
 from laws import STRATEGIES, assert_in_step, rows
 

@@ -1,0 +1,149 @@
+"""Builds the programs of `Strategy.run`, `Strategy.init` and `Strategy.step`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jdist._src.core.arguments import as_int, check_callable, function_name
+from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
+from jdist._src.execution.backend import Backend, ProgramSpec
+from jdist._src.execution.module_stage import unpacked
+from jdist._src.execution.multi_step import StackedInputs, StepLoop
+from jdist._src.execution.program import Program
+from jdist._src.execution.stage import Stage
+from jdist._src.execution.stage_order import stages_of
+from jdist._src.execution.state_stages import NewState, StateUpdate, StepPolicies
+from jdist._src.execution.traced import Arguments, Results, UserCall
+from jdist._src.replica.context import ReplicaContext
+from jdist._src.replica.precision import Precision
+
+
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """The options of `Strategy.step`.
+
+    Attributes:
+        precision: The dtypes of `jdist.value_and_grad` within the step.
+        steps_per_call: The number of steps that one call runs, on lists of inputs; None for one step on its inputs.
+        donate: Whether the new state reuses the memory of the old state.
+        compiler_options: Options of XLA for the program.
+
+    Raises:
+        TypeError: An option has the wrong type.
+        ValueError: `steps_per_call` is less than 1.
+    """
+
+    precision: Precision | None = None
+    steps_per_call: int | None = None
+    donate: bool = True
+    compiler_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.precision, Precision | None):
+            raise TypeError(
+                "`precision` must be a `jdist.Precision(param_dtype, compute_dtype, output_dtype)`, got "
+                f"{one_line(self.precision)}."
+            )
+        if self.steps_per_call is not None:
+            object.__setattr__(self, "steps_per_call", as_int("`steps_per_call`", self.steps_per_call, 1))
+        if not isinstance(self.donate, bool):
+            raise TypeError(f"`donate` is True or False, got {one_line(self.donate)}.")
+        check_compiler_options(self.compiler_options)
+
+
+def check_compiler_options(options: Any) -> None:
+    """Raises TypeError if `options` is not a mapping from the names of XLA options to values, or None."""
+    if not isinstance(options, Mapping | None):
+        raise TypeError(
+            f"`compiler_options` maps names to values, got {type(options).__name__}. Of XLA flags, pass "
+            '`jdist.xla_flags("tpu").compiler_options`.'
+        )
+    for name, value in (options or {}).items():
+        if not isinstance(value, (bool, int, float, str)):
+            raise TypeError(
+                f"The value of {one_line(name)} in `compiler_options` must be a number, a boolean or a string, got "
+                f"{one_line(value)}."
+            )
+
+
+def run_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, context: ReplicaContext) -> Program:
+    """Returns the program of `Strategy.run`: it takes `(args, kwargs)` and returns `((), outputs)`.
+
+    Args:
+        fn: Returns the replica function. The program does not keep the function alive.
+        backend: Runs the function on the devices.
+        context: The replica context of the strategy.
+    """
+
+    def user_call(args: Arguments) -> UserCall:
+        return UserCall(fn(), *unpacked(args, has_state=False))
+
+    return _program(fn(), user_call, lambda outputs: ((), outputs), backend, context)
+
+
+def init_program(fn: Callable[[], Callable[..., PyTree]], backend: Backend, context: ReplicaContext) -> Program:
+    """Returns the program of `Strategy.init`: it takes the arguments of `fn()` and returns `(state, ())`. As `run_program`."""
+
+    def user_call(args: Arguments) -> UserCall:
+        return UserCall(fn(), unpacked(args, has_state=False), {})
+
+    return _program(fn(), user_call, lambda state: (state, ()), backend, context, [NewState()])
+
+
+def step_program(
+    fn: Callable[..., tuple[PyTree, PyTree]], options: StepOptions, backend: Backend, context: ReplicaContext
+) -> Program:
+    """Returns the program of `Strategy.step`: it takes `(state, *inputs)` and returns the new state and the outputs.
+
+    Several steps per call are one program that scans over them, if the backend supports it. On CPU devices a step with a
+    convolution is called once per step. Virtual replicas run in a loop of their own in any case.
+    """
+
+    def user_call(args: Arguments) -> UserCall:
+        if not args:
+            raise TypeError(
+                f"`{function_name(fn)}` is a step and was called without arguments. Pass its state: "
+                "`step(state, *inputs)`."
+            )
+        args = unpacked(args, has_state=True)
+        return UserCall(fn, [x.split() if isinstance(x, StackedInputs) else x for x in args], {})
+
+    stages = [StepPolicies(options.precision), StateUpdate()]
+    program = _program(fn, user_call, split_result, backend, context, stages, options)
+    functools.update_wrapper(program, fn, updated=())
+    return program
+
+
+def _program(
+    fn: Callable[..., Any],
+    user_call: Callable[[Arguments], UserCall],
+    as_pair: Callable[[Any], Results],
+    backend: Backend,
+    context: ReplicaContext,
+    function_stages: Sequence[Stage] = (),
+    options: StepOptions | None = None,
+) -> Program:
+    check_callable(fn)
+    has_state, options = options is not None, options or StepOptions(donate=False)
+    compiler_options, name = options.compiler_options, function_name(fn)
+    spec = ProgramSpec(
+        name, user_call, as_pair, backend, context, function_stages, has_state, options.donate, compiler_options
+    )
+    loop = None if options.steps_per_call is None else StepLoop(spec, options.steps_per_call)
+    return Program(spec, stages_of(spec, loop))
+
+
+def split_result(result: Any) -> tuple[PyTree, PyTree]:
+    """Returns the state and the outputs that a step returned.
+
+    Raises:
+        TypeError: The step did not return a pair.
+    """
+    if isinstance(result, tuple) and len(result) == 2:
+        return result
+    got = f"a tuple of {len(result)}" if isinstance(result, tuple) else dtype_and_shape(result)
+    raise TypeError(
+        f"A step must return a pair `(state, outputs)`, and this one returned {got}. A step without outputs returns "
+        "`(state, None)`."
+    )
