@@ -1,6 +1,7 @@
 """Stages of programs on several CPU devices: `DonatedMemory` checks the state, and `OneAtATime` waits for the previous call.
 
-JAX starts some of the devices before it refuses memory that is donated twice, and jax 0.12 ends the process 60 seconds later.
+JAX starts some of the devices before it refuses memory that is donated twice (https://github.com/jax-ml/jax/issues/12627 is
+the same on a GPU), and jax 0.12 ends the process 60 seconds later.
 `jdist._src.devices.dispatch` says why calls run one at a time.
 """
 

@@ -1,6 +1,7 @@
 """Several steps per call (`steps_per_call`): one program that scans over them, or one call of a program per step.
 
-XLA's CPU convolutions are about 9 times slower in a loop, so there a step with a convolution is called once per step.
+XLA's CPU convolutions are about 9 times slower in a loop (https://github.com/jax-ml/jax/issues/12868), so there a step with a
+convolution is called once per step.
 """
 
 import dataclasses

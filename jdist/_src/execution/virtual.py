@@ -30,7 +30,7 @@ class VirtualBackend(Backend):
         """See `Backend.run`."""
         mesh = self.replicas.mesh
         slots = Slots(mesh.axis_names, mesh.size, self.replicas.size)
-        # XLA's convolutions on CPU take about ten times as long inside a loop.
+        # XLA's convolutions on CPU take about ten times as long in a loop: https://github.com/jax-ml/jax/issues/12868
         unrolled = frozenset({"conv_general_dilated"} if mesh.devices.flat[0].platform == "cpu" else ())
 
         def run(*blocks: PyTree) -> list[PyTree]:
