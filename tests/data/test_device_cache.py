@@ -6,6 +6,7 @@ import itertools
 import pickle
 import types
 
+import flax.nnx  # noqa: F401  # where it is imported, the first call of a program looks for modules, and must not read batches
 import jax
 import jax.numpy as jnp
 import numpy as np
