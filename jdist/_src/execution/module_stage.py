@@ -38,6 +38,9 @@ class Modules(Stage):
         """See `Stage`. A change of a module in place must be among the results."""
 
         def function_of_modules(*args: PyTree, **kwargs: PyTree) -> Results:
+            if not contains_modules((args, kwargs)):
+                state, outputs = fn(*args, **kwargs)
+                return to_array_tree(state), to_array_tree(outputs)
             if self._has_state:
                 args = tuple(map(from_array_tree, args))
             else:
