@@ -90,13 +90,13 @@ from jdist._src.strategies.current import set_strategy as set_strategy
 from jdist._src.strategies.current import step as step
 from jdist._src.strategies.description import Description as Description
 from jdist._src.strategies.description import LeafDescription as LeafDescription
+from jdist._src.strategies.late_bound_step import Step as Step
 from jdist._src.strategies.mirrored import MirroredStrategy as MirroredStrategy
 from jdist._src.strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from jdist._src.strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from jdist._src.strategies.scope import Scope as Scope
 from jdist._src.strategies.sharded import ShardedStrategy as ShardedStrategy
 from jdist._src.strategies.tpu import TPUStrategy as TPUStrategy
-from jdist._src.strategies.unbound_step import Step as Step
 from jdist._src.strategies.variables import read_values as read_values
 from jdist._src.strategies.variables import trainable as trainable
 from jdist._src.strategies.variables import variable as variable

@@ -40,9 +40,9 @@ from jdist._src.replica.context import ReplicaContext, ValueContext, require_cro
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies import host_reductions
 from jdist._src.strategies.description import Description, describe
+from jdist._src.strategies.late_bound_step import Step
 from jdist._src.strategies.pickling import with_devices, with_names
 from jdist._src.strategies.scope import Scope
-from jdist._src.strategies.unbound_step import Step
 from jdist._src.values.base import DistributedValues
 from jdist._src.values.device_put import check_devices_attached, put, put_per_replica, split_batch
 from jdist._src.values.per_replica import PerReplica

@@ -16,9 +16,9 @@ from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, curr
 from jdist._src.replica.precision import Precision
 from jdist._src.strategies.base import Strategy
 from jdist._src.strategies.keras_distribution import keras_distribution
+from jdist._src.strategies.late_bound_step import Step, check_static_argnames
 from jdist._src.strategies.one_device import OneDeviceStrategy
 from jdist._src.strategies.own_devices import check_own_devices
-from jdist._src.strategies.unbound_step import Step, check_static_argnames
 
 _StateT = TypeVar("_StateT")
 _InputsT = ParamSpec("_InputsT")

@@ -19,7 +19,7 @@ from jdist._src.jaxpr.replication import warn_once
 from jdist._src.replica.context import all_reduce
 from jdist._src.replica.metrics import Mean, Metric
 from jdist._src.strategies.current import get_strategy
-from jdist._src.strategies.unbound_step import bind_state
+from jdist._src.strategies.late_bound_step import bind_state
 from jdist._src.training.optional_parameters import check_metric_weights, is_metric, optional_parameters
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import is_distributed

@@ -15,7 +15,7 @@ from jdist._src.replica.losses import is_loss
 from jdist._src.replica.precision import Precision
 from jdist._src.replica.random import replica_key
 from jdist._src.strategies.current import step
-from jdist._src.strategies.unbound_step import Step
+from jdist._src.strategies.late_bound_step import Step
 from jdist._src.training.loss_results import split_result, weighted_losses
 from jdist._src.training.optimizer_update import check_optimizer, update_params
 from jdist._src.training.optional_parameters import check_metric_weights, is_metric, optional_parameters
