@@ -27,7 +27,6 @@ from jdist._src.collectives.cross_device_ops import CommunicationOptions as Comm
 from jdist._src.collectives.cross_device_ops import CrossDeviceOps as CrossDeviceOps
 from jdist._src.collectives.cross_device_ops import HierarchicalAllReduce as HierarchicalAllReduce
 from jdist._src.collectives.cross_device_ops import ReductionToOneDevice as ReductionToOneDevice
-from jdist._src.core import other_names as _other_names
 from jdist._src.core.errors import BatchedElementsWarning as BatchedElementsWarning
 from jdist._src.core.errors import ClippedPerReplicaWarning as ClippedPerReplicaWarning
 from jdist._src.core.errors import DivergentCollectiveError as DivergentCollectiveError
@@ -37,6 +36,7 @@ from jdist._src.core.errors import RepeatedSumWarning as RepeatedSumWarning
 from jdist._src.core.errors import ReplicatedBatchWarning as ReplicatedBatchWarning
 from jdist._src.core.errors import SharedRandomnessWarning as SharedRandomnessWarning
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning as UnrecognizedOptimizerStateWarning
+from jdist._src.core.migration_hints import missing_attribute_error as _missing_attribute_error
 from jdist._src.core.public_names import set_public_module as _set_public_module
 from jdist._src.core.version import __version__ as __version__
 from jdist._src.data.dataset import DistributedDataset as DistributedDataset
@@ -123,12 +123,7 @@ _set_public_module(globals(), __name__)
 if not TYPE_CHECKING:  # a type checker would then accept every name
 
     def __getattr__(name: str) -> object:
-        import sys  # here, not in the namespace of `jdist`
-
-        module = sys.modules[__name__]
-        raise _other_names.missing_attribute_error(
-            f"module {__name__!r}", name, *_other_names.MODULE_TABLES, owner=module
-        )
+        raise _missing_attribute_error(__name__, name)
 
 
 del TYPE_CHECKING

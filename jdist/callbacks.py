@@ -17,8 +17,8 @@ from jdist._src.callbacks.rows import Rows as Rows
 from jdist._src.callbacks.stopping import EarlyStopping as EarlyStopping
 from jdist._src.callbacks.stopping import TimeLimit as TimeLimit
 from jdist._src.callbacks.tensorboard import TensorBoard as TensorBoard
-from jdist._src.core import other_names as _other_names
 from jdist._src.core.call_errors import explain_constructor as _explain_constructor
+from jdist._src.core.migration_hints import missing_attribute_error as _missing_attribute_error
 from jdist._src.core.public_names import set_public_module as _set_public_module
 from jdist._src.training.events import Callback as Callback
 from jdist._src.training.events import CallbackResult as CallbackResult
@@ -48,7 +48,7 @@ _set_public_module(globals(), __name__)
 if not TYPE_CHECKING:  # a type checker would then accept every name
 
     def __getattr__(name: str) -> object:
-        raise _other_names.missing_attribute_error(f"module {__name__!r}", name, _other_names.CALLBACK_TABLE)
+        raise _missing_attribute_error(__name__, name)
 
 
 del TYPE_CHECKING

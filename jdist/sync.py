@@ -12,7 +12,7 @@ Make the state in `strategy.init`, which places the state of the policy.
 
 from typing import TYPE_CHECKING
 
-from jdist._src.core import other_names as _other_names
+from jdist._src.core.migration_hints import missing_attribute_error as _missing_attribute_error
 from jdist._src.core.public_names import set_public_module as _set_public_module
 from jdist._src.sync.accumulation import every as every
 from jdist._src.sync.accumulation import skip_nonfinite as skip_nonfinite
@@ -36,7 +36,7 @@ _set_public_module(globals(), __name__)
 if not TYPE_CHECKING:  # a type checker would then accept every name
 
     def __getattr__(name: str) -> object:
-        raise _other_names.missing_attribute_error(f"module {__name__!r}", name, _other_names.SYNC_TABLE)
+        raise _missing_attribute_error(__name__, name)
 
 
 del TYPE_CHECKING

@@ -6,17 +6,19 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from jdist._src.core.migration_hints import migration_hints
+
 F = TypeVar("F", bound=Callable[..., Any])
 _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
-def explains_arguments(other_names: Mapping[str, str] | None = None) -> Callable[[F], F]:
+def explains_arguments(hints: str = "") -> Callable[[F], F]:
     """Returns a decorator for functions that users call: arguments that do not fit are errors that name the parameter.
 
     Python's own message names neither the nearest parameter (before Python 3.13) nor the name of another library.
 
     Args:
-        other_names: The line to write for each name of another library.
+        hints: The name of the function in `migration_hints.toml`, which has the line to write for names of other libraries.
     """
 
     def decorate(fn: F) -> F:
@@ -28,7 +30,7 @@ def explains_arguments(other_names: Mapping[str, str] | None = None) -> Callable
                 traceback = error.__traceback__
                 if traceback is None or traceback.tb_next is not None:  # raised within `fn`
                     raise
-                message = _explanation(fn, args, kwargs, other_names or {}) or str(error)
+                message = _explanation(fn, args, kwargs, hints) or str(error)
             raise TypeError(message)
 
         return call  # pyright: ignore[reportReturnType]
@@ -36,15 +38,13 @@ def explains_arguments(other_names: Mapping[str, str] | None = None) -> Callable
     return decorate
 
 
-def explain_constructor(cls: type, other_names: Mapping[str, str] | None = None) -> None:
+def explain_constructor(cls: type, hints: str = "") -> None:
     """Lets a class explain the arguments of its own constructor, if it defines one."""
     if "__init__" in vars(cls):
-        cls.__init__ = explains_arguments(other_names)(cls.__init__)
+        cls.__init__ = explains_arguments(hints)(cls.__init__)
 
 
-def _explanation(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], other_names: Mapping[str, str]
-) -> str | None:
+def _explanation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], hints: str) -> str | None:
     signature = inspect.signature(fn)
     parameters = {name: one for name, one in signature.parameters.items() if name != "self"}
     name = fn.__qualname__.removesuffix(".__init__")
@@ -52,6 +52,7 @@ def _explanation(
     for unknown in kwargs:
         if unknown not in by_name:
             near = difflib.get_close_matches(unknown, by_name, 1)
+            other_names = migration_hints()["arguments"][hints] if hints else {}
             advice = other_names.get(unknown) or (f"Did you mean `{near[0]}`?" if near else "")
             listed = ", ".join(f"`{each}`" for each in by_name)
             return f"`{name}` has no argument `{unknown}`. {advice or f'Its arguments are {listed}.'}"

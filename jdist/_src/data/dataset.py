@@ -13,7 +13,7 @@ import numpy as np
 from jdist._src.core import html
 from jdist._src.core.arguments import as_int
 from jdist._src.core.errors import BatchedElementsWarning
-from jdist._src.core.other_names import DATASET_TABLE, explains_attributes
+from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.source_lines import levels_to_user
 from jdist._src.core.tree import PyTree, one_line
 from jdist._src.data.batch_sync import Channel, ProcessBatchSync, new_channel
@@ -31,7 +31,7 @@ from jdist._src.devices.mesh import Replicas
 from jdist._src.values.per_replica import PerReplica
 
 
-@explains_attributes(DATASET_TABLE)
+@explains_attributes("dataset")
 class DistributedDataset:
     """Batches of examples, split over the replicas. Made by `Strategy.distribute_dataset`; each `for` loop starts anew.
 
@@ -254,7 +254,7 @@ class DistributedDataset:
         return (Inline if is_inline else Threaded)(make, self._prefetch)
 
 
-@explains_attributes(DATASET_TABLE)
+@explains_attributes("dataset")
 class DistributedIterator:
     """Iterates over the batches of a `DistributedDataset`, with a position that can be saved.
 

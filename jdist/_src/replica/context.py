@@ -19,7 +19,7 @@ from jax import lax
 from jdist._src.collectives import ops
 from jdist._src.collectives.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist._src.core.arguments import keyword_arguments
-from jdist._src.core.other_names import REPLICA_CONTEXT_TABLE, explains_attributes
+from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.trace_key import keyed, set_outermost_key
 from jdist._src.core.tree import PyTree, describe_type, named_leaves, one_line
 from jdist._src.devices.mesh import Replicas
@@ -33,7 +33,7 @@ T = TypeVar("T")
 _Number: TypeAlias = complex | np.ndarray | np.generic  # leaves that become JAX arrays
 
 
-@explains_attributes(REPLICA_CONTEXT_TABLE)
+@explains_attributes("replica_context")
 @dataclasses.dataclass(frozen=True)
 class ReplicaContext:
     """The context of a replica function: the replicas that run together, and the collectives over them.

@@ -11,10 +11,11 @@ from jax.sharding import Mesh
 from jdist._src.cluster.resolver import ClusterResolver
 from jdist._src.collectives.cross_device_ops import AllReduce, CommunicationOptions, CrossDeviceOps
 from jdist._src.collectives.ops import axes_argument, axis_argument
-from jdist._src.core import activity, jax_compat, other_names
+from jdist._src.core import activity, jax_compat
 from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.call_errors import explain_constructor, explains_arguments
 from jdist._src.core.identity_cache import IdentityCache
+from jdist._src.core.migration_hints import check_no_other_arguments, explains_attributes
 from jdist._src.core.modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree, argument_names, describe_type
 from jdist._src.core.uncopied import Uncopied
@@ -55,7 +56,7 @@ _InputsT = ParamSpec("_InputsT")
 _OutputsT = TypeVar("_OutputsT")
 
 
-@other_names.explains_attributes(*other_names.STRATEGY_TABLES)
+@explains_attributes("strategy")
 class Strategy(Uncopied):
     """Runs replica functions, one replica per device of a mesh, each on its own part of the data.
 
@@ -97,7 +98,7 @@ class Strategy(Uncopied):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        explain_constructor(cls, other_names.STRATEGY_ARGUMENTS)
+        explain_constructor(cls, "strategy")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({[str(device) for device in self.devices]})"
@@ -316,7 +317,7 @@ class Strategy(Uncopied):
             2 of 2 results are replicated
         """
         accepted = "`precision`, `steps_per_call`, `donate` and `compiler_options`"
-        other_names.check_no_other_arguments("strategy.step", others, accepted)
+        check_no_other_arguments("strategy.step", others, accepted)
         options = StepOptions(precision, steps_per_call, donate, compiler_options)
         if fn is ...:
             return functools.partial(self.step, **vars(options))

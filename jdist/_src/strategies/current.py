@@ -8,8 +8,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import jax
 
-from jdist._src.core import other_names
 from jdist._src.core.arguments import check_callable
+from jdist._src.core.migration_hints import check_no_other_arguments
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.build_programs import StepOptions
 from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, current_context, set_default_context
@@ -203,7 +203,7 @@ def step(
         2 of 2 results are replicated
     """
     accepted = "`precision`, `steps_per_call`, `donate`, `compiler_options` and `static_argnames`"
-    other_names.check_no_other_arguments("jdist.step", others, accepted)
+    check_no_other_arguments("jdist.step", others, accepted)
     options = StepOptions(precision, steps_per_call, donate, compiler_options)
     if fn is ...:
         return functools.partial(step, **vars(options), static_argnames=static_argnames)

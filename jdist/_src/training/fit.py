@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdist._src.core import html
-from jdist._src.core.other_names import explains_attributes
+from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.traced import Proof
 from jdist._src.strategies.description import Description
@@ -28,18 +28,9 @@ from jdist._src.values.arrays import copy_arrays, is_device_array
 
 _DONATED = "donated to a later step"
 _LOST = "lost: an error ended the step that it was donated to"
-_OTHER_NAMES = {
-    "model": "trainer.model(fit.state)",
-    **{name: f"fit.state.{name}" for name in ("params", "opt_state", "model_state", "rng")},
-    "step": "fit.steps",
-    "stop": "fit.stop_reason",
-    "losses": "fit.history.losses",
-    "metrics": "fit.history.rows[-1]",
-}
-_OTHER_TABLE = "", {name: f"Write `{line}`." for name, line in _OTHER_NAMES.items()}, ""
 
 
-@explains_attributes(_OTHER_TABLE)
+@explains_attributes("fit")
 @dataclasses.dataclass(frozen=True, repr=False)
 class Fit:
     """The result of training. A short text when printed, tables in a notebook.

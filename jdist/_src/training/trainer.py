@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 from jdist._src.checkpoint.checkpointer import Checkpointer
-from jdist._src.core import other_names
 from jdist._src.core.arguments import as_int
 from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.source_lines import levels_to_user
@@ -185,7 +184,7 @@ class Trainer:
         metrics: Mapping[str, Any] | Sequence[str] | None = None,
         **options: Unpack[_Options],
     ) -> None: ...
-    @explains_arguments(other_names.TRAINER_ARGUMENTS)
+    @explains_arguments("trainer")
     def __init__(
         self,
         model: Any = None,
@@ -275,7 +274,7 @@ class Trainer:
         return self.strategy.init(make, jax.random.key(self._seed))
 
     @explain_keras_arguments("fit((x, y), batch_size=...)", num_positional=1)
-    @explains_arguments(other_names.FIT_ARGUMENTS)
+    @explains_arguments("fit")
     def fit(
         self,
         data: Any,

@@ -24,14 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.modules import leaves_with_path
-from jdist._src.core.other_names import VALUE_TABLE, explains_attributes
 from jdist._src.core.tree import PyTree, ReprText, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of, num_replicas_on
 from jdist._src.values.server_array import read_servers
 
 
-@explains_attributes(VALUE_TABLE)
+@explains_attributes("values")
 class DistributedValues(abc.ABC):
     """Base class of the wrappers: a tree of arrays that is placed on the devices of a mesh as the subclass defines.
 

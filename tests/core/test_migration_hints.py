@@ -6,15 +6,20 @@ import inspect
 import pathlib
 import pickle
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 import jdist
-from jdist._src.core import other_names
+from jdist._src.core.migration_hints import migration_hints
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 GUIDE = (ROOT / "docs/from_tf_distribute.md").read_text()
+HINTS = {owner: [table["hints"] for table in tables] for owner, tables in migration_hints()["attributes"].items()}
+STRATEGY_NAMES = HINTS["strategy"][0]
+MODULE_NAMES, JAX_NAMES, TORCH_NAMES = HINTS["jdist"]
 NAMES = [
     *(ROOT / "tests/parity/api.txt").read_text().split(),
     *re.findall(r"`((?:tf\.distribute\.|Strategy\.)[\w.]+)`", GUIDE),
@@ -32,7 +37,7 @@ def _plain_names():
     return sorted({name for name in NAMES if "." not in name})
 
 
-@pytest.mark.parametrize("name", other_names.STRATEGY_NAMES)
+@pytest.mark.parametrize("name", STRATEGY_NAMES)
 def test_tensorflow_name_on_a_strategy_is_an_error_with_the_line_to_write(name, two):
     message = rf"^'MirroredStrategy' object has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
     with pytest.raises(AttributeError, match=message):
@@ -41,7 +46,7 @@ def test_tensorflow_name_on_a_strategy_is_an_error_with_the_line_to_write(name, 
     assert name not in dir(two)
 
 
-@pytest.mark.parametrize("name", other_names.MODULE_NAMES)
+@pytest.mark.parametrize("name", MODULE_NAMES)
 def test_tensorflow_name_in_the_module_is_an_error_with_the_line_to_write(name):
     message = rf"^module 'jdist' has no attribute '{name}'\. TensorFlow's `{name}`: .*See docs/from_tf"
     with pytest.raises(AttributeError, match=message):
@@ -67,15 +72,15 @@ def test_tensorflow_name_on_every_strategy_is_an_error_with_the_new_name(name, l
 
 @pytest.mark.parametrize("name", _names_after("Strategy."))
 def test_name_of_the_guide_on_a_strategy_exists_or_has_advice(name, two):
-    assert hasattr(two, name) or name in other_names.STRATEGY_NAMES
+    assert hasattr(two, name) or name in STRATEGY_NAMES
 
 
 @pytest.mark.parametrize("name", [*_names_after("tf.distribute.", "tf.distribute.experimental."), *_plain_names()])
 def test_name_of_the_guide_in_the_module_exists_or_has_advice(name):
-    assert hasattr(jdist, name) or name in other_names.MODULE_NAMES
+    assert hasattr(jdist, name) or name in MODULE_NAMES
 
 
-@pytest.mark.parametrize("name", other_names.JAX_NAMES)
+@pytest.mark.parametrize("name", JAX_NAMES)
 def test_jax_name_in_the_module_is_an_error_with_the_line_to_write(name):
     message = rf"^module 'jdist' has no attribute '{name}'\. JAX's `{name}`: (write|not needed|call)"
     with pytest.raises(AttributeError, match=message):
@@ -87,11 +92,11 @@ def test_jax_name_in_the_module_is_an_error_with_the_line_to_write(name):
 def test_names_of_torch_keras_and_others_are_errors_with_the_line_to_write(two):
     iterator = iter(two.distribute_dataset(np.ones(4, np.float32), batch_size=2))
     owners = [
-        (jdist, other_names.TORCH_NAMES),
-        (jdist.callbacks, other_names.CALLBACK_NAMES),
-        (jdist.sync, other_names.SYNC_NAMES),
-        (iterator, other_names.DATASET_NAMES),
-        (next(iterator), other_names.VALUE_NAMES),
+        (jdist, TORCH_NAMES),
+        (jdist.callbacks, HINTS["jdist.callbacks"][0]),
+        (jdist.sync, HINTS["jdist.sync"][0]),
+        (iterator, HINTS["dataset"][0]),
+        (next(iterator), HINTS["values"][0]),
     ]
     for owner, names in owners:
         for name in names:
@@ -104,7 +109,7 @@ def test_names_of_torch_keras_and_others_are_errors_with_the_line_to_write(two):
             owner.nothing  # noqa: B018
 
 
-TABLES = [value for name, value in vars(other_names).items() if name.endswith(("_NAMES", "_ARGUMENTS"))]
+TABLES = [*sum(HINTS.values(), []), *migration_hints()["arguments"].values()]
 ADVICE = [item for table in TABLES for item in table.items()]
 
 
@@ -115,6 +120,17 @@ def test_advice_mentions_existing_names_only(advice, two):
         owners[f"jdist.{module}"] = getattr(jdist, module)
     for owner, name in re.findall(r"`(strategy|jdist(?:\.(?:callbacks|cluster|coordinator|sync))?)\.(\w+)", advice[1]):
         assert hasattr(owners[owner], name)
+
+
+def test_hints_are_read_when_a_name_is_missing():
+    program = """
+import jdist
+from jdist._src.core.migration_hints import migration_hints
+assert not migration_hints.cache_info().misses
+assert not hasattr(jdist, "pmap")
+assert migration_hints.cache_info().misses == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 def test_unknown_name_has_the_usual_error(two):
