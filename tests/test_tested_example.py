@@ -17,7 +17,7 @@ def run(folder, *arguments):
     """Runs the tests of a copy of the example as its user does; returns the output and the numbers of outcomes."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_NUM", "PYTEST"))}
     environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-m", "pytest", "-p", "pytest_jdist", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-p", "jdist_tools.pytest_plugin", "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     return done.stdout, {name: int(n) for n, name in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
 

@@ -13,7 +13,7 @@ WITH_DEFAULT_SIGNALS = """
 import os, signal, sys
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
-os.execv(sys.executable, [sys.executable, "-m", "jdist_command", "run", *sys.argv[1:]])
+os.execv(sys.executable, [sys.executable, "-m", "jdist_tools", "run", *sys.argv[1:]])
 """
 COMMAND = [sys.executable, "-I", "-S", "-c", WITH_DEFAULT_SIGNALS]
 PROCESS = 'import os, signal, subprocess, sys, time; i = int(os.environ["JDIST_PROCESS_ID"])\n'

@@ -491,7 +491,7 @@ def test_port_in_use_is_an_error_on_machine_0_only(run):
 
 def test_launcher_does_not_import_jax(tmp_path):
     (tmp_path / "train.py").write_text("print('started')")
-    program = "import jdist_command, sys; status = jdist_command.main(); print(status, 'jax' in sys.modules)"
+    program = "import sys; from jdist_tools.__main__ import main; status = main(); print(status, 'jax' in sys.modules)"
     command = [sys.executable, "-c", program, "run", "-n", "1", "train.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)

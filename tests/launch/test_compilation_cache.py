@@ -50,7 +50,7 @@ def test_restart_reads_all_programs_from_the_cache_except_for_incomplete_entries
     (tmp_path / "train.py").write_text(PROGRAM)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
     environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-m", "jdist_command", "run", "-n", "2", "--max-restarts", "1"]
+    command = [sys.executable, "-m", "jdist_tools", "run", "-n", "2", "--max-restarts", "1"]
     command += ["--devices-per-process", "1", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -129,7 +129,7 @@ def test_different_host_values_in_an_own_loop_are_an_error_within_seconds_or_at_
 ):
     (tmp_path / "train.py").write_text(PROGRAM.format(batches=batches, factor=factor))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    command = [sys.executable, "-m", "jdist_command", "run", "-n", "2", str(tmp_path / "train.py")]
+    command = [sys.executable, "-m", "jdist_tools", "run", "-n", "2", str(tmp_path / "train.py")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert ended.returncode == status, ended.stderr
     text = "The processes have made different calls of programs, so replicated values may differ between them. Record "

@@ -54,7 +54,16 @@ def run(folder, *arguments, ini="jdist_devices = 3", program=("-m", "pytest"), *
     """Runs pytest in `folder`; returns its output and its errors."""
     (folder / "pytest.ini").write_text(f"[pytest]\n{ini}\n")
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)]), **variables}
-    command = [sys.executable, *program, "-p", "no:cacheprovider", "-p", "pytest_jdist", "--tb=short", *arguments]
+    command = [
+        sys.executable,
+        *program,
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "jdist_tools.pytest_plugin",
+        "--tb=short",
+        *arguments,
+    ]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     return done.stdout + done.stderr
 

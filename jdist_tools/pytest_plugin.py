@@ -1,7 +1,7 @@
 """pytest plugin of jdist: `jdist_devices = 8` in the configuration of pytest gives JAX eight CPU devices in the tests.
 
-Without that line the plugin is inactive. It is not in the package `jdist`, because pytest loads it in every session, and
-`import jdist` imports JAX. The page "Testing" of the documentation describes it.
+Without that line the plugin is inactive; pytest loads it in every session. The page "Testing" of the documentation describes
+it.
 """
 
 import os

@@ -1,7 +1,6 @@
 """The program `jdist`.
 
-`jdist run` only starts processes, so it runs without the modules that `import jdist` imports: JAX and optax would take a second
-and 170 MB. Therefore this module is not in the package `jdist`.
+`jdist run` only starts processes, so it runs without the modules that `import jdist` imports.
 """
 
 import importlib.util
