@@ -42,7 +42,7 @@ def start(enter, tmp_path):
                 *enter,
                 sys.executable,
                 "-m",
-                "jdist_command",
+                "jdist_tools",
                 "run",
                 "--engine",
                 "ray",
@@ -210,7 +210,7 @@ def test_engine_without_ray_is_an_error_with_the_command_that_installs_it(withou
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     assert main(["run", "--engine", "ray", "-n", "2", "train.py"]) == 2
-    assert capsys.readouterr().err.endswith(': python -m pip install "jdist[ray]"\n')
+    assert capsys.readouterr().err.endswith(': `python -m pip install "jdist[ray]"`.\n')
     assert (
         main(
             [
@@ -231,9 +231,7 @@ def test_engine_without_ray_is_an_error_with_the_command_that_installs_it(withou
         == 2
     )
     assert "--engine ray takes the nodes of the Ray cluster. Remove --nodes, --node-r" in capsys.readouterr().err
-    with pytest.raises(
-        ImportError, match=r'`ray.train` cannot be imported .*: python -m pip install -U "ray\[train\]"'
-    ):
+    with pytest.raises(ImportError, match=r'needs ray.train, .*: `python -m pip install "ray\[train\]"'):
         RayClusterResolver()
 
 

@@ -53,8 +53,6 @@ def test_missing_package_is_an_error_with_the_command_to_install_it(scheme, modu
     registry = importlib.import_module("fsspec.registry")
     monkeypatch.delitem(registry._registry, {"gs": "gcs"}.get(scheme, scheme), raising=False)
     monkeypatch.setitem(sys.modules, module, None)
-    message = (
-        rf"'{scheme}://bucket/run' need a package that is not installed: `python -m pip install \"jdist\[{extra}\]\"`"
-    )
+    message = rf"'{scheme}://bucket/run' need a package, .*: `python -m pip install \"jdist\[{extra}\]\"`"
     with pytest.raises(ImportError, match=message):
         jdist.Checkpointer(f"{scheme}://bucket/run")

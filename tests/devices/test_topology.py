@@ -182,8 +182,8 @@ def test_missing_compiler_is_an_error_with_the_command_that_installs_it(call):
     code = f"import sys\nsys.modules['libtpu'] = None\nimport jdist\n{call}"
     done = run(code)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("ModuleNotFoundError: Compiling for 'v5e:4x4' without a TPU requires the TPU compiler")
-    assert '`pip install "jdist[plan]"`' in last
+    assert last.startswith("ModuleNotFoundError: Compiling for 'v5e:4x4' without a TPU needs libtpu, the TPU compiler")
+    assert '`python -m pip install "jdist[plan]"`' in last
 
 
 @pytest.mark.slow

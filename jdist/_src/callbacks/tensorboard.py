@@ -1,6 +1,6 @@
 """Logs for TensorBoard."""
 
-import importlib.util
+import importlib
 import os
 from collections.abc import Sequence
 from typing import Any, final
@@ -9,6 +9,7 @@ import numpy as np
 
 from jdist._src.callbacks.arguments import as_path, make_directory
 from jdist._src.callbacks.log_rows import ExtraColumns, RowWriter, measured_columns
+from jdist._src.core.optional_import import optional_import
 from jdist._src.training.events import Event, Moment
 
 
@@ -48,10 +49,8 @@ class TensorBoard(RowWriter):
     ):
         super().__init__(every, also)
         self.directory = self.destination = as_path("directory", directory)
-        if importlib.util.find_spec("tensorboardX") is None:
-            raise ModuleNotFoundError(
-                'TensorBoard logs need tensorboardX: `python -m pip install "jdist[tensorboard]"`.'
-            )
+        with optional_import("TensorBoard logs need tensorboardX", "jdist[tensorboard]"):
+            importlib.import_module("tensorboardX")
         self._writer: Any = None
         self._written: tuple[int, set[str]] = (-1, set())  # the last step, and the names written at this step
 

@@ -10,6 +10,7 @@ from jdist._src.cluster.polling import poll
 from jdist._src.cluster.resolver import ClusterNotFoundError
 from jdist._src.cluster.settings import Variables, with_port
 from jdist._src.cluster.simple import Addresses
+from jdist._src.core.optional_import import optional_import
 from jdist._src.core.tree import one_line
 
 _NAMESPACE_FILE = pathlib.Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -64,14 +65,8 @@ def find_pods(
 
 
 def _load_client() -> Any:
-    try:
+    with optional_import("The Kubernetes API needs the package kubernetes", "jdist[kubernetes]"):
         kubernetes = importlib.import_module("kubernetes")
-    except ImportError as error:
-        raise ImportError(
-            "The Kubernetes API needs the package kubernetes, which is not installed: python -m pip install "
-            '"jdist[kubernetes]"',
-            name="kubernetes",
-        ) from error
     try:
         kubernetes.config.load_incluster_config()
     except kubernetes.config.ConfigException as error:

@@ -9,6 +9,7 @@ from jdist._src.cluster.gpus import share_gpus
 from jdist._src.cluster.resolver import ClusterNotFoundError
 from jdist._src.cluster.settings import unknown_addresses, with_port
 from jdist._src.cluster.simple import SimpleClusterResolver
+from jdist._src.core.optional_import import optional_import
 
 
 class RayClusterResolver(SimpleClusterResolver):
@@ -58,9 +59,5 @@ class RayClusterResolver(SimpleClusterResolver):
 
 
 def _import(name: str) -> Any:
-    try:
+    with optional_import(f"`RayClusterResolver` needs {name}", "ray[train]"):
         return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f'`{name}` cannot be imported ({error}): python -m pip install -U "ray[train]"', name="ray"
-        ) from error

@@ -12,14 +12,16 @@ import re
 import shutil
 from typing import Any
 
+from jdist._src.core.optional_import import optional_import
+
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _COLLAPSED_URL = re.compile(r"(gs|s3|az|hf):/[^/]")
-# The name in fsspec, and the command that installs the package, of each scheme.
+# The name in fsspec, and the argument of pip for the package, of each scheme.
 _SCHEMES = {
-    "gs": ("gcs", 'python -m pip install "jdist[gcs]"'),
-    "s3": ("s3", 'python -m pip install "jdist[s3]"'),
-    "az": ("az", "python -m pip install adlfs"),
-    "hf": ("hf", "python -m pip install huggingface_hub"),
+    "gs": ("gcs", "jdist[gcs]"),
+    "s3": ("s3", "jdist[s3]"),
+    "az": ("az", "adlfs"),
+    "hf": ("hf", "huggingface_hub"),
 }
 
 
@@ -46,15 +48,13 @@ def as_path(path: Any) -> pathlib.Path:
         )
     from etils import epath
 
-    name, install = _SCHEMES[url[1]]
+    name, requirement = _SCHEMES[url[1]]
     if url[1] != "gs" or importlib.util.find_spec("tensorflow") is None:
         import fsspec
 
         _use_fsspec()
-        try:
+        with optional_import(f"Paths such as {text!r} need a package", requirement):
             fsspec.get_filesystem_class(name)
-        except ImportError as error:
-            raise ImportError(f"Paths such as {text!r} need a package that is not installed: `{install}`.") from error
     return epath.Path(text)  # pyright: ignore[reportReturnType]
 
 

@@ -4,7 +4,7 @@ No hardware is attached: programs can be lowered and compiled for these devices 
 """
 
 import contextlib
-import importlib.util
+import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jdist._src.core.arguments import as_int
+from jdist._src.core.optional_import import optional_import
 from jdist._src.core.tree import one_line
 
 # Shapes of each TPU generation. Two dimensions: all shapes. Three dimensions: the shapes below 4x4x4, and the largest shape;
@@ -76,11 +77,10 @@ def topology_devices(
             f"The TPU topology {one_line(topology)} does not exist. Valid topologies are {valid}. Write generation and shape: "
             "'v5e:4x4'. For GPUs, pass `gpu_target_config`."
         )
-    if importlib.util.find_spec("libtpu") is None:  # JAX imports it to compile
-        raise ModuleNotFoundError(
-            f"Compiling for {one_line(topology)} without a TPU requires the TPU compiler, which is not installed: "
-            '`pip install "jdist[plan]"`.'
-        )
+    with optional_import(
+        f"Compiling for {one_line(topology)} without a TPU needs libtpu, the TPU compiler", "jdist[plan]"
+    ):
+        importlib.import_module("libtpu")  # JAX imports it to compile
     from jax.experimental import topologies
 
     with _default_environment(_COMPILE_ONLY_VARIABLES):

@@ -15,6 +15,7 @@ from jdist._src.core import source_lines
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
 from jdist._src.core.byte_dtypes import to_bytes
 from jdist._src.core.modules import array_children, is_nnx_module, is_variable
+from jdist._src.core.optional_import import optional_import
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, one_line
 from jdist._src.core.version import __version__
 from jdist._src.export import weights
@@ -114,10 +115,8 @@ def is_export(folder: pathlib.Path) -> bool:
 
 def require_flatbuffers() -> None:
     """Raises ImportError if the package that `jax.export` needs is not installed."""
-    try:
+    with optional_import("Exported programs need flatbuffers", "jdist[export]"):
         import flatbuffers as flatbuffers  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError('Exported programs need flatbuffers: `python -m pip install "jdist[export]"`.') from error
 
 
 def _input_shapes(apply: Callable[..., PyTree], signature: Sequence[PyTree]) -> dict[str, PyTree]:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jdist._src.core.optional_import import optional_import
 from jdist._src.launch.answers import AnswerTimes
 from jdist._src.launch.attempt import AttemptSettings, Link, Program, end_rules
 from jdist._src.launch.end_rules import AttemptResult, EndRules
@@ -31,10 +32,8 @@ def import_ray() -> Any:
     Raises:
         ImportError: It is not installed; the message has the command that installs it.
     """
-    try:
+    with optional_import("The engine `ray` needs Ray", "jdist[ray]"):
         return importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError(f'Ray is not installed ({error}): python -m pip install "jdist[ray]"', name="ray") from error
 
 
 def connect_to_ray(environ: Mapping[str, str]) -> Any:

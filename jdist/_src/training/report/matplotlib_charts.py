@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jdist._src.core.optional_import import optional_import
 from jdist._src.training.report.charts import Line, LossTrace, Panel, is_drawable
 
 if TYPE_CHECKING:
@@ -117,15 +118,8 @@ def draw_svg(panel: Panel, name: str) -> str:
 @contextlib.contextmanager
 def _style() -> Iterator[None]:
     """Applies the style of this module, independent of the user's settings, which it restores."""
-    try:
+    with optional_import("Charts need matplotlib", "jdist[plot]"):
         import matplotlib
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise ModuleNotFoundError(
-            'Charts need matplotlib, which is not installed: python -m pip install "jdist[plot]"',
-            name="matplotlib",
-        ) from None
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
