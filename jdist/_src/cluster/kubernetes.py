@@ -84,10 +84,11 @@ class KubernetesClusterResolver(SimpleClusterResolver):
         else:
             count = num_processes or _pod_count(variables)
             cluster = find_pods(job_to_label_mapping, count, port, variables, namespace, client, timeout_seconds)
+        spec, task_type, task_id = cluster
         super().__init__(
-            cluster.spec,
-            task_type=cluster.task_type,
-            task_id=cluster.task_id,
+            spec,
+            task_type=task_type,
+            task_id=task_id,
             environment="variables" if job_to_label_mapping is None else "api",
             coordinator_address=address,
         )
@@ -132,10 +133,10 @@ def _from_variables(
     suffix = f"-{job_index}-{pod_index}" if replicas > 1 else f"-{pod_index}"
     domain = _domain(variables, suffix, hosts_file, is_needed=address is None and total > 1)
     if domain is None:
-        return PodCluster(unknown_addresses(total, address or f"localhost:{port}"), "worker", task_id)
+        return unknown_addresses(total, address or f"localhost:{port}"), "worker", task_id
     base, subdomain = domain
     hosts = [f"{base}-{job}-{pod}" if replicas > 1 else f"{base}-{pod}" for job, pod in names]
-    return PodCluster({"worker": [f"{host}.{subdomain}:{port}" for host in hosts]}, "worker", task_id)
+    return {"worker": [f"{host}.{subdomain}:{port}" for host in hosts]}, "worker", task_id
 
 
 def _domain(variables: Variables, suffix: str, hosts_file: pathlib.Path, *, is_needed: bool) -> tuple[str, str] | None:

@@ -4,7 +4,7 @@ import importlib
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from jdist._src.cluster.polling import poll
 from jdist._src.cluster.resolver import ClusterNotFoundError
@@ -18,12 +18,7 @@ _INDEX = "batch.kubernetes.io/job-completion-index"
 _REQUEST_SECONDS = 30.0
 
 
-class PodCluster(NamedTuple):
-    """The addresses of the pods, and the task of this pod."""
-
-    spec: Mapping[str, Addresses]
-    task_type: str
-    task_id: int
+PodCluster: TypeAlias = tuple[Mapping[str, Addresses], str, int]  # the addresses of the pods, and the task of this pod
 
 
 def find_pods(
@@ -60,8 +55,7 @@ def find_pods(
     space = namespace or variables.get("POD_NAMESPACE") or _read_namespace()
     pods = poll(lambda deadline: _request(client, space, selectors, count, deadline), timeout_seconds)
     spec = {job: [with_port(pod.status.pod_ip, port) for pod in pods[job]] for job in pods}
-    task_type, task_id = _own_task(pods, variables)
-    return PodCluster(spec, task_type, task_id)
+    return spec, *_own_task(pods, variables)
 
 
 def _load_client() -> Any:

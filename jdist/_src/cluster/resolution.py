@@ -16,15 +16,15 @@ from jdist._src.cluster.tpu import TPUClusterResolver
 # Explicit settings first, then launchers, which number processes, then platforms, which number hosts: a launcher may start
 # several processes per host of a platform, such as `mpirun` on SageMaker. `mpirun` in a Slurm job may inherit the variables of
 # `srun`.
-_CANDIDATES: dict[str, Callable[[Variables], ClusterResolver]] = {
-    "EnvironmentClusterResolver": lambda environ: EnvironmentClusterResolver(environ=environ),
-    "TFConfigClusterResolver": lambda environ: TFConfigClusterResolver(environ=environ),
-    "MPIClusterResolver": lambda environ: MPIClusterResolver(environ=environ),
-    "SlurmClusterResolver": lambda environ: SlurmClusterResolver(environ=environ),
-    "SageMakerClusterResolver": lambda environ: SageMakerClusterResolver(environ=environ),
-    "TPUClusterResolver": lambda environ: TPUClusterResolver(environ={"TPU_SKIP_MDS_QUERY": "1", **environ}),
-    "KubernetesClusterResolver": lambda environ: KubernetesClusterResolver(environ=environ),
-}
+_CANDIDATES = (
+    EnvironmentClusterResolver,
+    TFConfigClusterResolver,
+    MPIClusterResolver,
+    SlurmClusterResolver,
+    SageMakerClusterResolver,
+    TPUClusterResolver,
+    KubernetesClusterResolver,
+)
 
 
 def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver:
@@ -49,18 +49,17 @@ def resolve(environ: Mapping[str, str] | None = None) -> ClusterResolver:
         ('EnvironmentClusterResolver', 1)
     """
     variables = dict(os.environ if environ is None else environ)
-    reasons: dict[str, str] = {}
-    for name in _CANDIDATES:
-        outcome = _try(name, variables)
+    reasons = ""
+    for resolver in _CANDIDATES:
+        outcome = _try(resolver, variables)
         if not isinstance(outcome, Exception):
             return outcome
         if not isinstance(outcome, ClusterNotFoundError):
             raise outcome
-        reasons[name] = str(outcome)
+        reasons += f"\n  {resolver.__name__}: {outcome}"
     check_no_lone_address(variables)
-    lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
     raise ClusterNotFoundError(
-        f"No cluster found. Start the program with a launcher such as `jdist run`, or pass a resolver.{lines}"
+        f"No cluster found. Start the program with a launcher such as `jdist run`, or pass a resolver.{reasons}"
     )
 
 
@@ -80,12 +79,14 @@ def resolve_each(environ: Mapping[str, str] | None = None) -> dict[str, ClusterR
         SM_HOSTS is '["algo-1"]', but SM_CURRENT_HOST is not set. ...
     """
     variables = dict(os.environ if environ is None else environ)
-    return {name: _try(name, variables) for name in _CANDIDATES}
+    return {resolver.__name__: _try(resolver, variables) for resolver in _CANDIDATES}
 
 
-def _try(name: str, variables: Variables) -> ClusterResolver | ValueError:
+def _try(resolver: Callable[..., ClusterResolver], variables: Variables) -> ClusterResolver | ValueError:
     try:
-        return _CANDIDATES[name](variables)
+        return resolver(
+            environ={"TPU_SKIP_MDS_QUERY": "1", **variables}
+        )  # a query of the metadata server takes seconds
     except ValueError as error:
         return error
     except TypeError as error:  # of a JSON value with the wrong type

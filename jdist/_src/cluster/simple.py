@@ -67,6 +67,7 @@ class SimpleClusterResolver:
 
     _source: ClassVar[str] = "`cluster_spec`"  # for messages
     _task_advice: ClassVar[str] = "Pass `task_type` and `task_id`."
+    _no_accelerators: ClassVar[str] = ""  # the reason why the number of accelerators is unknown
 
     def __init__(
         self,
@@ -170,8 +171,9 @@ class SimpleClusterResolver:
         """
         if self._accelerators is None:
             raise RuntimeError(
-                f"The number of accelerators per process is unknown: {self._source} does not contain it. After "
-                "`initialize()`, use `jax.local_device_count()`."
+                f"The number of accelerators per process is unknown: "
+                f"{self._no_accelerators or f'{self._source} does not contain it'}. After `initialize()`, use "
+                "`jax.local_device_count()`."
             )
         return dict(self._accelerators)
 

@@ -11,11 +11,12 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from jdist._src.cluster.joining import join_processes
 from jdist._src.cluster.metadata import get_attribute
 from jdist._src.cluster.resolver import ClusterNotFoundError
+from jdist._src.cluster.settings import coordinator_override, with_port
+from jdist._src.cluster.simple import SimpleClusterResolver
 
 _PORT = "8482"  # JAX's default port on a TPU; libtpu and Megascale use others
 _SKIP, _PATH = "TPU_SKIP_MDS_QUERY", "TPU_PROCESS_ADDRESSES_PATH"
@@ -38,7 +39,7 @@ _Variables = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True, init=False)
-class TPUClusterResolver:
+class TPUClusterResolver(SimpleClusterResolver):
     """The processes of a TPU with one slice or several. All settings are read once, in the constructor.
 
     There is one process per host, on that host: start the same program on each. Environment variables are read first (GKE and
@@ -60,7 +61,7 @@ class TPUClusterResolver:
         coordinator_address: The `"host:port"` where process 0 listens, the same on every process.
         accelerator_type: For example `"v5litepod-16"`, or None if unknown.
         topology: The chips of this slice, for example `"4x4"`, or None if unknown.
-        chips_per_process: The number of chips per process, or None if unknown.
+        chips_per_process: The number of chips per process, or None if unknown. In JAX, a chip of v2 and v3 is two devices.
         environment: The source of the settings: `"variables"`, or `"metadata"` if the server was queried for the settings that
             the variables do not contain.
 
@@ -82,11 +83,12 @@ class TPUClusterResolver:
     worker_id: int
     num_slices: int
     slice_id: int
-    coordinator_address: str
     accelerator_type: str | None
     topology: str | None
     chips_per_process: int | None
-    environment: str
+
+    _source: ClassVar[str] = "the TPU"
+    _no_accelerators: ClassVar[str] = f"neither {_TOPOLOGY} nor {_BOUNDS} is set"
 
     def __init__(
         self,
@@ -110,71 +112,28 @@ class TPUClusterResolver:
             settings = _from_metadata(_server(variables), timeout_seconds) | settings
         addresses, source = _addresses(settings, variables)
         num_slices, slice_id = _slices(settings)
+        worker_id = _worker_id(settings, len(addresses), source)
+        chips = _chips_per_process(settings, len(addresses), source)
+        first = slice_id * len(addresses)
+        unknown = dict.fromkeys(range(num_slices * len(addresses)))  # of the other slices
+        super().__init__(
+            {"worker": unknown | dict(enumerate(addresses, first))},
+            task_type="worker",
+            task_id=first + worker_id,
+            environment="metadata" if queries_server else "variables",
+            num_accelerators=None if chips is None else {"TPU": chips},
+            coordinator_address=_coordinator(coordinator_address, settings, variables, addresses[0], num_slices),
+        )
         # The dataclass is frozen, so the fields are set through `vars`.
         vars(self).update(
             addresses=addresses,
-            worker_id=_worker_id(settings, len(addresses), source),
+            worker_id=worker_id,
             num_slices=num_slices,
             slice_id=slice_id,
-            coordinator_address=_coordinator(coordinator_address, settings, variables, addresses[0], num_slices),
             accelerator_type=settings[_TYPE].text if _TYPE in settings else None,
             topology=settings[_TOPOLOGY].text if _TOPOLOGY in settings else None,
-            chips_per_process=_chips_per_process(settings, len(addresses), source),
-            environment="metadata" if queries_server else "variables",
+            chips_per_process=chips,
         )
-
-    @property
-    def num_processes(self) -> int:
-        """The number of processes in all slices."""
-        return self.num_slices * len(self.addresses)
-
-    @property
-    def process_id(self) -> int:
-        """The index of this process in all slices, slice by slice, equal to the later `jax.process_index()`."""
-        return self.slice_id * len(self.addresses) + self.worker_id
-
-    @property
-    def task_type(self) -> str:
-        """`"worker"`, the only job of a TPU."""
-        return "worker"
-
-    @property
-    def task_id(self) -> int:
-        """`process_id`, by TensorFlow's name."""
-        return self.process_id
-
-    def cluster_spec(self) -> dict[str, dict[int, str]]:
-        """Returns `{"worker": {process: address}}` of this slice. The addresses of other slices are unknown."""
-        first = self.slice_id * len(self.addresses)
-        return {"worker": dict(enumerate(self.addresses, first))}
-
-    def master(self) -> str:
-        """Returns `coordinator_address`, by TensorFlow's name."""
-        return self.coordinator_address
-
-    def num_accelerators(self) -> dict[str, int]:
-        """Returns the number of chips per process. In JAX, a chip of v2 and v3 is two devices.
-
-        Raises:
-            RuntimeError: The number is unknown.
-        """
-        if self.chips_per_process is None:
-            raise RuntimeError(
-                f"The number of chips per process is unknown: neither {_TOPOLOGY} nor {_BOUNDS} is set. After `initialize()`, "
-                "use `jax.local_device_count()`."
-            )
-        return {"TPU": self.chips_per_process}
-
-    def initialize(self, *, timeout_seconds: float = 300.0) -> None:
-        """Joins the other processes by `jax.distributed.initialize`, unless it has been called. Call it before JAX is used.
-
-        Args:
-            timeout_seconds: The time in which all processes must join.
-
-        Raises:
-            RuntimeError: A JAX backend has started already, or the other processes cannot be reached.
-        """
-        join_processes(self.coordinator_address, self.num_processes, self.process_id, timeout_seconds=timeout_seconds)
 
 
 def _from_variables(variables: _Variables) -> _Settings:
@@ -245,11 +204,7 @@ def _integer(setting: _Setting) -> int:
 
 
 def _coordinator(argument: str | None, settings: _Settings, variables: _Variables, first: str, num_slices: int) -> str:
-    explicit = variables.get("JAX_COORDINATOR_ADDRESS") if argument is None else argument
-    if explicit:
-        if not re.fullmatch(r"([^:\s]+|\[[^\]\s]+\]):[0-9]+", explicit):
-            source = "JAX_COORDINATOR_ADDRESS" if argument is None else "`coordinator_address`"
-            raise ValueError(f"{source} must be a host with a port, such as '10.0.0.1:8482', got {explicit!r}.")
+    if explicit := coordinator_override(argument, variables):
         return explicit
     coordinator = settings.get(_SLICES[2])
     if coordinator is None and num_slices > 1:
@@ -261,10 +216,9 @@ def _coordinator(argument: str | None, settings: _Settings, variables: _Variable
     if not re.fullmatch("[0-9]+", port):
         raise ValueError(f"JAX_COORDINATOR_PORT must be a port number, got {port!r}.")
     host = coordinator.text if coordinator else first
-    if host.count(":") > 1 and not host.startswith("["):
-        return f"[{host}]:{port}"  # IPv6
-    # The port of a host in these settings is the port of another service.
-    return re.sub(":[0-9]+$", "", host) + f":{port}"
+    if host.count(":") == 1 or host.startswith("["):  # the port of a host in these settings is that of another service
+        host = re.sub(":[0-9]+$", "", host)
+    return with_port(host, int(port))
 
 
 def _chips_per_process(settings: _Settings, count: int, source: str) -> int | None:

@@ -4,10 +4,9 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from jdist._src.cluster.resolution import resolve
-from jdist._src.cluster.resolver import ClusterNotFoundError
+from jdist._src.cluster.resolver import ClusterNotFoundError, ClusterResolver
 from jdist._src.cluster.settings import Variables
 from jdist._src.core.source_lines import caller_frame
 
@@ -39,22 +38,8 @@ _TRACES = {
 _AMBIGUOUS = ("NUM_PROCESSES", "NNODES", "NHOSTS")
 
 
-class LaunchedProcess(NamedTuple):
-    """This process among those that a launcher has started.
-
-    Attributes:
-        process_id: The index of this process.
-        num_processes: The number of processes.
-        source: The name of the resolver that reads them.
-    """
-
-    process_id: int
-    num_processes: int
-    source: str
-
-
-def launched_process(environ: Mapping[str, str] | None = None) -> LaunchedProcess | None:
-    """Returns this process among several that a launcher has started; None if it is the only one.
+def launched_process(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
+    """Returns the resolver of a process that a launcher has started as one of several; None if it is the only one.
 
     Args:
         environ: The environment variables to read; default: `os.environ`.
@@ -66,13 +51,7 @@ def launched_process(environ: Mapping[str, str] | None = None) -> LaunchedProces
         resolver = resolve(environ)
     except ClusterNotFoundError:
         return None
-    if resolver.num_processes == 1:
-        return None
-    try:
-        index = resolver.process_id
-    except ValueError:  # a parameter server
-        return None
-    return LaunchedProcess(index, resolver.num_processes, type(resolver).__name__)
+    return None if resolver.num_processes == 1 or resolver.task_type == "ps" else resolver
 
 
 def unresolved_variables(environ: Variables) -> list[str]:
