@@ -3,13 +3,13 @@
 import pytest
 
 from jdist._src.core import activity, call_records
-from jdist._src.core.activity import Calls
+from jdist._src.core.activity import CallLog
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Returns records without a record, in place of those of this process."""
-    calls = Calls()
+    calls = CallLog()
     monkeypatch.setattr(activity, "calls", calls)
     return calls
 
@@ -18,7 +18,7 @@ def test_two_processes_have_a_mark_in_common_unless_they_are_too_far_apart(calls
     marks = [set()]
     for number in range(1, 2001):
         calls.record("step", number)
-        marks.append({tuple(mark) for mark in call_records.marks()})
+        marks.append({tuple(mark) for mark in calls.marks()})
         assert len(marks[-1]) <= 8
     for first in range(64, 2001):
         for other in range(first, min(first + first // 8, 2000) + 1):
@@ -30,7 +30,7 @@ def test_first_difference_names_the_record_and_both_processes(calls):
         calls.forget_records()
         for number, checksum in enumerate(checksums):
             calls.record("step", checksum, f"{checksum}" if number == 40 else "")
-        return call_records.marks(), call_records.newest_records()
+        return calls.marks(), calls.newest_records()
 
     equal, other = [7] * 60, [7] * 40 + [8] + [7] * 19
     calls.num_forgotten = 0
@@ -47,4 +47,4 @@ def test_first_difference_names_the_record_and_both_processes(calls):
     text = call_records.difference_text(0, newest[50:], 5, other_newest[45:])
     assert "They differ since record 51, step, or earlier." in text
     _, later = records(equal)  # another number of deleted records: not compared
-    assert call_records.different_processes({0: marks, 1: call_records.marks()}) is None
+    assert call_records.different_processes({0: marks, 1: calls.marks()}) is None

@@ -21,7 +21,7 @@ from jdist._src.faults.observation import Observer
 @pytest.fixture
 def no_calls(monkeypatch):
     """Replaces the record of calls by an empty one."""
-    monkeypatch.setattr(activity, "calls", activity.Calls())
+    monkeypatch.setattr(activity, "calls", activity.CallLog())
     return activity.calls
 
 

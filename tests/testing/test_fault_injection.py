@@ -30,7 +30,7 @@ def test_error_is_raised_once_at_the_given_step_before_the_state_is_donated():
     with pytest.raises(InjectedFault, match=r"^Process 0 fails at step 3, as `inject_fault` requested\.$"):
         STEP(w)
     assert count(1, w) == 3.0
-    assert activity.calls.before_step is None
+    assert not activity.calls.before_step
 
 
 def test_steps_are_counted_from_the_call_of_the_function_and_other_programs_do_not_count():
@@ -78,7 +78,7 @@ def test_fault_in_fit_is_an_error_of_fit():
 def test_wrong_arguments_are_refused(argument):
     with pytest.raises(ValueError, match=f"`{next(iter(argument))}` must be"):
         inject_fault(**{"process": 0, "at_step": 1, "fault": "raise", **argument})
-    assert activity.calls.before_step is None
+    assert not activity.calls.before_step
 
 
 PROGRAM = """

@@ -72,32 +72,29 @@ class Label:
     is_collective: bool = False
 
 
-class Calls:
+class CallLog:
     """Calls of compiled programs.
 
     Mutable: each call writes to it.
 
     Attributes:
         steps: The number of calls of steps that have returned.
-        before_step: Called with the number of each call of a step, from 1, before the call. For faults in tests.
+        before_step: Functions that are called with the number of each call of a step, from 1, before it. For faults in tests.
         running: The program of the last of these calls; None if the call has returned.
         last: A list of the results of the last of these calls that returned, and its program.
         num_records: The number of records of calls that all processes make, and of the host values that they pass.
         digest: A hash of these records in order. It is equal on all processes that make the same calls.
-        newest_records: The newest records: the number, the digest after it, the name, and values as text.
-        marks: Some numbers of records, and the digests then: for each power of two from 16, the last number of which it is
-            the largest divisor. So two processes have a mark in common, unless they are too many records apart.
         num_forgotten: The number of times that the records were deleted.
         is_difference_known: Whether an error has reported that the records differ between the processes.
     """
 
     __slots__ = (
+        "_marks",
+        "_newest_records",
         "before_step",
         "digest",
         "is_difference_known",
         "last",
-        "marks",
-        "newest_records",
         "num_forgotten",
         "num_records",
         "running",
@@ -106,10 +103,11 @@ class Calls:
 
     def __init__(self) -> None:
         self.steps = self.num_records = self.digest = self.num_forgotten = 0
-        self.newest_records: collections.deque[tuple[int, int, str, str]] = collections.deque(maxlen=_MOST_RECORDS)
-        self.marks: dict[int, tuple[int, int, int]] = {}
+        # The newest records: the number, the digest after it, the name, and values as text.
+        self._newest_records: collections.deque[tuple[int, int, str, str]] = collections.deque(maxlen=_MOST_RECORDS)
+        self._marks: dict[int, tuple[int, int, int]] = {}
         self.is_difference_known = False
-        self.before_step: Callable[[int], None] | None = None
+        self.before_step: list[Callable[[int], None]] = []
         self.running: Label | None = None
         self.last: list[Any] = [None, None]
 
@@ -117,16 +115,29 @@ class Calls:
         """Adds a record. All processes add equal records in the same order, or replicated values may differ between them."""
         self.num_records = number = self.num_records + 1
         self.digest = digest = hash((self.digest, checksum))  # of integers: the same in every process
-        self.newest_records.append((number, digest, name, values))
+        self._newest_records.append((number, digest, name, values))
         if not number % _RECORDS_PER_MARK:
-            self.marks[number & -number] = self.num_forgotten, number, digest
+            self._marks[number & -number] = self.num_forgotten, number, digest
+
+    def marks(self) -> list[list[int]]:
+        """Returns some numbers of records with `num_forgotten` and 32 bits of the digests then, as JSON.
+
+        They are, for each power of two from 16, the last number of which it is the largest divisor. So two processes have a
+        mark in common, unless they are too many records apart.
+        """
+        return [[num_forgotten, n, digest % 2**32] for num_forgotten, n, digest in list(self._marks.values())]
+
+    def newest_records(self) -> list[list[Any]]:
+        """Returns the newest records as JSON: the number, the digest after it, and a text."""
+        records = list(self._newest_records)  # in C, while another thread may add a record
+        return [[number, digest, f"{name} ({values})" if values else name] for number, digest, name, values in records]
 
     def forget_records(self) -> None:
         """Deletes the records. All processes do so when a comparison has found a difference, after which it is known."""
         self.num_records = self.digest = 0
         self.num_forgotten += 1
-        self.newest_records.clear()
-        self.marks.clear()
+        self._newest_records.clear()
+        self._marks.clear()
         self.note_difference()
         self.is_difference_known = False
 
@@ -145,7 +156,7 @@ class Calls:
 
 # What the next call of a program raises, instead of the call: an error, or the timer of an interrupt that is held back.
 pending: list[Exception | threading.Timer] = []
-calls = Calls()
+calls = CallLog()
 
 
 def newest_label() -> Label | None:

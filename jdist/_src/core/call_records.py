@@ -6,16 +6,9 @@ A record has a digest of all records before it. Two processes that record differ
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdist._src.core import activity
-
 SAME_CALLS = "Every process must call the same functions in the same order, the same number of times."
 DIFFERENT_CALLS = "The processes have made different calls of programs, so replicated values may differ between them."
 _SAME_VALUES = "Host values that a program receives must be equal on all processes."
-
-
-def marks() -> list[list[int]]:
-    """Returns the marks of this process: `Calls.marks` as JSON, with 32 bits of each digest."""
-    return [[num_forgotten, n, digest % 2**32] for num_forgotten, n, digest in list(activity.calls.marks.values())]
 
 
 def different_processes(marks_by_process: Mapping[int, Sequence[Sequence[int]]]) -> tuple[int, int] | None:
@@ -30,18 +23,12 @@ def different_processes(marks_by_process: Mapping[int, Sequence[Sequence[int]]])
     return min(differences)[2:] if differences else None
 
 
-def newest_records() -> list[list[Any]]:
-    """Returns the newest records of this process as JSON: the number, the digest, and a text."""
-    records = list(activity.calls.newest_records)  # in C, while another thread may add a record
-    return [[number, digest, f"{name} ({values})" if values else name] for number, digest, name, values in records]
-
-
 def difference_text(first: int, first_records: Sequence[Any], other: int, other_records: Sequence[Any]) -> str:
     """Returns the message about the first record that differs between two processes.
 
     Args:
         first: A process.
-        first_records: The result of `newest_records` on it.
+        first_records: The result of `CallLog.newest_records` on it.
         other: Another process.
         other_records: The result there.
     """

@@ -145,7 +145,7 @@ class ProcessBatchSync:
             message["digest"] = digest
         if len(self._processes) == jax.process_count():  # the calls of programs that all processes make are recorded
             if self._num_batches % _BATCHES_PER_COMPARISON == 0:
-                self._marks = call_records.marks()
+                self._marks = activity.calls.marks()
             message["marks"] = self._marks
         messages = self._all_messages(message, where)
         self._check_calls([message.get("marks", []) for message in messages])
@@ -173,7 +173,7 @@ class ProcessBatchSync:
         different = call_records.different_processes(dict(enumerate(marks)))
         if different:
             is_different = self._pipeline in different
-            messages = self._all_messages({"records": call_records.newest_records() if is_different else []})
+            messages = self._all_messages({"records": activity.calls.newest_records() if is_different else []})
             activity.calls.note_difference()
             first, other = ((self._processes[pipeline], messages[pipeline]["records"]) for pipeline in different)
             raise ValueError(call_records.difference_text(*first, *other))

@@ -118,8 +118,8 @@ class HostValues(Stage):
             if host_values:
                 self._check(args, host_values)
             calls = activity.calls
-            if calls.before_step is not None:
-                calls.before_step(calls.steps + 1)
+            for before_step in tuple(calls.before_step):
+                before_step(calls.steps + 1)
             pair = call(args)
             calls.steps += 1
             try:

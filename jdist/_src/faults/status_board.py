@@ -127,7 +127,7 @@ class StatusBoard:
         statuses: The statuses of the processes, as read last.
         answer_times: The time of the read that found the last new status of each process.
         decision: The decision to end the job, once there is one.
-        difference: `Calls.num_forgotten`, and the message about different calls of programs; None if there are none.
+        difference: `CallLog.num_forgotten`, and the message about different calls of programs; None if there are none.
         last_exchange: The time of the last complete exchange.
         num_postponed: The number of times that the job was not ended because a process works.
         all_have_reported: Set when all processes that answer have printed their reports.
@@ -209,7 +209,7 @@ class StatusBoard:
         first, other = json.loads(decisions[compared])
         own = f"{_RECORDS}-{num_forgotten}-{self._process}"
         if self._process in (first, other) and own not in decisions:
-            store.key_value_set(f"{_DECISIONS}/{own}", json.dumps(call_records.newest_records()), True)
+            store.key_value_set(f"{_DECISIONS}/{own}", json.dumps(activity.calls.newest_records()), True)
         posted = (decisions.get(f"{_RECORDS}-{num_forgotten}-{process}", "[]") for process in (first, other))
         records = list(map(json.loads, posted))
         if all(records):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._src.core import activity, call_records, exit_work
+from jdist._src.core import activity, exit_work
 from jdist._src.core.background_threads import start_thread
 from jdist._src.core.exit_statuses import HUNG
 from jdist._src.core.process_messages import post_end_at_exit
@@ -189,7 +189,7 @@ class Watchdog:
             launches=launches,
             newest_launch=("", "") if newest is None or is_compared else (newest.launches.name, newest.name),
             awaits=awaits,
-            marks=call_records.marks(),
+            marks=activity.calls.marks(),
         )
         exceeds_limit = is_work_too_long or any(map(self._exceeds_limit, observation.waits))
         endless = "" if exceeds_limit else self._reason_of_endless(observation.waits)

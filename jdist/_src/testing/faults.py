@@ -14,7 +14,6 @@ from jdist._src.core.arguments import as_int, check_seconds
 from jdist._src.core.tree import one_line
 
 Fault: TypeAlias = Literal["kill", "stop", "raise", "slow"]
-_faults: list[Callable[[int], None]] = []
 
 
 class InjectedFault(RuntimeError):  # noqa: N818  # not a problem of the program
@@ -72,22 +71,14 @@ def inject_fault(
             _remove(before_step)  # the program may handle the error, and continue
             _fail(fault, process, at_step)
 
-    _faults.append(before_step)
-    activity.calls.before_step = _before_step
+    activity.calls.before_step.append(before_step)
     stack.callback(_remove, before_step)
     return stack
 
 
-def _before_step(number: int) -> None:
-    for before_step in list(_faults):
-        before_step(number)
-
-
 def _remove(before_step: Callable[[int], None]) -> None:
-    if before_step in _faults:
-        _faults.remove(before_step)
-    if not _faults:
-        activity.calls.before_step = None
+    with contextlib.suppress(ValueError):  # it is removed
+        activity.calls.before_step.remove(before_step)
 
 
 def _fail(fault: Fault, process: int, at_step: int) -> None:

@@ -21,7 +21,7 @@ from jax import core
 from jax.sharding import Mesh
 
 from jdist._src.core import activity, exit_work
-from jdist._src.core.call_records import SAME_CALLS, difference_text, newest_records
+from jdist._src.core.call_records import SAME_CALLS, difference_text
 from jdist._src.core.exit_statuses import HUNG
 from jdist._src.core.jax_compat import key_value_store
 from jdist._src.core.process_messages import MessageExchange, numbered_name
@@ -109,7 +109,7 @@ def exchange_call(call: str, message: Mapping[str, Any], processes: tuple[int, .
     different = [i for i, received in enumerate(messages) if received["record"] != messages[0]["record"]]
     if different:
         index = processes.index(jax.process_index())
-        details = exchange.exchange({"newest": newest_records() if index in (0, different[0]) else []})
+        details = exchange.exchange({"newest": activity.calls.newest_records() if index in (0, different[0]) else []})
         _forget_records(processes)
         other = different[0]
         records, other_records = details[0]["newest"], details[other]["newest"]
@@ -120,7 +120,9 @@ def exchange_call(call: str, message: Mapping[str, Any], processes: tuple[int, .
 def record_lines() -> list[str]:
     """Returns a line per newest record of this process, which must be equal on all processes."""
     _record_all()
-    return [f"call {n}: {text} #{digest % 2**32:08x}" for n, digest, text in newest_records()[-_MOST_LINES:]]
+    return [
+        f"call {n}: {text} #{digest % 2**32:08x}" for n, digest, text in activity.calls.newest_records()[-_MOST_LINES:]
+    ]
 
 
 _MOST_LINES = 64
@@ -190,7 +192,7 @@ def _check_calls_at_exit() -> None:
         return
     _record_all()
     calls, store = activity.calls, key_value_store()
-    own = [jax.process_index(), newest_records()]
+    own = [jax.process_index(), activity.calls.newest_records()]
     # One key per different end: the first process that has it.
     store.key_value_set(f"{_AT_EXIT}/{calls.num_records}/{calls.digest}", json.dumps(own), True)
     ends = sorted(json.loads(text) for _, text in store.key_value_dir_get(f"{_AT_EXIT}/"))
