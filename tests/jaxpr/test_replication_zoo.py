@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jdist
-from jdist._src.core.modules import leaves_with_path
+from jdist._src.core.nn_modules import leaves_with_path
 
 import zoo
 from laws import among

@@ -29,7 +29,7 @@ from jdist._src.checkpoint.leaf_selection import (
 from jdist._src.checkpoint.manifest import StoredArray, from_text, signed, stored_arrays
 from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.checkpoint.tree_format import Leaf, from_json, leaves_of, pair_renamed
-from jdist._src.core.modules import from_array_tree, to_array_tree
+from jdist._src.core.nn_modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import Replicas

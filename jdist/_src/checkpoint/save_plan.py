@@ -19,7 +19,7 @@ from jdist._src.checkpoint.preservation import as_metrics
 from jdist._src.checkpoint.process_sync import Facts
 from jdist._src.checkpoint.tree_format import Leaf, check_distinct, is_inline, leaves_of, to_json
 from jdist._src.core.byte_dtypes import to_bytes
-from jdist._src.core.modules import to_array_tree
+from jdist._src.core.nn_modules import to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.values.aggregation import VariableAggregation, aggregate_rows
 from jdist._src.values.arrays import check_array, is_device_array, to_numpy

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.tree_util import DictKey, GetAttrKey, keystr, tree_flatten_with_path
 
-from jdist._src.core.modules import array_children, is_nnx_module, is_variable, leaves_with_path
+from jdist._src.core.nn_modules import array_children, is_nnx_module, is_variable, leaves_with_path
 from jdist._src.core.tree import PyTree
 from jdist._src.values.aggregation import VariableAggregation
 from jdist._src.values.base import DistributedValues, is_distributed

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdist._src.core.modules import leaves_with_path
+from jdist._src.core.nn_modules import leaves_with_path
 
 PyTree = Any
 

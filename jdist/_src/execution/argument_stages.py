@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jdist._src.core import activity, jax_compat
-from jdist._src.core.modules import to_array_tree
+from jdist._src.core.nn_modules import to_array_tree
 from jdist._src.core.tree import dtype_and_shape, one_line
 from jdist._src.execution.backend import ProgramSpec
 from jdist._src.execution.compiled_function import CompiledFunction

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._src.core.modules import contains_modules, is_nnx_module, is_variable
+from jdist._src.core.nn_modules import contains_modules, is_nnx_module, is_variable
 from jdist._src.core.tree import PyTree, named_leaves, one_line
 
 _MOST_NAMED = 4

@@ -3,7 +3,7 @@
 import jax
 
 from jdist._src.core import jax_compat
-from jdist._src.core.modules import contains_modules, from_array_tree, is_module, to_array_tree, update_in_place
+from jdist._src.core.nn_modules import contains_modules, from_array_tree, is_module, to_array_tree, update_in_place
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.compiled_function import CompiledFunction
 from jdist._src.execution.interrupts import hold_back

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, final
 import jax
 
 from jdist._src.core.identity_cache import IdentityCache
-from jdist._src.core.modules import is_equinox_module, is_nnx_module, is_variable, leaves_with_path, to_array_tree
+from jdist._src.core.nn_modules import is_equinox_module, is_nnx_module, is_variable, leaves_with_path, to_array_tree
 from jdist._src.core.tree import PyTree
 from jdist._src.values.base import is_distributed
 
@@ -25,7 +25,7 @@ class PackedState:
 
     Attributes:
         values: The value of each variable, and each leaf that is not in a variable: an array or a wrapper.
-        treedef: The structure of the state as an array tree (`jdist._src.core.modules`), whose leaves are the values.
+        treedef: The structure of the state as an array tree (`jdist._src.core.nn_modules`), whose leaves are the values.
     """
 
     def __init__(self, values: Sequence[Any], treedef: Any):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdist._src.core.modules import leaves_with_path
+from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, short_line
 from jdist._src.execution.module_changes import changed_attribute
 from jdist._src.execution.stage import Stage

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdist._src.core.modules import leaves_with_path
+from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, argument_names
 from jdist._src.values.base import is_distributed, named_values
 

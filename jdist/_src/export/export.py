@@ -14,7 +14,7 @@ from jdist._src.checkpoint.process_sync import Facts, ProcessGroup
 from jdist._src.core import source_lines
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
 from jdist._src.core.byte_dtypes import to_bytes
-from jdist._src.core.modules import array_children, is_nnx_module, is_variable
+from jdist._src.core.nn_modules import array_children, is_nnx_module, is_variable
 from jdist._src.core.optional_import import optional_import
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, one_line
 from jdist._src.core.version import __version__

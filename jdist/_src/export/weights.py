@@ -30,7 +30,7 @@ from jdist._src.core import activity
 from jdist._src.core.arguments import as_int
 from jdist._src.core.atomic_files import Path, check_path, write_on_process_0
 from jdist._src.core.byte_dtypes import byte_dtype, to_bytes
-from jdist._src.core.modules import from_array_tree, leaves_with_path, to_array_tree
+from jdist._src.core.nn_modules import from_array_tree, leaves_with_path, to_array_tree
 from jdist._src.core.optional_import import optional_import
 from jdist._src.core.paths import as_path
 from jdist._src.core.tree import PyTree, dtype_and_shape

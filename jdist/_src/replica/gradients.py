@@ -11,7 +11,7 @@ from jax.custom_derivatives import linear_call
 
 from jdist._src.collectives.ops import check_unwrapped
 from jdist._src.core.arguments import as_int
-from jdist._src.core.modules import is_nnx_module
+from jdist._src.core.nn_modules import is_nnx_module
 from jdist._src.core.tree import PyTree, argument_names, dtype_and_shape, named_leaves, one_line
 from jdist._src.replica import precision
 from jdist._src.replica.context import ReplicaContext, require_replica_context

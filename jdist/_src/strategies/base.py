@@ -16,7 +16,7 @@ from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.call_errors import explain_constructor, explains_arguments
 from jdist._src.core.identity_cache import IdentityCache
 from jdist._src.core.migration_hints import check_no_other_arguments, explains_attributes
-from jdist._src.core.modules import from_array_tree, to_array_tree
+from jdist._src.core.nn_modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree, argument_names, describe_type
 from jdist._src.core.uncopied import Uncopied
 from jdist._src.data.buckets import Buckets

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, Sharding
 from jdist._src.core import html
 from jdist._src.core.arguments import as_int
 from jdist._src.core.html import Row
-from jdist._src.core.modules import leaves_with_path, to_array_tree
+from jdist._src.core.nn_modules import leaves_with_path, to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.mesh import Replicas
 from jdist._src.execution.backend import Backend

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import jax
 
-from jdist._src.core.modules import from_array_tree, to_array_tree
+from jdist._src.core.nn_modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree
 from jdist._src.replica.context import ReplicaContext, current_context, in_replica_function
 from jdist._src.strategies.current import get_strategy

@@ -13,7 +13,7 @@ import numpy as np
 
 from jdist._src.checkpoint.fingerprint import fingerprints
 from jdist._src.checkpoint.tree_format import Leaf, leaves_of, pair_renamed
-from jdist._src.core.modules import to_array_tree
+from jdist._src.core.nn_modules import to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves
 from jdist._src.strategies.base import Strategy
 from jdist._src.training.state import params_of

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdist._src.core.modules import is_nnx_module
+from jdist._src.core.nn_modules import is_nnx_module
 from jdist._src.core.tree import PyTree, describe_tree, dtype_and_shape
 from jdist._src.replica.context import all_reduce
 from jdist._src.replica.gradients import Remat, global_loss, gradient_totals, pad_to_parts, value_and_grad

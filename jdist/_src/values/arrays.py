@@ -16,7 +16,7 @@ from jax import core, lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
-from jdist._src.core.modules import is_nnx_object
+from jdist._src.core.nn_modules import is_nnx_object
 from jdist._src.core.tree import PyTree, dtype_and_shape
 from jdist._src.devices.dispatch import is_bounded, wait_for_results
 from jdist._src.devices.mesh import HOST_MEMORY, Replicas, local_mesh_devices, replicated_sharding, spans_devices

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jdist._src.core.migration_hints import explains_attributes
-from jdist._src.core.modules import leaves_with_path
+from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, ReprText, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.values.arrays import check_array, is_on_mesh, mesh_of, num_replicas_on
 from jdist._src.values.server_array import read_servers

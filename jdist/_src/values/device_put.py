@@ -10,7 +10,7 @@ from jax import core
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from jdist._src.core import jax_compat
-from jdist._src.core.modules import from_array_tree, to_array_tree
+from jdist._src.core.nn_modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree, dtype_and_shape, named_leaves, one_line, short_line
 from jdist._src.devices.mesh import Replicas
 from jdist._src.devices.topology import is_topology_device

@@ -39,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdist._src.core import source_lines
 from jdist._src.core.errors import UnrecognizedOptimizerStateWarning
-from jdist._src.core.modules import leaves_with_path
+from jdist._src.core.nn_modules import leaves_with_path
 from jdist._src.core.tree import PyTree, dtype_and_shape, one_line
 from jdist._src.devices.mesh import HOST_MEMORY
 from jdist._src.values.arrays import Shape
