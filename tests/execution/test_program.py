@@ -665,15 +665,15 @@ CALLS = {
     ),
     "step_with_an_argument_of_jit": (
         lambda s, step: s.step(identity, static_argnums=1),
-        r"^`strategy\.step` has no argument `static_argnums`: bind it before, `strategy\.step\(functools\.partial\(fn, name",
+        r"^`strategy\.step` has no argument `static_argnums`\. Bind it before, `strategy\.step\(functools\.partial\(fn, name",
     ),
     "step_with_an_argument_of_pmap": (
         lambda s, step: s.step(axis_name="batch"),
-        r'`strategy\.step` has no argument `axis_name`: the strategy has the name, `jdist\.MirroredStrategy\(axis_name="batch"\)`',
+        r'`strategy\.step` has no argument `axis_name`\. The strategy has the name, `jdist\.MirroredStrategy\(axis_name="batch"\)`',
     ),
     "step_with_an_unknown_argument": (
         lambda s, step: s.step(identity, donated=True),
-        r"has no argument `donated`: its arguments are `precision`, `steps_per_call`, `donate` and `compiler_options`\.$",
+        r"^`strategy\.step` has no argument `donated`\. Did you mean `donate`\?$",
     ),
 }
 

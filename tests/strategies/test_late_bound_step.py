@@ -219,11 +219,11 @@ INVALID_CALLS = {
     ),
     "static_argnums": (
         lambda s: jdist.step(descend, static_argnums=2),
-        r"^`jdist\.step` has no argument `static_argnums`: .*`@jdist\.step` has `static_argnames`\.$",
+        r"^`jdist\.step` has no argument `static_argnums`\. .*`@jdist\.step` has `static_argnames`\.$",
     ),
     "unknown_option": (
-        lambda s: jdist.step(descend, donated=True),
-        r"its arguments are `precision`, .*`static_argnames`\.$",
+        lambda s: jdist.step(descend, others=True),
+        r"Its arguments are `fn`, `precision`, .*`static_argnames`\.$",
     ),
 }
 

@@ -12,13 +12,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 _BY_NAME = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
-def explains_arguments(hints: str = "") -> Callable[[F], F]:
+def explains_arguments(hints: str = "", name: str = "") -> Callable[[F], F]:
     """Returns a decorator for functions that users call: arguments that do not fit are errors that name the parameter.
 
     Python's own message names neither the nearest parameter (before Python 3.13) nor the name of another library.
 
     Args:
         hints: The name of the function in `migration_hints.toml`, which has the line to write for names of other libraries.
+        name: The function as the errors name it; default: its class and its name.
     """
 
     def decorate(fn: F) -> F:
@@ -30,7 +31,7 @@ def explains_arguments(hints: str = "") -> Callable[[F], F]:
                 traceback = error.__traceback__
                 if traceback is None or traceback.tb_next is not None:  # raised within `fn`
                     raise
-                message = _explanation(fn, args, kwargs, hints) or str(error)
+                message = _explanation(fn, name, args, kwargs, hints) or str(error)
             raise TypeError(message)
 
         return call  # pyright: ignore[reportReturnType]
@@ -44,10 +45,12 @@ def explain_constructor(cls: type, hints: str = "") -> None:
         cls.__init__ = explains_arguments(hints)(cls.__init__)
 
 
-def _explanation(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], hints: str) -> str | None:
+def _explanation(
+    fn: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], hints: str
+) -> str | None:
     signature = inspect.signature(fn)
-    parameters = {name: one for name, one in signature.parameters.items() if name != "self"}
-    name = fn.__qualname__.removesuffix(".__init__")
+    parameters = {each: one for each, one in signature.parameters.items() if each != "self"}
+    name = name or fn.__qualname__.removesuffix(".__init__")
     by_name = [each for each, one in parameters.items() if one.kind in _BY_NAME]
     for unknown in kwargs:
         if unknown not in by_name:

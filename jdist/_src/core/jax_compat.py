@@ -483,26 +483,13 @@ def cond_branches(equation: Equation) -> Sequence[Any]:
     return equation.params["branches"]
 
 
-class WhileParts(NamedTuple):
-    """The parts of a `while`; its operands are the constants of the test, the constants of the body, and the carry.
+def while_parts(equation: Equation) -> tuple[Any, Any, int, int]:
+    """Returns the closed jaxprs of the predicate and of the body of a `while`, and the numbers of their constants.
 
-    Attributes:
-        test: The closed jaxpr of the predicate.
-        body: The closed jaxpr of one iteration.
-        num_test_consts: The number of constants of the test.
-        num_body_consts: The number of constants of the body.
+    The operands of the equation are the constants of the predicate, the constants of the body, and the carry.
     """
-
-    test: Any
-    body: Any
-    num_test_consts: int
-    num_body_consts: int
-
-
-def while_parts(equation: Equation) -> WhileParts:
-    """Returns the parts of a `while`."""
     keys = ("cond_jaxpr", "body_jaxpr", "cond_nconsts", "body_nconsts")
-    return WhileParts(*(equation.params[key] for key in keys))
+    return tuple(equation.params[key] for key in keys)  # pyright: ignore[reportReturnType]
 
 
 class ScanParts(NamedTuple):

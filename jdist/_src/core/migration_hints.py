@@ -7,7 +7,7 @@ for moving a program from TensorFlow, `docs/coming_from.md` for the others.
 import functools
 import pathlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -56,16 +56,3 @@ def explains_attributes(owner: str) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorate
-
-
-def check_no_other_arguments(function: str, names: Iterable[str], accepted: str) -> None:
-    """Raises TypeError if there are `names` of arguments that `function` does not have.
-
-    Args:
-        function: `strategy.step` or `jdist.step`.
-        names: The names of the arguments that it received and does not have.
-        accepted: The arguments that it has, for the message.
-    """
-    for name in names:
-        hint = migration_hints()["arguments"]["step"].get(name, f"its arguments are {accepted}")
-        raise TypeError(f"`{function}` has no argument `{name}`: {hint}.")

@@ -93,10 +93,10 @@ class Interpreter(abc.ABC, Generic[V]):
         return self.switch(equation, index, list(map(self._function, jax_compat.cond_branches(equation))), others)
 
     def _while(self, equation: Equation, operands: list[V]) -> list[V]:
-        parts = jax_compat.while_parts(equation)
-        test, body = self._function(parts.test), self._function(parts.body)
-        test_consts, operands = operands[: parts.num_test_consts], operands[parts.num_test_consts :]
-        body_consts, carry = operands[: parts.num_body_consts], operands[parts.num_body_consts :]
+        test_program, body_program, num_test_consts, num_body_consts = jax_compat.while_parts(equation)
+        test, body = self._function(test_program), self._function(body_program)
+        test_consts, operands = operands[:num_test_consts], operands[num_test_consts:]
+        body_consts, carry = operands[:num_body_consts], operands[num_body_consts:]
         return self.while_loop(
             equation,
             lambda carry: test([*test_consts, *carry])[0],

@@ -15,7 +15,7 @@ from jdist._src.core import activity, jax_compat
 from jdist._src.core.arguments import keyword_arguments
 from jdist._src.core.call_errors import explain_constructor, explains_arguments
 from jdist._src.core.identity_cache import IdentityCache
-from jdist._src.core.migration_hints import check_no_other_arguments, explains_attributes
+from jdist._src.core.migration_hints import explains_attributes
 from jdist._src.core.nn_modules import from_array_tree, to_array_tree
 from jdist._src.core.tree import PyTree, argument_names, describe_type
 from jdist._src.core.uncopied import Uncopied
@@ -261,6 +261,7 @@ class Strategy(Uncopied):
         compiler_options: Mapping[str, Any] | None = None,
     ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Program[_StateT, ..., _OutputsT]]: ...
 
+    @explains_arguments("step", "strategy.step")
     def step(
         self,
         fn: Any = ...,
@@ -269,7 +270,6 @@ class Strategy(Uncopied):
         steps_per_call: int | None = None,
         donate: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
-        **others: Any,
     ) -> Any:
         """Compiles a training step from `fn`, a replica function `(state, *inputs) -> (state, outputs)`.
 
@@ -288,8 +288,6 @@ class Strategy(Uncopied):
             donate: Whether the new state reuses the memory of the old state. Without donation the old state stays valid, and
                 both states need memory.
             compiler_options: Options of XLA for this program, such as `jdist.xla_flags("tpu").compiler_options`.
-            others: Not accepted. Arguments of `jax.jit` and `jax.pmap`, such as `static_argnums`, raise an error with the
-                line to write.
 
         Returns:
             The step for all replicas, a `jdist.Program`, called like `fn` with positional arguments. Its `proof` reports which
@@ -316,8 +314,6 @@ class Strategy(Uncopied):
             >>> print(descend.proof)
             2 of 2 results are replicated
         """
-        accepted = "`precision`, `steps_per_call`, `donate` and `compiler_options`"
-        check_no_other_arguments("strategy.step", others, accepted)
         options = StepOptions(precision, steps_per_call, donate, compiler_options)
         if fn is ...:
             return functools.partial(self.step, **vars(options))

@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 import jax
 
 from jdist._src.core.arguments import check_callable
-from jdist._src.core.migration_hints import check_no_other_arguments
+from jdist._src.core.call_errors import explains_arguments
 from jdist._src.core.tree import PyTree
 from jdist._src.execution.build_programs import StepOptions
 from jdist._src.replica.context import CrossReplicaContext, ReplicaContext, current_context, set_default_context
@@ -150,6 +150,7 @@ def step(
     compiler_options: Mapping[str, Any] | None = None,
     static_argnames: str | Sequence[str] = (),
 ) -> Callable[[Callable[Concatenate[_StateT, ...], tuple[Any, _OutputsT]]], Step[_StateT, ..., _OutputsT]]: ...
+@explains_arguments("step", "jdist.step")
 def step(
     fn: Any = ...,
     *,
@@ -158,7 +159,6 @@ def step(
     donate: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
     static_argnames: str | Sequence[str] = (),
-    **others: Any,
 ) -> Any:
     """Returns a training step that is compiled for the current strategy when it is called.
 
@@ -175,7 +175,6 @@ def step(
         compiler_options: See `jdist.Strategy.step`.
         static_argnames: The names of the last parameters of `fn` that are Python values while it is traced, such as a flag or
             an optimizer. They are hashable, and each combination of values has its own program.
-        others: Not accepted, as in `jdist.Strategy.step`.
 
     Returns:
         A `jdist.Step`. `step.on(strategy)` is its program for a strategy, and `step.__wrapped__` is `fn`, which outside any
@@ -202,8 +201,6 @@ def step(
         >>> print(descend.proof)
         2 of 2 results are replicated
     """
-    accepted = "`precision`, `steps_per_call`, `donate`, `compiler_options` and `static_argnames`"
-    check_no_other_arguments("jdist.step", others, accepted)
     options = StepOptions(precision, steps_per_call, donate, compiler_options)
     if fn is ...:
         return functools.partial(step, **vars(options), static_argnames=static_argnames)
