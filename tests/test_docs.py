@@ -60,7 +60,6 @@ def test_docstring_example_runs_and_prints_the_documented_output(test):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "\n>>> " in page.read_text()], ids=lambda page: page.stem)
-@pytest.mark.one_in(30)
 def test_page_runs_in_a_fresh_interpreter_on_one_device(page, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k not in {"JAX_NUM_CPU_DEVICES", "JAX_COMPILATION_CACHE_DIR"}}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

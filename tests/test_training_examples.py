@@ -104,14 +104,12 @@ WRONG = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", WRONG)
-@pytest.mark.one_in(3)
 def test_example_reports_invalid_flags(example):
     assert_invalid_arguments(example, WRONG[example])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["digits_fit.py", "text_lm.py", "resume.py", "cartpole.py"])
-@pytest.mark.one_in(3)
 def test_example_help_lists_defaults(example):
     printed = _printed(example, "--help")
     assert "--replicas" in printed

@@ -48,7 +48,6 @@ def _expected(first, states, decay, debias):
 @every_wrap
 @every_bias
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-@pytest.mark.one_in(2)
 def test_average_is_the_weighted_sum_with_the_shardings_of_the_parameters(name, wrap, debias, steps_per_call):
     strategy = place(name)
     state, call = regression(strategy, wrap=WRAPS[wrap])

@@ -225,7 +225,6 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", ["mirrored_2", "central_2"])
 @pytest.mark.parametrize("optimizer, schedule, rate", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:The gradients of the last step were accumulated")
 def test_learning_rate_is_that_of_the_last_update(name, optimizer, schedule, rate, tmp_path):
     strategy = place(name)

@@ -73,7 +73,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(5)
 def test_sigterm_saves_a_checkpoint_from_which_training_continues_with_the_same_bits(case, train, tmp_path):
     moment, step, saved = CASES[case]
     before = signal.getsignal(signal.SIGTERM)

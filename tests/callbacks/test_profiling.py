@@ -79,7 +79,7 @@ def test_steps_that_are_not_reached_warn(calls, tmp_path):
 
 @pytest.mark.slow
 def test_profiler_writes_a_trace_of_the_steps(tmp_path):
-    worker, tests = HERE / "trace_worker.py", os.pathsep.join([str(HERE), str(HERE.parent)])
+    worker, tests = HERE / "trace_worker.py", os.pathsep.join([str(HERE), str(HERE.parent / "kit")])
     command = [sys.executable, worker, tmp_path / "new" / "trace"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([tests, str(HERE.parent.parent)])}
     names = subprocess.run(command, env=environment, text=True, capture_output=True, check=True, timeout=200).stdout

@@ -150,7 +150,6 @@ def _fit(strategy, path, rate, **options):
 
 
 @pytest.mark.parametrize("rate, steps", [(0.1, (15, 16)), (-0.01, (5, 16))])
-@pytest.mark.one_in(2)
 def test_best_validation_is_on_disk_although_its_step_is_not_due(two, tmp_path, rate, steps):
     fit, saved, checkpointer = _fit(two, tmp_path, rate, keep_best=("val_loss", "min"), keep=1)
     best = min(row["step"] for row in fit.history.rows if row.get("val_loss") == min(fit.history["val_loss"]))

@@ -112,7 +112,6 @@ def check_pair(folder, source, target):
 
 
 @pytest.mark.parametrize("source, target", SAMPLE)
-@pytest.mark.one_in(2)
 def test_state_saved_under_one_strategy_is_restored_under_another(source, target, saved):
     check_pair(saved(source), source, target)
 

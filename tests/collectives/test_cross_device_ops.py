@@ -65,7 +65,6 @@ def _reduced(tree):
 
 
 @every_algorithm
-@pytest.mark.one_in(3)
 def test_every_algorithm_and_packing_equals_numpy_on_all_replicas(ops, count):
     tree = _tree(count)
     results = _strategy(count, ops).run(_reduced, (jdist.PerReplica(tree),))
@@ -111,7 +110,6 @@ def test_results_of_every_algorithm_are_proved_replicated(ops, count):
 
 
 @pytest.mark.parametrize("ops, count", FEW.values(), ids=FEW)
-@pytest.mark.one_in(2)
 def test_gradient_through_every_algorithm_equals_the_gradient_of_psum(ops, count):
     strategy = _strategy(count, ops, 2**40)
     x = jdist.PerReplica({"w": rows(strategy, 2, 3).tree, "b": [rows(strategy).tree, rows(strategy, 0).tree]})

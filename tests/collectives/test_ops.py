@@ -93,7 +93,6 @@ def test_reduce_scatter_equals_numpy_in_replica_order(make):
 
 
 @every_scattering
-@pytest.mark.one_in(3)
 def test_reduce_scatter_and_all_gather_are_an_all_reduce(make):
     strategy = make()
     n = strategy.num_replicas_in_sync
@@ -468,7 +467,6 @@ BY_OPS = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("make", (STRATEGIES | VIRTUAL | BY_OPS).values(), ids=STRATEGIES | VIRTUAL | BY_OPS)
-@pytest.mark.one_in(3)
 def test_max_and_min_are_nan_where_any_replica_has_nan(make, dtype):
     strategy = make()
     examples = [np.array(row).astype(jnp.dtype(dtype)) for row in NANS]

@@ -22,6 +22,8 @@ from jdist._src.launch.ray_worker import Node
 
 from ray_namespace import ROOT, ray_cluster
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def enter(tmp_path_factory):

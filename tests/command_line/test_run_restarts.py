@@ -10,6 +10,8 @@ import pytest
 
 from launchers import children_of, is_running, read_until, wait_until_ended
 
+pytestmark = pytest.mark.processes
+
 RESTARTS = 'r = int(os.environ["JDIST_RESTARTS"])\n'
 
 

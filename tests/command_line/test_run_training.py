@@ -29,7 +29,7 @@ def launch(tmp_path):
         environment = {
             **os.environ,
             "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "xla"),
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/kit'}",
         }
         with (tmp_path / folder / "errors").open("w") as errors:
             launcher = subprocess.Popen(

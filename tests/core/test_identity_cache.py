@@ -62,7 +62,6 @@ SAME = {
 
 
 @pytest.mark.parametrize("make", SAME.values(), ids=SAME)
-@pytest.mark.one_in(3)
 def test_same_function_has_the_same_value(make):
     cache = IdentityCache()
     first = _get(cache, make())

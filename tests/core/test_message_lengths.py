@@ -139,7 +139,6 @@ def values():
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.one_in(4)
 def test_wrong_argument_is_one_line(call, values):
     with jax.transfer_guard("allow"):
         for kind, value in values.items():

@@ -230,7 +230,6 @@ def test_padded_batches_of_any_size_have_the_same_examples_on_every_layout(one, 
 
 @pytest.mark.parametrize("kind", ["examples", "batches", "placed"])
 @pytest.mark.parametrize("size", [1, 5, 7])
-@pytest.mark.one_in(3)
 def test_padded_batches_of_streams_of_any_size_have_the_same_examples_on_every_layout(kind, size):
     config = SOURCES[kind](23, size, epochs=2)
     expected = _join(config, _single_process(1))
@@ -323,7 +322,6 @@ def _views(shares):
 @pytest.mark.parametrize("kind", SOURCES)
 @hypothesis.settings(few, max_examples=25)
 @hypothesis.given(layouts_and_batch(), counts, remainders)
-@pytest.mark.one_in(2)
 def test_shared_source_of_any_kind_gives_every_layout_the_same_batches(kind, layouts, count, remainder):
     one, two, size = layouts
     hypothesis.assume(count >= size)  # the first batch of a stream determines the batch size

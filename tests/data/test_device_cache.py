@@ -54,7 +54,6 @@ def assert_same(elements, expected):
 
 @every_strategy
 @pytest.mark.parametrize("size, remainder", [(120, "drop"), (SIZE, "pad"), (7, "pad"), (120, "pad")])
-@pytest.mark.one_in(3)
 def test_batches_weights_and_positions_are_those_without_the_cache(size, remainder, name):
     source, strategy = _source(EXAMPLES * 5), STRATEGIES_AND_VIRTUAL[name]()
     datasets = [

@@ -154,7 +154,6 @@ POSITIONED = {
 
 @pytest.mark.parametrize("goes_on", REPLICAS)
 @pytest.mark.parametrize("save, read, shuffle", POSITIONED.values(), ids=POSITIONED)
-@pytest.mark.one_in(3)
 def test_position_resumes_within_files_at_every_batch(save, read, shuffle, goes_on, two, tmp_path):
     files = _files(tmp_path, save, read, [5, 0, 7, 1, 12])
     options = dict(batch_size=6, shuffle=shuffle, epochs=2, remainder="pad")

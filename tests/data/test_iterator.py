@@ -939,7 +939,6 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", among(PROGRAMS, "exhausted", "in_a_loop_that_ends_with_much_ahead", "many_asleep"))
-@pytest.mark.one_in(3)
 def test_process_with_an_unfinished_iterator_exits_without_output(program):
     text = """
         import time

@@ -417,7 +417,6 @@ POSITIONED = {
 
 @pytest.mark.parametrize("goes_on", ["one_device", "mirrored_2", "mirrored_3", "mirrored_8"])
 @pytest.mark.parametrize("make, batch_size, epochs, shuffle", POSITIONED.values(), ids=POSITIONED)
-@pytest.mark.one_in(3)
 def test_position_resumes_at_every_batch_on_any_number_of_replicas(make, batch_size, epochs, shuffle, goes_on, two):
     options = dict(shuffle=shuffle, epochs=epochs, remainder="pad", seed=2)
 

@@ -143,7 +143,6 @@ VARIABLES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", VARIABLES.values(), ids=VARIABLES)
-@pytest.mark.one_in(4)
 def test_variables_of_the_user_are_unchanged_and_do_not_prevent_compilation(variables):
     done = run(COMPILE, **variables)
     assert done.returncode == 0, done.stderr
@@ -151,7 +150,6 @@ def test_variables_of_the_user_are_unchanged_and_do_not_prevent_compilation(vari
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", ["topology", "attached"])
-@pytest.mark.one_in(2)
 def test_attached_devices_run_in_a_process_with_topology_devices(first):
     """As on a laptop: `JAX_PLATFORMS` is not set, and libtpu is installed."""
     attached = "import jax, jdist\ntwo = jdist.MirroredStrategy(['cpu:0', 'cpu:1'])\nassert int(two.put(3)) == 3\n"

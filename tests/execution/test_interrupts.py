@@ -335,8 +335,8 @@ def test_signals_from_another_process_leave_a_state_of_every_kind(kind, strategy
     The steps take 25 to 40 microseconds, of which that moment is up to one hundredth. So where chance loses more, further
     rounds decide whether at most 3 of 100 are lost.
     """
-    folders = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parents[1]
-    program = [sys.executable, str(folders[1] / "execution" / "interrupted_loop.py"), kind, strategy]
+    folders = pathlib.Path(__file__).parents[2], pathlib.Path(__file__).parents[1] / "kit"
+    program = [sys.executable, str(pathlib.Path(__file__).parent / "interrupted_loop.py"), kind, strategy]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": environment, "bufsize": 0}
     delays, answers = random.Random(0), []

@@ -48,7 +48,6 @@ def batches_of(strategy, seed=0):
     return list(strategy.distribute_dataset(data, BATCH_SIZE, remainder="pad"))
 
 
-@pytest.mark.one_in(9)
 def test_one_call_of_several_steps_equals_one_call_per_step(place):
     batches, one_step = batches_of(place), place.step(step)
     state, outputs_per_step = place.init(initial_state), []
@@ -70,7 +69,6 @@ def test_one_call_of_several_steps_equals_one_call_per_step(place):
     assert_in_step(after["w"])
 
 
-@pytest.mark.one_in(3)
 def test_state_is_donated_and_further_calls_trace_nothing(place):
     traces = []
 

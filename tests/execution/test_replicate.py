@@ -81,7 +81,6 @@ def test_run_accepts_host_rows_in_a_wrapper(strategy):
     np.testing.assert_array_equal(negated.tree, -values)
 
 
-@pytest.mark.one_in(4)
 def test_run_takes_and_returns_typed_keys(strategy):
     n = strategy.num_replicas_in_sync
     own = strategy.put(jdist.PerReplica(jax.random.split(jax.random.key(0), n)))

@@ -144,7 +144,6 @@ def sized(model, *sizes):
 
 
 @pytest.mark.parametrize("model, size", [case for model in MODELS for case in sized(model, 1, 2, 7, 64)])
-@pytest.mark.one_in(3)
 def test_loaded_function_equals_apply_for_any_batch(model, size, exported):
     path, apply, state, inputs = exported(model)
     loaded = load(path)
@@ -168,7 +167,6 @@ def check_under(strategy, path, apply, state, inputs, size):
 
 
 @pytest.mark.parametrize("name", RUNS_ON)
-@pytest.mark.one_in(3)
 def test_loaded_function_equals_apply_under_every_strategy(name, exported):
     check_under(RUNS_ON[name](), *exported("perceptron"), size=7)
 
@@ -190,7 +188,6 @@ def test_loaded_model_equals_apply_under_every_strategy(name, model, size, expor
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MORE.get(name, ())) for name in RUNS_ON])
-@pytest.mark.one_in(3)
 def test_loaded_function_is_trained_under_every_strategy(name, exported):
     path, apply, state, inputs = exported("perceptron")
     strategy, loaded = RUNS_ON[name](), load(path)

@@ -7,6 +7,8 @@ import pytest
 
 import jdist
 
+pytestmark = pytest.mark.processes
+
 RESULTS = {
     "trace": 1.5,
     "compilation": 3.0,

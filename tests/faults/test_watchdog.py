@@ -12,6 +12,8 @@ import pytest
 from jdist._src.core.exit_statuses import HUNG
 from jdist._src.launch.child_processes import reserved_address
 
+pytestmark = pytest.mark.processes
+
 HERE = pathlib.Path(__file__).parent
 STEP = r"waits (in|for the results of) step 4 \(`train`\): all_reduce at hanging_program\.py:\d+ "
 

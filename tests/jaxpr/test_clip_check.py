@@ -63,7 +63,6 @@ def warned(strategy, tx, calls=1):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("clip", ["clip_by_global_norm", "clip", "adaptive_grad_clip"])
-@pytest.mark.one_in(3)
 def test_clipping_before_a_policy_warns_on_the_users_line(two, clip, policy):
     caught, line = warned(two, optax.chain(CLIPS[clip](), POLICIES[policy](), optax.sgd(0.1)))
     assert [(w.category, w.filename, w.lineno) for w in caught] == [(ClippedPerReplicaWarning, __file__, line)]
@@ -116,7 +115,6 @@ LOCAL_POLICIES = {
 
 @pytest.mark.parametrize("name", among(LOCAL_POLICIES, "local_sgd_1", "diloco_2", "streaming_2"))
 @pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.one_in(3)
 def test_clipping_in_local_steps_does_not_warn(two, name, clip):
     policy, clipped = LOCAL_POLICIES[name], CLIPS[clip]()
     assert warned(two, policy(optax.chain(clipped, optax.sgd(0.1))))[0] == []

@@ -254,7 +254,6 @@ def after_regression(shape, devices, virtual, steps=3):
 @pytest.mark.slow
 @pytest.mark.parametrize("virtual, devices", [(4, (2, 4, 1, 3)), (8, (4, 8))])
 @pytest.mark.parametrize("shape", among(SHAPES, "22x10x1", "14x16x1"))
-@pytest.mark.one_in(2)
 def test_dense_layer_of_any_width_is_bitwise_equal_with_one_virtual_replica_per_device(shape, virtual, devices):
     expected, *others = [after_regression(shape, n, virtual) for n in devices]
     for weights, errors in others:

@@ -118,7 +118,6 @@ def trained(strategy, draw, steps_per_call=None):
 
 
 @pytest.mark.parametrize("case", SHARED)
-@pytest.mark.one_in(3)
 def test_random_numbers_that_all_replicas_combine_with_their_examples_warn(two, case):
     caught = trained(two, SHARED[case])
     assert [(w.category, w.filename) for w in caught] == [(SharedRandomnessWarning, __file__)]
@@ -287,7 +286,6 @@ def test_clipping_per_example_after_all_reduce_is_refused(two):
         two.step(step).lower(private_state(two, private()), two.put(jdist.PerReplica(np.ones((2, 4, 8), np.float32))))
 
 
-@pytest.mark.one_in(4)
 def test_clipping_per_example_before_the_reduction_equals_one_device(strategy):
     """Also by the noise: each replica adds the same noise to its sum, so the multiplier is divided by the replicas."""
 

@@ -185,14 +185,12 @@ def _run_on_two_axes(fn):
 
 @every_predicate
 @pytest.mark.parametrize("fn", GROUPS.values(), ids=GROUPS)
-@pytest.mark.one_in(4)
 def test_collective_below_a_predicate_that_varies_along_another_axis_runs(fn, below):
     assert np.isfinite(_run_on_two_axes(lambda x: below(fn, x))).all()
 
 
 @every_predicate
 @pytest.mark.parametrize("fn", MESHES.values(), ids=MESHES)
-@pytest.mark.one_in(3)
 def test_collective_that_waits_for_the_mesh_below_a_varying_predicate_raises(fn, below):
     reason = r"ppermute at .*test_replication_soundness.py:\d+.* over group waits for every replica, also along replica"
     with pytest.raises(jdist.DivergentCollectiveError, match=reason):

@@ -54,7 +54,6 @@ def _bits(x):
 
 
 @every_program
-@pytest.mark.one_in(4)
 def test_every_state_leaf_of_reduced_program_is_proved_replicated(program):
     step = _strategy().step(program.step)
     state = _trace(step, program)
@@ -63,7 +62,6 @@ def test_every_state_leaf_of_reduced_program_is_proved_replicated(program):
 
 
 @every_program
-@pytest.mark.one_in(2)
 def test_error_of_unreduced_program_names_leaf_and_line(program):
     step = _strategy().step(functools.partial(program.step, reduce=False))
     with pytest.raises(jdist.NotMirroredError, match=r"state\['(params|opt_state)'\].*(?s:.*)\bzoo\.py:\d+"):
@@ -71,7 +69,6 @@ def test_error_of_unreduced_program_names_leaf_and_line(program):
 
 
 @pytest.mark.parametrize("model", among(RUNNING, "cnn_synchronised", "nnx"))
-@pytest.mark.one_in(2)
 def test_leaf_proved_replicated_is_bitwise_equal_on_all_devices(model):
     program = zoo.program(model, "adamw")
     step = _strategy().step(program.step)

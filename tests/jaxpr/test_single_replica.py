@@ -248,7 +248,6 @@ QUICK = ("scan_reverse", "cond", "fori_loop", "remat_policy", "custom_vjp")
 @pytest.mark.parametrize(
     "nest", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NESTS]
 )
-@pytest.mark.one_in(3)
 def test_collectives_inside_calls_branches_and_loops_equal_one_device(nest):
     law(with_gradient(NESTS[nest](every_collective)), X)
 

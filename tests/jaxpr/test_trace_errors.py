@@ -121,7 +121,6 @@ def notes_of(error):
 
 
 @pytest.mark.parametrize("name", ["mirrored_2", "sharded_4", "one_device", "central_2"])
-@pytest.mark.one_in(2)
 def test_error_in_the_loss_has_a_note_with_the_arguments_of_the_replica(name):
     strategy = STRATEGIES[name]()
     count, share = strategy.num_replicas_in_sync, 8 // strategy.num_replicas_in_sync

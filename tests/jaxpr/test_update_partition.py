@@ -176,7 +176,6 @@ STEPS |= {f"adamw_{name}": (OPTIMIZERS["adamw"], loss) for name, loss in LOSSES.
 
 
 @pytest.mark.parametrize("name", among(STEPS, "sgd", "muon", "adamw_scan", "adamw_cond", "adamw_while"))
-@pytest.mark.one_in(6)
 def test_parts_of_a_training_step_compute_the_step(name):
     tx, loss = STEPS[name]
     split = split_step(tx, loss)

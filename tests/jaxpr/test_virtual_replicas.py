@@ -118,7 +118,6 @@ def argument(strategy):
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.one_in(6)
 def test_results_are_those_of_one_replica_per_device(name):
     fn, strategy = FUNCTIONS[name], ON[4]
     expected, results = (s.run(fn, (argument(s),)) for s in (ONE_PER_DEVICE, strategy))
@@ -144,7 +143,6 @@ def test_results_are_bitwise_equal_on_any_number_of_devices(name):
 
 
 @pytest.mark.parametrize("devices", ON)
-@pytest.mark.one_in(3)
 def test_host_sees_every_virtual_replica(devices):
     strategy = ON[devices]
     assert strategy.num_replicas_in_sync == VIRTUAL

@@ -27,7 +27,7 @@ def call(tmp_path_factory):
     """Returns a function that calls a function of `ray_cases.py` in a process beside the cluster."""
     with ray_cluster(tmp_path_factory.mktemp("ray"), num_cpus=16, store_bytes=400_000_000) as prefix:
         read, write = os.pipe()
-        paths = os.pathsep.join([environment()["PYTHONPATH"], str(FOLDER), str(FOLDER.parent)])
+        paths = os.pathsep.join([environment()["PYTHONPATH"], str(FOLDER), str(FOLDER.parent / "kit")])
         process = subprocess.Popen(
             [*prefix, "--pid", "--mount", sys.executable, "-u", str(FOLDER / "ray_cases.py"), str(write)],
             env={**environment(), "PYTHONPATH": paths, "JAX_NUM_CPU_DEVICES": "2"},

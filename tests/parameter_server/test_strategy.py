@@ -83,7 +83,6 @@ def assert_close(tree, other, rtol=2e-5, atol=1e-6):
 
 @pytest.mark.parametrize("partitioner", [two_rows, pytest.param(None, marks=pytest.mark.slow)], ids=["split", "whole"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
-@pytest.mark.one_in(9)
 def test_without_staleness_it_equals_one_device(name, partitioner):
     expected = train(jdist.OneDeviceStrategy("cpu:0"), OPTIMIZERS[name])
     strategy = jdist.ParameterServerStrategy(workers=2, servers=2, max_staleness=0, variable_partitioner=partitioner)

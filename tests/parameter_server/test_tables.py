@@ -60,7 +60,6 @@ def train(strategy, optimizer, look_up=jdist.lookup, batch_size=20):
     [optax.sgd(0.01), optax.adagrad(0.1), optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1))],
     ids=["sgd", "adagrad", "clipped"],
 )
-@pytest.mark.one_in(2)
 def test_looked_up_rows_are_updated_as_in_the_dense_table(optimizer, partitioner, parts):
     expected = train(jdist.OneDeviceStrategy("cpu:0"), optimizer)
     strategy = jdist.ParameterServerStrategy(max_staleness=0, variable_partitioner=partitioner)

@@ -14,6 +14,8 @@ import pytest
 import jdist
 from jdist._src.core.exit_statuses import PREEMPTED
 
+pytestmark = pytest.mark.processes
+
 HERE = pathlib.Path(__file__).parent
 STEPS = 72
 

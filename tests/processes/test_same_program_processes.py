@@ -28,7 +28,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.one_in(9)
 def test_different_programs_are_refused_on_all_processes_and_the_error_names_the_difference(case, results):
     name, *parts = CASES[case]
     for number, output in enumerate(results):

@@ -279,7 +279,6 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("counted, alone", COUNTED.values(), ids=COUNTED)
-@pytest.mark.one_in(2)
 def test_normalization_of_padded_batches_equals_that_of_the_batches_without_padding_on_one_device(counted, alone):
     count = 11  # the second batch has two rows on one replica, one row and padding on another, and only padding on two
     strategy = jdist.MirroredStrategy(FOUR)

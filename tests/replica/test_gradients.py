@@ -404,7 +404,6 @@ def derivatives(loss):
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.one_in(8)
 def test_global_loss_and_its_derivatives_are_those_of_one_device(strategy, weighted, micro_batches):
     def of_replica(x, y, weights):
         options = {"weights": weights if weighted else None, "micro_batches": micro_batches}

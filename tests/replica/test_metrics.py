@@ -121,7 +121,6 @@ def test_rows_of_weight_zero_have_no_effect(name, fill):
 @every_metric
 @some
 @hypothesis.given(st.integers(0, 9), st.integers(0, WIDTH), st.integers(0, WIDTH))
-@pytest.mark.one_in(3)
 def test_sum_over_replicas_equals_all_examples_in_one_update_for_every_split(name, n, seed, a, b):
     weights, args = _examples(name, WIDTH, seed)
     ends = [0, *sorted([a, b])[: n - 1], WIDTH]

@@ -45,7 +45,6 @@ def test_one_device_gets_a_one_device_strategy_and_a_log_message():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("libtpu", ["installed", "missing"])
-@pytest.mark.one_in(2)
 def test_machine_without_accelerators_uses_cpu_devices_with_and_without_libtpu(libtpu):
     block = "" if libtpu == "installed" else "import sys\nsys.modules['libtpu'] = None\n"
     environment = {"JAX_PLATFORMS": "", "JAX_NUM_CPU_DEVICES": "2"}

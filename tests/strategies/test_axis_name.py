@@ -49,7 +49,6 @@ def pmapped():
 
 
 @pytest.mark.parametrize("name", ["mirrored", "virtual"])
-@pytest.mark.one_in(2)
 def test_function_of_a_pmap_is_a_step_and_equals_the_pmap(name):
     strategy = STRATEGIES[name]("batch")
     step = strategy.step(train_step)
@@ -89,7 +88,6 @@ def test_jdist_functions_use_the_axis(name):
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.one_in(4)
 def test_values_and_policies_equal_those_of_the_default_axis(name):
     results = []
     for axis in ("batch", "replica"):

@@ -284,7 +284,6 @@ def _closure(number):
 
 
 @pytest.mark.parametrize("method, cache", [("run", "_runs"), ("init", "_inits")])
-@pytest.mark.one_in(2)
 def test_deleted_functions_leave_the_cache(method, cache, two):
     closures = [_closure(number) for number in range(30)]
     for number, closure in enumerate(closures):
@@ -359,7 +358,6 @@ def test_deleted_array_among_the_inputs_raises_with_its_name(two):
         two.run(lambda x: x, ({"a": deleted},))
 
 
-@pytest.mark.one_in(3)
 def test_newton_step_by_conjugate_gradients_is_the_least_squares_solution(strategy):
     _check_newton_step(strategy)
 

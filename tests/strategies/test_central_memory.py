@@ -66,7 +66,6 @@ SMALL = {"vector": (128,), "odd": (7,), "table": (30, 64), "wide": (256, 512), "
 
 
 @pytest.mark.parametrize("offload", ["all", "optimizer"])
-@pytest.mark.one_in(2)
 def test_step_with_small_and_odd_leaves_compiles(offload):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("programs are not compiled: libtpu, the TPU's compiler, is not installed (pip install jdist[plan])")

@@ -133,7 +133,6 @@ EACH = [(name, *layout) for name, layout in each_value(list(itertools.product(OP
 
 
 @pytest.mark.parametrize("name, place, offload, n", CASES + [pytest.param(*case, marks=SLOW) for case in EACH])
-@pytest.mark.one_in(6)
 def test_training_equals_mirrored_and_the_state_keeps_its_placement(name, place, offload, n):
     strategy, tx = central(n, place, offload), OPTIMIZERS[name]
     state = initial_state(strategy, tx)
@@ -221,7 +220,6 @@ def test_leaves_are_stored_as_requested():
 
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.one_in(3)
 def test_step_is_traced_and_compiled_once(place, offload):
     strategy, tx, traces = central(2, place, offload), OPTIMIZERS["clipped"], []
 
@@ -270,7 +268,6 @@ except ValueError as error:
 
 
 @pytest.mark.parametrize("device", PLACES.values(), ids=PLACES)
-@pytest.mark.one_in(3)
 def test_array_in_two_leaves_raises(device):
     # In a new process: memory that is donated twice may end the process, or block it forever.
     completed = subprocess.run(
@@ -337,7 +334,6 @@ def use_every_kind(s, x):
 
 
 @pytest.mark.parametrize("place, offload", [("host", "all"), ("host", "optimizer"), ("apart", "all"), ("among", "all")])
-@pytest.mark.one_in(6)
 def test_leaves_of_every_kind_equal_mirrored(place, offload):
     results = []
     for strategy in (central(2, place, offload), mirrored()):

@@ -18,7 +18,7 @@ import jdist
 from jdist import hlo
 
 _EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
-TARGET = pathlib.Path(__file__).parent.parent / "h100_target_config.txtpb"
+TARGET = pathlib.Path(__file__).parent.parent / "kit/h100_target_config.txtpb"
 SHAPE = jax.ShapeDtypeStruct
 HAS_PLUGIN = bool(importlib.util.find_spec("jax_plugins") and importlib.util.find_spec("jax_plugins.xla_cuda13"))
 needs_plugin = pytest.mark.skipif(

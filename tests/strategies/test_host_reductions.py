@@ -337,7 +337,6 @@ def test_reduce_and_gather_of_any_rows_equal_numpy_on_all_rows(counts, op, seed)
 
 
 @every_mirrored
-@pytest.mark.one_in(4)
 def test_reduce_over_an_uneven_trailing_dimension_keeps_the_rows(strategy):
     n = strategy.num_replicas_in_sync
     parts = [np.random.default_rng(i).integers(-9, 9, size=(2, 1 + i % 3)) for i in range(n)]

@@ -55,7 +55,6 @@ def instructions(compiled):
 
 @pytest.mark.parametrize("name", among(["one_device", "mirrored_2", "mirrored_8"], "mirrored_2"))
 @pytest.mark.parametrize("model", [MLP(), Recurrent()], ids=["mlp", "recurrent"])
-@pytest.mark.one_in(2)
 def test_step_has_the_same_instructions_as_the_step_written_by_hand(model, name):
     devices = STRATEGIES[name]().mesh.devices.flat
     # Like the step by hand: each leaf is reduced separately. The default of jdist on CPUs packs small leaves.

@@ -67,7 +67,6 @@ def test_arrays_of_the_optimizer_are_in_host_memory():
     "shard, options",
     [("all", {}), ("optimizer", {}), ("gradients", {}), ("all", {"steps_per_call": 3}), ("all", {"micro_batches": 2})],
 )
-@pytest.mark.one_in(5)
 def test_results_are_those_without_offload(shard, options):
     offloaded, expected = fit(trainer(shard), **options), fit(trainer(shard, None), **options)
     assert_equal(offloaded.state, expected.state)

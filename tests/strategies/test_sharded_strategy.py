@@ -123,7 +123,6 @@ MORE = [(name, shard, where) for name in OPTIMIZERS for shard in SHARDS for wher
 
 
 @pytest.mark.parametrize("name, shard, where", some(CASES, MORE))
-@pytest.mark.one_in(2)
 def test_training_equals_one_device_and_the_state_keeps_its_placement(name, shard, where):
     strategy, tx = sharded(shard, where), OPTIMIZERS[name]
     state = initial_state(strategy, tx)
@@ -286,7 +285,6 @@ MANY = [(name, *where) for name in LOSSES for where in (("all", "four"), ("gradi
 
 
 @pytest.mark.parametrize("name, shard, where", some(FEW, MANY))
-@pytest.mark.one_in(3)
 def test_step_with_collectives_and_control_flow_equals_one_device(name, shard, where):
     loss = LOSSES[name]
     tx = OPTIMIZERS["sgd"]

@@ -168,7 +168,6 @@ def test_step_on_two_slices_reduces_within_each_and_sends_parts_across(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", TOPOLOGIES)
-@pytest.mark.one_in(4)
 def test_memory_of_a_device_is_one_donated_state(where):
     _, state, program = compiled("digits", where)
     memory = program.memory_analysis()
@@ -212,7 +211,6 @@ UNREADABLE = pytest.mark.xfail(
 @pytest.mark.parametrize(
     "generation", [pytest.param(name, marks=UNREADABLE if name == "tpu7x" else ()) for name in SMALLEST]
 )
-@pytest.mark.one_in(3)
 def test_every_generation_compiles_a_step(generation, num_slices):
     strategy = jdist.TPUStrategy(topology=f"{generation}:{SMALLEST[generation]}", num_slices=num_slices)
     replicas = strategy.num_replicas_in_sync

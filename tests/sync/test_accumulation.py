@@ -77,7 +77,6 @@ def together(data, k):
         (4, 2, "adamw"),
     ],
 )
-@pytest.mark.one_in(9)
 def test_accumulated_steps_equal_one_step_on_the_larger_batch(replicas, k, name):
     data = list(batches(3 * k, replicas))
     _, history = trained(mirrored(replicas), sync.every(reduced(OPTIMIZERS[name]()), k), data)
@@ -114,7 +113,6 @@ def weighted_step(strategy, tx, weight=lambda w: jdist.all_reduce("sum", w.sum()
 @pytest.mark.parametrize(
     "replicas, k, name", [(1, 2, "adamw"), (2, 3, "sgd"), (2, 4, "momentum"), (3, 1, "sgd"), (3, 4, "adamw")]
 )
-@pytest.mark.one_in(5)
 def test_batches_are_averaged_by_their_weights(replicas, k, name):
     data, strategy = list(weighted_batches(2 * k, replicas)), mirrored(replicas)
     tx = sync.every(reduced(OPTIMIZERS[name]()), k)
@@ -159,7 +157,6 @@ def test_weight_that_varies_between_replicas_is_refused_by_the_proof(two, k):
         lambda: sync.every(sync.every(reduced(optax.sgd(0.1)), 2), 2),
     ],
 )
-@pytest.mark.one_in(3)
 def test_step_without_an_update_executes_no_collective(two, make):
     in_every_call, when_it_counts = collectives_of(two, make())
     assert in_every_call == 0
@@ -334,7 +331,6 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.one_in(12)
 def test_step_with_a_non_finite_number_on_one_replica_is_skipped_by_all(two, policy):
     tx, rng = sync.skip_nonfinite(POLICIES[policy]()), np.random.default_rng(0)
     state, step, left_out = make_state(two, tx), reports(two, tx), 0

@@ -65,7 +65,6 @@ def assert_nothing_lost(policy, state, expected):
 
 @pytest.mark.parametrize("replicas", among([1, 2, 3], 3))
 @pytest.mark.parametrize("name", [name for name in FEEDBACK if name != "top_k_in_bfloat16"])
-@pytest.mark.one_in(3)
 def test_applied_and_unsent_gradients_add_up_to_all_gradients(name, replicas):
     strategy, tx, grads = strategy_of(replicas), POLICIES[name](optax.identity()), gradients(replicas)
     state, step, rows = start(strategy, tx, zeros), adder(strategy, tx), strategy.put(jdist.PerReplica(grads))
@@ -87,7 +86,6 @@ def test_residual_is_local_to_each_replica_and_read_as_a_sum(name, two):
 
 @pytest.mark.parametrize("name", FEEDBACK)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.one_in(3)
 def test_residual_of_half_precision_is_float32(name, dtype, two):
     make = lambda: jax.tree.map(lambda x: x.astype(dtype), zeros())
     state = start(two, POLICIES[name](optax.identity()), make)
@@ -96,7 +94,6 @@ def test_residual_of_half_precision_is_float32(name, dtype, two):
 
 @pytest.mark.parametrize("change", among([(2, 3), (3, 1), (1, 4)], (2, 3)), ids=str)
 @pytest.mark.parametrize("policy", ["in_dtype", "int8", "int8_stochastic", "top_k", "power_sgd"])
-@pytest.mark.one_in(3)
 def test_residual_on_another_number_of_replicas_is_split_and_nothing_is_lost(policy, change):
     before, after = change
     tx, first, second = POLICIES[policy](optax.identity()), gradients(before), gradients(after, seed=1)
@@ -134,7 +131,6 @@ def _is_key(leaf):
     "name",
     among([name for name in POLICIES if name != "hierarchical"], "int8_stochastic", "power_sgd", "every", "diloco"),
 )
-@pytest.mark.one_in(6)
 def test_restored_state_continues_bitwise_equal(name, two):
     tx = POLICIES[name](optax.sgd(0.1, momentum=0.9))
     step, state, data = stepper(two, tx), start(two, tx), list(batches(two, 6))
@@ -168,7 +164,6 @@ def test_state_made_outside_the_strategy_is_refused_by_name(name, two):
 
 
 @pytest.mark.parametrize("name", ["in_dtype", "int8", "top_k", "power_sgd"])
-@pytest.mark.one_in(4)
 def test_gradient_that_is_not_finite_stays_in_the_residual_unless_it_is_skipped(name, two):
     inner = POLICIES[name](optax.identity())
     grads = gradients(2)

@@ -214,7 +214,6 @@ QUIET = {
 
 
 @pytest.mark.parametrize("name", QUIET)
-@pytest.mark.one_in(3)
 def test_step_between_synchronization_steps_executes_no_collective(two, name):
     in_every_call, in_sync_steps = collectives_of(two, QUIET[name]())
     assert in_every_call == 0
@@ -249,7 +248,6 @@ CASES = [
 
 
 @pytest.mark.parametrize("replicas, every, name", CASES)
-@pytest.mark.one_in(3)
 def test_local_sgd_equals_numpy(replicas, every, name):
     strategy, (make, rule) = mirrored(replicas), OPTIMIZERS[name]
     data = list(batches(9, replicas))
@@ -261,7 +259,6 @@ def test_local_sgd_equals_numpy(replicas, every, name):
 
 
 @pytest.mark.parametrize("replicas, every, name", CASES)
-@pytest.mark.one_in(3)
 def test_diloco_equals_numpy(replicas, every, name):
     strategy, (make, rule) = mirrored(replicas), OPTIMIZERS[name]
     data = list(batches(9, replicas))
@@ -308,7 +305,6 @@ def test_diloco_with_int8_is_close_to_diloco_and_stores_a_residual(two):
         ("diloco_int8", jnp.bfloat16),
     ],
 )
-@pytest.mark.one_in(3)
 def test_replicas_are_bitwise_equal_after_a_synchronization_step_and_not_before(name, dtype):
     strategy, tx = mirrored(3), QUIET[name]()
     state, step = make_state(strategy, tx, dtype), make_step(strategy, tx)
@@ -343,7 +339,6 @@ def test_replicas_are_bitwise_equal_where_parameters_cross_zero(dtype):
 
 
 @pytest.mark.parametrize("name", QUIET)
-@pytest.mark.one_in(2)
 def test_replicas_are_bitwise_equal_inside_an_accumulation(two, name):
     tx = sync.every(QUIET[name](), 2)
     _, history = trained(two, tx, batches(12, 2))
@@ -386,7 +381,6 @@ def test_replicas_are_bitwise_equal_in_large_leaves(two):
 
 
 @pytest.mark.parametrize("name", WITHIN)
-@pytest.mark.one_in(3)
 def test_replicas_are_equal_up_to_rounding_if_update_is_called_inside_a_traced_function(two, name):
     tx = sync.local_sgd(optax.sgd(0.01), every=2)
     state = two.init(lambda: (w := jnp.full(300, 0.3), tx.init(w)))
@@ -561,7 +555,6 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
-@pytest.mark.one_in(3)
 def test_local_leaves_of_a_wrapped_policy_are_placed_by_init(two, wrapper):
     tx = WRAPPED[wrapper](lambda rate: sync.local_sgd(optax.sgd(rate, momentum=0.9), every=2))
     state = make_state(two, tx)

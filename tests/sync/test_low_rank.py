@@ -21,7 +21,6 @@ def of_rank(rank, replicas, shape, seed=0):
 
 
 @pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
-@pytest.mark.one_in(3)
 def test_gradient_of_the_policy_rank_is_exact_without_a_residual(place):
     strategy = STRATEGIES[place]()
     grads = of_rank(2, strategy.num_replicas_in_sync, (20, 30))
@@ -51,7 +50,6 @@ def test_power_iteration_continues_from_the_last_step():
 
 
 @pytest.mark.parametrize("shape", [(3, 3, 8, 16), (2, 40, 20), (100, 6)])
-@pytest.mark.one_in(3)
 def test_leaf_of_any_ndim_is_a_matrix_of_its_last_dimension(shape, two):
     grads = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
     state, results = once(two, sync.power_sgd(1), two.put(jdist.PerReplica(grads)))
@@ -88,7 +86,6 @@ def test_non_finite_gradient_stays_non_finite(two):
 
 
 @pytest.mark.parametrize("place", ["mirrored_2", "mirrored_3"])
-@pytest.mark.one_in(2)
 def test_low_rank_sends_two_all_reduces_of_its_columns(place):
     text = compiled(STRATEGIES[place](), sync.power_sgd(2), [(40, 50), (30, 60)])
     assert sent(text, "all-reduce") == ["f32", "f32"]

@@ -72,7 +72,6 @@ def trained(name, strategy_name):
 
 
 @pytest.mark.parametrize("name, strategy_name", marked_cases(POLICIES))
-@pytest.mark.one_in(2)
 def test_replicas_are_bitwise_equal_after_a_synchronization_step(name, strategy_name):
     state, _ = trained(name, strategy_name)
     assert_synchronized(state.params)
@@ -213,7 +212,6 @@ LAWS = {
 
 @pytest.mark.parametrize("strategy_name", among(["one_device", "mirrored_2", "mirrored_3"], "mirrored_3"))
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.one_in(4)
 def test_policy_equals_another_one(law, strategy_name):
     one, other, tolerance = LAWS[law]
     strategy = POLICY_STRATEGIES[strategy_name]()
@@ -229,7 +227,6 @@ def test_hierarchical_equals_mean(strategy_name):
 
 
 @pytest.mark.parametrize("strategy_name", ["one_device", "mirrored_2", "mirrored_3"])
-@pytest.mark.one_in(3)
 def test_every_2_equals_a_step_on_twice_the_batch(strategy_name):
     strategy = POLICY_STRATEGIES[strategy_name]()
     state, _ = train(strategy, sync.every(mean_then(sgd()), 2), 4)
@@ -296,7 +293,6 @@ WRAPPED = {
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
 @pytest.mark.parametrize("name", among(SOME, "power_sgd", "every"))
-@pytest.mark.one_in(3)
 def test_replicas_agree_with_a_policy_inside_a_transformation_of_optax(name, wrapper, two):
     wrap, frozen = WRAPPED[wrapper]
     state, _ = train(two, wrap(POLICIES[name]), 4)
@@ -313,14 +309,12 @@ def test_policy_that_one_replica_may_skip_is_refused(two):
 
 
 @pytest.mark.parametrize("name", LOCAL_UPDATES)
-@pytest.mark.one_in(3)
 def test_local_updates_within_a_chain_synchronize(name, two):
     state, _ = train(two, optax.chain(POLICIES[name](sgd()), optax.identity()), 4)
     assert_synchronized(state.params)
 
 
 @pytest.mark.parametrize("name", LOCAL_UPDATES)
-@pytest.mark.one_in(3)
 def test_local_updates_of_some_parameters_do_not_change_frozen_ones(name, two):
     tx = optax.multi_transform({"trained": POLICIES[name](sgd()), "frozen": optax.set_to_zero()}, LABELS)
     state, _ = train(two, tx, 4)
@@ -329,7 +323,6 @@ def test_local_updates_of_some_parameters_do_not_change_frozen_ones(name, two):
 
 
 @pytest.mark.parametrize("name", ["mean", "int8", "top_k", "power_sgd"])
-@pytest.mark.one_in(3)
 def test_policy_within_multi_steps_updates_every_second_step(name, two):
     # `MultiSteps` sums each replica's gradients, so its sums are local to each replica.
     reducing_first = optax.chain(sync.mean(), optax.MultiSteps(sgd(), 2).gradient_transformation())
@@ -345,7 +338,6 @@ def test_policy_within_multi_steps_updates_every_second_step(name, two):
 @pytest.mark.parametrize(
     "name", among([name for name in POLICIES if name != "hierarchical"], "int8", "every", "diloco")
 )
-@pytest.mark.one_in(3)
 def test_policy_in_a_scan_within_the_step_gives_the_same_result(name, two):
     tx = POLICIES[name](sgd())
 
@@ -386,7 +378,6 @@ class LinenNet(nn.Module):
 
 
 @pytest.mark.parametrize("name", among(["int8_stochastic", "every", *LOCAL_UPDATES], "int8_stochastic", "diloco"))
-@pytest.mark.one_in(2)
 def test_policy_in_an_nnx_optimizer_trains_and_synchronizes(name, two):
     def make():
         model = NnxNet(nnx.Rngs(0))
@@ -415,7 +406,6 @@ def test_policy_in_an_nnx_optimizer_trains_and_synchronizes(name, two):
 
 
 @pytest.mark.parametrize("name", among(["power_sgd", "skip_nonfinite", *LOCAL_UPDATES], "power_sgd", "local_sgd"))
-@pytest.mark.one_in(2)
 def test_policy_in_a_flax_train_state_trains_and_synchronizes(name, two):
     net, tx = LinenNet(), POLICIES[name](sgd())
 
@@ -460,7 +450,6 @@ ANY_TREE = ["mean", "in_dtype", "int8", "top_k", "power_sgd", "every", "skip_non
 
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("name", among(ANY_TREE, "int8", "power_sgd"))
-@pytest.mark.one_in(6)
 def test_policy_keeps_structure_shapes_and_dtypes_of_any_tree(name, tree, two):
     tx, make = POLICIES[name](optax.sgd(0.5)), TREES[tree]
 

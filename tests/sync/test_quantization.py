@@ -25,7 +25,6 @@ few = hypothesis.settings(max_examples=25, deadline=None, derandomize=True, data
 
 @pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.one_in(3)
 def test_in_dtype_equals_mean_up_to_rounding(dtype, place):
     strategy = STRATEGIES[place]()
     grads = rows(strategy, 50, 7)
@@ -104,7 +103,6 @@ def test_int8_on_one_replica_has_an_error_of_half_a_quantization_step(seed, size
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("place", ["one_device", "mirrored_2", "mirrored_3"])
-@pytest.mark.one_in(3)
 def test_int8_equals_mean_up_to_the_quantization_steps(place, rounding):
     strategy = STRATEGIES[place]()
     grads = rows(strategy, 50, 7)

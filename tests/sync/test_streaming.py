@@ -59,7 +59,6 @@ def streaming_by_numpy(workers, data, every, fragments, overlap, blend):
         (4, 4, 3, 1, 0.75, "adamw"),
     ],
 )
-@pytest.mark.one_in(9)
 def test_streaming_diloco_equals_numpy(replicas, every, fragments, overlap, blend, name):
     make, rule = OPTIMIZERS[name]
     data = list(batches(14, replicas))
@@ -82,7 +81,6 @@ def test_one_fragment_without_overlap_and_blend_is_diloco(two, every, outer):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.one_in(3)
 def test_only_the_synchronized_fragment_is_bitwise_equal_on_all_replicas(dtype, overlap):
     strategy = mirrored(3)
     tx = sync.streaming_diloco(optax.adam(0.1), every=4, fragments=2, overlap=overlap, blend=0.0)
@@ -110,7 +108,6 @@ def _apart(strategy, tx):
 
 @pytest.mark.parametrize("pace", among([(0, 0.0), (0, 0.5), (2, 0.5)], (2, 0.5)), ids=str)
 @pytest.mark.parametrize("reduction", [None, lambda: sync.int8(block_size=2)])
-@pytest.mark.one_in(2)
 def test_step_between_outer_steps_executes_no_collective(two, pace, reduction):
     overlap, blend = pace
     tx = sync.streaming_diloco(

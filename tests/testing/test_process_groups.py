@@ -18,6 +18,8 @@ from jax.experimental import multihost_utils
 
 from jdist.testing import processes
 
+pytestmark = pytest.mark.processes
+
 THIS = __name__
 
 

@@ -99,7 +99,6 @@ SIZES = [("mirrored_2", size) for size in (14, 1796, 2000)] + [("mirrored_3", 6)
 
 
 @pytest.mark.parametrize("name, size", [*((name, 240) for name in PLACES), *SIZES])
-@pytest.mark.one_in(12)
 def test_metrics_of_all_digits_equal_those_of_numpy(name, size):
     trainer, state = classifier(name)
     results, expected = trainer.evaluate(state, (IMAGES, LABELS), batch_size=size), by_numpy(IMAGES, LABELS)
@@ -113,7 +112,6 @@ def test_metrics_of_all_digits_equal_those_of_numpy(name, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, size", [*((name, 240) for name in PLACES), *SIZES])
-@pytest.mark.one_in(3)
 def test_predictions_are_in_the_order_of_the_data_without_padding(name, size):
     trainer, state = classifier(name)
     outputs = trainer.predict(state, IMAGES, batch_size=size)

@@ -50,7 +50,6 @@ def bits(tree):
 # -- the law -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(2)
 def test_non_finite_gradient_stops_with_the_state_before_it(strategy):
     fit = train(trainer_of(strategy), epochs=2)
     before = train(trainer_of(strategy), tuple(part[:BATCH] for part in data()))
@@ -81,7 +80,6 @@ def test_step_with_a_non_finite_gradient_is_skipped(two, steps_per_call):
     ids=["mean", "local", "float16"],
 )
 @pytest.mark.parametrize("non_finite", ["stop", "skip"])
-@pytest.mark.one_in(6)
 def test_replicas_agree_with_an_optimizer_that_reduces(optimizer, non_finite):
     """The bad example is on one replica, whose update alone is not finite if the updates are local."""
     strategy = place("mirrored_2")
@@ -101,7 +99,6 @@ def test_replicas_agree_with_an_optimizer_that_reduces(optimizer, non_finite):
 
 @pytest.mark.parametrize("rate", [np.nan, np.inf])
 @pytest.mark.parametrize("non_finite", ["stop", "skip"])
-@pytest.mark.one_in(4)
 def test_learning_rate_that_is_not_finite_changes_nothing(two, rate, non_finite):
     optimizer = optax.sgd(lambda count: jnp.where(count == 1, rate, 0.1))
     fit = train(trainer_of(two, optimizer, non_finite=non_finite), (X, Y))

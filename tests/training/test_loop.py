@@ -34,7 +34,6 @@ def ctrl_c_interrupts():
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-@pytest.mark.one_in(2)
 def test_callbacks_receive_events_of_every_call_epoch_and_end(two, steps_per_call):
     events = []
 
@@ -144,7 +143,6 @@ def test_functions_are_traced_and_callbacks_called_under_the_transfer_guard_of_t
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 4])
-@pytest.mark.one_in(2)
 def test_batches_are_released_after_their_step(two, steps_per_call):
     counts = []
     count_batches = lambda event: counts.append(sum(x.shape == (2, 6, 64) for x in jax.live_arrays()))
@@ -311,7 +309,6 @@ def poisoned(number):
 
 
 @pytest.mark.parametrize("steps_per_call", [1, 3])
-@pytest.mark.one_in(2)
 def test_non_finite_loss_stops_with_the_state_before_it(two, steps_per_call):
     result = fit(two, poisoned(2), batch_size=60, epochs=2, shuffle=False, steps_per_call=steps_per_call)
     assert (

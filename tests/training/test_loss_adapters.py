@@ -63,7 +63,6 @@ LOSSES |= {
 
 
 @pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
-@pytest.mark.one_in(3)
 def test_keras_loss_is_called_with_the_targets_first_and_averaged_over_the_examples(make, two, keras):
     loss, targets, width = make(keras)
     results, outputs = evaluate(two, loss, targets, width)

@@ -76,7 +76,6 @@ every_kind = pytest.mark.parametrize("make, reference", KINDS.values(), ids=KIND
 
 
 @every_kind
-@pytest.mark.one_in(4)
 def test_initial_state_is_replicated_and_predicts_as_the_library_does(make, reference, two, keras):
     model = make(keras)
     trainer = trainer_of(model, two)
@@ -169,7 +168,6 @@ def zero(outputs, targets):
     ],  # means 1 and 12, variances 1 and 4; in the second case replica 1 has only padding
     ids=["all", "padding_only"],
 )
-@pytest.mark.one_in(3)
 def test_batch_statistics_are_averaged_over_replicas_that_have_examples(make, rows, expected, two, keras):
     fit = train(trainer_of(make(keras), two, zero), (BATCHES[:rows], np.zeros(rows, np.float32)), 4)
     np.testing.assert_allclose(statistics(fit.state), expected, rtol=1e-5)
@@ -221,7 +219,6 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
-@pytest.mark.one_in(3)
 def test_model_state_is_averaged_with_the_number_of_examples_per_replica(rows, two):
     fit = train(trainer_of(Counted(), two), (X[:rows], Y[:rows]), 4)
     kept = fit.state.model_state["kept"]
@@ -334,7 +331,6 @@ def masks(trainer, steps):
 
 
 @every_dropout
-@pytest.mark.one_in(4)
 def test_ke14_dropout_differs_between_replicas_micro_batches_and_steps_and_is_off_in_evaluation(make, two, keras):
     trainer = trainer_of(make(keras), two, lambda outputs, targets: outputs.sum(-1), optax.sgd(1.0))
     all_masks, state = masks(trainer, 2)
@@ -604,7 +600,6 @@ def test_adapted_model_is_returned_unchanged():
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")  # of Keras, where it copies a model
 @every_dropout
-@pytest.mark.one_in(3)
 def test_trained_model_is_a_function_of_inputs_in_evaluation_mode(make, two, keras):
     trainer, x = trainer_of(make(keras), two), np.ones((4, 8), np.float32)
     state = trainer.init(x)

@@ -93,7 +93,6 @@ TWO_INPUTS = {
 
 
 @pytest.mark.parametrize("make", TWO_INPUTS.values(), ids=TWO_INPUTS)
-@pytest.mark.one_in(6)
 def test_several_inputs_are_passed_by_position_and_by_keyword(make, two, keras):
     trainer = trainer_of(make(keras), two)
     by_position, by_keyword = fit(trainer, (X, Z)), fit(trainer, {"z": Z, "x": X})
@@ -140,7 +139,6 @@ NOISE = {"linen": LinenNoise, "nnx": NnxNoise, "haiku": haiku_noise}
 
 
 @pytest.mark.parametrize("make", NOISE.values(), ids=NOISE)
-@pytest.mark.one_in(4)
 def test_other_random_streams_differ_between_replicas_and_steps_and_are_off_in_evaluation(make, two):
     def change(outputs, targets):
         first, second = jnp.split(jdist.all_gather(outputs[:, 0], axis=0), 2)

@@ -108,7 +108,6 @@ def one_step(trainer, added, rows, weights=None):
 
 @every_flax
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.one_in(32)
 def test_losses_of_flax_modules_are_added_as_on_one_device(kind, micro_batches, strategy):
     added = Added(of_params=0.3, scalar=0.7, per_example=0.2)
     trainer, fitted = fit(kind(added), strategy, micro_batches=micro_batches)
@@ -125,7 +124,6 @@ def test_losses_of_flax_modules_are_added_as_on_one_device(kind, micro_batches, 
 @every_flax
 @pytest.mark.parametrize("rows, weights", [(5, None), (29, WEIGHTS)])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.one_in(8)
 def test_losses_of_parameters_and_of_examples_are_exact_with_padding_and_weights(
     kind, rows, weights, micro_batches, two
 ):
@@ -210,7 +208,6 @@ def keras_loss(keras, model, x, y, weights=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.one_in(8)
 def test_losses_of_a_keras_model_are_added_as_on_one_device(micro_batches, strategy, keras):
     model = keras_model(keras, mean=0.5)
     loss, grads = keras_loss(keras, model, X, Y)

@@ -125,7 +125,6 @@ def frozen_leaves(state):
 
 @every_model
 @pytest.mark.parametrize("micro_batches", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.one_in(2)
 def test_frozen_variables_keep_their_bits(make, micro_batches, strategy, keras):
     trainer = trainer_of(make, keras, strategy)
     state = trainer.init(X)
@@ -151,7 +150,6 @@ def bytes_sent(trainer):
 
 
 @every_model
-@pytest.mark.one_in(3)
 def test_frozen_variables_are_not_communicated(make, keras):
     trainer = trainer_of(make, keras, STRATEGIES["mirrored_3"]())
     assert 0 < bytes_sent(trainer) < BASE.nbytes

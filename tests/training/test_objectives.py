@@ -69,7 +69,6 @@ def loop(optimizer, rows, steps):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in OPTIMIZERS]
 )
-@pytest.mark.one_in(4)
 def test_optimizer_with_extra_arguments_equals_a_loop_on_one_device(name, two):
     optimizer = OPTIMIZERS[name]()
     fitted = fit(trainer_of(two, optimizer), rows=17)
@@ -110,7 +109,6 @@ def test_optimizer_state_that_gains_a_leaf_raises(two):
 # -- parameters for evaluation -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(4)
 def test_eval_params_are_used_in_validation_evaluation_and_prediction(strategy):
     optimizer = optax.contrib.schedule_free(optax.sgd(0.5), 0.5, b1=0.9)
     options = {"eval_params": optax.contrib.schedule_free_eval_params}
@@ -156,7 +154,6 @@ def regularized_metrics():
 
 
 @pytest.mark.parametrize("rows, micro_batches", [(EXAMPLES, 1), (EXAMPLES, 2), (13, 1)])
-@pytest.mark.one_in(12)
 def test_objective_equals_one_device(strategy, rows, micro_batches):
     options = {"loss": None, "objective": regularized, "metrics": regularized_metrics()}
     trainer = trainer_of(strategy, optax.sgd(0.1), **options)
@@ -191,7 +188,6 @@ def test_objective_of_dicts_applies_the_model_to_some_entries_with_the_weights_o
     assert_close(fitted.state.params, expected.state.params)
 
 
-@pytest.mark.one_in(4)
 def test_contrastive_objective_compares_the_examples_of_all_replicas(strategy):
     def objective(params, batch, key, apply):
         a, b = batch
@@ -256,7 +252,6 @@ def fit_tokens(strategy, objective=token_losses, optimizer=None, rows=24, model=
 
 
 @pytest.mark.parametrize("rows, micro_batches", [(24, 1), (24, 2), (13, 1), (13, 2)])
-@pytest.mark.one_in(8)
 def test_objective_with_weights_per_token_equals_one_device(strategy, rows, micro_batches):
     metrics = {"accuracy": jdist.metrics.Accuracy(), "length": jdist.metrics.Mean()}
     trainer, fitted = fit_tokens(strategy, rows=rows, micro_batches=micro_batches, metrics=metrics)
@@ -456,7 +451,6 @@ def two_optimizers(strategy, as_dict=False):
 
 
 @pytest.mark.parametrize("as_dict", [False, True])
-@pytest.mark.one_in(4)
 def test_step_of_the_user_runs_in_the_loop_of_the_trainer(strategy, as_dict):
     fitted = []
     for place in (strategy, one()):

@@ -28,7 +28,6 @@ def trained(two):
     return of_two, of_two.fit(DATA, batch_size=240, progress="off")
 
 
-@pytest.mark.one_in(4)
 def test_state_on_the_host_is_placed(strategy):
     of_strategy = trainer(strategy)
     state = of_strategy.init(DATA[0])
@@ -117,7 +116,6 @@ def evaluator(strategy):
     return jdist.Trainer(MLP(), loss=CROSS_ENTROPY, strategy=strategy)
 
 
-@pytest.mark.one_in(4)
 def test_trainer_without_optimizer_creates_a_state_and_evaluates_it(strategy):
     evaluating = evaluator(strategy)
     state = evaluating.init(DATA[0])

@@ -71,7 +71,6 @@ def split_trainer(name):
     rows=st.integers(1, EXAMPLES),
     weights=st.lists(st.sampled_from([0.0, 0.25, 1.0, 1.0, 7.0]), min_size=EXAMPLES, max_size=EXAMPLES),
 )
-@pytest.mark.one_in(5)
 def test_step_uses_the_mean_over_all_examples(name, micro_batches, rows, weights):
     x, y, weights = X[:rows], Y[:rows], np.float32(weights[:rows])
     fit = train(split_trainer(name), (x, y, weights), micro_batches=micro_batches)
@@ -85,7 +84,6 @@ def test_step_uses_the_mean_over_all_examples(name, micro_batches, rows, weights
 
 
 @every_split
-@pytest.mark.one_in(2)
 def test_step_without_padding_weights_uses_the_mean_over_all_examples(name, micro_batches):
     """The dataset drops the remainder, so that batches have no weights."""
     trainer = split_trainer(name)
@@ -192,7 +190,6 @@ def test_several_losses_per_example_are_averaged(two):
 
 
 @pytest.mark.parametrize("rows", [12, 7, 3])
-@pytest.mark.one_in(3)
 def test_mean_policy_in_the_optimizer_gives_the_same_result(rows, two):
     data, results = (X[:rows], Y[:rows]), []
     for optimizer in (optax.sgd(RATE), optax.chain(jdist.sync.mean(), optax.sgd(RATE))):
@@ -223,7 +220,6 @@ def _jitted(optimizer):
 
 
 @pytest.mark.parametrize("policy, tolerance", POLICIES.values(), ids=POLICIES)
-@pytest.mark.one_in(3)
 def test_step_with_a_policy_equals_the_step_of_one_device(policy, tolerance, two):
     """9 examples: 6 on one replica, 3 and padding on the other."""
     fit = train(trainer_of(two, policy(optax.sgd(RATE))), (X[:9], Y[:9]))
@@ -426,7 +422,6 @@ NOTHING_LEARNED = {
         ("sharded_4", {}),
     ],
 )
-@pytest.mark.one_in(6)
 def test_run_that_learns_nothing_reports_it_and_no_number(name, case, options, tmp_path):
     data, trainer_options, stop_reason, counts = NOTHING_LEARNED[case]
     is_positive = lambda outputs, targets: (jnp.int32(outputs > 0), jnp.int32(targets > 0))
@@ -675,7 +670,6 @@ STATES = {
 
 
 @pytest.mark.parametrize("make", STATES.values(), ids=STATES)
-@pytest.mark.one_in(3)
 def test_dataclass_of_the_user_is_accepted_as_state(make, two):
     optimizer = optax.sgd(RATE)
     state = two.init(lambda: make(jnp.asarray(INITIAL), optimizer.init(jnp.asarray(INITIAL))))

@@ -109,7 +109,6 @@ def test_auxiliary_values_and_metrics(two):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.one_in(4)
 def test_weights_per_token_are_multiplied_by_those_of_the_examples(strategy, micro_batches):
     tokens, of_tokens = np.square(X[:, :, None] + np.arange(4)), (X > 0).astype(np.float32)
     of_tokens[:3] = 0
@@ -300,7 +299,6 @@ OTHER_OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("created, used, message", OTHER_OPTIMIZERS.values(), ids=OTHER_OPTIMIZERS)
-@pytest.mark.one_in(2)
 def test_state_of_another_optimizer_raises(created, used, message, two):
     params = {"w": jnp.asarray(W), "b": jnp.float32(0)}
     loss = lambda params, batch: squares(params["w"], batch) + params["b"]

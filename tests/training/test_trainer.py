@@ -27,7 +27,6 @@ def assert_close(result, expected):
         np.testing.assert_allclose(a, b, atol=5e-6)  # the order of sums on CPU depends on its load
 
 
-@pytest.mark.one_in(4)
 def test_results_do_not_depend_on_the_strategy(strategy, one_device):
     result = fit(strategy, validation_data=digits())
     assert_close(result, one_device)
@@ -82,7 +81,6 @@ def test_last_batch_with_one_example_counts_as_one_example(two):
     assert result.history.losses[3] == pytest.approx(expected.history.losses[3], abs=1e-6)
 
 
-@pytest.mark.one_in(4)
 def test_batch_of_any_size_trains_evaluates_and_predicts_as_on_one_device(strategy):
     """256 examples on 3 replicas are 86 rows each, two of them padding."""
     data = tuple(array[:600] for array in digits())

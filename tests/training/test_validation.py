@@ -43,7 +43,6 @@ def rows_of(result, *columns):
     return [tuple(row.get(column) for column in columns) for row in result.history.rows]
 
 
-@pytest.mark.one_in(4)
 def test_stream_without_epochs_has_a_row_per_validation(strategy):
     of_strategy = trainer(strategy)
     result = fit(strategy, stream(1000), of_strategy, batch_size=24, steps=20, validate_every=8)
@@ -134,7 +133,6 @@ def test_mapping_that_is_one_source_is_one_set(two, wrap):
 
 
 @pytest.mark.parametrize("cut, every", [(7, 3), (10, 5), (13, 13)])
-@pytest.mark.one_in(3)
 def test_resumed_run_is_bitwise_equal(two, tmp_path, cut, every):
     """The checkpoint is between two validations, at one, and at the step at which the process ends."""
 

@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 import sys
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+EXAMPLES = pathlib.Path(__file__).parent.parent.parent / "examples"
 
 # JAX, whose import takes most of the time, is imported once; each call runs in a fork in which no backend has started.
 _RUN_CALLS = """

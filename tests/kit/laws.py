@@ -24,6 +24,8 @@ STRATEGIES = {
     "sharded_4": lambda: testing.strategy("sharded_4"),
     "central_2": lambda: testing.strategy("central_2"),
 }
+# One strategy per backend: the laws of the fixture `strategy`. The other strategies have the backend of `mirrored_3`.
+BACKENDS = ["mirrored_3", "sharded_4", "central_2"]
 
 
 class StateKind(NamedTuple):

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parent.parent.parent
 UNSHARE = ["unshare", "--net", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
 UP = "import fcntl, socket, struct\nfcntl.ioctl(socket.socket(), 0x8914, struct.pack('16sh', b'lo', 1))\n"  # SIOCSIFFLAGS
 OPTIONS = "--head --block --num-gpus=0 --include-dashboard=false --include-log-monitor=false --disable-usage-stats"
